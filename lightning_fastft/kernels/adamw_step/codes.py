@@ -1,11 +1,12 @@
-"""AdamW's averages in 8 bits: one code per value, and the largest magnitude of each block of 256 values.
+"""AdamW's moments in 8 bits: one code per value, and the largest magnitude of each block of 256 values.
 
 Axes: B blocks of a tensor, the last one perhaps shorter; V values of a block.
 
-The value of a code is that of a fixed map times the magnitude of its block. The map is the dynamic one of bitsandbytes,
-ascending: 0, 1 and seven decades below 1, from 1e-7 on, each with twice as many values as the one below it, in the
-middles of equal cells. The signed map has 1 to 64 values per decade and the negatives of all but 1, the unsigned one 2
-to 128. A value becomes the nearest code; zones of the kernel are the decades, with 0 below and 1 above them.
+A code is an index into a fixed map; its value is the map's entry times the magnitude of its block. The map is the
+dynamic map of bitsandbytes in ascending order: 0, seven decades from 1e-7 to 1, and 1. Each decade has twice as many
+values as the one below it, in the middles of equal cells. The signed map has 1 to 64 values per decade and the
+negatives of all but 1; the unsigned map has 2 to 128. A value gets the nearest code. The zones of the kernel are the
+decades, with 0 below and 1 above them.
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ def thresholds(*, is_signed: bool) -> list[float]:
 
 
 def slopes(*, is_signed: bool) -> list[float]:
-    """Return, per zone, how many codes a magnitude of 1 spans; for 1 itself what leads to its code, for 0 nothing."""
+    """Return, per zone, the number of codes per unit of magnitude; 0 for the zone of 0."""
     inner = [cells / (0.9 * _decade(place)) for place, cells in _cells(is_signed=is_signed)]
-    # The kernel's offset brings a magnitude of 1 to 8/9 of the way; what is left of it, and half of a code more.
+    # The kernel's offset covers 8/9 of the way to the code of 1; add the rest, and half a code.
     top = 2 * _cells(is_signed=is_signed)[-1][1]
     return [0.0, *inner, top / 9 + 0.5]
 

@@ -83,9 +83,9 @@ def adamw_step(
 def grad_norm(table: TensorTable, *, backend: str = "auto") -> torch.Tensor:
     """Return the L2 norm of all gradients of a table together, as one tensor.
 
-    Sums have one order for addresses that are multiples of 16 bytes and one for others: two calls are bit-equal, and so
-    are two runs whose gradients lie alike in this respect. NaN or infinity in a gradient shows in the norm. The norm
-    over several tables is the norm of their norms, ``torch.linalg.vector_norm(torch.stack(norms))``.
+    The order of a sum depends on whether addresses are multiples of 16 bytes: two calls are bit-equal, and so are two
+    runs whose gradients are aligned alike. NaN or infinity in a gradient makes the norm NaN or infinite. The norm over
+    several tables is the norm of their norms, ``torch.linalg.vector_norm(torch.stack(norms))``.
 
     Args:
         table: The tensors; those without gradient count as 0.
@@ -126,7 +126,7 @@ def _choose(backend: str, table: TensorTable) -> ModuleType:
 
 
 def _check_table(table: TensorTable) -> None:
-    """Refuse what is no table."""
+    """Refuse anything but a TensorTable."""
     if not isinstance(table, TensorTable):
         raise OptionError(f"table must be a TensorTable, got {type(table).__name__}.")
 

@@ -122,11 +122,10 @@ class TensorTable:
     """The tensors of an optimizer step as addresses on their device, built once.
 
     The table holds the tensors, but no gradient: each call reads ``owner.grad`` anew, so that gradients may be freed
-    and made again between steps. Where an address has changed, new tables are sent from memory that is pinned for this
-    one copy. PyTorch's pinned allocator gives that memory to nobody before the copy is over (by event), and the
-    allocator of the device reuses the old table in the order of the stream: nothing under way is overwritten, and the
-    host never waits. All calls on a table therefore belong to one stream, or to streams that the caller has put in
-    order.
+    and made again between steps. If an address has changed, new tables are sent from memory that is pinned for this one
+    copy. PyTorch's pinned allocator reuses that memory only after the copy (by event), and the device allocator reuses
+    the old table in stream order: no memory in use is overwritten, and there is no host sync. All calls on a table
+    therefore belong to one stream, or to streams that the caller has ordered.
 
     Args:
         params: Masters, updated in place. Any shape; fp32 or bf16; contiguous; all on one device.
@@ -217,7 +216,7 @@ class TensorTable:
         return grads
 
     def is_current(self) -> bool:
-        """Return whether every address on the device is still that of its tensor; compares numbers on the host."""
+        """Return whether the addresses on the device are current; compares numbers on the host."""
         grads = self.gradients()
         return self._layout == self._read_layout(grads) and self._grad_addresses == _read_addresses(grads)
 
@@ -305,22 +304,18 @@ def grad_norm(table: TensorTable) -> torch.Tensor:
 
 
 def bias_corrections(options: StepOptions) -> tuple[float, float]:
-    """Return what the averages still lack of their weight, each in float64: that of the gradients, and the root
-    of that of the squares.
-    """
+    """Return the bias correction of the first moment, and the root of that of the second moment, in float64."""
     return 1.0 - options.beta1**options.step, math.sqrt(1.0 - options.beta2**options.step)
 
 
 def bias_corrections_on_device(options: StepOptions, num_skipped: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the bias corrections of the step as it is counted without those that were skipped; shape (), float64."""
+    """Return the bias corrections of the step number without skipped steps; shape (), float64."""
     step = options.step - num_skipped
     return 1.0 - torch.pow(options.beta1, step), torch.sqrt(1.0 - torch.pow(options.beta2, step))
 
 
 def _corrections_on_device(options: StepOptions, skip: SkipFlag) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return bias corrections that round where those of the host do: that of the gradients is divided into a
-    number of the host in float64.
-    """
+    """Return bias corrections that round as on the host, which divides the learning rate in float64."""
     correction, root_correction = bias_corrections_on_device(options, skip.num_skipped)
     return correction.float() if isinstance(
         options.learning_rate, torch.Tensor
@@ -445,7 +440,7 @@ def _check_like(name: str, tensor: torch.Tensor, param: torch.Tensor, dtypes: Se
 
 
 def _check_absmax(name: str, absmax_B: torch.Tensor | None, param: torch.Tensor) -> None:
-    """Refuse what is not one number per block of averages in 8 bits."""
+    """Refuse anything but one magnitude per block of 8-bit moments."""
     if absmax_B is None:
         raise ShapeError(
             f"{name} is None, and its tensor has the other one; averages in 8 bits have one number per block each."

@@ -113,16 +113,15 @@ def _adamw_kernel(
     IS_ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per chunk. With a learning rate on the device, rate and decay are those of a learning rate of 1.
+    """Run one program per chunk. If the learning rate is on the device, rate and decay are given for a rate of 1.
 
-    With a flag, rate and root_correction come from the device, and a step that is to be skipped has no element to read
-    or write.
+    With a flag, rate and root_correction come from the device, and a skipped step reads and writes no element.
     """
     row, offs, inside = _find_chunk(
         address_ptr, grad_address_ptr, row_ptr, index_ptr, num_rows, tl.program_id(0), IS_ALIGNED, BLOCK
     )
     if HAS_SKIP:
-        # A number of elements, so that the compiler still knows which vectors lie inside.
+        # A number of elements, so that the compiler still knows which vectors are inside.
         inside = inside & (offs < tl.where(tl.load(found_inf_ptr) == 0.0, _EVERYTHING, 0))
         rate = tl.load(number_ptr)
         root_correction = tl.load(number_ptr + 1)
@@ -175,8 +174,8 @@ def _find_place(size, zone, slope_ptr, NUM_FIRST: tl.constexpr):
     twice that.
     """
     end = NUM_FIRST << zone
-    # Bounds of a zone's cells lie at 0.1 and 1 of its decade: a place is the slope times the magnitude and 8/9 of the
-    # first one.
+    # The cells of a zone reach from 0.1 to 1 of its decade: a place is the slope times the magnitude, plus 8/9 of the
+    # zone's first place.
     place = (size * tl.load(slope_ptr + zone) + end.to(tl.float32) * (4.0 / 9.0)).to(tl.int32)
     return tl.minimum(place, end - 1)
 
@@ -239,8 +238,8 @@ def _adamw_8bit_kernel(
     """One program per chunk and NUM_BLOCKS blocks of it. With a learning rate on the device, rate and decay are those
     of a learning rate of 1.
 
-    With a flag, rate and root_correction come from the device, and a step that is to be skipped has no element to read
-    or write. Roots and quotients are the device's fast ones: their error is far below that of 8 bits.
+    With a flag, rate and root_correction come from the device, and a skipped step reads and writes no element. Roots
+    and quotients are the device's fast ones, whose error is far below the rounding to 8 bits.
     """
     row = tl.load(row_ptr + tl.program_id(0)).to(tl.int64)
     start = tl.load(index_ptr + tl.program_id(0)).to(tl.int64) * CHUNK + tl.program_id(1) * (NUM_BLOCKS * _WIDTH)
@@ -398,7 +397,7 @@ def adamw_step(
             )
         else:
             _adamw_kernel[(num_chunks,)](*given, *numbers, **constants, BLOCK=CHUNK, num_warps=NUM_WARPS)
-    # Autograd counts writes to find a backward that would read a changed tensor; it does not see those of a kernel.
+    # Autograd counts writes to detect a backward that would read a changed tensor; it does not see writes of a kernel.
     torch.autograd.graph.increment_version(
         [tensor for row, tensors in zip(table.rows, table.written) if row.owner.grad is not None for tensor in tensors]
     )

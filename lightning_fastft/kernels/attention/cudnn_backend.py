@@ -44,8 +44,8 @@ def cudnn_attention(
         MissingDependencyError: nvidia-cudnn-frontend is not installed.
 
     Cost:
-        Memory linear in T, and B x H x longest document in fp32 in the backward; a copy of what is not laid out token
-        by token; no host sync once a shape is known.
+        Memory linear in T, and B x H x longest document in fp32 in the backward. Tensors that are not laid out token by
+        token are copied. No host sync once a shape is known.
 
     Source:
         https://github.com/NVIDIA/cudnn-frontend, ``cudnn.sdpa_torch``; its window counts the query itself, as ours
@@ -54,7 +54,7 @@ def cudnn_attention(
     start_B1, max_length = context.once("cudnn_varlen", context.device, lambda: _bucketed_offsets(context))
     is_windowed = window is not None and window < context.max_length
     # Without the log-sum-exp it refuses to differentiate. With heads outermost in memory (phi3, glm4_moe) its gradients
-    # are wrong, and with other heads between those of a token and the next those of q and k are NaN at 32,768 tokens
+    # are wrong. With other heads between one token's heads and the next, gradients of q and k are NaN at 32,768 tokens
     # (both seen with 1.32).
     out_THW, _ = _load_attention()(
         *(x.contiguous() for x in (q_THW, k_TGW, v_TGW)),

@@ -44,7 +44,7 @@ class AttentionNeed(NamedTuple):
         has_softcap: Scores are soft-capped.
         has_sinks: A learned sink per head takes part in the softmax.
         needs_grad: A backward will follow.
-        document_length: Length of the document that a token lies in, averaged over tokens.
+        document_length: Length of a token's document, averaged over tokens.
         num_tokens: Tokens of the pack.
         has_cudnn: nvidia-cudnn-frontend is installed.
     """
@@ -104,7 +104,7 @@ def packed_attention(
 
     Raises:
         ShapeError: Shapes, dtypes or devices do not fit each other or the context.
-        BackendError: The forced backend cannot do what is asked; the message names those that can.
+        BackendError: The forced backend cannot serve this call; the message names the backends that can.
         OptionError: backend is unknown or window is below 1.
         MissingDependencyError: "cudnn" is forced and nvidia-cudnn-frontend is not installed.
 
@@ -154,7 +154,7 @@ def packed_attention(
 
 
 def choose_backend(need: AttentionNeed) -> str:
-    """Return the fastest backend that does what is needed.
+    """Return the fastest backend that serves a need.
 
     On CUDA: cuDNN for long documents of width 128 in packs of a fixed length, else the flash kernels of torch;
     FlexAttention where scores are capped; a dense mask for float32. Elsewhere: a dense mask through
@@ -175,7 +175,7 @@ def choose_backend(need: AttentionNeed) -> str:
 
 
 def find_obstacle(backend: str, need: AttentionNeed) -> str:
-    """Return why this backend cannot do what is needed; empty when it can."""
+    """Return why this backend cannot serve a need; empty if it can."""
     obstacles: dict[str, tuple[tuple[bool, str], ...]] = {
         "varlen": (
             (need.device_type != "cuda", "runs on CUDA only"),

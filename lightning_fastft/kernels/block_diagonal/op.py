@@ -26,8 +26,8 @@ def write_block_diagonal(
     """Write blocks into a matrix, each below and to the right of the one before it, and zeros everywhere else.
 
     Args:
-        out_OC: Where to. Shape (O, C), C at most 4,096; bf16, fp16, fp32 or float64; last axis contiguous, any row
-            stride; what lies between them is not written.
+        out_OC: Output. Shape (O, C), C at most 4,096; bf16, fp16, fp32 or float64; last axis contiguous, any row
+            stride; memory between the rows is not written.
         blocks: At most 4, of any number of columns, 0 among them; their rows make O, their columns at most C. Dtype and
             device of out_OC; last axis contiguous, any row stride; in memory of their own.
         backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first if possible, else

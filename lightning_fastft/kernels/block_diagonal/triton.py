@@ -26,7 +26,7 @@ NUM_WARPS = 4
 
 @triton.jit
 def _add_block(value, block_ptr, stride, rows, cols, first_row, end_row, first_col, end_col):
-    """Return the tile with what it has of a block added to its zeros."""
+    """Return the tile plus the part of a block that falls into it."""
     inside = ((rows >= first_row) & (rows < end_row))[:, None] & ((cols >= first_col) & (cols < end_col))[None, :]
     ptrs = block_ptr + (rows - first_row).to(tl.int64)[:, None] * stride + (cols - first_col)[None, :]
     return value + tl.load(ptrs, mask=inside, other=0.0)

@@ -75,9 +75,9 @@ def labelled_cross_entropy(
         OptionError: num_rows, num_items, softcap or chunk_rows is out of range.
 
     Cost:
-        2 V D FLOP per row for the logits, as much for the gradient of the states and for that of the weight; chunk_rows
-        x V logits; with a gradient, R x D states are kept for the backward and V x D in fp32 if the weight is trained;
-        no host sync.
+        2 V D FLOP per row each for the logits, the gradient of the states and the gradient of the weight. Memory:
+        chunk_rows x V logits; with a gradient, R x D states for the backward, and V x D in fp32 if the weight is
+        trained. No host sync.
 
     Source:
         Gradient in the forward: Liger kernel (arXiv 2410.10989); rows without a label are left out, own.
@@ -289,7 +289,7 @@ def _multiply(tensor: torch.Tensor, factor: torch.Tensor, *, dtype: torch.dtype)
 
 
 def _compute_dtype(hidden_TD: torch.Tensor) -> torch.dtype:
-    """The dtype of the GEMMs: that of the states, or autocast's."""
+    """Return the dtype of the GEMMs: the dtype of the states, or autocast's."""
     device_type = hidden_TD.device.type
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else hidden_TD.dtype
 

@@ -81,7 +81,7 @@ def _row_loss_kernel(
     target_value = _scale_and_cap(target_raw, scale, softcap, HAS_SOFTCAP)
     target_value = tl.where(is_known, target_value, -float("inf"))
 
-    # What is read again is to stay in the cache, what is not is to leave it first.
+    # Keep logits in the cache if they are read again, and evict them first otherwise.
     FIRST_WALK: tl.constexpr = "evict_last" if WRITE_GRADIENT else "evict_first"
     tile_cols = tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     lane_highest = tl.full((LANES,), _LOWEST, tl.float32)

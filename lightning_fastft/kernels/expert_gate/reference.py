@@ -102,7 +102,7 @@ def gate_backward(
     d_gate_NF = d_act_NF * factor_NF * (_share(gate_NF, form) + gate_NF * _share_slope(gate_NF, form))
     d_up_NF = d_act_NF * glu_NF
     if form.activation == "clamped":
-        # torch.clamp passes the gradient of a value that lies on its bound.
+        # torch.clamp passes the gradient of a value on its bound.
         d_gate_NF = torch.where(raw_gate_NF <= form.limit, d_gate_NF, 0.0)
         d_up_NF = torch.where(raw_up_NF.abs() <= form.limit, d_up_NF, 0.0)
     d_gate_up_NP = torch.empty(gate_up_NP.shape, dtype=dtype, device=gate_up_NP.device) if out is None else out

@@ -27,10 +27,9 @@ from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 BLOCK_ROWS = 8
 MAX_BLOCK_COLUMNS = 256
 NUM_WARPS = 4
-# With a low-rank product as many values in tiles that tl.dot takes, which wants no fewer than 16 along each axis. Tall
-# ones read the factor less
-# often: 2 R / rows bytes of it per value in bf16, from the L2 cache, beside 10 to 12 from memory. Not yet measured;
-# candidates as above.
+# With a low-rank product: as many values, in tiles for tl.dot, which needs at least 16 along each axis. Tall tiles read
+# the factor less often: 2 R / rows bytes of it per value in bf16 from the L2 cache, and 10 to 12 from memory. Not yet
+# measured; candidates as above.
 ADDEND_BLOCK_ROWS = 16
 ADDEND_MAX_BLOCK_COLUMNS = 128
 # Of one step; more ranks are more steps.
@@ -134,9 +133,9 @@ def _low_rank_tile(
 ):
     """Return a tile of the low-rank product in fp32.
 
-    Made transposed, and by the caller before it loads anything: Triton 3.9 then changes the product's layout once. As
-    it stands, or later, all that follows is computed in the layout of tensor cores: five changes through shared memory,
-    30 barriers instead of 4 and 128 registers instead of 106.
+    The caller computes it transposed, before it loads anything: Triton 3.9 then changes the product's layout once.
+    Computed without transposing, or later, the rest of the kernel would run in the layout of tensor cores: five layout
+    changes through shared memory, 30 barriers instead of 4 and 128 registers instead of 106.
     """
     product_FN = tl.zeros((BLOCK_F, BLOCK_N), dtype=tl.float32)
     for first in tl.range(0, num_ranks, BLOCK_R, num_stages=1):

@@ -34,7 +34,7 @@ def pack_expert_first(
 
     Args:
         b_ORE: Shape (O, R, E), contiguous; bf16, fp16, fp32 or float64.
-        dtype: Of the result, one of the same; None for that of b_ORE, or of out.
+        dtype: Dtype of the result, one of those above; None for the dtype of out, or of b_ORE.
         scale: Factor on every value.
         out: Where the result goes, shape (E, R, O), contiguous, on the device of b_ORE, sharing no memory with it; None
             for new memory.
@@ -78,7 +78,7 @@ def unpack_expert_last(
 
     Args:
         d_ERO: Shape (E, R, O), contiguous; bf16, fp16, fp32 or float64.
-        dtype: Of the result, one of the same; None for that of d_ERO, or of out.
+        dtype: Dtype of the result, one of those above; None for the dtype of out, or of d_ERO.
         scale: Factor on every value.
         out: Where the result goes, shape (O, R, E), contiguous, on the device of d_ERO, sharing no memory with it; None
             for new memory.

@@ -67,6 +67,6 @@ def exchange_ends(source: torch.Tensor, *, scale: float, out: torch.Tensor) -> t
         BLOCK_LAST=sides[1],
         num_warps=NUM_WARPS,
     )
-    # A kernel writes behind autograd's back: whoever saved the old values must be told.
+    # Autograd does not see writes of a kernel; a backward that saved the old values must fail.
     torch.autograd.graph.increment_version(out)
     return out

@@ -1,7 +1,7 @@
 """Rows of tokens brought into the order of their experts, and the experts' outputs summed back: raw operations without
 a graph.
 
-Each is the other's backward: the gradient of ``gather_rows`` is ``combine_rows`` without weights, that of
+Each is the other's backward: the gradient of ``gather_rows`` is ``combine_rows`` without weights, and the gradient of
 ``combine_rows`` is ``gather_rows`` times the weights, in the rows that have an expert. Callers write both.
 
 Axes: T tokens of the pack, K experts per token, N routed slots (T * K), E experts, D model width.
@@ -30,8 +30,7 @@ def gather_rows(
 ) -> torch.Tensor:
     """Return the row of the token that each routed slot belongs to, bit for bit: ``x_TD[slot_N // K]``.
 
-    A slot outside the tokens gives a row of NaN on CUDA, where nobody could be told without a wait, and an error
-    elsewhere.
+    A slot outside the tokens gives a row of NaN on CUDA, where an error would need a host sync, and an error elsewhere.
 
     Args:
         x_TD: Token states. Shape (T, D); bf16, fp16, fp32 or float64; last axis contiguous, any row stride.

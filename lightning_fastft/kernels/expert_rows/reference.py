@@ -12,7 +12,7 @@ def gather_rows(x_TD: torch.Tensor, slot_N: torch.Tensor, *, num_experts_per_tok
     """Return ``x_TD[slot_N // K]``.
 
     Raises:
-        IndexError: A slot lies outside the tokens.
+        IndexError: A slot is outside the tokens.
     """
     return x_TD.index_select(0, slot_N.div(num_experts_per_token, rounding_mode="floor"))
 

@@ -11,11 +11,10 @@ import torch
 
 
 class ExpertOrder(NamedTuple):
-    """Routed slots sorted by expert: slots of one expert stand together, in the order of their tokens; all three are
-    int32.
+    """Routed slots sorted by expert, and by token within an expert; all three tensors are int32.
 
-    A slot is ``token * K + choice``. Slots without an expert (sentinels) stand behind the last expert, at ``end_E[-1]``
-    and above.
+    A slot is ``token * K + choice``. Slots without an expert (sentinels) come after the last expert, from ``end_E[-1]``
+    on.
 
     Args:
         slot_N: The slot at each place of the sorted order.

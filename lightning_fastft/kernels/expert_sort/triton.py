@@ -1,10 +1,11 @@
 """A stable counting sort of expert ids on a GPU: three launches, no atomics, bit-equal to a stable argsort.
 
 Axes: T tokens of the pack, K experts per token, N routed slots (T * K), E experts, G bins (the experts and one for
-    slots without an expert),
-B blocks of slots. Counted are the slots of each bin in each block (G x B cells); summed over blocks they say how many
-slots of its bin lie before a block, and summed over experts where an expert begins; the rank inside a block comes from
-comparing its slots with each other.
+    slots without an expert), B blocks of slots.
+
+The first launch counts the slots of each bin in each block (G x B cells). Their sum over earlier blocks is the number
+of slots of a bin before a block, and their sum over experts is the start of each expert. The rank inside a block comes
+from comparing its slots with each other.
 """
 
 # A jit body has no types that Python could check.

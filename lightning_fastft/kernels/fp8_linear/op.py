@@ -1,17 +1,18 @@
-"""Products of frozen linear layers in fp8 (e4m3 x e4m3): rows scaled one by one as they come, weights by their output
-columns.
+"""Products of frozen linear layers in fp8 (e4m3 x e4m3), with a scale per row of activations and per output column.
 
-Forward, ``y = x @ W^T``, the sum runs over input columns: the scales of rows and of output columns stand outside of it.
-Backward, ``d_x = d_y @ W``, it runs over output columns, so their scales are multiplied into d_y before its rows are
-quantised; the numbers of the weight are the same, which makes the gradient that of the forward. Scales of weights are
-powers of 2: bf16 holds them exactly, so that half the bytes are read for every number of d_y, and a number loses no
-digit by them, only up to one of the 18 bits that the range of e4m3 spans. Gradients are e4m3 too: with a scale of its
-own each row uses the range (its largest number is 448, and numbers 29,000 times smaller are still normal), and e5m2 has
-half the digits. On Gaussian rows the relative error of a product with e4m3 weights is 3.7 % with e4m3 gradients and 5.7
-% with e5m2 ones, 2.6 % of it from the weights (tests/kernels/test_fp8_linear.py).
+Forward, ``y = x @ W^T``: the sum runs over input columns, so the scales of rows and of output columns are factors of
+the whole sum. Backward, ``d_x = d_y @ W``: the sum runs over output columns, so their scales are multiplied into d_y
+before its rows are quantised. Both passes read the same fp8 weight, so the backward differentiates the forward that
+ran.
+
+Scales of weights are powers of 2: bf16 holds them exactly, so that half the bytes are read for every number of d_y, and
+a number loses no digit by them, only up to one of the 18 bits that the range of e4m3 spans. Gradients are e4m3 too:
+with a scale of its own each row uses the range (its largest number is 448, and numbers 29,000 times smaller are still
+normal), and e5m2 has half the digits. On Gaussian rows the relative error of a product with e4m3 weights is 3.7 % with
+e4m3 gradients and 5.7 % with e5m2 ones, 2.6 % of it from the weights (tests/kernels/test_fp8_linear.py).
 
 Axes: T rows, I columns that a product sums over; O output columns and I input columns of a weight. Nothing here builds
-    a graph.
+a graph.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ def nf4_row_scales(weights: Sequence[NF4Weight], *, scales: Sequence[torch.Tenso
         >>> weight = NF4Weight(packed, torch.tensor([3.0]), None, None, table, None)
         >>> scale = torch.empty(1)
         >>> nf4_row_scales([weight], scales=[scale])
-        >>> scale  # 3 / 448 lies between 2^-8 and 2^-7.
+        >>> scale  # 3 / 448 is between 2^-8 and 2^-7.
         tensor([0.0078])
     """
     check_choice("backend", backend, BACKENDS)
@@ -190,8 +191,8 @@ def quantise_nf4(
 
     Args:
         weights: From ``read_params4bit``, any number, all of I input columns.
-        values: Where they go, one for each. Shape (O, I), or (I, O) where transposed; e4m3; last axis contiguous, rows
-            any distance apart, so they may be pieces of one buffer; overwritten whole, and nothing beside them.
+        values: One output per weight. Shape (O, I), or (I, O) where transposed; e4m3; last axis contiguous, any row
+            stride, so they may be views of one buffer. All of it is overwritten, and no memory between its rows.
         scales: Of their rows, from ``nf4_row_scales``, one for each; others than powers of 2 are not rounded alike by
             every backend. Shape (O,), fp32, contiguous.
         is_transposed: Write (I, O), as a product over output columns reads it.

@@ -75,7 +75,7 @@ def quantise_nf4(
 def multiply(
     rows: Fp8Rows, weight_OI: torch.Tensor, scale_O: torch.Tensor | None, *, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the product of the numbers that rows and weight stand for, summed in fp32 and rounded once."""
+    """Return the product of the dequantised rows and weight, summed in fp32 and rounded once."""
     y_TO = rows.values_TI.float() @ weight_OI.float().T * rows.scale_T[:, None]
     return (y_TO if scale_O is None else y_TO * scale_O).to(dtype)
 

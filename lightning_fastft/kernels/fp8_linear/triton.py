@@ -192,9 +192,7 @@ def _quantise_nf4_kernel(
     BLOCK_O: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One program per weight, tile of rows and chunk of columns; the tiles of a weight follow those of the one
-    before.
-    """
+    """Run one program per weight, tile of rows and chunk of columns, weight after weight."""
     tile = tl.program_id(0)
     for index in tl.static_range(COUNT):
         num_tiles = tl.cdiv(num_rows[index], BLOCK_O)
@@ -294,7 +292,7 @@ def _launch(filled: Sequence[tuple[NF4Weight, torch.Tensor, torch.Tensor]], *, i
 
 
 def _parts(weight: NF4Weight) -> tuple[torch.Tensor, ...]:
-    """Return the parts of a weight; scales that are not nested stand in for those they do without."""
+    """Return the parts of a weight; scales that are not nested fill the places of missing parts, never read."""
     return tuple(weight.absmax_Q if part is None else part for part in weight)
 
 

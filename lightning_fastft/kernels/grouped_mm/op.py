@@ -16,7 +16,7 @@ from lightning_fastft.kernels.grouped_mm import reference
 from lightning_fastft.kernels.grouped_mm.reference import THIN_COLUMNS, GatheredRows, RowAddend, Rows, rows_of
 
 BACKENDS = ("auto", "torch", "triton", "reference")
-# torch's grouped GEMM reached 637 to 694 TFLOP/s on an H200, 0.9 of a dense product there, but what is added costs one
+# torch's grouped GEMM reached 637 to 694 TFLOP/s on an H200, 0.9 of a dense product there, but an addend costs one
 # more pass over its result. Our kernel, which adds within its only pass, took 0.74 to 0.98 of that time there
 # (benchmarks/grouped_mm.py --adapters); elsewhere it is not measured.
 _ADDEND_CAPABILITIES = (9,)
@@ -53,7 +53,7 @@ def grouped_mm(
 
     Args:
         x_NI: Rows sorted by expert. Shape (N, I); bf16, fp16, fp32 or, on a CPU, float64; last axis contiguous. Or
-            GatheredRows, which "triton" reads where they lie and the others copy first.
+            GatheredRows, which "triton" reads in place and the others copy first.
         weight_EIO: One matrix per expert. Shape (E, I, O); dtype of x_NI; any view with a stride of 1 along I or O.
         end_E: One past the last row of each expert. Shape (E,); int32, contiguous; rising, at most N.
         bias_EO: Shape (E, O); dtype of x_NI; last axis contiguous.
@@ -131,7 +131,7 @@ def grouped_weight_grad(
         d_NO: Gradient of its result. Shape (N, O); dtype of x_NI; last axis contiguous. Or GatheredRows, of the same
             slots where both are.
         end_E: One past the last row of each expert. Shape (E,); int32, contiguous; rising, at most N.
-        dtype: Dtype of the gradient, one of those of x_NI; None for that of x_NI. "torch" has no other.
+        dtype: Dtype of the gradient, one that x_NI may have; None for the dtype of x_NI, the only one of "torch".
         scale: Factor on the whole gradient.
         row_weight_N: Factor on each row. Shape (N,); any floating dtype, any stride; None for 1.
         backend: "torch", "triton", "reference" or "auto" (choose_grad_backend).
@@ -228,7 +228,7 @@ def choose_grad_backend(x_NI: Rows, d_NO: Rows, *, num_experts: int, dtype: torc
         x_NI: Inputs of the product, shape (N, I); only dtype, device and layout count.
         d_NO: Gradient of its result, shape (N, O).
         num_experts: Experts, E.
-        dtype: Dtype of the gradient; None for that of x_NI.
+        dtype: Dtype of the gradient; None for the dtype of x_NI.
 
     Returns:
         "torch", "triton" or "reference".
@@ -364,7 +364,7 @@ def _layout_misfit(name: str, tensor: Rows) -> str | None:
     three (TMA).
     """
     if isinstance(tensor, GatheredRows):
-        # Copied first, into rows that lie one behind the other.
+        # These rows are copied first, and are contiguous then.
         return None
     *outer, slow, fast = tensor.stride()
     slow_size, fast_size = tensor.shape[-2:]

@@ -1,7 +1,7 @@
 """Products of sorted rows with one matrix per expert, in plain PyTorch: a loop over experts.
 
 Axes: N rows, sorted by expert, E experts, I input columns, O output columns, R adapter rank.
-Expert e owns the rows end_E[e - 1] to end_E[e]; rows at or behind end_E[-1] belong to nobody and are never written.
+Expert e owns the rows end_E[e - 1] to end_E[e]; rows from end_E[-1] on belong to no expert and are never written.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Rows = torch.Tensor | GatheredRows
 
 
 def rows_of(rows: Rows) -> torch.Tensor:
-    """Return the tensor that rows lie in."""
+    """Return the tensor that holds the rows."""
     return rows.x_TI if isinstance(rows, GatheredRows) else rows
 
 
@@ -80,7 +80,7 @@ class RowAddend(NamedTuple):
 def grouped_mm(
     x_NI: Rows, weight_EIO: torch.Tensor, end_E: torch.Tensor, *, addend: RowAddend, out_NO: torch.Tensor
 ) -> torch.Tensor:
-    """Write ``x[n] @ weight[e(n)]`` and what is added to it, rounded once; float64 is allowed.
+    """Write ``x[n] @ weight[e(n)]`` plus the addend, rounded once; float64 is allowed.
 
     Raises:
         ShapeError: end_E decreases, or lies outside the rows.
@@ -94,7 +94,7 @@ def grouped_mm(
 
 
 def add_to_rows(y_NO: torch.Tensor, end_E: torch.Tensor, *, addend: RowAddend, out_NO: torch.Tensor) -> torch.Tensor:
-    """Write y and what is added to it, rounded once; out may be y."""
+    """Write y plus the addend, rounded once; out may be y."""
     for expert, rows in enumerate(_rows_of_experts(end_E, num_rows=y_NO.shape[0])):
         out_NO[rows] = _add_to(y_NO[rows].to(_wide_dtype(y_NO.dtype)), expert, rows, addend=addend)
     return out_NO

@@ -1,11 +1,10 @@
-"""Products of sorted rows with one matrix per expert on a GPU: one launch, and the device finds out which rows are
-whose.
+"""Products of sorted rows with one matrix per expert on a GPU: one launch; the device reads which expert owns a row.
 
-Axes: N rows, sorted by expert, E experts, I input columns, O output columns, R adapter rank. The host knows only N and
-    E, so the grid has
-``N // BLOCK_N + E`` tiles of rows, which is enough for any borders: those of expert e begin at tile ``start // BLOCK_N
-+ e``, where start is its first row, and a tile without rows of its own ends at once. Rows at or behind the last border
-are neither read as operands of others nor written.
+Axes: N rows, sorted by expert, E experts, I input columns, O output columns, R adapter rank.
+
+The host knows only N and E, so the grid has ``N // BLOCK_N + E`` tiles of rows, which is enough for any borders. The
+tiles of expert e begin at tile ``start // BLOCK_N + e``, where start is its first row; a tile without rows ends at
+once. Rows from the last border on are never read or written.
 """
 
 # A jit body has no types that Python could check.
@@ -175,7 +174,7 @@ def _add_step(total, lost, a, b, IS_COMPENSATED: tl.constexpr):
 
 @triton.jit
 def _find_sources(slot_ptr, rows, inside_rows, SLOTS_PER_ROW: tl.constexpr):
-    """Return where rows lie: where they are sorted to, or at the token of their slot."""
+    """Return the positions of rows: their sorted places, or the tokens of their slots."""
     sources = rows
     if SLOTS_PER_ROW > 0:
         sources = tl.load(slot_ptr + rows, mask=inside_rows, other=0).to(tl.int64) // SLOTS_PER_ROW
@@ -222,7 +221,7 @@ def _grouped_mm_kernel(
     )
     if not has_rows:
         return
-    # First what is added: its own accumulator would cost a second tile of registers.
+    # The addend initialises the accumulator; one of its own would cost a second tile of registers.
     total = _load_addend(
         low_ptr,
         factor_ptr,
@@ -363,7 +362,7 @@ def _weight_grad_kernel(
     lost = tl.zeros((BLOCK_I, BLOCK_O), dtype=tl.float32)
     for start in range(begin, stop, BLOCK_N):
         rows = (start + tl.arange(0, BLOCK_N)).to(tl.int64)
-        # Rows of the next expert, or of nobody: both operands are cut off, since 0 times NaN is NaN.
+        # Rows of the next expert or of no expert are masked in both operands, since 0 times NaN is NaN.
         inside_rows = rows < stop
         x_rows = _find_sources(slot_ptr, rows, inside_rows, X_SLOTS_PER_ROW)
         d_rows = _find_sources(slot_ptr, rows, inside_rows, D_SLOTS_PER_ROW)
@@ -437,7 +436,7 @@ def grad_tiles(dtype: torch.dtype, *, num_inputs: int, num_outputs: int) -> Tile
 
 
 def _trim(tiles: Tiles, *, num_inputs: int | None = None, num_outputs: int | None = None) -> Tiles:
-    """Return tiles that are no wider than a matrix, save for what tl.dot wants."""
+    """Return tiles no wider than a matrix, but at least as wide as tl.dot needs."""
     inputs, outputs = (
         side if size is None else min(side, max(next_power_of_2(size), MIN_BLOCK))
         for side, size in ((tiles.inputs, num_inputs), (tiles.outputs, num_outputs))
@@ -454,9 +453,7 @@ def grouped_mm(
     out_NO: torch.Tensor,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """Write the products and what is added to them; same contract as the reference, save that impossible borders
-    are cut off.
-    """
+    """Write the products plus the addend; same contract as the reference, but impossible borders are clamped."""
     num_experts, num_inputs, num_outputs = weight_EIO.shape
     num_rows = x_NI.shape[0]
     if out_NO.numel() == 0 or num_experts == 0:
@@ -506,7 +503,7 @@ def grouped_mm(
 def add_to_rows(
     y_NO: torch.Tensor, end_E: torch.Tensor, *, addend: RowAddend, out_NO: torch.Tensor, tiles: Tiles = ADD_TILES
 ) -> torch.Tensor:
-    """Write y and what is added to it; same contract as the reference."""
+    """Write y plus the addend; same contract as the reference."""
     num_rows, num_outputs = y_NO.shape
     num_experts = end_E.shape[0]
     if out_NO.numel() == 0 or num_experts == 0:
@@ -590,7 +587,7 @@ def grouped_weight_grad(
 
 
 def _where(rows: Rows) -> tuple[torch.Tensor, torch.Tensor | None, int]:
-    """Return the tensor that rows lie in, and by which slots they are found; 0 slots where they lie in their order."""
+    """Return the tensor of the rows, the slots that index it, and slots per row; 0 if rows are in order already."""
     return (rows.x_TI, rows.slot_N, rows.num_slots_per_row) if isinstance(rows, GatheredRows) else (rows, None, 0)
 
 
@@ -612,9 +609,7 @@ def _rank_block(rank: int, tiles: Tiles) -> int:
 
 
 def _or_stand_in(addend: RowAddend, out_NO: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the parts of the addend; the launcher wants a tensor where there is none, and the kernel never reads
-    it.
-    """
+    """Return the parts of the addend; the launcher needs a tensor for a missing part, which the kernel never reads."""
     if addend.low_NR is None or addend.low_ERO is None:
         return out_NO, out_NO, out_NO if addend.bias_EO is None else addend.bias_EO
     return addend.low_NR, addend.low_ERO, out_NO if addend.bias_EO is None else addend.bias_EO

@@ -17,8 +17,7 @@ _TABLE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def host_gather(weight_VD: torch.Tensor, token_T: torch.Tensor) -> torch.Tensor:
     """Return the rows of a host table on the device of the tokens, bit for bit.
 
-    A token outside the table gives a row of NaN on CUDA, where nobody could be told without a wait, and an error
-    elsewhere.
+    A token outside the table gives a row of NaN on CUDA, where an error would need a host sync, and an error elsewhere.
 
     Args:
         weight_VD: The frozen table. Shape (V, D); bf16, fp16 or fp32; in host memory, pinned where the tokens are on
@@ -60,7 +59,7 @@ def host_gather(weight_VD: torch.Tensor, token_T: torch.Tensor) -> torch.Tensor:
         return reference.gather_rows(weight_VD, token_T)
     if weight_VD.numel() and not weight_VD.is_pinned():
         raise ShapeError(
-            "weight_VD lies in pageable host memory, which a CUDA device cannot read: pin it (PinnedSlab or "
+            "weight_VD is in pageable host memory, which a CUDA device cannot read. Pin it (PinnedSlab or "
             "Tensor.pin_memory())."
         )
 

@@ -12,6 +12,6 @@ def gather_rows(weight_VD: torch.Tensor, token_T: torch.Tensor) -> torch.Tensor:
     """Return ``weight_VD[token_T]``, gathered where the table is and moved to the device of the tokens.
 
     Raises:
-        IndexError: A token lies outside the table.
+        IndexError: A token is outside the table.
     """
     return weight_VD.index_select(0, token_T.to(weight_VD.device)).to(token_T.device)

@@ -27,7 +27,7 @@ def lora_addmm(
 ) -> torch.Tensor:
     """Return ``base + scale * (x A^T) B^T``, computed from the copies, with gradients for the masters.
 
-    The masters are never read: the copies stand for them. Gradients of the masters are accumulated and returned in the
+    The copies are read in place of the masters. Gradients of the masters are accumulated and returned in the
     masters' dtype (fp32 products of low-precision factors), so that nothing is rounded between the GEMM and the
     optimizer.
 

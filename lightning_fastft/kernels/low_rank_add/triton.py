@@ -17,11 +17,10 @@ import triton.language as tl
 
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
-# Every tile reads its part of the factor, from the L2 cache: 2 R / rows bytes per value in bf16, beside 4 from memory.
-# On an H200, 32,768 x 4,096, 16
-# ranks: 141 us in place, 197 with a residual; other tiles on 4 warps 145 to 202 and 199 to 232, on 8 warps 148 to 307,
-# and with the product as it stands 154 and more (python -m benchmarks.row_kernels --only low_rank_add --rows 32768
-# --width 4096 --tiles).
+# Every tile reads its part of the factor from the L2 cache: 2 R / rows bytes per value in bf16, and 4 from memory.
+# On an H200, 32,768 x 4,096, 16 ranks: 141 us in place, 197 with a residual; other tiles on 4 warps 145 to 202 and 199
+# to 232, on 8 warps 148 to 307, and with a product that is not transposed 154 and more
+# (python -m benchmarks.row_kernels --only low_rank_add --rows 32768 --width 4096 --tiles).
 BLOCK_ROWS = 32
 BLOCK_COLUMNS = 128
 NUM_WARPS = 4
@@ -56,11 +55,11 @@ def _add_low_rank_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """One program per tile, columns fastest.
+    """Run one program per tile, columns fastest.
 
-    The product is made before anything else is loaded. Transposed, its layout is changed once; as it stands, all that
-    follows is computed in the layout of tensor cores and changed piece by piece: 26 barriers instead of 5 (Triton 3.9
-    for Hopper, bf16, 16 ranks, a residual, in place).
+    The product is computed before anything else is loaded. Transposed, its layout is changed once. Otherwise the rest
+    of the kernel runs in the layout of tensor cores, with 26 barriers instead of 5 (Triton 3.9 for Hopper, bf16, 16
+    ranks, a residual, in place).
     """
     tile = tl.program_id(0)
     num_column_tiles = tl.cdiv(num_columns, BLOCK_N)

@@ -18,8 +18,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def dequantise_stack(stack: NF4Stack, out_EX: torch.Tensor) -> torch.Tensor:
-    """Write the weights of every expert of a stack, bit for bit those of ``bitsandbytes.functional.dequantize_4bit`` on
-    each expert.
+    """Dequantise every expert of a stack, bit-equal to ``bitsandbytes.functional.dequantize_4bit`` on each expert.
 
     Args:
         stack: The quantised weights; every tensor contiguous and on the device of out_EX.

@@ -41,7 +41,7 @@ def dequantise_stack(stack: NF4Stack, out_EX: torch.Tensor) -> torch.Tensor:
     fp32, the last one to its dtype.
     """
     num_blocks = stack.absmax_EQ.shape[1]
-    # An expert at a time: places as int64 take 16 times the memory of what they stand for.
+    # One expert at a time: int64 indices take 16 times the memory of their codes.
     for expert, packed_C in enumerate(stack.packed_EC):
         nested_Q = stack.nested_absmax_EG[expert].repeat_interleave(GROUP_BLOCKS)[:num_blocks]
         scale_Q = stack.nested_quant_map_M[stack.absmax_EQ[expert].long()] * nested_Q + stack.offset_E[expert]

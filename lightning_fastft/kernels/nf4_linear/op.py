@@ -62,15 +62,14 @@ def dequantise(
     out: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Return a weight made dense, bit for bit that of ``bitsandbytes.functional.dequantize_4bit`` where dtype is the
-    one it was quantised from.
+    """Return a dense weight, bit-equal to ``bitsandbytes.functional.dequantize_4bit`` if dtype is the original dtype.
 
     Args:
         weight: The quantised weight, from ``read_params4bit``.
         shape: O and I, its size; I a multiple of 64.
         dtype: bf16, fp16 or fp32. The weight is rounded to it once, from fp32.
-        out: Where the weight goes. Shape (O, I), dtype as named, on the device of the weight; last axis contiguous,
-            any row stride; overwritten whole, and nothing beside it. None for new memory.
+        out: Output tensor. Shape (O, I), dtype as named, on the device of the weight; last axis contiguous, any row
+            stride. All of it is overwritten, and no memory between its rows. None for new memory.
         backend: "triton" (CUDA), "reference" (plain PyTorch), or "auto": the first if possible, else the second.
 
     Returns:
@@ -113,7 +112,7 @@ def dequantise(
 def dequantise_many(
     weights: Sequence[NF4Weight], *, outs: Sequence[torch.Tensor], backend: str = "auto", is_checked: bool = True
 ) -> None:
-    """Write weights, such as those of q, k and v, to their outputs: what ``dequantise`` gives for each.
+    """Dequantise several weights, such as q, k and v, in one launch; same values as ``dequantise``.
 
     Args:
         weights: The quantised weights, any number.
@@ -182,7 +181,7 @@ def _choose(backend: str, out_OI: torch.Tensor) -> ModuleType:
 
 
 def _check_size(shape: tuple[int, int]) -> tuple[int, int]:
-    """Return O and I; refuse what is no size, and columns that a block would share with the next row."""
+    """Return O and I; refuse an impossible shape, and rows that do not end with a block."""
     if len(shape) != 2:
         raise OptionError(f"shape must be (O, I), got {tuple(shape)}.")
     num_outputs, num_inputs = (check_int(name, size, low=0) for name, size in zip(("O of shape", "I of shape"), shape))

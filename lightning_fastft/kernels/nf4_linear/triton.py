@@ -85,7 +85,7 @@ def _dequantise_kernel(
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One program per weight and tile of TILE words; the programs of a weight follow those of the one before."""
+    """Run one program per weight and tile of TILE words, weight after weight."""
     tile = tl.program_id(0)
     for index in tl.static_range(COUNT):
         num_tiles = tl.cdiv(num_words[index], TILE)
@@ -115,7 +115,7 @@ def _launch(filled: Sequence[tuple[NF4Weight, torch.Tensor]]) -> None:
     """Write up to MAX_WEIGHTS weights, none of them empty."""
     num_words = tuple(out_OI.numel() // WORD_WEIGHTS for _, out_OI in filled)
     _dequantise_kernel[(sum(ceil_div(count, TILE_WORDS) for count in num_words),)](
-        # Scales that are not nested stand in for the parts they do without.
+        # A weight whose scales are not nested lacks some parts; its scales are passed in their place and never read.
         tuple(tuple(weight.absmax_Q if part is None else part for part in weight) for weight, _ in filled),
         tuple(out_OI for _, out_OI in filled),
         num_words,

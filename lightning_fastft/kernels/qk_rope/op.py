@@ -113,7 +113,7 @@ def qk_rope_heads(
     """Return queries and keys normed and rotated, and values as they are, in three contiguous tensors, as attention
     reads them.
 
-    The numbers are those of ``qk_rope_forward``.
+    The numbers equal those of ``qk_rope_forward``.
 
     Args:
         qkv_TC: As in ``qk_rope_forward``, with gates where the form has them.
@@ -175,8 +175,8 @@ def qk_rope_backward(
 
     Args:
         d_heads: Gradient of the forward's output. Shape (T, C) as there; bf16, fp16, fp32 or float64; last axis
-            contiguous. Or HeadGradients: three tensors of one dtype, each token's heads contiguous, in which key and
-            value heads may still stand in shares.
+            contiguous. Or HeadGradients: three tensors of one dtype, each token's heads contiguous, whose key and value
+            heads may still be shares to add.
         qkv_TC: The input of ``qk_rope_forward``, not its output. Read only with form.has_norm; may be None without.
         cos_TW: As given to ``qk_rope_forward``.
         sin_TW: As given to ``qk_rope_forward``.
@@ -369,7 +369,7 @@ def _check_heads(gradients: HeadGradients, form: RopeForm) -> None:
 
 
 def _check_raw(qkv_TC: torch.Tensor | None, like_TC: torch.Tensor, form: RopeForm, *, device: torch.device) -> None:
-    """Refuse raw heads that are not those of the gradient."""
+    """Refuse raw heads that do not belong to the gradient."""
     if qkv_TC is None:
         if form.has_norm:
             raise ShapeError(

@@ -81,11 +81,11 @@ class RopeForm(NamedTuple):
 
 
 class HeadGradients(NamedTuple):
-    """Gradients by what ``qk_rope_forward`` returned, in three tensors, as the backward of attention leaves them.
+    """Gradients of the outputs of ``qk_rope_forward``, in three tensors, as the backward of attention leaves them.
 
     Where query heads share a key and value head, its gradient is the sum over them. A backward that computes each query
-    head by itself leaves one share for each: J is num_heads then, the shares of neighbours belong together, and whoever
-    reads them adds them up.
+    head by itself leaves one share for each: J is then num_heads, neighbouring shares belong together, and the reader
+    adds them.
 
     Args:
         d_q_THW: Shape (T, num_heads, head_width).
@@ -130,8 +130,9 @@ def qk_rope_forward(
     k_weight_W: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return q and k normed and rotated beside v, each value rounded once from fp32 (float64 for float64) and
-    if the form says so.
+    """Return normed and rotated q and k, and v, side by side.
+
+    Each value is rounded once from fp32 (float64 for float64), and once more before the weight if the form says so.
     """
     dtype, wide = qkv_TC.dtype, wide_dtype(qkv_TC.dtype)
     x_THW = _split_heads(qkv_TC, form).to(wide)
@@ -256,8 +257,9 @@ def _split_pairs(x_THW: torch.Tensor, form: RopeForm) -> tuple[torch.Tensor, tor
 def _split_angles(
     cos_TW: torch.Tensor, sin_TW: torch.Tensor, form: RopeForm, wide: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return cos of each pair's first and second column, then sin, with an axis for heads; neighbours share one,
-    which stands in the first half.
+    """Return cos of each pair's first and second column, then sin, with an axis for heads.
+
+    Interleaved pairs share one angle, which is in the first half.
     """
     num_pairs = form.num_rotated // 2
     second = slice(num_pairs) if form.is_interleaved else slice(num_pairs, None)
@@ -297,7 +299,7 @@ def _head_weights(
 
 
 def _write(x_THW: torch.Tensor, source_TC: torch.Tensor, form: RopeForm, out: torch.Tensor | None) -> torch.Tensor:
-    """Return the query and key heads in the source's dtype beside its value heads."""
+    """Return the query and key heads in the dtype of the source, followed by its value heads."""
     out_TC = torch.empty(source_TC.shape, dtype=source_TC.dtype, device=source_TC.device) if out is None else out
     _split_heads(out_TC, form).copy_(x_THW)
     out_TC[:, form.num_qk_columns :].copy_(source_TC[:, form.num_qk_columns :])

@@ -112,8 +112,9 @@ def _store_rest(
 
 @triton.jit
 def _load_angles(row_ptr, NUM_PAIRS: tl.constexpr, IS_INTERLEAVED: tl.constexpr, BLOCK_P: tl.constexpr):
-    """Return cos or sin of each pair's first and second column, one row; neighbours share one, which stands in
-    the first half.
+    """Return cos or sin of each pair's first and second column, one row.
+
+    Interleaved pairs share one angle, which is in the first half.
     """
     cols = tl.arange(0, BLOCK_P)
     inside = cols < NUM_PAIRS
@@ -232,7 +233,7 @@ def _forward_heads(
             second = _apply_norm(second, scale, weight_second, in_ptr.dtype.element_ty, IS_WEIGHT_WIDE)
             rest = _apply_norm(rest, scale, weight_rest, in_ptr.dtype.element_ty, IS_WEIGHT_WIDE)
 
-        # Which product is rounded stands here: left to the compiler, it changed with the alignment of the rows.
+        # Explicit FMAs fix which product is rounded; the compiler's choice changed with the alignment of the rows.
         rotated_first = tl.fma(first, cos_first, -(second * sin_first))
         rotated_second = tl.fma(second, cos_second, first * sin_second)
         _store_pairs(out_heads, rotated_first, rotated_second, inside_heads, NUM_PAIRS, IS_INTERLEAVED, BLOCK_P)
@@ -592,7 +593,7 @@ def qk_rope_forward(
     k_weight_W: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return q and k normed and rotated beside v; same contract as the reference."""
+    """Return normed and rotated q and k, and v, side by side; same contract as the reference."""
     out_TC = torch.empty(qkv_TC.shape, dtype=qkv_TC.dtype, device=qkv_TC.device) if out is None else out
     heads = out_TC.split([count * form.head_width for count in form.head_counts], dim=1)
     _write_heads(heads, qkv_TC, cos_TW, sin_TW, form, q_weight_W, k_weight_W, out=out)
@@ -625,9 +626,7 @@ def _write_heads(
     *,
     out: torch.Tensor | None,
 ) -> None:
-    """Write queries, keys and values where each stands; with ``out`` that is memory of the caller's, which may be
-    that of qkv_TC.
-    """
+    """Write queries, keys and values to their tensors, or into ``out`` of the caller, which may be qkv_TC itself."""
     if len(qkv_TC) == 0:
         return
     _forward_kernel[(len(qkv_TC),)](
@@ -759,5 +758,5 @@ def _block_sizes(form: RopeForm, max_tile: int) -> dict[str, int]:
 
 
 def _is_same_memory(out: torch.Tensor | None, source_TC: torch.Tensor) -> bool:
-    """Return whether the value heads stand where they shall be written."""
+    """Return whether the value heads already are in the memory of the output."""
     return out is not None and out.data_ptr() == source_TC.data_ptr()

@@ -45,7 +45,7 @@ def rms_norm_forward(
     float64); y is rounded once, or twice if the form says so. Rows are independent, so NaN stays in its row.
 
     Args:
-        x_TD: Rows to norm, or what is added to residual_TD. Shape (T, D), 1 <= D <= 16,384; bf16, fp16, fp32 or
+        x_TD: Rows to norm, or the addend of residual_TD. Shape (T, D), 1 <= D <= 16,384; bf16, fp16, fp32 or
             float64; last axis contiguous, any row stride.
         weight_D: Weight of the norm. Shape (D,), contiguous; bf16, fp16 or fp32 whatever x_TD has, float64 only with
             float64.
@@ -106,9 +106,9 @@ def rms_norm_backward(
     backend: str = "auto",
     is_checked: bool = True,
 ) -> NormGradients:
-    """Return the gradient of the sum, which is that of x and of the residual alike, and of the weight.
+    """Return the gradient of the sum, which x and the residual share, and the gradient of the weight.
 
-    The gradient through the norm and that of the sum are added in fp32 (float64 for float64) and rounded
+    The gradient through the norm and the gradient of the sum are added in fp32 (float64 for float64) and rounded
     once. Sums over rows have a fixed order, so two calls are bit-equal.
 
     Args:

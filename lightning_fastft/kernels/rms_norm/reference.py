@@ -80,7 +80,7 @@ def rms_norm_backward(
     out: torch.Tensor | None = None,
     rstd_out: torch.Tensor | None = None,
 ) -> NormGradients:
-    """Return the gradient of the sum, rounded once, and that of the weight, not rounded."""
+    """Return the gradient of the sum, rounded once, and the gradient of the weight, not rounded."""
     wide = wide_dtype(sum_TD.dtype)
     wide_TD, d_y_TD = sum_TD.to(wide), d_y_TD.to(wide)
     rstd_T = _reciprocal_root(wide_TD, form) if rstd_T is None else rstd_T
@@ -89,7 +89,7 @@ def rms_norm_backward(
     normed_TD = wide_TD * rstd_T[:, None]
     d_weight_D = (d_y_TD * normed_TD).sum(dim=0) if needs_weight else None
     d_normed_TD = d_y_TD * shifted_weight(weight_D, wide, form)
-    # The root mean square is itself a function of the row: what lies along the row is taken away.
+    # The root mean square is itself a function of the row: subtract the component along the row.
     along_T = (d_normed_TD * normed_TD).mean(dim=1)
     d_x_TD = (d_normed_TD - normed_TD * along_T[:, None]) * rstd_T[:, None]
     if d_sum_TD is not None:

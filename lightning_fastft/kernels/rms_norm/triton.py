@@ -41,7 +41,7 @@ def _sum_of_products(left, right):
     Where a thread has one value of a row, a product fused with the first sum over threads is rounded only where it
     comes from another one.
     """
-    # Nothing fuses a fused product with what is added next.
+    # The compiler cannot fuse a product that is an FMA already with the addition that follows.
     return tl.sum(tl.fma(left, right, 0.0), axis=1)
 
 
@@ -166,8 +166,8 @@ def _rms_norm_backward_kernel(
         if NEEDS_WEIGHT:
             weight_terms += d_y * normed
         d_normed = d_y * weight[None, :]
-        # The root mean square is itself a function of the row: what lies along the row is taken away. By the raw row,
-        # so that this sum need not wait for the one in the root: 102 instead of 158 us on an H200 for 8,192 x 5,120
+        # The root mean square is itself a function of the row: subtract the component along the row. The raw row is
+        # used, so that this sum does not wait for the sum in the root: 102 instead of 158 us on an H200, 8,192 x 5,120
         # (python -m benchmarks.row_kernels --only rms_norm --forms).
         along = _sum_of_products(d_normed, row) * (mean_scale * rstd)
         d_x = (d_normed - normed * along[:, None]) * rstd[:, None]
