@@ -1,5 +1,6 @@
-"""What a training step of a model would cost on a GPU by its published rates: its layers run on the meta device,
-no weights and no GPU needed.
+"""Estimate the cost of a training step on a GPU from its published rates.
+
+Layers run on the meta device, so neither weights nor a GPU are needed.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from lightning_fastft.kernels.cross_entropy.op import DEFAULT_CHUNK_ROWS
 from lightning_fastft.patches.weight_streaming import movable_embedding_bytes
 from lightning_fastft.planner.step import SegmentCost, StepCost, ValueCost
 
-# Trained adapters: fp32 master, gradient and AdamW's two averages.
+# Trained adapters: fp32 master, gradient and AdamW's two moments.
 _MASTER_BYTES = 4 * 4
 _BASE_SUFFIX = ".base_layer"
-# Reads and writes of AdamW and of clipping per byte of a trained tensor: gradient twice, weight and averages in and
-# out, adapters' low-precision copies.
+# Bytes that AdamW and clipping move per byte of a trained tensor: the gradient twice, weight and moments in and out,
+# and low-precision copies of adapters.
 _OPTIMIZER_PASSES = 10
 
 
@@ -49,20 +50,21 @@ def model_costs(
     lora_targets: str | Sequence[str] = "all-linear",
     dtype: torch.dtype = torch.bfloat16,
 ) -> StepCost:
-    """Return what a step over one pack would cost, layer by layer.
+    """Return the estimated cost of a step over one pack, layer by layer.
 
-    One decoder layer of each kind runs forward and backward on the meta device; its operators are charged by the
-    published rates of the GPU and the shares of them that were measured on an H200. All tokens count as labelled.
+    One decoder layer of each kind runs forward and backward on the meta device. The time of its operators follows from
+    the published rates of the GPU, times the shares of them that were measured on an H200. All tokens count as
+    labelled.
 
     Args:
-        model: A configuration, or a transformers model on the meta device, which adapters are added to.
+        model: A configuration, or a transformers model on the meta device, to which adapters are added.
         num_tokens: Tokens of a pack.
-        mean_document_tokens: Length of the document that a token stands in, on average over tokens.
+        mean_document_tokens: Length of a token's document, averaged over tokens.
         machine: The GPU.
-        quantization: "nf4" holds the weights of linear layers but the head in NF4.
+        quantization: "nf4" holds the weights of all linear layers except the head in NF4.
         lora_rank: Rank of adapters, whose base is frozen; None trains every weight.
         lora_targets: PEFT's ``target_modules``.
-        dtype: Of weights and arithmetic.
+        dtype: Dtype of weights and arithmetic.
 
     Raises:
         UnsupportedModelError: A layer does not run on the meta device.
@@ -115,7 +117,7 @@ def _build(model: PretrainedConfig | Mapping[str, Any] | ModelSource, *, dtype: 
 
 
 def _add_adapters(model: PreTrainedModel, *, rank: int, targets: str | Sequence[str]) -> None:
-    """Put adapters into the model's own modules, in the dtype they compute in."""
+    """Add adapters to the modules of the model, in their compute dtype."""
     from peft import LoraConfig, inject_adapter_in_model
 
     if targets == "all-linear":
@@ -136,17 +138,17 @@ def _add_adapters(model: PreTrainedModel, *, rank: int, targets: str | Sequence[
 
 
 def _quantised_weights(model: nn.Module, *, skipped: nn.Module | None) -> list[torch.Tensor]:
-    """What quantization="nf4" holds in 4 bits: linear layers but the head, and stacks of experts."""
+    """Return the weights that quantization="nf4" holds in 4 bits: linear layers except the head, and expert stacks."""
     linear = [module.weight for module in model.modules() if isinstance(module, nn.Linear) and module is not skipped]
     return [*linear, *(module.get_parameter(name) for module, name in check_experts(model))]
 
 
 class _ByteCounter:
-    """What parameters take in device memory: weights, and for trained ones gradients and optimizer state.
+    """Count the device memory of parameters: weights, and for trained ones gradients and optimizer state.
 
     Args:
         quantized: Weights held in NF4.
-        has_adapters: What is trained has an fp32 master; otherwise weights, gradients and averages share the dtype of
+        has_adapters: Whether trained parameters have an fp32 master; otherwise gradients and moments have the dtype of
             the weights.
     """
 
@@ -155,11 +157,11 @@ class _ByteCounter:
         self._has_adapters = has_adapters
 
     def all(self, parameters: Any) -> int:
-        """Bytes of all of these, each once."""
+        """Return the bytes of all these parameters, each counted once."""
         return sum(map(self._of, {id(parameter): parameter for parameter in parameters}.values()))
 
     def frozen(self, layer: nn.Module) -> int:
-        """Bytes of a layer's frozen weights."""
+        """Return the bytes of a layer's frozen weights."""
         return sum(self._of(parameter) for parameter in layer.parameters() if not parameter.requires_grad)
 
     def _of(self, parameter: nn.Parameter) -> int:
@@ -172,14 +174,14 @@ class _ByteCounter:
 
 
 class _Call(NamedTuple):
-    """How the model calls a layer."""
+    """Arguments with which the model calls a layer."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
 def _record_calls(model: PreTrainedModel, layers: Sequence[nn.Module], *, num_tokens: int) -> list[_Call]:
-    """Run the decoder once on the meta device and return how each layer is called."""
+    """Run the decoder once on the meta device and return the arguments of each layer."""
     calls: list[_Call] = []
     hooks = [
         layer.register_forward_pre_hook(lambda _, args, kwargs: calls.append(_Call(args, kwargs)), with_kwargs=True)
@@ -203,7 +205,7 @@ def _record_calls(model: PreTrainedModel, layers: Sequence[nn.Module], *, num_to
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
-    """What makes two layers cost the same: modules, shapes and the attention's window."""
+    """Return a key that is equal for layers of equal cost: modules, shapes and attention window."""
     modules = tuple((name, type(module).__name__) for name, module in layer.named_modules())
     shapes = tuple(
         (name, tuple(parameter.shape), parameter.requires_grad) for name, parameter in layer.named_parameters()
@@ -212,7 +214,7 @@ def _kind(layer: nn.Module) -> tuple[Any, ...]:
 
 
 def _window(layer: nn.Module) -> int | None:
-    """Keys that a query of a layer sees, once the layer has run."""
+    """Return the attention window of a layer that has run, in keys per query."""
     return next(
         (vars(module)[WINDOW_ATTRIBUTE] for module in layer.modules() if WINDOW_ATTRIBUTE in vars(module)), None
     )
@@ -224,7 +226,7 @@ def _measure_layer(layer: nn.Module, call: _Call, meter: Meter, bytes_of: _ByteC
     meter.limit_window(_window(layer))
     for parameter in layer.parameters():
         if parameter.requires_grad:
-            # Gradients are counted among what is resident.
+            # Gradients count as resident memory.
             parameter.grad = torch.empty_like(parameter)
             meter.ignore(parameter.grad)
     entry = hidden.detach().requires_grad_()
@@ -263,9 +265,7 @@ def _measure_layer(layer: nn.Module, call: _Call, meter: Meter, bytes_of: _ByteC
 
 
 class _LayerRecord:
-    """Readings of the linear layers and the attention of a layer while it runs, and of the last tensor that it
-    saves.
-    """
+    """Record meter readings of the linear layers and the attention of a running layer, and of its last saved tensor."""
 
     def __init__(self, layer: nn.Module, meter: Meter) -> None:
         self.last_pack = meter.read()
@@ -296,16 +296,16 @@ class _LayerRecord:
             hook.remove()
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Note that something is saved for the backward."""
+        """Record that a tensor is saved for the backward."""
         self._num_packs += 1
         self.last_pack = self._meter.read()
         return tensor
 
     def values(self, forward: Reading) -> tuple[tuple[ValueCost, ...], Reading]:
-        """Return what can be held, in order, and the time of a last product whose output no backward reads."""
+        """Return the values that can be held, in order, and the time of a last product that no backward reads."""
         done, unneeded = self._done, Reading(0.0, 0)
         if done and self._num_packs == self._packs_at_last_end:
-            # Nothing was saved behind the last linear layer: a second run stops there.
+            # Nothing was saved after the last linear layer, so a recompute skips it.
             *done, (_, unneeded, _) = done
         is_host_bound = forward.ms() > forward.device_ms
         values = [
@@ -329,13 +329,13 @@ class _LayerRecord:
 
 
 def _head_cost(model: PreTrainedModel, *, num_tokens: int, machine: Gpu, dtype: torch.dtype) -> tuple[int, float]:
-    """Transient bytes and time of the final norm, the head in chunks and the loss, forward and backward."""
+    """Return transient bytes and time of the final norm, the chunked head and the loss, forward and backward."""
     weight = model.get_output_embeddings().weight
     vocab_size, width = weight.shape
     num_products = 2 + weight.requires_grad
     flops = 2.0 * num_products * vocab_size * width * num_tokens
-    # Last hidden states, their norm and its fp32 copy, the gradient that is kept, and one chunk of logits that turns
-    # into its gradient in place.
+    # Last hidden states, their norm and its fp32 copy, their gradient, and one chunk of logits, which its gradient
+    # overwrites.
     states_bytes = num_tokens * width * (4 * dtype.itemsize + 4)
     chunk_bytes = min(num_tokens, DEFAULT_CHUNK_ROWS) * vocab_size * dtype.itemsize
     gradient_bytes = 4 * vocab_size * width if weight.requires_grad else 0

@@ -1,4 +1,4 @@
-"""Published rates of GPUs by name, for plans of machines that are not here."""
+"""Published rates of GPUs by name, for plans for other machines."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from lightning_fastft.core.device_peaks import peak_bf16_flops
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.planner.step import Machine
 
-# What of a published rate a training step gets, as measured on an H200 (989.5 TFLOP/s, 4.8 TB/s and 64 GB/s published):
-# 665 TFLOP/s of bf16 matrix products sustained for 8 s, 4.3 TB/s, and 45.6 GB/s each way while both directions copy.
-# Taken over for all other GPUs.
+# Shares of the published rates that a training step reaches, measured on an H200 (989.5 TFLOP/s, 4.8 TB/s and 64 GB/s
+# published): 665 TFLOP/s of bf16 matrix products sustained for 8 s, 4.3 TB/s, and 45.6 GB/s each way while both
+# directions copy. They are assumed for all other GPUs.
 SUSTAINED_SHARE = 665 / 989.5
 MEMORY_SHARE = 4.3 / 4.8
 COPY_SHARE = 45.6 / 64
 _GIB = 2**30
-# Sixteen lanes of PCI Express, each way.
+# PCI Express x16, each way.
 _PCIE_4, _PCIE_5 = 32e9, 64e9
 
 
 class Gpu(NamedTuple):
-    """A GPU by its data sheet.
+    """Data sheet of a GPU.
 
     Args:
-        name: As the driver has it, shortened.
-        memory_bytes_per_s: Device memory, as published.
-        memory_bytes: Device memory.
-        link_bytes_per_s: To the host, each way, as published.
-        is_unified: Host and device share their memory.
-        source: Where the figures are published.
+        name: Name of the driver, shortened.
+        memory_bytes_per_s: Published bandwidth of device memory.
+        memory_bytes: Size of device memory.
+        link_bytes_per_s: Published bandwidth to the host, each way.
+        is_unified: Whether host and device share memory.
+        source: Page with the figures.
         is_measured: The shares above were measured on this GPU itself.
     """
 
@@ -43,24 +43,24 @@ class Gpu(NamedTuple):
 
     @property
     def bf16_flops_per_s(self) -> float:
-        """Dense bf16 matrix products with fp32 sums, as published."""
+        """Published rate of dense bf16 matrix products with fp32 sums."""
         peak = peak_bf16_flops(self.name)
         assert peak is not None, self.name
         return peak
 
     @property
     def sustained_flops_per_s(self) -> float:
-        """Dense bf16 matrix products over a whole step, where power is the limit."""
+        """Rate of dense bf16 matrix products over a whole step, limited by power."""
         return self.bf16_flops_per_s * SUSTAINED_SHARE
 
     @property
     def reached_bytes_per_s(self) -> float:
-        """What a good kernel reads and writes."""
+        """Memory bandwidth that a good kernel reaches."""
         return self.memory_bytes_per_s * MEMORY_SHARE
 
     @property
     def machine(self) -> Machine:
-        """The copy rates, for the planner."""
+        """Copy rates for the planner."""
         rate = 0.0 if self.is_unified else self.link_bytes_per_s * COPY_SHARE
         return Machine(self.name, d2h_bytes_per_s=rate, h2d_bytes_per_s=rate, is_unified=self.is_unified)
 
@@ -86,7 +86,7 @@ GPUS = (
     ),
     Gpu("B200", 8000e9, 179 * _GIB, _PCIE_5, False, "nvidia.com/en-us/data-center/dgx-b200"),
 )
-# Words of a name that say nothing about which GPU it is.
+# Words of a name that do not identify the GPU.
 _NOISE = (
     "nvidia",
     "geforce",
@@ -107,13 +107,13 @@ _NOISE = (
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return the GPU that a name means, in any case and with or without maker, series and punctuation.
+    """Return the GPU with a name, in any case and with or without maker, series and punctuation.
 
     Args:
         name: "4090", "rtx-4090" or "NVIDIA GeForce RTX 4090".
 
     Raises:
-        OptionError: The name means none or several; the message lists all names.
+        OptionError: The name fits no GPU or several; the message lists all names.
 
     Example:
         >>> find_gpu("nvidia h200").name
@@ -121,7 +121,7 @@ def find_gpu(name: str) -> Gpu:
     """
     wanted = _words(name)
     found = [gpu for gpu in GPUS if wanted and all(word in _words(gpu.name) for word in wanted)]
-    # A driver says more than the list: "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3".
+    # A driver's name has more words than the table: "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3".
     found = found or [gpu for gpu in GPUS if wanted and all(word in wanted for word in _words(gpu.name))]
     if len(found) == 1:
         return found[0]
@@ -131,7 +131,7 @@ def find_gpu(name: str) -> Gpu:
 
 
 def find_machine(name: str) -> Machine:
-    """Return the copy rates of the GPU that a name means; see find_gpu."""
+    """Return the copy rates of the GPU with a name; see find_gpu."""
     return find_gpu(name).machine
 
 

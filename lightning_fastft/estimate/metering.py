@@ -1,6 +1,4 @@
-"""A meter for modules that run on the meta device: what their operators would take on a GPU in time and memory,
-by its published rates.
-"""
+"""Meter modules on the meta device: estimate the time and memory of their operators on a GPU from published rates."""
 
 from __future__ import annotations
 
@@ -20,57 +18,57 @@ from transformers import AttentionInterface
 from lightning_fastft.estimate.machines import Gpu
 
 ATTENTION_NAME = "fastft_metered"
-# Plain attribute of an attention module that ran: the window it passes on, None where it sees its whole document.
+# Attribute of an attention module that ran: its window, None if it sees the whole document.
 WINDOW_ATTRIBUTE = "fastft_metered_window"
-# All shares are of one H200 (measured.md). Causal flash attention, forward and backward, of the published bf16 rate, by
-# the length of documents: 133 / 124, 273 / 231 and 325 / 289 of 989.5 TFLOP/s.
+# All shares were measured on one H200 (measured.md). Causal flash attention, forward and backward, by document length:
+# 133 / 124, 273 / 231 and 325 / 289 of the published 989.5 TFLOP/s in bf16.
 _ATTENTION_SHARES = (
     (512, 133 / 989.5, 124 / 989.5),
     (2048, 273 / 989.5, 231 / 989.5),
     (8192, 325 / 989.5, 289 / 989.5),
 )
-# Heads of 64 reach this much of what heads of 128 do (84 of 133 TFLOP/s at documents of 512).
+# Rate of heads of width 64 relative to heads of 128 (84 of 133 TFLOP/s at documents of 512).
 _NARROW_HEAD_SHARE = 84 / 133
-# bitsandbytes' dequantisation: 13.2 G weights twice in 32 ms, 2.5 bytes each, of 4.3 TB/s.
+# Dequantisation by bitsandbytes: 13.2 G weights twice in 32 ms, 2.5 bytes each, relative to 4.3 TB/s.
 _NF4_SHARE = 0.48
 NF4_BYTES_PER_WEIGHT = 0.5 + 1 / 64 + 4 / (64 * 256)
-# Eager element-wise operators, of 4.3 TB/s: fitted to Qwen3-14B QLoRA, 8,192 tokens, all kept (benchmarks/results.csv:
-# 1,234 ms).
+# Eager element-wise operators, relative to 4.3 TB/s: fitted to Qwen3-14B QLoRA, 8,192 tokens, all kept
+# (benchmarks/results.csv: 1,234 ms).
 _ELEMENTWISE_SHARE = 0.8
-# What the host needs for an operator of transformers and PEFT, Python included: fitted to Qwen3-0.6B LoRA, all kept,
-# which waits for its host (265 ms for 28 layers of some 215 operators). Another host may be several times faster.
+# Host time per operator of transformers and PEFT, Python included: fitted to Qwen3-0.6B LoRA, all kept, which is
+# launch-bound (265 ms for 28 layers of some 215 operators). Another host may be several times faster.
 _HOST_MS_PER_OPERATOR = 0.04
-# A backward of attention does two and a half times the products of its forward.
+# The backward of attention computes two and a half times the products of its forward.
 _BACKWARD_PRODUCTS = 2.5
 
 
 class Reading(NamedTuple):
-    """Time on the device in ms, and operators given to it."""
+    """Time on the device in ms, and number of launched operators."""
 
     device_ms: float
     num_operators: int
 
     def since(self, start: Reading) -> Reading:
-        """Return what was added since another reading."""
+        """Return the difference to an earlier reading."""
         return Reading(self.device_ms - start.device_ms, self.num_operators - start.num_operators)
 
     def ms(self) -> float:
-        """Time that passes: that of the device, or of the host where it cannot keep up."""
+        """Return elapsed time: device time, or host time if launch-bound."""
         return max(self.device_ms, self.num_operators * _HOST_MS_PER_OPERATOR)
 
 
 class Meter(TorchDispatchMode):
-    """Add up what operators on the meta device would take on a GPU.
+    """Sum the estimated GPU time and memory of operators on the meta device.
 
-    A product takes its FLOPs at the sustained rate or its bytes at the rate of memory, whichever is longer; every other
-    operator its bytes; views and allocations take nothing. Weights in NF4 are dequantised before each product, into
-    memory that lives as long as the product.
+    A product takes its FLOPs at the sustained rate or its bytes at the memory rate, whichever is longer. Other
+    operators take their bytes at the memory rate; views and allocations take no time. NF4 weights are dequantised
+    before each product, into memory that is freed after it.
 
     Args:
         gpu: Rates.
-        document_tokens: Length of documents, which decides the cost of attention.
-        resident: Tensors that are there all the time, and not counted among what lives.
-        quantized: Weights that are held in NF4.
+        document_tokens: Document length, for the cost of attention.
+        resident: Tensors that exist all the time; not counted as live memory.
+        quantized: Weights held in NF4.
     """
 
     def __init__(
@@ -84,30 +82,30 @@ class Meter(TorchDispatchMode):
         super().__init__()
         self.num_keys = document_tokens / 2
         self.live_bytes = self.peak_bytes = 0
-        # Called with the name "attention", its reading before and after, and its bytes.
+        # Called with the readings before and after an attention operator, and the bytes of its output.
         self.on_attention: Callable[[Reading, Reading, int], None] | None = None
         self._gpu, self._document_tokens = gpu, document_tokens
-        # References keep a storage's number from being used again; they do not keep its memory.
+        # Weak references keep a storage's id from being reused, without keeping its memory.
         self._resident = {_storage_of(tensor): StorageWeakRef(tensor.untyped_storage()) for tensor in resident}
         self._quantized = {_storage_of(tensor) for tensor in quantized}
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
         self._device_ms, self._num_operators = 0.0, 0
 
     def ignore(self, tensor: torch.Tensor) -> None:
-        """Leave a tensor out of what lives."""
+        """Do not count a tensor as live memory."""
         self._resident[_storage_of(tensor)] = StorageWeakRef(tensor.untyped_storage())
 
     def read(self) -> Reading:
-        """Return what was added up so far."""
+        """Return the sums so far."""
         return Reading(self._device_ms, self._num_operators)
 
     def limit_window(self, window: int | None) -> None:
-        """Let a query see this many keys at most from now on; None for its whole document."""
+        """Limit the keys per query from now on; None for the whole document."""
         mean = self._document_tokens / 2
         self.num_keys = mean if window is None else min(mean, float(window))
 
     def start_peak(self) -> int:
-        """Begin a new peak; return the bytes that live now."""
+        """Start a new peak; return the live bytes."""
         self._drop_dead()
         self.peak_bytes = self.live_bytes
         return self.live_bytes
@@ -115,7 +113,7 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operator on the meta device and charge for it."""
+        """Run an operator on the meta device and add its cost."""
         kwargs = kwargs or {}
         before = self.read()
         out = func(*args, **kwargs)
@@ -133,7 +131,7 @@ class Meter(TorchDispatchMode):
     def _charge(
         self, func: Any, given: tuple[Any, Any], out: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
     ) -> int:
-        """Add the time of an operator; return the bytes that it needs for itself."""
+        """Add the time of an operator; return the bytes of its temporary memory."""
         if not _is_work(func, inputs, outputs):
             return 0
         self._num_operators += 1
@@ -177,7 +175,7 @@ class Meter(TorchDispatchMode):
 
 
 def set_metered_attention(model: nn.Module) -> None:
-    """Let a model compute attention by an operator that the meter knows, without masks."""
+    """Set the attention of a model to an operator that the meter knows, without masks."""
     AttentionInterface.register(ATTENTION_NAME, _attend)
     model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
 
@@ -190,7 +188,7 @@ def _attend(
     attention_mask: object = None,
     **options: object,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of transformers' form; on the meta device only shapes count."""
+    """Compute attention with the signature of transformers; on the meta device only shapes matter."""
     vars(module)[WINDOW_ATTRIBUTE] = options.get("sliding_window")
     value_width = value.shape[-1]
     if value_width < query.shape[-1]:
@@ -200,7 +198,7 @@ def _attend(
 
 
 def _is_work(func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
-    """Whether an operator reads or writes elements: no view, no bare allocation."""
+    """Return whether an operator reads or writes elements, unlike views and allocations."""
     name = func._schema.name.split("::")[-1]
     if name.startswith(("empty", "new_empty")) or name in ("detach", "_unsafe_view", "lift_fresh") or not outputs:
         return False
@@ -216,7 +214,7 @@ def _count_flops(packet: Any, args: Any, kwargs: Any, out: Any) -> float:
 
 
 def _attention_share(document_tokens: float, *, is_backward: bool) -> float:
-    """Interpolate between the lengths that were measured, on a scale of doublings; beyond them the nearest holds."""
+    """Return the share at a document length, interpolated between measured lengths on a logarithmic scale."""
     column = 2 if is_backward else 1
     length = min(max(document_tokens, _ATTENTION_SHARES[0][0]), _ATTENTION_SHARES[-1][0])
     for low, high in pairwise(_ATTENTION_SHARES):
@@ -227,7 +225,7 @@ def _attention_share(document_tokens: float, *, is_backward: bool) -> float:
 
 
 def _storage_of(tensor: torch.Tensor) -> int:
-    """A number that tensors have in common while they share their memory."""
+    """Return the id of a tensor's storage, which tensors that share memory have in common."""
     return int(tensor.untyped_storage()._cdata)
 
 
