@@ -52,13 +52,15 @@ def predict(cost: StepCost, segments: Sequence[SegmentPlan], *, machine: Machine
     intervals: list[Interval] = []
     moments = model.run(segments, intervals)
     intervals.sort(key=lambda interval: (interval.start_ms, interval.end_ms, interval.lane))
+    forwards, backwards = model.labels
+    labels = [*forwards, "head", *reversed(backwards)]
     return Prediction(
-        peak_bytes=max(num_bytes for _, num_bytes in moments.memory),
+        peak_bytes=moments.peak_bytes,
         step_ms=moments.step_ms,
         exposed_ms=moments.exposed_ms,
         host_bytes=moments.host_bytes,
         staging_bytes=moments.staging_bytes,
-        memory=tuple(moments.memory),
+        memory=tuple(zip(labels, moments.memory)),
         lanes=tuple(intervals),
     )
 
@@ -70,13 +72,30 @@ class Outcome(NamedTuple):
     exposed_ms: float
     host_bytes: int
     staging_bytes: int
-    memory: list[tuple[str, int]]
+    peak_bytes: int
+    memory: list[int]
+
+
+class Footprint(NamedTuple):
+    """Memory of a step, and its time without waits, which no plan can beat; both are known before the simulation."""
+
+    works: list[_Work]
+    streamed: list[int]
+    host_bytes: int
+    staging_bytes: int
+    memory: list[int]
+    compute_ms: float
+
+    @property
+    def peak_bytes(self) -> int:
+        """Largest device memory."""
+        return max(self.memory)
 
 
 class _HostTensor(NamedTuple):
     """A tensor on the host: when the forward produces it and when the backward needs it."""
 
-    name: str
+    label: str
     num_bytes: int
     exists_ms: float
     needed_ms: float
@@ -113,19 +132,39 @@ class StepModel:
         self.machine = machine
         self.buffers = buffers
         self._works: dict[tuple[int, SegmentPlan], _Work] = {}
+        numbers = range(len(cost.segments))
+        self.labels = [[f"{phase} {number}" for number in numbers] for phase in ("forward", "backward")]
+        self._own_ms = cost.head_ms + cost.other_ms
+        self._own_ms += sum(segment.forward_ms + segment.backward_ms for segment in cost.segments)
+
+    def footprint(self, segments: Sequence[SegmentPlan]) -> Footprint:
+        """Return what a plan that fits the segments needs, without simulating its times."""
+        works = [self._work(number, plan) for number, plan in enumerate(segments)]
+        staging = max(work.host_bytes for work in works)
+        costs = self.cost.segments
+        streamed = [number for number, plan in enumerate(segments) if plan.is_streamed and costs[number].weight_bytes]
+        sizes = [costs[number].weight_bytes for number in streamed]
+        moved_bytes = sum(sizes) + (self.cost.embedding_bytes if streamed else 0)
+        base = self.cost.base_bytes - moved_bytes + _slot_bytes(sizes)
+        return Footprint(
+            works=works,
+            streamed=streamed,
+            host_bytes=sum(work.host_bytes for work in works) + moved_bytes,
+            staging_bytes=staging,
+            memory=self._memory(works, base=base, staging=staging),
+            compute_ms=self._own_ms + sum(work.rebuilt_ms for work in works),
+        )
 
     def run(self, segments: Sequence[SegmentPlan], intervals: list[Interval] | None = None) -> Outcome:
         """Return the outcome of a plan that fits the segments; append the work of each lane to intervals if given."""
-        works = [self._work(number, plan) for number, plan in enumerate(segments)]
-        staging = max(work.host_bytes for work in works)
-        streamed = [
-            number
-            for number, plan in enumerate(segments)
-            if plan.is_streamed and self.cost.segments[number].weight_bytes
-        ]
-        clock = _Clock(self.machine, limit_bytes=staging, intervals=intervals)
-        weights = _WeightStream(clock, [self.cost.segments[number].weight_bytes for number in streamed], streamed)
-        embedding_bytes = self.cost.embedding_bytes if streamed else 0
+        return self.simulate(self.footprint(segments), intervals)
+
+    def simulate(self, footprint: Footprint, intervals: list[Interval] | None = None) -> Outcome:
+        """Return the outcome of a plan from its footprint."""
+        works = footprint.works
+        clock = _Clock(self.machine, limit_bytes=footprint.staging_bytes, intervals=intervals)
+        sizes = [self.cost.segments[number].weight_bytes for number in footprint.streamed]
+        weights = _WeightStream(clock, sizes, footprint.streamed)
         for number, work in enumerate(works):
             self._forward(clock, weights, number, work)
         clock.begin("head")
@@ -137,39 +176,36 @@ class StepModel:
         return Outcome(
             step_ms=clock.now,
             exposed_ms=clock.waited,
-            host_bytes=sum(work.host_bytes for work in works) + weights.num_bytes + embedding_bytes,
-            staging_bytes=staging,
-            memory=self._memory(
-                works,
-                base=self.cost.base_bytes - weights.num_bytes - embedding_bytes + weights.slot_bytes,
-                staging=staging,
-            ),
+            host_bytes=footprint.host_bytes,
+            staging_bytes=footprint.staging_bytes,
+            peak_bytes=footprint.peak_bytes,
+            memory=footprint.memory,
         )
 
     def _forward(self, clock: _Clock, weights: _WeightStream, number: int, work: _Work) -> None:
-        clock.begin(f"forward {number}")
+        clock.begin(self.labels[0][number])
         weights.use(number, direction=1)
         done_ms = 0.0
         for tensor in work.host:
             clock.compute(tensor.exists_ms - done_ms)
             done_ms = tensor.exists_ms
-            clock.copy_out(f"{tensor.name} {number}", tensor.num_bytes)
+            clock.copy_out(tensor.label, tensor.num_bytes)
         clock.compute(self.cost.segments[number].forward_ms - done_ms)
 
     def _backward(self, clock: _Clock, weights: _WeightStream, works: list[_Work]) -> None:
         groups = [number for number in range(len(works) - 1, -1, -1) if works[number].host]
         arrivals: dict[int, list[float]] = {}
-        clock.begin(f"backward {len(works) - 1}")
+        clock.begin(self.labels[1][-1])
         clock.wait(clock.out_free)
         for number in groups[: self.buffers - 1]:
-            arrivals[number] = self._fetch(clock, works, number)
+            arrivals[number] = self._fetch(clock, works[number])
         # The segment whose backward starts the fetch of each of the others.
         after = dict(zip(groups, groups[self.buffers - 1 :]))
         for number in range(len(works) - 1, -1, -1):
-            clock.begin(f"backward {number}")
+            clock.begin(self.labels[1][number])
             weights.use(number, direction=-1)
             if number in after:
-                arrivals[after[number]] = self._fetch(clock, works, after[number])
+                arrivals[after[number]] = self._fetch(clock, works[after[number]])
             done_ms = 0.0
             for tensor, arrival in zip(works[number].host, arrivals.get(number, ())):
                 clock.compute(tensor.needed_ms - done_ms)
@@ -178,32 +214,35 @@ class StepModel:
             clock.compute(works[number].rebuilt_ms + self.cost.segments[number].backward_ms - done_ms)
 
     @staticmethod
-    def _fetch(clock: _Clock, works: list[_Work], number: int) -> list[float]:
-        return [clock.copy_in(f"{tensor.name} {number}", tensor.num_bytes) for tensor in works[number].host]
+    def _fetch(clock: _Clock, work: _Work) -> list[float]:
+        return [clock.copy_in(tensor.label, tensor.num_bytes) for tensor in work.host]
 
-    def _memory(self, works: list[_Work], *, base: int, staging: int) -> list[tuple[str, int]]:
+    def _memory(self, works: list[_Work], *, base: int, staging: int) -> list[int]:
         """Return device memory over time; memory of earlier segments grows in the forward, shrinks in the backward."""
         forward, backward = [], []
         base += self.buffers * staging
         sent_bytes = 0
-        for number, work in enumerate(works):
+        for work, cost in zip(works, self.cost.segments):
             # Sources are freed when newer ones replace them, so those of up to one segment stay until the backward.
             sent_bytes = min(staging, sent_bytes + work.host_bytes)
-            forward.append((f"forward {number}", base + work.forward_bytes + sent_bytes))
-            backward.append(
-                (f"backward {number}", base + work.live_bytes + self.cost.segments[number].backward_peak_bytes)
-            )
+            forward.append(base + work.forward_bytes + sent_bytes)
+            backward.append(base + work.live_bytes + cost.backward_peak_bytes)
             base += work.held_bytes
-        return [*forward, ("head", base + self.cost.head_peak_bytes + sent_bytes), *reversed(backward)]
+        return [*forward, base + self.cost.head_peak_bytes + sent_bytes, *reversed(backward)]
 
     def _work(self, number: int, plan: SegmentPlan) -> _Work:
         work = self._works.get((number, plan))
         if work is None:
-            work = self._works[number, plan] = _work_of(self.cost.segments[number], plan)
+            work = self._works[number, plan] = _work_of(self.cost.segments[number], plan, number)
         return work
 
 
-def _work_of(cost: SegmentCost, plan: SegmentPlan) -> _Work:
+def _slot_bytes(sizes: list[int]) -> int:
+    """Return the bytes of the device slots through which weights of these sizes are streamed."""
+    return min(NUM_WEIGHT_SLOTS, len(sizes)) * max(sizes, default=0)
+
+
+def _work_of(cost: SegmentCost, plan: SegmentPlan, number: int) -> _Work:
     if plan.is_kept:
         held = cost.input_bytes + cost.saved_bytes
         return _Work(
@@ -218,19 +257,16 @@ def _work_of(cost: SegmentCost, plan: SegmentPlan) -> _Work:
     num_rebuild_ms = sum(value.rebuild_ms for value in cost.values)
     # Work of no value (norms, the last projection) is distributed over the values in proportion.
     rest_ms = max(0.0, cost.recompute_ms - num_rebuild_ms)
-    host = [_HostTensor("input", cost.input_bytes, 0.0, 0.0)] if plan.input_place == "host" else []
+    host = [_HostTensor(f"input {number}", cost.input_bytes, 0.0, 0.0)] if plan.input_place == "host" else []
     device_bytes, done_ms, rebuilt_ms = 0, 0.0, 0.0
-    for number, value in enumerate(cost.values):
+    for index, value in enumerate(cost.values):
         place = places.get(value.name)
-        before = done_ms / num_rebuild_ms if num_rebuild_ms else number / len(cost.values)
+        before = done_ms / num_rebuild_ms if num_rebuild_ms else index / len(cost.values)
         done_ms += value.rebuild_ms
-        after = done_ms / num_rebuild_ms if num_rebuild_ms else (number + 1) / len(cost.values)
+        after = done_ms / num_rebuild_ms if num_rebuild_ms else (index + 1) / len(cost.values)
         if place == "host":
-            host.append(
-                _HostTensor(
-                    value.name, value.num_bytes, cost.forward_ms * min(after, 1.0), rest_ms * before + rebuilt_ms
-                )
-            )
+            exists_ms, needed_ms = cost.forward_ms * min(after, 1.0), rest_ms * before + rebuilt_ms
+            host.append(_HostTensor(f"{value.name} {number}", value.num_bytes, exists_ms, needed_ms))
         elif place == "device":
             device_bytes += value.num_bytes
         else:
@@ -308,8 +344,6 @@ class _WeightStream:
     """Frozen weights that are copied one layer ahead; at both turns of a step the slots hold the next weights."""
 
     def __init__(self, clock: _Clock, sizes: list[int], numbers: list[int]) -> None:
-        self.num_bytes = sum(sizes)
-        self.slot_bytes = min(NUM_WEIGHT_SLOTS, len(sizes)) * max(sizes, default=0)
         self._clock, self._sizes, self._numbers = clock, sizes, numbers
         self._order = {number: order for order, number in enumerate(numbers)}
         self._ready = [0.0] * len(sizes)

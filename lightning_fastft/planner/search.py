@@ -21,6 +21,8 @@ _NUM_LOCAL_SEGMENTS = 30_000
 # Densities closer than this count as equal, so that noise in measured times does not scatter what is kept.
 _DENSITY_STEP = 0.05
 _MS_PER_S = 1e3
+# Times closer than this may be equal after rounding.
+_MS_ROUNDING = 1e-5
 
 
 class _Recipe(NamedTuple):
@@ -51,7 +53,6 @@ class _Item(NamedTuple):
 class _Trial(NamedTuple):
     segments: tuple[SegmentPlan, ...]
     outcome: Outcome
-    peak_bytes: int
 
 
 class PlanSearch:
@@ -84,7 +85,7 @@ class PlanSearch:
     @property
     def least_bytes(self) -> int:
         """Smallest peak of all tried plans."""
-        return UNLIMITED_BYTES if self._least is None else self._least.peak_bytes
+        return UNLIMITED_BYTES if self._least is None else self._least.outcome.peak_bytes
 
     def run(self) -> tuple[SegmentPlan, ...] | None:
         """Return the best plan, or None if no plan fits."""
@@ -222,7 +223,7 @@ class PlanSearch:
         num_held = 0
         while num_held < len(items):
             # A value adds at most its bytes to the peak; less if the backward of its segment is the peak.
-            room = self.vram_bytes - trial.peak_bytes
+            room = self.vram_bytes - trial.outcome.peak_bytes
             more = num_held
             while more < len(items) and ends[more + 1] - ends[num_held] <= room:
                 more += 1
@@ -232,16 +233,25 @@ class PlanSearch:
             trial, num_held = following, max(more, num_held + 1)
         return trial.outcome.step_ms
 
-    def _try(self, segments: tuple[SegmentPlan, ...]) -> _Trial | None:
-        """Simulate a plan; return it if it fits, and remember it if it is the best."""
-        outcome = self.model.run(segments)
-        peak_bytes = max(num_bytes for _, num_bytes in outcome.memory)
-        trial = _Trial(segments, outcome, peak_bytes)
-        if outcome.host_bytes > self.host_bytes:
+    def _try(self, segments: tuple[SegmentPlan, ...], *, if_better: bool = False) -> _Trial | None:
+        """Return a plan with its simulated step if it fits, and remember it if it is the best.
+
+        With ``if_better``, a plan that cannot be the best is not simulated, and None is returned.
+        """
+        footprint = self.model.footprint(segments)
+        if footprint.host_bytes > self.host_bytes:
             return None
-        if peak_bytes < self.least_bytes:
+        peak_bytes = footprint.peak_bytes
+        is_least, fits = peak_bytes < self.least_bytes, peak_bytes <= self.vram_bytes
+        if not fits and not is_least:
+            return None
+        least_ms = footprint.compute_ms - _MS_ROUNDING
+        if if_better and not is_least and self._best is not None and least_ms > self._best.outcome.step_ms:
+            return None
+        trial = _Trial(segments, self.model.simulate(footprint))
+        if is_least:
             self._least = trial
-        if peak_bytes > self.vram_bytes:
+        if not fits:
             return None
         # Of equally fast plans, prefer the lower peak, then less host memory.
         if self._best is None or _rank(trial) < _rank(self._best):
@@ -262,7 +272,7 @@ class PlanSearch:
                 num_left -= 1
                 if num_left < 0:
                     return
-                self._try(segments)
+                self._try(segments, if_better=True)
                 if current is not (self._best or self._least):
                     break
 
@@ -304,7 +314,7 @@ class PlanSearch:
 
 
 def _rank(trial: _Trial) -> tuple[float, int, int]:
-    return (round(trial.outcome.step_ms, 6), trial.peak_bytes, trial.outcome.host_bytes)
+    return (round(trial.outcome.step_ms, 6), trial.outcome.peak_bytes, trial.outcome.host_bytes)
 
 
 def _is_rebuilt(plan: SegmentPlan, name: str) -> bool:

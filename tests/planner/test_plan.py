@@ -37,9 +37,7 @@ def gaps_to_the_best(seed):
     rate = rng.choice([5e3, 3e4, 1e5, 1e6])
     machine = Machine("any", rate, rate)
     model = StepModel(cost, machine=machine)
-    outcomes = [
-        (max(num_bytes for _, num_bytes in outcome.memory), outcome) for outcome in map(model.run, all_plans(cost))
-    ]
+    outcomes = [(outcome.peak_bytes, outcome) for outcome in map(model.run, all_plans(cost))]
     low, high = min(peak for peak, _ in outcomes), max(peak for peak, _ in outcomes)
     dearest_ms = max(value.rebuild_ms for segment in cost.segments for value in segment.values)
     for share in (0.1, 0.3, 0.5, 0.8):
@@ -223,14 +221,14 @@ def test_a_plan_for_64_layers_runs_at_most_1500_steps(monkeypatch):
     cost = random_step(make_rng(0), num_segments=64, num_values=10)
     machine = Machine("any", 1e5, 1e5)
     vram = budgets_between(cost, machine, 2)[1]
-    own, num_runs = StepModel.run, 0
+    own, num_runs = StepModel.simulate, 0
 
     def run(*arguments, **options):
         nonlocal num_runs
         num_runs += 1
         return own(*arguments, **options)
 
-    monkeypatch.setattr(StepModel, "run", run)
+    monkeypatch.setattr(StepModel, "simulate", run)
     plan_for(cost, vram, machine=machine)
     assert 0 < num_runs <= 1500
 
