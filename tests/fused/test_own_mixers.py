@@ -17,6 +17,8 @@ from tests.support.layer_pairs import add_lora, assert_as_near, step
 from tests.support.packs import make_batch, relative_error
 from tests.support.tiny_models import build_tiny
 
+pytestmark = pytest.mark.covering
+
 FAMILIES = ("qwen2_vl", "qwen2_5_vl")
 
 

@@ -189,12 +189,19 @@ def assert_value(name, ours, *, plain, truth, rounded_truth, dtype):
 
 def weight_gradient_errors(measured, num_tokens, form):
     """Errors of plain fp32 in the gradients of q's and of k's weight, the largest over groups of so many tokens."""
-    errors = []
-    for begin in range(0, min(len(measured[0]) // max(num_tokens, 1), NUM_GROUPS) * num_tokens, max(num_tokens, 1)):
-        group = *(one[begin : begin + num_tokens] for one in measured[:4]), *measured[4:]
-        plain, truth = (run_formula(group, form, dtype=dtype)[2:] for dtype in (torch.float32, torch.float64))
-        errors.append([(one - true).abs().max().item() for one, true in zip(plain, truth)])
-    return [max(one) for one in zip(*errors)]
+    num_groups = min(len(measured[0]) // max(num_tokens, 1), NUM_GROUPS)
+    num_rows = num_groups * num_tokens
+    if num_rows == 0:
+        return []
+    sums = []
+    for dtype in (torch.float32, torch.float64):
+        d_qkv_TC, qkv_TC, cos_TW, sin_TW, *weights = (one.detach().to(dtype) for one in measured)
+        # A weight of its own for each token: its gradients are summed over the tokens of a group.
+        weights = [one.expand(num_rows, 1, -1).clone().requires_grad_() for one in weights]
+        out_TC = formula(qkv_TC[:num_rows], cos_TW[:num_rows], sin_TW[:num_rows], *weights, form)
+        gradients = torch.autograd.grad(out_TC, weights, d_qkv_TC[:num_rows])
+        sums.append([one.view(num_groups, num_tokens, -1).sum(dim=1) for one in gradients])
+    return [(plain - truth).abs().max().item() for plain, truth in zip(*sums)]
 
 
 def assert_weight_gradient(name, ours_W, *, plain_error, truth_W, largest_sum):
