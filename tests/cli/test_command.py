@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import transformers
 import yaml
 
 import lightning_fastft
@@ -170,6 +171,17 @@ def test_a_model_that_is_not_there_answers_with_what_to_do(command, folder, answ
     assert lines[0].startswith("error: the model's files could not be read: ")
     assert "--model.model" in lines[1]
     assert "runs/demo/trained" in lines[2]
+
+
+def test_control_characters_in_the_name_of_a_model_do_not_reach_the_terminal(monkeypatch, capsys):
+    def run(command, words):
+        transformers.AutoConfig.from_pretrained("/nowhere\x1b[2J\u202e")
+
+    monkeypatch.setattr(command_module, "_run", run)
+    assert main(["fit"]) == 1
+    text = capsys.readouterr().err
+    assert r"/nowhere\x1b[2J\u202e" in text
+    assert not {"\x1b", "\u202e"} & set(text)
 
 
 def test_an_error_of_another_origin_keeps_its_traceback(monkeypatch):
