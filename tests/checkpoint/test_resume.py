@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 
+import psutil
 import pytest
 import torch
 from lightning.pytorch import seed_everything
@@ -18,6 +19,7 @@ from lightning_fastft.checkpoint.resume import STATE, ExactResume, describe_diff
 from lightning_fastft.core.errors import ResumeError
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from lightning_fastft.training.fine_tuner import FineTuner
+from tests.faults.saves import fork
 from tests.support.token_weighting_worker import CONFIG
 from tests.support.training_parts import VOCAB_SIZE, PlainModule, packed_loader, quiet_trainer, tiny_llama
 
@@ -277,6 +279,38 @@ def test_run_that_was_told_after_its_end_has_done_what_it_was_asked(tmp_path):
     trainer = fit(tmp_path, callbacks=[SignalInValidation("on_train_end")])
     assert trainer.state.finished
     assert not list(tmp_path.glob("stopped-*"))
+
+
+class SignalBeforeTheHandlers(Callback):
+    """Lightning's own handler notes it, which would end the run inside a window and with exit code 0."""
+
+    def on_fit_start(self, trainer, pl_module):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_signal_before_the_handlers_are_there_stops_at_the_first_step(tmp_path):
+    with pytest.raises(SystemExit) as ended:
+        fit(tmp_path, callbacks=[SignalBeforeTheHandlers()], num_sanity_val_steps=0, max_steps=3)
+    assert ended.value.code == 143
+    assert check_file(tmp_path / "stopped-step=1.ckpt")
+
+
+class HangsAfterASignal(Callback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        os.kill(os.getpid(), signal.SIGTERM)
+        while True:
+            time.sleep(60)
+
+
+def test_a_run_that_hangs_after_a_signal_ends_with_its_code(tmp_path):
+    child, read = fork(lambda write: fit(tmp_path, callbacks=[ExactResume(stop_timeout_s=1), HangsAfterASignal()]))
+    os.close(read)
+    waiting = psutil.Process(child)
+    try:
+        assert waiting.wait(timeout=300) == 143
+    finally:
+        if waiting.is_running():
+            waiting.kill()
 
 
 class StepsEveryThird(PlainModule):

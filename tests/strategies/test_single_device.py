@@ -1,9 +1,13 @@
 """FastFTStrategy: a user's own module trains packed, foreign attention is refused, the device is the Trainer's."""
 
+import os
 import pickle
 import re
+import subprocess
+import sys
 import weakref
 from itertools import pairwise
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -30,6 +34,7 @@ from tests.support.training_parts import (
 )
 
 register_strategies()
+ROOT = Path(__file__).parents[2]
 
 
 class ForeignModel(nn.Module):
@@ -183,6 +188,42 @@ def test_module_without_a_model_trains_on_its_own_batches(tmp_path):
     trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=None))
     states = {status.name: status.state for status in trainer.strategy.statuses()}
     assert {name for name, state in states.items() if state != "inactive"} == {"exact resume", "checkpoints"}
+
+
+WITHOUT_TRANSFORMERS = """
+import sys
+from lightning.pytorch import Trainer
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringModel
+import lightning_fastft
+Trainer(strategy="fastft", max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False).fit(BoringModel())
+assert not {"bitsandbytes", "transformers.modeling_utils"} & set(sys.modules), "imported for no model"
+# bitsandbytes has an Adam of its own, which would make this name ambiguous.
+cli = LightningCLI(BoringModel, args=["--optimizer=Adam"], run=False)
+assert cli.config.optimizer.class_path == "torch.optim.Adam"
+"""
+
+
+@pytest.mark.fault
+def test_module_without_a_model_imports_no_library_of_models(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", WITHOUT_TRANSFORMERS],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_callbacks_that_a_search_took_out_are_not_an_option_of_the_user(tmp_path):
+    # Lightning's searches fit without the callbacks of the run.
+    trainer = quiet_trainer(tmp_path, strategy="fastft")
+    trainer.fit(PlainModule(tiny_llama()), packed_loader())
+    trainer.callbacks = []
+    (status,) = (status for status in trainer.strategy.statuses() if status.name == "exact resume")
+    assert "exact_resume=False" not in status.reason
 
 
 def test_status_table_is_logged_and_names_the_backend_that_ran(tmp_path):
