@@ -126,8 +126,8 @@ def _describe_hybrids() -> list[str]:
         "the forward",
         "and in the backward (`pytest tests/mixers`). On a GPU the kernels of fla-core are needed",
         "(`pip install 'lightning_fastft[hybrid]'`); without them, or for a mixer that has none, a packed batch raises",
-        "`UnsupportedModelError`. These kernels were compared in Triton's interpreter and have not run on a GPU yet",
-        "(`pytest tests/gpu/test_mixers_gpu.py`).\n",
+        "`UnsupportedModelError`. The scan of Mamba-2 is a kernel of this package. All were compared in Triton's",
+        "interpreter and have not run on a GPU yet (`pytest tests/gpu/test_mixers_gpu.py`).\n",
         "| mixer | families | CPU | GPU |",
         "|---|---|---|---|",
         *(

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_fastft.kernels.chunk_gradients.op import chunk_gradients
 from lightning_fastft.kernels.chunk_gradients.reference import CHUNK
-from lightning_fastft.mixers.chunks import ChunkPlan
+from lightning_fastft.kernels.state_scan.reference import Chunks
 
 
 def delta_rule(
@@ -24,7 +24,7 @@ def delta_rule(
     v_THW: torch.Tensor,
     g_TH: torch.Tensor,
     beta_TH: torch.Tensor,
-    plan: ChunkPlan,
+    chunks: Chunks,
 ) -> torch.Tensor:
     """Return the output of the gated delta rule, each document from an empty state; differentiable.
 
@@ -36,7 +36,7 @@ def delta_rule(
         v_THW: Values. Shape (T, H, W), H a multiple of G; dtype of q_TGW.
         g_TH: Natural logarithms of the decays. Shape (T, H), fp32.
         beta_TH: Strengths of the updates. Shape (T, H).
-        plan: Of the pack, on the device of the queries.
+        chunks: Of the pack, on the device of the queries.
 
     Returns:
         Shape (T, H, W), dtype of v_THW, contiguous.
@@ -51,7 +51,7 @@ def delta_rule(
     Source:
         Gated delta networks, arXiv 2412.06464; fla-core.
     """
-    return _DeltaRule.apply(q_TGW, k_TGW, v_THW, g_TH, beta_TH, plan)
+    return _DeltaRule.apply(q_TGW, k_TGW, v_THW, g_TH, beta_TH, chunks)
 
 
 class _DeltaRule(torch.autograd.Function):
@@ -65,7 +65,7 @@ class _DeltaRule(torch.autograd.Function):
         v_THW: torch.Tensor,
         g_TH: torch.Tensor,
         beta_TH: torch.Tensor,
-        plan: ChunkPlan,
+        chunks: Chunks,
     ) -> torch.Tensor:
         from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_fwd_h
         from fla.ops.common.chunk_o import chunk_fwd_o
@@ -73,17 +73,17 @@ class _DeltaRule(torch.autograd.Function):
         from fla.ops.utils import chunk_local_cumsum
         from fla.ops.utils.constant import RCP_LN2
 
-        ctx.plan, ctx.g_dtype = plan, g_TH.dtype
-        chunks = _chunk_arguments(plan)
+        ctx.chunks, ctx.g_dtype = chunks, g_TH.dtype
+        places = _chunk_arguments(chunks)
         q, k, v, g, beta = (x[None].contiguous() for x in (q_TGW, k_TGW, v_THW, g_TH, beta_TH))
-        decay = chunk_local_cumsum(g, chunk_size=CHUNK, scale=RCP_LN2, **chunks)
-        w, u, inverse = chunk_gated_delta_rule_fwd_intra(k=k, v=v, g=decay, beta=beta, chunk_size=CHUNK, **chunks)
+        decay = chunk_local_cumsum(g, chunk_size=CHUNK, scale=RCP_LN2, **places)
+        w, u, inverse = chunk_gated_delta_rule_fwd_intra(k=k, v=v, g=decay, beta=beta, chunk_size=CHUNK, **places)
         state, value, _ = chunk_gated_delta_rule_fwd_h(
-            k=k, w=w, u=u, g=decay, chunk_size=CHUNK, chunk_offsets=plan.first_chunk_S1, **chunks
+            k=k, w=w, u=u, g=decay, chunk_size=CHUNK, chunk_offsets=chunks.first_S1, **places
         )
         ctx.save_for_backward(q, k, v, decay, beta, inverse)
         out: torch.Tensor = chunk_fwd_o(
-            q=q, k=k, v=value, h=state, g=decay, scale=_scale(q), chunk_size=CHUNK, **chunks
+            q=q, k=k, v=value, h=state, g=decay, scale=_scale(q), chunk_size=CHUNK, **places
         )
         return out[0].to(v_THW.dtype)
 
@@ -96,13 +96,13 @@ class _DeltaRule(torch.autograd.Function):
         from fla.ops.utils import chunk_local_cumsum
 
         q, k, v, decay, beta, inverse = ctx.saved_tensors
-        plan: ChunkPlan = ctx.plan
-        chunks, scale, d_out = _chunk_arguments(plan), _scale(q), d_out_THW[None].contiguous()
-        w, u = recompute_w_u_fwd(k=k, v=v, beta=beta, A=inverse, g=decay, **chunks)
+        chunks: Chunks = ctx.chunks
+        places, scale, d_out = _chunk_arguments(chunks), _scale(q), d_out_THW[None].contiguous()
+        w, u = recompute_w_u_fwd(k=k, v=v, beta=beta, A=inverse, g=decay, **places)
         state, value, _ = chunk_gated_delta_rule_fwd_h(
-            k=k, w=w, u=u, g=decay, chunk_size=CHUNK, chunk_offsets=plan.first_chunk_S1, **chunks
+            k=k, w=w, u=u, g=decay, chunk_size=CHUNK, chunk_offsets=chunks.first_S1, **places
         )
-        d_value = chunk_bwd_dv_local(q=q, k=k, g=decay, do=d_out, scale=scale, chunk_size=CHUNK, **chunks)
+        d_value = chunk_bwd_dv_local(q=q, k=k, g=decay, do=d_out, scale=scale, chunk_size=CHUNK, **places)
         d_state, _, d_value = chunk_gated_delta_rule_bwd_dhu(
             q=q,
             k=k,
@@ -112,28 +112,28 @@ class _DeltaRule(torch.autograd.Function):
             dv=d_value,
             scale=scale,
             chunk_size=CHUNK,
-            chunk_offsets=plan.first_chunk_S1,
-            **chunks,
+            chunk_offsets=chunks.first_S1,
+            **places,
         )
         found = chunk_gradients(
             *(x[0] for x in (q, k, value, d_out, state, d_state, decay)),
-            start_S1=plan.start_S1,
-            chunk_N2=plan.chunk_N2,
+            start_S1=chunks.start_S1,
+            chunk_N2=chunks.index_C2,
             scale=scale,
             d_value_TJV=d_value[0],
             is_checked=False,
         )
         assert found.d_w_TJK is not None
         d_k, d_v, d_beta, d_decay = prepare_wy_repr_bwd(
-            k=k, v=v, beta=beta, g=decay, A=inverse, dw=found.d_w_TJK[None], du=d_value, **chunks
+            k=k, v=v, beta=beta, g=decay, A=inverse, dw=found.d_w_TJK[None], du=d_value, **places
         )
-        d_g = chunk_local_cumsum(d_decay.add_(found.d_decay_TJ[None]), chunk_size=CHUNK, reverse=True, **chunks)
+        d_g = chunk_local_cumsum(d_decay.add_(found.d_decay_TJ[None]), chunk_size=CHUNK, reverse=True, **places)
         return found.d_q_THK, found.d_k_THK.add_(d_k[0]), d_v[0], d_g[0].to(ctx.g_dtype), d_beta[0], None
 
 
-def _chunk_arguments(plan: ChunkPlan) -> dict[str, torch.Tensor]:
+def _chunk_arguments(chunks: Chunks) -> dict[str, torch.Tensor]:
     """Return the arguments by which fla-core's functions find documents and chunks."""
-    return {"cu_seqlens": plan.start_S1, "chunk_indices": plan.chunk_N2}
+    return {"cu_seqlens": chunks.start_S1, "chunk_indices": chunks.index_C2}
 
 
 def _scale(q: torch.Tensor) -> float:

@@ -20,8 +20,8 @@ from torch import nn
 
 from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.hf.mixers import Kind, MixerFamily
-from lightning_fastft.mixers import kda
-from lightning_fastft.mixers.chunks import chunk_indices, chunk_plan
+from lightning_fastft.mixers import kda, mamba2
+from lightning_fastft.mixers.chunks import chunk_indices, pack_chunks
 from lightning_fastft.mixers.delta_rule import delta_rule
 from lightning_fastft.packing.context import BatchContext
 
@@ -159,7 +159,7 @@ def _gated_delta_rule(
     rows = (query_1THW, key_1THW, value_1THW)
     if use_qk_l2norm_in_kernel:
         rows = (*(l2norm(x.contiguous()) for x in rows[:2]), value_1THW)
-    return delta_rule(*(x[0] for x in (*rows, g, beta)), chunk_plan(context))[None], None
+    return delta_rule(*(x[0] for x in (*rows, g, beta)), pack_chunks(context))[None], None
 
 
 _FUNCTIONS: MappingProxyType[Kind, dict[str, Callable[..., Any]]] = MappingProxyType(
@@ -167,6 +167,7 @@ _FUNCTIONS: MappingProxyType[Kind, dict[str, Callable[..., Any]]] = MappingProxy
         "short convolution": {"causal_conv1d_fn": _convolve},
         "gated delta rule": {"causal_conv1d_fn": _convolve, "torch_chunk_gated_delta_rule": _gated_delta_rule},
         "Kimi delta attention": {"causal_conv1d_fn": _convolve, **kda.FUNCTIONS},
+        "Mamba-2": {"causal_conv1d_fn": _convolve, **mamba2.FUNCTIONS},
     }
 )
 KINDS = tuple(_FUNCTIONS)

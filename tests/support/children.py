@@ -26,7 +26,7 @@ def run_in_interpreter(*files, lane):
     """Run files of tests with kernels interpreted on the CPU, in one process.
 
     Args:
-        files: Their names in tests/kernels.
+        files: Their names in tests/kernels, or paths from the root of the repository.
         lane: "promises", or "faults": the tests whose names end in ``is_seen``, and the cases that ``thinned`` leaves
             out.
     """
@@ -86,7 +86,7 @@ def _run_tests(*files, options=(), environment):
     # Other plugins take longer to load than most files to run.
     environment = {**environment, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
-    command += [f"tests/kernels/{file}" for file in files]
+    command += [file if "/" in file else f"tests/kernels/{file}" for file in files]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
 

@@ -1,0 +1,1 @@
+"""The scan of Mamba-2 over packed documents, forward and backward."""

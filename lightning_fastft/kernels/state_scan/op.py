@@ -1,0 +1,148 @@
+"""The scan of Mamba-2 over packed documents, with gradients.
+
+Axes: T tokens of the pack, H heads, W width of a head, G groups of heads with the same B and C, N width of a state.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lightning_fastft.core.checks import check_tensor
+from lightning_fastft.core.errors import ShapeError
+from lightning_fastft.kernels.backends import TRITON_DTYPES, must_check, uses_triton
+from lightning_fastft.kernels.state_scan import reference
+from lightning_fastft.kernels.state_scan.reference import Chunks
+
+_DTYPES = (*TRITON_DTYPES, torch.float64)
+_WIDE = (torch.float32, torch.float64)
+_CHUNK_SIZES = (16, 32, 64)
+
+
+def state_scan(
+    x_THW: torch.Tensor,
+    dt_TH: torch.Tensor,
+    a_H: torch.Tensor,
+    b_TGN: torch.Tensor,
+    c_TGN: torch.Tensor,
+    skip_H: torch.Tensor,
+    *,
+    chunks: Chunks,
+    backend: str = "auto",
+    is_checked: bool = True,
+) -> torch.Tensor:
+    """Return the outputs of Mamba-2's recurrence, in which each document starts from an empty state.
+
+    ``state_t = exp(dt_t a) state_(t-1) + dt_t b_t x_t^T`` and ``y_t = c_t state_t + skip x_t`` for each head, whose b
+    and c are those of its group. Sums are fp32; states between chunks are rounded to the dtype of x where they are
+    multiplied, as in the kernels of mamba_ssm.
+
+    Args:
+        x_THW: Inputs. Shape (T, H, W); bf16, fp16, fp32 or float64 ("reference"); heads of one token contiguous, any
+            token stride.
+        dt_TH: Time steps, at least 0. Shape (T, H), fp32 (float64 with float64).
+        a_H: Decay rates, below 0. Shape (H,), dtype of dt_TH.
+        b_TGN: Shape (T, G, N), H a multiple of G; dtype of x_THW; groups of one token contiguous, any token stride.
+        c_TGN: Like b_TGN.
+        skip_H: Factor of the inputs in the outputs. Shape (H,), dtype of dt_TH.
+        chunks: Documents of the pack on the device of x_THW; chunks of 16, 32 or 64 tokens.
+        backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first if possible, else
+            the second.
+        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
+
+    Returns:
+        Shape (T, H, W), dtype of x_THW, differentiable in all six tensors.
+
+    Raises:
+        ShapeError: A shape, dtype, device or layout is wrong.
+        OptionError: The backend is unknown, or cannot serve these tensors.
+
+    Cost:
+        Saves its inputs for the backward, nothing else; B and C are not expanded to heads. For the time of the call,
+        states of T / chunk x H x N x W values in the dtype of x (twice the size of x for chunks of 64 and N = 128), in
+        the backward two of them and fp32 gradients of B and C for each eighth head. Two launches forward, four
+        backward; no host sync. "reference" forms H x L x L weights for a document of L tokens and reads offsets on the
+        host.
+
+    Source:
+        arXiv 2405.21060, section 6; the kernels are own.
+
+    Example:
+        >>> start, first = torch.tensor([0, 2, 3], dtype=torch.int32), torch.tensor([0, 1, 2], dtype=torch.int32)
+        >>> chunks = Chunks(start, first, torch.tensor([[0, 0], [1, 0]], dtype=torch.int32), 64)
+        >>> ones, vector = torch.ones(3, 1, 1), torch.ones(1)
+        >>> state_scan(ones, ones[:, 0], -vector, ones, ones, vector, chunks=chunks).flatten()
+        tensor([2.0000, 2.3679, 2.0000])
+    """
+    if must_check(is_checked):
+        _check(x_THW, dt_TH, a_H, b_TGN, c_TGN, skip_H, chunks=chunks)
+    if not uses_triton(backend, x_THW.device, dtype=x_THW.dtype):
+        return reference.scan(x_THW, dt_TH, a_H, b_TGN, c_TGN, skip_H, chunks=chunks)
+    y_THW: torch.Tensor = _StateScan.apply(x_THW, dt_TH, a_H, b_TGN, c_TGN, skip_H, chunks)
+    return y_THW
+
+
+class _StateScan(torch.autograd.Function):
+    """The scan on a GPU. Saves its inputs; states are computed once more in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
+        from lightning_fastft.kernels.state_scan import triton
+
+        *tensors, chunks = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.chunks = chunks
+        return triton.scan_forward(*tensors, chunks=chunks)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_y_THW: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        from lightning_fastft.kernels.state_scan import triton
+
+        gradients = triton.scan_backward(d_y_THW.contiguous(), *ctx.saved_tensors, chunks=ctx.chunks)
+        return (*gradients, None)
+
+
+def _check(
+    x_THW: torch.Tensor,
+    dt_TH: torch.Tensor,
+    a_H: torch.Tensor,
+    b_TGN: torch.Tensor,
+    c_TGN: torch.Tensor,
+    skip_H: torch.Tensor,
+    *,
+    chunks: Chunks,
+) -> None:
+    """Refuse what the kernels would read wrongly."""
+    check_tensor("x_THW", x_THW, ndim=3, dtypes=_DTYPES)
+    check_tensor("dt_TH", dt_TH, ndim=2, dtypes=_WIDE)
+    check_tensor("b_TGN", b_TGN, ndim=3, dtypes=(x_THW.dtype,))
+    (num_tokens, num_heads, _), (num_groups, num_n) = x_THW.shape, b_TGN.shape[1:]
+    expected = {
+        "x_THW": (x_THW, x_THW.shape, x_THW.dtype),
+        "dt_TH": (dt_TH, (num_tokens, num_heads), dt_TH.dtype),
+        "a_H": (a_H, (num_heads,), dt_TH.dtype),
+        "b_TGN": (b_TGN, (num_tokens, num_groups, num_n), x_THW.dtype),
+        "c_TGN": (c_TGN, (num_tokens, num_groups, num_n), x_THW.dtype),
+        "skip_H": (skip_H, (num_heads,), dt_TH.dtype),
+        "chunks.start_S1": (chunks.start_S1, chunks.first_S1.shape, torch.int32),
+        "chunks.first_S1": (chunks.first_S1, chunks.start_S1.shape, torch.int32),
+        "chunks.index_C2": (chunks.index_C2, (len(chunks.index_C2), 2), torch.int32),
+    }
+    for name, (tensor, shape, dtype) in expected.items():
+        if tensor.shape != shape or tensor.dtype is not dtype or tensor.device != x_THW.device:
+            raise ShapeError(
+                f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; with x_THW "
+                f"{tuple(x_THW.shape)} it must be {dtype} {tuple(shape)} on {x_THW.device}."
+            )
+        # The tokens of x, b and c may be apart.
+        if not (tensor[:1] if tensor.ndim == 3 else tensor).is_contiguous():
+            raise ShapeError(f"{name} has strides {tensor.stride()}; the axes after tokens must be contiguous.")
+    if num_tokens == 0 or num_groups == 0 or num_heads % num_groups:
+        raise ShapeError(
+            f"The scan got {num_tokens} tokens and {num_heads} heads in {num_groups} groups; it takes at least one "
+            "token, and as many heads in each group."
+        )
+    if chunks.size not in _CHUNK_SIZES:
+        raise ShapeError(f"Chunks have {chunks.size} tokens; the kernels take {_CHUNK_SIZES}.")

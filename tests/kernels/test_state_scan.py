@@ -1,0 +1,199 @@
+"""The scan of Mamba-2: the formula against a recurrence, and refusals on a CPU; the kernels by the compiler.
+
+``tests/kernels/triton_state_scan.py`` runs them in the interpreter.
+"""
+
+import pytest
+import torch
+
+from lightning_fastft.core.errors import OptionError, ShapeError
+from lightning_fastft.kernels.state_scan import reference
+from lightning_fastft.kernels.state_scan.op import state_scan
+from lightning_fastft.kernels.state_scan.reference import Chunks
+from tests.support.children import compile_kernels, in_both_lanes
+from tests.support.truth import fresh_memory_is_nan, one_unit, relative_error
+
+NAMES = ("x_THW", "dt_TH", "a_H", "b_TGN", "c_TGN", "skip_H")
+# Errors of a handful of values are luck: plain PyTorch is measured on so many times the heads, of which ours are the
+# first.
+NUM_MEASURED = 4
+COMPILE_SCRIPT = """
+import re, subprocess, sys, tempfile, pathlib
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from lightning_fastft.kernels.state_scan import triton as scan
+
+WIDE = ("dt_ptr", "a_ptr", "skip_ptr", "d_dt_ptr", "d_a_ptr", "d_skip_ptr", "d_b_ptr", "d_c_ptr")
+KERNELS = [
+    (scan._states_kernel, {"IS_REVERSED": False}, scan.STATE_WARPS),
+    (scan._states_kernel, {"IS_REVERSED": True}, scan.STATE_WARPS),
+    (scan._output_kernel, {}, scan.OUTPUT_WARPS),
+    (scan._head_gradient_kernel, {}, scan.GRADIENT_WARPS),
+    (scan._group_gradient_kernel, {"HEADS": 8}, scan.GRADIENT_WARPS),
+]
+CASES = [(90, "bf16", 128, 64)] if sys.argv[1] == "promises" else [(90, "bf16", 256, 80), (86, "fp16", 128, 64), (86, "fp32", 64, 64)]
+for capability, dtype, num_n, num_w in CASES:
+    sizes = {"NUM_H": 128, "NUM_G": 8, "NUM_N": num_n, "NUM_W": num_w, "BLOCK_L": 64, "BLOCK_N": scan.MAX_BLOCK, "BLOCK_W": scan.MAX_BLOCK}
+    for kernel, more, num_warps in KERNELS:
+        constants = sizes | more
+        signature = {name: "*" + dtype if name.endswith("_ptr") else "i32" for name in kernel.arg_names}
+        signature |= {name: "*fp32" for name in WIDE if name in signature}
+        signature |= {name: "*i32" for name in ("start_ptr", "index_ptr", "first_ptr") if name in signature}
+        signature |= dict.fromkeys(constants, "constexpr")
+        attributes = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names) if name not in constants}
+        source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps})
+        with tempfile.TemporaryDirectory() as folder:
+            cubin = pathlib.Path(folder) / "kernel.cubin"
+            cubin.write_bytes(compiled.asm["cubin"])
+            command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(cubin)]
+            usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        print(capability, compiled.metadata.shared, re.search(r"STACK:(\\d+)", usage)[1])
+"""
+
+
+def make_chunks(lengths, size, *, device="cpu"):
+    counts = [-(-length // size) for length in lengths]
+    offsets = [[0, *torch.tensor(values).cumsum(0).tolist()] for values in (lengths, counts)]
+    index = [(document, chunk) for document, count in enumerate(counts) for chunk in range(count)]
+    return Chunks(*(torch.tensor(values, dtype=torch.int32, device=device) for values in (*offsets, index)), size)
+
+
+def make_inputs(lengths, *, heads, width, groups, states, dtype=torch.float32, device="cpu", seed=0):
+    """Inputs as a mixer has them: x, b and c side by side in rows, with NaN around each row and around all of them."""
+    torch.manual_seed(seed)
+    sizes = [heads * width, groups * states, groups * states]
+    room = torch.full((sum(lengths) + 2, sum(sizes) + 3), float("nan"))
+    rows = room[1:-1, 1:-2]
+    rows.copy_(torch.randn(rows.shape) * 0.7)
+    x, b, c = room.to(device=device, dtype=dtype)[1:-1, 1:-2].split(sizes, dim=1)
+    dt_TH = torch.rand(sum(lengths), heads, device=device)
+    # Heads that forget at once, and others that hardly forget.
+    a_H = torch.tensor([-16.0, -0.01, -1.0], device=device).repeat(heads)[:heads]
+    shapes = [(heads, width), (groups, states), (groups, states)]
+    x_THW, b_TGN, c_TGN = (part.unflatten(1, shape) for part, shape in zip((x, b, c), shapes))
+    return x_THW, dt_TH, a_H, b_TGN, c_TGN, torch.randn(heads, device=device)
+
+
+def run_reference(inputs, d_y_THW, *, chunks, dtype=None):
+    """Outputs and gradients of the plain twin; with a dtype all is computed in it."""
+    inputs = [(each.detach() if dtype is None else each.detach().to(dtype)).requires_grad_() for each in inputs]
+    y_THW = reference.scan(*inputs, chunks=chunks)
+    y_THW.backward(d_y_THW.to(y_THW.dtype))
+    return [y_THW.detach(), *(each.grad for each in inputs)]
+
+
+def check_against_truth(functions, lengths, *, size, heads, groups, dtype=torch.float32, device="cpu", **widths):
+    """Outputs and gradients of the kernels against float64, twice with the same bits."""
+    sizes = {"heads": heads * NUM_MEASURED, "groups": groups * NUM_MEASURED, **widths}
+    inputs = make_inputs(lengths, dtype=dtype, device=device, **sizes)
+    d_y_THW = torch.randn(inputs[0].shape, device=device).to(dtype)
+    chunks = make_chunks(lengths, size, device=device)
+    x_THW, dt_TH, a_H, b_TGN, c_TGN, skip_H = inputs
+    of_heads, of_groups = (slice(None), slice(heads)), (slice(None), slice(groups))
+    ours = (
+        x_THW[of_heads],
+        dt_TH[of_heads].contiguous(),
+        a_H[:heads],
+        b_TGN[of_groups],
+        c_TGN[of_groups],
+        skip_H[:heads],
+    )
+
+    def run():
+        with fresh_memory_is_nan():
+            y_THW = functions.scan_forward(*ours, chunks=chunks)
+            return [y_THW, *functions.scan_backward(d_y_THW[of_heads].contiguous(), *ours, chunks=chunks)]
+
+    truth = run_reference(inputs, d_y_THW, chunks=chunks, dtype=torch.float64)
+    plain = run_reference(inputs, d_y_THW, chunks=chunks)
+    for name, value, second, *others in zip(("y_THW", *NAMES), run(), run(), plain, truth):
+        assert torch.equal(value, second), name
+        assert_close_to_truth(name, value, *others)
+
+
+def assert_close_to_truth(name, value, plain, truth):
+    """As ``assert_within_bound``, with the error of plain PyTorch on all heads that were measured."""
+    bound = max(2 * (plain.double() - truth).abs().max().item(), one_unit(truth, value.dtype))
+    first = truth[tuple(slice(size) for size in value.shape)]
+    error = (value.double() - first).abs().max().item()
+    assert error <= bound, f"{name}: error {error:.3g} above {bound:.3g}"
+    # The bound is that of the largest value.
+    assert relative_error(value, first) <= (1e-5 if value.dtype is torch.float32 else 1e-2), name
+
+
+def recurrence(x_THW, dt_TH, a_H, b_TGN, c_TGN, skip_H, *, lengths):
+    """Mamba-2 token by token, as it is defined."""
+    heads, groups = x_THW.shape[1], b_TGN.shape[1]
+    outputs = []
+    for is_first in (place == 0 for length in lengths for place in range(length)):
+        t = len(outputs)
+        b, c = (each[t].repeat_interleave(heads // groups, dim=0) for each in (b_TGN, c_TGN))
+        state = 0 if is_first else state * (dt_TH[t] * a_H).exp()[:, None, None]  # noqa: F821
+        state = state + dt_TH[t][:, None, None] * b[:, :, None] * x_THW[t][:, None, :]
+        outputs.append((c[:, :, None] * state).sum(1) + skip_H[:, None] * x_THW[t])
+    return torch.stack(outputs)
+
+
+def test_the_formula_is_the_recurrence():
+    lengths = (5, 1, 2, 9)
+    inputs = [each.double() for each in make_inputs(lengths, heads=4, width=3, groups=2, states=5)]
+    value = state_scan(*inputs, chunks=make_chunks(lengths, 16))
+    torch.testing.assert_close(value, recurrence(*inputs, lengths=lengths))
+
+
+def test_gradients_are_those_of_the_formula():
+    lengths = (3, 1, 2)
+    inputs = [each.double().requires_grad_() for each in make_inputs(lengths, heads=2, width=2, groups=1, states=3)]
+    assert torch.autograd.gradcheck(lambda *each: state_scan(*each, chunks=make_chunks(lengths, 16)), inputs)
+
+
+def change(**replaced):
+    names = dict(zip(NAMES, make_inputs((3, 2), heads=4, width=3, groups=2, states=5)))
+    chunks = make_chunks((3, 2), 16)._replace(**{key: value for key, value in replaced.items() if key not in names})
+    return [replaced.get(name, value) for name, value in names.items()], chunks
+
+
+@pytest.mark.parametrize(
+    ("replaced", "message"),
+    [
+        ({"x_THW": torch.ones(5, 4)}, "3 axes"),
+        ({"x_THW": torch.ones(5, 4, 3, dtype=torch.int64)}, "dtype"),
+        ({"x_THW": torch.ones(5, 3, 4).mT}, "contiguous"),
+        ({"dt_TH": torch.ones(5, 4).bfloat16()}, "dtype"),
+        ({"dt_TH": torch.ones(4, 5).T}, "contiguous"),
+        ({"dt_TH": torch.ones(5, 3)}, "dt_TH is"),
+        ({"a_H": torch.ones(3)}, "a_H is"),
+        ({"a_H": torch.ones(4).double()}, "a_H is"),
+        ({"b_TGN": torch.ones(5, 3, 5)}, "c_TGN is"),
+        ({"c_TGN": torch.ones(5, 2, 5, device="meta")}, "meta"),
+        (
+            {"x_THW": torch.ones(5, 3, 3), "dt_TH": torch.ones(5, 3), "a_H": torch.ones(3), "skip_H": torch.ones(3)},
+            "gr",
+        ),
+        ({"start_S1": torch.tensor([0, 3, 5])}, "start_S1 is"),
+        ({"first_S1": torch.tensor([0, 1], dtype=torch.int32)}, "start_S1 is"),
+        ({"index_C2": torch.tensor([[0, 1, 2]], dtype=torch.int32)}, "index_C2 is"),
+        ({"size": 128}, "128 tokens"),
+    ],
+)
+def test_what_the_kernels_would_read_wrongly_is_refused(replaced, message):
+    inputs, chunks = change(**replaced)
+    with pytest.raises(ShapeError, match=message):
+        state_scan(*inputs, chunks=chunks)
+
+
+def test_a_backend_that_cannot_serve_is_refused():
+    inputs, chunks = change()
+    with pytest.raises(OptionError, match="CUDA"):
+        state_scan(*inputs, chunks=chunks, backend="triton")
+
+
+@in_both_lanes
+def test_the_kernels_compile_and_fit_consumer_cards(lane):
+    found = [[int(number) for number in line.split()] for line in compile_kernels(COMPILE_SCRIPT, lane).splitlines()]
+    assert len(found) == (5 if lane == "promises" else 15)
+    for capability, shared_bytes, stack_bytes in found:
+        assert shared_bytes <= 99 * 1024
+        assert stack_bytes == 0 or capability != 90, "more registers than a thread has"
