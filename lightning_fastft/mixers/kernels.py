@@ -123,13 +123,13 @@ def _convolve(
     **keywords: Any,
 ) -> torch.Tensor:
     """Compute transformers' ``causal_conv1d_fn`` with weights (C, K), each document from zeros."""
-    from fla.modules.causal_conv1d import causal_conv1d
-
     if activation not in _ACTIVATIONS:
         raise UnsupportedModelError(
             f"The convolution of a mixer has the activation {activation!r}; its GPU kernel has 'silu' or none. Train "
             "this model with one document per row."
         )
+
+    from fla.modules.causal_conv1d import causal_conv1d
 
     out_1TC, _ = causal_conv1d(
         x_1CT.transpose(1, 2).to(weight.dtype),

@@ -15,7 +15,7 @@ from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_
 from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.hf.mixers import MIXERS, find_mixers, mixer_family
-from lightning_fastft.mixers import install
+from lightning_fastft.mixers import install, mamba2
 from lightning_fastft.mixers.install import install_mixers
 from lightning_fastft.mixers.kernels import KINDS, chunk_indices, find_kernels, run_on_kernels
 from tests.support.packs import assert_close, make_batch
@@ -45,19 +45,23 @@ def first_mixer(model):
 
 
 def by_document(mixer, kind):
-    """transformers' functions on each document, under the names that the mixer's code calls."""
+    """transformers' functions on each document, under the names that the mixer's code calls; for the scan of Mamba-2
+    our own, which on a CPU is its plain twin.
+    """
     home = inspect.unwrap(type(mixer).forward).__globals__
 
     def convolve(x, *args, context, **keywords):
         parts = x.split(context.lengths, dim=2)
-        return torch.cat([home["causal_conv1d_fn"](part, *args, **keywords) for part in parts], dim=2)
+        # As the kernel returns it: the channels of a token are contiguous.
+        return torch.cat([home["causal_conv1d_fn"](part, *args, **keywords).mT for part in parts], dim=1).mT
 
     def rule(*args, g, beta, context, **keywords):
         parts = zip(*(value.split(context.lengths, dim=1) for value in (*args, g, beta)))
         function = home[RULES[kind]]
         return torch.cat([function(*part[:3], g=part[3], beta=part[4], **keywords)[0] for part in parts], dim=1), None
 
-    return {"causal_conv1d_fn": convolve} | ({RULES[kind]: rule} if kind in RULES else {})
+    rules = {RULES[kind]: rule} if kind in RULES else mamba2.FUNCTIONS if kind == "Mamba-2" else {}
+    return {"causal_conv1d_fn": convolve, **rules}
 
 
 def is_kernel_of_transformers(value):
@@ -86,7 +90,7 @@ def test_one_call_on_packed_kernels_is_each_document_alone(name, monkeypatch):
     assert_close(gradients, true_gradients)
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen3_next"])
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "kimi_linear", "bamba"])
 def test_without_fla_a_gpu_is_refused_with_the_line_to_install_it(name, monkeypatch):
     model, context = build_tiny(name), make_batch(LENGTHS).context
     install_mixers(model, ModelPatcher())
@@ -106,6 +110,18 @@ def test_a_mixer_that_calls_other_functions_is_refused():
     mixer = first_mixer(build_tiny("lfm2"))
     functions = {**by_document(mixer, "short convolution"), "torch_chunk_gated_delta_rule": None}
     with pytest.raises(UnsupportedModelError, match="does not call torch_chunk_gated_delta_rule"):
+        run_on_kernels(mixer, functions, torch.zeros(1, 31, 32), context=make_batch(LENGTHS).context)
+
+
+FLA = ("fla", "fla.modules", "fla.modules.causal_conv1d", "fla.ops", "fla.ops.gated_delta_rule", "fla.ops.kda")
+
+
+def test_an_activation_that_the_convolution_lacks_is_refused(monkeypatch):
+    for name in FLA:
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    mixer = first_mixer(build_tiny("bamba", hidden_act="gelu"))
+    functions = find_kernels(MIXERS["bamba"])
+    with pytest.raises(UnsupportedModelError, match="gelu"):
         run_on_kernels(mixer, functions, torch.zeros(1, 31, 32), context=make_batch(LENGTHS).context)
 
 

@@ -74,6 +74,12 @@ def _find_rows(chunk, start_ptr, index_ptr, BLOCK_L: tl.constexpr):
 
 
 @triton.jit
+def _sum_later(logs):
+    """Return the sum over the later tokens of the chunk; near its end, where it counts, without cancellation."""
+    return tl.cumsum(logs, reverse=True) - logs
+
+
+@triton.jit
 def _states_kernel(
     x_ptr,
     dt_ptr,
@@ -121,13 +127,12 @@ def _states_kernel(
         rows = (start + place * BLOCK_L + tl.arange(0, BLOCK_L)).to(tl.int64)
         inside_rows = rows < end
         dt = tl.load(dt_ptr + rows * NUM_H + head, mask=inside_rows, other=0.0)
-        total = tl.sum(dt * a)
-        sums = tl.cumsum(dt * a)
-        weight = tl.exp(sums) if IS_REVERSED else dt * tl.exp(total - sums)
+        logs = dt * a
+        weight = tl.exp(tl.cumsum(logs)) if IS_REVERSED else dt * tl.exp(_sum_later(logs))
         x = _load(x_ptr, rows, x_stride, ws, inside_rows, NUM_W)
         b = _load(b_ptr, rows, b_stride, ns, inside_rows, NUM_N)
         weighted = (b * weight[:, None]).to(x.dtype)
-        state = tl.dot(tl.trans(weighted), x, state * tl.exp(total), input_precision="ieee")
+        state = tl.dot(tl.trans(weighted), x, state * tl.exp(tl.sum(logs)), input_precision="ieee")
 
 
 @triton.jit
@@ -225,8 +230,8 @@ def _head_gradient_kernel(
     d_state_ptr += (chunk * NUM_H + head) * (NUM_N * NUM_W)
     a, skip = tl.load(a_ptr + head), tl.load(skip_ptr + head)
     dt = tl.load(dt_ptr + rows * NUM_H + head, mask=inside_rows, other=0.0)
-    sums, total = tl.cumsum(dt * a), tl.sum(dt * a)
-    enter, leave = tl.exp(sums), tl.exp(total - sums)
+    sums = tl.cumsum(dt * a)
+    enter, leave = tl.exp(sums), tl.exp(_sum_later(dt * a))
     places = tl.arange(0, BLOCK_L)
     is_seen = places[:, None] >= places[None, :]
     decay = tl.exp(tl.where(is_seen, sums[:, None] - sums[None, :], float("-inf")))
@@ -278,7 +283,7 @@ def _head_gradient_kernel(
     decayed = tl.where(places[:, None] > places[None, :], pairs * dt[None, :], 0.0)
     left_dt = left * leave * dt
     d_sums = tl.sum(decayed, axis=1) - tl.sum(decayed, axis=0) + enter * entered
-    d_logs = tl.cumsum(d_sums, reverse=True) + (tl.cumsum(left_dt) - left_dt) + tl.exp(total) * tl.sum(d_total)
+    d_logs = tl.cumsum(d_sums, reverse=True) + (tl.cumsum(left_dt) - left_dt) + tl.exp(tl.sum(dt * a)) * tl.sum(d_total)
     d_dt = tl.sum(pairs, axis=0) + left * leave + a * d_logs
     tl.store(d_dt_ptr + rows * NUM_H + head, d_dt, mask=inside_rows)
     tl.store(d_a_ptr + chunk * NUM_H + head, tl.sum(dt * d_logs))
@@ -328,8 +333,8 @@ def _group_gradient_kernel(
         head = part * HEADS + number
         dt = tl.load(dt_ptr + rows * NUM_H + head, mask=inside_rows, other=0.0)
         logs = dt * tl.load(a_ptr + head)
-        sums, total = tl.cumsum(logs), tl.sum(logs)
-        enter, leave = tl.exp(sums), tl.exp(total - sums) * dt
+        sums = tl.cumsum(logs)
+        enter, leave = tl.exp(sums), tl.exp(_sum_later(logs)) * dt
         state_ptrs = (chunk * NUM_H + head) * (NUM_N * NUM_W)
         d_scores = tl.zeros((BLOCK_L, BLOCK_L), dtype=tl.float32)
         for first_w in tl.range(0, NUM_W, BLOCK_W, num_stages=1):
