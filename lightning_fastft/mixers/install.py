@@ -116,13 +116,15 @@ def install_mixers(model: PreTrainedModel, patcher: ModelPatcher) -> list[Status
     mixers = [mixer for layer in decoder_layers(model) for mixer in find_mixers(layer, family)]
     if family is None:
         return []
+    if mixers:
+        functions = find_kernels(family) if any(parameter.is_cuda for parameter in mixers[0].parameters()) else {}
+        for kind in {type(mixer) for mixer in mixers}:
+            check_calls(kind, functions)
     # transformers builds the mask of mixers for the whole family, also for a model without one.
     patcher.add_undo(decoder.register_forward_pre_hook(_hide_mask, with_kwargs=True).remove)
     if not mixers:
         return []
-    functions = find_kernels(family) if any(parameter.is_cuda for parameter in mixers[0].parameters()) else {}
     for mixer in mixers:
-        check_calls(type(mixer), functions)
         own_forward = vars(mixer).get("forward")
         if isinstance(getattr(own_forward, "__self__", None), PackedMixer):
             continue
