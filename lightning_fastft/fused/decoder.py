@@ -36,6 +36,7 @@ from lightning_fastft.fused.functions import (
     project_norm_add,
     split_heads,
 )
+from lightning_fastft.fused.layer_check import find_difference
 from lightning_fastft.fused.layer_forms import LAYERS, LayerForm
 from lightning_fastft.fused.linear_parts import read_part
 from lightning_fastft.fused.linears import FusedLinear, fuse_linears
@@ -351,6 +352,7 @@ def _install(model: PreTrainedModel, patcher: ModelPatcher, *, awaits_copies: bo
         known = ", ".join(sorted(name.removesuffix("DecoderLayer") for name in LAYERS))
         return Status(STATUS_NAME, "inactive", f"{', '.join(unknown)} is not served; served are the layers of {known}")
     obstacles = Counter(filter(None, (_obstacle(layer, awaits_copies=awaits_copies) for layer in layers)))
+    obstacles = obstacles or _find_differences(model, layers)
     if obstacles:
         reason, count = obstacles.most_common(1)[0]
         return Status(
@@ -449,6 +451,31 @@ def _obstacle(layer: Any, *, awaits_copies: bool) -> str:
         return str(error)
     found = _read_parts(layer, dtype=layer.input_layernorm.weight.dtype, awaits_copies=awaits_copies)
     return found if isinstance(found, str) else ""
+
+
+def _find_differences(model: PreTrainedModel, layers: Sequence[nn.Module]) -> Counter[str]:
+    """Return why layers with a gated delta rule compute something else than what is fused: each kind is run once."""
+    found: dict[tuple[type[Any], bool, bool], str] = {}
+    counts: Counter[str] = Counter()
+    for index, layer in enumerate(layers):
+        kind: type[Any] = type(layer)
+        form = LAYERS[kind.__name__]
+        if not form.delta_projections:
+            continue
+        is_dense = _is_known_block(layer.mlp, form)  # type: ignore[arg-type]
+        key = (kind, _mixer(layer) is None, is_dense)
+        if key not in found:
+            config = model.config.get_text_config(decoder=True)
+            found[key] = find_difference(kind, config, index=index, fuse=_fuse_alone, is_dense=is_dense)
+        counts.update([found[key]] if found[key] else [])
+    return counts
+
+
+def _fuse_alone(layer: nn.Module) -> nn.Module:
+    """Return the fused layer that shares the parameters of a layer outside of a model."""
+    new = share_state(layer, _fused_class(type(layer)))
+    vars(new)[_FUSION_ATTRIBUTE] = _Fusion(LAYERS[type(layer).__name__], DenseWeights())
+    return new
 
 
 def _read_parts(layer: Any, *, dtype: torch.dtype, awaits_copies: bool = False) -> _Parts | str:

@@ -175,6 +175,29 @@ def test_a_mixer_that_differs_is_refused_with_its_reason(change):
     assert "Qwen3_5GatedDeltaNet" in status.reason
 
 
+@pytest.mark.parametrize(
+    ("path", "change"),
+    [
+        ("", lambda layer, own, hidden_states, **options: own(layer, hidden_states, **options) * 1.01),
+        ("linear_attn.norm", lambda norm, own, x, gate: own(norm, x, -gate)),
+        ("self_attn", lambda attention, own, **options: (own(attention, **options)[0] * 1.01, None)),
+        ("self_attn.q_norm", lambda norm, own, x: own(norm, x) * (1 + norm.weight)),
+    ],
+)
+def test_a_class_whose_forward_changed_is_refused_with_its_reason(path, change, monkeypatch):
+    model = build("qwen3_next", "full")
+    layer = layers_of(model)[path.startswith("self_attn")]
+    kind = type(layer.get_submodule(path))
+    own = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, *args, **options: change(self, own, *args, **options))
+    state = torch.random.get_rng_state()
+    (status,) = install_fused_layers(model, ModelPatcher())
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert status.state == "refused"
+    assert "Qwen3NextDecoderLayer" in status.reason
+    assert type(layer).__name__ == "Qwen3NextDecoderLayer"
+
+
 def test_undo_leaves_nothing():
     model = build("qwen3_next", "lora")
     before = {name: type(module) for name, module in model.named_modules()}

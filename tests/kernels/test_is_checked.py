@@ -8,6 +8,8 @@ import torch
 from lightning_fastft.core.errors import ShapeError
 from lightning_fastft.kernels import backends
 from lightning_fastft.kernels.block_diagonal.op import write_block_diagonal
+from lightning_fastft.kernels.delta_inputs.op import delta_inputs_forward
+from lightning_fastft.kernels.delta_inputs.reference import DeltaForm, DeltaParameters
 from lightning_fastft.kernels.expert_gate.op import gate_backward, gate_forward
 from lightning_fastft.kernels.expert_gate.reference import GateForm
 from lightning_fastft.kernels.expert_pack.op import pack_expert_first, unpack_expert_last
@@ -15,6 +17,9 @@ from lightning_fastft.kernels.expert_rows.op import combine_rows, gather_rows
 from lightning_fastft.kernels.expert_sort.op import sort_by_expert
 from lightning_fastft.kernels.fp8_linear.op import multiply, quantise_rows
 from lightning_fastft.kernels.grouped_mm.op import grouped_mm, grouped_weight_grad
+from lightning_fastft.kernels.head_columns import HeadColumns
+from lightning_fastft.kernels.head_gate.op import head_gate_backward, head_gate_forward
+from lightning_fastft.kernels.head_gate.reference import HeadGateForm
 from lightning_fastft.kernels.lora_linear.op import lora_addmm
 from lightning_fastft.kernels.low_rank_add.op import add_low_rank
 from lightning_fastft.kernels.qk_rope.op import qk_rope_backward, qk_rope_forward, qk_rope_heads
@@ -23,6 +28,7 @@ from lightning_fastft.kernels.rms_norm.op import rms_norm_backward, rms_norm_for
 from lightning_fastft.kernels.rms_norm.reference import NormForm
 
 ROPE, NORM = RopeForm(num_heads=2, num_kv_heads=1, head_width=4), NormForm(eps=1e-6)
+HEAD_GATE = HeadGateForm(HeadColumns(begin=0, width=4, num_heads=2, group_size=2, group_step=8))
 END_E = torch.tensor([2, 3], dtype=torch.int32)
 PLACE_TK = torch.tensor([[2], [0], [1]])
 
@@ -38,6 +44,15 @@ CALLS = {
     qk_rope_forward: ((rows(3, 16), rows(3, 4), rows(3, 4)), {"form": ROPE}),
     qk_rope_heads: ((rows(3, 16), rows(3, 4), rows(3, 4)), {"form": ROPE}),
     qk_rope_backward: ((rows(3, 16), None, rows(3, 4), rows(3, 4)), {"form": ROPE, "needs_weight": False}),
+    head_gate_forward: ((rows(3, 2, 4), rows(3, 8)), {"form": HEAD_GATE}),
+    head_gate_backward: (
+        (rows(3, 8), rows(3, 2, 4), rows(3, 8)),
+        {"form": HEAD_GATE, "needs_weight": False, "out": torch.empty(3, 8)},
+    ),
+    delta_inputs_forward: (
+        (rows(3, 6), DeltaParameters(rows(3, 2), rows(1), rows(1)), torch.arange(3)),
+        {"form": DeltaForm(num_key_heads=1, num_heads=1, key_width=1, value_width=1)},
+    ),
     gate_forward: ((rows(3, 4),), {"form": GateForm()}),
     gate_backward: ((rows(3, 2), rows(3, 4)), {"form": GateForm(), "weight_N": rows(3), "need_act": True}),
     add_low_rank: ((rows(3, 4), rows(3, 2), rows(2, 4)), {"residual_TN": rows(3, 4)}),

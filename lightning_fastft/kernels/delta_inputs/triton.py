@@ -76,7 +76,8 @@ def _heads_forward_kernel(
     x_ptr,
     weight_ptr,
     position_ptr,
-    y_ptr,
+    first_y_ptr,
+    second_y_ptr,
     x_stride,
     num_tokens,
     eps,
@@ -90,9 +91,9 @@ def _heads_forward_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """One program for each block of tokens and each head of all sections."""
-    tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    head = tl.program_id(1)
+    """One program for each head of all sections and each block of tokens; neighbours read the same rows."""
+    head = tl.program_id(0)
+    tokens = tl.program_id(1).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     cols = tl.arange(0, BLOCK_W)
     inside_tokens, inside_cols = tokens < num_tokens, cols < HEAD_WIDTH
     position = tl.load(position_ptr + tokens, mask=inside_tokens, other=0)
@@ -112,8 +113,8 @@ def _heads_forward_kernel(
     y = y / (1.0 + tl.exp(-y))
     if HAS_NORM:
         y *= _reciprocal_norm(y, eps)
-    place = (head // NUM_HEADS).to(tl.int64) * num_tokens * (NUM_HEADS * HEAD_WIDTH) + head % NUM_HEADS * HEAD_WIDTH
-    y_ptrs = y_ptr + place + tokens[:, None] * (NUM_HEADS * HEAD_WIDTH) + cols[None, :]
+    y_ptr = first_y_ptr if head < NUM_HEADS else second_y_ptr
+    y_ptrs = y_ptr + head % NUM_HEADS * HEAD_WIDTH + tokens[:, None] * (NUM_HEADS * HEAD_WIDTH) + cols[None, :]
     tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=inside_tokens[:, None] & inside_cols[None, :])
 
 
@@ -141,9 +142,9 @@ def _heads_backward_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """As the forward; sections have one pointer each. Writes the gradient of the convolution's output."""
-    tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    head = tl.program_id(1)
+    """As the forward. Writes the gradient of the convolution's output."""
+    head = tl.program_id(0)
+    tokens = tl.program_id(1).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     cols = tl.arange(0, BLOCK_W)
     inside_tokens, inside_cols = tokens < num_tokens, cols < HEAD_WIDTH
     inside = inside_tokens[:, None] & inside_cols[None, :]
@@ -175,7 +176,7 @@ def _heads_backward_kernel(
     d_pre_ptrs = d_pre_ptr + tokens[:, None] * num_channels + (head * HEAD_WIDTH + cols)[None, :]
     tl.store(d_pre_ptrs, d, mask=inside)
     if NEEDS_WEIGHT:
-        channels = tl.program_id(0).to(tl.int64) * num_channels + head * HEAD_WIDTH + cols
+        channels = tl.program_id(1).to(tl.int64) * num_channels + head * HEAD_WIDTH + cols
         for shift in tl.static_range(NUM_TAPS):
             seen = (inside_tokens & (position >= shift))[:, None] & inside_cols[None, :]
             x = tl.load(x_ptr + (tokens - shift)[:, None] * x_stride + cols[None, :], mask=seen, other=0.0)
@@ -203,8 +204,8 @@ def _taps_backward_kernel(
     BLOCK_W: tl.constexpr,
 ):
     """As the forward: each token sums what the tokens that read it give."""
-    tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    head = tl.program_id(1)
+    head = tl.program_id(0)
+    tokens = tl.program_id(1).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     cols = tl.arange(0, BLOCK_W)
     inside_cols = cols < HEAD_WIDTH
     weight_ptr += head * (HEAD_WIDTH * NUM_TAPS)
@@ -322,12 +323,23 @@ def delta_inputs_forward(
 ) -> DeltaInputs:
     """Return the inputs of the delta rule; same contract as the reference."""
     num_tokens = rows_TC.shape[0]
-    qk_STGW = rows_TC.new_empty(2, num_tokens, form.num_key_heads, form.key_width)
+    q_TGW, k_TGW = (rows_TC.new_empty(num_tokens, form.num_key_heads, form.key_width) for _ in range(2))
     v_THW = rows_TC.new_empty(num_tokens, form.num_heads, form.value_width)
-    g_TH, beta_TH = rows_TC.new_empty(2, num_tokens, form.num_heads, dtype=torch.float32)
+    g_TH, beta_TH = (rows_TC.new_empty(num_tokens, form.num_heads, dtype=torch.float32) for _ in range(2))
     if num_tokens:
-        _forward_heads(qk_STGW, form.queries, 0, rows_TC, parameters, position_T, form)
-        _forward_heads(v_THW, form.values, qk_STGW[:, 0].numel(), rows_TC, parameters, position_T, form)
+        num_blocks = ceil_div(num_tokens, BLOCK_T)
+        for heads, columns, channel in _sections(form, q_TGW, k_TGW, v_THW):
+            _heads_forward_kernel[(_num_heads(columns, channel), num_blocks)](
+                rows_TC[:, columns.begin :],
+                parameters.conv_weight_NK[channel:],
+                position_T,
+                *heads,
+                rows_TC.stride(0),
+                num_tokens,
+                NORM_EPS,
+                **_head_constants(columns, parameters, form, has_norm=channel == 0),
+                num_warps=NUM_WARPS,
+            )
         _gates_forward_kernel[(ceil_div(num_tokens, BLOCK_T_GATES),)](
             rows_TC[:, form.decays.begin :],
             rows_TC[:, form.strengths.begin :],
@@ -340,31 +352,7 @@ def delta_inputs_forward(
             **_gate_constants(form),
             num_warps=NUM_WARPS,
         )
-    return DeltaInputs(qk_STGW[0], qk_STGW[1], v_THW, g_TH, beta_TH)
-
-
-def _forward_heads(
-    y: torch.Tensor,
-    columns: HeadColumns,
-    channel: int,
-    rows_TC: torch.Tensor,
-    parameters: DeltaParameters,
-    position_T: torch.Tensor,
-    form: DeltaForm,
-) -> None:
-    """Write the queries and keys, or the values, whose first channel is given."""
-    num_tokens, num_sections = rows_TC.shape[0], 2 if channel == 0 else 1
-    _heads_forward_kernel[(ceil_div(num_tokens, BLOCK_T), num_sections * columns.num_heads)](
-        rows_TC[:, columns.begin :],
-        parameters.conv_weight_NK[channel:],
-        position_T,
-        y,
-        rows_TC.stride(0),
-        num_tokens,
-        NORM_EPS,
-        **_head_constants(columns, parameters, form, has_norm=channel == 0),
-        num_warps=NUM_WARPS,
-    )
+    return DeltaInputs(q_TGW, k_TGW, v_THW, g_TH, beta_TH)
 
 
 def delta_inputs_backward(
@@ -385,14 +373,10 @@ def delta_inputs_backward(
         conv_PNK = rows_TC.new_empty(num_blocks, form.num_channels, num_taps, dtype=torch.float32)
         gates_PSH = rows_TC.new_empty(num_gate_blocks, 2, form.num_heads, dtype=torch.float32)
     if num_tokens:
-        num_qk = 2 * form.num_key_heads * form.key_width
         d_pre_TN = rows_TC.new_empty(num_tokens, form.num_channels, dtype=torch.float32)
-        for d_heads, columns, channel in (
-            ((gradients.q_TGW, gradients.k_TGW), form.queries, 0),
-            ((gradients.v_THW, gradients.v_THW), form.values, num_qk),
-        ):
+        for d_heads, columns, channel in _sections(form, *gradients[:3]):
             constants = _head_constants(columns, parameters, form, has_norm=channel == 0)
-            grid = (num_blocks, (2 if channel == 0 else 1) * columns.num_heads)
+            grid = (_num_heads(columns, channel), num_blocks)
             _heads_backward_kernel[grid](
                 *d_heads,
                 rows_TC[:, columns.begin :],
@@ -440,6 +424,19 @@ def delta_inputs_backward(
         return None
     d_a_log_H, d_dt_bias_H = gates_PSH.sum(dim=0)
     return DeltaParameters(conv_PNK.sum(dim=0), d_a_log_H, d_dt_bias_H)
+
+
+def _sections(
+    form: DeltaForm, q_TGW: torch.Tensor, k_TGW: torch.Tensor, v_THW: torch.Tensor
+) -> list[tuple[tuple[torch.Tensor, torch.Tensor], HeadColumns, int]]:
+    """Return for queries and keys, and for values, their tensors, their columns, and their first channel."""
+    num_qk = 2 * form.num_key_heads * form.key_width
+    return [((q_TGW, k_TGW), form.queries, 0), ((v_THW, v_THW), form.values, num_qk)]
+
+
+def _num_heads(columns: HeadColumns, channel: int) -> int:
+    """Return the heads of a launch: those of queries and keys, or of values."""
+    return (2 if channel == 0 else 1) * columns.num_heads
 
 
 def _head_constants(
