@@ -406,12 +406,12 @@ def scan_backward(
     """Return the gradients of all inputs; d_y_THW is contiguous."""
     sizes = _sizes(x_THW, b_TGN, chunks=chunks)
     (num_tokens, num_heads, _), (_, num_groups, num_n) = x_THW.shape, b_TGN.shape
-    num_chunks, wide = len(chunks.index_C2), {"dtype": torch.float32, "device": x_THW.device}
+    num_chunks = len(chunks.index_C2)
     state = _states(x_THW, dt_TH, a_H, b_TGN, chunks=chunks, is_reversed=False)
     d_state = _states(d_y_THW, dt_TH, a_H, c_TGN, chunks=chunks, is_reversed=True)
     d_x_THW = torch.empty(x_THW.shape, dtype=x_THW.dtype, device=x_THW.device)
-    d_dt_TH = torch.empty(num_tokens, num_heads, **wide)
-    d_a_CH, d_skip_CH = (torch.empty(num_chunks, num_heads, **wide) for _ in range(2))
+    d_dt_TH = dt_TH.new_empty(num_tokens, num_heads)
+    d_a_CH, d_skip_CH = (dt_TH.new_empty(num_chunks, num_heads) for _ in range(2))
     strides = (x_THW.stride(0), b_TGN.stride(0), c_TGN.stride(0))
     documents = (chunks.start_S1, chunks.index_C2, state, d_state)
     _head_gradient_kernel[(num_chunks * num_heads,)](
@@ -432,7 +432,7 @@ def scan_backward(
         num_warps=GRADIENT_WARPS,
     )
     heads = _heads_per_program(num_heads // num_groups)
-    d_b_parts, d_c_parts = (torch.empty(num_tokens, num_heads // heads, num_n, **wide) for _ in range(2))
+    d_b_parts, d_c_parts = (dt_TH.new_empty(num_tokens, num_heads // heads, num_n) for _ in range(2))
     _group_gradient_kernel[(num_chunks * num_heads // heads, ceil_div(num_n, sizes["BLOCK_N"]))](
         d_y_THW,
         x_THW,
