@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -18,17 +17,10 @@ from lightning_fastft.core.errors import MissingDependencyError, OptionError
 _GIB = 2**30
 
 
-class _Fit(NamedTuple):
-    """A workload and the device memory that it needs, in GiB."""
-
-    workload: str
-    least_gib: float
-
-
-# Largest first. The baseline of all comparisons, transformers + PEFT with recompute, must fit: its peak is 26.9 GiB in
-# the first workload and 15.6 in the last (H200, benchmarks/train_step.py). The first is built from 27.5 GiB of bf16
-# weights.
-_FITS = (_Fit("qwen3-14b-qlora", 40.0), _Fit("qwen3-8b-qlora", 30.0), _Fit("qwen3-0.6b-lora", 20.0))
+# Workloads and the GiB of device memory that they need, largest first. The baseline of all comparisons, transformers +
+# PEFT with recompute, must fit: its peak is 26.9 GiB in the first workload and 15.6 in the last (H200,
+# benchmarks/train_step.py). The first is built from 27.5 GiB of bf16 weights.
+_FITS = (("qwen3-14b-qlora", 40.0), ("qwen3-8b-qlora", 30.0), ("qwen3-0.6b-lora", 20.0))
 _CPU_WORKLOAD = "tiny"
 
 
@@ -95,12 +87,12 @@ def choose_workload() -> tuple[str, str]:
             "row is written)"
         )
     name, memory_gib = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory / _GIB
-    for fit in _FITS:
-        if memory_gib >= fit.least_gib:
-            return fit.workload, f"{name} has {memory_gib:.1f} GiB, and it asks for {fit.least_gib:.0f}"
-    smallest = _FITS[-1]
+    for workload, least_gib in _FITS:
+        if memory_gib >= least_gib:
+            return workload, f"{name} has {memory_gib:.1f} GiB, and it asks for {least_gib:.0f}"
+    smallest, least_gib = _FITS[-1]
     raise OptionError(
-        f"{name} has {memory_gib:.1f} GiB; the smallest workload, {smallest.workload}, asks for "
-        f"{smallest.least_gib:.0f}: transformers + PEFT, by "
-        f"which the others are judged, must fit too. Name one to try it all the same: --workload {smallest.workload}."
+        f"{name} has {memory_gib:.1f} GiB; the smallest workload, {smallest}, asks for "
+        f"{least_gib:.0f}: transformers + PEFT, by "
+        f"which the others are judged, must fit too. Name one to try it all the same: --workload {smallest}."
     )

@@ -130,11 +130,6 @@ def find_gpu(name: str) -> Gpu:
     raise OptionError(f"{name!r} {reason}; name one of: {known}.")
 
 
-def find_machine(name: str) -> Machine:
-    """Return the copy rates of the GPU with a name; see find_gpu."""
-    return find_gpu(name).machine
-
-
 def _words(name: str) -> list[str]:
     words = re.findall(r"[a-z]+\d+[a-z]*|\d+[a-z]*|[a-z]+", re.sub(r"(\d) +gi?b\b", r"\1gb", name.lower()))
     # "rtx4090" is "rtx 4090".

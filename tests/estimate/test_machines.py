@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_fastft.core.errors import OptionError
-from lightning_fastft.estimate.machines import GPUS, find_gpu, find_machine
+from lightning_fastft.estimate.machines import GPUS, find_gpu
 
 
 @pytest.mark.parametrize(
@@ -51,4 +51,4 @@ def test_the_measured_rates_of_an_h200_come_out_of_its_data_sheet():
 
 def test_only_the_unified_machine_moves_nothing():
     assert [gpu.name for gpu in GPUS if gpu.machine.d2h_bytes_per_s == 0] == ["DGX Spark (GB10)"]
-    assert find_machine("spark").is_unified
+    assert find_gpu("spark").machine.is_unified

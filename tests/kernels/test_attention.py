@@ -435,7 +435,6 @@ H200 = AttentionNeed(
     dtype=torch.bfloat16,
     head_width=128,
     value_width=128,
-    is_grouped=True,
     has_window=False,
     has_softcap=False,
     has_sinks=False,

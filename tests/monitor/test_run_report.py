@@ -845,11 +845,11 @@ def test_curve_loses_no_value_and_stays_bounded():
         curve.add(step, float(value))
         assert len(curve.points()) <= 8
     points = curve.points()
-    assert (points[0].first_step, points[-1].last_step) == (0, 1000)
-    for point, after in zip(points, [*points[1:], None]):
-        assert point.value == pytest.approx(values[point.first_step : point.last_step + 1].mean())
-        assert after is None or after.first_step == point.last_step + 1
-    assert {point.last_step - point.first_step + 1 for point in points[:-1]} == {curve.values_per_point}
+    assert (points[0][0], points[-1][1]) == (0, 1000)
+    for (first, last, value), after in zip(points, [*points[1:], None]):
+        assert value == pytest.approx(values[first : last + 1].mean())
+        assert after is None or after[0] == last + 1
+    assert {last - first + 1 for first, last, _ in points[:-1]} == {curve.values_per_point}
 
 
 def test_spread_is_right_to_a_percent():

@@ -39,7 +39,6 @@ class AttentionNeed(NamedTuple):
         dtype: Dtype of queries, keys and values.
         head_width: Width of a query and key head, in elements.
         value_width: Width of a value head, in elements.
-        is_grouped: Query heads share key/value heads.
         has_window: A sliding window shorter than the longest document.
         has_softcap: Scores are soft-capped.
         has_sinks: A learned sink per head takes part in the softmax.
@@ -54,7 +53,6 @@ class AttentionNeed(NamedTuple):
     dtype: torch.dtype
     head_width: int
     value_width: int
-    is_grouped: bool
     has_window: bool
     has_softcap: bool
     has_sinks: bool
@@ -161,7 +159,7 @@ def choose_backend(need: AttentionNeed) -> str:
     scaled_dot_product_attention, or the plain formula for caps and sinks.
 
     Example:
-        >>> flags = (True, False, False, False, True)
+        >>> flags = (False, False, False, True)
         >>> need = AttentionNeed("cpu", (0, 0), torch.float32, 64, 64, *flags, 512, 8192, False)
         >>> choose_backend(need), choose_backend(need._replace(has_softcap=True))
         ('sdpa', 'reference')
@@ -245,7 +243,6 @@ def describe_need(
         dtype=q_THW.dtype,
         head_width=q_THW.shape[2],
         value_width=v_TGW.shape[2],
-        is_grouped=q_THW.shape[1] != k_TGW.shape[1],
         has_window=window is not None and window < context.max_length,
         has_softcap=softcap is not None,
         has_sinks=sink_H is not None,

@@ -79,11 +79,6 @@ class CopyUse:
         """Share of the copy time for which compute did not wait."""
         return 1.0 - self.exposed_ms / self.copy_ms if self.copy_ms else 1.0
 
-    @property
-    def ms_per_copy(self) -> float:
-        """Mean duration of a copy to the device."""
-        return self.h2d_ms / self.num_h2d if self.num_h2d else 0.0
-
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for the raw log."""
         return {**asdict(self), "hidden_share": self.hidden_share}

@@ -54,7 +54,7 @@ class StepLosses:
         ...         losses[rank].add(step, value, is_last=True)
         >>> losses[0].take_mean(np.stack([one.to_array() for one in losses]))
         True
-        >>> [point.value for point in losses[0].curve.points()], losses[0].first(1), losses[0].final(1)
+        >>> [value for *_, value in losses[0].curve.points()], losses[0].first(1), losses[0].final(1)
         ([4.0, 1.5], 4.0, 1.5)
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -15,14 +15,6 @@ _BIN_FACTOR = 1.01
 # Most bins of document lengths; if the longest is more than this many times the shortest, bins grow geometrically.
 _MOST_LENGTHS = 12
 _MOST_SPAN = 8
-
-
-class CurvePoint(NamedTuple):
-    """The mean over neighbouring steps: first and last step, and the value."""
-
-    first_step: int
-    last_step: int
-    value: float
 
 
 class Curve:
@@ -39,7 +31,7 @@ class Curve:
         >>> curve = Curve(max_points=2)
         >>> for step in range(5):
         ...     curve.add(step, float(step))
-        >>> [tuple(point) for point in curve.points()]
+        >>> curve.points()
         [(0, 3, 1.5), (4, 4, 4.0)]
     """
 
@@ -82,13 +74,9 @@ class Curve:
         for row, sums, weights in zip(self._sums, sum_RP.T, weight_RP.T):
             row[3:] = [float(np.mean(sums / weights)), 1.0] if weights.all() else [0.0, 0.0]
 
-    def points(self) -> list[CurvePoint]:
+    def points(self) -> list[tuple[int, int, float]]:
         """Return the points whose weight is not 0, in their order."""
-        return [
-            CurvePoint(int(first), int(last), value / weight)
-            for first, last, _, value, weight in self._sums
-            if weight > 0
-        ]
+        return [(int(first), int(last), value / weight) for first, last, _, value, weight in self._sums if weight > 0]
 
     def to_dict(self, *, first_step: int = 0) -> dict[str, Any]:
         """Return plain values for JSON; first_step is added to every step."""
