@@ -456,6 +456,6 @@ def render(rows: Rows) -> str:
         ours = NOT_MEASURED if found is None else found.text
         cells = (figure.topic, figure.claim, figure.source, ours, devices, numbers)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    lines += ["", "Commands, of the rows or, where nothing is measured, of what would measure it:", ""]
+    lines += ["", "Commands of the rows, or, if nothing is measured, of the measurement:", ""]
     lines += [f"{number}. `{command}`" for command, number in commands.items()]
     return "\n".join(lines)
