@@ -49,7 +49,9 @@ demo: $(SETUP)
 docs: $(DEV_SETUP)
 	$(PY) docs/generate.py
 
-test: lint types tests
+# In parallel: lint and types use one core, and the tests do not fill two to their end.
+test: $(DEV_SETUP)
+	$(MAKE) -j3 lint types tests
 
 lint: $(DEV_SETUP)
 	$(PY) -m ruff check .
