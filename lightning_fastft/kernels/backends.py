@@ -1,4 +1,4 @@
-"""The choice between a Triton kernel and its reference in PyTorch: the same in every folder that has only these two."""
+"""Choose between a Triton kernel and its PyTorch reference; shared by every folder that has only these two."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AdamW's moments in 8 bits: one code per value, and the largest magnitude of each block of 256 values.
+"""AdamW's 8-bit moments: one code per value, and the largest magnitude of each block of 256 values.
 
 Axes: B blocks of a tensor, the last one perhaps shorter; V values of a block.
 

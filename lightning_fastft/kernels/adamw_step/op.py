@@ -1,6 +1,6 @@
 """One AdamW step and the gradients' norm for all tensors of a table, in one launch per combination of dtypes.
 
-Nothing here builds a graph or waits for the device: the clipping factor is a tensor, and the table of addresses is
+Nothing here builds a graph or has a host sync: the clipping factor is a tensor, and the table of addresses is
 copied asynchronously.
 """
 
@@ -27,7 +27,7 @@ def adamw_step(
     skip: SkipFlag | None = None,
     backend: str = "auto",
 ) -> None:
-    """Update the masters, averages and copies of a table in place, by one step of AdamW.
+    """Update the masters, moments and copies of a table in place, by one step of AdamW.
 
     In fp32: ``g = scale * grad; m += (1 - beta1) * (g - m); v = beta2 * v + (1 - beta2) * g * g``, then the master
     loses ``lr * weight_decay * p + lr / (1 - beta1^step) * m / (sqrt(v) / sqrt(1 - beta2^step) + eps)`` of its value p

@@ -17,7 +17,7 @@ from lightning_fastft.core.checks import check_tensor
 from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.adamw_step import codes
 
-# 4096 elements on 8 warps: 16 of each matrix per thread, all on their way at once; whole blocks of averages in 8 bits.
+# 4096 elements on 8 warps: 16 of each matrix per thread, all on their way at once; whole blocks of 8-bit moments.
 # Not yet measured; candidates: python -m benchmarks.row_kernels --only adamw_step --tiles.
 CHUNK = 4096
 # What a vector access of a thread takes, in bytes; as many elements fill it in any dtype.
@@ -58,7 +58,7 @@ class StepOptions(NamedTuple):
 
 
 class SkipFlag(NamedTuple):
-    """Whether a step is to change nothing, and how many before it did so: numbers on the device, which the host never
+    """Whether to skip a step, and the number of skipped steps before it: tensors on the device, which the host never
     reads.
 
     Args:
@@ -81,7 +81,7 @@ class SkipFlag(NamedTuple):
 
 
 class TableRow(NamedTuple):
-    """One tensor of a table: the master, its two averages, its copy or None, and the tensor whose ``grad`` is its
+    """One tensor of a table: the master, its two moments, its copy or None, and the tensor whose ``grad`` is its
     gradient.
 
     Averages in 8 bits come with the largest magnitudes of their blocks (``codes``); others have None there.
@@ -105,7 +105,7 @@ class TableRow(NamedTuple):
 
 
 class TableGroup(NamedTuple):
-    """The chunks of all rows of one combination of dtypes, which one launch serves: the row of each, and which
+    """Chunks of all rows with one combination of dtypes, which one launch serves: the row of each, and which
     chunk of that row it is.
     """
 
@@ -136,8 +136,8 @@ class TensorTable:
             tensor has one.
         owners: Tensors whose ``grad`` is the gradient. Shapes of params; fp32, bf16 or fp16. None for params
             themselves.
-        exp_avg_absmaxs: Of averages in 8 bits: the largest magnitude of each block of 256 values, shape (B,), fp32,
-            contiguous; None for a tensor with averages in fp32. None where every tensor has those.
+        exp_avg_absmaxs: The largest magnitude of each block of 256 values of 8-bit moments, shape (B,), fp32,
+            contiguous; None for a tensor with moments in fp32, and None if all tensors have them.
         exp_avg_sq_absmaxs: The same of their squares.
 
     Raises:
@@ -287,7 +287,7 @@ class TensorTable:
 def adamw_step(
     table: TensorTable, *, options: StepOptions, scale: torch.Tensor | None = None, skip: SkipFlag | None = None
 ) -> None:
-    """Update masters, averages and copies, in the order of operations of torch.optim.AdamW: in fp32 without
+    """Update masters, moments and copies, in the order of operations of torch.optim.AdamW: in fp32 without
     scale the same bits on a CPU.
     """
     corrections = bias_corrections(options) if skip is None else _corrections_on_device(options, skip)
@@ -344,7 +344,7 @@ def _step_row_unless(
 def _step_row(
     row: TableRow, grad: torch.Tensor, options: StepOptions, corrections: Sequence[float | torch.Tensor]
 ) -> None:
-    """Update one tensor in fp32; only master and copy are rounded, once, and averages that are held in 8 bits."""
+    """Update one tensor in fp32; only the master, its copy and 8-bit moments are rounded, once each."""
     if row.exp_avg_absmax is not None and row.exp_avg_sq_absmax is not None:
         stored = ((row.exp_avg, row.exp_avg_absmax), (row.exp_avg_sq, row.exp_avg_sq_absmax))
         averages = [codes.decode(*pair, is_signed=is_signed) for pair, is_signed in zip(stored, (True, False))]
@@ -443,7 +443,7 @@ def _check_absmax(name: str, absmax_B: torch.Tensor | None, param: torch.Tensor)
     """Refuse anything but one magnitude per block of 8-bit moments."""
     if absmax_B is None:
         raise ShapeError(
-            f"{name} is None, and its tensor has the other one; averages in 8 bits have one number per block each."
+            f"{name} is None, and its tensor has the other one; 8-bit moments have one number per block each."
         )
     check_tensor(name, absmax_B, ndim=1, dtypes=(torch.float32,))
     size = codes.num_blocks(param.numel())

@@ -2,8 +2,8 @@
 
 Axes: R rows of the table, one per tensor; A kinds of address; C chunks, pieces of at most ``CHUNK`` elements that all
     tensors together are cut into.
-Per element a step reads gradient, master and both averages and writes master, both averages and copy: 28 bytes in
-fp32, 2 more with a copy, 12 less with averages in 8 bits. A row without gradient has address 0 for it: its chunks
+Per element a step reads gradient, master and both moments and writes master, both moments and copy: 28 bytes in
+fp32, 2 more with a copy, 12 less with 8-bit moments. A row without gradient has address 0 for it: its chunks
 have no element to read or write.
 """
 
@@ -33,7 +33,7 @@ NUM_WARPS = 8
 # yet measured;
 # candidates: python -m benchmarks.row_kernels --only adamw_step --tiles.
 NUM_PARTIALS = 1024
-# Of averages in 8 bits: blocks per program. 100 M bf16 values took 550 us on an H200, six other candidates 508 (chunks
+# Blocks per program for 8-bit moments. 100 M bf16 values took 550 us on an H200, six other candidates 508 (chunks
 # of 8192, 2 blocks on 1 warp) to 696: python -m benchmarks.row_kernels --only "averages in 8 bits" --rows 16384 --width
 # 6144 --tiles.
 NUM_BLOCKS = 4
@@ -235,8 +235,8 @@ def _adamw_8bit_kernel(
     CHUNK: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
 ):
-    """One program per chunk and NUM_BLOCKS blocks of it. With a learning rate on the device, rate and decay are those
-    of a learning rate of 1.
+    """Run one program per chunk and NUM_BLOCKS blocks of it. If the learning rate is on the device, rate and decay are
+    given for a rate of 1.
 
     With a flag, rate and root_correction come from the device, and a skipped step reads and writes no element. Roots
     and quotients are the device's fast ones, whose error is far below the rounding to 8 bits.
@@ -286,7 +286,7 @@ def _adamw_8bit_kernel(
     avg = beta1 * avg + grad_share * grad
     square = beta2 * square + square_share * grad * grad
     param -= decay * param + rate * (avg / (tl.sqrt(square) * (1.0 / root_correction) + eps))
-    # Beyond the end gradient and averages are 0, and so is what becomes of them.
+    # Beyond the end, gradient and moments are 0, and so is the update.
     avg_absmax = tl.max(tl.abs(avg), axis=1)
     square_absmax = tl.max(square, axis=1)
 
@@ -315,7 +315,7 @@ def _sum_squares_kernel(
     NUM_PROGRAMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per partial sum, over every NUM_PROGRAMS-th chunk: fp32 inside a chunk, float64 from chunk to
+    """Run one program per partial sum, over every NUM_PROGRAMS-th chunk: fp32 inside a chunk, float64 from chunk to
     chunk.
     """
     program = tl.program_id(0)
@@ -333,7 +333,7 @@ def _sum_squares_kernel(
 
 @triton.jit
 def _norm_kernel(partial_ptr, norm_ptr, num_partials, BLOCK: tl.constexpr):
-    """One program: the root of the sum of all partial sums."""
+    """Run one program: the root of the sum of all partial sums."""
     total = tl.zeros((), dtype=tl.float64)
     for start in range(0, num_partials, BLOCK):
         offs = start + tl.arange(0, BLOCK)
@@ -344,7 +344,7 @@ def _norm_kernel(partial_ptr, norm_ptr, num_partials, BLOCK: tl.constexpr):
 def adamw_step(
     table: TensorTable, *, options: StepOptions, scale: torch.Tensor | None = None, skip: SkipFlag | None = None
 ) -> None:
-    """Update masters, averages and copies; same contract as the reference, and one rounding less in the master."""
+    """Update masters, moments and copies; same contract as the reference, and one rounding less in the master."""
     table.refresh()
     correction, root_correction = bias_corrections(options)
     rate_tensor = options.learning_rate if isinstance(options.learning_rate, torch.Tensor) else None

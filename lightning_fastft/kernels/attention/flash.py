@@ -24,7 +24,7 @@ Repeat = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 class Shares(NamedTuple):
-    """What the backward does where query heads share keys and values: it computes each query head by itself and adds
+    """Functions for query heads that share keys and values: the backward computes each query head by itself and adds
     nothing up.
 
     Args:

@@ -63,7 +63,7 @@ def flex_attention(
 
 @functools.cache
 def _softcap_score(softcap: float) -> Callable[..., torch.Tensor]:
-    """One function object per cap, so that the compiled kernel is found again."""
+    """Return one function object per cap, so that the compiled kernel is reused."""
 
     def cap(
         score: torch.Tensor, batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor

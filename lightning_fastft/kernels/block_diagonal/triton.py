@@ -57,7 +57,7 @@ def _block_diagonal_kernel(
     BLOCK_O: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """One program per tile of rows; row_I and col_I are where block I ends."""
+    """Run one program per tile of rows; row_I and col_I are where block I ends."""
     rows = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     cols = tl.arange(0, BLOCK_C)
     value = tl.zeros((BLOCK_O, BLOCK_C), dtype=out_ptr.dtype.element_ty)

@@ -23,7 +23,7 @@ DEFAULT_CHUNK_ROWS = 2048
 
 
 class _Rows(NamedTuple):
-    """Which rows are trained towards what, and how logits are formed: all that is not differentiated."""
+    """Rows, targets and the form of the logits: the arguments without gradient."""
 
     row_R: torch.Tensor | None
     target_R: torch.Tensor

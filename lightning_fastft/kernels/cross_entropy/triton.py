@@ -70,7 +70,7 @@ def _row_loss_kernel(
     DEPTH: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """One program per row: losses in the first walk over the vocabulary, the gradient in the second."""
+    """Run one program per row: losses in the first walk over the vocabulary, the gradient in the second."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
     target = tl.load(target_ptr + row)

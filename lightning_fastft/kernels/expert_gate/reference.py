@@ -20,7 +20,7 @@ TANH_CUBE = 0.044715
 
 
 class GateForm(NamedTuple):
-    """How the columns of the first product become the input of the second one.
+    """Form of the activation between the two products of an expert.
 
     Args:
         is_interleaved: True where gate and up alternate (``gate = [..., ::2]``, gpt-oss); False where the halves are
@@ -45,7 +45,7 @@ class GateForm(NamedTuple):
 
 
 class LowRankRows(NamedTuple):
-    """What is added to the gradient of the activation before anything is made of it: ``low[n] @ factor``.
+    """Addend of the gradient of the activation: ``low[n] @ factor``.
 
     Args:
         low_NR: Low-rank rows, with their scale. Shape (N, R); dtype of the gradient; last axis contiguous, any row

@@ -163,7 +163,7 @@ def _gate_forward_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """One program per block of rows and tile of columns."""
+    """Run one program per block of rows and tile of columns."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     start = tl.program_id(1) * BLOCK_F
     inside_rows = rows < num_rows
@@ -210,7 +210,7 @@ def _gate_backward_kernel(
     BLOCK_F: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """One program per block of rows and span of columns; with weights that is all of them, so that the sum of a
+    """Run one program per block of rows and span of columns; with weights that is all of them, so that the sum of a
     row has one place and one order.
     """
     rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -1,4 +1,4 @@
-"""The expert from the last axis of a stack to the first and back, in plain PyTorch.
+"""Move the expert axis of a stack from last to first and back, in plain PyTorch.
 
 Axes: E experts, R adapter rank, O columns of the factor.
 """

@@ -1,4 +1,4 @@
-"""The expert from the last axis of a stack to the first and back on a GPU: tiles turned on the chip, so that reads and
+"""Move the expert axis of a stack from last to first and back on a GPU: tiles turned on the chip, so that reads and
 writes are both coalesced.
 
 Axes of the source: first, middle (walked by the grid), last; the result has first and last exchanged.
@@ -34,7 +34,7 @@ def _exchange_ends_kernel(
     BLOCK_FIRST: tl.constexpr,
     BLOCK_LAST: tl.constexpr,
 ):
-    """One program per tile of the two outer axes and index of the middle one."""
+    """Run one program per tile of the two outer axes and index of the middle one."""
     num_last_tiles = tl.cdiv(num_last, BLOCK_LAST)
     middle = tl.program_id(1).to(tl.int64)
     first = (tl.program_id(0) // num_last_tiles).to(tl.int64) * BLOCK_FIRST + tl.arange(0, BLOCK_FIRST)

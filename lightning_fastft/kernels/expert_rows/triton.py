@@ -34,7 +34,7 @@ def _gather_rows_kernel(
     K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per routed slot and tile of columns."""
+    """Run one program per routed slot and tile of columns."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slot_ptr + row * slot_stride).to(tl.int64)
@@ -66,7 +66,7 @@ def _combine_rows_kernel(
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per token and tile of columns: its K rows are added in the order of its choices."""
+    """Run one program per token and tile of columns: its K rows are added in the order of its choices."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     num_owned = tl.load(last_end_ptr)

@@ -36,7 +36,7 @@ def sort_slots(expert_TK: torch.Tensor, *, num_experts: int) -> ExpertOrder:
     key_N = torch.where(is_known_N, expert_N, num_experts).to(torch.int32)
     slot_N = torch.argsort(key_N, stable=True)
     expert_E = torch.arange(num_experts, dtype=torch.int32, device=key_N.device)
-    # A search in the sorted keys counts without the host wait of bincount and the atomics of histc.
+    # A search in the sorted keys counts without the host sync of bincount and the atomics of histc.
     end_E = torch.searchsorted(key_N[slot_N], expert_E, right=True, out_int32=True)
     place_N = torch.empty(slot_N.shape, dtype=torch.int32, device=slot_N.device)
     place_N[slot_N] = torch.arange(slot_N.shape[0], dtype=torch.int32, device=slot_N.device)

@@ -56,7 +56,7 @@ def _count_kernel(
     BLOCK_SLOTS: tl.constexpr,
     BLOCK_BINS: tl.constexpr,
 ):
-    """One program per block of slots and tile of bins: how many slots of the block fall into each bin."""
+    """Run one program per block of slots and tile of bins: how many slots of the block fall into each bin."""
     block = tl.program_id(0).to(tl.int64)
     bins = tl.program_id(1) * BLOCK_BINS + tl.arange(0, BLOCK_BINS)
     slot = block * BLOCK_SLOTS + tl.arange(0, BLOCK_SLOTS)
@@ -67,7 +67,7 @@ def _count_kernel(
 
 @triton.jit
 def _sum_blocks_kernel(count_ptr, total_ptr, num_blocks, BLOCK_BLOCKS: tl.constexpr):
-    """One program per bin: each count becomes the number of slots of this bin in earlier blocks; their total is
+    """Run one program per bin: each count becomes the number of slots of this bin in earlier blocks; their total is
     kept apart.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -100,7 +100,7 @@ def _place_kernel(
     BLOCK_SLOTS: tl.constexpr,
     BLOCK_EARLIER: tl.constexpr,
 ):
-    """One program per block of slots: place = where its expert begins + slots of it in earlier blocks + slots of
+    """Run one program per block of slots: place = where its expert begins + slots of it in earlier blocks + slots of
     it before this one in the block.
     """
     block = tl.program_id(0).to(tl.int64)

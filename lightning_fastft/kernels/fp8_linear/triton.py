@@ -66,7 +66,7 @@ def _quantise_rows_kernel(
     NUM_TILES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One program per row: its largest number, then the cast."""
+    """Run one program per row: its largest number, then the cast."""
     row = tl.program_id(0).to(tl.int64)
     tile_cols = tl.arange(0, TILE)
     tiles = ()
@@ -120,7 +120,7 @@ def _row_scales_kernel(
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One program per tile of rows of a weight: the largest scale of the blocks of each row."""
+    """Run one program per tile of rows of a weight: the largest scale of the blocks of each row."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < num_rows
     peak = tl.zeros((ROWS,), dtype=tl.float32)

@@ -336,9 +336,7 @@ def _device_misfit(x_NI: torch.Tensor, *, capabilities: tuple[int, ...]) -> str 
     allowed = " and ".join(f"{capability}.x" for capability in capabilities)
     is_wrong = x_NI.dtype is torch.bfloat16 and major in _TORCH_CAPABILITIES
     fault = (
-        "gives experts without rows a gradient"
-        if is_wrong
-        else "loops over the experts and waits for the device at each call"
+        "gives experts without rows a gradient" if is_wrong else "loops over the experts with a host sync in each call"
     )
     return (
         f"it serves bf16 on compute capability {allowed}, and these are {x_NI.dtype} on {major}.{minor}, where it "
@@ -474,7 +472,7 @@ def _check_either(name: str, rows: Rows, *, like: torch.Tensor) -> None:
 
 
 def _have_same_slots(rows: GatheredRows, others: GatheredRows) -> bool:
-    """Whether one look at the slots finds both rows."""
+    """Return whether the same slots index both operands."""
     return rows.slot_N is others.slot_N and rows.num_slots_per_row == others.num_slots_per_row
 
 

@@ -56,7 +56,7 @@ def read_rows(rows: Rows) -> torch.Tensor:
 
 
 class RowAddend(NamedTuple):
-    """What is added to each product before it is rounded: ``bias[e] + low_scale * low[n] @ low_ERO[e]``; None leaves a
+    """Addend of each product before it is rounded: ``bias[e] + low_scale * low[n] @ low_ERO[e]``; None leaves a
     part out.
 
     Args:
@@ -139,7 +139,7 @@ def weigh_rows(
 
 
 def has_thin_inputs(x_NI: Rows, d_NO: Rows) -> bool:
-    """Whether the first operand of a gradient is the thinner one, which carries the weights of its rows."""
+    """Return whether the first operand of a gradient is the thinner one, which carries the weights of its rows."""
     return x_NI.shape[1] <= d_NO.shape[1]
 
 

@@ -215,7 +215,7 @@ def _grouped_mm_kernel(
     BLOCK_E: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """One program per tile of rows of one expert and tile of output columns."""
+    """Run one program per tile of rows of one expert and tile of output columns."""
     has_rows, expert, rows, cols, inside_rows, inside_cols = _find_tile(
         end_ptr, num_rows, num_experts, num_outputs, BLOCK_N, BLOCK_O, BLOCK_E, GROUP
     )
@@ -292,7 +292,7 @@ def _add_to_rows_kernel(
     BLOCK_E: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """One program per tile of rows of one expert and tile of columns; out may be y, as each tile is read before
+    """Run one program per tile of rows of one expert and tile of columns; out may be y, as each tile is read before
     it is written.
     """
     has_rows, expert, rows, cols, inside_rows, inside_cols = _find_tile(
@@ -348,7 +348,7 @@ def _weight_grad_kernel(
     BLOCK_I: tl.constexpr,
     BLOCK_O: tl.constexpr,
 ):
-    """One program per expert and tile of its matrix, walking over the expert's rows in their order."""
+    """Run one program per expert and tile of its matrix, walking over the expert's rows in their order."""
     expert = tl.program_id(1)
     num_column_tiles = tl.cdiv(num_outputs, BLOCK_O)
     inputs = (tl.program_id(0) // num_column_tiles).to(tl.int64) * BLOCK_I + tl.arange(0, BLOCK_I)

@@ -35,7 +35,7 @@ def _gather_rows_kernel(
     num_columns,
     BLOCK: tl.constexpr,
 ):
-    """One program per token and tile of columns."""
+    """Run one program per token and tile of columns."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(token_ptr + row).to(tl.int64)

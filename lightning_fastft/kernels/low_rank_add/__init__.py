@@ -1,1 +1,1 @@
-"""A thin product added to a wide matrix."""
+"""A low-rank product added to a wide matrix."""

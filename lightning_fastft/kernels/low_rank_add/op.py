@@ -1,4 +1,4 @@
-"""A thin product added to a wide matrix, and to a residual stream with it, in one pass over memory.
+"""A low-rank product added to a wide matrix, and to a residual stream with it, in one pass over memory.
 
 Axes: T rows, N columns, R ranks.
 The function is not differentiable; the autograd Functions of layers call it.

@@ -1,4 +1,4 @@
-"""A thin product added to a wide matrix in plain PyTorch.
+"""A low-rank product added to a wide matrix in plain PyTorch.
 
 Axes: T rows, N columns, R ranks.
 """

@@ -1,4 +1,4 @@
-"""A thin product added to a wide matrix on a GPU: one pass over memory.
+"""A low-rank product added to a wide matrix on a GPU: one pass over memory.
 
 Axes: T rows and N columns (walked in tiles), R ranks (walked in steps).
 The base (and the residual) is read and the sum written; tiles of the same rows follow each other, so that their narrow

@@ -17,7 +17,7 @@ GROUP_BLOCKS = 256
 
 
 class NF4Stack(NamedTuple):
-    """The weights of E experts as bitsandbytes quantises each of them on its own, one after the other.
+    """Weights of E experts, each quantised on its own as bitsandbytes does, one after the other.
 
     Args:
         packed_EC: Places in the NF4 table, the earlier weight in the high half of a byte. Shape (E, C), uint8.

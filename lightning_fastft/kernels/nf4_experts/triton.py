@@ -40,7 +40,7 @@ def _dequantise_stack_kernel(
     TILE: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """One program per expert and run of TILES tiles of TILE blocks."""
+    """Run one program per expert and run of TILES tiles of TILE blocks."""
     expert = tl.program_id(1).to(tl.int64)
     offset = tl.load(offset_ptr + expert)
     bytes_in = tl.arange(0, BLOCK_BYTES)

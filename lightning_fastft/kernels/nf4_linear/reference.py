@@ -16,7 +16,7 @@ from lightning_fastft.kernels.nf4_experts.reference import BLOCK_WEIGHTS, GROUP_
 
 
 class NF4Weight(NamedTuple):
-    """One weight as bitsandbytes quantises it: plain tensors, contiguous, on one device.
+    """A weight quantised by bitsandbytes: plain tensors, contiguous, on one device.
 
     The statistics run over the weight in memory order. Without double quantisation absmax_Q holds the scales themselves
     in fp32, and the three parts that would describe them are None.

@@ -15,7 +15,7 @@ import torch
 
 
 class RopeForm(NamedTuple):
-    """How the columns of the joint projection are heads, how each is normed, and which of its columns are rotated in
+    """Layout of the heads in the fused projection, their norm, and which of their columns are rotated in
     pairs.
 
     Args:

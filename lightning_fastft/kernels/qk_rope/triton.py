@@ -274,7 +274,7 @@ def _forward_kernel(
     BLOCK_REST: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """One program per token."""
+    """Run one program per token."""
     token = tl.program_id(0).to(tl.int64)
     cos_first, cos_second = _load_angles(cos_ptr + token * cos_stride, NUM_PAIRS, IS_INTERLEAVED, BLOCK_P)
     sin_first, sin_second = _load_angles(sin_ptr + token * sin_stride, NUM_PAIRS, IS_INTERLEAVED, BLOCK_P)
@@ -573,7 +573,7 @@ def _backward_kernel(
 def _add_partials_kernel(
     partial_ptr, sum_ptr, num_partials, num_columns, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
 ):
-    """One program per tile of columns: it walks all partial sums in their order."""
+    """Run one program per tile of columns: it walks all partial sums in their order."""
     cols = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     terms = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
     for start in range(0, num_partials, BLOCK_ROWS):

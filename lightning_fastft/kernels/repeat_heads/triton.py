@@ -31,7 +31,7 @@ def _repeat_heads_kernel(
     NUM_TIMES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per token."""
+    """Run one program per token."""
     token = tl.program_id(0).to(tl.int64)
     for start in range(0, NUM_COLUMNS, BLOCK):
         cols = start + tl.arange(0, BLOCK)

@@ -11,7 +11,7 @@ import torch
 
 
 class NormForm(NamedTuple):
-    """How a model family writes its RMSNorm.
+    """Form of the RMSNorm of a model family.
 
     Args:
         eps: Added to the mean of the squares.
@@ -34,7 +34,7 @@ class NormForm(NamedTuple):
 
 
 class NormOutput(NamedTuple):
-    """The normed rows, the rows that were normed, and the reciprocal root mean square of each."""
+    """Normed rows, their inputs, and the reciprocal root mean square of each row."""
 
     y_TD: torch.Tensor
     sum_TD: torch.Tensor

@@ -75,7 +75,7 @@ def _rms_norm_forward_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One program per block of rows; masked columns are 0 and add nothing to a sum."""
+    """Run one program per block of rows; masked columns are 0 and add nothing to a sum."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     cols = tl.arange(0, BLOCK_D)
     inside_rows = rows < num_rows
