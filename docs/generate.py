@@ -15,19 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import lightning_fastft
-from benchmarks.model_types import build_model
 from lightning_fastft.cli.command import USAGE
 from lightning_fastft.cli.lightning_cli import CONFIG_FOLDER, config_names
 from lightning_fastft.core.errors import FastFTError, UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.fused.layer_forms import LAYERS
 from lightning_fastft.hf.expert_nf4 import check_experts
-from lightning_fastft.hf.families import FAMILIES, check_servable
-from lightning_fastft.hf.lora import add_adapters
+from lightning_fastft.hf.families import FAMILIES, check_servable, is_on_interface
+from lightning_fastft.hf.lora_targets import find_default_targets, shorten
 from lightning_fastft.hf.mixers import MIXERS
 from lightning_fastft.mixers.kernels import KINDS
 from lightning_fastft.moe.install import install_bincount_router
@@ -151,39 +149,42 @@ def build_on_meta(family: str) -> Any:
 
 
 def _describe_default_lora() -> list[str]:
-    """Return the form of default LoRA for each mixture in the table of families, found with tiny models."""
-    forms = {family: form for family in (*FAMILIES, *MORE_FAMILIES) if (form := _judge_default_lora(family))}
+    """Return the rule of default LoRA, and what it adapts in each mixture and hybrid of the table of families."""
+    rows = []
+    for family in (*FAMILIES, *MORE_FAMILIES):
+        model = build_on_meta(family)
+        names = [name for name, _ in model.named_modules()]
+        if family in MIXERS or any(is_on_interface(module) for module in model.modules()):
+            found = find_default_targets(model)
+            targets = shorten(found.names, others=set(names) - set(found.names))
+            rows.append(f"| `{family}` | {', '.join(targets)} | {', '.join(found.skipped)} |")
     return [
-        "## Default LoRA on mixtures\n",
-        "`FineTuner(lora={...})` without `target_modules` and `target_parameters` takes one of two forms, "
-        "depending on how PEFT",
-        "reads the family's checkpoints:",
+        "## Default LoRA\n",
+        "`FineTuner(lora={...})` without `target_modules` and `target_parameters` follows one rule in every family. It "
+        "adapts the",
+        "projections of attention and of recurrent mixers, and dense and shared feed-forward layers. It never adapts the "
+        "head,",
+        "towers for images and sound, routers, gates of shared experts, indexers, or convolutions. Routed experts are "
+        "adapted only if",
+        "`target_parameters` names their stacks ([guide](guide.md#mixture-of-experts)). The table that `fit` logs gives "
+        "the targets",
+        "and the number of trained weights (`pytest tests/hf/test_default_lora.py`).",
         "",
-        "- *linear*: adapts every linear layer of the text part except the head, including shared experts "
-        "and dense layers. It",
-        "  adapts no routed expert, and a router only if it is a plain linear layer.",
-        "- *experts*: adapts the stacks of all routed experts, the router, and every linear layer not named "
-        "`gate_proj`,",
-        "  `up_proj`, `down_proj` or `gate`. Shared experts and dense feed-forward layers with those names "
-        "get no adapter.",
-        "",
-        "Name the targets of a mixture yourself ([guide](guide.md#mixture-of-experts)). A test builds every mixture in",
-        "transformers and checks that it takes one of the forms (`pytest tests/hf/test_default_lora.py`).\n",
-        "| family | default LoRA |",
-        "|---|---|",
-        *(f"| `{family}` | {form} |" for family, form in forms.items()),
+        "Two kinds of layers are skipped because PEFT bars them. *barred by PEFT*: in families whose checkpoints hold "
+        "experts one by",
+        "one, PEFT takes `gate_proj`, `up_proj` and `down_proj` for parts of expert stacks, also in dense and shared "
+        "layers, or does not",
+        "find the adapter again when it reads it. *projections that Mamba kernels read*: PEFT refuses them, because the "
+        "kernels read",
+        "their weights without the adapter.\n",
+        "`target_modules='all-linear'` is PEFT's own choice, and the default of earlier versions: on some mixtures it "
+        "adapts all routed",
+        "experts and the router.\n",
+        "| mixture or hybrid | adapted | not adapted |",
+        "|---|---|---|",
+        *rows,
         "",
     ]
-
-
-def _judge_default_lora(family: str) -> str:
-    """Return the form that default LoRA takes on a family, or "" for a dense one."""
-    model = build_model(family)
-    if isinstance(model, str) or not any(".experts." in name for name, _ in model.named_parameters()):
-        return ""
-    adapted = add_adapters(model, lora=LoraConfig(r=2), adapter_dtype=torch.float32)
-    trained = [name for name, param in adapted.named_parameters() if param.requires_grad]
-    return "experts" if any(".experts." in name for name in trained) else "linear"
 
 
 def _judge_packing(family: str, model: Any) -> tuple[str, str]:

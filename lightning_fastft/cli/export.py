@@ -158,6 +158,9 @@ def _open_checkpoint(question: _Question) -> tuple[FineTuner, list[str]]:
             "These adapters belong to random weights, which cannot be loaded elsewhere. Add --merge to write base and "
             "adapters as one model."
         )
+    if has_adapters and not any(options["lora"].get(field) for field in ("target_modules", "target_parameters")):
+        # Checkpoints hold the names of default targets. Those of earlier versions do not, whose default was all-linear.
+        options["lora"] = {**options["lora"], "target_modules": "all-linear"}
     options["accept_other_base"] = question.accepts_other_base
     # The master dtype of a sharded run is not needed here.
     options["master_dtype"] = "auto"

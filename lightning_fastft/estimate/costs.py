@@ -27,6 +27,7 @@ from lightning_fastft.hf.expert_nf4 import check_experts
 from lightning_fastft.hf.families import decoder_layers
 from lightning_fastft.hf.loading import ModelSource, auto_class
 from lightning_fastft.hf.lora import check_patterns
+from lightning_fastft.hf.lora_targets import ALL_LINEAR, find_default_targets
 from lightning_fastft.kernels.cross_entropy.op import DEFAULT_CHUNK_ROWS
 from lightning_fastft.patches.weight_streaming import movable_embedding_bytes
 from lightning_fastft.planner.step import SegmentCost, StepCost, ValueCost
@@ -120,12 +121,9 @@ def _add_adapters(model: PreTrainedModel, *, rank: int, targets: str | Sequence[
     """Add adapters to the modules of the model, in their compute dtype."""
     from peft import LoraConfig, inject_adapter_in_model
 
-    if targets == "all-linear":
+    if targets == ALL_LINEAR:
         # By name: PEFT's own list holds stacks of experts too, whose adapters do not run on the meta device.
-        head = model.get_output_embeddings()
-        targets = [
-            name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
-        ]
+        targets = find_default_targets(model).names
     targets = targets if isinstance(targets, str) else list(targets)
     with torch.device("meta"):
         lora = LoraConfig(r=rank, target_modules=targets)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import difflib
 import json
 import re
@@ -16,7 +15,7 @@ import torch
 from lightning_fastft.core.checks import check_float, check_int, check_share
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.hf.dtypes import seeded
-from lightning_fastft.hf.mixers import find_mixers, mixer_family
+from lightning_fastft.hf.lora_targets import ALL_LINEAR, copy_with_targets
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -54,14 +53,10 @@ def tuner_layers(root: nn.Module) -> list[BaseTunerLayer]:
 def add_adapters(model: PreTrainedModel, *, lora: LoraConfig, adapter_dtype: torch.dtype, seed: int = 0) -> PeftModel:
     """Return model with LoRA adapters on it, the base frozen.
 
-    Without ``target_modules`` and ``target_parameters`` every linear layer of the text part but the head gets an
-    adapter ("all-linear"), which is what QLoRA found to be needed to match full fine-tuning; PEFT's own default is the
-    query and value projections only. Towers for images and sound get none (text alone would leave them without
-    gradients). Neither do routers that extend a linear layer and return more (phimoe), nor output projections of Mamba
-    mixers, which PEFT refuses. On a mixture of experts PEFT decides by family: either no routed expert gets one, or all
-    of them and the router do, and then linear layers named ``gate_proj``, ``up_proj``, ``down_proj`` or ``gate``
-    (shared experts, dense layers) get none. docs/support.md lists the families; ``target_modules`` and
-    ``target_parameters`` choose.
+    Without ``target_modules`` and ``target_parameters`` one rule chooses the layers for every family
+    (``find_default_targets``): projections of attention and recurrent mixers, dense and shared feed-forward layers.
+    Routed experts are adapted only if ``target_parameters`` names their stacks. PEFT's own default is the query and
+    value projections only.
 
     Args:
         model: The base model, quantised or not.
@@ -70,22 +65,17 @@ def add_adapters(model: PreTrainedModel, *, lora: LoraConfig, adapter_dtype: tor
         seed: Seed of their initialisation, the same on every rank, device and strategy.
 
     Raises:
-        OptionError: The configuration selects no layer of this model.
+        OptionError: The configuration selects no layer of this model, or names one that it does not have.
 
     Source:
-        LoRA, arXiv 2106.09685; all linear layers: QLoRA, arXiv 2305.14314, section 4.
+        LoRA, arXiv 2106.09685.
     """
     from peft import TaskType, get_peft_model
     from peft.tuners.lora import LoraLayer
 
-    lora = copy.deepcopy(lora)
-    lora.task_type = TaskType.CAUSAL_LM
-    if lora.target_modules is None and not lora.target_parameters:
-        lora.target_modules = "all-linear"
-        outside = _unadapted_linears(model)
-        if outside and lora.exclude_modules is None:
-            lora.exclude_modules = outside
     check_patterns(lora, [name for name, _ in model.named_modules()])
+    lora, _ = copy_with_targets(model, lora)
+    lora.task_type = TaskType.CAUSAL_LM
     # Drawn on the host, whatever default device Lightning's strategies set: the same adapters on every device and under
     # every strategy.
     with seeded(seed, device=next(model.parameters()).device), torch.device("cpu"):
@@ -99,22 +89,6 @@ def add_adapters(model: PreTrainedModel, *, lora: LoraConfig, adapter_dtype: tor
                 if parameter.requires_grad:
                     parameter.data = parameter.data.to(adapter_dtype)
     return adapted
-
-
-def _unadapted_linears(model: PreTrainedModel) -> list[str]:
-    """Return the names of linear layers that get no adapter by default: those outside the text part, routers that
-    extend a linear layer and return more than it does, and output projections of Mamba mixers.
-    """
-    text = {id(module) for module in (*model.get_decoder().modules(), model.get_output_embeddings())}
-    family = mixer_family(model)
-    mamba = find_mixers(model, family) if family is not None and family.kind in ("Mamba", "Mamba-2") else []
-    barred = {id(part) for mixer in mamba for name, part in mixer.named_children() if name == "out_proj"}
-    return [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear)
-        and (id(module) not in text or id(module) in barred or "Router" in type(module).__name__)
-    ]
 
 
 def parse_lora(lora: LoraConfig | Mapping[str, Any]) -> LoraConfig:
@@ -230,7 +204,7 @@ def check_patterns(lora: LoraConfig, names: list[str]) -> None:
         *(
             pattern
             for pattern in (lora.target_modules, lora.exclude_modules)
-            if isinstance(pattern, str) and pattern != "all-linear"
+            if isinstance(pattern, str) and pattern != ALL_LINEAR
         ),
         *(rf"(^|.*\.){name}($|\..*)" for name in lora.modules_to_save or []),
         *(rf"(?:^|.*?\.){pattern}\.(?P<idx>\d+)\..*" for pattern in _as_list(lora.layers_pattern)),

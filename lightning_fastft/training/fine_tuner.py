@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+    from lightning_fastft.hf.lora_targets import DefaultTargets
     from lightning_fastft.hf.sharding import Filler
 
 Transform = Callable[[Any], Any]
@@ -68,9 +69,9 @@ class FineTuner(LightningModule):
         tokenizer: Hub id or folder of the tokenizer, or a tokenizer; None for the model's own.
         quantization: "nf4" holds the frozen base in 4 bits, experts included (QLoRA; needs lora and the extra
             ``qlora``); None for no quantisation.
-        lora: PEFT's LoraConfig or its fields, for example ``{"r": 16, "lora_alpha": 16}``; every linear layer but the
-            head is adapted unless it names targets; on a mixture of experts it depends on the family
-            (docs/support.md), so name them there. None trains every parameter.
+        lora: PEFT's LoraConfig or its fields, for example ``{"r": 16, "lora_alpha": 16}``. Unless it names targets,
+            projections of attention and of recurrent mixers and dense and shared feed-forward layers are adapted, in
+            every family; routers never, routed experts only by ``target_parameters``. None trains every parameter.
         init: "pretrained" reads the weights, "random" initialises them from the configuration.
         dtype: "bfloat16", "float16", "float32", or "auto": bf16 where the device computes in it, else fp32.
         adapter_dtype: "float32" or "bfloat16".
@@ -189,6 +190,7 @@ class FineTuner(LightningModule):
         # Only for a model that is built without a Trainer.
         self._own_patcher = ModelPatcher()
         self._sharding: Status | None = None
+        self._default_targets: DefaultTargets | None = None
 
         hparams = {
             "quantization": quantization,
@@ -277,6 +279,11 @@ class FineTuner(LightningModule):
                 Status("NF4 base", "active", "bitsandbytes, double quantisation"),
                 *([experts] if experts.state == "active" else []),
             ]
+        if hasattr(self.model, "peft_config"):
+            from lightning_fastft.hf.lora_targets import describe_adapters
+
+            lora = next(iter(self.model.peft_config.values()))
+            found.append(Status("LoRA", "active", describe_adapters(self.model, lora, found=self._default_targets)))
         if self.low_precision_adapters is not None:
             found.append(self.low_precision_adapters.status)
         return found
@@ -311,8 +318,9 @@ class FineTuner(LightningModule):
             model = self._transform(model, "before_adapters")
             self._compute_dtype = model.dtype
             if self.lora is not None:
+                lora = self._name_targets(model)
                 with nullcontext() if filler is None else filler.placeholders(model):
-                    model = add_adapters(model, lora=self.lora, adapter_dtype=self.adapter_dtype, seed=self._seed)
+                    model = add_adapters(model, lora=lora, adapter_dtype=self.adapter_dtype, seed=self._seed)
                 self._warn_of_whole_copies(model)
             self.model = self._transform(model, "after_adapters")
             self.strict_loading = not self.has_adapters
@@ -325,6 +333,16 @@ class FineTuner(LightningModule):
         patcher.add_undo(self._release_optimizers)
         self._install_low_precision_adapters(patcher)
         self.model.train()
+
+    def _name_targets(self, model: PreTrainedModel) -> LoraConfig:
+        """Return the LoRA configuration with its targets; checkpoints hold those of the default rule by name."""
+        from lightning_fastft.hf.lora_targets import copy_with_targets
+
+        assert self.lora is not None
+        lora, self._default_targets = copy_with_targets(model, self.lora)
+        if self._default_targets is not None:
+            self.hparams["lora"] = {**self.hparams["lora"], "target_modules": sorted(lora.target_modules or ())}
+        return lora
 
     def _find_mesh(self) -> DeviceMesh | None:
         """Return the data parallel mesh of a strategy that shards models, else None; refuse options that do not
@@ -702,10 +720,15 @@ class FineTuner(LightningModule):
         if self._is_built and self.has_adapters:
             expected, given = set(self.state_dict()), set(state_dict)
             if expected != given:
+                advice = "Use the lora settings of the run that wrote it."
+                if self._default_targets is not None:
+                    advice += (
+                        " Earlier versions adapted other layers of mixtures of experts where lora names no target_modules: "
+                        "resume theirs with lora={..., 'target_modules': 'all-linear'}."
+                    )
                 raise ResumeError(
                     f"The checkpoint does not hold the adapters of this run: {_some(expected - given)} missing, "
-                    f"{_some(given - expected)} left over. "
-                    "Use the lora settings of the run that wrote it."
+                    f"{_some(given - expected)} left over. {advice}"
                 )
             strict = False
         result = super().load_state_dict(state_dict, strict=strict, assign=assign)

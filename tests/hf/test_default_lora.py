@@ -1,6 +1,6 @@
-"""Default LoRA on mixtures of experts: every family follows one of the two forms that docs/support.md describes."""
+"""Default LoRA follows one rule in every family: projections, never routers, experts only when asked."""
 
-from pathlib import Path
+import re
 
 import pytest
 import torch
@@ -9,15 +9,19 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from benchmarks.model_types import ALTERNATIVES, build_config
+from lightning_fastft.core.errors import OptionError, ResumeError
 from lightning_fastft.hf.lora import add_adapters
-from tests.support.tiny_models import build_tiny
+from lightning_fastft.hf.lora_targets import find_default_targets, find_lost_names, shorten
+from lightning_fastft.training.fine_tuner import FineTuner
+from tests.support.packs import make_batch
+from tests.support.tiny_models import HYBRIDS, MOE, MORE_MOE, build_tiny
 
-SUPPORT = Path(__file__).parents[2] / "docs" / "support.md"
-# PEFT takes these names of linear layers for parts of a stack, wherever in the model they are.
-EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj", "gate")
 NUM_EXPERTS_NAMES = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # Types that no default configuration builds tiny.
 NOT_BUILT = {"dots3_note", "granitemoehybrid", "zaya"}
+NEVER = re.compile(r"router|\.experts\b|expert_gate|indexer|\.gate\b|\.wg\b|conv1d|lm_head")
+# In families whose checkpoints hold experts one by one, PEFT takes these names for parts of expert stacks.
+EXPERT_NAMES = {"gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3"}
 
 
 def is_mixture(model_type):
@@ -34,72 +38,116 @@ MIXTURES = sorted(filter(is_mixture, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 
 
 def build(model_type):
-    for changes in ALTERNATIVES:
-        try:
-            return AutoModelForCausalLM.from_config(build_config(model_type, changes))
-        # Sizes that do not fit a foreign model: the next ones may.
-        except Exception:  # noqa: BLE001
-            continue
+    with torch.device("meta"):
+        for changes in ALTERNATIVES:
+            try:
+                return AutoModelForCausalLM.from_config(build_config(model_type, changes))
+            # Sizes that do not fit a foreign model: the next ones may.
+            except Exception:  # noqa: BLE001
+                continue
     return None
 
 
-def form_of(model):
-    """Return "experts" or "linear" of what default LoRA adapts, after judging that it is all of that form."""
-    stacks = {
-        name.rpartition(".")[0] for name, param in model.named_parameters() if ".experts." in name and param.ndim == 3
+def adapted_layers(model):
+    return {
+        name.removeprefix("base_model.model.").split(".lora_")[0]
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
     }
+
+
+def assert_rule(model):
+    """Every linear layer of the text part is adapted, but for those that the rule names."""
     text = {id(module) for module in model.get_decoder().modules()}
     linear = {
         name
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear)
-        and id(module) in text
-        and module is not model.get_output_embeddings()
-        and not name.endswith((".mamba.out_proj", ".mixer.out_proj"))
-        and "Router" not in type(module).__name__
+        if isinstance(module, torch.nn.Linear) and id(module) in text and module is not model.get_output_embeddings()
     }
-    adapted = add_adapters(model, lora=LoraConfig(r=2), adapter_dtype=torch.float32)
-    found = {
-        name.removeprefix("base_model.model.").split(".lora_")[0].replace(".base_layer", "")
-        for name, param in adapted.named_parameters()
-        if param.requires_grad
-    }
-    missing = linear - found
-    if not missing and not found & stacks:
-        assert found == linear
-        return "linear"
-    # Also where a family of such checkpoints is dense (beam): it has no stacks, and loses the names.
-    assert stacks <= found
-    assert {name.rpartition(".")[2] for name in missing} <= set(EXPERT_NAMES)
-    return "experts"
-
-
-def documented():
-    """Return the form that docs/support.md gives for each of its mixtures."""
-    section = SUPPORT.read_text().split("## Default LoRA on mixtures")[1].split("\n## ")[0]
-    rows = [row.split("|")[1:3] for row in section.splitlines() if row.startswith("| `")]
-    return {family.strip().strip("`"): form.strip() for family, form in rows}
+    found = find_default_targets(model)
+    missing = linear - set(found.names)
+    assert set(found.names) <= linear
+    assert not [name for name in found.names if NEVER.search(name)]
+    barred = {name for name in missing if not NEVER.search(name) and ".mamba." not in name and ".mixer." not in name}
+    assert len(barred) == found.skipped.get("barred by PEFT", 0)
+    assert not barred or {name.rpartition(".")[2] for name in barred} <= EXPERT_NAMES
+    assert any(name.rpartition(".")[2] in ("o_proj", "out_proj", "kv_proj", "in_proj") for name in found.names)
+    return found
 
 
 @pytest.mark.parametrize("model_type", MIXTURES)
-def test_default_lora_of_a_mixture_has_a_documented_form(model_type):
+def test_default_lora_of_a_mixture_follows_the_rule(model_type):
     model = build(model_type)
     assert (model is None) == (model_type in NOT_BUILT)
-    if model is None:
-        return
-    form = form_of(model)
-    assert documented().get(model_type, form) == form
+    if model is not None:
+        assert_rule(model)
 
 
-def test_documented_mixtures_exist():
-    # An older transformers has fewer.
-    assert {name for name in documented() if name in CONFIG_MAPPING} <= set(MIXTURES)
-    assert set(documented().values()) == {"experts", "linear"}
+@pytest.mark.parametrize("name", [*MOE, *MORE_MOE, *HYBRIDS])
+def test_default_lora_trains_what_the_rule_names_and_nothing_else(name):
+    model = build_tiny(name)
+    found = assert_rule(model)
+    adapted = add_adapters(model, lora=LoraConfig(r=2, init_lora_weights=False), adapter_dtype=torch.float32)
+    assert adapted_layers(adapted) == set(found.names)
+    assert not adapted.peft_config["default"].target_parameters
+    tensors = [key.replace(".default.", ".") for key, value in adapted.named_parameters() if value.requires_grad]
+    assert not find_lost_names(adapted, tensors)
+    batch = make_batch()
+    adapted(input_ids=batch["input_ids"], labels=batch["labels"]).loss.backward()
+    still = [key for key, value in adapted.named_parameters() if value.requires_grad and not value.grad.any()]
+    assert not still
 
 
-@pytest.mark.parametrize("name", ["nemotron_h_hybrid", "falcon_h1", "jamba"])
-def test_output_projections_of_mamba_mixers_get_no_default_adapter(name):
-    adapted = add_adapters(build_tiny(name), lora=LoraConfig(r=2), adapter_dtype=torch.float32)
-    trained = {key.split(".lora_")[0].rpartition(".")[2] for key, _ in adapted.named_parameters() if ".lora_A" in key}
-    assert {"in_proj", "o_proj"} <= trained
-    assert "out_proj" not in trained
+def test_a_mixture_with_all_linear_takes_experts_as_peft_does():
+    adapted = add_adapters(
+        build_tiny("qwen3_moe"), lora=LoraConfig(r=2, target_modules="all-linear"), adapter_dtype=torch.float32
+    )
+    assert any("experts" in name for name in adapted_layers(adapted))
+
+
+def test_names_are_as_short_as_they_can_be():
+    names = ["a.0.attn.q", "a.1.attn.q", "a.0.mlp.gate"]
+    assert shorten(names, others=["a.0", "a.1.moe.gate"]) == ["mlp.gate", "q"]
+    assert shorten(["q"], others=["a.q"]) == ["q"]
+
+
+@pytest.mark.parametrize(
+    ("lora", "nearest"),
+    [
+        ({"target_modules": ["q_proj", "v_porj"]}, "v_proj"),
+        ({"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_porj"]}, "mlp.experts.gate_up_proj"),
+        ({"target_modules": ["attn.q_proj"]}, "self_attn.q_proj"),
+    ],
+)
+def test_a_wrong_target_is_refused_with_the_nearest_names(lora, nearest):
+    with pytest.raises(OptionError, match=re.escape(nearest)):
+        add_adapters(build_tiny("qwen3_moe"), lora=LoraConfig(r=2, **lora), adapter_dtype=torch.float32)
+
+
+def test_a_name_that_peft_maps_to_experts_is_no_wrong_target():
+    lora = LoraConfig(r=2, target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"])
+    adapted = add_adapters(build_tiny("qwen3_moe"), lora=lora, adapter_dtype=torch.float32)
+    assert any("experts" in name for name in adapted_layers(adapted))
+
+
+def test_a_checkpoint_holds_the_targets_of_the_rule_and_the_table_shows_them():
+    tuner = FineTuner(build_tiny("qwen3_next"), lora={"r": 2})
+    tuner.configure_model()
+    targets = tuner.hparams["lora"]["target_modules"]
+    assert "q_proj" in targets
+    again = FineTuner(build_tiny("qwen3_next"), lora=tuner.hparams["lora"])
+    again.configure_model()
+    assert set(again.state_dict()) == set(tuner.state_dict())
+    (status,) = [status for status in tuner.statuses() if status.name == "LoRA"]
+    trained = sum(value.numel() for value in tuner.state_dict().values())
+    assert f"{trained:,} trained weights" in status.reason
+    assert "routers" in status.reason
+
+
+def test_adapters_of_the_earlier_default_are_refused_in_words_and_load_with_all_linear():
+    earlier = FineTuner(build_tiny("mixtral"), lora={"r": 2, "target_modules": "all-linear"})
+    earlier.configure_model()
+    tuner = FineTuner(build_tiny("mixtral"), lora={"r": 2})
+    tuner.configure_model()
+    with pytest.raises(ResumeError, match="'target_modules': 'all-linear'"):
+        tuner.load_state_dict(earlier.state_dict())

@@ -11,7 +11,7 @@ from tests.support.tiny_models import TINY, build_tiny
 
 
 def test_adapters_that_would_be_lost_are_refused_and_nothing_is_written(tmp_path):
-    tuner = FineTuner(build_model("laguna"), lora={"r": 2})
+    tuner = FineTuner(build_model("laguna"), lora={"r": 2, "target_modules": "all-linear"})
     tuner.configure_model()
     with pytest.raises(UnsupportedModelError, match="shared_experts"):
         tuner.save_pretrained(tmp_path / "adapters")

@@ -1,0 +1,281 @@
+"""Which linear layers LoRA adapts by default, and names of layers that a user may have meant."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import re
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import nn
+
+from lightning_fastft.core.errors import OptionError
+from lightning_fastft.hf.families import is_on_interface
+from lightning_fastft.hf.mixers import is_mixer, mixer_family
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
+    from transformers import PreTrainedModel
+
+ALL_LINEAR = "all-linear"
+NUM_NEAREST = 3
+MOST_SHOWN = 12
+_PREFIX = "base_model.model."
+# Modules that choose experts or keys; a choice passes no gradient on, or only a weak one.
+_CHOOSER_NAME = re.compile(r"router|gate|gating|\w*expert_gate")
+_CHOOSER_TYPE = re.compile(r"Router|TopK|Gating|Indexer")
+_MAMBA_TYPE = re.compile(r"Mamba\w*Mixer|MambaLayer")
+
+
+class DefaultTargets(NamedTuple):
+    """Result of the default rule.
+
+    Args:
+        names: Full names of the linear layers that are adapted.
+        skipped: Number of linear layers that are not, by reason.
+    """
+
+    names: list[str]
+    skipped: dict[str, int]
+
+
+def find_default_targets(model: PreTrainedModel) -> DefaultTargets:
+    """Return the linear layers that LoRA adapts by default: one rule for dense models, mixtures and hybrids.
+
+    Every linear layer of the text part is adapted: projections of attention and of recurrent mixers, and dense and
+    shared feed-forward layers. These are not: the output layer; towers for images and sound; routers, gates of shared
+    experts and indexers, which choose experts or keys; routed experts; all projections of a Mamba mixer but the first,
+    whose weights its kernels read themselves. Neither are layers that PEFT cannot adapt by name: in families whose
+    checkpoints hold experts one by one, it takes ``gate_proj``, ``up_proj`` and ``down_proj`` for parts of expert
+    stacks, also in dense and shared layers, or it does not find an adapter again when it reads it.
+
+    Args:
+        model: The base model, without adapters.
+
+    Cost:
+        Host work on names.
+
+    Source:
+        All linear layers: QLoRA, arXiv 2305.14314, section 4. The exceptions are own.
+    """
+    wanted, skipped = [], {}
+    head = model.get_output_embeddings()
+    for name, module, reason in _judge_linears(model):
+        if module is head:
+            continue
+        if reason:
+            skipped[reason] = skipped.get(reason, 0) + 1
+        else:
+            wanted.append(name)
+    barred = _barred_by_peft(model, wanted)
+    if barred:
+        skipped["barred by PEFT"] = len(barred)
+    return DefaultTargets([name for name in wanted if name not in barred], skipped)
+
+
+def _judge_linears(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield each linear layer with its name and why it gets no adapter; an empty reason for one that does."""
+    from transformers.pytorch_utils import Conv1D
+
+    text = {id(module) for module in model.get_decoder().modules()}
+    family = mixer_family(model)
+    is_mamba = family is not None and family.kind in ("Mamba", "Mamba-2")
+
+    def visit(module: nn.Module, name: str, reason: str) -> Iterator[tuple[str, nn.Module, str]]:
+        if isinstance(module, (nn.Linear, Conv1D)):
+            yield name, module, reason or ("" if id(module) in text else "outside the text part")
+        has_experts = any(map(_holds_experts, module.named_children()))
+        for child_name, child in module.named_children():
+            why = reason
+            if _holds_experts((child_name, child)):
+                why = why or "routed experts"
+            elif _CHOOSER_TYPE.search(type(child).__name__) or (has_experts and _CHOOSER_NAME.fullmatch(child_name)):
+                why = why or "routers, gates of shared experts, indexers"
+            elif child_name != "in_proj" and (
+                (is_mamba and family is not None and is_mixer(module, family))
+                or _MAMBA_TYPE.search(type(module).__name__)
+            ):
+                why = why or "projections that Mamba kernels read"
+            yield from visit(child, f"{name}.{child_name}" if name else child_name, why)
+
+    yield from visit(model, "", "")
+
+
+def _holds_experts(named_child: tuple[str, nn.Module]) -> bool:
+    """Whether a child holds routed experts."""
+    name, child = named_child
+    return name == "experts" or is_on_interface(child)
+
+
+def _barred_by_peft(model: PreTrainedModel, names: list[str]) -> set[str]:
+    """Return the layers that PEFT would take for parts of expert stacks, or would not find again when it reads an
+    adapter.
+    """
+    leaves = {name.rpartition(".")[2] for name in names}
+    taken = {leaf for leaf in leaves if not _stays_a_module(model, leaf)}
+    barred = {name for name in names if name.rpartition(".")[2] in taken}
+    lost = find_lost_names(model, [f"{_PREFIX}{name}.lora_A.weight" for name in names if name not in barred])
+    return barred | {name.removeprefix(_PREFIX).removesuffix(".lora_A.weight") for name in lost}
+
+
+def _stays_a_module(model: PreTrainedModel, target: str) -> bool:
+    """Whether PEFT adapts the modules of this name, and not stacks of experts in their place."""
+    from peft import LoraConfig
+
+    try:
+        from peft.utils.transformers_weight_conversion import (
+            convert_peft_config_for_transformers,
+            get_model_conversion_mapping,
+        )
+    except ImportError:
+        # Older releases convert nothing.
+        return True
+    lora = LoraConfig(target_modules=[target])
+    try:
+        convert_peft_config_for_transformers(lora, model=model, conversions=get_model_conversion_mapping(model))
+    except ValueError:
+        # A part of a stack without the others.
+        return False
+    return target in (lora.target_modules or ())
+
+
+def find_lost_names(model: nn.Module, names: Collection[str], *, lora: LoraConfig | None = None) -> set[str]:
+    """Return names of adapter tensors that PEFT would not find again when it reads them.
+
+    PEFT renames what it reads by the rules with which transformers reads old checkpoints of a family; a rule may match
+    the new names too.
+
+    Args:
+        model: The base model or the PEFT model.
+        names: Names of the tensors as PEFT writes them.
+        lora: Configuration of the adapters; None for PEFT's defaults.
+
+    Cost:
+        Host work on names; no tensor is copied.
+    """
+    from peft import LoraConfig
+
+    try:
+        from peft.utils.transformers_weight_conversion import (
+            convert_peft_adapter_state_dict_for_transformers as convert,
+        )
+    except ImportError:
+        return set()
+    held = {name: torch.empty(1, 1, device="meta") for name in names}
+    read = convert(model=model, peft_config=lora or LoraConfig(), adapter_state_dict=held, adapter_name="default")
+    return set(held) - {name.replace(".default.", ".").removesuffix(".default") for name in read}
+
+
+def shorten(names: Collection[str], *, others: Collection[str]) -> list[str]:
+    """Return the shortest ends of dotted names that match all of them and no other name.
+
+    Args:
+        names: Full names.
+        others: Full names that must not match.
+
+    Example:
+        >>> shorten(["a.0.q", "a.1.q", "b.gate"], others=["a.0", "c.gate"])
+        ['b.gate', 'q']
+    """
+    taken = {end for name in others for end in _ends(name)}
+    return sorted({next((end for end in _ends(name) if end not in taken), name) for name in names})
+
+
+def _ends(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[-length:]) for length in range(1, len(parts) + 1)]
+
+
+def refuse_unknown_targets(model: nn.Module, lora: LoraConfig) -> None:
+    """Refuse names of modules and parameters that the model does not have; PEFT skips them where another name fits.
+
+    Raises:
+        OptionError: With the nearest names that the model has.
+    """
+    modules = {end for name, _ in model.named_modules() for end in _ends(name)}
+    parameters = {end for name, _ in model.named_parameters() for end in _ends(name)}
+    given = lora.target_modules if isinstance(lora.target_modules, (list, set, tuple)) else ()
+    unknown = [target for target in given if target not in modules and _stays_a_module(model, target)]
+    wrong = [("target_modules", target, modules) for target in unknown]
+    wrong += [
+        ("target_parameters", target, parameters) for target in lora.target_parameters or () if target not in parameters
+    ]
+    if not wrong:
+        return
+    told = [f"{field} has {target!r}{_describe_nearest(target, known)}" for field, target, known in wrong]
+    raise OptionError(
+        f"lora does not fit {type(model).__name__}, which has no layers of these names: {'; '.join(told)}."
+    )
+
+
+def _describe_nearest(target: str, known: Collection[str]) -> str:
+    """Return the names that are written most like a target."""
+    depth = target.count(".")
+    alike = sorted(name for name in known if name.count(".") <= depth and not name.rpartition(".")[2].isdigit())
+    near = difflib.get_close_matches(target, alike, n=NUM_NEAREST, cutoff=0.5)
+    return f" (nearest: {', '.join(near)})" if near else f" (there are {', '.join(alike[:8])}, ...)"
+
+
+def describe_adapters(model: PeftModel, lora: LoraConfig, *, found: DefaultTargets | None) -> str:
+    """Return one line: where adapters are, how many weights they train, and which layers the default rule skipped.
+
+    Args:
+        model: A PEFT model.
+        lora: Its configuration.
+        found: What the default rule found; None where the configuration named targets.
+    """
+    count, total = model.get_nb_trainable_parameters()
+    targets = lora.target_modules
+    named = [targets] if isinstance(targets, str) else sorted(targets or ())
+    named += sorted(lora.target_parameters or ())
+    shown = f"{', '.join(named[:MOST_SHOWN])}{', ...' if len(named) > MOST_SHOWN else ''}"
+    skipped = "" if found is None else ", ".join(f"{number} {reason}" for reason, number in found.skipped.items())
+    return (
+        f"{count:,} trained weights ({count / max(1, total):.2%}), r = {lora.r} on {shown}"
+        f"{f'; without: {skipped}' if skipped else ''}"
+    )
+
+
+def copy_with_targets(model: PreTrainedModel, lora: LoraConfig) -> tuple[LoraConfig, DefaultTargets | None]:
+    """Return a copy of a configuration that names what it adapts, and what the default rule found if it names nothing.
+
+    "all-linear" is PEFT's own choice, but for layers outside the text part, routers that extend a linear layer and
+    projections that PEFT refuses: on some mixtures it adapts all routed experts and the router.
+
+    Raises:
+        OptionError: A name fits no layer, or the default rule finds none.
+    """
+    lora = copy.deepcopy(lora)
+    if lora.target_modules == ALL_LINEAR and lora.exclude_modules is None:
+        lora.exclude_modules = _excluded_from_all_linear(model) or None
+    if lora.target_modules is not None or lora.target_parameters:
+        refuse_unknown_targets(model, lora)
+        return lora, None
+    found = find_default_targets(model)
+    if not found.names:
+        raise OptionError(
+            f"lora names no target_modules, and {type(model).__name__} has no linear layer that LoRA adapts by "
+            f"default (not adapted: {found.skipped}). Name target_modules."
+        )
+    wanted = set(found.names)
+    lora.target_modules = set(
+        shorten(found.names, others=[name for name, _ in model.named_modules() if name not in wanted])
+    )
+    return lora, found
+
+
+def _excluded_from_all_linear(model: PreTrainedModel) -> list[str]:
+    """Return the layers that "all-linear" may not take: PEFT would refuse them, or nothing would train them."""
+    head = model.get_output_embeddings()
+    return [
+        name
+        for name, module, reason in _judge_linears(model)
+        if module is not head
+        and (
+            reason == "outside the text part"
+            or "Router" in type(module).__name__
+            or (reason.startswith("projections") and name.endswith(".out_proj"))
+        )
+    ]
