@@ -29,7 +29,8 @@ class PackedTraining(Callback):
     is refused before its backward. Under a strategy of lightning_fastft the callback is inactive.
 
     Args:
-        attention: Backend of packed attention; "auto" chooses by device, head shape and longest document.
+        attention: Backend of packed attention; "auto" chooses by device, head shape and longest document. "one_by_one"
+            runs the documents of a pack one at a time with the model's own attention: exact for every family, and slow.
         activations: How activations are kept, offloaded or recomputed; None keeps the model's own checkpointing.
 
     Raises:
@@ -71,6 +72,7 @@ class PackedTraining(Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Install before sanity validation, after configure_model."""
         self._install(trainer, pl_module)
+        self.packed_steps.check_documents()
         self.packed_steps.place(trainer.strategy.root_device)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lightning_fastft.core.errors import UnsupportedModelError
-from lightning_fastft.hf.mixers import find_mixers, holds_attention, mixer_family
+from lightning_fastft.hf.mixers import find_mixers, mixer_family
 
 _PLAIN = ("varlen", "cudnn", "flex", "sdpa", "reference")
 _WIDE_KEYS = ("varlen", "flex", "sdpa", "reference")
@@ -61,16 +61,15 @@ FAMILIES = MappingProxyType(
 
 _REFUSED = MappingProxyType(
     {
-        "llama4_text": "its chunked attention counts chunks from the start of the pack on transformers 5.17, and "
-        "layers do not pass their chunk size",
-        "deepseek_v32": "its sparse attention picks keys by an indexer that needs a materialised mask",
         "doge": "its attention makes a mask of its own from the values of each token",
-        "glm_moe_dsa": "its sparse attention picks keys by an indexer that needs a materialised mask",
     }
 )
-_KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "moe", "mlp"})
+# A chunk is refused in the forward where a document exceeds it.
+_KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention", "moe", "mlp"})
 # Layers with a mixer, served where the table of mixers describes the family.
 _MIXER_LAYER_TYPES = frozenset({"linear_attention", "conv", "hybrid"})
+# Layers with an indexer, which chooses all keys of a short document (patches/carriers.py).
+_INDEXED_LAYER_TYPES = frozenset({"indexed_attention"})
 # KimiLinearAttention is the softmax attention of a hybrid.
 _MIXER = re.compile(
     r"Mamba|DeltaNet|DeltaAttention|ShortConv|RecurrentBlock|Lightning|SSM|Rwkv|xLSTM|mLSTM|(?<!Kimi)LinearAttention"
@@ -119,13 +118,27 @@ def _is_causal(model: PreTrainedModel) -> bool:
     return bool(model.can_generate()) and not getattr(model.config, "is_encoder_decoder", False)
 
 
+def find_decoder(model: PreTrainedModel) -> nn.Module:
+    """Return the module that holds the decoder layers of the text part: transformers' own answer, or where that is the
+    model itself, the part of it with the token embedding (llama4, mllama).
+    """
+    decoder: nn.Module = model.get_decoder()
+    if decoder is not model:
+        return decoder
+    embedding = model.get_input_embeddings()
+    inner = [
+        child for child in model.children() if child is not embedding and any(p is embedding for p in child.modules())
+    ]
+    return inner[0] if len(inner) == 1 else model
+
+
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Return the decoder layers of the text part, in their order.
 
     Raises:
         UnsupportedModelError: No list of layers is found.
     """
-    decoder = model.get_decoder()
+    decoder = find_decoder(model)
     for name in ("layers", "h", "blocks"):
         layers = getattr(decoder, name, None)
         if isinstance(layers, nn.ModuleList) and len(layers):
@@ -180,7 +193,8 @@ def check_servable(model: PreTrainedModel) -> None:
     if reason:
         raise UnsupportedModelError(
             f"{type(model).__name__} ({model.config.model_type}) cannot be trained on packed documents: {reason}. "
-            f"Tested families: {', '.join(FAMILIES)}; this one trains with one document per row and its own attention."
+            "attention='one_by_one' of the strategy or of PackedTraining runs its documents one at a time, with its "
+            f"own attention. Tested families: {', '.join(FAMILIES)}."
         )
 
 
@@ -193,14 +207,16 @@ def _find_obstacle(model: PreTrainedModel) -> str:
         return "its attention is not causal"
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         return "use_bidirectional_attention is set in its configuration, so its attention is not causal"
+    decoder = find_decoder(model)
     known = _KNOWN_LAYER_TYPES | (_MIXER_LAYER_TYPES if mixer_family(model) else frozenset())
+    if find_indexers(decoder):
+        known |= _INDEXED_LAYER_TYPES
     strange = sorted(set(getattr(config, "layer_types", None) or ()) - known)
     if strange:
         return (
             f"it has layers of type {', '.join(strange)}, which carry state from one document into the next or "
             "choose keys by themselves"
         )
-    decoder = model.get_decoder()
     served = {id(part) for mixer in find_mixers(decoder, mixer_family(model)) for part in mixer.modules()}
     mixers = sorted(
         {
@@ -213,7 +229,7 @@ def _find_obstacle(model: PreTrainedModel) -> str:
     )
     if mixers:
         return f"{', '.join(mixers)} carries state from one document into the next"
-    return _find_obstacle_in_source(decoder) or _find_dropped_keywords(model) or _find_own_loss(model)
+    return _find_obstacle_in_source(decoder) or _find_own_loss(model)
 
 
 def _text_modules(decoder: nn.Module) -> Iterator[nn.Module]:
@@ -239,7 +255,7 @@ def _find_obstacle_in_source(decoder: nn.Module) -> str:
         if "ALL_ATTENTION_FUNCTIONS.get_interface(" not in source:
             return "its attention is not on transformers' attention interface"
         foreign = _FOREIGN_KEYWORD.search(source)
-        if foreign:
+        if foreign and not (foreign.group(1) == "indices" and find_indexers(decoder)):
             return (
                 f"its attention layers pass {foreign.group(1)}: they choose or weigh keys in a way that no backend "
                 "here knows"
@@ -249,21 +265,27 @@ def _find_obstacle_in_source(decoder: nn.Module) -> str:
     return ""
 
 
-def _find_dropped_keywords(model: PreTrainedModel) -> str:
-    """Say where the batch context would be lost on its way: decoder layers that call nothing with the keywords
-    they are given.
+def drops_keywords(layer_type: type[nn.Module]) -> bool:
+    """Whether decoder layers of a class call nothing with the keywords that they are given, the context among them."""
+    tree = _parse(layer_type.forward)
+    return tree is not None and not any(
+        keyword.arg is None for call in ast.walk(tree) if isinstance(call, ast.Call) for keyword in call.keywords
+    )
+
+
+def find_indexers(decoder: nn.Module) -> list[nn.Module]:
+    """Return the modules that choose keys for each query (sparse attention), all of them in documents of at most
+    ``index_topk`` tokens.
+
+    Example:
+        >>> find_indexers(nn.Linear(2, 2))
+        []
     """
-    family = mixer_family(model)
-    for layer_type in {type(layer) for layer in decoder_layers(model) if holds_attention(layer, family)}:
-        tree = _parse(layer_type.forward)
-        if tree is not None and not any(
-            keyword.arg is None for call in ast.walk(tree) if isinstance(call, ast.Call) for keyword in call.keywords
-        ):
-            return (
-                f"its {layer_type.__name__} does not pass keyword arguments on, so its attention would never see "
-                "where documents begin"
-            )
-    return ""
+    return [
+        module
+        for name, module in decoder.named_modules()
+        if name.rpartition(".")[2] == "indexer" and isinstance(getattr(module, "index_topk", None), int)
+    ]
 
 
 def _find_own_loss(model: PreTrainedModel) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_fastft.core.errors import OptionError
-from lightning_fastft.hf.families import is_on_interface
+from lightning_fastft.hf.families import find_decoder, is_on_interface
 from lightning_fastft.hf.mixers import is_mixer, mixer_family
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def _judge_linears(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str
     """Yield each linear layer with its name and why it gets no adapter; an empty reason for one that does."""
     from transformers.pytorch_utils import Conv1D
 
-    text = {id(module) for module in model.get_decoder().modules()}
+    text = {id(module) for module in find_decoder(model).modules()}
     family = mixer_family(model)
     is_mamba = family is not None and family.kind in ("Mamba", "Mamba-2")
 

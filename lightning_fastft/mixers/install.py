@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from lightning_fastft.core.errors import BackendError, ShapeError, UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.core.status import Status
-from lightning_fastft.hf.families import decoder_layers
+from lightning_fastft.hf.families import decoder_layers, find_decoder
 from lightning_fastft.hf.mixers import MixerFamily, find_mixers, is_mixer, mixer_family
 from lightning_fastft.mixers.kernels import check_calls, find_kernels, run_on_kernels, without_kernels
 from lightning_fastft.packing.context import BatchContext
@@ -112,7 +112,7 @@ def install_mixers(model: PreTrainedModel, patcher: ModelPatcher) -> list[Status
         []
     """
     family = mixer_family(model)
-    decoder: nn.Module = model.get_decoder()
+    decoder: nn.Module = find_decoder(model)
     mixers = [mixer for layer in decoder_layers(model) for mixer in find_mixers(layer, family)]
     if family is None:
         return []

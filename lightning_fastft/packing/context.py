@@ -21,6 +21,8 @@ IGNORED_LABEL = -100
 # Rows passed to the loss are padded to a multiple of this, so that the allocator sees few different sizes.
 LABELLED_ROW_BUCKET = 128
 BLOCK_SIZE = 128
+# Choice of attention= that runs the documents of a pack one at a time, and the name under which a context counts that.
+ONE_BY_ONE = "one_by_one"
 
 
 class Document(NamedTuple):

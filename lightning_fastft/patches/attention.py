@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import eager_mask
 
 from lightning_fastft.activations.values import ATTENTION_VALUE, find_session
 from lightning_fastft.core.errors import BackendError, ShapeError, SwapError
@@ -22,6 +21,7 @@ from lightning_fastft.kernels.attention.flash import Collect
 from lightning_fastft.kernels.attention.op import packed_attention
 from lightning_fastft.kernels.attention.sdpa import dense_attention
 from lightning_fastft.packing.context import BatchContext
+from lightning_fastft.patches.deferred_mask import DeferredMask
 from lightning_fastft.patches.rotary import check_row_angles
 
 # transformers matches its own backends by substrings, so the name must not contain sdpa, flex, flash, eager or a slash.
@@ -30,68 +30,6 @@ NAME = "fastft"
 # Keywords with which a model changes scores or keys, and which no backend here supports; ignoring them would train
 # wrongly without an error.
 _FOREIGN_KEYWORDS = ("position_bias", "indices", "block_indices", "sinks", "head_mask", "attention_bias")
-
-
-class _MaskReadError(BackendError, AttributeError):
-    """Model code read an attribute of a tensor from a deferred mask; ``hasattr`` still returns False."""
-
-
-class DeferredMask:
-    """Store the arguments of a mask, and build it when an attention layer without a batch context needs it.
-
-    A mask function does not see the keywords of the model, so it cannot know whether there is a context.
-
-    Args:
-        arguments: Arguments that transformers passes to a mask function.
-    """
-
-    # transformers treats any mask that is not two-dimensional as complete.
-    ndim = 4
-
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        # A static cache changes its length in place before the first layer needs the mask.
-        self._arguments: dict[str, Any] = {
-            name: value.clone() if name.endswith("_offset") and torch.is_tensor(value) else value
-            for name, value in arguments.items()
-        }
-        self._built: dict[torch.dtype, torch.Tensor | None] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        # Only reached for names that this class does not have. Protocols probe for dunders.
-        if name.startswith("_"):
-            raise AttributeError(name)
-        raise _MaskReadError(
-            f"This model reads the attention mask itself (its {name}), so its attention is more than a causal mask and "
-            "cannot be packed. "
-            "Train it with one document per row and its own attention."
-        )
-
-    def find_obstacle(self, window: int | None, *, max_length: int) -> str:
-        """Return how the mask differs from causal attention within documents for a layer with this window; empty if
-        it does not.
-
-        Args:
-            window: ``sliding_window`` of the layer.
-            max_length: Longest document; a window or chunk that no document exceeds has no effect.
-        """
-        if self._arguments.get("use_vmap") or "allow_is_bidirectional_skip" in self._arguments:
-            return "is not causal everywhere"
-        mask_window = self._arguments.get("local_size")
-        narrow = [size if size is not None and size < max_length else None for size in (mask_window, window)]
-        if narrow[0] != narrow[1]:
-            return f"has a window or chunk of {mask_window} where the layer passes sliding_window={window}"
-        return ""
-
-    def contiguous(self) -> torch.Tensor | None:
-        """Return the built mask: generation with a static cache asks for it before the forward (transformers 5.23)."""
-        dtype: torch.dtype = self._arguments["dtype"]
-        return self.additive(dtype)
-
-    def additive(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the mask of eager attention, shape (B, 1, Q, T), in this dtype; built once per dtype."""
-        if dtype not in self._built:
-            self._built[dtype] = eager_mask(**{**self._arguments, "dtype": dtype})
-        return self._built[dtype]
 
 
 def register() -> None:
@@ -146,8 +84,7 @@ def install_attention(model: PreTrainedModel, patcher: ModelPatcher) -> Status:
     note = (
         ""
         if model_type in FAMILIES
-        else "; not in the list of tested families: compare a packed batch with its documents one by one before you "
-        "rely on it"
+        else "; not in the list of tested families: the start of a fit compares two documents"
     )
     return Status("packed attention", "active", f"{model_type}, {len(decoder_layers(model))} layers{note}")
 
@@ -200,8 +137,11 @@ def attend(
         ShapeError: With a context, queries are not one row of its tokens.
     """
     scale = scaling if scaling is not None else getattr(module, "head_dim", query.shape[-1]) ** -0.5
+    if context is None and isinstance(attention_mask, DeferredMask):
+        context = attention_mask.context
     if context is None:
         mask = attention_mask.additive(query.dtype) if isinstance(attention_mask, DeferredMask) else attention_mask
+        mask = _keep_chosen(mask, keywords.get("indices"), query=query, key=key)
         wants_weights = bool(keywords.get("output_attentions"))
         rate = dropout if module.training else 0.0
         if softcap is None and s_aux is None and rate == 0.0 and not wants_weights:
@@ -243,6 +183,20 @@ def attend(
     )
     # Models may take views of it, as of the result of transformers' own attention.
     return out_THW[None].contiguous(), None
+
+
+def _keep_chosen(
+    mask: torch.Tensor | None, index_BQK: torch.Tensor | None, *, query: torch.Tensor, key: torch.Tensor
+) -> torch.Tensor | None:
+    """Return a mask that also hides the keys that an indexer has not chosen."""
+    if index_BQK is None:
+        return mask
+    hidden_BQT = torch.ones((*index_BQK.shape[:2], key.shape[2]), dtype=torch.bool, device=key.device).scatter_(
+        -1, index_BQK.long(), False
+    )
+    if mask is None:
+        mask = torch.zeros((), dtype=query.dtype, device=query.device)
+    return _additive(mask, query.dtype).masked_fill(hidden_BQT[:, None], torch.finfo(query.dtype).min)
 
 
 def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
@@ -325,6 +279,11 @@ def _check_packable(
         raise BackendError(f"{layer} is not causal; packed attention is.")
     if keywords.get("output_attentions"):
         raise BackendError("Attention weights do not exist in packed attention; ask for them without a batch context.")
-    foreign = [name for name in _FOREIGN_KEYWORDS if keywords.get(name) is not None]
+    # An indexer that chose no key chose all (patches/carriers.py).
+    foreign = [
+        name
+        for name in _FOREIGN_KEYWORDS
+        if keywords.get(name) is not None and not (name == "indices" and keywords[name].numel() == 0)
+    ]
     if foreign:
         raise BackendError(f"{layer} passes {', '.join(foreign)}, which no backend of packed attention knows.")

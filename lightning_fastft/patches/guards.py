@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -9,7 +11,7 @@ from transformers import PreTrainedModel
 
 from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher
-from lightning_fastft.hf.families import decoder_layers
+from lightning_fastft.hf.families import decoder_layers, find_decoder
 from lightning_fastft.hf.mixers import find_mixers, holds_attention, mixer_family
 from lightning_fastft.packing.context import BatchContext
 
@@ -18,22 +20,33 @@ _LAYERS_WITHOUT_ATTENTION = frozenset({"moe", "mlp"})
 _MEDIA_KEYWORDS = ("pixel_values", "image", "video", "audio", "input_features")
 
 
-def install_guards(model: PreTrainedModel, patcher: ModelPatcher) -> None:
-    """Check in each forward that every attention layer and every mixer reads the context, and that images have no
-    text positions.
+def install_guards(model: PreTrainedModel, patcher: ModelPatcher) -> ReadGuard:
+    """Check in each forward that every attention layer and every mixer reads the context, that images have no text
+    positions, and that no scale of the attention follows positions of the pack.
 
     Args:
         model: A causal language model.
         patcher: Records the hooks.
 
+    Returns:
+        The guard of the reads.
+
     Cost:
         Two integers on the host in each forward.
     """
-    decoder = model.get_decoder()
-    guard = _ReadGuard(model)
+    decoder = find_decoder(model)
+    guard = ReadGuard(model)
     _hook(decoder, patcher, before=guard.begin, after=guard.end)
     if _has_media_positions(model):
         _hook(model.base_model, patcher, before=_refuse_media)
+    scales = [
+        float(part.floor_scale)  # type: ignore[arg-type]
+        for part in decoder.modules()
+        if getattr(part, "attn_temperature_tuning", False) and not getattr(part, "use_rope", True)
+    ]
+    if scales:
+        _hook(decoder, patcher, before=_ScaleGuard(type(model).__name__, limit=min(scales)))
+    return guard
 
 
 def refuse_packed_batches(model: PreTrainedModel, patcher: ModelPatcher) -> None:
@@ -50,7 +63,7 @@ def refuse_packed_batches(model: PreTrainedModel, patcher: ModelPatcher) -> None
         _hook(module, patcher, before=_Refusal(type(model).__name__))
 
 
-class _ReadGuard:
+class ReadGuard:
     """Count how often the attention layers and mixers of one model read the context in one forward."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -64,9 +77,25 @@ class _ReadGuard:
         self._num_expected = 0 if skips_layers else num_readers - num_without
         self._readers = "decoder layers" if family is None else "attention layers and mixers"
         self._name = f"{type(model).__name__} ({config.model_type})"
-        self._num_before = 0
+        self._num_before = self._num_last = 0
+
+    def expect(self, num_reads: int) -> None:
+        """Set how many reads a forward has."""
+        self._num_expected = num_reads
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[list[int]]:
+        """Expect nothing for a while; the list ends with the number of reads of the last forward with a context."""
+        expected, self._num_expected, self._num_last = self._num_expected, 0, 0
+        counted = [0]
+        try:
+            yield counted
+        finally:
+            self._num_expected = expected
+            counted[0] = self._num_last
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook: note the reads so far."""
         context = kwargs.get("context")
         self._num_before = 0
         if isinstance(context, BatchContext):
@@ -74,16 +103,39 @@ class _ReadGuard:
             context.is_model_prepared = True
 
     def end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Forward hook: compare the reads of this forward with those that the model should have."""
         context = kwargs.get("context")
+        if not isinstance(context, BatchContext):
+            return
+        self._num_last = context.num_reads - self._num_before
         # The strategy checks for no read at all after the step, with advice for a model without packed attention.
-        if not isinstance(context, BatchContext) or not 0 < context.num_reads - self._num_before < self._num_expected:
+        if not 0 < self._num_last < self._num_expected:
             return
         raise UnsupportedModelError(
-            f"{self._name} read where documents begin in {context.num_reads - self._num_before} of "
+            f"{self._name} read where documents begin in {self._num_last} of "
             f"{self._num_expected} {self._readers}, so in the "
-            "others documents of a pack would see each other. Train it with one document per row and its own "
-            "attention."
+            "others documents of a pack would see each other. attention='one_by_one' runs them one at a time."
         )
+
+
+class _ScaleGuard:
+    """Forward pre-hook of a decoder whose attention scales queries by their place in the pack (Llama 4): up to a limit
+    the scale is 1.
+    """
+
+    def __init__(self, name: str, *, limit: float) -> None:
+        self._name = name
+        self._limit = limit
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        context = kwargs.get("context")
+        if isinstance(context, BatchContext) and context.num_documents > 1 and context.num_tokens >= self._limit:
+            raise UnsupportedModelError(
+                f"{self._name} scales attention by the place in the row from {self._limit:.0f} tokens on "
+                f"(attn_temperature_tuning), and the pack has {context.num_tokens}: later documents would be scaled "
+                f"otherwise than alone. Set PackedDataModule(max_tokens={self._limit - 1:.0f}), or use "
+                "attention='one_by_one'."
+            )
 
 
 class _Refusal:

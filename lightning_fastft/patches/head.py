@@ -12,6 +12,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from lightning_fastft.core.patcher import ModelPatcher, share_state
 from lightning_fastft.core.status import Status
+from lightning_fastft.hf.families import find_decoder
 from lightning_fastft.kernels.cross_entropy.op import labelled_cross_entropy, token_statistics
 from lightning_fastft.packing.context import IGNORED_LABEL, BatchContext
 
@@ -324,7 +325,7 @@ def install_head(model: PreTrainedModel, patcher: ModelPatcher, *, output_logits
     patcher.set_attribute(new, _LINK_ATTRIBUTE, link)
     patcher.set_attribute(model, "_loss_function", link.loss)
     # Some models call the decoder inside their base model without the base model itself (opt).
-    for announcer in dict.fromkeys((decoder, model.get_decoder())):
+    for announcer in dict.fromkeys((decoder, find_decoder(model))):
         handle = announcer.register_forward_pre_hook(link.arm, with_kwargs=True)
         patcher.add_undo(handle.remove)
     return Status(STATUS_NAME, "active", f"logits of labelled rows in chunks, V = {head.out_features}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -21,10 +22,14 @@ from lightning_fastft.core.run_environment import RunEnvironment
 from lightning_fastft.core.status import Status
 from lightning_fastft.hf.families import check_servable, decoder_layers, find_causal_models, find_other_models
 from lightning_fastft.mixers.install import install_mixers
+from lightning_fastft.packing.context import ONE_BY_ONE
 from lightning_fastft.patches.attention import NAME, install_attention
+from lightning_fastft.patches.carriers import install_carriers
+from lightning_fastft.patches.document_check import check_documents
 from lightning_fastft.patches.guards import install_guards, refuse_packed_batches
 from lightning_fastft.patches.head import STATUS_NAME as HEAD_STATUS
 from lightning_fastft.patches.head import install_head
+from lightning_fastft.patches.one_by_one import install_one_by_one
 from lightning_fastft.patches.rotary import install_document_rotary
 from lightning_fastft.patches.value_points import install_value_points
 from lightning_fastft.patches.weight_streaming import (
@@ -35,11 +40,14 @@ from lightning_fastft.patches.weight_streaming import (
 
 
 class PackedInstallation(NamedTuple):
-    """Result of install_packed_training: one status per part and model, and the decoder layers."""
+    """Result of install_packed_training: one status per part and model, the decoder layers, and for each model what
+    compares documents once it is on its device (``check_documents``).
+    """
 
     statuses: list[Status]
     layers: list[nn.Module]
     model_names: list[str]
+    checks: tuple[Callable[[], Status | None], ...] = ()
 
 
 def install_packed_training(
@@ -48,6 +56,7 @@ def install_packed_training(
     *,
     checkpointing: OffloadCheckpointing | None = None,
     environment: RunEnvironment | None = None,
+    attention: str = "auto",
 ) -> PackedInstallation:
     """Give every causal language model inside root the packed attention, the lazy head and the activation policy.
 
@@ -58,6 +67,7 @@ def install_packed_training(
         patcher: Records every change and undoes it.
         checkpointing: Treatment of activations; None leaves the models' own checkpointing unchanged.
         environment: Environment of the run; None for a single process without a strategy.
+        attention: "one_by_one" runs the documents of a pack one at a time; any other value installs packed attention.
 
     Returns:
         The statuses, also for a module without any transformers model, and the decoder layers.
@@ -70,6 +80,8 @@ def install_packed_training(
         Host work once per run; no device work.
     """
     models = find_causal_models(root)
+    if attention == ONE_BY_ONE:
+        return _install_one_by_one(models, patcher, checkpointing=checkpointing)
     for _, model in models:
         check_servable(model)
     for other in find_other_models(root):
@@ -81,11 +93,14 @@ def install_packed_training(
 
     statuses: list[Status] = []
     all_layers: list[nn.Module] = []
+    checks: list[Callable[[], Status | None]] = []
     for name, model in models:
         layers = decoder_layers(model)
-        install_guards(model, patcher)
+        guard = install_guards(model, patcher)
+        checks.append(functools.partial(check_documents, model, guard, root=root, attention_backend=attention))
         found = [
             install_attention(model, patcher),
+            *install_carriers(model, patcher),
             *install_document_rotary(model, patcher),
             *install_mixers(model, patcher),
             install_head(model, patcher),
@@ -95,9 +110,19 @@ def install_packed_training(
         # With several models in one module the table names the model of each status.
         statuses += [status._replace(name=f"{status.name} ({name})") if len(models) > 1 else status for status in found]
         all_layers += layers
-    return PackedInstallation(
-        statuses, all_layers, [f"{name or 'the module itself'} ({type(model).__name__})" for name, model in models]
-    )
+    names = [f"{name or 'the module itself'} ({type(model).__name__})" for name, model in models]
+    return PackedInstallation(statuses, all_layers, names, tuple(checks))
+
+
+def _install_one_by_one(
+    models: list[tuple[str, PreTrainedModel]], patcher: ModelPatcher, *, checkpointing: OffloadCheckpointing | None
+) -> PackedInstallation:
+    """Let every model run the documents of a pack one at a time; activations stay with the model's own policy."""
+    statuses = [install_one_by_one(model, patcher) for _, model in models]
+    if checkpointing is not None:
+        reason = f"not with attention={ONE_BY_ONE!r}"
+        statuses.append(Status(ACTIVATIONS_STATUS, "inactive", reason, "call model.gradient_checkpointing_enable()"))
+    return PackedInstallation(statuses, [], [f"{name} ({type(model).__name__})" for name, model in models])
 
 
 def _attach(

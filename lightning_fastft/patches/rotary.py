@@ -19,7 +19,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from lightning_fastft.core.errors import BackendError, UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.core.status import Status
-from lightning_fastft.hf.families import decoder_layers
+from lightning_fastft.hf.families import decoder_layers, find_decoder
 from lightning_fastft.packing.context import BatchContext
 
 STATUS_NAME = "rotary scaling"
@@ -176,7 +176,7 @@ def install_document_rotary(model: PreTrainedModel, patcher: ModelPatcher) -> li
     Raises:
         UnsupportedModelError: The embedding is inside a decoder layer, or its forward was replaced on the instance.
     """
-    decoder: nn.Module = model.get_decoder()
+    decoder: nn.Module = find_decoder(model)
     inside_layers = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
     kinds: set[str] = set()
     for owner in decoder.modules():

@@ -31,6 +31,8 @@ class FastFTDDPStrategy(FastFTStrategyMixin, DDPStrategy):
     Args:
         activations: What happens to activations between forward and backward; None is ``OffloadCheckpointing("auto")``.
         attention: Backend of the packed attention; "auto" chooses by device, head shape and longest document.
+            "one_by_one" runs the documents of a pack one at a time with the model's own attention: exact for every
+            family, and slow.
         exact_resume: Whether ExactResume is added where the Trainer has none: random states in checkpoints, signals
             that end in one.
         accelerator: As in Lightning.

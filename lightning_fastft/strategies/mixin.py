@@ -56,6 +56,8 @@ class FastFTStrategyMixin(_Base):
     Args:
         activations: What happens to activations between forward and backward; None is ``OffloadCheckpointing("auto")``.
         attention: Backend of the packed attention; "auto" chooses by device, head shape and longest document.
+            "one_by_one" runs the documents of a pack one at a time with the model's own attention: exact for every
+            family, and slow.
         exact_resume: Whether the callback ExactResume is added where the Trainer has none: random states in
             checkpoints, signals that end in one.
         **kwargs: Arguments of the strategy underneath.
@@ -183,6 +185,8 @@ class FastFTStrategyMixin(_Base):
                 self._patcher.add_undo(functools.partial(callback.release_signals, trainer))
         self.packed_steps.install(self.lightning_module, self._patcher, environment_of(trainer))
         super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.packed_steps.check_documents()
         self.packed_steps.place(self.root_device)
 
     def teardown(self) -> None:

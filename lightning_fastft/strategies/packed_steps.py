@@ -20,6 +20,7 @@ from lightning_fastft.core.run_environment import RunEnvironment
 from lightning_fastft.core.status import Status
 from lightning_fastft.kernels.attention.op import BACKENDS
 from lightning_fastft.packing.collate import PackedBatch
+from lightning_fastft.packing.context import ONE_BY_ONE
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -32,7 +33,8 @@ class PackedSteps:
     """Install packed training for one run and check its steps; used by the strategies and by PackedTraining.
 
     Args:
-        attention: Backend of the packed attention, "auto" to choose by device and shapes.
+        attention: Backend of the packed attention, "auto" to choose by device and shapes, "one_by_one" to run the
+            documents of a pack one at a time with the model's own attention.
         activations: What happens to activations; None leaves the models' own checkpointing alone.
 
     Raises:
@@ -45,11 +47,12 @@ class PackedSteps:
                 f"activations must be an OffloadCheckpointing, got {activations!r}; for example "
                 "OffloadCheckpointing('recompute')."
             )
-        self.attention = check_choice("attention", attention, ("auto", *BACKENDS))
+        self.attention = check_choice("attention", attention, ("auto", *BACKENDS, ONE_BY_ONE))
         self.activations = activations
         self.backends_used: Counter[str] = Counter()
         self._statuses: list[Status] = []
         self._layers: list[nn.Module] = []
+        self._checks: tuple[Callable[[], Status | None], ...] = ()
         self._is_installed = False
 
     @property
@@ -81,10 +84,25 @@ class PackedSteps:
         with patcher.stage():
             patcher.set_attribute(self, "_is_installed", True)
             installation = install_packed_training(
-                module, patcher, checkpointing=self.activations, environment=environment
+                module,
+                patcher,
+                checkpointing=self.activations,
+                environment=environment,
+                attention=self.attention,
             )
             patcher.set_attribute(self, "_layers", installation.layers)
+            patcher.set_attribute(self, "_checks", installation.checks)
         self._statuses = installation.statuses
+
+    def check_documents(self) -> None:
+        """Compare packed documents with the same documents alone, for families that no test compares; once per run, on
+        every rank, when the model is on its device.
+
+        Raises:
+            UnsupportedModelError: The documents of a pack see each other.
+        """
+        checks, self._checks = self._checks, ()
+        self._statuses += [status for check in checks if (status := check()) is not None]
 
     def place(self, device: torch.device) -> None:
         """Stream frozen weights, once the model is on its device."""

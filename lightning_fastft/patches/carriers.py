@@ -1,0 +1,92 @@
+"""Bring the batch context to attention that its decoder layer gives no keywords, and to sparse attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lightning_fastft.core.errors import UnsupportedModelError
+from lightning_fastft.core.patcher import ModelPatcher
+from lightning_fastft.core.status import Status
+from lightning_fastft.hf.families import decoder_layers, drops_keywords, find_decoder, find_indexers
+from lightning_fastft.hf.mixers import holds_attention, mixer_family
+from lightning_fastft.packing.context import BatchContext
+from lightning_fastft.patches.deferred_mask import DeferredMask
+
+STATUS_NAME = "sparse attention"
+
+
+class DenseIndexer:
+    """The forward of an indexer that selects every key of a document while none exceeds its limit.
+
+    An indexer chooses ``index_topk`` keys for each query; in a document of at most as many tokens it chooses all, which
+    is plain causal attention.
+
+    Args:
+        indexer: The module that chooses keys.
+        name: Name of the model, for messages.
+    """
+
+    def __init__(self, indexer: nn.Module, *, name: str) -> None:
+        self._indexer: Any = indexer
+        self._name = name
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return the indices of chosen keys; none, in a packed batch, stands for all keys of each document.
+
+        Raises:
+            UnsupportedModelError: A document of a packed batch is longer than the indexer's limit.
+        """
+        masks = [value for value in (*args, *kwargs.values()) if isinstance(value, DeferredMask)]
+        context = masks[0].context if masks else None
+        if context is None:
+            return type(self._indexer).forward(self._indexer, hidden_states, *args, **kwargs)
+        limit = int(self._indexer.index_topk)
+        if context.max_length > limit:
+            raise UnsupportedModelError(
+                f"{self._name} chooses {limit} keys for each query (index_topk), and a document has "
+                f"{context.max_length} tokens: packed attention is exact up to {limit} only. Set "
+                f"PackedDataModule(max_tokens={limit}) or shorten the documents, or use attention='one_by_one'."
+            )
+        return torch.empty((*hidden_states.shape[:2], 0), dtype=torch.int32, device=hidden_states.device)
+
+
+def install_carriers(model: PreTrainedModel, patcher: ModelPatcher) -> list[Status]:
+    """Let the mask carry the context into layers that drop keywords, and to indexers.
+
+    Args:
+        model: A causal language model, before or after adapters.
+        patcher: Undoes the changes.
+
+    Returns:
+        Status "sparse attention" for a model with indexers, else nothing.
+
+    Cost:
+        Host work once per run; per layer and step one small object.
+    """
+    family, indexers = mixer_family(model), find_indexers(find_decoder(model))
+    for layer in decoder_layers(model):
+        if indexers or (holds_attention(layer, family) and drops_keywords(type(layer))):
+            patcher.add_undo(layer.register_forward_pre_hook(_give_context_to_mask, with_kwargs=True).remove)
+    if not indexers:
+        return []
+    name = f"{type(model).__name__} ({model.config.get_text_config(decoder=True).model_type})"
+    for indexer in indexers:
+        if not isinstance(getattr(vars(indexer).get("forward"), "__self__", None), DenseIndexer):
+            patcher.set_attribute(indexer, "forward", DenseIndexer(indexer, name=name).forward)
+    limit = min(int(indexer.index_topk) for indexer in indexers)  # type: ignore[call-overload]
+    return [Status(STATUS_NAME, "active", f"dense for documents of up to {limit} tokens; longer ones are refused")]
+
+
+def _give_context_to_mask(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Forward pre-hook of a layer.
+
+    An argument reaches the attention in a recompute of the layer too, where hooks do not run again.
+    """
+    context, mask = kwargs.get("context"), kwargs.get("attention_mask")
+    if not isinstance(context, BatchContext) or not isinstance(mask, DeferredMask):
+        return None
+    return args, {**kwargs, "attention_mask": mask.with_context(context)}

@@ -1,0 +1,244 @@
+"""Compare two short documents in a pack with each of them alone, once at the start of a run, on the model as it trains.
+
+Axes: T tokens of a document, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lightning_fastft.core.errors import UnsupportedModelError
+from lightning_fastft.core.status import Status
+from lightning_fastft.hf.families import FAMILIES, decoder_layers, is_on_interface
+from lightning_fastft.hf.sharding import reshard, sharded_roots
+from lightning_fastft.packing.collate import Document, collate
+from lightning_fastft.patches.guards import ReadGuard
+
+STATUS_NAME = "check of documents"
+# The second is as short as a convolution's window, so that most of its tokens see what leaks.
+LENGTHS = (19, 5)
+# A layer has about sixteen results (products, norms, sums) that another kernel or shape may round otherwise,
+# independently of each other, and one largest rounding per layer is measured: the square root of 16.
+ROUNDINGS = 4.0
+# How a model refuses a call with text alone.
+_REFUSALS = (TypeError, ValueError, LookupError, AttributeError, NotImplementedError)
+
+
+class Comparison(NamedTuple):
+    """Distance of packed logits from those of documents alone, and the distance that rounding explains.
+
+    Both are relative to the logits of a token, and the largest of all tokens; in a mixture of experts, where rounding
+    may turn the choice of an expert for single tokens, the median of each document.
+
+    Args:
+        difference: Packed against alone.
+        allowed: ROUNDINGS times the distance after one disturbed rounding per layer.
+        silent_layers: Numbers of decoder layers that did not read the context.
+    """
+
+    difference: float
+    allowed: float
+    silent_layers: tuple[int, ...]
+
+
+def check_documents(
+    model: PreTrainedModel, guard: ReadGuard, *, root: nn.Module, attention_backend: str = "auto"
+) -> Status | None:
+    """Refuse a model whose packed documents differ from the same documents alone by more than rounding explains.
+
+    Families in FAMILIES are compared by tests and pass at once. For another one the two documents run alone, alone with
+    the input of each layer disturbed by one rounding of its dtype, and packed. The disturbed run measures what rounding
+    does to this model, also where it turns the choice of an expert.
+
+    Args:
+        model: A causal language model on its device, with packed training installed.
+        guard: The guard of its reads, which learns how many reads a forward of this family has.
+        root: The module that is sharded, if any is.
+        attention_backend: As in a batch context.
+
+    Returns:
+        Status "check of documents"; None for a tested family.
+
+    Raises:
+        UnsupportedModelError: Names the family, the difference and what rounding explains.
+
+    Cost:
+        Four forwards of at most 24 tokens without gradients, and a few host syncs, once per run. Under FSDP2 every rank
+        runs them, with the same tokens.
+    """
+    config = model.config.get_text_config(decoder=True)
+    if config.model_type in FAMILIES:
+        return None
+    name = f"{type(model).__name__} ({config.model_type})"
+    weight: Any = model.get_input_embeddings().weight
+    if weight.ndim != 2 or not weight.numel():
+        reason = f"{config.model_type} is not in the list of tested families, and its weights are sharded"
+        return Status(STATUS_NAME, "inactive", reason, "run one step under strategy='fastft' before you rely on it")
+    # FSDP2 gathers weights in the forward of its outermost module.
+    outer = next((found for found in sharded_roots(root) if any(part is model for part in found.modules())), model)
+    try:
+        with _undisturbed(model, weight.device), guard.counting() as counted:
+            found = _compare(model, outer, attention_backend=attention_backend)
+    except _REFUSALS as error:
+        reason = (
+            f"{config.model_type} is not in the list of tested families and refused two short texts: {error!s:.120}"
+        )
+        return Status(STATUS_NAME, "inactive", reason, "compare a packed batch with its documents yourself")
+    finally:
+        reshard(root)
+    if found.silent_layers:
+        raise UnsupportedModelError(
+            f"{name} read where documents begin in all decoder layers but {list(found.silent_layers)}, so documents of "
+            "a pack would see each other there. attention='one_by_one' runs them one at a time."
+        )
+    # NaN is no difference that could be small.
+    if not found.difference <= found.allowed:
+        raise UnsupportedModelError(
+            f"{name} gives other logits for two short documents in a pack than for each alone: they differ by "
+            f"{found.difference:.1e} of their size, and rounding explains {found.allowed:.1e}. Documents would see "
+            "each other, or get wrong positions. attention='one_by_one' runs them one at a time."
+        )
+    guard.expect(counted[0])
+    return Status(
+        STATUS_NAME,
+        "active",
+        f"{config.model_type}: two documents packed differ from alone by {found.difference:.1e}, rounding explains "
+        f"{found.allowed:.1e}",
+    )
+
+
+def _compare(model: PreTrainedModel, outer: Callable[..., Any], *, attention_backend: str) -> Comparison:
+    """Return how far packed documents are from the same documents alone."""
+    documents = _draw_documents(model)
+    device = model.get_input_embeddings().weight.device
+    layers = decoder_layers(model)
+    rows = [torch.from_numpy(document.input_ids)[None].to(device) for document in documents]
+    alone = [outer(input_ids=row, use_cache=False).logits[0].float() for row in rows]
+    with _disturbing(layers, dtypes=(model.dtype, model.get_input_embeddings().weight.dtype)):
+        disturbed = [outer(input_ids=row, use_cache=False).logits[0].float() for row in rows]
+    batch = collate(documents).to(device)
+    batch.context.attention_backend = attention_backend
+    batch.context.output_logits = True
+    reads = [0] * len(layers)
+    with _counting(layers, batch.context, reads):
+        packed = outer(**batch).logits[0].float().split(batch.context.lengths)
+    silent = tuple(number for number, count in enumerate(reads) if not count and _mixes_tokens(layers[number]))
+    reduce = torch.median if any(map(is_on_interface, model.modules())) else torch.max
+    rounding = max(torch.finfo(torch.float32).eps, _distance(disturbed, alone, reduce=reduce))
+    return Comparison(_distance(packed, alone, reduce=reduce), ROUNDINGS * rounding, silent if any(reads) else ())
+
+
+def _draw_documents(model: PreTrainedModel) -> list[Document]:
+    """Return two documents of ordinary tokens, the same on every rank."""
+    config = model.config.get_text_config(decoder=True)
+    special = {
+        number
+        for part in (model.config.to_dict(), config.to_dict())
+        for key, value in part.items()
+        if "token" in key
+        for number in (value if isinstance(value, list) else [value])
+        if isinstance(number, int)
+    }
+    ordinary = [number for number in range(min(config.vocab_size, 4096)) if number not in special]
+    draws = np.random.default_rng(0)
+    return [Document(ids, ids) for ids in (draws.choice(ordinary, length).astype(np.int64) for length in LENGTHS)]
+
+
+def _distance(found: Any, truth: list[torch.Tensor], *, reduce: Callable[..., torch.Tensor]) -> float:
+    """Return the relative distance of the tokens of each document, reduced to a number, and the larger of both."""
+    values = [
+        float(reduce(torch.linalg.vector_norm(one - other, dim=-1) / torch.linalg.vector_norm(other, dim=-1)))
+        for one, other in zip(found, truth)
+    ]
+    return max(values) if all(map(math.isfinite, values)) else math.nan
+
+
+def _mixes_tokens(layer: nn.Module) -> bool:
+    """Whether a layer holds attention or a convolution, by the names of its parts."""
+    return any("Attention" in type(part).__name__ or isinstance(part, nn.Conv1d) for part in layer.modules())
+
+
+@contextlib.contextmanager
+def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Run in evaluation mode without gradients; leave modes, buffers and random states as they were."""
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    devices = [device] if device.type == "cuda" else []
+    try:
+        for module, _ in modes:
+            module.training = False
+        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for module, name, buffer, content in buffers:
+            module._buffers[name] = buffer
+            with torch.no_grad():
+                buffer.copy_(content)
+
+
+@contextlib.contextmanager
+def _disturbing(layers: list[nn.Module], *, dtypes: tuple[torch.dtype, ...]) -> Iterator[None]:
+    """Multiply the hidden states that enter each layer by 1 plus or minus the largest error of a rounding."""
+    draws = torch.Generator().manual_seed(0)
+
+    def disturb(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        sign = torch.randint(2, hidden.shape, generator=draws).to(hidden.device) * 2 - 1
+        hidden = (hidden.double() * (1 + sign * _rounding(hidden, dtypes))).to(hidden.dtype)
+        return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+
+    handles = [layer.register_forward_pre_hook(disturb, with_kwargs=True) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _rounding(hidden: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> float:
+    """Return the largest relative error of a rounding to the coarsest dtype that a layer computes in."""
+    units = [torch.finfo(dtype).eps for dtype in (hidden.dtype, *dtypes) if dtype.is_floating_point]
+    if hidden.is_cuda and torch.get_float32_matmul_precision() != "highest":
+        # TF32 has ten bits after the point.
+        units.append(2.0**-10)
+    return max(units) / 2
+
+
+@contextlib.contextmanager
+def _counting(layers: list[nn.Module], context: Any, reads: list[int]) -> Iterator[None]:
+    """Count the reads of a context in each layer."""
+
+    def begin(number: int) -> Any:
+        def hook(*_: Any) -> None:
+            reads[number] -= context.num_reads
+
+        return hook
+
+    def end(number: int) -> Any:
+        def hook(*_: Any) -> None:
+            reads[number] += context.num_reads
+
+        return hook
+
+    handles = [layer.register_forward_pre_hook(begin(number)) for number, layer in enumerate(layers)]
+    handles += [layer.register_forward_hook(end(number)) for number, layer in enumerate(layers)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,97 @@
+"""Run the documents of a pack one at a time, each through the whole model: exact for every family, and slow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_outputs import CausalLMOutput
+
+from lightning_fastft.core.errors import UnsupportedModelError
+from lightning_fastft.core.patcher import ModelPatcher
+from lightning_fastft.core.status import Status
+from lightning_fastft.hf.sharding import is_sharded
+from lightning_fastft.packing.collate import PackedBatch
+from lightning_fastft.packing.context import ONE_BY_ONE, BatchContext
+
+STATUS_NAME = "packed attention"
+
+
+class OneByOne:
+    """The forward of a model that runs the documents of a packed batch one at a time; other calls run as they are.
+
+    Args:
+        model: A causal language model.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model: Any = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the loss of a packed batch and the logits of its documents, in the order of the pack.
+
+        The loss is transformers' own for causal language models; a model's own formula is not used.
+
+        Raises:
+            UnsupportedModelError: A packed batch comes with inputs that cannot be split by documents.
+
+        Cost:
+            One forward for each document, and the logits of all tokens.
+        """
+        own_forward, context = type(self._model).forward, kwargs.get("context")
+        if not isinstance(context, BatchContext):
+            return own_forward(self._model, *args, **kwargs)
+        more = sorted(name for name, value in kwargs.items() if value is not None and name not in PackedBatch._KEYS)
+        if args or more:
+            raise UnsupportedModelError(
+                f"{type(self._model).__name__} runs the documents of a pack one by one, which takes a packed batch "
+                f"alone, and was given {', '.join(more) or 'arguments without a name'}."
+            )
+        context.note_read(ONE_BY_ONE)
+        parts = [
+            own_forward(self._model, input_ids=ids, use_cache=False).logits
+            for ids in kwargs["input_ids"].split(context.lengths, dim=1)
+        ]
+        logits, labels = torch.cat(parts, dim=1), kwargs.get("labels")
+        loss = None
+        if labels is not None:
+            num_items = kwargs.get("num_items_in_batch") or context.num_items
+            loss = ForCausalLMLoss(logits, labels, logits.shape[-1], num_items_in_batch=num_items)
+        return CausalLMOutput(loss=loss, logits=logits)
+
+
+def install_one_by_one(model: PreTrainedModel, patcher: ModelPatcher) -> Status:
+    """Let a model run the documents of a packed batch one at a time, with its own attention.
+
+    Args:
+        model: A causal language model, before or after adapters.
+        patcher: Undoes the change.
+
+    Returns:
+        Status "packed attention", inactive.
+
+    Raises:
+        UnsupportedModelError: The model is sharded: ranks with different numbers of documents would wait for each other
+            without end. Or its loss has a part that the logits do not tell.
+    """
+    name = type(model).__name__
+    if is_sharded(model):
+        raise UnsupportedModelError(
+            f"{name} is sharded over the ranks, whose packs have different numbers of documents, so attention="
+            f"{ONE_BY_ONE!r} would never end. Use strategy='fastft' or 'fastft_ddp'."
+        )
+    if getattr(model.config.get_text_config(decoder=True), "output_router_logits", False):
+        raise UnsupportedModelError(
+            f"{name} adds an auxiliary loss of its routers (output_router_logits), which attention={ONE_BY_ONE!r} "
+            "would leave out. Set config.output_router_logits = False."
+        )
+    if not isinstance(getattr(vars(model).get("forward"), "__self__", None), OneByOne):
+        patcher.set_attribute(model, "forward", OneByOne(model).forward)
+    return Status(
+        STATUS_NAME,
+        "inactive",
+        f"{model.config.model_type}: each document of a pack runs alone, with the model's own attention, as "
+        f"attention={ONE_BY_ONE!r} asks for",
+    )

@@ -1,0 +1,78 @@
+"""attention="one_by_one": each document of a pack through the whole model, with the model's own attention."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lightning_fastft.activations.checkpointing import OffloadCheckpointing
+from lightning_fastft.core.errors import OptionError, UnsupportedModelError
+from lightning_fastft.core.patcher import ModelPatcher
+from lightning_fastft.hf.lora import add_adapters, parse_lora
+from lightning_fastft.patches.packed import install_packed_training
+from lightning_fastft.strategies.single_device import FastFTStrategy
+from lightning_fastft.training.fine_tuner import FineTuner
+from tests.support.packs import assert_close, make_batch, make_documents, run_one_by_one, run_packed, take_gradients
+from tests.support.tiny_models import VOCABULARY
+
+
+def tiny_bloom():
+    config = AutoConfig.for_model("bloom", vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4)
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("is_adapted", [False, True])
+def test_a_family_without_the_interface_is_exact(is_adapted):
+    model = tiny_bloom()
+    if is_adapted:
+        lora = parse_lora({"r": 2, "init_lora_weights": False})
+        model = add_adapters(model, lora=lora, adapter_dtype=torch.float32)
+    keys, batch = list(model.state_dict()), make_batch()
+    installed = install_packed_training(
+        model, patcher := ModelPatcher(), checkpointing=OffloadCheckpointing(), attention="one_by_one"
+    )
+    assert {status.state for status in installed.statuses} == {"inactive"}
+    loss, logits = run_packed(model, batch)
+    gradients = take_gradients(model)
+    assert batch.context.num_reads == 1
+    patcher.undo()
+    assert list(model.state_dict()) == keys
+    expected, expected_logits = run_one_by_one(model, make_documents(), num_items=batch.context.num_items)
+    assert_close(logits, expected_logits)
+    assert_close(loss, expected)
+    assert_close(gradients, take_gradients(model))
+
+
+def test_without_a_context_the_model_is_its_own():
+    model, ids = tiny_bloom().eval(), torch.arange(3, 12)[None]
+    expected = model(input_ids=ids).logits
+    install_packed_training(model, ModelPatcher(), attention="one_by_one")
+    assert torch.equal(model(input_ids=ids).logits, expected)
+    assert model.generate(ids, max_new_tokens=2, do_sample=False).shape == (1, 11)
+
+
+def test_inputs_beside_a_packed_batch_are_refused():
+    model = tiny_bloom()
+    install_packed_training(model, ModelPatcher(), attention="one_by_one")
+    with pytest.raises(UnsupportedModelError, match="inputs_embeds"):
+        model(**make_batch(), inputs_embeds=torch.zeros(1, 29, 32))
+
+
+def test_a_refusal_names_the_option_and_the_option_trains():
+    loader = torch.utils.data.DataLoader([make_batch()], batch_size=None)
+    options = {"accelerator": "cpu", "max_steps": 1, "logger": False, "enable_checkpointing": False}
+    options |= {"enable_progress_bar": False, "enable_model_summary": False}
+    tuner = FineTuner(tiny_bloom(), lora={"r": 2}, warmup_share=0.0)
+    with pytest.raises(UnsupportedModelError, match="attention='one_by_one'"):
+        pl.Trainer(strategy=FastFTStrategy(), **options).fit(tuner, loader)
+    before = [value.clone() for value in tuner.parameters() if value.requires_grad]
+    pl.Trainer(strategy=FastFTStrategy(attention="one_by_one"), **options).fit(tuner, loader)
+    assert any(
+        not torch.equal(one, two) for one, two in zip(before, (v for v in tuner.parameters() if v.requires_grad))
+    )
+
+
+def test_an_unknown_choice_is_refused():
+    with pytest.raises(OptionError, match="one_by_one"):
+        FastFTStrategy(attention="alone")
