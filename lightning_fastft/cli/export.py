@@ -19,7 +19,7 @@ from lightning_fastft.training.fine_tuner import FineTuner
 
 HOW = (
     "fastft export CHECKPOINT_OR_FOLDER OUT [--merge] [--base NAME] [--dtype NAME] [--device NAME] "
-    "[--accept-other-base]"
+    "[--accept-other-base] [--for vllm]"
 )
 _MIB = 2**20
 
@@ -34,6 +34,7 @@ class _Question(NamedTuple):
     dtype: str
     device: torch.device
     accepts_other_base: bool
+    server: str
 
 
 def run_export(words: Sequence[str]) -> int:
@@ -45,11 +46,13 @@ def run_export(words: Sequence[str]) -> int:
             since training. ``--dtype`` is the dtype of merged weights; by default that of the run, or if that is
             "auto", bfloat16 on an NF4 base and else the dtype of the base's files. ``--device`` is the device to build
             the model on (cpu). ``--accept-other-base`` accepts a base with other weights than those of the run.
+            ``--for vllm`` refuses adapters of which vLLM would not read a part.
 
     Raises:
         OptionError: The target exists, the source does not exist or is of another kind, or its base is not known.
         DamagedCheckpointError: The checkpoint does not match its digest.
         ResumeError: The checkpoint does not fit the model that it names, or the base has other weights.
+        UnsupportedModelError: vLLM would not read all of the adapters.
         CheckpointNotSavedError: The folder cannot be written or reads back differently; it is removed.
 
     Cost:
@@ -60,6 +63,13 @@ def run_export(words: Sequence[str]) -> int:
 
     check_free(question.out)
     module, notes = _open(question)
+    if question.server and module.has_adapters and not question.is_merged:
+        from lightning_fastft.hf.read_back import check_for_vllm
+
+        rank = check_for_vllm(module.model)
+        notes.append(
+            f"for vLLM: vllm serve BASE --enable-lora --max-lora-rank {rank} --lora-modules NAME={question.out}"
+        )
     module.model.eval()
     # Avoid memory for a backward.
     module.model.requires_grad_(requires_grad=False)
@@ -92,9 +102,11 @@ def _read_question(words: Sequence[str]) -> _Question:
     rest = [word for word in words if word not in flags]
     base, rest = take_option(rest, "--base", default="")
     dtype, rest = take_option(rest, "--dtype", default="auto")
+    server, rest = take_option(rest, "--for", default="")
     device, rest = take_option(rest, "--device", default="cpu")
     if len(rest) != 2 or any(word.startswith("-") for word in rest):
         raise OptionError(f"fastft export takes a source and a target, got {' '.join(rest) or 'nothing'}: {HOW}")
+    check_choice("--for", server, ("", "vllm"))
     check_choice("--dtype", dtype, ("auto", "bfloat16", "float16", "float32"))
     if dtype != "auto" and not is_merged:
         raise OptionError(
@@ -110,7 +122,7 @@ def _read_question(words: Sequence[str]) -> _Question:
         raise OptionError(
             f"There is nothing at {source} (searched from {Path.cwd()}). Give a checkpoint or a folder of adapters."
         )
-    return _Question(source, Path(rest[1]), is_merged, base, dtype, place, accepts_other_base)
+    return _Question(source, Path(rest[1]), is_merged, base, dtype, place, accepts_other_base, server)
 
 
 def _open(question: _Question) -> tuple[FineTuner, list[str]]:

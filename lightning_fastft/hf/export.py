@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,12 +17,13 @@ from lightning_fastft.core.errors import CheckpointNotSavedError, DataError, Opt
 from lightning_fastft.hf.expert_nf4_tensor import ExpertsNF4
 from lightning_fastft.hf.families import num_decoder_layers
 from lightning_fastft.hf.loading import auto_class, list_names
+from lightning_fastft.hf.lora_targets import find_lost_names
+from lightning_fastft.hf.read_back import ADAPTER_WEIGHTS, check_read_back
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 NUM_PROBE_TOKENS = 16
 # The kernels and bits are the same, so logits of the loaded model may differ only by the order of a sum.
 RELOAD_ULPS = 4
@@ -91,31 +93,20 @@ def dequantise(model: PreTrainedModel) -> PreTrainedModel:
 def check_readable(model: PeftModel) -> None:
     """Refuse adapters that stock PEFT would load under other names, and so lose without an error.
 
-    PEFT renames what it reads by the rules with which transformers reads old checkpoints of a family; a rule may match
-    the new names too.
-
     Raises:
         UnsupportedModelError: With the names of the adapters.
 
     Cost:
         Host work on names; no tensor is copied.
     """
-    try:
-        from peft.utils.transformers_weight_conversion import (
-            convert_peft_adapter_state_dict_for_transformers as convert,
-        )
-    except ImportError:
-        # Older releases rename nothing.
-        return
     lost: set[str] = set()
     for adapter, config in model.peft_config.items():
-        held = {
-            name.replace(f".{adapter}.", ".").removesuffix(f".{adapter}"): torch.empty(parameter.shape, device="meta")
-            for name, parameter in model.named_parameters()
+        held = [
+            name.replace(f".{adapter}.", ".").removesuffix(f".{adapter}")
+            for name, _ in model.named_parameters()
             if ".lora_" in name and f".{adapter}" in name
-        }
-        read = convert(model=model, peft_config=config, adapter_state_dict=held, adapter_name=adapter)
-        lost |= set(held) - {name.replace(f".{adapter}.", ".").removesuffix(f".{adapter}") for name in read}
+        ]
+        lost |= find_lost_names(model, held, lora=config)  # type: ignore[arg-type]
     if lost:
         raise UnsupportedModelError(
             f"{type(model.get_base_model()).__name__}: PEFT would not find {list_names(sorted(lost))} when it reads "
@@ -123,6 +114,32 @@ def check_readable(model: PeftModel) -> None:
             "Go on from the Trainer's checkpoint, which holds them, or train without adapters on these layers (lora's "
             "exclude_modules)."
         )
+
+
+def save_adapters(model: PeftModel, folder: Path, *, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+    """Write a plain PEFT folder, which stock PEFT reads back before its files take their place.
+
+    Args:
+        model: A PEFT model; it is not changed.
+        folder: Made if it is not there; files of the same names are replaced.
+        state_dict: The gathered state of a sharded model; None for the model's own.
+
+    Raises:
+        CheckpointNotSavedError: The adapters cannot be written, or read back otherwise; the folder is as before.
+
+    Cost:
+        The adapters twice in host memory.
+    """
+    with saving(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with part_beside(folder, is_folder=True) as part:
+            # "auto" would ask the hub whether the vocabulary was resized; it never is here.
+            model.save_pretrained(str(part), save_embedding_layers=False, state_dict=state_dict)
+            check_read_back(model, part, state_dict=state_dict)
+            folder.mkdir(exist_ok=True)
+            for file in sorted(part.iterdir()):
+                os.replace(file, folder / file.name)
+        sync_folder(folder)
 
 
 def export_adapters(model: PeftModel, out: Path, *, tokenizer: PreTrainedTokenizerBase | None) -> Exported:

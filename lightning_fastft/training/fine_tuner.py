@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -723,8 +724,8 @@ class FineTuner(LightningModule):
                 advice = "Use the lora settings of the run that wrote it."
                 if self._default_targets is not None:
                     advice += (
-                        " Earlier versions adapted other layers of mixtures of experts where lora names no target_modules: "
-                        "resume theirs with lora={..., 'target_modules': 'all-linear'}."
+                        " Where lora names no target_modules, earlier versions adapted other layers of mixtures of "
+                        "experts: resume theirs with lora={..., 'target_modules': 'all-linear'}."
                     )
                 raise ResumeError(
                     f"The checkpoint does not hold the adapters of this run: {_some(expected - given)} missing, "
@@ -780,24 +781,28 @@ class FineTuner(LightningModule):
         Raises:
             OptionError: There is no model yet.
             UnsupportedModelError: PEFT would not read the adapters back; nothing is written.
+            CheckpointNotSavedError: Stock PEFT reads other adapters than were saved; the folder is as before.
         """
         if self.model is None:
             raise OptionError("There is no model yet: run the Trainer first, or call configure_model().")
-        if hasattr(self.model, "peft_config"):
-            from lightning_fastft.hf.export import check_readable
+        has_peft = hasattr(self.model, "peft_config")
+        if has_peft:
+            from lightning_fastft.hf.export import check_readable, save_adapters
 
             check_readable(self.model)
-        # "auto" would ask the hub whether the vocabulary was resized; it never is here.
-        options: dict[str, Any] = {"save_embedding_layers": False} if hasattr(self.model, "peft_config") else {}
+        state = None
         if self._sharding is not None:
             from lightning_fastft.hf.sharding import gather_state
 
             # What leaves is in the dtype of the model, as without masters.
             dtype = None if self.has_adapters else self._compute_dtype
-            options["state_dict"] = gather_state(self.model, is_trained_only=self.has_adapters, dtype=dtype)
+            state = gather_state(self.model, is_trained_only=self.has_adapters, dtype=dtype)
         if self._trainer is not None and not self.trainer.is_global_zero:
             return
-        self.model.save_pretrained(folder, **options)
+        if has_peft:
+            save_adapters(self.model, Path(folder), state_dict=state)
+        else:
+            self.model.save_pretrained(folder, **({} if state is None else {"state_dict": state}))
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
 

@@ -185,8 +185,9 @@ def test_adapters_on_experts_are_refused_with_what_to_do():
         "kv_lora_rank": 32,
         "n_group": 1,
     }
+    names = ["gate_proj", "up_proj", "down_proj"]
     with pytest.raises(UnsupportedModelError, match="target_modules"):
-        small_costs("deepseek_v3", lora_rank=4, config={**config, "topk_group": 1})
+        small_costs("deepseek_v3", lora_rank=4, lora_targets=names, config={**config, "topk_group": 1})
 
 
 def test_the_random_state_stays_as_it_was():

@@ -373,6 +373,7 @@ def test_statuses_say_what_the_model_got(tmp_path):
     module.configure_model()
     assert {status.name: status.state for status in module.statuses()} == {
         "NF4 base": "active",
+        "LoRA": "active",
         "low-precision adapters": "active",
     }
 

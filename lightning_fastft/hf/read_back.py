@@ -1,0 +1,139 @@
+"""Read saved adapters back with stock PEFT, without the base in memory, and judge them for vLLM."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lightning_fastft.core.errors import CheckpointNotSavedError, UnsupportedModelError
+from lightning_fastft.hf.loading import list_names
+from lightning_fastft.hf.lora import tuner_layers
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from peft import LoraConfig, PeftModel
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+# vllm.config.lora: the largest max_lora_rank.
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+# What vLLM refuses or leaves out of an adapter's configuration, and the value that it can serve.
+_VLLM_IGNORES: dict[str, tuple[Any, ...]] = {
+    "modules_to_save": (None, []),
+    "use_dora": (False, None),
+    "use_qalora": (False, None),
+    "lora_bias": (False, None),
+    "bias": ("none", None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "layer_replication": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "alora_invocation_tokens": (None, []),
+    "target_parameters": (None, [], set()),
+}
+
+
+def check_read_back(model: PeftModel, folder: Path, *, state_dict: Mapping[str, torch.Tensor] | None = None) -> int:
+    """Compare the adapters of a folder, as stock PEFT reads them, with those of the model; return their number.
+
+    PEFT reads them onto a base without memory, by the same code as onto a real one, so that every tensor must arrive
+    under its name, with its value, and every layer with its scale.
+
+    Args:
+        model: The PEFT model that was saved; it is not changed.
+        folder: The folder that was written.
+        state_dict: The gathered state of a sharded model; None for the model's own.
+
+    Raises:
+        CheckpointNotSavedError: An adapter is missing, or has another value or scale.
+
+    Cost:
+        The adapters once more in host memory; no second base.
+    """
+    from peft import PeftModel
+
+    again = PeftModel.from_pretrained(_build_bare(model.get_base_model()), str(folder), torch_device="cpu")
+    held = dict(model.named_parameters()) if state_dict is None else state_dict
+    found = dict(again.named_parameters())
+    expected = {name: tensor for name, tensor in held.items() if ".lora_" in name}
+    wrong = [name for name, tensor in expected.items() if name not in found or not _is_equal(found[name], tensor)]
+    scales = _scales(again)
+    wrong += [name for name, scale in _scales(model).items() if scales.get(name) != scale]
+    if wrong or not expected:
+        raise CheckpointNotSavedError(
+            f"{folder} was not written: stock PEFT reads back otherwise than was saved: {list_names(sorted(wrong))}."
+        )
+    return len(expected)
+
+
+def _build_bare(base: Any) -> nn.Module:
+    """Return a base of the same structure on the CPU, each of whose weights is one number."""
+    with torch.device("meta"):
+        bare: nn.Module = type(base)(copy.deepcopy(base.config))
+    for module in bare.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                single = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+                module._parameters[name] = nn.Parameter(single, requires_grad=False)
+    return bare
+
+
+def _is_equal(found: torch.Tensor, saved: torch.Tensor) -> bool:
+    """Whether a tensor that PEFT read, maybe into a wider dtype, has the values that were saved."""
+    return found.shape == saved.shape and torch.equal(found.detach().to(saved.dtype), saved.detach().cpu())
+
+
+def _scales(model: nn.Module) -> dict[str, dict[str, float]]:
+    """Return the scales of each layer of adapters, by its name."""
+    layers = {id(layer) for layer in tuner_layers(model)}
+    return {
+        name: dict(getattr(module, "scaling", {})) for name, module in model.named_modules() if id(module) in layers
+    }
+
+
+def check_for_vllm(model: PeftModel) -> int:
+    """Refuse adapters of which vLLM would refuse or ignore a part; return the rank to serve them with.
+
+    vLLM reads ``r``, ``lora_alpha``, ``use_rslora`` and the tensors ``...lora_A.weight`` and ``...lora_B.weight`` of
+    linear layers, one rank and one scale for all of them. It refuses DoRA and ``modules_to_save``, leaves out fields of
+    the configuration that it does not know (rank_pattern, alpha_pattern, target_parameters among them), and has no name
+    for biases of adapters. Adapters of expert stacks as PEFT writes them (``target_parameters``) have their axes the
+    other way round.
+
+    Args:
+        model: A PEFT model.
+
+    Raises:
+        UnsupportedModelError: Names what vLLM would not read.
+
+    Source:
+        docs.vllm.ai, vllm.lora.peft_helper (fields and refusals), vllm.lora.utils (names of tensors) and
+        vllm.config.lora (ranks), v0.10 to v0.22; expert stacks: vllm-project/vllm pull requests 41384 and 52194.
+    """
+    lora: LoraConfig = next(iter(model.peft_config.values()))  # type: ignore[assignment]
+    ignored = [
+        f"{field}={getattr(lora, field)!r:.60}"
+        for field, served in _VLLM_IGNORES.items()
+        if hasattr(lora, field) and getattr(lora, field) not in served
+    ]
+    if isinstance(lora.target_modules, str):
+        ignored.append(f"target_modules={lora.target_modules!r:.60}, which is no list of names")
+    if lora.r > VLLM_RANKS[-1]:
+        ignored.append(f"r={lora.r}, more than {VLLM_RANKS[-1]}")
+    strange = [
+        name
+        for name, parameter in model.named_parameters()
+        if "lora_" in name and not any(f".{part}." in name for part in ("lora_A", "lora_B")) and parameter.requires_grad
+    ]
+    if strange:
+        ignored.append(f"the tensors {list_names(strange)}")
+    if ignored:
+        raise UnsupportedModelError(
+            f"vLLM would not read all of these adapters: {'; '.join(ignored)}. Add --merge and serve the merged model, "
+            "or train without it."
+        )
+    return next(rank for rank in VLLM_RANKS if rank >= lora.r)
