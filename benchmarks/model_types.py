@@ -1,12 +1,13 @@
 """Compare packed documents with the same documents one by one, for every causal language model type that transformers
 knows.
 
-Each type is built tiny with random weights, in fp32 on the CPU. It ends as "exact", as "refused" (one of the package's
-errors), as "not built" with the reason, or as a fault: "wrong" (no error, other loss or gradients) or "raw" (an error
-that is not the package's). A fault makes the exit code 1.
+Each type is built tiny with random weights, in fp32 on the CPU. It ends as "exact" (packed, or where that is refused, one
+by one), as "refused" (one of the package's errors), as "not built" with the reason, or as a fault: "wrong" (no error,
+other loss or gradients) or "raw" (an error that is not the package's). A fault makes the exit code 1.
 
-    python -m benchmarks.model_types                   # all types, about two minutes on two cores
+    python -m benchmarks.model_types                   # all types, about three minutes on two cores
     python -m benchmarks.model_types llama phi3 opt    # these
+    python -m benchmarks.model_types --record          # all, into benchmarks/model_types.csv, which docs/support.md shows
     python -m benchmarks.model_types --composite       # classes that take images, on text alone
 """
 
@@ -20,11 +21,18 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+    __version__,
+)
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -35,6 +43,7 @@ from lightning_fastft.core.errors import FastFTError
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.hf.families import check_servable
 from lightning_fastft.packing.collate import Document, PackedBatch, collate
+from lightning_fastft.packing.context import ONE_BY_ONE
 from lightning_fastft.patches.head import STATUS_NAME as HEAD_STATUS
 from lightning_fastft.patches.head import LazyLogits
 from lightning_fastft.patches.packed import install_packed_training
@@ -44,6 +53,8 @@ LENGTHS = (7, 1, 12, 9)
 BOUND = 2e-4
 MOST_PARAMETERS = 20_000_000
 FAULTS = ("wrong", "raw")
+RECORD = Path(__file__).with_suffix(".csv")
+RECORDED = ("model_type", "outcome", "attention", "error", "reason", "transformers")
 # Sizes of a tiny model, under the names that configurations use; a name that a configuration does not have is not given
 # to it.
 SIZES: dict[str, Any] = {
@@ -142,6 +153,8 @@ ALTERNATIVES: tuple[dict[str, Any], ...] = (
 )
 
 
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+MAMBA = {"mamba_d_state": 8, "mamba_d_head": 32, "mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_chunk_size": 4}
 # What only these types have, or leave open in their defaults.
 SPECIAL: dict[str, dict[str, Any]] = {
     "deepseek_v2": {
@@ -152,7 +165,18 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "n_group": None,
         "topk_group": None,
     },
-    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_shared_experts": 1},
+    "codegen": {"rotary_dim": 8},
+    "gptj": {"rotary_dim": 8},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 5},
+    "mamba2": {"num_heads": 16, "head_dim": 8, "state_size": 8, "n_groups": 2, "chunk_size": 4},
+    "zaya": {"num_experts_per_tok": 1, "moe_router_topk": 1},
+    "bamba": {**MAMBA, "attn_layer_indices": [1], "num_key_value_heads": 2, "head_dim": 16},
+    "granitemoehybrid": {**MAMBA, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 24},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": dict.fromkeys(("sliding_attention", "full_attention"), ROPE),
+    },
     "gemma3n_text": {
         "num_kv_shared_layers": 0,
         "layer_types": ["sliding_attention", "full_attention"],
@@ -164,12 +188,15 @@ SPECIAL: dict[str, dict[str, Any]] = {
 
 
 class Outcome(NamedTuple):
-    """How one type ended: the outcome, what it says, and the largest of the two relative errors."""
+    """How one type ended: the outcome, what it says, the largest of the two relative errors, and the choice of
+    ``attention=`` that was exact.
+    """
 
     model_type: str
     outcome: str
     detail: str
     error: float = 0.0
+    attention: str = ""
 
 
 def build_config(model_type: str, changes: dict[str, Any]) -> Any:
@@ -275,11 +302,25 @@ def draw_batch() -> tuple[PackedBatch, list[Document]]:
     return collate(documents), documents
 
 
-def compare(model_type: str, model: PreTrainedModel) -> Outcome:
+def compare_all(model_type: str, model: PreTrainedModel) -> Outcome:
+    """Return how a model treats packed documents: packed, or one by one where that is refused."""
+    packed = compare(model_type, model)
+    if packed.outcome != "refused":
+        return packed
+    alone = compare(model_type, model, attention=ONE_BY_ONE)
+    if alone.outcome == "refused":
+        return packed._replace(detail=f"{packed.detail} One by one: {alone.detail}")
+    return alone._replace(detail=packed.detail if alone.outcome == "exact" else alone.detail)
+
+
+def compare(model_type: str, model: PreTrainedModel, *, attention: str = "auto") -> Outcome:
     """Return how a model treats packed documents."""
     (batch, documents), patcher = draw_batch(), ModelPatcher()
     try:
-        statuses = install_packed_training(model, patcher).statuses
+        installation = install_packed_training(model, patcher, attention=attention)
+        statuses = installation.statuses
+        for check in installation.checks:
+            check()
         model.zero_grad()
         output = model(**batch)
         if batch.context.num_reads == 0:
@@ -328,7 +369,7 @@ def compare(model_type: str, model: PreTrainedModel) -> Outcome:
     detail = f"{batch.context.num_reads} reads"
     if claim:
         return Outcome(model_type, "wrong", claim, error)
-    return Outcome(model_type, "exact" if error <= BOUND else "wrong", detail, error)
+    return Outcome(model_type, "exact" if error <= BOUND else "wrong", detail, error, attention)
 
 
 def _take_gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -343,17 +384,43 @@ def sweep(model_types: Iterable[str], *, is_composite: bool = False) -> list[Out
     for model_type in model_types:
         model = build_model(model_type, is_composite=is_composite)
         if isinstance(model, PreTrainedModel):
-            outcomes.append(compare(model_type, model))
+            outcomes.append(compare_all(model_type, model))
         else:
             refusal = find_refusal(model_type, is_composite=is_composite)
             outcomes.append(Outcome(model_type, "refused" if refusal else "not built", refusal or model))
         del model
         gc.collect()
         sys.stderr.write(
-            f"{outcomes[-1].model_type}: {outcomes[-1].outcome} {outcomes[-1].error:.1e} {outcomes[-1].detail}\n"
+            f"{outcomes[-1].model_type}: {outcomes[-1].outcome} {outcomes[-1].error:.1e} {outcomes[-1].attention} "
+            f"{outcomes[-1].detail}\n"
         )
         sys.stderr.flush()
     return outcomes
+
+
+def record(outcomes: Iterable[Outcome], place: Path = RECORD) -> None:
+    """Put outcomes into the recorded table, in place of earlier ones of the same types."""
+    rows = {row["model_type"]: row for row in read_record(place)} if place.exists() else {}
+    for outcome in outcomes:
+        reason = "" if outcome.attention == "auto" else _shorten(outcome.detail)
+        values = (outcome.model_type, outcome.outcome, outcome.attention, f"{outcome.error:.1e}", reason, __version__)
+        rows[outcome.model_type] = dict(zip(RECORDED, values))
+    with place.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, RECORDED, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows[model_type] for model_type in sorted(rows))
+
+
+def read_record(place: Path = RECORD) -> list[dict[str, str]]:
+    """Return the recorded table."""
+    with place.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _shorten(detail: str) -> str:
+    """Return the reason of a refusal without the sentences around it."""
+    reason = detail.partition("documents: ")[2] or detail.partition("): ")[2] or detail.partition(": ")[2] or detail
+    return reason.partition(". attention='one_by_one'")[0].rstrip(". ")
 
 
 def main() -> int:
@@ -361,12 +428,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_types", nargs="*", help="types to compare; all if none is given")
     parser.add_argument("--composite", action="store_true", help="classes that take images, with text alone")
+    parser.add_argument("--record", action="store_true", help=f"write {RECORD.name}")
     arguments = parser.parse_args()
     logging.set_verbosity(logging.CRITICAL)
     warnings.simplefilter("ignore")
     every = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if arguments.composite else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     outcomes = sweep(arguments.model_types or sorted(every), is_composite=arguments.composite)
     csv.writer(sys.stdout).writerows([Outcome._fields, *outcomes])
+    if arguments.record:
+        record(outcomes)
     totals = Counter(outcome.outcome for outcome in outcomes)
     sys.stderr.write(", ".join(f"{number} {name}" for name, number in totals.most_common()) + "\n")
     return int(any(totals[fault] for fault in FAULTS))

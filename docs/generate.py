@@ -18,6 +18,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import lightning_fastft
+from benchmarks.model_types import BOUND, read_record
 from lightning_fastft.cli.command import USAGE
 from lightning_fastft.cli.lightning_cli import CONFIG_FOLDER, config_names
 from lightning_fastft.core.errors import FastFTError, UnsupportedModelError
@@ -29,6 +30,7 @@ from lightning_fastft.hf.lora_targets import find_default_targets, shorten
 from lightning_fastft.hf.mixers import MIXERS
 from lightning_fastft.mixers.kernels import KINDS
 from lightning_fastft.moe.install import install_bincount_router
+from lightning_fastft.packing.context import ONE_BY_ONE
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "benchmarks" / "results.csv"
@@ -68,9 +70,11 @@ def write_support() -> str:
         "",
         "- *tested*: packed documents are compared with one document at a time, gradients included",
         "  (`pytest tests/patches tests/mixers`).",
-        "- *on the interface*: the family is accepted but not among the tested ones. Its head shape decides "
-        "which kernels run.",
-        "- *refused*: a packed batch raises `UnsupportedModelError` with the reason below.\n",
+        "- *on the interface*: the family is not among the tested ones; a fit begins with a check of two documents. "
+        "Its head shape",
+        "  decides which kernels run.",
+        "- *refused*: a packed batch raises `UnsupportedModelError` with the reason below; `attention='one_by_one'` "
+        "serves it.\n",
         "| family | packed documents | attention kernels | `FusedKernels` | `BincountRouter` | `quantization='nf4'` |",
         "|---|---|---|---|---|---|",
     ]
@@ -98,6 +102,7 @@ def write_support() -> str:
         "## Refused, and why\n",
         *refusals,
         "",
+        *_describe_sweep(),
         *_describe_hybrids(),
         *_describe_default_lora(),
         "## Strategies\n",
@@ -111,6 +116,36 @@ def write_support() -> str:
         "| `fastft export` of its checkpoints | yes | yes | `FineTuner.save_pretrained` |",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _describe_sweep() -> list[str]:
+    """Return how every causal type of transformers ended in the recorded sweep."""
+    rows = read_record()
+    packed = [row["model_type"] for row in rows if row["attention"] == "auto"]
+    alone = [row for row in rows if row["attention"] == ONE_BY_ONE]
+    rest = [row for row in rows if row["outcome"] != "exact"]
+    return [
+        f"## Every causal language model type of transformers {rows[0]['transformers']}\n",
+        "`python -m benchmarks.model_types --record` builds each type tiny, with random weights, and compares loss",
+        f"and gradients of packed documents with the same documents alone (fp32, CPU, bound {BOUND:.0e}).",
+        f"Of {len(rows)} types {len(packed)} are exact packed and {len(alone)} one by one. {len(rest)} could not be",
+        "compared, and none is silently wrong (`benchmarks/model_types.csv`). A fit with a family outside the tested",
+        "ones begins with such a comparison on the real model, forward only, and refuses what differs by",
+        "more than rounding explains.\n",
+        "Packed:\n",
+        ", ".join(f"`{name}`" for name in packed) + ".\n",
+        "`attention='one_by_one'` of a strategy or of `PackedTraining` runs the documents of a pack one at a time,",
+        "each with the model's own attention. It is exact for every family, and slow: nothing is packed but the batch,",
+        "and activations follow the model's own checkpointing. `fastft_fsdp` refuses it.\n",
+        "| one by one | why not packed |",
+        "|---|---|",
+        *(f"| `{row['model_type']}` | {_cell(row['reason'])} |" for row in alone),
+        "",
+        "| not compared | why |",
+        "|---|---|",
+        *(f"| `{row['model_type']}` | {row['outcome']}: {_cell(row['reason'])} |" for row in rest),
+        "",
+    ]
 
 
 def _describe_hybrids() -> list[str]:
@@ -160,26 +195,20 @@ def _describe_default_lora() -> list[str]:
             rows.append(f"| `{family}` | {', '.join(targets)} | {', '.join(found.skipped)} |")
     return [
         "## Default LoRA\n",
-        "`FineTuner(lora={...})` without `target_modules` and `target_parameters` follows one rule in every family. It "
-        "adapts the",
-        "projections of attention and of recurrent mixers, and dense and shared feed-forward layers. It never adapts the "
-        "head,",
-        "towers for images and sound, routers, gates of shared experts, indexers, or convolutions. Routed experts are "
-        "adapted only if",
-        "`target_parameters` names their stacks ([guide](guide.md#mixture-of-experts)). The table that `fit` logs gives "
-        "the targets",
-        "and the number of trained weights (`pytest tests/hf/test_default_lora.py`).",
+        "`FineTuner(lora={...})` without `target_modules` and `target_parameters` follows one rule in every family.",
+        "It adapts the projections of attention and of recurrent mixers, and dense and shared feed-forward layers. It",
+        "never adapts the head, towers for images and sound, routers, gates of shared experts, indexers, or",
+        "convolutions. Routed experts are adapted only if `target_parameters` names their stacks",
+        "([guide](guide.md#mixture-of-experts)). The table that `fit` logs gives the targets and the number of trained",
+        "weights (`pytest tests/hf/test_default_lora.py`).",
         "",
-        "Two kinds of layers are skipped because PEFT bars them. *barred by PEFT*: in families whose checkpoints hold "
-        "experts one by",
-        "one, PEFT takes `gate_proj`, `up_proj` and `down_proj` for parts of expert stacks, also in dense and shared "
-        "layers, or does not",
-        "find the adapter again when it reads it. *projections that Mamba kernels read*: PEFT refuses them, because the "
-        "kernels read",
-        "their weights without the adapter.\n",
-        "`target_modules='all-linear'` is PEFT's own choice, and the default of earlier versions: on some mixtures it "
-        "adapts all routed",
-        "experts and the router.\n",
+        "PEFT bars two kinds of layers. *barred by PEFT*: in families whose checkpoints hold experts one by one, PEFT",
+        "takes `gate_proj`, `up_proj` and `down_proj` for parts of expert stacks, also in dense and shared layers, or",
+        "it does not find the adapter again when it reads it. *projections that Mamba kernels read*: the kernels read",
+        "their weights without the adapter, so PEFT refuses them.",
+        "",
+        "`target_modules='all-linear'` is PEFT's own choice, and the default of earlier versions: on some mixtures it",
+        "adapts all routed experts and the router.\n",
         "| mixture or hybrid | adapted | not adapted |",
         "|---|---|---|",
         *rows,
@@ -192,7 +221,7 @@ def _judge_packing(family: str, model: Any) -> tuple[str, str]:
     try:
         check_servable(model)
     except UnsupportedModelError as error:
-        return "refused", str(error).partition("documents: ")[2].partition(". Tested families")[0]
+        return "refused", str(error).partition("documents: ")[2].partition(". attention=")[0]
     return ("tested" if family in FAMILIES else "on the interface"), ""
 
 

@@ -16,6 +16,7 @@ from lightning_fastft.strategies.single_device import FastFTStrategy
 from lightning_fastft.training.fine_tuner import FineTuner
 from tests.support.packs import make_batch
 from tests.support.tiny_models import build_tiny
+from tests.support.two_ranks import run_two_ranks
 
 # Outside the list of tested families: dense, a mixture, sinks of another kind.
 OTHERS = ("gemma", "qwen2_moe", "granitemoe")
@@ -166,3 +167,9 @@ def test_a_fit_checks_before_its_first_step(is_leaky):
         trainer.fit(tuner, loader)
         assert steps == [0]
         assert any(status.name == "check of documents" for status in strategy.packed_steps.statuses())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fastft_fsdp", "fastft_ddp"])
+def test_every_rank_checks_the_model_as_it_is_sharded(strategy):
+    run_two_ranks("tests.patches.document_check_worker", strategy)

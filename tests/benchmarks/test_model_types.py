@@ -1,0 +1,60 @@
+"""The recorded sweep over causal types: complete, without a fault, and what the package does now."""
+
+from collections import Counter
+
+import pytest
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from benchmarks.model_types import BOUND, FAULTS, Outcome, read_record, record, sweep
+
+ROWS = {row["model_type"]: row for row in read_record()}
+MOST_EXACT = 150
+is_recorded = pytest.mark.skipif(
+    {row["transformers"] for row in ROWS.values()} != {transformers.__version__},
+    reason="the record is of another transformers",
+)
+
+
+def test_the_record_has_no_fault_and_is_of_one_release():
+    totals = Counter(row["outcome"] for row in ROWS.values())
+    assert totals["exact"] >= MOST_EXACT
+    assert not any(totals[fault] for fault in FAULTS)
+    assert all(float(row["error"]) <= BOUND for row in ROWS.values() if row["outcome"] == "exact")
+    assert len({row["transformers"] for row in ROWS.values()}) == 1
+
+
+@is_recorded
+def test_the_record_is_of_every_causal_type():
+    assert set(ROWS) == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def test_a_record_replaces_rows_and_keeps_the_others(tmp_path):
+    place = tmp_path / "types.csv"
+    record([Outcome("b", "exact", "2 reads", 1e-7, "auto"), Outcome("a", "raw", "KeyError: x")], place)
+    refused = (
+        "UnsupportedModelError: A (a) cannot be trained on packed documents: it is odd. attention='one_by_one' runs."
+    )
+    record([Outcome("a", "exact", refused, 2e-8, "one_by_one")], place)
+    assert [(row["model_type"], row["outcome"], row["reason"]) for row in read_record(place)] == [
+        ("a", "exact", "it is odd"),
+        ("b", "exact", ""),
+    ]
+
+
+def assert_as_recorded(model_type):
+    (outcome,) = sweep([model_type])
+    assert (outcome.outcome, outcome.attention) == (ROWS[model_type]["outcome"], ROWS[model_type]["attention"]), outcome
+
+
+@is_recorded
+@pytest.mark.parametrize("model_type", ["stablelm", "deepseek_v32", "llama4_text", "gpt_neox", "bloom", "whisper"])
+def test_a_type_ends_as_recorded(model_type):
+    assert_as_recorded(model_type)
+
+
+@is_recorded
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", sorted(ROWS))
+def test_every_type_ends_as_recorded(model_type):
+    assert_as_recorded(model_type)
