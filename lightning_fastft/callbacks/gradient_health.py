@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,8 @@ class GradientHealth(Callback):
     step stops the run at once, as does a gradient whose square overflows the optimizer moments. Gradients are read
     right after the optimizer step, so they are clipped unless the optimizer itself clips. A run whose learning rate
     stays 0 or that never meets a labelled token gets a warning after num_steps optimizer steps and fails at its end.
-    Later steps cost nothing.
+    Later steps cost nothing. Trained tensors of image towers are judged over steps with images alone; a run with fewer
+    than three of them gets a warning.
 
     Args:
         num_steps: Number of steps to check, at least 3.
@@ -83,16 +85,22 @@ class GradientHealth(Callback):
             if parameter.requires_grad and parameter.numel() > 0
         ]
         self._check_trainable(pl_module, named, trainer.optimizers)
-        self._judges = [
+        in_tower = _find_tower(pl_module)
+        parts = [[each for each in named if (id(each[1]) in in_tower) is is_tower] for is_tower in (False, True)]
+        judges = [
             OptimizerJudge(
                 optimizer,
-                named,
+                parts[is_tower],
                 num_steps=self.num_steps,
                 is_allowed=self.is_allowed,
                 is_automatic=pl_module.automatic_optimization,
+                is_tower=is_tower,
             )
             for optimizer in trainer.optimizers
+            for is_tower in (False, True)
+            if parts[is_tower] or not is_tower
         ]
+        self._judges = judges
         self._status = Status(
             "gradient health",
             "active",
@@ -102,12 +110,13 @@ class GradientHealth(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Count labelled tokens on the host; an unpacked batch counts as labelled."""
+        """Count labelled tokens and images on the host; an unpacked batch counts as labelled and with images."""
         if self._judges:
             packed = find_packed_batches(batch)
             has_labels = any(found.context.num_labelled > 0 for found in packed) or not packed
+            has_images = any(found.has_images for found in packed) or not packed
             for judge in self._judges:
-                judge.has_labels |= has_labels
+                judge.has_labels |= has_labels and (has_images or not judge.is_tower)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
         """Record that this optimizer step has a backward."""
@@ -118,13 +127,20 @@ class GradientHealth(Callback):
         """Read and check the results of earlier steps that have arrived."""
         for judge in self._judges:
             judge.judge()
-        if self._judges and all(judge.is_done for judge in self._judges):
-            num_tensors = sum(len(judge.names) for judge in self._judges)
-            self._stop_watching()
-            self._status = Status(
-                "gradient health", "active", f"{num_tensors} tensors moved within {self.num_steps} steps"
-            )
-            rank_zero_info(f"GradientHealth: {self._status.reason}.")
+        open_kinds = {judge.is_tower for judge in self._judges if not judge.is_done}
+        done = [judge for judge in self._judges if judge.is_tower not in open_kinds]
+        if not done:
+            return
+        waiting = [judge for judge in self._judges if judge.is_tower in open_kinds]
+        for judge in done:
+            judge.close()
+        self._judges = waiting
+        num_tensors = sum(len(judge.names) for judge in done)
+        note = f"; {sum(len(judge.names) for judge in waiting)} of image towers wait for images" if waiting else ""
+        self._status = Status(
+            "gradient health", "active", f"{num_tensors} tensors moved within {self.num_steps} steps{note}"
+        )
+        rank_zero_info(f"GradientHealth: {self._status.reason}.")
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Check a run that ended before num_steps."""
@@ -185,3 +201,12 @@ class GradientHealth(Callback):
         for judge in self._judges:
             judge.close()
         self._judges = []
+
+
+def _find_tower(module: nn.Module) -> set[int]:
+    """Return the identities of the parameters that only images reach."""
+    if "transformers" not in sys.modules:
+        return set()
+    from lightning_fastft.hf.families import tower_parameters
+
+    return {id(parameter) for parameter in tower_parameters(module)}

@@ -31,6 +31,8 @@ class OptimizerJudge:
         num_steps: Steps to judge.
         is_allowed: Whether a tensor of that name may stay without a gradient.
         is_automatic: Lightning runs the backward, so a step without one was skipped.
+        is_tower: The tensors are those of image towers: the owner sets ``has_labels`` for windows with images alone,
+            and a run without images is no error.
 
     Cost:
         In judged steps two reads of the tensors and one of the optimizer state on the device; no host sync.
@@ -44,6 +46,7 @@ class OptimizerJudge:
         num_steps: int,
         is_allowed: Callable[[str], bool],
         is_automatic: bool,
+        is_tower: bool = False,
     ) -> None:
         name_of = {id(parameter): name for name, parameter in named}
         # Tied tensors appear once in the module and once in the optimizer.
@@ -60,6 +63,7 @@ class OptimizerJudge:
         self._num_steps_to_judge = num_steps
         self._is_allowed = is_allowed
         self._is_automatic = is_automatic
+        self.is_tower = is_tower
         # Of the accumulation window so far. With manual optimization Lightning sees no backward that is called on the
         # loss itself.
         self.has_labels = self.has_backward = False
@@ -101,6 +105,11 @@ class OptimizerJudge:
             return
         if self._num_judged >= FEWEST_STEPS_TO_JUDGE:
             self._raise_if_still(self._num_judged)
+        elif self.is_tower:
+            rank_zero_warn(
+                f"GradientHealth: {len(self.names)} tensors of image towers were not judged: {self._num_judged} steps "
+                f"had images, {FEWEST_STEPS_TO_JUDGE} are needed ({list_names(self.names)})."
+            )
         elif self._num_judged == 0 and self._num_steps >= FEWEST_STEPS_TO_JUDGE:
             raise NotTrainingError(
                 f"Nothing was trained in {self._num_steps} optimizer steps: {self._why_nothing_counts()}."
@@ -219,6 +228,8 @@ class OptimizerJudge:
             )
 
     def _warn_if_nothing_counts(self) -> None:
+        if self.is_tower:
+            return
         if self._num_steps >= self._num_steps_to_judge and self._num_judged == 0 and not self._has_warned:
             self._has_warned = True
             rank_zero_warn(

@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -97,9 +97,19 @@ def check_tokenizer(tokenizer: object) -> None:
         check_string("tokenizer", tokenizer)
     elif tokenizer is not None and not callable(tokenizer):
         raise OptionError(
-            f"tokenizer must be a hub id, a folder, a tokenizer or None, got {tokenizer!r} "
+            f"tokenizer must be a hub id, a folder, a tokenizer, a processor or None, got {tokenizer!r} "
             f"({type(tokenizer).__name__})."
         )
+
+
+def is_processor(tokenizer: object) -> bool:
+    """Return whether a tokenizer is a processor of texts and images, which holds its tokenizer."""
+    return hasattr(tokenizer, "image_processor") and hasattr(tokenizer, "tokenizer")
+
+
+def tokenizer_of(given: Any) -> Any:
+    """Return the tokenizer that a processor holds, or what was given if it is none."""
+    return given.tokenizer if is_processor(given) else given
 
 
 def check_choice(name: str, value: T, allowed: Collection[T]) -> T:

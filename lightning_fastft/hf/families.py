@@ -149,6 +149,27 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     )
 
 
+def tower_parameters(root: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of every causal language model inside root that only images or sound reach: towers and
+    projectors.
+
+    Example:
+        >>> tower_parameters(nn.Linear(2, 2))
+        []
+    """
+    found = []
+    for _, model in find_causal_models(root):
+        text = {id(part) for part in (*model.get_decoder().parameters(), *_head_parameters(model))}
+        found += [parameter for parameter in model.parameters() if id(parameter) not in text]
+    return found
+
+
+def _head_parameters(model: PreTrainedModel) -> Iterator[nn.Parameter]:
+    for module in (model.get_output_embeddings(), model.get_input_embeddings()):
+        if module is not None:
+            yield from module.parameters()
+
+
 def num_decoder_layers(model: PreTrainedModel) -> int:
     """Return how many decoder layers the text part has."""
     return len(decoder_layers(model))

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -19,9 +20,18 @@ from lightning_fastft.hf.dtypes import seeded
 from lightning_fastft.hf.safe_files import check_config, check_headers, check_index
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 MAX_NAMES_IN_MESSAGE = 8
+# Options with which transformers returns None for a file that is not there.
+_SILENT = MappingProxyType(
+    {
+        "_raise_exceptions_for_missing_entries": False,
+        "_raise_exceptions_for_gated_repo": False,
+        "_raise_exceptions_for_connection_errors": False,
+    }
+)
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _TOKENIZER_FILE = re.compile(r"^(tokenizer|vocab|merges|spiece|sentencepiece|tekken)|\.(model|tiktoken|vocab)$")
 
 
@@ -144,10 +154,48 @@ class ModelSource:
                 f"The tokenizer of {self.model!r} cannot be read: {error!r}. Fetch its files again."
             ) from error
 
+    @property
+    def has_processor(self) -> bool:
+        """Whether the folder or hub id comes with a processor of images. Of a hub id a small file may be fetched."""
+        from transformers.utils.hub import cached_file
+
+        if not isinstance(self.model, str) or self.model.endswith(".json"):
+            return False
+        if Path(self.model).is_dir():
+            return any((Path(self.model) / name).is_file() for name in _PROCESSOR_FILES)
+        options = {"revision": self.revision or "main", **_SILENT}
+        return any(cached_file(self.model, name, **options) is not None for name in _PROCESSOR_FILES)
+
+    def processor_settings(self) -> str:
+        """Return the text of the processor's files; of a hub id its name and revision."""
+        files = [Path(str(self.model)) / name for name in _PROCESSOR_FILES]
+        found = [file.read_text(encoding="utf-8", errors="replace") for file in files if file.is_file()]
+        return "\n".join(found or [self.name, self.revision or ""])
+
+    def load_processor(self) -> ProcessorMixin:
+        """Return the processor saved with the model.
+
+        Raises:
+            MissingDependencyError: The extra ``vision`` is not installed.
+            OptionError: Its files cannot be read.
+        """
+        from transformers import AutoProcessor
+
+        from lightning_fastft.hf.images import require_vision
+
+        try:
+            return AutoProcessor.from_pretrained(self.model, revision=self.revision or "main", trust_remote_code=False)
+        except ImportError as error:
+            raise require_vision(self.name, error) from error
+        except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            raise OptionError(f"The processor of {self.model!r} cannot be read: {error!s:.300}") from error
+
 
 def auto_class(config: PretrainedConfig) -> Any:
-    """Return the auto class that makes a language model of a configuration: with its image tower where it is known only
-    with one.
+    """Return the auto class that makes a language model of a configuration: with its image tower where it has one.
+
+    Some types (Qwen3.5) also have a class without the tower. It would read the same folder, but give adapters and
+    weights other names than the whole model has.
 
     Raises:
         OptionError: transformers has no language model for it.
@@ -159,10 +207,10 @@ def auto_class(config: PretrainedConfig) -> Any:
         AutoModelForImageTextToText,
     )
 
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return AutoModelForCausalLM
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return AutoModelForImageTextToText
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
     raise OptionError(
         f"transformers has no causal language model of type {config.model_type!r}. Give a model whose configuration "
         "AutoModelForCausalLM or "
@@ -273,15 +321,10 @@ def weight_files(source: ModelSource) -> list[str]:
     from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
     options = {"revision": source.revision or "main"}
-    silent = {
-        "_raise_exceptions_for_missing_entries": False,
-        "_raise_exceptions_for_gated_repo": False,
-        "_raise_exceptions_for_connection_errors": False,
-    }
-    single = cached_file(source.model, SAFE_WEIGHTS_NAME, **options, **silent)
+    single = cached_file(source.model, SAFE_WEIGHTS_NAME, **options, **_SILENT)
     if single is not None:
         return [single]
-    index = cached_file(source.model, SAFE_WEIGHTS_INDEX_NAME, **options, **silent)
+    index = cached_file(source.model, SAFE_WEIGHTS_INDEX_NAME, **options, **_SILENT)
     if index is not None:
         check_index(index, name=source.name)
     return [] if index is None else get_checkpoint_shard_files(source.model, index, **options)[0]

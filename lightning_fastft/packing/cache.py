@@ -9,11 +9,11 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from io import BytesIO
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -34,6 +34,7 @@ from lightning_fastft.packing.dataset import (
 )
 from lightning_fastft.packing.encode import Formatter
 from lightning_fastft.packing.formats import FormatOptions
+from lightning_fastft.packing.images import ImageExpander, ImageStore, ImageWriter
 from lightning_fastft.packing.pipeline import ChunkResult, Setup, describe_uniform_reject, make_chunks
 from lightning_fastft.packing.report import IngestReport, render_counts
 from lightning_fastft.packing.rows import EXTRA_COLUMN, Reject
@@ -60,6 +61,7 @@ def tokenize_sources(
     rejected_path: str | Path | None = None,
     stopped_path: str | Path | None = None,
     vocab_size: int | None = None,
+    images: ImageExpander | None = None,
     show_progress: bool = False,
 ) -> TokenizedDataset:
     """Return the examples of all sources as tokens, from the cache if it has them.
@@ -77,6 +79,7 @@ def tokenize_sources(
         rejected_path: File for rejected rows; None writes them to the cache, if there is one.
         stopped_path: File for rejected rows if the run stops; None is rejected_path, or else the cache.
         vocab_size: Rows of the model's embedding; ids outside stop the run. None if it is not known yet.
+        images: Expands the image placeholders of a text; None rejects rows with images.
         show_progress: Whether to show a progress bar on stderr.
 
     Returns:
@@ -101,14 +104,16 @@ def tokenize_sources(
     if vocab_size is not None:
         check_int("vocab_size", vocab_size, low=1)
     opened = open_sources(sources)
-    fingerprint = _fingerprint(opened, tokenizer=tokenizer, options=options)
+    fingerprint = _fingerprint(opened, tokenizer=tokenizer, options=options, images=images)
     target = None if cache_dir is None else Path(cache_dir) / _name_entry(opened, fingerprint=fingerprint)
     named = None if rejected_path is None else Path(rejected_path)
     dataset = _open_if_whole(target)
     if dataset is None:
         fallback = None if cache_dir is None else Path(cache_dir) / REJECTED
         on_stop = named or fallback if stopped_path is None else Path(stopped_path)
-        ingest = _Ingest(Setup(tokenizer, options, vocab_size), max_reject_share=max_reject_share, on_stop=on_stop)
+        ingest = _Ingest(
+            Setup(tokenizer, options, vocab_size, images), max_reject_share=max_reject_share, on_stop=on_stop
+        )
         dataset = ingest.run(
             opened, num_proc=num_proc, target=target, fingerprint=fingerprint, show_progress=show_progress
         )
@@ -146,11 +151,20 @@ def fingerprint_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> str:
     return digest.hexdigest()
 
 
-def _fingerprint(sources: list[Source], *, tokenizer: PreTrainedTokenizerBase | None, options: FormatOptions) -> str:
+def _fingerprint(
+    sources: list[Source],
+    *,
+    tokenizer: PreTrainedTokenizerBase | None,
+    options: FormatOptions,
+    images: ImageExpander | None,
+) -> str:
     chosen = asdict(options)
     if tokenizer is not None:
         chosen["chat_template"] = chat.read_template(tokenizer, options.chat_template)
     parts = [_FINGERPRINT_VERSION, [source.fingerprint for source in sources], fingerprint_tokenizer(tokenizer), chosen]
+    if images is not None:
+        # Paths of images are relative to these folders.
+        parts += [images.fingerprint, [source.folder for source in sources]]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
@@ -158,6 +172,14 @@ def _name_entry(sources: list[Source], *, fingerprint: str) -> str:
     """Return the name of a cache entry, which depends on the content and on the source names in its report."""
     named = [fingerprint, *([source.name, source.stamp] for source in sources)]
     return hashlib.sha256(json.dumps(named).encode()).hexdigest()[:32]
+
+
+class _Files(NamedTuple):
+    """The files that are written row by row."""
+
+    ids: IO[bytes]
+    trained: IO[bytes]
+    images: IO[bytes]
 
 
 class _Ingest:
@@ -176,31 +198,43 @@ class _Ingest:
         self._num_labelled: list[np.ndarray] = []
         self._digest: list[np.ndarray] = []
         self._pending_bits = np.zeros(0, dtype=bool)
+        self._images = ImageWriter(BytesIO())
 
     def run(
         self, sources: list[Source], *, num_proc: int, target: Path | None, fingerprint: str, show_progress: bool
     ) -> TokenizedDataset:
         """Tokenise all sources and return the data set, stored in target, or in memory if target is None."""
         if target is None:
-            id_file, bit_file = BytesIO(), BytesIO()
-            start_N1 = self._fill(sources, id_file, bit_file, num_proc=num_proc, show_progress=show_progress)
+            buffers = BytesIO(), BytesIO(), BytesIO()
+            files = _Files(*buffers)
+            start_N1 = self._fill(sources, files, num_proc=num_proc, show_progress=show_progress)
+            id_buffer, bit_buffer, image_buffer = (np.frombuffer(file.getbuffer(), np.uint8) for file in buffers)
+            offsets = self._images.offsets()
             return TokenizedDataset(
-                id_T=np.frombuffer(id_file.getbuffer(), dtype=DTYPES["ids"]),
-                trained_bits=np.frombuffer(bit_file.getbuffer(), dtype=DTYPES["trained"]),
+                id_T=id_buffer.view(DTYPES["ids"]),
+                trained_bits=bit_buffer,
                 start_N1=start_N1,
                 num_labelled_N=_join(self._num_labelled),
                 report=self._report,
                 fingerprint=fingerprint,
+                images=ImageStore({"images": image_buffer, **offsets}) if offsets else None,
             )
         with write_beside(target) as part:
-            with (part / "ids.bin").open("wb") as ids, (part / "trained.bin").open("wb") as bits:
-                start_N1 = self._fill(sources, ids, bits, num_proc=num_proc, show_progress=show_progress)
-                sync_file(ids)
-                sync_file(bits)
+            with ExitStack() as stack:
+                files = _Files(*(stack.enter_context((part / f"{name}.bin").open("wb")) for name in _Files._fields))
+                start_N1 = self._fill(sources, files, num_proc=num_proc, show_progress=show_progress)
+                for file in files:
+                    sync_file(file)
+            offsets = self._images.offsets()
+            if not offsets:
+                (part / "images.bin").unlink()
             write_file(part / "start.bin", start_N1.tobytes())
             write_file(part / "num_labelled.bin", _join(self._num_labelled).tobytes())
+            for name, array in offsets.items():
+                write_file(part / f"{name}.bin", array.tobytes())
             write_file(part / REJECTED, _render_rejects(self.rejects))
-            digests = {name: digest_file(part / name) for name in (*(f"{name}.bin" for name in DTYPES), REJECTED)}
+            names = (*DTYPES, *(ImageStore.DTYPES if offsets else ()))
+            digests = {name: digest_file(part / name) for name in (*(f"{name}.bin" for name in names), REJECTED)}
             meta = {
                 "version": FORMAT_VERSION,
                 "fingerprint": fingerprint,
@@ -210,12 +244,12 @@ class _Ingest:
             write_file(part / META, json.dumps(meta | {"own_sha256": digest_meta(meta)}, indent=1).encode())
         return TokenizedDataset.open(target)
 
-    def _fill(
-        self, sources: list[Source], id_file: IO[bytes], bit_file: IO[bytes], *, num_proc: int, show_progress: bool
-    ) -> np.ndarray:
-        """Write ids and trained bits; return the offsets."""
+    def _fill(self, sources: list[Source], files: _Files, *, num_proc: int, show_progress: bool) -> np.ndarray:
+        """Write ids, trained bits and images; return the offsets."""
         # Check tokenizer and template in this process before any worker starts.
-        formatter = Formatter(self._setup.tokenizer, options=self._setup.options, vocab_size=self._setup.vocab_size)
+        setup = self._setup
+        formatter = Formatter(setup.tokenizer, options=setup.options, vocab_size=setup.vocab_size, images=setup.images)
+        self._images = ImageWriter(files.images)
         chunks = make_chunks(sources, formatter=formatter, options=self._setup.options)
         try:
             with (
@@ -224,9 +258,9 @@ class _Ingest:
             ):
                 for result in results:
                     self._judge(result)
-                    self._append(result, id_file, bit_file)
+                    self._append(result, files)
                     advance(result.num_seen)
-            bit_file.write(np.packbits(self._pending_bits).tobytes())
+            files.trained.write(np.packbits(self._pending_bits).tobytes())
             self._finish_report()
             self._check_whole()
         except DataError:
@@ -268,11 +302,13 @@ class _Ingest:
         if uniform is not None:
             raise DataError(f"{uniform}. Check format and columns.{_say_where(self._on_stop)}")
 
-    def _append(self, result: ChunkResult, id_file: IO[bytes], bit_file: IO[bytes]) -> None:
-        id_file.write(result.id_T.tobytes())
+    def _append(self, result: ChunkResult, files: _Files) -> None:
+        files.ids.write(result.id_T.tobytes())
+        for images in result.images_N:
+            self._images.add(images)
         bits = np.concatenate([self._pending_bits, result.is_trained_T])
         num_whole = len(bits) - len(bits) % 8
-        bit_file.write(np.packbits(bits[:num_whole]).tobytes())
+        files.trained.write(np.packbits(bits[:num_whole]).tobytes())
         self._pending_bits = bits[num_whole:]
         self._length.append(result.length_N)
         self._digest.append(result.digest_N)

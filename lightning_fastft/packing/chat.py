@@ -247,9 +247,11 @@ class ChatRenderer:
     ) -> int | None:
         """Return the place of a sentinel before or after a content; None if it changes any other character."""
         content = messages[number].get("content")
-        words = content if isinstance(content, str) else "".join(part["text"] for part in content or ())
         if content is None or _SENTINEL in text:
             return None
+        if not isinstance(content, str) and any(part["type"] != "text" for part in content):
+            return None
+        words = content if isinstance(content, str) else "".join(part["text"] for part in content)
         marked = [*messages]
         words = _SENTINEL + words if before else words + _SENTINEL
         marked[number] = {**messages[number], "content": words if isinstance(content, str) else _as_parts(words)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 
 from lightning_fastft.core.errors import ShapeError
 from lightning_fastft.packing.context import IGNORED_LABEL, BatchContext, Document
+from lightning_fastft.packing.images import merge_inputs
 from lightning_fastft.packing.pack_mask import PackMask
 
 
@@ -19,11 +20,14 @@ class PackedBatch:
     ``keys`` and ``__getitem__`` make ``**batch`` and ``batch["input_ids"]`` work. ``__iter__`` yields one tensor whose
     first size is the number of labelled tokens, so that ``self.log`` weights epoch means by tokens. The keys are
     input_ids, position_ids, labels and attention_mask of shape (1, T), int64; use_cache (False); num_items_in_batch;
-    context. The attention mask refuses a transformers model without packed attention (``PackMask``).
+    context. The attention mask refuses a transformers model without packed attention (``PackMask``). If documents have
+    images, also what these become for the model, and position_ids may have shape (axes, 1, T).
 
     Args:
         input_id_T: Token ids, shape (T,), int64, on the device of the context.
         context: The metadata of this pack.
+        images: Keyword arguments of the model for all images, in the order of the documents.
+        position_AT: Positions of the tokens on several axes, shape (axes, T); None for those of text.
         index: Global number of this micro-batch in the plan of the run; -1 where there is no plan.
 
     Raises:
@@ -38,7 +42,15 @@ class PackedBatch:
 
     _KEYS = ("input_ids", "position_ids", "labels", "attention_mask", "use_cache", "num_items_in_batch", "context")
 
-    def __init__(self, *, input_id_T: torch.Tensor, context: BatchContext, index: int = -1) -> None:
+    def __init__(
+        self,
+        *,
+        input_id_T: torch.Tensor,
+        context: BatchContext,
+        images: Mapping[str, torch.Tensor] | None = None,
+        position_AT: torch.Tensor | None = None,
+        index: int = -1,
+    ) -> None:
         if input_id_T.shape != (context.num_tokens,):
             raise ShapeError(
                 f"input_id_T must have shape ({context.num_tokens},) as in its context, got {tuple(input_id_T.shape)}."
@@ -47,24 +59,30 @@ class PackedBatch:
         self.index = index
         self._items: dict[str, Any] = {
             "input_ids": input_id_T[None],
-            "position_ids": context.position_T[None],
+            "position_ids": context.position_T[None] if position_AT is None else position_AT[:, None],
             "labels": context.label_T[None],
             "attention_mask": torch.ones_like(input_id_T)[None],
             "use_cache": False,
             "num_items_in_batch": context.num_items,
             "context": context,
+            **(images or {}),
         }
 
     def keys(self) -> tuple[str, ...]:
         """Return the keyword arguments that a model is called with."""
-        return self._KEYS
+        return tuple(self._items)
 
     def __getitem__(self, key: str) -> Any:
         item = self._items[key]
         return PackMask.of(item, self.context) if key == "attention_mask" else item
 
     def __len__(self) -> int:
-        return len(self._KEYS)
+        return len(self._items)
+
+    @property
+    def has_images(self) -> bool:
+        """Whether a document of the pack has images."""
+        return len(self._items) > len(self._KEYS)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         # Expanded, not allocated: Lightning reads only its first size.
@@ -87,14 +105,13 @@ class PackedBatch:
         other = object.__new__(PackedBatch)
         other.context = context
         other.index = self.index
+        # Views of tensors that the context has moved already, so that each is copied once.
+        shared = {"labels": context.label_T[None], "context": context}
+        if self._items["position_ids"].ndim == 2:
+            shared["position_ids"] = context.position_T[None]
         other._items = {
-            **self._items,
-            "input_ids": move(self._items["input_ids"]),
-            "attention_mask": move(self._items["attention_mask"]),
-            # Views of tensors that the context has moved already, so that each is copied once.
-            "position_ids": context.position_T[None],
-            "labels": context.label_T[None],
-            "context": context,
+            name: shared[name] if name in shared else move(item) if isinstance(item, torch.Tensor) else item
+            for name, item in self._items.items()
         }
         return other
 
@@ -110,7 +127,8 @@ def collate(
     """Return one batch of concatenated documents with their context.
 
     The first label of every document becomes -100, so that no token is predicted across a document border. The pad tail
-    becomes separate documents, none longer than the longest real one, so that offsets cover every token.
+    becomes separate documents, none longer than the longest real one, so that offsets cover every token. Image inputs
+    are joined in the order of the documents, which is the order of their tokens.
 
     Args:
         documents: Documents of the pack, at least one unless pad_to is given.
@@ -147,7 +165,30 @@ def collate(
         num_pad_tokens=num_pad_tokens,
         num_items=max(1, num_labelled) if num_items is None else num_items,
     )
-    return PackedBatch(input_id_T=input_id_T, context=context, index=index)
+    inputs = [document.image_inputs for document in documents if document.image_inputs is not None]
+    return PackedBatch(
+        input_id_T=input_id_T,
+        context=context,
+        images=merge_inputs(inputs) if inputs else None,
+        position_AT=_join_positions(documents, position_T=context.position_T),
+        index=index,
+    )
+
+
+def _join_positions(documents: Sequence[Document], *, position_T: torch.Tensor) -> torch.Tensor | None:
+    """Return positions on several axes, each document's own; those of text where it has none. None if none has any."""
+    found = [inputs.position_AT for document in documents if (inputs := document.image_inputs) is not None]
+    num_axes = next((position_AT.shape[0] for position_AT in found if position_AT is not None), None)
+    if num_axes is None:
+        return None
+    position_AT = position_T.repeat(num_axes, 1)
+    start = 0
+    for document in documents:
+        end = start + len(document.input_ids)
+        if document.image_inputs is not None and document.image_inputs.position_AT is not None:
+            position_AT[:, start:end] = document.image_inputs.position_AT
+        start = end
+    return position_AT
 
 
 def _concatenate(

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
 
 from lightning_fastft.core.errors import OptionError, ShapeError
+
+if TYPE_CHECKING:
+    from lightning_fastft.packing.images import ImageFile, ImageInputs
 
 T = TypeVar("T")
 
@@ -26,10 +29,14 @@ ONE_BY_ONE = "one_by_one"
 
 
 class Document(NamedTuple):
-    """One tokenised example: ids and unshifted labels, each of shape (length,), -100 where nothing is trained."""
+    """One tokenised example: ids and unshifted labels, each of shape (length,), -100 where nothing is trained; its
+    images in encoded form, and what they become for the model (packing/images.py).
+    """
 
     input_ids: np.ndarray
     labels: np.ndarray
+    images: tuple[ImageFile, ...] = ()
+    image_inputs: ImageInputs | None = None
 
 
 class VarlenArguments(NamedTuple):

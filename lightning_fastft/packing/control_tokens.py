@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from lightning_fastft.packing.images import ImageFile
+
 # Enclose the index of a control token that a user wrote.
 _QUOTE, _END_QUOTE = "\ue0f3", "\ue0f4"
 
@@ -35,7 +37,7 @@ class Rendered(NamedTuple):
     """A text with its trained character spans (begin, end), ascending.
 
     is_chat: a template added the first and last tokens. is_quoted: control tokens of a user are replaced by indices.
-    notes: remarks on the row.
+    notes: remarks on the row. images: the images of its placeholders, in order.
     """
 
     text: str
@@ -43,6 +45,7 @@ class Rendered(NamedTuple):
     is_chat: bool = False
     is_quoted: bool = False
     notes: tuple[str, ...] = ()
+    images: tuple[ImageFile, ...] = ()
 
 
 class ControlTokens:

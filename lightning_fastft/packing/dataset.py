@@ -22,8 +22,8 @@ import numpy as np
 from lightning_fastft.core.errors import DataError, OptionError
 from lightning_fastft.core.files import sync_file
 from lightning_fastft.packing.context import IGNORED_LABEL, Document
+from lightning_fastft.packing.images import ImageStore
 from lightning_fastft.packing.report import IngestReport
-from lightning_fastft.packing.sources import REJECTED
 
 # Increase it if the same rows give other tokens, or the same tokens other files.
 FORMAT_VERSION = 2
@@ -38,6 +38,7 @@ class TokenizedDataset:
     """Store examples as tokens, in memory or in memory-mapped files.
 
     The storage is flat ids, one trained bit per token, and offsets. A memory-mapped data set is pickled as its path.
+    Images are stored in encoded form, or as paths.
 
     Args:
         id_T: Concatenated ids of all examples, int32.
@@ -48,6 +49,7 @@ class TokenizedDataset:
         fingerprint: Digest of rows, tokenizer and options.
         content_digest: Value of the property if it is known.
         path: Folder of the arrays; None if they are in memory.
+        images: The images of the examples; None if there are none.
     """
 
     def __init__(
@@ -61,7 +63,9 @@ class TokenizedDataset:
         fingerprint: str,
         content_digest: str | None = None,
         path: Path | None = None,
+        images: ImageStore | None = None,
     ) -> None:
+        self.images = images
         self.report = report
         self.fingerprint = fingerprint
         self.path = path
@@ -102,10 +106,12 @@ class TokenizedDataset:
         digests = meta["sha256"]
         if meta["own_sha256"] != digest_meta(meta):
             raise DataError(f"{META} is damaged")
-        for name in (*(f"{name}.bin" for name in DTYPES), REJECTED) if is_checked else ():
+        for name in digests if is_checked else ():
             if digest_file(path / name) != digests[name]:
                 raise DataError(f"{name} is damaged")
-        arrays = {name: np.memmap(path / f"{name}.bin", dtype=dtype, mode="r") for name, dtype in DTYPES.items()}
+        has_images = "images.bin" in digests
+        dtypes = {**DTYPES, **(ImageStore.DTYPES if has_images else {})}
+        arrays = {name: np.memmap(path / f"{name}.bin", dtype=dtype, mode="r") for name, dtype in dtypes.items()}
         dataset = cls(
             id_T=arrays["ids"],
             trained_bits=arrays["trained"],
@@ -115,6 +121,7 @@ class TokenizedDataset:
             fingerprint=str(meta["fingerprint"]),
             content_digest=combine_digests(digests),
             path=path,
+            images=ImageStore({name: arrays[name] for name in ImageStore.DTYPES}) if has_images else None,
         )
         dataset.check_bounds()
         if is_checked and not 0 <= int(arrays["ids"].min()) <= int(arrays["ids"].max()) <= dataset.report.highest_id:
@@ -134,6 +141,7 @@ class TokenizedDataset:
                 "trained": self._trained_bits,
                 "start": self._start_N1,
                 "num_labelled": self.num_labelled_N,
+                **({} if self.images is None else self.images.arrays),
             }
             self._content_digest = combine_digests(
                 {f"{name}.bin": hashlib.sha256(array.data).hexdigest() for name, array in arrays.items()}
@@ -151,6 +159,8 @@ class TokenizedDataset:
             raise DataError("its offsets are not ascending")
         if self.report.num_documents != num_examples or self.report.num_tokens != num_tokens:
             raise DataError("its report has the counts of other examples")
+        if self.images is not None:
+            self.images.check_bounds(num_examples=num_examples)
 
     def __len__(self) -> int:
         return len(self.length_N)
@@ -163,7 +173,8 @@ class TokenizedDataset:
         ids = self._id_T[begin:end].astype(np.int64)
         bits = np.unpackbits(self._trained_bits[begin // 8 : -(-end // 8)])
         is_trained = bits[begin % 8 : begin % 8 + len(ids)].astype(bool)
-        return Document(ids, np.where(is_trained, ids, IGNORED_LABEL))
+        images = () if self.images is None else self.images[index]
+        return Document(ids, np.where(is_trained, ids, IGNORED_LABEL), images)
 
     def __iter__(self) -> Iterator[Document]:
         return (self[index] for index in range(len(self)))
@@ -180,6 +191,7 @@ class TokenizedDataset:
             report=self.report,
             fingerprint=self.fingerprint,
             content_digest=self._content_digest,
+            images=self.images,
         )
         return held, ()
 
@@ -190,8 +202,9 @@ def _reopen(path: Path) -> TokenizedDataset:
 
 
 def combine_digests(digests: Mapping[str, str]) -> str:
-    """Return one digest of the token files of an entry."""
-    return hashlib.sha256(json.dumps([digests[f"{name}.bin"] for name in DTYPES]).encode()).hexdigest()
+    """Return one digest of the token files of an entry, and of those of its images if it has any."""
+    names = (f"{name}.bin" for name in (*DTYPES, *ImageStore.DTYPES))
+    return hashlib.sha256(json.dumps([digests[name] for name in names if name in digests]).encode()).hexdigest()
 
 
 def digest_meta(meta: Mapping[str, Any]) -> str:

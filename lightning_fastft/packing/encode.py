@@ -15,8 +15,11 @@ import numpy as np
 from lightning_fastft.core.errors import DataError
 from lightning_fastft.packing import chat
 from lightning_fastft.packing.context import IGNORED_LABEL
+from lightning_fastft.packing.control_tokens import Rendered
 from lightning_fastft.packing.formats import FormatOptions
+from lightning_fastft.packing.images import ImageExpander, ImageFile, decode_image, place_images, read_image
 from lightning_fastft.packing.rows import (
+    IMAGE_UNSERVED,
     LABELS_DIFFER,
     WRONG_TYPE,
     RowRejectedError,
@@ -32,11 +35,14 @@ MAX_TOKEN_ID = 2**31 - 1
 
 
 class Encoded(NamedTuple):
-    """One example as tokens: ids (int64) and trained flags (bool), both of shape (length,), and remarks on its row."""
+    """One example as tokens: ids (int64) and trained flags (bool), both of shape (length,); remarks on its row, and its
+    images.
+    """
 
     input_ids: np.ndarray
     is_trained: np.ndarray
     notes: tuple[str, ...] = ()
+    images: tuple[ImageFile, ...] = ()
 
 
 class TokenIdError(DataError):
@@ -65,6 +71,7 @@ class Formatter:
         tokenizer: A Hugging Face tokenizer; None supports only the format input_ids.
         options: Options for turning rows into tokens.
         vocab_size: Rows of the model's embedding; None if it is not known yet.
+        images: Expands the image placeholders of a text; None rejects rows with images.
 
     Raises:
         DataError: The chat template's file cannot be read.
@@ -76,9 +83,15 @@ class Formatter:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase | None, *, options: FormatOptions, vocab_size: int | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        options: FormatOptions,
+        vocab_size: int | None = None,
+        images: ImageExpander | None = None,
     ) -> None:
         self.notes: Counter[str] = Counter()
+        self._images = images
         self._tokenizer = tokenizer
         self._options = options
         self._vocab_size = vocab_size
@@ -89,6 +102,8 @@ class Formatter:
             self._prefix_ids = _find_prefix(tokenizer)
             self._eos_id = tokenizer.eos_token_id if options.add_eos else None
             template = chat.read_template(tokenizer, options.chat_template)
+            if template is None and images is not None:
+                template = images.chat_template
             if template is not None:
                 self._chat = chat.ChatRenderer(tokenizer, template=template, loss_on=options.loss_on, notes=self.notes)
 
@@ -106,72 +121,106 @@ class Formatter:
             )
 
     def encode(
-        self, rows: Sequence[Mapping[str, Any]], *, format: str
+        self, rows: Sequence[Mapping[str, Any]], *, format: str, folder: str = ""
     ) -> list[Encoded | RowRejectedError | TokenIdError]:
         """Return the tokens of each row, or the error that rejects it.
 
         Args:
             rows: Columns under the names of the format.
             format: Format of all rows.
+            folder: Paths of images are relative to it.
 
         Cost:
             One tokenizer call for all rows. A chat template is rendered once per row, and once more per turn if it has
-            no generation marks.
+            no generation marks. Each image is decoded and processed once, for its number of tokens.
         """
-        outcomes: list[Encoded | RowRejectedError | TokenIdError | chat.Rendered] = []
+        outcomes: list[Encoded | RowRejectedError | TokenIdError | Rendered] = []
         for row in rows:
             try:
-                outcomes.append(self._take_ids(row) if format == "input_ids" else self._render(row, format=format))
+                outcomes.append(
+                    self._take_ids(row)
+                    if format == "input_ids"
+                    else self._expand(self._render(row, format=format), folder=folder)
+                )
             except (RowRejectedError, TokenIdError) as error:
                 outcomes.append(error)
-        rendered = [outcome for outcome in outcomes if isinstance(outcome, chat.Rendered)]
+        rendered = [outcome for outcome in outcomes if isinstance(outcome, Rendered)]
         encoded = iter(self._encode_rendered(rendered))
-        return [next(encoded) if isinstance(outcome, chat.Rendered) else outcome for outcome in outcomes]
+        return [next(encoded) if isinstance(outcome, Rendered) else outcome for outcome in outcomes]
 
-    def _render(self, row: Mapping[str, Any], *, format: str) -> chat.Rendered:
+    def _expand(self, rendered: tuple[Rendered, list[object]], *, folder: str) -> Rendered:
+        """Read the images of a rendered row and expand their placeholders, which are never trained."""
+        example, values = rendered
+        if not values:
+            return example
+        assert self._images is not None
+        files = [read_image(value, folder=folder) for value in values]
+        expanded = self._images.expand(example.text, [decode_image(file) for file in files])
+        return example._replace(
+            text=expanded.text, spans=move_spans(example.spans, expanded.places), images=tuple(files)
+        )
+
+    def _render(self, row: Mapping[str, Any], *, format: str) -> tuple[Rendered, list[object]]:
+        """Return the text of a row, and its images in the order of their placeholders."""
+        column = _image_column(row)
         if format == "messages":
-            return self._render_chat(check_messages(row["messages"]), tools=row.get("tools"))
+            return self._render_chat(check_messages(row["messages"]), tools=row.get("tools"), column=column)
         if format == "conversations":
-            return self._render_chat(
-                read_conversation(row["conversations"], system=row.get("system")), tools=row.get("tools")
-            )
+            messages = read_conversation(row["conversations"], system=row.get("system"))
+            return self._render_chat(messages, tools=row.get("tools"), column=column)
+        if format == "prompt_completion" and not isinstance(row["prompt"], str):
+            return self._render_turns(row["prompt"], row["completion"], column=column)
+        if column:
+            raise RowRejectedError(WRONG_TYPE, "a prompt with images must be a list of messages")
+        return self._render_text(row, format=format), []
+
+    def _render_text(self, row: Mapping[str, Any], *, format: str) -> Rendered:
         if format == "prompt_completion":
-            return self._render_prompt(row["prompt"], row["completion"])
+            return self._render_strings(row["prompt"], row["completion"])
         if format == "instruction":
             prompt = f"### Instruction:\n{check_text(row['instruction'], column='instruction')}\n\n"
             extra = check_text(row.get("input", ""), column="input", may_be_empty=True)
             prompt += f"### Input:\n{extra}\n\n" if extra.strip() else ""
             return self._render_pair(prompt + "### Response:\n", check_text(row["output"], column="output"))
         text = check_text(row["text"], column="text")
-        return chat.Rendered(text, ((0, len(text)),))
+        return Rendered(text, ((0, len(text)),))
 
-    def _render_prompt(self, prompt: object, completion: object) -> chat.Rendered:
-        if isinstance(prompt, str) and isinstance(completion, str):
-            return self._render_pair(
-                check_text(prompt, column="prompt") + self._options.separator,
-                check_text(completion, column="completion"),
-            )
-        if isinstance(prompt, (list, tuple)) and isinstance(completion, (list, tuple)):
-            turns = check_messages(prompt, column="prompt", needs_assistant=False)
-            answers = check_messages(completion, column="completion")
-            return self._render_chat(turns + answers, num_context_turns=len(turns))
-        found = f"{type(prompt).__name__} and {type(completion).__name__}"
-        raise RowRejectedError(
-            WRONG_TYPE, f"prompt and completion must both be strings or both lists of messages, got {found}"
+    def _render_strings(self, prompt: object, completion: object) -> Rendered:
+        if not (isinstance(prompt, str) and isinstance(completion, str)):
+            raise _unlike(prompt, completion)
+        return self._render_pair(
+            check_text(prompt, column="prompt") + self._options.separator, check_text(completion, column="completion")
         )
 
-    def _render_pair(self, prompt: str, completion: str) -> chat.Rendered:
+    def _render_turns(
+        self, prompt: object, completion: object, *, column: list[object]
+    ) -> tuple[Rendered, list[object]]:
+        if not (isinstance(prompt, (list, tuple)) and isinstance(completion, (list, tuple))):
+            raise _unlike(prompt, completion)
+        turns = check_messages(prompt, column="prompt", needs_assistant=False)
+        answers = check_messages(completion, column="completion")
+        return self._render_chat(turns + answers, num_context_turns=len(turns), column=column)
+
+    def _render_pair(self, prompt: str, completion: str) -> Rendered:
         begin = 0 if self._options.loss_on == "all" else len(prompt)
-        return chat.Rendered(prompt + completion, ((begin, len(prompt) + len(completion)),))
+        return Rendered(prompt + completion, ((begin, len(prompt) + len(completion)),))
 
     def _render_chat(
-        self, messages: list[dict[str, Any]], *, num_context_turns: int = 0, tools: object = None
-    ) -> chat.Rendered:
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        num_context_turns: int = 0,
+        tools: object = None,
+        column: list[object],
+    ) -> tuple[Rendered, list[object]]:
         if self._chat is None:
             raise DataError("Messages need a chat template, and the tokenizer has none. Give chat_template.")
-        return self._chat.render(messages, num_context_turns=num_context_turns, tools=tools)
+        turns, images = place_images(messages, column)
+        if images and self._images is None:
+            raise RowRejectedError(IMAGE_UNSERVED, "image parts need a vision-language model with its processor")
+        return self._chat.render(turns, num_context_turns=num_context_turns, tools=tools), images
 
-    def _encode_rendered(self, rendered: Sequence[chat.Rendered]) -> list[Encoded | TokenIdError]:
+    def _encode_rendered(self, rendered: Sequence[Rendered]) -> list[Encoded | TokenIdError]:
         if not rendered:
             return []
         assert self._tokenizer is not None, "call check_can_serve first"
@@ -185,14 +234,15 @@ class Formatter:
             else:
                 ids, spans = self._place_spans(batch, number, example, tokenizer=self._tokenizer)
             # A chat template adds its own first and last tokens.
-            finished = self._finish(ids, spans, add_ends=not example.is_chat)._replace(notes=example.notes)
+            finished = self._finish(ids, spans, add_ends=not example.is_chat, trains_all=not example.images)
+            finished = finished._replace(notes=example.notes, images=example.images)
             highest = int(finished.input_ids.max(initial=-1))
             encoded.append(
                 finished if highest <= self._highest_id else TokenIdError(highest, "token id", self._allowed_ids)
             )
         return encoded
 
-    def _encode_quoted(self, example: chat.Rendered) -> tuple[list[int], list[tuple[int, int]]]:
+    def _encode_quoted(self, example: Rendered) -> tuple[list[int], list[tuple[int, int]]]:
         """Return ids and trained spans of a conversation with control tokens as plain text in user turns."""
         assert self._chat is not None
         controls = self._chat.controls
@@ -200,15 +250,20 @@ class Formatter:
         ids, spans = self._place_spans(batch, 0, marked, tokenizer=controls.marked)
         return controls.own_ids(ids), spans
 
-    def _finish(self, ids: list[int], spans: list[tuple[int, int]], *, add_ends: bool) -> Encoded:
-        """Set the trained flags; add the tokenizer's prefix and a trained end-of-sequence token."""
+    def _finish(
+        self, ids: list[int], spans: list[tuple[int, int]], *, add_ends: bool, trains_all: bool = True
+    ) -> Encoded:
+        """Set the trained flags; add the tokenizer's prefix and a trained end-of-sequence token.
+
+        trains_all: Whether loss_on="all" may train every token, also those outside of the spans.
+        """
         if not ids:
             return Encoded(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=bool))
         prefix = self._prefix_ids if add_ends and ids[: len(self._prefix_ids)] != self._prefix_ids else []
         suffix = [self._eos_id] if add_ends and self._eos_id is not None and ids[-1] != self._eos_id else []
         input_ids = np.asarray(prefix + ids + suffix, dtype=np.int64)
         is_trained = np.zeros(len(input_ids), dtype=bool)
-        if self._options.loss_on == "all":
+        if self._options.loss_on == "all" and trains_all:
             is_trained[:] = True
         for begin, end in spans:
             is_trained[len(prefix) + begin : len(prefix) + end] = True
@@ -227,7 +282,7 @@ class Formatter:
         self,
         batch: Any,
         number: int,
-        example: chat.Rendered,
+        example: Rendered,
         *,
         tokenizer: PreTrainedTokenizerBase,
     ) -> tuple[list[int], list[tuple[int, int]]]:
@@ -328,6 +383,48 @@ class Formatter:
             return np.asarray(value, dtype=np.int64)
         except OverflowError:
             raise TokenIdError(max(value, key=abs), column, self._allowed_ids) from None
+
+
+def _image_column(row: Mapping[str, Any]) -> list[object]:
+    """Return the images of a row's columns, images before image."""
+    images = row.get("images")
+    several = list(images) if isinstance(images, (list, tuple)) else [] if images is None else [images]
+    return several + ([row["image"]] if row.get("image") is not None else [])
+
+
+def _unlike(prompt: object, completion: object) -> RowRejectedError:
+    found = f"{type(prompt).__name__} and {type(completion).__name__}"
+    return RowRejectedError(
+        WRONG_TYPE, f"prompt and completion must both be strings or both lists of messages, got {found}"
+    )
+
+
+def move_spans(
+    spans: Sequence[tuple[int, int]], places: Sequence[tuple[int, int, int, int]]
+) -> tuple[tuple[int, int], ...]:
+    """Return character spans in a text whose placeholders were expanded; the expanded ones are in no span.
+
+    Args:
+        spans: Spans in the old text, ascending.
+        places: For each placeholder its (begin, end) in the old text, then in the new one.
+
+    Example:
+        >>> move_spans([(0, 6)], [(2, 3, 2, 5)])
+        ((0, 2), (5, 8))
+    """
+    moved = []
+    for begin, end in spans:
+        shift = 0
+        for old_begin, old_end, new_begin, new_end in places:
+            if old_end <= begin:
+                shift = new_end - old_end
+            elif old_begin < end:
+                if begin < old_begin:
+                    moved.append((begin + shift, new_begin))
+                begin, shift = old_end, new_end - old_end
+        if begin < end:
+            moved.append((begin + shift, end + shift))
+    return tuple(moved)
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 # Required and optional columns of each format, in the order of detection.
 COLUMNS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "messages": (("messages",), ("tools",)),
-    "conversations": (("conversations",), ("system", "tools")),
-    "prompt_completion": (("prompt", "completion"), ()),
+    "messages": (("messages",), ("tools", "images", "image")),
+    "conversations": (("conversations",), ("system", "tools", "images", "image")),
+    "prompt_completion": (("prompt", "completion"), ("images", "image")),
     "instruction": (("instruction", "output"), ("input",)),
     "input_ids": (("input_ids",), ("labels",)),
     "text": (("text",), ()),

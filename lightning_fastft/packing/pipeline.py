@@ -17,8 +17,10 @@ import numpy as np
 from lightning_fastft.core.errors import DataError
 from lightning_fastft.packing.encode import Encoded, Formatter, TokenIdError
 from lightning_fastft.packing.formats import COLUMNS, FormatOptions, detect_format, find_wrong_mapping
+from lightning_fastft.packing.images import ImageExpander, ImageFile
 from lightning_fastft.packing.report import render_counts
 from lightning_fastft.packing.rows import (
+    IMAGE_TOO_LONG,
     Raw,
     Reject,
     RowRejectedError,
@@ -49,6 +51,7 @@ class Setup(NamedTuple):
     tokenizer: PreTrainedTokenizerBase | None
     options: FormatOptions
     vocab_size: int | None
+    images: ImageExpander | None = None
 
 
 class Chunk(NamedTuple):
@@ -60,6 +63,7 @@ class Chunk(NamedTuple):
     rows: list[RawRow]
     is_first: bool
     counts: str = "line"
+    folder: str = ""
 
 
 class ChunkResult(NamedTuple):
@@ -67,7 +71,7 @@ class ChunkResult(NamedTuple):
 
     num_seen counts rows without blank lines. digest_N has one number per accepted row, before truncation. An impossible
     token id ends the chunk. first_lines has the first line of each note on single rows; counted is the unit of these
-    numbers, "line" or "row".
+    numbers, "line" or "row". images_N has the images of each kept example.
     """
 
     source: str
@@ -86,6 +90,7 @@ class ChunkResult(NamedTuple):
     highest_id: tuple[int, int]
     impossible: tuple[int, TokenIdError] | None
     counted: str
+    images_N: list[tuple[ImageFile, ...]]
 
     def place(self, number: int) -> str:
         """Return the place of a row: "a.jsonl, line 3", or "a.json, row 3" for arrays, tables and lists."""
@@ -113,9 +118,9 @@ def make_chunks(sources: Iterable[Source], *, formatter: Formatter, options: For
         format, expected = _learn_format(source, first, options=options)
         if format is not None:
             formatter.check_can_serve(format, file=source.name)
-        yield Chunk(source.name, format, expected, first, True, source.counts)
+        yield Chunk(source.name, format, expected, first, True, source.counts, source.folder)
         for more in _split_rows(rows):
-            yield Chunk(source.name, format, expected, more, False, source.counts)
+            yield Chunk(source.name, format, expected, more, False, source.counts, source.folder)
 
 
 def _take_first_rows(rows: Iterator[RawRow]) -> list[RawRow]:
@@ -223,7 +228,7 @@ def tokenize_chunk(chunk: Chunk, *, formatter: Formatter, options: FormatOptions
             taken.append(place)
         except RowRejectedError as error:
             reject(place, error)
-    outcomes = formatter.encode(rows, format=chunk.format) if chunk.format is not None else []
+    outcomes = formatter.encode(rows, format=chunk.format, folder=chunk.folder) if chunk.format is not None else []
 
     kept: list[Encoded] = []
     digests: list[int] = []
@@ -268,11 +273,13 @@ def tokenize_chunk(chunk: Chunk, *, formatter: Formatter, options: FormatOptions
         highest_id=highest,
         impossible=impossible,
         counted=chunk.counts,
+        images_N=[example.images for example in kept],
     )
 
 
 def _digest(example: Encoded) -> int:
-    digest = hashlib.blake2b(example.input_ids.tobytes() + example.is_trained.tobytes(), digest_size=8)
+    content = example.input_ids.tobytes() + example.is_trained.tobytes()
+    digest = hashlib.blake2b(content + b"".join(image.digest for image in example.images), digest_size=8)
     return int.from_bytes(digest.digest(), "little")
 
 
@@ -281,6 +288,9 @@ def _fit(example: Encoded, *, options: FormatOptions, counts: Counter[str]) -> l
     most = options.max_tokens
     if len(example.input_ids) <= most:
         return [example]
+    if example.images and options.too_long != "refuse":
+        # A cut would leave images without some of their tokens.
+        raise RowRejectedError(IMAGE_TOO_LONG, f"{len(example.input_ids)} tokens, max_tokens={most}")
     counts["num_too_long"] += 1
     if options.too_long == "refuse":
         # The run stops once all rows are counted, so tokens are not kept.

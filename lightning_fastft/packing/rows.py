@@ -34,9 +34,16 @@ ZERO_TOKENS = "zero tokens"
 ONE_TOKEN = "fewer than 2 tokens"  # noqa: S105 - no password
 ALL_MASKED = "all labels masked"
 ALL_MASKED_TRUNCATED = "all labels masked after truncation"
+IMAGE_UNREADABLE = "unreadable image"
+IMAGE_URL = "image behind a URL"
+IMAGE_COUNT = "images and their places differ in number"
+IMAGE_UNSERVED = "images without an image processor"
+IMAGE_TOO_LONG = "too long, with images"
 
 # A turn with one of these keys at 0 or false is not trained: OpenAI's name, and those of other trainers.
 TRAINED_FLAGS = ("weight", "train", "training", "loss")
+# Types of message parts that are images.
+IMAGE_PARTS = frozenset({"image", "image_url"})
 KNOWN_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 # Speakers of the ShareGPT format, mapped to the roles of a chat template.
 SPEAKERS = {
@@ -289,7 +296,8 @@ def check_characters(text: str, *, column: str) -> None:
 
 
 def check_messages(value: object, *, column: str = "messages", needs_assistant: bool = True) -> list[dict[str, Any]]:
-    """Return the messages of a conversation, without null keys and with content as one string.
+    """Return the messages of a conversation, without null keys and with content as one string, or as a list of parts
+    if one of them is an image.
 
     An untrained message has ``weight`` 0; other messages have no weight.
 
@@ -364,7 +372,11 @@ def _check_message(value: object, *, where: str) -> dict[str, Any]:
     content = message.get("content")
     calls_a_tool = role == "assistant" and bool(message.get("tool_calls"))
     may_be_empty = calls_a_tool or role not in ("user", "assistant")
-    if isinstance(content, (list, tuple)):
+    if isinstance(content, (list, tuple)) and any(
+        isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS for part in content
+    ):
+        message["content"] = _check_parts(content, where=where)
+    elif isinstance(content, (list, tuple)):
         parts = [
             part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else None
             for part in content
@@ -385,6 +397,21 @@ def _check_message(value: object, *, where: str) -> dict[str, Any]:
         check_text(content, column=f"{where}.content", may_be_empty=may_be_empty)
     _take_weight(message, where=where)
     return message
+
+
+def _check_parts(content: Sequence[Any], *, where: str) -> list[dict[str, Any]]:
+    """Return the parts of a content with images, without null keys."""
+    parts = []
+    for number, part in enumerate(content):
+        kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+        if kind not in ("text", *IMAGE_PARTS):
+            raise RowRejectedError(WRONG_TYPE, f"{where} has a part that is neither text nor image: {kind}")
+        if kind == "text":
+            text = check_text(part.get("text"), column=f"{where}.content[{number}].text", may_be_empty=True)
+            parts.append({"type": "text", "text": text})
+        else:
+            parts.append({**{name: entry for name, entry in part.items() if entry is not None}, "type": kind})
+    return parts
 
 
 def _take_weight(message: dict[str, Any], *, where: str) -> None:

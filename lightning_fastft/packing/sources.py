@@ -71,6 +71,7 @@ class Source(NamedTuple):
         count_rows: Returns an upper bound of the number of rows, for the progress bar.
         counts: Unit of row numbers: "line" or "row".
         stamp: Modification stamp of a file whose fingerprint does not cover all bytes; "" otherwise.
+        folder: Paths of images are relative to it; "" for the current folder.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Source(NamedTuple):
     count_rows: Callable[[], int]
     counts: str = "row"
     stamp: str = ""
+    folder: str = ""
 
 
 def open_sources(sources: object) -> list[Source]:
@@ -244,7 +246,8 @@ def _open_file(path: Path) -> Source:
     elif kind == ".json" and beginning.removeprefix(BOM).lstrip().startswith(b"["):
         reader, counts = read_json_array, "row"
     name = printable(str(path))
-    return Source(name, fingerprint, lambda _: reader(path), None, lambda: count_lines(path), counts, stamp_file(path))
+    stamp, folder = stamp_file(path), str(path.parent)
+    return Source(name, fingerprint, lambda _: reader(path), None, lambda: count_lines(path), counts, stamp, folder)
 
 
 def _open_parquet(path: Path, fingerprint: str) -> Source:
@@ -264,6 +267,7 @@ def _open_parquet(path: Path, fingerprint: str) -> Source:
         columns,
         lambda: num_rows,
         stamp=stamp_file(path),
+        folder=str(path.parent),
     )
 
 
@@ -364,5 +368,8 @@ def _fingerprint_rows(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _to_json(value: Any) -> Any:
+    if hasattr(value, "tobytes") and hasattr(value, "mode"):
+        # The repr of a PIL image is its address.
+        return [value.mode, value.size, hashlib.sha256(value.tobytes()).hexdigest()]
     # The repr of a long array omits its middle.
     return value.tolist() if hasattr(value, "tolist") else repr(value)

@@ -11,7 +11,9 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 
+from lightning_fastft.core.errors import DataError
 from lightning_fastft.packing.collate import Document, PackedBatch, collate
+from lightning_fastft.packing.images import ImageInputs, ImageStore
 from lightning_fastft.packing.planner import EpochPlan, StepPlan
 
 # Length of a pack without documents: the model still runs on it, so that all ranks do the same micro-batches.
@@ -29,6 +31,7 @@ class TokenizedDocuments(Protocol):
     length_N: np.ndarray
     num_labelled_N: np.ndarray
     fingerprint: str
+    images: ImageStore | None
 
     @property
     def content_digest(self) -> str:
@@ -75,6 +78,7 @@ class PlannedStream:
         weigh_by_window: True divides the loss by the labelled tokens of the accumulation window (training); False
             divides by those of the pack.
         repeat_first_epoch: True repeats the order of epoch 0 in every epoch (``overfit_batches``).
+        encode_images: Returns what the images of a document become for the model; called by the thread that reads.
     """
 
     def __init__(
@@ -88,6 +92,7 @@ class PlannedStream:
         pad_token_id: int = 0,
         weigh_by_window: bool = True,
         repeat_first_epoch: bool = False,
+        encode_images: Callable[[Document], ImageInputs] | None = None,
     ) -> None:
         self.subset = subset
         self.plan = plan
@@ -97,6 +102,7 @@ class PlannedStream:
         self.pad_token_id = pad_token_id
         self.weigh_by_window = weigh_by_window
         self.repeat_first_epoch = repeat_first_epoch
+        self.encode_images = encode_images
 
     def __len__(self) -> int:
         return self.plan.num_micro_batches - self.start % self.plan.num_micro_batches
@@ -108,7 +114,8 @@ class PlannedStream:
             yield self._collate(epoch_plan, micro_batch, index=epoch * self.plan.num_micro_batches + micro_batch)
 
     def _collate(self, epoch_plan: EpochPlan, micro_batch: int, *, index: int) -> PackedBatch:
-        documents = [self.subset[number] for number in epoch_plan.documents(rank=self.rank, micro_batch=micro_batch)]
+        numbers = epoch_plan.documents(rank=self.rank, micro_batch=micro_batch)
+        documents = [self._prepare(self.subset[number]) for number in numbers]
         return collate(
             documents,
             pad_to=self.pad_to if documents or self.pad_to is not None else EMPTY_PACK_TOKENS,
@@ -116,6 +123,13 @@ class PlannedStream:
             num_items=float(epoch_plan.num_items_M[micro_batch]) if self.weigh_by_window else None,
             index=index,
         )
+
+    def _prepare(self, document: Document) -> Document:
+        if not document.images:
+            return document
+        if self.encode_images is None:
+            raise DataError("The data has images, and nothing turns them into inputs of the model. Give a processor.")
+        return document._replace(image_inputs=self.encode_images(document))
 
 
 def _do_nothing() -> None:

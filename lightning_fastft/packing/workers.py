@@ -39,7 +39,7 @@ def run_chunks(chunks: Iterator[Chunk], *, setup: Setup, num_proc: int) -> Gener
         DataError: A worker process died.
     """
     if num_proc <= 1:
-        formatter = Formatter(setup.tokenizer, options=setup.options, vocab_size=setup.vocab_size)
+        formatter = Formatter(setup.tokenizer, options=setup.options, vocab_size=setup.vocab_size, images=setup.images)
         for chunk in chunks:
             yield tokenize_chunk(chunk, formatter=formatter, options=setup.options)
         return
@@ -149,7 +149,7 @@ def serve_chunks() -> None:
     results: IO[bytes] = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     setup: Setup = pickle.load(requests)  # noqa: S301 - from the process that started this one
-    formatter = Formatter(setup.tokenizer, options=setup.options, vocab_size=setup.vocab_size)
+    formatter = Formatter(setup.tokenizer, options=setup.options, vocab_size=setup.vocab_size, images=setup.images)
     while True:
         try:
             chunk: Chunk = pickle.load(requests)  # noqa: S301 - from the process that started this one

@@ -21,8 +21,8 @@ _MEDIA_KEYWORDS = ("pixel_values", "image", "video", "audio", "input_features")
 
 
 def install_guards(model: PreTrainedModel, patcher: ModelPatcher) -> ReadGuard:
-    """Check in each forward that every attention layer and every mixer reads the context, that images have no text
-    positions, and that no scale of the attention follows positions of the pack.
+    """Check in each forward that every attention layer and every mixer reads the context, that images have positions
+    of their own where the model gives them some, and that no scale of the attention follows positions of the pack.
 
     Args:
         model: A causal language model.
@@ -160,14 +160,17 @@ def _has_media_positions(model: PreTrainedModel) -> bool:
 
 
 def _refuse_media(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook: refuse images, because the positions of a packed batch are those of text."""
+    """Forward pre-hook: refuse images with positions of text, and videos and sound."""
     media = [name for name, value in kwargs.items() if value is not None and name.startswith(_MEDIA_KEYWORDS)]
+    positions = kwargs.get("position_ids")
+    if positions is not None and positions.ndim == 3:
+        media = [name for name in media if not name.startswith("image") and name != "pixel_values"]
     if media and isinstance(kwargs.get("context"), BatchContext):
         raise UnsupportedModelError(
             f"{type(module).__name__} was given {', '.join(media)} with a packed batch, whose positions are those of "
             "text; images would get wrong "
-            "ones under its M-RoPE. Pack text only, or train images with one document per row and the model's own "
-            "positions."
+            "ones under its M-RoPE. Let PackedDataModule read the images, which gives each document its own positions; "
+            "videos and sound train with one document per row."
         )
 
 

@@ -28,6 +28,8 @@ from lightning_fastft.core.checks import (
     check_replaceable,
     check_share,
     check_tokenizer,
+    is_processor,
+    tokenizer_of,
 )
 from lightning_fastft.core.errors import ContextError, DataError, OptionError, ResumeError, printable
 from lightning_fastft.packing.cache import TokenizedDataset, tokenize_sources
@@ -64,7 +66,8 @@ class PackedDataModule(LightningDataModule):
         test_paths: Test data, in the same forms.
         val_share: Share of the training examples held out for validation where val_paths is not given; chosen by
             position and seed.
-        tokenizer: Tokenizer, its hub id or its folder; None takes ``tokenizer`` of the LightningModule.
+        tokenizer: Tokenizer or processor, its hub id or its folder; None takes ``tokenizer`` (and for images
+            ``processor``) of the LightningModule.
         max_tokens: Length of a pack in tokens.
         format: "messages", "conversations" (ShareGPT's ``from`` and ``value``), "prompt_completion", "instruction",
             "text" or "input_ids"; "auto" finds it by columns.
@@ -169,7 +172,8 @@ class PackedDataModule(LightningDataModule):
         self.rejected_path = rejected_path
         self.show_progress = show_progress
         self._sources = {"train": paths, "val": val_paths, "test": test_paths}
-        self._tokenizer = tokenizer
+        self._given_tokenizer = tokenizer
+        self._tokenizer: Any = tokenizer_of(tokenizer)
         self._tokenized: dict[str, tuple[Any, TokenizedDataset]] = {}
         self._subsets: dict[str, DocumentSubset] = {}
         self._packs: dict[str, Packs] = {}
@@ -193,7 +197,38 @@ class PackedDataModule(LightningDataModule):
 
     @tokenizer.setter
     def tokenizer(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self._given_tokenizer = tokenizer
+        self._tokenizer = tokenizer_of(tokenizer)
+
+    def _image_encoder(self) -> Any:
+        """Return the processor of images, given here or by the LightningModule; None if there is none."""
+        from lightning_fastft.hf.images import ImageEncoder
+        from lightning_fastft.hf.loading import ModelSource
+
+        given = self._given_tokenizer
+        if isinstance(given, str):
+            source = ModelSource(given)
+            return ImageEncoder(source) if source.has_processor else None
+        module = None if self.trainer is None else self.trainer.lightning_module
+        processor = given if is_processor(given) else getattr(module, "processor", None)
+        return getattr(module, "image_encoder", None) if processor is None else ImageEncoder(processor)
+
+    def _document_images(self, split: str) -> Any:
+        """Return the function from a document's images to inputs of the model; None if the split has no images.
+
+        Raises:
+            UnsupportedModelError: Images of this model's family are not served.
+            OptionError: There is no model to take the positions of images from.
+        """
+        if self._subsets[split].documents.images is None:
+            return None
+        from lightning_fastft.hf.images import DocumentImages, find_config
+
+        encoder = self._image_encoder()
+        if encoder is None:
+            raise OptionError("The data has images, and no processor turns them into inputs. Give one as tokenizer.")
+        module = None if self.trainer is None else self.trainer.lightning_module
+        return DocumentImages(encoder, config=find_config(module, name=self._given_tokenizer))
 
     @property
     def plan(self) -> StepPlan:
@@ -382,6 +417,7 @@ class PackedDataModule(LightningDataModule):
             rejected_path=rejected_path,
             stopped_path=stopped_path,
             vocab_size=getattr(module, "vocab_size", None),
+            images=self._image_encoder(),
             show_progress=self.show_progress,
         )
 
@@ -466,6 +502,7 @@ class PackedDataModule(LightningDataModule):
             pad_to=self.max_tokens if self.pad_to_max else None,
             pad_token_id=self._pad_token_id(),
             repeat_first_epoch=getattr(self.trainer, "overfit_batches", 0) > 0,
+            encode_images=self._document_images("train"),
         )
 
     def _follow_trainer(self, trainer: Trainer) -> None:
@@ -552,6 +589,7 @@ class PackedDataModule(LightningDataModule):
             pad_to=self.max_tokens if self.pad_to_max else None,
             pad_token_id=self._pad_token_id(),
             weigh_by_window=False,
+            encode_images=self._document_images(split),
         )
         return PackedLoader(
             lambda: stream,

@@ -25,6 +25,8 @@ from lightning_fastft.core.checks import (
     check_share,
     check_string,
     check_tokenizer,
+    is_processor,
+    tokenizer_of,
 )
 from lightning_fastft.core.errors import ContextError, DataError, OptionError, ResumeError, SwapError
 from lightning_fastft.core.patcher import ModelPatcher
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+    from lightning_fastft.hf.images import ImageEncoder
     from lightning_fastft.hf.lora_targets import DefaultTargets
     from lightning_fastft.hf.sharding import Filler
 
@@ -67,7 +70,7 @@ class FineTuner(LightningModule):
     Args:
         model: Hub id, local folder, path of a ``config.json``, a dictionary with ``model_type``, a transformers
             configuration, or a model that is loaded already (transformers or PEFT; used as it is).
-        tokenizer: Hub id or folder of the tokenizer, or a tokenizer; None for the model's own.
+        tokenizer: Hub id or folder of the tokenizer, or a tokenizer or processor; None for the model's own.
         quantization: "nf4" holds the frozen base in 4 bits, experts included (QLoRA; needs lora and the extra
             ``qlora``); None for no quantisation.
         lora: PEFT's LoraConfig or its fields, for example ``{"r": 16, "lora_alpha": 16}``. Unless it names targets,
@@ -111,7 +114,7 @@ class FineTuner(LightningModule):
         self,
         model: str | dict[str, Any] | PretrainedConfig | PreTrainedModel,
         *,
-        tokenizer: str | PreTrainedTokenizerBase | None = None,
+        tokenizer: str | PreTrainedTokenizerBase | Any = None,
         quantization: Literal["nf4"] | None = None,
         lora: dict[str, Any] | LoraConfig | None = None,
         init: Literal["pretrained", "random"] = "pretrained",
@@ -182,7 +185,9 @@ class FineTuner(LightningModule):
         self.model: Any = model if is_instance else None
         self.low_precision_adapters: Any = None
         self.token_metrics = nn.ModuleDict()
-        self._tokenizer = tokenizer
+        self._given_tokenizer = tokenizer
+        # A processor of texts and images holds the tokenizer.
+        self._tokenizer: Any = tokenizer_of(tokenizer)
         self._transforms: dict[str, tuple[Transform, Stage]] = {}
         self._is_built = False
         self._seed = 0
@@ -231,6 +236,18 @@ class FineTuner(LightningModule):
         elif self._tokenizer is None and self.source is not None:
             self._tokenizer = self.source.load_tokenizer()
         return self._tokenizer
+
+    @property
+    def image_encoder(self) -> ImageEncoder | None:
+        """The processor of images, loaded when images are met; None where the model comes without one."""
+        from lightning_fastft.hf.images import ImageEncoder
+        from lightning_fastft.hf.loading import ModelSource
+
+        given = self._given_tokenizer
+        if is_processor(given):
+            return ImageEncoder(given)
+        source = ModelSource(given) if isinstance(given, str) else self.source
+        return ImageEncoder(source) if source is not None and source.has_processor else None
 
     @property
     def vocab_size(self) -> int:

@@ -86,7 +86,7 @@ def test_take_columns_maps_and_refuses():
         ([{"role": "user", "content": "a"}], rows.NO_ASSISTANT),
         ([{"role": "user", "content": ""}, {"role": "assistant", "content": "b"}], rows.EMPTY_TEXT),
         ([{"role": "user", "content": "a"}, {"role": "assistant"}], rows.WRONG_TYPE),
-        ([{"role": "user", "content": [{"type": "image"}]}, {"role": "assistant", "content": "b"}], rows.WRONG_TYPE),
+        ([{"role": "user", "content": [{"type": "video"}]}, {"role": "assistant", "content": "b"}], rows.WRONG_TYPE),
         ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "\ud800"}], rows.SURROGATE),
     ],
 )

@@ -34,6 +34,14 @@ VISION = {
     "patch_size": 14,
 }
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+QWEN_TOWER = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "deepstack_visual_indexes": [0],
+}
 COMPOSITES = {
     "mistral3": {
         "text_config": {"model_type": "mistral", **TEXT},
@@ -55,6 +63,30 @@ COMPOSITES = {
             "out_hidden_size": 32,
             "fullatt_block_indexes": [0],
         },
+        "image_token_id": 90,
+    },
+    "qwen3_vl": {"text_config": {**TEXT, "rope_parameters": MROPE}, "vision_config": QWEN_TOWER, "image_token_id": 90},
+    "qwen3_5": {
+        "text_config": {
+            **TEXT,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_value_heads": 2,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+        },
+        "vision_config": QWEN_TOWER,
+        "image_token_id": 90,
+    },
+    "internvl": {
+        "text_config": {"model_type": "qwen2", **TEXT},
+        "vision_config": {"model_type": "internvl_vision", **VISION, "image_size": [28, 28], "patch_size": [14, 14]},
+        "image_token_id": 90,
+    },
+    "gemma4": {
+        "text_config": {**TEXT, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY},
+        "vision_config": {**VISION, "head_dim": 16},
+        "audio_config": None,
         "image_token_id": 90,
     },
     "gemma3": {

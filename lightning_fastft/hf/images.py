@@ -1,0 +1,233 @@
+"""From the images of a document to the inputs of a vision-language model, through the model's own processor."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lightning_fastft.core.errors import MissingDependencyError, OptionError, UnsupportedModelError
+from lightning_fastft.packing.context import Document
+from lightning_fastft.packing.images import Expanded, ImageInputs, decode_image
+from lightning_fastft.packing.rows import IMAGE_COUNT, RowRejectedError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from transformers import PretrainedConfig, ProcessorMixin
+
+    from lightning_fastft.hf.loading import ModelSource
+
+# Types of models whose packed images are compared with each document alone.
+IMAGE_FAMILIES = (
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+    *("llava", "mistral3", "internvl"),
+)
+# Types whose images are refused, and why.
+_REFUSED = MappingProxyType(
+    {
+        "gemma3": "tokens of one image see each other in both directions, which packed attention does not compute",
+        "gemma4": "tokens of one image see each other in both directions, which packed attention does not compute",
+    }
+)
+# Outputs of a processor that belong to the text.
+_TEXT_OUTPUTS = frozenset(
+    {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets", "labels"}
+)
+
+
+class ImageEncoder:
+    """Expand image placeholders, and turn images into inputs of a model; with transformers' processor of the model.
+
+    Args:
+        processor: The processor, or where it comes from; it is loaded on first use.
+
+    Raises:
+        OptionError: On first use: the processor has no placeholder for images, or cannot be read.
+        MissingDependencyError: On first use: the extra ``vision`` is not installed.
+    """
+
+    def __init__(self, processor: ProcessorMixin | ModelSource) -> None:
+        self._given = processor
+
+    @functools.cached_property
+    def processor(self) -> Any:
+        """Transformers' processor."""
+        given: Any = self._given
+        processor = given.load_processor() if hasattr(given, "load_processor") else given
+        if getattr(processor, "image_token", None) is None:
+            raise OptionError(
+                f"{type(processor).__name__} has no placeholder for images (image_token), so their tokens cannot be "
+                "placed. Train on text, or with the processors of another family."
+            )
+        return processor
+
+    @property
+    def chat_template(self) -> str | None:
+        """The processor's own chat template."""
+        template = self.processor.chat_template
+        return template.get("default") if isinstance(template, dict) else template
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the settings that decide how many tokens an image has."""
+        given: Any = self._given
+        if hasattr(given, "processor_settings"):
+            settings = given.processor_settings()
+        else:
+            settings = json.dumps([type(given).__name__, given.image_processor.to_json_string()])
+        return hashlib.sha256(settings.encode()).hexdigest()
+
+    def expand(self, text: str, images: Sequence[Image]) -> Expanded:
+        """Return the text with each placeholder expanded to the tokens of its image.
+
+        Raises:
+            RowRejectedError: The text has another number of placeholders, or an image is refused by the processor.
+
+        Cost:
+            Processes the images, whose sizes decide.
+        """
+        num_places = text.count(self.processor.image_token)
+        if num_places != len(images):
+            raise RowRejectedError(
+                IMAGE_COUNT, f"the chat template made {num_places} placeholders for {len(images)} images"
+            )
+        output = self._process(text, images, return_text_replacement_offsets=True)
+        places = output["text_replacement_offsets"][0]
+        parts, begin = [], 0
+        for place in places:
+            parts += [text[begin : place["span"][0]], place["replacement"]]
+            begin = place["span"][1]
+        return Expanded(
+            "".join([*parts, text[begin:]]), tuple((*place["span"], *place["new_span"]) for place in places)
+        )
+
+    def encode(self, images: Sequence[Image]) -> dict[str, torch.Tensor]:
+        """Return the keyword arguments of the model for the images of one document."""
+        output = self._process(self.processor.image_token * len(images), images)
+        return {name: value for name, value in output.items() if name not in _TEXT_OUTPUTS}
+
+    def _process(self, text: str, images: Sequence[Image], **options: Any) -> Mapping[str, Any]:
+        try:
+            return self.processor(
+                images=[image.convert("RGB") for image in images],
+                text=[text],
+                text_kwargs={**options, "add_special_tokens": False},
+                return_tensors="pt",
+            )
+        except (ValueError, TypeError, IndexError) as error:
+            raise RowRejectedError(IMAGE_COUNT, f"{type(self.processor).__name__}: {error}") from error
+
+
+class DocumentImages:
+    """Return what the images of a document become for the model: its inputs, and positions of its tokens.
+
+    Args:
+        encoder: The processor.
+        config: Configuration of the model.
+
+    Raises:
+        UnsupportedModelError: Images of this family are not served.
+    """
+
+    def __init__(self, encoder: ImageEncoder, *, config: PretrainedConfig) -> None:
+        check_images(config)
+        self._encoder = encoder
+        self._find_positions = position_finder(config)
+
+    def __call__(self, document: Document) -> ImageInputs:
+        """Return the inputs of one document.
+
+        Cost:
+            Decodes and processes its images on the host.
+        """
+        tensors = self._encoder.encode([decode_image(image) for image in document.images])
+        if self._find_positions is None:
+            return ImageInputs(tensors)
+        input_ids = torch.from_numpy(document.input_ids)
+        return ImageInputs(tensors, self._find_positions(input_ids, tensors))
+
+
+def check_images(config: PretrainedConfig) -> None:
+    """Refuse a family whose packed images would differ from each document alone, or were never compared.
+
+    Raises:
+        UnsupportedModelError: Names the family and the reason.
+    """
+    if config.model_type in IMAGE_FAMILIES:
+        return
+    reason = _REFUSED.get(config.model_type, "packed and alone have not been compared for its images")
+    raise UnsupportedModelError(
+        f"Images of {config.model_type} are not packed: {reason}. Families with images: {', '.join(IMAGE_FAMILIES)}; "
+        "this one trains on text here."
+    )
+
+
+def find_config(module: nn.Module | None, *, name: object) -> PretrainedConfig:
+    """Return the configuration of the model that gets the images.
+
+    Args:
+        module: The LightningModule; None without a Trainer.
+        name: Hub id or folder that was given for the tokenizer, where the configuration is without a module.
+
+    Raises:
+        OptionError: There is none.
+    """
+    from lightning_fastft.hf.families import find_causal_models
+    from lightning_fastft.hf.loading import ModelSource
+
+    models = [] if module is None else find_causal_models(module)
+    if models:
+        return models[0][1].config
+    source = getattr(module, "source", None)
+    if isinstance(source, ModelSource):
+        return source.config
+    if isinstance(name, str):
+        return ModelSource(name).config
+    raise OptionError(
+        "Positions of images come from the model, and there is none yet. Train with a Trainer, or give the folder of "
+        "the model as tokenizer."
+    )
+
+
+def position_finder(
+    config: PretrainedConfig,
+) -> Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor] | None:
+    """Return a function from ids and image inputs of a document to positions on several axes (M-RoPE); None for a model
+    whose images have positions of text.
+
+    The function is the model's own ``get_rope_index``, which reads nothing but the configuration.
+    """
+    from transformers import MODEL_MAPPING
+
+    model_class = MODEL_MAPPING.get(type(config), None)
+    if not hasattr(model_class, "get_rope_index"):
+        return None
+    model = model_class.__new__(model_class)
+    nn.Module.__init__(model)
+    model.config = config
+    parameters = inspect.signature(model_class.get_rope_index).parameters
+
+    def find(input_id_T: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        options: dict[str, Any] = {name: value for name, value in tensors.items() if name in parameters}
+        if "mm_token_type_ids" in parameters:
+            options["mm_token_type_ids"] = (input_id_T == config.image_token_id).int()[None]
+        position_A1T: torch.Tensor = model.get_rope_index(input_id_T[None], **options)[0]
+        return position_A1T[:, 0]
+
+    return find
+
+
+def require_vision(name: str, error: ImportError) -> MissingDependencyError:
+    """Return the error for a processor whose packages are missing."""
+    reason = next((line for line in str(error).splitlines() if line.strip()), "a package is missing")
+    return MissingDependencyError(
+        f"The processor of {name!r} cannot be loaded: {reason} Install what images need with: "
+        "pip install 'lightning_fastft[vision]'"
+    )

@@ -1,0 +1,266 @@
+"""Tiny vision-language models with processors and rows of images, made without a hub."""
+
+import io
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import AutoConfig, AutoModelForImageTextToText, ProcessorMixin
+
+from tests.packing.conftest import build_tokenizer
+
+PLACEHOLDERS = {
+    "qwen": "<|vision_start|><|image_pad|><|vision_end|>",
+    "llava": "<image>",
+    "mistral3": "[IMG]",
+    "internvl": "<IMG_CONTEXT>",
+}
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}PLACEHOLDER{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL = (
+    *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<image>"),
+    *("[IMG]", "[IMG_BREAK]", "[IMG_END]", "<img>", "</img>", "<IMG_CONTEXT>"),
+)
+TEXT = {
+    "vocab_size": 384,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 0,
+}
+SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+QWEN_TOWER = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
+LINEAR = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+
+
+def family_of(name):
+    return "qwen" if name.startswith("qwen") else name
+
+
+def build_image_tokenizer(name):
+    tokenizer = build_tokenizer(chat_template=TEMPLATE.replace("PLACEHOLDER", PLACEHOLDERS[family_of(name)]))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", *SPECIAL]})
+    if name == "internvl":
+        tokenizer.start_image_token, tokenizer.end_image_token = "<img>", "</img>"
+        tokenizer.context_image_token, tokenizer.video_token = "<IMG_CONTEXT>", "<|video_pad|>"
+        for place in ("start_image_token", "end_image_token", "context_image_token"):
+            setattr(tokenizer, f"{place}_id", tokenizer.convert_tokens_to_ids(getattr(tokenizer, place)))
+    return tokenizer
+
+
+def without_videos(processor_class):
+    """The processor without its video part, which needs torchvision."""
+
+    class ImagesAlone(processor_class):
+        @classmethod
+        def get_attributes(cls):
+            return ["image_processor", "tokenizer", "video_processor"]
+
+        def check_argument_for_proper_class(self, name, argument):
+            return None if name == "video_processor" else super().check_argument_for_proper_class(name, argument)
+
+    ImagesAlone.__name__ = processor_class.__name__
+    return ImagesAlone
+
+
+class PixtralLike(ProcessorMixin):
+    """transformers' PixtralProcessor, whose module needs torchvision, with its tokens of rows and merged patches."""
+
+    def __init__(self, image_processor=None, tokenizer=None, chat_template=None):
+        super().__init__(image_processor, tokenizer, chat_template=chat_template)
+        self.image_token = "[IMG]"
+        self.image_token_id = tokenizer.convert_tokens_to_ids("[IMG]")
+
+    def _process_images(self, images, **options):
+        return super()._process_images(images, **{**options, "patch_size": 8})
+
+    def replace_image_token(self, image_inputs, image_idx, **options):
+        height, width = (int(size) // 8 for size in image_inputs["image_sizes"][image_idx])
+        return "[IMG_BREAK]".join(["[IMG]" * width] * height) + "[IMG_END]"
+
+
+def build_processor(name):
+    import transformers
+
+    tokenizer = build_image_tokenizer(name)
+    template = tokenizer.chat_template
+    if family_of(name) == "qwen":
+        images = transformers.models.qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil(
+            patch_size=4,
+            merge_size=2,
+            temporal_patch_size=2,
+            size={"shortest_edge": 64, "longest_edge": 1024},
+        )
+        processor_class = {
+            "qwen2_vl": transformers.Qwen2VLProcessor,
+            "qwen2_5_vl": transformers.Qwen2_5_VLProcessor,
+        }.get(name, transformers.Qwen3VLProcessor)
+        return without_videos(processor_class)(images, tokenizer, None, chat_template=template)
+    if name == "llava":
+        images = transformers.models.clip.image_processing_pil_clip.CLIPImageProcessorPil(
+            size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}
+        )
+        return transformers.LlavaProcessor(
+            images,
+            tokenizer,
+            patch_size=4,
+            vision_feature_select_strategy="default",
+            num_additional_image_tokens=1,
+            chat_template=template,
+        )
+    if name == "mistral3":
+        images = transformers.models.pixtral.image_processing_pil_pixtral.PixtralImageProcessorPil(
+            size={"longest_edge": 32}, patch_size={"height": 4, "width": 4}
+        )
+        return PixtralLike(images, tokenizer, chat_template=template)
+    images = transformers.models.got_ocr2.image_processing_pil_got_ocr2.GotOcr2ImageProcessorPil(
+        size={"height": 16, "width": 16}, crop_to_patches=False
+    )
+    return without_videos(transformers.InternVLProcessor)(
+        images, tokenizer, None, image_seq_length=4, chat_template=template
+    )
+
+
+def build_config(name, tokenizer):
+    token = {"qwen": "<|image_pad|>", "llava": "<image>", "mistral3": "[IMG]", "internvl": "<IMG_CONTEXT>"}
+    image_token_id = tokenizer.convert_tokens_to_ids(token[family_of(name)])
+    if name in ("qwen2_vl", "qwen2_5_vl"):
+        tower = dict(QWEN_TOWER)
+        if name == "qwen2_vl":
+            tower = {**QWEN_TOWER, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 1}
+        else:
+            tower |= {"fullatt_block_indexes": [1], "window_size": 16}
+        return AutoConfig.for_model(
+            name, text_config={**TEXT, "rope_parameters": SECTIONS}, vision_config=tower, image_token_id=image_token_id
+        )
+    if name == "qwen3_vl":
+        tower = {**QWEN_TOWER, "deepstack_visual_indexes": [0], "num_position_embeddings": 64}
+        text = {**TEXT, "rope_parameters": {**SECTIONS, "mrope_interleaved": True}}
+        return AutoConfig.for_model(name, text_config=text, vision_config=tower, image_token_id=image_token_id)
+    if name == "qwen3_5":
+        tower = {**QWEN_TOWER, "num_position_embeddings": 64, "deepstack_visual_indexes": []}
+        rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
+        text = {
+            **TEXT,
+            **LINEAR,
+            "layer_types": ["linear_attention", "full_attention"],
+            "rope_parameters": {**rope, "mrope_interleaved": True},
+        }
+        return AutoConfig.for_model(name, text_config=text, vision_config=tower, image_token_id=image_token_id)
+    if name == "llava":
+        return AutoConfig.for_model(
+            name,
+            text_config={"model_type": "llama", **TEXT},
+            vision_config={"model_type": "clip_vision_model", **TOWER},
+            image_token_index=image_token_id,
+            vision_feature_layer=-2,
+            image_seq_length=16,
+        )
+    if name == "mistral3":
+        return AutoConfig.for_model(
+            name,
+            text_config={"model_type": "mistral", **TEXT},
+            vision_config={"model_type": "pixtral", **TOWER, "image_size": 32, "head_dim": 16},
+            image_token_index=image_token_id,
+            spatial_merge_size=2,
+        )
+    return AutoConfig.for_model(
+        "internvl",
+        text_config={"model_type": "qwen2", **TEXT},
+        vision_config={"model_type": "internvl_vision", **TOWER, "image_size": [16, 16], "patch_size": [4, 4]},
+        image_token_id=image_token_id,
+        downsample_ratio=0.5,
+    )
+
+
+def build_vision_model(name, tokenizer):
+    """A tiny model in float32 with weights large enough that attention is far from uniform."""
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(build_config(name, tokenizer), attn_implementation="eager")
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "norm" not in parameter_name or parameter.ndim > 1:
+                parameter.normal_(std=0.15)
+    return model
+
+
+def make_image(seed, width, height):
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def to_bytes(image):
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def make_rows():
+    """Rows with 0, 1 and 2 images of different sizes, with their images in parts, and their PIL images."""
+    images = [make_image(seed, *size) for seed, size in enumerate([(16, 16), (24, 16), (16, 32)])]
+    rows = [
+        chat(["two plus two"], "four"),
+        chat([images[0], "what is it"], "the answer is four"),
+        chat([images[1], "or", images[2], "is two"], "two"),
+        chat(["what"], "is the answer", [images[1], "four"], "plus"),
+    ]
+    return rows, [[], [images[0]], [images[1], images[2]], [images[1]]]
+
+
+def chat(*turns):
+    """A row of messages; a list is a user's turn of texts and images, a string an answer."""
+    messages = []
+    for turn in turns:
+        if isinstance(turn, str):
+            messages.append({"role": "assistant", "content": turn})
+        else:
+            parts = [
+                {"type": "text", "text": part}
+                if isinstance(part, str)
+                else {"type": "image", "image": {"bytes": to_bytes(part), "path": None}}
+                for part in turn
+            ]
+            messages.append({"role": "user", "content": parts})
+    return {"messages": messages}
+
+
+def bare(row):
+    """The messages of a row as a processor's chat template takes them: places of images without the images."""
+    return [
+        {**message, "content": [{"type": "image"} if part["type"] == "image" else part for part in message["content"]]}
+        if isinstance(message["content"], list)
+        else message
+        for message in row["messages"]
+    ]
