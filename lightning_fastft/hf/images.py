@@ -118,8 +118,9 @@ class ImageEncoder:
             return self.processor(
                 images=[image.convert("RGB") for image in images],
                 text=[text],
-                text_kwargs={**options, "add_special_tokens": False},
+                text_kwargs={"add_special_tokens": False},
                 return_tensors="pt",
+                **options,
             )
         except (ValueError, TypeError, IndexError) as error:
             raise RowRejectedError(IMAGE_COUNT, f"{type(self.processor).__name__}: {error}") from error
