@@ -26,6 +26,7 @@ from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.fused.layer_forms import LAYERS
 from lightning_fastft.hf.expert_nf4 import check_experts
 from lightning_fastft.hf.families import FAMILIES, check_servable, is_on_interface
+from lightning_fastft.hf.images import IMAGE_FAMILIES, REFUSED_IMAGES
 from lightning_fastft.hf.lora_targets import find_default_targets, shorten
 from lightning_fastft.hf.mixers import MIXERS
 from lightning_fastft.mixers.kernels import KINDS
@@ -104,6 +105,7 @@ def write_support() -> str:
         "",
         *_describe_sweep(),
         *_describe_hybrids(),
+        *_describe_images(),
         *_describe_default_lora(),
         "## Strategies\n",
         "| | `fastft` | `fastft_ddp` | `fastft_fsdp` |",
@@ -144,6 +146,23 @@ def _describe_sweep() -> list[str]:
         "| not compared | why |",
         "|---|---|",
         *(f"| `{row['model_type']}` | {row['outcome']}: {_cell(row['reason'])} |" for row in rest),
+        "",
+    ]
+
+
+def _describe_images() -> list[str]:
+    """Return the vision-language models whose images are packed, and why others are refused."""
+    return [
+        "## Images\n",
+        "The `model_type` is that of the whole configuration. These families train on packed images; a test compares "
+        "packs with each",
+        "document alone, gradients included (`pytest tests/patches/test_images.py`):",
+        f"{', '.join(IMAGE_FAMILIES)}.",
+        "",
+        "All others train on text. Images are refused with the reason:\n",
+        *(f"- `{family}`: {reason}" for family, reason in REFUSED_IMAGES.items()),
+        "- other families: packed and alone have not been compared",
+        "- videos and sound: the batch has no positions for them",
         "",
     ]
 

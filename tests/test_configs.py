@@ -28,6 +28,17 @@ FAMILIES = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
     "long_context_llama": {"model_type": "llama"},
+    "lora_qwen3_vl": {
+        "model_type": "qwen3_vl",
+        "text_config": SIZES,
+        "vision_config": {
+            "depth": 1,
+            "hidden_size": 32,
+            "num_heads": 2,
+            "intermediate_size": 32,
+            "out_hidden_size": 64,
+        },
+    },
 }
 HEAD = ("# Purpose: ", "# Command: fastft ", "# Hardware: ", "# Expected: ")
 

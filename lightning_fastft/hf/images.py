@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lightning_fastft.core.errors import MissingDependencyError, OptionError, UnsupportedModelError
+from lightning_fastft.core.errors import OptionError, UnsupportedModelError
 from lightning_fastft.packing.context import Document
 from lightning_fastft.packing.images import Expanded, ImageInputs, decode_image
 from lightning_fastft.packing.rows import IMAGE_COUNT, RowRejectedError
@@ -30,7 +30,7 @@ IMAGE_FAMILIES = (
     *("llava", "mistral3", "internvl"),
 )
 # Types whose images are refused, and why.
-_REFUSED = MappingProxyType(
+REFUSED_IMAGES = MappingProxyType(
     {
         "gemma3": "tokens of one image see each other in both directions, which packed attention does not compute",
         "gemma4": "tokens of one image see each other in both directions, which packed attention does not compute",
@@ -163,7 +163,7 @@ def check_images(config: PretrainedConfig) -> None:
     """
     if config.model_type in IMAGE_FAMILIES:
         return
-    reason = _REFUSED.get(config.model_type, "packed and alone have not been compared for its images")
+    reason = REFUSED_IMAGES.get(config.model_type, "packed and alone have not been compared for its images")
     raise UnsupportedModelError(
         f"Images of {config.model_type} are not packed: {reason}. Families with images: {', '.join(IMAGE_FAMILIES)}; "
         "this one trains on text here."
@@ -223,12 +223,3 @@ def position_finder(
         return position_A1T[:, 0]
 
     return find
-
-
-def require_vision(name: str, error: ImportError) -> MissingDependencyError:
-    """Return the error for a processor whose packages are missing."""
-    reason = next((line for line in str(error).splitlines() if line.strip()), "a package is missing")
-    return MissingDependencyError(
-        f"The processor of {name!r} cannot be loaded: {reason} Install what images need with: "
-        "pip install 'lightning_fastft[vision]'"
-    )

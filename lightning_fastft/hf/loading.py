@@ -181,12 +181,14 @@ class ModelSource:
         """
         from transformers import AutoProcessor
 
-        from lightning_fastft.hf.images import require_vision
-
         try:
             return AutoProcessor.from_pretrained(self.model, revision=self.revision or "main", trust_remote_code=False)
         except ImportError as error:
-            raise require_vision(self.name, error) from error
+            reason = next((line for line in str(error).splitlines() if line.strip()), "a package is missing.")
+            raise MissingDependencyError(
+                f"The processor of {self.name!r} cannot be loaded: {reason} Install what images need with: "
+                "pip install 'lightning_fastft[vision]'"
+            ) from error
         except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise OptionError(f"The processor of {self.model!r} cannot be read: {error!s:.300}") from error
 

@@ -83,8 +83,15 @@ class FastFTDDPStrategy(FastFTStrategyMixin, DDPStrategy):
         super().setup(trainer)
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        """Wrap the model, whose experts in NF4 are equal on every rank and cannot be sent."""
+        """Wrap the model, whose experts in NF4 are equal on every rank and cannot be sent.
+
+        A trained image tower has no gradients on ranks whose pack has no image, so unused parameters are searched for.
+        """
         from lightning_fastft.hf.expert_nf4_tensor import ExpertsNF4
+        from lightning_fastft.hf.families import tower_parameters
+
+        if any(parameter.requires_grad for parameter in tower_parameters(model)):
+            self._ddp_kwargs.setdefault("find_unused_parameters", True)
 
         frozen = [name for name, parameter in model.named_parameters() if isinstance(parameter, ExpertsNF4)]
         if frozen:

@@ -14,6 +14,7 @@ from lightning_fastft.strategies.registry import register_strategies
 from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.fine_tuner import FineTuner
 from tests.support.training_parts import PlainModule, quiet_trainer
+from tests.support.two_ranks import run_two_ranks
 from tests.support.vision import build_processor, build_vision_model, chat, make_image
 
 register_strategies()
@@ -168,3 +169,15 @@ def test_positions_without_a_model_are_asked_for():
     data.setup("fit")
     with pytest.raises(OptionError, match="Positions of images"):
         next(iter(data.train_dataloader()))
+
+
+@pytest.mark.slow(seconds=5)
+def test_a_tower_trains_on_ranks_with_and_without_images(tmp_path):
+    run_two_ranks("tests.training.images_worker", tmp_path)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    pairs = set(zip(first["has_images"], second["has_images"]))
+    assert {(True, False), (False, True)} & pairs
+    assert all(torch.equal(tensor, second["trained"][name]) for name, tensor in first["trained"].items())
+    assert any(
+        "vision_tower" in name and "lora_B" in name and tensor.any() for name, tensor in first["trained"].items()
+    )
