@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.hf.families import decoder_layers, find_decoder
+from lightning_fastft.hf.images import REFUSED_IMAGES, check_images
 from lightning_fastft.hf.mixers import find_mixers, holds_attention, mixer_family
 from lightning_fastft.packing.context import BatchContext
 
@@ -39,6 +40,8 @@ def install_guards(model: PreTrainedModel, patcher: ModelPatcher) -> ReadGuard:
     _hook(decoder, patcher, before=guard.begin, after=guard.end)
     if _has_media_positions(model):
         _hook(model.base_model, patcher, before=_refuse_media)
+    if model.config.model_type in REFUSED_IMAGES:
+        _hook(model.base_model, patcher, before=_refuse_images)
     scales = [
         float(part.floor_scale)  # type: ignore[arg-type]
         for part in decoder.modules()
@@ -172,6 +175,12 @@ def _refuse_media(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
             "ones under its M-RoPE. Let PackedDataModule read the images, which gives each document its own positions; "
             "videos and sound train with one document per row."
         )
+
+
+def _refuse_images(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of a family whose images are not computed exactly in a pack."""
+    if kwargs.get("pixel_values") is not None and isinstance(kwargs.get("context"), BatchContext):
+        check_images(module.config)
 
 
 def _hook(module: nn.Module, patcher: ModelPatcher, *, before: Any, after: Any = None) -> None:

@@ -117,6 +117,20 @@ def tiny_qwen2_vl():
     return AutoModelForImageTextToText.from_config(config)
 
 
+def test_images_of_gemma_3_are_refused_and_text_alone_is_served():
+    text = {**SIZES, "query_pre_attn_scalar": 8}
+    tower = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model(
+        "gemma3", text_config=text, vision_config={**tower, "image_size": 28, "patch_size": 14}, image_token_index=90
+    )
+    model = AutoModelForImageTextToText.from_config(config)
+    install_packed_training(model, ModelPatcher())
+    batch = make_batch()
+    model(**batch).loss.backward()
+    with pytest.raises(UnsupportedModelError, match="both directions"):
+        model(**batch, pixel_values=torch.zeros(1, 3, 28, 28))
+
+
 @pytest.mark.parametrize("is_adapted", [False, True])
 def test_images_under_mrope_are_refused_and_text_alone_is_served(is_adapted):
     model = tiny_qwen2_vl()

@@ -7,7 +7,7 @@ from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.fused.decoder import install_fused_layers
-from lightning_fastft.hf.images import DocumentImages, ImageEncoder, check_images
+from lightning_fastft.hf.images import IMAGE_FAMILIES, DocumentImages, ImageEncoder, check_images
 from lightning_fastft.hf.lora import add_adapters, parse_lora
 from lightning_fastft.packing.cache import tokenize_sources
 from lightning_fastft.packing.collate import collate
@@ -16,7 +16,6 @@ from lightning_fastft.patches.packed import install_packed_training
 from tests.support.packs import assert_close, summed_loss, take_gradients
 from tests.support.vision import bare, build_processor, build_vision_model, make_rows
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "llava", "mistral3", "internvl")
 TOWER = r".*(language_model.*(q_proj|v_proj|down_proj)|visual.*(qkv|proj))"
 
 
@@ -69,7 +68,7 @@ class Family:
         return total
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=IMAGE_FAMILIES)
 def family(request):
     return Family(request.param)
 

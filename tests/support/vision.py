@@ -57,6 +57,7 @@ TOWER = {
     "image_size": 16,
     "patch_size": 4,
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
 LINEAR = {
     "linear_num_value_heads": 4,
     "linear_num_key_heads": 2,
@@ -165,11 +166,12 @@ def build_config(name, tokenizer):
         return AutoConfig.for_model(
             name, text_config={**TEXT, "rope_parameters": SECTIONS}, vision_config=tower, image_token_id=image_token_id
         )
-    if name == "qwen3_vl":
+    if name in ("qwen3_vl", "qwen3_vl_moe"):
         tower = {**QWEN_TOWER, "deepstack_visual_indexes": [0], "num_position_embeddings": 64}
         text = {**TEXT, "rope_parameters": {**SECTIONS, "mrope_interleaved": True}}
+        text |= EXPERTS if name.endswith("moe") else {}
         return AutoConfig.for_model(name, text_config=text, vision_config=tower, image_token_id=image_token_id)
-    if name == "qwen3_5":
+    if name in ("qwen3_5", "qwen3_5_moe"):
         tower = {**QWEN_TOWER, "num_position_embeddings": 64, "deepstack_visual_indexes": []}
         rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
         text = {
@@ -177,6 +179,7 @@ def build_config(name, tokenizer):
             **LINEAR,
             "layer_types": ["linear_attention", "full_attention"],
             "rope_parameters": {**rope, "mrope_interleaved": True},
+            **({**EXPERTS, "shared_expert_intermediate_size": 24} if name.endswith("moe") else {}),
         }
         return AutoConfig.for_model(name, text_config=text, vision_config=tower, image_token_id=image_token_id)
     if name == "llava":
