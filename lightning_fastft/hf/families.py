@@ -159,8 +159,9 @@ def tower_parameters(root: nn.Module) -> list[nn.Parameter]:
     """
     found = []
     for _, model in find_causal_models(root):
-        text = {id(part) for part in (*model.get_decoder().parameters(), *_head_parameters(model))}
-        found += [parameter for parameter in model.parameters() if id(parameter) not in text]
+        if model.config.get_text_config(decoder=True) is not model.config:
+            text = {id(part) for part in (*model.get_decoder().parameters(), *_head_parameters(model))}
+            found += [parameter for parameter in model.parameters() if id(parameter) not in text]
     return found
 
 

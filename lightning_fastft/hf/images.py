@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import inspect
@@ -58,7 +59,7 @@ class ImageEncoder:
 
     @functools.cached_property
     def processor(self) -> Any:
-        """Transformers' processor."""
+        """The processor of transformers."""
         given: Any = self._given
         processor = given.load_processor() if hasattr(given, "load_processor") else given
         if getattr(processor, "image_token", None) is None:
@@ -139,7 +140,8 @@ class DocumentImages:
 
     def __init__(self, encoder: ImageEncoder, *, config: PretrainedConfig) -> None:
         check_images(config)
-        self._encoder = encoder
+        # A copy of its own: a fast tokenizer must not be called from two threads at once.
+        self._encoder = ImageEncoder(copy.deepcopy(encoder.processor))
         self._find_positions = position_finder(config)
 
     def __call__(self, document: Document) -> ImageInputs:

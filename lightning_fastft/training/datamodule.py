@@ -210,8 +210,10 @@ class PackedDataModule(LightningDataModule):
             source = ModelSource(given)
             return ImageEncoder(source) if source.has_processor else None
         module = None if self.trainer is None else self.trainer.lightning_module
-        processor = given if is_processor(given) else getattr(module, "processor", None)
-        return getattr(module, "image_encoder", None) if processor is None else ImageEncoder(processor)
+        for processor in (given, getattr(module, "processor", None)):
+            if is_processor(processor):
+                return ImageEncoder(processor)
+        return getattr(module, "image_encoder", None)
 
     def _document_images(self, split: str) -> Any:
         """Return the function from a document's images to inputs of the model; None if the split has no images.
