@@ -404,7 +404,6 @@ class PublicEntries:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("form", FORMS)
 def test_gates_stay_as_they_are(form):
     check_gates(reference, 5, form, torch.float32)
 
@@ -422,6 +421,7 @@ def test_a_form_with_gates_needs_three_tensors_and_memory():
             qk_rope_backward(d_heads, None, angle, angle, form=form, needs_weight=False, out=out)
 
 
+@pytest.mark.parametrize("form", FORMS)
 def test_in_float64_formula_and_gradient_equal_autograd(form):
     inputs = make_inputs(7, form, torch.float64)
     ours = run_ours(PublicEntries, inputs, form)
