@@ -26,7 +26,7 @@ def make_rows():
 def main(folder):
     register_strategies()
     module = TowerModule()
-    data = PackedDataModule(make_rows(), max_tokens=80, cache_dir=None, num_proc=1, num_workers=0, show_progress=False)
+    data = PackedDataModule(make_rows(), max_tokens=64, cache_dir=None, num_proc=1, num_workers=0, show_progress=False)
     trainer = quiet_trainer(folder, strategy="fastft_ddp", devices=2, max_steps=4)
     trainer.fit(module, data)
     kinds = [batch.has_images for batch in data.train_dataloader()]
