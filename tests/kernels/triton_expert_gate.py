@@ -17,7 +17,7 @@ from tests.kernels.test_expert_gate import (
     make_addend,
     make_inputs,
 )
-from tests.support.kernel_harness import DEVICE, NARROW, planted_faults
+from tests.support.kernel_harness import DEVICE, NARROW, far, planted_faults
 
 TILE = triton.MAX_BLOCK_COLUMNS
 ROWS = (1, triton.BLOCK_ROWS - 1, triton.BLOCK_ROWS, triton.BLOCK_ROWS + 1, 65)
@@ -141,11 +141,8 @@ def test_two_runs_are_bit_equal(form, num_ranks):
 
 
 def test_rows_beyond_two_to_the_31_elements_are_reached():
-    # Three rows, of which the last one begins where 32 bits of elements end; on a CPU one page of each is real, the
-    # rest is a hole.
     d_act_NF, gate_up_NP, weight_N = make_inputs(3, 32, torch.bfloat16, CLAMPED, device=DEVICE)
-    far_NP = torch.empty(2**31 + 64, dtype=torch.bfloat16, device=DEVICE).as_strided((3, 64), (2**30, 1))
-    far_NP.copy_(gate_up_NP)
+    far_NP = far(gate_up_NP)
     assert torch.equal(triton.gate_forward(far_NP, form=CLAMPED), triton.gate_forward(gate_up_NP, form=CLAMPED))
     expected = triton.gate_backward(d_act_NF, gate_up_NP, form=CLAMPED, weight_N=weight_N)
     ours = triton.gate_backward(d_act_NF, far_NP, form=CLAMPED, weight_N=weight_N, out=far_NP)

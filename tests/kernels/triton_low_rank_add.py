@@ -13,7 +13,7 @@ from tests.kernels.test_low_rank_add import (
     make_inputs,
 )
 from tests.support.children import thinned
-from tests.support.kernel_harness import DEVICE, NARROW, planted_faults
+from tests.support.kernel_harness import DEVICE, NARROW, far, planted_faults
 
 # The interpreter multiplies the bits of bf16 where a kernel multiplies matrices.
 PRODUCT_DTYPES = (torch.float32, torch.float16) if DEVICE == "cpu" else DTYPES
@@ -90,14 +90,6 @@ def test_two_calls_are_bit_equal():
     assert torch.equal(first, second)
     # In place as well.
     assert torch.equal(triton.add_low_rank(base_TN, low_TR, factor_RN, residual_TN=residual_TN, out=base_TN), first)
-
-
-def far(tensor):
-    """Three rows, of which the last one begins where 32 bits of elements end; on a CPU one page of each is real,
-    the rest is a hole.
-    """
-    rows = torch.empty(2**31 + 64, dtype=tensor.dtype, device=tensor.device).as_strided(tensor.shape, (2**30, 1))
-    return rows.copy_(tensor)
 
 
 @pytest.mark.parametrize("is_factor_transposed", [False, True])

@@ -23,7 +23,7 @@ from tests.kernels.test_rms_norm import (
     fresh_memory_is_nan,
     make_inputs,
 )
-from tests.support.kernel_harness import DEVICE, planted_faults
+from tests.support.kernel_harness import DEVICE, far, planted_faults
 
 # Rows of 130 columns share a program by so many.
 BLOCK_ROWS = triton._tile(130)[0]
@@ -153,12 +153,6 @@ def test_two_runs_are_bit_equal(form):
 
 
 def test_rows_beyond_two_to_the_31_elements_are_reached():
-    # Three rows, of which the last one begins where 32 bits of elements end; on a CPU one page of each is real, the
-    # rest is a hole.
-    def far(tensor_TD):
-        far_TD = torch.empty(2**31 + 64, dtype=torch.bfloat16, device=DEVICE).as_strided((3, 64), (2**30, 1))
-        return far_TD.copy_(tensor_TD)
-
     x_TD, residual_TD, weight_D, d_y_TD, d_sum_TD = make_inputs(3, 64, torch.bfloat16, LLAMA, device=DEVICE)
     expected = triton.rms_norm_forward(x_TD, weight_D, form=LLAMA, residual_TD=residual_TD)
     ours = triton.rms_norm_forward(far(x_TD), weight_D, form=LLAMA, residual_TD=far(residual_TD))

@@ -22,6 +22,15 @@ NARROW = torch.float16 if DEVICE == "cpu" else torch.bfloat16
 _EXCHANGE = re.compile(r"\{([^{}]*) => ([^{}]*)\}")
 
 
+def far(tensor):
+    """Return up to three rows so far apart that offsets of the last one need more than 32 bits.
+
+    On a CPU only one page of each row is real; the rest of the buffer is a hole.
+    """
+    rows = torch.empty(2**31 + 64, dtype=tensor.dtype, device=tensor.device).as_strided(tensor.shape, (2**30, 1))
+    return rows.copy_(tensor)
+
+
 def planted_faults(module, check, faults, *, except_in=None, errors=AssertionError):
     """Return two tests: ``check`` fails for a copy of the module with any one of the faults, and passes for the module.
 
