@@ -26,11 +26,14 @@ from lightning_fastft.kernels.qk_rope.op import qk_rope_backward, qk_rope_forwar
 from lightning_fastft.kernels.qk_rope.reference import RopeForm
 from lightning_fastft.kernels.rms_norm.op import rms_norm_backward, rms_norm_forward
 from lightning_fastft.kernels.rms_norm.reference import NormForm
+from lightning_fastft.kernels.state_scan.op import state_scan
+from lightning_fastft.kernels.state_scan.reference import Chunks
 
 ROPE, NORM = RopeForm(num_heads=2, num_kv_heads=1, head_width=4), NormForm(eps=1e-6)
 HEAD_GATE = HeadGateForm(HeadColumns(begin=0, width=4, num_heads=2, group_size=2, group_step=8))
 END_E = torch.tensor([2, 3], dtype=torch.int32)
 PLACE_TK = torch.tensor([[2], [0], [1]])
+CHUNKS = Chunks(*(torch.tensor(values, dtype=torch.int32) for values in ([0, 3], [0, 1], [[0, 0]])), 16)
 
 
 def rows(*shape):
@@ -65,6 +68,10 @@ CALLS = {
     sort_by_expert: ((PLACE_TK,), {"num_experts": 3}),
     pack_expert_first: ((rows(3, 4, 2),), {"scale": 2.0}),
     unpack_expert_last: ((rows(3, 4, 2),), {"scale": 2.0}),
+    state_scan: (
+        (rows(3, 2, 4), rows(3, 2).abs(), -rows(2).abs(), rows(3, 1, 5), rows(3, 1, 5), rows(2)),
+        {"chunks": CHUNKS},
+    ),
 }
 
 
