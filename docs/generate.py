@@ -39,7 +39,7 @@ HEAD = "<!-- Written by `python docs/generate.py`; edit the package, not this fi
 # Families that no test compares document by document: more mixtures, and families that users often request.
 MORE_FAMILIES = (
     *("qwen2_moe", "deepseek_v2", "phimoe", "granitemoe", "ernie4_5_moe", "llama4_text"),
-    *("phi", "gemma", "cohere", "olmo2", "stablelm", "gpt2", "opt", "minimax", "mamba2"),
+    *("minimax_m2", "phi", "gemma", "cohere", "olmo2", "olmo3", "stablelm", "gpt2", "opt", "minimax", "mamba2"),
 )
 # What a configuration leaves open in its defaults.
 LEFT_OPEN = {"lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"]}}
@@ -87,14 +87,18 @@ def write_support() -> str:
             refusals.append(f"- `{family}`: {refusal}")
         kernels = ", ".join(FAMILIES.get(family, ())) or ("" if refusal else "by head shape")
         forms = [LAYERS[kind] for kind in {type(module).__name__ for module in model.modules()} & set(LAYERS)]
-        fused = NO if not forms else "norms and blocks" if forms[0].has_own_mixer else YES
+        whole = "yes, mixers as modules" if family in MIXERS else YES
+        fused = NO if not forms else "norms and blocks" if forms[0].has_own_mixer else whole
         lines.append(
             f"| {family} | {packed} | {kernels or NO} | {fused} | {_judge_experts(model)} | {_judge_nf4(model)} |"
         )
     lines += [
         "\nThe option `attention` chooses one of the kernels in a row: flash varlen, cuDNN, FlexAttention, "
         "torch's SDPA with a",
-        "dense mask, or plain PyTorch. The table that `fit` logs shows which one ran.",
+        "dense mask, or plain PyTorch. The table that `fit` logs shows which one ran. `auto` chooses for each layer: "
+        "on a GPU the",
+        "global layers of Gemma 4 (heads of 512 columns) run on SDPA with a dense mask, its other layers on flash "
+        "varlen.",
         "",
         "LoRA and full fine-tuning, offload, packed loss, the guards and the reports work with every family "
         "that is not refused.",

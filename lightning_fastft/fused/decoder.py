@@ -8,6 +8,7 @@ Axes: B rows, S positions, T = B * S tokens, D model width, H query heads, G key
 from __future__ import annotations
 
 import functools
+import inspect
 from collections import Counter
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from lightning_fastft.fused.functions import (
     Rope,
     feed_forward_between_norms,
     norm_feed_forward,
+    norm_head_columns,
     norm_project,
     norm_rows,
     project_add,
@@ -61,8 +63,6 @@ _FUSION_ATTRIBUTE = "fastft_fusion"
 GRAPH_ATTRIBUTE = "fastft_layer_graph"
 _RECORDING = "transformers.utils.output_capturing"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_NORMS = ("input_layernorm", "post_attention_layernorm")
-_POST_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 
 class _Fusion(NamedTuple):
@@ -95,33 +95,41 @@ class _FusedLayer:
     def forward(
         self,
         hidden_states: torch.Tensor,
+        *args: Any,
         attention_mask: Any = None,
         position_ids: torch.Tensor | None = None,
         past_key_values: Any = None,
         use_cache: bool | None = False,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        position_embeddings: Any = None,
+        per_layer_input: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         layer: Any = self
+        if args and _form(layer).has_layer_inputs:
+            (per_layer_input,) = args
+        elif args:
+            (attention_mask,) = args
         session = _open_session(layer)
         with unwatched(session):
             parts = _read_call(layer, hidden_states, past_key_values, position_embeddings, kwargs)
-        if parts is None or position_embeddings is None:
+        if parts is None:
             options = {
                 "attention_mask": attention_mask,
                 "position_ids": position_ids,
                 "past_key_values": past_key_values,
             }
-            # Layers without this argument (Gemma's) would pass it to attention.
+            # Layers without these arguments (Gemma's) would pass them to attention.
             options |= {"use_cache": use_cache} if use_cache else {}
+            options |= {} if per_layer_input is None else {"per_layer_input": per_layer_input}
             return super().forward(hidden_states, **options, position_embeddings=position_embeddings, **kwargs)  # type: ignore[misc]
-        fusion: _Fusion = vars(layer)[_FUSION_ATTRIBUTE]
+        form = vars(layer)[_FUSION_ATTRIBUTE].form
         x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
-        if parts.qkv is not None and parts.out is not None and _mixer(layer) is not None:
+        delta_rule = _delta_rule(layer, form)
+        if parts.qkv is not None and parts.out is not None and delta_rule is not None:
             with unwatched(session):
                 x_TD = mix_delta(
-                    _mixer(layer),
-                    _norm(layer.input_layernorm, fusion.form),
+                    delta_rule,
+                    _norm(layer.input_layernorm, form),
                     (parts.qkv, parts.out),
                     x_TD,
                     context=kwargs["context"],
@@ -129,15 +137,15 @@ class _FusedLayer:
                 )
         elif parts.qkv is None or parts.out is None:
             with unwatched(session):
-                h_TD, x_TD = norm_rows(x_TD, _norm(layer.input_layernorm, fusion.form))
+                h_TD, x_TD = _norm_before(x_TD, layer, form, place=0)
             options = {"attention_mask": attention_mask, "position_ids": position_ids, **kwargs}
             out = _mix(layer, h_TD.view(hidden_states.shape), angles=position_embeddings, options=options)
-            x_TD = x_TD + out.reshape(x_TD.shape)
+            x_TD = _add(x_TD, out, layer, form, place=0)
         else:
             with unwatched(session):
                 x_TD = _attend(
                     layer,
-                    fusion,
+                    form,
                     (parts.qkv, parts.out),
                     x_TD,
                     shape=hidden_states.shape,
@@ -145,28 +153,18 @@ class _FusedLayer:
                     mask=attention_mask,
                     options=kwargs,
                 )
-        with unwatched(session):
-            has_post_norms = fusion.form.has_post_norms
-            norm = _norm(
-                layer.pre_feedforward_layernorm if has_post_norms else layer.post_attention_layernorm, fusion.form
-            )
-            post_norm = _norm(layer.post_feedforward_layernorm, fusion.form) if has_post_norms else None
-            if parts.gate_up is not None and parts.down is not None:
-                form = GateForm(activation=activation_name(layer.mlp))
-                if post_norm is None:
-                    x_TD = norm_feed_forward(x_TD, norm, parts.gate_up, parts.down, form=form, session=session)
-                else:
-                    x_TD = feed_forward_between_norms(
-                        x_TD, norm, parts.gate_up, parts.down, post_norm, form=form, session=session
-                    )
-                return x_TD.view(hidden_states.shape)
-            h_TD, x_TD = norm_rows(x_TD, norm)
-        out = layer.mlp(h_TD.view(hidden_states.shape))
-        # Some blocks also return the scores of their router.
-        out = out[0] if isinstance(out, tuple) else out
-        if post_norm is not None:
-            out = norm_rows(out.reshape(x_TD.shape), post_norm)[0].view(hidden_states.shape)
-        return x_TD.view(hidden_states.shape) + out
+        if parts.gate_up is not None and parts.down is not None:
+            with unwatched(session):
+                x_TD = _feed_forward(layer, form, (parts.gate_up, parts.down), x_TD, session=session)
+        else:
+            with unwatched(session):
+                h_TD, x_TD = _norm_before(x_TD, layer, form, place=1)
+            out = layer._modules[form.block](h_TD.view(hidden_states.shape))
+            # Some blocks also return the scores of their router.
+            out = out[0] if isinstance(out, tuple) else out
+            x_TD = _add(x_TD, out, layer, form, place=1)
+        x_BSD = x_TD.view(hidden_states.shape)
+        return _add_layer_inputs(x_BSD, layer, form, per_layer_input) if form.has_layer_inputs else x_BSD
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copied or pickled layer creates its class again, because pickle cannot find classes made at run time."""
@@ -322,8 +320,7 @@ class FusedWeightBuffers:
 
 def _read_as_it_stands(layer: nn.Module) -> _Parts | str:
     """Return the products of a layer for rows in the dtype of its norms, or what prevents them."""
-    norm: Any = layer.input_layernorm
-    return _read_parts(layer, dtype=norm.weight.dtype, awaits_copies=True)
+    return _read_parts(layer, dtype=_dtype(layer, _form(layer)), awaits_copies=True)
 
 
 def fused_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -333,7 +330,7 @@ def fused_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _is_fused_whole(layer: nn.Module) -> bool:
-    return isinstance(layer, _FusedLayer) and not vars(layer)[_FUSION_ATTRIBUTE].form.has_own_mixer
+    return isinstance(layer, _FusedLayer) and not _has_own_mixer(layer, _form(layer))
 
 
 def shared_memory(layer: nn.Module) -> list[torch.Tensor]:
@@ -346,8 +343,8 @@ def shared_memory(layer: nn.Module) -> list[torch.Tensor]:
 
 def _install(model: PreTrainedModel, patcher: ModelPatcher, *, awaits_copies: bool) -> Status:
     layers = decoder_layers(model)
-    forms = {type(layer): LAYERS.get(type(layer).__name__) for layer in layers}
-    unknown = sorted(kind.__name__ for kind, form in forms.items() if form is None)
+    forms = {type(layer): _known_form(layer) for layer in layers}
+    unknown = sorted({_describe(layer) for layer in layers if forms[type(layer)] is None})
     if unknown:
         known = ", ".join(sorted(name.removesuffix("DecoderLayer") for name in LAYERS))
         return Status(STATUS_NAME, "inactive", f"{', '.join(unknown)} is not served; served are the layers of {known}")
@@ -362,20 +359,22 @@ def _install(model: PreTrainedModel, patcher: ModelPatcher, *, awaits_copies: bo
             "change what is named, or leave FusedKernels out",
         )
     dense, names = DenseWeights(), {id(module): name for name, module in model.named_modules()}
-    num_fused = 0
+    num_fused = num_mixers = 0
     for layer in layers:
         form = forms[type(layer)]
         assert form is not None
         new = share_state(layer, _fused_class(type(layer)))  # type: ignore[arg-type]
         patcher.replace_module(model, names[id(layer)], new)
         patcher.set_attribute(new, _FUSION_ATTRIBUTE, _Fusion(form, dense))
-        num_fused += _is_known_block(layer.mlp, form)  # type: ignore[arg-type]
-    last_norm = getattr(model.get_decoder(), "norm", None)
-    if type(last_norm) is type(layers[0].input_layernorm):
+        num_fused += _is_known_block(layer, form)
+        num_mixers += _has_own_mixer(layer, form)
+    form = LAYERS[type(layers[0]).__name__]
+    last_norm = getattr(model.get_decoder(), form.last_norm, None)
+    if type(last_norm) is type(layers[0]._modules[(*form.norms, *form.post_norms)[0]]):
         # The norm before the head belongs to the same family.
         new = share_state(last_norm, _fused_norm_class(type(last_norm)))  # type: ignore[arg-type]
         patcher.replace_module(model, names[id(last_norm)], new)
-        patcher.set_attribute(new, _FUSION_ATTRIBUTE, _Fusion(LAYERS[type(layers[0]).__name__], dense))
+        patcher.set_attribute(new, _FUSION_ATTRIBUTE, _Fusion(form, dense))
     blocks = (
         ""
         if num_fused == len(layers)
@@ -383,9 +382,33 @@ def _install(model: PreTrainedModel, patcher: ModelPatcher, *, awaits_copies: bo
         if num_fused
         else ", without the blocks of experts"
     )
-    mixers = ", attention as a module" if any(form and form.has_own_mixer for form in forms.values()) else ""
+    mixers = (
+        ""
+        if not num_mixers
+        else ", attention and mixers as modules"
+        if num_mixers == len(layers)
+        else f", the mixers of {num_mixers} as modules"
+    )
     family = model.config.get_text_config().model_type
     return Status(STATUS_NAME, "active", f"{len(layers)} layers of {family}{blocks}{mixers}")
+
+
+def _known_form(layer: nn.Module) -> LayerForm | None:
+    """Return the description of a layer that is not fused yet; None if it is not served."""
+    form = LAYERS.get(type(layer).__name__)
+    return None if form is None or _extras(layer) else form
+
+
+def _extras(layer: nn.Module) -> list[str]:
+    """Return what a layer does besides the forward that its description says."""
+    form = LAYERS.get(type(layer).__name__)
+    return [] if form is None else [name for name in form.without if getattr(layer, name, False)]
+
+
+def _describe(layer: nn.Module) -> str:
+    """Return the class of a layer that is not served, and why if other layers of the class are."""
+    extras = _extras(layer)
+    return type(layer).__name__ + (f" ({', '.join(extras)})" if extras else "")
 
 
 @functools.cache
@@ -409,19 +432,19 @@ def _new_instance(make_class: Callable[[type[Any]], type[nn.Module]], old: type[
 
 def _read_call(layer: Any, x: torch.Tensor, cache: object, angles: object, options: dict[str, Any]) -> _Parts | None:
     """Return the products of a layer for one call, or None if the layer's own forward must serve it."""
-    if cache is not None or angles is None or x.dtype not in _DTYPES or torch.compiler.is_compiling():
+    if cache is not None or x.dtype not in _DTYPES or torch.compiler.is_compiling():
         return None
     if torch.is_autocast_enabled(x.device.type):
         return None
-    form: LayerForm = vars(layer)[_FUSION_ATTRIBUTE].form
-    if _mixer(layer) is not None:
+    form = _form(layer)
+    if _delta_rule(layer, form) is not None:
         # Without a context the mixer may read a mask; a cache, or rows of which only it knows the borders.
         context = options.get("context")
         if not isinstance(context, BatchContext) or x.shape[:2] != (1, context.num_tokens):
             return None
-    elif not form.has_own_mixer:
+    elif not _has_own_mixer(layer, form):
         config = layer.self_attn.config
-        if options.get("output_attentions") or getattr(config, "output_attentions", False):
+        if angles is None or options.get("output_attentions") or getattr(config, "output_attentions", False):
             return None
         if config._attn_implementation != ATTENTION_NAME:
             return None
@@ -445,11 +468,12 @@ def _num_unscaled(config: Any) -> float:
 def _obstacle(layer: Any, *, awaits_copies: bool) -> str:
     """Return why no call of a layer can be served at present; empty if one can."""
     try:
-        if _is_known_block(layer.mlp, LAYERS[type(layer).__name__]):
-            activation_name(layer.mlp)
+        form = _form(layer)
+        if _is_known_block(layer, form):
+            _activation(layer, form)
     except UnsupportedModelError as error:
         return str(error)
-    found = _read_parts(layer, dtype=layer.input_layernorm.weight.dtype, awaits_copies=awaits_copies)
+    found = _read_parts(layer, dtype=_dtype(layer, form), awaits_copies=awaits_copies)
     return found if isinstance(found, str) else ""
 
 
@@ -462,8 +486,8 @@ def _find_differences(model: PreTrainedModel, layers: Sequence[nn.Module]) -> Co
         form = LAYERS[kind.__name__]
         if not form.delta_projections:
             continue
-        is_dense = _is_known_block(layer.mlp, form)  # type: ignore[arg-type]
-        key = (kind, _mixer(layer) is None, is_dense)
+        is_dense = _is_known_block(layer, form)
+        key = (kind, _delta_rule(layer, form) is None, is_dense)
         if key not in found:
             config = model.config.get_text_config(decoder=True)
             found[key] = find_difference(kind, config, index=index, fuse=_fuse_alone, is_dense=is_dense)
@@ -481,26 +505,19 @@ def _fuse_alone(layer: nn.Module) -> nn.Module:
 def _read_parts(layer: Any, *, dtype: torch.dtype, awaits_copies: bool = False) -> _Parts | str:
     """Return the products of a layer for rows of this dtype, or what prevents them."""
     fusion: _Fusion | None = vars(layer).get(_FUSION_ATTRIBUTE)
-    form = fusion.form if fusion is not None else LAYERS[type(layer).__name__]
+    form = _form(layer)
     dense = fusion.dense if fusion is not None else DenseWeights()
-    norms = (*_NORMS, *(_POST_NORMS if form.has_post_norms else ()), *form.dropouts)
-    passed_over = [layer._modules[name] for name in norms]
-    products: list[tuple[Any, tuple[str, ...]]] = []
-    mixer = _mixer(layer)
-    if mixer is not None:
-        obstacle = delta_obstacle(mixer, form.delta_projections)
-        if obstacle:
-            return obstacle
-        passed_over += delta_modules(mixer, form.delta_projections)
-        products += [(mixer, form.delta_projections), (mixer, ("out_proj",))]
-    elif not form.has_own_mixer:
-        attention = layer.self_attn
-        names = (*form.projections, "o_proj", "q_norm", "k_norm")
-        passed_over += [attention, *(attention._modules[name] for name in names if name in attention._modules)]
-        products += [(attention, form.projections), (attention, ("o_proj",))]
-    is_known_block = _is_known_block(layer.mlp, form)
+    passed_over = [layer._modules[name] for name in (*form.norms, *form.post_norms, *form.dropouts)]
+    if form.has_layer_inputs and layer.hidden_size_per_layer_input:
+        passed_over.append(layer.post_per_layer_input_norm)
+    obstacle = _mixer_obstacle(layer, form)
+    if obstacle:
+        return obstacle
+    modules, products = _mixer_products(layer, form)
+    passed_over += modules
+    is_known_block, block = _is_known_block(layer, form), layer._modules[form.block]
     if is_known_block:
-        passed_over += [layer.mlp, *(layer.mlp._modules[name] for name in (*form.gate_up, "down_proj"))]
+        passed_over += [block, *(block._modules[name] for name in (*form.gate_up, form.down))]
     hooked = next((type(module).__name__ for module in passed_over if _has_hooks(module)), None)
     if hooked is not None:
         return f"{hooked} has hooks or a forward of its own, which would be passed over"
@@ -508,7 +525,7 @@ def _read_parts(layer: Any, *, dtype: torch.dtype, awaits_copies: bool = False) 
     if drawing is not None:
         return f"{drawing} drops out in training"
     if is_known_block:
-        products += [(layer.mlp, form.gate_up), (layer.mlp, ("down_proj",))]
+        products += [(block, form.gate_up), (block, (form.down,))]
     fused_linears: list[FusedLinear] = []
     for place, (module, names) in enumerate(products):
         linears: Any = [module._modules[name] for name in names]
@@ -518,14 +535,34 @@ def _read_parts(layer: Any, *, dtype: torch.dtype, awaits_copies: bool = False) 
         if isinstance(fused_linear, str):
             return fused_linear
         fused_linears.append(in_fp8(fused_linear, linears, layer=layer, place=place, dtype=dtype))
-    of_attention = (None, None) if form.has_own_mixer else tuple(fused_linears[:2])
+    of_attention = (None, None) if _has_own_mixer(layer, form) else tuple(fused_linears[:2])
     of_block = tuple(fused_linears[-2:]) if is_known_block else (None, None)
     return _Parts(*of_attention, *of_block)
 
 
-def _mixer(layer: Any) -> Any:
+def _mixer_obstacle(layer: Any, form: LayerForm) -> str:
+    """Return why a gated delta rule cannot be fused; "" if it can, and for any other mixer."""
+    delta_rule = _delta_rule(layer, form)
+    return "" if delta_rule is None else delta_obstacle(delta_rule, form.delta_projections)
+
+
+def _mixer_products(layer: Any, form: LayerForm) -> tuple[list[nn.Module], list[tuple[Any, tuple[str, ...]]]]:
+    """Return the modules of attention or of a gated delta rule whose forward does not run, and its products."""
+    delta_rule = _delta_rule(layer, form)
+    if delta_rule is not None:
+        modules = delta_modules(delta_rule, form.delta_projections)
+        return modules, [(delta_rule, form.delta_projections), (delta_rule, ("out_proj",))]
+    if _has_own_mixer(layer, form):
+        return [], []
+    attention = layer.self_attn
+    names = (*form.projections, form.out, *form.head_norms)
+    parts = [attention._modules[name] for name in names if name in attention._modules]
+    return [attention, *parts], [(attention, form.projections), (attention, (form.out,))]
+
+
+def _delta_rule(layer: Any, form: LayerForm) -> Any:
     """Return the gated delta rule of a layer that has one in the place of attention, else None."""
-    return layer._modules.get("linear_attn")
+    return layer._modules.get("linear_attn") if form.delta_projections else None
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -544,15 +581,81 @@ def _draws_nothing(module: nn.Module | None) -> bool:
     return type(module) is nn.Identity or (type(module) is nn.Dropout and (module.p == 0.0 or not module.training))
 
 
-def _is_known_block(block: nn.Module, form: LayerForm) -> bool:
+def _form(layer: nn.Module) -> LayerForm:
+    """Return the description of a layer, fused or not."""
+    fusion: _Fusion | None = vars(layer).get(_FUSION_ATTRIBUTE)
+    return LAYERS[type(layer).__name__] if fusion is None else fusion.form
+
+
+def _dtype(layer: Any, form: LayerForm) -> torch.dtype:
+    """Return the dtype of a layer's norms."""
+    dtype: torch.dtype = layer._modules[(*form.norms, *form.post_norms)[0]].weight.dtype
+    return dtype
+
+
+def _has_own_mixer(layer: Any, form: LayerForm) -> bool:
+    """Whether attention, or the mixer in its place, runs as a module."""
+    return form.has_own_mixer or ("self_attn" not in layer._modules and _delta_rule(layer, form) is None)
+
+
+def _is_known_block(layer: Any, form: LayerForm) -> bool:
     """Whether a feed-forward block can be fused; a block that runs in tiles has a replaced forward and cannot."""
+    block = layer._modules[form.block]
     return type(block).__name__ in form.feed_forward and "forward" not in vars(block)
+
+
+def _activation(layer: Any, form: LayerForm) -> str:
+    """Return the name of the activation of a dense block."""
+    return form.activation or activation_name(layer._modules[form.block])
 
 
 def _norm(module: Any, form: LayerForm) -> Norm:
     return Norm(
         module.weight, NormForm(eps=_eps(module), weight_offset=form.norm_offset, is_weight_wide=form.is_norm_wide)
     )
+
+
+def _named_norm(layer: Any, form: LayerForm, names: tuple[str, ...], *, place: int) -> Norm | None:
+    """Return one of the norms of attention (place 0) or of the block (place 1), or None for a layer without."""
+    # LFM3's norms after attention and block are an option.
+    has_norm = names and type(layer._modules[names[place]]) is not nn.Identity
+    return _norm(layer._modules[names[place]], form) if has_norm else None
+
+
+def _norm_before(x_TD: torch.Tensor, layer: Any, form: LayerForm, *, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the input of a mixer or a block that runs as a module, and the residual stream."""
+    norm = _named_norm(layer, form, form.norms, place=place)
+    return (x_TD, x_TD) if norm is None else norm_rows(x_TD, norm)
+
+
+def _add(x_TD: torch.Tensor, out: torch.Tensor, layer: Any, form: LayerForm, *, place: int) -> torch.Tensor:
+    """Return the residual stream after the output of a mixer or a block that ran as a module."""
+    norm = _named_norm(layer, form, form.post_norms, place=place)
+    out_TD = out.reshape(x_TD.shape)
+    if norm is not None:
+        out_TD = norm_rows(out_TD, norm)[0]
+    return torch.add(x_TD, out_TD, alpha=_factor(layer, form))
+
+
+def _add_layer_inputs(
+    x_BSD: torch.Tensor, layer: Any, form: LayerForm, per_layer_input: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the output of a layer that reads per-layer inputs, if the model has them, and has a scalar (Gemma 4).
+
+    Cost:
+        Two thin products as modules, a norm, and elementwise passes: about 2 % of a layer.
+    """
+    if layer.hidden_size_per_layer_input:
+        gate = layer.act_fn(layer.per_layer_input_gate(x_BSD)) * per_layer_input
+        out_TD = layer.per_layer_projection(gate).flatten(0, 1)
+        x_BSD = x_BSD + norm_rows(out_TD, _norm(layer.post_per_layer_input_norm, form))[0].view(x_BSD.shape)
+    # The scalar may be in another dtype.
+    return (x_BSD * layer.layer_scalar).to(x_BSD.dtype)
+
+
+def _factor(layer: Any, form: LayerForm) -> float:
+    """Return what outputs are multiplied with before they are added."""
+    return float(layer.residual_multiplier) if form.has_multiplier else 1.0
 
 
 def _eps(module: Any) -> float:
@@ -564,22 +667,31 @@ def _open_session(layer: Any) -> Session | None:
     """Return the open session of a layer; layers without attention have points of values in their block."""
     if "self_attn" in layer._modules:
         return find_session(layer.self_attn)
-    point = next((part for part in layer.mlp.modules() if SEGMENT_ATTRIBUTE in vars(part)), None)
+    block = layer._modules[_form(layer).block]
+    point = next((part for part in block.modules() if SEGMENT_ATTRIBUTE in vars(part)), None)
     return None if point is None else find_session(point)
 
 
 def _mix(
     layer: Any, h_BSD: torch.Tensor, *, angles: tuple[torch.Tensor, torch.Tensor], options: dict[str, Any]
 ) -> torch.Tensor:
-    """Return what attention gives for normed hidden states."""
-    out: torch.Tensor
+    """Return what attention, or the convolution in its place, gives for normed hidden states."""
+    if "conv" in layer._modules:
+        # transformers 5.17 gives its convolutions no further keywords.
+        known = inspect.signature(type(layer.conv).forward).parameters
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+        options = {
+            name: value for name, value in options.items() if name in known or (takes_all and name != "position_ids")
+        }
+        out: torch.Tensor = layer.conv(hidden_states=h_BSD, past_key_values=None, **options)
+        return out
     out, _ = layer.self_attn(hidden_states=h_BSD, past_key_values=None, position_embeddings=angles, **options)
     return out
 
 
 def _attend(
     layer: Any,
-    fusion: _Fusion,
+    form: LayerForm,
     products: tuple[FusedLinear, FusedLinear],
     x_TD: torch.Tensor,
     *,
@@ -591,10 +703,13 @@ def _attend(
     """Return the residual stream after attention, shape (T, D)."""
     attention, session = layer.self_attn, find_session(layer.self_attn)
     qkv, projection = products
-    qkv_TC, x_TD = norm_project(x_TD, _norm(layer.input_layernorm, fusion.form), qkv, session=session)
+    qkv_TC, x_TD = norm_project(x_TD, _named_norm(layer, form, form.norms, place=0), qkv, session=session)
+    if form.has_joint_head_norms:
+        q_norm, k_norm = (_norm(attention._modules[name], form) for name in form.head_norms)
+        qkv_TC = norm_head_columns(qkv_TC, q_norm, k_norm)
     # The input of the output projection is as wide as the query heads.
     shares, row_gradient = HeadShares(), RowGradient()
-    rope = _rope(attention, fusion.form, angles, rows_TC=qkv_TC, num_query_columns=projection.num_inputs)
+    rope = _rope(attention, form, angles, rows_TC=qkv_TC, num_query_columns=projection.num_inputs)
     heads = split_heads(qkv_TC, rope, shares, row_gradient)
     # As attention layers hand them over: (B, H, S, W).
     q, k, v = (x_THW.view(shape[0], shape[1], *x_THW.shape[1:]).transpose(1, 2) for x_THW in heads)
@@ -604,26 +719,41 @@ def _attend(
         k,
         v,
         mask,
-        dropout=attention.attention_dropout if attention.training else 0.0,
+        # LFM2's layers have no dropout.
+        dropout=getattr(attention, "attention_dropout", 0.0) if attention.training else 0.0,
         scaling=attention.scaling,
-        sliding_window=getattr(
-            attention.config if fusion.form.has_config_window else attention, "sliding_window", None
-        ),
-        softcap=attention.attn_logit_softcapping if fusion.form.has_softcap else None,
+        sliding_window=getattr(attention.config if form.has_config_window else attention, "sliding_window", None),
+        softcap=attention.attn_logit_softcapping if form.has_softcap else None,
         s_aux=getattr(attention, "sinks", None),
         collect=shares.put,
         **options,
     )
     out_TI = out.reshape(x_TD.shape[0], -1)
-    if fusion.form.has_gated_heads:
+    if form.has_gated_heads:
         width, num_heads = rope.form.head_width, rope.form.num_heads
         gate = HeadGateForm(HeadColumns(width, width, num_heads, group_size=1, group_step=2 * width))
         out_TI = gate_heads(out_TI.unflatten(1, (num_heads, width)), qkv_TC, form=gate, row_gradient=row_gradient)
-    if fusion.form.has_post_norms:
-        return project_norm_add(
-            out_TI, x_TD, _norm(layer.post_attention_layernorm, fusion.form), projection, session=session
-        )
-    return project_add(out_TI, x_TD, projection, session=session)
+    post_norm = _named_norm(layer, form, form.post_norms, place=0)
+    if post_norm is not None:
+        return project_norm_add(out_TI, x_TD, post_norm, projection, session=session)
+    return project_add(out_TI, x_TD, projection, factor=_factor(layer, form), session=session)
+
+
+def _feed_forward(
+    layer: Any,
+    form: LayerForm,
+    products: tuple[FusedLinear, FusedLinear],
+    x_TD: torch.Tensor,
+    *,
+    session: Session | None,
+) -> torch.Tensor:
+    """Return the residual stream after a dense feed-forward block, shape (T, D)."""
+    gate = GateForm(activation=_activation(layer, form))
+    norm, post_norm = (_named_norm(layer, form, names, place=1) for names in (form.norms, form.post_norms))
+    if post_norm is not None:
+        return feed_forward_between_norms(x_TD, norm, *products, post_norm, form=gate, session=session)
+    assert norm is not None
+    return norm_feed_forward(x_TD, norm, *products, form=gate, factor=_factor(layer, form), session=session)
 
 
 def _rope(
@@ -636,7 +766,9 @@ def _rope(
 ) -> Rope:
     """Return how projections become heads."""
     width, (num_tokens, num_columns) = int(attention.head_dim), rows_TC.shape
-    q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+    q_norm, k_norm = (
+        None if layer_form.has_joint_head_norms else getattr(attention, name, None) for name in layer_form.head_norms
+    )
     cos, sin = (
         _angle_rows(angle, num_tokens=num_tokens, is_half=layer_form.has_half_angles, dtype=rows_TC.dtype)
         for angle in angles

@@ -89,13 +89,13 @@ def norm_rows(x_TD: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tenso
 
 
 def norm_project(
-    x_TD: torch.Tensor, norm: Norm, fused_linear: FusedLinear, *, session: Session | None
+    x_TD: torch.Tensor, norm: Norm | None, fused_linear: FusedLinear, *, session: Session | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the projection of the normed rows, shape (T, C), and the rows themselves for the residual stream.
 
     Args:
         x_TD: Residual stream.
-        norm: Norm before the projections.
+        norm: Norm before the projections; None for none.
         fused_linear: The projections.
         session: Of the open segment; None outside a plan.
 
@@ -104,8 +104,23 @@ def norm_project(
         weights.
     """
     x_TD = _read_rows(x_TD)
-    out = _NormProject.apply(fused_linear, norm.form, session, x_TD, norm.weight_D, *fused_linear.tensors())
+    weight_D, form = (None, None) if norm is None else norm
+    out = _NormProject.apply(fused_linear, form, session, x_TD, weight_D, *fused_linear.tensors())
     return out if isinstance(out, tuple) else (out, x_TD)
+
+
+def norm_head_columns(qkv_TC: torch.Tensor, q_norm: Norm, k_norm: Norm) -> torch.Tensor:
+    """Return the projection with its queries and its keys normed, each over the columns of all heads of a token.
+
+    Args:
+        qkv_TC: Raw projection.
+        q_norm: Norm of the queries; its weight says how many columns they have.
+        k_norm: Norm of the keys, which follow.
+
+    Cost:
+        As two calls of rms_norm_forward, and a copy of the values; saves the raw projection. About 1 % of a layer.
+    """
+    return _NormHeadColumns.apply(qkv_TC, q_norm.weight_D, k_norm.weight_D, q_norm.form, k_norm.form)
 
 
 def split_heads(
@@ -128,27 +143,40 @@ def split_heads(
 
 
 def project_add(
-    x_TI: torch.Tensor, residual_TD: torch.Tensor, fused_linear: FusedLinear, *, session: Session | None
+    x_TI: torch.Tensor,
+    residual_TD: torch.Tensor,
+    fused_linear: FusedLinear,
+    *,
+    factor: float = 1.0,
+    session: Session | None,
 ) -> torch.Tensor:
-    """Return ``residual + projection of x``.
+    """Return ``residual + factor * projection of x``.
 
     Args:
         x_TI: Output of attention.
         residual_TD: Residual stream.
         fused_linear: The projection.
+        factor: Residual multiplier of the family (Granite).
         session: Of the open segment; None outside a plan.
 
     Cost:
-        As product; saves x_TI if a parameter is trained, the adapter's low-rank rows and low-precision factors, and a
-        trained weight.
+        As product, and with a factor a pass over the gradient of the output; saves x_TI if a parameter is trained, the
+        adapter's low-rank rows and low-precision factors, and a trained weight.
     """
-    return _ProjectAdd.apply(fused_linear, session, x_TI, residual_TD, *fused_linear.tensors())
+    return _ProjectAdd.apply(fused_linear, factor, session, x_TI, residual_TD, *fused_linear.tensors())
 
 
 def norm_feed_forward(
-    x_TD: torch.Tensor, norm: Norm, gate_up: FusedLinear, down: FusedLinear, *, form: GateForm, session: Session | None
+    x_TD: torch.Tensor,
+    norm: Norm,
+    gate_up: FusedLinear,
+    down: FusedLinear,
+    *,
+    form: GateForm,
+    factor: float = 1.0,
+    session: Session | None,
 ) -> torch.Tensor:
-    """Return ``x + down(gate(gate_up(norm(x))))``.
+    """Return ``x + factor * down(gate(gate_up(norm(x))))``.
 
     Args:
         x_TD: Residual stream.
@@ -156,13 +184,14 @@ def norm_feed_forward(
         gate_up: The first two projections.
         down: The last projection.
         form: How gate and up are combined.
+        factor: Residual multiplier of the family (Granite).
         session: Of the open segment; None outside a plan.
 
     Cost:
-        As the products; saves x_TD, gate and up, the adapters' low-rank rows and low-precision factors, and trained
-        weights.
+        As the products, and with a factor a pass over the gradient of the output; saves x_TD, gate and up, the
+        adapters' low-rank rows and low-precision factors, and trained weights.
     """
-    call = _FeedForwardCall(gate_up, down, norm.form, form, session)
+    call = _FeedForwardCall(gate_up, down, norm.form, form, session, factor)
 
     def run(call: _FeedForwardCall) -> torch.Tensor:
         return _NormFeedForward.apply(call, x_TD, norm.weight_D, *gate_up.tensors(), *down.tensors())
@@ -193,7 +222,7 @@ def project_norm_add(
 
 def feed_forward_between_norms(
     x_TD: torch.Tensor,
-    norm: Norm,
+    norm: Norm | None,
     gate_up: FusedLinear,
     down: FusedLinear,
     post_norm: Norm,
@@ -205,7 +234,7 @@ def feed_forward_between_norms(
 
     Args:
         x_TD: Residual stream.
-        norm: Norm before the block.
+        norm: Norm before the block; None for none.
         gate_up: The first projections.
         down: The last projection.
         post_norm: Norm after the block.
@@ -216,11 +245,12 @@ def feed_forward_between_norms(
         As the products, two norms and one addition; saves x_TD, gate and up, the output of down, the adapters' low-rank
         rows and low-precision factors, and trained weights.
     """
-    call = _FeedForwardCall(gate_up, down, norm.form, form, session)
+    weight_D, norm_form = (None, None) if norm is None else norm
+    call = _FeedForwardCall(gate_up, down, norm_form, form, session)
 
     def run(call: _FeedForwardCall) -> torch.Tensor:
         return _FeedForwardBetweenNorms.apply(
-            call, post_norm.form, x_TD, norm.weight_D, post_norm.weight_D, *gate_up.tensors(), *down.tensors()
+            call, post_norm.form, x_TD, weight_D, post_norm.weight_D, *gate_up.tensors(), *down.tensors()
         )  # fmt: skip
 
     return _run_block(run, call, point=POST_NORM_POINT)
@@ -253,10 +283,10 @@ class _NormProject(torch.autograd.Function):
     def forward(
         ctx: Any,
         fused_linear: FusedLinear,
-        form: NormForm,
+        form: NormForm | None,
         session: Session | None,
         x_TD: torch.Tensor,
-        weight_D: torch.Tensor,
+        weight_D: torch.Tensor | None,
         *parameters: torch.Tensor | None,
     ) -> Any:
         ctx.set_materialize_grads(False)
@@ -277,6 +307,51 @@ class _NormProject(torch.autograd.Function):
         return None, None, None, *_normed_gradients(
             fused_linear, low, d_y_TC, d_x_TD, x_TD, weight_D, form=ctx.form, needs=(needs_x, needs_weight, *needs)
         )  # fmt: skip
+
+
+class _NormHeadColumns(torch.autograd.Function):
+    """Saves the raw projection."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv_TC: torch.Tensor,
+        q_weight_I: torch.Tensor,
+        k_weight_I: torch.Tensor,
+        q_form: NormForm,
+        k_form: NormForm,
+    ) -> torch.Tensor:
+        ctx.forms = q_form, k_form
+        ctx.save_for_backward(qkv_TC, q_weight_I, k_weight_I)
+        out_TC = torch.empty_like(qkv_TC)
+        end = 0
+        for weight_I, form in zip((q_weight_I, k_weight_I), ctx.forms):
+            columns = slice(end, end := end + len(weight_I))
+            rms_norm_forward(qkv_TC[:, columns], weight_I, form=form, out=out_TC[:, columns], is_checked=False)
+        out_TC[:, end:].copy_(qkv_TC[:, end:])
+        return out_TC
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out_TC: torch.Tensor) -> _Grads:
+        qkv_TC, *weights = ctx.saved_tensors
+        d_weights: list[torch.Tensor | None] = []
+        end = 0
+        for weight_I, form, needs_weight in zip(weights, ctx.forms, ctx.needs_input_grad[1:3]):
+            columns = slice(end, end := end + len(weight_I))
+            # In place: the values' gradients stay where they are.
+            gradients = rms_norm_backward(
+                d_out_TC[:, columns],
+                qkv_TC[:, columns],
+                weight_I,
+                None,
+                form=form,
+                needs_weight=needs_weight,
+                out=d_out_TC[:, columns],
+                is_checked=False,
+            )
+            d_weights.append(None if gradients.d_weight_D is None else gradients.d_weight_D.to(weight_I.dtype))
+        return d_out_TC, *d_weights, None, None
 
 
 class _SplitHeads(torch.autograd.Function):
@@ -356,30 +431,36 @@ class _ProjectAdd(torch.autograd.Function):
     def forward(
         ctx: Any,
         fused_linear: FusedLinear,
+        factor: float,
         session: Session | None,
         x_TI: torch.Tensor,
         residual_TD: torch.Tensor,
         *parameters: torch.Tensor | None,
     ) -> torch.Tensor:
-        y_TD, *low = _value(session, OUT_VALUE, lambda: _held(product(fused_linear, x_TI, addend_TO=residual_TD)))
-        ctx.fused_linear, ctx.num_low = fused_linear, len(low)
-        saved_x = (x_TI,) if any(ctx.needs_input_grad[4:]) else ()
+        y_TD, *low = _value(
+            session, OUT_VALUE, lambda: _held(product(fused_linear, x_TI, addend_TO=residual_TD, factor=factor))
+        )
+        ctx.fused_linear, ctx.factor, ctx.num_low = fused_linear, factor, len(low)
+        saved_x = (x_TI,) if any(ctx.needs_input_grad[5:]) else ()
         ctx.save_for_backward(*low, *fused_linear.watched_tensors(), *saved_x)
         return y_TD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_y_TD: torch.Tensor) -> _Grads:
-        needs_x, needs_residual, *needs = ctx.needs_input_grad[2:]
+        needs_x, needs_residual, *needs = ctx.needs_input_grad[3:]
         others = list(ctx.saved_tensors)
         x_TI = others.pop() if any(needs) else None
         low, fused_linear = others[: ctx.num_low], ctx.fused_linear.with_watched(others[ctx.num_low :])
         d_y_TD = _read_rows(d_y_TD)
-        d_x_TI, d_low_TR = rows_gradients(fused_linear, d_y_TD, needs_x=needs_x)
+        d_out_TD = _multiplied(d_y_TD, ctx.factor, reader=fused_linear)
+        d_x_TI, d_low_TR = rows_gradients(fused_linear, d_out_TD, needs_x=needs_x)
         gradients: list[torch.Tensor | None] = [None] * len(needs)
         if x_TI is not None:
-            gradients = parameter_gradients(fused_linear, x_TI, d_y_TD, low[0] if low else None, d_low_TR, needs=needs)
-        return None, None, d_x_TI, d_y_TD if needs_residual else None, *gradients
+            gradients = parameter_gradients(
+                fused_linear, x_TI, d_out_TD, low[0] if low else None, d_low_TR, needs=needs
+            )
+        return None, None, None, d_x_TI, d_y_TD if needs_residual else None, *gradients
 
 
 class _FeedForwardCall(NamedTuple):
@@ -387,9 +468,10 @@ class _FeedForwardCall(NamedTuple):
 
     gate_up: FusedLinear
     down: FusedLinear
-    norm_form: NormForm
+    norm_form: NormForm | None
     gate_form: GateForm
     session: Session | None
+    factor: float = 1.0
 
 
 class _NormFeedForward(torch.autograd.Function):
@@ -415,7 +497,8 @@ class _NormFeedForward(torch.autograd.Function):
             ctx.save_for_backward(*saved)
             if session.is_last(DOWN_VALUE):
                 return unneeded(x_TD, x_TD.shape[-1])
-        out = product(call.down, gate_forward(gate_up_TP, form=call.gate_form, is_checked=False), addend_TO=x_TD)
+        act_TF = gate_forward(gate_up_TP, form=call.gate_form, is_checked=False)
+        out = product(call.down, act_TF, addend_TO=x_TD, factor=call.factor)
         if session is None:
             ctx.save_for_backward(*saved, *(() if out.low_TR is None else (out.low_TR,)))
         return out.y_TO
@@ -425,8 +508,9 @@ class _NormFeedForward(torch.autograd.Function):
     def backward(ctx: Any, d_y_TD: torch.Tensor) -> _Grads:
         x_TD, weight_D, gate_up_TP, *others = ctx.saved_tensors
         d_y_TD = _read_rows(d_y_TD)
+        d_out_TD = _multiplied(d_y_TD, ctx.call.factor, reader=ctx.call.down)
         return None, *_block_gradients(
-            ctx.call, others, ctx.num_low, d_y_TD, d_y_TD, x_TD, weight_D, gate_up_TP, needs=ctx.needs_input_grad[1:]
+            ctx.call, others, ctx.num_low, d_out_TD, d_y_TD, x_TD, weight_D, gate_up_TP, needs=ctx.needs_input_grad[1:]
         )  # fmt: skip
 
 
@@ -489,7 +573,7 @@ class _FeedForwardBetweenNorms(torch.autograd.Function):
         call: _FeedForwardCall,
         post_form: NormForm,
         x_TD: torch.Tensor,
-        weight_D: torch.Tensor,
+        weight_D: torch.Tensor | None,
         post_weight_D: torch.Tensor,
         *parameters: torch.Tensor | None,
     ) -> torch.Tensor:
@@ -555,21 +639,23 @@ def _project_normed(
     name: str,
     fused_linear: FusedLinear,
     x_TD: torch.Tensor,
-    weight_D: torch.Tensor,
+    weight_D: torch.Tensor | None,
     *,
-    form: NormForm,
+    form: NormForm | None,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the projection of normed rows, and the low-rank rows of adapters, as a value that a plan can hold."""
-    return _value(
-        session,
-        name,
-        lambda: _held(
-            product(
-                fused_linear,
-                rms_norm_forward(x_TD, weight_D, form=form, out=rows_for(fused_linear, x_TD), is_checked=False).y_TD,
-            )
-        ),
-    )
+    """Return the projection of normed rows, or of the rows themselves without a norm, and the low-rank rows of
+    adapters, as a value that a plan can hold.
+    """
+
+    def compute() -> tuple[torch.Tensor, ...]:
+        if weight_D is None or form is None:
+            return _held(product(fused_linear, x_TD))
+        rows = rows_for(fused_linear, x_TD)
+        return _held(
+            product(fused_linear, rms_norm_forward(x_TD, weight_D, form=form, out=rows, is_checked=False).y_TD)
+        )
+
+    return _value(session, name, compute)
 
 
 def _run_block(run: Callable[[_FeedForwardCall], torch.Tensor], call: _FeedForwardCall, *, point: str) -> torch.Tensor:
@@ -585,15 +671,17 @@ def _normed_gradients(
     d_y_TC: torch.Tensor,
     d_x_TD: torch.Tensor | None,
     x_TD: torch.Tensor,
-    weight_D: torch.Tensor,
+    weight_D: torch.Tensor | None,
     *,
-    form: NormForm,
+    form: NormForm | None,
     needs: Sequence[bool],
 ) -> _Grads:
     """Return the gradients of _project_normed: of the rows, with that of the residual stream added, of the norm's
     weight, and of FusedLinear.tensors.
     """
     needs_x, needs_weight, *needs_tensors = needs
+    if weight_D is None or form is None:
+        return _raw_gradients(fused_linear, low, d_y_TC, d_x_TD, x_TD, needs_x=needs_x, needs=needs_tensors)
     d_h_TD, d_low_TR = rows_gradients(fused_linear, d_y_TC, needs_x=needs_x or needs_weight)
     rstd_T = None
     if d_h_TD is not None and _adapters_read_raw_rows(x_TD, needs_tensors):
@@ -618,6 +706,26 @@ def _normed_gradients(
     return (*norm_gradients, *gradients)
 
 
+def _raw_gradients(
+    fused_linear: FusedLinear,
+    low: Sequence[torch.Tensor],
+    d_y_TC: torch.Tensor,
+    d_x_TD: torch.Tensor | None,
+    x_TD: torch.Tensor,
+    *,
+    needs_x: bool,
+    needs: Sequence[bool],
+) -> _Grads:
+    """Return the gradients of _project_normed without a norm."""
+    found_TD, d_low_TR = rows_gradients(fused_linear, d_y_TC, needs_x=needs_x)
+    if found_TD is not None and d_x_TD is not None:
+        found_TD = found_TD + d_x_TD
+    gradients: list[torch.Tensor | None] = [None] * len(needs)
+    if any(needs):
+        gradients = parameter_gradients(fused_linear, x_TD, d_y_TC, low[0] if low else None, d_low_TR, needs=needs)
+    return found_TD, None, *gradients
+
+
 def _adapters_read_raw_rows(x_TD: torch.Tensor, needs: Sequence[bool]) -> bool:
     """Whether only adapters are trained, in a dtype whose range holds 1/rms of a row times a gradient."""
     return any(needs[2::TENSORS_PER_LAYER]) and not any(needs[0::TENSORS_PER_LAYER]) and x_TD.dtype is not torch.float16
@@ -630,7 +738,7 @@ def _block_gradients(
     d_out_TD: torch.Tensor,
     d_x_TD: torch.Tensor,
     x_TD: torch.Tensor,
-    weight_D: torch.Tensor,
+    weight_D: torch.Tensor | None,
     gate_up_TP: torch.Tensor,
     *,
     needs: Sequence[bool],
@@ -675,6 +783,11 @@ def _block_gradients(
         ),
         *d_down,
     )
+
+
+def _multiplied(d_y_TD: torch.Tensor, factor: float, *, reader: FusedLinear) -> torch.Tensor:
+    """Return a gradient times the residual multiplier, in memory that ``reader`` reads without a copy."""
+    return d_y_TD if factor == 1.0 else torch.mul(d_y_TD, factor, out=gradients_for(reader, d_y_TD))
 
 
 def _read_rows(rows: torch.Tensor) -> torch.Tensor:

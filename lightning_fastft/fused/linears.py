@@ -97,13 +97,16 @@ def gradients_for(fused_linear: FusedLinear, like_TO: torch.Tensor) -> torch.Ten
     return fused_linear.dense.gradients.give(like_TO, num_ranks=num_ranks)
 
 
-def product(fused_linear: FusedLinear, x_TI: torch.Tensor, *, addend_TO: torch.Tensor | None = None) -> Product:
+def product(
+    fused_linear: FusedLinear, x_TI: torch.Tensor, *, addend_TO: torch.Tensor | None = None, factor: float = 1.0
+) -> Product:
     """Return ``x @ W^T + bias + scale * (x @ A^T) @ B^T`` of every layer side by side.
 
     Args:
         fused_linear: The layers.
         x_TI: Rows, 2-D. Rows in memory of rows_for are not copied, and the room after them is written.
         addend_TO: Added to the product of a single layer; None for nothing.
+        factor: Multiplied with the product before addend_TO is added; only with addend_TO.
 
     Cost:
         2 T I O FLOP and those of the adapters; no host sync. All layers share one GEMM if they are packed, in a fused
@@ -115,13 +118,14 @@ def product(fused_linear: FusedLinear, x_TI: torch.Tensor, *, addend_TO: torch.T
         return _augmented_product(fused_linear, x_TI)
     low_TR = low_rank_rows(fused_linear, x_TI)
     if low_TR is None:
-        return Product(_base_product(fused_linear, x_TI, addend_TO=addend_TO), None)
-    y_TO = _base_product(fused_linear, x_TI, addend_TO=None)
+        return Product(_base_product(fused_linear, x_TI, addend_TO=addend_TO, factor=factor), None)
+    y_TO = _base_product(fused_linear, x_TI, addend_TO=None, factor=factor)
+    added_TR = low_TR if factor == 1.0 else low_TR * factor
     for part, columns, ranks in zip(fused_linear.parts, _columns(fused_linear.parts), _ranks(fused_linear.parts)):
         if part.copy_b_OR is not None:
             piece_TO = y_TO[:, columns]
             add_low_rank(
-                piece_TO, low_TR[:, ranks], part.copy_b_OR.T, residual_TN=addend_TO, out=piece_TO, is_checked=False
+                piece_TO, added_TR[:, ranks], part.copy_b_OR.T, residual_TN=addend_TO, out=piece_TO, is_checked=False
             )
     return Product(y_TO, low_TR)
 
@@ -297,23 +301,28 @@ def _appended_gradient(fused_linear: FusedLinear, d_TO: torch.Tensor, d_low_TR: 
     )
 
 
-def _base_product(fused_linear: FusedLinear, x_TI: torch.Tensor, *, addend_TO: torch.Tensor | None) -> torch.Tensor:
-    """Return ``x @ W^T + bias`` of every layer side by side, plus the addend of a single layer."""
+def _base_product(
+    fused_linear: FusedLinear, x_TI: torch.Tensor, *, addend_TO: torch.Tensor | None, factor: float
+) -> torch.Tensor:
+    """Return ``factor * (x @ W^T + bias)`` of every layer side by side, plus the addend of a single layer."""
     pieces = [] if fused_linear.base is not None else _dense_pieces(fused_linear, x_TI)
-    if len(pieces) == 1 and addend_TO is None:
+    if len(pieces) == 1 and addend_TO is None and factor == 1.0:
         return _biased_product(x_TI, pieces[0][1], fused_linear.parts)
     if fused_linear.base is not None:
         y_TO = fused_linear.base.forward_product(fused_linear.parts, x_TI)
+        if factor != 1.0:
+            y_TO.mul_(factor)
         if addend_TO is not None:
             y_TO.add_(addend_TO)
-    elif addend_TO is not None:
+    elif addend_TO is not None or factor != 1.0:
         ((_, weight_OI),) = pieces
-        y_TO = torch.addmm(addend_TO, x_TI, weight_OI.T)
+        summand, beta = (x_TI.new_empty(1), 0.0) if addend_TO is None else (addend_TO, 1.0)
+        y_TO = torch.addmm(summand, x_TI, weight_OI.T, beta=beta, alpha=factor)
     else:
         y_TO = x_TI.new_empty(x_TI.shape[0], sum(part.num_outputs for part in fused_linear.parts))
         for columns, weight_OI in pieces:
             torch.mm(x_TI, weight_OI.T, out=y_TO[:, columns])
-    _add_bias(y_TO, fused_linear.parts)
+    _add_bias(y_TO, fused_linear.parts, factor=factor)
     return y_TO
 
 
@@ -351,10 +360,10 @@ def _biased_product(x_TI: torch.Tensor, weight_OI: torch.Tensor, parts: Sequence
     return torch.addmm(biases[0] if len(biases) == 1 else torch.cat(biases), x_TI, weight_OI.T)
 
 
-def _add_bias(y_TO: torch.Tensor, parts: Sequence[LinearPart]) -> None:
+def _add_bias(y_TO: torch.Tensor, parts: Sequence[LinearPart], *, factor: float) -> None:
     for part, columns in zip(parts, _columns(parts)):
         if part.bias is not None:
-            y_TO[:, columns] += part.bias
+            y_TO[:, columns].add_(part.bias, alpha=factor)
 
 
 def _dense_pieces(fused_linear: FusedLinear, x: torch.Tensor) -> list[tuple[slice, torch.Tensor]]:

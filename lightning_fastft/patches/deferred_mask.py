@@ -45,11 +45,16 @@ class DeferredMask:
         return other
 
     def __getitem__(self, index: Any) -> Any:
-        """Return a slice of the built mask; with a context the mask itself, because nothing reads its values then."""
-        built = self if self.context is not None else self.contiguous()
+        """Return the mask of some queries: this one for all of them (Gemma 4 asks in its last layers), and with a context,
+        where nothing reads its values.
+        """
+        parts = index if isinstance(index, tuple) else (index,)
+        if self.context is not None or all(part == slice(None) or part == slice(0, None) for part in parts):
+            return self
+        built = self.contiguous()
         if built is None:
             raise _MaskReadError("There is no mask to slice: attention is causal without one.")
-        return built if built is self else built[index]
+        return built[index]
 
     def __getattr__(self, name: str) -> Any:
         # Only reached for names that this class does not have. Protocols probe for dunders.

@@ -150,20 +150,24 @@ def test_a_layer_that_is_trained_or_as_wide_as_its_rows_keeps_its_adapter_apart(
     check_apart(make_down(num_outputs=25), 64, is_whole=False)
 
 
+@pytest.mark.parametrize("factor", [1.0, 0.22])
 @pytest.mark.parametrize("rank", [None, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_residual_is_added_to_base_and_adapter(dtype, rank):
+def test_a_residual_is_added_to_base_and_adapter_times_a_factor(dtype, rank, factor):
     fused_linear = make_down(dtype=dtype)
     if rank is None:
         fused_linear = fused_linear._replace(parts=(without_adapters(fused_linear.parts[0]),))
     generator = torch.Generator().manual_seed(3)
     x_TI, residual_TO = (torch.randn(shape, generator=generator).to(dtype) for shape in ((7, 48), (7, 16)))
     kept_TO = residual_TO.clone()
-    out = linears.product(fused_linear, x_TI, addend_TO=residual_TO)
-    true_TO = truth(fused_linear, x_TI, residual_TO)[0] + residual_TO.double()
+    out = linears.product(fused_linear, x_TI, addend_TO=residual_TO, factor=factor)
+    true_TO, true_low_TR, *_ = truth(fused_linear, x_TI, residual_TO)
+    true_TO = factor * true_TO + residual_TO.double()
     assert ((out.y_TO.double() - true_TO).norm() / true_TO.norm()).item() < (1e-6 if dtype is torch.float32 else 5e-3)
     assert torch.equal(residual_TO, kept_TO)
     assert (out.low_TR is None) == (rank is None)
+    if rank is not None:
+        assert ((out.low_TR.double() - true_low_TR).norm() / true_low_TR.norm()).item() < 5e-3
 
 
 APPENDED = linears._appended_gradient

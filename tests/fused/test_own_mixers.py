@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.callbacks.fused_kernels import FusedKernels
@@ -13,18 +14,36 @@ from lightning_fastft.fused.decoder import fused_layers, install_fused_layers
 from lightning_fastft.fused.layer_forms import LAYERS
 from lightning_fastft.hf.families import decoder_layers, find_causal_models
 from lightning_fastft.patches.packed import install_packed_training
-from tests.support.layer_pairs import add_lora, assert_as_near, step
+from tests.support.layer_pairs import add_lora, assert_as_near, padded_batch, step
 from tests.support.packs import make_batch, relative_error
 from tests.support.tiny_models import build_tiny
 
 pytestmark = pytest.mark.covering
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl")
+# A layer of each kind of mixer; some second ones have experts.
+FAMILIES = {
+    "qwen2_vl": {},
+    "qwen2_5_vl": {},
+    "gemma4": {},
+    "gemma4_shared": {},
+    "muse_glimmer": {},
+    "deepseek_v2": {},
+    "deepseek_v3": {},
+    "glm4_moe_lite": {},
+}
+# Newer than transformers 5.17.
+LATER = {"lfm3": {"use_sandwich_norm": True}} if "lfm3" in CONFIG_MAPPING else {}
+FAMILIES |= LATER
+MIXTURES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "llama4_text")
+# Packed batches of this family are refused.
+PADDED_ONLY = {"llama4_text": {"interleave_moe_layer_step": 2}}
 
 
 def build(family, trained, *, dtype=torch.float32):
-    model = build_tiny(family).to(dtype)
-    return (add_lora(model) if trained == "lora" else model).train()
+    experts = "eager" if family in MIXTURES else None
+    model = build_tiny(family, experts=experts, **{**FAMILIES, **PADDED_ONLY}[family]).to(dtype)
+    # PEFT cannot adapt Llama 4's router.
+    return (add_lora(model, exclude_modules=".*router.*") if trained == "lora" else model).train()
 
 
 def layers_of(model):
@@ -46,7 +65,8 @@ def make_pair(model, *, policy=None):
 
 def count_blocks(model, monkeypatch):
     """Count at the classes how often dense feed-forward blocks run as modules: a hook would be noticed."""
-    blocks = {id(layer.mlp): type(layer.mlp) for layer in layers_of(model)}
+    blocks = [getattr(layer, "mlp", None) or layer.feed_forward for layer in layers_of(model)]
+    blocks = {id(block): type(block) for block in blocks if not hasattr(block, "experts")}
     counts = Counter()
 
     def count(kind, own):
@@ -62,13 +82,26 @@ def count_blocks(model, monkeypatch):
 
 
 def test_every_family_of_the_table_is_compared():
-    kinds = {type(layer).__name__ for family in FAMILIES for layer in layers_of(build(family, "full"))}
-    assert kinds == {name for name, form in LAYERS.items() if form.has_own_mixer}
+    kinds = {type(layer).__name__ for family in (*FAMILIES, *PADDED_ONLY) for layer in layers_of(build(family, "full"))}
+    absent = set() if LATER else {"Lfm3DecoderLayer"}
+    assert kinds == {name for name, form in LAYERS.items() if form.has_own_mixer} - absent
 
 
-@pytest.mark.parametrize("policy", [None, "recompute", "offload", "keep"])
-@pytest.mark.parametrize("trained", ["lora", "full"])
-@pytest.mark.parametrize("family", FAMILIES)
+# Every policy for a family of each kind of layer, and some for the others.
+THOROUGH = ("qwen2_vl", "qwen2_5_vl", "qwen3_5_text", "qwen3_next", "gemma4_shared")
+SOME = {("lora", "recompute"), ("full", "offload")}
+
+
+@pytest.mark.parametrize(
+    ("family", "trained", "policy"),
+    [
+        (family, trained, policy)
+        for family in FAMILIES
+        for trained in ("lora", "full")
+        for policy in (None, "recompute", "offload", "keep")
+        if family in THOROUGH or (trained, policy) in SOME
+    ],
+)
 def test_loss_and_gradients_equal_the_layers_own(family, trained, policy, monkeypatch):
     fused, plain, _ = make_pair(build(family, trained), policy=policy)
     expected = step(plain, make_batch())
@@ -78,6 +111,27 @@ def test_loss_and_gradients_equal_the_layers_own(family, trained, policy, monkey
     assert found.keys() == expected.keys()
     errors = {name: relative_error(found[name], value) for name, value in expected.items()}
     assert max(errors.values()) <= 1e-5, max(errors.items(), key=lambda item: item[1])
+
+
+@pytest.mark.parametrize("trained", ["lora", "full"])
+@pytest.mark.parametrize("family", PADDED_ONLY)
+def test_a_family_that_is_not_packed_is_fused_on_padded_rows(family, trained, monkeypatch):
+    model = build(family, trained)
+    plain = copy.deepcopy(model)
+    (status,) = install_fused_layers(model, ModelPatcher())
+    assert status.state == "active"
+    expected = step(plain, padded_batch())
+    counts = count_blocks(model, monkeypatch)
+    found = step(model, padded_batch())
+    assert counts["own"] == 0
+    assert found.keys() == expected.keys()
+    assert max(relative_error(found[name], value) for name, value in expected.items()) <= 1e-5
+
+
+def test_gemma4_with_experts_beside_its_block_is_left_alone():
+    (status,) = install_fused_layers(build_tiny("gemma4_text"), patcher := ModelPatcher())
+    assert (status.state, len(patcher)) == ("inactive", 0)
+    assert "Gemma4TextDecoderLayer (enable_moe_block) is not served" in status.reason
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -13,6 +13,7 @@ from lightning_fastft.patches.packed import install_packed_training
 from tests.support.host_waits import waits_are_errors
 from tests.support.layer_pairs import add_lora, assert_as_near, build, fuse, is_served, step, use_exact_norms
 from tests.support.packs import make_batch, relative_error
+from tests.support.tiny_models import build_tiny
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (190, 1, 64, 257)
@@ -47,7 +48,17 @@ MODELS = {
         "num_experts_per_tok": 4,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
+    "granite": {**SIZES, "attention_bias": True, "mlp_bias": True},
+    "olmo3": {**SIZES, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "lfm2": {**SIZES, "layer_types": ["conv", "full_attention", "conv"]},
+    "minimax_m2": {**SIZES, "num_experts_per_tok": 4},
 }
+
+
+@pytest.fixture(autouse=True)
+def _needs_mixer_kernels(request):
+    if request.node.callspec.params.get("family") == "lfm2":
+        pytest.importorskip("fla", reason="the convolutions need fla-core")
 
 
 def make_model(family, *, has_lora):
@@ -108,3 +119,24 @@ def test_memory_full_of_nan_changes_nothing(family):
     assert all(torch.isfinite(value).all() for value in found.values())
     # The backward of attention adds in any order; everything else has one.
     assert max(relative_error(found[name], value) for name, value in expected.items()) <= 0.05
+
+
+@pytest.mark.parametrize("has_lora", [False, True])
+@pytest.mark.parametrize("family", ["gemma4", "gemma4_shared"])
+def test_gemma4_with_its_head_widths_is_as_near_to_the_truth_as_the_layers_own(family, has_lora):
+    """Heads of 256 columns in layers with a window, of 512 in the others."""
+    model = build_tiny(family, hidden_size=WIDTH, head_dim=256, global_head_dim=512, max_position_embeddings=1024)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_((32 / WIDTH) ** 0.5)
+    model = (add_lora(model, r=16) if has_lora else model).bfloat16().train()
+    truth = copy.deepcopy(model).float()
+    install_packed_training(truth, ModelPatcher())
+    expected = step(truth, make_batch(LENGTHS))
+    fused, plain = on_device(model, is_fused=True), on_device(model, is_fused=False)
+    batch = make_batch(LENGTHS).to("cuda")
+    found, own = ({name: value.cpu() for name, value in step(each, batch).items()} for each in (fused, plain))
+    widths = {"gemma4": {"varlen", "sdpa"}, "gemma4_shared": {"sdpa"}}
+    assert set(batch.context.backends_used) == widths[family]
+    assert_as_near(found, own=own, truth=expected)

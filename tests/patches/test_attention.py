@@ -127,7 +127,7 @@ def layer_window(layer):
 def test_each_distinct_window_builds_one_mask_per_batch(name):
     model = build_tiny(name)
     install(model)
-    num_windows = 2 if TINY[name][1].get("layer_types") else 1
+    num_windows = len(set(TINY[name][1].get("layer_types", ["full_attention"])))
     for seed in range(2):
         batch = make_batch(seed=seed)
         run_packed(model, batch)
@@ -167,6 +167,9 @@ def embedding_gradients(model, batch, embeddings):
     ]
     embeddings = embeddings.detach().requires_grad_()
     arguments = {key: batch[key] for key in batch.keys() if key != "input_ids"}  # noqa: SIM118 - a PackedBatch iterates over its weight
+    if model.config.model_type == "gemma4_text":
+        # It would look tokens up by their embeddings.
+        arguments["per_layer_inputs"] = model.get_decoder().get_per_layer_inputs(batch["input_ids"], None).detach()
     model(inputs_embeds=embeddings, **arguments).loss.backward()
     for hook in hooks:
         hook.remove()

@@ -36,6 +36,32 @@ TINY = {
         dict(attn_logit_softcapping=2.0, final_logit_softcapping=5.0, query_pre_attn_scalar=16, **_MIXED_WINDOWS),
     ),
     "gemma3_text": ("gemma3_text", dict(query_pre_attn_scalar=16, **_MIXED_WINDOWS)),
+    # Values are raw keys in the second layer, whose heads are wider and whose angles turn only some columns.
+    "gemma4": (
+        "gemma4_text",
+        dict(
+            head_dim=8,
+            global_head_dim=16,
+            attention_k_eq_v=True,
+            num_global_key_value_heads=1,
+            vocab_size_per_layer_input=VOCABULARY,
+            hidden_size_per_layer_input=8,
+            **_MIXED_WINDOWS,
+        ),
+    ),
+    # The second layer reads keys and values of the first one.
+    "gemma4_shared": (
+        "gemma4_text",
+        {
+            "layer_types": ["full_attention"] * 2,
+            "num_kv_shared_layers": 1,
+            "use_double_wide_mlp": True,
+            "head_dim": 8,
+            "global_head_dim": 16,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "hidden_size_per_layer_input": 8,
+        },
+    ),
     "gpt_oss": (
         "gpt_oss",
         dict(
@@ -104,6 +130,8 @@ MORE_DENSE = {
             },
         },
     ),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", _MIXED_WINDOWS),
     "cwm": (
         "cwm",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, **_MIXED_WINDOWS},
@@ -112,6 +140,8 @@ MORE_DENSE = {
 # Models with an image tower; the overrides of build_tiny are those of the text part.
 _TOWER = {
     "depth": 1,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
     "hidden_size": 32,
     "intermediate_size": 40,
     "num_heads": 2,
@@ -123,6 +153,7 @@ _SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4,
 COMPOSITES = {
     "qwen2_vl": {"rope_parameters": _SECTIONS, "head_dim": 16, "hidden_size": 64},
     "qwen2_5_vl": {"rope_parameters": _SECTIONS, "head_dim": 16, "hidden_size": 64},
+    "muse_glimmer": {"layer_rope_theta": [10000.0, 0], **_MIXED_WINDOWS},
     "qwen3_vl": {"rope_parameters": _MROPE},
     "qwen3_vl_moe": {"rope_parameters": _MROPE, "decoder_sparse_step": 1, "mlp_only_layers": [0], **_EXPERTS},
 }
@@ -139,7 +170,16 @@ MORE_MOE = {
         ),
     ),
     "deepseek_v2": ("deepseek_v2", {**TINY["deepseek_v3"][1], "topk_method": "greedy", "n_shared_experts": 1}),
+    "glm4_moe_lite": ("glm4_moe_lite", TINY["deepseek_v3"][1]),
     "phimoe": ("phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "minimax_m2": (
+        "minimax_m2",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
     "granitemoe": ("granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_multiplier": 0.2}),
     "ernie4_5_moe": (
         "ernie4_5_moe",
@@ -283,4 +323,7 @@ def build_tiny(name, *, attention="eager", experts=None, **overrides):
                 parameter.normal_(std=0.15)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("layer_scalar"):
+                buffer.fill_(0.75)
     return model
