@@ -45,7 +45,7 @@ class DeferredMask:
         return other
 
     def __getitem__(self, index: Any) -> Any:
-        """Return the mask of some queries: this one for all of them (Gemma 4 asks in its last layers), and with a context,
+        """Return the mask of some queries: this one for all of them (Gemma 4 asks for that), and with a context,
         where nothing reads its values.
         """
         parts = index if isinstance(index, tuple) else (index,)
