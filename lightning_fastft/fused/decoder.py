@@ -497,7 +497,7 @@ def _find_differences(model: PreTrainedModel, layers: Sequence[nn.Module]) -> Co
 
 def _fuse_alone(layer: nn.Module) -> nn.Module:
     """Return the fused layer that shares the parameters of a layer outside of a model."""
-    new = share_state(layer, _fused_class(type(layer)))
+    new = share_state(layer, _fused_class(type(layer)))  # type: ignore[arg-type]
     vars(new)[_FUSION_ATTRIBUTE] = _Fusion(LAYERS[type(layer).__name__], DenseWeights())
     return new
 

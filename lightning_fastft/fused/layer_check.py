@@ -92,7 +92,10 @@ def _run_both_ways(
     mixer = layer._modules.get("linear_attn")
     mask = None if mixer is not None else context.dense_mask(dtype=torch.float32)
     if mixer is not None:
-        functions = {"causal_conv1d_fn": _convolve, "torch_chunk_gated_delta_rule": _gated_delta_rule}
+        functions: dict[str, Callable[..., Any]] = {
+            "causal_conv1d_fn": _convolve,
+            "torch_chunk_gated_delta_rule": _gated_delta_rule,
+        }
         mixer.forward = partial(run_on_kernels, mixer, functions, context=context)
     config._attn_implementation = "eager"
     own = layer(hidden_states=x_1TD, position_embeddings=angles, attention_mask=mask)
