@@ -125,7 +125,7 @@ def find_decoder(model: PreTrainedModel) -> nn.Module:
     """Return the module that holds the decoder layers of the text part: transformers' own answer, or where that is the
     model itself, the part of it with the token embedding (llama4, mllama).
     """
-    decoder: nn.Module = model.get_decoder()
+    decoder: nn.Module = model.get_decoder()  # type: ignore[operator]
     if decoder is not model:
         return decoder
     embedding = model.get_input_embeddings()

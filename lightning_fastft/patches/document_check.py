@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -15,9 +16,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lightning_fastft.core.errors import UnsupportedModelError
+from lightning_fastft.core.errors import FastFTError, UnsupportedModelError
 from lightning_fastft.core.status import Status
-from lightning_fastft.hf.families import FAMILIES, decoder_layers, is_on_interface
+from lightning_fastft.hf.families import FAMILIES, decoder_layers
 from lightning_fastft.hf.sharding import reshard, sharded_roots
 from lightning_fastft.packing.collate import Document, collate
 from lightning_fastft.patches.guards import ReadGuard
@@ -28,6 +29,7 @@ LENGTHS = (19, 5)
 # A layer has about sixteen results (products, norms, sums) that another kernel or shape may round otherwise,
 # independently of each other, and one largest rounding per layer is measured: the square root of 16.
 ROUNDINGS = 4.0
+_EXPERTS = re.compile(r"Experts|Router|Gating")
 # How a model refuses a call with text alone.
 _REFUSALS = (TypeError, ValueError, LookupError, AttributeError, NotImplementedError)
 
@@ -71,7 +73,7 @@ def check_documents(
         UnsupportedModelError: Names the family, the difference and what rounding explains.
 
     Cost:
-        Four forwards of at most 24 tokens without gradients, and a few host syncs, once per run. Under FSDP2 every rank
+        Five forwards of at most 24 tokens without gradients, and a few host syncs, once per run. Under FSDP2 every rank
         runs them, with the same tokens.
     """
     config = model.config.get_text_config(decoder=True)
@@ -87,6 +89,8 @@ def check_documents(
     try:
         with _undisturbed(model, weight.device), guard.counting() as counted:
             found = _compare(model, outer, attention_backend=attention_backend)
+    except FastFTError:
+        raise
     except _REFUSALS as error:
         reason = (
             f"{config.model_type} is not in the list of tested families and refused two short texts: {error!s:.120}"
@@ -131,7 +135,8 @@ def _compare(model: PreTrainedModel, outer: Callable[..., Any], *, attention_bac
     with _counting(layers, batch.context, reads):
         packed = outer(**batch).logits[0].float().split(batch.context.lengths)
     silent = tuple(number for number, count in enumerate(reads) if not count and _mixes_tokens(layers[number]))
-    reduce = torch.median if any(map(is_on_interface, model.modules())) else torch.max
+    is_mixture = any(_EXPERTS.search(type(module).__name__) for module in model.modules())
+    reduce = torch.median if is_mixture else torch.max
     rounding = max(torch.finfo(torch.float32).eps, _distance(disturbed, alone, reduce=reduce))
     return Comparison(_distance(packed, alone, reduce=reduce), ROUNDINGS * rounding, silent if any(reads) else ())
 

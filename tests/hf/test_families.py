@@ -9,6 +9,7 @@ from lightning_fastft.hf.families import (
     check_servable,
     decoder_layers,
     find_causal_models,
+    find_decoder,
     num_decoder_layers,
 )
 from lightning_fastft.kernels.attention.op import BACKENDS
@@ -48,12 +49,7 @@ def test_tested_families_are_servable(name):
         ("zamba", {}, "hybrid|Mamba"),
         ("recurrent_gemma", {}, "Conv1d|linear_attention"),
         ("minimax", {}, "linear_attention|Lightning"),
-        ("llama4_text", {}, "chunked attention"),
-        ("deepseek_v32", {}, "sparse attention"),
-        ("glm_moe_dsa", {}, "sparse attention"),
         ("deepseek_v4", {}, "compressed"),
-        ("stablelm", {"num_hidden_layers": 1}, "StableLmDecoderLayer does not pass keyword"),
-        ("nemotron", {"num_hidden_layers": 1, "num_key_value_heads": 8}, "NemotronDecoderLayer does not pass keyword"),
         ("whisper", {"is_encoder_decoder": False}, "loss of its own"),
         ("doge", {"num_hidden_layers": 1}, "mask of its own"),
         ("llama", {"is_causal": False, "num_hidden_layers": 1}, "not causal"),
@@ -91,9 +87,17 @@ def test_a_model_without_positions_is_refused():
         check_servable(model)
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "olmo3", "cohere2"])
+@pytest.mark.parametrize(
+    "model_type", ["gpt2", "olmo3", "cohere2", "stablelm", "llama4_text", "deepseek_v32", "glm_moe_dsa"]
+)
 def test_families_on_the_interface_pass(model_type):
     check_servable(build_unallocated(model_type))
+
+
+def test_the_decoder_of_a_model_that_names_itself_is_its_part_with_the_embedding():
+    model = build_unallocated("llama4_text", num_hidden_layers=1)
+    assert find_decoder(model) is model.model
+    assert find_decoder(build_tiny("llama")).layers is not None
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "kimi_linear", "falcon_h1", "jamba", "zamba2"])
