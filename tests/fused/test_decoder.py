@@ -733,7 +733,7 @@ def test_unknown_families_are_left_alone():
     (status,) = install_fused_layers(model, patcher)
     assert (status.state, len(patcher)) == ("inactive", 0)
     assert status.reason.startswith(
-        "OlmoeDecoderLayer is not served; served are the layers of Cwm, Gemma, Gemma2, Gemma3"
+        "OlmoeDecoderLayer is not served; served are the layers of Cwm, DeepseekV2, DeepseekV3, Gemma"
     )
     (status,) = install_fused_layers(nn.Linear(2, 2), patcher)
     assert status == ("fused layers", "inactive", "Linear holds no transformers model", "")
