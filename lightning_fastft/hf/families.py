@@ -72,7 +72,7 @@ _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_
 # Layers with a mixer, served where the table of mixers describes the family.
 _MIXER_LAYER_TYPES = frozenset({"linear_attention", "conv", "hybrid"})
 # Layers with an indexer, which chooses all keys of a short document (patches/carriers.py).
-_INDEXED_LAYER_TYPES = frozenset({"indexed_attention"})
+_INDEXED_LAYER_TYPES = frozenset({"indexed_attention", "deepseek_sparse_attention"})
 # KimiLinearAttention is the softmax attention of a hybrid.
 _MIXER = re.compile(
     r"Mamba|DeltaNet|DeltaAttention|ShortConv|RecurrentBlock|Lightning|SSM|Rwkv|xLSTM|mLSTM|(?<!Kimi)LinearAttention"
@@ -125,14 +125,14 @@ def find_decoder(model: PreTrainedModel) -> nn.Module:
     """Return the module that holds the decoder layers of the text part: transformers' own answer, or where that is the
     model itself, the part of it with the token embedding (llama4, mllama).
     """
-    decoder: nn.Module = model.get_decoder()  # type: ignore[operator]
+    decoder: nn.Module = model.get_decoder()
+    embedding = model.get_input_embeddings()
     if decoder is not model:
         return decoder
-    embedding = model.get_input_embeddings()
     inner = [
-        child for child in model.children() if child is not embedding and any(p is embedding for p in child.modules())
+        child for child in decoder.children() if child is not embedding and any(p is embedding for p in child.modules())
     ]
-    return inner[0] if len(inner) == 1 else model
+    return inner[0] if len(inner) == 1 else decoder
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

@@ -60,7 +60,8 @@ def find_default_targets(model: PreTrainedModel) -> DefaultTargets:
     Source:
         All linear layers: QLoRA, arXiv 2305.14314, section 4. The exceptions are own.
     """
-    wanted, skipped = [], {}
+    wanted: list[str] = []
+    skipped: dict[str, int] = {}
     head = model.get_output_embeddings()
     for name, module, reason in _judge_linears(model):
         if module is head:

@@ -196,7 +196,9 @@ def _keep_chosen(
     )
     if mask is None:
         mask = torch.zeros((), dtype=query.dtype, device=query.device)
-    return _additive(mask, query.dtype).masked_fill(hidden_BQT[:, None], torch.finfo(query.dtype).min)
+    added = _additive(mask, query.dtype)
+    assert added is not None
+    return added.masked_fill(hidden_BQT[:, None], torch.finfo(query.dtype).min)
 
 
 def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

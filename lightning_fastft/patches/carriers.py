@@ -77,7 +77,7 @@ def install_carriers(model: PreTrainedModel, patcher: ModelPatcher) -> list[Stat
     for indexer in indexers:
         if not isinstance(getattr(vars(indexer).get("forward"), "__self__", None), DenseIndexer):
             patcher.set_attribute(indexer, "forward", DenseIndexer(indexer, name=name).forward)
-    limit = min(int(indexer.index_topk) for indexer in indexers)  # type: ignore[call-overload]
+    limit = min(int(indexer.index_topk) for indexer in indexers)  # type: ignore[arg-type]
     return [Status(STATUS_NAME, "active", f"dense for documents of up to {limit} tokens; longer ones are refused")]
 
 

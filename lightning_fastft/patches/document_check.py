@@ -85,7 +85,8 @@ def check_documents(
         reason = f"{config.model_type} is not in the list of tested families, and its weights are sharded"
         return Status(STATUS_NAME, "inactive", reason, "run one step under strategy='fastft' before you rely on it")
     # FSDP2 gathers weights in the forward of its outermost module.
-    outer = next((found for found in sharded_roots(root) if any(part is model for part in found.modules())), model)
+    sharded: list[Any] = list(sharded_roots(root))
+    outer: Any = next((found for found in sharded if any(part is model for part in found.modules())), model)
     try:
         with _undisturbed(model, weight.device), guard.counting() as counted:
             found = _compare(model, outer, attention_backend=attention_backend)
