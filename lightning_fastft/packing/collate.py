@@ -74,7 +74,9 @@ class PackedBatch:
 
     def __getitem__(self, key: str) -> Any:
         item = self._items[key]
-        return PackMask.of(item, self.context) if key == "attention_mask" else item
+        # One document alone has no other to see.
+        is_pack = self.context.lengths[0] < self.context.num_real_tokens
+        return PackMask.of(item, self.context) if key == "attention_mask" and is_pack else item
 
     def __len__(self) -> int:
         return len(self._items)

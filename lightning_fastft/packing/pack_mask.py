@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 from typing import Any, cast
@@ -55,6 +56,10 @@ class PackMask(torch.Tensor):
         mask = mask_1T.as_subclass(cls)
         mask.context = context
         return mask
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackMask:
+        # torch copies subclasses only where new_empty returns one.
+        return PackMask.of(self.as_subclass(torch.Tensor).clone(), copy.deepcopy(self.context, memo))
 
     @classmethod
     def __torch_function__(

@@ -11,7 +11,7 @@ import pytest
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_fastft import Watchdog
+from lightning_fastft import PackedTraining, Watchdog
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.monitor import watch_process
 from lightning_fastft.monitor.watch_process import (
@@ -64,7 +64,12 @@ def start(folder, hook):
     """A run in a child that is slow in one hook."""
 
     def run(write):
-        callbacks = [Watchdog(timeout_s=TIMEOUT_S), Slow(hook), ModelCheckpoint(dirpath=folder, every_n_train_steps=4)]
+        callbacks = [
+            PackedTraining(),
+            Watchdog(timeout_s=TIMEOUT_S),
+            Slow(hook),
+            ModelCheckpoint(dirpath=folder, every_n_train_steps=4),
+        ]
         trainer = quiet_trainer(
             folder, callbacks=callbacks, max_steps=8, val_check_interval=6, enable_checkpointing=True
         )
@@ -103,7 +108,7 @@ def test_nothing_is_left_behind_a_run_and_a_second_one_is_watched_anew(tmp_path)
             )
 
     for _ in range(2):
-        quiet_trainer(tmp_path, callbacks=[watchdog, Look()], max_steps=1).fit(
+        quiet_trainer(tmp_path, callbacks=[PackedTraining(), watchdog, Look()], max_steps=1).fit(
             PlainModule(tiny_llama()), packed_loader()
         )
         assert list(tmp_path.iterdir()) == []
@@ -120,7 +125,9 @@ def test_an_error_of_one_rank_alone_stops_the_watch(tmp_path):
             raise ValueError("planted")
 
     with pytest.raises(ValueError, match="planted"):
-        quiet_trainer(tmp_path, callbacks=[watchdog, Fail()]).fit(PlainModule(tiny_llama()), packed_loader())
+        quiet_trainer(tmp_path, callbacks=[PackedTraining(), watchdog, Fail()]).fit(
+            PlainModule(tiny_llama()), packed_loader()
+        )
     assert watchdog._process is None
     assert list(tmp_path.iterdir()) == []
 
@@ -135,7 +142,7 @@ def test_a_watching_process_that_is_gone_is_said(tmp_path):
                 time.sleep(0.2)
 
     with pytest.warns(UserWarning, match="its process ended with code -9; nobody watches any more"):
-        quiet_trainer(tmp_path, callbacks=[watchdog, Kill()], max_steps=2).fit(
+        quiet_trainer(tmp_path, callbacks=[PackedTraining(), watchdog, Kill()], max_steps=2).fit(
             PlainModule(tiny_llama()), packed_loader()
         )
     assert watchdog.status()[0].state == "refused"

@@ -14,6 +14,7 @@ from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import Callback
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from lightning_fastft.callbacks.packed_training import PackedTraining
 from lightning_fastft.checkpoint.files import check_file
 from lightning_fastft.checkpoint.resume import STATE, ExactResume, describe_differences
 from lightning_fastft.core.errors import ResumeError
@@ -69,7 +70,7 @@ def test_it_is_switched_off_where_asked(tmp_path):
 
 
 def test_it_works_under_another_strategy(tmp_path):
-    trainer = fit(tmp_path, PlainModule(tiny_llama()), strategy="auto", callbacks=[ExactResume()])
+    trainer = fit(tmp_path, PlainModule(tiny_llama()), strategy="auto", callbacks=[PackedTraining(), ExactResume()])
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     assert len(torch.load(tmp_path / "a.ckpt", weights_only=True)[STATE]["random"]) == 1
 
@@ -284,14 +285,25 @@ def test_run_that_was_told_after_its_end_has_done_what_it_was_asked(tmp_path):
 class SignalBeforeTheHandlers(Callback):
     """Lightning's own handler notes it, which would end the run inside a window and with exit code 0."""
 
-    def on_fit_start(self, trainer, pl_module):
+    def on_train_start(self, trainer, pl_module):
+        assert isinstance(trainer.callbacks[-1], ExactResume)
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+def exit_code_of(folder, *callbacks, **options):
+    """Return how a child process ends that fits with these callbacks."""
+    child, read = fork(lambda write: fit(folder, callbacks=[*callbacks], **options))
+    os.close(read)
+    waiting = psutil.Process(child)
+    try:
+        return waiting.wait(timeout=120)
+    finally:
+        if waiting.is_running():
+            waiting.kill()
+
+
 def test_signal_before_the_handlers_are_there_stops_at_the_first_step(tmp_path):
-    with pytest.raises(SystemExit) as ended:
-        fit(tmp_path, callbacks=[SignalBeforeTheHandlers()], num_sanity_val_steps=0, max_steps=3)
-    assert ended.value.code == 143
+    assert exit_code_of(tmp_path, SignalBeforeTheHandlers(), num_sanity_val_steps=0, max_steps=3) == 143
     assert check_file(tmp_path / "stopped-step=1.ckpt")
 
 
@@ -303,14 +315,7 @@ class HangsAfterASignal(Callback):
 
 
 def test_a_run_that_hangs_after_a_signal_ends_with_its_code(tmp_path):
-    child, read = fork(lambda write: fit(tmp_path, callbacks=[ExactResume(stop_timeout_s=1), HangsAfterASignal()]))
-    os.close(read)
-    waiting = psutil.Process(child)
-    try:
-        assert waiting.wait(timeout=300) == 143
-    finally:
-        if waiting.is_running():
-            waiting.kill()
+    assert exit_code_of(tmp_path, ExactResume(stop_timeout_s=1), HangsAfterASignal()) == 143
 
 
 class StepsEveryThird(PlainModule):

@@ -2,6 +2,7 @@
 signals over.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -159,6 +160,47 @@ def test_hung_process_ends_after_a_signal_with_its_code_and_its_stacks():
     assert process.returncode == 143
     assert "SIGTERM" in said
     assert "most recent call first" in said
+
+
+class Wakeup(contextlib.nullcontext):
+    """A socket that answers by a script, in place of a clock."""
+
+    def __init__(self, answers):
+        super().__init__()
+        self.answers = iter(answers)
+
+    def settimeout(self, limit_s):
+        pass
+
+    def recv(self, num_bytes):
+        return next(self.answers)()
+
+
+class EndedError(Exception):
+    pass
+
+
+def test_progress_and_saves_put_the_end_of_a_hung_process_off():
+    seen = []
+
+    class Stops(StopSignals):
+        def _end(self, number, limit_s):
+            raise EndedError
+
+    def passes(*notes):
+        def answer():
+            seen.extend(note.__name__ for note in notes)
+            for note in notes:
+                note()
+            raise TimeoutError
+
+        return answer
+
+    stops = Stops()
+    answers = [lambda: bytes([signal.SIGTERM]), passes(stops.note_progress), passes(stops.note_save), passes()]
+    with pytest.raises(EndedError):
+        stops._end_if_hung(Wakeup([*answers, passes(stops.note_progress), passes()]), 1.0)
+    assert seen == ["note_progress", "note_save", "note_progress"]
 
 
 def test_process_that_goes_on_is_not_ended():

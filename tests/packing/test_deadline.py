@@ -11,8 +11,8 @@ from lightning_fastft.packing.deadline import template_deadline
 from lightning_fastft.packing.formats import FormatOptions
 from tests.packing.conftest import UNMARKED, build_tokenizer
 
-# Some ten seconds: it ends where nothing stops it, so that the test does too.
-LOOP = "{% for a in range(90000) %}{% for b in range(2000) %}{% endfor %}{% endfor %}"
+# Some seconds: it ends where nothing stops it, so that the test does too.
+LOOP = "{% for a in range(90000) %}{% for b in range(500) %}{% endfor %}{% endfor %}"
 ROWS = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
 
 

@@ -58,8 +58,14 @@ def test_adapters_and_block_masks_are_refused(attention):
 @pytest.mark.parametrize("change", [lambda mask: mask, lambda mask: mask.bool(), lambda mask: mask.clone()[:, :]])
 def test_a_changed_batch_is_refused(change):
     batch = pickle.loads(pickle.dumps(copy.deepcopy(make_batch())))
+    batch = pickle.loads(pickle.dumps(copy.deepcopy({**batch})))
     with pytest.raises(ContextError, match="nobody prepared"):
         build_tiny("qwen3")(**{**batch, "attention_mask": change(batch["attention_mask"])})
+
+
+@pytest.mark.parametrize("pad_to", [None, 16])
+def test_one_document_alone_needs_no_preparation(pad_to):
+    assert build_tiny("qwen3")(**make_batch((9,), pad_to=pad_to)).loss.isfinite()
 
 
 def test_a_prepared_model_without_the_context_is_refused():
