@@ -156,10 +156,10 @@ def _gated_delta_rule(
     """Compute transformers' ``torch_chunk_gated_delta_rule``, each document from an empty state."""
     from fla.modules.norm.l2norm import l2norm
 
-    rows = (query_1THW, key_1THW, value_1THW)
     if use_qk_l2norm_in_kernel:
-        rows = (*(l2norm(x.contiguous()) for x in rows[:2]), value_1THW)
-    return delta_rule(*(x[0] for x in (*rows, g, beta)), pack_chunks(context))[None], None
+        query_1THW, key_1THW = l2norm(query_1THW.contiguous()), l2norm(key_1THW.contiguous())
+    out_THW = delta_rule(query_1THW[0], key_1THW[0], value_1THW[0], g[0], beta[0], pack_chunks(context))
+    return out_THW[None], None
 
 
 _FUNCTIONS: MappingProxyType[Kind, dict[str, Callable[..., Any]]] = MappingProxyType(

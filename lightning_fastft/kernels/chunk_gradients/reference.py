@@ -71,5 +71,5 @@ def chunk_gradients(
         d_q_TJK[rows], d_k_TJK[rows], d_decay_TJ[rows] = d_q.transpose(0, 1), d_k.transpose(0, 1), d_decay.T
         if d_w_TJK is not None and d_value_TJV is not None:
             d_w_TJK[rows] = -(d_value_TJV[rows].to(wide).transpose(0, 1) @ state_T).transpose(0, 1)
-    of_head = (d.unflatten(1, (-1, num_members)).sum(2).to(q_THK.dtype) for d in (d_q_TJK, d_k_TJK))
-    return ChunkGradients(*of_head, None if d_w_TJK is None else d_w_TJK.to(q_THK.dtype), d_decay_TJ)
+    d_q_THK, d_k_THK = (d.unflatten(1, (-1, num_members)).sum(2).to(q_THK.dtype) for d in (d_q_TJK, d_k_TJK))
+    return ChunkGradients(d_q_THK, d_k_THK, None if d_w_TJK is None else d_w_TJK.to(q_THK.dtype), d_decay_TJ)
