@@ -93,6 +93,11 @@ class Workload:
         return int(self.model_config.get("num_experts", self.model_config.get("num_local_experts", 0)))
 
     @property
+    def is_hybrid(self) -> bool:
+        """Whether some layers are gated delta rules."""
+        return "linear_num_value_heads" in self.model_config
+
+    @property
     def target_modules(self) -> tuple[str, ...]:
         """Linear layers that get an adapter, by the last part of their names."""
         return (*(ATTENTION_MODULES if self.num_experts else TARGET_MODULES), *self.more_targets)

@@ -3,8 +3,7 @@
 
 Modes: "recompute" (gradient checkpointing), "keep"; with "+liger" Liger's norms, rotary, SwiGLU and fused loss; with
     "+padded" documents in padded rows instead of a pack, for models whose layers would carry state from one document of
-    a pack into the next; with "+torch" linear attention in plain PyTorch, where fla-core's kernels refuse a gradient.
-    Liger patches the modelling module, so its modes come last in a process.
+    a pack into the next; with "+torch" linear attention in plain PyTorch instead of fla-core's kernels. Liger patches the modelling module, so its modes come last in a process.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from benchmarks.ruler.cases import (
     quantization_config,
     run_case,
 )
+from benchmarks.ruler.fla_gradient import install_fla_gradient
 from benchmarks.ruler.judge import load_start
 from benchmarks.ruler.workloads import IGNORED_LABEL, Pack, WorkloadFiles, lora_config
 
@@ -48,6 +48,8 @@ def run(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str) -
     if any("torch" in case.mode.split("+") for case in cases):
         # transformers takes fla-core where it can be imported.
         sys.modules["fla"] = None  # type: ignore[assignment]
+    elif files.workload.is_hybrid:
+        install_fla_gradient()
     model = load_model(files, device=device)
     start = files.read_trained()
     has_liger = False

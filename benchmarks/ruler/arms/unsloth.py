@@ -17,6 +17,7 @@ from unsloth import FastLanguageModel
 
 from benchmarks.ruler.arms import sft
 from benchmarks.ruler.cases import Case, CaseLog, base_dtype
+from benchmarks.ruler.fla_gradient import install_fla_gradient
 from benchmarks.ruler.workloads import TARGET_MODULES, Workload, WorkloadFiles
 
 MODES: dict[str, dict[str, Any]] = {
@@ -52,6 +53,8 @@ def run(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str) -
             f"{cases[0].mode!r} leaves layers out by an option of get_peft_model, which is not called where all "
             "weights are trained."
         )
+    if workload.is_hybrid:
+        install_fla_gradient()
     model, tokenizer = FastLanguageModel.from_pretrained(
         str(files.model),
         max_seq_length=workload.max_tokens,
