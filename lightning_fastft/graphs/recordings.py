@@ -12,7 +12,7 @@ import torch
 from lightning_fastft.activations.values import SEGMENT_ATTRIBUTE
 from lightning_fastft.hf.lora import tuner_layers
 from lightning_fastft.packing.context import BatchContext
-from lightning_fastft.patches.attention import DeferredMask
+from lightning_fastft.patches.deferred_mask import DeferredMask
 
 if TYPE_CHECKING:
     from torch import nn

@@ -10,7 +10,8 @@ from lightning_fastft.core.errors import BackendError, ShapeError, UnsupportedMo
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.hf.families import FAMILIES
 from lightning_fastft.packing.context import BatchContext
-from lightning_fastft.patches.attention import DeferredMask, attend, defer_mask, install_attention, register
+from lightning_fastft.patches.attention import attend, defer_mask, install_attention, register
+from lightning_fastft.patches.deferred_mask import DeferredMask
 from tests.support.packs import (
     LENGTHS,
     assert_close,
@@ -341,10 +342,10 @@ def test_attention_dropout_without_context_drops_as_eager_does():
 
 
 def test_a_mask_is_built_once_for_all_layers(monkeypatch):
-    from lightning_fastft.patches import attention
+    from lightning_fastft.patches import deferred_mask
 
     built = []
-    monkeypatch.setattr(attention, "eager_mask", lambda **arguments: built.append(arguments))
+    monkeypatch.setattr(deferred_mask, "eager_mask", lambda **arguments: built.append(arguments))
     mask = defer_mask(batch_size=1, dtype=torch.float32)
     assert built == []
     for _ in range(3):
