@@ -34,7 +34,7 @@ class _Question(NamedTuple):
     dtype: str
     device: torch.device
     accepts_other_base: bool
-    server: str
+    server: str = ""
 
 
 def run_export(words: Sequence[str]) -> int:
