@@ -334,10 +334,10 @@ def test_saved_adapters_load_in_stock_peft_with_the_same_logits(tmp_path):
 
 
 def test_what_is_not_served_is_left_alone_and_the_table_says_so(tmp_path):
-    _, _, table = fit(PlainModule(build_tiny("granite")), tmp_path, FusedKernels())
+    _, _, table = fit(PlainModule(build_tiny("olmoe")), tmp_path, FusedKernels())
     found = {status.name: status for status in table}["fused layers"]
     assert found.state == "inactive"
-    assert found.reason.startswith("GraniteDecoderLayer is not served")
+    assert found.reason.startswith("OlmoeDecoderLayer is not served")
 
 
 def test_an_obstacle_is_in_the_table_and_the_run_goes_on(tmp_path):
