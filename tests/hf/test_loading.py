@@ -262,5 +262,6 @@ def test_configuration_given_is_not_changed():
 def test_a_configuration_that_cannot_be_read_is_an_answer(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(OptionError, match=r"cannot be read: .* give a local folder"):
-        _ = ModelSource(str(tmp_path / "empty")).config
+    for name in (str(tmp_path / "empty"), "nobody/nothing"):
+        with pytest.raises(OptionError, match=r"cannot be read: .* give a local folder"):
+            _ = ModelSource(name).config
