@@ -39,6 +39,12 @@ def no_process_group_is_left():
         torch.distributed.destroy_process_group()
 
 
+@pytest.fixture
+def unprepared_models(monkeypatch):
+    """Let models without packed attention take packed batches, in tests of other parts."""
+    monkeypatch.setattr("lightning_fastft.packing.pack_mask._find_reader", lambda: "")
+
+
 @pytest.fixture(autouse=True)
 def no_watch_for_signals_is_left():
     """A thread that still waits for a signal would end the process in a later test."""

@@ -115,6 +115,8 @@ class BatchContext:
         self.output_logits = False
         # Set by a model of which more than the attention was prepared: its rotary angles, mixers and guards.
         self.is_model_prepared = False
+        # Whether the forward of such a model runs now.
+        self.is_in_prepared_forward = False
         self.reads: Counter[str] = Counter()
         self.num_builds: Counter[str] = Counter()
         self._built: dict[Hashable, Any] = {}

@@ -75,7 +75,7 @@ class PackMask(torch.Tensor):
         if not isinstance(result, torch.Tensor):
             return result
         mask = next((value for value in args if isinstance(value, PackMask)), None)
-        if mask is None:
+        if mask is None or mask.context.is_in_prepared_forward:
             return result
         if getattr(func, "__name__", "") in _COPIES and result.numel() == mask.numel():
             return PackMask.of(result, mask.context)

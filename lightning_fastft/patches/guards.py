@@ -103,13 +103,14 @@ class ReadGuard:
         self._num_before = 0
         if isinstance(context, BatchContext):
             self._num_before = context.num_reads
-            context.is_model_prepared = True
+            context.is_model_prepared = context.is_in_prepared_forward = True
 
     def end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Forward hook: compare the reads of this forward with those that the model should have."""
         context = kwargs.get("context")
         if not isinstance(context, BatchContext):
             return
+        context.is_in_prepared_forward = False
         self._num_last = context.num_reads - self._num_before
         # The strategy checks for no read at all after the step, with advice for a model without packed attention.
         if not 0 < self._num_last < self._num_expected:

@@ -13,6 +13,9 @@ from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.patches.packed import install_packed_training
 from tests.support.training_parts import packed_batches, tiny_llama
 
+# Most models here have no packed attention.
+pytestmark = pytest.mark.usefixtures("unprepared_models")
+
 
 class CountForwards:
     """Count how often the forward of each decoder layer really runs."""

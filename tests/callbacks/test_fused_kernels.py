@@ -291,6 +291,7 @@ def test_fit_validate_and_test_install_by_themselves_and_a_second_fit_too(tmp_pa
         assert is_plain(module), name
 
 
+@pytest.mark.usefixtures("unprepared_models")
 def test_a_tuner_without_narrow_copies_yet_is_served_when_it_has_them():
     """A FineTuner hands its model over before it makes the copies."""
     callback, module = FusedKernels(), tuner(**MODES["lora in bf16"])

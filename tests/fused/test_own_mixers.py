@@ -59,7 +59,7 @@ def make_pair(model, *, policy=None):
     patcher = ModelPatcher()
     (status,) = install_fused_layers(model, patcher)
     assert status.state == "active", status
-    assert "as a module" in status.reason
+    assert "as modules" in status.reason
     return model, plain, patcher
 
 

@@ -441,6 +441,7 @@ def test_on_a_cpu_the_status_says_that_there_are_no_graphs():
     assert graphs.status().reason == "CUDA graphs do not exist on cpu"
 
 
+@pytest.mark.usefixtures("unprepared_models")
 def test_everything_is_taken_back_and_copies_have_no_graphs():
     model = build("qwen3", "lora")
     plain = copy.deepcopy(model)

@@ -13,6 +13,8 @@ from lightning_fastft.patches.head import LazyHead, LazyLogits, install_head
 from tests.support.tiny_models import VOCABULARY, build_tiny
 from tests.support.truth import Watch
 
+# The head alone is tested: attention of these models is their own.
+pytestmark = pytest.mark.usefixtures("unprepared_models")
 FAMILIES = ("llama", "qwen3", "gemma2", "gemma3_text", "granite", "cohere", "gpt_oss", "mixtral")
 
 

@@ -142,6 +142,7 @@ def test_angles_of_documents_take_no_host_sync(name):
     assert waits.total == 0, waits.origin
 
 
+@pytest.mark.usefixtures("unprepared_models")
 def test_an_installed_model_can_be_copied_and_pickled():
     model = BUILDERS["phi3"]()
     install_document_rotary(model, ModelPatcher())
