@@ -138,5 +138,5 @@ def test_gemma4_with_its_head_widths_is_as_near_to_the_truth_as_the_layers_own(f
     batch = make_batch(LENGTHS).to("cuda")
     found, own = ({name: value.cpu() for name, value in step(each, batch).items()} for each in (fused, plain))
     widths = {"gemma4": {"varlen", "sdpa"}, "gemma4_shared": {"sdpa"}}
-    assert set(batch.context.backends_used) == widths[family]
+    assert set(batch.context.reads) == widths[family]
     assert_as_near(found, own=own, truth=expected)

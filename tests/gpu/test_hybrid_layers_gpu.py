@@ -108,7 +108,7 @@ def test_bfloat16_is_as_near_to_the_truth_as_the_layers_own(family, has_lora):
     fused, plain = on_device(model, is_fused=True), on_device(model, is_fused=False)
     batch = make_batch(LENGTHS).to("cuda")
     found = step(fused, batch)
-    assert batch.context.backends_used[ON_KERNELS] == 1
+    assert batch.context.reads[ON_KERNELS] == 1
     own = step(plain, make_batch(LENGTHS).to("cuda"))
     found, own = ({name: value.cpu() for name, value in each.items()} for each in (found, own))
     assert_as_near(found, own=own, truth=expected)
