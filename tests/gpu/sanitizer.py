@@ -255,19 +255,64 @@ def rms_norm(triton):
             triton.rms_norm_backward(d_y, output.sum_TD, weight, output.rstd_T, form=form, needs_weight=False, out=d_y)
 
 
+def chunk_gradients(triton):
+    from tests.kernels.test_chunk_gradients import make_inputs, run
+
+    for dtype in DTYPES:
+        inputs, offsets = make_inputs((1, 2, 24, 40), dtype, lengths=(1, 67), device=DEVICE)
+        run(triton.chunk_gradients, inputs, offsets)
+
+
+def delta_inputs(triton):
+    from tests.kernels.test_delta_inputs import FORMS, make, positions
+
+    lengths = (3, 1, 41)
+    for form in FORMS:
+        rows, parameters, gradients = make(form, lengths, torch.float32, device=DEVICE)
+        position = positions(lengths, device=DEVICE)
+        triton.delta_inputs_forward(rows, parameters, position, form=form)
+        triton.delta_inputs_backward(
+            gradients, rows, parameters, position, form=form, needs_weights=True, out=torch.zeros_like(rows)
+        )
+
+
+def head_gate(triton):
+    from tests.kernels.test_head_gate import FORMS, make
+
+    for form in FORMS:
+        d_y, x, rows, weight = make(form, 7, torch.float32, device=DEVICE)
+        triton.head_gate_forward(x, rows, weight, form=form)
+        triton.head_gate_backward(
+            d_y, x, rows, weight, form=form, needs_weight=weight is not None, out=torch.zeros_like(rows)
+        )
+
+
+def state_scan(triton):
+    from tests.kernels.test_state_scan import make_chunks, make_inputs
+
+    lengths = (7, 1, 33)
+    inputs = make_inputs(lengths, heads=2, width=16, groups=1, states=16, device=DEVICE)
+    chunks = make_chunks(lengths, 16, device=DEVICE)
+    triton.scan_forward(*inputs, chunks=chunks)
+    triton.scan_backward(torch.randn_like(inputs[0]).contiguous(), *inputs, chunks=chunks)
+
+
 # By folder: what launches every kernel in it.
 CASES = {
     case.__name__: case
     for case in (
         adamw_step,
         block_diagonal,
+        chunk_gradients,
         cross_entropy,
+        delta_inputs,
         expert_gate,
         expert_pack,
         expert_rows,
         expert_sort,
         fp8_linear,
         grouped_mm,
+        head_gate,
         host_gather,
         low_rank_add,
         nf4_experts,
@@ -275,6 +320,7 @@ CASES = {
         qk_rope,
         repeat_heads,
         rms_norm,
+        state_scan,
     )
 }
 
