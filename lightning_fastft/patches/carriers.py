@@ -35,7 +35,7 @@ class DenseIndexer:
         self._name = name
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the indices of chosen keys; none, in a packed batch, stands for all keys of each document.
+        """Return the indices of chosen keys; an empty tensor in a packed batch, where each query sees all earlier keys.
 
         Raises:
             UnsupportedModelError: A document of a packed batch is longer than the indexer's limit.
