@@ -459,7 +459,8 @@ def test_gsm8k_is_tokenised_whole_by_two_processes(tmp_path):
     assert dataset.report.num_rejected == 0
     values = [json.loads(line) for line in path.read_text().splitlines()]
     for index in range(0, 7473, 500):
-        ids, labels = dataset[index]
+        document = dataset[index]
+        ids, labels = document.input_ids, document.labels
         assert tokenizer.decode(ids) == values[index]["question"] + "\n" + values[index]["answer"] + "<|endoftext|>"
         assert tokenizer.decode(labels[labels != -100]) == values[index]["answer"] + "<|endoftext|>"
 
