@@ -197,7 +197,7 @@ def derived_offsets(position_id_1T: torch.Tensor) -> VarlenArguments:
     from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
     (start_S1, _), (longest, _) = prepare_fa_kwargs_from_position_ids(position_id_1T)
-    return VarlenArguments(start_S1, int(longest))
+    return VarlenArguments(start_S1, int(longest), start_S1, int(longest))
 
 
 def _rebuilders(dtype: torch.dtype) -> dict[str, Callable[[BatchContext, torch.Tensor], None]]:

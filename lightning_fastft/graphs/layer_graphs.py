@@ -165,6 +165,9 @@ class LayerGraphs:
             return self._kind
         self._context, self._kind, self._is_watched = context, None, False
         self._shapes[hidden.shape] += 1
+        if context.has_prefixes:
+            self.reasons["documents continue prefixes"] += 1
+            return None
         num_documents = -(-context.num_documents // _DOCUMENT_BUCKET) * _DOCUMENT_BUCKET
         max_length = min(next_power_of_2(context.max_length), context.num_tokens)
         key = (hidden.shape, hidden.dtype, hidden.device, num_documents, max_length, context.attention_backend)

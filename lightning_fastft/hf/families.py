@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from types import MappingProxyType
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from lightning_fastft.core.errors import UnsupportedModelError
-from lightning_fastft.hf.mixers import find_mixers, mixer_family
+from lightning_fastft.hf.mixers import MIXERS, find_mixers, mixer_family
 
 _PLAIN = ("varlen", "cudnn", "flex", "sdpa", "reference")
 _WIDE_KEYS = ("varlen", "flex", "sdpa", "reference")
@@ -336,3 +336,22 @@ def _parse(function: object) -> ast.AST | None:
         return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))  # type: ignore[arg-type]
     except (OSError, TypeError, SyntaxError):
         return None
+
+
+def find_sharing_obstacle(config: PretrainedConfig) -> str:
+    """Return why completions cannot share a prompt in a pack of this model; "" if they can.
+
+    Example:
+        >>> from transformers import LlamaConfig
+        >>> find_sharing_obstacle(LlamaConfig())
+        ''
+    """
+    text = config.get_text_config(decoder=True)
+    if text.model_type in MIXERS:
+        return f"{text.model_type} has recurrent mixers, whose state belongs to one document"
+    parameters = getattr(text, "rope_parameters", None) or {}
+    for scaling in (parameters, *parameters.values()):
+        rope_type = str(scaling.get("rope_type")) if isinstance(scaling, dict) else ""
+        if "dynamic" in rope_type or rope_type == "longrope":
+            return f"{text.model_type} scales positions by the length of a document ({rope_type})"
+    return ""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from lightning_fastft.core.errors import ShapeError
+from lightning_fastft.packing.completions import Completions
 from lightning_fastft.packing.context import IGNORED_LABEL, BatchContext, Document
 from lightning_fastft.packing.images import merge_inputs
 from lightning_fastft.packing.pack_mask import PackMask
@@ -125,12 +126,17 @@ def collate(
     pad_token_id: int = 0,
     num_items: float | None = None,
     index: int = -1,
+    shares_prompts: bool = True,
+    numbers: Sequence[int] = (),
 ) -> PackedBatch:
     """Return one batch of concatenated documents with their context.
 
     The first label of every document becomes -100, so that no token is predicted across a document border. The pad tail
     becomes separate documents, none longer than the longest real one, so that offsets cover every token. Image inputs
     are joined in the order of the documents, which is the order of their tokens.
+
+    A document with completions becomes its prompt and, for each completion, a document that continues it. The last
+    token of the prompt, which predicts the first of a completion, stands at the start of each completion instead.
 
     Args:
         documents: Documents of the pack, at least one unless pad_to is given.
@@ -139,34 +145,40 @@ def collate(
         num_items: Divisor of the summed loss; None for the pack's own labelled tokens (validation, or one pack per
             step).
         index: Global number of the micro-batch in the plan.
+        shares_prompts: Whether completions share their prompt; else each gets a copy of it, for models whose layers
+            cannot continue a prefix.
+        numbers: Number of each document in its data set, for losses that look values up by it.
 
     Returns:
         A batch on the CPU.
 
     Raises:
-        ShapeError: A document is empty, ids and labels differ in length, or the documents do not fit pad_to.
+        ShapeError: A document is empty, ids and labels differ in length, segments do not add up to the ids, only some
+            documents have completions, or the documents do not fit pad_to.
 
     Cost:
         One pass over the tokens on the host.
     """
-    for number, document in enumerate(documents):
-        if len(document.input_ids) != len(document.labels):
-            raise ShapeError(f"Document {number} has {len(document.input_ids)} ids and {len(document.labels)} labels.")
-    lengths = [len(document.input_ids) for document in documents]
+    has_completions = _check_documents(documents)
+    parts = [part for document in documents for part in split_document(document, shares_prompt=shares_prompts)]
+    lengths = [len(part.input_ids) for part in parts]
     num_real_tokens = sum(lengths)
     num_pad_tokens = 0 if pad_to is None else pad_to - num_real_tokens
     if num_pad_tokens < 0:
-        raise ShapeError(f"{len(lengths)} documents have {num_real_tokens} tokens and exceed pad_to={pad_to}.")
-    input_id_T, label_T = _concatenate(
-        documents, num_tokens=num_real_tokens + num_pad_tokens, pad_token_id=pad_token_id
-    )
+        raise ShapeError(f"{len(documents)} documents have {num_real_tokens} tokens and exceed pad_to={pad_to}.")
+    input_id_T, label_T = _concatenate(parts, num_tokens=num_real_tokens + num_pad_tokens, pad_token_id=pad_token_id)
     num_labelled = int((label_T != IGNORED_LABEL).sum())
+    pad_lengths = _pad_lengths(num_pad_tokens, longest=max(lengths, default=num_pad_tokens))
+    prefixes = [number - part.distance if part.distance else -1 for number, part in enumerate(parts)]
     context = BatchContext(
-        lengths=lengths + _pad_lengths(num_pad_tokens, longest=max(lengths, default=num_pad_tokens)),
+        lengths=lengths + pad_lengths,
         label_T=label_T,
         num_pad_tokens=num_pad_tokens,
         num_items=max(1, num_labelled) if num_items is None else num_items,
+        prefixes=prefixes + [-1] * len(pad_lengths),
     )
+    if has_completions:
+        context.completions = _join_completions(documents, parts, context=context, numbers=numbers)
     inputs = [document.image_inputs for document in documents if document.image_inputs is not None]
     return PackedBatch(
         input_id_T=input_id_T,
@@ -174,6 +186,90 @@ def collate(
         images=merge_inputs(inputs) if inputs else None,
         position_AT=_join_positions(documents, position_T=context.position_T),
         index=index,
+    )
+
+
+class Part(NamedTuple):
+    """A document of a pack: a whole example, a prompt, or a completion behind its prompt.
+
+    Args:
+        input_ids: Token ids.
+        labels: Unshifted labels.
+        log_probs: Log-probability of each token; None where it is not known.
+        distance: How many documents before it its prefix is; 0 for none.
+        is_completion: Whether it is, or ends with, a completion.
+    """
+
+    input_ids: np.ndarray
+    labels: np.ndarray
+    log_probs: np.ndarray | None = None
+    distance: int = 0
+    is_completion: bool = False
+
+
+def split_document(document: Document, *, shares_prompt: bool) -> list[Part]:
+    """Return the documents of the pack that an example becomes.
+
+    Example:
+        >>> ids = np.array([1, 2, 3, 7, 8])
+        >>> document = Document(ids, ids, segment_lengths=(3, 1, 1), scores=(1.0, 0.0))
+        >>> [part.input_ids.tolist() for part in split_document(document, shares_prompt=True)]
+        [[1, 2], [3, 7], [3, 8]]
+    """
+    if not document.segment_lengths:
+        return [Part(document.input_ids, document.labels)]
+    num_prompt = document.segment_lengths[0]
+    # The last token of the prompt begins each completion: it is the prompt's only row that has a target, another in
+    # each.
+    begin = num_prompt - 1 if shares_prompt else 0
+    labels = document.labels.copy()
+    labels[:num_prompt] = IGNORED_LABEL
+    arrays = [array for array in (document.input_ids, labels, document.log_probs) if array is not None]
+    parts = [Part(*(array[:begin] for array in arrays))] if begin else []
+    start = num_prompt
+    for number, length in enumerate(document.segment_lengths[1:]):
+        joined = [np.concatenate([array[begin:num_prompt], array[start : start + length]]) for array in arrays]
+        parts.append(Part(*joined, distance=number + 1 if begin else 0, is_completion=True))
+        start += length
+    return parts
+
+
+def _check_documents(documents: Sequence[Document]) -> bool:
+    """Return whether the documents have completions; refuse what would be cut at the wrong places."""
+    for number, document in enumerate(documents):
+        if len(document.input_ids) != len(document.labels):
+            raise ShapeError(f"Document {number} has {len(document.input_ids)} ids and {len(document.labels)} labels.")
+        lengths = document.segment_lengths
+        if bool(lengths) != bool(documents[0].segment_lengths):
+            raise ShapeError(f"Document {number} {'has' if lengths else 'has no'} completions, unlike document 0.")
+        if lengths and (len(lengths) < 2 or min(lengths) < 1 or sum(lengths) != len(document.input_ids)):
+            raise ShapeError(
+                f"Document {number} has segments of {lengths} tokens and {len(document.input_ids)} ids: a prompt and "
+                "completions of at least one token each must add up to the ids."
+            )
+        if lengths and (document.images or document.image_inputs is not None):
+            raise ShapeError(f"Document {number} has images and completions, which packs do not hold together.")
+    return bool(documents) and bool(documents[0].segment_lengths)
+
+
+def _join_completions(
+    documents: Sequence[Document], parts: Sequence[Part], *, context: BatchContext, numbers: Sequence[int]
+) -> Completions:
+    """Return which labelled rows belong to which completion."""
+    has_log_probs = all(document.log_probs is not None for document in documents)
+    log_prob_R = None
+    if has_log_probs:
+        log_probs = [part.log_probs for part in parts if part.log_probs is not None]
+        log_prob_T = torch.from_numpy(np.concatenate(log_probs).astype(np.float32))
+        log_prob_R = torch.zeros(len(context.labelled_row_R))
+        log_prob_R[: context.num_labelled] = log_prob_T[context.labelled_row_R[: context.num_labelled] + 1]
+    return Completions(
+        num_rows=[int((part.labels[1:] != IGNORED_LABEL).sum()) for part in parts if part.is_completion],
+        num_completions=[len(document.segment_lengths) - 1 for document in documents],
+        scores=[score for document in documents for score in document.scores],
+        num_padded_rows=len(context.labelled_row_R),
+        log_prob_R=log_prob_R,
+        example_numbers=numbers,
     )
 
 
@@ -193,9 +289,7 @@ def _join_positions(documents: Sequence[Document], *, position_T: torch.Tensor) 
     return position_AT
 
 
-def _concatenate(
-    documents: Sequence[Document], *, num_tokens: int, pad_token_id: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _concatenate(documents: Sequence[Part], *, num_tokens: int, pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ids and labels of the pack, padded at the end; the first label of each document is masked."""
     ids = np.full(num_tokens, pad_token_id, dtype=np.int64)
     labels = np.full(num_tokens, IGNORED_LABEL, dtype=np.int64)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +16,9 @@ from lightning_fastft.core.errors import DataError
 from lightning_fastft.packing.collate import Document, PackedBatch, collate
 from lightning_fastft.packing.images import ImageInputs, ImageStore
 from lightning_fastft.packing.planner import EpochPlan, StepPlan
+
+if TYPE_CHECKING:
+    from lightning_fastft.packing.completion_store import CompletionStore
 
 # Length of a pack without documents: the model still runs on it, so that all ranks do the same micro-batches.
 EMPTY_PACK_TOKENS = 8
@@ -32,6 +36,7 @@ class TokenizedDocuments(Protocol):
     num_labelled_N: np.ndarray
     fingerprint: str
     images: ImageStore | None
+    completions: CompletionStore | None
 
     @property
     def content_digest(self) -> str:
@@ -46,14 +51,19 @@ class DocumentSubset:
     Args:
         documents: The whole data set.
         index_N: Numbers of the chosen documents, ascending, int64; None for all.
+        shares_prompts: Whether completions of a document share its prompt in a pack; no effect on documents without
+            completions.
     """
 
-    def __init__(self, documents: TokenizedDocuments, *, index_N: np.ndarray | None = None) -> None:
+    def __init__(
+        self, documents: TokenizedDocuments, *, index_N: np.ndarray | None = None, shares_prompts: bool = True
+    ) -> None:
         self.documents = documents
         self.index_N = index_N
-        self.length_N = np.asarray(
-            documents.length_N if index_N is None else documents.length_N[index_N], dtype=np.int64
-        )
+        self.shares_prompts = shares_prompts
+        length_N = _count_computed(documents, shares_prompts=shares_prompts)
+        # Tokens that a pack computes for each document.
+        self.length_N = np.asarray(length_N if index_N is None else length_N[index_N], dtype=np.int64)
         self.num_labelled_N = np.asarray(
             documents.num_labelled_N if index_N is None else documents.num_labelled_N[index_N], dtype=np.int64
         )
@@ -62,7 +72,22 @@ class DocumentSubset:
         return len(self.length_N)
 
     def __getitem__(self, number: int) -> Document:
-        return self.documents[int(number if self.index_N is None else self.index_N[number])]
+        return self.documents[self.number_of(number)]
+
+    def number_of(self, number: int) -> int:
+        """Return the number of a document in the whole data set."""
+        return int(number if self.index_N is None else self.index_N[number])
+
+
+def _count_computed(documents: TokenizedDocuments, *, shares_prompts: bool) -> np.ndarray:
+    """Return the tokens that each document takes in a pack (``collate.split_document``), int64."""
+    store = documents.completions
+    if store is None:
+        return documents.length_N
+    num_prompt_N, num_completions_N = store.num_prompt_tokens_N, store.num_completions_N
+    if not shares_prompts:
+        return num_completions_N * num_prompt_N + store.num_completion_tokens_N
+    return num_prompt_N - 1 + num_completions_N + store.num_completion_tokens_N
 
 
 class PlannedStream:
@@ -122,6 +147,8 @@ class PlannedStream:
             pad_token_id=self.pad_token_id,
             num_items=float(epoch_plan.num_items_M[micro_batch]) if self.weigh_by_window else None,
             index=index,
+            shares_prompts=self.subset.shares_prompts,
+            numbers=[self.subset.number_of(number) for number in numbers],
         )
 
     def _prepare(self, document: Document) -> Document:
@@ -207,8 +234,10 @@ def prefetch(batches: Iterator[T], *, num_ahead: int = NUM_AHEAD) -> Iterator[T]
             waiting.append(executor.submit(next, batches, None))
             yield batch
     finally:
-        # Python 3.12.0 to 3.12.3 keep the variables of a closed generator, so the thread must be told.
-        executor.shutdown(wait=False, cancel_futures=True)
+        # Python 3.12.0 to 3.12.3 keep the variables of a closed generator, so the thread must be told. An interpreter
+        # that ends has lost the modules that shutdown needs.
+        if not sys.is_finalizing():
+            executor.shutdown(wait=False, cancel_futures=True)
 
 
 def _same_device() -> Callable[[], None]:

@@ -47,6 +47,8 @@ def install_guards(model: PreTrainedModel, patcher: ModelPatcher) -> ReadGuard:
         for part in decoder.modules()
         if getattr(part, "attn_temperature_tuning", False) and not getattr(part, "use_rope", True)
     ]
+    if mixer_family(model) is not None:
+        _hook(decoder, patcher, before=_refuse_prefixes)
     if scales:
         _hook(decoder, patcher, before=_ScaleGuard(type(model).__name__, limit=min(scales)))
     return guard
@@ -155,6 +157,17 @@ class _Refusal:
                 "tokens. Give it padded "
                 f"rows from a data module of your own, or load the model with AutoModelForCausalLM."
             )
+
+
+def _refuse_prefixes(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of a hybrid: its mixers keep a state, which a document cannot take over from a prefix."""
+    context = kwargs.get("context")
+    if isinstance(context, BatchContext) and context.has_prefixes:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} has recurrent mixers, and the pack has completions that share a prompt, whose "
+            "state they would not see. Set PackedDataModule(share_prompts=False), or collate(..., "
+            "shares_prompts=False): each completion then gets a copy of its prompt."
+        )
 
 
 def _has_media_positions(model: PreTrainedModel) -> bool:

@@ -50,10 +50,11 @@ class OneByOne:
                 f"alone, and was given {', '.join(more) or 'arguments without a name'}."
             )
         context.note_read(ONE_BY_ONE)
-        parts = [
-            own_forward(self._model, input_ids=ids, use_cache=False).logits
-            for ids in kwargs["input_ids"].split(context.lengths, dim=1)
-        ]
+        rows = kwargs["input_ids"].split(context.lengths, dim=1)
+        parts = []
+        for ids, prefix in zip(rows, context.prefixes):
+            whole = ids if prefix < 0 else torch.cat([rows[prefix], ids], dim=1)
+            parts.append(own_forward(self._model, input_ids=whole, use_cache=False).logits[:, -ids.shape[1] :])
         logits, labels = torch.cat(parts, dim=1), kwargs.get("labels")
         loss = None
         if labels is not None:

@@ -81,6 +81,7 @@ class DocumentRotary:
     ) -> Any:
         config = self._rotary.config.rope_parameters
         limit = int((config if layer_type is None else config[layer_type])["original_max_position_embeddings"])
+        self._check_prefixes(context, limit=limit)
         num_long = sum(length > limit for length in context.lengths)
         # The model's formula may look at the longest position itself (phimoe scales by it): no position of a short
         # document is clamped.
@@ -96,10 +97,20 @@ class DocumentRotary:
         is_long_T1 = (context.start_S1.diff() > limit)[context.document_T][:, None]
         return _map(lambda of_long, of_short: torch.where(is_long_T1, of_long, of_short), long(), short())
 
+    def _check_prefixes(self, context: BatchContext, *, limit: int) -> None:
+        """Refuse prefixes that would need the angles of their completions, which differ from one to the other."""
+        if context.has_prefixes and context.max_length > limit:
+            raise UnsupportedModelError(
+                f"{type(self._rotary).__name__} scales rotary positions by length from {limit} tokens on, and a prompt "
+                f"with a completion has {context.max_length}: prompts cannot be shared. Set "
+                "PackedDataModule(share_prompts=False), or collate(..., shares_prompts=False)."
+            )
+
     def _dynamic_angles(
         self, x: torch.Tensor, position_ids: torch.Tensor, context: BatchContext, layer_type: str | None
     ) -> Any:
         limit = int(self._rotary.original_max_seq_len)
+        self._check_prefixes(context, limit=limit)
         whole = self._angles(x, position_ids, layer_type, self._attribute("original_inv_freq", layer_type))
         ends = itertools.accumulate(context.lengths)
         spans = [(end - length, end) for length, end in zip(context.lengths, ends) if length > limit]

@@ -1,3 +1,4 @@
+import itertools
 import math
 import sys
 import types
@@ -237,12 +238,12 @@ def flash_forward(
 ):
     assert start_q.dtype == start_k.dtype == torch.int32
     assert (dropout, is_causal, return_debug_mask, window_size_right) == (0.0, True, False, 0)
-    assert max_q == max_k == int(start_q.diff().max())
+    assert (max_q, max_k) == (int(start_q.diff().max()), int(start_k.diff().max()))
     assert isinstance(max_q, int)
     assert q.shape[-1] == k.shape[-1] == v.shape[-1]
     assert q.shape[-1] % 8 == 0
     assert all(x.stride(-1) == 1 for x in (q, k, v))
-    score, value = flash_scores(q, k, v, start_q, scale=scale, left=window_size_left)
+    score, value = flash_scores(q, k, v, (start_q, start_k), scale=scale, left=window_size_left)
     lse = score.logsumexp(-1)
     out = ((score - lse[..., None]).exp() @ value).transpose(0, 1).contiguous()
     return out, lse, torch.zeros(2, dtype=torch.int64), torch.empty(0), torch.empty(0)
@@ -270,7 +271,7 @@ def flash_backward(
 ):
     """The backward of flash attention: it knows only p = exp(score - lse) and delta = rowsum(do * out)."""
     assert do.is_contiguous()
-    score, value = flash_scores(q, k, v, start_q, scale=scale, left=window_size_left)
+    score, value = flash_scores(q, k, v, (start_q, start_k), scale=scale, left=window_size_left)
     repeats = q.shape[1] // k.shape[1]
     p = (score - lse[..., None]).exp()
     do = do.transpose(0, 1)
@@ -282,12 +283,18 @@ def flash_backward(
     return dq, *(x.unflatten(1, (k.shape[1], repeats)).sum(2) for x in (dk, dv))
 
 
-def flash_scores(q, k, v, start, *, scale, left):
+def flash_scores(q, k, v, starts, *, scale, left):
+    """Causal to the bottom right: the last query of a document sees its last key."""
     repeats = q.shape[1] // k.shape[1]
-    index = torch.arange(q.shape[0])
-    document = torch.bucketize(index, start[1:].long(), right=True)
-    distance = index[:, None] - index[None]
-    seen = (document[:, None] == document[None]) & (distance >= 0)
+    document_q, document_k = (
+        torch.bucketize(torch.arange(len(x)), start[1:].long(), right=True) for x, start in zip((q, k), starts)
+    )
+    place_q, place_k = (
+        torch.arange(len(document)) - start[1:].long()[document]
+        for document, start in zip((document_q, document_k), starts)
+    )
+    distance = place_q[:, None] - place_k[None]
+    seen = (document_q[:, None] == document_k[None]) & (distance >= 0)
     if left >= 0:
         seen &= distance <= left
     k, v = (x.repeat_interleave(repeats, 1).transpose(0, 1) for x in (k, v))
@@ -320,6 +327,72 @@ def test_varlen_calls_the_flash_operators_rightly(case, stand_in_flash):
     for ours, theirs in zip(given, truth):
         bound = 1e-6 if sink is not None else 1e-12
         assert distance(ours, theirs) <= bound * largest_value(theirs, truth) * math.sqrt(theirs.numel())
+
+
+PREFIXED_LENGTHS, PREFIXES = (5, 3, 1, 4, 2, 6, 7), (-1, 0, 0, 0, -1, 4, -1)
+
+
+def prefixed_context():
+    return BatchContext(
+        lengths=PREFIXED_LENGTHS, label_T=torch.full((sum(PREFIXED_LENGTHS),), -100), num_items=1, prefixes=PREFIXES
+    )
+
+
+def copied_prefixes(x):
+    """Each document behind a copy of its prefix, and which rows of the result are the documents' own."""
+    rows, own = [], []
+    starts = [sum(PREFIXED_LENGTHS[:number]) for number in range(len(PREFIXES))]
+    for start, length, prefix in zip(starts, PREFIXED_LENGTHS, PREFIXES):
+        if prefix >= 0:
+            rows += range(starts[prefix], starts[prefix] + PREFIXED_LENGTHS[prefix])
+        own += range(len(rows), len(rows) + length)
+        rows += range(start, start + length)
+    return x[rows], own
+
+
+@pytest.mark.filterwarnings(FLEX_WARNING)
+@pytest.mark.parametrize("case", ["plain", "window", "sinks", "soft cap"])
+@pytest.mark.parametrize("backend", ["reference", "sdpa", "flex", "varlen"])
+def test_documents_see_their_prefix(backend, case, stand_in_flash):
+    context = prefixed_context()
+    window, softcap = 4 if case == "window" else None, 0.7 if case == "soft cap" else None
+    dtype = torch.float32 if backend == "flex" else torch.float64
+    inputs = make_inputs(context, dtype=dtype, has_sinks=case == "sinks")
+    lengths = [
+        length + (0 if prefix < 0 else PREFIXED_LENGTHS[prefix]) for length, prefix in zip(PREFIXED_LENGTHS, PREFIXES)
+    ]
+    q, k, v, sink = inputs
+    if backend == "varlen":
+        if softcap is not None:
+            pytest.skip("varlen has no soft cap")
+        # Sinks are folded in float32.
+        sink = sink if sink is None else sink.detach().float().double().requires_grad_()
+        out = flash.varlen_attention(q, k, v, context=context, scale=SCALE, window=window, sink_H=sink)
+    elif backend == "sdpa" and case in ("sinks", "soft cap"):
+        pytest.skip("sdpa has neither sinks nor soft caps")
+    else:
+        heads = (x if x is None or backend != "flex" else x.detach() for x in inputs)
+        out = packed_attention(
+            *itertools.islice(heads, 3), context=context, scale=SCALE, window=window, softcap=softcap,
+            sink_H=sink if sink is None or backend != "flex" else sink.detach(), backend=backend,
+        )  # fmt: skip
+    copies = [copied_prefixes(x) for x in (q, k, v)]
+    true = one_by_one(*(x for x, _ in copies), sink, lengths=lengths, window=window, softcap=softcap)[copies[0][1]]
+    bound = {"flex": 1e-6, "varlen": 1e-6 if sink is not None else 1e-12}.get(backend, 1e-12)
+    assert distance(out, true) <= bound * float(true.detach().norm())
+    if backend == "flex":
+        return
+    leaves = [x for x in (q, k, v, sink) if x is not None]
+    weight = torch.randn_like(true)
+    given, truth = (torch.autograd.grad((x * weight).sum(), leaves) for x in (out, true))
+    for ours, theirs in zip(given, truth):
+        assert distance(ours, theirs) <= bound * largest_value(theirs, truth) * math.sqrt(theirs.numel())
+
+
+def test_cudnn_is_not_chosen_for_prefixes():
+    need = H200._replace(has_cudnn=True, document_length=8192)
+    assert choose_backend(need) == "cudnn"
+    assert choose_backend(need._replace(has_prefixes=True)) == "varlen"
 
 
 def test_sinks_are_folded_in_fp32_and_leave_what_is_remembered(monkeypatch):

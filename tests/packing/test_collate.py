@@ -8,6 +8,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 
 from lightning_fastft.core.errors import ShapeError
 from lightning_fastft.packing.collate import Document, PackedBatch, collate
+from tests.support.packs import make_groups, separate
 
 
 def make_documents(lengths, seed=0):
@@ -90,3 +91,60 @@ def test_pinned_batch_moves_without_waiting():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(moved["labels"].cpu(), batch["labels"])
+
+
+def test_completions_stand_behind_a_prompt_that_is_there_once():
+    ids = np.array([1, 2, 3, 7, 8, 9])
+    document = Document(ids, np.array([-100, -100, -100, 7, -100, 9]), segment_lengths=(3, 1, 2), scores=(1.0, 0.0))
+    batch = collate([document], pad_to=10)
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 7, 3, 8, 9, 0, 0, 0]]
+    assert batch["labels"].tolist() == [[-100, -100, -100, 7, -100, -100, 9, -100, -100, -100]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 2, 3, 4, 0, 1, 2]]
+    assert batch.context.prefixes == (-1, 0, 0, -1)
+    completions = batch.context.completions
+    assert completions.completions_per_example == (2,)
+    assert completions.count_C.tolist() == [1.0, 1.0]
+    assert completions.score_C.tolist() == [1.0, 0.0]
+    assert completions.log_prob_R is None
+
+
+def test_unshared_completions_have_a_copy_of_their_prompt():
+    documents = make_groups()
+    batch, plain = collate(documents, shares_prompts=False), collate(separate(documents))
+    for key in ("input_ids", "labels", "position_ids"):
+        assert torch.equal(batch[key], plain[key])
+    assert not batch.context.has_prefixes
+    assert batch.context.completions.completions_per_example == (2, 2, 3, 1)
+
+
+@pytest.mark.parametrize("shares_prompts", [True, False])
+def test_labelled_rows_know_their_completion(shares_prompts):
+    documents = make_groups()
+    batch = collate(documents, shares_prompts=shares_prompts, numbers=[4, 2, 9, 0])
+    context, completions = batch.context, batch.context.completions
+    assert completions.example_numbers == (4, 2, 9, 0)
+    rows = context.labelled_target_R[: context.num_labelled]
+    lengths = [length for document in documents for length in document.segment_lengths[1:]]
+    assert completions.completion_R[: context.num_labelled].tolist() == [
+        number for number, length in enumerate(lengths) for _ in range(length)
+    ]
+    assert (completions.completion_R[context.num_labelled :] == len(lengths)).all()
+    truth = np.concatenate([document.input_ids[document.segment_lengths[0] :] for document in documents])
+    assert rows.tolist() == truth.tolist()
+    known = np.concatenate([document.log_probs[document.segment_lengths[0] :] for document in documents])
+    assert np.array_equal(completions.log_prob_R[: context.num_labelled].numpy(), known)
+    assert completions.sum(completions.log_prob_R).tolist() == pytest.approx(
+        [float(part.sum()) for part in np.split(known, np.cumsum(lengths)[:-1])], rel=1e-6
+    )
+    moved = batch.to("meta").context.completions
+    assert moved.score_C.device.type == moved.log_prob_R.device.type == "meta"
+
+
+def test_collate_refuses_completions_that_do_not_fit():
+    ids = np.arange(4)
+    with pytest.raises(ShapeError, match="add up"):
+        collate([Document(ids, ids, segment_lengths=(2, 1), scores=(0.0,))])
+    with pytest.raises(ShapeError, match="unlike document 0"):
+        collate([Document(ids, ids), Document(ids, ids, segment_lengths=(2, 2), scores=(0.0,))])
+    with pytest.raises(ShapeError, match="scores"):
+        collate([Document(ids, ids, segment_lengths=(2, 2), scores=())])

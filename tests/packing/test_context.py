@@ -136,3 +136,87 @@ def test_a_window_below_one_is_refused():
 def test_context_survives_a_copy_through_a_worker():
     context = copy.deepcopy(make_context([5, 9]))
     assert torch.equal(context.dense_mask()[0, 0], plain_mask([5, 9]))
+
+
+def prefixed(lengths, prefixes):
+    return BatchContext(lengths=lengths, label_T=torch.full((sum(lengths),), -100), num_items=1, prefixes=prefixes)
+
+
+def prefixed_mask(lengths, prefixes, window=None):
+    """Who sees whom by positions: a loop over documents that shares no code with the package."""
+    starts = [sum(lengths[:number]) for number in range(len(lengths))]
+    seen = torch.zeros(sum(lengths), sum(lengths), dtype=torch.bool)
+    for start, length, prefix in zip(starts, lengths, prefixes):
+        before = [] if prefix < 0 else list(range(starts[prefix], starts[prefix] + lengths[prefix]))
+        for query in range(length):
+            keys = [*before, *range(start, start + query + 1)]
+            seen[start + query, keys if window is None else keys[-window:]] = True
+    return seen
+
+
+PREFIXED = {
+    "pair": ([3, 2, 4], [-1, 0, 0]),
+    "two groups and a plain document": ([3, 2, 4, 5, 1, 2, 6], [-1, 0, 0, -1, 3, 3, -1]),
+    "long prompt": ([300, 5, 140, 130], [-1, 0, 0, -1]),
+    "many short groups": ([5, 2, 2] * 40, [-1, 0, 0, *(x for g in range(1, 40) for x in (-1, 3 * g, 3 * g))]),
+    "whole blocks": ([BLOCK_SIZE * 2, BLOCK_SIZE, BLOCK_SIZE], [-1, 0, 0]),
+}
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 130])
+@pytest.mark.parametrize("case", PREFIXED)
+def test_masks_with_prefixes_equal_the_definition(case, window):
+    lengths, prefixes = PREFIXED[case]
+    context = prefixed(lengths, prefixes)
+    truth = prefixed_mask(lengths, prefixes, window)
+    assert torch.equal(context.dense_mask(window=window)[0, 0], truth)
+    num_blocks = -(-len(truth) // BLOCK_SIZE)
+    room = num_blocks * BLOCK_SIZE - len(truth)
+    blocks = torch.nn.functional.pad(truth, (0, room, 0, room)).view(num_blocks, BLOCK_SIZE, num_blocks, BLOCK_SIZE)
+    mask = context.block_mask(window=window)
+    assert torch.equal(mask.to_dense()[0, 0].bool(), blocks.any(3).any(1))
+    index = torch.arange(len(truth))
+    by_function = mask.mask_mod(torch.tensor(0), torch.tensor(0), index[:, None], index[None])
+    assert torch.equal(by_function, truth)
+    for row in range(num_blocks):
+        full = mask.full_kv_indices[0, 0, row, : mask.full_kv_num_blocks[0, 0, row]].long()
+        assert blocks[row][:, full].all()
+
+
+@pytest.mark.parametrize("case", PREFIXED)
+def test_keys_of_a_document_are_its_prefix_and_itself(case):
+    lengths, prefixes = PREFIXED[case]
+    context = prefixed(lengths, prefixes)
+    keys, starts = context.prefix_keys, context.start_host_S1.tolist()
+    for number, prefix in enumerate(prefixes):
+        rows = keys.row_N[keys.start_S1[number] : keys.start_S1[number + 1]].tolist()
+        before = [] if prefix < 0 else list(range(starts[prefix], starts[prefix + 1]))
+        assert rows == [*before, *range(starts[number], starts[number + 1])]
+    for row, places in enumerate(keys.place_TK.tolist()):
+        assert [place for place in places if place < len(keys.row_N)] == (keys.row_N == row).nonzero()[:, 0].tolist()
+
+
+def test_positions_go_on_from_the_prefix():
+    context = prefixed([3, 2, 4, 2], [-1, 0, 0, -1])
+    assert context.position_T.tolist() == [0, 1, 2, 3, 4, 3, 4, 5, 6, 0, 1]
+    assert (context.max_length, context.max_own_length) == (7, 4)
+    # Scores of a document that sees P tokens before its own L are those of P * L and half of L * L.
+    assert context.sum_squared_lengths == 9 + 2 * (2 + 6) + 4 * (4 + 6) + 4
+    assert context.varlen().max_length == 4
+    assert context.varlen().max_key_length == 7
+    assert context.varlen().key_start_S1.tolist() == [0, 3, 8, 15, 17]
+    assert context.to("meta").prefix_keys.row_N.device.type == "meta"
+
+
+@pytest.mark.parametrize("prefixes", [[0, -1, -1], [-1, 2, -1], [-1, 0, 1], [-1, 0], [-2, -1, -1]])
+def test_context_refuses_impossible_prefixes(prefixes):
+    with pytest.raises(ShapeError, match="prefix"):
+        prefixed([2, 2, 2], prefixes)
+
+
+def test_prefixes_are_not_recorded():
+    with pytest.raises(ShapeError, match="prefixes"):
+        prefixed([2, 2], [-1, 0]).recordable(num_documents=2, max_length=4)
+    recorded = prefixed([2, 2], [-1, -1]).recordable(num_documents=2, max_length=4)
+    with pytest.raises(ShapeError):
+        recorded.load(prefixed([2, 2], [-1, 0]))

@@ -25,6 +25,36 @@ def make_batch(lengths=LENGTHS, *, seed=0, pad_to=None, backend="auto"):
     return batch
 
 
+# Prompts and completions: a prompt of one token, a single completion, completions of one token.
+GROUPS = ((6, 3, 9), (1, 4, 2), (11, 1, 1, 5), (4, 7))
+
+
+def make_groups(groups=GROUPS, *, seed=0):
+    """Documents of a prompt with completions, whose completions are trained."""
+    generator = np.random.default_rng(seed)
+    documents = []
+    for lengths in groups:
+        ids = generator.integers(3, VOCABULARY, sum(lengths))
+        labels = ids.copy()
+        labels[: lengths[0]] = -100
+        scores = tuple(generator.normal(size=len(lengths) - 1).tolist())
+        log_probs = np.where(labels == -100, 0.0, -generator.random(len(ids))).astype(np.float32)
+        documents.append(Document(ids, labels, segment_lengths=lengths, scores=scores, log_probs=log_probs))
+    return documents
+
+
+def separate(documents):
+    """Each completion behind a copy of its prompt, as a plain document."""
+    plain = []
+    for document in documents:
+        num_prompt, start = document.segment_lengths[0], document.segment_lengths[0]
+        for length in document.segment_lengths[1:]:
+            rows = np.r_[0:num_prompt, start : start + length]
+            plain.append(Document(document.input_ids[rows], document.labels[rows]))
+            start += length
+    return plain
+
+
 def summed_loss(logits, labels):
     """Next-token loss of one row, summed over labelled tokens."""
     return torch.nn.functional.cross_entropy(logits[:-1].float(), labels[1:], reduction="sum", ignore_index=-100)

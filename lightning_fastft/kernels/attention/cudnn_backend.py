@@ -16,7 +16,7 @@ import torch
 
 from lightning_fastft.core.errors import MissingDependencyError
 from lightning_fastft.kernels.sizes import next_power_of_2
-from lightning_fastft.packing.context import BatchContext, VarlenArguments
+from lightning_fastft.packing.context import BatchContext
 
 
 @functools.cache
@@ -70,13 +70,11 @@ def cudnn_attention(
     return out_THW
 
 
-def _bucketed_offsets(context: BatchContext) -> VarlenArguments:
+def _bucketed_offsets(context: BatchContext) -> tuple[torch.Tensor, int]:
     """Return offsets with empty documents appended up to a power of two, and the longest document rounded up to one."""
     num_missing = next_power_of_2(context.num_documents) - context.num_documents
     last_1 = context.start_S1[-1:]
-    return VarlenArguments(
-        torch.cat([context.start_S1, last_1.expand(num_missing)]), next_power_of_2(context.max_length)
-    )
+    return torch.cat([context.start_S1, last_1.expand(num_missing)]), next_power_of_2(context.max_length)
 
 
 def _load_attention() -> Callable[..., Any]:

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_fastft.packing.context import BatchContext
+from lightning_fastft.kernels.expert_rows.op import combine_rows
+from lightning_fastft.packing.context import BatchContext, PrefixKeys, VarlenArguments
 
 # The flash kernels of torch read heads in steps of this many elements.
 HEAD_WIDTH_STEP = 8
@@ -53,6 +54,8 @@ def varlen_attention(
     Heads whose width is no multiple of 8, and values narrower than keys (multi-head latent attention), are padded with
     zeros, which changes no score.
 
+    Documents that continue a prefix get its keys and values in front of their own (``gather_keys``).
+
     Cost:
         Memory linear in T; a copy of what has to be padded; no host sync. With ``shares``, keys and values
         of every query head in the backward, 4 T H W bytes, in place of the operator's own sum over query heads (37 us a
@@ -62,14 +65,18 @@ def varlen_attention(
     Source:
         arXiv:2307.08691 through ``aten::_flash_attention_forward`` and ``_backward``.
     """
-    start_S1, max_length = context.varlen()
+    varlen = context.varlen()
     value_width = v_TGW.shape[-1]
     width = -(-max(q_THW.shape[-1], value_width) // HEAD_WIDTH_STEP) * HEAD_WIDTH_STEP
-    window_left = -1 if window is None or window >= max_length else window - 1
+    window_left = -1 if window is None or window >= varlen.max_key_length else window - 1
+    if context.prefix_keys is not None:
+        k_TGW, v_TGW = (gather_keys(x, context.prefix_keys) for x in (k_TGW, v_TGW))
+        # Keys of a prefix have a gradient that is not yet summed over its readers.
+        shares = None
     ready = (_kernel_ready(x, width=width) for x in (q_THW, k_TGW, v_TGW))
     # Padded heads have a gradient that is not yet cut.
     shares = shares if width == q_THW.shape[-1] == value_width else None
-    out_THW = _FlashAttention.apply(*ready, sink_H, start_S1, max_length, scale, window_left, remember, shares)
+    out_THW = _FlashAttention.apply(*ready, sink_H, varlen, scale, window_left, remember, shares)
     return out_THW[..., :value_width]
 
 
@@ -91,8 +98,7 @@ class _FlashAttention(torch.autograd.Function):
         k_TGW: torch.Tensor,
         v_TGW: torch.Tensor,
         sink_H: torch.Tensor | None,
-        start_S1: torch.Tensor,
-        max_length: int,
+        varlen: VarlenArguments,
         scale: float,
         window_left: int,
         remember: Remember | None,
@@ -100,7 +106,8 @@ class _FlashAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         def compute() -> Tensors:
             outputs: Tensors = torch.ops.aten._flash_attention_forward(
-                q_THW, k_TGW, v_TGW, start_S1, start_S1, max_length, max_length, 0.0, True, False,
+                q_THW, k_TGW, v_TGW, varlen.start_S1, varlen.key_start_S1,
+                varlen.max_length, varlen.max_key_length, 0.0, True, False,
                 scale=scale, window_size_left=window_left, window_size_right=0,
             )[:4]  # fmt: skip
             return outputs
@@ -111,8 +118,10 @@ class _FlashAttention(torch.autograd.Function):
             # In fp32, rounded once, in one pass; into separate memory, because the kernel's output may be remembered.
             out_THW = torch.mul(out_THW, torch.exp(lse_HT - total_HT).t()[..., None], out=torch.empty_like(out_THW))
             lse_HT = total_HT
-        ctx.save_for_backward(q_THW, k_TGW, v_TGW, out_THW, lse_HT, sink_H, start_S1, rng_state, unused)
-        ctx.max_length, ctx.scale, ctx.window_left = max_length, scale, window_left
+        offsets = varlen.start_S1, varlen.key_start_S1
+        ctx.save_for_backward(q_THW, k_TGW, v_TGW, out_THW, lse_HT, sink_H, *offsets, rng_state, unused)
+        ctx.max_lengths = varlen.max_length, varlen.max_key_length
+        ctx.scale, ctx.window_left = scale, window_left
         ctx.shares = (
             shares if q_THW.shape[1] > k_TGW.shape[1] and ctx.needs_input_grad[1] and ctx.needs_input_grad[2] else None
         )
@@ -120,7 +129,7 @@ class _FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q_THW, k_TGW, v_TGW, out_THW, lse_HT, sink_H, start_S1, rng_state, unused = ctx.saved_tensors
+        q_THW, k_TGW, v_TGW, out_THW, lse_HT, sink_H, start_S1, key_start_S1, rng_state, unused = ctx.saved_tensors
         d_out_THW = grads[0].contiguous()
         if ctx.shares is not None:
             k_TGW, v_TGW = (ctx.shares.repeat(_side_by_side(x_TGW), q_THW.shape[1]) for x_TGW in (k_TGW, v_TGW))
@@ -132,9 +141,8 @@ class _FlashAttention(torch.autograd.Function):
             out_THW,
             lse_HT,
             start_S1,
-            start_S1,
-            ctx.max_length,
-            ctx.max_length,
+            key_start_S1,
+            *ctx.max_lengths,
             0.0,
             True,
             rng_state,
@@ -153,7 +161,37 @@ class _FlashAttention(torch.autograd.Function):
         if ctx.shares is not None:
             ctx.shares.collect(d_k_TGW, d_v_TGW)
             d_k_TGW = d_v_TGW = None
-        return d_q_THW, d_k_TGW, d_v_TGW, d_sink_H, None, None, None, None, None, None
+        return d_q_THW, d_k_TGW, d_v_TGW, d_sink_H, None, None, None, None, None
+
+
+def gather_keys(x_TGW: torch.Tensor, keys: PrefixKeys) -> torch.Tensor:
+    """Return the keys or values of each document, its prefix's in front, shape (N, G, W).
+
+    The gradient of a row is the sum over the documents that read it, in their order, so it is the same in every run.
+
+    Cost:
+        One pass over N rows in the forward and one in the backward; no host sync.
+    """
+    gathered: torch.Tensor = _GatherKeys.apply(x_TGW, keys)
+    return gathered
+
+
+class _GatherKeys(torch.autograd.Function):
+    """Saves nothing: the keys of a pack belong to its context."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TGW: torch.Tensor, keys: PrefixKeys) -> torch.Tensor:
+        ctx.keys = keys
+        return x_TGW.index_select(0, keys.row_N)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        d_out_NGW, keys = grads[0], ctx.keys
+        # The last offset is N, at and behind which places hold nothing.
+        d_x_TC = combine_rows(
+            d_out_NGW.reshape(d_out_NGW.shape[0], -1), keys.place_TK, keys.start_S1[-1:], is_checked=False
+        )
+        return d_x_TC.view(-1, *d_out_NGW.shape[1:]), None
 
 
 def _side_by_side(x_TGW: torch.Tensor) -> torch.Tensor:

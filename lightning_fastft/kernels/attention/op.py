@@ -46,6 +46,7 @@ class AttentionNeed(NamedTuple):
         document_length: Length of a token's document, averaged over tokens.
         num_tokens: Tokens of the pack.
         has_cudnn: nvidia-cudnn-frontend is installed.
+        has_prefixes: Documents continue prefixes.
     """
 
     device_type: str
@@ -60,6 +61,7 @@ class AttentionNeed(NamedTuple):
     document_length: int
     num_tokens: int
     has_cudnn: bool
+    has_prefixes: bool = False
 
 
 def packed_attention(
@@ -76,8 +78,8 @@ def packed_attention(
     remember: Remember | None = None,
     collect: Collect | None = None,
 ) -> torch.Tensor:
-    """Return causal attention in which every document of the pack sees only itself, and note in the context which
-    backend ran.
+    """Return causal attention in which every document of the pack sees only its prefix and itself, and note in the
+    context which backend ran.
 
     Args:
         q_THW: Queries, shape (T, H, W).
@@ -202,6 +204,7 @@ def find_obstacle(backend: str, need: AttentionNeed) -> str:
             (need.value_width != need.head_width, "takes values as wide as keys"),
             (need.has_softcap, "has no soft cap"),
             (need.has_sinks, "has no sinks"),
+            (need.has_prefixes, "takes no documents that continue a prefix"),
             (not need.has_cudnn, "needs the package nvidia-cudnn-frontend (pip install 'lightning_fastft[hopper]')"),
         ),
         "flex": (
@@ -250,6 +253,7 @@ def describe_need(
         document_length=context.sum_squared_lengths // context.num_tokens,
         num_tokens=context.num_tokens,
         has_cudnn=q_THW.is_cuda and is_cudnn_installed(),
+        has_prefixes=context.has_prefixes,
     )
 
 

@@ -93,8 +93,8 @@ def combine_rows(
     Args:
         y_ND: Outputs of the experts, in sorted order. Shape (N, D); bf16, fp16, fp32 or float64; last axis contiguous,
             any row stride.
-        place_TK: Place of each slot in the sorted order, as ``ExpertOrder.place_TK``. Shape (T, K) with T * K = N;
-            int32 or int64; any strides.
+        place_TK: Place of each slot in the sorted order, as ``ExpertOrder.place_TK``. Shape (T, K) with T * K at
+            least N; int32 or int64; any strides.
         end_E: One past the last place of each expert, as ``ExpertOrder.end_E``. Shape (E,), int32 or int64; only its
             last entry is read.
         weight_TK: Routing weights. Shape (T, K); any floating dtype; any strides; None for weights of 1.
@@ -128,9 +128,9 @@ def combine_rows(
         _check_rows("y_ND", y_ND)
         check_tensor("place_TK", place_TK, ndim=2, dtypes=_INDICES)
         check_tensor("end_E", end_E, ndim=1, dtypes=_INDICES)
-        if place_TK.shape[1] < 1 or place_TK.numel() != y_ND.shape[0]:
+        if place_TK.shape[1] < 1 or place_TK.numel() < y_ND.shape[0]:
             raise ShapeError(
-                f"place_TK has shape {tuple(place_TK.shape)}, y_ND has {y_ND.shape[0]} rows: one row per place, "
+                f"place_TK has shape {tuple(place_TK.shape)}, y_ND has {y_ND.shape[0]} rows: a place for every row, "
                 "K of at least 1."
             )
         if end_E.shape[0] < 1:

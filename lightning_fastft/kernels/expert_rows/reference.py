@@ -36,7 +36,7 @@ def combine_rows(
     sum_TD = torch.zeros(num_tokens, y_ND.shape[1], dtype=wide, device=y_ND.device)
     for choice in range(num_choices):
         place_T = place_TK[:, choice]
-        value_TD = y_ND.index_select(0, place_T).to(wide)
+        value_TD = y_ND.index_select(0, place_T.clamp(max=y_ND.shape[0] - 1)).to(wide)
         if weight_TK is not None:
             value_TD = weight_TK[:, choice, None].to(wide) * value_TD
         sum_TD += torch.where((place_T < end_E[-1])[:, None], value_TD, 0.0)
