@@ -45,7 +45,7 @@ from lightning_fastft.hf.families import check_servable
 from lightning_fastft.packing.collate import Document, PackedBatch, collate
 from lightning_fastft.packing.context import ONE_BY_ONE
 from lightning_fastft.patches.head import STATUS_NAME as HEAD_STATUS
-from lightning_fastft.patches.head import LazyLogits
+from lightning_fastft.patches.lazy_logits import LazyLogits
 from lightning_fastft.patches.packed import install_packed_training
 
 VOCABULARY = 131

@@ -6,8 +6,8 @@
     python -m benchmarks.row_kernels --only "expert_gate backward" --rows 32768 --expert-width 14336 --tiles
     python -m benchmarks.row_kernels --only block_diagonal --tiles block_diagonal=1024,4 block_diagonal=8192,8
 
-RMSNorm, expert gate, thin product added in place, losses of rows of logits, norm and rotation of heads, block-diagonal
-matrix, rows and NF4 in e4m3, NF4 made dense and the AdamW step, in bf16 at the sizes of Qwen3-14B (8,192 tokens; 5,120
+RMSNorm, expert gate, thin product added in place, losses and divergences of rows of logits, norm and rotation of heads,
+block-diagonal matrix, rows and NF4 in e4m3, NF4 made dense and the AdamW step, in bf16 at the sizes of Qwen3-14B (8,192 tokens; 5,120
 and 17,408 columns; 2,048 rows of logits over the vocabularies of Qwen3 and gpt-oss). Before a kernel is timed its
 results are compared with its plain twin's. Then 5 warm-up runs and 30 timed ones, each between two CUDA events and
 behind a write of 256 MiB that empties the L2 cache; a sleep of the device before each lets the host get ahead. The
@@ -63,6 +63,7 @@ CONSTANTS = {
         "MAX_BLOCK_RANKS",
     ),
     "cross_entropy": ("MAX_LANES", "MAX_DEPTH", "NUM_WARPS"),
+    "divergence": ("MAX_LANES", "MAX_DEPTH", "NUM_WARPS"),
     "qk_rope": ("MAX_TILE", "NUM_WARPS"),
     "block_diagonal": ("TILE_SIZE", "NUM_WARPS"),
     "nf4_linear": ("TILE_WORDS", "NUM_WARPS"),
@@ -95,6 +96,7 @@ CANDIDATES = {
         "4,1024,8,64,64,32",
     ),
     "cross_entropy": ("1024,4,4", "2048,2,8", "2048,8,8", "4096,2,16", "4096,4,16", "8192,2,32", "8192,4,32"),
+    "divergence": ("1024,2,4", "1024,4,8", "2048,1,8", "2048,4,8", "2048,2,16", "4096,1,16", "4096,2,16"),
     "qk_rope": ("1024,4", "4096,4", "2048,8"),
     "block_diagonal": ("512,4", "1024,4", "4096,4", "8192,4", "8192,8"),
     "nf4_linear": ("256,4", "1024,4", "512,8", "1024,8"),
@@ -131,7 +133,7 @@ _TWO_REDUCTIONS = """\
         cols = start + tile_cols
         inside = cols < num_columns
         raw = tl.load(row_ptr + cols, mask=inside, other=0.0).to(tl.float32)
-        value = _scale_and_cap(raw, scale, softcap, HAS_SOFTCAP)
+        value = scale_and_cap(raw, scale, softcap, HAS_SOFTCAP)
         value = tl.where(inside, value, -float("inf"))
         tile_highest = tl.max(value, axis=0)
         if COUNT_CORRECT:
@@ -167,7 +169,7 @@ FORMS = {
     "cross_entropy": {
         "two reductions a tile": Form(
             [
-                ("    # What is read again", "    # Differences of logits first", _TWO_REDUCTIONS),
+                ("    # Keep logits in the cache", "    # Differences of logits first", _TWO_REDUCTIONS),
                 ("        best_column = tl.min(tl.where(lane", "        tl.store(correct_ptr", ""),
                 *_NO_HINTS,
             ],
@@ -505,6 +507,16 @@ def loss_cases(sizes: Sizes) -> list[Case]:
             Case("cross_entropy", "cross_entropy loss", workload, logits + 13 * rows, loss),
             Case("cross_entropy", "cross_entropy loss and gradient", workload, 2 * logits + 12 * rows, gradient),
         ]
+        cases += [
+            Case(
+                "divergence",
+                f"divergence {kind} and gradient",
+                workload,
+                3 * logits + 4 * rows,
+                row_divergences(rows, vocabulary, kind=kind),
+            )
+            for kind in ("forward_kl", "jsd")
+        ]
     return cases
 
 
@@ -690,6 +702,23 @@ def row_losses(num_rows: int, vocabulary: int, *, gradient_factor: float | None)
         def run(module: Any) -> Sequence[torch.Tensor | None]:
             losses = module.row_losses(logits_RV, target_R, **options)
             return *losses, logits_RV
+
+        return run
+
+    return make
+
+
+def row_divergences(num_rows: int, vocabulary: int, *, kind: str) -> Callable[[str], Run]:
+    """Divergences of rows of a student's logits from a teacher's, with the gradient in place of the student's."""
+
+    def make(device: str) -> Run:
+        from lightning_fastft.kernels.divergence.reference import DivergenceForm
+
+        logits_RV, teacher_RV = (4.0 * _randn(num_rows, vocabulary, device=device) for _ in range(2))
+        form = DivergenceForm(kind, 0.5, 1.0, None, 1.0, None)
+
+        def run(module: Any) -> Sequence[torch.Tensor | None]:
+            return module.row_divergences(logits_RV, teacher_RV, form=form, writes_gradient=True), logits_RV
 
         return run
 

@@ -10,23 +10,17 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from lightning_fastft.core.errors import ContextError, UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher, share_state
 from lightning_fastft.core.status import Status
 from lightning_fastft.hf.families import find_decoder
 from lightning_fastft.kernels.cross_entropy.op import labelled_cross_entropy, token_statistics
 from lightning_fastft.packing.context import IGNORED_LABEL, BatchContext
+from lightning_fastft.patches.lazy_logits import LazyLogits, TokenStatistics
 
 STATUS_NAME = "loss head"
 # Plain attribute of the swapped head: neither parameter nor buffer.
 _LINK_ATTRIBUTE = "fastft_head_link"
-
-
-class TokenStatistics(NamedTuple):
-    """Sums over the labelled tokens of a batch: 0-dim tensors on its device; a count from a context is on the host."""
-
-    nll_sum: torch.Tensor
-    num_correct: torch.Tensor
-    num_labelled: int | torch.Tensor
 
 
 class _Targets(NamedTuple):
@@ -36,182 +30,6 @@ class _Targets(NamedTuple):
     target_R: torch.Tensor
     num_rows: int
     num_labelled: int | torch.Tensor
-
-
-class LazyLogits:
-    """Represent logits that were not computed, by the states, the weight and the operations on the logits since.
-
-    Multiplication and division by numbers, ``torch.tanh`` and ``float()`` are recorded. Every other use (indexing, an
-    attribute, a torch function) computes the logits once, exactly as the model would have, and uses that tensor.
-
-    Args:
-        hidden: Last hidden states, shape (..., D).
-        head: The module whose weight and bias form the logits.
-        context: The batch that armed the head.
-    """
-
-    def __init__(self, *, hidden: torch.Tensor, head: nn.Linear, context: BatchContext) -> None:
-        self.hidden = hidden
-        self.weight = head.weight
-        self.bias = head.bias
-        self.context = context
-        # Filled by the loss function in an evaluation without gradients.
-        self.statistics: TokenStatistics | None = None
-        self._operations: tuple[tuple[Callable[..., torch.Tensor], tuple[Any, ...]], ...] = ()
-        self._tensor: torch.Tensor | None = None
-        self._scale = 1.0
-        self._softcap: float | None = None
-
-    @property
-    def scale(self) -> float:
-        """Factor on the raw logits, inside the soft cap if there is one."""
-        return self._scale
-
-    @property
-    def softcap(self) -> float | None:
-        """Recorded soft cap: logits are ``softcap * tanh(scale * raw / softcap)``."""
-        return self._softcap
-
-    @property
-    def shape(self) -> torch.Size:
-        """Shape that the logits would have."""
-        return torch.Size((*self.hidden.shape[:-1], self.weight.shape[0]))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype that the logits would have."""
-        return (
-            torch.float32
-            if any(function is torch.Tensor.float for function, _ in self._operations)
-            else self.hidden.dtype
-        )
-
-    @property
-    def device(self) -> torch.device:
-        """Device that the logits would be on."""
-        return self.hidden.device
-
-    def tensor(self) -> torch.Tensor:
-        """Return the logits as a tensor, computed on the first call.
-
-        Cost:
-            All rows times the vocabulary, as without this class.
-        """
-        if self._tensor is None:
-            logits = nn.functional.linear(self.hidden, self.weight, self.bias)
-            for function, arguments in self._operations:
-                logits = function(logits, *arguments)
-            self._tensor = logits
-        return self._tensor
-
-    def _record(self, function: Callable[..., torch.Tensor], *arguments: Any) -> LazyLogits:
-        other = object.__new__(LazyLogits)
-        other.__dict__.update(self.__dict__)
-        other._operations = (*self._operations, (function, arguments))
-        other._tensor = None
-        return other
-
-    def _scaled(self, function: Callable[..., torch.Tensor], number: Any, factor: float) -> LazyLogits:
-        other = self._record(function, number)
-        other._scale = self._scale * factor
-        if self._softcap is not None:
-            other._softcap = self._softcap * factor
-        return other
-
-    def __mul__(self, other: Any) -> Any:
-        if _is_plain_factor(other):
-            return self._scaled(torch.mul, other, float(other))
-        return self.tensor() * other
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, other: Any) -> Any:
-        if _is_plain_factor(other):
-            return self._scaled(torch.div, other, 1.0 / float(other))
-        return self.tensor() / other
-
-    def _tanh(self) -> Any:
-        if self._softcap is not None:
-            return torch.tanh(self.tensor())
-        other = self._record(torch.tanh)
-        other._softcap = 1.0
-        return other
-
-    def float(self) -> LazyLogits:
-        """Record a cast to fp32; the loss computes in fp32 anyway."""
-        return self._record(torch.Tensor.float)
-
-    def contiguous(self) -> LazyLogits:
-        """Return self, because computed logits are contiguous."""
-        return self
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Record tanh and scalar products; give every other function the tensor."""
-        kwargs = kwargs or {}
-        if func is torch.tanh and len(args) == 1 and not kwargs and isinstance(args[0], LazyLogits):
-            return args[0]._tanh()
-        if func in (torch.mul, torch.div) and len(args) == 2 and not kwargs and isinstance(args[0], LazyLogits):
-            return args[0] * args[1] if func is torch.mul else args[0] / args[1]
-        args, kwargs = torch.utils._pytree.tree_map_only(LazyLogits, LazyLogits.tensor, (args, kwargs))
-        return func(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        # Only called for names that this class lacks. Protocols look up dunders, which must not compute the logits.
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.tensor(), name)
-
-    def __repr__(self) -> str:
-        return (
-            f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, scale={self._scale}, softcap={self._softcap})"
-        )
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        return self.tensor()[index]
-
-    def __iter__(self) -> Any:
-        return iter(self.tensor())
-
-    def __add__(self, other: Any) -> Any:
-        return self.tensor() + other
-
-    __radd__ = __add__
-
-    def __sub__(self, other: Any) -> Any:
-        return self.tensor() - other
-
-    def __rsub__(self, other: Any) -> Any:
-        return other - self.tensor()
-
-    def __rtruediv__(self, other: Any) -> Any:
-        return other / self.tensor()
-
-    def __pow__(self, other: Any) -> Any:
-        return self.tensor() ** other
-
-    def __neg__(self) -> torch.Tensor:
-        return -self.tensor()
-
-    def __matmul__(self, other: Any) -> Any:
-        return self.tensor() @ other
-
-    def __gt__(self, other: Any) -> Any:
-        return self.tensor() > other
-
-    def __lt__(self, other: Any) -> Any:
-        return self.tensor() < other
-
-    def __ge__(self, other: Any) -> Any:
-        return self.tensor() >= other
-
-    def __le__(self, other: Any) -> Any:
-        return self.tensor() <= other
 
 
 class LazyHead(nn.Linear):
@@ -241,11 +59,14 @@ class HeadLink:
         self.original_loss = original_loss
         self.output_logits = output_logits
         self._armed: BatchContext | None = None
+        # What the next loss has to be, whether or not the head was lazy.
+        self._objective: Callable[[LazyLogits], torch.Tensor] | None = None
 
     def arm(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the decoder: arm the head for this call if there is a context, else disarm it."""
         context = kwargs.get("context")
         self._armed = None
+        self._objective = context.objective if isinstance(context, BatchContext) else None
         if isinstance(context, BatchContext) and not (
             self.output_logits or context.output_logits or kwargs.get("output_logits", False)
         ):
@@ -266,7 +87,19 @@ class HeadLink:
         shift_labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Return the loss of the model, from labelled rows if the logits are lazy; transformers' signature."""
+        """Return the loss of the model, from labelled rows if the logits are lazy; transformers' signature.
+
+        Raises:
+            ContextError: The context has an objective, and the logits are a tensor.
+        """
+        objective, self._objective = self._objective, None
+        if objective is not None:
+            if not isinstance(logits, LazyLogits):
+                raise ContextError(
+                    "context.objective needs lazy logits, and this model computed a tensor. Leave out output_logits "
+                    "and logits_to_keep."
+                )
+            return objective(logits)
         rest = {
             "num_items_in_batch": num_items_in_batch,
             "ignore_index": ignore_index,
@@ -282,14 +115,14 @@ class HeadLink:
         if isinstance(num_items, torch.Tensor) and not (num_items.device.type == "cpu" and num_items.ndim == 0):
             # A number on the host stays there: kernels take it as an argument.
             num_items = num_items.to(logits.device, non_blocking=True)
-        hidden_TD = logits.hidden.reshape(-1, logits.hidden.shape[-1])
+        head = logits.as_head()
         arguments: dict[str, Any] = {
-            "row_R": targets.row_R, "target_R": targets.target_R, "num_rows": targets.num_rows, "bias_V": logits.bias,
-            "scale": logits.scale, "softcap": logits.softcap,
+            "row_R": targets.row_R, "target_R": targets.target_R, "num_rows": targets.num_rows, "bias_V": head.bias_V,
+            "scale": head.scale, "softcap": head.softcap,
         }  # fmt: skip
         if torch.is_grad_enabled():
-            return labelled_cross_entropy(hidden_TD, logits.weight, num_items=num_items, **arguments)
-        nll_sum, num_correct = token_statistics(hidden_TD, logits.weight, **arguments)
+            return labelled_cross_entropy(head.hidden_TD, head.weight_VD, num_items=num_items, **arguments)
+        nll_sum, num_correct = token_statistics(head.hidden_TD, head.weight_VD, **arguments)
         logits.statistics = TokenStatistics(nll_sum, num_correct, targets.num_labelled)
         return nll_sum / num_items
 
@@ -329,6 +162,28 @@ def install_head(model: PreTrainedModel, patcher: ModelPatcher, *, output_logits
         handle = announcer.register_forward_pre_hook(link.arm, with_kwargs=True)
         patcher.add_undo(handle.remove)
     return Status(STATUS_NAME, "active", f"logits of labelled rows in chunks, V = {head.out_features}")
+
+
+def check_objective(model: PreTrainedModel) -> None:
+    """Check that a packed batch with an objective trains it: that the model's head is lazy.
+
+    Args:
+        model: A Hugging Face causal language model on which ``install_head`` has run, also one inside a PEFT model.
+
+    Raises:
+        UnsupportedModelError: The head is not lazy, so that the model would train cross-entropy.
+    """
+    found = _find_head(model)
+    if not isinstance(found, Status):
+        _, head, _ = found
+        if isinstance(head, LazyHead) and not vars(head)[_LINK_ATTRIBUTE].output_logits:
+            return
+        reason = "it returns tensor logits" if isinstance(head, LazyHead) else "it is not installed"
+        found = Status(STATUS_NAME, "inactive", reason, "Run packed training without output_logits.")
+    raise UnsupportedModelError(
+        f"{type(model).__name__} cannot train on log-probabilities of packed batches, because its {STATUS_NAME} is "
+        f"{found.state}: {found.reason}. {found.remedy}".rstrip()
+    )
 
 
 def _find_head(model: PreTrainedModel) -> tuple[str, nn.Linear, nn.Module] | Status:
@@ -386,7 +241,3 @@ def _is_untouched_view(labels: torch.Tensor, *, of: torch.Tensor) -> bool:
 
 def _at_least_one(count: int | torch.Tensor) -> int | torch.Tensor:
     return count.clamp(min=1) if isinstance(count, torch.Tensor) else max(1, count)
-
-
-def _is_plain_factor(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value != 0

@@ -83,7 +83,24 @@ def cross_entropy(triton):
                 softcap=softcap,
                 gradient_factor=factor,
                 count_correct=counts,
+                with_entropy=counts,
             )
+
+
+def divergence(triton):
+    from lightning_fastft.kernels.divergence.reference import KINDS, DivergenceForm
+
+    for dtype in DTYPES:
+        for kind in KINDS:
+            for softcap, writes_gradient in ((None, True), (5.0, True), (None, False)):
+                triton.row_divergences(
+                    numbers(3, 13, dtype=dtype),
+                    numbers(3, 13, dtype=dtype),
+                    form=DivergenceForm(kind, 0.3, 1.5, softcap, 0.5, softcap),
+                    writes_gradient=writes_gradient,
+                )
+        row_values = (numbers(3) for _ in range(3))
+        triton.rest_rows(numbers(3, 13, dtype=dtype), *row_values, scale=1.5, softcap=5.0, writes_gradient=True)
 
 
 def expert_gate(triton):
@@ -306,6 +323,7 @@ CASES = {
         chunk_gradients,
         cross_entropy,
         delta_inputs,
+        divergence,
         expert_gate,
         expert_pack,
         expert_rows,

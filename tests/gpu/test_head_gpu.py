@@ -1,5 +1,6 @@
 """The loss head and the adapters on a CUDA device: kernels against the truth, no host wait, memory."""
 
+import functools
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +11,21 @@ from peft import LoraConfig, get_peft_model
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.fused.low_precision_adapters import install_low_precision_adapters
 from lightning_fastft.kernels.cross_entropy import reference
-from lightning_fastft.kernels.cross_entropy.op import labelled_cross_entropy, token_statistics
+from lightning_fastft.kernels.cross_entropy.op import labelled_cross_entropy, labelled_log_probs, token_statistics
+from lightning_fastft.kernels.divergence.op import TAILS, labelled_divergence, labelled_topk_divergence
+from lightning_fastft.kernels.divergence.reference import (
+    KINDS,
+    labelled_divergence_reference,
+    labelled_topk_divergence_reference,
+)
+from lightning_fastft.kernels.logit_rows import Head
 from lightning_fastft.kernels.lora_linear.op import lora_addmm
 from lightning_fastft.kernels.lora_linear.reference import lora_addmm_reference
 from lightning_fastft.packing.collate import collate
 from lightning_fastft.packing.context import Document
 from lightning_fastft.patches.attention import install_attention
-from lightning_fastft.patches.head import LazyLogits, _is_untouched_view, install_head
+from lightning_fastft.patches.head import _is_untouched_view, install_head
+from lightning_fastft.patches.lazy_logits import LazyLogits
 from tests.support.children import run_on_device
 from tests.support.host_waits import waits_are_errors
 from tests.support.tiny_models import VOCABULARY, build_tiny
@@ -26,8 +35,9 @@ pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_triton_kernel_passes_its_tests_on_the_device():
-    run_on_device("triton_cross_entropy.py")
+@pytest.mark.parametrize("file", ["triton_cross_entropy.py", "triton_divergence.py"])
+def test_the_triton_kernels_pass_their_tests_on_the_device(file):
+    run_on_device(file)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -75,6 +85,50 @@ def test_loss_and_every_gradient_equal_the_truth(dtype, case):
     )
     torch.testing.assert_close(nll_sum / 512, loss.detach())
     assert 0 <= num_correct.item() <= num_rows
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["log_probs", *KINDS, *TAILS])
+def test_rows_of_log_probs_and_divergences_equal_the_truth_without_a_host_wait(name, dtype):
+    num_tokens, width, vocabulary, num_rows, num_stored = 700, 96, 5003, 613, 16
+    row_R = torch.randperm(num_tokens, device="cuda")[:num_rows]
+    target_R = torch.randint(0, vocabulary, (num_rows,), device="cuda")
+    hidden_TD, teacher_TD = (torch.randn(num_tokens, width, device="cuda").to(dtype) for _ in range(2))
+    weight_VD, teacher_VD = ((torch.randn(vocabulary, width, device="cuda") * 0.2).to(dtype) for _ in range(2))
+    stored = torch.randn(num_rows, vocabulary, device="cuda").mul(3).log_softmax(dim=1).topk(num_stored, dim=1)
+    d_value_R = torch.randn(num_rows, device="cuda") * 1024
+    inputs = [hidden_TD.requires_grad_(), weight_VD.requires_grad_()]
+
+    def run(log_probs, live, kept, tensors):
+        student = Head(*tensors, scale=0.5, softcap=5.0)
+        if name == "log_probs":
+            value_R = log_probs(*student[:2], row_R=row_R, target_R=target_R, scale=0.5, softcap=5.0)[0]
+        elif name in KINDS:
+            teacher = Head(teacher_TD.to(tensors[0].dtype), teacher_VD.to(tensors[0].dtype))
+            value_R = live(student, teacher, row_R=row_R, kind=name)
+        else:
+            known = {"teacher_id_RK": stored.indices, "teacher_log_prob_RK": stored.values}
+            value_R = kept(student, **known, row_R=row_R, tail=name)
+        return value_R.detach(), *torch.autograd.grad(value_R, tensors, d_value_R.to(value_R.dtype))
+
+    def run_ours():
+        counted = {"num_rows": num_rows, "chunk_rows": 200}
+        functions = (labelled_log_probs, labelled_divergence, labelled_topk_divergence)
+        return run(*(functools.partial(function, **counted) for function in functions), inputs)
+
+    twins = (
+        reference.labelled_log_probs_reference,
+        labelled_divergence_reference,
+        labelled_topk_divergence_reference,
+    )
+    truth = run(*twins, [tensor.detach().double().requires_grad_() for tensor in inputs])
+    plain = run(*twins, inputs)
+    # Kernels are compiled by the first call.
+    run_ours()
+    with waits_are_errors():
+        ours = run_ours()
+    for part, one, other, true in zip(("value", "hidden", "weight"), ours, plain, truth):
+        assert_within_bound(part, one, plain=other, truth=true, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -1,11 +1,13 @@
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from lightning_fastft.core.errors import OptionError, ShapeError
+from lightning_fastft.kernels import logit_rows
 from lightning_fastft.kernels.cross_entropy import op, reference
-from lightning_fastft.kernels.cross_entropy.op import labelled_cross_entropy, token_statistics
+from lightning_fastft.kernels.cross_entropy.op import labelled_cross_entropy, labelled_log_probs, token_statistics
 from tests.support.kernel_harness import load_with_fault, planted_faults
 from tests.support.truth import Watch, assert_within_bound, one_unit, poisoned
 
@@ -119,31 +121,103 @@ def test_bias_scale_softcap_and_ignored_targets(case, dtype):
     check_against_truth(labelled_cross_entropy, 19, dtype, **case)
 
 
+def check_log_probs(
+    function, num_rows, dtype, *, num_padded=0, has_bias=False, ignored=False, scale=1.0, softcap=None, chunk_rows=8
+):
+    hidden_TD, weight_VD, bias_V, row_R, target_R = make_inputs(
+        num_rows, dtype, num_padded=num_padded, has_bias=has_bias, ignored=ignored
+    )
+    # The gradient of padding rows must not arrive.
+    d_log_prob_R = torch.randn(num_rows + num_padded)
+    d_log_prob_R[num_rows:] = float("nan")
+    options = {"scale": scale, "softcap": softcap}
+
+    def run_plain(wide):
+        inputs = [
+            None if tensor is None else tensor.detach().to(wide).requires_grad_()
+            for tensor in (hidden_TD, weight_VD, bias_V)
+        ]
+        log_prob_R, entropy_R = reference.labelled_log_probs_reference(
+            *inputs[:2], bias_V=inputs[2], row_R=row_R[:num_rows], target_R=target_R[:num_rows], **options
+        )
+        log_prob_R.backward(d_log_prob_R[:num_rows].to(log_prob_R.dtype))
+        return log_prob_R.detach(), entropy_R.detach(), *(tensor.grad for tensor in inputs if tensor is not None)
+
+    log_prob_R, entropy_R = function(
+        hidden_TD, weight_VD, row_R=row_R, target_R=target_R, num_rows=num_rows, bias_V=bias_V, with_entropy=True,
+        chunk_rows=chunk_rows, **options
+    )  # fmt: skip
+    log_prob_R.backward(d_log_prob_R.to(log_prob_R.dtype))
+    assert log_prob_R.dtype is entropy_R.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
+    assert not entropy_R.requires_grad
+    assert (log_prob_R[num_rows:] == 0).all()
+    assert (entropy_R[num_rows:] == 0).all()
+    names = ("log_prob_R", "entropy_R", "hidden", "weight", "bias")
+    ours = [log_prob_R.detach()[:num_rows], entropy_R[:num_rows]]
+    ours += [tensor.grad for tensor in (hidden_TD, weight_VD, bias_V) if tensor is not None]
+    for name, one, other, true in zip(names, ours, run_plain(dtype), run_plain(torch.float64)):
+        if dtype is torch.float64:
+            torch.testing.assert_close(one, true, rtol=1e-11, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+        else:
+            assert_within_bound(name, one, plain=other, truth=true, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_rows", [1, 8, 9, NUM_TOKENS])
+def test_log_probs_and_every_gradient_equal_the_truth(num_rows, dtype):
+    check_log_probs(labelled_log_probs, num_rows, dtype, num_padded=5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", [{"scale": 0.5, "softcap": 2.0, "has_bias": True}, {"ignored": True}])
+def test_log_probs_with_bias_scale_softcap_and_ignored_targets(case, dtype):
+    check_log_probs(labelled_log_probs, 19, dtype, **case)
+
+
 FAULTS = {
+    "num_items missing in the backward": "factor = d_loss {/ ctx.divisor => }",
+    "gradient of the loss dropped": "factor = {d_loss => torch.ones_like(d_loss)} / ctx.divisor",
+    "mantissa of num_items dropped": "return 1.0 {/ mantissa => }, 2.0**exponent",
+    "scale of the loss dropped": "scale={loss.scale => 1.0},",
+    "targets of the first chunk": "target_R[{chunk.begin : chunk.end => : chunk.end - chunk.begin}],",
+    "log-probability descended": "gradient_factor = {- => }1.0 if writes_gradient",
+    "sign of the log-probability": "return {- => }losses.nll_R, losses.entropy_R",
+}
+# In the code that cross-entropy shares with other functions of rows.
+SHARED_FAULTS = {
     "padding rows trained": (
-        "for begin in range(0, rows.{num_rows => target_R.shape[0]}, rows.chunk_rows): end = min(begin + "
-        "rows.chunk_rows, rows.{num_rows => target_R.shape[0]})"
+        "for begin in range(0, rows.{num_rows => num_padded}, rows.chunk_rows): end = min(begin + "
+        "rows.chunk_rows, rows.{num_rows => num_padded})"
     ),
     "last chunk lost": (
         "for begin in range(0, rows.num_rows{ => - rows.chunk_rows}, rows.chunk_rows): end = min(begin + "
         "rows.chunk_rows, rows.num_rows)"
     ),
     "weight gradient of the last chunk only": "sum_VD.addmm_(left_VR, right_RD{ => , beta=0})",
-    "num_items missing in the backward": "factor = d_loss {/ ctx.divisor => }",
-    "gradient of the loss dropped": "factor = {d_loss => torch.ones_like(d_loss)} / ctx.divisor",
-    "rows not scattered": "d_hidden_TD{.index_copy_(0, row_R[:num_rows], d_trained_RD) => [:num_rows] = d_trained_RD}",
-    "bias dropped": "if {bias_V is None => True}: torch.mm",
-    "mantissa of num_items dropped": "return 1.0 {/ mantissa => }, 2.0**exponent",
-    "scale dropped": "scale={rows.scale => 1.0},",
+    "rows not scattered": "d_hidden_TD{.index_copy_(0, row_R[:num_rows], d_row_RD) => [:num_rows] = d_row_RD}",
+    "bias dropped": "if {head.bias_V is None => True}: return torch.mm",
+    "gradient of a value dropped": "multiply(d_row_RD[: rows.num_rows], {d_value_R => torch.ones_like(d_value_R)},",
+    "weight of a row dropped": "(chunk.hidden_RD{ * share_R1 => }).to(dtype)",
+    "largest gradient dropped": "multiply(d_weight_VD, {largest => torch.ones_like(largest)}, dtype",
+    "largest gradient of the bias dropped": "multiply(d_bias_V1[:, 0], {largest => torch.ones_like(largest)},",
+    "value of a chunk misplaced": "value_R[{chunk.begin : chunk.end => : chunk.end - chunk.begin}] = values",
 }
 
 
-test_a_planted_fault_is_seen, test_without_a_fault_the_same_check_passes = planted_faults(
-    op,
-    lambda module: check_against_truth(
-        module.labelled_cross_entropy, 19, torch.float32, num_padded=5, has_bias=True, scale=0.5
-    ),
-    FAULTS,
+def check_both(module):
+    options = {"num_padded": 5, "has_bias": True, "scale": 0.5}
+    check_against_truth(module.labelled_cross_entropy, 19, torch.float32, **options)
+    check_log_probs(module.labelled_log_probs, 19, torch.float32, **options)
+
+
+def check_with_shared(module):
+    with mock.patch.object(op, "logit_rows", module):
+        check_both(op)
+
+
+test_a_planted_fault_is_seen, test_without_a_fault_the_same_check_passes = planted_faults(op, check_both, FAULTS)
+test_a_planted_fault_of_shared_code_is_seen, test_without_a_fault_of_shared_code_the_same_check_passes = planted_faults(
+    logit_rows, check_with_shared, SHARED_FAULTS, errors=(AssertionError, RuntimeError)
 )
 
 
@@ -177,6 +251,12 @@ def test_no_rows_give_a_zero_loss_with_a_graph_and_zero_gradients():
         gradients = torch.autograd.grad(loss, (hidden_TD, weight_VD, bias_V))
         assert loss.item() == 0.0
         assert all((gradient == 0).all() for gradient in gradients)
+        log_prob_R, entropy_R = labelled_log_probs(
+            hidden_TD, weight_VD, row_R=rows, target_R=rows, num_rows=0, bias_V=bias_V, with_entropy=True
+        )
+        gradients = torch.autograd.grad(log_prob_R.sum(), (hidden_TD, weight_VD, bias_V))
+        assert log_prob_R.shape == entropy_R.shape == rows.shape
+        assert all((tensor == 0).all() for tensor in (log_prob_R, entropy_R, *gradients))
     nll_sum, num_correct = token_statistics(hidden_TD, weight_VD, row_R=empty, target_R=empty, num_rows=0)
     assert (nll_sum.item(), num_correct.item()) == (0.0, 0)
 
@@ -194,6 +274,42 @@ def test_a_frozen_head_costs_no_weight_gradient_and_frozen_states_none_of_theirs
     assert labelled_cross_entropy(hidden_TD.detach(), weight_VD.detach(), **arguments).grad_fn is None
 
 
+def test_log_probs_of_a_frozen_head_form_logits_once():
+    hidden_TD, weight_VD, _, row_R, target_R = make_inputs(9, torch.float32)
+    arguments = {"row_R": row_R, "target_R": target_R, "num_rows": 9, "chunk_rows": 2}
+    for is_trained, num_passes in ((False, 1), (True, 2)):
+        with mock.patch.object(op, "_row_losses", wraps=op._row_losses) as row_losses:
+            weight_VD = weight_VD.detach().requires_grad_(is_trained)
+            labelled_log_probs(hidden_TD, weight_VD, **arguments).log_prob_R.sum().backward()
+        assert row_losses.call_count == 5 * num_passes
+    labelled_log_probs(hidden_TD.detach(), weight_VD, **arguments).log_prob_R.sum().backward()
+    log_probs = labelled_log_probs(hidden_TD.detach(), weight_VD.detach(), **arguments)
+    assert log_probs.log_prob_R.grad_fn is None
+    assert log_probs.entropy_R is None
+
+
+def test_small_fp16_gradients_of_log_probs_are_summed_before_they_are_rounded():
+    num_tokens = 512
+    hidden_TD = torch.ones(num_tokens, 2, dtype=torch.float16)
+    weight_VD = torch.zeros(3, 2, dtype=torch.float16, requires_grad=True)
+    rows = torch.arange(num_tokens)
+    log_probs = labelled_log_probs(
+        hidden_TD, weight_VD, row_R=rows, target_R=torch.zeros_like(rows), num_rows=num_tokens
+    )
+    # One row's gradient is below the smallest fp16 number, 2 ** -24.
+    (log_probs.log_prob_R * 2.0**-26).sum().backward()
+    torch.testing.assert_close(weight_VD.grad[0].float(), torch.full((2,), 2.0**-17 * 2 / 3), rtol=1e-2, atol=0)
+
+
+def test_small_fp16_gradients_of_log_probs_survive_until_the_loss_scale_comes_in():
+    hidden_TD, weight_VD, _, row_R, target_R = make_inputs(9, torch.float16)
+    rows = {"row_R": row_R, "target_R": target_R}
+    log_prob_R = labelled_log_probs(hidden_TD, weight_VD, num_rows=9, **rows).log_prob_R
+    (log_prob_R.sum() / -1e6 * 2.0**20).backward()
+    truth = run_reference(hidden_TD, weight_VD, None, dtype=torch.float64, num_items=1e6 / 2.0**20, **rows)
+    torch.testing.assert_close(hidden_TD.grad.double(), truth[1], rtol=2e-2, atol=2e-3)
+
+
 def test_full_logits_never_exist_and_the_host_never_waits():
     num_tokens, vocabulary = 64, 501
     hidden_TD = torch.randn(num_tokens, 4, requires_grad=True)
@@ -207,6 +323,8 @@ def test_full_logits_never_exist_and_the_host_never_waits():
     with Watch() as watch:
         labelled_cross_entropy(hidden_TD, weight_VD, num_items=7.0, **arguments).backward()
         token_statistics(hidden_TD, weight_VD, **arguments)
+        log_probs = labelled_log_probs(hidden_TD, weight_VD.clone().requires_grad_(), **arguments, with_entropy=True)
+        log_probs.log_prob_R.sum().backward()
     assert watch.waits == []
     assert watch.largest == 8 * vocabulary
 
@@ -247,9 +365,9 @@ def test_any_gradient_of_the_loss_is_one_rounding_away(dtype):
 
 
 def test_a_factor_rounded_to_a_narrow_dtype_is_seen(tmp_path):
-    faulty = load_with_fault(op, "factor{ => .to(tensor.dtype)}.reshape([1] * tensor.ndim)", tmp_path)
-    with pytest.raises(AssertionError):
-        check_gradient_of_the_loss(faulty.labelled_cross_entropy, torch.bfloat16)
+    faulty = load_with_fault(logit_rows, "factor{ => .to(tensor.dtype)}.reshape(-1,", tmp_path)
+    with mock.patch.object(op, "logit_rows", faulty), pytest.raises(AssertionError):
+        check_gradient_of_the_loss(labelled_cross_entropy, torch.bfloat16)
 
 
 def check_gradient_of_the_loss(function, dtype):
@@ -308,6 +426,15 @@ def test_autocast_computes_in_its_dtype_and_returns_gradients_in_the_inputs():
     assert torch.equal(loss, expected)
     assert hidden_TD.grad.dtype is weight_VD.grad.dtype is torch.float32
     torch.testing.assert_close(hidden_TD.grad.bfloat16(), narrow[0].grad)
+    del arguments["num_items"]
+    wanted = torch.autograd.grad(labelled_log_probs(*narrow, **arguments).log_prob_R.sum(), narrow)
+    with torch.autocast("cpu", torch.bfloat16):
+        log_probs = labelled_log_probs(hidden_TD, weight_VD, **arguments)
+    # The backward runs outside of autocast, and forms the logits again in its dtype.
+    gradients = torch.autograd.grad(log_probs.log_prob_R.sum(), (hidden_TD, weight_VD))
+    for one, other in zip(gradients, wanted):
+        assert one.dtype is torch.float32
+        torch.testing.assert_close(one.bfloat16(), other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

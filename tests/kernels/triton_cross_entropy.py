@@ -69,7 +69,21 @@ def check_against_truth(launch, logits_RV, target_R, *, scale, softcap):
     (plain_nll_R.sum() * 1.75).backward()
 
     ours_RV, ours_target_R = poisoned(logits_RV), poisoned(target_R)
-    losses = launch(ours_RV, ours_target_R, scale=scale, softcap=softcap, gradient_factor=1.75, count_correct=True)
+    losses = launch(
+        ours_RV, ours_target_R, scale=scale, softcap=softcap, gradient_factor=1.75, count_correct=True,
+        with_entropy=True
+    )  # fmt: skip
+    true_entropy_R, plain_entropy_R = (
+        reference.row_losses(
+            logits_RV.to(wide), target_R, scale=scale, softcap=softcap, gradient_factor=None, count_correct=False,
+            with_entropy=True
+        ).entropy_R
+        for wide in (torch.float64, torch.float32)
+    )  # fmt: skip
+    error = (losses.entropy_R.double() - true_entropy_R).abs().max().item()
+    plain_error = (plain_entropy_R.double() - true_entropy_R).abs().max().item()
+    # The entropy is a mean of differences of logits.
+    assert error <= max(2 * plain_error, capped.detach().abs().max().item() * 2**-22), f"entropy: {error}"
     # The loss is a difference of two values as large as the logits.
     unit_from = torch.cat([truth_nll_R.detach(), capped.detach().abs().max()[None]])
     error = (losses.nll_R.double() - truth_nll_R).abs().max().item()
@@ -117,8 +131,10 @@ def test_number_of_rows(num_rows):
 
 def test_no_rows():
     logits_RV, target_R = make_rows(0, 131, torch.float32)
-    losses = triton.row_losses(logits_RV, target_R, scale=1.0, softcap=None, gradient_factor=1.0, count_correct=True)
-    assert losses.nll_R.shape == losses.correct_R.shape == (0,)
+    losses = triton.row_losses(
+        logits_RV, target_R, scale=1.0, softcap=None, gradient_factor=1.0, count_correct=True, with_entropy=True
+    )
+    assert losses.nll_R.shape == losses.correct_R.shape == losses.entropy_R.shape == (0,)
 
 
 def test_nothing_outside_the_rows_is_written():
@@ -134,7 +150,7 @@ def test_without_gradient_the_logits_stay():
     logits_RV, target_R = make_rows(3, 131, torch.bfloat16)
     before = logits_RV.clone()
     losses = triton.row_losses(logits_RV, target_R, scale=1.0, softcap=4.0, gradient_factor=None, count_correct=False)
-    assert losses.correct_R is None
+    assert losses.correct_R is losses.entropy_R is None
     assert torch.equal(logits_RV, before)
 
 
@@ -203,7 +219,9 @@ def check_infinite(launch, dtype):
     logits_RV[5, TILE + 7] = float("-inf")
     logits_RV[1, TILE + 7] = 1.0
     ours_RV, plain_RV = logits_RV.clone(), logits_RV.clone()
-    options = {"scale": 0.5, "softcap": None, "gradient_factor": 1.75, "count_correct": True}
+    options = {
+        "scale": 0.5, "softcap": None, "gradient_factor": 1.75, "count_correct": True, "with_entropy": True
+    }  # fmt: skip
     losses, plain = (
         function(rows_RV, target_R, **options)
         for function, rows_RV in ((launch, ours_RV), (reference.row_losses, plain_RV))
@@ -211,6 +229,7 @@ def check_infinite(launch, dtype):
     assert losses.nll_R[5] == plain.nll_R[5] == float("inf")
     # Sums of 8,192 exponentials in two orders.
     torch.testing.assert_close(losses.nll_R[:5], plain.nll_R[:5], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(losses.entropy_R, plain.entropy_R, rtol=1e-5, atol=1e-6)
     assert (losses.correct_R == plain.correct_R).all()
     assert ((ours_RV.double() - plain_RV.double()).abs() <= one_unit(plain_RV.double(), dtype)).all()
 
@@ -222,8 +241,10 @@ def test_a_row_that_has_no_loss_is_not_a_number_and_the_next_is_not_touched(bad)
     logits_RV[0, 76] = 100.0
     logits_RV[0, 77] = bad
     logits_RV[1] = float("-inf")
-    losses = triton.row_losses(logits_RV, target_R, scale=1.0, softcap=None, gradient_factor=1.0, count_correct=True)
-    assert losses.nll_R.isnan().tolist() == [True, True, False]
+    losses = triton.row_losses(
+        logits_RV, target_R, scale=1.0, softcap=None, gradient_factor=1.0, count_correct=True, with_entropy=True
+    )
+    assert losses.nll_R.isnan().tolist() == losses.entropy_R.isnan().tolist() == [True, True, False]
     assert not losses.correct_R[:2].any()
     assert logits_RV[1].isnan().all()
     assert torch.isfinite(logits_RV[2]).all()
@@ -248,7 +269,7 @@ FAULTS = {
     "wrong stride": "{logits_RV.stride(0) => num_columns},",
     "missing backward factor": "* {(scale * gradient_factor) => gradient_factor}",
     "missing factor": "* {(scale * gradient_factor) => scale}",
-    "missing slope of the cap": "gradient *= {_slope_of_cap(raw, scale, softcap) => 1.0}",
+    "missing slope of the cap": "gradient *= {slope_of_cap(raw, scale, softcap) => 1.0}",
     "no correction of the running sum": "lane_total {* tl.exp(lane_highest - new_highest) => } +",
     "no correction of the lanes' sums": "lane_total {* tl.exp(lane_highest - highest) => }",
     "a maximum of the tile, not of the lane": "tl.sum(tl.exp(value - {new_highest => tile_highest}[None, :]), axis=0)",
@@ -267,6 +288,14 @@ FAULTS = {
     "target not subtracted": "- tl.where(cols == target, {1 => 0}.0, 0.0)",
     "ignored rows trained": "gradient = {tl.where(is_trained, gradient, 0.0) => gradient}",
     "ignored rows counted": "{tl.where(is_trained, nll, 0.0) => nll}",
+    "no correction of the running moment": (
+        "lane_moment = {_shifted_moment(lane_moment, lane_total, lane_highest - new_highest) => lane_moment} +"
+    ),
+    "no shift of the lanes' moments": "tl.sum({_shifted_moment(lane_moment, lane_total, lane_highest - highest) => lane_moment},",
+    "shift without its total": "(moment + shift{ * total => })",
+    "an excluded token makes the entropy not a number": "return tl.where({share == 0.0 => share == 2.0}, 0.0, share * below)",
+    "moment of the lanes not divided": "tl.log(total) - moment{ / total => }",
+    "entropy of ignored rows": "{tl.where(is_trained, tl.log(total) - moment / total, 0.0) => tl.log(total) - moment / total}",
     "gradient rounded twice": "tl.exp({value - highest => (value - highest).to(tl.float16).to(tl.float32)}) / total",
     "sign of tanh lost": "softcap * {tl.where(ratio < 0.0, -tanh, tanh) => tanh}",
 }

@@ -6,10 +6,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from lightning_fastft.core.errors import ContextError, UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.packing.collate import collate
 from lightning_fastft.packing.context import Document
-from lightning_fastft.patches.head import LazyHead, LazyLogits, install_head
+from lightning_fastft.patches.head import LazyHead, check_objective, install_head
+from lightning_fastft.patches.lazy_logits import LazyLogits
 from tests.support.tiny_models import VOCABULARY, build_tiny
 from tests.support.truth import Watch
 
@@ -47,9 +49,13 @@ def make_batch(*, seed=0, num_items=None, pad_to=48, share_labelled=0.5):
     return collate(documents, pad_to=pad_to, num_items=num_items)
 
 
+def batch_of(batch):
+    return dict(zip(batch.keys(), map(batch.__getitem__, batch.keys())))
+
+
 def run(model, batch, **kwargs):
     model.zero_grad(set_to_none=True)
-    output = model(**{**dict(zip(batch.keys(), map(batch.__getitem__, batch.keys()))), **kwargs})
+    output = model(**{**batch_of(batch), **kwargs})
     output.loss.backward()
     return output, {
         name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None
@@ -418,3 +424,108 @@ class TestLazyLogits:
         assert len(lazy) == 1
         assert "LazyLogits" in repr(lazy)
         assert lazy._tensor is None
+
+
+class TestObjective:
+    """A loss of the caller's own on the labelled rows, inside the model's forward."""
+
+    @staticmethod
+    def full_logits(model, batch):
+        """The model's own logits of the labelled rows, after its scale and soft cap."""
+        context = batch.context
+        logits_TV = model(**{**batch_of(batch), "context": None}).logits[0]
+        return logits_TV[context.labelled_row_R[: context.num_labelled]].float()
+
+    @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3_text", "granite", "cohere"])
+    @pytest.mark.parametrize("temperature", [1.0, 2.5])
+    def test_log_probs_equal_those_of_full_logits(self, name, temperature):
+        model, batch = build(name).train(), make_batch()
+        count = batch.context.num_labelled
+        log_share_RV = (self.full_logits(model, batch) / temperature).log_softmax(dim=1)
+        expected_R = log_share_RV.gather(1, batch.context.labelled_target_R[:count, None])[:, 0]
+        model.zero_grad(set_to_none=True)
+        (expected_R.exp() * torch.linspace(-1, 2, count)).sum().backward()
+        expected = {key: parameter.grad.clone() for key, parameter in model.named_parameters()}
+        install_head(model, ModelPatcher())
+        log_probs = model(**batch).logits.log_probs(temperature=temperature, with_entropy=True)
+        torch.testing.assert_close(log_probs.log_prob_R[:count], expected_R)
+        torch.testing.assert_close(log_probs.entropy_R[:count], -(log_share_RV.exp() * log_share_RV).sum(dim=1))
+        assert (log_probs.log_prob_R[count:] == 0).all()
+        batch.context.objective = lambda logits: (
+            logits.log_probs(temperature=temperature).log_prob_R[:count].exp() * torch.linspace(-1, 2, count)
+        ).sum()
+        _, gradients = run(model, batch)
+        for key, gradient in expected.items():
+            torch.testing.assert_close(gradients[key], gradient, rtol=1e-4, atol=1e-6)
+
+    @pytest.mark.parametrize("kind", ["forward_kl", "jsd"])
+    def test_divergence_equals_that_of_full_logits(self, kind):
+        student, teacher, batch = build("gemma2").train(), build("granite", hidden_size=48).eval(), make_batch()
+        with torch.no_grad():
+            log_p_RV = (self.full_logits(teacher, batch) / 2.0).log_softmax(dim=1)
+        log_q_RV = (self.full_logits(student, batch) / 2.0).log_softmax(dim=1)
+        to_RV = log_q_RV if kind == "forward_kl" else (0.3 * log_p_RV.exp() + 0.7 * log_q_RV.exp()).log()
+        expected_R = (log_p_RV.exp() * (log_p_RV - to_RV)).sum(dim=1)
+        if kind == "jsd":
+            expected_R = 0.3 * expected_R + 0.7 * (log_q_RV.exp() * (log_q_RV - to_RV)).sum(dim=1)
+        for model in (student, teacher):
+            install_head(model, ModelPatcher())
+        lazy, of_teacher = student(**batch).logits, teacher(**batch).logits
+        found_R = lazy.divergence(of_teacher, kind=kind, beta=0.3, temperature=2.0)
+        torch.testing.assert_close(found_R[: batch.context.num_labelled], expected_R, rtol=1e-4, atol=1e-6)
+        found_R.sum().backward()
+        assert student.model.layers[0].mlp.up_proj.weight.grad is not None
+        assert teacher.lm_head.weight.grad is None
+        with pytest.raises(ContextError):
+            lazy.divergence(teacher(**make_batch()).logits)
+
+    def test_stored_divergence_of_the_students_own_tokens_is_zero(self):
+        model, batch = build("gemma2").train(), make_batch()
+        count, num_padded = batch.context.num_labelled, len(batch.context.labelled_row_R)
+        stored = (self.full_logits(model, batch).detach() / 2.0).log_softmax(dim=1).topk(4, dim=1)
+        id_RK, log_prob_RK = (
+            torch.nn.functional.pad(tensor, (0, 0, 0, num_padded - count)) for tensor in (stored.indices, stored.values)
+        )
+        install_head(model, ModelPatcher())
+        lazy = model(**batch).logits
+        for tail in ("bucket", "renormalise"):
+            zeros_R = lazy.topk_divergence(id_RK, log_prob_RK, temperature=2.0, tail=tail)
+            torch.testing.assert_close(zeros_R, torch.zeros(num_padded), rtol=0, atol=1e-5)
+            assert lazy.topk_divergence(id_RK, log_prob_RK, tail=tail)[:count].min() > 1e-4
+
+    def test_the_loss_is_the_objective_in_training_and_evaluation(self):
+        model, batch = build().train(), make_batch()
+        install_head(model, ModelPatcher())
+        cross_entropy = model(**batch).loss
+        batch.context.objective = lambda logits: -logits.log_probs().log_prob_R.mean()
+        loss = model(**batch).loss
+        assert loss != cross_entropy
+        assert loss.grad_fn is not None
+        with torch.no_grad():
+            assert torch.equal(model.eval()(**batch).loss, loss)
+
+    def test_an_objective_of_tensor_logits_is_refused(self):
+        model, batch = build().train(), make_batch()
+        install_head(model, ModelPatcher())
+        batch.context.objective = lambda logits: logits.log_probs().log_prob_R.mean()
+        for options in ({"output_logits": True}, {"logits_to_keep": 3}):
+            with pytest.raises(ContextError, match="objective"):
+                model(**batch, **options)
+        # A call without a loss leaves nothing for the next one, without that context.
+        assert isinstance(model(**{**batch_of(batch), "labels": None}).logits, LazyLogits)
+        assert torch.isfinite(model(input_ids=batch["input_ids"], labels=batch["labels"]).loss)
+
+    def test_a_model_without_a_lazy_head_is_refused(self):
+        model = build()
+        with pytest.raises(UnsupportedModelError, match="not installed"):
+            check_objective(model)
+        install_head(model, ModelPatcher())
+        check_objective(model)
+        model = get_peft_model(build(), LoraConfig(r=4, target_modules=["q_proj", "lm_head"]))
+        install_head(model.get_base_model(), ModelPatcher())
+        with pytest.raises(UnsupportedModelError, match="lm_head"):
+            check_objective(model.get_base_model())
+        model = build()
+        install_head(model, ModelPatcher(), output_logits=True)
+        with pytest.raises(UnsupportedModelError, match="output_logits"):
+            check_objective(model)

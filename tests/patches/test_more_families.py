@@ -10,7 +10,7 @@ from benchmarks.model_types import BOUND, build_model, compare, draw_batch
 from lightning_fastft.core.errors import BackendError, FastFTError
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.kernels.attention.op import BACKENDS
-from lightning_fastft.patches.head import LazyLogits
+from lightning_fastft.patches.lazy_logits import LazyLogits
 from lightning_fastft.patches.packed import install_packed_training
 from tests.support.packs import make_batch
 from tests.support.tiny_models import build_tiny

@@ -1,5 +1,5 @@
-"""Cross-entropy of the labelled rows of a pack, in chunks: full logits never exist, and the gradient is formed in the
-forward.
+"""Cross-entropy and log-probabilities of the labelled rows of a pack, in chunks: full logits never exist, and the
+gradient is formed in the forward.
 
 Axes: T tokens of the pack, D model width, V vocabulary, R labelled rows (padded to a bucket; the first num_rows count).
 """
@@ -7,31 +7,36 @@ Axes: T tokens of the pack, D model width, V vocabulary, R labelled rows (padded
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from lightning_fastft.core.checks import check_int, check_tensor
-from lightning_fastft.core.errors import OptionError, ShapeError
+from lightning_fastft.core.checks import check_tensor
+from lightning_fastft.core.errors import OptionError
+from lightning_fastft.kernels import logit_rows
 from lightning_fastft.kernels.cross_entropy import reference
 from lightning_fastft.kernels.cross_entropy.reference import RowLosses
-
-# Rows of logits that exist at a time: 2048 x 151,936 bf16 are 0.6 GiB and keep the GEMMs at full rate (speed.md, B6).
-DEFAULT_CHUNK_ROWS = 2048
+from lightning_fastft.kernels.logit_rows import DEFAULT_CHUNK_ROWS, Chunk, Head, LabelledRows, wide_dtype
 
 
-class _Rows(NamedTuple):
-    """Rows, targets and the form of the logits: the arguments without gradient."""
+class LogProbs(NamedTuple):
+    """Log-probability of each labelled row's target, and the entropy of the row's distribution (None where not asked
+    for).
+    """
 
-    row_R: torch.Tensor | None
+    log_prob_R: torch.Tensor
+    entropy_R: torch.Tensor | None
+
+
+class _Loss(NamedTuple):
+    """The arguments of a loss without gradient."""
+
+    rows: LabelledRows
     target_R: torch.Tensor
-    num_rows: int
     num_items: float | torch.Tensor
     scale: float
     softcap: float | None
-    chunk_rows: int
 
 
 def labelled_cross_entropy(
@@ -89,11 +94,13 @@ def labelled_cross_entropy(
         >>> round(loss.item(), 4)
         1.3863
     """
-    rows = _check(hidden_TD, weight_VD, bias_V, _Rows(row_R, target_R, num_rows, num_items, scale, softcap, chunk_rows))
-    inputs = (hidden_TD, weight_VD, bias_V)
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs):
-        return _LabelledCrossEntropy.apply(*inputs, rows)
-    nll_sum, _ = _sum_statistics(hidden_TD, weight_VD, bias_V, rows, count_correct=False)
+    head = Head(hidden_TD, weight_VD, bias_V, scale, softcap)
+    rows = _check(head, row_R=row_R, target_R=target_R, num_rows=num_rows, chunk_rows=chunk_rows)
+    if not isinstance(num_items, torch.Tensor) and not 0 < num_items < float("inf"):
+        raise OptionError(f"num_items must be a finite number above 0, got {num_items}.")
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in head.inputs):
+        return _LabelledCrossEntropy.apply(*head.inputs, _Loss(rows, target_R, num_items, scale, softcap))
+    nll_sum, _ = _sum_statistics(head, rows, target_R, count_correct=False)
     return nll_sum / num_items
 
 
@@ -121,9 +128,76 @@ def token_statistics(
     Cost:
         2 V D FLOP per row; chunk_rows x V logits; no host sync.
     """
-    rows = _check(hidden_TD, weight_VD, bias_V, _Rows(row_R, target_R, num_rows, 1.0, scale, softcap, chunk_rows))
-    with torch.no_grad():
-        return _sum_statistics(hidden_TD, weight_VD, bias_V, rows, count_correct=True)
+    head = Head(hidden_TD, weight_VD, bias_V, scale, softcap)
+    rows = _check(head, row_R=row_R, target_R=target_R, num_rows=num_rows, chunk_rows=chunk_rows)
+    return _sum_statistics(head, rows, target_R, count_correct=True)
+
+
+def labelled_log_probs(
+    hidden_TD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    *,
+    row_R: torch.Tensor | None,
+    target_R: torch.Tensor,
+    num_rows: int,
+    bias_V: torch.Tensor | None = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    with_entropy: bool = False,
+    chunk_rows: int = DEFAULT_CHUNK_ROWS,
+) -> LogProbs:
+    """Return the log-probability of each row's target under the softmax of the row's logits.
+
+    Takes the arguments of ``labelled_cross_entropy``. Differentiable in hidden_TD, weight_VD and bias_V; the entropy is
+    a metric without gradient. The gradient of a log-probability is kept undivided and meets the incoming gradient in
+    fp32, so that a small one does not underflow in fp16.
+
+    Args:
+        hidden_TD: As in ``labelled_cross_entropy``, like all arguments that are not described here.
+        weight_VD: Weight of the head.
+        row_R: Rows of hidden_TD.
+        target_R: Token of each row, int64; -100 gives 0, without gradient.
+        num_rows: Rows that count.
+        bias_V: Bias of the head.
+        scale: Factor on the logits.
+        softcap: Soft cap of the scaled logits.
+        with_entropy: Return the entropies too.
+        chunk_rows: Rows of logits that exist at a time.
+
+    Returns:
+        log_prob_R: Shape (R,), fp32 (float64 for float64 states); 0 from num_rows on.
+        entropy_R: The same for ``-sum p log p``; None unless asked for.
+
+    Raises:
+        ShapeError: Shapes or dtypes do not fit.
+        OptionError: num_rows, softcap or chunk_rows is out of range.
+
+    Cost:
+        2 V D FLOP per row each for the logits and the gradient of the states. A trained weight or bias costs the logits
+        once more, and 2 V D for its gradient. Memory: chunk_rows x V logits; with a gradient, R x D states for the
+        backward, and V x D in fp32 if the weight is trained. No host sync.
+
+    Source:
+        Own: the gradient of each row is formed in the forward, before the loss over rows is known.
+
+    Example:
+        >>> hidden, weight = torch.zeros(3, 2), torch.zeros(4, 2)
+        >>> rows = {"row_R": torch.tensor([0, 0]), "target_R": torch.tensor([1, 0]), "num_rows": 1}
+        >>> labelled_log_probs(hidden, weight, **rows).log_prob_R
+        tensor([-1.3863,  0.0000])
+    """
+    head = Head(hidden_TD, weight_VD, bias_V, scale, softcap)
+    rows = _check(head, row_R=row_R, target_R=target_R, num_rows=num_rows, chunk_rows=chunk_rows)
+
+    def log_probs(chunk: Chunk, writes_gradient: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        # The factor turns the gradient of the loss into that of the log-probability.
+        gradient_factor = -1.0 if writes_gradient else None
+        losses = _row_losses(
+            chunk, target_R, scale=scale, softcap=softcap, gradient_factor=gradient_factor, with_entropy=with_entropy
+        )
+        return -losses.nll_R, losses.entropy_R
+
+    return LogProbs(*logit_rows.evaluate_rows(head, rows, log_probs, has_metric=with_entropy))
 
 
 class _LabelledCrossEntropy(torch.autograd.Function):
@@ -133,30 +207,27 @@ class _LabelledCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None, rows: _Rows
+        ctx: Any, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None, loss: _Loss
     ) -> torch.Tensor:
         needs_hidden, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        wide = _wide_dtype(hidden_TD.dtype)
-        device = hidden_TD.device
-        num_padded = rows.target_R.shape[0]
+        head, rows = Head(hidden_TD, weight_VD, bias_V), loss.rows
+        dtype, wide, device = head.compute_dtype, wide_dtype(hidden_TD.dtype), hidden_TD.device
         d_row_RD = (
-            torch.empty(num_padded, hidden_TD.shape[1], dtype=_compute_dtype(hidden_TD), device=device)
-            if needs_hidden
-            else None
+            torch.empty(rows.num_padded, hidden_TD.shape[1], dtype=dtype, device=device) if needs_hidden else None
         )
         d_weight_VD = torch.zeros(weight_VD.shape, dtype=wide, device=device) if needs_weight else None
         d_bias_V = torch.zeros(weight_VD.shape[0], dtype=wide, device=device) if needs_bias else None
-        nll_R = torch.zeros(num_padded, dtype=wide, device=device)
-        gradient_factor, ctx.divisor = _split_divisor(rows.num_items)
+        nll_R = torch.zeros(rows.num_padded, dtype=wide, device=device)
+        factor, ctx.divisor = _split_divisor(loss.num_items)
 
-        for chunk in _chunks(hidden_TD, weight_VD, bias_V, rows):
-            losses = _row_losses(chunk, rows, gradient_factor=gradient_factor, count_correct=False)
+        for chunk in logit_rows.logit_chunks(head, rows, dtype=dtype):
+            losses = _row_losses(chunk, loss.target_R, scale=loss.scale, softcap=loss.softcap, gradient_factor=factor)
             nll_R[chunk.begin : chunk.end] = losses.nll_R
             with torch.autocast(device.type, enabled=False):
                 if d_row_RD is not None:
                     torch.mm(chunk.logits_RV, chunk.weight_VD, out=d_row_RD[chunk.begin : chunk.end])
                 if d_weight_VD is not None:
-                    _add_product(d_weight_VD, chunk.logits_RV.T, chunk.hidden_RD)
+                    logit_rows.add_product(d_weight_VD, chunk.logits_RV.T, chunk.hidden_RD)
                 if d_bias_V is not None:
                     d_bias_V += chunk.logits_RV.sum(dim=0, dtype=wide)
 
@@ -165,82 +236,49 @@ class _LabelledCrossEntropy(torch.autograd.Function):
         ctx.hidden_shape, ctx.hidden_dtype = hidden_TD.shape, hidden_TD.dtype
         ctx.weight_dtype = weight_VD.dtype
         ctx.bias_dtype = None if bias_V is None else bias_V.dtype
-        return nll_R.sum() / rows.num_items
+        return nll_R.sum() / loss.num_items
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         row_R, d_row_RD, d_weight_VD, d_bias_V = ctx.saved_tensors
-        num_rows = ctx.num_rows
         factor = d_loss / ctx.divisor
         d_hidden_TD = None
         if d_row_RD is not None:
-            d_trained_RD = _multiply(d_row_RD[:num_rows], factor, dtype=ctx.hidden_dtype)
-            d_hidden_TD = torch.zeros(ctx.hidden_shape, dtype=ctx.hidden_dtype, device=d_trained_RD.device)
-            if row_R is None:
-                d_hidden_TD[:num_rows] = d_trained_RD
-            else:
-                # Each row appears once, so the copy has one writer per row.
-                d_hidden_TD.index_copy_(0, row_R[:num_rows], d_trained_RD)
-        d_weight = None if d_weight_VD is None else _multiply(d_weight_VD, factor, dtype=ctx.weight_dtype)
-        d_bias = None if d_bias_V is None else _multiply(d_bias_V, factor, dtype=ctx.bias_dtype)
+            d_row_RD = logit_rows.multiply(d_row_RD[: ctx.num_rows], factor, dtype=ctx.hidden_dtype)
+            d_hidden_TD = logit_rows.scatter_rows(d_row_RD, row_R, shape=ctx.hidden_shape)
+        d_weight = None if d_weight_VD is None else logit_rows.multiply(d_weight_VD, factor, dtype=ctx.weight_dtype)
+        d_bias = None if d_bias_V is None else logit_rows.multiply(d_bias_V, factor, dtype=ctx.bias_dtype)
         return d_hidden_TD, d_weight, d_bias, None
 
 
-class _Chunk(NamedTuple):
-    """Rows begin to end: their states, their raw logits (a buffer that the next chunk reuses), and the weight in
-    the dtype of both.
-    """
-
-    begin: int
-    end: int
-    hidden_RD: torch.Tensor
-    logits_RV: torch.Tensor
-    weight_VD: torch.Tensor
-    target_R: torch.Tensor
-
-
-def _chunks(
-    hidden_TD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None, rows: _Rows
-) -> Iterator[_Chunk]:
-    """Yield the raw logits of the rows, chunk by chunk, in one reused buffer."""
-    if rows.num_rows == 0:
-        return
-    dtype = _compute_dtype(hidden_TD)
-    weight_VD = weight_VD.to(dtype)
-    bias_V = None if bias_V is None else bias_V.to(dtype)
-    num_buffer_rows = min(rows.chunk_rows, rows.target_R.shape[0])
-    buffer_RV = torch.empty(num_buffer_rows, weight_VD.shape[0], dtype=dtype, device=hidden_TD.device)
-    for begin in range(0, rows.num_rows, rows.chunk_rows):
-        end = min(begin + rows.chunk_rows, rows.num_rows)
-        hidden_RD = hidden_TD[begin:end] if rows.row_R is None else hidden_TD.index_select(0, rows.row_R[begin:end])
-        hidden_RD = hidden_RD.to(dtype)
-        logits_RV = buffer_RV[: end - begin]
-        with torch.autocast(hidden_TD.device.type, enabled=False):
-            if bias_V is None:
-                torch.mm(hidden_RD, weight_VD.T, out=logits_RV)
-            else:
-                torch.addmm(bias_V, hidden_RD, weight_VD.T, out=logits_RV)
-        yield _Chunk(begin, end, hidden_RD, logits_RV, weight_VD, rows.target_R[begin:end])
-
-
+@torch.no_grad()
 def _sum_statistics(
-    hidden_TD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None, rows: _Rows, *, count_correct: bool
+    head: Head, rows: LabelledRows, target_R: torch.Tensor, *, count_correct: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum losses and hits over all chunks, without gradients."""
-    wide = _wide_dtype(hidden_TD.dtype)
-    nll_sum = torch.zeros((), dtype=wide, device=hidden_TD.device)
-    num_correct = torch.zeros((), dtype=torch.int64, device=hidden_TD.device)
-    with torch.no_grad():
-        for chunk in _chunks(hidden_TD, weight_VD, bias_V, rows):
-            losses = _row_losses(chunk, rows, gradient_factor=None, count_correct=count_correct)
-            nll_sum = nll_sum + losses.nll_R.sum()
-            if losses.correct_R is not None:
-                num_correct = num_correct + losses.correct_R.sum()
+    nll_sum = torch.zeros((), dtype=wide_dtype(head.hidden_TD.dtype), device=head.hidden_TD.device)
+    num_correct = torch.zeros((), dtype=torch.int64, device=head.hidden_TD.device)
+    for chunk in logit_rows.logit_chunks(head, rows, dtype=head.compute_dtype):
+        losses = _row_losses(
+            chunk, target_R, scale=head.scale, softcap=head.softcap, gradient_factor=None, count_correct=count_correct
+        )
+        nll_sum = nll_sum + losses.nll_R.sum()
+        if losses.correct_R is not None:
+            num_correct = num_correct + losses.correct_R.sum()
     return nll_sum, num_correct
 
 
-def _row_losses(chunk: _Chunk, rows: _Rows, *, gradient_factor: float | None, count_correct: bool) -> RowLosses:
+def _row_losses(
+    chunk: Chunk,
+    target_R: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float | None,
+    gradient_factor: float | None,
+    count_correct: bool = False,
+    with_entropy: bool = False,
+) -> RowLosses:
     """Run the Triton kernel on narrow logits on CUDA, and its reference in PyTorch elsewhere: fp32 is not to meet the
     hardware's approximate exp.
     """
@@ -251,11 +289,12 @@ def _row_losses(chunk: _Chunk, rows: _Rows, *, gradient_factor: float | None, co
         launch = triton.row_losses
     return launch(
         chunk.logits_RV,
-        chunk.target_R,
-        scale=rows.scale,
-        softcap=rows.softcap,
+        target_R[chunk.begin : chunk.end],
+        scale=scale,
+        softcap=softcap,
         gradient_factor=gradient_factor,
         count_correct=count_correct,
+        with_entropy=with_entropy,
     )
 
 
@@ -271,57 +310,12 @@ def _split_divisor(num_items: float | torch.Tensor) -> tuple[float, float | torc
     return 1.0 / mantissa, 2.0**exponent
 
 
-def _add_product(sum_VD: torch.Tensor, left_VR: torch.Tensor, right_RD: torch.Tensor) -> None:
-    """Add left x right to a wide sum, without rounding the product to the narrow dtype of its factors."""
-    if left_VR.dtype is sum_VD.dtype:
-        sum_VD.addmm_(left_VR, right_RD)
-    elif left_VR.is_cuda:
-        torch.addmm(sum_VD, left_VR, right_RD, out_dtype=sum_VD.dtype, out=sum_VD)
-    else:
-        sum_VD.addmm_(left_VR.to(sum_VD.dtype), right_RD.to(sum_VD.dtype))
-
-
-def _multiply(tensor: torch.Tensor, factor: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
-    """Return tensor x factor, multiplied in the factor's fp32: a 0-dim factor would be rounded to a narrow
-    tensor's dtype first.
-    """
-    return torch.mul(tensor, factor.reshape([1] * tensor.ndim), out=torch.empty_like(tensor, dtype=dtype))
-
-
-def _compute_dtype(hidden_TD: torch.Tensor) -> torch.dtype:
-    """Return the dtype of the GEMMs: the dtype of the states, or autocast's."""
-    device_type = hidden_TD.device.type
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else hidden_TD.dtype
-
-
-def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype is torch.float64 else torch.float32
-
-
-def _check(hidden_TD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None, rows: _Rows) -> _Rows:
+def _check(
+    head: Head, *, row_R: torch.Tensor | None, target_R: torch.Tensor, num_rows: int, chunk_rows: int
+) -> LabelledRows:
     """Refuse what the loop and the kernel would read wrongly."""
-    floating = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-    check_tensor("hidden_TD", hidden_TD, ndim=2, dtypes=floating)
-    check_tensor("weight_VD", weight_VD, ndim=2, dtypes=floating)
-    check_tensor("target_R", rows.target_R, ndim=1, dtypes=(torch.int64,))
-    if hidden_TD.shape[1] != weight_VD.shape[1]:
-        raise ShapeError(f"hidden_TD has width {hidden_TD.shape[1]}, weight_VD has {weight_VD.shape[1]}.")
-    if hidden_TD.dtype is not weight_VD.dtype and not torch.is_autocast_enabled(hidden_TD.device.type):
-        raise ShapeError(
-            f"hidden_TD is {hidden_TD.dtype} and weight_VD is {weight_VD.dtype}; cast one of them or train under "
-            "autocast."
-        )
-    if bias_V is not None and bias_V.shape != weight_VD.shape[:1]:
-        raise ShapeError(f"bias_V has shape {tuple(bias_V.shape)}, weight_VD has {weight_VD.shape[0]} rows.")
-    limit = rows.target_R.shape[0]
-    if rows.row_R is None:
-        limit = min(limit, hidden_TD.shape[0])
-    elif check_tensor("row_R", rows.row_R, ndim=1, dtypes=(torch.int64,)).shape != rows.target_R.shape:
-        raise ShapeError(f"row_R has {rows.row_R.shape[0]} entries, target_R has {rows.target_R.shape[0]}.")
-    check_int("num_rows", rows.num_rows, low=0, high=limit)
-    check_int("chunk_rows", rows.chunk_rows, low=1)
-    if not isinstance(rows.num_items, torch.Tensor) and not 0 < rows.num_items < float("inf"):
-        raise OptionError(f"num_items must be a finite number above 0, got {rows.num_items}.")
-    if rows.softcap is not None and rows.softcap == 0:
-        raise OptionError("softcap must not be 0; None turns it off.")
+    logit_rows.check_head(head)
+    check_tensor("target_R", target_R, ndim=1, dtypes=(torch.int64,))
+    rows = LabelledRows(row_R, target_R.shape[0], num_rows, chunk_rows)
+    logit_rows.check_rows(head, rows)
     return rows

@@ -15,10 +15,13 @@ IGNORED_TARGET = -100
 
 
 class RowLosses(NamedTuple):
-    """Negative log-likelihood of each row, and whether its likeliest token is the target (None where not asked for)."""
+    """Negative log-likelihood of each row; whether its likeliest token is the target, and the entropy of its
+    distribution (None where not asked for).
+    """
 
     nll_R: torch.Tensor
     correct_R: torch.Tensor | None
+    entropy_R: torch.Tensor | None
 
 
 def scale_and_cap(logits: torch.Tensor, *, scale: float, softcap: float | None) -> torch.Tensor:
@@ -52,6 +55,30 @@ def labelled_cross_entropy_reference(
     )
 
 
+def labelled_log_probs_reference(
+    hidden_TD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    *,
+    row_R: torch.Tensor,
+    target_R: torch.Tensor,
+    bias_V: torch.Tensor | None = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the log-probability of each row's target and the entropy of each row, through PyTorch's own autograd.
+
+    Source:
+        The definition.
+    """
+    logits_RV = torch.nn.functional.linear(hidden_TD[row_R], weight_VD, bias_V)
+    logits_RV = scale_and_cap(logits_RV, scale=scale, softcap=softcap)
+    if logits_RV.dtype is not torch.float64:
+        logits_RV = logits_RV.float()
+    log_prob_R = -torch.nn.functional.cross_entropy(logits_RV, target_R, ignore_index=IGNORED_TARGET, reduction="none")
+    entropy_R = torch.distributions.Categorical(logits=logits_RV, validate_args=False).entropy()
+    return log_prob_R, torch.where(target_R == IGNORED_TARGET, 0.0, entropy_R)
+
+
 def row_losses(
     logits_RV: torch.Tensor,
     target_R: torch.Tensor,
@@ -60,11 +87,12 @@ def row_losses(
     softcap: float | None,
     gradient_factor: float | None,
     count_correct: bool,
+    with_entropy: bool = False,
 ) -> RowLosses:
     """Return each row's loss and, if asked, overwrite the raw logits with the gradient of the summed loss with respect
     to them, times a factor.
 
-    A target of -100 gives a loss of 0 and a gradient of 0. Arithmetic is fp32 (float64 for float64 logits).
+    A target of -100 gives a loss, an entropy and a gradient of 0. Arithmetic is fp32 (float64 for float64 logits).
     """
     value_RV = logits_RV.to(torch.float64 if logits_RV.dtype is torch.float64 else torch.float32) * scale
     slope_RV = None
@@ -77,6 +105,12 @@ def row_losses(
     nll_R = torch.where(is_trained_R, -log_share_RV.gather(1, column_R1)[:, 0], 0.0)
     # Of equal values argmax takes the first.
     correct_R = (value_RV.argmax(dim=1) == target_R) if count_correct else None
+    entropy_R = None
+    if with_entropy:
+        share_RV = log_share_RV.exp()
+        # 0 times the logarithm of 0 is 0.
+        entropy_R = -torch.where(share_RV == 0, 0.0, share_RV * log_share_RV).sum(dim=1)
+        entropy_R = torch.where(is_trained_R, entropy_R, 0.0)
     if gradient_factor is not None:
         gradient_RV = log_share_RV.exp_()
         gradient_RV.scatter_add_(1, column_R1, gradient_RV.new_full((1, 1), -1.0).expand(column_R1.shape))
@@ -84,4 +118,4 @@ def row_losses(
         if slope_RV is not None:
             gradient_RV.mul_(slope_RV)
         logits_RV.copy_(gradient_RV)
-    return RowLosses(nll_R, correct_R)
+    return RowLosses(nll_R, correct_R, entropy_R)

@@ -1,4 +1,4 @@
-"""Cross-entropy of rows of logits on a GPU: online softmax, loss and gradient in one kernel.
+"""Cross-entropy of rows of logits on a GPU: online softmax, loss, entropy and gradient in one kernel.
 
 Axes: R rows that have a label (one program each), V vocabulary (walked in tiles of DEPTH times LANES columns). Each row
     is read twice and written
@@ -9,7 +9,7 @@ every tile.
 
 # A jit body has no types that Python could check.
 # mypy: disallow-untyped-defs=False
-# ruff: noqa: ANN001, ANN202
+# ruff: noqa: ANN001, ANN201, ANN202
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
 @triton.jit
-def _scale_and_cap(raw, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+def scale_and_cap(raw, scale, softcap, HAS_SOFTCAP: tl.constexpr):
     """Return the logits after scale and soft cap."""
     value = raw * scale
     if HAS_SOFTCAP:
@@ -46,10 +46,23 @@ def _scale_and_cap(raw, scale, softcap, HAS_SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def _slope_of_cap(raw, scale, softcap):
+def slope_of_cap(raw, scale, softcap):
     """Return 1 - tanh^2 without the cancellation."""
     decay = tl.exp(-2.0 * tl.abs(raw * scale / softcap))
     return 4.0 * decay / ((1.0 + decay) * (1.0 + decay))
+
+
+@triton.jit
+def _products(below):
+    """Return exp(x) * x, 0 at -inf."""
+    share = tl.exp(below)
+    return tl.where(share == 0.0, 0.0, share * below)
+
+
+@triton.jit
+def _shifted_moment(moment, total, shift):
+    """Return a sum of exp(x) * x for values that are all shifted, from the sum of exp(x)."""
+    return tl.exp(shift) * (moment + shift * total)
 
 
 @triton.jit
@@ -58,6 +71,7 @@ def _row_loss_kernel(
     target_ptr,
     nll_ptr,
     correct_ptr,
+    entropy_ptr,
     row_stride,
     num_columns,
     scale,
@@ -67,6 +81,7 @@ def _row_loss_kernel(
     HAS_SOFTCAP: tl.constexpr,
     WRITE_GRADIENT: tl.constexpr,
     COUNT_CORRECT: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr,
     DEPTH: tl.constexpr,
     LANES: tl.constexpr,
 ):
@@ -78,7 +93,7 @@ def _row_loss_kernel(
     is_known = (target >= 0) & (target < num_columns)
     # An impossible target gives an infinite loss instead of a stray read.
     target_raw = tl.load(row_ptr + tl.where(is_known, target, 0)).to(tl.float32)
-    target_value = _scale_and_cap(target_raw, scale, softcap, HAS_SOFTCAP)
+    target_value = scale_and_cap(target_raw, scale, softcap, HAS_SOFTCAP)
     target_value = tl.where(is_known, target_value, -float("inf"))
 
     # Keep logits in the cache if they are read again, and evict them first otherwise.
@@ -86,12 +101,14 @@ def _row_loss_kernel(
     tile_cols = tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     lane_highest = tl.full((LANES,), _LOWEST, tl.float32)
     lane_total = tl.zeros((LANES,), tl.float32)
+    # Sum of exp(value - highest) * (value - highest): terms of one sign, so that nothing cancels.
+    lane_moment = tl.zeros((LANES,), tl.float32)
     lane_column = tl.full((LANES,), -1, tl.int32)
     for start in range(0, num_columns, DEPTH * LANES):
         cols = start + tile_cols
         inside = cols < num_columns
         raw = tl.load(row_ptr + cols, mask=inside, other=0.0, eviction_policy=FIRST_WALK).to(tl.float32)
-        value = _scale_and_cap(raw, scale, softcap, HAS_SOFTCAP)
+        value = scale_and_cap(raw, scale, softcap, HAS_SOFTCAP)
         value = tl.where(inside, value, -float("inf"))
         tile_highest = tl.max(value, axis=0)
         if COUNT_CORRECT:
@@ -99,6 +116,10 @@ def _row_loss_kernel(
             tile_column = tl.min(tl.where(value == tile_highest[None, :], cols, num_columns), axis=0)
             lane_column = tl.where(tile_highest > lane_highest, tile_column, lane_column)
         new_highest = tl.maximum(lane_highest, tile_highest)
+        if WITH_ENTROPY:
+            lane_moment = _shifted_moment(lane_moment, lane_total, lane_highest - new_highest) + tl.sum(
+                _products(value - new_highest[None, :]), axis=0
+            )
         lane_total = lane_total * tl.exp(lane_highest - new_highest) + tl.sum(
             tl.exp(value - new_highest[None, :]), axis=0
         )
@@ -111,18 +132,21 @@ def _row_loss_kernel(
     if COUNT_CORRECT:
         best_column = tl.min(tl.where(lane_highest == highest, lane_column, num_columns), axis=0)
         tl.store(correct_ptr + row, best_column == target)
+    if WITH_ENTROPY:
+        moment = tl.sum(_shifted_moment(lane_moment, lane_total, lane_highest - highest), axis=0)
+        tl.store(entropy_ptr + row, tl.where(is_trained, tl.log(total) - moment / total, 0.0))
 
     if WRITE_GRADIENT:
         for start in range(0, num_columns, DEPTH * LANES):
             cols = start + tile_cols
             inside = cols < num_columns
             raw = tl.load(row_ptr + cols, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-            value = _scale_and_cap(raw, scale, softcap, HAS_SOFTCAP)
+            value = scale_and_cap(raw, scale, softcap, HAS_SOFTCAP)
             gradient = (tl.exp(value - highest) / total - tl.where(cols == target, 1.0, 0.0)) * (
                 scale * gradient_factor
             )
             if HAS_SOFTCAP:
-                gradient *= _slope_of_cap(raw, scale, softcap)
+                gradient *= slope_of_cap(raw, scale, softcap)
             gradient = tl.where(is_trained, gradient, 0.0)
             tl.store(row_ptr + cols, gradient.to(logits_ptr.dtype.element_ty), mask=inside, cache_modifier=".cs")
 
@@ -135,6 +159,7 @@ def row_losses(
     softcap: float | None,
     gradient_factor: float | None,
     count_correct: bool,
+    with_entropy: bool = False,
 ) -> RowLosses:
     """Return each row's loss and, if asked, overwrite the raw logits with their gradient times a factor; same
     contract as the reference.
@@ -142,14 +167,16 @@ def row_losses(
     num_rows, num_columns = logits_RV.shape
     nll_R = torch.empty(num_rows, dtype=torch.float32, device=logits_RV.device)
     correct_R = torch.empty(num_rows, dtype=torch.bool, device=logits_RV.device) if count_correct else None
+    entropy_R = torch.empty_like(nll_R) if with_entropy else None
     if num_rows == 0:
-        return RowLosses(nll_R, correct_R)
+        return RowLosses(nll_R, correct_R, entropy_R)
     lanes = min(next_power_of_2(num_columns), MAX_LANES)
     _row_loss_kernel[(num_rows,)](
         logits_RV,
         target_R,
         nll_R,
         nll_R if correct_R is None else correct_R,
+        nll_R if entropy_R is None else entropy_R,
         logits_RV.stride(0),
         num_columns,
         float(scale),
@@ -159,8 +186,9 @@ def row_losses(
         HAS_SOFTCAP=softcap is not None,
         WRITE_GRADIENT=gradient_factor is not None,
         COUNT_CORRECT=count_correct,
+        WITH_ENTROPY=with_entropy,
         DEPTH=min(next_power_of_2(ceil_div(num_columns, lanes)), MAX_DEPTH),
         LANES=lanes,
         num_warps=NUM_WARPS,
     )
-    return RowLosses(nll_R, correct_R)
+    return RowLosses(nll_R, correct_R, entropy_R)

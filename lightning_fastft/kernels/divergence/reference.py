@@ -1,0 +1,160 @@
+"""Divergences of rows of logits in plain PyTorch: the formulas, and the reference of the Triton kernels.
+
+Axes: T tokens of the pack, D model width, V vocabulary, R labelled rows, K tokens that a stored teacher knows.
+With q the student's distribution and p the teacher's:
+
+    forward_kl   KL(p || q) = sum p (log p - log q)           gradient to the student's logits: q - p
+    reverse_kl   KL(q || p) = sum q (log q - log p)           q (log q - log p - KL(q || p))
+    jsd          beta KL(p || m) + (1 - beta) KL(q || m)      (1 - beta) q (log q - log m - KL(q || m))
+                 with m = beta p + (1 - beta) q
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+
+from lightning_fastft.kernels.cross_entropy.reference import scale_and_cap
+from lightning_fastft.kernels.logit_rows import Head, wide_dtype
+
+Kind = Literal["forward_kl", "reverse_kl", "jsd"]
+KINDS: tuple[Kind, ...] = ("forward_kl", "reverse_kl", "jsd")
+
+
+class DivergenceForm(NamedTuple):
+    """Kind of divergence, and what turns raw logits into those of student and teacher."""
+
+    kind: Kind
+    beta: float
+    scale: float
+    softcap: float | None
+    teacher_scale: float
+    teacher_softcap: float | None
+
+
+def labelled_divergence_reference(
+    student: Head, teacher: Head, *, row_R: torch.Tensor, kind: Kind, beta: float = 0.5
+) -> torch.Tensor:
+    """Return the divergence of each row through PyTorch's own autograd.
+
+    Source:
+        Generalised Jensen-Shannon divergence: arXiv 2306.13649, equation 1.
+    """
+    log_q_RV, log_p_RV = (_log_shares(head, row_R) for head in (student, teacher))
+    if kind == "forward_kl":
+        return kl(log_p_RV, log_q_RV)
+    if kind == "reverse_kl":
+        return kl(log_q_RV, log_p_RV)
+    log_m_RV = (beta * log_p_RV.exp() + (1 - beta) * log_q_RV.exp()).log()
+    return beta * kl(log_p_RV, log_m_RV) + (1 - beta) * kl(log_q_RV, log_m_RV)
+
+
+def labelled_topk_divergence_reference(
+    student: Head,
+    *,
+    teacher_id_RK: torch.Tensor,
+    teacher_log_prob_RK: torch.Tensor,
+    row_R: torch.Tensor,
+    tail: str = "bucket",
+) -> torch.Tensor:
+    """Return KL(teacher || student) of each row over the stored tokens, through PyTorch's own autograd.
+
+    Source:
+        The definition; the tokens that are not stored are one more token, or are left out on both sides.
+    """
+    log_share_RV = _log_shares(student, row_R)
+    log_q_RK, log_p_RK = log_share_RV.gather(1, teacher_id_RK), teacher_log_prob_RK.to(log_share_RV.dtype)
+    if tail == "renormalise":
+        return kl(log_p_RK.log_softmax(dim=1), log_q_RK.log_softmax(dim=1))
+    log_rest_R = log_share_RV.scatter(1, teacher_id_RK, -torch.inf).logsumexp(dim=1)
+    teacher_rest_R = 1 - log_p_RK.exp().sum(dim=1)
+    return kl(log_p_RK, log_q_RK) + teacher_rest_R * (teacher_rest_R.log() - log_rest_R)
+
+
+def row_divergences(
+    logits_RV: torch.Tensor, teacher_RV: torch.Tensor, *, form: DivergenceForm, writes_gradient: bool
+) -> torch.Tensor:
+    """Return each row's divergence and, if asked, overwrite the student's raw logits with its gradient.
+
+    Arithmetic is fp32 (float64 for float64 logits of the student).
+    """
+    wide = wide_dtype(logits_RV.dtype)
+    value_RV, slope_RV = value_and_slope(logits_RV.to(wide), scale=form.scale, softcap=form.softcap)
+    teacher_RV = scale_and_cap(teacher_RV.to(wide), scale=form.teacher_scale, softcap=form.teacher_softcap)
+    log_q_RV, log_p_RV = value_RV.log_softmax(dim=1), teacher_RV.log_softmax(dim=1)
+    if form.kind == "forward_kl":
+        divergence_R = kl(log_p_RV, log_q_RV)
+        gradient_RV = log_q_RV.exp() - log_p_RV.exp()
+    else:
+        to_RV, factor = log_p_RV, 1.0
+        if form.kind == "jsd":
+            to_RV = (form.beta * log_p_RV.exp() + (1 - form.beta) * log_q_RV.exp()).log()
+            factor = 1 - form.beta
+        own_R = kl(log_q_RV, to_RV)
+        gradient_RV = _share_times(log_q_RV, factor * (log_q_RV - to_RV - own_R[:, None]))
+        divergence_R = own_R if form.kind == "reverse_kl" else form.beta * kl(log_p_RV, to_RV) + factor * own_R
+    if writes_gradient:
+        logits_RV.copy_(gradient_RV * slope_RV)
+    return divergence_R
+
+
+def rest_rows(
+    logits_RV: torch.Tensor,
+    highest_R: torch.Tensor,
+    known_R: torch.Tensor,
+    teacher_rest_R: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float | None,
+    writes_gradient: bool,
+) -> torch.Tensor:
+    """Return the logarithm of the sum of exp(logit - highest) over the tokens that a stored teacher does not know.
+
+    If asked, overwrite the raw logits with the gradient of KL(teacher || student), in which those tokens are one:
+    ``share of the rest x (student's mass of the rest - teacher's)``.
+
+    Args:
+        logits_RV: Raw logits, -inf at known tokens.
+        highest_R: Highest logit of the known tokens.
+        known_R: The same logarithm over the known tokens.
+        teacher_rest_R: The teacher's mass of the rest.
+        scale: Factor on the raw logits.
+        softcap: Soft cap of the scaled logits.
+        writes_gradient: Overwrite the logits.
+    """
+    wide_RV = logits_RV.to(wide_dtype(logits_RV.dtype))
+    value_RV, slope_RV = value_and_slope(wide_RV, scale=scale, softcap=softcap)
+    # A cap would make known tokens finite.
+    value_RV = torch.where(wide_RV == -torch.inf, -torch.inf, value_RV)
+    value_RV = value_RV - highest_R[:, None]
+    rest_R = value_RV.logsumexp(dim=1)
+    if writes_gradient:
+        difference_R = torch.sigmoid(rest_R - known_R) - teacher_rest_R
+        logits_RV.copy_((value_RV - rest_R[:, None]).exp() * difference_R[:, None] * slope_RV)
+    return rest_R
+
+
+def value_and_slope(
+    raw: torch.Tensor, *, scale: float, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """Return logits after scale and soft cap, and their derivative with respect to the raw ones."""
+    value = scale_and_cap(raw, scale=scale, softcap=softcap)
+    return value, scale if softcap is None else scale * (1 - (value / softcap) ** 2)
+
+
+def _log_shares(head: Head, row_R: torch.Tensor) -> torch.Tensor:
+    logits_RV = torch.nn.functional.linear(head.hidden_TD[row_R], head.weight_VD, head.bias_V)
+    logits_RV = scale_and_cap(logits_RV, scale=head.scale, softcap=head.softcap)
+    return logits_RV.to(wide_dtype(logits_RV.dtype)).log_softmax(dim=1)
+
+
+def kl(log_share: torch.Tensor, log_other: torch.Tensor) -> torch.Tensor:
+    """Return the sum of share x (log share - log other) over the last axis."""
+    return _share_times(log_share, log_share - log_other).sum(dim=-1)
+
+
+def _share_times(log_share: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Return share x factor, 0 where the share is 0 and the factor infinite or not a number."""
+    share = log_share.exp()
+    return torch.where(share == 0, 0.0, share * factor)

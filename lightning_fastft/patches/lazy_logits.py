@@ -1,0 +1,316 @@
+"""Lazy logits: states and an output layer in place of logits, until somebody uses them as a tensor.
+
+Axes: R labelled rows of the context (padded to a bucket), K tokens of a stored teacher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from lightning_fastft.core.errors import ContextError
+from lightning_fastft.kernels.cross_entropy.op import LogProbs, labelled_log_probs
+from lightning_fastft.kernels.divergence.op import (
+    Tail,
+    labelled_divergence,
+    labelled_topk_divergence,
+    likeliest_tokens,
+)
+from lightning_fastft.kernels.divergence.reference import Kind
+from lightning_fastft.kernels.logit_rows import Head
+from lightning_fastft.packing.context import BatchContext
+
+
+class TokenStatistics(NamedTuple):
+    """Sums over the labelled tokens of a batch: 0-dim tensors on its device; a count from a context is on the host."""
+
+    nll_sum: torch.Tensor
+    num_correct: torch.Tensor
+    num_labelled: int | torch.Tensor
+
+
+class LazyLogits:
+    """Represent logits that were not computed, by the states, the weight and the operations on the logits since.
+
+    Multiplication and division by numbers, ``torch.tanh`` and ``float()`` are recorded. Every other use (indexing, an
+    attribute, a torch function) computes the logits once, exactly as the model would have, and uses that tensor.
+
+    ``log_probs``, ``divergence`` and ``topk_divergence`` are for losses on the labelled rows of the context: one value
+    per row, shape (R,), 0 from ``context.num_labelled`` on, without full logits and differentiable. A loss inside the
+    model's forward (``context.objective``) finds the weight whole, also where it is sharded.
+
+    Args:
+        hidden: Last hidden states, shape (..., D).
+        head: The module whose weight and bias form the logits.
+        context: The batch that armed the head.
+    """
+
+    def __init__(self, *, hidden: torch.Tensor, head: nn.Linear, context: BatchContext) -> None:
+        self.hidden = hidden
+        self.weight = head.weight
+        self.bias = head.bias
+        self.context = context
+        # Filled by the loss function in an evaluation without gradients.
+        self.statistics: TokenStatistics | None = None
+        self._operations: tuple[tuple[Callable[..., torch.Tensor], tuple[Any, ...]], ...] = ()
+        self._tensor: torch.Tensor | None = None
+        self._scale = 1.0
+        self._softcap: float | None = None
+
+    @property
+    def scale(self) -> float:
+        """Factor on the raw logits, inside the soft cap if there is one."""
+        return self._scale
+
+    @property
+    def softcap(self) -> float | None:
+        """Recorded soft cap: logits are ``softcap * tanh(scale * raw / softcap)``."""
+        return self._softcap
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape that the logits would have."""
+        return torch.Size((*self.hidden.shape[:-1], self.weight.shape[0]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype that the logits would have."""
+        return (
+            torch.float32
+            if any(function is torch.Tensor.float for function, _ in self._operations)
+            else self.hidden.dtype
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Device that the logits would be on."""
+        return self.hidden.device
+
+    def tensor(self) -> torch.Tensor:
+        """Return the logits as a tensor, computed on the first call.
+
+        Cost:
+            All rows times the vocabulary, as without this class.
+        """
+        if self._tensor is None:
+            logits = nn.functional.linear(self.hidden, self.weight, self.bias)
+            for function, arguments in self._operations:
+                logits = function(logits, *arguments)
+            self._tensor = logits
+        return self._tensor
+
+    def log_probs(self, *, temperature: float = 1.0, with_entropy: bool = False) -> LogProbs:
+        """Return the log-probability of each labelled row's target, and the entropy of the row if asked.
+
+        Args:
+            temperature: Divides the logits, after their soft cap.
+            with_entropy: Return entropies too; they have no gradient.
+        """
+        head = self.as_head().with_temperature(temperature)
+        return labelled_log_probs(
+            head.hidden_TD,
+            head.weight_VD,
+            row_R=self.context.labelled_row_R,
+            target_R=self.context.labelled_target_R,
+            num_rows=self.context.num_labelled,
+            bias_V=head.bias_V,
+            scale=head.scale,
+            softcap=head.softcap,
+            with_entropy=with_entropy,
+        )
+
+    def divergence(
+        self,
+        teacher: LazyLogits,
+        *,
+        kind: Kind = "forward_kl",
+        beta: float = 0.5,
+        temperature: float = 1.0,
+        vocab_size: int | None = None,
+    ) -> torch.Tensor:
+        """Return the divergence from a teacher's distribution on each labelled row (``labelled_divergence``).
+
+        Args:
+            teacher: Lazy logits of the teacher for the same batch; they get no gradient.
+            kind: "forward_kl", "reverse_kl" or "jsd".
+            beta: Share of the teacher in the mixture of "jsd".
+            temperature: Divides the logits of both, after their soft caps.
+            vocab_size: Compare the first columns only, where the embeddings of the two are padded differently.
+
+        Raises:
+            ContextError: The teacher's logits belong to another batch.
+        """
+        if teacher.context is not self.context:
+            raise ContextError("Student and teacher have logits of two batches. Call both with the same batch.")
+        return labelled_divergence(
+            self.as_head(),
+            teacher.as_head(),
+            row_R=self.context.labelled_row_R,
+            num_rows=self.context.num_labelled,
+            kind=kind,
+            beta=beta,
+            temperature=temperature,
+            vocab_size=vocab_size,
+        )
+
+    def topk_divergence(
+        self,
+        teacher_id_RK: torch.Tensor,
+        teacher_log_prob_RK: torch.Tensor,
+        *,
+        temperature: float = 1.0,
+        tail: Tail = "bucket",
+    ) -> torch.Tensor:
+        """Return KL(teacher || student) on each labelled row from stored tokens (``labelled_topk_divergence``).
+
+        Args:
+            teacher_id_RK: Tokens that the teacher stored for each labelled row, padding rows included.
+            teacher_log_prob_RK: Their log-probabilities.
+            temperature: Divides the student's logits, after the soft cap.
+            tail: "bucket" or "renormalise".
+        """
+        return labelled_topk_divergence(
+            self.as_head(),
+            teacher_id_RK=teacher_id_RK,
+            teacher_log_prob_RK=teacher_log_prob_RK,
+            row_R=self.context.labelled_row_R,
+            num_rows=self.context.num_labelled,
+            temperature=temperature,
+            tail=tail,
+        )
+
+    def likeliest(self, top_k: int, *, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the likeliest tokens of each labelled row and their log-probabilities (``likeliest_tokens``).
+
+        Args:
+            top_k: Tokens of each row.
+            temperature: Divides the logits, after their soft cap.
+        """
+        return likeliest_tokens(
+            self.as_head(),
+            row_R=self.context.labelled_row_R,
+            num_rows=self.context.num_labelled,
+            top_k=top_k,
+            temperature=temperature,
+        )
+
+    def as_head(self) -> Head:
+        """Return what the kernels take: flat states, the output layer, and the form of the logits."""
+        hidden_TD = self.hidden.reshape(-1, self.hidden.shape[-1])
+        return Head(hidden_TD, self.weight, self.bias, self._scale, self._softcap)
+
+    def _record(self, function: Callable[..., torch.Tensor], *arguments: Any) -> LazyLogits:
+        other = object.__new__(LazyLogits)
+        other.__dict__.update(self.__dict__)
+        other._operations = (*self._operations, (function, arguments))
+        other._tensor = None
+        return other
+
+    def _scaled(self, function: Callable[..., torch.Tensor], number: Any, factor: float) -> LazyLogits:
+        other = self._record(function, number)
+        other._scale = self._scale * factor
+        if self._softcap is not None:
+            other._softcap = self._softcap * factor
+        return other
+
+    def __mul__(self, other: Any) -> Any:
+        if _is_plain_factor(other):
+            return self._scaled(torch.mul, other, float(other))
+        return self.tensor() * other
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> Any:
+        if _is_plain_factor(other):
+            return self._scaled(torch.div, other, 1.0 / float(other))
+        return self.tensor() / other
+
+    def _tanh(self) -> Any:
+        if self._softcap is not None:
+            return torch.tanh(self.tensor())
+        other = self._record(torch.tanh)
+        other._softcap = 1.0
+        return other
+
+    def float(self) -> LazyLogits:
+        """Record a cast to fp32; the loss computes in fp32 anyway."""
+        return self._record(torch.Tensor.float)
+
+    def contiguous(self) -> LazyLogits:
+        """Return self, because computed logits are contiguous."""
+        return self
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Record tanh and scalar products; give every other function the tensor."""
+        kwargs = kwargs or {}
+        if func is torch.tanh and len(args) == 1 and not kwargs and isinstance(args[0], LazyLogits):
+            return args[0]._tanh()
+        if func in (torch.mul, torch.div) and len(args) == 2 and not kwargs and isinstance(args[0], LazyLogits):
+            return args[0] * args[1] if func is torch.mul else args[0] / args[1]
+        args, kwargs = torch.utils._pytree.tree_map_only(LazyLogits, LazyLogits.tensor, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        # Only called for names that this class lacks. Protocols look up dunders, which must not compute the logits.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.tensor(), name)
+
+    def __repr__(self) -> str:
+        return (
+            f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, scale={self._scale}, softcap={self._softcap})"
+        )
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self.tensor()[index]
+
+    def __iter__(self) -> Any:
+        return iter(self.tensor())
+
+    def __add__(self, other: Any) -> Any:
+        return self.tensor() + other
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Any:
+        return self.tensor() - other
+
+    def __rsub__(self, other: Any) -> Any:
+        return other - self.tensor()
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return other / self.tensor()
+
+    def __pow__(self, other: Any) -> Any:
+        return self.tensor() ** other
+
+    def __neg__(self) -> torch.Tensor:
+        return -self.tensor()
+
+    def __matmul__(self, other: Any) -> Any:
+        return self.tensor() @ other
+
+    def __gt__(self, other: Any) -> Any:
+        return self.tensor() > other
+
+    def __lt__(self, other: Any) -> Any:
+        return self.tensor() < other
+
+    def __ge__(self, other: Any) -> Any:
+        return self.tensor() >= other
+
+    def __le__(self, other: Any) -> Any:
+        return self.tensor() <= other
+
+
+def _is_plain_factor(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value != 0
