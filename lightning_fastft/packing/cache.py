@@ -21,6 +21,7 @@ from lightning_fastft.core.checks import check_int, check_share
 from lightning_fastft.core.errors import DataError
 from lightning_fastft.core.files import sync_file
 from lightning_fastft.packing import chat
+from lightning_fastft.packing.completion_store import CompletionStore, CompletionWriter
 from lightning_fastft.packing.dataset import (
     DTYPES,
     FORMAT_VERSION,
@@ -33,7 +34,7 @@ from lightning_fastft.packing.dataset import (
     write_file,
 )
 from lightning_fastft.packing.encode import Formatter
-from lightning_fastft.packing.formats import FormatOptions
+from lightning_fastft.packing.formats import TUNERS, FormatOptions
 from lightning_fastft.packing.images import ImageExpander, ImageStore, ImageWriter
 from lightning_fastft.packing.pipeline import ChunkResult, Setup, describe_uniform_reject, make_chunks
 from lightning_fastft.packing.report import IngestReport, render_counts
@@ -199,6 +200,7 @@ class _Ingest:
         self._digest: list[np.ndarray] = []
         self._pending_bits = np.zeros(0, dtype=bool)
         self._images = ImageWriter(BytesIO())
+        self._completions = CompletionWriter()
 
     def run(
         self, sources: list[Source], *, num_proc: int, target: Path | None, fingerprint: str, show_progress: bool
@@ -209,7 +211,7 @@ class _Ingest:
             files = _Files(*buffers)
             start_N1 = self._fill(sources, files, num_proc=num_proc, show_progress=show_progress)
             id_buffer, bit_buffer, image_buffer = (np.frombuffer(file.getbuffer(), np.uint8) for file in buffers)
-            offsets = self._images.offsets()
+            offsets, completions = self._images.offsets(), self._completions.arrays()
             return TokenizedDataset(
                 id_T=id_buffer.view(DTYPES["ids"]),
                 trained_bits=bit_buffer,
@@ -218,6 +220,7 @@ class _Ingest:
                 report=self._report,
                 fingerprint=fingerprint,
                 images=ImageStore({"images": image_buffer, **offsets}) if offsets else None,
+                completions=CompletionStore(completions) if completions else None,
             )
         with write_beside(target) as part:
             with ExitStack() as stack:
@@ -225,15 +228,15 @@ class _Ingest:
                 start_N1 = self._fill(sources, files, num_proc=num_proc, show_progress=show_progress)
                 for file in files:
                     sync_file(file)
-            offsets = self._images.offsets()
+            offsets, completions = self._images.offsets(), self._completions.arrays()
             if not offsets:
                 (part / "images.bin").unlink()
             write_file(part / "start.bin", start_N1.tobytes())
             write_file(part / "num_labelled.bin", _join(self._num_labelled).tobytes())
-            for name, array in offsets.items():
+            for name, array in (*offsets.items(), *completions.items()):
                 write_file(part / f"{name}.bin", array.tobytes())
             write_file(part / REJECTED, _render_rejects(self.rejects))
-            names = (*DTYPES, *(ImageStore.DTYPES if offsets else ()))
+            names = (*DTYPES, *(ImageStore.DTYPES if offsets else ()), *completions)
             digests = {name: digest_file(part / name) for name in (*(f"{name}.bin" for name in names), REJECTED)}
             meta = {
                 "version": FORMAT_VERSION,
@@ -306,6 +309,8 @@ class _Ingest:
         files.ids.write(result.id_T.tobytes())
         for images in result.images_N:
             self._images.add(images)
+        for completions in result.completions_N:
+            self._completions.add(completions)
         bits = np.concatenate([self._pending_bits, result.is_trained_T])
         num_whole = len(bits) - len(bits) % 8
         files.trained.write(np.packbits(bits[:num_whole]).tobytes())
@@ -337,10 +342,16 @@ class _Ingest:
         report, options = self._report, self._setup.options
         _check_share_of_rejects(report, most=self._max_reject_share, written=self._on_stop, first=self._first_reject)
         if report.num_too_long and options.too_long == "refuse":
+            has_completions = not TUNERS.keys().isdisjoint(report.rows_per_format)
+            ways = (
+                "use too_long='truncate' (cuts completions to equal shares)"
+                if has_completions
+                else "use too_long='truncate' (keeps the beginning) or too_long='split' (makes several examples)"
+            )
             raise DataError(
                 f"{report.num_too_long} of {report.num_rows} rows are longer than max_tokens={options.max_tokens}; the "
                 f"longest has {report.longest} tokens ({report.longest_place}). Raise max_tokens to {report.longest}, "
-                "or use too_long='truncate' (keeps the beginning) or too_long='split' (makes several examples)."
+                f"or {ways}."
             )
         if report.num_documents == 0:
             raise DataError(f"No example is left after validation: {report.render()}")

@@ -21,6 +21,7 @@ import numpy as np
 
 from lightning_fastft.core.errors import DataError, OptionError
 from lightning_fastft.core.files import sync_file
+from lightning_fastft.packing.completion_store import CompletionStore
 from lightning_fastft.packing.context import IGNORED_LABEL, Document
 from lightning_fastft.packing.images import ImageStore
 from lightning_fastft.packing.report import IngestReport
@@ -29,6 +30,7 @@ from lightning_fastft.packing.report import IngestReport
 FORMAT_VERSION = 2
 # Dtype of each file of a folder.
 DTYPES = {"ids": np.int32, "trained": np.uint8, "start": np.int64, "num_labelled": np.int64}
+_ALL_DTYPES = {**DTYPES, **ImageStore.DTYPES, **CompletionStore.DTYPES}
 META = "meta.json"
 _PART = ".part-"
 _BLOCK_BYTES = 2**20
@@ -38,7 +40,7 @@ class TokenizedDataset:
     """Store examples as tokens, in memory or in memory-mapped files.
 
     The storage is flat ids, one trained bit per token, and offsets. A memory-mapped data set is pickled as its path.
-    Images are stored in encoded form, or as paths.
+    Images are stored in encoded form, or as paths. Either all examples have completions, or none has.
 
     Args:
         id_T: Concatenated ids of all examples, int32.
@@ -50,6 +52,7 @@ class TokenizedDataset:
         content_digest: Value of the property if it is known.
         path: Folder of the arrays; None if they are in memory.
         images: The images of the examples; None if there are none.
+        completions: The completions of the examples; None if there are none.
     """
 
     def __init__(
@@ -64,8 +67,10 @@ class TokenizedDataset:
         content_digest: str | None = None,
         path: Path | None = None,
         images: ImageStore | None = None,
+        completions: CompletionStore | None = None,
     ) -> None:
         self.images = images
+        self.completions = completions
         self.report = report
         self.fingerprint = fingerprint
         self.path = path
@@ -109,9 +114,13 @@ class TokenizedDataset:
         for name in digests if is_checked else ():
             if digest_file(path / name) != digests[name]:
                 raise DataError(f"{name} is damaged")
-        has_images = "images.bin" in digests
-        dtypes = {**DTYPES, **(ImageStore.DTYPES if has_images else {})}
-        arrays = {name: np.memmap(path / f"{name}.bin", dtype=dtype, mode="r") for name, dtype in dtypes.items()}
+        arrays = {
+            name: np.memmap(path / f"{name}.bin", dtype=dtype, mode="r")
+            for name, dtype in _ALL_DTYPES.items()
+            if name in DTYPES or f"{name}.bin" in digests
+        }
+        images = {name: arrays[name] for name in ImageStore.DTYPES if name in arrays}
+        completions = {name: arrays[name] for name in CompletionStore.DTYPES if name in arrays}
         dataset = cls(
             id_T=arrays["ids"],
             trained_bits=arrays["trained"],
@@ -121,7 +130,8 @@ class TokenizedDataset:
             fingerprint=str(meta["fingerprint"]),
             content_digest=combine_digests(digests),
             path=path,
-            images=ImageStore({name: arrays[name] for name in ImageStore.DTYPES}) if has_images else None,
+            images=ImageStore(images) if images else None,
+            completions=CompletionStore(completions) if completions else None,
         )
         dataset.check_bounds()
         if is_checked and not 0 <= int(arrays["ids"].min()) <= int(arrays["ids"].max()) <= dataset.report.highest_id:
@@ -142,6 +152,7 @@ class TokenizedDataset:
                 "start": self._start_N1,
                 "num_labelled": self.num_labelled_N,
                 **({} if self.images is None else self.images.arrays),
+                **({} if self.completions is None else self.completions.arrays),
             }
             self._content_digest = combine_digests(
                 {f"{name}.bin": hashlib.sha256(array.data).hexdigest() for name, array in arrays.items()}
@@ -161,6 +172,8 @@ class TokenizedDataset:
             raise DataError("its report has the counts of other examples")
         if self.images is not None:
             self.images.check_bounds(num_examples=num_examples)
+        if self.completions is not None:
+            self.completions.check_bounds(length_N=self.length_N)
 
     def __len__(self) -> int:
         return len(self.length_N)
@@ -174,7 +187,10 @@ class TokenizedDataset:
         bits = np.unpackbits(self._trained_bits[begin // 8 : -(-end // 8)])
         is_trained = bits[begin % 8 : begin % 8 + len(ids)].astype(bool)
         images = () if self.images is None else self.images[index]
-        return Document(ids, np.where(is_trained, ids, IGNORED_LABEL), images)
+        document = Document(ids, np.where(is_trained, ids, IGNORED_LABEL), images)
+        if self.completions is None:
+            return document
+        return document._replace(**self.completions.read(index, start=begin)._asdict())
 
     def __iter__(self) -> Iterator[Document]:
         return (self[index] for index in range(len(self)))
@@ -192,6 +208,7 @@ class TokenizedDataset:
             fingerprint=self.fingerprint,
             content_digest=self._content_digest,
             images=self.images,
+            completions=self.completions,
         )
         return held, ()
 
@@ -202,8 +219,8 @@ def _reopen(path: Path) -> TokenizedDataset:
 
 
 def combine_digests(digests: Mapping[str, str]) -> str:
-    """Return one digest of the token files of an entry, and of those of its images if it has any."""
-    names = (f"{name}.bin" for name in (*DTYPES, *ImageStore.DTYPES))
+    """Return one digest of the token files of an entry, and of those of its images and completions if it has any."""
+    names = (f"{name}.bin" for name in _ALL_DTYPES)
     return hashlib.sha256(json.dumps([digests[name] for name in names if name in digests]).encode()).hexdigest()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,11 +20,15 @@ UNDERLINE = ("\x1b[4m", "\x1b[24m")
 NUM_BINS = 12
 BAR_WIDTH = 40
 MAX_SHOWN_TOKENS = 512
+# Names of the scores of formats with completions.
+SCORE_NAMES = {"labelled": "label", "scored": "score", "rollouts": "reward"}
 
 
 class DescribableDocuments(Protocol):
-    """Documents of one split, numbered from 0."""
+    """Documents of one split, numbered from 0: index_N are their numbers in the whole data set, None for all."""
 
+    documents: Any
+    index_N: np.ndarray | None
     length_N: np.ndarray
     num_labelled_N: np.ndarray
 
@@ -79,7 +84,12 @@ def describe_data(
         raise DataError('The data module has no data yet. Call setup("fit") first.')
     shown = datamodule.subset("train") or datamodule.subset("val") or datamodule.subset("test")
     assert shown is not None
-    example = render_example(shown[0], datamodule.tokenizer, marks=UNDERLINE if is_terminal else MARKS)
+    marks = UNDERLINE if is_terminal else MARKS
+    if shown[0].segment_lengths:
+        formats = shown.documents.report.rows_per_format
+        example = render_completions(shown[0], datamodule.tokenizer, formats=formats, marks=marks)
+    else:
+        example = render_example(shown[0], datamodule.tokenizer, marks=marks)
     num_trained = int(shown.num_labelled_N[0])
     how = "underlined" if is_terminal else f"between {MARKS[0]} and {MARKS[1]}"
     sections.append(f"first example: {int(shown.length_N[0])} tokens, {num_trained} trained ({how})\n{example}")
@@ -125,9 +135,55 @@ def render_example(document: Document, tokenizer: Any, *, marks: tuple[str, str]
         >>> render_example(Document(np.array([5, 6, 7]), np.array([-100, 6, 7])), None)
         '5 ⟦6 7⟧'
     """
-    ids = document.input_ids[:MAX_SHOWN_TOKENS].tolist()
-    is_trained = (document.labels[:MAX_SHOWN_TOKENS] != IGNORED_LABEL).tolist()
-    is_trained[:1] = [False]
+    is_trained_T = document.labels != IGNORED_LABEL
+    is_trained_T[:1] = False
+    return _render_tokens(document.input_ids, is_trained_T, tokenizer, marks=marks, most=MAX_SHOWN_TOKENS)
+
+
+def render_completions(
+    document: Document, tokenizer: Any, *, formats: Collection[str], marks: tuple[str, str] = MARKS
+) -> str:
+    """Return the prompt and the completions of an example as text, each under its name, trained tokens between marks.
+
+    Args:
+        document: An example with completions.
+        tokenizer: Decodes the ids; None shows the ids.
+        formats: Formats of the data set: "preference" alone names chosen and rejected.
+        marks: Text before and after trained tokens.
+
+    Example:
+        >>> ids, labels = np.array([5, 6, 7]), np.array([-100, 6, 7])
+        >>> document = Document(ids, labels, segment_lengths=(1, 1, 1), scores=(0.0, 0.0))
+        >>> print(render_completions(document, None, formats=["preference"]))
+        prompt (1 token):
+        5
+        chosen (1 token):
+        ⟦6⟧
+        rejected (1 token):
+        ⟦7⟧
+    """
+    named = set(formats) - {"none"}
+    if named == {"preference"}:
+        margin = f", margin {document.scores[0]:g}" if document.scores[0] else ""
+        names = ["prompt", f"chosen{margin}", "rejected"]
+    else:
+        score_name = SCORE_NAMES.get(named.pop(), "score") if len(named) == 1 else "score"
+        scores = enumerate(document.scores, start=1)
+        names = ["prompt", *(f"completion {number}, {score_name} {score:g}" for number, score in scores)]
+    lines = []
+    end_M = np.cumsum(document.segment_lengths).tolist()
+    for name, begin, end in zip(names, [0, *end_M], end_M):
+        ids, is_trained = document.input_ids[begin:end], document.labels[begin:end] != IGNORED_LABEL
+        text = _render_tokens(ids, is_trained, tokenizer, marks=marks, most=max(1, MAX_SHOWN_TOKENS // len(names)))
+        lines.append(f"{name} ({count(end - begin, 'token')}):\n{text}")
+    return "\n".join(lines)
+
+
+def _render_tokens(
+    id_T: np.ndarray, is_trained_T: np.ndarray, tokenizer: Any, *, marks: tuple[str, str], most: int
+) -> str:
+    """Return the text of the first tokens with trained ones between marks, and how many are left."""
+    ids, is_trained = id_T[:most].tolist(), is_trained_T[:most].tolist()
     pieces = []
     for trained, run in groupby(range(len(ids)), key=is_trained.__getitem__):
         part = [ids[number] for number in run]
@@ -138,7 +194,7 @@ def render_example(document: Document, tokenizer: Any, *, marks: tuple[str, str]
             else printable(tokenizer.decode(part, skip_special_tokens=False), keeps_lines=True)
         )
         pieces.append(f"{marks[0]}{text}{marks[1]}" if trained else text)
-    num_left = len(document.input_ids) - len(ids)
+    num_left = len(id_T) - len(ids)
     return (" " if tokenizer is None else "").join(pieces) + (f" ... {num_left} more tokens" if num_left else "")
 
 
@@ -225,6 +281,8 @@ def _describe_split(
         f"{count(len(packs), 'pack')} of {packs.max_tokens} tokens ({num_needed} would hold the tokens), fill "
         f"{100 * packs.fill(length_N):.2f} %",
     ]
+    if subset.documents.completions is not None:
+        lines.insert(-1, _describe_sharing(subset))
     if accumulate is not None:
         lines.append(
             describe_epoch(num_packs=num_all, num_extra_packs=num_extra, world_size=world_size, accumulate=accumulate)
@@ -235,6 +293,20 @@ def _describe_split(
             "numbers"
         )
     return "\n".join(lines)
+
+
+def _describe_sharing(subset: DescribableDocuments) -> str:
+    """Return a line on the tokens of packs in which each prompt stands once, and of packs that repeat it."""
+    store, chosen_N = subset.documents.completions, slice(None) if subset.index_N is None else subset.index_N
+    num_completions_N, num_prompt_N = store.num_completions_N[chosen_N], store.num_prompt_tokens_N[chosen_N]
+    num_behind = int(store.num_completion_tokens_N[chosen_N].sum())
+    # A completion begins with a copy of the prompt's last token, whose own place is free.
+    shared = int((num_prompt_N - 1 + num_completions_N).sum()) + num_behind
+    repeated = int((num_prompt_N * num_completions_N).sum()) + num_behind
+    return (
+        f"{count(int(num_completions_N.sum()), 'completion')}: {shared} tokens with shared prompts, {repeated} "
+        f"without, {100 * (1 - shared / repeated):.1f} % saved"
+    )
 
 
 def _edges(length_N: np.ndarray) -> np.ndarray:

@@ -12,14 +12,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from lightning_fastft.core.errors import DataError
+from lightning_fastft.core.errors import DataError, OptionError
 from lightning_fastft.packing import chat
+from lightning_fastft.packing.completion_rows import (
+    Texts,
+    join_completions,
+    join_ids,
+    read_completions,
+    read_rollout_ids,
+    unlike,
+)
+from lightning_fastft.packing.completion_store import Segments
 from lightning_fastft.packing.context import IGNORED_LABEL
 from lightning_fastft.packing.control_tokens import Rendered
-from lightning_fastft.packing.formats import FormatOptions
+from lightning_fastft.packing.formats import TUNERS, FormatOptions
 from lightning_fastft.packing.images import ImageExpander, ImageFile, decode_image, place_images, read_image
 from lightning_fastft.packing.rows import (
     IMAGE_UNSERVED,
+    IMAGE_WITH_COMPLETIONS,
     LABELS_DIFFER,
     WRONG_TYPE,
     RowRejectedError,
@@ -35,14 +45,23 @@ MAX_TOKEN_ID = 2**31 - 1
 
 
 class Encoded(NamedTuple):
-    """One example as tokens: ids (int64) and trained flags (bool), both of shape (length,); remarks on its row, and its
-    images.
+    """One example as tokens: ids (int64) and trained flags (bool), both of shape (length,); remarks on its row, its
+    images and its completions.
     """
 
     input_ids: np.ndarray
     is_trained: np.ndarray
     notes: tuple[str, ...] = ()
     images: tuple[ImageFile, ...] = ()
+    completions: Segments | None = None
+
+
+class _Conversations(NamedTuple):
+    """The texts of one row, one per completion, and the scores; must_differ: two equal ones are an error."""
+
+    rendered: list[Rendered]
+    scores: tuple[float, ...]
+    must_differ: bool
 
 
 class TokenIdError(DataError):
@@ -68,7 +87,7 @@ class Formatter:
     """Encode rows as tokens.
 
     Args:
-        tokenizer: A Hugging Face tokenizer; None supports only the format input_ids.
+        tokenizer: A Hugging Face tokenizer; None supports only input_ids, and rollouts as ids.
         options: Options for turning rows into tokens.
         vocab_size: Rows of the model's embedding; None if it is not known yet.
         images: Expands the image placeholders of a text; None rejects rows with images.
@@ -108,12 +127,18 @@ class Formatter:
                 self._chat = chat.ChatRenderer(tokenizer, template=template, loss_on=options.loss_on, notes=self.notes)
 
     def check_can_serve(self, format: str, *, file: str) -> None:
-        """Raise DataError if this tokenizer cannot encode rows of a format."""
-        if format != "input_ids" and self._tokenizer is None:
-            raise DataError(
-                f"{file}: rows of format {format!r} need a tokenizer, and there is none. Give "
-                "tokenizer, or save the tokenizer's files in the folder of the model."
-            )
+        """Raise DataError if this tokenizer cannot encode rows of a format, and OptionError if the options cannot."""
+        if format not in ("input_ids", "rollouts") and self._tokenizer is None:
+            raise _missing_tokenizer(format, file=file)
+        for option, refused, allowed in (
+            ("loss_on", "all", "'completion'"),
+            ("too_long", "split", "'refuse' or 'truncate'"),
+        ):
+            if format in TUNERS and getattr(self._options, option) == refused:
+                raise OptionError(
+                    f"{file}: {option}={refused!r} is not possible for rows of format {format!r}, which train "
+                    f"completions behind a shared prompt. Allowed is {option}={allowed}."
+                )
         if format in ("messages", "conversations") and self._chat is None:
             raise DataError(
                 f"{file}: rows of format {format!r} need a chat template, and the tokenizer has none. Give "
@@ -131,22 +156,65 @@ class Formatter:
             folder: Paths of images are relative to it.
 
         Cost:
-            One tokenizer call for all rows. A chat template is rendered once per row, and once more per turn if it has
-            no generation marks. Each image is decoded and processed once, for its number of tokens.
+            One tokenizer call for all rows. A chat template is rendered once per row (or completion), and once more per
+            turn if it has no generation marks; the prompt is tokenised once per completion. Each image is decoded and
+            processed once, for its number of tokens.
         """
-        outcomes: list[Encoded | RowRejectedError | TokenIdError | Rendered] = []
+        outcomes: list[Encoded | RowRejectedError | TokenIdError | Rendered | _Conversations] = []
         for row in rows:
             try:
-                outcomes.append(
-                    self._take_ids(row)
-                    if format == "input_ids"
-                    else self._expand(self._render(row, format=format), folder=folder)
-                )
+                outcomes.append(self._read(row, format=format, folder=folder))
             except (RowRejectedError, TokenIdError) as error:
                 outcomes.append(error)
-        rendered = [outcome for outcome in outcomes if isinstance(outcome, Rendered)]
+        rendered = [
+            one
+            for outcome in outcomes
+            if isinstance(outcome, (Rendered, _Conversations))
+            for one in ([outcome] if isinstance(outcome, Rendered) else outcome.rendered)
+        ]
         encoded = iter(self._encode_rendered(rendered))
-        return [next(encoded) if isinstance(outcome, Rendered) else outcome for outcome in outcomes]
+        finished: list[Encoded | RowRejectedError | TokenIdError] = []
+        for outcome in outcomes:
+            if isinstance(outcome, Rendered):
+                finished.append(next(encoded))
+            elif isinstance(outcome, _Conversations):
+                finished.append(_join(outcome, [next(encoded) for _ in outcome.rendered]))
+            else:
+                finished.append(outcome)
+        return finished
+
+    def _read(self, row: Mapping[str, Any], *, format: str, folder: str) -> Encoded | Rendered | _Conversations:
+        """Return the tokens of a row of ids, and the texts of any other row."""
+        if format == "input_ids":
+            return self._take_ids(row)
+        if format not in TUNERS:
+            return self._expand(self._render(row, format=format), folder=folder)
+        if _image_column(row):
+            raise RowRejectedError(IMAGE_WITH_COMPLETIONS, "they are not supported yet")
+        if "prompt_ids" in row and "completion_ids" in row:
+            return self._take_rollout_ids(row)
+        if self._tokenizer is None:
+            raise _missing_tokenizer(format, file="a row of text")
+        return self._render_completions(row, format=format)
+
+    def _render_completions(self, row: Mapping[str, Any], *, format: str) -> _Conversations:
+        """Return one text per completion, each behind the prompt."""
+        found = read_completions(row, format=format)
+        tools = row.get("tools")
+        if isinstance(found, Texts):
+            if tools:
+                raise RowRejectedError(WRONG_TYPE, "a prompt with tools must be a list of messages")
+            prompt = found.prompt + ("" if found.is_implicit else self._options.separator)
+            rendered = [self._render_pair(prompt, completion) for completion in found.completions]
+        else:
+            rendered = []
+            for completion in found.completions:
+                turns = found.prompt + completion
+                if any(isinstance(message.get("content"), list) for message in turns):
+                    raise RowRejectedError(IMAGE_WITH_COMPLETIONS, "they are not supported yet")
+                text, _ = self._render_chat(turns, num_context_turns=len(found.prompt), tools=tools, column=[])
+                rendered.append(text)
+        return _Conversations(rendered, found.scores, must_differ=format == "preference")
 
     def _expand(self, rendered: tuple[Rendered, list[object]], *, folder: str) -> Rendered:
         """Read the images of a rendered row and expand their placeholders, which are never trained."""
@@ -187,7 +255,7 @@ class Formatter:
 
     def _render_strings(self, prompt: object, completion: object) -> Rendered:
         if not (isinstance(prompt, str) and isinstance(completion, str)):
-            raise _unlike(prompt, completion)
+            raise unlike(prompt, completion, column="completion")
         return self._render_pair(
             check_text(prompt, column="prompt") + self._options.separator, check_text(completion, column="completion")
         )
@@ -196,7 +264,7 @@ class Formatter:
         self, prompt: object, completion: object, *, column: list[object]
     ) -> tuple[Rendered, list[object]]:
         if not (isinstance(prompt, (list, tuple)) and isinstance(completion, (list, tuple))):
-            raise _unlike(prompt, completion)
+            raise unlike(prompt, completion, column="completion")
         turns = check_messages(prompt, column="prompt", needs_assistant=False)
         answers = check_messages(completion, column="completion")
         return self._render_chat(turns + answers, num_context_turns=len(turns), column=column)
@@ -341,9 +409,7 @@ class Formatter:
         return len(before), ids[: len(before)] == list(before)
 
     def _take_ids(self, row: Mapping[str, Any]) -> Encoded:
-        ids = self._to_array(row["input_ids"], column="input_ids")
-        if ids.size and (ids.min() < 0 or ids.max() > self._highest_id):
-            raise TokenIdError(int(ids.min() if ids.min() < 0 else ids.max()), "token id", self._allowed_ids)
+        ids = self._take_token_ids(row["input_ids"], column="input_ids")
         if row.get("labels") is None:
             return Encoded(ids, np.ones(len(ids), dtype=bool))
         labels = self._to_array(row["labels"], column="labels")
@@ -363,6 +429,25 @@ class Formatter:
                 "ids or -100",
             )
         return Encoded(ids, is_trained if self._options.loss_on == "completion" else np.ones(len(ids), dtype=bool))
+
+    def _take_rollout_ids(self, row: Mapping[str, Any]) -> Encoded:
+        completions, scores, log_probs = read_rollout_ids(row)
+        ids, is_trained, joined = join_ids(
+            self._take_token_ids(row["prompt_ids"], column="prompt_ids"),
+            [
+                self._take_token_ids(value, column=f"completion_ids[{number}]")
+                for number, value in enumerate(completions)
+            ],
+            scores=scores,
+            log_probs=log_probs,
+        )
+        return Encoded(ids, is_trained, completions=joined)
+
+    def _take_token_ids(self, value: object, *, column: str) -> np.ndarray:
+        ids = self._to_array(value, column=column)
+        if ids.size and (ids.min() < 0 or ids.max() > self._highest_id):
+            raise TokenIdError(int(ids.min() if ids.min() < 0 else ids.max()), "token id", self._allowed_ids)
+        return ids
 
     @property
     def _highest_id(self) -> int:
@@ -392,11 +477,33 @@ def _image_column(row: Mapping[str, Any]) -> list[object]:
     return several + ([row["image"]] if row.get("image") is not None else [])
 
 
-def _unlike(prompt: object, completion: object) -> RowRejectedError:
-    found = f"{type(prompt).__name__} and {type(completion).__name__}"
-    return RowRejectedError(
-        WRONG_TYPE, f"prompt and completion must both be strings or both lists of messages, got {found}"
+def _missing_tokenizer(format: str, *, file: str) -> DataError:
+    return DataError(
+        f"{file}: rows of format {format!r} need a tokenizer, and there is none. Give tokenizer, or save the "
+        "tokenizer's files in the folder of the model."
     )
+
+
+def _join(
+    conversations: _Conversations, encoded: Sequence[Encoded | TokenIdError]
+) -> Encoded | RowRejectedError | TokenIdError:
+    """Return the conversations of one row as one example, with their prompt once."""
+    parts = []
+    for part in encoded:
+        if isinstance(part, TokenIdError):
+            return part
+        parts.append(part)
+    try:
+        ids, is_trained, completions = join_completions(
+            [part.input_ids for part in parts],
+            [part.is_trained for part in parts],
+            scores=conversations.scores,
+            must_differ=conversations.must_differ,
+        )
+    except RowRejectedError as error:
+        return error
+    notes = tuple(dict.fromkeys(note for part in parts for note in part.notes))
+    return Encoded(ids, is_trained, notes, completions=completions)
 
 
 def move_spans(

@@ -5,22 +5,34 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from lightning_fastft.core.checks import check_bool, check_choice, check_int, check_string
 from lightning_fastft.core.errors import OptionError
 
-if TYPE_CHECKING:
-    pass
-
 # Required and optional columns of each format, in the order of detection.
 COLUMNS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "preference": (("chosen", "rejected"), ("prompt", "margin", "tools", "images", "image")),
+    "labelled": (("prompt", "completion", "label"), ("tools", "images", "image")),
+    "scored": (("prompt", "completion", "score"), ("tools", "images", "image")),
+    "rollouts": (
+        ("rewards",),
+        ("prompt", "completions", "prompt_ids", "completion_ids", "log_probs", "tools", "images", "image"),
+    ),
     "messages": (("messages",), ("tools", "images", "image")),
     "conversations": (("conversations",), ("system", "tools", "images", "image")),
     "prompt_completion": (("prompt", "completion"), ("images", "image")),
     "instruction": (("instruction", "output"), ("input",)),
     "input_ids": (("input_ids",), ("labels",)),
     "text": (("text",), ()),
+}
+# Formats that also require at least one of these columns.
+ALTERNATIVES: Mapping[str, tuple[str, ...]] = {"rollouts": ("completions", "completion_ids")}
+# Formats whose examples are a prompt with completions, and the classes that train them. FineTuner trains all others.
+TUNERS: Mapping[str, str] = {
+    "preference": "PreferenceTuner or RewardTuner",
+    "labelled": "PreferenceTuner(loss='kto')",
+    "scored": "RewardTuner",
+    "rollouts": "PolicyTuner",
 }
 
 
@@ -30,18 +42,21 @@ class FormatOptions:
 
     Args:
         max_tokens: Longest example in tokens: the length of a pack.
-        format: "messages", "conversations", "prompt_completion", "instruction", "text", "input_ids", or "auto" to
-            detect it from the columns of each file.
+        format: "preference", "labelled", "scored", "rollouts", "messages", "conversations", "prompt_completion",
+            "instruction", "input_ids", "text", or "auto" to detect it from the columns of each file.
         columns: Column names of the format to those of the data, for example {"prompt": "question", "completion":
             "answer"}.
-        loss_on: "completion" trains assistant turns, completions and outputs; "all" trains every token.
+        loss_on: "completion" trains assistant turns, completions and outputs; "all" trains every token, and is
+            refused for the formats of TUNERS.
         chat_template: Jinja text, or a .jinja file, in place of the tokenizer's own template.
         add_eos: Whether the end-of-sequence token is appended and trained, in every format but messages, conversations
             and input_ids.
         too_long: Action for an example of more than max_tokens: "refuse" stops before training, "truncate" keeps its
-            beginning (and rejects it if no trained token is left), "split" makes several examples of it. Long examples
-            are always counted.
-        separator: Text between a prompt and a completion that are strings.
+            beginning (and rejects it if no trained token is left), "split" makes several examples of it. In the formats
+            of TUNERS, "truncate" keeps the prompt and gives all completions an equal share of the rest, and "split" is
+            refused. Long examples are always counted.
+        separator: Text between a prompt and a completion that are strings; none if the prompt was found as the common
+            beginning of chosen and rejected.
         extra_columns: "refuse" rejects a row with a column that is not in the first 100 rows of its file, "ignore"
             accepts it.
 
@@ -101,9 +116,21 @@ def detect_format(columns: Sequence[str] | frozenset[str], *, options: FormatOpt
         return options.format
     mapping = options.columns or {}
     for name, (required, _) in COLUMNS.items():
-        if all(mapping.get(column, column) in columns for column in required):
+        alternatives = ALTERNATIVES.get(name)
+        if all(mapping.get(column, column) in columns for column in required) and (
+            alternatives is None or any(mapping.get(column, column) in columns for column in alternatives)
+        ):
             return name
     return None
+
+
+def describe_formats() -> str:
+    """Return the required columns of each format, for error messages."""
+    parts = []
+    for name, (required, _) in COLUMNS.items():
+        choice = " or ".join(ALTERNATIVES.get(name, ()))
+        parts.append(f"{name}: {', '.join((*required, choice) if choice else required)}")
+    return "; ".join(parts)
 
 
 def find_wrong_mapping(columns: Sequence[str] | frozenset[str], *, options: FormatOptions) -> str:

@@ -15,8 +15,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from lightning_fastft.core.errors import DataError
+from lightning_fastft.packing.completion_rows import cut_completions
+from lightning_fastft.packing.completion_store import Segments
 from lightning_fastft.packing.encode import Encoded, Formatter, TokenIdError
-from lightning_fastft.packing.formats import COLUMNS, FormatOptions, detect_format, find_wrong_mapping
+from lightning_fastft.packing.formats import (
+    COLUMNS,
+    TUNERS,
+    FormatOptions,
+    describe_formats,
+    detect_format,
+    find_wrong_mapping,
+)
 from lightning_fastft.packing.images import ImageExpander, ImageFile
 from lightning_fastft.packing.report import render_counts
 from lightning_fastft.packing.rows import (
@@ -71,7 +80,8 @@ class ChunkResult(NamedTuple):
 
     num_seen counts rows without blank lines. digest_N has one number per accepted row, before truncation. An impossible
     token id ends the chunk. first_lines has the first line of each note on single rows; counted is the unit of these
-    numbers, "line" or "row". images_N has the images of each kept example.
+    numbers, "line" or "row". images_N has the images of each kept example, completions_N its completions; completions_N
+    is empty in formats without completions.
     """
 
     source: str
@@ -91,6 +101,7 @@ class ChunkResult(NamedTuple):
     impossible: tuple[int, TokenIdError] | None
     counted: str
     images_N: list[tuple[ImageFile, ...]]
+    completions_N: list[Segments]
 
     def place(self, number: int) -> str:
         """Return the place of a row: "a.jsonl, line 3", or "a.json, row 3" for arrays, tables and lists."""
@@ -106,8 +117,11 @@ def make_chunks(sources: Iterable[Source], *, formatter: Formatter, options: For
         options: A forced format and a column mapping.
 
     Raises:
-        DataError: A source has no rows, or its format is unknown or not supported by the tokenizer.
+        DataError: A source has no rows, or its format is unknown or not supported by the tokenizer; or one source has
+            completions, and another has none.
+        OptionError: The options do not fit the format.
     """
+    first_of_kind: dict[bool, tuple[str, str]] = {}
     for source in sources:
         wanted = None
         if source.columns is not None:
@@ -118,6 +132,13 @@ def make_chunks(sources: Iterable[Source], *, formatter: Formatter, options: For
         format, expected = _learn_format(source, first, options=options)
         if format is not None:
             formatter.check_can_serve(format, file=source.name)
+            first_of_kind.setdefault(format in TUNERS, (source.name, format))
+            if len(first_of_kind) > 1:
+                one, other = (f"{name} ({format})" for name, format in first_of_kind.values())
+                raise DataError(
+                    f"{one} and {other} cannot be one data set: only one of them has completions that are compared or "
+                    "scored. Train them one after the other, or give format."
+                )
         yield Chunk(source.name, format, expected, first, True, source.counts, source.folder)
         for more in _split_rows(rows):
             yield Chunk(source.name, format, expected, more, False, source.counts, source.folder)
@@ -175,9 +196,8 @@ def _learn_format(
 def _known_format(name: str, format: str | None, columns: Iterable[str]) -> str:
     if format is not None:
         return format
-    formats = "; ".join(f"{format}: {', '.join(required)}" for format, (required, _) in COLUMNS.items())
     raise DataError(
-        f"{name} has the columns {', '.join(sorted(columns))}, which make no known format ({formats}). "
+        f"{name} has the columns {', '.join(sorted(columns))}, which make no known format ({describe_formats()}). "
         'Map them, for example with columns={"prompt": "question", "completion": "answer"}, or on the command line '
         "with --data.columns.prompt question --data.columns.completion answer."
     )
@@ -244,7 +264,7 @@ def tokenize_chunk(chunk: Chunk, *, formatter: Formatter, options: FormatOptions
                 impossible = (line, outcome)
                 break
             check_token_counts(num_tokens=len(outcome.input_ids), num_labelled=int(outcome.is_trained[1:].sum()))
-            longest = max(longest, (len(outcome.input_ids), line), key=lambda pair: pair[0])
+            longest = max(longest, (_num_packed(outcome), line), key=lambda pair: pair[0])
             kept.extend(_fit(outcome, options=options, counts=counts))
         except RowRejectedError as error:
             reject(place, error)
@@ -274,11 +294,18 @@ def tokenize_chunk(chunk: Chunk, *, formatter: Formatter, options: FormatOptions
         impossible=impossible,
         counted=chunk.counts,
         images_N=[example.images for example in kept],
+        completions_N=[example.completions for example in kept if example.completions is not None],
     )
+
+
+def _num_packed(example: Encoded) -> int:
+    return len(example.input_ids) if example.completions is None else example.completions.num_packed
 
 
 def _digest(example: Encoded) -> int:
     content = example.input_ids.tobytes() + example.is_trained.tobytes()
+    if example.completions is not None:
+        content += repr(example.completions[:2]).encode()
     digest = hashlib.blake2b(content + b"".join(image.digest for image in example.images), digest_size=8)
     return int.from_bytes(digest.digest(), "little")
 
@@ -286,7 +313,7 @@ def _digest(example: Encoded) -> int:
 def _fit(example: Encoded, *, options: FormatOptions, counts: Counter[str]) -> list[Encoded]:
     """Return the example, or its beginning or its pieces by the too_long option."""
     most = options.max_tokens
-    if len(example.input_ids) <= most:
+    if _num_packed(example) <= most:
         return [example]
     if example.images and options.too_long != "refuse":
         # A cut would leave images without some of their tokens.
@@ -295,6 +322,12 @@ def _fit(example: Encoded, *, options: FormatOptions, counts: Counter[str]) -> l
     if options.too_long == "refuse":
         # The run stops once all rows are counted, so tokens are not kept.
         return []
+    if example.completions is not None:
+        ids, is_trained, completions = cut_completions(
+            example.input_ids, example.is_trained, example.completions, max_tokens=most
+        )
+        counts["num_truncated"] += 1
+        return [Encoded(ids, is_trained, completions=completions)]
     if options.too_long == "truncate":
         head = Encoded(example.input_ids[:most], example.is_trained[:most])
         check_token_counts(num_tokens=most, num_labelled=int(head.is_trained[1:].sum()), is_truncated=True)

@@ -27,7 +27,7 @@ class IngestReport:
         num_split: Of these, rows that were split.
         num_dropped_pieces: Pieces of split rows without trained tokens.
         num_duplicates: Rows with the same tokens and labels as another row; they are kept.
-        longest: Tokens of the longest row before truncation.
+        longest: Tokens of the longest row before truncation, as a pack counts them.
         longest_place: Source and line of that row.
         highest_id: Highest token id kept.
         highest_id_place: Source and line of its first use.

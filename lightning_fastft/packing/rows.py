@@ -39,6 +39,13 @@ IMAGE_URL = "image behind a URL"
 IMAGE_COUNT = "images and their places differ in number"
 IMAGE_UNSERVED = "images without an image processor"
 IMAGE_TOO_LONG = "too long, with images"
+IMAGE_WITH_COMPLETIONS = "images in a row with completions"
+NO_PROMPT = "no prompt"
+NO_COMPLETION = "empty completion"
+SAME_COMPLETIONS = "chosen and rejected are identical"
+LENGTHS_DIFFER = "lists of different lengths"
+NOT_A_LOG_PROB = "log-probability above 0"
+PROMPT_TOO_LONG = "prompt too long"
 
 # A turn with one of these keys at 0 or false is not trained: OpenAI's name, and those of other trainers.
 TRAINED_FLAGS = ("weight", "train", "training", "loss")

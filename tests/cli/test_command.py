@@ -1,4 +1,5 @@
 import inspect
+import json
 import logging
 import os
 import re
@@ -292,6 +293,22 @@ def test_data_describes_without_training(folder, demo_files, capsys):
     assert "fill" in text
     assert "⟦" in text
     assert [path.name for path in (folder / "pictures").iterdir()] == ["lengths.png"]
+
+
+@pytest.mark.slow
+def test_data_describes_prompts_and_completions(folder, demo_files, capsys):
+    pair = {"prompt": "What is two plus two?", "chosen": " It is four.", "rejected": " It is five."}
+    (folder / "pairs.jsonl").write_text(f"{json.dumps(pair)}\n" * 4)
+    words = [*tiny_words(demo_files), "--data.paths", "pairs.jsonl", "--data.val_paths", "null", "--out", "pictures"]
+    assert main(["data", *words]) == 0
+    text = capsys.readouterr().out
+    assert "formats: preference 4" in text
+    assert "8 completions: " in text
+    assert "tokens with shared prompts" in text
+    prompt, chosen, rejected = (text.index(f"\n{name} (") for name in ("prompt", "chosen", "rejected"))
+    assert "What is two plus two?" in text[prompt:chosen]
+    assert "⟦ It is four." in text[chosen:rejected]
+    assert "⟦ It is five." in text[rejected:]
 
 
 @pytest.mark.slow

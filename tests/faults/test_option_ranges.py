@@ -16,6 +16,7 @@ from lightning.pytorch.strategies import Strategy
 import lightning_fastft
 from lightning_fastft import FineTuner, OffloadCheckpointing, PackedDataModule
 from lightning_fastft.packing.context import BatchContext, Document
+from lightning_fastft.packing.formats import COLUMNS
 
 CONFIG = {
     "model_type": "qwen3",
@@ -158,7 +159,7 @@ OPTIONS = {
         "val_share": share,
         "tokenizer": tokenizer,
         "max_tokens": whole(2, 2**31 - 1),
-        "format": choice("auto", "messages", "conversations", "prompt_completion", "instruction", "text", "input_ids"),
+        "format": choice("auto", *COLUMNS),
         "columns": either(nothing, lambda value: value == {}),
         "chat_template": either(nothing, text),
         "loss_on": choice("completion", "all"),

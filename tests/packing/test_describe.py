@@ -7,6 +7,7 @@ from lightning_fastft.core.errors import DataError, MissingDependencyError
 from lightning_fastft.packing.context import Document
 from lightning_fastft.packing.describe import (
     describe_data,
+    render_completions,
     render_example,
     render_length_histogram,
     save_length_histogram,
@@ -81,6 +82,53 @@ def test_description_refuses_a_module_without_set_up():
 def test_example_is_decoded_run_by_run_and_its_first_token_is_never_trained():
     document = Document(np.array([0, 1, 2, 3, 4]), np.array([0, 1, -100, 3, 4]))
     assert render_example(document, LetterTokenizer()) == "a⟦b⟧c⟦de⟧"
+
+
+def make_document(*, scores):
+    ids = np.arange(2 + len(scores))
+    labels = np.where(ids < 2, -100, ids)
+    return Document(ids, labels, segment_lengths=(2, *[1] * len(scores)), scores=scores)
+
+
+@pytest.mark.parametrize(
+    ("formats", "scores", "names"),
+    [
+        (["preference", "none"], (0.0, 0.0), ["chosen", "rejected"]),
+        (["preference"], (0.5, 0.0), ["chosen, margin 0.5", "rejected"]),
+        (["labelled"], (1.0,), ["completion 1, label 1"]),
+        (["scored"], (-0.25,), ["completion 1, score -0.25"]),
+        (["rollouts"], (1.0, 0.0, 2.5), [f"completion {n}, reward {r}" for n, r in ((1, 1), (2, 0), (3, 2.5))]),
+        (["preference", "rollouts"], (1.0, 0.0), ["completion 1, score 1", "completion 2, score 0"]),
+    ],
+)
+def test_prompt_and_completions_are_named(formats, scores, names):
+    text = render_completions(make_document(scores=scores), LetterTokenizer(), formats=formats)
+    expected = ["prompt (2 tokens):", "ab"]
+    for number, name in enumerate(names):
+        expected += [f"{name} (1 token):", f"⟦{'cde'[number]}⟧"]
+    assert text.splitlines() == expected
+
+
+def test_long_prompt_leaves_room_for_its_completions():
+    document = Document(np.ones(602, np.int64), np.ones(602, np.int64), (), None, (600, 1, 1), (0.0, 0.0))
+    text = render_completions(document, None, formats=["preference"])
+    assert "430 more tokens" in text
+    assert text.endswith("rejected (1 token):\n⟦1⟧")
+
+
+def test_description_of_completions_counts_what_shared_prompts_save():
+    rows = [{"prompt_ids": [1] * 6, "completion_ids": [[2], [3, 4]], "rewards": [1, 0]}] * 10
+    data = make_data(rows=rows, val_share=0.3)
+    text = describe_data(data)
+    num_val = len(data.subset("val"))
+    for split, number in (("train", 10 - num_val), ("val", num_val)):
+        shared, repeated = number * (5 + 2 + 3), number * (7 + 8)
+        assert (
+            f"{2 * number} completions: {shared} tokens with shared prompts, {repeated} without, 33.3 % saved"
+            in text[text.index(f"{split}:") :]
+        )
+    assert "completion 2, reward 0 (2 tokens):\n⟦3 4⟧" in text
+    assert "shared prompts" not in describe_data(make_data())
 
 
 def test_long_example_says_what_is_left_out():

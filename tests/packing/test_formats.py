@@ -214,6 +214,14 @@ def test_detection_goes_by_columns_and_can_be_overridden():
     assert detect_format(["text", "prompt"], options=options) == "text"
     assert detect_format(["question", "answer"], options=options) is None
     assert detect_format(["messages", "text"], options=FormatOptions(max_tokens=8, format="text")) == "text"
+    assert detect_format(["chosen", "rejected", "messages"], options=options) == "preference"
+    assert detect_format(["prompt", "completion", "label"], options=options) == "labelled"
+    assert detect_format(["prompt", "completion", "score"], options=options) == "scored"
+    assert detect_format(["prompt", "completions", "rewards"], options=options) == "rollouts"
+    assert detect_format(["prompt_ids", "completion_ids", "rewards"], options=options) == "rollouts"
+    assert detect_format(["messages", "rewards"], options=options) == "messages"
+    mapped = FormatOptions(max_tokens=8, columns={"completions": "answers"})
+    assert detect_format(["prompt", "answers", "rewards"], options=mapped) == "rollouts"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,149 @@
+"""Store the prompts, completions, scores and log-probabilities of a data set as flat arrays.
+
+Axes: N examples, M segments (the prompt and the completions of each example), C completions of all examples, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from lightning_fastft.core.errors import DataError
+
+
+class Segments(NamedTuple):
+    """How one example divides into a prompt and completions; the fields are those of Document.
+
+    Args:
+        segment_lengths: Tokens of the prompt, then of each completion, all at least 1.
+        scores: One number per completion.
+        log_probs: Log-probability of each token, float32, shape (length,), 0 in the prompt; None if not known.
+    """
+
+    segment_lengths: tuple[int, ...]
+    scores: tuple[float, ...]
+    log_probs: np.ndarray | None = None
+
+    @property
+    def num_packed(self) -> int:
+        """Tokens that the example takes in a pack, where each completion begins with the prompt's last token."""
+        return sum(self.segment_lengths) - 1 + len(self.scores)
+
+
+class CompletionStore:
+    """The completions of a data set, in memory or memory-mapped.
+
+    Args:
+        arrays: segment_lengths: tokens of the prompt, then of each completion, example after example. first_segment:
+            number of the first segment of each example, and the number of segments. scores: one per completion.
+            log_probs: one per token of the data set, NaN throughout an example where they are not known; absent if no
+            example has them.
+    """
+
+    # Dtype of each file of a folder; the last one is optional.
+    DTYPES = {"segment_lengths": np.int32, "first_segment": np.int64, "scores": np.float32, "log_probs": np.float32}
+
+    def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
+        self.arrays = dict(arrays)
+        self._length_M = np.asarray(self.arrays["segment_lengths"])
+        self._first_N1 = np.asarray(self.arrays["first_segment"])
+        self._score_C = self.arrays["scores"]
+        self._log_prob_T = self.arrays.get("log_probs")
+
+    @property
+    def has_log_probs(self) -> bool:
+        """Whether any example has log-probabilities."""
+        return self._log_prob_T is not None
+
+    @property
+    def num_prompt_tokens_N(self) -> np.ndarray:
+        """Tokens of each prompt, int64."""
+        return self._length_M[self._first_N1[:-1]].astype(np.int64)
+
+    @property
+    def num_completions_N(self) -> np.ndarray:
+        """Completions of each example, int64."""
+        return np.diff(self._first_N1) - 1
+
+    @property
+    def num_completion_tokens_N(self) -> np.ndarray:
+        """Tokens of all completions of each example, int64."""
+        total_N = np.add.reduceat(self._length_M, self._first_N1[:-1], dtype=np.int64)
+        return total_N - self.num_prompt_tokens_N
+
+    def read(self, example: int, *, start: int) -> Segments:
+        """Return the completions of one example.
+
+        Args:
+            example: Number of the example, from 0.
+            start: Its first token in the data set.
+        """
+        first, last = int(self._first_N1[example]), int(self._first_N1[example + 1])
+        lengths = tuple(self._length_M[first:last].tolist())
+        # Each earlier example has one segment more than scores: its prompt.
+        scores = tuple(self._score_C[first - example : last - example - 1].tolist())
+        if self._log_prob_T is None:
+            return Segments(lengths, scores)
+        log_prob_T = np.array(self._log_prob_T[start : start + sum(lengths)])
+        return Segments(lengths, scores, None if np.isnan(log_prob_T[0]) else log_prob_T)
+
+    def check_bounds(self, *, length_N: np.ndarray) -> None:
+        """Raise DataError if lengths are inconsistent, which would cause reads out of bounds.
+
+        Args:
+            length_N: Tokens of each example.
+        """
+        num_examples, num_segments = len(length_N), len(self._length_M)
+        if len(self._first_N1) != num_examples + 1 or self._first_N1[0] != 0 or self._first_N1[-1] != num_segments:
+            raise DataError("its completions have impossible offsets")
+        if int(self.num_completions_N.min(initial=1)) < 1:
+            raise DataError("it has examples without completions")
+        if int(self._length_M.min(initial=1)) < 1:
+            raise DataError("it has empty prompts or completions")
+        if (self.num_prompt_tokens_N + self.num_completion_tokens_N != length_N).any():
+            raise DataError("its completions have impossible lengths")
+        if len(self._score_C) != num_segments - num_examples:
+            raise DataError("its scores and completions differ in number")
+        if self._log_prob_T is not None and len(self._log_prob_T) != int(length_N.sum()):
+            raise DataError("its log-probabilities and tokens differ in number")
+
+
+class CompletionWriter:
+    """Collect the arrays of a CompletionStore, example by example.
+
+    Cost:
+        Four bytes of memory per token if any example has log-probabilities.
+    """
+
+    def __init__(self) -> None:
+        self._lengths: list[int] = []
+        self._first = [0]
+        self._scores: list[float] = []
+        self._log_probs: list[np.ndarray | int] = []
+        self._has_log_probs = False
+
+    def add(self, completions: Segments) -> None:
+        """Add the completions of the next example."""
+        self._lengths.extend(completions.segment_lengths)
+        self._first.append(len(self._lengths))
+        self._scores.extend(completions.scores)
+        log_probs = completions.log_probs
+        self._has_log_probs |= log_probs is not None
+        self._log_probs.append(sum(completions.segment_lengths) if log_probs is None else log_probs)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return the arrays of the store by name; none if no example was added."""
+        if not self._scores:
+            return {}
+        arrays: dict[str, np.ndarray] = {
+            "segment_lengths": np.asarray(self._lengths, dtype=np.int32),
+            "first_segment": np.asarray(self._first, dtype=np.int64),
+            "scores": np.asarray(self._scores, dtype=np.float32),
+        }
+        if self._has_log_probs:
+            arrays["log_probs"] = np.concatenate(
+                [np.full(part, np.nan, np.float32) if isinstance(part, int) else part for part in self._log_probs]
+            )
+        return arrays
