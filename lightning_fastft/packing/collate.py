@@ -30,6 +30,7 @@ class PackedBatch:
         images: Keyword arguments of the model for all images, in the order of the documents.
         position_AT: Positions of the tokens on several axes, shape (axes, T); None for those of text.
         index: Global number of this micro-batch in the plan of the run; -1 where there is no plan.
+        numbers: Number of each document in its data set, for losses that look values up; empty where there is none.
 
     Raises:
         ShapeError: input_id_T does not have the context's token count.
@@ -51,6 +52,7 @@ class PackedBatch:
         images: Mapping[str, torch.Tensor] | None = None,
         position_AT: torch.Tensor | None = None,
         index: int = -1,
+        numbers: Sequence[int] = (),
     ) -> None:
         if input_id_T.shape != (context.num_tokens,):
             raise ShapeError(
@@ -58,6 +60,7 @@ class PackedBatch:
             )
         self.context = context
         self.index = index
+        self.numbers = tuple(numbers)
         self._items: dict[str, Any] = {
             "input_ids": input_id_T[None],
             "position_ids": context.position_T[None] if position_AT is None else position_AT[:, None],
@@ -108,6 +111,7 @@ class PackedBatch:
         other = object.__new__(PackedBatch)
         other.context = context
         other.index = self.index
+        other.numbers = self.numbers
         # Views of tensors that the context has moved already, so that each is copied once.
         shared = {"labels": context.label_T[None], "context": context}
         if self._items["position_ids"].ndim == 2:
@@ -178,7 +182,7 @@ def collate(
         prefixes=prefixes + [-1] * len(pad_lengths),
     )
     if has_completions:
-        context.completions = _join_completions(documents, parts, context=context, numbers=numbers)
+        context.completions = _join_completions(documents, parts, context=context)
     inputs = [document.image_inputs for document in documents if document.image_inputs is not None]
     return PackedBatch(
         input_id_T=input_id_T,
@@ -186,6 +190,7 @@ def collate(
         images=merge_inputs(inputs) if inputs else None,
         position_AT=_join_positions(documents, position_T=context.position_T),
         index=index,
+        numbers=numbers,
     )
 
 
@@ -252,9 +257,7 @@ def _check_documents(documents: Sequence[Document]) -> bool:
     return bool(documents) and bool(documents[0].segment_lengths)
 
 
-def _join_completions(
-    documents: Sequence[Document], parts: Sequence[Part], *, context: BatchContext, numbers: Sequence[int]
-) -> Completions:
+def _join_completions(documents: Sequence[Document], parts: Sequence[Part], *, context: BatchContext) -> Completions:
     """Return which labelled rows belong to which completion."""
     has_log_probs = all(document.log_probs is not None for document in documents)
     log_prob_R = None
@@ -269,7 +272,6 @@ def _join_completions(
         scores=[score for document in documents for score in document.scores],
         num_padded_rows=len(context.labelled_row_R),
         log_prob_R=log_prob_R,
-        example_numbers=numbers,
     )
 
 

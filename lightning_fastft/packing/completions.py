@@ -6,6 +6,7 @@ Axes: R labelled rows padded to a bucket, C completions (C1 = C + 1 offsets), G 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -25,7 +26,6 @@ class Completions:
         num_padded_rows: Labelled rows of the pack, with their padding.
         log_prob_R: Log-probability of each labelled row's target under the model that wrote it; 0 in the padding. None
             if it is not known.
-        example_numbers: Number of each example in its data set; empty if there is none.
 
     Raises:
         ShapeError: The lengths of the arguments do not fit each other.
@@ -44,7 +44,6 @@ class Completions:
         scores: Sequence[float],
         num_padded_rows: int,
         log_prob_R: torch.Tensor | None = None,
-        example_numbers: Sequence[int] = (),
     ) -> None:
         if not sum(num_completions) == len(num_rows) == len(scores) or sum(num_rows) > num_padded_rows:
             raise ShapeError(
@@ -58,7 +57,6 @@ class Completions:
         self.num_rows = sum(num_rows)
         # Host copies: what a loss asks for without a sync.
         self.completions_per_example = tuple(num_completions)
-        self.example_numbers = tuple(example_numbers)
         count_C = torch.as_tensor(num_rows, dtype=torch.int64)
         self.count_C = count_C.to(torch.float32)
         self.start_C1 = torch.nn.functional.pad(count_C.cumsum(0), (1, 0))
@@ -70,9 +68,19 @@ class Completions:
             torch.arange(self.num_examples), torch.as_tensor(num_completions, dtype=torch.int64)
         )
         self.score_C = torch.as_tensor(scores, dtype=torch.float32)
+        self.length_G = torch.as_tensor(num_completions, dtype=torch.int64)
         self.log_prob_R = log_prob_R
+        # Log-probabilities before the first of several updates from the same completions; set by who updates.
+        self.old_log_prob_R: torch.Tensor | None = None
 
-    _TENSORS = ("count_C", "start_C1", "completion_R", "example_C", "score_C", "log_prob_R")
+    _TENSORS = (
+        "count_C", "start_C1", "completion_R", "example_C", "score_C", "length_G", "log_prob_R", "old_log_prob_R",
+    )  # fmt: skip
+
+    @classmethod
+    def none(cls) -> Completions:
+        """Return the completions of a pack of padding alone."""
+        return cls(num_rows=[], num_completions=[], scores=[], num_padded_rows=0)
 
     def map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Completions:
         """Return a copy whose tensors went through a function, such as a move to a device."""
@@ -99,6 +107,25 @@ class Completions:
         """Return the mean of a value over each completion's rows, shape (C,); 0 for a completion without rows."""
         return self.sum(value_R) / self.count_C.clamp(min=1.0)
 
+    def example_mean(self, value_C: torch.Tensor) -> torch.Tensor:
+        """Return, for each completion, the mean of a value over its example's completions, shape (C,)."""
+        mean_G = torch.segment_reduce(value_C, "mean", lengths=self.length_G, unsafe=True, initial=0.0)
+        return mean_G[self.example_C]
+
     def spread(self, value_C: torch.Tensor) -> torch.Tensor:
-        """Return each row's value of its completion, shape (R,); 0 in padding rows."""
-        return torch.nn.functional.pad(value_C, (0, 1))[self.completion_R]
+        """Return each row's value of its completion, shape (R,); 0 in padding rows. Differentiable."""
+        rows: torch.Tensor = _Spread.apply(value_C, self)
+        return rows
+
+
+class _Spread(torch.autograd.Function):
+    """The gradient of a completion is the sum over its rows, the same in every run."""
+
+    @staticmethod
+    def forward(ctx: Any, value_C: torch.Tensor, completions: Completions) -> torch.Tensor:
+        ctx.completions = completions
+        return torch.nn.functional.pad(value_C, (0, 1))[completions.completion_R]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.completions.sum(grads[0]), None

@@ -176,6 +176,8 @@ class BatchContext:
         self.attention_backend = "auto"
         # Loss heads return full logits when a user asks for them.
         self.output_logits = False
+        # Loss heads return this function of their lazy logits in place of the cross-entropy (patches/lazy_logits.py).
+        self.objective: Callable[[Any], torch.Tensor] | None = None
         # Set by a model of which more than the attention was prepared: its rotary angles, mixers and guards.
         self.is_model_prepared = False
         # Whether the forward of such a model runs now.

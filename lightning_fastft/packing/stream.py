@@ -14,6 +14,7 @@ import torch
 
 from lightning_fastft.core.errors import DataError
 from lightning_fastft.packing.collate import Document, PackedBatch, collate
+from lightning_fastft.packing.completions import Completions
 from lightning_fastft.packing.images import ImageInputs, ImageStore
 from lightning_fastft.packing.planner import EpochPlan, StepPlan
 
@@ -53,15 +54,23 @@ class DocumentSubset:
         index_N: Numbers of the chosen documents, ascending, int64; None for all.
         shares_prompts: Whether completions of a document share its prompt in a pack; no effect on documents without
             completions.
+        adds_mismatched: Whether each document gets the first completion of the next one as its last, with a score of 0
+            (``DataNeeds``).
     """
 
     def __init__(
-        self, documents: TokenizedDocuments, *, index_N: np.ndarray | None = None, shares_prompts: bool = True
+        self,
+        documents: TokenizedDocuments,
+        *,
+        index_N: np.ndarray | None = None,
+        shares_prompts: bool = True,
+        adds_mismatched: bool = False,
     ) -> None:
         self.documents = documents
         self.index_N = index_N
         self.shares_prompts = shares_prompts
-        length_N = _count_computed(documents, shares_prompts=shares_prompts)
+        self.adds_mismatched = adds_mismatched
+        length_N = _count_computed(documents, shares_prompts=shares_prompts, adds_mismatched=adds_mismatched)
         # Tokens that a pack computes for each document.
         self.length_N = np.asarray(length_N if index_N is None else length_N[index_N], dtype=np.int64)
         self.num_labelled_N = np.asarray(
@@ -72,22 +81,48 @@ class DocumentSubset:
         return len(self.length_N)
 
     def __getitem__(self, number: int) -> Document:
-        return self.documents[self.number_of(number)]
+        place = self.number_of(number)
+        if not self.adds_mismatched:
+            return self.documents[place]
+        return _add_mismatched(self.documents[place], self.documents[(place + 1) % len(self.documents.length_N)])
+
+    def is_like(self, other: DocumentSubset) -> bool:
+        """Return whether both select documents of one data set in the same way."""
+        return (
+            self.documents is other.documents
+            and self.shares_prompts == other.shares_prompts
+            and self.adds_mismatched == other.adds_mismatched
+        )
 
     def number_of(self, number: int) -> int:
         """Return the number of a document in the whole data set."""
         return int(number if self.index_N is None else self.index_N[number])
 
 
-def _count_computed(documents: TokenizedDocuments, *, shares_prompts: bool) -> np.ndarray:
+def _count_computed(documents: TokenizedDocuments, *, shares_prompts: bool, adds_mismatched: bool) -> np.ndarray:
     """Return the tokens that each document takes in a pack (``collate.split_document``), int64."""
     store = documents.completions
     if store is None:
         return documents.length_N
     num_prompt_N, num_completions_N = store.num_prompt_tokens_N, store.num_completions_N
+    num_tokens_N = store.num_completion_tokens_N
+    if adds_mismatched:
+        num_completions_N, num_tokens_N = num_completions_N + 1, num_tokens_N + np.roll(num_tokens_N, -1)
     if not shares_prompts:
-        return num_completions_N * num_prompt_N + store.num_completion_tokens_N
-    return num_prompt_N - 1 + num_completions_N + store.num_completion_tokens_N
+        return num_completions_N * num_prompt_N + num_tokens_N
+    return num_prompt_N - 1 + num_completions_N + num_tokens_N
+
+
+def _add_mismatched(document: Document, other: Document) -> Document:
+    """Return a document with one completion, and the completion of another one behind it."""
+    num_prompt = other.segment_lengths[0]
+    return document._replace(
+        input_ids=np.concatenate([document.input_ids, other.input_ids[num_prompt:]]),
+        labels=np.concatenate([document.labels, other.labels[num_prompt:]]),
+        segment_lengths=(*document.segment_lengths, *other.segment_lengths[1:]),
+        scores=(*document.scores, 0.0),
+        log_probs=None,
+    )
 
 
 class PlannedStream:
@@ -141,7 +176,7 @@ class PlannedStream:
     def _collate(self, epoch_plan: EpochPlan, micro_batch: int, *, index: int) -> PackedBatch:
         numbers = epoch_plan.documents(rank=self.rank, micro_batch=micro_batch)
         documents = [self._prepare(self.subset[number]) for number in numbers]
-        return collate(
+        batch = collate(
             documents,
             pad_to=self.pad_to if documents or self.pad_to is not None else EMPTY_PACK_TOKENS,
             pad_token_id=self.pad_token_id,
@@ -150,6 +185,9 @@ class PlannedStream:
             shares_prompts=self.subset.shares_prompts,
             numbers=[self.subset.number_of(number) for number in numbers],
         )
+        if not documents and self.subset.documents.completions is not None:
+            batch.context.completions = Completions.none()
+        return batch
 
     def _prepare(self, document: Document) -> Document:
         if not document.images:

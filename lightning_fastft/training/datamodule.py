@@ -33,7 +33,8 @@ from lightning_fastft.core.checks import (
 )
 from lightning_fastft.core.errors import ContextError, DataError, OptionError, ResumeError, printable
 from lightning_fastft.packing.cache import TokenizedDataset, tokenize_sources
-from lightning_fastft.packing.formats import FormatOptions
+from lightning_fastft.packing.formats import TUNERS, FormatOptions
+from lightning_fastft.packing.needs import DataNeeds
 from lightning_fastft.packing.planner import Packs, StepPlan, mix_bits, pack_best_fit_decreasing
 from lightning_fastft.packing.report import render_counts
 from lightning_fastft.packing.rows import is_rejects
@@ -79,6 +80,9 @@ class PackedDataModule(LightningDataModule):
         extra_columns: "refuse" rejects a row with columns that the rows of its file do not have; "ignore" takes it.
         too_long: What happens to an example of more than max_tokens: "refuse", "truncate" or "split"; always counted.
         pad_to_max: Pad every pack to max_tokens, for static shapes.
+        share_prompts: Whether a prompt with several completions (preference, rollouts) is computed once in a pack.
+            "auto": where the model computes that exactly; hybrids with recurrent mixers and models whose positions are
+            scaled by length get copies of the prompt, which is logged. true or false force it.
         seed: Seed of the shuffle and of the held-out choice.
         num_workers: 0 reads and collates when a batch is asked for; any other number does so in one thread ahead of the
             training. No process is started: a pack takes about a millisecond.
@@ -121,6 +125,7 @@ class PackedDataModule(LightningDataModule):
         extra_columns: str = "refuse",
         too_long: str = "refuse",
         pad_to_max: bool = False,
+        share_prompts: bool | str = "auto",
         seed: int = 0,
         num_workers: int = 1,
         pin_memory: bool | str = "auto",
@@ -136,6 +141,7 @@ class PackedDataModule(LightningDataModule):
         check_int("seed", seed, low=0, high=2**64 - 1)
         check_int("num_workers", num_workers, low=0, high=MOST_WORKERS)
         check_choice("pin_memory", pin_memory, ("auto", True, False))
+        check_choice("share_prompts", share_prompts, ("auto", True, False))
         check_share("max_reject_share", max_reject_share)
         for name, flag in (("pad_to_max", pad_to_max), ("show_progress", show_progress)):
             check_bool(name, flag)
@@ -163,6 +169,7 @@ class PackedDataModule(LightningDataModule):
         self.max_tokens = max_tokens
         self.val_share = val_share
         self.pad_to_max = pad_to_max
+        self.share_prompts = share_prompts
         self.seed = seed
         self.num_workers = num_workers
         self.pin_memory = pin_memory
@@ -426,20 +433,96 @@ class PackedDataModule(LightningDataModule):
     def _choose_subsets(self, stage: str) -> None:
         """Cut the held-out part from the training data where it is asked for, and pack what this stage needs."""
         datasets = {split: self._tokenized[split][1] for split in self._splits_of(stage)}
-        subsets = {split: DocumentSubset(dataset) for split, dataset in datasets.items()}
+        for split, dataset in datasets.items():
+            self._check_formats(split, dataset)
+        subsets = {split: self._make_subset(dataset) for split, dataset in datasets.items()}
         if self.val_share and "train" in datasets:
             is_held_out_N = _choose_held_out(len(datasets["train"]), share=self.val_share, seed=self.seed)
-            subsets["train"] = DocumentSubset(datasets["train"], index_N=np.flatnonzero(~is_held_out_N))
-            subsets["val"] = DocumentSubset(datasets["train"], index_N=np.flatnonzero(is_held_out_N))
+            subsets["train"] = self._make_subset(datasets["train"], np.flatnonzero(~is_held_out_N))
+            subsets["val"] = self._make_subset(datasets["train"], np.flatnonzero(is_held_out_N))
         for split, subset in subsets.items():
-            if split in self._subsets and self._subsets[split].documents is subset.documents:
+            held = self._subsets.get(split)
+            if held is not None and held.is_like(subset):
                 continue
+            if int(subset.length_N.max(initial=0)) > self.max_tokens:
+                prompts = "its prompt once" if subset.shares_prompts else "its prompt for each completion"
+                raise DataError(
+                    f"An example of the {split} data takes {int(subset.length_N.max())} tokens in a pack ({prompts}), "
+                    f"and max_tokens is {self.max_tokens}. Raise max_tokens, or set too_long='truncate'."
+                )
             if len(subset) == 0:
                 raise DataError(
                     f"val_share={self.val_share} of {len(datasets['train'])} examples leaves none to {split}."
                 )
             self._subsets[split] = subset
             self._packs[split] = pack_best_fit_decreasing(subset.length_N, max_tokens=self.max_tokens)
+
+    @property
+    def _needs(self) -> DataNeeds | None:
+        """What the LightningModule asks of the data; None for a module that does not say."""
+        module = None if self.trainer is None else self.trainer.lightning_module
+        return getattr(module, "data_needs", None)
+
+    def _make_subset(self, dataset: TokenizedDataset, index_N: np.ndarray | None = None) -> DocumentSubset:
+        """Return documents of a data set as the LightningModule needs them."""
+        if dataset.completions is None:
+            return DocumentSubset(dataset, index_N=index_N)
+        return DocumentSubset(
+            dataset,
+            index_N=index_N,
+            shares_prompts=self._can_share_prompts(),
+            adds_mismatched=self._needs is not None and self._needs.adds_mismatched,
+        )
+
+    def _can_share_prompts(self) -> bool:
+        """Return whether completions share their prompt; log why not where the model forbids it."""
+        if isinstance(self.share_prompts, bool):
+            return self.share_prompts
+        from lightning_fastft.hf.families import find_sharing_obstacle
+        from lightning_fastft.hf.images import find_config
+
+        module = None if self.trainer is None else self.trainer.lightning_module
+        if module is None:
+            return True
+        obstacle = find_sharing_obstacle(find_config(module, name=self._given_tokenizer))
+        if obstacle:
+            rank_zero_info(f"Prompts are repeated for each completion: {obstacle}.")
+        return not obstacle
+
+    def _check_formats(self, split: str, dataset: TokenizedDataset) -> None:
+        """Refuse rows that the LightningModule does not train on.
+
+        Raises:
+            DataError: A tuner for completions got plain rows, or another module got rows with completions.
+        """
+        module, needs = None if self.trainer is None else self.trainer.lightning_module, self._needs
+        if module is None:
+            return
+        found = sorted(dataset.report.rows_per_format)
+        name, source = type(module).__name__, _name_source(self._sources[split])
+        if needs is not None and needs.formats and not needs.formats.issuperset(found):
+            raise DataError(
+                f"{name} trains on rows of format {' or '.join(sorted(needs.formats))}, and the {split} data {source} "
+                f"has {', '.join(found)}."
+            )
+        foreign = [format for format in found if format in TUNERS]
+        if foreign and not (needs is not None and needs.formats) and self.options.format == "auto":
+            raise DataError(
+                f"The {split} data {source} has rows of format {foreign[0]}, whose completions {name} would all train "
+                f"alike. Use {TUNERS[foreign[0]]}; or give format='prompt_completion', or format={foreign[0]!r} for a "
+                "module of your own that reads batch.context.completions."
+            )
+
+    def _weights(self, subset: DocumentSubset) -> np.ndarray:
+        """Return what each document counts in the mean of a loss, int64."""
+        unit = "token" if self._needs is None else self._needs.loss_unit
+        store = subset.documents.completions
+        if unit == "token" or store is None:
+            return subset.num_labelled_N
+        count_N = (
+            np.ones(len(store.num_completions_N), dtype=np.int64) if unit == "example" else store.num_completions_N
+        )
+        return count_N if subset.index_N is None else count_N[subset.index_N]
 
     def _make_plan(self) -> StepPlan:
         world_size, _ = _ranks(self.trainer)
@@ -448,7 +531,7 @@ class PackedDataModule(LightningDataModule):
         plan = StepPlan(
             packs,
             length_N=subset.length_N,
-            num_labelled_N=subset.num_labelled_N,
+            num_labelled_N=self._weights(subset),
             seed=self.seed,
             world_size=world_size,
             accumulate=accumulate,
@@ -475,7 +558,15 @@ class PackedDataModule(LightningDataModule):
             "accumulate_grad_batches": plan.accumulate,
             "micro_batches_per_epoch": plan.num_micro_batches,
             "plan_version": PLAN_VERSION,
+            **self._completion_identity(),
         }
+
+    def _completion_identity(self) -> dict[str, Any]:
+        """Return the settings that change packs of completions; empty for other data."""
+        subset = self._subsets["train"]
+        if subset.documents.completions is None:
+            return {}
+        return {"share_prompts": subset.shares_prompts, "adds_mismatched": subset.adds_mismatched}
 
     def _agree_with_other_ranks(self) -> None:
         """Stop all ranks before the first step where one of them read other data: uneven ranks hang until a timeout."""
@@ -573,10 +664,22 @@ class PackedDataModule(LightningDataModule):
     def _evaluation_loader(self, split: str) -> PackedLoader | list[PackedLoader]:
         if split not in self._subsets:
             return []
-        world_size, rank = _ranks(self.trainer)
-        subset = self._subsets[split]
+        stream = self._evaluation_stream(split, self._subsets[split], self._packs[split])
+        return PackedLoader(
+            lambda: stream,
+            num_batches=stream.plan.num_micro_batches,
+            num_workers=self.num_workers,
+            pin_memory=self._pins_memory(),
+            before_batch=self._check_prepared,
+        )
+
+    def _evaluation_stream(
+        self, split: str, subset: DocumentSubset, packs: Packs, *, ranks: tuple[int, int] | None = None
+    ) -> PlannedStream:
+        """Return this rank's packs of some documents, in their order; ranks: how many share them, and which this is."""
+        world_size, rank = ranks or _ranks(self.trainer)
         plan = StepPlan(
-            self._packs[split],
+            packs,
             length_N=subset.length_N,
             num_labelled_N=subset.num_labelled_N,
             seed=self.seed,
@@ -584,7 +687,7 @@ class PackedDataModule(LightningDataModule):
             accumulate=1,
             shuffle=False,
         )
-        stream = PlannedStream(
+        return PlannedStream(
             subset,
             plan,
             rank=rank,
@@ -593,13 +696,19 @@ class PackedDataModule(LightningDataModule):
             weigh_by_window=False,
             encode_images=self._document_images(split),
         )
-        return PackedLoader(
-            lambda: stream,
-            num_batches=plan.num_micro_batches,
-            num_workers=self.num_workers,
-            pin_memory=self._pins_memory(),
-            before_batch=self._check_prepared,
-        )
+
+    def whole_stream(self, split: str, *, is_shared: bool = True) -> PlannedStream:
+        """Return packs of all documents of the data set that a split is from, once and in their order.
+
+        Args:
+            split: "train", "val" or "test", after its setup.
+            is_shared: Whether each rank gets a share of the packs; else it gets all of them.
+        """
+        dataset = self._subsets[split].documents
+        assert isinstance(dataset, TokenizedDataset)
+        subset = self._make_subset(dataset)
+        packs = pack_best_fit_decreasing(subset.length_N, max_tokens=self.max_tokens)
+        return self._evaluation_stream(split, subset, packs, ranks=None if is_shared else (1, 0))
 
     def _pins_memory(self) -> bool:
         if isinstance(self.pin_memory, bool):

@@ -122,7 +122,7 @@ def test_labelled_rows_know_their_completion(shares_prompts):
     documents = make_groups()
     batch = collate(documents, shares_prompts=shares_prompts, numbers=[4, 2, 9, 0])
     context, completions = batch.context, batch.context.completions
-    assert completions.example_numbers == (4, 2, 9, 0)
+    assert batch.numbers == batch.to("meta").numbers == (4, 2, 9, 0)
     rows = context.labelled_target_R[: context.num_labelled]
     lengths = [length for document in documents for length in document.segment_lengths[1:]]
     assert completions.completion_R[: context.num_labelled].tolist() == [

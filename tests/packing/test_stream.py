@@ -26,6 +26,7 @@ class Documents:
     """Documents whose every id is the document's number."""
 
     fingerprint = "numbers"
+    completions = None
 
     def __init__(self, length_N):
         self.length_N = np.asarray(length_N)
