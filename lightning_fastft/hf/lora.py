@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -265,3 +266,26 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, Iterable):
         return [to_plain(item) for item in value]
     return str(value)
+
+
+@contextlib.contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Let a PEFT model compute what its base computes, for the time of a block.
+
+    Only the flags of the layers change: PEFT's own ``disable_adapter`` also writes ``requires_grad`` of every adapter.
+
+    Cost:
+        One walk over the modules; no device work.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    layers = [module for module in model.modules() if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
+    before = [layer._disable_adapters for layer in layers]
+    try:
+        for layer in layers:
+            layer._disable_adapters = True
+        yield
+    finally:
+        for layer, flag in zip(layers, before):
+            layer._disable_adapters = flag

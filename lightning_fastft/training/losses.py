@@ -1,0 +1,170 @@
+"""Losses on log-probabilities: of preferences, rewards and policies; plain functions of tensors, without a model.
+
+Axes: R labelled rows, C completions, G examples (for pairs: a chosen and a rejected completion each).
+
+Source:
+    The formulas of the papers that each function names, in the form of TRL 1.15 where papers and practice differ.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch.nn.functional import logsigmoid
+
+PreferenceLoss = Literal["sigmoid", "hinge", "ipo", "robust", "orpo", "simpo", "cpo", "kto"]
+PolicyLoss = Literal["grpo", "dapo", "dr_grpo"]
+
+PREFERENCE_LOSSES: tuple[PreferenceLoss, ...] = ("sigmoid", "hinge", "ipo", "robust", "orpo", "simpo", "cpo", "kto")
+# Losses on the ratio to a reference model.
+REFERENCE_LOSSES: frozenset[str] = frozenset({"sigmoid", "hinge", "ipo", "robust", "kto"})
+# Losses on the mean over a completion's tokens, not on their sum.
+MEAN_LOSSES: frozenset[str] = frozenset({"ipo", "orpo", "simpo"})
+# Weight of the negative log-likelihood of chosen completions where none is asked for.
+SFT_WEIGHTS = {"orpo": 1.0, "cpo": 1.0}
+POLICY_LOSSES: tuple[PolicyLoss, ...] = ("grpo", "dapo", "dr_grpo")
+
+
+def preference_loss(
+    chosen_G: torch.Tensor,
+    rejected_G: torch.Tensor,
+    *,
+    loss: PreferenceLoss,
+    beta: float,
+    label_smoothing: float = 0.0,
+    gamma: float = 0.0,
+) -> torch.Tensor:
+    """Return the loss of each pair, shape (G,).
+
+    Args:
+        chosen_G: Log-probability of the chosen completion, or its difference to the reference model's
+            (``REFERENCE_LOSSES``); summed over tokens, or their mean (``MEAN_LOSSES``).
+        rejected_G: The same of the rejected completion.
+        loss: "sigmoid" (DPO), "hinge" (SLiC), "ipo", "robust" (label noise), "orpo", "simpo" or "cpo".
+        beta: Sharpness of the comparison; for "ipo" the regularisation tau, for "orpo" the weight lambda.
+        label_smoothing: Probability that a label is wrong; for "sigmoid", "robust", "simpo" and "cpo".
+        gamma: Margin of "simpo".
+
+    Source:
+        DPO arXiv:2305.18290, smoothed as in cDPO; SLiC arXiv:2305.10425; IPO arXiv:2310.12036, length-normalised as its
+        authors advise; robust DPO arXiv:2403.00409; ORPO arXiv:2403.07691; SimPO arXiv:2405.14734; CPO
+        arXiv:2401.08417.
+
+    Example:
+        >>> preference_loss(torch.tensor([1.0]), torch.tensor([1.0]), loss="hinge", beta=0.1).tolist()
+        [1.0]
+    """
+    margin_G = chosen_G - rejected_G
+    if loss == "hinge":
+        return torch.relu(1 - beta * margin_G)
+    if loss == "ipo":
+        return (margin_G - 1 / (2 * beta)).square()
+    if loss == "orpo":
+        log_odds_G = margin_G - (_log1m_exp(chosen_G) - _log1m_exp(rejected_G))
+        return -beta * logsigmoid(log_odds_G)
+    scaled_G = beta * margin_G - (gamma if loss == "simpo" else 0.0)
+    kept_G, flipped_G = -logsigmoid(scaled_G), -logsigmoid(-scaled_G)
+    if loss == "robust":
+        return ((1 - label_smoothing) * kept_G - label_smoothing * flipped_G) / (1 - 2 * label_smoothing)
+    return (1 - label_smoothing) * kept_G + label_smoothing * flipped_G
+
+
+def kto_loss(
+    ratio_C: torch.Tensor,
+    is_desirable_C: torch.Tensor,
+    *,
+    baseline: torch.Tensor,
+    beta: float,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> torch.Tensor:
+    """Return the loss of each completion, shape (C,).
+
+    Args:
+        ratio_C: Log-probability of the completion minus the reference model's.
+        is_desirable_C: 1 for a desirable completion, 0 for an undesirable one; floating.
+        baseline: Estimated divergence from the reference model, 0-dim, at least 0, without gradient.
+        beta: Sharpness.
+        desirable_weight: Weight of desirable completions.
+        undesirable_weight: Weight of undesirable completions.
+
+    Source:
+        arXiv:2402.01306.
+    """
+    desirable_C = 1 - torch.sigmoid(beta * (ratio_C - baseline))
+    undesirable_C = 1 - torch.sigmoid(beta * (baseline - ratio_C))
+    return desirable_weight * is_desirable_C * desirable_C + undesirable_weight * (1 - is_desirable_C) * undesirable_C
+
+
+def reward_pair_loss(chosen_G: torch.Tensor, rejected_G: torch.Tensor, *, margin_G: torch.Tensor) -> torch.Tensor:
+    """Return the negative log-likelihood that each chosen completion beats its rejected one by a margin, shape (G,).
+
+    Source:
+        Bradley and Terry (1952); the margin is Llama 2's, arXiv:2307.09288.
+    """
+    return -logsigmoid(chosen_G - rejected_G - margin_G)
+
+
+class PolicyTerms(NamedTuple):
+    """Loss of each labelled row before averaging, and what its clipping and its divergence were; all shape (R,)."""
+
+    loss_R: torch.Tensor
+    is_clipped_R: torch.Tensor
+    divergence_R: torch.Tensor | None
+
+
+def policy_terms(
+    log_prob_R: torch.Tensor,
+    *,
+    old_log_prob_R: torch.Tensor,
+    log_ratio_R: torch.Tensor,
+    advantage_R: torch.Tensor,
+    clip_low: float,
+    clip_high: float,
+    kl_weight: float = 0.0,
+    reference_log_prob_R: torch.Tensor | None = None,
+    sampler_log_prob_R: torch.Tensor | None = None,
+    sampler_clip: float | None = None,
+) -> PolicyTerms:
+    """Return the clipped policy loss of each labelled row.
+
+    Args:
+        log_prob_R: Log-probability of each token under the trained model.
+        old_log_prob_R: The same under the model before the update, without gradient.
+        log_ratio_R: Logarithm of the importance ratio: the difference of the two for token-level ratios, its mean over
+            the completion for sequence-level ratios (GSPO).
+        advantage_R: Advantage of the completion that a row belongs to.
+        clip_low: The ratio counts down to 1 - clip_low.
+        clip_high: The ratio counts up to 1 + clip_high.
+        kl_weight: Weight of the divergence from the reference model.
+        reference_log_prob_R: Log-probability under the reference model; needed for a kl_weight above 0.
+        sampler_log_prob_R: Log-probability under the model that sampled, where it computes in another precision.
+        sampler_clip: Largest weight that corrects for the sampler (truncated importance sampling); None for none.
+
+    Source:
+        PPO's clipping in GRPO's form, arXiv:2402.03300; separate bounds arXiv:2503.14476 (DAPO); sequence ratios
+        arXiv:2507.18071 (GSPO); divergence: Schulman's k3 estimator; truncation: arXiv:2405.03206 and Yao et al., 2025.
+    """
+    ratio_R = log_ratio_R.exp()
+    clipped_R = ratio_R.clamp(1 - clip_low, 1 + clip_high)
+    loss_R = -torch.minimum(ratio_R * advantage_R, clipped_R * advantage_R)
+    is_low_R, is_high_R = ratio_R < 1 - clip_low, ratio_R > 1 + clip_high
+    is_clipped_R = (is_low_R & (advantage_R < 0)) | (is_high_R & (advantage_R > 0))
+    if sampler_clip is not None and sampler_log_prob_R is not None:
+        loss_R = loss_R * (old_log_prob_R - sampler_log_prob_R).exp().clamp(max=sampler_clip)
+    divergence_R = None
+    if reference_log_prob_R is not None:
+        distance_R = reference_log_prob_R - log_prob_R
+        divergence_R = distance_R.exp() - distance_R - 1
+        if kl_weight:
+            loss_R = loss_R + kl_weight * divergence_R
+    return PolicyTerms(loss_R, is_clipped_R, divergence_R)
+
+
+def _log1m_exp(value: torch.Tensor) -> torch.Tensor:
+    """Return log(1 - exp(value)) for values below 0, exact near 0 and far below."""
+    # The unused branch must not give NaN gradients.
+    near = torch.where(value > -0.6931, value, -0.6931)
+    far = torch.where(value > -0.6931, -0.6931, value)
+    return torch.where(value > -0.6931, torch.log(-torch.expm1(near)), torch.log1p(-torch.exp(far)))

@@ -1,0 +1,230 @@
+"""PreferenceTuner: DPO and its kin on packed pairs of completions whose prompt is computed once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lightning_fastft.core.checks import check_choice, check_float
+from lightning_fastft.core.errors import DataError, OptionError
+from lightning_fastft.packing.collate import PackedBatch
+from lightning_fastft.packing.completions import Completions
+from lightning_fastft.packing.needs import DataNeeds
+from lightning_fastft.training.losses import (
+    MEAN_LOSSES,
+    PREFERENCE_LOSSES,
+    REFERENCE_LOSSES,
+    SFT_WEIGHTS,
+    PreferenceLoss,
+    kto_loss,
+    preference_loss,
+)
+from lightning_fastft.training.reference import ReferenceTuner
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from lightning_fastft.patches.head import LazyLogits
+
+LARGEST_BETA = 1e3
+
+
+class PreferenceTuner(ReferenceTuner):
+    """Train a model to prefer chosen completions over rejected ones.
+
+    A prompt with its completions is one example of a pack, in which the prompt stands once. The loss of an optimizer
+    step is the exact mean over its examples, however they are packed, accumulated and spread over ranks.
+
+    Args:
+        model: As in ``FineTuner``.
+        loss: "sigmoid" (DPO), "hinge", "ipo", "robust", "kto" (completions with a label, no pairs), or without a
+            reference model "orpo", "simpo" and "cpo".
+        beta: Sharpness of the comparison, above 0; the tau of "ipo" and the lambda of "orpo".
+        label_smoothing: Probability that a label is wrong, in [0, 0.5); for "sigmoid", "robust", "simpo" and "cpo".
+        gamma: Target margin of "simpo".
+        sft_weight: Weight of the negative log-likelihood of chosen completions (mean over their tokens); None for 1
+            with "orpo" and "cpo" and 0 elsewhere.
+        reference: As in ``ReferenceTuner``; not read by losses without a reference model.
+        desirable_weight: Weight of desirable completions with "kto".
+        undesirable_weight: Weight of undesirable completions with "kto".
+        options: Options of ``Tuner``.
+
+    Raises:
+        OptionError: A value is not allowed, or two options do not fit.
+
+    Example:
+        >>> config = {"model_type": "qwen3", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1}
+        >>> PreferenceTuner(config, init="random", lora={"r": 4}, beta=0.2).loss
+        'sigmoid'
+    """
+
+    def __init__(
+        self,
+        model: str | dict[str, Any] | PretrainedConfig | PreTrainedModel,
+        *,
+        loss: PreferenceLoss = "sigmoid",
+        beta: float = 0.1,
+        label_smoothing: float = 0.0,
+        gamma: float = 0.5,
+        sft_weight: float | None = None,
+        reference: str | nn.Module | None = None,
+        desirable_weight: float = 1.0,
+        undesirable_weight: float = 1.0,
+        **options: Any,
+    ) -> None:
+        check_choice("loss", loss, PREFERENCE_LOSSES)
+        super().__init__(model, reference=reference, needs_reference=loss in REFERENCE_LOSSES, **options)
+        self.loss = loss
+        self.beta = check_float("beta", beta, low=1e-6, high=LARGEST_BETA)
+        self.label_smoothing = check_float("label_smoothing", label_smoothing, low=0.0, high=0.499)
+        self.gamma = check_float("gamma", gamma, low=0.0, high=LARGEST_BETA)
+        weight = SFT_WEIGHTS.get(loss, 0.0) if sft_weight is None else sft_weight
+        self.sft_weight = check_float("sft_weight", weight, low=0.0, high=LARGEST_BETA)
+        self.desirable_weight = check_float("desirable_weight", desirable_weight, low=0.0, high=LARGEST_BETA)
+        self.undesirable_weight = check_float("undesirable_weight", undesirable_weight, low=0.0, high=LARGEST_BETA)
+        if label_smoothing and loss not in ("sigmoid", "robust", "simpo", "cpo"):
+            raise OptionError(f"loss={loss!r} has no label_smoothing; leave it at 0.")
+        if loss == "robust" and not label_smoothing:
+            raise OptionError("loss='robust' corrects for wrong labels: set label_smoothing to their share, above 0.")
+        self.save_hyperparameters(
+            {
+                "loss": loss,
+                "beta": beta,
+                "label_smoothing": label_smoothing,
+                "gamma": gamma,
+                "sft_weight": sft_weight,
+                "desirable_weight": desirable_weight,
+                "undesirable_weight": undesirable_weight,
+            }
+        )
+
+    @property
+    def data_needs(self) -> DataNeeds:
+        """Pairs, or completions with a label; the loss is a mean over examples."""
+        if self.loss == "kto":
+            return DataNeeds(frozenset({"labelled"}), loss_unit="example", adds_mismatched=True)
+        return DataNeeds(frozenset({"preference"}), loss_unit="example")
+
+    @property
+    def logged_names(self) -> frozenset[str] | None:
+        """Names that callbacks can monitor in training; None for a subclass, which may log more."""
+        if type(self) is not PreferenceTuner:
+            return None
+        names = ("loss", "reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", "log_prob_chosen")
+        names += ("log_prob_rejected", "length")
+        return frozenset(f"{prefix}_{name}" for prefix in ("train", "val") for name in names)
+
+    def training_step(self, batch: PackedBatch, batch_idx: int) -> torch.Tensor:
+        """Return the loss of a batch; log it with rewards, margins and the share of pairs in the right order.
+
+        Cost:
+            A forward of the reference model, if there is one. No host sync of its own.
+        """
+        return self._step(batch, prefix="train")
+
+    def validation_step(self, batch: PackedBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Log the same of a validation batch, as means over all pairs."""
+        self._step(batch, prefix="val")
+
+    def test_step(self, batch: PackedBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Log the same of a test batch, as means over all pairs."""
+        self._step(batch, prefix="test")
+
+    def predict_step(self, batch: PackedBatch, batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
+        """Return the log-probability of each completion, shape (C,), in the order of the pack."""
+        completions = self._find_completions(batch)
+        return completions.sum(self._read_log_probs(batch))
+
+    def _step(self, batch: PackedBatch, *, prefix: str) -> torch.Tensor:
+        completions = self._find_completions(batch)
+        reference_C = self._reference_sums(batch, completions) if self.needs_reference else None
+        means: dict[str, torch.Tensor] = {}
+
+        def objective(logits: LazyLogits) -> torch.Tensor:
+            sum_C = completions.sum(logits.log_probs().log_prob_R)
+            compare = self._compare_labels if self.loss == "kto" else self._compare_pairs
+            return compare(sum_C, completions, reference_C, num_items=batch.context.num_items, means=means)
+
+        loss = self._minimise(batch, objective)
+        self._log_means(means, prefix=prefix, count=completions.num_examples, shown=("loss", "reward_accuracy"))
+        return loss
+
+    def _compare_pairs(
+        self,
+        sum_C: torch.Tensor,
+        completions: Completions,
+        reference_C: torch.Tensor | None,
+        *,
+        num_items: float,
+        means: dict[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """Return the summed loss of the pairs, divided by num_items; fill means."""
+        if any(count != 2 for count in completions.completions_per_example):
+            raise DataError(
+                f"loss={self.loss!r} compares pairs, and an example has another number of completions: give rows with "
+                "chosen and rejected, or loss='kto' for rows with a label."
+            )
+        length_C = completions.count_C.clamp(min=1.0)
+        value_C = sum_C if reference_C is None else sum_C - reference_C
+        compared_C = value_C / length_C if self.loss in MEAN_LOSSES else value_C
+        chosen_G, rejected_G = compared_C.view(-1, 2).unbind(1)
+        loss_G = preference_loss(
+            chosen_G, rejected_G, loss=self.loss, beta=self.beta, label_smoothing=self.label_smoothing, gamma=self.gamma
+        )
+        mean_chosen_G = (sum_C / length_C).view(-1, 2)[:, 0]
+        if self.sft_weight:
+            loss_G = loss_G - self.sft_weight * mean_chosen_G
+        with torch.no_grad():
+            reward_G2 = self.beta * compared_C.view(-1, 2)
+            divisor = max(1, completions.num_examples)
+            columns = {
+                "loss": loss_G,
+                "reward_chosen": reward_G2[:, 0],
+                "reward_rejected": reward_G2[:, 1],
+                "reward_margin": reward_G2[:, 0] - reward_G2[:, 1],
+                "reward_accuracy": (reward_G2[:, 0] > reward_G2[:, 1]).float(),
+                "log_prob_chosen": sum_C.view(-1, 2)[:, 0],
+                "log_prob_rejected": sum_C.view(-1, 2)[:, 1],
+                "length": completions.count_C.view(-1, 2).mean(1),
+            }
+            means.update({name: value_G.sum() / divisor for name, value_G in columns.items()})
+        return loss_G.sum() / num_items
+
+    def _compare_labels(
+        self,
+        sum_C: torch.Tensor,
+        completions: Completions,
+        reference_C: torch.Tensor | None,
+        *,
+        num_items: float,
+        means: dict[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """Return the summed loss of labelled completions, divided by num_items; fill means.
+
+        Every second completion is a mismatched one: the mean of their ratios estimates the divergence.
+        """
+        assert reference_C is not None
+        ratio_G2 = (sum_C - reference_C).view(-1, 2)
+        label_G = completions.score_C.view(-1, 2)[:, 0]
+        divisor = max(1, completions.num_examples)
+        baseline = (ratio_G2[:, 1].detach().sum() / divisor).clamp(min=0.0)
+        loss_G = kto_loss(
+            ratio_G2[:, 0], label_G, baseline=baseline, beta=self.beta, desirable_weight=self.desirable_weight,
+            undesirable_weight=self.undesirable_weight,
+        )  # fmt: skip
+        if self.sft_weight:
+            length_G = completions.count_C.view(-1, 2)[:, 0].clamp(min=1.0)
+            loss_G = loss_G - self.sft_weight * label_G * sum_C.view(-1, 2)[:, 0] / length_G
+        with torch.no_grad():
+            reward_G = self.beta * ratio_G2[:, 0]
+            num_chosen = label_G.sum().clamp(min=1.0)
+            num_rejected = (1 - label_G).sum().clamp(min=1.0)
+            means["loss"] = loss_G.sum() / divisor
+            means["divergence"] = baseline
+            means["reward_chosen"] = (reward_G * label_G).sum() / num_chosen
+            means["reward_rejected"] = (reward_G * (1 - label_G)).sum() / num_rejected
+            is_right_G = torch.where(label_G > 0, ratio_G2[:, 0] > baseline, ratio_G2[:, 0] < baseline)
+            means["reward_accuracy"] = is_right_G.float().sum() / divisor
+        return loss_G.sum() / num_items

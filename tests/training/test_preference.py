@@ -1,0 +1,172 @@
+"""PreferenceTuner: losses and gradients of packed pairs against each completion alone, references, data and resume."""
+
+import pytest
+import torch
+
+from lightning_fastft.core.errors import DataError, OptionError
+from lightning_fastft.hf.lora import adapters_off
+from lightning_fastft.packing.collate import collate
+from lightning_fastft.training import losses
+from lightning_fastft.training.losses import PREFERENCE_LOSSES
+from lightning_fastft.training.preference import PreferenceTuner
+from tests.support.packs import assert_close, make_groups
+from tests.support.tuners import gradients, make_tuner, packed, pairs, rows_alone, step
+
+PAIRED = [loss for loss in PREFERENCE_LOSSES if loss != "kto"]
+OPTIONS = {"robust": {"label_smoothing": 0.1}, "simpo": {"beta": 2.0}, "orpo": {"beta": 0.3}}
+
+
+def pair_losses_alone(tuner, documents):
+    """The loss of each pair by the formulas as the papers write them, from completions one at a time."""
+    ours = rows_alone(tuner.model, documents)
+    with torch.no_grad(), adapters_off(tuner.model):
+        theirs = rows_alone(tuner.model, documents)
+    found = []
+    for number in range(len(documents)):
+        (chosen, _), (rejected, _) = ours[2 * number : 2 * number + 2]
+        (ref_chosen, _), (ref_rejected, _) = theirs[2 * number : 2 * number + 2]
+        ratio = chosen.sum() - ref_chosen.sum() - (rejected.sum() - ref_rejected.sum())
+        beta, noise, sigmoid = tuner.beta, tuner.label_smoothing, torch.sigmoid
+        if tuner.loss == "sigmoid":
+            loss = -(1 - noise) * sigmoid(beta * ratio).log() - noise * sigmoid(-beta * ratio).log()
+        elif tuner.loss == "hinge":
+            loss = (1 - beta * ratio).clamp(min=0)
+        elif tuner.loss == "ipo":
+            loss = ((chosen - ref_chosen).mean() - (rejected - ref_rejected).mean() - 1 / (2 * beta)) ** 2
+        elif tuner.loss == "robust":
+            loss = -((1 - noise) * sigmoid(beta * ratio).log() - noise * sigmoid(-beta * ratio).log()) / (1 - 2 * noise)
+        elif tuner.loss == "simpo":
+            loss = -sigmoid(beta * (chosen.mean() - rejected.mean()) - tuner.gamma).log()
+        elif tuner.loss == "cpo":
+            loss = -sigmoid(beta * (chosen.sum() - rejected.sum())).log() - chosen.mean()
+        else:
+            odds = [p / (1 - p) for p in (chosen.double().mean().exp(), rejected.double().mean().exp())]
+            loss = -chosen.mean() - beta * sigmoid((odds[0] / odds[1]).log()).log()
+        found.append(loss)
+    return found
+
+
+@pytest.mark.parametrize("shares_prompts", [True, False])
+@pytest.mark.parametrize("loss", PAIRED)
+def test_packed_pairs_are_computed_as_each_completion_alone(loss, shares_prompts):
+    tuner, documents = make_tuner(PreferenceTuner, loss=loss, **OPTIONS.get(loss, {})), pairs()
+    found, ours, _ = step(tuner, documents, shares_prompts=shares_prompts)
+    truth = sum(pair_losses_alone(tuner, documents)) / len(documents)
+    truth.backward()
+    theirs = gradients(tuner)
+    assert_close(found, truth.detach().float(), bound=1e-5)
+    assert_close(ours, theirs, bound=2e-5)
+    assert all("lora" in name for name in ours)
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "orpo"])
+def test_accumulated_packs_give_the_gradient_of_one_pack(loss):
+    tuner, documents = make_tuner(PreferenceTuner, loss=loss), pairs()
+    _, whole, _ = step(tuner, documents)
+    parts = [step(tuner, part, num_items=len(documents)) for part in (documents[:1], documents[1:])]
+    assert_close({name: parts[0][1][name] + parts[1][1][name] for name in whole}, whole)
+
+
+def test_metrics_are_those_of_the_pairs():
+    tuner, documents = make_tuner(PreferenceTuner), pairs()
+    step(tuner, documents)
+    sums = [row.sum() for row, _ in rows_alone(tuner.model, documents)]
+    with adapters_off(tuner.model):
+        theirs = [row.sum() for row, _ in rows_alone(tuner.model, documents)]
+    reward = [0.1 * float(one - other) for one, other in zip(sums, theirs)]
+    chosen, rejected = reward[::2], reward[1::2]
+    expected = {
+        "reward_chosen": sum(chosen) / 4,
+        "reward_rejected": sum(rejected) / 4,
+        "reward_margin": (sum(chosen) - sum(rejected)) / 4,
+        "reward_accuracy": sum(one > other for one, other in zip(chosen, rejected)) / 4,
+        "log_prob_chosen": float(sum(sums[::2])) / 4,
+    }
+    for name, value in expected.items():
+        assert tuner.logged[f"train_{name}"] == pytest.approx(value, rel=1e-4), name
+    assert {f"train_{name}" for name in expected} < tuner.logged_names
+    assert tuner.logged.keys() <= tuner.logged_names
+
+
+def test_kto_weighs_labels_against_the_divergence_of_mismatched_completions():
+    documents = [
+        document._replace(scores=(float(number % 2), 0.0))
+        for number, document in enumerate(pairs(((5, 3, 4), (2, 4, 3))))
+    ]
+    tuner = make_tuner(PreferenceTuner, loss="kto", desirable_weight=1.5)
+    found, ours, _ = step(tuner, documents)
+    sums = [row.sum() for row, _ in rows_alone(tuner.model, documents)]
+    with torch.no_grad(), adapters_off(tuner.model):
+        theirs = [row.sum() for row, _ in rows_alone(tuner.model, documents)]
+    ratios = [one - other for one, other in zip(sums, theirs)]
+    baseline = (ratios[1] + ratios[3]).detach().div(2).clamp(min=0)
+    undesirable = 1 - torch.sigmoid(0.1 * (baseline - ratios[0]))
+    desirable = 1.5 * (1 - torch.sigmoid(0.1 * (ratios[2] - baseline)))
+    truth = (undesirable + desirable) / 2
+    truth.backward()
+    assert_close(found, truth.detach())
+    assert_close(ours, gradients(tuner), bound=2e-5)
+
+
+def test_a_second_model_is_the_reference_and_is_not_saved():
+    other = make_tuner(PreferenceTuner).model.merge_and_unload()
+    tuner, documents = make_tuner(PreferenceTuner, reference=other), pairs()
+    found, _, _ = step(tuner, documents)
+    sums = [row.sum() for row, _ in rows_alone(tuner.model, documents)]
+    theirs = [row.sum().detach() for row, _ in rows_alone(other, documents)]
+    ratios = [one - two for one, two in zip(sums, theirs)]
+    truth = sum(-torch.sigmoid(0.1 * (one - two)).log() for one, two in zip(ratios[::2], ratios[1::2])) / 4
+    assert_close(found, truth.detach())
+    assert not other.training
+    assert all("lora" in name for name in tuner.state_dict())
+    assert all(not parameter.requires_grad for parameter in other.parameters())
+
+
+def test_disabled_adapters_leave_flags_and_gradients_as_they_were():
+    tuner = make_tuner(PreferenceTuner)
+    trained = {name for name, parameter in tuner.named_parameters() if parameter.requires_grad}
+    with adapters_off(tuner.model):
+        assert {name for name, parameter in tuner.named_parameters() if parameter.requires_grad} == trained
+        base = rows_alone(tuner.model, pairs())[0][0]
+    with tuner.model.disable_adapter():
+        assert torch.equal(base, rows_alone(tuner.model, pairs())[0][0])
+    assert not torch.equal(base, rows_alone(tuner.model, pairs())[0][0])
+
+
+def test_log_probabilities_are_predicted():
+    tuner, documents = make_tuner(PreferenceTuner), pairs()
+    with packed(tuner):
+        found = tuner.predict_step(collate(documents), 0)
+    assert_close(found, torch.stack([row.sum() for row, _ in rows_alone(tuner.model, documents)]).detach())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss": "dpo"}, "loss"),
+        ({"beta": 0.0}, "beta"),
+        ({"loss": "hinge", "label_smoothing": 0.1}, "label_smoothing"),
+        ({"loss": "robust"}, "label_smoothing"),
+        ({"lora": None}, "stored"),
+        ({"lora": None, "reference": "adapters_off"}, "adapters"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options, message):
+    with pytest.raises(OptionError, match=message):
+        make_tuner(PreferenceTuner, **options)
+
+
+def test_a_pack_without_pairs_is_refused():
+    tuner = make_tuner(PreferenceTuner)
+    with packed(tuner), pytest.raises(DataError, match="pairs"):
+        tuner.training_step(collate(make_groups()), 0)
+    with packed(tuner), pytest.raises(DataError, match="completions"):
+        tuner.training_step(collate([pairs()[0]._replace(segment_lengths=())]), 0)
+
+
+def test_log_of_one_minus_exp_is_exact_near_zero_and_far_below():
+    value = torch.tensor([-1e-6, -0.5, -0.7, -30.0], dtype=torch.float64, requires_grad=True)
+    found = losses._log1m_exp(value)
+    assert torch.allclose(found, torch.log(-torch.expm1(value.detach())), rtol=1e-12)
+    found.sum().backward()
+    assert value.grad.isfinite().all()
