@@ -35,34 +35,95 @@ def generate_texts(
     """
     if isinstance(prompts, str):
         raise OptionError("prompts must be a list, got one string: write [prompt].")
-    rows = [_encode(tokenizer, prompt) for prompt in prompts]
+    rows = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     empty = [number for number, row in enumerate(rows) if not row]
     if empty:
         raise OptionError(f"Prompt {empty[0]} has no token.")
     if not rows:
         return []
+    pad, ends = _special_ids(model, tokenizer)
+    options.setdefault("pad_token_id", pad)
+    if model.generation_config.eos_token_id is None and ends:
+        options.setdefault("eos_token_id", ends)
+    written = _generate(model, rows, pad=pad, max_new_tokens=max_new_tokens, **options)
+    return tokenizer.batch_decode(written, skip_special_tokens=True)
+
+
+@torch.no_grad()
+def sample_completions(
+    model: Any,
+    *,
+    tokenizer: Any,
+    prompts: Sequence[Sequence[int]],
+    num_completions: int,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    **options: Any,
+) -> list[list[list[int]]]:
+    """Return sampled completions of each prompt as token ids, with the end-of-text token where one was written.
+
+    Args:
+        model: A model with ``generate``, on any device; the mode of every module is restored.
+        tokenizer: Its tokenizer.
+        prompts: Token ids, at least one each.
+        num_completions: Completions of each prompt.
+        max_new_tokens: Most tokens of a completion.
+        temperature: Of the sampling, above 0; no other filter is applied.
+        seed: Seed of the sampling; the global generators are left as they were.
+        **options: Of transformers' ``generate``.
+
+    Cost:
+        One batch of len(prompts) x num_completions rows, padded on the left; a host sync for each token.
+    """
+    pad, ends = _special_ids(model, tokenizer)
+    device = model.get_input_embeddings().weight.device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        written = _generate(
+            model, prompts, pad=pad, max_new_tokens=max_new_tokens, do_sample=True, temperature=temperature, top_k=0,
+            top_p=1.0, num_return_sequences=num_completions, eos_token_id=ends or None, pad_token_id=pad, **options,
+        ).tolist()  # fmt: skip
+    rows = [_cut(row, ends) for row in written]
+    return [rows[begin : begin + num_completions] for begin in range(0, len(rows), num_completions)]
+
+
+def _cut(row: list[int], ends: Sequence[int]) -> list[int]:
+    """Return a row up to its first end-of-text token."""
+    place = next((place for place, token in enumerate(row) if token in ends), len(row) - 1)
+    return row[: place + 1]
+
+
+def _special_ids(model: Any, tokenizer: Any) -> tuple[int, list[int]]:
+    """Return the padding token, and the tokens at which a text ends."""
     pad = next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
+    ends = model.generation_config.eos_token_id
+    if ends is None:
+        ends = tokenizer.eos_token_id
+    return pad, [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+
+
+def _generate(
+    model: Any, rows: Sequence[Sequence[int]], *, pad: int, max_new_tokens: int, **options: Any
+) -> torch.Tensor:
+    """Return what the model writes after rows padded on the left, in evaluation mode; modes are restored."""
     width = max(len(row) for row in rows)
     device = model.get_input_embeddings().weight.device
-    input_ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=device)
+    input_ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in rows], device=device)
     attention_mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
-    options.setdefault("pad_token_id", pad)
-    if model.generation_config.eos_token_id is None and tokenizer.eos_token_id is not None:
-        options.setdefault("eos_token_id", tokenizer.eos_token_id)
-
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        written = model.generate(
+        written: torch.Tensor = model.generate(
             input_ids=input_ids, attention_mask=attention_mask, max_new_tokens=max_new_tokens, **options
         )
     finally:
         for module, mode in modes:
             module.training = mode
-    return tokenizer.batch_decode(written[:, width:], skip_special_tokens=True)
+    return written[:, width:]
 
 
-def _encode(tokenizer: Any, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
+def encode_prompt(tokenizer: Any, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
     """Return the token ids of a text or a conversation."""
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])

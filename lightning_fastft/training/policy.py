@@ -1,0 +1,240 @@
+"""PolicyTuner: the update of GRPO and its kin from rollouts, packed with every prompt computed once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from lightning_fastft.core.checks import check_choice, check_float, check_int
+from lightning_fastft.core.errors import OptionError
+from lightning_fastft.packing.collate import PackedBatch
+from lightning_fastft.packing.completions import Completions
+from lightning_fastft.packing.needs import DataNeeds
+from lightning_fastft.training.losses import POLICY_LOSSES, PolicyLoss, policy_terms
+from lightning_fastft.training.reference import ReferenceTuner
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from lightning_fastft.patches.head import LazyLogits
+
+Advantage = Literal["normalised", "centred", "leave_one_out", "given"]
+
+ADVANTAGES: tuple[Advantage, ...] = ("normalised", "centred", "leave_one_out", "given")
+# Added to the deviation of a group's rewards, as GRPO's implementations do.
+DEVIATION_EPS = 1e-4
+LARGEST_WEIGHT = 1e3
+
+
+class PolicyTuner(ReferenceTuner):
+    """Update a policy from rollouts: prompts, groups of completions, and their rewards.
+
+    Rows come from files (format "rollouts") or from a ``RolloutDataModule``, which samples them during the training.
+    GRPO is the default; DAPO is loss="dapo" with clip_high=0.28, GSPO is ratio="sequence", Dr. GRPO is loss="dr_grpo"
+    with advantage="centred", and RLOO is advantage="leave_one_out".
+
+    Args:
+        model: As in ``FineTuner``.
+        loss: What the loss is a mean over: "grpo" first over the tokens of a completion and then over completions,
+            "dapo" over all tokens, "dr_grpo" over completions of max_completion_tokens tokens each.
+        advantage: From the rewards of a group: "normalised" by its mean and deviation, "centred" by its mean,
+            "leave_one_out" by the mean of the others; "given": the rewards of the rows are advantages.
+        ratio: Importance ratio of a "token" or of a whole "sequence".
+        clip_low: A ratio counts down to 1 - clip_low.
+        clip_high: A ratio counts up to 1 + clip_high.
+        kl_weight: Weight of the divergence from the reference model; 0 for none, which needs no reference.
+        temperature: Temperature that the completions were sampled with; log-probabilities are taken at it.
+        sampler_clip: Largest weight that corrects for a sampler in another precision; None takes its log-probabilities
+            for those of the policy before the update.
+        max_completion_tokens: Length that "dr_grpo" divides by.
+        reference: As in ``ReferenceTuner``; read if kl_weight is above 0. "stored" is refused.
+        options: Options of ``Tuner``.
+
+    Raises:
+        OptionError: A value is not allowed, or two options do not fit.
+
+    Example:
+        >>> config = {"model_type": "qwen3", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1}
+        >>> PolicyTuner(config, init="random", lora={"r": 4}, loss="dapo", clip_high=0.28).data_needs.loss_unit
+        'token'
+    """
+
+    def __init__(
+        self,
+        model: str | dict[str, Any] | PretrainedConfig | PreTrainedModel,
+        *,
+        loss: PolicyLoss = "grpo",
+        advantage: Advantage = "normalised",
+        ratio: Literal["token", "sequence"] = "token",
+        clip_low: float = 0.2,
+        clip_high: float = 0.2,
+        kl_weight: float = 0.0,
+        temperature: float = 1.0,
+        sampler_clip: float | None = None,
+        max_completion_tokens: int | None = None,
+        reference: str | nn.Module | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(model, reference=reference, needs_reference=kl_weight > 0, **options)
+        if reference == "stored":
+            raise OptionError(
+                "reference='stored' keeps sums over completions of a data set, and a policy compares tokens: leave "
+                "reference out for the base without adapters, or give the name of a second model."
+            )
+        self.loss = check_choice("loss", loss, POLICY_LOSSES)
+        self.advantage = check_choice("advantage", advantage, ADVANTAGES)
+        self.ratio = check_choice("ratio", ratio, ("token", "sequence"))
+        self.clip_low = check_float("clip_low", clip_low, low=0.0, high=1.0)
+        self.clip_high = check_float("clip_high", clip_high, low=0.0, high=LARGEST_WEIGHT)
+        self.kl_weight = check_float("kl_weight", kl_weight, low=0.0, high=LARGEST_WEIGHT)
+        self.temperature = check_float("temperature", temperature, low=1e-3, high=LARGEST_WEIGHT)
+        self.sampler_clip = sampler_clip
+        if sampler_clip is not None:
+            check_float("sampler_clip", sampler_clip, low=1e-3, high=LARGEST_WEIGHT)
+        if (loss == "dr_grpo") != (max_completion_tokens is not None):
+            raise OptionError("loss='dr_grpo' divides by max_completion_tokens; give it with this loss and no other.")
+        self.max_completion_tokens = max_completion_tokens
+        if max_completion_tokens is not None:
+            check_int("max_completion_tokens", max_completion_tokens, low=1)
+        self.save_hyperparameters(
+            {
+                "loss": loss,
+                "advantage": advantage,
+                "ratio": ratio,
+                "clip_low": clip_low,
+                "clip_high": clip_high,
+                "kl_weight": kl_weight,
+                "temperature": temperature,
+                "sampler_clip": sampler_clip,
+                "max_completion_tokens": max_completion_tokens,
+            }
+        )
+
+    @property
+    def data_needs(self) -> DataNeeds:
+        """Rollouts; the loss is a mean over tokens or over completions."""
+        return DataNeeds(frozenset({"rollouts"}), loss_unit="token" if self.loss == "dapo" else "completion")
+
+    @property
+    def logged_names(self) -> frozenset[str] | None:
+        """Names that callbacks can monitor in training; None for a subclass, which may log more."""
+        if type(self) is not PolicyTuner:
+            return None
+        names = (
+            "loss",
+            "reward",
+            "entropy",
+            "clip_share",
+            "length",
+            *(("divergence",) if self.needs_reference else ()),
+        )
+        return frozenset(f"{prefix}_{name}" for prefix in ("train", "val") for name in names)
+
+    def training_step(self, batch: PackedBatch, batch_idx: int) -> torch.Tensor:
+        """Return the loss of a batch of rollouts; log it with reward, entropy, share of clipped tokens and length.
+
+        Cost:
+            A forward of the reference model with a kl_weight above 0. No host sync of its own.
+        """
+        return self._step(batch, prefix="train")
+
+    def validation_step(self, batch: PackedBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Log the same of a validation batch."""
+        self._step(batch, prefix="val")
+
+    def test_step(self, batch: PackedBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Log the same of a test batch."""
+        self._step(batch, prefix="test")
+
+    def predict_step(self, batch: PackedBatch, batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
+        """Return the log-probability of each completion, shape (C,), in the order of the pack."""
+        return self._find_completions(batch).sum(self._read_log_probs(batch, temperature=self.temperature))
+
+    def note_old_log_probs(self, batch: PackedBatch) -> None:
+        """Keep the present log-probabilities in a batch that further updates will come before.
+
+        Cost:
+            A forward without gradients.
+        """
+        self._find_completions(batch).old_log_prob_R = self._read_log_probs(batch, temperature=self.temperature)
+
+    def advantages(self, completions: Completions) -> torch.Tensor:
+        """Return the advantage of each completion, shape (C,).
+
+        Args:
+            completions: Completions whose scores are rewards, or advantages with advantage="given".
+        """
+        score_C = completions.score_C
+        if self.advantage == "given":
+            return score_C
+        centred_C = score_C - completions.example_mean(score_C)
+        count_C = completions.length_G.to(score_C.dtype)[completions.example_C]
+        if self.advantage == "normalised":
+            # The deviation of a sample, as torch.std.
+            variance_C = completions.example_mean(centred_C.square()) * count_C / (count_C - 1).clamp(min=1.0)
+            return centred_C / (variance_C.sqrt() + DEVIATION_EPS)
+        if self.advantage == "leave_one_out":
+            return centred_C * count_C / (count_C - 1).clamp(min=1.0)
+        return centred_C
+
+    def _step(self, batch: PackedBatch, *, prefix: str) -> torch.Tensor:
+        completions = self._find_completions(batch)
+        reference_R = None
+        if self.needs_reference:
+            reference_R = self._reference_log_probs(batch, temperature=self.temperature)
+        means: dict[str, torch.Tensor] = {}
+
+        def objective(logits: LazyLogits) -> torch.Tensor:
+            found = logits.log_probs(temperature=self.temperature, with_entropy=True)
+            assert found.entropy_R is not None
+            loss_R = self._row_losses(found.log_prob_R, completions, reference_R=reference_R, means=means)
+            num_rows = max(1, completions.num_rows)
+            means["entropy"] = found.entropy_R.sum() / num_rows
+            means["reward"] = completions.score_C.sum() / max(1, completions.num_completions)
+            means["length"] = completions.count_C.sum() / max(1, completions.num_completions)
+            total, own_count = loss_R.sum(), num_rows
+            if self.loss != "dapo":
+                own_count = max(1, completions.num_completions)
+                total = completions.mean(loss_R).sum() if self.loss == "grpo" else total / self.max_completion_tokens
+            means["loss"] = total.detach() / own_count
+            return total / batch.context.num_items
+
+        loss = self._minimise(batch, objective)
+        self._log_means(means, prefix=prefix, count=completions.num_completions, shown=("loss", "reward"))
+        return loss
+
+    def _row_losses(
+        self,
+        log_prob_R: torch.Tensor,
+        completions: Completions,
+        *,
+        reference_R: torch.Tensor | None,
+        means: dict[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """Return the loss of each row, 0 in padding rows; fill means."""
+        sampler_R = completions.log_prob_R
+        old_R = completions.old_log_prob_R
+        if old_R is None:
+            old_R = log_prob_R.detach() if sampler_R is None or self.sampler_clip is not None else sampler_R
+        log_ratio_R = log_prob_R - old_R
+        if self.ratio == "sequence":
+            log_ratio_R = completions.spread(completions.mean(log_ratio_R))
+        terms = policy_terms(
+            log_prob_R,
+            old_log_prob_R=old_R,
+            log_ratio_R=log_ratio_R,
+            advantage_R=completions.spread(self.advantages(completions)),
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            kl_weight=self.kl_weight,
+            reference_log_prob_R=reference_R,
+            sampler_log_prob_R=sampler_R,
+            sampler_clip=self.sampler_clip,
+        )
+        num_rows = max(1, completions.num_rows)
+        means["clip_share"] = terms.is_clipped_R.float().sum() / num_rows
+        if terms.divergence_R is not None:
+            means["divergence"] = terms.divergence_R.detach().sum() / num_rows
+        return terms.loss_R

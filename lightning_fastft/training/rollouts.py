@@ -1,0 +1,524 @@
+"""RolloutDataModule: prompts in, packed rollouts with rewards out, sampled while the policy trains.
+
+Axes: N rollouts of a round (a prompt with its group of completions each).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule
+
+from lightning_fastft.core.checks import check_float, check_int
+from lightning_fastft.core.errors import DataError, MissingDependencyError, OptionError
+from lightning_fastft.packing.collate import PackedBatch, collate, split_document
+from lightning_fastft.packing.completions import Completions
+from lightning_fastft.packing.context import IGNORED_LABEL, Document
+from lightning_fastft.packing.planner import mix_bits, pack_best_fit_decreasing, split_to_multiple
+from lightning_fastft.packing.rows import RowRejectedError, check_messages, check_text, parse_row
+from lightning_fastft.packing.sources import open_sources
+from lightning_fastft.packing.stream import EMPTY_PACK_TOKENS
+
+if TYPE_CHECKING:
+    from lightning_fastft.training.policy import PolicyTuner
+
+# Lightning asks a loader without a length one batch ahead, which would sample before the policy's last update.
+ENDLESS = 10**9
+PROMPT = "prompt"
+
+
+class Sampled(NamedTuple):
+    """A completion: token ids, at least one; their log-probabilities under the sampler, or None."""
+
+    input_ids: list[int]
+    log_probs: list[float] | None = None
+
+
+class Sampler(Protocol):
+    """Sample completions with the present policy."""
+
+    def __call__(
+        self,
+        tuner: PolicyTuner,
+        prompts: Sequence[Sequence[int]],
+        *,
+        num_completions: int,
+        max_new_tokens: int,
+        temperature: float,
+        seed: int,
+    ) -> list[list[Sampled]]:
+        """Return num_completions completions of each prompt."""
+
+
+class Reward(Protocol):
+    """Judge completions; the keywords are those of TRL's reward functions."""
+
+    def __call__(self, *, prompts: list[Any], completions: list[str], **columns: list[Any]) -> Sequence[float]:
+        """Return one finite number for each completion; columns are the other columns of the prompts' rows."""
+
+
+def sample_with_model(
+    tuner: PolicyTuner,
+    prompts: Sequence[Sequence[int]],
+    *,
+    num_completions: int,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+) -> list[list[Sampled]]:
+    """Sample with transformers' ``generate`` in the process of the training: simple, and slow for large models."""
+    from lightning_fastft.hf.generation import sample_completions
+
+    if tuner.is_sharded:
+        raise OptionError(
+            "sample_with_model cannot sample from a model that is sharded: ranks write texts of different lengths. Use "
+            "strategy='fastft' or 'fastft_ddp', or another sampler."
+        )
+    groups = sample_completions(
+        tuner.model,
+        tokenizer=tuner.tokenizer,
+        prompts=prompts,
+        num_completions=num_completions,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+    )
+    return [[Sampled(ids) for ids in group] for group in groups]
+
+
+class VllmSampler:
+    """Sample with vLLM in the process of the training; the adapters are handed over by file before each round.
+
+    Args:
+        model: Name or folder of the base, as vLLM takes it.
+        max_lora_rank: Largest rank of the adapters.
+        gpu_memory_utilization: Share of the GPU's memory for vLLM.
+        engine_options: Further arguments of ``vllm.LLM``.
+
+    Raises:
+        MissingDependencyError: vLLM is not installed.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        max_lora_rank: int = 64,
+        gpu_memory_utilization: float = 0.3,
+        engine_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        try:
+            import vllm
+        except ImportError as error:
+            raise MissingDependencyError("VllmSampler needs vLLM: pip install vllm.") from error
+        self._vllm = vllm
+        self._engine = vllm.LLM(
+            model=model,
+            enable_lora=True,
+            max_lora_rank=max_lora_rank,
+            gpu_memory_utilization=gpu_memory_utilization,
+            **(engine_options or {}),
+        )
+        self._folder = TemporaryDirectory(prefix="fastft-adapters-")
+        self._num_rounds = 0
+
+    def __call__(
+        self,
+        tuner: PolicyTuner,
+        prompts: Sequence[Sequence[int]],
+        *,
+        num_completions: int,
+        max_new_tokens: int,
+        temperature: float,
+        seed: int,
+    ) -> list[list[Sampled]]:
+        """Return completions with vLLM's log-probabilities."""
+        from vllm.lora.request import LoRARequest
+
+        if not tuner.has_adapters:
+            raise OptionError("VllmSampler hands adapters over, and all weights are trained: give the tuner lora.")
+        self._num_rounds += 1
+        folder = Path(self._folder.name) / str(self._num_rounds)
+        tuner.save_pretrained(str(folder))
+        request = LoRARequest(f"round-{self._num_rounds}", self._num_rounds, str(folder))
+        options = self._vllm.SamplingParams(
+            n=num_completions, max_tokens=max_new_tokens, temperature=temperature, top_p=1.0, top_k=-1, logprobs=0,
+            seed=seed,
+        )  # fmt: skip
+        inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        results = self._engine.generate(inputs, sampling_params=options, lora_request=request)
+        return [
+            [
+                Sampled(
+                    list(output.token_ids),
+                    [step[token].logprob for step, token in zip(output.logprobs, output.token_ids)],
+                )
+                for output in result.outputs
+            ]
+            for result in results
+        ]
+
+
+class RolloutDataModule(LightningDataModule):
+    """Sample completions of prompts with the policy that trains, score them, and yield them as packed batches.
+
+    A round samples a group of completions for each of ``prompts_per_round`` prompts, and becomes as many optimizer
+    steps as its packs need. With more than one step in a round, the log-probabilities before the first are kept for the
+    importance ratios. The Trainer needs ``max_steps``.
+
+    Args:
+        prompts: Rows with a column "prompt" (text, or a list of messages for the chat template): a file, a folder, a
+            data set or a list of rows, as in ``PackedDataModule``. Other columns go to the rewards.
+        rewards: A function or several, whose numbers are added; called with the keywords prompts, completions (texts)
+            and one list for each other column.
+        sampler: Samples the completions; ``sample_with_model`` or a ``VllmSampler``, or a function like them.
+        num_completions: Completions of each prompt: the size of a group.
+        prompts_per_round: Prompts of a round, on all ranks together.
+        max_new_tokens: Most tokens of a completion.
+        temperature: Temperature of the sampling; give PolicyTuner the same one.
+        max_tokens: Length of a pack in tokens.
+        pad_to_max: Pad every pack to max_tokens, for static shapes.
+        share_prompts: Whether the prompt of a group is computed once; as in ``PackedDataModule``.
+        seed: Seed of the order of the prompts and of the sampling.
+
+    Raises:
+        OptionError: An option is not allowed.
+    """
+
+    def __init__(
+        self,
+        prompts: str | list[str] | list[dict[str, Any]] | Any,
+        *,
+        rewards: Callable[..., Any] | list[Callable[..., Any]],
+        sampler: Callable[..., Any] = sample_with_model,
+        num_completions: int = 8,
+        prompts_per_round: int = 8,
+        max_new_tokens: int = 256,
+        temperature: float = 1.0,
+        max_tokens: int = 4096,
+        pad_to_max: bool = False,
+        share_prompts: bool = True,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        for name, value, low in (
+            ("num_completions", num_completions, 2),
+            ("prompts_per_round", prompts_per_round, 1),
+            ("max_new_tokens", max_new_tokens, 1),
+            ("max_tokens", max_tokens, 2),
+        ):
+            check_int(name, value, low=low)
+        check_int("seed", seed, low=0, high=2**64 - 1)
+        check_float("temperature", temperature, low=1e-3, high=1e3)
+        self.rewards = list(rewards) if isinstance(rewards, (list, tuple)) else [rewards]
+        if not self.rewards or not all(callable(reward) for reward in self.rewards) or not callable(sampler):
+            raise OptionError("rewards must be a function or a list of functions, and sampler a function.")
+        self.sampler = sampler
+        self.num_completions = num_completions
+        self.prompts_per_round = prompts_per_round
+        self.max_new_tokens = max_new_tokens
+        self.temperature = temperature
+        self.max_tokens = max_tokens
+        self.pad_to_max = pad_to_max
+        self.share_prompts = share_prompts
+        self.seed = seed
+        self._source = prompts
+        self._rows: list[dict[str, Any]] = []
+        self._prompt_ids: list[list[int]] = []
+        # Rounds that are behind the run, and the micro-batches of the present one.
+        self._num_rounds = 0
+        self._num_yielded = 0
+        self._documents: list[Document] | None = None
+        self._old: list[torch.Tensor] | None = None
+
+    def setup(self, stage: str) -> None:
+        """Read and tokenise the prompts.
+
+        Raises:
+            DataError: A row has no usable prompt, or a prompt leaves no room for completions.
+        """
+        if self._rows:
+            return
+        tokenizer = self._tuner().tokenizer
+        if tokenizer is None:
+            raise OptionError("Prompts are text and need a tokenizer: give the tuner one.")
+        for source in open_sources(self._source):
+            for raw in source.read(None):
+                row = _read_prompt(raw.raw, place=f"{source.name}, {source.counts} {raw.line}")
+                self._rows.append(row)
+                self._prompt_ids.append(_encode_prompt(tokenizer, row[PROMPT]))
+        longest = max(map(len, self._prompt_ids))
+        if longest + self.num_completions * (self.max_new_tokens + 1) > self.max_tokens and self.share_prompts:
+            raise OptionError(
+                f"A prompt of {longest} tokens with {self.num_completions} completions of {self.max_new_tokens} does "
+                f"not fit max_tokens={self.max_tokens}. Raise max_tokens, or lower one of the others."
+            )
+        world_size = 1 if self.trainer is None else self.trainer.world_size
+        if self.prompts_per_round % world_size or self.prompts_per_round > len(self._rows):
+            raise OptionError(
+                f"prompts_per_round={self.prompts_per_round} must be a multiple of the {world_size} ranks and at most "
+                f"the {len(self._rows)} prompts."
+            )
+
+    def train_dataloader(self) -> _RoundLoader:
+        """Return the micro-batches of this rank, round after round."""
+        return _RoundLoader(self._rounds)
+
+    def _rounds(self) -> Iterator[PackedBatch]:
+        while True:
+            if self._documents is None:
+                self._documents = self._sample_round(self._num_rounds)
+            batches = self._pack(self._documents)
+            self._note_old(batches)
+            for number in range(self._num_yielded, len(batches)):
+                self._num_yielded = number + 1
+                yield batches[number]
+            self._num_rounds, self._num_yielded = self._num_rounds + 1, 0
+            self._documents = self._old = None
+
+    def _sample_round(self, number: int) -> list[Document]:
+        """Return this rank's rollouts of a round, with rewards as scores."""
+        tuner = self._tuner()
+        world_size, rank = (1, 0) if self.trainer is None else (self.trainer.world_size, self.trainer.global_rank)
+        chosen = self._choose(number)[rank::world_size]
+        prompts = [self._prompt_ids[index] for index in chosen]
+        groups = self.sampler(
+            tuner,
+            prompts,
+            num_completions=self.num_completions,
+            max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature,
+            seed=int(
+                mix_bits(np.array([number * world_size + rank], dtype=np.uint64), seed=self.seed, stream=1)[0] >> 1
+            ),
+        )
+        rewards = self._judge([self._rows[index] for index in chosen], groups, tokenizer=tuner.tokenizer)
+        return [make_rollout(prompt, group, scores) for prompt, group, scores in zip(prompts, groups, rewards)]
+
+    def _choose(self, number: int) -> list[int]:
+        """Return the prompts of a round: each epoch over the prompts has its own order."""
+        begin = number * self.prompts_per_round
+        chosen = []
+        for place in range(begin, begin + self.prompts_per_round):
+            epoch, within = divmod(place, len(self._rows))
+            order = np.argsort(
+                mix_bits(np.arange(len(self._rows), dtype=np.uint64), seed=self.seed, stream=2 + epoch), kind="stable"
+            )
+            chosen.append(int(order[within]))
+        return chosen
+
+    def _judge(
+        self, rows: Sequence[Mapping[str, Any]], groups: Sequence[Sequence[Sampled]], *, tokenizer: Any
+    ) -> list[list[float]]:
+        """Return the summed rewards of each group's completions.
+
+        Raises:
+            DataError: A reward function returned another count, or numbers that are not finite.
+        """
+        texts = [tokenizer.decode(sampled.input_ids, skip_special_tokens=True) for group in groups for sampled in group]
+        repeated = [row for row, group in zip(rows, groups) for _ in group]
+        columns = {name: [row.get(name) for row in repeated] for name in repeated[0] if name != PROMPT}
+        total = np.zeros(len(texts))
+        for reward in self.rewards:
+            values = np.asarray(
+                reward(prompts=[row[PROMPT] for row in repeated], completions=texts, **columns), dtype=np.float64
+            )
+            name = getattr(reward, "__name__", type(reward).__name__)
+            if values.shape != total.shape or not np.isfinite(values).all():
+                raise DataError(
+                    f"The reward {name} returned an array of shape {values.shape} for {len(texts)} completions, or a "
+                    "number that is not finite; it must return one finite number for each."
+                )
+            total += values
+        ends = np.cumsum([len(group) for group in groups])
+        return [part.tolist() for part in np.split(total, ends[:-1])]
+
+    def _pack(self, documents: list[Document]) -> list[PackedBatch]:
+        """Return the packs of a round on the device: as many on every rank, in whole accumulation windows."""
+        trainer, tuner = self.trainer, self._tuner()
+        accumulate = 1 if trainer is None else int(trainer.accumulate_grad_batches)
+        lengths = [split_document(document, shares_prompt=self.share_prompts) for document in documents]
+        length_N = np.array([sum(len(part.input_ids) for part in parts) for parts in lengths], dtype=np.int64)
+        packs = pack_best_fit_decreasing(length_N, max_tokens=self.max_tokens)
+        num_packs = -(-int(_gather(len(packs), trainer).max()) // accumulate) * accumulate
+        packs = split_to_multiple(packs, length_N, multiple=num_packs)
+        # Best fit puts the longest rollouts first; every window is to have its share of them.
+        order = np.argsort(mix_bits(np.arange(num_packs, dtype=np.uint64), seed=self.seed, stream=0), kind="stable")
+        weights = np.array([packs.sum_per_pack(self._weights(documents))[number] for number in order])
+        total_W = _gather(weights.reshape(-1, accumulate).sum(axis=1), trainer).sum(axis=0)
+        world_size = 1 if trainer is None else trainer.world_size
+        batches = []
+        for place, number in enumerate(order):
+            chosen = [documents[index] for index in packs[int(number)]]
+            total = float(total_W[place // accumulate])
+            batch = collate(
+                chosen,
+                pad_to=self.max_tokens if self.pad_to_max else None if chosen else EMPTY_PACK_TOKENS,
+                num_items=total / (accumulate * world_size) if total else 1.0,
+                shares_prompts=self.share_prompts,
+            )
+            if not chosen:
+                batch.context.completions = Completions.none()
+            batches.append(batch.to(tuner.device))
+        return batches
+
+    def _weights(self, documents: Sequence[Document]) -> np.ndarray:
+        """Return what each rollout counts in the mean of the loss."""
+        if self._tuner().data_needs.loss_unit == "token":
+            return np.array([int((document.labels != IGNORED_LABEL).sum()) for document in documents], dtype=np.int64)
+        return np.array([len(document.scores) for document in documents], dtype=np.int64)
+
+    def _note_old(self, batches: Sequence[PackedBatch]) -> None:
+        """Give every batch of a round with several steps the log-probabilities before the first."""
+        tuner = self._tuner()
+        accumulate = 1 if self.trainer is None else int(self.trainer.accumulate_grad_batches)
+        if len(batches) <= accumulate:
+            return
+        if self._old is None:
+            for batch in batches:
+                tuner.note_old_log_probs(batch)
+            self._old = [_old_of(batch).cpu() for batch in batches]
+            return
+        for batch, old_R in zip(batches, self._old):
+            assert batch.context.completions is not None
+            batch.context.completions.old_log_prob_R = old_R.to(batch.context.device)
+
+    def _tuner(self) -> PolicyTuner:
+        from lightning_fastft.training.policy import PolicyTuner
+
+        module = None if self.trainer is None else self.trainer.lightning_module
+        if not isinstance(module, PolicyTuner):
+            raise OptionError(f"RolloutDataModule samples for a PolicyTuner, got {type(module).__name__}.")
+        return module
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the round, the place in it, and its rollouts, from which the run goes on bit for bit."""
+        return {
+            "round": self._num_rounds,
+            "in_round": self._num_yielded,
+            "rollouts": [_to_plain(document) for document in self._documents or ()],
+            "old_log_probs": list(self._old or ()),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take up the state of a checkpoint."""
+        self._num_rounds, self._num_yielded = int(state_dict["round"]), int(state_dict["in_round"])
+        self._documents = [_from_plain(values) for values in state_dict["rollouts"]] or None
+        self._old = list(state_dict["old_log_probs"]) or None
+
+
+class _RoundLoader:
+    """The loader that Lightning iterates over: without workers, because the policy samples in this process."""
+
+    def __init__(self, open_rounds: Callable[[], Iterator[PackedBatch]]) -> None:
+        self._open_rounds = open_rounds
+
+    def __len__(self) -> int:
+        return ENDLESS
+
+    def __iter__(self) -> Iterator[PackedBatch]:
+        return self._open_rounds()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return an empty state; the data module keeps the position."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Ignore the state."""
+
+
+def make_rollout(prompt: Sequence[int], group: Sequence[Sampled], scores: Sequence[float]) -> Document:
+    """Return a prompt with its sampled completions as a document.
+
+    Args:
+        prompt: Token ids, at least one.
+        group: Completions of at least one token each; log-probabilities are kept if all have them.
+        scores: A reward for each.
+
+    Raises:
+        DataError: A completion is empty, or its log-probabilities have another length.
+    """
+    for number, sampled in enumerate(group):
+        if not sampled.input_ids:
+            raise DataError(f"The sampler returned completion {number} without a token.")
+        if sampled.log_probs is not None and len(sampled.log_probs) != len(sampled.input_ids):
+            raise DataError(
+                f"The sampler returned {len(sampled.log_probs)} log-probabilities for the {len(sampled.input_ids)} "
+                f"tokens of completion {number}."
+            )
+    completions = [token for sampled in group for token in sampled.input_ids]
+    input_ids = np.array([*prompt, *completions], dtype=np.int64)
+    labels = input_ids.copy()
+    labels[: len(prompt)] = IGNORED_LABEL
+    log_probs = None
+    if all(sampled.log_probs is not None for sampled in group):
+        known = [value for sampled in group for value in sampled.log_probs or ()]
+        log_probs = np.array([*([0.0] * len(prompt)), *known], dtype=np.float32)
+    lengths = (len(prompt), *(len(sampled.input_ids) for sampled in group))
+    return Document(input_ids, labels, segment_lengths=lengths, scores=tuple(scores), log_probs=log_probs)
+
+
+def _read_prompt(raw: Any, *, place: str) -> dict[str, Any]:
+    """Return a row whose prompt is a text or a list of messages."""
+    try:
+        row = parse_row(raw if raw is not None else b"")
+        prompt = row.get(PROMPT)
+        if isinstance(prompt, (list, tuple)):
+            row[PROMPT] = check_messages(prompt, column=PROMPT, needs_assistant=False)
+        else:
+            row[PROMPT] = check_text(prompt, column=PROMPT)
+    except RowRejectedError as error:
+        raise DataError(f"{place}: {error}. Every row needs a prompt: a text, or a list of messages.") from error
+    return row
+
+
+def _encode_prompt(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> list[int]:
+    from lightning_fastft.hf.generation import encode_prompt
+
+    ids = encode_prompt(tokenizer, prompt)
+    if not ids:
+        raise DataError(f"The prompt {prompt!r:.80} has no token.")
+    return ids
+
+
+def _gather(value: Any, trainer: Any) -> np.ndarray:
+    """Return the values of all ranks, stacked."""
+    if trainer is None or trainer.world_size == 1:
+        return np.asarray(value)[None]
+    values: list[Any] = [None] * trainer.world_size
+    torch.distributed.all_gather_object(values, value)
+    return np.stack([np.asarray(entry) for entry in values])
+
+
+def _old_of(batch: PackedBatch) -> torch.Tensor:
+    completions = batch.context.completions
+    assert completions is not None
+    assert completions.old_log_prob_R is not None
+    return completions.old_log_prob_R
+
+
+def _to_plain(document: Document) -> dict[str, Any]:
+    """Return a document as tensors and plain types, for a checkpoint."""
+    return {
+        "input_ids": torch.from_numpy(document.input_ids),
+        "labels": torch.from_numpy(document.labels),
+        "segment_lengths": list(document.segment_lengths),
+        "scores": list(document.scores),
+        "log_probs": None if document.log_probs is None else torch.from_numpy(document.log_probs),
+    }
+
+
+def _from_plain(values: Mapping[str, Any]) -> Document:
+    log_probs = values["log_probs"]
+    return Document(
+        values["input_ids"].numpy(),
+        values["labels"].numpy(),
+        segment_lengths=tuple(values["segment_lengths"]),
+        scores=tuple(values["scores"]),
+        log_probs=None if log_probs is None else log_probs.numpy(),
+    )

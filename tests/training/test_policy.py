@@ -1,0 +1,152 @@
+"""PolicyTuner: the policy update of packed rollouts against each completion alone."""
+
+import pytest
+import torch
+
+from lightning_fastft.core.errors import OptionError
+from lightning_fastft.hf.lora import adapters_off
+from lightning_fastft.packing.collate import collate
+from lightning_fastft.packing.completions import Completions
+from lightning_fastft.training.policy import PolicyTuner
+from tests.support.packs import assert_close, make_groups
+from tests.support.tuners import gradients, make_tuner, packed, rows_alone, step
+
+GROUPS = ((6, 3, 9, 4), (1, 4, 2), (11, 2, 1, 5, 3))
+
+
+def advantages_alone(kind, rewards):
+    rewards = torch.tensor(rewards, dtype=torch.float64)
+    if kind == "given":
+        return rewards
+    if kind == "leave_one_out":
+        return torch.stack([reward - (rewards.sum() - reward) / (len(rewards) - 1) for reward in rewards])
+    centred = rewards - rewards.mean()
+    return centred / (rewards.std() + 1e-4) if kind == "normalised" else centred
+
+
+def loss_alone(tuner, documents, *, kl_weight=0.0, uses_sampler=True):
+    """The loss by the formulas of the papers, from completions one at a time."""
+    ours = [row for row, _ in rows_alone(tuner.model, documents)]
+    with torch.no_grad(), adapters_off(tuner.model):
+        theirs = [row for row, _ in rows_alone(tuner.model, documents)]
+    rewards, sampled = [], []
+    for document in documents:
+        rewards += advantages_alone(tuner.advantage, document.scores).tolist()
+        start = document.segment_lengths[0]
+        for length in document.segment_lengths[1:]:
+            sampled.append(torch.as_tensor(document.log_probs[start : start + length]))
+            start += length
+    tokens, means = [], []
+    for row, reference, advantage, sampler in zip(ours, theirs, rewards, sampled):
+        old = sampler if uses_sampler and tuner.sampler_clip is None else row.detach()
+        ratio = (row - old).exp()
+        if tuner.ratio == "sequence":
+            ratio = (row - old).mean().exp().expand(len(row))
+        clipped = ratio.clamp(1 - tuner.clip_low, 1 + tuner.clip_high)
+        loss = -torch.min(ratio * advantage, clipped * advantage)
+        if tuner.sampler_clip is not None:
+            loss = loss * (old - sampler).exp().clamp(max=tuner.sampler_clip)
+        distance = reference - row
+        loss = loss + kl_weight * (distance.exp() - distance - 1)
+        tokens.append(loss.sum())
+        means.append(loss.mean())
+    if tuner.loss == "dapo":
+        return sum(tokens) / sum(map(len, ours))
+    if tuner.loss == "dr_grpo":
+        return sum(tokens) / len(tokens) / tuner.max_completion_tokens
+    return sum(means) / len(means)
+
+
+@pytest.mark.parametrize("shares_prompts", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"loss": "dapo", "clip_high": 0.28},
+        {"loss": "dr_grpo", "max_completion_tokens": 16, "advantage": "centred"},
+        {"ratio": "sequence", "clip_low": 0.01, "clip_high": 0.01},
+        {"advantage": "leave_one_out"},
+        {"advantage": "given", "sampler_clip": 1.2},
+        {"kl_weight": 0.3},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())) or "grpo",
+)
+def test_packed_rollouts_are_updated_as_each_completion_alone(options, shares_prompts):
+    tuner, documents = make_tuner(PolicyTuner, **options), make_groups(GROUPS)
+    found, ours, _ = step(tuner, documents, shares_prompts=shares_prompts)
+    truth = loss_alone(tuner, documents, kl_weight=options.get("kl_weight", 0.0))
+    truth.backward()
+    assert_close(found, truth.detach().to(found.dtype))
+    assert_close(ours, gradients(tuner), bound=2e-5)
+
+
+def test_without_log_probabilities_the_ratio_is_one():
+    documents = [document._replace(log_probs=None) for document in make_groups(GROUPS)]
+    tuner = make_tuner(PolicyTuner, clip_low=0.0, clip_high=0.0)
+    found, ours, _ = step(tuner, documents)
+    truth = loss_alone(tuner, make_groups(GROUPS), uses_sampler=False)
+    truth.backward()
+    # Ratios are 1, and normalised advantages have a mean of 0.
+    assert max(abs(float(found)), abs(float(truth.detach()))) < 1e-6
+    assert_close(ours, gradients(tuner), bound=2e-5)
+
+
+def test_noted_log_probabilities_replace_those_of_the_sampler():
+    tuner, documents = make_tuner(PolicyTuner), make_groups(GROUPS)
+    batch = collate(documents, num_items=9)
+    with packed(tuner):
+        tuner.note_old_log_probs(batch)
+        loss = tuner.training_step(batch, 0)
+    truth = torch.cat([row for row, _ in rows_alone(tuner.model, documents)])
+    assert_close(batch.context.completions.old_log_prob_R[: len(truth)], truth.detach())
+    # The mean of normalised advantages is 0.
+    assert abs(float(loss.detach())) < 1e-5
+    assert tuner.logged["train_clip_share"] == 0
+
+
+def test_metrics_are_those_of_the_rollouts():
+    tuner, documents = make_tuner(PolicyTuner, kl_weight=0.1), make_groups(GROUPS)
+    step(tuner, documents)
+    entropies = [-(x.softmax(-1) * x.log_softmax(-1)).sum(-1) for _, x in rows_alone(tuner.model, documents)]
+    assert tuner.logged["train_entropy"] == pytest.approx(float(torch.cat(entropies).detach().mean()), rel=1e-4)
+    scores = [score for document in documents for score in document.scores]
+    assert tuner.logged["train_reward"] == pytest.approx(sum(scores) / len(scores), rel=1e-5)
+    lengths = [length for group in GROUPS for length in group[1:]]
+    assert tuner.logged["train_length"] == pytest.approx(sum(lengths) / len(lengths))
+    assert tuner.logged.keys() <= tuner.logged_names
+
+
+def test_a_group_of_equal_rewards_teaches_nothing():
+    tuner = make_tuner(PolicyTuner)
+    documents = [document._replace(scores=(0.7,) * len(document.scores)) for document in make_groups(GROUPS)]
+    _, ours, _ = step(tuner, documents)
+    assert all(float(gradient.abs().max()) < 1e-4 for gradient in ours.values())
+
+
+def test_sums_over_completions_are_exact_and_differentiable():
+    completions = Completions(num_rows=[2, 1, 3], num_completions=[2, 1], scores=[0.0] * 3, num_padded_rows=8)
+    value_R = torch.arange(8.0, dtype=torch.float64, requires_grad=True)
+    assert completions.sum(value_R).tolist() == [1.0, 2.0, 12.0]
+    assert completions.mean(value_R).tolist() == [0.5, 2.0, 4.0]
+    assert completions.example_mean(torch.tensor([1.0, 3.0, 5.0])).tolist() == [2.0, 2.0, 5.0]
+    value_C = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64, requires_grad=True)
+    assert completions.spread(value_C).tolist() == [1.0, 1.0, 2.0, 3.0, 3.0, 3.0, 0.0, 0.0]
+    assert torch.autograd.gradcheck(completions.sum, value_R)
+    assert torch.autograd.gradcheck(completions.spread, value_C)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss": "ppo"}, "loss"),
+        ({"loss": "dr_grpo"}, "max_completion_tokens"),
+        ({"max_completion_tokens": 5}, "max_completion_tokens"),
+        ({"clip_low": 2.0}, "clip_low"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"kl_weight": 0.1, "reference": "stored"}, "stored"),
+        ({"kl_weight": 0.1, "lora": None}, "reference"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options, message):
+    with pytest.raises(OptionError, match=message):
+        make_tuner(PolicyTuner, **options)

@@ -1,0 +1,171 @@
+"""RolloutDataModule: rounds of sampled, judged and packed rollouts; a small policy learns from them."""
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from lightning_fastft.core.errors import DataError, MissingDependencyError, OptionError
+from lightning_fastft.strategies.single_device import FastFTStrategy
+from lightning_fastft.training.policy import PolicyTuner
+from lightning_fastft.training.rollouts import RolloutDataModule, Sampled, VllmSampler, make_rollout
+from tests.support.training_parts import quiet_trainer
+
+CHARACTERS = "0123456789+="
+CONFIG = {
+    "model_type": "qwen3",
+    "vocab_size": len(CHARACTERS) + 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
+
+
+def character_tokenizer():
+    vocabulary = {character: number for number, character in enumerate(["<pad>", "<eos>", *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
+def is_right(*, prompts, completions, answer):
+    return [float(completion == right) for completion, right in zip(completions, answer)]
+
+
+def make_parts(*, learning_rate=3e-3, tuner_options=None, **options):
+    tuner = PolicyTuner(
+        CONFIG, init="random", dtype="float32", tokenizer=character_tokenizer(), learning_rate=learning_rate,
+        scheduler="constant", warmup_steps=0, **(tuner_options or {}),
+    )  # fmt: skip
+    values = {
+        "rewards": is_right, "num_completions": 8, "prompts_per_round": 8, "max_new_tokens": 1, "max_tokens": 512,
+    }  # fmt: skip
+    return tuner, RolloutDataModule(SUMS, **{**values, **options})
+
+
+class SaveAt(pl.Callback):
+    """Write a checkpoint after a step."""
+
+    def __init__(self, step, path):
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+def train(tmp_path, tuner, data, *, max_steps, **options):
+    trainer = quiet_trainer(tmp_path, max_steps=max_steps, strategy=FastFTStrategy(), **options)
+    trainer.fit(tuner, data)
+    return trainer
+
+
+@pytest.mark.slow
+def test_the_reward_of_an_arithmetic_task_rises(tmp_path):
+    tuner, data = make_parts()
+    rewards = []
+    own_step = tuner.training_step
+
+    def step(batch, batch_idx):
+        rewards.append(float(batch.context.completions.score_C.mean()))
+        return own_step(batch, batch_idx)
+
+    tuner.training_step = step
+    train(tmp_path, tuner, data, max_steps=200)
+    assert np.mean(rewards[:10]) < 0.25
+    assert np.mean(rewards[-10:]) > 0.6
+
+
+def test_a_round_asks_once_for_each_prompt_and_yields_whole_windows(tmp_path):
+    asked, seen = [], []
+
+    def sampler(tuner, prompts, *, num_completions, max_new_tokens, temperature, seed):
+        asked.append((prompts, num_completions, max_new_tokens, temperature, seed))
+        return [[Sampled([2 + number % 10, 1]) for number in range(num_completions)] for _ in prompts]
+
+    tuner, data = make_parts(sampler=sampler, max_tokens=48, max_new_tokens=2)
+    own_step = tuner.training_step
+
+    def step(batch, batch_idx):
+        seen.append(batch)
+        return own_step(batch, batch_idx)
+
+    tuner.training_step = step
+    train(tmp_path, tuner, data, max_steps=8, accumulate_grad_batches=2)
+    # A round has 8 rollouts of 3 + 8 * 3 tokens: one in each pack of 48, so 8 packs and 4 steps.
+    assert len(asked) == 2
+    assert [len(prompts) for prompts, *_ in asked] == [8, 8]
+    assert asked[0][1:4] == (8, 2, 1.0)
+    assert asked[0][4] != asked[1][4]
+    assert {tuple(prompt) for prompts, *_ in asked for prompt in prompts} == {
+        tuple(character_tokenizer()(row["prompt"])["input_ids"]) for row in SUMS
+    }
+    assert len(seen) == 16
+    assert all(batch.context.has_prefixes for batch in seen)
+    assert all(batch.context.num_items == 8 for batch in seen)
+    # Several steps from one round: the log-probabilities before the first are known.
+    assert all(batch.context.completions.old_log_prob_R is not None for batch in seen)
+
+
+def test_a_run_goes_on_inside_a_round_from_its_checkpoint(tmp_path):
+    def run(folder, *, saves=False, ckpt_path=None):
+        torch.manual_seed(0)
+        tuner, data = make_parts(max_tokens=48, max_new_tokens=2)
+        saving = SaveAt(5, tmp_path / "five.ckpt") if saves else None
+        trainer = quiet_trainer(folder, max_steps=11, strategy=FastFTStrategy(), callbacks=[saving] if saving else [])
+        trainer.fit(tuner, data, ckpt_path=ckpt_path)
+        return tuner
+
+    whole = run(tmp_path / "a", saves=True)
+    resumed = run(tmp_path / "b", ckpt_path=str(tmp_path / "five.ckpt"))
+    for (name, one), (_, other) in zip(whole.named_parameters(), resumed.named_parameters()):
+        assert torch.equal(one, other), name
+
+
+def test_a_rollout_holds_prompt_completions_and_scores():
+    document = make_rollout([5, 6], [Sampled([7], [-0.5]), Sampled([8, 1], [-0.25, -1.0])], [1.0, 0.0])
+    assert document.input_ids.tolist() == [5, 6, 7, 8, 1]
+    assert document.labels.tolist() == [-100, -100, 7, 8, 1]
+    assert document.segment_lengths == (2, 1, 2)
+    assert document.log_probs.tolist() == [0.0, 0.0, -0.5, -0.25, -1.0]
+    assert make_rollout([5], [Sampled([7], [-0.5]), Sampled([8])], [1.0, 0.0]).log_probs is None
+    with pytest.raises(DataError, match="without a token"):
+        make_rollout([5], [Sampled([])], [0.0])
+    with pytest.raises(DataError, match="log-probabilities"):
+        make_rollout([5], [Sampled([7], [])], [0.0])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"rewards": lambda **_: [0.0]}, DataError, "one finite number"),
+        ({"rewards": lambda completions, **_: [float("nan")] * len(completions)}, DataError, "finite"),
+        ({"rewards": []}, OptionError, "rewards"),
+        ({"max_tokens": 8}, OptionError, "max_tokens"),
+        ({"prompts_per_round": 17}, OptionError, "prompts_per_round"),
+        ({"num_completions": 1}, OptionError, "num_completions"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path, options, error, message):
+    with pytest.raises(error, match=message):
+        train(tmp_path, *make_parts(**options), max_steps=1)
+
+
+def test_a_row_without_a_prompt_is_named(tmp_path):
+    tuner, _ = make_parts()
+    data = RolloutDataModule([{"prompt": "1+1="}, {"text": "x"}], rewards=is_right, prompts_per_round=1)
+    with pytest.raises(DataError, match="row 2"):
+        train(tmp_path, tuner, data, max_steps=1)
+
+
+def test_vllm_that_is_missing_is_named():
+    with pytest.raises(MissingDependencyError, match="pip install vllm"):
+        VllmSampler("base")
