@@ -1,0 +1,220 @@
+"""RewardTuner: a reward model from pairs or scores, on packed completions whose prompt is computed once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from lightning_fastft.core.checks import check_choice, check_float
+from lightning_fastft.core.errors import DataError
+from lightning_fastft.packing.collate import PackedBatch
+from lightning_fastft.packing.completions import Completions
+from lightning_fastft.packing.context import BatchContext
+from lightning_fastft.packing.needs import DataNeeds
+from lightning_fastft.training.losses import reward_pair_loss
+from lightning_fastft.training.tuner import Tuner
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from lightning_fastft.patches.head import LazyLogits
+
+HEAD = "score"
+LARGEST_WEIGHT = 1e3
+
+
+class RewardTuner(Tuner):
+    """Train a reward model: a causal language model with a head that scores completions.
+
+    ``save_pretrained`` writes what ``AutoModelForSequenceClassification`` (and PEFT on it) reads.
+
+    Args:
+        model: As in ``FineTuner``; a causal language model, whose language head is not used.
+        loss: "pairwise": the chosen completion of a pair scores higher, by the row's margin if it has one; "scalar":
+            the squared distance to the row's score.
+        read: Hidden state that is scored: that of the "last" trained token of a completion, or the "mean" of the scores
+            of all its trained tokens.
+        center_weight: Weight of the squared sum of a pair's scores, which keeps scores near 0; for "pairwise".
+        options: Options of ``Tuner``.
+
+    Raises:
+        OptionError: A value is not allowed, or two options do not fit.
+
+    Example:
+        >>> config = {"model_type": "qwen3", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1}
+        >>> sorted(RewardTuner(config, init="random", lora={"r": 4}).data_needs.formats)
+        ['preference']
+    """
+
+    def __init__(
+        self,
+        model: str | dict[str, Any] | PretrainedConfig | PreTrainedModel,
+        *,
+        loss: Literal["pairwise", "scalar"] = "pairwise",
+        read: Literal["last", "mean"] = "last",
+        center_weight: float = 0.0,
+        **options: Any,
+    ) -> None:
+        super().__init__(model, **options)
+        self.loss = check_choice("loss", loss, ("pairwise", "scalar"))
+        self.read = check_choice("read", read, ("last", "mean"))
+        self.center_weight = check_float("center_weight", center_weight, low=0.0, high=LARGEST_WEIGHT)
+        self.save_hyperparameters({"loss": loss, "read": read, "center_weight": center_weight})
+        self.register_transform("reward head", self._add_head, stage="before_adapters")
+        self.register_transform("trained reward head", self._train_head, stage="after_adapters")
+
+    @property
+    def data_needs(self) -> DataNeeds:
+        """Pairs, or completions with a score; the loss is a mean over examples."""
+        return DataNeeds(frozenset({"preference" if self.loss == "pairwise" else "scored"}), loss_unit="example")
+
+    @property
+    def logged_names(self) -> frozenset[str] | None:
+        """Names that callbacks can monitor in training; None for a subclass, which may log more."""
+        if type(self) is not RewardTuner:
+            return None
+        names = ("loss", "score", *(("accuracy", "margin") if self.loss == "pairwise" else ()))
+        return frozenset(f"{prefix}_{name}" for prefix in ("train", "val") for name in names)
+
+    def _add_head(self, model: PreTrainedModel) -> None:
+        """Give a causal language model the head of transformers' sequence classifiers, equal on every rank."""
+        config = model.config.get_text_config(decoder=True)
+        head = nn.Linear(config.hidden_size, 1, bias=False, device=model.device, dtype=self._head_dtype(model))
+        draws = torch.Generator().manual_seed(self._seed % 2**63)
+        initial = torch.empty(head.weight.shape).normal_(
+            std=getattr(config, "initializer_range", 0.02), generator=draws
+        )
+        with torch.no_grad():
+            head.weight.copy_(initial)
+        model.add_module(HEAD, head)
+        # Nothing is predicted with it.
+        language_head = model.get_output_embeddings()
+        if language_head is not None and language_head.weight is not model.get_input_embeddings().weight:
+            language_head.requires_grad_(False)
+
+    def _head_dtype(self, model: PreTrainedModel) -> torch.dtype:
+        return self.adapter_dtype if self.has_adapters else model.dtype
+
+    def _train_head(self, model: Any) -> None:
+        self._find_head(model).requires_grad_(True)
+
+    def _find_head(self, model: Any) -> nn.Linear:
+        base = model.get_base_model() if hasattr(model, "peft_config") else model
+        head: nn.Linear = getattr(base, HEAD)
+        return head
+
+    def training_step(self, batch: PackedBatch, batch_idx: int) -> torch.Tensor:
+        """Return the loss of a batch; log it with the mean score, and for pairs the share in the right order.
+
+        Cost:
+            No host sync of its own; the language head does not run.
+        """
+        return self._step(batch, prefix="train")
+
+    def validation_step(self, batch: PackedBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Log the same of a validation batch."""
+        self._step(batch, prefix="val")
+
+    def test_step(self, batch: PackedBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Log the same of a test batch."""
+        self._step(batch, prefix="test")
+
+    def predict_step(self, batch: PackedBatch, batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
+        """Return the score of each completion, shape (C,), in the order of the pack."""
+        return self._read(batch, lambda logits: self._score(logits, batch.context))
+
+    def _step(self, batch: PackedBatch, *, prefix: str) -> torch.Tensor:
+        context = batch.context
+        completions = self._find_completions(batch)
+        means: dict[str, torch.Tensor] = {}
+
+        def objective(logits: LazyLogits) -> torch.Tensor:
+            score_C = self._score(logits, context)
+            divisor = max(1, completions.num_examples)
+            means["score"] = score_C.detach().sum() / max(1, completions.num_completions)
+            if self.loss == "scalar":
+                loss_G = (score_C - completions.score_C).square()
+            else:
+                loss_G = self._compare(score_C, completions, means=means)
+            means["loss"] = loss_G.detach().sum() / divisor
+            return loss_G.sum() / context.num_items
+
+        loss = self._minimise(batch, objective)
+        self._log_means(means, prefix=prefix, count=completions.num_examples, shown=("loss", "accuracy"))
+        return loss
+
+    def _compare(
+        self, score_C: torch.Tensor, completions: Completions, *, means: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the loss of each pair; fill means."""
+        if any(count != 2 for count in completions.completions_per_example):
+            raise DataError(
+                "loss='pairwise' compares pairs, and an example has another number of completions: give rows with "
+                "chosen and rejected, or loss='scalar' for rows with a score."
+            )
+        chosen_G, rejected_G = score_C.view(-1, 2).unbind(1)
+        # Rows hold their margin as the difference of the scores.
+        margin_G = completions.score_C.view(-1, 2)[:, 0] - completions.score_C.view(-1, 2)[:, 1]
+        divisor = max(1, completions.num_examples)
+        means["accuracy"] = (chosen_G > rejected_G).float().sum() / divisor
+        means["margin"] = (chosen_G - rejected_G).detach().sum() / divisor
+        loss_G = reward_pair_loss(chosen_G, rejected_G, margin_G=margin_G)
+        return loss_G + self.center_weight * (chosen_G + rejected_G).square() if self.center_weight else loss_G
+
+    def _score(self, logits: LazyLogits, context: BatchContext) -> torch.Tensor:
+        """Return the score of each completion, shape (C,), fp32."""
+        completions = context.completions
+        assert completions is not None
+        head, hidden_TD = self._find_head(self.model), logits.hidden.reshape(-1, logits.hidden.shape[-1])
+        # A labelled row is one before its token, whose hidden state has seen it.
+        row_R = context.labelled_row_R[: completions.num_rows] + 1
+        if self.read == "last":
+            row_R = row_R.index_select(0, completions.start_C1[1:] - 1) if completions.num_rows else row_R
+        score_R = (hidden_TD.index_select(0, row_R).to(head.weight.dtype) @ head.weight[0]).float()
+        return score_R if self.read == "last" else completions.mean(score_R)
+
+    def save_pretrained(self, folder: str) -> None:
+        """Write a sequence classifier with one label: adapters with their head, or a whole model; and the tokenizer.
+
+        Args:
+            folder: As in ``Tuner.save_pretrained``. A whole model is read by
+                ``AutoModelForSequenceClassification.from_pretrained``, adapters by PEFT on a base that was read so with
+                ``num_labels=1``.
+        """
+        super().save_pretrained(folder)
+        if self._trainer is not None and not self.trainer.is_global_zero:
+            return
+        if hasattr(self.model, "peft_config"):
+            _add_head_to_adapters(Path(folder), self._find_head(self.model).weight.detach())
+        else:
+            _rename_architecture(Path(folder))
+
+
+def _add_head_to_adapters(folder: Path, weight_1D: torch.Tensor) -> None:
+    """Write the head into a folder of adapters, as PEFT writes a module that it saves whole."""
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "adapter_model.safetensors"
+    tensors = {**load_file(file), f"base_model.model.{HEAD}.weight": weight_1D.cpu().contiguous()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    path = folder / "adapter_config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["task_type"] = "SEQ_CLS"
+    config["modules_to_save"] = sorted({*(config.get("modules_to_save") or ()), HEAD})
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _rename_architecture(folder: Path) -> None:
+    """Let the configuration of a whole model name the sequence classifier of its family."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["architectures"] = [
+        name.replace("ForCausalLM", "ForSequenceClassification") for name in config.get("architectures") or ()
+    ]
+    config["num_labels"] = 1
+    config["id2label"], config["label2id"] = {"0": "LABEL_0"}, {"LABEL_0": 0}
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

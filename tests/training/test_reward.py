@@ -1,0 +1,84 @@
+"""RewardTuner: scores of packed completions against each alone, its losses, and what stock transformers reads back."""
+
+import pytest
+import torch
+
+from lightning_fastft.core.errors import DataError
+from lightning_fastft.packing.collate import collate
+from lightning_fastft.training.reward import RewardTuner
+from tests.support.packs import assert_close, make_groups, separate
+from tests.support.tuners import gradients, make_tuner, packed, pairs, step
+
+
+def scores_alone(tuner, documents):
+    model = tuner.model.get_base_model() if hasattr(tuner.model, "peft_config") else tuner.model
+    found = []
+    for document in separate(documents):
+        hidden = model.model(input_ids=torch.as_tensor(document.input_ids)[None], use_cache=False).last_hidden_state[0]
+        scores = model.score(hidden)[:, 0]
+        found.append(scores[-1] if tuner.read == "last" else scores[torch.as_tensor(document.labels) != -100].mean())
+    return found
+
+
+@pytest.mark.parametrize("lora", [True, False])
+@pytest.mark.parametrize(
+    "options", [{}, {"read": "mean"}, {"center_weight": 0.1}, {"loss": "scalar"}], ids=lambda x: "-".join(map(str, x))
+)
+def test_packed_completions_are_scored_as_each_alone(options, lora):
+    documents = pairs()
+    if options.get("loss") == "scalar":
+        documents = make_groups(((6, 3), (1, 4), (11, 2)))
+    tuner = make_tuner(RewardTuner, **options, **({} if lora else {"lora": None}))
+    found, ours, _ = step(tuner, documents)
+    scores = scores_alone(tuner, documents)
+    if options.get("loss") == "scalar":
+        truth = sum((score - document.scores[0]) ** 2 for score, document in zip(scores, documents)) / len(documents)
+    else:
+        terms = [
+            -torch.sigmoid(chosen - rejected - (document.scores[0] - document.scores[1])).log()
+            + options.get("center_weight", 0.0) * (chosen + rejected) ** 2
+            for chosen, rejected, document in zip(scores[::2], scores[1::2], documents)
+        ]
+        truth = sum(terms) / len(terms)
+    truth.backward()
+    theirs = gradients(tuner)
+    assert_close(found, truth.detach())
+    assert_close(ours, theirs, bound=2e-5)
+    assert any(name.endswith("score.weight") for name in ours)
+    assert tuner.logged.keys() <= tuner.logged_names
+
+
+def test_scores_are_predicted():
+    tuner, documents = make_tuner(RewardTuner), pairs()
+    with packed(tuner):
+        found = tuner.predict_step(collate(documents), 0)
+    assert_close(found, torch.stack(scores_alone(tuner, documents)).detach())
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_stock_transformers_reads_the_classifier(tmp_path, lora):
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification
+
+    tuner, documents = make_tuner(RewardTuner, **({} if lora else {"lora": None})), pairs()
+    truth = torch.stack(scores_alone(tuner, documents)).detach()
+    base = tmp_path / "base"
+    tuner.save_pretrained(str(tmp_path / "saved"))
+    if lora:
+        tuner.model.unload().save_pretrained(base)
+        classifier = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, pad_token_id=0)
+        classifier = PeftModel.from_pretrained(classifier, str(tmp_path / "saved"))
+    else:
+        classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved", pad_token_id=0)
+    with torch.no_grad():
+        found = [
+            classifier.eval()(input_ids=torch.as_tensor(document.input_ids)[None]).logits[0, 0]
+            for document in separate(documents)
+        ]
+    assert_close(torch.stack(found), truth)
+
+
+def test_a_pack_without_pairs_is_refused():
+    tuner = make_tuner(RewardTuner)
+    with packed(tuner), pytest.raises(DataError, match="pairs"):
+        tuner.training_step(collate(make_groups()), 0)
