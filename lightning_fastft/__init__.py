@@ -31,8 +31,13 @@ if TYPE_CHECKING:
     from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
     from lightning_fastft.strategies.single_device import FastFTStrategy
     from lightning_fastft.training.datamodule import PackedDataModule
+    from lightning_fastft.training.distillation import DistillationTuner
     from lightning_fastft.training.fine_tuner import FineTuner
+    from lightning_fastft.training.policy import PolicyTuner
+    from lightning_fastft.training.preference import PreferenceTuner
     from lightning_fastft.training.registration import register
+    from lightning_fastft.training.reward import RewardTuner
+    from lightning_fastft.training.rollouts import RolloutDataModule
 
 __version__ = "0.1.0"
 
@@ -40,6 +45,7 @@ __version__ = "0.1.0"
 _PLACES = {
     "BatchContext": "packing.context",
     "BincountRouter": "callbacks.bincount_router",
+    "DistillationTuner": "training.distillation",
     "Document": "packing.collate",
     "ExactResume": "checkpoint.resume",
     "FastFTDDPStrategy": "strategies.ddp",
@@ -56,6 +62,10 @@ _PLACES = {
     "PackedBatch": "packing.collate",
     "PackedDataModule": "training.datamodule",
     "PackedTraining": "callbacks.packed_training",
+    "PolicyTuner": "training.policy",
+    "PreferenceTuner": "training.preference",
+    "RewardTuner": "training.reward",
+    "RolloutDataModule": "training.rollouts",
     "RunReport": "monitor.run_report",
     "Status": "core.status",
     "TokenThroughput": "monitor.token_throughput",
@@ -68,6 +78,7 @@ _PLACES = {
 __all__ = [
     "BatchContext",
     "BincountRouter",
+    "DistillationTuner",
     "Document",
     "ExactResume",
     "FastFTDDPStrategy",
@@ -84,6 +95,10 @@ __all__ = [
     "PackedBatch",
     "PackedDataModule",
     "PackedTraining",
+    "PolicyTuner",
+    "PreferenceTuner",
+    "RewardTuner",
+    "RolloutDataModule",
     "RunReport",
     "Status",
     "TokenThroughput",
