@@ -211,6 +211,11 @@ class Part(NamedTuple):
     distance: int = 0
     is_completion: bool = False
 
+    def rows(self, index: np.ndarray) -> Part:
+        """Return a part of the chosen tokens."""
+        log_probs = None if self.log_probs is None else self.log_probs[index]
+        return Part(self.input_ids[index], self.labels[index], log_probs)
+
 
 def split_document(document: Document, *, shares_prompt: bool) -> list[Part]:
     """Return the documents of the pack that an example becomes.
@@ -229,12 +234,12 @@ def split_document(document: Document, *, shares_prompt: bool) -> list[Part]:
     begin = num_prompt - 1 if shares_prompt else 0
     labels = document.labels.copy()
     labels[:num_prompt] = IGNORED_LABEL
-    arrays = [array for array in (document.input_ids, labels, document.log_probs) if array is not None]
-    parts = [Part(*(array[:begin] for array in arrays))] if begin else []
+    whole = Part(document.input_ids, labels, document.log_probs)
+    parts = [whole.rows(np.arange(begin))] if begin else []
     start = num_prompt
     for number, length in enumerate(document.segment_lengths[1:]):
-        joined = [np.concatenate([array[begin:num_prompt], array[start : start + length]]) for array in arrays]
-        parts.append(Part(*joined, distance=number + 1 if begin else 0, is_completion=True))
+        rows = np.r_[begin:num_prompt, start : start + length]
+        parts.append(whole.rows(rows)._replace(distance=number + 1 if begin else 0, is_completion=True))
         start += length
     return parts
 

@@ -87,7 +87,8 @@ class DistillationTuner(Tuner):
         if not isinstance(teacher, (str, nn.Module)):
             raise OptionError(f"teacher must be a name, a folder or a model, got {type(teacher).__name__}.")
         self.teacher = teacher
-        self.kind = check_choice("kind", kind, KINDS)
+        check_choice("kind", kind, KINDS)
+        self.kind: Kind = kind
         self.beta = check_float("beta", beta, low=1e-6, high=1 - 1e-6)
         self.temperature = check_float("temperature", temperature, low=1e-3, high=LARGEST_WEIGHT)
         check_share("sft_weight", sft_weight)

@@ -197,7 +197,10 @@ class PolicyTuner(ReferenceTuner):
             total, own_count = loss_R.sum(), num_rows
             if self.loss != "dapo":
                 own_count = max(1, completions.num_completions)
-                total = completions.mean(loss_R).sum() if self.loss == "grpo" else total / self.max_completion_tokens
+                # Dr. GRPO's completions all count as long as the longest.
+                total = (
+                    completions.mean(loss_R).sum() if self.loss == "grpo" else total / (self.max_completion_tokens or 1)
+                )
             means["loss"] = total.detach() / own_count
             return total / batch.context.num_items
 

@@ -112,8 +112,12 @@ class PreferenceTuner(ReferenceTuner):
         """Names that callbacks can monitor in training; None for a subclass, which may log more."""
         if type(self) is not PreferenceTuner:
             return None
-        names = ("loss", "reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", "log_prob_chosen")
-        names += ("log_prob_rejected", "length")
+        names = ["loss", "reward_chosen", "reward_rejected", "reward_accuracy"]
+        names += (
+            ["divergence"]
+            if self.loss == "kto"
+            else ["reward_margin", "log_prob_chosen", "log_prob_rejected", "length"]
+        )
         return frozenset(f"{prefix}_{name}" for prefix in ("train", "val") for name in names)
 
     def training_step(self, batch: PackedBatch, batch_idx: int) -> torch.Tensor:

@@ -14,6 +14,7 @@ from lightning_fastft.kernels.attention.op import (
     _check_forced,
     choose_backend,
     find_obstacle,
+    gather_keys,
     packed_attention,
 )
 from lightning_fastft.kernels.attention.reference import masked_attention
@@ -367,7 +368,8 @@ def test_documents_see_their_prefix(backend, case, stand_in_flash):
             pytest.skip("varlen has no soft cap")
         # Sinks are folded in float32.
         sink = sink if sink is None else sink.detach().float().double().requires_grad_()
-        out = flash.varlen_attention(q, k, v, context=context, scale=SCALE, window=window, sink_H=sink)
+        keys, values = (gather_keys(x, context.prefix_keys) for x in (k, v))
+        out = flash.varlen_attention(q, keys, values, context=context, scale=SCALE, window=window, sink_H=sink)
     elif backend == "sdpa" and case in ("sinks", "soft cap"):
         pytest.skip("sdpa has neither sinks nor soft caps")
     else:

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_fastft.kernels.expert_rows.op import combine_rows
-from lightning_fastft.packing.context import BatchContext, PrefixKeys, VarlenArguments
+from lightning_fastft.packing.context import BatchContext, VarlenArguments
 
 # The flash kernels of torch read heads in steps of this many elements.
 HEAD_WIDTH_STEP = 8
@@ -54,7 +53,7 @@ def varlen_attention(
     Heads whose width is no multiple of 8, and values narrower than keys (multi-head latent attention), are padded with
     zeros, which changes no score.
 
-    Documents that continue a prefix get its keys and values in front of their own (``gather_keys``).
+    Where documents continue prefixes, keys and values are those of ``gather_keys``.
 
     Cost:
         Memory linear in T; a copy of what has to be padded; no host sync. With ``shares``, keys and values
@@ -69,10 +68,6 @@ def varlen_attention(
     value_width = v_TGW.shape[-1]
     width = -(-max(q_THW.shape[-1], value_width) // HEAD_WIDTH_STEP) * HEAD_WIDTH_STEP
     window_left = -1 if window is None or window >= varlen.max_key_length else window - 1
-    if context.prefix_keys is not None:
-        k_TGW, v_TGW = (gather_keys(x, context.prefix_keys) for x in (k_TGW, v_TGW))
-        # Keys of a prefix have a gradient that is not yet summed over its readers.
-        shares = None
     ready = (_kernel_ready(x, width=width) for x in (q_THW, k_TGW, v_TGW))
     # Padded heads have a gradient that is not yet cut.
     shares = shares if width == q_THW.shape[-1] == value_width else None
@@ -162,36 +157,6 @@ class _FlashAttention(torch.autograd.Function):
             ctx.shares.collect(d_k_TGW, d_v_TGW)
             d_k_TGW = d_v_TGW = None
         return d_q_THW, d_k_TGW, d_v_TGW, d_sink_H, None, None, None, None, None
-
-
-def gather_keys(x_TGW: torch.Tensor, keys: PrefixKeys) -> torch.Tensor:
-    """Return the keys or values of each document, its prefix's in front, shape (N, G, W).
-
-    The gradient of a row is the sum over the documents that read it, in their order, so it is the same in every run.
-
-    Cost:
-        One pass over N rows in the forward and one in the backward; no host sync.
-    """
-    gathered: torch.Tensor = _GatherKeys.apply(x_TGW, keys)
-    return gathered
-
-
-class _GatherKeys(torch.autograd.Function):
-    """Saves nothing: the keys of a pack belong to its context."""
-
-    @staticmethod
-    def forward(ctx: Any, x_TGW: torch.Tensor, keys: PrefixKeys) -> torch.Tensor:
-        ctx.keys = keys
-        return x_TGW.index_select(0, keys.row_N)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        d_out_NGW, keys = grads[0], ctx.keys
-        # The last offset is N, at and behind which places hold nothing.
-        d_x_TC = combine_rows(
-            d_out_NGW.reshape(d_out_NGW.shape[0], -1), keys.place_TK, keys.start_S1[-1:], is_checked=False
-        )
-        return d_x_TC.view(-1, *d_out_NGW.shape[1:]), None
 
 
 def _side_by_side(x_TGW: torch.Tensor) -> torch.Tensor:

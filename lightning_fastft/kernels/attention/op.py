@@ -5,7 +5,7 @@ Axes: T tokens of the pack, H query heads, G key/value heads, W width of a head.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,8 +16,9 @@ from lightning_fastft.kernels.attention.flash import MAX_HEAD_WIDTH, Collect, Re
 from lightning_fastft.kernels.attention.flex import flex_attention
 from lightning_fastft.kernels.attention.reference import masked_attention
 from lightning_fastft.kernels.attention.sdpa import sdpa_attention
+from lightning_fastft.kernels.expert_rows.op import combine_rows
 from lightning_fastft.kernels.repeat_heads.op import repeat_heads
-from lightning_fastft.packing.context import BatchContext
+from lightning_fastft.packing.context import BatchContext, PrefixKeys
 
 BACKENDS = ("varlen", "cudnn", "flex", "sdpa", "reference")
 # From here on cuDNN beats the flash kernels of torch (measured on an H200: 1.35x forward and 1.7x backward at 8192,
@@ -128,6 +129,10 @@ def packed_attention(
     context.note_read(name)
     if name == "varlen":
         shares = None if collect is None else Shares(repeat_heads, collect)
+        if context.prefix_keys is not None:
+            k_TGW, v_TGW = (gather_keys(x, context.prefix_keys) for x in (k_TGW, v_TGW))
+            # Gradients of a prefix are summed over its readers first.
+            shares = None
         return varlen_attention(
             q_THW,
             k_TGW,
@@ -151,6 +156,36 @@ def packed_attention(
     # Autocast would round what the definition keeps in float32.
     with torch.autocast(q_THW.device.type, enabled=False):
         return masked_attention(q_THW, k_TGW, v_TGW, mask_TT=mask_TT, scale=scale, softcap=softcap, sink_H=sink_H)
+
+
+def gather_keys(x_TGW: torch.Tensor, keys: PrefixKeys) -> torch.Tensor:
+    """Return the keys or values of each document, its prefix's in front, shape (N, G, W).
+
+    The gradient of a row is the sum over the documents that read it, in their order, so it is the same in every run.
+
+    Cost:
+        One pass over N rows in the forward and one in the backward; no host sync.
+    """
+    gathered: torch.Tensor = _GatherKeys.apply(x_TGW, keys)
+    return gathered
+
+
+class _GatherKeys(torch.autograd.Function):
+    """Saves nothing: the keys of a pack belong to its context."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TGW: torch.Tensor, keys: PrefixKeys) -> torch.Tensor:
+        ctx.keys = keys
+        return x_TGW.index_select(0, keys.row_N)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        d_out_NGW, keys = grads[0], ctx.keys
+        # The last offset is N, at and behind which places hold nothing.
+        d_x_TC = combine_rows(
+            d_out_NGW.reshape(d_out_NGW.shape[0], -1), keys.place_TK, keys.start_S1[-1:], is_checked=False
+        )
+        return d_x_TC.view(-1, *d_out_NGW.shape[1:]), None
 
 
 def choose_backend(need: AttentionNeed) -> str:
