@@ -17,6 +17,7 @@ from torch import nn
 
 from lightning_fastft.core.checks import check_choice, check_float, check_int, check_path, check_share
 from lightning_fastft.core.errors import DataError, OptionError
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.dataset import TokenizedDataset, replace_file
 from lightning_fastft.training.datamodule import PackedDataModule
@@ -86,7 +87,8 @@ class DistillationTuner(Tuner):
         super().__init__(model, **options)
         if not isinstance(teacher, (str, nn.Module)):
             raise OptionError(f"teacher must be a name, a folder or a model, got {type(teacher).__name__}.")
-        self.teacher = teacher
+        # In a tuple, so that a model is no part of this module before it is held.
+        self._teacher = (teacher,)
         check_choice("kind", kind, KINDS)
         self.kind: Kind = kind
         self.beta = check_float("beta", beta, low=1e-6, high=1 - 1e-6)
@@ -126,7 +128,7 @@ class DistillationTuner(Tuner):
         """Build the student, and hold a live teacher beside it."""
         super().configure_model()
         if self.store is None and self.frozen_model is None:
-            self._open_frozen(self.teacher)
+            self._open_frozen(self._teacher[0])
 
     def training_step(self, batch: PackedBatch, batch_idx: int) -> torch.Tensor:
         """Return the loss of a batch; log it with the divergence, both as means over labelled tokens.
@@ -178,16 +180,30 @@ class DistillationTuner(Tuner):
     def on_fit_start(self) -> None:
         """Compute the teacher's likeliest tokens of the training and validation data that are not stored yet."""
         super().on_fit_start()
+        self._fill_stores("train", "val")
+
+    def on_validation_start(self) -> None:
+        """Compute those of the validation data, where there was no fit."""
+        super().on_validation_start()
+        self._fill_stores("val")
+
+    def on_test_start(self) -> None:
+        """Compute those of the test data."""
+        super().on_test_start()
+        self._fill_stores("test")
+
+    def _fill_stores(self, *splits: str) -> None:
         if self.store is None:
             return
-        for split in ("train", "val"):
+        for split in splits:
             dataset = self._find_dataset(split)
             if dataset is not None and dataset.content_digest not in self._stored:
                 self._stored[dataset.content_digest] = self._open_store(split, dataset)
-        # Its memory is the student's from here on.
-        self.frozen_model = None
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        if self.frozen_model is not None:
+            # Its memory is the student's from here on.
+            self.frozen_model = None
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def _find_dataset(self, split: str) -> TokenizedDataset | None:
         data = getattr(self.trainer, "datamodule", None)
@@ -217,11 +233,12 @@ class DistillationTuner(Tuner):
         )
 
     def _teacher_name(self) -> str:
-        if isinstance(self.teacher, str):
-            return self.teacher
+        (teacher,) = self._teacher
+        if isinstance(teacher, str):
+            return teacher
         from lightning_fastft.hf.base_digest import digest_tensors
 
-        return digest_tensors(self.teacher, is_trained_too=True)
+        return digest_tensors(teacher, is_trained_too=True)
 
     def _fill_store(self, folder: Path, split: str, *, start_N1: np.ndarray, key: str) -> None:
         """Write the teacher's likeliest tokens of every labelled token.
@@ -231,21 +248,28 @@ class DistillationTuner(Tuner):
         """
         data = getattr(self.trainer, "datamodule", None)
         assert isinstance(data, PackedDataModule)
-        if self.frozen_model is None:
-            self._open_frozen(self.teacher)
+        from lightning_fastft.patches.packed import install_packed_training
+
+        self._open_frozen(self._teacher[0])
+        # The strategy has prepared the models that were there before it.
+        patcher = ModelPatcher()
+        install_packed_training(self.frozen_model, patcher)
         folder.mkdir(parents=True, exist_ok=True)
         shape = (int(start_N1[-1]), self.top_k)
         id_LK = np.memmap(folder / "ids.bin", dtype=np.int32, mode="w+", shape=shape)
         log_prob_LK = np.memmap(folder / "log_probs.bin", dtype=np.float32, mode="w+", shape=shape)
-        for batch in data.whole_stream(split, is_shared=False):
-            moved = batch.to(self.device)
-            id_RK, log_prob_RK = self._read(moved, self._find_likeliest, model=self.frozen_model)
-            row = 0
-            for number in batch.numbers:
-                begin, end = int(start_N1[number]), int(start_N1[number + 1])
-                id_LK[begin:end] = id_RK[row : row + end - begin].cpu().numpy()
-                log_prob_LK[begin:end] = log_prob_RK[row : row + end - begin].cpu().numpy()
-                row += end - begin
+        try:
+            for batch in data.whole_stream(split, is_shared=False):
+                moved = batch.to(self.device)
+                id_RK, log_prob_RK = self._read(moved, self._find_likeliest, model=self.frozen_model)
+                row = 0
+                for number in batch.numbers:
+                    begin, end = int(start_N1[number]), int(start_N1[number + 1])
+                    id_LK[begin:end] = id_RK[row : row + end - begin].cpu().numpy()
+                    log_prob_LK[begin:end] = log_prob_RK[row : row + end - begin].cpu().numpy()
+                    row += end - begin
+        finally:
+            patcher.undo()
         id_LK.flush()
         log_prob_LK.flush()
         # Last: what has it is complete.
@@ -266,7 +290,7 @@ class DistillationTuner(Tuner):
         dataset = self._find_dataset(split)
         stored = None if dataset is None else self._stored.get(dataset.content_digest)
         if stored is None:
-            raise DataError(f"The teacher's tokens of the {split} data are not stored; only those of a fit are.")
+            raise DataError(f"The teacher's tokens of the {split} data are not stored.")
         num_rows, device = len(batch.context.labelled_row_R), batch.context.device
         id_RK = torch.zeros(num_rows, self.top_k, dtype=torch.int64)
         log_prob_RK = torch.zeros(num_rows, self.top_k)

@@ -57,11 +57,17 @@ class ReferenceTuner(Tuner):
         if reference == ADAPTERS_OFF and not self.has_adapters:
             raise OptionError("reference='adapters_off' needs adapters: give lora, or reference='stored'.")
         self.needs_reference = needs_reference
-        self.reference = reference
+        # In a tuple, so that a model is no part of this module before it is held.
+        self._reference = (reference,)
         # By the digest of a data set: sums of log-probabilities, shape (N, most completions), fp32, on the host.
         self._stored: dict[str, torch.Tensor] = {}
         if isinstance(reference, str):
             self.save_hyperparameters({"reference": reference})
+
+    @property
+    def reference(self) -> str | nn.Module | None:
+        """What was given, or "adapters_off"."""
+        return self._reference[0]
 
     def configure_model(self) -> None:
         """Build the model, and the reference model where it is a second one."""

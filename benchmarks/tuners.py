@@ -1,0 +1,476 @@
+r"""Updates of preference, policy and distillation tuners: examples per second, time and memory, beside TRL and Unsloth.
+
+    python -m benchmarks.train_step build --workload qwen3-8b-lora --root /dev/shm/fastft
+    python -m benchmarks.tuners run --task dpo --workload qwen3-8b-lora --root /dev/shm/fastft --out runs/dpo \
+        --arms ours:keep+fused ours:keep+fused+copies trl:4 trl:4+recompute unsloth:4
+    python -m benchmarks.tuners run --task grpo --workload qwen3-8b-lora --root /dev/shm/fastft --out runs/grpo \
+        --arms ours:keep+fused trl:16 trl:16+recompute
+    python -m benchmarks.tuners run --task distill --workload qwen3-8b-lora --root /dev/shm/fastft --out runs/distill \
+        --arms sft:keep+fused teacher:keep+fused live:keep+fused stored:keep+fused
+
+An arm is one process. Tasks: "dpo" has prompts of mean 512 and completions of mean 256 tokens, "grpo" prompts of mean
+1,024 and groups of 8 completions of mean 256 with given rewards (no sampling is timed), "distill" documents of mean 512
+and a teacher of the student's shape. Ours trains one pack of the workload's max_tokens in a step; "+copies" repeats
+prompts instead of sharing them. TRL and Unsloth train as many rows in a step as the number says, a pair being one row
+and a completion of a group one row. Every system starts from the same adapters, and its mean loss on the same first
+examples is printed: figures count only where these agree. Steps end at CUDA events; 4 warm-up steps, then 20.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")
+
+NUM_WARMUP, NUM_TIMED = 4, 20
+NUM_EXAMPLES, NUM_CHECKED = 2000, 8
+GROUP_SIZE = 8
+MEAN_LENGTHS = {"dpo": (512, 256), "grpo": (1024, 256), "distill": (0, 512)}
+SIGMA = 0.6
+BETA, LEARNING_RATE = 0.1, 1e-5
+# Kept apart from the driver's log by this mark.
+RECORD = "RECORD "
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    return {"run": _run, "arm": _arm}[options.command](options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("run", "arm"):
+        command = commands.add_parser(name)
+        command.add_argument("--task", required=True, choices=tuple(MEAN_LENGTHS))
+        command.add_argument("--workload", required=True)
+        command.add_argument("--root", type=Path, required=True)
+        command.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+        command.add_argument("--steps", type=int, default=NUM_TIMED)
+        command.add_argument("--out", type=Path, required=True)
+        if name == "run":
+            command.add_argument("--arms", nargs="+", required=True)
+            command.add_argument("--arm-s", type=float, default=240.0)
+        else:
+            command.add_argument("--arm", required=True)
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    from benchmarks.results import append_rows
+
+    options.out.mkdir(parents=True, exist_ok=True)
+    records = []
+    for arm in options.arms:
+        command = [
+            sys.executable, "-m", "benchmarks.tuners", "arm", "--arm", arm, "--task", options.task,
+            "--workload", options.workload, "--root", str(options.root), "--device", options.device,
+            "--steps", str(options.steps), "--out", str(options.out),
+        ]  # fmt: skip
+        start = time.perf_counter()
+        with (options.out / "log.txt").open("a") as log:
+            log.write(f"\n=== {arm}\n")
+            log.flush()
+            try:
+                done = subprocess.run(
+                    command, stdout=subprocess.PIPE, stderr=log, text=True, timeout=options.arm_s, check=False
+                )
+                log.write(done.stdout)
+                found = [line for line in done.stdout.splitlines() if line.startswith(RECORD)]
+                record = json.loads(found[-1].removeprefix(RECORD)) if found else {"error": f"exit {done.returncode}"}
+            except subprocess.TimeoutExpired:
+                record = {"error": f"over {options.arm_s:.0f} s"}
+        record["arm"] = arm
+        records.append(record)
+        print(_line(record), f"({time.perf_counter() - start:.0f} s)", flush=True)
+        (options.out / "raw.jsonl").open("a").write(json.dumps(record) + "\n")
+    command_line = "python -m benchmarks.tuners " + " ".join(sys.argv[1:])
+    append_rows(
+        [
+            {
+                "benchmark": "tuners",
+                "workload": f"{options.task} {options.workload}",
+                "system": record["arm"],
+                "version": record["version"],
+                "metric": metric,
+                "value": record[metric],
+                "n": options.steps,
+                "unit": unit,
+                "command": command_line,
+                "device": record["device"],
+            }
+            for record in records
+            if "error" not in record
+            for metric, unit in (("examples_per_s", "1/s"), ("step_ms", "ms"), ("reserved_gib", "GiB"), ("loss", ""))
+        ],
+        path=options.out / "rows.csv",
+    )
+    return 0
+
+
+def _line(record: dict[str, Any]) -> str:
+    if "error" in record:
+        return f"{record['arm']:28} {record['error']}"
+    return (
+        f"{record['arm']:28} {record['examples_per_s']:8.2f} examples/s {record['step_ms']:8.1f} ms a step "
+        f"{record['allocated_gib']:6.1f} / {record['reserved_gib']:6.1f} GiB  loss {record['loss']:.5f}  "
+        f"gradient {record['gradient_norm']:.3g}"
+    )
+
+
+def _arm(options: argparse.Namespace) -> int:
+    from benchmarks.ruler.workloads import WORKLOADS, WorkloadFiles
+
+    files = WorkloadFiles(options.root, WORKLOADS[options.workload])
+    system, _, mode = options.arm.partition(":")
+    run = {"trl": _run_trl, "unsloth": _run_trl}.get(system, _run_ours)
+    record = run(options, files=files, system=system, mode=mode)
+    import torch
+
+    is_cuda = options.device == "cuda"
+    record |= {
+        "device": torch.cuda.get_device_name() if is_cuda else "cpu",
+        "allocated_gib": torch.cuda.max_memory_allocated() / 2**30 if is_cuda else 0.0,
+        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if is_cuda else 0.0,
+    }
+    print(RECORD + json.dumps(record), flush=True)
+    return 0
+
+
+def make_rows(task: str, *, divisor: int = 1, num_words: int = 8000) -> list[dict[str, Any]]:
+    """Return seeded rows: texts of the word tokenizer, with lengths from log-normal distributions.
+
+    Example:
+        >>> [sorted(row) for row in make_rows("dpo", divisor=16)[:1]]
+        [['chosen', 'prompt', 'rejected']]
+    """
+    import numpy as np
+
+    draws = np.random.default_rng(0)
+    prompt_mean, completion_mean = MEAN_LENGTHS[task]
+
+    def words(mean: int) -> str:
+        length = int(np.clip(draws.lognormal(np.log(mean) - SIGMA**2 / 2, SIGMA), 16, 2 * mean)) // divisor
+        return " ".join(f"w{number}" for number in draws.integers(4, num_words, max(2, length)))
+
+    if task == "dpo":
+        return [
+            {"prompt": words(prompt_mean), "chosen": words(completion_mean), "rejected": words(completion_mean)}
+            for _ in range(NUM_EXAMPLES)
+        ]
+    if task == "grpo":
+        return [
+            {
+                "prompt": words(prompt_mean),
+                "completions": [words(completion_mean) for _ in range(GROUP_SIZE)],
+                "rewards": draws.normal(size=GROUP_SIZE).round(4).tolist(),
+            }
+            for _ in range(NUM_EXAMPLES // GROUP_SIZE)
+        ]
+    return [{"text": words(completion_mean)} for _ in range(NUM_EXAMPLES)]
+
+
+def _rows_of(options: argparse.Namespace, files: Any) -> list[dict[str, Any]]:
+    from benchmarks.ruler.workloads import TOKENIZER_WORDS
+
+    num_words = min(TOKENIZER_WORDS, files.workload.model_config["vocab_size"])
+    return make_rows(options.task, divisor=files.workload.length_divisor, num_words=num_words)
+
+
+class _Clock:
+    """Times of steps, examples in them, and the norm of the first gradients."""
+
+    def __init__(self, *, num_steps: int, is_cuda: bool) -> None:
+        self.num_total = NUM_WARMUP + num_steps
+        self.num_examples: list[int] = []
+        self.gradient_norm = 0.0
+        self._is_cuda = is_cuda
+        self._marks: list[Any] = []
+
+    def note_gradients(self, parameters: Any) -> None:
+        """Keep the norm of the first step's gradients."""
+        import torch
+
+        if not self._marks and not self.gradient_norm:
+            norms = [p.grad.detach().float().norm() for p in parameters if p.grad is not None]
+            self.gradient_norm = float(torch.stack(norms).norm())
+
+    def step_done(self, num_examples: int) -> bool:
+        """Note the end of a step, and return whether it was the last."""
+        import torch
+
+        if self._is_cuda:
+            mark = torch.cuda.Event(enable_timing=True)
+            mark.record()
+            if len(self._marks) == NUM_WARMUP - 1:
+                torch.cuda.reset_peak_memory_stats()
+        else:
+            mark = time.perf_counter()
+        self._marks.append(mark)
+        self.num_examples.append(num_examples)
+        return len(self._marks) >= self.num_total
+
+    def record(self) -> dict[str, float]:
+        """Return time per step and examples per second of the timed steps."""
+        import torch
+
+        first, last = self._marks[NUM_WARMUP - 1], self._marks[-1]
+        if self._is_cuda:
+            torch.cuda.synchronize()
+            seconds = first.elapsed_time(last) / 1e3
+        else:
+            seconds = last - first
+        timed = self.num_examples[NUM_WARMUP:]
+        return {
+            "step_ms": 1e3 * seconds / len(timed),
+            "examples_per_s": sum(timed) / seconds,
+            "gradient_norm": self.gradient_norm,
+        }
+
+
+# Ours.
+
+
+def _run_ours(options: argparse.Namespace, *, files: Any, system: str, mode: str) -> dict[str, Any]:
+    import torch
+    from lightning.pytorch import Trainer
+
+    import lightning_fastft
+    from benchmarks.ruler.plans import parse_mode
+    from lightning_fastft import FastFTStrategy, PackedDataModule
+
+    is_cuda, workload = options.device == "cuda", files.workload
+    plan = parse_mode(mode.replace("+copies", ""))
+    rows = _rows_of(options, files)
+    data = {
+        "max_tokens": workload.max_tokens,
+        "share_prompts": "+copies" not in mode,
+        "separator": " ",
+        "cache_dir": None,
+        "show_progress": False,
+        "too_long": "truncate",
+    }
+    tuner = _make_tuner(options, files=files, system=system, is_cuda=is_cuda)
+    clock = _Clock(num_steps=options.steps, is_cuda=is_cuda)
+
+    def make_trainer(callback: Any, **more: Any) -> Any:
+        return Trainer(
+            accelerator="gpu" if is_cuda else "cpu", devices=1, strategy=FastFTStrategy(activations=plan.checkpointing),
+            callbacks=[callback, *plan.callbacks(is_cuda=is_cuda)], logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=1.0, num_sanity_val_steps=0, **more,
+        )  # fmt: skip
+
+    start = files.read_trained()
+    checked = make_trainer(_load_callback(start)).validate(
+        tuner, PackedDataModule(None, val_paths=rows[:NUM_CHECKED], **data), verbose=False
+    )[0]
+    trainer = make_trainer(_clock_callback(clock, start=start, task=options.task), max_steps=clock.num_total)
+    trainer.fit(tuner, PackedDataModule(rows, **data))
+    torch.cuda.empty_cache() if is_cuda else None
+    return {"loss": checked["val_loss"], "version": lightning_fastft.__version__, **clock.record()}
+
+
+def _make_tuner(options: argparse.Namespace, *, files: Any, system: str, is_cuda: bool) -> Any:
+    from benchmarks.ruler.workloads import lora_config
+    from lightning_fastft import DistillationTuner, FineTuner, PolicyTuner, PreferenceTuner
+
+    common = {
+        "quantization": files.workload.quantization,
+        "lora": lora_config(files.workload),
+        "dtype": "bfloat16" if is_cuda else "float32",
+        "learning_rate": LEARNING_RATE,
+    }
+    if system == "ours":
+        kind = {"dpo": PreferenceTuner, "grpo": PolicyTuner}[options.task]
+        return kind(str(files.model), **({"beta": BETA} if options.task == "dpo" else {}), **common)
+    if system == "sft":
+        return FineTuner(str(files.model), **common)
+    if system in ("live", "stored"):
+        store = {"store": str(options.out / "teacher")} if system == "stored" else {}
+        return DistillationTuner(str(files.model), teacher=str(files.model), **store, **common)
+    raise ValueError(f"{system!r} is no system of this benchmark; it has ours, sft, live, stored, trl and unsloth.")
+
+
+def _load_callback(start: Any) -> Any:
+    from lightning.pytorch import Callback
+
+    from benchmarks.ruler.judge import load_start
+
+    class Load(Callback):
+        def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+            load_start(pl_module.model, start)
+            if pl_module.low_precision_adapters is not None:
+                pl_module.low_precision_adapters.refresh()
+
+    return Load()
+
+
+def _clock_callback(clock: _Clock, *, start: Any, task: str) -> Any:
+    from lightning.pytorch import Callback
+
+    from benchmarks.ruler.judge import load_start
+
+    class Measure(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            load_start(pl_module.model, start)
+            if pl_module.low_precision_adapters is not None:
+                pl_module.low_precision_adapters.refresh()
+
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            clock.note_gradients(pl_module.parameters())
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            completions = batch.context.completions
+            count = batch.context.num_documents if completions is None else completions.num_examples
+            trainer.should_stop = clock.step_done(count) or trainer.should_stop
+
+    return Measure()
+
+
+# TRL and Unsloth.
+
+
+def _run_trl(options: argparse.Namespace, *, files: Any, system: str, mode: str) -> dict[str, Any]:
+    if system == "unsloth":
+        # Unsloth asks to be imported before everything that it patches.
+        import unsloth  # noqa: F401
+    from datasets import Dataset
+    from transformers import TrainerCallback
+
+    from benchmarks.ruler.judge import load_start
+
+    is_cuda = options.device == "cuda"
+    rows = _rows_of(options, files)
+    batch_size, _, rest = mode.partition("+")
+    model, tokenizer = _load_peer(files, system=system, is_cuda=is_cuda, recomputes=rest == "recompute")
+    clock = _Clock(num_steps=options.steps, is_cuda=is_cuda)
+    num_examples = int(batch_size) // (GROUP_SIZE if options.task == "grpo" else 1)
+    common = {
+        "output_dir": str(files.folder / "trainer_output"),
+        "per_device_train_batch_size": int(batch_size),
+        "per_device_eval_batch_size": NUM_CHECKED,
+        "max_steps": clock.num_total,
+        "learning_rate": LEARNING_RATE,
+        "max_grad_norm": 1.0,
+        "logging_steps": 100_000,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "bf16": is_cuda,
+        "gradient_checkpointing": rest == "recompute",
+        "optim": "adamw_torch_fused" if is_cuda else "adamw_torch",
+        **({} if is_cuda else {"use_cpu": True}),
+    }
+    make = {"dpo": _dpo_trainer, "grpo": _grpo_trainer}[options.task]
+    trainer = make(model, tokenizer, rows, Dataset=Dataset, common=common, max_tokens=files.workload.max_tokens)
+    load_start(trainer.model, files.read_trained())
+
+    class Measure(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            clock.note_gradients(trainer.model.parameters())
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            clock.step_done(num_examples)
+
+    loss = trainer.evaluate()["eval_loss"] if options.task == "dpo" else float("nan")
+    trainer.add_callback(Measure())
+    trainer.train()
+    import trl
+
+    version = __import__("unsloth").__version__ if system == "unsloth" else trl.__version__
+    return {"loss": loss, "version": version, **clock.record()}
+
+
+def _load_peer(files: Any, *, system: str, is_cuda: bool, recomputes: bool) -> tuple[Any, Any]:
+    """Return a model with adapters, as each system's documentation makes it, and its tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from benchmarks.ruler.cases import base_dtype, quantization_config
+    from benchmarks.ruler.workloads import lora_config
+
+    if system == "unsloth":
+        from unsloth import FastLanguageModel
+
+        model, tokenizer = FastLanguageModel.from_pretrained(
+            str(files.model), max_seq_length=files.workload.max_tokens, dtype=base_dtype(is_cuda=is_cuda),
+            load_in_4bit=files.workload.quantization is not None, local_files_only=True,
+        )  # fmt: skip
+        from benchmarks.ruler.arms.unsloth import add_adapters
+        from benchmarks.ruler.workloads import TARGET_MODULES
+
+        mode = {"use_gradient_checkpointing": "unsloth" if recomputes else False}
+        return add_adapters(model, files.workload, target_modules=TARGET_MODULES, mode=mode), tokenizer
+    from peft import get_peft_model
+
+    quantization = quantization_config(files.workload, is_cuda=is_cuda)
+    model = AutoModelForCausalLM.from_pretrained(
+        files.model, dtype=base_dtype(is_cuda=is_cuda),
+        attn_implementation="flash_attention_2" if is_cuda else "sdpa",
+        device_map={"": 0} if is_cuda else {"": "cpu"},
+        **({"quantization_config": quantization} if quantization else {}),
+    )  # fmt: skip
+    return get_peft_model(model, lora_config(files.workload)), AutoTokenizer.from_pretrained(files.model)
+
+
+def _dpo_trainer(
+    model: Any, tokenizer: Any, rows: list[dict[str, Any]], *, Dataset: Any, common: dict[str, Any], max_tokens: int
+) -> Any:
+    from trl import DPOConfig, DPOTrainer
+
+    spaced = [{**row, "prompt": row["prompt"] + " "} for row in rows]
+    return DPOTrainer(
+        model=model,
+        args=DPOConfig(**common, beta=BETA, max_length=max_tokens),
+        train_dataset=Dataset.from_list(spaced),
+        eval_dataset=Dataset.from_list(spaced[:NUM_CHECKED]),
+        processing_class=tokenizer,
+    )
+
+
+def _grpo_trainer(
+    model: Any, tokenizer: Any, rows: list[dict[str, Any]], *, Dataset: Any, common: dict[str, Any], max_tokens: int
+) -> Any:
+    from trl import GRPOConfig, GRPOTrainer
+
+    texts = {row["prompt"]: row for row in rows}
+
+    def rollout(prompts: list[str], *_: Any, **__: Any) -> dict[str, Any]:
+        seen: dict[str, int] = {}
+        chosen = []
+        for prompt in prompts:
+            place = seen.get(prompt, 0)
+            seen[prompt] = place + 1
+            chosen.append(texts[prompt]["completions"][place % GROUP_SIZE])
+        completion_ids = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in chosen]
+        return {
+            "prompt_ids": [tokenizer(prompt)["input_ids"] for prompt in prompts],
+            "completion_ids": completion_ids,
+            "logprobs": None,
+        }
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        return [float(len(text) % 7) for text in completions]
+
+    return GRPOTrainer(
+        model=model,
+        reward_funcs=reward,
+        args=GRPOConfig(**common, num_generations=GROUP_SIZE, max_completion_length=2 * MEAN_LENGTHS["grpo"][1]),
+        train_dataset=Dataset.from_list([{"prompt": row["prompt"]} for row in rows]),
+        processing_class=tokenizer,
+        rollout_func=rollout,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
