@@ -64,7 +64,7 @@ def run_alone(model, *, num_items):
     """Logits of each document in a forward of its own, gradients left in the parameters."""
     logits = []
     for document in make_documents(LENGTHS):
-        ids, labels = (torch.as_tensor(values, device="cuda") for values in document)
+        ids, labels = (torch.as_tensor(x, device="cuda") for x in (document.input_ids, document.labels))
         logits.append(model(input_ids=ids[None], use_cache=False).logits[0])
         (summed_loss(logits[-1], labels) / num_items).backward()
     return torch.cat(logits).detach()
