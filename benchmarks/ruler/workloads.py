@@ -233,6 +233,40 @@ _TINY_QWEN35 = {
     "linear_value_head_dim": 16,
     "max_position_embeddings": 1024,
 }
+# Five windows, then one global layer of wide heads; the last layers share keys and values of earlier ones.
+_GEMMA4_E4B = {
+    "vocab_size": 262_144,
+    "hidden_size": 2560,
+    "intermediate_size": 10_240,
+    "num_hidden_layers": 42,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "sliding_window": 512,
+    "num_kv_shared_layers": 18,
+    "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262_144,
+    "final_logit_softcapping": 30.0,
+    "max_position_embeddings": 131_072,
+    "tie_word_embeddings": True,
+}
+_TINY_GEMMA4 = {
+    **_GEMMA4_E4B,
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 8,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 160,
+    "max_position_embeddings": 1024,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+}
 _TINY_MOE = {**_TINY, "moe_intermediate_size": 24, "num_experts": 32, "num_experts_per_tok": 2, "norm_topk_prob": True}
 _TINY_GPT_OSS = {
     **{key: value for key, value in _TINY.items() if key != "rope_parameters"},
@@ -317,6 +351,7 @@ WORKLOADS = {
         # What Unsloth adapts: nothing in gated delta layers but their feed-forward blocks.
         Workload("qwen3.5-9b-usual-lora", "qwen3_5_text", _QWEN35_9B, None),
         Workload("qwen3.5-9b-full", "qwen3_5_text", _QWEN35_9B, None, weights_of="qwen3.5-9b-lora", is_full=True),
+        Workload("gemma-4-e4b-lora", "gemma4_text", _GEMMA4_E4B, None),
         Workload("qwen3.5-35b-a3b-12l-lora", "qwen3_5_moe_text", _QWEN35_35B_12L, None, more_targets=MIXER_MODULES),
         *(
             Workload(
@@ -375,6 +410,17 @@ WORKLOADS = {
             lora_rank=4,
             lora_alpha=4,
             more_targets=MIXER_MODULES,
+        ),
+        Workload(
+            "tiny-gemma4",
+            "gemma4_text",
+            _TINY_GEMMA4,
+            None,
+            max_tokens=256,
+            length_divisor=16,
+            num_packs=8,
+            lora_rank=4,
+            lora_alpha=4,
         ),
         Workload(
             "tiny-full",
@@ -640,6 +686,9 @@ def _condition(model: Any, *, tied: bool) -> None:
     are.
     """
     stream = float(model.config.initializer_range) if tied else 1.0
+    if hasattr(model.model.layers[0], "post_feedforward_layernorm"):
+        _condition_norms(model)
+        return
     _set_std(model.model.embed_tokens, stream)
     if not tied:
         _set_std(model.lm_head, model.config.hidden_size**-0.5)
@@ -656,6 +705,24 @@ def _condition(model: Any, *, tied: bool) -> None:
             gains += [(dense.down_proj, branch / (0.6 * GATE_STD**2))]
         for linear, gain in gains:
             _set_std(linear, gain / math.sqrt(linear.in_features))
+
+
+def _condition_norms(model: Any) -> None:
+    """Scale a model whose branches end in norms (Gemma): these set the size of what is added, and heads are normed."""
+    # Embeddings are multiplied by the root of the width.
+    _set_std(model.model.embed_tokens, model.config.hidden_size**-0.5)
+    branch = BRANCH_SHARE / math.sqrt(3 * len(model.model.layers))
+    for layer in model.model.layers:
+        for name, norm in layer.named_children():
+            if name.startswith("post_") and name.endswith("norm"):
+                norm.weight.fill_(branch)
+        attention, mlp = layer.self_attn, layer.mlp
+        for norm in (attention.q_norm, getattr(attention, "k_norm", None)):
+            if norm is not None:
+                # Scores are products of heads, without a scale.
+                norm.weight.fill_(norm.weight.shape[0] ** -0.25)
+        for linear in (mlp.gate_proj, mlp.up_proj):
+            _set_std(linear, GATE_STD / math.sqrt(linear.in_features))
 
 
 def _mixer_gains(mixer: Any, *, branch: float) -> list[tuple[Any, float]]:
