@@ -105,7 +105,7 @@ def shard_model(
 
     Args:
         model: A transformers model, or a PEFT model or LightningModule around some; on any device.
-        mesh: One-dimensional mesh of the data parallel ranks.
+        mesh: Mesh of the data parallel ranks: one axis, or two (replicate, shard), whose groups hold a copy each.
         filler: Fills a model on the meta device.
         compute_dtype: Dtype in which weights are gathered and multiplied, gradients then reduced in fp32; None leaves
             each in its own. Frozen tensors of a wider dtype, which a model keeps so on purpose, stay whole and as they
@@ -283,7 +283,8 @@ class _Sharder:
         computed = (
             "" if self.compute_dtype is None else f", computed in {_short(self.compute_dtype)}, reduced in float32"
         )
-        return f"FSDP2 over {self.mesh.size()} devices, {num_units} units; {held}{computed}"
+        copies = f"{self.mesh.size(0)} copies, each over " if self.mesh.ndim == 2 else ""
+        return f"FSDP2 over {copies}{self.mesh.size(-1)} devices, {num_units} units; {held}{computed}"
 
     def _fill(self, module: nn.Module, *, prefix: str, owner: PreTrainedModel, filler: Filler) -> None:
         is_copy = "modules_to_save." in prefix

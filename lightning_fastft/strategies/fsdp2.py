@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import lightning.pytorch as pl
+    from torch.distributed.device_mesh import DeviceMesh
 
     from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 
@@ -54,6 +55,10 @@ class FastFTFSDPStrategy(FastFTStrategyMixin, ModelParallelStrategy):
             parallelism leaves.
         tensor_parallel_size: Devices that share each matrix product; "auto" is what data_parallel_size leaves, and 1 if
             that is "auto" too. Above 1 only for a module that applies tensor parallelism itself.
+        shard: Devices over which one copy of the weights is cut: "auto" for all data parallel devices, "node" for those
+            of one machine, or a number that divides them. With fewer than all, each group holds a copy, and gradients
+            are reduced inside a group and then between the groups (hybrid sharding): weights are gathered over the
+            faster links of a machine.
         gradient_sync: "window" reduces gradients once per optimizer step; inside an accumulation window every device
             holds the gradients of all trained weights whole. "batch" reduces them after each micro-batch and holds
             pieces only.
@@ -87,6 +92,7 @@ class FastFTFSDPStrategy(FastFTStrategyMixin, ModelParallelStrategy):
         exact_resume: bool = True,
         data_parallel_size: Literal["auto"] | int = "auto",
         tensor_parallel_size: Literal["auto"] | int = "auto",
+        shard: Literal["auto", "node"] | int = "auto",
         gradient_sync: Literal["window", "batch"] = "window",
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
@@ -106,12 +112,21 @@ class FastFTFSDPStrategy(FastFTStrategyMixin, ModelParallelStrategy):
         for name, size in (("data_parallel_size", data_parallel_size), ("tensor_parallel_size", tensor_parallel_size)):
             if size != "auto":
                 check_int(name, size, low=1, high=_MOST_DEVICES)
+        if shard not in ("auto", "node"):
+            check_int("shard", shard, low=1, high=_MOST_DEVICES)  # type: ignore[arg-type]
+        self.shard = shard
         check_bool("save_distributed_checkpoint", save_distributed_checkpoint)
         if process_group_backend is not None:
             check_string("process_group_backend", process_group_backend)
         if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta(0)):
             raise OptionError(f"timeout must be a timedelta above 0, got {timeout!r}.")
         self._sharding: Status | None = None
+        self._sharding_mesh: DeviceMesh | None = None
+
+    @property
+    def sharding_mesh(self) -> DeviceMesh:
+        """The mesh over which a model is sharded: one axis, or two (replicate, shard) for hybrid sharding."""
+        return self.device_mesh["data_parallel"] if self._sharding_mesh is None else self._sharding_mesh
 
     def setup_environment(self) -> None:
         """Check the precision, choose the sizes of the mesh, then start the process group and the mesh.
@@ -127,7 +142,13 @@ class FastFTFSDPStrategy(FastFTStrategyMixin, ModelParallelStrategy):
                 "Trainer(precision='32-true') and choose FineTuner(dtype=...)."
             )
         self._choose_sizes(self.num_nodes * self.num_processes)
+        shard = self._choose_shard()
         super().setup_environment()
+        if shard != self._data_parallel_size:
+            from torch.distributed.device_mesh import init_device_mesh
+
+            shape = (int(self._data_parallel_size) // shard, shard)
+            self._sharding_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=("replicate", "shard"))
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Shard what configure_model left unsharded, then install packed training and make the optimizer.
@@ -234,6 +255,24 @@ class FastFTFSDPStrategy(FastFTStrategyMixin, ModelParallelStrategy):
             )
         self._data_parallel_size, self._tensor_parallel_size = data, tensor
 
+    def _choose_shard(self) -> int:
+        """Return how many devices one copy of the weights is cut over.
+
+        Raises:
+            OptionError: The number does not divide the data parallel devices, or there is tensor parallelism beside it.
+        """
+        data = int(self._data_parallel_size)
+        shard = {"auto": data, "node": self.num_processes}.get(str(self.shard), self.shard)
+        assert isinstance(shard, int)
+        if data % shard:
+            raise OptionError(
+                f"shard={self.shard!r} cuts a copy over {shard} devices, which does not divide the {data} data "
+                "parallel devices. Give a divisor, or 'auto' for one copy over all of them."
+            )
+        if shard != data and self._tensor_parallel_size != 1:
+            raise OptionError("shard below the number of data parallel devices is not served with tensor parallelism.")
+        return shard
+
     def _shard_module(self) -> None:
         """Shard a module that configure_model left whole, and refuse one that would train without an exchange
         between the ranks.
@@ -258,7 +297,7 @@ class FastFTFSDPStrategy(FastFTStrategyMixin, ModelParallelStrategy):
                     "sizes at 'auto' for data parallelism over all devices, or parallelise the model there over "
                     "self.device_mesh['tensor_parallel']."
                 )
-            self._sharding = shard_model(module, self.device_mesh["data_parallel"])
+            self._sharding = shard_model(module, self.sharding_mesh)
         whole = unsharded_trained_names(module)
         if whole:
             raise OptionError(

@@ -33,6 +33,7 @@ from lightning_fastft.core.status import Status
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.completions import Completions
 from lightning_fastft.packing.needs import DataNeeds
+from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
 from lightning_fastft.strategies.patching import patcher_of
 from lightning_fastft.training.optimizer import FusedAdamW, is_steppable
 from lightning_fastft.training.schedules import SCHEDULES, group_parameters, learning_rate_schedule
@@ -393,7 +394,7 @@ class Tuner(LightningModule):
                 f"tensor_parallel_size={mesh['tensor_parallel'].size()}: "
                 "use Trainer(strategy='fastft_fsdp')."
             )
-        return mesh["data_parallel"]
+        return strategy.sharding_mesh if isinstance(strategy, FastFTFSDPStrategy) else mesh["data_parallel"]
 
     def _wants_masters(self) -> bool:
         """Return whether the optimizer may hold fp32 masters of unsharded weights; loss scaling of fp16 cannot be part

@@ -20,8 +20,8 @@ NUM_RANKS = 2
 _LAUNCHER_S = 60
 
 
-def run_two_ranks(module, *arguments, timeout_s=300):
-    """Run a module with these arguments on two ranks; fail with the end of what they say.
+def run_two_ranks(module, *arguments, timeout_s=300, num_ranks=NUM_RANKS):
+    """Run a module with these arguments on two (or more) ranks; fail with the end of what they say.
 
     The ranks are forks of a process that has loaded what most of them need (see conftest.py) and see what torchrun
     would tell them. A rank that has not ended after timeout_s writes its stacks and ends, and so ends the other one: a
@@ -33,8 +33,8 @@ def run_two_ranks(module, *arguments, timeout_s=300):
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
-        "WORLD_SIZE": str(NUM_RANKS),
-        "LOCAL_WORLD_SIZE": str(NUM_RANKS),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
         "GROUP_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
@@ -43,7 +43,7 @@ def run_two_ranks(module, *arguments, timeout_s=300):
     }
     with tempfile.TemporaryDirectory() as folder:
         given = (environment, folder, timeout_s, module, [str(argument) for argument in arguments])
-        ranks = start_processes(_run_rank, given, nprocs=NUM_RANKS, join=False, start_method="forkserver")
+        ranks = start_processes(_run_rank, given, nprocs=num_ranks, join=False, start_method="forkserver")
         try:
             while not ranks.join():
                 pass

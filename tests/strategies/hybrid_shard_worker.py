@@ -1,0 +1,64 @@
+"""Train under hybrid sharding, two copies of two ranks each; run on four ranks: ``-m
+tests.strategies.hybrid_shard_worker <folder>``.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
+
+from lightning_fastft.hf.sharding import gather_state
+from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
+from tests.strategies.strategy_worker import CLIP_NORM, make_tuner
+from tests.support.token_weighting_worker import micro_batches
+
+NUM_RANKS, NUM_STEPS = 4, 3
+
+
+def batches_of(rank, *, num_steps=NUM_STEPS):
+    """A micro-batch of each step for a rank; for None those of all ranks, one after the other."""
+    if rank is not None:
+        return micro_batches(accumulate=1, world_size=NUM_RANKS, rank=rank) * num_steps
+    rows = [micro_batches(accumulate=1, world_size=NUM_RANKS, rank=number)[0] for number in range(NUM_RANKS)]
+    return rows * num_steps
+
+
+def train(kind, *, folder, rank, shard=2, is_folder=True, max_steps=NUM_STEPS, ckpt_path=None):
+    torch.manual_seed(5)
+    module = make_tuner(kind, optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01))
+    strategy = FastFTFSDPStrategy(shard=shard, save_distributed_checkpoint=is_folder)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=NUM_RANKS, strategy=strategy, max_steps=NUM_STEPS, default_root_dir=folder,
+        logger=False, enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+        gradient_clip_val=CLIP_NORM,
+        callbacks=[ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)],
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(batches_of(rank), batch_size=None), ckpt_path=ckpt_path)
+    return module, trainer
+
+
+def main(folder):
+    rank, folder = int(os.environ["RANK"]), Path(folder)
+    found = {}
+    for kind in ("lora", "full"):
+        for is_folder in (True, False):
+            place = folder / f"{kind}-{is_folder}"
+            module, trainer = train(kind, folder=place, rank=rank, is_folder=is_folder)
+            found[kind, is_folder, "whole"] = gather_state(module.model, is_trained_only=True)
+            found[kind, is_folder, "status"] = next(
+                status.reason for status in trainer.strategy.statuses() + module.statuses() if "FSDP2" in status.reason
+            )
+            module, _ = train(
+                kind, folder=place / "resumed", rank=rank, is_folder=is_folder, ckpt_path=place / "step=2.ckpt"
+            )
+            found[kind, is_folder, "resumed"] = gather_state(module.model, is_trained_only=True)
+    if rank == 0:
+        torch.save(found, folder / "found.pt")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
