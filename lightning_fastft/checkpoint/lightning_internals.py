@@ -27,6 +27,17 @@ def take_back_batches(trainer: pl.Trainer, num_batches: int) -> None:
         fetcher.fetched -= num_batches
 
 
+def set_batches_of_epoch(trainer: pl.Trainer, num_batches: int) -> None:
+    """Make Lightning count this many micro-batches of the epoch as done; its total stays."""
+    current = batch_progress(trainer).current
+    num_before = current.ready
+    for name in ("ready", "started", "processed", "completed"):
+        setattr(current, name, num_batches)
+    fetcher = trainer.fit_loop._data_fetcher
+    if fetcher is not None:
+        fetcher.fetched += num_batches - num_before
+
+
 def is_in_window(trainer: pl.Trainer) -> bool:
     """Return whether gradients of a window are summed in part, or a micro-batch is running."""
     progress = batch_progress(trainer).current

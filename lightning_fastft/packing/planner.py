@@ -189,10 +189,41 @@ class StepPlan:
         self.num_micro_batches = _cut(self.num_uncut_micro_batches, limit=limit)
         self.cost_P = self.packs.sum_per_pack(length_N * length_N)
         self.num_labelled_P = self.packs.sum_per_pack(num_labelled_N)
+        self._rests: dict[int, StepPlan] = {}
+
+    def continue_epoch(self, epoch: int, rest: StepPlan) -> int:
+        """Let an epoch end with the packs of another plan: what a run with other sizes has left of it.
+
+        Args:
+            epoch: The epoch.
+            rest: Plan of the documents that are left, for the same ranks and accumulation.
+
+        Returns:
+            The micro-batch of the epoch at which the rest begins; those before it are empty.
+
+        Raises:
+            DataError: The rest has more micro-batches than the epoch.
+        """
+        begin = self.num_micro_batches - rest.num_micro_batches
+        if begin < 0:
+            raise DataError(
+                f"{rest.num_micro_batches} micro-batches are left of an epoch of {self.num_micro_batches}: resume with "
+                "the sizes of the checkpoint up to the end of the epoch."
+            )
+        self._rests[epoch] = rest
+        return begin
 
     def epoch(self, epoch: int) -> EpochPlan:
         """Return the plan of one epoch; the same arguments give the same plan on every rank and in every process."""
         check_int("epoch", epoch, low=0)
+        if epoch in self._rests:
+            own = self._rests[epoch].epoch(epoch)
+            num_before = self.num_micro_batches - len(own)
+            return EpochPlan(
+                packs=own.packs,
+                pack_MR=np.pad(own.pack_MR, ((num_before, 0), (0, 0))),
+                num_items_M=np.pad(own.num_items_M, (num_before, 0), constant_values=1.0),
+            )
         pack_MR = self._rank_balanced_packs(epoch)[: self.num_micro_batches]
         num_items_M = _window_items(
             self.num_labelled_P[pack_MR].sum(axis=1), accumulate=self.accumulate, world_size=self.world_size
@@ -252,6 +283,11 @@ class EpochPlan:
     def documents(self, *, rank: int, micro_batch: int) -> np.ndarray:
         """Return the document numbers of a rank's pack; empty for a pack of padding only."""
         return self.packs[int(self.pack_MR[micro_batch, rank])]
+
+    def trained(self, *, num_micro_batches: int) -> np.ndarray:
+        """Return the document numbers of the first micro-batches on all ranks."""
+        found = [self.packs[int(pack)] for pack in self.pack_MR[:num_micro_batches].reshape(-1)]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *found])
 
 
 def mix_bits(number_N: np.ndarray, *, seed: int, stream: int) -> np.ndarray:

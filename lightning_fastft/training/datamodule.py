@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_fastft.checkpoint.lightning_internals import batch_progress, take_back_batches
+from lightning_fastft.checkpoint.lightning_internals import batch_progress, set_batches_of_epoch, take_back_batches
 from lightning_fastft.core.checks import (
     check_bool,
     check_choice,
@@ -47,10 +47,21 @@ log = logging.getLogger(__name__)
 PLAN_VERSION = 1
 # Begins the identity of the data in a checkpoint; what older versions wrote does not begin so.
 _BY_CONTENT = "tokens:"
+# Parts of a plan's identity that may change between a checkpoint and its resumption, and what follows from them.
+_SIZES, _EPOCH_SIZE = ("world_size", "accumulate_grad_batches"), "micro_batches_per_epoch"
 HELD_OUT_STREAM = 0x48454C44
 MAX_PROCESSES = 8
 # More than any machine has cores; beyond it a number is a slip.
 MOST_WORKERS = 1024
+
+
+class _Resized(NamedTuple):
+    """What a run trained of an epoch, whose checkpoint another run with other sizes resumed."""
+
+    epoch: int
+    world_size: int
+    accumulate: int
+    micro_batches: int
 
 
 class PackedDataModule(LightningDataModule):
@@ -189,6 +200,9 @@ class PackedDataModule(LightningDataModule):
         # at then.
         self._position = 0
         self._anchor: int | None = None
+        # Runs with other sizes before this one, in the epoch of the position: what they trained of it.
+        self._resized: list[_Resized] = []
+        self._moves_progress = False
         self._is_model_checked = False
 
     @property
@@ -352,7 +366,14 @@ class PackedDataModule(LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position and the identity of its plan: plain numbers and strings."""
-        return {} if self._plan is None else {"micro_batches": self.position, "plan": self._plan_identity()}
+        if self._plan is None:
+            return {}
+        state = {"micro_batches": self.position, "plan": self._plan_identity()}
+        resized = [entry._asdict() for entry in self._resized if entry.epoch == self._epoch_of(self.position)]
+        return {**state, "resized": resized} if resized else state
+
+    def _epoch_of(self, position: int) -> int:
+        return position // self.plan.num_micro_batches
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take up the position of a checkpoint.
@@ -377,6 +398,10 @@ class PackedDataModule(LightningDataModule):
             for name, value in current.items()
             if saved.get(name) != value
         ]
+        has_other_sizes = any(saved.get(name) != current[name] for name in _SIZES)
+        if has_other_sizes and len(changed) == sum(saved.get(name) != current[name] for name in (*_SIZES, _EPOCH_SIZE)):
+            self._continue_with_other_sizes(state_dict, changed=changed)
+            return
         if changed:
             raise ResumeError(
                 f"The checkpoint stands at micro-batch {state_dict['micro_batches']} of another plan: "
@@ -384,6 +409,64 @@ class PackedDataModule(LightningDataModule):
                 "Resume with the values of the checkpoint, or begin a new run from its weights without resuming."
             )
         self._position, self._anchor = int(state_dict["micro_batches"]), None
+        self._resized = [_Resized(**entry) for entry in state_dict.get("resized", ())]
+        if self._resized:
+            self._plan_rest(self._resized)
+
+    def _continue_with_other_sizes(self, state_dict: Mapping[str, Any], *, changed: list[str]) -> None:
+        """Take up the position of a run with another number of ranks or another accumulation.
+
+        At the border of an epoch it is the same; inside of one, what is left of the epoch is planned anew: every
+        example is still trained once.
+
+        Raises:
+            ResumeError: The saved plan was cut by limit_train_batches.
+        """
+        saved = state_dict["plan"]
+        world_size, accumulate = (int(saved[name]) for name in _SIZES)
+        before = self._make_plan(sizes=(world_size, accumulate))
+        if before.num_micro_batches != saved[_EPOCH_SIZE]:
+            raise ResumeError(
+                f"The checkpoint belongs to a run with other sizes ({'; '.join(changed)}), whose epochs were cut by "
+                "limit_train_batches. Resume with its sizes."
+            )
+        epoch, in_epoch = divmod(int(state_dict["micro_batches"]), before.num_micro_batches)
+        resized = [_Resized(**entry) for entry in state_dict.get("resized", ())]
+        if resized:
+            in_epoch -= (
+                before.num_micro_batches - self._rest_of(resized, sizes=(world_size, accumulate)).num_micro_batches
+            )
+        # No checkpoint keeps half-summed gradients.
+        in_epoch -= in_epoch % accumulate
+        self._position, self._anchor, self._moves_progress = epoch * self.plan.num_micro_batches, None, True
+        self._resized = []
+        if in_epoch or resized:
+            self._resized = [*resized, _Resized(epoch, world_size, accumulate, in_epoch)]
+            self._position += self._plan_rest(self._resized)
+        rank_zero_info(
+            f"The checkpoint is of a run with other sizes ({'; '.join(changed)}): what is left of its epoch is planned "
+            "anew."
+        )
+
+    def _plan_rest(self, resized: list[_Resized]) -> int:
+        """Plan what is left of an epoch, and return the micro-batch of the epoch at which it begins."""
+        sizes = (self.plan.world_size, self.plan.accumulate)
+        return self.plan.continue_epoch(resized[-1].epoch, self._rest_of(resized, sizes=sizes))
+
+    def _rest_of(self, resized: list[_Resized], *, sizes: tuple[int, int]) -> StepPlan:
+        """Return the plan of the examples that earlier runs with other sizes left of an epoch."""
+        packs, left_N = self._packs["train"], np.ones(len(self._subsets["train"]), dtype=bool)
+        for entry in resized:
+            plan = self._make_plan(sizes=(entry.world_size, entry.accumulate), packs=packs)
+            left_N[plan.epoch(entry.epoch).trained(num_micro_batches=entry.micro_batches)] = False
+            packs = self._pack_some(left_N)
+        return self._make_plan(sizes=sizes, packs=packs)
+
+    def _pack_some(self, is_chosen_N: np.ndarray) -> Packs:
+        """Return packs of the chosen training examples, under their numbers in the subset."""
+        (number_N,) = np.nonzero(is_chosen_N)
+        packs = pack_best_fit_decreasing(self._subsets["train"].length_N[number_N], max_tokens=self.max_tokens)
+        return Packs(document_N=number_N[packs.document_N], start_P1=packs.start_P1, max_tokens=self.max_tokens)
 
     def _splits_of(self, stage: str | None) -> list[str]:
         """Name the splits with sources of their own that a stage reads."""
@@ -524,10 +607,12 @@ class PackedDataModule(LightningDataModule):
         )
         return count_N if subset.index_N is None else count_N[subset.index_N]
 
-    def _make_plan(self) -> StepPlan:
-        world_size, _ = _ranks(self.trainer)
-        accumulate = _planned_accumulation(self.trainer)
-        subset, packs = self._subsets["train"], self._packs["train"]
+    def _make_plan(self, *, sizes: tuple[int, int] | None = None, packs: Packs | None = None) -> StepPlan:
+        """Return the plan of the training packs, or of some of them, for the ranks and accumulation of this run or of
+        another.
+        """
+        world_size, accumulate = sizes or (_ranks(self.trainer)[0], _planned_accumulation(self.trainer))
+        subset, packs = self._subsets["train"], packs or self._packs["train"]
         plan = StepPlan(
             packs,
             length_N=subset.length_N,
@@ -537,7 +622,7 @@ class PackedDataModule(LightningDataModule):
             accumulate=accumulate,
             limit=None if self.trainer is None else self.trainer.limit_train_batches,
         )
-        if plan.num_extra_packs:
+        if sizes is None and plan.num_extra_packs:
             log.info(
                 "%d packs, and %d more by splitting, so that windows and ranks are whole.",
                 len(packs),
@@ -605,6 +690,9 @@ class PackedDataModule(LightningDataModule):
         progress = batch_progress(trainer)
         position = self.position
         in_epoch = position % self.plan.num_micro_batches
+        if self._moves_progress:
+            set_batches_of_epoch(trainer, in_epoch)
+            self._moves_progress = False
         num_behind = progress.current.ready % self.plan.num_micro_batches
         if num_behind == 0 and in_epoch:
             # The last epoch was cut short (a second fit, or on_train_batch_start returned -1): an epoch of the trainer

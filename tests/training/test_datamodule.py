@@ -172,7 +172,7 @@ class TestResume:
             ({"max_tokens": 80}, {}, "max_tokens was 64 and is 80"),
             ({"rows": make_rows(60)}, {}, "data was"),
             ({"val_share": 0.1}, {}, "val_share was 0.0 and is 0.1"),
-            ({}, {"accumulate_grad_batches": 2}, "accumulate_grad_batches was 1 and is 2"),
+            ({"seed": 6}, {"accumulate_grad_batches": 2}, "accumulate_grad_batches was 1 and is 2"),
             ({}, {"limit_train_batches": 9}, "micro_batches_per_epoch was 14 and is 9"),
         ],
     )
@@ -242,13 +242,67 @@ class TestResume:
             data.load_state_dict(state)
         assert data.position == 3
 
-    def test_refuses_a_checkpoint_of_another_number_of_ranks(self):
-        data = make_data()
-        data.setup("fit")
-        state = data.state_dict()
-        state["plan"]["world_size"] = 4
-        with pytest.raises(ResumeError, match="world_size was 4 and is 1"):
+    @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (3, 2), (2, 5)])
+    @pytest.mark.parametrize("micro_batch", [4, 6, 14, 18])
+    def test_goes_on_with_another_accumulation_and_trains_each_row_once(self, tmp_path, before, after, micro_batch):
+        path = tmp_path / "saved.ckpt"
+        whole = run(
+            tmp_path,
+            data={},
+            trainer={"accumulate_grad_batches": before},
+            callbacks=[SaveAt(path, micro_batch=micro_batch)],
+        )
+        num_per_epoch = whole.data.plan.num_micro_batches
+        resumed = run(tmp_path, data={}, trainer={"accumulate_grad_batches": after}, ckpt_path=path)
+        num_trained = micro_batch % num_per_epoch // before * before
+        epoch = micro_batch // num_per_epoch
+        first = whole.seen[epoch * num_per_epoch :][:num_trained]
+        own = resumed.data.plan.num_micro_batches
+        num_left = len(resumed.seen) - (2 - epoch) * own
+        assert rows_of([*first, *resumed.seen[:num_left]]) == list(range(NUM_ROWS))
+        for number in range(2 - epoch):
+            seen = resumed.seen[num_left + number * own :][:own]
+            assert rows_of(seen) == list(range(NUM_ROWS))
+
+    def test_resizes_in_one_epoch_are_remembered(self, tmp_path):
+        one, two = tmp_path / "one.ckpt", tmp_path / "two.ckpt"
+        first = run(tmp_path, data={}, trainer={"max_epochs": 1}, callbacks=[SaveAt(one, micro_batch=4)]).seen[:4]
+        second = run(
+            tmp_path, data={}, trainer={"max_epochs": 1, "accumulate_grad_batches": 2}, ckpt_path=one,
+            callbacks=[SaveAt(two, micro_batch=2)],
+        ).seen[:2]  # fmt: skip
+        state = torch.load(two, weights_only=True)["PackedDataModule"]
+        assert [entry["micro_batches"] for entry in state["resized"]] == [4]
+        for accumulate in (2, 3):
+            third = run(
+                tmp_path, data={}, trainer={"max_epochs": 1, "accumulate_grad_batches": accumulate}, ckpt_path=two
+            ).seen
+            assert rows_of([*first, *second, *third]) == list(range(NUM_ROWS))
+
+    @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (4, 3), (1, 4)])
+    def test_goes_on_with_another_number_of_ranks(self, monkeypatch, before, after):
+        """Every example of the epoch is trained once, over all ranks of both runs."""
+
+        def data_of(world_size, rank=0):
+            monkeypatch.setattr("lightning_fastft.training.datamodule._ranks", lambda _: (world_size, rank))
+            data = make_data()
+            data.setup("fit")
+            return data
+
+        seen = []
+        for rank in range(before):
+            data = data_of(before, rank)
+            batches = iter(data.train_dataloader())
+            seen += [rows_in(next(batches)) for _ in range(3)]
+            next(batches)
+            state = data.state_dict()
+        assert state["micro_batches"] == 3
+        for rank in range(after):
+            data = data_of(after, rank)
             data.load_state_dict(state)
+            seen += [rows_in(batch) for batch in data.train_dataloader()]
+            assert data.position % data.plan.num_micro_batches == 0
+        assert sorted(row for rows in seen for row in rows) == list(range(NUM_ROWS))
 
     @pytest.mark.slow
     def test_two_processes_go_on_bit_for_bit_and_share_every_row(self, tmp_path):
