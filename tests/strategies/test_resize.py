@@ -1,0 +1,60 @@
+"""What some ranks saved, others resume: the same weights and moments, and every example of the epoch trained once."""
+
+import json
+
+import pytest
+import torch
+
+from tests.strategies.resize_worker import NUM_ROWS
+from tests.support.two_ranks import run_two_ranks
+
+pytestmark = pytest.mark.fault
+MODULE = "tests.strategies.resize_worker"
+# Saved by, and resumed by: strategy and number of ranks.
+SAVED = {"ddp": ("ddp", 2), "folder": ("fsdp", 2), "file": ("fsdp file", 2), "hybrid": ("hybrid", 4)}
+RESUMED = [
+    ("ddp", "one", 1),
+    ("ddp", "ddp", 3),
+    ("ddp", "ddp", 4),
+    ("folder", "fsdp", 3),
+    ("folder", "fsdp", 4),
+    ("folder", "hybrid", 4),
+    ("file", "one", 1),
+    ("file", "ddp", 3),
+    ("file", "fsdp", 4),
+    ("hybrid", "fsdp", 2),
+    ("hybrid", "fsdp", 3),
+    ("ddp", "fsdp file", 3),
+]
+
+
+def rows_of(folder):
+    return [row for path in sorted(folder.glob("rows-*.json")) for row in json.loads(path.read_text())]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    done = {}
+
+    def look_up(name):
+        if name not in done:
+            folder = tmp_path_factory.mktemp(name)
+            strategy, num_ranks = SAVED[name]
+            run_two_ranks(MODULE, folder, strategy, "save", folder / "saved.ckpt", num_ranks=num_ranks)
+            done[name] = folder
+        return done[name]
+
+    return look_up
+
+
+@pytest.mark.parametrize(("name", "strategy", "num_ranks"), RESUMED)
+def test_other_ranks_go_on_from_a_checkpoint(saved, tmp_path, name, strategy, num_ranks):
+    folder = saved(name)
+    run_two_ranks(MODULE, tmp_path, strategy, "resume", folder / "saved.ckpt", num_ranks=num_ranks)
+    before, after = (torch.load(place / "state.pt", weights_only=True) for place in (folder, tmp_path))
+    assert before["weights"].keys() == after["weights"].keys()
+    assert all(torch.equal(value, after["weights"][key]) for key, value in before["weights"].items())
+    assert torch.equal(before["moments"], after["moments"])
+    first = rows_of(folder)
+    assert 0 < len(first) < NUM_ROWS
+    assert sorted([*first, *rows_of(tmp_path)]) == list(range(NUM_ROWS))
