@@ -23,17 +23,19 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from lightning_fastft.packing.collate import PackedBatch
+
 
 class GradientHealth(Callback):
     """Check in the first optimizer steps that every trainable tensor gets a finite, non-zero gradient and moves.
 
-    A step counts if it can train: its learning rate is above 0, its accumulation window has a labelled token, and it
-    was not skipped (by a training step that returned None or by the gradient scaler). A non-finite gradient in such a
-    step stops the run at once, as does a gradient whose square overflows the optimizer moments. Gradients are read
-    right after the optimizer step, so they are clipped unless the optimizer itself clips. A run whose learning rate
-    stays 0 or that never meets a labelled token gets a warning after num_steps optimizer steps and fails at its end.
-    Later steps cost nothing. Trained tensors of image towers are judged over steps with images alone; a run with fewer
-    than three of them gets a warning.
+    A step counts if it can train: its learning rate is above 0, its accumulation window has a labelled token (for a
+    ``PolicyTuner`` also a group of unequal rewards), and it was not skipped (by a training step that returned None or
+    by the gradient scaler). A non-finite gradient in such a step stops the run at once, as does a gradient whose square
+    overflows the optimizer moments. Gradients are read right after the optimizer step, so they are clipped unless the
+    optimizer itself clips. A run whose learning rate stays 0 or that never meets a labelled token gets a warning after
+    num_steps optimizer steps and fails at its end. Later steps cost nothing. Trained tensors of image towers are judged
+    over steps with images alone; a run with fewer than three of them gets a warning.
 
     Args:
         num_steps: Number of steps to check, at least 3.
@@ -113,7 +115,8 @@ class GradientHealth(Callback):
         """Count labelled tokens and images on the host; an unpacked batch counts as labelled and with images."""
         if self._judges:
             packed = find_packed_batches(batch)
-            has_labels = any(found.context.num_labelled > 0 for found in packed) or not packed
+            has_signal = getattr(pl_module, "has_signal", _has_labels)
+            has_labels = any(has_signal(found) for found in packed) or not packed
             has_images = any(found.has_images for found in packed) or not packed
             for judge in self._judges:
                 judge.has_labels |= has_labels and (has_images or not judge.is_tower)
@@ -201,6 +204,10 @@ class GradientHealth(Callback):
         for judge in self._judges:
             judge.close()
         self._judges = []
+
+
+def _has_labels(batch: PackedBatch) -> bool:
+    return batch.context.num_labelled > 0
 
 
 def _find_tower(module: nn.Module) -> set[int]:

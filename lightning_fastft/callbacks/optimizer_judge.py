@@ -240,7 +240,7 @@ class OptimizerJudge:
     def _why_nothing_counts(self) -> str:
         return (
             f"the learning rate was 0 in {self._num_without_rate} of them, {self._num_without_labels} had no labelled "
-            "token, and "
+            "token or no unequal rewards, and "
             f"{self._num_skipped} were skipped because the training step returned nothing"
         )
 

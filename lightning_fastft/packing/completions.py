@@ -57,6 +57,7 @@ class Completions:
         self.num_rows = sum(num_rows)
         # Host copies: what a loss asks for without a sync.
         self.completions_per_example = tuple(num_completions)
+        self.has_unequal_scores = _differ(scores, num_completions)
         count_C = torch.as_tensor(num_rows, dtype=torch.int64)
         self.count_C = count_C.to(torch.float32)
         self.start_C1 = torch.nn.functional.pad(count_C.cumsum(0), (1, 0))
@@ -116,6 +117,16 @@ class Completions:
         """Return each row's value of its completion, shape (R,); 0 in padding rows. Differentiable."""
         rows: torch.Tensor = _Spread.apply(value_C, self)
         return rows
+
+
+def _differ(scores: Sequence[float], num_completions: Sequence[int]) -> bool:
+    """Return whether the scores of any example differ."""
+    start = 0
+    for count in num_completions:
+        if len(set(scores[start : start + count])) > 1:
+            return True
+        start += count
+    return False
 
 
 class _Spread(torch.autograd.Function):

@@ -152,6 +152,14 @@ class PolicyTuner(ReferenceTuner):
         """Return the log-probability of each completion, shape (C,), in the order of the pack."""
         return self._find_completions(batch).sum(self._read_log_probs(batch, temperature=self.temperature))
 
+    def has_signal(self, batch: PackedBatch) -> bool:
+        """Return whether a batch can train anything: not where the rewards of each group are equal."""
+        completions = batch.context.completions
+        compares_groups = self.advantage != "given" and not self.kl_weight
+        return super().has_signal(batch) and not (
+            compares_groups and completions is not None and not completions.has_unequal_scores
+        )
+
     def note_old_log_probs(self, batch: PackedBatch) -> None:
         """Keep the present log-probabilities in a batch that further updates will come before.
 

@@ -558,6 +558,10 @@ class Tuner(LightningModule):
         """What the loss asks of the data."""
         return DataNeeds()
 
+    def has_signal(self, batch: PackedBatch) -> bool:
+        """Return whether a batch can train anything, from what the host knows; read by ``GradientHealth``."""
+        return batch.context.num_labelled > 0
+
     def _minimise(
         self, batch: PackedBatch, objective: Callable[[LazyLogits], torch.Tensor], *, model: Any = None
     ) -> torch.Tensor:

@@ -1,0 +1,216 @@
+"""Tuners through Trainer.fit: small tasks that each method learns, their data, resumed runs, and what a step waits for."""
+
+import contextlib
+import random
+from unittest import mock
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_fastft.callbacks.finite_guard import FiniteGuard
+from lightning_fastft.callbacks.gradient_health import GradientHealth
+from lightning_fastft.callbacks.watchdog import Watchdog
+from lightning_fastft.core.async_reader import AsyncScalarReader
+from lightning_fastft.core.errors import NotTrainingError
+from lightning_fastft.monitor.run_report import RunReport
+from lightning_fastft.monitor.token_throughput import TokenThroughput
+from lightning_fastft.packing.collate import collate
+from lightning_fastft.strategies.single_device import FastFTStrategy
+from lightning_fastft.training.datamodule import PackedDataModule
+from lightning_fastft.training.distillation import DistillationTuner
+from lightning_fastft.training.policy import PolicyTuner
+from lightning_fastft.training.preference import PreferenceTuner
+from lightning_fastft.training.reward import RewardTuner
+from lightning_fastft.training.rollouts import Sampled, make_rollout
+from tests.support.host_waits import count_host_waits
+from tests.support.training_parts import quiet_trainer
+from tests.training.test_rollouts import CONFIG, character_tokenizer
+
+EVEN, ODD = "02468", "13579"
+
+
+def digit_rows(num_rows, *, kind="preference", follows_prompt=False, seed=0):
+    """Right completions are of even digits, or where they follow the prompt of the parity of its last digit."""
+    draws = random.Random(seed)
+    rows = []
+    for _ in range(num_rows):
+        prompt = "".join(draws.choices(EVEN + ODD, k=draws.randint(1, 4)))
+        right, wrong = (ODD, EVEN) if follows_prompt and prompt[-1] in ODD else (EVEN, ODD)
+        chosen, rejected = ("".join(draws.choices(digits, k=draws.randint(1, 3))) for digits in (right, wrong))
+        if kind == "preference":
+            rows.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
+        else:
+            is_right = draws.random() < 0.5
+            value = is_right if kind == "label" else float(is_right)
+            rows.append({"prompt": prompt, "completion": chosen if is_right else rejected, kind: value})
+    return rows
+
+
+def make(tuner_class, **options):
+    values = {"learning_rate": 1e-2, "scheduler": "constant", "warmup_steps": 0, "tokenizer": character_tokenizer()}
+    return tuner_class(CONFIG, init="random", dtype="float32", **{**values, **options})
+
+
+def make_data(rows, **options):
+    values = {
+        "max_tokens": 256, "num_workers": 0, "cache_dir": None, "num_proc": 1, "show_progress": False,
+    }  # fmt: skip
+    return PackedDataModule(rows, **{**values, **options})
+
+
+def fit(tmp_path, tuner, data, *, ckpt_path=None, **options):
+    trainer = quiet_trainer(tmp_path, **{"strategy": FastFTStrategy(), **options})
+    trainer.fit(tuner, data, ckpt_path=ckpt_path)
+    return trainer
+
+
+LORA = {"r": 8, "target_modules": "all-linear"}
+METHODS = {
+    "dpo": {"reference": "stored"},
+    "ipo": {"loss": "ipo", "reference": "stored"},
+    "orpo": {"loss": "orpo", "beta": 1.0},
+    "simpo": {"loss": "simpo", "beta": 2.0},
+    "cpo": {"loss": "cpo"},
+    "kto": {"loss": "kto", "reference": "stored", "beta": 0.5},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "is_packed"), [*((method, True) for method in METHODS), ("dpo", False), ("orpo", False)]
+)
+def test_held_out_completions_are_told_apart(tmp_path, method, is_packed):
+    tuner = make(PreferenceTuner, **METHODS[method])
+    rows = digit_rows(320, kind="label" if tuner.loss == "kto" else "preference", follows_prompt=True)
+    # Some twelve examples in each step either way.
+    data = make_data(rows, val_share=0.25, max_tokens=160 if is_packed else 13)
+    trainer = fit(tmp_path, tuner, data, max_epochs=5, max_steps=-1, accumulate_grad_batches=1 if is_packed else 12)
+    per_pack = len(data.subset("train")) / len(data.packs("train"))
+    assert per_pack > 8 if is_packed else per_pack < 1.5
+    assert float(trainer.callback_metrics["val_reward_accuracy"]) > 0.95
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tuner_class", [PreferenceTuner, RewardTuner])
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "adapters"])
+def test_held_out_pairs_of_a_simple_rule_are_told_apart(tmp_path, tuner_class, lora):
+    options = {"reference": "stored"} if tuner_class is PreferenceTuner and lora is None else {}
+    tuner = make(tuner_class, lora=lora, **options)
+    trainer = fit(tmp_path, tuner, make_data(digit_rows(320), val_share=0.25), max_epochs=8, max_steps=-1)
+    name = "val_reward_accuracy" if tuner_class is PreferenceTuner else "val_accuracy"
+    assert float(trainer.callback_metrics[name]) > 0.95
+
+
+@pytest.mark.slow
+def test_a_reward_model_meets_held_out_scores(tmp_path):
+    tuner = make(RewardTuner, loss="scalar", read="mean")
+    data = make_data(digit_rows(320, kind="score"), val_share=0.25)
+    trainer = fit(tmp_path, tuner, data, max_epochs=8, max_steps=-1)
+    # Scores are 0 and 1: a constant leaves 0.25.
+    assert float(trainer.callback_metrics["val_loss"]) < 0.05
+
+
+# What a step waits for, and callbacks beside a tuner.
+
+
+def make_kind(kind, folder):
+    """A tuner with its data, each with what it reads in a step: a reference, stored values, a teacher, rewards."""
+    rows, text = digit_rows(60), [{"text": row["prompt"] + row["chosen"]} for row in digit_rows(60)]
+    makers = {
+        "dpo, adapters": lambda: (make(PreferenceTuner, lora=LORA), rows),
+        "dpo, stored": lambda: (make(PreferenceTuner, reference="stored"), rows),
+        "dpo, second model": lambda: (make(PreferenceTuner, reference=make_teacher()), rows),
+        "orpo": lambda: (make(PreferenceTuner, loss="orpo"), rows),
+        "kto": lambda: (make(PreferenceTuner, loss="kto", lora=LORA), digit_rows(60, kind="label")),
+        "reward": lambda: (make(RewardTuner), rows),
+        "reward, mean of scores": lambda: (make(RewardTuner, lora=LORA, loss="scalar", read="mean"), scored),
+        "policy": lambda: (make(PolicyTuner), rollouts),
+        "policy, sequences": lambda: (make(PolicyTuner, lora=LORA, kl_weight=0.1, ratio="sequence"), rollouts),
+        "distillation": lambda: (make(DistillationTuner, teacher=make_teacher(), sft_weight=0.5), text),
+        "distillation, stored": lambda: (
+            make(DistillationTuner, teacher=make_teacher(), store=str(folder / "store"), top_k=4),
+            text,
+        ),
+    }
+    scored = digit_rows(60, kind="score")
+    rollouts = [
+        {"prompt_ids": [3, 4], "completion_ids": [[5], [6, 7]], "rewards": [1.0, 0.0], "log_probs": [[-1], [-2, -1]]}
+    ] * 60
+    tuner, data = makers[kind]()
+    return tuner, make_data(data, max_tokens=128, val_share=0.1)
+
+
+KINDS = (
+    "dpo, adapters", "dpo, stored", "dpo, second model", "orpo", "kto", "reward", "reward, mean of scores", "policy",
+    "policy, sequences", "distillation", "distillation, stored",
+)  # fmt: skip
+
+
+def make_teacher():
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG))
+
+
+class CountSteps(pl.Callback):
+    """Count host waits from the arrival of each batch until all other callbacks are done with it."""
+
+    def __init__(self):
+        self.stack = contextlib.ExitStack()
+        self.waits = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.waits.append(self.stack.enter_context(count_host_waits()))
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.stack.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_waits_for_nothing(tmp_path, kind):
+    tuner, data = make_kind(kind, tmp_path)
+    # The plain twin of FusedAdamW, for a CPU, reads counts; its kernel is judged on a GPU.
+    tuner.optimizer_factory = lambda groups: torch.optim.AdamW(groups, fused=True)
+    counter = CountSteps()
+    with mock.patch.object(AsyncScalarReader, "poll", return_value=[]):
+        fit(tmp_path, tuner, data, callbacks=[GradientHealth(), FiniteGuard(), counter], max_steps=3)
+    assert len(counter.waits) == 3
+    for waits in counter.waits:
+        assert waits.total == 0, waits.origin
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_callbacks_serve_a_tuner(tmp_path, kind):
+    tuner, data = make_kind(kind, tmp_path)
+    health, guard, throughput = GradientHealth(num_steps=3), FiniteGuard(), TokenThroughput(log_every_n_steps=1)
+    report = RunReport(tmp_path / "run.html", profile_step=2)
+    fit(tmp_path, tuner, data, callbacks=[health, guard, throughput, report, Watchdog()], max_steps=4)
+    assert "moved" in health.status().reason
+    assert "0 of 4 steps skipped" in guard.status().reason
+    assert throughput.latest
+    assert (tmp_path / "run.json").is_file()
+
+
+def rollout_loader(*rewards):
+    """One rollout with these rewards in each step."""
+    groups = [[Sampled([5]), Sampled([6, 7])]] * len(rewards)
+    documents = [make_rollout([3, 4], group, pair) for group, pair in zip(groups, rewards)]
+    return DataLoader([collate([document], num_items=2) for document in documents], batch_size=None)
+
+
+def test_groups_of_equal_rewards_are_no_sign_of_a_broken_run(tmp_path):
+    health = GradientHealth(num_steps=3)
+    loader = rollout_loader(*[(1.0, 1.0)] * 4, *[(1.0, 0.0)] * 3)
+    fit(tmp_path, make(PolicyTuner), loader, callbacks=[health], max_steps=7)
+    assert "moved" in health.status().reason
+
+
+def test_a_run_without_any_unequal_rewards_is_a_broken_one(tmp_path):
+    with pytest.warns(UserWarning, match="unequal rewards"), pytest.raises(NotTrainingError, match="unequal rewards"):
+        fit(
+            tmp_path, make(PolicyTuner), rollout_loader(*[(1.0, 1.0)] * 6), callbacks=[GradientHealth(num_steps=3)],
+            max_steps=6,
+        )  # fmt: skip
