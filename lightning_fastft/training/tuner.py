@@ -558,6 +558,10 @@ class Tuner(LightningModule):
         """What the loss asks of the data."""
         return DataNeeds()
 
+    def predict_step(self, batch: PackedBatch, batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
+        """Return the log-probability of each labelled token, in the order of the pack."""
+        return self._read_log_probs(batch)[: batch.context.num_labelled]
+
     def has_signal(self, batch: PackedBatch) -> bool:
         """Return whether a batch can train anything, from what the host knows; read by ``GradientHealth``."""
         return batch.context.num_labelled > 0

@@ -1,6 +1,7 @@
 """Tuners through Trainer.fit: small tasks that each method learns, their data, resumed runs, and what a step waits for."""
 
 import contextlib
+import math
 import random
 from unittest import mock
 
@@ -13,18 +14,20 @@ from lightning_fastft.callbacks.finite_guard import FiniteGuard
 from lightning_fastft.callbacks.gradient_health import GradientHealth
 from lightning_fastft.callbacks.watchdog import Watchdog
 from lightning_fastft.core.async_reader import AsyncScalarReader
-from lightning_fastft.core.errors import NotTrainingError
+from lightning_fastft.core.errors import DataError, NotTrainingError, ResumeError
 from lightning_fastft.monitor.run_report import RunReport
 from lightning_fastft.monitor.token_throughput import TokenThroughput
 from lightning_fastft.packing.collate import collate
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.distillation import DistillationTuner
+from lightning_fastft.training.fine_tuner import FineTuner
 from lightning_fastft.training.policy import PolicyTuner
 from lightning_fastft.training.preference import PreferenceTuner
 from lightning_fastft.training.reward import RewardTuner
 from lightning_fastft.training.rollouts import Sampled, make_rollout
 from tests.support.host_waits import count_host_waits
+from tests.support.tiny_models import build_tiny
 from tests.support.training_parts import quiet_trainer
 from tests.training.test_rollouts import CONFIG, character_tokenizer
 
@@ -204,7 +207,8 @@ def rollout_loader(*rewards):
 def test_groups_of_equal_rewards_are_no_sign_of_a_broken_run(tmp_path):
     health = GradientHealth(num_steps=3)
     loader = rollout_loader(*[(1.0, 1.0)] * 4, *[(1.0, 0.0)] * 3)
-    fit(tmp_path, make(PolicyTuner), loader, callbacks=[health], max_steps=7)
+    with pytest.warns(UserWarning, match="unequal rewards"):
+        fit(tmp_path, make(PolicyTuner), loader, callbacks=[health], max_steps=7)
     assert "moved" in health.status().reason
 
 
@@ -214,3 +218,175 @@ def test_a_run_without_any_unequal_rewards_is_a_broken_one(tmp_path):
             tmp_path, make(PolicyTuner), rollout_loader(*[(1.0, 1.0)] * 6), callbacks=[GradientHealth(num_steps=3)],
             max_steps=6,
         )  # fmt: skip
+
+
+# Data and resumed runs.
+
+
+class SaveAt(pl.Callback):
+    def __init__(self, step, path):
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+RESUMED = {
+    "adapters off": {"lora": LORA},
+    "adapters, stored": {"lora": LORA, "reference": "stored"},
+    "full, stored": {"reference": "stored"},
+    "full, kto": {"reference": "stored", "loss": "kto"},
+}
+
+
+@pytest.mark.parametrize("kind", RESUMED)
+def test_a_run_goes_on_bit_for_bit_inside_an_epoch(tmp_path, kind):
+    rows = digit_rows(60, kind="label" if RESUMED[kind].get("loss") == "kto" else "preference")
+
+    def run(*, callbacks=(), ckpt_path=None, seed=0):
+        torch.manual_seed(seed)
+        tuner = make(PreferenceTuner, **RESUMED[kind])
+        data = make_data(rows, max_tokens=64, val_share=0.2)
+        fit(tmp_path, tuner, data, max_steps=6, callbacks=list(callbacks), ckpt_path=ckpt_path)
+        return tuner
+
+    whole = run(callbacks=[SaveAt(3, tmp_path / "three.ckpt")])
+    resumed = run(ckpt_path=str(tmp_path / "three.ckpt"))
+    for (name, one), (_, other) in zip(whole.named_parameters(), resumed.named_parameters()):
+        assert torch.equal(one, other), name
+
+
+def test_other_data_than_that_of_the_stored_reference_is_refused(tmp_path):
+    options = {"max_tokens": 64, "val_paths": digit_rows(20, seed=1)}
+    length = {"max_epochs": 1, "max_steps": -1}
+    first = make(PreferenceTuner, reference="stored")
+    saving = SaveAt(2, tmp_path / "two.ckpt")
+    fit(tmp_path, first, make_data(digit_rows(40), **options), callbacks=[saving], **length)
+    length["ckpt_path"] = str(tmp_path / "two.ckpt")
+    again = make(PreferenceTuner, reference="stored")
+    with pytest.raises(ResumeError, match="data was"):
+        fit(tmp_path, again, make_data(digit_rows(40, seed=2), **options), **length)
+    # The plan knows the training data; other validation data meets no stored values.
+    options["val_paths"] = digit_rows(20, seed=3)
+    again = make(PreferenceTuner, reference="stored")
+    with pytest.raises(ResumeError, match="val data"):
+        fit(tmp_path, again, make_data(digit_rows(40), **options), **length)
+
+
+@pytest.mark.parametrize(
+    ("make_tuner", "rows", "message"),
+    [
+        (lambda: make(FineTuner), digit_rows(8), "PreferenceTuner"),
+        (lambda: make(FineTuner), digit_rows(8, kind="label"), "PreferenceTuner"),
+        (lambda: make(FineTuner), digit_rows(8, kind="score"), "RewardTuner"),
+        (lambda: make(PreferenceTuner, lora=LORA), [{"text": "123"}] * 8, "preference"),
+        (lambda: make(PreferenceTuner, lora=LORA), digit_rows(8, kind="label"), "preference"),
+        (lambda: make(PreferenceTuner, lora=LORA, loss="kto"), digit_rows(8), "labelled"),
+        (lambda: make(RewardTuner), digit_rows(8, kind="score"), "preference"),
+        (lambda: make(PolicyTuner), digit_rows(8), "rollouts"),
+    ],
+)
+def test_rows_of_another_kind_are_refused(tmp_path, make_tuner, rows, message):
+    with pytest.raises(DataError, match=message):
+        fit(tmp_path, make_tuner(), make_data(rows), max_steps=1)
+
+
+LONGROPE = {
+    "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+        "original_max_position_embeddings": 32,
+    }
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "reason"), [("qwen3_next", "recurrent mixers"), ("longrope", "longrope")])
+def test_prompts_are_repeated_where_they_cannot_be_shared(tmp_path, caplog, family, reason):
+    is_hybrid = family == "qwen3_next"
+    model = build_tiny("qwen3_next") if is_hybrid else {**CONFIG, "model_type": "phi3", "pad_token_id": 0, **LONGROPE}
+    options = {"lora": LORA} if is_hybrid else {"lora": LORA, "init": "random"}
+    tuner = PreferenceTuner(model, dtype="float32", tokenizer=character_tokenizer(), **options)
+    data = make_data(digit_rows(12), max_tokens=64)
+    seen = []
+    tuner.on_train_batch_start = lambda batch, batch_idx: seen.append(batch.context)
+    with caplog.at_level("INFO"):
+        fit(tmp_path, tuner, data, max_steps=1)
+    assert not seen[0].has_prefixes
+    assert seen[0].completions.num_examples > 1
+    assert any("repeated" in line and reason in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize("pad_to_max", [True, False])
+def test_padding_changes_no_loss(tmp_path, pad_to_max):
+    torch.manual_seed(0)
+    tuner = make(PreferenceTuner, lora=LORA, learning_rate=0.0)
+    data = make_data(digit_rows(24), max_tokens=80, pad_to_max=pad_to_max, val_share=0.3)
+    losses = []
+    own_step = tuner.training_step
+
+    def step(batch, batch_idx):
+        assert not pad_to_max or batch["input_ids"].shape[1] == 80
+        losses.append((batch.numbers, own_step(batch, batch_idx)))
+        return losses[-1][1]
+
+    tuner.training_step = step
+    trainer = fit(tmp_path, tuner, data, max_epochs=1, max_steps=-1)
+    assert float(trainer.callback_metrics["val_loss"]) == pytest.approx(0.6931, abs=1e-3)
+    # Adapters start at nothing: every pair has a loss of log 2, and one window is one pack.
+    assert all(float(loss.detach()) == pytest.approx(0.6931, abs=1e-3) for _, loss in losses)
+
+
+def test_held_out_examples_read_their_own_stored_reference(tmp_path):
+    torch.manual_seed(0)
+    tuner = make(PreferenceTuner, reference="stored", learning_rate=0.0)
+    data = make_data(digit_rows(40), max_tokens=64, val_share=0.4)
+    trainer = fit(tmp_path, tuner, data, max_epochs=1, max_steps=-1)
+    # An untrained model is its own reference in each example: any exchanged value gives another loss.
+    assert float(trainer.callback_metrics["val_loss"]) == pytest.approx(math.log(2), abs=1e-6)
+    assert float(trainer.callback_metrics["train_loss"]) == pytest.approx(math.log(2), abs=1e-6)
+
+
+def test_each_completion_is_followed_by_that_of_the_next_example(tmp_path):
+    rows = digit_rows(20, kind="label")
+    data = make_data(rows, max_tokens=64)
+    seen = []
+    tuner = make(PreferenceTuner, loss="kto", lora=LORA)
+    tuner.on_train_batch_start = lambda batch, batch_idx: seen.append(batch)
+    fit(tmp_path, tuner, data, max_epochs=1, max_steps=-1)
+    decode = character_tokenizer().decode
+    for batch in seen:
+        assert set(batch.context.completions.completions_per_example) == {2}
+        rows_R = batch.context.labelled_target_R[: batch.context.num_labelled]
+        texts = [
+            decode(part, skip_special_tokens=True).replace(" ", "")
+            for part in rows_R.split(batch.context.completions.count_C.long().tolist())
+        ]
+        expected = [rows[place % 20]["completion"] for number in batch.numbers for place in (number, number + 1)]
+        assert texts == expected
+
+
+@pytest.mark.parametrize("kind", ["dpo, adapters", "reward", "policy", "kto"])
+def test_completions_are_predicted_through_the_trainer(tmp_path, kind):
+    tuner, data = make_kind(kind, tmp_path)
+    trainer = fit(tmp_path, tuner, data, max_steps=1)
+    batches = list(data.val_dataloader()) + list(data.whole_stream("train"))
+    found = trainer.predict(tuner, dataloaders=DataLoader(batches, batch_size=None))
+    assert [len(value) for value in found] == [batch.context.completions.num_completions for batch in batches]
+    assert all(value.isfinite().all() for value in found)
+
+
+@pytest.mark.parametrize("kind", ["plain", "distillation"])
+def test_labelled_tokens_are_predicted_through_the_trainer(tmp_path, kind):
+    if kind == "plain":
+        tuner, data = make(FineTuner), make_data([{"text": row["prompt"]} for row in digit_rows(20)], val_share=0.4)
+    else:
+        tuner, data = make_kind(kind, tmp_path)
+    trainer = fit(tmp_path, tuner, data, max_steps=1)
+    (batch,), (found,) = list(data.val_dataloader()), trainer.predict(tuner, dataloaders=data.val_dataloader())
+    model, start, expected = tuner.model.eval(), 0, []
+    for length in batch.context.lengths:
+        ids = batch["input_ids"][:, start : start + length]
+        log_probs = model(input_ids=ids, use_cache=False).logits[0, :-1].log_softmax(-1)
+        expected.append(log_probs.gather(1, ids[0, 1:, None])[:, 0])
+        start += length
+    assert torch.allclose(found, torch.cat(expected).detach(), atol=1e-5)
