@@ -83,7 +83,9 @@ class RewardTuner(Tuner):
     def _add_head(self, model: PreTrainedModel) -> None:
         """Give a causal language model the head of transformers' sequence classifiers, equal on every rank."""
         config = model.config.get_text_config(decoder=True)
-        head = nn.Linear(config.hidden_size, 1, bias=False, device=model.device, dtype=self._head_dtype(model))
+        # A model that is sharded while it is filled is on the meta device, and what fills it does not know the head.
+        device = "cpu" if model.device.type == "meta" else model.device
+        head = nn.Linear(config.hidden_size, 1, bias=False, device=device, dtype=self._head_dtype(model))
         draws = torch.Generator().manual_seed(self._seed % 2**63)
         initial = torch.empty(head.weight.shape).normal_(
             std=getattr(config, "initializer_range", 0.02), generator=draws

@@ -381,7 +381,7 @@ def test_a_first_backward_that_runs_out_of_memory_says_to_stream_the_weights(tmp
         quiet_trainer(tmp_path, strategy=strategy, max_steps=8).fit(module, packed_loader(8))
 
 
-@pytest.mark.parametrize("policy", ["auto", "keep", "recompute"])
+@pytest.mark.parametrize("policy", ["auto", "keep", "recompute", "offload"])
 def test_student_learns_beside_a_frozen_teacher_in_evaluation_mode(tmp_path, policy):
     class Distil(PlainModule):
         def __init__(self):

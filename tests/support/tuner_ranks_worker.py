@@ -1,0 +1,158 @@
+"""Gradients of one optimizer step of each tuner over the same examples, however they are packed, accumulated, spread over
+ranks and computed.
+
+Imported by test_tuner_ranks.py, and run on two ranks: ``-m tests.support.tuner_ranks_worker <file>``.
+"""
+
+import copy
+import os
+import sys
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch import seed_everything
+from lightning.pytorch.callbacks import Callback
+from torch.utils.data import DataLoader
+
+from lightning_fastft.packing.collate import collate
+from lightning_fastft.strategies.ddp import FastFTDDPStrategy
+from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
+from lightning_fastft.strategies.single_device import FastFTStrategy
+from lightning_fastft.training.distillation import DistillationTuner
+from lightning_fastft.training.policy import PolicyTuner
+from lightning_fastft.training.preference import PreferenceTuner
+from lightning_fastft.training.reward import RewardTuner
+from tests.support.packs import make_documents, make_groups
+from tests.support.rank_exit import leave
+from tests.support.tuners import CONFIG, LORA
+
+NUM_EXAMPLES = 16
+STRATEGIES = {"ddp": FastFTDDPStrategy, "fsdp": FastFTFSDPStrategy}
+# Larger than transformers' own weights, so that attention is far from uniform.
+DENSE = {**CONFIG, "initializer_range": 0.15}
+MIXTURE = {
+    **DENSE, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+KINDS = {
+    "dpo": (PreferenceTuner, {"lora": LORA}),
+    "orpo": (PreferenceTuner, {"loss": "orpo"}),
+    "reward": (RewardTuner, {"lora": LORA}),
+    "grpo": (PolicyTuner, {"lora": LORA, "kl_weight": 0.1}),
+    "dapo": (PolicyTuner, {"loss": "dapo", "advantage": "centred"}),
+    "distillation": (DistillationTuner, {"lora": LORA}),
+}
+ACCUMULATIONS = (1, 4)
+
+
+def make_tuner(kind, *, config=DENSE):
+    tuner_class, options = KINDS[kind]
+    if tuner_class is DistillationTuner:
+        options = {**options, "teacher": make_teacher(config)}
+    return tuner_class(
+        copy.deepcopy(config), init="random", dtype="float32", scheduler="constant", warmup_steps=0,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0), **options,
+    )  # fmt: skip
+
+
+def make_teacher(config):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    # The seed of the process stays that of the student, which DDP sets again.
+    with torch.random.fork_rng():
+        torch.manual_seed(11)
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+
+
+def examples(kind):
+    """Examples from short to long: windows and ranks get very different shares of tokens."""
+    draws = np.random.default_rng(0)
+    lengths = sorted(tuple(draws.integers(1, 14, size=3).tolist()) for _ in range(NUM_EXAMPLES))
+    if kind == "distillation":
+        return make_documents([max(2, sum(each)) for each in lengths])
+    documents = make_groups(lengths)
+    # A sampler that was about as sure as the model is.
+    return [document._replace(log_probs=document.log_probs * 3 - 3) for document in documents]
+
+
+def count(kind, document):
+    """What an example counts in the mean of a loss."""
+    unit = KINDS[kind][0](DENSE, init="random", **_options(kind)).data_needs.loss_unit
+    if unit == "token":
+        return int((document.labels[1:] != -100).sum())
+    return 1 if unit == "example" else len(document.scores)
+
+
+def _options(kind):
+    tuner_class, options = KINDS[kind]
+    return {**options, "teacher": "none"} if tuner_class is DistillationTuner else options
+
+
+def micro_batches(kind, *, accumulate, world_size=1, rank=0, **options):
+    """The share of one rank."""
+    documents = examples(kind)
+    total = sum(count(kind, document) for document in documents)
+    parts = np.array_split(np.arange(NUM_EXAMPLES), accumulate * world_size)[rank::world_size]
+    divisor = total / (accumulate * world_size)
+    return [collate([documents[index] for index in part], num_items=divisor, **options) for part in parts]
+
+
+class KeepGradient(Callback):
+    """Holds the gradients that the optimizer is about to see, whole."""
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.gradient = {
+            name: parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad.clone()
+            for name, parameter in pl_module.named_parameters()
+            if parameter.requires_grad and parameter.grad is not None
+        }
+
+
+def gradient(kind, batches, *, strategy=None, num_ranks=1, config=DENSE, callbacks=()):
+    """Gradients by name of one optimizer step of ``Trainer.fit`` over the batches of this rank."""
+    seed_everything(3, verbose=False)
+    keep = KeepGradient()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=num_ranks,
+        strategy=strategy or FastFTStrategy(),
+        max_steps=1,
+        accumulate_grad_batches=len(batches),
+        callbacks=[*callbacks, keep],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(make_tuner(kind, config=config), DataLoader(batches, batch_size=None))
+    return keep.gradient
+
+
+def cases():
+    """Kind, strategy and accumulation of each case on two ranks."""
+    found = [(kind, "ddp", accumulate) for kind in KINDS for accumulate in ACCUMULATIONS]
+    return [
+        *found,
+        ("dpo", "fsdp", 1),
+        ("dpo", "fsdp", 4),
+        ("grpo", "fsdp", 4),
+        ("reward", "fsdp", 1),
+        ("orpo", "fsdp", 4),
+    ]
+
+
+def main():
+    """Write the gradients of this rank, by kind, strategy and accumulation."""
+    rank = int(os.environ["RANK"])
+    found = {}
+    for kind, name, accumulate in cases():
+        batches = micro_batches(kind, accumulate=accumulate, world_size=2, rank=rank)
+        found[kind, name, accumulate] = gradient(kind, batches, strategy=STRATEGIES[name](), num_ranks=2)
+    torch.save(found, f"{sys.argv[1]}.{rank}")
+
+
+if __name__ == "__main__":
+    main()
+    leave()

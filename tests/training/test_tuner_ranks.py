@@ -1,0 +1,87 @@
+"""Tuners' gradients are those of each example alone: packed, accumulated, over ranks, and with every part that replaces
+attention, activations, layers and experts.
+"""
+
+import pytest
+import torch
+
+from lightning_fastft.activations.checkpointing import OffloadCheckpointing
+from lightning_fastft.callbacks.bincount_router import BincountRouter
+from lightning_fastft.callbacks.fused_kernels import FusedKernels
+from lightning_fastft.strategies.single_device import FastFTStrategy
+from tests.support.tuner_ranks_worker import (
+    ACCUMULATIONS,
+    KINDS,
+    MIXTURE,
+    NUM_EXAMPLES,
+    cases,
+    gradient,
+    micro_batches,
+)
+from tests.support.two_ranks import run_two_ranks
+
+# fp32 sums over 16 examples, in another order.
+BOUND = 3e-6
+
+
+def difference(found, truth):
+    assert found.keys() == truth.keys()
+    distance = sum(float((found[name].double() - truth[name].double()).square().sum()) for name in truth) ** 0.5
+    return distance / sum(float(value.double().square().sum()) for value in truth.values()) ** 0.5
+
+
+@pytest.fixture(scope="module")
+def one_by_one():
+    """Every example in a pack of its own, in which each completion has a copy of its prompt."""
+    return {kind: gradient(kind, micro_batches(kind, accumulate=NUM_EXAMPLES, shares_prompts=False)) for kind in KINDS}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("accumulate", ACCUMULATIONS)
+def test_packed_examples_train_as_one_by_one(one_by_one, kind, accumulate):
+    assert difference(gradient(kind, micro_batches(kind, accumulate=accumulate)), one_by_one[kind]) <= BOUND
+
+
+PARTS = {
+    "reference": lambda: {"strategy": FastFTStrategy(attention="reference")},
+    "sdpa": lambda: {"strategy": FastFTStrategy(attention="sdpa")},
+    "recompute": lambda: {"strategy": FastFTStrategy(activations=OffloadCheckpointing("recompute"))},
+    "offload": lambda: {"strategy": FastFTStrategy(activations=OffloadCheckpointing("offload"))},
+    "auto": lambda: {"strategy": FastFTStrategy(activations=OffloadCheckpointing("auto"))},
+    "fused": lambda: {"callbacks": [FusedKernels()]},
+    "fused, recompute": lambda: {
+        "callbacks": [FusedKernels()], "strategy": FastFTStrategy(activations=OffloadCheckpointing("recompute")),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("part", PARTS)
+def test_every_part_trains_as_one_by_one(one_by_one, kind, part):
+    found = gradient(kind, micro_batches(kind, accumulate=2), **PARTS[part]())
+    assert difference(found, one_by_one[kind]) <= BOUND
+
+
+@pytest.mark.parametrize("kind", ["dpo", "orpo", "reward", "grpo", "distillation"])
+@pytest.mark.parametrize("policy", ["keep", "recompute", "offload"])
+def test_mixtures_of_experts_train_as_one_by_one(kind, policy):
+    truth = gradient(kind, micro_batches(kind, accumulate=NUM_EXAMPLES, shares_prompts=False), config=MIXTURE)
+    strategy = FastFTStrategy(activations=OffloadCheckpointing(policy))
+    batches = micro_batches(kind, accumulate=2)
+    found = gradient(kind, batches, config=MIXTURE, strategy=strategy, callbacks=[BincountRouter(), FusedKernels()])
+    assert difference(found, truth) <= BOUND
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    path = tmp_path_factory.mktemp("ranks") / "gradients"
+    run_two_ranks("tests.support.tuner_ranks_worker", path)
+    return [torch.load(f"{path}.{rank}", weights_only=True) for rank in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", cases(), ids=lambda case: "-".join(map(str, case)))
+def test_ranks_train_as_one_by_one(one_by_one, two_ranks, case):
+    for name, value in two_ranks[0][case].items():
+        assert torch.equal(value, two_ranks[1][case][name])
+    assert difference(two_ranks[0][case], one_by_one[case[0]]) <= BOUND
