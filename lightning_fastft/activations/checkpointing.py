@@ -277,7 +277,7 @@ class OffloadCheckpointing:
                 f"{len(idle)} of {len(layers)} decoder layers ({type(idle[0]).__name__}) are in evaluation mode, where "
                 "transformers recomputes "
                 "nothing: it loads models in that mode and Lightning keeps it: call .train() on the model once after "
-                "loading it."
+                "loading it, or .requires_grad_(False) if it is not trained."
             )
 
     def _detach(self, stack: SegmentStack) -> None:

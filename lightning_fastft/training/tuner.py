@@ -666,7 +666,8 @@ class Tuner(LightningModule):
                 on_epoch=not is_training,
                 sync_dist=not is_training,
                 prog_bar=name in shown,
-                batch_size=max(1, count),
+                # Lightning averages the weights of ranks, and would round an average of integers.
+                batch_size=float(count),  # type: ignore[arg-type]
             )
 
     def _call_model(self, batch: PackedBatch | Mapping[str, Any], *, model: Any = None) -> Any:

@@ -1,7 +1,7 @@
 """Gradients of one optimizer step of each tuner over the same examples, however they are packed, accumulated, spread over
 ranks and computed.
 
-Imported by test_tuner_ranks.py, and run on two ranks: ``-m tests.support.tuner_ranks_worker <file>``.
+Imported by test_tuner_ranks.py, and run on two ranks: ``-m tests.support.tuner_ranks_worker <file> <folder of a model>``.
 """
 
 import copy
@@ -19,13 +19,16 @@ from lightning_fastft.packing.collate import collate
 from lightning_fastft.strategies.ddp import FastFTDDPStrategy
 from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
 from lightning_fastft.strategies.single_device import FastFTStrategy
+from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.distillation import DistillationTuner
 from lightning_fastft.training.policy import PolicyTuner
 from lightning_fastft.training.preference import PreferenceTuner
 from lightning_fastft.training.reward import RewardTuner
+from lightning_fastft.training.rollouts import RolloutDataModule
 from tests.support.packs import make_documents, make_groups
 from tests.support.rank_exit import leave
 from tests.support.tuners import CONFIG, LORA
+from tests.training.test_rollouts import character_tokenizer
 
 NUM_EXAMPLES = 16
 STRATEGIES = {"ddp": FastFTDDPStrategy, "fsdp": FastFTFSDPStrategy}
@@ -46,14 +49,16 @@ KINDS = {
 ACCUMULATIONS = (1, 4)
 
 
-def make_tuner(kind, *, config=DENSE):
+def make_tuner(kind, *, config=DENSE, **more):
+    """A tuner on random weights of a configuration, or on those of a folder."""
     tuner_class, options = KINDS[kind]
     if tuner_class is DistillationTuner:
         options = {**options, "teacher": make_teacher(config)}
+    values = {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.0), **options, **more}
+    init = "pretrained" if isinstance(config, str) else "random"
     return tuner_class(
-        copy.deepcopy(config), init="random", dtype="float32", scheduler="constant", warmup_steps=0,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0), **options,
-    )  # fmt: skip
+        copy.deepcopy(config), init=init, dtype="float32", scheduler="constant", warmup_steps=0, **values
+    )
 
 
 def make_teacher(config):
@@ -113,21 +118,57 @@ def gradient(kind, batches, *, strategy=None, num_ranks=1, config=DENSE, callbac
     """Gradients by name of one optimizer step of ``Trainer.fit`` over the batches of this rank."""
     seed_everything(3, verbose=False)
     keep = KeepGradient()
-    trainer = pl.Trainer(
+    trainer = make_trainer(
+        strategy or FastFTStrategy(), num_ranks=num_ranks, max_steps=1, accumulate_grad_batches=len(batches),
+        callbacks=[*callbacks, keep],
+    )  # fmt: skip
+    trainer.fit(make_tuner(kind, config=config), DataLoader(batches, batch_size=None))
+    return keep.gradient
+
+
+def make_trainer(strategy, *, num_ranks, **options):
+    return pl.Trainer(
         accelerator="cpu",
         devices=num_ranks,
-        strategy=strategy or FastFTStrategy(),
-        max_steps=1,
-        accumulate_grad_batches=len(batches),
-        callbacks=[*callbacks, keep],
+        strategy=strategy,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
+        **options,
     )
-    trainer.fit(make_tuner(kind, config=config), DataLoader(batches, batch_size=None))
-    return keep.gradient
+
+
+def stored_losses(strategy, **validation):
+    """Losses of an epoch that trains nothing, whose reference was stored by the ranks together."""
+    seed_everything(3, verbose=False)
+    tuner = make_tuner("dpo", reference="stored", tokenizer=character_tokenizer(), lora={**LORA, "r": 2})
+    rows = [{"prompt": f"{number}+", "chosen": f"{number % 7}1", "rejected": "23"} for number in range(41)]
+    data = PackedDataModule(
+        rows, max_tokens=48, num_workers=0, cache_dir=None, num_proc=1, show_progress=False, **validation
+    )
+    trainer = make_trainer(strategy, num_ranks=2, max_epochs=1, limit_val_batches=1.0)
+    trainer.fit(tuner, data)
+    return {name: float(value) for name, value in trainer.callback_metrics.items() if name.endswith("_loss")}
+
+
+def weights_after_rounds(strategy):
+    """Adapters after rounds of rollouts of which each rank sampled its own."""
+    seed_everything(3, verbose=False)
+    tuner = make_tuner(
+        "grpo", tokenizer=character_tokenizer(), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+    )
+    prompts = [{"prompt": f"{number}+"} for number in range(8)]
+    data = RolloutDataModule(
+        prompts, rewards=first_tokens, num_completions=3, prompts_per_round=4, max_new_tokens=3, max_tokens=32
+    )
+    make_trainer(strategy, num_ranks=2, max_steps=5).fit(tuner, data)
+    return {name: parameter.detach().clone() for name, parameter in tuner.named_parameters() if parameter.requires_grad}
+
+
+def first_tokens(*, prompts, completions):
+    return [float(ord(completion[0]) % 5) if completion else 0.0 for completion in completions]
 
 
 def cases():
@@ -144,13 +185,25 @@ def cases():
 
 
 def main():
-    """Write the gradients of this rank, by kind, strategy and accumulation."""
-    rank = int(os.environ["RANK"])
-    found = {}
+    """Write the gradients of this rank, by kind, strategy and accumulation, and what the data modules did."""
+    rank, (path, folder) = int(os.environ["RANK"]), sys.argv[1:]
+    found = {
+        "stored, ddp": stored_losses(FastFTDDPStrategy(), val_share=0.3),
+        "stored, fsdp": stored_losses(FastFTFSDPStrategy(), val_share=0.3),
+        # The second rank has none to validate.
+        "stored, one example": stored_losses(
+            FastFTDDPStrategy(), val_paths=[{"prompt": "7+", "chosen": "1", "rejected": "23"}]
+        ),
+        "rollouts": weights_after_rounds(FastFTDDPStrategy()),
+        "files": gradient(
+            "reward", micro_batches("reward", accumulate=1, world_size=2, rank=rank), strategy=FastFTFSDPStrategy(),
+            num_ranks=2, config=folder,
+        ),
+    }  # fmt: skip
     for kind, name, accumulate in cases():
         batches = micro_batches(kind, accumulate=accumulate, world_size=2, rank=rank)
         found[kind, name, accumulate] = gradient(kind, batches, strategy=STRATEGIES[name](), num_ranks=2)
-    torch.save(found, f"{sys.argv[1]}.{rank}")
+    torch.save(found, f"{path}.{rank}")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 attention, activations, layers and experts.
 """
 
+import math
+
 import pytest
 import torch
 
@@ -11,11 +13,13 @@ from lightning_fastft.callbacks.fused_kernels import FusedKernels
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from tests.support.tuner_ranks_worker import (
     ACCUMULATIONS,
+    DENSE,
     KINDS,
     MIXTURE,
     NUM_EXAMPLES,
     cases,
     gradient,
+    make_teacher,
     micro_batches,
 )
 from tests.support.two_ranks import run_two_ranks
@@ -73,9 +77,16 @@ def test_mixtures_of_experts_train_as_one_by_one(kind, policy):
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
+def saved_model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    make_teacher(DENSE).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory, saved_model):
     path = tmp_path_factory.mktemp("ranks") / "gradients"
-    run_two_ranks("tests.support.tuner_ranks_worker", path)
+    run_two_ranks("tests.support.tuner_ranks_worker", path, saved_model)
     return [torch.load(f"{path}.{rank}", weights_only=True) for rank in range(2)]
 
 
@@ -85,3 +96,25 @@ def test_ranks_train_as_one_by_one(one_by_one, two_ranks, case):
     for name, value in two_ranks[0][case].items():
         assert torch.equal(value, two_ranks[1][case][name])
     assert difference(two_ranks[0][case], one_by_one[case[0]]) <= BOUND
+
+
+@pytest.mark.slow
+def test_the_head_of_a_reward_model_joins_shards_that_are_read_from_files(two_ranks, saved_model):
+    truth = gradient("reward", micro_batches("reward", accumulate=1), config=saved_model)
+    assert difference(two_ranks[0]["files"], truth) <= BOUND
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "one example"])
+def test_ranks_store_a_reference_together(two_ranks, strategy):
+    # The reference is the model itself, and nothing is trained: an exchanged value would give another loss.
+    for rank in two_ranks:
+        losses = rank[f"stored, {strategy}"]
+        assert losses["val_loss"] == pytest.approx(math.log(2), abs=1e-6)
+        assert losses["train_loss"] == pytest.approx(math.log(2), abs=1e-6)
+
+
+@pytest.mark.slow
+def test_ranks_that_sample_their_own_rollouts_stay_equal(two_ranks):
+    for name, value in two_ranks[0]["rollouts"].items():
+        assert torch.equal(value, two_ranks[1]["rollouts"][name])
