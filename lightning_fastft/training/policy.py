@@ -213,7 +213,10 @@ class PolicyTuner(ReferenceTuner):
             return total / batch.context.num_items
 
         loss = self._minimise(batch, objective)
-        self._log_means(means, prefix=prefix, count=completions.num_completions, shown=("loss", "reward"))
+        of_tokens = {"entropy", "clip_share", "divergence", *(("loss",) if self.loss == "dapo" else ())}
+        for is_of_tokens, count in ((True, completions.num_rows), (False, completions.num_completions)):
+            part = {name: value for name, value in means.items() if (name in of_tokens) is is_of_tokens}
+            self._log_means(part, prefix=prefix, count=count, shown=("loss", "reward"))
         return loss
 
     def _row_losses(

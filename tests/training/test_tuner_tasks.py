@@ -390,3 +390,26 @@ def test_labelled_tokens_are_predicted_through_the_trainer(tmp_path, kind):
         expected.append(log_probs.gather(1, ids[0, 1:, None])[:, 0])
         start += length
     assert torch.allclose(found, torch.cat(expected).detach(), atol=1e-5)
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dapo"])
+def test_validated_rollouts_count_by_what_each_mean_is_over(tmp_path, loss):
+    rows = [
+        {
+            "prompt_ids": [3],
+            "completion_ids": [[5], [6] * size],
+            "rewards": [1.0, 0.3],
+            "log_probs": [[-1], [-2] * size],
+        }
+        for size in (1, 9, 4)
+    ]
+    found = []
+    for max_tokens in (64, 16):
+        torch.manual_seed(0)
+        tuner = make(
+            PolicyTuner, loss=loss, advantage="given", kl_weight=0.1, lora={**LORA, "init_lora_weights": False}
+        )
+        data = make_data(rows, val_paths=rows, max_tokens=max_tokens)
+        found.append(quiet_trainer(tmp_path, strategy=FastFTStrategy()).validate(tuner, data, verbose=False)[0])
+    assert found[0].keys() == found[1].keys()
+    assert all(found[1][name] == pytest.approx(value, rel=1e-5) for name, value in found[0].items())
