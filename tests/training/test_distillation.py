@@ -155,3 +155,11 @@ def test_another_teacher_has_a_store_of_its_own(tmp_path):
 def test_options_that_cannot_be_are_refused(options, message):
     with pytest.raises(OptionError, match=message):
         make_tuner(DistillationTuner, **{"teacher": "none", **options})
+
+
+def test_a_teacher_is_no_part_of_a_whole_student():
+    """Where every weight is trained, every parameter of the module is saved."""
+    teacher = make_teacher()
+    tuner = make_tuner(DistillationTuner, teacher=teacher, lora=None)
+    assert tuner.frozen_model is teacher
+    assert {name.partition(".")[0] for name in tuner.state_dict()} == {"model"}
