@@ -1,9 +1,12 @@
 import inspect
 import json
+import sys
 from importlib import import_module
 
 import pytest
 import yaml
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from lightning_fastft.cli.lightning_cli import CONFIG_FOLDER, FastFTCLI, config_names
 
@@ -40,11 +43,27 @@ FAMILIES = {
         },
     },
 }
+# Rows that a config trains on, by the first word of its name; token ids elsewhere.
+PAIRS = [{"prompt": f"w{row % 60}", "chosen": f" w{1 + row % 7} w3", "rejected": " w2"} for row in range(200)]
+ROWS = {"dpo": PAIRS, "orpo": PAIRS, "reward": PAIRS, "grpo": [{"prompt": f"w{row} w5"} for row in range(20)]}
 HEAD = ("# Purpose: ", "# Command: fastft ", "# Hardware: ", "# Expected: ")
 
 
 def read(name: str) -> dict:
     return yaml.safe_load((CONFIG_FOLDER / f"{name}.yaml").read_text())
+
+
+REWARD = "def score(prompts, completions, **columns):\n    return [float(len(text)) for text in completions]\n"
+
+
+def write_tokenizer(folder):
+    core = Tokenizer(models.WordLevel({f"w{index}": index for index in range(64)}, unk_token="w0"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=core, eos_token="w0", pad_token="w0").save_pretrained(folder)
+
+
+def write_teacher(folder):
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **SIZES)).save_pretrained(folder)
 
 
 def named_classes(value):
@@ -60,7 +79,20 @@ def named_classes(value):
 
 
 def test_the_main_jobs_have_a_config():
-    for job in ("demo", "lora_", "qlora_", "full_", "long_context_", "moe_"):
+    jobs = (
+        "demo",
+        "lora_",
+        "qlora_",
+        "full_",
+        "long_context_",
+        "moe_",
+        "dpo_",
+        "orpo_",
+        "reward_",
+        "distill_",
+        "grpo_",
+    )
+    for job in jobs:
         assert any(name.startswith(job) for name in config_names())
 
 
@@ -80,7 +112,10 @@ def test_config_reads_as_a_recipe(name):
 def test_config_holds_only_values_that_differ_from_the_default(name):
     for path, options in named_classes(read(name)):
         module, _, class_name = path.rpartition(".")
-        parameters = inspect.signature(getattr(import_module(module), class_name)).parameters
+        parameters = {}
+        # Tuners take the options of their base by **options.
+        for owner in reversed(getattr(import_module(module), class_name).__mro__):
+            parameters.update(inspect.signature(owner.__init__).parameters)
         for option, value in options.items():
             assert parameters[option].default != value, f"{name}: {option} of {path}"
 
@@ -92,20 +127,24 @@ def test_config_runs_one_step_of_a_tiny_model(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     family = next((family for start, family in FAMILIES.items() if name.startswith(start)), {"model_type": "qwen3"})
     (tmp_path / "config.json").write_text(json.dumps({**SIZES, **family}))
+    job = name.partition("_")[0]
     rows = [{"input_ids": [1 + (row + position) % 60 for position in range(3 + row % 7)]} for row in range(200)]
+    rows = ROWS.get(job, rows)
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = [
-        "--data.paths",
-        "train.jsonl",
-        "--data.cache_dir",
-        "null",
-        "--data.num_workers",
-        "0",
-        "--data.num_proc",
-        "1",
-        "--data.max_tokens",
-        "64",
-    ]
+    if job == "grpo":
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        (tmp_path / "my_rewards.py").write_text(REWARD)
+        words = ["--allow-import", "my_rewards", "--data.rewards", "my_rewards.score", "--data.prompts", "train.jsonl"]
+        words += ["--data.max_new_tokens", "4", "--data.max_tokens", "128"]
+    else:
+        words = ["--data.paths", "train.jsonl", "--data.cache_dir", "null", "--data.num_workers", "0"]
+        words += ["--data.num_proc", "1", "--data.max_tokens", "64"]
+    if job in ROWS:
+        write_tokenizer(tmp_path / "words")
+        words += ["--model.tokenizer", "words"]
+    if job == "distill":
+        write_teacher(tmp_path / "teacher")
+        words += ["--model.teacher", "teacher"]
     words += [
         "--model.model",
         "config.json",
@@ -122,5 +161,7 @@ def test_config_runs_one_step_of_a_tiny_model(name, tmp_path, monkeypatch):
     run = FastFTCLI(["fit", "--config", name, *words])
     assert run.trainer.global_step == 1
     states = {status.name: status.state for status in run.trainer.strategy.statuses()}
-    assert states["packed attention"] == states["loss head"] == "active"
-    assert run.model.quantization == ("nf4" if name.startswith(("qlora", "long_context")) else None)
+    # A teacher has rows of its own, named after its place.
+    place = " (model)" if job == "distill" else ""
+    assert states[f"packed attention{place}"] == states[f"loss head{place}"] == "active"
+    assert run.model.quantization == ("nf4" if name.startswith(("qlora", "long_context", "orpo")) else None)

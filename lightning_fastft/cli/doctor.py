@@ -12,17 +12,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import SaveConfigCallback
+from torch.utils.data import DataLoader
 
+from lightning_fastft.cli.imports import find_loaded
 from lightning_fastft.cli.lightning_cli import CONFIG_FOLDER, FastFTCLI, find_configs
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.core.status import render_status_table
+from lightning_fastft.packing.collate import Document, PackedBatch, collate
 from lightning_fastft.packing.sources import SUFFIXES, open_sources
 from lightning_fastft.training.datamodule import PackedDataModule
-from lightning_fastft.training.fine_tuner import FineTuner
+from lightning_fastft.training.distillation import DistillationTuner
+from lightning_fastft.training.reference import ADAPTERS_OFF, ReferenceTuner
+from lightning_fastft.training.rollouts import RolloutDataModule
+from lightning_fastft.training.tuner import Tuner
 
 # Upper bounds for sizes of the miniature. It keeps family, heads, windows, quantisation and adapters.
 MOST = {
@@ -31,7 +38,7 @@ MOST = {
     **dict.fromkeys(("num_experts_per_tok", "top_k"), 2),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 512),
 }
-SOURCES = ("paths", "val_paths", "test_paths")
+SOURCES = ("paths", "val_paths", "test_paths", "prompts")
 DOCUMENT_LENGTHS = (192, 64, 256, 2, 126)
 # Options that override those of the run; they come last, so they take effect.
 OVERRIDES = (
@@ -68,14 +75,15 @@ class _DoctorCLI(FastFTCLI):
         super().__init__(args, run=run, callbacks=callbacks)
 
     def before_instantiate_classes(self) -> None:
-        if self.config.data.class_path.rpartition(".")[2] == PackedDataModule.__name__:
+        if find_loaded(self.config.data.class_path) in (PackedDataModule, RolloutDataModule):
             _check_sources(self.config.data.init_args, examples=self.examples)
-        options = self.config.model.init_args
-        if not self.config.model.class_path.rpartition(".")[2] == FineTuner.__name__ or not isinstance(
+        options, owner = self.config.model.init_args, find_loaded(self.config.model.class_path)
+        if not (isinstance(owner, type) and issubclass(owner, Tuner)) or not isinstance(
             options.get("model"), (str, dict)
         ):
             raise OptionError(
-                "fastft doctor needs a FineTuner. For other modules the status table is logged at the start of fit."
+                "fastft doctor needs a FineTuner or another tuner of lightning_fastft. For other modules the status "
+                "table is logged at the start of fit."
             )
         options.model = shrink_config(_read_config(options.model, options.get("revision")))
         options.init, options.tokenizer, options.revision = "random", None, None
@@ -101,17 +109,44 @@ def run_doctor(words: Sequence[str]) -> int:
             for callback in callbacks
             if not isinstance(callback, (Checkpoint, ProgressBar, SaveConfigCallback))
         ]
-        rows = [{"input_ids": torch.randint(cli.model.vocab_size, (length,)).tolist()} for length in DOCUMENT_LENGTHS]
-        data = PackedDataModule(
-            rows, max_tokens=sum(DOCUMENT_LENGTHS), num_workers=0, num_proc=1, cache_dir=None, show_progress=False
-        )
-        trainer.fit(cli.model, datamodule=data)
+        _replace_second_model(cli.model, device=trainer.strategy.root_device)
+        trainer.fit(cli.model, DataLoader([_make_batch(cli.model)], batch_size=None))  # type: ignore[arg-type, list-item]
     model = (
         f"model: {cli.model.source.config.model_type}, checked by one step of a miniature, whose layers and tensors "
         "are counted below"
     )
     sys.stdout.write(f"{describe_machine()}\n{model}\n\n{table.text}\n")
     return 0
+
+
+def _make_batch(tuner: Tuner) -> PackedBatch:
+    """Return one pack of random tokens: documents, or prompts with two completions each if the loss needs them."""
+    documents = []
+    for length in DOCUMENT_LENGTHS:
+        id_T = np.random.default_rng(length).integers(tuner.vocab_size, size=length)
+        documents.append(Document(id_T, id_T))
+        if tuner.data_needs.formats:
+            # At least a token for the prompt and each completion.
+            lengths = (length, 2, 1)
+            id_T = np.concatenate([id_T, id_T[:2], id_T[-1:]])
+            documents[-1] = Document(id_T, id_T, segment_lengths=lengths, scores=(1.0, 0.0))
+    return collate(documents)
+
+
+def _replace_second_model(tuner: Tuner, *, device: torch.device) -> None:
+    """Replace a reference or a teacher by a second miniature, also where its values would be stored before the run."""
+    from lightning_fastft.hf.dtypes import resolve_dtype
+    from lightning_fastft.hf.loading import build_model
+
+    if isinstance(tuner, DistillationTuner):
+        tuner.store = None
+    elif isinstance(tuner, ReferenceTuner) and tuner.needs_reference and tuner.reference != ADAPTERS_OFF:
+        tuner.reference = "a miniature"
+    else:
+        return
+    assert tuner.source is not None
+    model = build_model(tuner.source, device=device, dtype=resolve_dtype(tuner.dtype_name, device=device))
+    tuner.frozen_model = model.requires_grad_(False).eval()
 
 
 def _find_examples(words: Sequence[str]) -> set[str]:

@@ -16,6 +16,7 @@ from lightning_fastft.cli.lightning_cli import take_option
 from lightning_fastft.core.checks import check_choice
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.training.fine_tuner import FineTuner
+from lightning_fastft.training.reward import HEAD
 
 HOW = (
     "fastft export CHECKPOINT_OR_FOLDER OUT [--merge] [--base NAME] [--dtype NAME] [--device NAME] "
@@ -41,12 +42,12 @@ def run_export(words: Sequence[str]) -> int:
     """Write the adapters or merged weights of a checkpoint or PEFT folder to a new folder and verify them; return 0.
 
     Args:
-        words: A checkpoint file of a FineTuner or a folder of PEFT adapters, then the folder to write. ``--merge``
-            merges the adapters into the weights of the whole model. ``--base NAME`` is the base model, if it has moved
-            since training. ``--dtype`` is the dtype of merged weights; by default that of the run, or if that is
-            "auto", bfloat16 on an NF4 base and else the dtype of the base's files. ``--device`` is the device to build
-            the model on (cpu). ``--accept-other-base`` accepts a base with other weights than those of the run.
-            ``--for vllm`` refuses adapters of which vLLM would not read a part.
+        words: A checkpoint file of a FineTuner or another tuner (not of a RewardTuner) or a folder of PEFT adapters,
+            then the folder to write. ``--merge`` merges the adapters into the weights of the whole model. ``--base
+            NAME`` is the base model, if it has moved since training. ``--dtype`` is the dtype of merged weights; by
+            default that of the run, or if that is "auto", bfloat16 on an NF4 base and else the dtype of the base's
+            files. ``--device`` is the device to build the model on (cpu). ``--accept-other-base`` accepts a base with
+            other weights than those of the run. ``--for vllm`` refuses adapters of which vLLM would not read a part.
 
     Raises:
         OptionError: The target exists, the source does not exist or is of another kind, or its base is not known.
@@ -144,13 +145,9 @@ def _open(question: _Question) -> tuple[FineTuner, list[str]]:
 
 def _open_checkpoint(question: _Question) -> tuple[FineTuner, list[str]]:
     """Build the model of a checkpoint and load its trained weights."""
-    content = load_file(question.source, map_location="cpu")
-    trained = content.get("fastft_base")
-    if trained is None or "hyper_parameters" not in content:
-        raise OptionError(
-            f"{question.source} is not a checkpoint of a FineTuner. Save other modules with their model's "
-            "save_pretrained."
-        )
+    content = _read_checkpoint(question.source)
+    trained = content["fastft_base"]
+    # Options of the loss belong to the run, not to the model.
     known = inspect.signature(FineTuner.__init__).parameters
     options = {name: value for name, value in content["hyper_parameters"].items() if name in known}
     has_adapters = options.get("lora") is not None
@@ -197,6 +194,22 @@ def _open_checkpoint(question: _Question) -> tuple[FineTuner, list[str]]:
     # Remove low-precision copies of the adapters, so that the model computes as PEFT does.
     module.teardown("export")
     return module, notes
+
+
+def _read_checkpoint(path: Path) -> dict[str, Any]:
+    """Return the content of a checkpoint; refuse those whose model cannot be written from here."""
+    content = load_file(path, map_location="cpu")
+    if content.get("fastft_base") is None or "hyper_parameters" not in content:
+        raise OptionError(
+            f"{path} is not a checkpoint of a FineTuner. Save other modules with their model's save_pretrained."
+        )
+    if {f"model.{HEAD}.weight", f"model.base_model.model.{HEAD}.weight"} & content["state_dict"].keys():
+        raise OptionError(
+            f"{path} holds a reward model, whose head fastft export does not write. In Python: "
+            f"RewardTuner.load_from_checkpoint({str(path)!r}).save_pretrained(FOLDER) writes a sequence "
+            "classifier."
+        )
+    return content
 
 
 def _open_folder(question: _Question) -> tuple[FineTuner, list[str]]:

@@ -32,6 +32,8 @@ _SCHEDULERS = (
     "get_polynomial_decay_schedule_with_warmup",
     "get_wsd_schedule",
 )
+# The default of RolloutDataModule's sampler.
+_SAMPLER_PATHS = ("lightning_fastft.training.rollouts.sample_with_model",)
 _SCHEDULER_PATHS = tuple(f"transformers{module}.{name}" for module in ("", ".optimization") for name in _SCHEDULERS)
 # Parts of each package that configs need. Loaders, launchers and the like are in other parts.
 ALLOWED_PATHS = (
@@ -194,7 +196,7 @@ def check_size(text: str) -> None:
 
 
 def check_named_functions(config: Any, allowed: Sequence[str] = ()) -> None:
-    """Reject functions named by a parsed config, except schedulers and paths under allowed.
+    """Reject functions named by a parsed config, except schedulers, our sampler and paths under allowed.
 
     A class is created only if its type fits, but a function would be called with arguments of the config, and allowed
     packages have functions that load code. Call this before anything of the config is created.
@@ -207,8 +209,8 @@ def check_named_functions(config: Any, allowed: Sequence[str] = ()) -> None:
         OptionError: A function is named; the message has its option.
     """
     for key, path in _named_paths(config):
-        target = _find_loaded(path)
-        is_allowed = path in _SCHEDULER_PATHS or is_within(path, allowed)
+        target = find_loaded(path)
+        is_allowed = path in _SCHEDULER_PATHS + _SAMPLER_PATHS or is_within(path, allowed)
         if target is not None and not isinstance(target, type) and not is_allowed:
             raise OptionError(
                 f"{key}: a config may name classes, and {path!r} is not a class. Allow your own functions with "
@@ -241,7 +243,7 @@ def _named_paths(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
         yield key, f"{getattr(value, '__module__', None)}.{getattr(value, '__qualname__', None)}"
 
 
-def _find_loaded(path: str) -> Any:
+def find_loaded(path: str) -> Any:
     """Return the object of an import path if it is imported already; nothing is imported here."""
     parts = path.split(".")
     for length in range(len(parts) - 1, 0, -1):

@@ -20,13 +20,28 @@ from lightning_fastft.cli.run_length import RunLength
 from lightning_fastft.cli.trainer import FastFTTrainer
 from lightning_fastft.core.errors import OptionError, printable
 from lightning_fastft.training.datamodule import PackedDataModule
+from lightning_fastft.training.distillation import DistillationTuner
 from lightning_fastft.training.fine_tuner import FineTuner
+from lightning_fastft.training.policy import PolicyTuner
+from lightning_fastft.training.preference import PreferenceTuner
+from lightning_fastft.training.reward import RewardTuner
+from lightning_fastft.training.rollouts import RolloutDataModule
 
 # Values of ckpt_path that Lightning resolves itself.
 CHECKPOINT_WORDS = ("best", "last", "hpc", "registry")
 CONFIG_FOLDER = Path(__file__).parents[1] / "configs"
 # Classes that are used if a config names none.
 DEFAULT_CLASSES: dict[str, type] = {"model": FineTuner, "data": PackedDataModule}
+# Classes that a command line may name without their module: the parser finds names of imported classes only.
+SHORT_NAMES: tuple[type, ...] = (
+    FineTuner,
+    PreferenceTuner,
+    RewardTuner,
+    DistillationTuner,
+    PolicyTuner,
+    PackedDataModule,
+    RolloutDataModule,
+)
 
 
 class FastFTArgumentParser(LightningArgumentParser):

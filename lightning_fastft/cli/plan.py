@@ -16,7 +16,10 @@ from lightning_fastft.estimate.machines import GPUS, Gpu, find_gpu
 from lightning_fastft.planner.picture import render_plan
 from lightning_fastft.planner.plan import StepCost, make_plan, predict, uniform_plan
 from lightning_fastft.training.datamodule import PackedDataModule
-from lightning_fastft.training.fine_tuner import FineTuner
+from lightning_fastft.training.distillation import DistillationTuner
+from lightning_fastft.training.reference import ADAPTERS_OFF, STORED, ReferenceTuner
+from lightning_fastft.training.rollouts import RolloutDataModule
+from lightning_fastft.training.tuner import Tuner
 
 # Default document length in tokens.
 DEFAULT_DOCUMENT_TOKENS = 1024
@@ -43,15 +46,22 @@ def run_plan(words: Sequence[str]) -> int:
             the document of a token; 1,024).
 
     Raises:
-        OptionError: There is no local GPU and none is named, or the model of the config is not a FineTuner.
+        OptionError: There is no local GPU and none is named, the model of the config is not a tuner of this package, or
+            a second model is held beside it.
     """
     question, words = _read_question(words)
     cli = FastFTCLI(words, run=False)
     model, data = cli.model, cli.datamodule
-    if not isinstance(model, FineTuner) or model.source is None or not isinstance(data, PackedDataModule):
+    is_known = isinstance(model, Tuner) and isinstance(data, (PackedDataModule, RolloutDataModule))
+    if not is_known or model.source is None:
         raise OptionError(
-            "fastft plan needs a FineTuner and a PackedDataModule. For other modules the plan is made from the first "
-            "training steps and logged."
+            "fastft plan needs a tuner and a data module of lightning_fastft. For other modules the plan is made from "
+            "the first training steps and logged."
+        )
+    if _has_second_model(model):
+        raise OptionError(
+            "fastft plan counts one model, and a second one is held beside it: a teacher without store, or a "
+            "reference. The plan of a run is made from its first training steps and logged."
         )
     document_tokens = min(question.document_tokens, data.max_tokens)
     cost = _cost_of(model, gpu=question.gpu, num_tokens=data.max_tokens, document_tokens=document_tokens)
@@ -109,8 +119,14 @@ def _number(name: str, text: str) -> float:
         raise OptionError(f"{name} must be a number, got {text!r}.") from None
 
 
-def _cost_of(model: FineTuner, *, gpu: Gpu, num_tokens: int, document_tokens: int) -> StepCost:
-    """Return the cost of a training step of a FineTuner's model, without building its weights."""
+def _has_second_model(model: Tuner) -> bool:
+    if isinstance(model, ReferenceTuner):
+        return model.needs_reference and model.reference not in (ADAPTERS_OFF, STORED)
+    return isinstance(model, DistillationTuner) and model.store is None
+
+
+def _cost_of(model: Tuner, *, gpu: Gpu, num_tokens: int, document_tokens: int) -> StepCost:
+    """Return the cost of a training step of a tuner's model, without building its weights."""
     from lightning_fastft.estimate.costs import model_costs
     from lightning_fastft.hf.dtypes import DTYPES
 

@@ -1,0 +1,162 @@
+"""The commands with tuners other than FineTuner: names, help, reward functions, doctor, plan, data and export."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from lightning_fastft import DistillationTuner, FineTuner, PolicyTuner, PreferenceTuner, RewardTuner
+from lightning_fastft.cli import main
+from lightning_fastft.cli.lightning_cli import CONFIG_FOLDER, FastFTCLI
+
+TINY = ["--trainer.accelerator", "cpu", "--trainer.logger", "false"]
+HELPFUL = "def shorter(prompts, completions, **columns):\n    return [-float(len(text)) for text in completions]\n"
+CONFIGS = {
+    "dpo_qwen3_8b": PreferenceTuner,
+    "orpo_qwen3_8b": PreferenceTuner,
+    "reward_qwen3_8b": RewardTuner,
+    "distill_qwen3_0.6b_from_8b": DistillationTuner,
+    "grpo_qwen3_0.6b": PolicyTuner,
+}
+
+
+@pytest.fixture(scope="module")
+def model(demo_files, tmp_path_factory):
+    """A folder with a tiny model and its tokenizer."""
+    path = str(tmp_path_factory.mktemp("tiny"))
+    torch.manual_seed(0)
+    tuner = FineTuner(str(demo_files.model), init="random", dtype="float32")
+    tuner.configure_model()
+    tuner.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def rows(folder):
+    """Preference rows, prompts, and a module with a reward function, in the current folder."""
+    numbers = range(40)
+    pairs = [
+        {"prompt": f"How many are {n} and 1?", "chosen": f"{n + 1}", "rejected": "I do not know."} for n in numbers
+    ]
+    for name, found in (("pairs", pairs), ("prompts", [{"prompt": pair["prompt"]} for pair in pairs])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    (folder / "my_rewards.py").write_text(HELPFUL)
+    return folder
+
+
+def words_for(name, model):
+    words = ["--config", name, "--model.model", model, *TINY]
+    if name.startswith("grpo"):
+        words += ["--allow-import", "my_rewards", "--data.rewards", "my_rewards.shorter"]
+    return words
+
+
+@pytest.mark.parametrize("owner", [PreferenceTuner, RewardTuner, DistillationTuner, PolicyTuner])
+def test_a_tuner_is_found_by_its_name_and_helps_with_its_base(owner, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", "--model.help", owner.__name__])
+    text = " ".join(capsys.readouterr().out.split())
+    assert stop.value.code == 0
+    assert f"--model.help=lightning_fastft.{owner.__name__}" in text
+    assert "--model.learning_rate LEARNING_RATE Peak learning rate" in text
+    assert "--model.temperature" in text or "--model.loss" in text
+
+
+def test_a_tuner_is_named_without_a_config(rows, model, capsys):
+    words = ["--model", "PreferenceTuner", "--model.model", model, "--model.loss", "simpo", "--data.paths", "x.jsonl"]
+    tuner = FastFTCLI([*words, *TINY], run=False).model
+    assert type(tuner) is PreferenceTuner
+    assert tuner.loss == "simpo"
+
+
+def test_a_reward_function_needs_permission_on_the_command_line(rows, model, answer):
+    content = yaml.safe_load((CONFIG_FOLDER / "grpo_qwen3_0.6b.yaml").read_text())
+    content["data"]["init_args"]["rewards"] = "my_rewards.shorter"
+    (rows / "own.yaml").write_text(yaml.safe_dump(content))
+    words = ["fit", "--config", "own.yaml", "--model.model", model, *TINY, "--trainer.max_steps", "1"]
+    status, text = answer(words)
+    assert status == 2
+    assert "'my_rewards.shorter'" in text
+    assert "--allow-import my_rewards" in text
+
+
+def test_a_function_of_the_package_is_no_sampler(rows, model, answer):
+    """The default of an option is allowed, not every function that a config could name in its place."""
+    words = words_for("grpo_qwen3_0.6b", model)
+    status, text = answer(["fit", *words, "--data.sampler", "lightning_fastft.collate"])
+    assert status == 1
+    assert "sampler: a config may name classes" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_doctor_checks_a_tuner_by_a_step_of_its_own_loss(name, rows, model, capsys):
+    assert main(["doctor", *words_for(name, model)]) == 0
+    text = capsys.readouterr().out
+    assert "packed attention" in text
+    assert ("frozen_model" in text) == name.startswith("distill")
+
+
+def test_doctor_reports_prompts_that_are_missing(rows, model, answer):
+    status, text = answer(["doctor", *words_for("grpo_qwen3_0.6b", model), "--data.prompts", "nope.jsonl"])
+    assert status == 1
+    assert "nope.jsonl" in text
+
+
+def test_plan_counts_the_model_of_a_tuner_and_refuses_a_second_one(demo_files, rows, capsys, answer):
+    config = [str(demo_files.model / "config.json"), "--model.init", "random", "--gpu", "h100"]
+    for name in ("dpo_qwen3_8b", "grpo_qwen3_0.6b"):
+        assert main(["plan", *words_for(name, config[0]), *config[1:]]) == 0
+        assert "LoRA r=16" in capsys.readouterr().out
+    status, text = answer(["plan", *words_for("distill_qwen3_0.6b_from_8b", config[0]), *config[1:]])
+    assert status == 1
+    assert "a second one" in text
+
+
+def test_data_shows_prompt_and_completions(rows, model, capsys):
+    words = words_for("dpo_qwen3_8b", model)
+    assert main(["data", *words, "--data.cache_dir", "null", "--data.num_proc", "1", "--data.max_tokens", "128"]) == 0
+    text = capsys.readouterr().out
+    for part in ("formats: preference 40", "chosen (", "rejected (", "with shared prompts"):
+        assert part in text
+
+
+def fit(name, model, *words):
+    words = [*words_for(name, model), *words, "--trainer.max_steps", "3", "--trainer.max_epochs", "-1"]
+    words += ["--data.max_tokens", "256", "--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.dirpath", "run"]
+    if not name.startswith("grpo"):
+        words += ["--data.cache_dir", "null", "--data.num_proc", "1", "--data.num_workers", "0"]
+    return FastFTCLI(["fit", *words, "--trainer.callbacks.save_last", "true", "--model.learning_rate", "1e-2"])
+
+
+POLICY = ("--data.num_completions", "2", "--data.prompts_per_round", "2", "--data.max_new_tokens", "3")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:GradientHealth judged nothing")
+@pytest.mark.parametrize(("name", "more"), [("dpo_qwen3_8b", ()), ("grpo_qwen3_0.6b", POLICY)])
+def test_adapters_of_a_tuner_are_exported(name, more, rows, model, answer):
+    cli = fit(name, model, *more)
+    assert answer(["export", "run/last.ckpt", "exported"])[0] == 0
+    ids = torch.arange(3, 15)[None]
+    stock = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), "exported").eval()
+    with torch.no_grad():
+        expected, found = (found(input_ids=ids).logits for found in (cli.model.model.eval(), stock))
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:GradientHealth judged nothing")
+def test_a_reward_model_is_refused_with_the_line_that_writes_it(rows, model, answer):
+    cli = fit("reward_qwen3_8b", model)
+    status, text = answer(["export", "run/last.ckpt", "exported"])
+    assert status == 1
+    assert "RewardTuner.load_from_checkpoint('run/last.ckpt').save_pretrained(FOLDER)" in text
+    RewardTuner.load_from_checkpoint("run/last.ckpt").save_pretrained("exported")
+    base = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1)
+    stock = PeftModel.from_pretrained(base, "exported")
+    head = stock.get_parameter("base_model.model.score.modules_to_save.default.weight")
+    torch.testing.assert_close(head, dict(cli.model.model.named_parameters())["base_model.model.score.weight"])
