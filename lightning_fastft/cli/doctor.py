@@ -38,7 +38,7 @@ MOST = {
     **dict.fromkeys(("num_experts_per_tok", "top_k"), 2),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 512),
 }
-SOURCES = ("paths", "val_paths", "test_paths", "prompts")
+SOURCES = ("paths", "val_paths", "test_paths", "predict_paths", "prompts")
 DOCUMENT_LENGTHS = (192, 64, 256, 2, 126)
 # Options that override those of the run; they come last, so they take effect.
 OVERRIDES = (

@@ -50,6 +50,7 @@ _BY_CONTENT = "tokens:"
 # Parts of a plan's identity that may change between a checkpoint and its resumption, and what follows from them.
 _SIZES, _EPOCH_SIZE = ("world_size", "accumulate_grad_batches"), "micro_batches_per_epoch"
 HELD_OUT_STREAM = 0x48454C44
+SPLITS = ("train", "val", "test", "predict")
 MAX_PROCESSES = 8
 # More than any machine has cores; beyond it a number is a slip.
 MOST_WORKERS = 1024
@@ -76,13 +77,17 @@ class PackedDataModule(LightningDataModule):
             or a datasets.Dataset.
         val_paths: Validation data, in the same forms.
         test_paths: Test data, in the same forms.
+        predict_paths: Data for ``trainer.predict``, in the same forms. Packs come in the same order every time, each
+            rank has its share of them, and ``batch.numbers`` are the numbers of a pack's examples, from 0, among those
+            that were accepted.
         val_share: Share of the training examples held out for validation where val_paths is not given; chosen by
             position and seed.
         tokenizer: Tokenizer or processor, its hub id or its folder; None takes ``tokenizer`` (and for images
             ``processor``) of the LightningModule.
         max_tokens: Length of a pack in tokens.
         format: "messages", "conversations" (ShareGPT's ``from`` and ``value``), "prompt_completion", "instruction",
-            "text" or "input_ids"; "auto" finds it by columns.
+            "text" or "input_ids"; for tuners of completions "preference" (chosen, rejected), "labelled" (label),
+            "scored" (score) or "rollouts" (completions, rewards). "auto" finds it by columns.
         columns: Our column names to those of the data, for example {"prompt": "question", "completion": "answer"}.
         chat_template: Jinja text, or a file that ends in .jinja, in place of the tokenizer's own.
         loss_on: "completion" trains assistant turns and completions; "all" trains every token.
@@ -124,6 +129,7 @@ class PackedDataModule(LightningDataModule):
         *,
         val_paths: str | list[str] | list[dict[str, Any]] | Any = None,
         test_paths: str | list[str] | list[dict[str, Any]] | Any = None,
+        predict_paths: str | list[str] | list[dict[str, Any]] | Any = None,
         val_share: float = 0.0,
         tokenizer: str | Any = None,
         max_tokens: int = 4096,
@@ -156,7 +162,8 @@ class PackedDataModule(LightningDataModule):
         check_share("max_reject_share", max_reject_share)
         for name, flag in (("pad_to_max", pad_to_max), ("show_progress", show_progress)):
             check_bool(name, flag)
-        for name, source in (("paths", paths), ("val_paths", val_paths), ("test_paths", test_paths)):
+        sources = {"paths": paths, "val_paths": val_paths, "test_paths": test_paths, "predict_paths": predict_paths}
+        for name, source in sources.items():
             _check_source(name, source)
         for name, path in (("cache_dir", cache_dir), ("rejected_path", rejected_path)):
             if path is not None:
@@ -189,7 +196,7 @@ class PackedDataModule(LightningDataModule):
         self.max_reject_share = max_reject_share
         self.rejected_path = rejected_path
         self.show_progress = show_progress
-        self._sources = {"train": paths, "val": val_paths, "test": test_paths}
+        self._sources = {"train": paths, "val": val_paths, "test": test_paths, "predict": predict_paths}
         self._given_tokenizer = tokenizer
         self._tokenizer: Any = tokenizer_of(tokenizer)
         self._tokenized: dict[str, tuple[Any, TokenizedDataset]] = {}
@@ -268,16 +275,16 @@ class PackedDataModule(LightningDataModule):
         return self._position + batch_progress(self.trainer).total.processed - self._anchor
 
     def subset(self, split: str) -> DocumentSubset | None:
-        """Return the tokenised documents of "train", "val" or "test"; None where there is no such data, or before
-        its setup.
+        """Return the tokenised documents of "train", "val", "test" or "predict"; None where there is no such data, or
+        before its setup.
         """
-        return self._subsets.get(check_choice("split", split, ("train", "val", "test")))
+        return self._subsets.get(check_choice("split", split, SPLITS))
 
     def packs(self, split: str) -> Packs | None:
-        """Return the packs of "train", "val" or "test" before whole windows and equal ranks; None where there is
-        no such data.
+        """Return the packs of "train", "val", "test" or "predict" before whole windows and equal ranks; None where
+        there is no such data.
         """
-        return self._packs.get(check_choice("split", split, ("train", "val", "test")))
+        return self._packs.get(check_choice("split", split, SPLITS))
 
     def find_examples(self, index: int) -> tuple[str, list[int]]:
         """Return where the examples of one micro-batch of this rank come from, and their numbers, from 0, among those
@@ -295,8 +302,8 @@ class PackedDataModule(LightningDataModule):
         return _name_source(self._sources["train"]), (number_S if chosen_N is None else chosen_N[number_S]).tolist()
 
     def report(self, split: str) -> Any:
-        """Return the ingest report of "train", "val" or "test"; None where there is no such data of its own."""
-        entry = self._tokenized.get(check_choice("split", split, ("train", "val", "test")))
+        """Return the ingest report of a split; None where there is no such data of its own."""
+        entry = self._tokenized.get(check_choice("split", split, SPLITS))
         return None if entry is None else entry[1].report
 
     def prepare_data(self) -> None:
@@ -308,11 +315,10 @@ class PackedDataModule(LightningDataModule):
                 self._read_rows(split, stopped_path=self._rejected_file(split))
 
     def setup(self, stage: str) -> None:
-        """Tokenise (or open the cache), pack, and plan; called by the Trainer, or by hand with "fit", "validate" or
-        "test".
+        """Tokenise (or open the cache), pack, and plan; called by the Trainer, or by hand.
 
         Args:
-            stage: "fit", "validate" or "test".
+            stage: "fit", "validate", "test" or "predict".
 
         Raises:
             DataError: There is nothing to train, rows are refused, or ranks read different data.
@@ -352,17 +358,18 @@ class PackedDataModule(LightningDataModule):
         """
         return self._evaluation_loader("test")
 
-    def predict_dataloader(self) -> None:
-        """Refuse: packs have labels and are there to train and to evaluate on.
+    def predict_dataloader(self) -> PackedLoader | list[PackedLoader]:
+        """Return the packs of this rank to predict from, in the same order every time.
 
         Raises:
-            OptionError: Always, with what to call.
+            OptionError: There is no such data.
         """
-        raise OptionError(
-            "PackedDataModule has packs to train, validate and test on, and none to predict from. For metrics call "
-            "trainer.test(...); for answers "
-            "call model.generate(...), or give a loader of your own: trainer.predict(module, dataloaders=...)."
-        )
+        if self._sources["predict"] is None:
+            raise OptionError(
+                "trainer.predict(...) gives log-probabilities or scores of the rows in predict_paths, and there are "
+                "none. For metrics call trainer.test(...), for answers model.generate(...)."
+            )
+        return self._evaluation_loader("predict")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position and the identity of its plan: plain numbers and strings."""
@@ -474,6 +481,7 @@ class PackedDataModule(LightningDataModule):
             "fit": ["train", "val"],
             "validate": ["train", "val"] if self.val_share else ["val"],
             "test": ["test"],
+            "predict": ["predict"],
         }
         return [
             split for split in wanted.get(str(getattr(stage, "value", stage)), []) if self._sources[split] is not None
@@ -518,7 +526,11 @@ class PackedDataModule(LightningDataModule):
         datasets = {split: self._tokenized[split][1] for split in self._splits_of(stage)}
         for split, dataset in datasets.items():
             self._check_formats(split, dataset)
-        subsets = {split: self._make_subset(dataset) for split, dataset in datasets.items()}
+        subsets = {
+            # Predictions are of the completions that a row has.
+            split: self._make_subset(dataset, may_add=split != "predict")
+            for split, dataset in datasets.items()
+        }
         if self.val_share and "train" in datasets:
             is_held_out_N = _choose_held_out(len(datasets["train"]), share=self.val_share, seed=self.seed)
             subsets["train"] = self._make_subset(datasets["train"], np.flatnonzero(~is_held_out_N))
@@ -546,7 +558,9 @@ class PackedDataModule(LightningDataModule):
         module = None if self.trainer is None else self.trainer.lightning_module
         return getattr(module, "data_needs", None)
 
-    def _make_subset(self, dataset: TokenizedDataset, index_N: np.ndarray | None = None) -> DocumentSubset:
+    def _make_subset(
+        self, dataset: TokenizedDataset, index_N: np.ndarray | None = None, *, may_add: bool = True
+    ) -> DocumentSubset:
         """Return documents of a data set as the LightningModule needs them."""
         if dataset.completions is None:
             return DocumentSubset(dataset, index_N=index_N)
@@ -554,7 +568,7 @@ class PackedDataModule(LightningDataModule):
             dataset,
             index_N=index_N,
             shares_prompts=self._can_share_prompts(),
-            adds_mismatched=self._needs is not None and self._needs.adds_mismatched,
+            adds_mismatched=may_add and self._needs is not None and self._needs.adds_mismatched,
         )
 
     def _can_share_prompts(self) -> bool:

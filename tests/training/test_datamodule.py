@@ -459,6 +459,19 @@ class TestEvaluation:
         trainer.test(model, data, verbose=False)
         assert rows_of(model.seen) == list(range(9))
 
+    def test_ranks_share_the_packs_to_predict_from_in_a_fixed_order(self):
+        data, seen = make_data(rows=None, predict_paths=make_rows(23, seed=4)), []
+        for rank in (0, 1, 0):
+            with mock.patch("lightning_fastft.training.datamodule._ranks", return_value=(2, rank)):
+                data.setup("predict")
+                batches = list(data.predict_dataloader())
+            # The batch says which rows it holds.
+            assert all(list(batch.numbers) == rows_in(batch) for batch in batches)
+            seen.append([batch.numbers for batch in batches])
+        assert sorted(number for numbers in seen[0] + seen[1] for number in numbers) == list(range(23))
+        assert len(seen[0]) == len(seen[1])
+        assert seen[0] == seen[2]
+
     def test_held_out_rows_are_a_fixed_share_and_never_trained(self, tmp_path):
         rows = make_rows(1000)
         parts = {}
@@ -652,5 +665,5 @@ def test_predict_says_what_to_call():
     data = PackedDataModule(
         [{"input_ids": [1, 2, 3]}], max_tokens=8, num_workers=0, cache_dir=None, num_proc=1, show_progress=False
     )
-    with pytest.raises(OptionError, match="generate"):
+    with pytest.raises(OptionError, match=r"predict_paths.*generate"):
         data.predict_dataloader()

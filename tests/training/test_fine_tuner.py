@@ -22,6 +22,7 @@ from lightning_fastft.callbacks.packed_training import PackedTraining
 from lightning_fastft.core.errors import ContextError, DataError, OptionError, ResumeError, SwapError
 from lightning_fastft.packing.collate import collate
 from lightning_fastft.strategies.registry import register_strategies
+from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.fine_tuner import FineTuner
 from lightning_fastft.training.optimizer import FusedAdamW
 from tests.support.host_waits import HostWaits
@@ -713,3 +714,40 @@ def test_batch_of_one_document_needs_no_packed_attention(tmp_path):
     trainer = quiet_trainer(tmp_path, max_steps=1)
     trainer.fit(tuner(), DataLoader([collate([Document(ids, ids.copy())])], batch_size=None))
     assert trainer.global_step == 1
+
+
+@pytest.mark.parametrize("pad_to_max", [False, True])
+def test_log_probabilities_of_documents_are_predicted_as_of_each_alone(pad_to_max, tmp_path):
+    generator = torch.Generator().manual_seed(3)
+    rows = []
+    for length in (7, 3, 12, 5, 2, 9, 4):
+        ids = torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist()
+        # Prompts of some length, and one row without a trained token behind the first.
+        rows.append({"input_ids": ids, "labels": [-100] * (length // 2) + ids[length // 2 :]})
+    module = tuner(learning_rate=None, lora={**LORA, "init_lora_weights": False})
+    data = PackedDataModule(
+        None, predict_paths=rows, max_tokens=16, pad_to_max=pad_to_max, num_workers=0, cache_dir=None, num_proc=1,
+        show_progress=False,
+    )  # fmt: skip
+    numbers = []
+
+    class Numbers(Callback):
+        def on_predict_batch_end(self, trainer, module, outputs, batch, *args):
+            numbers.extend(batch.numbers)
+
+    found = quiet_trainer(tmp_path, strategy="fastft", callbacks=[Numbers()]).predict(module, datamodule=data)
+    assert len(found) > 1
+    assert sorted(numbers) == list(range(7))
+    for number, value in zip(numbers, torch.cat(found)):
+        ids, labels = (torch.tensor(rows[number][name])[None] for name in ("input_ids", "labels"))
+        with torch.no_grad():
+            log_prob = module.model(input_ids=ids).logits[:, :-1].log_softmax(-1)
+        chosen = labels[0, 1:] != -100
+        truth = log_prob[0, chosen].gather(1, ids[0, 1:][chosen][:, None]).sum()
+        torch.testing.assert_close(value, truth, atol=1e-5, rtol=1e-5)
+
+
+def test_a_pack_of_padding_has_no_document_to_predict(tmp_path):
+    module, empty = tuner(), collate([], pad_to=8)
+    (found,) = quiet_trainer(tmp_path, strategy="fastft").predict(module, DataLoader([empty], batch_size=None))
+    assert found.shape == (0,)
