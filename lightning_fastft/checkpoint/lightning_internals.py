@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
@@ -58,6 +60,17 @@ def sigterm_broadcast(trainer: pl.Trainer) -> tuple[Any, str]:
     """Return the epoch loop and the name of its SIGTERM broadcast; the name is empty if the loop has none."""
     loop = trainer.fit_loop.epoch_loop
     return loop, _SIGTERM_BROADCAST if hasattr(loop, _SIGTERM_BROADCAST) else ""
+
+
+def logged_step_values(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
+    """Return the values that ``self.log`` got for steps in this training epoch, the latest of each, on their device.
+
+    ``trainer.callback_metrics`` would read those logged with prog_bar=True, with a host sync.
+    """
+    results = trainer._results
+    found = () if results is None else (item for _, item in results.valid_items() if item.meta.on_step)
+    values = {item.meta.name: item._forward_cache for item in found}
+    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor) and value.numel() == 1}
 
 
 def checks_at_epoch_end(callback: Any) -> bool:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.callbacks import TQDMProgressBar
 
+from lightning_fastft.checkpoint.lightning_internals import logged_step_values
 from lightning_fastft.core.async_reader import AsyncScalarReader
-from lightning_fastft.core.checks import check_bool, check_int
+from lightning_fastft.core.checks import check_bool, check_int, check_string
 from lightning_fastft.strategies.packed_steps import find_packed_batches
 
 if TYPE_CHECKING:
@@ -18,20 +20,24 @@ if TYPE_CHECKING:
 
 # Tokens per second are averaged over this many finished micro-batches.
 NUM_BATCHES_IN_RATE = 20
+# What the tuners log that says most about a run.
+NAMES = ("train_reward", "train_reward_accuracy", "train_accuracy", "train_divergence")
+TRAINING = "train_"
 
 
 class FastFTProgressBar(TQDMProgressBar):
-    """Show loss, tokens per second, and validation metrics logged with ``prog_bar=True``.
+    """Show loss, tokens per second, training values by name, and validation metrics logged with ``prog_bar=True``.
 
-    The loss is the mean over the micro-batches of an optimizer step. It is computed on the device from the output of
-    training_step, copied to pinned memory asynchronously, and shown when the copy is done, usually one step late.
-    Training values logged with ``prog_bar=True`` are not shown, because Lightning reads them in every step with a host
-    sync. Log them without ``prog_bar``.
+    Loss and training values are means over the micro-batches of an optimizer step. They are computed on the device from
+    the output of training_step and from what it logged, copied to pinned memory asynchronously, and shown when the copy
+    is done, usually one step late. Log training values without ``prog_bar=True``, which Lightning reads in every logged
+    step with a host sync.
 
     Args:
         refresh_rate: Micro-batches between two updates of the bar; 0 disables the bar.
         process_position: As in Lightning.
         leave: As in Lightning.
+        names: Training values to show where ``self.log`` gets them at each step; "train_" is left out of the bar.
 
     Raises:
         OptionError: A value is not allowed.
@@ -45,20 +51,32 @@ class FastFTProgressBar(TQDMProgressBar):
         False
     """
 
-    def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
+    def __init__(
+        self,
+        refresh_rate: int = 1,
+        process_position: int = 0,
+        leave: bool = False,
+        *,
+        names: Sequence[str] = NAMES,
+    ) -> None:
         check_int("refresh_rate", refresh_rate, low=0)
         check_int("process_position", process_position, low=0)
         check_bool("leave", leave)
+        for name in names:
+            check_string("names", name)
         super().__init__(refresh_rate=refresh_rate, process_position=process_position, leave=leave)
+        self.names = tuple(names)
         self._copies = AsyncScalarReader()
         self._shown: dict[str, float] = {}
         self._num_tokens = self._last_global_step = self._num_summed = 0
         # Names on the bar before a validation, and names that validations added.
         self._names_before: frozenset[str] = frozenset()
         self._validation_names: set[str] = set()
-        # Device tensors: the loss sum of the current window, and the loss of the last step until it is copied.
+        # Device tensors: sums of loss and values of the current window, and those of the last step until it is copied.
         self._sum: torch.Tensor | None = None
-        self._loss: torch.Tensor | None = None
+        self._step: torch.Tensor | None = None
+        # Names of the values beside the loss, fixed for a window.
+        self._window_names: tuple[str, ...] = ()
         self._finished: deque[tuple[float, int]] = deque(maxlen=NUM_BATCHES_IN_RATE + 1)
 
     def on_train_start(self, trainer: pl.Trainer, *args: Any) -> None:
@@ -77,10 +95,9 @@ class FastFTProgressBar(TQDMProgressBar):
         if self.is_enabled and isinstance(loss, torch.Tensor):
             self._add(trainer, loss.detach())
             if (batch_idx + 1) % self.refresh_rate == 0:
-                has_loss, value = self._loss is not None, loss if self._loss is None else self._loss
-                self._loss = None
+                names, value, self._step = self._window_names, loss if self._step is None else self._step, None
                 # Also inside a window: finished copies show the progress of the device for tokens per second.
-                self._copies.push((self._num_tokens, has_loss), value)
+                self._copies.push((self._num_tokens, names, trainer.accumulate_grad_batches), value)
         self._take_in()
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
@@ -111,24 +128,34 @@ class FastFTProgressBar(TQDMProgressBar):
 
     def _drop(self) -> None:
         self._copies.clear()
-        self._sum = self._loss = None
+        self._sum = self._step = None
         self._num_summed = 0
 
     def _add(self, trainer: pl.Trainer, loss: torch.Tensor) -> None:
-        """Add the loss of a micro-batch to its window; at the end of a window, compute the loss of the step."""
+        """Add loss and values of a micro-batch to its window; at the end of a window, compute those of the step."""
         num_micro_batches = trainer.accumulate_grad_batches
-        self._sum, self._num_summed = loss if self._sum is None else self._sum + loss, self._num_summed + 1
+        logged = logged_step_values(trainer) if self.names else {}
+        if self._sum is None:
+            self._window_names = tuple(name for name in self.names if name in logged)
+        values = [loss, *(logged[name] for name in self._window_names)]
+        value = torch.stack([value.float().reshape(()) for value in values])
+        self._sum, self._num_summed = value if self._sum is None else self._sum + value, self._num_summed + 1
         if num_micro_batches > 1 and trainer.global_step == self._last_global_step:
             return
         # Lightning divides losses by the micro-batches of a full window. The last window of an epoch may be shorter.
         is_whole = self._num_summed == num_micro_batches
-        self._loss = self._sum if is_whole else self._sum * (num_micro_batches / self._num_summed)
+        self._step = self._sum if is_whole else self._sum * (num_micro_batches / self._num_summed)
         self._sum, self._num_summed, self._last_global_step = None, 0, trainer.global_step
 
     def _take_in(self) -> None:
-        for (num_tokens, has_loss), loss in self._copies.poll():
-            if has_loss:
-                self._shown["loss"] = float(loss)
+        for (num_tokens, names, num_micro_batches), values in self._copies.poll():
+            # Inside a window there is no value of a step.
+            if values.ndim:
+                loss, *others = map(float, values)
+                self._shown["loss"] = loss
+                # Lightning has divided only the loss by the micro-batches of a window.
+                labels = (name.removeprefix(TRAINING) for name in names)
+                self._shown.update(zip(labels, (value / num_micro_batches for value in others)))
             self._finished.append((time.perf_counter(), num_tokens))
         if len(self._finished) > 1 and self._finished[-1][1] > self._finished[0][1]:
             (begin, num_before), (end, num_after) = self._finished[0], self._finished[-1]

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_fastft.activations.budgets import peak_memory_bytes
+from lightning_fastft.checkpoint.lightning_internals import logged_step_values
 from lightning_fastft.checkpoint.remote import is_remote
 from lightning_fastft.checkpoint.stops import RunStopped
 from lightning_fastft.core.async_reader import AsyncScalarReader
@@ -55,17 +56,21 @@ SCHEMA = "lightning_fastft.run_report"
 SCHEMA_VERSION = 1
 # The first steps set up optimizer state, kernels and plans.
 _NUM_WARMUP = 3
+# Most logged values with a curve. The loss has one of its own, exact over ranks.
+MOST_VALUES = 32
+TRAINING_LOSS = "train_loss"
 
 
 class RunReport(Callback):
     """Write a self-contained HTML page about a run, and JSON with the same figures; also after an exception or signal.
 
     The page shows model, method, device, tokens per second, peak memory of each rank, losses, the last validation and a
-    verdict; active features; the memory plan; packing; curves of loss and tokens per second; the parts of a step; one
-    profiled step with its CUDA streams; host syncs by line of code; the slowest pack (without the first of each epoch,
-    during which the loader starts); options, versions and command. A curve has at most 512 points, each the mean of
-    equally many values. The loss of an optimizer step is the mean over its labelled tokens on all ranks; tokens per
-    second are those of rank 0 by micro-batch. Steps of a resumed run continue from the checkpoint.
+    verdict; active features; the memory plan; packing; curves of loss, of tokens per second and of the first 32 values
+    that training logs at each step (those of rank 0); the parts of a step; one profiled step with its CUDA streams;
+    host syncs by line of code; the slowest pack (without the first of each epoch, during which the loader starts);
+    options, versions and command. A curve has at most 512 points, each the mean of equally many values. The loss of an
+    optimizer step is the mean over its labelled tokens on all ranks; tokens per second are those of rank 0 by
+    micro-batch. Steps of a resumed run continue from the checkpoint.
 
     Environment variables are not read, and values that look like secrets are replaced. The page loads nothing and runs
     no script. Rank 0 writes the files and logs a summary. Losses, memory and speed of all ranks are gathered once, if
@@ -110,6 +115,8 @@ class RunReport(Callback):
         self._is_open = False
         self._device = torch.device("cpu")
         self._losses = StepLosses()
+        # What training logs besides the loss, by its name.
+        self._values: dict[str, StepLosses] = {}
         self._why_alone = "the run ended before the other ranks could be asked"
         self._copies = AsyncScalarReader()
         self._packs = PackSums()
@@ -234,8 +241,11 @@ class RunReport(Callback):
         has_stepped = trainer.global_step != self._last_global_step
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            logged = logged_step_values(trainer)
+            names = tuple(name for name in logged if name != TRAINING_LOSS)[:MOST_VALUES]
+            values = torch.stack([value.float().reshape(()) for value in (loss, *map(logged.__getitem__, names))])
             # Lightning divides the loss by the micro-batches of a window.
-            self._copies.push((self._step, trainer.accumulate_grad_batches, has_stepped), loss)
+            self._copies.push((self._step, trainer.accumulate_grad_batches, has_stepped, names), values)
         self._num_batches += 1
         if has_stepped:
             self._last_global_step = trainer.global_step
@@ -357,9 +367,12 @@ class RunReport(Callback):
         return Batch(self._num_batches, self._step, ids.numel() if isinstance(ids, torch.Tensor) else None, None, None)
 
     def _take_in(self, arrived: list[tuple[Any, torch.Tensor]]) -> None:
-        for (step, num_micro_batches, is_last), value in arrived:
+        for (step, num_micro_batches, is_last, names), values in arrived:
             # The copy to the host is finished, so this is no host sync.
-            self._losses.add(step, float(value) * num_micro_batches, is_last=is_last)
+            loss, *others = map(float, values)
+            self._losses.add(step, loss * num_micro_batches, is_last=is_last)
+            for name, value in zip(names, others):
+                self._values.setdefault(name, StepLosses()).add(step, value, is_last=is_last)
 
     def _poll(self) -> None:
         self._take_in(self._copies.poll())
@@ -444,6 +457,7 @@ class RunReport(Callback):
             "packing": self._packs.to_dict(max_tokens=find_max_tokens(trainer)),
             "data": describe_rows(trainer),
             "curves": self._curves(trainer),
+            "logged": self._describe_values(),
             "times": self._times.to_dict(is_cuda=is_cuda),
             "slowest": self._times.slowest_to_dict(first_step=self._first_step),
             "ranks": ranks,
@@ -461,8 +475,7 @@ class RunReport(Callback):
         """Return device, times, speed, memory and losses of the run."""
         is_cuda = self._device.type == "cuda"
         rates = [rank["tokens_per_s"] for rank in ranks]
-        # First and final loss cover at most a quarter of the run each.
-        num_ends = max(1, min(NUM_ENDS, self._step // 4))
+        num_ends = self._num_ends()
         return {
             "device": torch.cuda.get_device_name(self._device) if is_cuda else "CPU",
             "num_ranks": trainer.world_size,
@@ -479,6 +492,23 @@ class RunReport(Callback):
             "first_loss": self._losses.first(num_ends),
             "final_loss": self._losses.final(num_ends),
         }
+
+    def _describe_values(self) -> list[dict[str, Any]]:
+        """Return the curves of what training logged on this rank, with means over the first and the last steps."""
+        num_ends = self._num_ends()
+        return [
+            {
+                "name": name,
+                "first": values.first(num_ends),
+                "final": values.final(num_ends),
+                **values.curve.to_dict(first_step=self._first_step),
+            }
+            for name, values in self._values.items()
+        ]
+
+    def _num_ends(self) -> int:
+        """Return how many steps first and final values are means of: at most a quarter of the run each."""
+        return max(1, min(NUM_ENDS, self._step // 4))
 
     def _curves(self, trainer: pl.Trainer) -> dict[str, Any]:
         """Return the curves of loss and tokens per second."""

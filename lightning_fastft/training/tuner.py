@@ -665,7 +665,8 @@ class Tuner(LightningModule):
                 on_step=is_training,
                 on_epoch=not is_training,
                 sync_dist=not is_training,
-                prog_bar=name in shown,
+                # A bar of Lightning would read a training value at every step, with a host sync.
+                prog_bar=name in shown and not is_training,
                 # Lightning averages the weights of ranks, and would round an average of integers.
                 batch_size=float(count),  # type: ignore[arg-type]
             )

@@ -72,6 +72,23 @@ def test_shows_the_loss_of_the_step_and_tokens_per_second(tmp_path, accumulate):
     assert float(bar.seen[5]["tok/s"].replace(",", "")) > 0
 
 
+class LogsReward(KeepsLosses):
+    def training_step(self, batch, batch_idx):
+        self.log("train_reward", torch.tensor(float(batch_idx)))
+        self.log("train_length", 3.0)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_shows_named_training_values_as_means_of_a_step(tmp_path, accumulate):
+    bar = RecordingBar(names=["train_reward", "train_absent"])
+    fit(tmp_path, LogsReward(tiny_llama()), bar, accumulate_grad_batches=accumulate)
+    found = [metrics.get("reward") for metrics in bar.seen[:6]]
+    truth = {1: ["0", "1.000", "2.000", "3.000", "4.000", "5.000"], 4: [None] * 3 + ["1.500"] * 2 + ["4.500"]}
+    assert found == truth[accumulate]
+    assert all(not {"length", "absent", "train_reward"} & set(metrics) for metrics in bar.seen)
+
+
 def test_refresh_inside_a_window_shows_the_last_whole_step(tmp_path):
     module, bar = KeepsLosses(tiny_llama()), RecordingBar(refresh_rate=3)
     fit(tmp_path, module, bar, accumulate_grad_batches=2)

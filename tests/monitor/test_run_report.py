@@ -284,6 +284,38 @@ def test_times_leave_out_warmup_and_disturbed_steps(finished):
     assert data["slowest"]["step"] in {3, *range(6, 12)}
 
 
+class LogsReward(Keeps):
+    def training_step(self, batch, batch_idx):
+        self.log("train_reward", torch.tensor(float(batch_idx)))
+        if batch_idx >= 4:
+            self.log("train_late", math.nan)
+        return super().training_step(batch, batch_idx)
+
+
+def test_what_training_logs_is_drawn_as_means_of_steps(tmp_path):
+    report = RunReport(tmp_path / "run.html", profile_step=None)
+    fit(tmp_path, LogsReward(), report, max_steps=4, accumulate_grad_batches=2)
+    data, page = json.loads(report.json_path.read_text()), Page(report.html_path.read_text())
+    reward, late = data["logged"]
+    assert reward["points"] == [[0, 0, 0.5], [1, 1, 2.5], [2, 2, 4.5], [3, 3, 6.5]]
+    assert (reward["name"], reward["first"], reward["final"]) == ("train_reward", 0.5, 6.5)
+    assert (late["name"], late["first"], late["points"]) == ("train_late", None, [])
+    assert "train_reward" in page.text
+    assert set(page.figures) <= numbers_in(data)
+
+
+def test_batches_in_the_making_are_no_waits(tmp_path):
+    """The thread that reads ahead computes on the host, also while the watched step runs."""
+    rows = [{"input_ids": [1 + row % 40, 2, 3]} for row in range(400)]
+    data = PackedDataModule(rows, max_tokens=8, num_workers=1, cache_dir=None, num_proc=1, show_progress=False)
+    report = RunReport(tmp_path / "run.html", profile_step=0)
+    trainer = quiet_trainer(tmp_path, strategy=FastFTStrategy(), callbacks=[report], max_steps=4)
+    trainer.fit(PlainModule(tiny_llama()), datamodule=data)
+    waits = json.loads(report.json_path.read_text())["waits"]
+    assert waits["num_steps"] == 1
+    assert [row["place"] for row in waits["rows"] if "packing" in row["place"]] == []
+
+
 def test_profile_and_host_waits_are_of_the_steps_asked_for(finished):
     _, data, _ = finished
     profile, waits = data["profile"], data["waits"]

@@ -130,6 +130,16 @@ labels, as are the first and the last loss above: {{ curve.why_alone }}.{% else 
 by their labelled tokens as in training.{% endif %}{% endif %}</p>
 {% else %}<p>{{ curve.why_not }}</p>{% endif %}</section>{% endfor %}
 
+{% for values in logged %}<section><h2>{{ values.name }}</h2>{% if values.points %}
+<div class="ends"><span>first {{ values.first | number(".4g") }}</span><span>final {{ values.final | number(".4g")
+  }}</span></div>
+{{ draw_curve(values.points, name=values.name) }}
+<div class="ends"><span>step {{ values.points[0][0] | number("d") }}</span><span>step {{ values.points[-1][1] |
+  number("d") }}</span></div>
+<p class="soft">Means over {{ head.num_loss_steps | number("d") }} {{ "step" if head.num_loss_steps == 1 else "steps"
+  }} each{% if head.num_ranks > 1 %}, of rank 0{% endif %}.</p>
+{% else %}<p>No optimizer step ended with a number.</p>{% endif %}</section>{% endfor %}
+
 <section class="wide"><h2>Where the time of a step goes</h2>{% if times.num_batches %}
 <div class="stack">{% for part in times.parts %}
 <div class="{{ part.kind }}" style="width:{{ (100 * part.share) | round(2) }}%" title="{{ part.name }}"></div>{% endfor

@@ -42,7 +42,8 @@ _LOOP = os.path.join("loops", "training_epoch_loop.py")
 _CONNECTOR = "logger_connector"
 _ENGINE = os.path.join("torch", "autograd", "graph.py")
 # Batches are loaded and collated from here.
-_FETCHERS = os.path.join("loops", "fetchers.py")
+# Batches are made by a fetcher of Lightning, or by our thread that reads ahead.
+_FETCHERS = (os.path.join("loops", "fetchers.py"), os.path.join("packing", "stream.py"))
 _SITES = ("site-packages", "dist-packages")
 _ROOTS = tuple(
     os.path.join(path, "") for path in (sysconfig.get_path("stdlib"), _PACKAGE, str(Path(torch.__file__).parent))
