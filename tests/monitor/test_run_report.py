@@ -301,6 +301,8 @@ def test_what_training_logs_is_drawn_as_means_of_steps(tmp_path):
     assert (reward["name"], reward["first"], reward["final"]) == ("train_reward", 0.5, 6.5)
     assert (late["name"], late["first"], late["points"]) == ("train_late", None, [])
     assert "train_reward" in page.text
+    # A policy is judged by its rewards: the mean of its loss is near 0 in every step.
+    assert "The reward rose from 0.5 to 6.5 (the first and the last step)." in data["outcome"]["verdict"]
     assert set(page.figures) <= numbers_in(data)
 
 

@@ -8,6 +8,8 @@ from typing import Any
 # Shares worth a sentence: of the time without work for want of data, and of the room in packs that holds nothing.
 _DATA_SHARE = 0.1
 _EMPTY_SHARE = 0.1
+# What PolicyTuner logs.
+_REWARD = "train_reward"
 
 
 def judge(data: Mapping[str, Any]) -> tuple[str, list[str]]:
@@ -24,13 +26,14 @@ def judge(data: Mapping[str, Any]) -> tuple[str, list[str]]:
     num_not_finite = data["curves"]["loss"]["num_not_finite"]
     if num_not_finite:
         bad.append(f"The loss was not finite in {_count(num_not_finite, 'micro-batch')}.")
-    first, final = head["first_loss"], head["final_loss"]
+    reward = _find_reward(data)
+    first, final = (head["first_loss"], head["final_loss"]) if reward is None else (reward["first"], reward["final"])
     if first is not None and final is not None and head["num_steps"] > 1:
-        has_fallen = final < first
-        how = "fell" if has_fallen else "did not fall: it went"
-        (good if has_fallen else warn).append(
-            f"The loss {how} from {first:.4g} to {final:.4g} {_describe_means(head)}."
-        )
+        # The loss of a policy says nothing: its advantages sum to 0 in every group.
+        name, verb, is_better = ("loss", "fall", final < first) if reward is None else ("reward", "rise", final > first)
+        how = {"fall": "fell", "rise": "rose"}[verb] if is_better else f"did not {verb}: it went"
+        means = _describe_means(head, first_step=reward is None)
+        (good if is_better else warn).append(f"The {name} {how} from {first:.4g} to {final:.4g} {means}.")
     refused = [status["name"] for status in data["statuses"] if status["state"] == "refused"]
     if refused:
         warn.append(f"Refused: {', '.join(refused)}; the table says why and what to do.")
@@ -70,7 +73,11 @@ def summarize(data: Mapping[str, Any]) -> str:
     parts = [_count(head["num_steps"], "optimizer step")]
     if data["resumed"]:
         parts[0] += f" ({data['resumed']['step']:,} to {head['last_step']:,})"
-    if head["first_loss"] is not None and head["final_loss"] is not None:
+    reward = _find_reward(data)
+    if reward is not None and reward["first"] is not None:
+        means = _describe_means(head, first_step=False)
+        parts.append(f"reward {reward['first']:.4g} to {reward['final']:.4g} {means}")
+    elif head["first_loss"] is not None and head["final_loss"] is not None:
         parts.append(f"loss {head['first_loss']:.4g} to {head['final_loss']:.4g} {_describe_means(head)}")
     if head["tokens_per_s"] is not None:
         parts.append(f"{head['tokens_per_s']:,.0f} tokens/s")
@@ -102,14 +109,18 @@ def _describe_end(data: Mapping[str, Any]) -> str:
     return f"{text}." if outcome["state"] == "finished" else f"{text}; this is what is known so far."
 
 
-def _describe_means(head: Mapping[str, Any]) -> str:
-    """Say of how many steps the first and the final loss are, and what the first step's own was."""
+def _find_reward(data: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the rewards of sampled completions; None for a run that has none."""
+    return next((values for values in data["logged"] if values["name"] == _REWARD), None)
+
+
+def _describe_means(head: Mapping[str, Any], *, first_step: bool = True) -> str:
+    """Say of how many steps the first and the final value are, and what the loss of the first step was."""
     number = head["num_loss_steps"]
     if number == 1:
         return "(the first and the last step)"
-    return (
-        f"(means of the first {number} and the last {number} steps; the first step alone {head['first_step_loss']:.4g})"
-    )
+    alone = f"; the first step alone {head['first_step_loss']:.4g}" if first_step else ""
+    return f"(means of the first {number} and the last {number} steps{alone})"
 
 
 def _judge_packs(packing: Mapping[str, Any] | None) -> list[str]:
