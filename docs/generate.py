@@ -25,7 +25,7 @@ from lightning_fastft.core.errors import FastFTError, UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.fused.layer_forms import LAYERS
 from lightning_fastft.hf.expert_nf4 import check_experts
-from lightning_fastft.hf.families import FAMILIES, check_servable, is_on_interface
+from lightning_fastft.hf.families import FAMILIES, check_servable, find_sharing_obstacle, is_on_interface
 from lightning_fastft.hf.images import IMAGE_FAMILIES, REFUSED_IMAGES
 from lightning_fastft.hf.lora_targets import find_default_targets, shorten
 from lightning_fastft.hf.mixers import MIXERS
@@ -109,6 +109,7 @@ def write_support() -> str:
         "",
         *_describe_sweep(),
         *_describe_hybrids(),
+        *_describe_sharing(),
         *_describe_images(),
         *_describe_default_lora(),
         "## Strategies\n",
@@ -192,6 +193,24 @@ def _describe_hybrids() -> list[str]:
             f"| {kind} | {', '.join(names)} | yes | {'with fla-core' if kind in set(KINDS) - UNPROVEN else 'refused'} |"
             for kind, names in families.items()
         ),
+        "",
+    ]
+
+
+def _describe_sharing() -> list[str]:
+    """Return which families repeat the prompt of completions."""
+    families: dict[str, list[str]] = {}
+    for family in (*FAMILIES, *MORE_FAMILIES):
+        obstacle = find_sharing_obstacle(build_on_meta(family).config)
+        if obstacle:
+            families.setdefault(obstacle.partition(" ")[2], []).append(f"`{family}`")
+    return [
+        "## Shared prompts\n",
+        "In packs of preference rows, rewards and rollouts a prompt stands once, and each completion attends to it",
+        "(`pytest tests/patches/test_shared_prompts.py`). These families get a copy of the prompt for each completion,",
+        "which is logged:\n",
+        *(f"- {', '.join(names)}: each {reason}" for reason, names in families.items()),
+        "- any family whose configuration scales positions by length (`rope_type` dynamic or longrope)",
         "",
     ]
 
@@ -280,7 +299,9 @@ def write_options() -> str:
         "",
         "`fastft fit --help` lists the options of FineTuner, PackedDataModule and Lightning's Trainer. For "
         "the options of a",
-        "callback, replace `--help` with `--trainer.callbacks.help lightning_fastft.RunReport`.\n",
+        "callback, replace `--help` with `--trainer.callbacks.help lightning_fastft.RunReport`; for those of another "
+        "tuner with",
+        "`--model.help PreferenceTuner`. Tuners take the options of FineTuner too.\n",
         "## Commands\n",
         f"```text\n{USAGE.format(configs=', '.join(config_names())).strip()}\n```\n",
         "## Configs that come with the package\n",
@@ -303,7 +324,7 @@ def _describe_public(name: str, value: Any) -> list[str]:
     sections = parse_docstring(inspect.getdoc(value) or "")
     lines = [f"## {name}\n", *sections["Summary"], ""]
     signature = inspect.signature(value.__init__ if inspect.isclass(value) else value)
-    meanings = dict(_entries(sections.get("Args", [])))
+    meanings = read_meanings(value)
     options = [parameter for parameter in signature.parameters.values() if parameter.name in meanings]
     if options:
         lines += ["| option | type | default | meaning |", "|---|---|---|---|"]
@@ -319,6 +340,24 @@ def _describe_public(name: str, value: Any) -> list[str]:
                 "",
             ]
     return lines
+
+
+def read_meanings(value: Any) -> dict[str, str]:
+    """Return what the options of a class or function mean; for a class, its own docstring comes before its bases'.
+
+    "As in ``Base``" of a class that is no public name is replaced by what that base says.
+    """
+    found: dict[str, str] = {}
+    for owner in inspect.getmro(value) if inspect.isclass(value) else (value,):
+        own = dict(_entries(parse_docstring(inspect.cleandoc(owner.__doc__ or "")).get("Args", [])))
+        for name, meaning in own.items():
+            reference = f"As in ``{owner.__name__}``"
+            if name in found and found[name].startswith(reference):
+                found[name] = meaning + found[name].removeprefix(reference).removeprefix(";").removeprefix(".")
+            found.setdefault(name, meaning)
+    return {
+        name: meaning.replace("Options of ``Tuner``", "Options of ``FineTuner``") for name, meaning in found.items()
+    }
 
 
 def parse_docstring(text: str) -> dict[str, list[str]]:
@@ -367,7 +406,11 @@ def _type_of(option: inspect.Parameter) -> str:
 
 
 def _default_of(option: inspect.Parameter) -> str:
-    return "required" if option.default is inspect.Parameter.empty else f"`{_cell(repr(option.default))}`"
+    if option.default is inspect.Parameter.empty:
+        return "required"
+    # The text of a function holds its address.
+    default = option.default.__name__ if inspect.isfunction(option.default) else repr(option.default)
+    return f"`{_cell(default)}`"
 
 
 def _cell(text: str) -> str:

@@ -133,8 +133,15 @@ def test_config_runs_one_step_of_a_tiny_model(name, tmp_path, monkeypatch):
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     if job == "grpo":
         monkeypatch.setattr(sys, "path", [*sys.path])
-        (tmp_path / "my_rewards.py").write_text(REWARD)
-        words = ["--allow-import", "my_rewards", "--data.rewards", "my_rewards.score", "--data.prompts", "train.jsonl"]
+        (tmp_path / "config_rewards.py").write_text(REWARD)
+        words = [
+            "--allow-import",
+            "config_rewards",
+            "--data.rewards",
+            "config_rewards.score",
+            "--data.prompts",
+            "train.jsonl",
+        ]
         words += ["--data.max_new_tokens", "4", "--data.max_tokens", "128"]
     else:
         words = ["--data.paths", "train.jsonl", "--data.cache_dir", "null", "--data.num_workers", "0"]

@@ -43,14 +43,14 @@ def rows(folder):
     ]
     for name, found in (("pairs", pairs), ("prompts", [{"prompt": pair["prompt"]} for pair in pairs])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
-    (folder / "my_rewards.py").write_text(HELPFUL)
+    (folder / "tuner_rewards.py").write_text(HELPFUL)
     return folder
 
 
 def words_for(name, model):
     words = ["--config", name, "--model.model", model, *TINY]
     if name.startswith("grpo"):
-        words += ["--allow-import", "my_rewards", "--data.rewards", "my_rewards.shorter"]
+        words += ["--allow-import", "tuner_rewards", "--data.rewards", "tuner_rewards.shorter"]
     return words
 
 
@@ -74,13 +74,13 @@ def test_a_tuner_is_named_without_a_config(rows, model, capsys):
 
 def test_a_reward_function_needs_permission_on_the_command_line(rows, model, answer):
     content = yaml.safe_load((CONFIG_FOLDER / "grpo_qwen3_0.6b.yaml").read_text())
-    content["data"]["init_args"]["rewards"] = "my_rewards.shorter"
+    content["data"]["init_args"]["rewards"] = "tuner_rewards.shorter"
     (rows / "own.yaml").write_text(yaml.safe_dump(content))
     words = ["fit", "--config", "own.yaml", "--model.model", model, *TINY, "--trainer.max_steps", "1"]
     status, text = answer(words)
     assert status == 2
-    assert "'my_rewards.shorter'" in text
-    assert "--allow-import my_rewards" in text
+    assert "'tuner_rewards.shorter'" in text
+    assert "--allow-import tuner_rewards" in text
 
 
 def test_a_function_of_the_package_is_no_sampler(rows, model, answer):

@@ -54,11 +54,7 @@ def test_every_option_of_a_public_class_is_described(generate):
         value = getattr(lightning_fastft, name)
         if not inspect.isclass(value) or issubclass(value, Exception) or value.__init__ is object.__init__:
             continue
-        meanings = (
-            dict(generate._entries(generate.parse_docstring(inspect.getdoc(value))["Args"]))
-            if "Args:" in value.__doc__
-            else {}
-        )
+        meanings = generate.read_meanings(value)
         parameters = list(inspect.signature(value.__init__).parameters.values())[1:]
         named = [option.name for option in parameters if option.kind not in (option.VAR_KEYWORD, option.VAR_POSITIONAL)]
         missing += [f"{name}.{option}" for option in named if option not in meanings]

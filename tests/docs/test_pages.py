@@ -7,6 +7,7 @@ import inspect
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,8 @@ def test_links_lead_somewhere(page):
 def test_commands_are_taken_by_the_command_line(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.jsonl").touch()
+    (tmp_path / "my_rewards.py").write_text("def score(prompts, completions, **columns): ...\n")
+    monkeypatch.setattr(sys, "path", [*sys.path])
     for command, *words in commands(page):
         assert f"fastft {command}" in USAGE, command
         if command in ("export", "demo", "bench"):
