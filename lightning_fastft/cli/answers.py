@@ -17,6 +17,9 @@ _UNKNOWN_OPTION = re.compile(
 )
 _UNKNOWN_LORA = re.compile(r"(lora has the unknown fields \[[^\]]*\])\.\s+(?:Did you mean ([^?]+)\?)?")
 _MISSING = re.compile(r"the following arguments are required: ([\w., ]+)")
+_FUNCTION = re.compile(
+    r'Parser key "(\w+)":(?:(?!Parser key)[\s\S])*?expects a function or a callable class: (.+?)(?:\. Got value|\n|$)'
+)
 _CHOICE = re.compile(r"Expected a typing\.Literal\[([^\]]*)\](?:\. Got value: (.*))?")
 # Functions of transformers that read files of a folder or the hub.
 _READERS = ("from_pretrained", "cached_files", "cached_file")
@@ -67,11 +70,17 @@ def explain_refusal(message: str, *, options: Collection[str], program: str, con
         )
         return f"error: {where}{unknown[1]}\n{hint}{last_line}"
 
+    function = _FUNCTION.search(message)
+    if function:
+        return f"error: {where}{function[1]}: {function[2].rstrip('. ')}\n{last_line}"
+
     missing = _MISSING.search(message)
     if missing:
         owner = f"{key[1].rpartition('.')[2]}." if key else ""
         names = ", ".join(f"--{owner}{name.strip()}" for name in missing[1].split(","))
         advice = f"hint: give a config that has it, --config NAME or FILE; shipped configs: {', '.join(configs)}\n"
+        if names == "--data.rewards":
+            advice = "hint: name a function of yours: --allow-import my_rewards --data.rewards my_rewards.score\n"
         return f"error: {names} is required and was not given\n{advice}{last_line}"
 
     kept = [

@@ -70,6 +70,8 @@ class DistillationTuner(Tuner):
         'jsd'
     """
 
+    teacher: str | nn.Module
+
     def __init__(
         self,
         model: str | dict[str, Any] | PretrainedConfig | PreTrainedModel,

@@ -38,6 +38,8 @@ class ReferenceTuner(Tuner):
             adapters.
     """
 
+    reference: str | nn.Module | None
+
     def __init__(
         self,
         model: str | dict[str, Any] | PretrainedConfig | PreTrainedModel,

@@ -300,6 +300,7 @@ def test_data_describes_prompts_and_completions(folder, demo_files, capsys):
     pair = {"prompt": "What is two plus two?", "chosen": " It is four.", "rejected": " It is five."}
     (folder / "pairs.jsonl").write_text(f"{json.dumps(pair)}\n" * 4)
     words = [*tiny_words(demo_files), "--data.paths", "pairs.jsonl", "--data.val_paths", "null", "--out", "pictures"]
+    words += ["--model", "PreferenceTuner", "--model.loss", "simpo"]
     assert main(["data", *words]) == 0
     text = capsys.readouterr().out
     assert "formats: preference 4" in text

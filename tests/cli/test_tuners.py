@@ -83,6 +83,22 @@ def test_a_reward_function_needs_permission_on_the_command_line(rows, model, ans
     assert "--allow-import tuner_rewards" in text
 
 
+@pytest.mark.parametrize(
+    ("words", "reason", "hint"),
+    [
+        ([], "error: --data.rewards is required and was not given", "--allow-import my_rewards --data.rewards"),
+        (["--data.rewards", "nowhere.score"], "error: data: rewards: No module named 'nowhere'", "fit --help"),
+    ],
+)
+def test_reward_that_is_not_there_answers_with_what_to_give(words, reason, hint, rows, model, answer):
+    words = ["--config", "grpo_qwen3_0.6b", "--model.model", model, "--allow-import", "nowhere", *words]
+    status, text = answer(["fit", *words])
+    lines = text.splitlines()
+    assert status == 2
+    assert lines[0] == reason
+    assert hint in lines[1]
+
+
 def test_a_function_of_the_package_is_no_sampler(rows, model, answer):
     """The default of an option is allowed, not every function that a config could name in its place."""
     words = words_for("grpo_qwen3_0.6b", model)
@@ -114,14 +130,6 @@ def test_plan_counts_the_model_of_a_tuner_and_refuses_a_second_one(demo_files, r
     status, text = answer(["plan", *words_for("distill_qwen3_0.6b_from_8b", config[0]), *config[1:]])
     assert status == 1
     assert "a second one" in text
-
-
-def test_data_shows_prompt_and_completions(rows, model, capsys):
-    words = words_for("dpo_qwen3_8b", model)
-    assert main(["data", *words, "--data.cache_dir", "null", "--data.num_proc", "1", "--data.max_tokens", "128"]) == 0
-    text = capsys.readouterr().out
-    for part in ("formats: preference 40", "chosen (", "rejected (", "with shared prompts"):
-        assert part in text
 
 
 def fit(name, model, *words):
