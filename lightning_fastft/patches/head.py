@@ -179,7 +179,8 @@ def check_objective(model: PreTrainedModel) -> None:
         if isinstance(head, LazyHead) and not vars(head)[_LINK_ATTRIBUTE].output_logits:
             return
         reason = "it returns tensor logits" if isinstance(head, LazyHead) else "it is not installed"
-        found = Status(STATUS_NAME, "inactive", reason, "Run packed training without output_logits.")
+        remedy = "Run packed training without output_logits and without attention='one_by_one'."
+        found = Status(STATUS_NAME, "inactive", reason, remedy)
     raise UnsupportedModelError(
         f"{type(model).__name__} cannot train on log-probabilities of packed batches, because its {STATUS_NAME} is "
         f"{found.state}: {found.reason}. {found.remedy}".rstrip()

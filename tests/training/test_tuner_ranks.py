@@ -10,6 +10,7 @@ import torch
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.callbacks.bincount_router import BincountRouter
 from lightning_fastft.callbacks.fused_kernels import FusedKernels
+from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from tests.support.tuner_ranks_worker import (
     ACCUMULATIONS,
@@ -64,6 +65,11 @@ PARTS = {
 def test_every_part_trains_as_one_by_one(one_by_one, kind, part):
     found = gradient(kind, micro_batches(kind, accumulate=2), **PARTS[part]())
     assert difference(found, one_by_one[kind]) <= BOUND
+
+
+def test_documents_that_run_one_by_one_are_refused():
+    with pytest.raises(UnsupportedModelError, match="one_by_one"):
+        gradient("dpo", micro_batches("dpo", accumulate=1), strategy=FastFTStrategy(attention="one_by_one"))
 
 
 @pytest.mark.parametrize("kind", ["dpo", "orpo", "reward", "grpo", "distillation"])
