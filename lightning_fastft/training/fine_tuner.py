@@ -61,20 +61,6 @@ class FineTuner(Tuner):
         """Add a batch to ``test_loss``, ``test_perplexity`` and ``test_token_accuracy``."""
         self._evaluate(batch, prefix="test", dataloader_idx=dataloader_idx)
 
-    def predict_step(self, batch: PackedBatch, batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
-        """Return the log-probability of the labelled tokens of each document, shape (S,), in the order of the pack.
-
-        ``batch.numbers`` are the numbers of the documents in their data set. The pad tail is no document.
-        """
-        log_prob_R, context = self._read_log_probs(batch), batch.context
-        num_documents = int((context.start_host_S1[:-1] < context.num_real_tokens).sum())
-        # Labelled rows ascend, so those of a document are neighbours.
-        row_R = context.labelled_row_R[: context.num_labelled]
-        offset_S1 = torch.searchsorted(row_R, context.start_S1[: num_documents + 1].long())
-        return torch.segment_reduce(
-            log_prob_R[: context.num_labelled], "sum", offsets=offset_S1, unsafe=True, initial=0.0
-        )
-
     def _evaluate(self, batch: PackedBatch | Mapping[str, Any], *, prefix: str, dataloader_idx: int) -> None:
         """Update and log the token metrics of one loader; no full logits are made where the lazy head is in place."""
         output = self._call_model(batch)

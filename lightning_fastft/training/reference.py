@@ -38,8 +38,6 @@ class ReferenceTuner(Tuner):
             adapters.
     """
 
-    reference: str | nn.Module | None
-
     def __init__(
         self,
         model: str | dict[str, Any] | PretrainedConfig | PreTrainedModel,
@@ -60,7 +58,7 @@ class ReferenceTuner(Tuner):
             raise OptionError("reference='adapters_off' needs adapters: give lora, or reference='stored'.")
         self.needs_reference = needs_reference
         # In a tuple, so that a model is no part of this module before it is held.
-        self._reference = (reference,)
+        self._reference: tuple[str | nn.Module | None] = (reference,)
         # By the digest of a data set: sums of log-probabilities, shape (N, most completions), fp32, on the host.
         self._stored: dict[str, torch.Tensor] = {}
         if isinstance(reference, str):
@@ -70,6 +68,10 @@ class ReferenceTuner(Tuner):
     def reference(self) -> str | nn.Module | None:
         """What was given, or "adapters_off"."""
         return self._reference[0]
+
+    @reference.setter
+    def reference(self, reference: str | nn.Module | None) -> None:
+        self._reference = (reference,)
 
     def configure_model(self) -> None:
         """Build the model, and the reference model where it is a second one."""

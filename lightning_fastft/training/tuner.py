@@ -559,8 +559,18 @@ class Tuner(LightningModule):
         return DataNeeds()
 
     def predict_step(self, batch: PackedBatch, batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
-        """Return the log-probability of each labelled token, in the order of the pack."""
-        return self._read_log_probs(batch)[: batch.context.num_labelled]
+        """Return the log-probability of the labelled tokens of each document, shape (S,), in the order of the pack.
+
+        ``batch.numbers`` are the numbers of the documents in their data set. The pad tail is no document.
+        """
+        log_prob_R, context = self._read_log_probs(batch), batch.context
+        num_documents = int((context.start_host_S1[:-1] < context.num_real_tokens).sum())
+        # Labelled rows ascend, so those of a document are neighbours.
+        row_R = context.labelled_row_R[: context.num_labelled]
+        offset_S1 = torch.searchsorted(row_R, context.start_S1[: num_documents + 1].long())
+        return torch.segment_reduce(
+            log_prob_R[: context.num_labelled], "sum", offsets=offset_S1, unsafe=True, initial=0.0
+        )
 
     def has_signal(self, batch: PackedBatch) -> bool:
         """Return whether a batch can train anything, from what the host knows; read by ``GradientHealth``."""

@@ -1,6 +1,7 @@
 """DistillationTuner: divergences of packed documents against each document alone, stored tokens, and a small student."""
 
 import copy
+import shutil
 
 import pytest
 import torch
@@ -132,6 +133,18 @@ def test_stored_tokens_are_computed_once_and_read_again(tmp_path, monkeypatch):
     live = record(make_student(teacher))
     fit(live, tmp_path / "c", max_steps=2)
     assert first.divergences[0] == pytest.approx(live.divergences[0], rel=1e-5)
+
+
+def test_a_teacher_by_name_is_read_to_fill_the_store_and_not_again(tmp_path):
+    make_teacher().save_pretrained(tmp_path / "teacher")
+    options = {"store": str(tmp_path / "store"), "top_k": 31}
+    first = record(make_student(str(tmp_path / "teacher"), **options))
+    fit(first, tmp_path / "a", max_steps=2)
+    assert first.frozen_model is None
+    shutil.rmtree(tmp_path / "teacher")
+    second = record(make_student(str(tmp_path / "teacher"), **options))
+    fit(second, tmp_path / "b", max_steps=2)
+    assert first.divergences == second.divergences
 
 
 def test_another_teacher_has_a_store_of_its_own(tmp_path):
