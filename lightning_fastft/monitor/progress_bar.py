@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning_fastft.checkpoint.lightning_internals import logged_step_values
 from lightning_fastft.core.async_reader import AsyncScalarReader
 from lightning_fastft.core.checks import check_bool, check_int, check_string
+from lightning_fastft.core.errors import OptionError
 from lightning_fastft.strategies.packed_steps import find_packed_batches
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ class FastFTProgressBar(TQDMProgressBar):
         check_int("refresh_rate", refresh_rate, low=0)
         check_int("process_position", process_position, low=0)
         check_bool("leave", leave)
+        if not isinstance(names, (list, tuple)):
+            raise OptionError(f"names must be a list of names, got {names!r} ({type(names).__name__}).")
         for name in names:
             check_string("names", name)
         super().__init__(refresh_rate=refresh_rate, process_position=process_position, leave=leave)

@@ -164,7 +164,7 @@ class PackedDataModule(LightningDataModule):
             check_bool(name, flag)
         sources = {"paths": paths, "val_paths": val_paths, "test_paths": test_paths, "predict_paths": predict_paths}
         for name, source in sources.items():
-            _check_source(name, source)
+            check_source(name, source)
         for name, path in (("cache_dir", cache_dir), ("rejected_path", rejected_path)):
             if path is not None:
                 check_path(name, path)
@@ -901,7 +901,7 @@ def _usable_cores() -> int:
     return min(MAX_PROCESSES, cores)
 
 
-def _check_source(name: str, source: object) -> None:
+def check_source(name: str, source: object) -> None:
     """Refuse values that cannot be data; the content of lists and files is checked when it is read."""
     if isinstance(source, (str, os.PathLike)):
         check_path(name, source)

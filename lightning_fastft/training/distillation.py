@@ -21,7 +21,7 @@ from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.dataset import TokenizedDataset, replace_file
 from lightning_fastft.training.datamodule import PackedDataModule
-from lightning_fastft.training.tuner import Tuner
+from lightning_fastft.training.tuner import Tuner, check_second_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -87,8 +87,7 @@ class DistillationTuner(Tuner):
         **options: Any,
     ) -> None:
         super().__init__(model, **options)
-        if not isinstance(teacher, (str, nn.Module)):
-            raise OptionError(f"teacher must be a name, a folder or a model, got {type(teacher).__name__}.")
+        check_second_model("teacher", teacher)
         # In a tuple, so that a model is no part of this module before it is held.
         self._teacher = (teacher,)
         check_choice("kind", kind, KINDS)

@@ -13,7 +13,7 @@ from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.completions import Completions
 from lightning_fastft.packing.stream import PlannedStream
 from lightning_fastft.training.datamodule import PackedDataModule
-from lightning_fastft.training.tuner import Tuner
+from lightning_fastft.training.tuner import Tuner, check_second_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -47,6 +47,8 @@ class ReferenceTuner(Tuner):
         **options: Any,
     ) -> None:
         super().__init__(model, **options)
+        if reference is not None:
+            check_second_model("reference", reference)
         if reference is None and self.has_adapters:
             reference = ADAPTERS_OFF
         if needs_reference and reference is None:

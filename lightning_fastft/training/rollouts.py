@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 
-from lightning_fastft.core.checks import check_float, check_int
+from lightning_fastft.core.checks import check_bool, check_float, check_int
 from lightning_fastft.core.errors import DataError, MissingDependencyError, OptionError
 from lightning_fastft.packing.collate import PackedBatch, collate, split_document
 from lightning_fastft.packing.completions import Completions
@@ -23,6 +23,7 @@ from lightning_fastft.packing.planner import mix_bits, pack_best_fit_decreasing,
 from lightning_fastft.packing.rows import RowRejectedError, check_messages, check_text, parse_row
 from lightning_fastft.packing.sources import open_sources
 from lightning_fastft.packing.stream import EMPTY_PACK_TOKENS
+from lightning_fastft.training.datamodule import check_source
 
 if TYPE_CHECKING:
     from lightning_fastft.training.policy import PolicyTuner
@@ -213,6 +214,11 @@ class RolloutDataModule(LightningDataModule):
             ("max_tokens", max_tokens, 2),
         ):
             check_int(name, value, low=low)
+        for name, flag in (("pad_to_max", pad_to_max), ("share_prompts", share_prompts)):
+            check_bool(name, flag)
+        if prompts is None:
+            raise OptionError("prompts is None: give a file, a folder, a data set or rows.")
+        check_source("prompts", prompts)
         check_int("seed", seed, low=0, high=2**64 - 1)
         check_float("temperature", temperature, low=1e-3, high=1e3)
         self.rewards = list(rewards) if isinstance(rewards, (list, tuple)) else [rewards]

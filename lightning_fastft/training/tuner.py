@@ -950,6 +950,15 @@ class Tuner(LightningModule):
         )
 
 
+def check_second_model(name: str, model: object) -> None:
+    """Check that a reference or a teacher is a name, a folder or a model."""
+    if isinstance(model, nn.Module):
+        return
+    if not isinstance(model, str):
+        raise OptionError(f"{name} must be a name, a folder or a model, got {model!r} ({type(model).__name__}).")
+    check_string(name, model)
+
+
 def _check_kinds(*, revision: object, optimizer: object, scheduler: object) -> None:
     """Check that each value is a name or a callable."""
     if revision is not None:

@@ -10,11 +10,11 @@ import math
 from datetime import timedelta
 
 import pytest
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.strategies import Strategy
 
 import lightning_fastft
-from lightning_fastft import FineTuner, OffloadCheckpointing, PackedDataModule
+from lightning_fastft import FineTuner, OffloadCheckpointing
 from lightning_fastft.packing.context import BatchContext, Document
 from lightning_fastft.packing.formats import COLUMNS
 
@@ -132,30 +132,86 @@ strategy = {
 }
 size = either(choice("auto"), whole(1, 2**20))
 
+TUNER = {
+    # A dictionary and a configuration are judged when they are read; here none of either is whole.
+    "model": either(path, lambda value: isinstance(value, dict)),
+    "tokenizer": tokenizer,
+    "quantization": choice(None, "nf4"),
+    "lora": either(nothing, lambda value: value == {}),
+    "init": choice("pretrained", "random"),
+    "dtype": choice("auto", "bfloat16", "float16", "float32"),
+    "adapter_dtype": choice("float32", "bfloat16"),
+    "master_dtype": choice("auto", "float32", "bfloat16"),
+    "optimizer": either(nothing, called),
+    "learning_rate": either(nothing, number(0, 1e3)),
+    "weight_decay": either(nothing, number(0, 1e3)),
+    "scheduler": either(choice("cosine", "linear", "constant"), called),
+    "scheduler_interval": choice("step", "epoch"),
+    "warmup_share": share,
+    "warmup_steps": either(nothing, whole(0, 10**9)),
+    "min_learning_rate_share": share,
+    "revision": either(nothing, text),
+    "accept_other_base": flag,
+}
+weight = number(0, 1e3)
+reference = either(nothing, text)
+
 OPTIONS = {
-    "FineTuner": {
-        # A dictionary and a configuration are judged when they are read; here none of either is whole.
-        "model": either(path, lambda value: isinstance(value, dict)),
-        "tokenizer": tokenizer,
-        "quantization": choice(None, "nf4"),
-        "lora": either(nothing, lambda value: value == {}),
-        "init": choice("pretrained", "random"),
-        "dtype": choice("auto", "bfloat16", "float16", "float32"),
-        "adapter_dtype": choice("float32", "bfloat16"),
-        "master_dtype": choice("auto", "float32", "bfloat16"),
-        "optimizer": either(nothing, called),
-        "learning_rate": either(nothing, number(0, 1e3)),
-        "weight_decay": either(nothing, number(0, 1e3)),
-        "scheduler": either(choice("cosine", "linear", "constant"), called),
-        "scheduler_interval": choice("step", "epoch"),
-        "warmup_share": share,
-        "warmup_steps": either(nothing, whole(0, 10**9)),
-        "min_learning_rate_share": share,
-        "revision": either(nothing, text),
-        "accept_other_base": flag,
+    "FineTuner": TUNER,
+    "PreferenceTuner": {
+        **TUNER,
+        # Without adapters this loss needs another reference.
+        "lora": lambda value: value == {},
+        "loss": choice("sigmoid", "hinge", "ipo", "orpo", "simpo", "cpo", "kto"),
+        "beta": number(1e-6, 1e3),
+        "label_smoothing": number(0, 0.499),
+        "sft_weight": either(nothing, weight),
+        "reference": reference,
+        **dict.fromkeys(("gamma", "desirable_weight", "undesirable_weight"), weight),
+    },
+    "RewardTuner": {
+        **TUNER,
+        "loss": choice("pairwise", "scalar"),
+        "read": choice("last", "mean"),
+        "center_weight": weight,
+    },
+    "PolicyTuner": {
+        **TUNER,
+        "loss": choice("grpo", "dapo"),
+        "advantage": choice("normalised", "centred", "leave_one_out", "given"),
+        "ratio": choice("token", "sequence"),
+        "clip_low": share,
+        **dict.fromkeys(("clip_high", "kl_weight"), weight),
+        "temperature": number(1e-3, 1e3),
+        "sampler_clip": either(nothing, number(1e-3, 1e3)),
+        # Belongs to loss="dr_grpo" alone.
+        "max_completion_tokens": nothing,
+        "reference": reference,
+    },
+    "DistillationTuner": {
+        **TUNER,
+        "teacher": text,
+        "kind": choice("forward_kl", "reverse_kl", "jsd"),
+        "beta": number(1e-6, 1 - 1e-6),
+        "temperature": number(1e-3, 1e3),
+        "sft_weight": share,
+        "vocab_size": either(nothing, whole(2)),
+        "store": either(nothing, path),
+        "top_k": whole(1, 4096),
+    },
+    "RolloutDataModule": {
+        "prompts": lambda value: value is not None and rows(value),
+        "rewards": called,
+        "sampler": called,
+        "num_completions": whole(2),
+        **dict.fromkeys(("prompts_per_round", "max_new_tokens"), whole(1)),
+        "temperature": number(1e-3, 1e3),
+        "max_tokens": whole(2),
+        **dict.fromkeys(("pad_to_max", "share_prompts"), flag),
+        "seed": whole(0, 2**64 - 1),
     },
     "PackedDataModule": {
-        **dict.fromkeys(("paths", "val_paths", "test_paths"), rows),
+        **dict.fromkeys(("paths", "val_paths", "test_paths", "predict_paths"), rows),
         "val_share": share,
         "tokenizer": tokenizer,
         "max_tokens": whole(2, 2**31 - 1),
@@ -168,6 +224,7 @@ OPTIONS = {
         "extra_columns": choice("refuse", "ignore"),
         "too_long": choice("refuse", "truncate", "split"),
         "pad_to_max": flag,
+        "share_prompts": choice("auto", True, False),
         "seed": whole(0, 2**64 - 1),
         "num_workers": whole(0, 1024),
         "pin_memory": choice("auto", True, False),
@@ -189,6 +246,7 @@ OPTIONS = {
     "FastFTFSDPStrategy": {
         **strategy,
         **dict.fromkeys(("data_parallel_size", "tensor_parallel_size"), size),
+        "shard": either(choice("auto", "node"), whole(1, 2**20)),
         "gradient_sync": choice("window", "batch"),
         "save_distributed_checkpoint": flag,
         "process_group_backend": either(nothing, text),
@@ -196,7 +254,12 @@ OPTIONS = {
     },
     "BincountRouter": {},
     "ExactResume": {"stop_signals": flag, "stop_timeout_s": number(1, 86_400)},
-    "FastFTProgressBar": {"refresh_rate": whole(0), "process_position": whole(0), "leave": flag},
+    "FastFTProgressBar": {
+        "refresh_rate": whole(0),
+        "process_position": whole(0),
+        "leave": flag,
+        "names": lambda value: isinstance(value, (list, tuple)) and all(map(text, value)),
+    },
     "FiniteGuard": {
         "max_skips": whole(1, 100),
         "check_every_n_steps": whole(1),
@@ -219,7 +282,13 @@ OPTIONS = {
     "Watchdog": {"timeout_s": number(1, 86_400), "first_steps_factor": number(1, 1000)},
 }
 # The other options of a call, where the defaults are not enough to make one.
-GIVEN = {"FineTuner": {"model": CONFIG, "init": "random"}, "PackedDataModule": {"paths": "rows.jsonl"}}
+GIVEN = {
+    **{name: {"model": CONFIG, "init": "random"} for name in ("FineTuner", "RewardTuner")},
+    **{name: {"model": CONFIG, "init": "random", "lora": {}} for name in ("PreferenceTuner", "PolicyTuner")},
+    "DistillationTuner": {"model": CONFIG, "init": "random", "teacher": "teacher"},
+    "PackedDataModule": {"paths": "rows.jsonl"},
+    "RolloutDataModule": {"prompts": "rows.jsonl", "rewards": len},
+}
 LORA = {"r": whole(1, 2**16), "lora_alpha": number(0, 2**20), "lora_dropout": share}
 CHECKED_WHEN_USED = (
     "BatchContext",
@@ -234,7 +303,16 @@ CHECKED_WHEN_USED = (
 
 
 def option_names(name):
-    return list(inspect.signature(getattr(lightning_fastft, name)).parameters)
+    """The options of a class, and those that it hands to its bases."""
+    item = getattr(lightning_fastft, name)
+    bases = inspect.getmro(item) if isinstance(item, type) else (item,)
+    found = {}
+    for base in bases:
+        parameters = inspect.signature(base.__init__ if base is not item else item).parameters.values()
+        found |= {parameter.name: None for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            break
+    return [option for option in found if option not in ("self", "needs_reference")]
 
 
 def accepted(make, kind, values=POOL):
@@ -260,11 +338,12 @@ def cases():
 
 def test_every_public_option_has_a_range():
     public = {name: getattr(lightning_fastft, name) for name in lightning_fastft.__all__}
-    owners = (FineTuner, PackedDataModule, OffloadCheckpointing)
+    owners = (OffloadCheckpointing,)
     wanted = {
         name
         for name, item in public.items()
-        if item in owners or (isinstance(item, type) and issubclass(item, (Callback, Strategy)))
+        if item in owners
+        or (isinstance(item, type) and issubclass(item, (Callback, Strategy, LightningModule, LightningDataModule)))
     }
     assert wanted == set(OPTIONS)
     assert public.keys() - wanted <= {*CHECKED_WHEN_USED}
