@@ -306,6 +306,7 @@ def option_names(name):
     """The options of a class, and those that it hands to its bases."""
     item = getattr(lightning_fastft, name)
     bases = inspect.getmro(item) if isinstance(item, type) else (item,)
+    bases = [base for base in bases if base.__module__.startswith("lightning_fastft")]
     found = {}
     for base in bases:
         parameters = inspect.signature(base.__init__ if base is not item else item).parameters.values()
