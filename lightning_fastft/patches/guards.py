@@ -63,7 +63,7 @@ def refuse_packed_batches(model: PreTrainedModel, patcher: ModelPatcher) -> None
 
     if model.base_model is model and model.config._attn_implementation == NAME:
         return
-    # PEFT calls the forward of a model without its hooks, but that of the base model inside with them.
+    # A wrapper may call model.forward, which skips the model's hooks, and a model may keep keywords from its decoder.
     for module in dict.fromkeys((model, model.base_model)):
         _hook(module, patcher, before=_Refusal(type(model).__name__))
 

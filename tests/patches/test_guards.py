@@ -10,6 +10,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
+    LlamaForSequenceClassification,
 )
 
 from lightning_fastft.core.errors import UnsupportedModelError
@@ -31,6 +32,10 @@ SIZES = {
 }
 
 
+# One image of four patches.
+MEDIA = {"pixel_values": torch.zeros(4, 3 * 2 * 14 * 14), "image_grid_thw": torch.tensor([[1, 2, 2]])}
+
+
 def tiny_config(**more):
     return AutoConfig.for_model("llama", **SIZES, **more)
 
@@ -47,6 +52,19 @@ def test_a_classifier_refuses_a_packed_batch_and_takes_its_own(is_adapted):
     assert model(input_ids=rows, labels=torch.tensor([0, 1])).loss.isfinite()
     patcher.undo()
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+class DropsKeywords(LlamaForSequenceClassification):
+    def forward(self, input_ids, **keywords):
+        return super().forward(input_ids=input_ids)
+
+
+@pytest.mark.parametrize("call", ["forward without the model's hooks", "no keyword reaches the decoder"])
+def test_a_classifier_refuses_a_packed_batch_by_either_of_its_two_hooks(call):
+    model = DropsKeywords(tiny_config()) if "keyword" in call else LlamaForSequenceClassification(tiny_config())
+    install_packed_training(model, ModelPatcher())
+    with pytest.raises(UnsupportedModelError, match="packed batch"):
+        (model if "keyword" in call else model.forward)(**make_batch())
 
 
 def test_an_encoder_decoder_refuses_a_packed_batch():
@@ -141,4 +159,32 @@ def test_images_under_mrope_are_refused_and_text_alone_is_served(is_adapted):
     model(**batch).loss.backward()
     assert batch.context.num_reads == 2
     with pytest.raises(UnsupportedModelError, match="pixel_values"):
-        model(**batch, pixel_values=torch.zeros(4, 3 * 2 * 14 * 14), image_grid_thw=torch.tensor([[1, 2, 2]]))
+        model(**batch, **MEDIA)
+
+
+@pytest.mark.parametrize("sign", ["sections of the rotary embedding", "positions of the model's own"])
+def test_either_sign_of_mrope_refuses_images_with_positions_of_text(sign):
+    if sign.startswith("sections"):
+        rotary = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+        model = build_tiny("llama", rope_parameters=rotary)
+    else:
+        model = tiny_qwen2_vl()
+        del model.config.text_config.rope_parameters["mrope_section"]
+    install_packed_training(model, ModelPatcher())
+    with pytest.raises(UnsupportedModelError, match="M-RoPE"):
+        model(**make_batch(), **MEDIA)
+
+
+def test_videos_are_refused_with_positions_of_images_too():
+    model = tiny_qwen2_vl()
+    install_packed_training(model, ModelPatcher())
+    batch = {**make_batch(), "position_ids": torch.arange(29).expand(3, 1, 29)}
+    with pytest.raises(UnsupportedModelError, match="given pixel_values_videos, video_grid_thw with"):
+        model(**batch, **MEDIA, pixel_values_videos=MEDIA["pixel_values"], video_grid_thw=MEDIA["image_grid_thw"])
+
+
+def test_images_without_a_packed_batch_are_served():
+    model = tiny_qwen2_vl()
+    install_packed_training(model, ModelPatcher())
+    row = torch.tensor([[5, 92, 90, 6, 7]])
+    assert model(input_ids=row, labels=row, mm_token_type_ids=(row == 90).int(), **MEDIA).loss.isfinite()

@@ -363,6 +363,19 @@ def test_a_loss_or_a_head_of_the_models_own_is_left_alone():
     assert "forward" in install_head(model, ModelPatcher()).reason
 
 
+@pytest.mark.parametrize("lacks", ["no output layer", "no decoder apart"])
+def test_a_model_without_a_plain_head_is_left_alone_and_says_what_it_lacks(monkeypatch, lacks):
+    model = build()
+    if lacks == "no output layer":
+        monkeypatch.setattr(model, "get_output_embeddings", lambda: None)
+    else:
+        monkeypatch.setattr(model, "base_model_prefix", "")
+    status = install_head(model, patcher := ModelPatcher())
+    assert status.state == "inactive"
+    assert lacks in status.reason
+    assert len(patcher) == 0
+
+
 class TestLazyLogits:
     @pytest.fixture
     def lazy(self):
