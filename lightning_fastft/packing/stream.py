@@ -272,8 +272,8 @@ def prefetch(batches: Iterator[T], *, num_ahead: int = NUM_AHEAD) -> Iterator[T]
             waiting.append(executor.submit(next, batches, None))
             yield batch
     finally:
-        # Python 3.12.0 to 3.12.3 keep the variables of a closed generator, so the thread must be told. An interpreter
-        # that ends has lost the modules that shutdown needs.
+        # Python 3.12.0 to 3.12.3 keep the variables of a closed generator, so the thread must be told.
+        # During finalisation the thread has been joined, and modules that shutdown needs may be gone.
         if not sys.is_finalizing():
             executor.shutdown(wait=False, cancel_futures=True)
 

@@ -176,6 +176,25 @@ def test_thread_ends_with_the_iterator(how):
     assert have_ended(own)
 
 
+def test_closing_drops_the_items_that_wait_for_the_thread():
+    gate, made = threading.Event(), []
+
+    def items_behind_a_gate():
+        for number in range(20):
+            if number:
+                gate.wait()
+            made.append(number)
+            yield number
+
+    items = prefetch(items_behind_a_gate(), num_ahead=4)
+    assert next(items) == 0
+    items.close()
+    gate.set()
+    assert have_ended(loader_threads())
+    # At most the one that the thread had begun.
+    assert len(made) <= 2
+
+
 @pytest.mark.fault
 def test_interpreter_ends_with_an_iterator_open():
     program = (
