@@ -302,8 +302,10 @@ def exit_code_of(folder, *callbacks, **options):
             waiting.kill()
 
 
-def test_signal_before_the_handlers_are_there_stops_at_the_first_step(tmp_path):
-    assert exit_code_of(tmp_path, SignalBeforeTheHandlers(), num_sanity_val_steps=0, max_steps=3) == 143
+@pytest.mark.parametrize("accumulate_grad_batches", [1, 2])
+def test_signal_before_the_handlers_are_there_stops_at_the_first_step(tmp_path, accumulate_grad_batches):
+    options = {"num_sanity_val_steps": 0, "max_steps": 3, "accumulate_grad_batches": accumulate_grad_batches}
+    assert exit_code_of(tmp_path, SignalBeforeTheHandlers(), **options) == 143
     assert check_file(tmp_path / "stopped-step=1.ckpt")
 
 

@@ -140,6 +140,23 @@ def test_dead_worker_is_an_error_and_not_a_hang():
     assert set(children_of(os.getpid())) <= before
 
 
+def test_error_of_the_reader_ends_the_workers(monkeypatch):
+    run_chunks, ended = cache.run_chunks, []
+
+    def watched(*args, **options):
+        try:
+            yield from run_chunks(*args, **options)
+        finally:
+            ended.append(True)
+
+    monkeypatch.setattr(cache, "run_chunks", watched)
+    with pytest.raises(DataError, match="impossible") as caught:
+        tokenize_ids(ids_rows(30, base=900), vocab_size=100)
+    # The traceback keeps the frame of the reader, and so the generator with its processes.
+    assert caught.tb is not None
+    assert ended == [True]
+
+
 @pytest.mark.usefixtures("few_rows_are_enough")
 def test_tokenizer_that_no_worker_can_make_serves_in_this_process(monkeypatch, marked_tokenizer):
     values = [good_row("chat", number) for number in range(300)]
