@@ -1,0 +1,112 @@
+"""Ranks follow rank 0: its seed, its paths, its plan; and process groups are destroyed before the interpreter ends."""
+
+import contextlib
+
+import pytest
+import torch
+
+from lightning_fastft.checkpoint import ranks
+from lightning_fastft.checkpoint.stops import RunStopped
+from lightning_fastft.strategies.ddp import FastFTDDPStrategy
+from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
+from lightning_fastft.strategies.packed_steps import environment_of
+from lightning_fastft.strategies.single_device import FastFTStrategy
+from lightning_fastft.training.fine_tuner import FineTuner
+from tests.strategies.test_model_after_run import RaiseAt
+from tests.support.token_weighting_worker import CONFIG
+from tests.support.training_parts import VOCAB_SIZE, PlainModule, packed_loader, quiet_trainer, tiny_llama
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning.*")
+
+
+def on_another_rank(strategy, of_rank_zero):
+    """Let a strategy give what rank 0 has, for what this rank has."""
+    strategy.broadcast = lambda value, src=0: of_rank_zero.get(value, value)
+    return strategy
+
+
+def weights_from_seed(folder, seed, strategy):
+    torch.manual_seed(seed)
+    tuner = FineTuner(
+        {**CONFIG, "vocab_size": VOCAB_SIZE}, init="random", dtype="float32", lora={"r": 2}, scheduler="constant"
+    )
+    quiet_trainer(folder, strategy=strategy, max_steps=1).fit(tuner, packed_loader(1))
+    return tuner.model.state_dict()
+
+
+def test_random_weights_and_adapters_come_from_the_seed_of_rank_zero(tmp_path):
+    truth = weights_from_seed(tmp_path, 7, FastFTStrategy())
+    found = weights_from_seed(tmp_path, 8, on_another_rank(FastFTStrategy(), {8: 7}))
+    assert all(torch.equal(found[name], value) for name, value in truth.items())
+
+
+STRATEGIES = {
+    "fastft": FastFTStrategy,
+    "fastft_fsdp, a file": lambda: FastFTFSDPStrategy(save_distributed_checkpoint=False),
+    "fastft_fsdp, a folder": FastFTFSDPStrategy,
+}
+
+
+class Built(PlainModule):
+    """Builds its model where sharded training needs it."""
+
+    def __init__(self):
+        super().__init__(None)
+
+    def configure_model(self):
+        self.model = self.model or tiny_llama()
+
+
+def fit_on_another_rank(folder, name, **run):
+    """Two steps of a run in which rank 0 has another checkpoint path."""
+    own, right = folder / "own.ckpt", folder / "right.ckpt"
+    strategy = on_another_rank(STRATEGIES[name](), {own: right, str(own): str(right)})
+    trainer = quiet_trainer(folder, strategy=strategy, use_distributed_sampler=False, max_steps=2)
+    trainer.fit(Built(), packed_loader(4), **run)
+    return trainer
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_checkpoints_are_loaded_from_the_path_of_rank_zero(tmp_path, name):
+    fit_on_another_rank(tmp_path, name).save_checkpoint(tmp_path / "right.ckpt")
+    assert fit_on_another_rank(tmp_path, name, ckpt_path=str(tmp_path / "own.ckpt")).global_step == 2
+
+
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if "fsdp" in name])
+def test_checkpoints_that_all_ranks_write_go_to_the_path_of_rank_zero(tmp_path, name):
+    fit_on_another_rank(tmp_path, name).save_checkpoint(tmp_path / "own.ckpt")
+    assert [place.name for place in tmp_path.iterdir() if place.suffix == ".ckpt"] == ["right.ckpt"]
+
+
+def test_plans_are_agreed_on_by_the_strategy(tmp_path):
+    trainer = quiet_trainer(tmp_path, strategy=on_another_rank(FastFTStrategy(), {"own plan": "plan of rank 0"}))
+    assert environment_of(trainer).agree("own plan") == "plan of rank 0"
+
+
+class Exits:
+    """The calls that Python makes when the interpreter ends, in place of the module atexit."""
+
+    def __init__(self):
+        self.registered = []
+
+    def register(self, function):
+        self.registered.append(function)
+
+    def unregister(self, function):
+        self.registered = [other for other in self.registered if other != function]
+
+
+@pytest.mark.parametrize(
+    ("error", "is_left"), [(None, False), (RunStopped(15, step=1, path="a.ckpt"), False), (ValueError(), True)]
+)
+def test_process_groups_are_destroyed_at_exit_unless_a_rank_failed(tmp_path, monkeypatch, error, is_left):
+    """A rank that failed must not wait for collectives that others have not joined."""
+    monkeypatch.setattr(ranks, "atexit", exits := Exits())
+    callbacks = [] if error is None else [RaiseAt("on_train_batch_end", error)]
+    trainer = quiet_trainer(tmp_path, strategy=FastFTDDPStrategy(), callbacks=callbacks, max_steps=1)
+    with contextlib.nullcontext() if error is None else pytest.raises(type(error)):
+        trainer.fit(PlainModule(tiny_llama()), packed_loader(1))
+    assert torch.distributed.is_initialized()
+    for function in exits.registered:
+        function()
+    assert torch.distributed.is_initialized() == is_left
