@@ -16,6 +16,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
+from lightning_fastft.checkpoint.io import local_path
+from lightning_fastft.checkpoint.remote import downloaded, is_remote
 from lightning_fastft.core.checks import (
     check_bool,
     check_choice,
@@ -799,7 +801,36 @@ class Tuner(LightningModule):
             name, num_steps=num_steps, num_warmup_steps=num_warmup_steps, end_share=self.min_learning_rate_share
         )
 
-    # Saving.
+    # Saving and loading.
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Self:
+        """Return the module of a checkpoint, with Lightning's options; a URL of this package's checkpoints is verified.
+
+        Args:
+            checkpoint_path: A local file, an open file, or the URL that ModelCheckpoint saved to.
+            *args: Passed to Lightning.
+            **kwargs: Passed to Lightning.
+
+        Raises:
+            OptionError: The checkpoint is a local folder, as several ranks write it.
+            DamagedCheckpointError: No save at the URL is whole.
+
+        Cost:
+            A URL is downloaded to the temporary folder (``TMPDIR``) and read once more for its SHA-256.
+        """
+        if not isinstance(checkpoint_path, (str, Path)):
+            return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
+        if is_remote(checkpoint_path):
+            with downloaded(str(checkpoint_path)) as file:
+                return super().load_from_checkpoint(file, *args, **kwargs)
+        place = local_path(checkpoint_path, use="loaded from")
+        if place.is_dir():
+            raise OptionError(
+                f"{place} is a folder, not a checkpoint file. If several ranks wrote it, resume it with "
+                "strategy='fastft_fsdp' and call save_pretrained on the module."
+            )
+        return super().load_from_checkpoint(place, *args, **kwargs)
 
     def state_dict(  # type: ignore[override]
         self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False

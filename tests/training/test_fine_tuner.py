@@ -7,6 +7,7 @@ import itertools
 import json
 from unittest import mock
 
+import fsspec
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -19,7 +20,14 @@ from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from lightning_fastft.callbacks.packed_training import PackedTraining
-from lightning_fastft.core.errors import ContextError, DataError, OptionError, ResumeError, SwapError
+from lightning_fastft.core.errors import (
+    ContextError,
+    DamagedCheckpointError,
+    DataError,
+    OptionError,
+    ResumeError,
+    SwapError,
+)
 from lightning_fastft.packing.collate import collate
 from lightning_fastft.strategies.registry import register_strategies
 from lightning_fastft.training.datamodule import PackedDataModule
@@ -572,6 +580,38 @@ def test_hyperparameters_are_plain_and_rebuild_the_module(tmp_path):
     assert again.hparams == module.hparams
     assert again.lora.r == 3
     assert all(torch.equal(trainable(again)[name], value) for name, value in trainable(module).items())
+
+
+@pytest.fixture
+def bucket():
+    """A folder in memory."""
+    files = fsspec.filesystem("memory")
+    yield "memory://bucket"
+    files.rm("/bucket", recursive=True)
+
+
+def test_module_is_loaded_from_the_url_of_a_checkpoint(tmp_path, bucket):
+    url = f"{bucket}/a.ckpt"
+    trainer = fit(module := tuner(), tmp_path)
+    trainer.save_checkpoint(url)
+    again = FineTuner.load_from_checkpoint(url, map_location="cpu", learning_rate=0.5)
+    assert again.learning_rate == 0.5
+    assert all(torch.equal(trainable(again)[name], value) for name, value in trainable(module).items())
+    files = fsspec.filesystem("memory")
+    (place,) = [place for place in files.find("/bucket") if place.endswith("checkpoint.ckpt")]
+    files.pipe_file(place, files.cat_file(place)[:-1])
+    with pytest.raises(DamagedCheckpointError, match=r"a\.ckpt"):
+        FineTuner.load_from_checkpoint(url)
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_local_checkpoint_is_loaded_from_a_file_and_a_folder_is_refused(tmp_path, scheme):
+    module = tuner()
+    fit(module, tmp_path).save_checkpoint(tmp_path / "a.ckpt")
+    again = FineTuner.load_from_checkpoint(f"{scheme}{tmp_path}/a.ckpt")
+    assert all(torch.equal(trainable(again)[name], value) for name, value in trainable(module).items())
+    with pytest.raises(OptionError, match="fastft_fsdp"):
+        FineTuner.load_from_checkpoint(f"{scheme}{tmp_path}")
 
 
 def test_saved_adapters_load_in_stock_peft_with_equal_logits(tmp_path):
