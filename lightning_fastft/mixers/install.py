@@ -47,6 +47,8 @@ class PackedMixer:
         self._mixer: Any = mixer
         self._family = family
 
+    # torch.compile cannot trace the copies of forwards that without_kernels makes.
+    @torch.compiler.disable
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return what the mixer returns for each document alone, in the order of the pack.
 

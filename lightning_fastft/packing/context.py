@@ -280,7 +280,7 @@ class BatchContext:
         if full_key not in self._built:
             self.num_builds[kind] += 1
             # A batch may be used for validation first; inference tensors could not be saved for a later backward.
-            with torch.inference_mode(mode=False):
+            with torch.inference_mode(False):
                 self._built[full_key] = build()
         return cast("T", self._built[full_key])
 

@@ -13,6 +13,7 @@ from lightning_fastft.core.errors import ContextError
 from lightning_fastft.packing.context import BatchContext
 
 _MASK_BUILDERS = "transformers.masking_utils"
+_TRACER = "torch._dynamo.variables."
 # Methods whose result is the same mask. They, and whatever returns no tensor, are no reading.
 _COPIES = frozenset(
     [
@@ -62,6 +63,8 @@ class PackMask(torch.Tensor):
         return PackMask.of(self.as_subclass(torch.Tensor).clone(), copy.deepcopy(self.context, memo))
 
     @classmethod
+    # Operations on the mask run outside of compiled graphs, where no caller would be seen.
+    @torch.compiler.disable
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -91,8 +94,12 @@ class PackMask(torch.Tensor):
 
 
 def _find_reader() -> str:
-    """Return the name of the module that called a function of torch."""
+    """Return the name of the module that called a function of torch; "" if torch.compile looks at its inputs."""
     frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "torch":
+    name = cast("str", frame.f_globals.get("__name__", ""))
+    while frame.f_back is not None and name.split(".")[0] == "torch":
+        if name.startswith(_TRACER):
+            return ""
         frame = frame.f_back
-    return cast("str", frame.f_globals.get("__name__", ""))
+        name = cast("str", frame.f_globals.get("__name__", ""))
+    return name

@@ -146,7 +146,7 @@ class DocumentRotary:
     def _long_inv_freq(self, device: torch.device, limit: int, layer_type: str | None) -> torch.Tensor:
         key = (layer_type, device)
         if key not in self._long_frequencies:
-            with torch.inference_mode(mode=False):
+            with torch.inference_mode(False):
                 inv_freq, _ = ROPE_INIT_FUNCTIONS["longrope"](
                     self._rotary.config, device, seq_len=limit + 1, **_layer_keyword(layer_type)
                 )
@@ -159,7 +159,7 @@ class DocumentRotary:
             if len(self._dynamic_frequencies) >= _MOST_LENGTHS:
                 self._dynamic_frequencies.clear()
             # A tensor, as transformers passes it: with a number the base would be rounded differently.
-            with torch.inference_mode(mode=False):
+            with torch.inference_mode(False):
                 compute = ROPE_INIT_FUNCTIONS["dynamic"]
                 inv_freq, _ = compute(
                     self._rotary.config, torch.device("cpu"), seq_len=torch.tensor(length), **_layer_keyword(layer_type)
