@@ -22,7 +22,7 @@ def test_rows_are_seeded_and_have_their_lengths(task):
     assert 0.85 * mean < sum(lengths) / len(lengths) < 1.15 * mean
 
 
-@pytest.mark.slow
+@pytest.mark.fault
 def test_an_arm_is_measured_and_written(tmp_path, monkeypatch, capsys):
     build(WORKLOADS["tiny"], root=tmp_path, device="cpu", dtype=torch.float32)
     monkeypatch.setenv("PYTHONPATH", str(Path(tuners.__file__).parents[1]))

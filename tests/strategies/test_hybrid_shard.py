@@ -32,14 +32,14 @@ def train_alone(kind, folder):
     return trained_state(module)
 
 
-@pytest.mark.slow
+@pytest.mark.fault
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_two_copies_equal_one_process_with_four_times_the_accumulation(found, kind, tmp_path):
     # AdamW's steps are as long for small gradients, whose sums round differently.
     assert difference(found[kind, True, "whole"], train_alone(kind, tmp_path)) <= 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.fault
 @pytest.mark.parametrize("is_folder", [True, False])
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_a_resumed_run_equals_the_uninterrupted_one(found, kind, is_folder):
@@ -48,7 +48,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(found, kind, is_folder):
     assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
 
 
-@pytest.mark.slow
+@pytest.mark.fault
 def test_status_names_the_copies(found):
     assert "2 copies, each over 2 devices" in found["lora", True, "status"]
 

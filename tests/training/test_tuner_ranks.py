@@ -96,7 +96,7 @@ def two_ranks(tmp_path_factory, saved_model):
     return [torch.load(f"{path}.{rank}", weights_only=True) for rank in range(2)]
 
 
-@pytest.mark.slow
+@pytest.mark.fault
 @pytest.mark.parametrize("case", cases(), ids=lambda case: "-".join(map(str, case)))
 def test_ranks_train_as_one_by_one(one_by_one, two_ranks, case):
     for name, value in two_ranks[0][case].items():
@@ -104,13 +104,13 @@ def test_ranks_train_as_one_by_one(one_by_one, two_ranks, case):
     assert difference(two_ranks[0][case], one_by_one[case[0]]) <= BOUND
 
 
-@pytest.mark.slow
+@pytest.mark.fault
 def test_the_head_of_a_reward_model_joins_shards_that_are_read_from_files(two_ranks, saved_model):
     truth = gradient("reward", micro_batches("reward", accumulate=1), config=saved_model)
     assert difference(two_ranks[0]["files"], truth) <= BOUND
 
 
-@pytest.mark.slow
+@pytest.mark.fault
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "one example"])
 def test_ranks_store_a_reference_together(two_ranks, strategy):
     # The reference is the model itself, and nothing is trained: an exchanged value would give another loss.
@@ -120,7 +120,7 @@ def test_ranks_store_a_reference_together(two_ranks, strategy):
         assert losses["train_loss"] == pytest.approx(math.log(2), abs=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.fault
 def test_ranks_that_sample_their_own_rollouts_stay_equal(two_ranks):
     for name, value in two_ranks[0]["rollouts"].items():
         assert torch.equal(value, two_ranks[1]["rollouts"][name])

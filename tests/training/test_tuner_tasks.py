@@ -78,11 +78,17 @@ METHODS = {
     "cpo": {"loss": "cpo"},
     "kto": {"loss": "kto", "reference": "stored", "beta": 0.5},
 }
+IN_EVERY_RUN = ("dpo", "orpo", "kto")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "is_packed"), [*((method, True) for method in METHODS), ("dpo", False), ("orpo", False)]
+    ("method", "is_packed"),
+    [
+        *((method, True) for method in IN_EVERY_RUN),
+        *(pytest.param(method, True, marks=pytest.mark.fault) for method in METHODS if method not in IN_EVERY_RUN),
+        *(pytest.param(method, False, marks=pytest.mark.fault) for method in ("dpo", "orpo")),
+    ],
 )
 def test_held_out_completions_are_told_apart(tmp_path, method, is_packed):
     tuner = make(PreferenceTuner, **METHODS[method])
@@ -96,7 +102,7 @@ def test_held_out_completions_are_told_apart(tmp_path, method, is_packed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tuner_class", [PreferenceTuner, RewardTuner])
+@pytest.mark.parametrize("tuner_class", [pytest.param(PreferenceTuner, marks=pytest.mark.fault), RewardTuner])
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "adapters"])
 def test_held_out_pairs_of_a_simple_rule_are_told_apart(tmp_path, tuner_class, lora):
     options = {"reference": "stored"} if tuner_class is PreferenceTuner and lora is None else {}
