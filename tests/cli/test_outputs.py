@@ -90,7 +90,10 @@ def test_ordinary_places_are_taken(config, home):
         logger(save_dir=".", name="../notes"),
         logger(save_dir=".", version=".git"),
         trainer(default_root_dir="HOME"),
-        trainer(callbacks=[{"class_path": "any.Callback", "init_args": {"unknown_option": "HOME/notes/x"}}]),
+        *(
+            trainer(callbacks=[{"class_path": "any.Callback", "init_args": {"unknown_option": path}}])
+            for path in ("HOME/notes/x", "~/notes/x", "sqlite:notes.db")
+        ),
     ],
 )
 def test_places_of_others_are_refused_in_a_file_and_taken_from_the_command_line(config, home):
@@ -117,6 +120,7 @@ def test_places_of_others_are_refused_in_a_file_and_taken_from_the_command_line(
         (logger(save_dir=".", name=".config"), "leaves the folder"),
         (trainer(callbacks=[{"init_args": {"exclude_batches_path": "settings.json"}}]), "no run wrote"),
         (rejected("a\0b.jsonl"), "NUL"),
+        (checkpoint(dirpath=".shown/run"), "hidden part"),
     ],
 )
 def test_links_files_and_hidden_names_in_the_current_folder_are_refused(config, reason, home):
@@ -124,6 +128,7 @@ def test_links_files_and_hidden_names_in_the_current_folder_are_refused(config, 
     (home / "work/target.jsonl").write_text("mine")
     (home / "work/kept.jsonl").symlink_to(home / "work/target.jsonl")
     (home / "work/folder.jsonl").mkdir()
+    (home / "work/.shown").symlink_to(home / "work/folder.jsonl")
     (home / "work/plain").write_text("mine")
     (home / "work/settings.json").write_text('{"mine": 1}')
     with pytest.raises(OptionError, match=reason):
