@@ -1,4 +1,6 @@
-"""Ranks follow rank 0: its seed, its paths, its plan; and process groups are destroyed before the interpreter ends."""
+"""FastFTStrategyMixin: ranks follow rank 0 (its seed, its paths, its plan), process groups are destroyed before the
+interpreter ends, and a checkpoint is read without a module.
+"""
 
 import contextlib
 
@@ -76,6 +78,12 @@ def test_checkpoints_are_loaded_from_the_path_of_rank_zero(tmp_path, name):
 def test_checkpoints_that_all_ranks_write_go_to_the_path_of_rank_zero(tmp_path, name):
     fit_on_another_rank(tmp_path, name).save_checkpoint(tmp_path / "own.ckpt")
     assert [place.name for place in tmp_path.iterdir() if place.suffix == ".ckpt"] == ["right.ckpt"]
+
+
+def test_a_checkpoint_is_read_without_a_module(tmp_path):
+    strategy = FastFTStrategy()
+    strategy.checkpoint_io.save_checkpoint({"epoch": 3}, tmp_path / "a.ckpt")
+    assert strategy.load_checkpoint(tmp_path / "a.ckpt") == {"epoch": 3}
 
 
 def test_plans_are_agreed_on_by_the_strategy(tmp_path):
