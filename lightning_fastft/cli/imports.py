@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import yaml
@@ -18,6 +18,7 @@ from lightning_fastft.core.errors import OptionError
 
 # A config has some hundred values in a few levels. Larger ones could exhaust memory or stack of the parser.
 MOST_VALUES, MOST_LEVELS = 100_000, 100
+_TOO_LARGE = f"the text nests more than {MOST_LEVELS} levels, or its aliases unfold into more than {MOST_VALUES} values"
 ALLOW_IMPORT_OPTION = "--allow-import"
 
 _SCHEDULERS = (
@@ -172,27 +173,35 @@ def check_size(text: str) -> None:
     Example:
         >>> check_size("a: [1, 2]")
     """
+    try:
+        _count_values(text)
+    except yaml.scanner.ScannerError as error:
+        # PyYAML from 6.0.4 on has a limit of its own, which other malformed text does not meet.
+        if "nesting depth" in str(error):
+            raise yaml.YAMLError(_TOO_LARGE) from error
+    except (yaml.parser.ParserError, yaml.reader.ReaderError):
+        pass
+
+
+def _count_values(text: str) -> None:
+    """Raise YAMLError where a text exceeds a limit, or is malformed."""
     size_of: dict[str, int] = {}
     open_nodes: list[tuple[str | None, int]] = [(None, 0)]
-    with suppress(yaml.scanner.ScannerError, yaml.parser.ParserError, yaml.reader.ReaderError):
-        for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-            size = 0
-            if isinstance(event, yaml.AliasEvent):
-                size = size_of.get(event.anchor, 1)
-            elif isinstance(event, yaml.ScalarEvent):
-                size_of[event.anchor] = size = 1
-            elif isinstance(event, yaml.CollectionStartEvent):
-                open_nodes.append((event.anchor, 1))
-            elif isinstance(event, yaml.CollectionEndEvent):
-                anchor, size = open_nodes.pop()
-                size_of[anchor or ""] = size
-            outer, count = open_nodes[-1]
-            open_nodes[-1] = (outer, count + size)
-            if len(open_nodes) > MOST_LEVELS or open_nodes[-1][1] > MOST_VALUES:
-                raise yaml.YAMLError(
-                    f"the text nests more than {MOST_LEVELS} levels, or its aliases unfold into more than "
-                    f"{MOST_VALUES} values"
-                )
+    for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        size = 0
+        if isinstance(event, yaml.AliasEvent):
+            size = size_of.get(event.anchor, 1)
+        elif isinstance(event, yaml.ScalarEvent):
+            size_of[event.anchor] = size = 1
+        elif isinstance(event, yaml.CollectionStartEvent):
+            open_nodes.append((event.anchor, 1))
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, size = open_nodes.pop()
+            size_of[anchor or ""] = size
+        outer, count = open_nodes[-1]
+        open_nodes[-1] = (outer, count + size)
+        if len(open_nodes) > MOST_LEVELS or open_nodes[-1][1] > MOST_VALUES:
+            raise yaml.YAMLError(_TOO_LARGE)
 
 
 def check_named_functions(config: Any, allowed: Sequence[str] = ()) -> None:

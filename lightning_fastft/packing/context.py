@@ -231,7 +231,8 @@ class BatchContext:
         other = self._map(torch.clone)
         other.start_S1 = self.start_S1.new_empty(num_documents + 1)
         other.labelled_row_R = other.labelled_target_R = self.labelled_row_R.new_empty(0)
-        other.num_documents, other.max_length = num_documents, max_length
+        other.num_documents = num_documents
+        other.max_length = other.max_own_length = max_length
         other.load(self)
         return other
 

@@ -522,9 +522,10 @@ def test_every_build_of_the_same_metadata_says_the_same(lengths):
     ours = context.dense_mask(dtype=torch.float32)
     assert torch.equal(packed_metadata.loop_mask(position, torch.float32), ours)
     assert torch.equal(packed_metadata.transformers_mask(position, torch.float32), ours)
-    start, longest = packed_metadata.derived_offsets(position)
-    assert torch.equal(start, context.start_S1)
-    assert longest == context.max_length
+    derived = packed_metadata.derived_offsets(position)
+    assert torch.equal(derived.start_S1, context.start_S1)
+    assert torch.equal(derived.key_start_S1, context.varlen().key_start_S1)
+    assert derived[1::2] == context.varlen()[1::2]
     foreign, block = packed_metadata.transformers_block_mask(position), context.block_mask()
     index = torch.arange(context.num_tokens)
     zero = torch.tensor(0)

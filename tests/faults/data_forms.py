@@ -414,7 +414,11 @@ FORMS = (
         parquet([{"prompt": CHAT[0]["messages"][:1], "completion": CHAT[0]["messages"][1:]}]),
         CHAT_TEXTS,
     ),
-    Form("preferences", file("a.jsonl", lines({"prompt": "a", "chosen": "b", "rejected": "c"})), "known format"),
+    Form(
+        "preferences",
+        file("a.jsonl", lines({"prompt": "a", "chosen": "b", "rejected": "c"})),
+        ["b<|endoftext|>c<|endoftext|>"],
+    ),
     Form("names with spaces", file("a.csv", "prompt ,completion\na,b\n"), "known format"),
     Form("names in capitals", file("a.csv", "Prompt,Completion\na,b\n"), "known format"),
     Form(
