@@ -206,7 +206,7 @@ def _describe_sharing() -> list[str]:
             families.setdefault(obstacle.partition(" ")[2], []).append(f"`{family}`")
     return [
         "## Shared prompts\n",
-        "In packs of preference rows, rewards and rollouts a prompt stands once, and each completion attends to it",
+        "Packs of preference rows, rewards and rollouts hold each prompt once, and its completions attend to it",
         "(`pytest tests/patches/test_shared_prompts.py`). These families get a copy of the prompt for each completion,",
         "which is logged:\n",
         *(f"- {', '.join(names)}: each {reason}" for reason, names in families.items()),

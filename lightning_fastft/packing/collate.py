@@ -140,7 +140,7 @@ def collate(
     are joined in the order of the documents, which is the order of their tokens.
 
     A document with completions becomes its prompt and, for each completion, a document that continues it. The last
-    token of the prompt, which predicts the first of a completion, stands at the start of each completion instead.
+    token of the prompt, which predicts the first of a completion, begins each completion instead.
 
     Args:
         documents: Documents of the pack, at least one unless pad_to is given.

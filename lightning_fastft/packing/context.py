@@ -445,7 +445,7 @@ def _check_prefixes(prefixes: Sequence[int] | None, *, num_documents: int) -> to
         number = int(wrong_S.nonzero()[0])
         raise ShapeError(
             f"Document {number} continues document {int(prefix_S[number])}. A prefix is an earlier document of the "
-            "pack that continues none itself; -1 stands for none."
+            "pack that continues none itself; -1 means none."
         )
     return prefix_S
 

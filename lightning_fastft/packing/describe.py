@@ -296,7 +296,7 @@ def _describe_split(
 
 
 def _describe_sharing(subset: DescribableDocuments) -> str:
-    """Return a line on the tokens of packs in which each prompt stands once, and of packs that repeat it."""
+    """Return a line on the tokens of packs that hold each prompt once, and of packs that repeat it."""
     store, chosen_N = subset.documents.completions, slice(None) if subset.index_N is None else subset.index_N
     num_completions_N, num_prompt_N = store.num_completions_N[chosen_N], store.num_prompt_tokens_N[chosen_N]
     num_behind = int(store.num_completion_tokens_N[chosen_N].sum())

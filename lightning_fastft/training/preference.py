@@ -34,7 +34,7 @@ LARGEST_BETA = 1e3
 class PreferenceTuner(ReferenceTuner):
     """Train a model to prefer chosen completions over rejected ones.
 
-    A prompt with its completions is one example of a pack, in which the prompt stands once. The loss of an optimizer
+    A prompt with its completions is one example; a pack holds the prompt once. The loss of an optimizer
     step is the exact mean over its examples, however they are packed, accumulated and spread over ranks.
 
     Args:
