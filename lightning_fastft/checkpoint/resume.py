@@ -313,8 +313,8 @@ class ExactResume(Callback):
             )
 
     def _warn_of_lost_window(self, trainer: pl.Trainer) -> None:
-        """Warn that a data module without a plan cannot repeat the start of a window."""
-        if not self._has_warned and not hasattr(getattr(trainer, "datamodule", None), "plan"):
+        """Warn where the data module cannot repeat the start of a window."""
+        if not self._has_warned and not getattr(getattr(trainer, "datamodule", None), "repeats_windows", False):
             self._has_warned = True
             rank_zero_warn(
                 "A checkpoint was saved inside an accumulation window. Its partial gradients are not saved, so a "

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -122,6 +122,9 @@ class PackedDataModule(LightningDataModule):
         >>> [batch["input_ids"].tolist() for batch in data.train_dataloader()]
         [[[1, 2, 3, 4, 5]]]
     """
+
+    # A checkpoint written inside an accumulation window resumes at the start of the window.
+    repeats_windows = True
 
     def __init__(
         self,
@@ -257,8 +260,7 @@ class PackedDataModule(LightningDataModule):
         encoder = self._image_encoder()
         if encoder is None:
             raise OptionError("The data has images, and no processor turns them into inputs. Give one as tokenizer.")
-        module = None if self.trainer is None else self.trainer.lightning_module
-        return DocumentImages(encoder, config=find_config(module, name=self._given_tokenizer))
+        return DocumentImages(encoder, config=find_config(self._module, name=self._given_tokenizer))
 
     @property
     def plan(self) -> StepPlan:
@@ -432,7 +434,8 @@ class PackedDataModule(LightningDataModule):
         saved = state_dict["plan"]
         world_size, accumulate = (int(saved[name]) for name in _SIZES)
         before = self._make_plan(sizes=(world_size, accumulate))
-        if before.num_micro_batches != saved[_EPOCH_SIZE]:
+        # A cut epoch leaves examples out that the rest would train.
+        if before.num_micro_batches != saved[_EPOCH_SIZE] or before.num_micro_batches < before.num_uncut_micro_batches:
             raise ResumeError(
                 f"The checkpoint belongs to a run with other sizes ({'; '.join(changed)}), whose epochs were cut by "
                 "limit_train_batches. Resume with its sizes."
@@ -553,10 +556,13 @@ class PackedDataModule(LightningDataModule):
             self._packs[split] = pack_best_fit_decreasing(subset.length_N, max_tokens=self.max_tokens)
 
     @property
+    def _module(self) -> LightningModule | None:
+        return None if self.trainer is None else self.trainer.lightning_module
+
+    @property
     def _needs(self) -> DataNeeds | None:
         """What the LightningModule asks of the data; None for a module that does not say."""
-        module = None if self.trainer is None else self.trainer.lightning_module
-        return getattr(module, "data_needs", None)
+        return getattr(self._module, "data_needs", None)
 
     def _make_subset(
         self, dataset: TokenizedDataset, index_N: np.ndarray | None = None, *, may_add: bool = True
@@ -567,24 +573,9 @@ class PackedDataModule(LightningDataModule):
         return DocumentSubset(
             dataset,
             index_N=index_N,
-            shares_prompts=self._can_share_prompts(),
+            shares_prompts=shares_prompts(self.share_prompts, self._module, name=self._given_tokenizer),
             adds_mismatched=may_add and self._needs is not None and self._needs.adds_mismatched,
         )
-
-    def _can_share_prompts(self) -> bool:
-        """Return whether completions share their prompt; log why not where the model forbids it."""
-        if isinstance(self.share_prompts, bool):
-            return self.share_prompts
-        from lightning_fastft.hf.families import find_sharing_obstacle
-        from lightning_fastft.hf.images import find_config
-
-        module = None if self.trainer is None else self.trainer.lightning_module
-        if module is None:
-            return True
-        obstacle = find_sharing_obstacle(find_config(module, name=self._given_tokenizer))
-        if obstacle:
-            rank_zero_info(f"Prompts are repeated for each completion: {obstacle}.")
-        return not obstacle
 
     def _check_formats(self, split: str, dataset: TokenizedDataset) -> None:
         """Refuse rows that the LightningModule does not train on.
@@ -592,7 +583,7 @@ class PackedDataModule(LightningDataModule):
         Raises:
             DataError: A tuner for completions got plain rows, or another module got rows with completions.
         """
-        module, needs = None if self.trainer is None else self.trainer.lightning_module, self._needs
+        module, needs = self._module, self._needs
         if module is None:
             return
         found = sorted(dataset.report.rows_per_format)
@@ -603,11 +594,13 @@ class PackedDataModule(LightningDataModule):
                 f"has {', '.join(found)}."
             )
         foreign = [format for format in found if format in TUNERS]
+        # Rows of the other formats have no column completion.
+        plain = "format='prompt_completion', or " if {"labelled", "scored"}.issuperset(foreign) else ""
         if foreign and not (needs is not None and needs.formats) and self.options.format == "auto":
             raise DataError(
                 f"The {split} data {source} has rows of format {foreign[0]}, whose completions {name} would all train "
-                f"alike. Use {TUNERS[foreign[0]]}; or give format='prompt_completion', or format={foreign[0]!r} for a "
-                "module of your own that reads batch.context.completions."
+                f"alike. Use {TUNERS[foreign[0]]}; or give {plain}format={foreign[0]!r} for a module of your own that "
+                "reads batch.context.completions."
             )
 
     def _weights(self, subset: DocumentSubset) -> np.ndarray:
@@ -910,6 +903,27 @@ def check_source(name: str, source: object) -> None:
             f"{name} must be a file, a folder, a data set, a list of them, or rows, got {source!r} "
             f"({type(source).__name__})."
         )
+
+
+def shares_prompts(option: bool | str, module: LightningModule | None, *, name: object = None) -> bool:
+    """Return whether completions share their prompt in a pack; log why not where the model forbids it.
+
+    Args:
+        option: True, False, or "auto" for what the model computes exactly.
+        module: The LightningModule; None without a Trainer.
+        name: Hub id or folder of the model, where the module holds none.
+    """
+    if isinstance(option, bool):
+        return option
+    from lightning_fastft.hf.families import find_sharing_obstacle
+    from lightning_fastft.hf.images import find_config
+
+    if module is None:
+        return True
+    obstacle = find_sharing_obstacle(find_config(module, name=name))
+    if obstacle:
+        rank_zero_info(f"Prompts are repeated for each completion: {obstacle}.")
+    return not obstacle
 
 
 def _name_source(source: object) -> str:

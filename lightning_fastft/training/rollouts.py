@@ -14,8 +14,10 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 
-from lightning_fastft.core.checks import check_bool, check_float, check_int
-from lightning_fastft.core.errors import DataError, MissingDependencyError, OptionError
+from lightning_fastft.checkpoint.lightning_internals import batch_progress, take_back_batches
+from lightning_fastft.checkpoint.ranks import on_all_ranks
+from lightning_fastft.core.checks import check_bool, check_choice, check_float, check_int
+from lightning_fastft.core.errors import DataError, FastFTError, MissingDependencyError, OptionError, ResumeError
 from lightning_fastft.packing.collate import PackedBatch, collate, split_document
 from lightning_fastft.packing.completions import Completions
 from lightning_fastft.packing.context import IGNORED_LABEL, Document
@@ -23,7 +25,7 @@ from lightning_fastft.packing.planner import mix_bits, pack_best_fit_decreasing,
 from lightning_fastft.packing.rows import RowRejectedError, check_messages, check_text, parse_row
 from lightning_fastft.packing.sources import open_sources
 from lightning_fastft.packing.stream import EMPTY_PACK_TOKENS
-from lightning_fastft.training.datamodule import check_source
+from lightning_fastft.training.datamodule import check_source, shares_prompts
 
 if TYPE_CHECKING:
     from lightning_fastft.training.policy import PolicyTuner
@@ -184,12 +186,15 @@ class RolloutDataModule(LightningDataModule):
         temperature: Temperature of the sampling; give PolicyTuner the same one.
         max_tokens: Length of a pack in tokens.
         pad_to_max: Pad every pack to max_tokens, for static shapes.
-        share_prompts: Whether the prompt of a group is computed once; as in ``PackedDataModule``.
+        share_prompts: Whether a pack holds the prompt of a group once; as in ``PackedDataModule``.
         seed: Seed of the order of the prompts and of the sampling.
 
     Raises:
         OptionError: An option is not allowed.
     """
+
+    # A checkpoint written inside an accumulation window resumes at the start of the window.
+    repeats_windows = True
 
     def __init__(
         self,
@@ -203,7 +208,7 @@ class RolloutDataModule(LightningDataModule):
         temperature: float = 1.0,
         max_tokens: int = 4096,
         pad_to_max: bool = False,
-        share_prompts: bool = True,
+        share_prompts: bool | str = "auto",
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -214,8 +219,8 @@ class RolloutDataModule(LightningDataModule):
             ("max_tokens", max_tokens, 2),
         ):
             check_int(name, value, low=low)
-        for name, flag in (("pad_to_max", pad_to_max), ("share_prompts", share_prompts)):
-            check_bool(name, flag)
+        check_bool("pad_to_max", pad_to_max)
+        check_choice("share_prompts", share_prompts, ("auto", True, False))
         if prompts is None:
             raise OptionError("prompts is None: give a file, a folder, a data set or rows.")
         check_source("prompts", prompts)
@@ -234,11 +239,12 @@ class RolloutDataModule(LightningDataModule):
         self.share_prompts = share_prompts
         self.seed = seed
         self._source = prompts
+        self._shares_prompts = share_prompts is True
         self._rows: list[dict[str, Any]] = []
         self._prompt_ids: list[list[int]] = []
         # Rounds that are behind the run, and the micro-batches of the present one.
         self._num_rounds = 0
-        self._num_yielded = 0
+        self._num_yielded = self._num_in_round = 0
         self._documents: list[Document] | None = None
         self._old: list[torch.Tensor] | None = None
 
@@ -258,8 +264,11 @@ class RolloutDataModule(LightningDataModule):
                 row = _read_prompt(raw.raw, place=f"{source.name}, {source.counts} {raw.line}")
                 self._rows.append(row)
                 self._prompt_ids.append(_encode_prompt(tokenizer, row[PROMPT]))
+        self._shares_prompts = shares_prompts(self.share_prompts, self._tuner())
         longest = max(map(len, self._prompt_ids))
-        if longest + self.num_completions * (self.max_new_tokens + 1) > self.max_tokens and self.share_prompts:
+        num_behind = self.num_completions * self.max_new_tokens
+        num_prompt = longest - 1 + self.num_completions if self._shares_prompts else longest * self.num_completions
+        if num_prompt + num_behind > self.max_tokens:
             raise OptionError(
                 f"A prompt of {longest} tokens with {self.num_completions} completions of {self.max_new_tokens} does "
                 f"not fit max_tokens={self.max_tokens}. Raise max_tokens, or lower one of the others."
@@ -273,7 +282,13 @@ class RolloutDataModule(LightningDataModule):
 
     def train_dataloader(self) -> _RoundLoader:
         """Return the micro-batches of this rank, round after round."""
-        return _RoundLoader(self._rounds)
+        return _RoundLoader(self._open_rounds)
+
+    def _open_rounds(self) -> Iterator[PackedBatch]:
+        """Begin at the start of an accumulation window, also after a checkpoint that was written inside of one."""
+        if self.trainer is not None:
+            take_back_batches(self.trainer, batch_progress(self.trainer).current.ready % self._accumulate)
+        return self._rounds()
 
     def _rounds(self) -> Iterator[PackedBatch]:
         while True:
@@ -281,6 +296,7 @@ class RolloutDataModule(LightningDataModule):
                 self._documents = self._sample_round(self._num_rounds)
             batches = self._pack(self._documents)
             self._note_old(batches)
+            self._num_in_round = len(batches)
             for number in range(self._num_yielded, len(batches)):
                 self._num_yielded = number + 1
                 yield batches[number]
@@ -309,13 +325,14 @@ class RolloutDataModule(LightningDataModule):
     def _choose(self, number: int) -> list[int]:
         """Return the prompts of a round: each epoch over the prompts has its own order."""
         begin = number * self.prompts_per_round
-        chosen = []
+        chosen: list[int] = []
+        orders: dict[int, np.ndarray] = {}
         for place in range(begin, begin + self.prompts_per_round):
             epoch, within = divmod(place, len(self._rows))
-            order = np.argsort(
-                mix_bits(np.arange(len(self._rows), dtype=np.uint64), seed=self.seed, stream=2 + epoch), kind="stable"
-            )
-            chosen.append(int(order[within]))
+            if epoch not in orders:
+                key_N = mix_bits(np.arange(len(self._rows), dtype=np.uint64), seed=self.seed, stream=2 + epoch)
+                orders[epoch] = np.argsort(key_N, kind="stable")
+            chosen.append(int(orders[epoch][within]))
         return chosen
 
     def _judge(
@@ -346,18 +363,17 @@ class RolloutDataModule(LightningDataModule):
 
     def _pack(self, documents: list[Document]) -> list[PackedBatch]:
         """Return the packs of a round on the device: as many on every rank, in whole accumulation windows."""
-        trainer, tuner = self.trainer, self._tuner()
-        accumulate = 1 if trainer is None else int(trainer.accumulate_grad_batches)
-        lengths = [split_document(document, shares_prompt=self.share_prompts) for document in documents]
+        tuner, accumulate = self._tuner(), self._accumulate
+        lengths = [split_document(document, shares_prompt=self._shares_prompts) for document in documents]
         length_N = np.array([sum(len(part.input_ids) for part in parts) for parts in lengths], dtype=np.int64)
         packs = pack_best_fit_decreasing(length_N, max_tokens=self.max_tokens)
-        num_packs = -(-int(_gather(len(packs), trainer).max()) // accumulate) * accumulate
+        num_packs = -(-int(_gather(len(packs)).max()) // accumulate) * accumulate
         packs = split_to_multiple(packs, length_N, multiple=num_packs)
         # Best fit puts the longest rollouts first; every window is to have its share of them.
         order = np.argsort(mix_bits(np.arange(num_packs, dtype=np.uint64), seed=self.seed, stream=0), kind="stable")
         weights = np.array([packs.sum_per_pack(self._weights(documents))[number] for number in order])
-        total_W = _gather(weights.reshape(-1, accumulate).sum(axis=1), trainer).sum(axis=0)
-        world_size = 1 if trainer is None else trainer.world_size
+        window_RW = _gather(weights.reshape(-1, accumulate).sum(axis=1))
+        world_size, total_W = len(window_RW), window_RW.sum(axis=0)
         batches = []
         for place, number in enumerate(order):
             chosen = [documents[index] for index in packs[int(number)]]
@@ -366,7 +382,7 @@ class RolloutDataModule(LightningDataModule):
                 chosen,
                 pad_to=self.max_tokens if self.pad_to_max else None if chosen else EMPTY_PACK_TOKENS,
                 num_items=total / (accumulate * world_size) if total else 1.0,
-                shares_prompts=self.share_prompts,
+                shares_prompts=self._shares_prompts,
             )
             if not chosen:
                 batch.context.completions = Completions.none()
@@ -382,8 +398,7 @@ class RolloutDataModule(LightningDataModule):
     def _note_old(self, batches: Sequence[PackedBatch]) -> None:
         """Give every batch of a round with several steps the log-probabilities before the first."""
         tuner = self._tuner()
-        accumulate = 1 if self.trainer is None else int(self.trainer.accumulate_grad_batches)
-        if len(batches) <= accumulate:
+        if len(batches) <= self._accumulate:
             return
         if self._old is None:
             for batch in batches:
@@ -394,6 +409,15 @@ class RolloutDataModule(LightningDataModule):
             assert batch.context.completions is not None
             batch.context.completions.old_log_prob_R = old_R.to(batch.context.device)
 
+    @property
+    def _accumulate(self) -> int:
+        return 1 if self.trainer is None else int(self.trainer.accumulate_grad_batches)
+
+    @property
+    def _sizes(self) -> list[int]:
+        """World size and accumulation."""
+        return [1 if self.trainer is None else self.trainer.world_size, self._accumulate]
+
     def _tuner(self) -> PolicyTuner:
         from lightning_fastft.training.policy import PolicyTuner
 
@@ -403,19 +427,45 @@ class RolloutDataModule(LightningDataModule):
         return module
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the round, the place in it, and its rollouts, from which the run goes on bit for bit."""
-        return {
-            "round": self._num_rounds,
-            "in_round": self._num_yielded,
-            "rollouts": [_to_plain(document) for document in self._documents or ()],
+        """Return the round, the place in it, and the rollouts of every rank, from which the run goes on bit for bit.
+
+        The place is the start of an accumulation window, because no checkpoint keeps half-summed gradients. All ranks
+        must call this.
+        """
+        num_trained = self._num_yielded
+        if self.trainer is not None:
+            # A micro-batch whose step failed was yielded and not trained.
+            progress = batch_progress(self.trainer).current
+            num_trained -= progress.ready - progress.processed
+        num_trained -= num_trained % self._accumulate
+        if self._documents is None or 0 < self._num_in_round == num_trained:
+            return {"round": self._num_rounds + (self._documents is not None), "in_round": 0, "sizes": [], "ranks": []}
+        own = {
+            "rollouts": [_to_plain(document) for document in self._documents],
             "old_log_probs": list(self._old or ()),
         }
+        ranks = on_all_ranks(lambda: own, error=ResumeError)
+        return {"round": self._num_rounds, "in_round": num_trained, "sizes": self._sizes, "ranks": ranks}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take up the state of a checkpoint."""
-        self._num_rounds, self._num_yielded = int(state_dict["round"]), int(state_dict["in_round"])
-        self._documents = [_from_plain(values) for values in state_dict["rollouts"]] or None
-        self._old = list(state_dict["old_log_probs"]) or None
+        """Take up the state of a checkpoint.
+
+        Raises:
+            ResumeError: It was saved inside a round with another number of ranks or another accumulation.
+        """
+        ranks, saved = state_dict["ranks"], list(state_dict["sizes"])
+        if ranks and saved != self._sizes:
+            raise ResumeError(
+                "The checkpoint was saved inside a round of rollouts. World size and accumulate_grad_batches were "
+                f"{saved[0]} and {saved[1]} and are {self._sizes[0]} and {self._sizes[1]}. Resume with the values of "
+                "the checkpoint."
+            )
+        self._num_rounds, self._num_yielded, self._num_in_round = int(state_dict["round"]), state_dict["in_round"], 0
+        self._documents = self._old = None
+        if ranks:
+            own = ranks[0 if self.trainer is None else self.trainer.global_rank]
+            self._documents = [_from_plain(values) for values in own["rollouts"]]
+            self._old = list(own["old_log_probs"]) or None
 
 
 class _RoundLoader:
@@ -492,13 +542,9 @@ def _encode_prompt(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> list[i
     return ids
 
 
-def _gather(value: Any, trainer: Any) -> np.ndarray:
+def _gather(value: Any) -> np.ndarray:
     """Return the values of all ranks, stacked."""
-    if trainer is None or trainer.world_size == 1:
-        return np.asarray(value)[None]
-    values: list[Any] = [None] * trainer.world_size
-    torch.distributed.all_gather_object(values, value)
-    return np.stack([np.asarray(entry) for entry in values])
+    return np.stack(on_all_ranks(lambda: np.asarray(value), error=FastFTError))
 
 
 def _old_of(batch: PackedBatch) -> torch.Tensor:

@@ -207,7 +207,8 @@ OPTIONS = {
         **dict.fromkeys(("prompts_per_round", "max_new_tokens"), whole(1)),
         "temperature": number(1e-3, 1e3),
         "max_tokens": whole(2),
-        **dict.fromkeys(("pad_to_max", "share_prompts"), flag),
+        "pad_to_max": flag,
+        "share_prompts": choice("auto", True, False),
         "seed": whole(0, 2**64 - 1),
     },
     "PackedDataModule": {

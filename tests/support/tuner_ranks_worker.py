@@ -28,7 +28,7 @@ from lightning_fastft.training.rollouts import RolloutDataModule
 from tests.support.packs import make_documents, make_groups
 from tests.support.rank_exit import leave
 from tests.support.tuners import CONFIG, LORA
-from tests.training.test_rollouts import character_tokenizer
+from tests.training.test_rollouts import SaveAt, character_tokenizer
 
 NUM_EXAMPLES = 16
 STRATEGIES = {"ddp": FastFTDDPStrategy, "fsdp": FastFTFSDPStrategy}
@@ -153,17 +153,18 @@ def stored_losses(strategy, **validation):
     return {name: float(value) for name, value in trainer.callback_metrics.items() if name.endswith("_loss")}
 
 
-def weights_after_rounds(strategy):
-    """Adapters after rounds of rollouts of which each rank sampled its own."""
+def weights_after_rounds(strategy, *, callbacks=(), ckpt_path=None):
+    """Adapters after rounds of two steps, for which each rank sampled its own rollouts."""
     seed_everything(3, verbose=False)
     tuner = make_tuner(
         "grpo", tokenizer=character_tokenizer(), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)
     )
     prompts = [{"prompt": f"{number}+"} for number in range(8)]
     data = RolloutDataModule(
-        prompts, rewards=first_tokens, num_completions=3, prompts_per_round=4, max_new_tokens=3, max_tokens=32
+        prompts, rewards=first_tokens, num_completions=3, prompts_per_round=4, max_new_tokens=3, max_tokens=16
     )
-    make_trainer(strategy, num_ranks=2, max_steps=5).fit(tuner, data)
+    trainer = make_trainer(strategy, num_ranks=2, max_steps=5, callbacks=list(callbacks))
+    trainer.fit(tuner, data, ckpt_path=ckpt_path)
     return {name: parameter.detach().clone() for name, parameter in tuner.named_parameters() if parameter.requires_grad}
 
 
@@ -194,7 +195,8 @@ def main():
         "stored, one example": stored_losses(
             FastFTDDPStrategy(), val_paths=[{"prompt": "7+", "chosen": "1", "rejected": "23"}]
         ),
-        "rollouts": weights_after_rounds(FastFTDDPStrategy()),
+        "rollouts": weights_after_rounds(FastFTDDPStrategy(), callbacks=[SaveAt(3, f"{path}.ckpt")]),
+        "rollouts, resumed": weights_after_rounds(FastFTDDPStrategy(), ckpt_path=f"{path}.ckpt"),
         "files": gradient(
             "reward", micro_batches("reward", accumulate=1, world_size=2, rank=rank), strategy=FastFTFSDPStrategy(),
             num_ranks=2, config=folder,

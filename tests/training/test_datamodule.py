@@ -182,6 +182,15 @@ class TestResume:
         with pytest.raises(ResumeError, match=word):
             run(tmp_path, data=data, trainer=trainer, ckpt_path=path)
 
+    # An integer is the same limit whatever the sizes; the epochs that it cuts are not.
+    @pytest.mark.parametrize("limit", [7, 0.5])
+    def test_other_sizes_are_refused_where_epochs_are_cut(self, tmp_path, limit):
+        path = tmp_path / "saved.ckpt"
+        cut = {"limit_train_batches": limit}
+        run(tmp_path, data={}, trainer=cut, callbacks=[SaveAt(path, micro_batch=3)])
+        with pytest.raises(ResumeError, match="cut by limit_train_batches"):
+            run(tmp_path, data={}, trainer={**cut, "accumulate_grad_batches": 2}, ckpt_path=path)
+
     @pytest.mark.parametrize("cache", [None, "cache"])
     @pytest.mark.parametrize("change", ["touch", "copy", "other path", "memory"])
     def test_same_rows_touched_or_elsewhere_are_the_same_data(self, tmp_path, change, cache):

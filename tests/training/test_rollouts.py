@@ -7,7 +7,7 @@ import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from lightning_fastft.core.errors import DataError, MissingDependencyError, OptionError
+from lightning_fastft.core.errors import DataError, MissingDependencyError, OptionError, ResumeError
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from lightning_fastft.training.policy import PolicyTuner
 from lightning_fastft.training.rollouts import RolloutDataModule, Sampled, VllmSampler, make_rollout
@@ -40,9 +40,9 @@ def is_right(*, prompts, completions, answer):
     return [float(completion == right) for completion, right in zip(completions, answer)]
 
 
-def make_parts(*, learning_rate=3e-3, tuner_options=None, **options):
+def make_parts(*, config=CONFIG, learning_rate=3e-3, tuner_options=None, **options):
     tuner = PolicyTuner(
-        CONFIG, init="random", dtype="float32", tokenizer=character_tokenizer(), learning_rate=learning_rate,
+        config, init="random", dtype="float32", tokenizer=character_tokenizer(), learning_rate=learning_rate,
         scheduler="constant", warmup_steps=0, **(tuner_options or {}),
     )  # fmt: skip
     values = {
@@ -115,19 +115,86 @@ def test_a_round_asks_once_for_each_prompt_and_yields_whole_windows(tmp_path):
     assert all(batch.context.completions.old_log_prob_R is not None for batch in seen)
 
 
-def test_a_run_goes_on_inside_a_round_from_its_checkpoint(tmp_path):
+# A round has 8 micro-batches. Of two in a window, the last save of SaveAt is behind the first of the next window.
+@pytest.mark.parametrize(("accumulate", "step"), [(1, 5), (1, 8), (2, 5), (2, 4), (2, 8)])
+def test_a_run_goes_on_inside_a_round_from_its_checkpoint(tmp_path, accumulate, step):
     def run(folder, *, saves=False, ckpt_path=None):
         torch.manual_seed(0)
         tuner, data = make_parts(max_tokens=48, max_new_tokens=2)
-        saving = SaveAt(5, tmp_path / "five.ckpt") if saves else None
-        trainer = quiet_trainer(folder, max_steps=11, strategy=FastFTStrategy(), callbacks=[saving] if saving else [])
+        callbacks = [SaveAt(step, tmp_path / "saved.ckpt")] if saves else []
+        trainer = quiet_trainer(
+            folder, max_steps=11, strategy=FastFTStrategy(), callbacks=callbacks, accumulate_grad_batches=accumulate
+        )
         trainer.fit(tuner, data, ckpt_path=ckpt_path)
         return tuner
 
     whole = run(tmp_path / "a", saves=True)
-    resumed = run(tmp_path / "b", ckpt_path=str(tmp_path / "five.ckpt"))
+    resumed = run(tmp_path / "b", ckpt_path=str(tmp_path / "saved.ckpt"))
     for (name, one), (_, other) in zip(whole.named_parameters(), resumed.named_parameters()):
         assert torch.equal(one, other), name
+
+
+def test_a_failed_step_is_trained_again(tmp_path):
+    class FailedStepError(Exception):
+        pass
+
+    def run(folder, *, fails_at=None, ckpt_path=None):
+        torch.manual_seed(0)
+        tuner, data = make_parts(max_tokens=48, max_new_tokens=2)
+        own_step = tuner.training_step
+
+        def step(batch, batch_idx):
+            if batch_idx == fails_at:
+                trainer.save_checkpoint(tmp_path / "saved.ckpt")
+                raise FailedStepError
+            return own_step(batch, batch_idx)
+
+        tuner.training_step = step
+        trainer = quiet_trainer(folder, max_steps=11, strategy=FastFTStrategy())
+        trainer.fit(tuner, data, ckpt_path=ckpt_path)
+        return tuner
+
+    whole = run(tmp_path / "a")
+    with pytest.raises(FailedStepError):
+        run(tmp_path / "b", fails_at=5)
+    resumed = run(tmp_path / "c", ckpt_path=str(tmp_path / "saved.ckpt"))
+    for (name, one), (_, other) in zip(whole.named_parameters(), resumed.named_parameters()):
+        assert torch.equal(one, other), name
+
+
+def test_other_sizes_are_refused_inside_a_round_alone(tmp_path):
+    def run(folder, *, accumulate, **options):
+        tuner, data = make_parts(max_tokens=48, max_new_tokens=2)
+        trainer = quiet_trainer(
+            tmp_path / folder, max_steps=9, strategy=FastFTStrategy(), accumulate_grad_batches=accumulate,
+            callbacks=options.pop("callbacks", []),
+        )  # fmt: skip
+        trainer.fit(tuner, data, **options)
+
+    inside, behind = tmp_path / "5.ckpt", tmp_path / "8.ckpt"
+    run("a", accumulate=1, callbacks=[SaveAt(5, inside), SaveAt(8, behind)])
+    with pytest.raises(ResumeError, match="were 1 and 1 and are 1 and 2"):
+        run("b", accumulate=2, ckpt_path=str(inside))
+    with pytest.warns(UserWarning, match="accumulate_grad_batches was 1 and is 2"):
+        run("c", accumulate=2, ckpt_path=str(behind))
+
+
+@pytest.mark.parametrize(
+    ("more", "shares"),
+    [({}, True), ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, False)],
+)
+def test_a_prompt_is_repeated_where_the_model_cannot_share_it(tmp_path, more, shares):
+    tuner, data = make_parts(config={**CONFIG, **more}, num_completions=2, prompts_per_round=2)
+    seen = []
+    own_step = tuner.training_step
+
+    def step(batch, batch_idx):
+        seen.append(batch.context.has_prefixes)
+        return own_step(batch, batch_idx)
+
+    tuner.training_step = step
+    train(tmp_path, tuner, data, max_steps=1)
+    assert seen == [shares]
 
 
 def test_a_rollout_holds_prompt_completions_and_scores():
@@ -150,6 +217,8 @@ def test_a_rollout_holds_prompt_completions_and_scores():
         ({"rewards": lambda completions, **_: [float("nan")] * len(completions)}, DataError, "finite"),
         ({"rewards": []}, OptionError, "rewards"),
         ({"max_tokens": 8}, OptionError, "max_tokens"),
+        # 8 copies of a prompt of 4 tokens, with a completion of one.
+        ({"max_tokens": 39, "share_prompts": False}, OptionError, "max_tokens"),
         ({"prompts_per_round": 17}, OptionError, "prompts_per_round"),
         ({"num_completions": 1}, OptionError, "num_completions"),
     ],
