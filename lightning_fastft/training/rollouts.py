@@ -183,7 +183,7 @@ class RolloutDataModule(LightningDataModule):
         num_completions: Completions of each prompt: the size of a group.
         prompts_per_round: Prompts of a round, on all ranks together.
         max_new_tokens: Most tokens of a completion.
-        temperature: Temperature of the sampling; give PolicyTuner the same one.
+        temperature: Temperature of the sampling; that of the PolicyTuner must be the same.
         max_tokens: Length of a pack in tokens.
         pad_to_max: Pad every pack to max_tokens, for static shapes.
         share_prompts: Whether a pack holds the prompt of a group once; as in ``PackedDataModule``.
@@ -252,11 +252,17 @@ class RolloutDataModule(LightningDataModule):
         """Read and tokenise the prompts.
 
         Raises:
-            DataError: A row has no usable prompt, or a prompt leaves no room for completions.
+            DataError: A row has no usable prompt.
+            OptionError: A prompt leaves no room for completions, or options do not fit the tuner or the ranks.
         """
         if self._rows:
             return
-        tokenizer = self._tuner().tokenizer
+        tokenizer, temperature = self._tuner().tokenizer, self._tuner().temperature
+        if temperature != self.temperature:
+            raise OptionError(
+                f"RolloutDataModule samples at temperature={self.temperature}, and the PolicyTuner takes "
+                f"log-probabilities at temperature={temperature}. Give both the same one."
+            )
         if tokenizer is None:
             raise OptionError("Prompts are text and need a tokenizer: give the tuner one.")
         for source in open_sources(self._source):

@@ -220,6 +220,7 @@ def test_a_rollout_holds_prompt_completions_and_scores():
         # 8 copies of a prompt of 4 tokens, with a completion of one.
         ({"max_tokens": 39, "share_prompts": False}, OptionError, "max_tokens"),
         ({"prompts_per_round": 17}, OptionError, "prompts_per_round"),
+        ({"temperature": 0.7}, OptionError, r"temperature=0\.7, and the PolicyTuner .* temperature=1\.0"),
         ({"num_completions": 1}, OptionError, "num_completions"),
     ],
 )
