@@ -6,14 +6,16 @@ r"""Updates of preference, policy and distillation tuners: examples per second, 
     python -m benchmarks.tuners run --task grpo --workload qwen3-8b-lora --root /dev/shm/fastft --out runs/grpo \
         --arms ours:keep+fused trl:16 trl:16+recompute
     python -m benchmarks.tuners run --task distill --workload qwen3-8b-lora --root /dev/shm/fastft --out runs/distill \
-        --arms sft:keep+fused teacher:keep+fused live:keep+fused stored:keep+fused
+        --arms sft:keep+fused forward:keep+fused live:keep+fused stored:keep+fused
 
 An arm is one process. Tasks: "dpo" has prompts of mean 512 and completions of mean 256 tokens, "grpo" prompts of mean
 1,024 and groups of 8 completions of mean 256 with given rewards (no sampling is timed), "distill" documents of mean 512
-and a teacher of the student's shape. Ours trains one pack of the workload's max_tokens in a step; "+copies" repeats
+and a teacher of the student's shape; "forward" is the time of
+the student's loss without a gradient. Ours trains one pack of the workload's max_tokens in a step; "+copies" repeats
 prompts instead of sharing them. TRL and Unsloth train as many rows in a step as the number says, a pair being one row
-and a completion of a group one row. Every system starts from the same adapters, and its mean loss on the same first
-examples is printed: figures count only where these agree. Steps end at CUDA events; 4 warm-up steps, then 20.
+and a completion of a group one row. Every system starts from the same adapters and prints a check: the mean loss of the
+same first examples, for "grpo" the gradient norm of the first two groups ("trl:16" trains just these in its first
+step). Figures count only where checks agree. Steps end at CUDA events; 4 warm-up steps, then 20.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")
 
 NUM_WARMUP, NUM_TIMED = 4, 20
-NUM_EXAMPLES, NUM_CHECKED = 2000, 8
+NUM_EXAMPLES, NUM_CHECKED, NUM_CHECKED_GROUPS = 800, 8, 2
 GROUP_SIZE = 8
 MEAN_LENGTHS = {"dpo": (512, 256), "grpo": (1024, 256), "distill": (0, 512)}
 SIGMA = 0.6
@@ -112,7 +114,7 @@ def _run(options: argparse.Namespace) -> int:
             }
             for record in records
             if "error" not in record
-            for metric, unit in (("examples_per_s", "1/s"), ("step_ms", "ms"), ("reserved_gib", "GiB"), ("loss", ""))
+            for metric, unit in (("examples_per_s", "1/s"), ("step_ms", "ms"), ("reserved_gib", "GiB"), ("check", ""))
         ],
         path=options.out / "rows.csv",
     )
@@ -124,7 +126,7 @@ def _line(record: dict[str, Any]) -> str:
         return f"{record['arm']:28} {record['error']}"
     return (
         f"{record['arm']:28} {record['examples_per_s']:8.2f} examples/s {record['step_ms']:8.1f} ms a step "
-        f"{record['allocated_gib']:6.1f} / {record['reserved_gib']:6.1f} GiB  loss {record['loss']:.5f}  "
+        f"{record['allocated_gib']:6.1f} / {record['reserved_gib']:6.1f} GiB  check {record['check']:.5f}  "
         f"gradient {record['gradient_norm']:.3g}"
     )
 
@@ -202,7 +204,7 @@ class _Clock:
         """Keep the norm of the first step's gradients."""
         import torch
 
-        if not self._marks and not self.gradient_norm:
+        if not self.gradient_norm:
             norms = [p.grad.detach().float().norm() for p in parameters if p.grad is not None]
             self.gradient_norm = float(torch.stack(norms).norm())
 
@@ -272,13 +274,25 @@ def _run_ours(options: argparse.Namespace, *, files: Any, system: str, mode: str
         )  # fmt: skip
 
     start = files.read_trained()
-    checked = make_trainer(_load_callback(start)).validate(
-        tuner, PackedDataModule(None, val_paths=rows[:NUM_CHECKED], **data), verbose=False
-    )[0]
-    trainer = make_trainer(_clock_callback(clock, start=start, task=options.task), max_steps=clock.num_total)
-    trainer.fit(tuner, PackedDataModule(rows, **data))
+    if options.task == "grpo":
+        # On policy the loss does not depend on the model, so the gradient of one step is compared.
+        first = _Clock(num_steps=NUM_TIMED, is_cuda=False)
+        make_trainer(_clock_callback(first, start=start), max_epochs=1, accumulate_grad_batches=NUM_CHECKED).fit(
+            tuner, PackedDataModule(rows[:NUM_CHECKED_GROUPS], **data)
+        )
+        checked = first.gradient_norm
+    else:
+        checked = make_trainer(_load_callback(start)).validate(
+            tuner, PackedDataModule(None, val_paths=rows[:NUM_CHECKED], **data), verbose=False
+        )[0]["val_loss"]
+    if system == "forward":
+        trainer = make_trainer(_forward_callback(clock, start=start), limit_val_batches=clock.num_total)
+        trainer.validate(tuner, PackedDataModule(None, val_paths=rows, **data), verbose=False)
+    else:
+        trainer = make_trainer(_clock_callback(clock, start=start), max_steps=clock.num_total)
+        trainer.fit(tuner, PackedDataModule(rows, **data))
     torch.cuda.empty_cache() if is_cuda else None
-    return {"loss": checked["val_loss"], "version": lightning_fastft.__version__, **clock.record()}
+    return {"check": checked, "version": lightning_fastft.__version__, **clock.record()}
 
 
 def _make_tuner(options: argparse.Namespace, *, files: Any, system: str, is_cuda: bool) -> Any:
@@ -294,12 +308,14 @@ def _make_tuner(options: argparse.Namespace, *, files: Any, system: str, is_cuda
     if system == "ours":
         kind = {"dpo": PreferenceTuner, "grpo": PolicyTuner}[options.task]
         return kind(str(files.model), **({"beta": BETA} if options.task == "dpo" else {}), **common)
-    if system == "sft":
+    if system in ("sft", "forward"):
         return FineTuner(str(files.model), **common)
     if system in ("live", "stored"):
         store = {"store": str(options.out / "teacher")} if system == "stored" else {}
         return DistillationTuner(str(files.model), teacher=str(files.model), **store, **common)
-    raise ValueError(f"{system!r} is no system of this benchmark; it has ours, sft, live, stored, trl and unsloth.")
+    raise ValueError(
+        f"{system!r} is no system of this benchmark; it has ours, sft, forward, live, stored, trl and unsloth."
+    )
 
 
 def _load_callback(start: Any) -> Any:
@@ -313,29 +329,35 @@ def _load_callback(start: Any) -> Any:
             if pl_module.low_precision_adapters is not None:
                 pl_module.low_precision_adapters.refresh()
 
+        on_train_start = on_validation_start
+
     return Load()
 
 
-def _clock_callback(clock: _Clock, *, start: Any, task: str) -> Any:
-    from lightning.pytorch import Callback
-
-    from benchmarks.ruler.judge import load_start
-
-    class Measure(Callback):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            load_start(pl_module.model, start)
-            if pl_module.low_precision_adapters is not None:
-                pl_module.low_precision_adapters.refresh()
-
+def _clock_callback(clock: _Clock, *, start: Any) -> Any:
+    class Measure(type(_load_callback(start))):
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
             clock.note_gradients(pl_module.parameters())
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            completions = batch.context.completions
-            count = batch.context.num_documents if completions is None else completions.num_examples
-            trainer.should_stop = clock.step_done(count) or trainer.should_stop
+            trainer.should_stop = clock.step_done(_num_examples(batch)) or trainer.should_stop
 
     return Measure()
+
+
+def _forward_callback(clock: _Clock, *, start: Any) -> Any:
+    class Measure(type(_load_callback(start))):
+        def on_validation_batch_end(
+            self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        ) -> None:
+            clock.step_done(_num_examples(batch))
+
+    return Measure()
+
+
+def _num_examples(batch: Any) -> int:
+    completions = batch.context.completions
+    return batch.context.num_documents if completions is None else completions.num_examples
 
 
 # TRL and Unsloth.
@@ -362,7 +384,8 @@ def _run_trl(options: argparse.Namespace, *, files: Any, system: str, mode: str)
         "per_device_eval_batch_size": NUM_CHECKED,
         "max_steps": clock.num_total,
         "learning_rate": LEARNING_RATE,
-        "max_grad_norm": 1.0,
+        # Norms are noted after clipping there.
+        "max_grad_norm": 1e9,
         "logging_steps": 100_000,
         "save_strategy": "no",
         "report_to": "none",
@@ -383,13 +406,14 @@ def _run_trl(options: argparse.Namespace, *, files: Any, system: str, mode: str)
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             clock.step_done(num_examples)
 
-    loss = trainer.evaluate()["eval_loss"] if options.task == "dpo" else float("nan")
+    checked = trainer.evaluate()["eval_loss"] if options.task == "dpo" else None
     trainer.add_callback(Measure())
     trainer.train()
     import trl
 
     version = __import__("unsloth").__version__ if system == "unsloth" else trl.__version__
-    return {"loss": loss, "version": version, **clock.record()}
+    measured = clock.record()
+    return {"check": clock.gradient_norm if checked is None else checked, "version": version, **measured}
 
 
 def _load_peer(files: Any, *, system: str, is_cuda: bool, recomputes: bool) -> tuple[Any, Any]:
@@ -444,6 +468,11 @@ def _grpo_trainer(
     from trl import GRPOConfig, GRPOTrainer
 
     texts = {row["prompt"]: row for row in rows}
+    rewards = {
+        tuple(_completion_ids(tokenizer, text)): reward
+        for row in rows
+        for text, reward in zip(row["completions"], row["rewards"], strict=True)
+    }
 
     def rollout(prompts: list[str], *_: Any, **__: Any) -> dict[str, Any]:
         seen: dict[str, int] = {}
@@ -452,24 +481,34 @@ def _grpo_trainer(
             place = seen.get(prompt, 0)
             seen[prompt] = place + 1
             chosen.append(texts[prompt]["completions"][place % GROUP_SIZE])
-        completion_ids = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in chosen]
+        completion_ids = [_completion_ids(tokenizer, text) for text in chosen]
         return {
             "prompt_ids": [tokenizer(prompt)["input_ids"] for prompt in prompts],
             "completion_ids": completion_ids,
             "logprobs": None,
         }
 
-    def reward(completions: list[str], **_: Any) -> list[float]:
-        return [float(len(text) % 7) for text in completions]
+    def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return [rewards[tuple(ids)] for ids in completion_ids]
 
     return GRPOTrainer(
         model=model,
         reward_funcs=reward,
-        args=GRPOConfig(**common, num_generations=GROUP_SIZE, max_completion_length=2 * MEAN_LENGTHS["grpo"][1]),
+        args=GRPOConfig(
+            **common,
+            num_generations=GROUP_SIZE,
+            max_completion_length=2 * MEAN_LENGTHS["grpo"][1] + 1,
+            loss_type="grpo",
+            shuffle_dataset=False,
+        ),
         train_dataset=Dataset.from_list([{"prompt": row["prompt"]} for row in rows]),
         processing_class=tokenizer,
         rollout_func=rollout,
     )
+
+
+def _completion_ids(tokenizer: Any, text: str) -> list[int]:
+    return [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
 
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from lightning_fastft.kernels.state_scan import triton
-from tests.kernels.test_state_scan import check_against_truth
+from tests.kernels.test_state_scan import check_against_truth, make_chunks, make_inputs, run_reference
 from tests.support.kernel_harness import DEVICE, NARROW, planted_faults
+from tests.support.truth import relative_error
 
 SMALL = {"heads": 2, "width": 16, "groups": 1, "states": 16}
 
@@ -51,6 +52,17 @@ def test_sizes(sizes, monkeypatch):
     check(lengths=(3, 20), **sizes)
 
 
+def test_neighbours_far_into_a_chunk_decay_exactly():
+    """The sums are near -1,000 there, and the decay between the last two tokens is exp(-0.16)."""
+    x, dt, a, b, c, skip = make_inputs((64,), heads=1, width=16, groups=1, states=16, device=DEVICE)
+    dt = torch.full_like(dt, 1.0)
+    dt[-2:] = 0.01
+    inputs = (x, dt, a, b, c, torch.zeros_like(skip))
+    chunks = make_chunks((64,), 64, device=DEVICE)
+    truth = run_reference(inputs, torch.ones_like(x), chunks=chunks, dtype=torch.float64)[0]
+    assert relative_error(triton.scan_forward(*inputs, chunks=chunks)[-1], truth[-1]) < 8e-7
+
+
 FAULTS = {
     "state carried over a border": "state = tl.{zeros((BLOCK_N, BLOCK_W) => full((BLOCK_N, BLOCK_W), 0.1}, dtype=tl.float32) for number",
     "last token of a document": "return rows.to(tl.int64), rows < tl.load(start_ptr + document + 1){ => - 1}",
@@ -61,7 +73,7 @@ FAULTS = {
     "reversed weight": "weight = {tl => dt * tl}.exp(tl.cumsum(logs)) if",
     "order of the chunks": "place = {num_chunks - 1 - number => number} if",
     "group of a head, states": "b_ptr += head {// (NUM_H // NUM_G) => % NUM_G} * NUM_N",
-    "a token sees the next": 'is_seen = places[:, None] {>= => >} places[None, :] decay = tl.exp(tl.where(is_seen, sums[:, None] - sums[None, :], float("-inf"))) x =',
+    "a token sees the next": "is_seen = places[:, None] {>= => >} places[None, :] decay = _decay(sums, lost, is_seen) x =",
     "state on entry not decayed": "y *= {tl.exp(sums)[:, None] => 1.0}",
     "skip lost": "y += {tl.load(skip_ptr + head) * x.to(tl.float32) => 0.0}",
     "skip of another head": "y += tl.load({skip_ptr + head => skip_ptr})",

@@ -64,6 +64,12 @@ def _reciprocal_norm(y, eps):
 
 
 @triton.jit
+def _sigmoid(x):
+    """Return the sigmoid; its division is rounded to nearest."""
+    return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + tl.exp(-x))
+
+
+@triton.jit
 def _column(head, NUM_HEADS: tl.constexpr, SECTION_STEP: tl.constexpr, GROUP_SIZE: tl.constexpr,
             GROUP_STEP: tl.constexpr, HEAD_WIDTH: tl.constexpr):  # fmt: skip
     """Return the first column of a head, counted from the first head of its kind."""
@@ -110,7 +116,7 @@ def _heads_forward_kernel(
         BLOCK_T,
         BLOCK_W,
     )
-    y = y / (1.0 + tl.exp(-y))
+    y *= _sigmoid(y)
     if HAS_NORM:
         y *= _reciprocal_norm(y, eps)
     y_ptr = first_y_ptr if head < NUM_HEADS else second_y_ptr
@@ -166,7 +172,7 @@ def _heads_backward_kernel(
         BLOCK_W,
     )
     d = tl.load(d_ptrs, mask=inside, other=0.0).to(tl.float32)
-    share = 1.0 / (1.0 + tl.exp(-pre))
+    share = _sigmoid(pre)
     if HAS_NORM:
         y = pre * share
         scale = _reciprocal_norm(y, eps)
@@ -272,7 +278,7 @@ def _gates_forward_kernel(
     )
     places = tokens[:, None] * NUM_HEADS + heads[None, :]
     tl.store(g_ptr + places, -rate * _softplus(a), mask=inside)
-    tl.store(beta_ptr + places, 1.0 / (1.0 + tl.exp(-b)), mask=inside)
+    tl.store(beta_ptr + places, _sigmoid(b), mask=inside)
 
 
 @triton.jit
@@ -306,8 +312,8 @@ def _gates_backward_kernel(
     places = tokens[:, None] * NUM_HEADS + heads[None, :]
     d_g = tl.load(d_g_ptr + places, mask=inside, other=0.0).to(tl.float32)
     d_beta = tl.load(d_beta_ptr + places, mask=inside, other=0.0).to(tl.float32)
-    d_a = -d_g * rate / (1.0 + tl.exp(-a))
-    beta = 1.0 / (1.0 + tl.exp(-b))
+    d_a = -d_g * rate * _sigmoid(a)
+    beta = _sigmoid(b)
     out_places = tokens[:, None] * d_stride + (heads // GROUP_SIZE * GROUP_STEP + heads % GROUP_SIZE)[None, :]
     tl.store(d_a_ptr + out_places, d_a.to(d_a_ptr.dtype.element_ty), mask=inside)
     tl.store(d_b_ptr + out_places, (d_beta * beta * (1.0 - beta)).to(d_b_ptr.dtype.element_ty), mask=inside)

@@ -80,6 +80,21 @@ def _sum_later(logs):
 
 
 @triton.jit
+def _sum_logs(logs):
+    """Return the sums up to each token, and what their rounding to fp32 has lost."""
+    sums = tl.cumsum(logs.to(tl.float64))
+    rounded = sums.to(tl.float32)
+    return rounded, (sums - rounded.to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
+def _decay(sums, lost, is_seen):
+    """Return the decay from each token to each later one, without cancellation between long sums."""
+    logs = (sums[:, None] - sums[None, :]) + (lost[:, None] - lost[None, :])
+    return tl.exp(tl.where(is_seen, logs, float("-inf")))
+
+
+@triton.jit
 def _states_kernel(
     x_ptr,
     dt_ptr,
@@ -163,7 +178,7 @@ def _output_kernel(
     rows, inside_rows = _find_rows(chunk, start_ptr, index_ptr, BLOCK_L)
     ws = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
     dt = tl.load(dt_ptr + rows * NUM_H + head, mask=inside_rows, other=0.0)
-    sums = tl.cumsum(dt * tl.load(a_ptr + head))
+    sums, lost = _sum_logs(dt * tl.load(a_ptr + head))
     state_ptr += (chunk * NUM_H + head) * (NUM_N * NUM_W)
     group = head // (NUM_H // NUM_G)
 
@@ -178,7 +193,7 @@ def _output_kernel(
     y *= tl.exp(sums)[:, None]
     places = tl.arange(0, BLOCK_L)
     is_seen = places[:, None] >= places[None, :]
-    decay = tl.exp(tl.where(is_seen, sums[:, None] - sums[None, :], float("-inf")))
+    decay = _decay(sums, lost, is_seen)
     x = _load(x_ptr + head * NUM_W, rows, x_stride, ws, inside_rows, NUM_W)
     y = tl.dot((scores * decay * dt[None, :]).to(x.dtype), x, y, input_precision="ieee")
     y += tl.load(skip_ptr + head) * x.to(tl.float32)
@@ -230,11 +245,11 @@ def _head_gradient_kernel(
     d_state_ptr += (chunk * NUM_H + head) * (NUM_N * NUM_W)
     a, skip = tl.load(a_ptr + head), tl.load(skip_ptr + head)
     dt = tl.load(dt_ptr + rows * NUM_H + head, mask=inside_rows, other=0.0)
-    sums = tl.cumsum(dt * a)
+    sums, lost = _sum_logs(dt * a)
     enter, leave = tl.exp(sums), tl.exp(_sum_later(dt * a))
     places = tl.arange(0, BLOCK_L)
     is_seen = places[:, None] >= places[None, :]
-    decay = tl.exp(tl.where(is_seen, sums[:, None] - sums[None, :], float("-inf")))
+    decay = _decay(sums, lost, is_seen)
 
     scores = tl.zeros((BLOCK_L, BLOCK_L), dtype=tl.float32)
     for first in tl.range(0, NUM_N, BLOCK_N, num_stages=1):
@@ -333,7 +348,7 @@ def _group_gradient_kernel(
         head = part * HEADS + number
         dt = tl.load(dt_ptr + rows * NUM_H + head, mask=inside_rows, other=0.0)
         logs = dt * tl.load(a_ptr + head)
-        sums = tl.cumsum(logs)
+        sums, lost = _sum_logs(logs)
         enter, leave = tl.exp(sums), tl.exp(_sum_later(logs)) * dt
         state_ptrs = (chunk * NUM_H + head) * (NUM_N * NUM_W)
         d_scores = tl.zeros((BLOCK_L, BLOCK_L), dtype=tl.float32)
@@ -346,7 +361,7 @@ def _group_gradient_kernel(
             d_state = _load_state(d_state_ptr + state_ptrs, ns, ws, NUM_N, NUM_W)
             d_c += enter[:, None] * tl.dot(d_y, tl.trans(state), input_precision="ieee")
             d_b += leave[:, None] * tl.dot(x, tl.trans(d_state), input_precision="ieee")
-        decay = tl.exp(tl.where(is_seen, sums[:, None] - sums[None, :], float("-inf")))
+        decay = _decay(sums, lost, is_seen)
         weights = (d_scores * decay * dt[None, :]).to(b.dtype)
         d_c = tl.dot(weights, b, d_c, input_precision="ieee")
         d_b = tl.dot(tl.trans(weights), c, d_b, input_precision="ieee")
