@@ -79,8 +79,6 @@ def explain_refusal(message: str, *, options: Collection[str], program: str, con
         owner = f"{key[1].rpartition('.')[2]}." if key else ""
         names = ", ".join(f"--{owner}{name.strip()}" for name in missing[1].split(","))
         advice = f"hint: give a config that has it, --config NAME or FILE; shipped configs: {', '.join(configs)}\n"
-        if names == "--data.rewards":
-            advice = "hint: name a function of yours: --allow-import my_rewards --data.rewards my_rewards.score\n"
         return f"error: {names} is required and was not given\n{advice}{last_line}"
 
     kept = [

@@ -49,6 +49,9 @@ class DistillationTuner(Tuner):
     exists. With ``store`` the teacher's likeliest tokens are computed once, in a pass before the training, and are read
     from there in this and later runs; the teacher is then not in memory.
 
+    A ``RolloutDataModule`` gives completions that the student samples itself (GKD, arXiv 2306.13649); they need a live
+    teacher.
+
     Args:
         model: The student, as in ``FineTuner``.
         teacher: Name, folder or model of the teacher, with the student's tokens. Held beside the student, frozen.

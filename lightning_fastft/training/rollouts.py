@@ -1,4 +1,4 @@
-"""RolloutDataModule: prompts in, packed rollouts with rewards out, sampled while the policy trains.
+"""RolloutDataModule: prompts in, packed rollouts out, sampled while the policy or the student trains.
 
 Axes: N rollouts of a round (a prompt with its group of completions each).
 """
@@ -16,11 +16,13 @@ from lightning.pytorch import LightningDataModule
 
 from lightning_fastft.checkpoint.lightning_internals import batch_progress, take_back_batches
 from lightning_fastft.checkpoint.ranks import on_all_ranks
-from lightning_fastft.core.checks import check_bool, check_choice, check_float, check_int
+from lightning_fastft.core.checks import check_bool, check_choice, check_float, check_int, check_share
 from lightning_fastft.core.errors import DataError, FastFTError, MissingDependencyError, OptionError, ResumeError
 from lightning_fastft.packing.collate import PackedBatch, collate, split_document
 from lightning_fastft.packing.completions import Completions
 from lightning_fastft.packing.context import IGNORED_LABEL, Document
+from lightning_fastft.packing.encode import Encoded, Formatter
+from lightning_fastft.packing.formats import FormatOptions
 from lightning_fastft.packing.planner import mix_bits, pack_best_fit_decreasing, split_to_multiple
 from lightning_fastft.packing.rows import RowRejectedError, check_messages, check_text, parse_row
 from lightning_fastft.packing.sources import open_sources
@@ -28,11 +30,14 @@ from lightning_fastft.packing.stream import EMPTY_PACK_TOKENS
 from lightning_fastft.training.datamodule import check_source, shares_prompts
 
 if TYPE_CHECKING:
+    from lightning_fastft.training.distillation import DistillationTuner
     from lightning_fastft.training.policy import PolicyTuner
+    from lightning_fastft.training.tuner import Tuner
 
 # Lightning asks a loader without a length one batch ahead, which would sample before the policy's last update.
 ENDLESS = 10**9
 PROMPT = "prompt"
+COMPLETION = "completion"
 
 
 class Sampled(NamedTuple):
@@ -43,11 +48,11 @@ class Sampled(NamedTuple):
 
 
 class Sampler(Protocol):
-    """Sample completions with the present policy."""
+    """Sample completions with the present policy or student."""
 
     def __call__(
         self,
-        tuner: PolicyTuner,
+        tuner: Tuner,
         prompts: Sequence[Sequence[int]],
         *,
         num_completions: int,
@@ -66,7 +71,7 @@ class Reward(Protocol):
 
 
 def sample_with_model(
-    tuner: PolicyTuner,
+    tuner: Tuner,
     prompts: Sequence[Sequence[int]],
     *,
     num_completions: int,
@@ -132,7 +137,7 @@ class VllmSampler:
 
     def __call__(
         self,
-        tuner: PolicyTuner,
+        tuner: Tuner,
         prompts: Sequence[Sequence[int]],
         *,
         num_completions: int,
@@ -167,23 +172,75 @@ class VllmSampler:
         ]
 
 
+class FunctionSampler:
+    """Sample with a plain function from prompts to completions, both as token ids.
+
+    The function itself sees to temperature and seed; a completion of more than max_new_tokens is refused.
+
+    Args:
+        generate: Called with a list of prompts, each num_completions times in a row; returns one completion for each,
+            without the prompt, and with the end-of-text token where the text ends.
+
+    Raises:
+        OptionError: generate is not callable.
+
+    Example:
+        >>> sampler = FunctionSampler(lambda prompts: [[len(prompt), 1] for prompt in prompts])
+        >>> sampler(None, [[5, 6]], num_completions=1, max_new_tokens=2, temperature=1.0, seed=0)
+        [[Sampled(input_ids=[2, 1], log_probs=None)]]
+    """
+
+    def __init__(self, generate: Callable[[list[list[int]]], Sequence[Sequence[int]]]) -> None:
+        if not callable(generate):
+            raise OptionError(f"generate must be a function, got {generate!r} ({type(generate).__name__}).")
+        self._generate = generate
+
+    def __call__(
+        self,
+        tuner: Tuner | None,
+        prompts: Sequence[Sequence[int]],
+        *,
+        num_completions: int,
+        max_new_tokens: int,
+        temperature: float,
+        seed: int,
+    ) -> list[list[Sampled]]:
+        """Return the function's completions of each prompt.
+
+        Raises:
+            DataError: It returned another number of completions.
+        """
+        repeated = [list(prompt) for prompt in prompts for _ in range(num_completions)]
+        written = [Sampled(list(ids)) for ids in self._generate(repeated)]
+        if len(written) != len(repeated):
+            raise DataError(
+                f"The function of FunctionSampler returned {len(written)} completions for {len(repeated)} prompts; it "
+                "must return one for each."
+            )
+        return [written[begin : begin + num_completions] for begin in range(0, len(written), num_completions)]
+
+
 class RolloutDataModule(LightningDataModule):
-    """Sample completions of prompts with the policy that trains, score them, and yield them as packed batches.
+    """Sample completions of prompts with the policy or the student that trains, and yield them as packed batches.
 
     A round samples a group of completions for each of ``prompts_per_round`` prompts, and becomes as many optimizer
-    steps as its packs need. With more than one step in a round, the log-probabilities before the first are kept for the
-    importance ratios. The Trainer needs ``max_steps``.
+    steps as its packs need. For a PolicyTuner completions are scored, and with more than one step in a round the
+    log-probabilities before the first are kept for the importance ratios. For a DistillationTuner the teacher is the
+    judge: there are no rewards. The Trainer needs ``max_steps``.
 
     Args:
         prompts: Rows with a column "prompt" (text, or a list of messages for the chat template): a file, a folder, a
             data set or a list of rows, as in ``PackedDataModule``. Other columns go to the rewards.
         rewards: A function or several, whose numbers are added; called with the keywords prompts, completions (texts)
-            and one list for each other column.
-        sampler: Samples the completions; ``sample_with_model`` or a ``VllmSampler``, or a function like them.
-        num_completions: Completions of each prompt: the size of a group.
+            and one list for each other column. None for a DistillationTuner.
+        sampler: Samples the completions; ``sample_with_model``, a ``VllmSampler``, a ``FunctionSampler`` of your own
+            function, or a function like ``sample_with_model``.
+        sampled_share: Share of prompts whose completions are sampled, drawn anew in each round (lmbda of GKD). The
+            others get the completion of their row (column "completion"). Below 1 only without rewards.
+        num_completions: Sampled completions of each prompt: the size of a group; at least 2 with rewards.
         prompts_per_round: Prompts of a round, on all ranks together.
         max_new_tokens: Most tokens of a completion.
-        temperature: Temperature of the sampling; that of the PolicyTuner must be the same.
+        temperature: Temperature of the sampling; that of a PolicyTuner must be the same.
         max_tokens: Length of a pack in tokens.
         pad_to_max: Pad every pack to max_tokens, for static shapes.
         share_prompts: Whether a pack holds the prompt of a group once; as in ``PackedDataModule``.
@@ -200,8 +257,9 @@ class RolloutDataModule(LightningDataModule):
         self,
         prompts: str | list[str] | list[dict[str, Any]] | Any,
         *,
-        rewards: Callable[..., Any] | list[Callable[..., Any]],
+        rewards: Callable[..., Any] | list[Callable[..., Any]] | None = None,
         sampler: Callable[..., Any] = sample_with_model,
+        sampled_share: float = 1.0,
         num_completions: int = 8,
         prompts_per_round: int = 8,
         max_new_tokens: int = 256,
@@ -213,7 +271,7 @@ class RolloutDataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         for name, value, low in (
-            ("num_completions", num_completions, 2),
+            ("num_completions", num_completions, 1 if rewards is None else 2),
             ("prompts_per_round", prompts_per_round, 1),
             ("max_new_tokens", max_new_tokens, 1),
             ("max_tokens", max_tokens, 2),
@@ -226,10 +284,18 @@ class RolloutDataModule(LightningDataModule):
         check_source("prompts", prompts)
         check_int("seed", seed, low=0, high=2**64 - 1)
         check_float("temperature", temperature, low=1e-3, high=1e3)
-        self.rewards = list(rewards) if isinstance(rewards, (list, tuple)) else [rewards]
-        if not self.rewards or not all(callable(reward) for reward in self.rewards) or not callable(sampler):
+        self.rewards = list(rewards) if isinstance(rewards, (list, tuple)) else [] if rewards is None else [rewards]
+        is_empty = rewards is not None and not self.rewards
+        if is_empty or not all(map(callable, self.rewards)) or not callable(sampler):
             raise OptionError("rewards must be a function or a list of functions, and sampler a function.")
         self.sampler = sampler
+        check_share("sampled_share", sampled_share)
+        if self.rewards and sampled_share < 1:
+            raise OptionError(
+                f"sampled_share={sampled_share} takes completions from rows, and rewards compare sampled ones: leave "
+                "one of the two out."
+            )
+        self.sampled_share = sampled_share
         self.num_completions = num_completions
         self.prompts_per_round = prompts_per_round
         self.max_new_tokens = max_new_tokens
@@ -242,6 +308,8 @@ class RolloutDataModule(LightningDataModule):
         self._shares_prompts = share_prompts is True
         self._rows: list[dict[str, Any]] = []
         self._prompt_ids: list[list[int]] = []
+        # The rows' own completions behind their prompts; empty if all are sampled.
+        self._given: list[Document] = []
         # Rounds that are behind the run, and the micro-batches of the present one.
         self._num_rounds = 0
         self._num_yielded = self._num_in_round = 0
@@ -252,24 +320,23 @@ class RolloutDataModule(LightningDataModule):
         """Read and tokenise the prompts.
 
         Raises:
-            DataError: A row has no usable prompt.
+            DataError: A row has no usable prompt, or no usable completion where it needs one.
             OptionError: A prompt leaves no room for completions, or options do not fit the tuner or the ranks.
         """
         if self._rows:
             return
-        tokenizer, temperature = self._tuner().tokenizer, self._tuner().temperature
-        if temperature != self.temperature:
-            raise OptionError(
-                f"RolloutDataModule samples at temperature={self.temperature}, and the PolicyTuner takes "
-                f"log-probabilities at temperature={temperature}. Give both the same one."
-            )
+        self._check_tuner()
+        tokenizer, places = self._tuner().tokenizer, []
         if tokenizer is None:
             raise OptionError("Prompts are text and need a tokenizer: give the tuner one.")
         for source in open_sources(self._source):
             for raw in source.read(None):
-                row = _read_prompt(raw.raw, place=f"{source.name}, {source.counts} {raw.line}")
+                places.append(f"{source.name}, {source.counts} {raw.line}")
+                row = _read_prompt(raw.raw, place=places[-1])
                 self._rows.append(row)
                 self._prompt_ids.append(_encode_prompt(tokenizer, row[PROMPT]))
+        if self.sampled_share < 1:
+            self._given = self._encode_given(places)
         self._shares_prompts = shares_prompts(self.share_prompts, self._tuner())
         longest = max(map(len, self._prompt_ids))
         num_behind = self.num_completions * self.max_new_tokens
@@ -285,6 +352,59 @@ class RolloutDataModule(LightningDataModule):
                 f"prompts_per_round={self.prompts_per_round} must be a multiple of the {world_size} ranks and at most "
                 f"the {len(self._rows)} prompts."
             )
+
+    def _check_tuner(self) -> None:
+        """Refuse a tuner that needs other options."""
+        from lightning_fastft.training.distillation import DistillationTuner
+
+        tuner = self._tuner()
+        if isinstance(tuner, DistillationTuner):
+            if tuner.store is not None:
+                raise OptionError(
+                    "DistillationTuner(store=...) holds the teacher's tokens of given rows, and completions that are "
+                    "sampled are in no store. Leave store out, so that the live teacher reads them; or give the rows "
+                    "to PackedDataModule."
+                )
+            if self.rewards:
+                raise OptionError("A DistillationTuner learns from its teacher, without rewards: leave rewards out.")
+            return
+        if not self.rewards:
+            raise OptionError(
+                "A PolicyTuner learns from rewards: give RolloutDataModule(rewards=...) a function of yours. On the "
+                "command line: --allow-import my_rewards --data.rewards my_rewards.score."
+            )
+        if tuner.temperature != self.temperature:
+            raise OptionError(
+                f"RolloutDataModule samples at temperature={self.temperature}, and the PolicyTuner takes "
+                f"log-probabilities at temperature={tuner.temperature}. Give both the same one."
+            )
+
+    def _encode_given(self, places: Sequence[str]) -> list[Document]:
+        """Return each row's own completion behind its prompt.
+
+        Raises:
+            DataError: A row has none, or one that cannot be trained or does not fit max_tokens.
+        """
+        tuner, documents = self._tuner(), []
+        options = FormatOptions(max_tokens=self.max_tokens, format="rollouts")
+        formatter = Formatter(tuner.tokenizer, options=options, vocab_size=tuner.vocab_size)
+        rows = [{PROMPT: row[PROMPT], "completions": [row.get(COMPLETION)], "rewards": [0.0]} for row in self._rows]
+        for place, found in zip(places, formatter.encode(rows, format="rollouts")):
+            if not isinstance(found, Encoded):
+                raise DataError(
+                    f"{place}: {found}. With sampled_share={self.sampled_share} every row needs a completion: a text "
+                    "behind a text, messages behind messages."
+                ) from found
+            if len(found.input_ids) > self.max_tokens:
+                raise DataError(
+                    f"{place}: prompt and completion have {len(found.input_ids)} tokens, and max_tokens is "
+                    f"{self.max_tokens}."
+                )
+            assert found.completions is not None
+            labels = np.where(found.is_trained, found.input_ids, IGNORED_LABEL)
+            lengths, scores = found.completions.segment_lengths, found.completions.scores
+            documents.append(Document(found.input_ids, labels, segment_lengths=lengths, scores=scores))
+        return documents
 
     def train_dataloader(self) -> _RoundLoader:
         """Return the micro-batches of this rank, round after round."""
@@ -310,10 +430,18 @@ class RolloutDataModule(LightningDataModule):
             self._documents = self._old = None
 
     def _sample_round(self, number: int) -> list[Document]:
-        """Return this rank's rollouts of a round, with rewards as scores."""
-        tuner = self._tuner()
+        """Return this rank's rollouts of a round, with rewards as scores; given completions where none are sampled."""
         world_size, rank = (1, 0) if self.trainer is None else (self.trainer.world_size, self.trainer.global_rank)
-        chosen = self._choose(number)[rank::world_size]
+        chosen, is_sampled = self._choose(number)[rank::world_size], self._draw(number)[rank::world_size]
+        seed = int(mix_bits(np.array([number * world_size + rank], dtype=np.uint64), seed=self.seed, stream=1)[0] >> 1)
+        rollouts = iter(self._sample([index for index, drawn in zip(chosen, is_sampled) if drawn], seed=seed))
+        return [next(rollouts) if drawn else self._given[index] for index, drawn in zip(chosen, is_sampled)]
+
+    def _sample(self, chosen: Sequence[int], *, seed: int) -> list[Document]:
+        """Return the rollouts of some prompts."""
+        if not chosen:
+            return []
+        tuner = self._tuner()
         prompts = [self._prompt_ids[index] for index in chosen]
         groups = self.sampler(
             tuner,
@@ -321,12 +449,44 @@ class RolloutDataModule(LightningDataModule):
             num_completions=self.num_completions,
             max_new_tokens=self.max_new_tokens,
             temperature=self.temperature,
-            seed=int(
-                mix_bits(np.array([number * world_size + rank], dtype=np.uint64), seed=self.seed, stream=1)[0] >> 1
-            ),
+            seed=seed,
         )
+        self._check_groups(groups, num_prompts=len(prompts))
         rewards = self._judge([self._rows[index] for index in chosen], groups, tokenizer=tuner.tokenizer)
         return [make_rollout(prompt, group, scores) for prompt, group, scores in zip(prompts, groups, rewards)]
+
+    def _check_groups(self, groups: Sequence[Sequence[Sampled]], *, num_prompts: int) -> None:
+        """Refuse what a sampler must not return, before it reaches the device.
+
+        Raises:
+            DataError: Completions are missing or left over, or one is too long or has an impossible token.
+        """
+        counts = [len(group) for group in groups]
+        if counts != [self.num_completions] * num_prompts:
+            raise DataError(
+                f"The sampler returned {counts} completions for {num_prompts} prompts; it must return "
+                f"num_completions={self.num_completions} for each."
+            )
+        vocab_size = self._tuner().vocab_size
+        for ids in (sampled.input_ids for group in groups for sampled in group):
+            if len(ids) > self.max_new_tokens:
+                raise DataError(
+                    f"The sampler returned a completion of {len(ids)} tokens, and max_new_tokens is "
+                    f"{self.max_new_tokens}."
+                )
+            if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+                raise DataError(
+                    f"The sampler returned token ids from {min(ids)} to {max(ids)}, and the embedding has "
+                    f"{vocab_size} rows."
+                )
+
+    def _draw(self, number: int) -> list[bool]:
+        """Return for each prompt of a round whether its completions are sampled; the same for any number of ranks."""
+        place_N = np.arange(self.prompts_per_round, dtype=np.uint64) + np.uint64(number * self.prompts_per_round)
+        # The highest 53 bits, a fraction below 1 that a double holds exactly.
+        draw_N = (mix_bits(place_N, seed=self.seed, stream=-1) >> np.uint64(11)) * 2.0**-53
+        drawn: list[bool] = (draw_N < self.sampled_share).tolist()
+        return drawn
 
     def _choose(self, number: int) -> list[int]:
         """Return the prompts of a round: each epoch over the prompts has its own order."""
@@ -344,11 +504,13 @@ class RolloutDataModule(LightningDataModule):
     def _judge(
         self, rows: Sequence[Mapping[str, Any]], groups: Sequence[Sequence[Sampled]], *, tokenizer: Any
     ) -> list[list[float]]:
-        """Return the summed rewards of each group's completions.
+        """Return the summed rewards of each group's completions; 0 without reward functions.
 
         Raises:
             DataError: A reward function returned another count, or numbers that are not finite.
         """
+        if not self.rewards:
+            return [[0.0] * len(group) for group in groups]
         texts = [tokenizer.decode(sampled.input_ids, skip_special_tokens=True) for group in groups for sampled in group]
         repeated = [row for row, group in zip(rows, groups) for _ in group]
         columns = {name: [row.get(name) for row in repeated] for name in repeated[0] if name != PROMPT}
@@ -402,9 +564,11 @@ class RolloutDataModule(LightningDataModule):
         return np.array([len(document.scores) for document in documents], dtype=np.int64)
 
     def _note_old(self, batches: Sequence[PackedBatch]) -> None:
-        """Give every batch of a round with several steps the log-probabilities before the first."""
+        """Give every batch of a policy's round with several steps the log-probabilities before the first."""
+        from lightning_fastft.training.policy import PolicyTuner
+
         tuner = self._tuner()
-        if len(batches) <= self._accumulate:
+        if not isinstance(tuner, PolicyTuner) or len(batches) <= self._accumulate:
             return
         if self._old is None:
             for batch in batches:
@@ -424,12 +588,15 @@ class RolloutDataModule(LightningDataModule):
         """World size and accumulation."""
         return [1 if self.trainer is None else self.trainer.world_size, self._accumulate]
 
-    def _tuner(self) -> PolicyTuner:
+    def _tuner(self) -> PolicyTuner | DistillationTuner:
+        from lightning_fastft.training.distillation import DistillationTuner
         from lightning_fastft.training.policy import PolicyTuner
 
         module = None if self.trainer is None else self.trainer.lightning_module
-        if not isinstance(module, PolicyTuner):
-            raise OptionError(f"RolloutDataModule samples for a PolicyTuner, got {type(module).__name__}.")
+        if not isinstance(module, (PolicyTuner, DistillationTuner)):
+            raise OptionError(
+                f"RolloutDataModule samples for a PolicyTuner or a DistillationTuner, got {type(module).__name__}."
+            )
         return module
 
     def state_dict(self) -> dict[str, Any]:

@@ -83,20 +83,14 @@ def test_a_reward_function_needs_permission_on_the_command_line(rows, model, ans
     assert "--allow-import tuner_rewards" in text
 
 
-@pytest.mark.parametrize(
-    ("words", "reason", "hint"),
-    [
-        ([], "error: --data.rewards is required and was not given", "--allow-import my_rewards --data.rewards"),
-        (["--data.rewards", "nowhere.score"], "error: data: rewards: No module named 'nowhere'", "fit --help"),
-    ],
-)
-def test_reward_that_is_not_there_answers_with_what_to_give(words, reason, hint, rows, model, answer):
-    words = ["--config", "grpo_qwen3_0.6b", "--model.model", model, "--allow-import", "nowhere", *words]
-    status, text = answer(["fit", *words])
-    lines = text.splitlines()
+def test_reward_that_is_not_there_answers_with_what_to_give(rows, model, answer):
+    words = ["fit", "--config", "grpo_qwen3_0.6b", "--model.model", model, "--allow-import", "nowhere", *TINY]
+    status, text = answer([*words, "--data.rewards", "nowhere.score"])
     assert status == 2
-    assert lines[0] == reason
-    assert hint in lines[1]
+    assert text.splitlines()[0] == "error: data: rewards: No module named 'nowhere'"
+    status, text = answer(words)
+    assert status == 1
+    assert "--allow-import my_rewards --data.rewards my_rewards.score" in text
 
 
 def test_a_function_of_the_package_is_no_sampler(rows, model, answer):

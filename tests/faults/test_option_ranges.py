@@ -201,10 +201,10 @@ OPTIONS = {
     },
     "RolloutDataModule": {
         "prompts": lambda value: value is not None and rows(value),
-        "rewards": called,
+        "rewards": either(nothing, called),
         "sampler": called,
-        "num_completions": whole(2),
-        **dict.fromkeys(("prompts_per_round", "max_new_tokens"), whole(1)),
+        "sampled_share": share,
+        **dict.fromkeys(("num_completions", "prompts_per_round", "max_new_tokens"), whole(1)),
         "temperature": number(1e-3, 1e3),
         "max_tokens": whole(2),
         "pad_to_max": flag,
@@ -288,7 +288,7 @@ GIVEN = {
     **{name: {"model": CONFIG, "init": "random", "lora": {}} for name in ("PreferenceTuner", "PolicyTuner")},
     "DistillationTuner": {"model": CONFIG, "init": "random", "teacher": "teacher"},
     "PackedDataModule": {"paths": "rows.jsonl"},
-    "RolloutDataModule": {"prompts": "rows.jsonl", "rewards": len},
+    "RolloutDataModule": {"prompts": "rows.jsonl"},
 }
 LORA = {"r": whole(1, 2**16), "lora_alpha": number(0, 2**20), "lora_dropout": share}
 CHECKED_WHEN_USED = (

@@ -153,22 +153,23 @@ def stored_losses(strategy, **validation):
     return {name: float(value) for name, value in trainer.callback_metrics.items() if name.endswith("_loss")}
 
 
-def weights_after_rounds(strategy, *, callbacks=(), ckpt_path=None):
-    """Adapters after rounds of two steps, for which each rank sampled its own rollouts."""
+def weights_after_rounds(strategy, *, kind="grpo", callbacks=(), ckpt_path=None):
+    """Adapters after rounds of two steps, for which each rank sampled its own rollouts; a student samples half of
+    them.
+    """
     seed_everything(3, verbose=False)
     tuner = make_tuner(
-        "grpo", tokenizer=character_tokenizer(), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+        kind, tokenizer=character_tokenizer(), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)
     )
-    prompts = [{"prompt": f"{number}+"} for number in range(8)]
-    data = RolloutDataModule(
-        prompts, rewards=first_tokens, num_completions=3, prompts_per_round=4, max_new_tokens=3, max_tokens=16
-    )
+    prompts = [{"prompt": f"{number}+", "completion": "1=2=3=4=5"} for number in range(8)]
+    judges = {"rewards": first_tokens} if kind == "grpo" else {"sampled_share": 0.5}
+    data = RolloutDataModule(prompts, num_completions=3, prompts_per_round=4, max_new_tokens=3, max_tokens=16, **judges)
     trainer = make_trainer(strategy, num_ranks=2, max_steps=5, callbacks=list(callbacks))
     trainer.fit(tuner, data, ckpt_path=ckpt_path)
     return {name: parameter.detach().clone() for name, parameter in tuner.named_parameters() if parameter.requires_grad}
 
 
-def first_tokens(*, prompts, completions):
+def first_tokens(*, prompts, completions, **columns):
     return [float(ord(completion[0]) % 5) if completion else 0.0 for completion in completions]
 
 
@@ -197,6 +198,12 @@ def main():
         ),
         "rollouts": weights_after_rounds(FastFTDDPStrategy(), callbacks=[SaveAt(3, f"{path}.ckpt")]),
         "rollouts, resumed": weights_after_rounds(FastFTDDPStrategy(), ckpt_path=f"{path}.ckpt"),
+        "on policy": weights_after_rounds(
+            FastFTDDPStrategy(), kind="distillation", callbacks=[SaveAt(3, f"{path}-on-policy.ckpt")]
+        ),
+        "on policy, resumed": weights_after_rounds(
+            FastFTDDPStrategy(), kind="distillation", ckpt_path=f"{path}-on-policy.ckpt"
+        ),
         "files": gradient(
             "reward", micro_batches("reward", accumulate=1, world_size=2, rank=rank), strategy=FastFTFSDPStrategy(),
             num_ranks=2, config=folder,

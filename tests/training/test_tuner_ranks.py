@@ -121,13 +121,15 @@ def test_ranks_store_a_reference_together(two_ranks, strategy):
 
 
 @pytest.mark.fault
-def test_ranks_that_sample_their_own_rollouts_stay_equal(two_ranks):
-    for name, value in two_ranks[0]["rollouts"].items():
-        assert torch.equal(value, two_ranks[1]["rollouts"][name])
+@pytest.mark.parametrize("kind", ["rollouts", "on policy"])
+def test_ranks_that_sample_their_own_rollouts_stay_equal(two_ranks, kind):
+    for name, value in two_ranks[0][kind].items():
+        assert torch.equal(value, two_ranks[1][kind][name])
 
 
 @pytest.mark.fault
-def test_ranks_go_on_inside_a_round_with_their_own_rollouts(two_ranks):
+@pytest.mark.parametrize("kind", ["rollouts", "on policy"])
+def test_ranks_go_on_inside_a_round_with_their_own_rollouts(two_ranks, kind):
     for rank in two_ranks:
-        for name, value in rank["rollouts"].items():
-            assert torch.equal(value, rank["rollouts, resumed"][name]), name
+        for name, value in rank[kind].items():
+            assert torch.equal(value, rank[f"{kind}, resumed"][name]), name
