@@ -62,7 +62,7 @@ def uses_triton(backend: str, device: torch.device, *, dtype: torch.dtype | None
             supports every dtype of its reference.
 
     Raises:
-        OptionError: The backend is unknown, or "triton" cannot serve these tensors.
+        OptionError: The backend is unknown, or "triton" does not support these tensors.
 
     Example:
         >>> uses_triton("auto", torch.device("cpu"))

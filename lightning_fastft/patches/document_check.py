@@ -70,7 +70,7 @@ def check_documents(
         Status "check of documents"; None for a tested family.
 
     Raises:
-        UnsupportedModelError: Names the family, the difference and what rounding explains.
+        UnsupportedModelError: The difference exceeds rounding; the message has both numbers.
 
     Cost:
         Five forwards of at most 24 tokens without gradients, and a few host syncs, once per run. Under FSDP2 every rank

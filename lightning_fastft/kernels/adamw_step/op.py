@@ -48,7 +48,7 @@ def adamw_step(
     Raises:
         ShapeError: scale, skip, a learning rate that is a tensor, or a tensor of the table has a wrong shape, dtype,
             device or layout.
-        OptionError: A number of the options is not allowed, or the backend is unknown or cannot serve this table.
+        OptionError: A number of the options is not allowed, or the backend is unknown or does not support this table.
 
     Cost:
         One launch per combination of dtypes, no new memory. With an fp32 master 28 bytes per element (26 with a narrow
@@ -94,7 +94,7 @@ def grad_norm(table: TensorTable, *, backend: str = "auto") -> torch.Tensor:
 
     Raises:
         ShapeError: A tensor of the table has a wrong shape, dtype, device or layout.
-        OptionError: The backend is unknown or cannot serve this table.
+        OptionError: The backend is unknown or does not support this table.
 
     Cost:
         Reads each gradient once, in one launch per combination of dtypes and one more; no host sync. "reference" makes

@@ -302,7 +302,7 @@ def grad_norm(table: TensorTable) -> torch.Tensor:
 
 
 def bias_corrections(options: StepOptions) -> tuple[float, float]:
-    """Return the bias correction of the first moment, and the root of that of the second moment, in float64."""
+    """Return the bias correction of the first moment, and the root of the second, in float64."""
     return 1.0 - options.beta1**options.step, math.sqrt(1.0 - options.beta2**options.step)
 
 

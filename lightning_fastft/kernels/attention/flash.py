@@ -125,7 +125,7 @@ class _FlashAttention(torch.autograd.Function):
         q_THW, k_TGW, v_TGW, out_THW, lse_HT, sink_H, start_S1, key_start_S1, rng_state, unused = ctx.saved_tensors
         d_out_THW = grads[0].contiguous()
         if ctx.shares is not None:
-            k_TGW, v_TGW = (ctx.shares.repeat(_side_by_side(x_TGW), q_THW.shape[1]) for x_TGW in (k_TGW, v_TGW))
+            k_TGW, v_TGW = (ctx.shares.repeat(_contiguous_heads(x_TGW), q_THW.shape[1]) for x_TGW in (k_TGW, v_TGW))
         d_q_THW, d_k_TGW, d_v_TGW = torch.ops.aten._flash_attention_backward(
             d_out_THW,
             q_THW,
@@ -156,7 +156,7 @@ class _FlashAttention(torch.autograd.Function):
         return d_q_THW, d_k_TGW, d_v_TGW, d_sink_H, None, None, None, None, None
 
 
-def _side_by_side(x_TGW: torch.Tensor) -> torch.Tensor:
+def _contiguous_heads(x_TGW: torch.Tensor) -> torch.Tensor:
     """Return heads that are contiguous within each token; the tensor itself if they are already."""
     return x_TGW if x_TGW.stride()[1:] == (x_TGW.shape[2], 1) else x_TGW.contiguous()
 

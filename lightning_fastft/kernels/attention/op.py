@@ -107,7 +107,7 @@ def packed_attention(
 
     Raises:
         ShapeError: Shapes, dtypes or devices do not match each other or the context.
-        BackendError: The forced backend cannot serve this call; the message names the backends that can.
+        BackendError: The forced backend does not support this call; the message names the backends that can.
         OptionError: backend is unknown or window is below 1.
         MissingDependencyError: "cudnn" is forced and nvidia-cudnn-frontend is not installed.
 

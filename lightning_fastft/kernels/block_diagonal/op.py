@@ -36,7 +36,7 @@ def write_block_diagonal(
 
     Raises:
         ShapeError: A shape, dtype, device or layout is wrong.
-        OptionError: The backend is unknown, or cannot serve these tensors.
+        OptionError: The backend is unknown, or does not support these tensors.
 
     Cost:
         Reads the blocks and writes O x C values once, in one launch; no host sync.

@@ -67,7 +67,7 @@ def chunk_gradients(
 
     Raises:
         ShapeError: A shape, dtype, device or layout is wrong.
-        OptionError: The backend is unknown, or cannot serve these tensors.
+        OptionError: The backend is unknown, or does not support these tensors.
 
     Cost:
         Reads values, states and their gradients once per 64 columns of K, and writes each gradient once. No host sync.

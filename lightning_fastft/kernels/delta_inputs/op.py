@@ -78,7 +78,7 @@ def delta_inputs_forward(
 
     Raises:
         ShapeError: A shape, dtype, device or layout is wrong.
-        OptionError: The form or the backend is unknown, or the backend cannot serve these tensors.
+        OptionError: The form or the backend is unknown, or the backend does not support these tensors.
 
     Cost:
         Reads the columns of heads once (taps from the cache) and writes them once, in 3 launches; no host sync.

@@ -41,7 +41,7 @@ def _load(row_ptr, cols, num_columns, scale, softcap, HAS_SOFTCAP: tl.constexpr)
 
 @triton.jit
 def _add_tile(value, lane_highest, lane_total):
-    """Add a tile to each lane's maximum and sum of exponentials below it."""
+    """Add a tile to each lane's maximum and sum of exponentials of differences from it."""
     new_highest = tl.maximum(lane_highest, tl.max(value, axis=0))
     lane_total = lane_total * tl.exp(lane_highest - new_highest)
     return new_highest, lane_total + tl.sum(tl.exp(value - new_highest[None, :]), axis=0)
@@ -49,7 +49,7 @@ def _add_tile(value, lane_highest, lane_total):
 
 @triton.jit
 def _join_lanes(lane_highest, lane_total):
-    """Return a row's maximum and the logarithm of its sum of exponentials below it."""
+    """Return a row's maximum and the logarithm of its sum of exponentials of differences from it."""
     highest = tl.max(lane_highest, axis=0)
     return highest, tl.log(tl.sum(lane_total * tl.exp(lane_highest - highest), axis=0))
 

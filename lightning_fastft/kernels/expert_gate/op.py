@@ -41,7 +41,7 @@ def gate_forward(
 
     Raises:
         ShapeError: A shape, dtype or layout is wrong.
-        OptionError: The form or the backend is unknown, or the backend cannot serve this tensor.
+        OptionError: The form or the backend is unknown, or the backend does not support this tensor.
 
     Cost:
         Reads gate_up_NP and writes act_NF once; no host sync. "reference" makes fp32 copies.
@@ -99,7 +99,7 @@ def gate_backward(
 
     Raises:
         ShapeError: A shape, dtype, device or layout is wrong, or ``out`` overlaps an input without being gate_up_NP.
-        OptionError: The form or the backend is unknown, or the backend cannot serve these tensors.
+        OptionError: The form or the backend is unknown, or the backend does not support these tensors.
 
     Cost:
         Reads d_act_NF and gate_up_NP once, writes d_gate_up_NP (and act_NF) once; no host sync. An addend costs 2 N R F

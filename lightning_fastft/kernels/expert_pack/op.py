@@ -47,7 +47,7 @@ def pack_expert_first(
 
     Raises:
         ShapeError: A shape, dtype, device or layout is wrong.
-        OptionError: scale is not finite, or backend cannot serve these tensors.
+        OptionError: scale is not finite, or backend does not support these tensors.
 
     Cost:
         Reads b_ORE and writes the result once, in one launch; no host sync.
@@ -91,7 +91,7 @@ def unpack_expert_last(
 
     Raises:
         ShapeError: A shape, dtype, device or layout is wrong.
-        OptionError: scale is not finite, or backend cannot serve these tensors.
+        OptionError: scale is not finite, or backend does not support these tensors.
 
     Cost:
         Reads d_ERO and writes the result once, in one launch; no host sync.

@@ -88,7 +88,7 @@ def quantise_rows(
 
     Raises:
         ShapeError: A shape, dtype, device or layout is wrong.
-        OptionError: The backend is unknown or cannot serve these tensors.
+        OptionError: The backend is unknown or does not support these tensors.
 
     Cost:
         Reads x_TI once and writes one byte per number; one launch, no host sync. "reference" makes fp32 copies.
@@ -134,7 +134,7 @@ def nf4_row_scales(weights: Sequence[NF4Weight], *, scales: Sequence[torch.Tenso
         backend: As in ``quantise_rows``.
 
     Raises:
-        OptionError: Numbers of weights and scales differ, or the backend is unknown or cannot serve this device.
+        OptionError: Numbers of weights and scales differ, or the backend is unknown or does not support this device.
         ShapeError: Shapes, dtypes, devices or layouts do not match.
 
     Cost:
@@ -198,7 +198,7 @@ def quantise_nf4(
 
     Raises:
         OptionError: I is not a multiple of 64, numbers of weights and outputs differ, or the backend is unknown or
-            cannot serve this device.
+            does not support this device.
         ShapeError: Shapes, dtypes, devices or layouts do not match.
 
     Cost:
@@ -279,7 +279,7 @@ def multiply(
 
     Raises:
         ShapeError: Shapes, dtypes, devices or layouts do not match.
-        OptionError: The backend is unknown, or cannot serve these sizes, this dtype or this device.
+        OptionError: The backend is unknown, or does not support these sizes, this dtype or this device.
 
     Cost:
         2 T I O FLOP in fp8; no host sync. "reference" multiplies fp32 copies of both.

@@ -80,7 +80,7 @@ def grouped_mm(
     """Write ``x[n] @ weight[e(n)]`` plus the addend, rounded once; float64 is allowed.
 
     Raises:
-        ShapeError: end_E decreases, or lies outside the rows.
+        ShapeError: end_E decreases, or is outside the rows.
     """
     x_NI = read_rows(x_NI)
     wide = _wide_dtype(x_NI.dtype)
@@ -109,7 +109,7 @@ def grouped_weight_grad(
     """Return ``scale * (row_weight * x)[rows of e]^T @ d[rows of e]``, rounded once; 0 for an expert without rows.
 
     Raises:
-        ShapeError: end_E decreases, or lies outside the rows.
+        ShapeError: end_E decreases, or is outside the rows.
     """
     x_NI, d_NO = read_rows(x_NI), read_rows(d_NO)
     wide = _wide_dtype(x_NI.dtype)

@@ -106,8 +106,8 @@ def head_gate_forward(
 
     Raises:
         ShapeError: A shape, dtype, device or layout is wrong.
-        OptionError: The form or the backend is unknown, weight and form do not match, or the backend cannot serve these
-            tensors.
+        OptionError: The form or the backend is unknown, weight and form do not match, or the backend does not support
+            these tensors.
 
     Cost:
         Reads heads and gates and writes the product once; no host sync. "reference" makes fp32 copies.

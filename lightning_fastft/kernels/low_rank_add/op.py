@@ -53,7 +53,7 @@ def add_low_rank(
     Raises:
         ShapeError: A shape, dtype, device or layout is wrong, or ``out`` overlaps an input without being base_TN or
             residual_TN.
-        OptionError: The backend is unknown, or cannot serve these tensors.
+        OptionError: The backend is unknown, or does not support these tensors.
 
     Cost:
         Reads base_TN (and residual_TN) and writes the sum once, 2 T R N FLOP; low_TR and factor_RN come from the cache

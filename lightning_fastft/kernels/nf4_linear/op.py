@@ -75,8 +75,8 @@ def dequantise(
         out, or a new contiguous tensor of shape (O, I).
 
     Raises:
-        OptionError: I is not a multiple of 64, the dtype is not supported, or the backend is unknown or cannot serve
-            this device.
+        OptionError: I is not a multiple of 64, the dtype is not supported, or the backend is unknown or does not
+            support this device.
         ShapeError: Shapes, dtypes, devices or layouts do not match.
 
     Cost:
@@ -123,7 +123,7 @@ def dequantise_many(
 
     Raises:
         OptionError: The columns of an output are not a multiple of 64, the numbers of weights and outputs differ, or
-            the backend is unknown or cannot serve this device.
+            the backend is unknown or does not support this device.
         ShapeError: Shapes, dtypes, devices or layouts do not match.
 
     Cost:

@@ -68,8 +68,8 @@ def qk_rope_forward(
 
     Raises:
         ShapeError: A shape, dtype, device or layout is wrong, or ``out`` shares memory that is still read.
-        OptionError: The form or backend is unknown, weights and form do not match, or the backend cannot serve these
-            tensors.
+        OptionError: The form or backend is unknown, weights and form do not match, or the backend does not support
+            these tensors.
 
     Cost:
         Reads and writes qkv_TC once; in place, the value heads are not touched. No host sync. "reference" makes fp32
@@ -196,8 +196,8 @@ def qk_rope_backward(
 
     Raises:
         ShapeError: A shape, dtype, device or layout is wrong, or ``out`` shares memory that is still read.
-        OptionError: The form or backend is unknown, weights and form do not match, or the backend cannot serve these
-            tensors.
+        OptionError: The form or backend is unknown, weights and form do not match, or the backend does not support
+            these tensors.
 
     Cost:
         Reads d_heads (and the raw query and key heads) and writes d_raw_TC once; in place, the value heads are not

@@ -155,8 +155,8 @@ def qk_rope_heads(
     """Return the result of qk_rope_forward in three tensors."""
     if form.has_gate:
         qkv_TC, form = _drop_gates(qkv_TC, form), form._replace(has_gate=False)
-    joint_TC = qk_rope_forward(qkv_TC, cos_TW, sin_TW, form=form, q_weight_W=q_weight_W, k_weight_W=k_weight_W)
-    heads = joint_TC.view(len(joint_TC), -1, form.head_width).split(form.head_counts, dim=1)
+    fused_TC = qk_rope_forward(qkv_TC, cos_TW, sin_TW, form=form, q_weight_W=q_weight_W, k_weight_W=k_weight_W)
+    heads = fused_TC.view(len(fused_TC), -1, form.head_width).split(form.head_counts, dim=1)
     return Heads(*(x_THW.contiguous() for x_THW in heads))
 
 

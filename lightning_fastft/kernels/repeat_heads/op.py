@@ -32,7 +32,7 @@ def repeat_heads(x_TGW: torch.Tensor, num_heads: int, *, backend: str = "auto") 
 
     Raises:
         ShapeError: A shape, dtype or layout is wrong, or the heads cannot be shared evenly.
-        OptionError: num_heads is not a positive integer, or the backend is unknown or cannot serve this tensor.
+        OptionError: num_heads is not a positive integer, or the backend is unknown or does not support this tensor.
 
     Cost:
         Reads T G W values and writes T H W in one launch; no host sync.

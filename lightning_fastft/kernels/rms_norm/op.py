@@ -64,7 +64,7 @@ def rms_norm_forward(
     Raises:
         ShapeError: A shape, dtype, device or layout is wrong, D is above 16,384 and the backend is not "reference", or
             ``out`` overlaps an input.
-        OptionError: The form or the backend is unknown, or the backend cannot serve these tensors.
+        OptionError: The form or the backend is unknown, or the backend does not support these tensors.
 
     Cost:
         Reads x_TD (and residual_TD) and writes y_TD (and sum_TD) once; no host sync. "reference" makes fp32
@@ -133,7 +133,7 @@ def rms_norm_backward(
     Raises:
         ShapeError: A shape, dtype, device or layout is wrong, D is above 16,384 and the backend is not "reference", or
             ``out`` or ``rstd_out`` overlaps an input without being d_y_TD or d_sum_TD.
-        OptionError: The form or the backend is unknown, or the backend cannot serve these tensors.
+        OptionError: The form or the backend is unknown, or the backend does not support these tensors.
 
     Cost:
         Reads d_y_TD, sum_TD (and d_sum_TD) and writes d_x_TD once; no host sync. With needs_weight a second

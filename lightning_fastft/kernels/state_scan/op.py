@@ -56,7 +56,7 @@ def state_scan(
 
     Raises:
         ShapeError: A shape, dtype, device or layout is wrong.
-        OptionError: The backend is unknown, or cannot serve these tensors.
+        OptionError: The backend is unknown, or does not support these tensors.
 
     Cost:
         Saves only its inputs for the backward; B and C are not expanded to heads. Temporary memory: states of T / chunk
