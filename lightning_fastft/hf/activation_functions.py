@@ -1,4 +1,4 @@
-"""Find the kernels' name for the activation of a transformers module."""
+"""Map the activation of a transformers module to its name in the kernels."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _ACTIVATIONS = MappingProxyType(
 
 
 def activation_name(module: nn.Module) -> str:
-    """Return the name of a feed-forward block's activation, one of those that ``GateForm`` knows.
+    """Return the name of a feed-forward block's activation, as in ``GateForm``.
 
     Args:
-        module: A block whose ``act_fn``, or ``activation_fn`` (Phi-3), is the activation: a module, or a function.
+        module: A block whose ``act_fn``, or ``activation_fn`` (Phi-3), is the activation: a module or a function.
 
     Raises:
-        UnsupportedModelError: The activation is not one of those known here; it is never guessed.
+        UnsupportedModelError: The activation is unknown; it is never guessed.
 
     Example:
         >>> block = nn.Module()
@@ -40,7 +40,7 @@ def activation_name(module: nn.Module) -> str:
         'silu'
     """
     activation: Any = getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
-    # A function is looked up itself, a module by its class.
+    # Look up a function itself, and a module by its class.
     name = _ACTIVATIONS.get(type(activation) if isinstance(activation, nn.Module) else activation)
     if name is None:
         shown = (
@@ -49,6 +49,6 @@ def activation_name(module: nn.Module) -> str:
             else getattr(activation, "__name__", activation)
         )
         raise UnsupportedModelError(
-            f"the activation {shown} of {type(module).__name__} is not known here (known: silu, gelu, gelu_tanh)"
+            f"the activation {shown} of {type(module).__name__} is unknown (supported: silu, gelu, gelu_tanh)"
         )
     return name

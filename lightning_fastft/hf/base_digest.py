@@ -10,18 +10,18 @@ from pathlib import Path
 import torch
 from torch import nn
 
-# Of every file its beginning, with the header of safetensors, its end, and blocks at equal distances in between.
+# Blocks read per file: the beginning with the safetensors header, the end, and blocks at equal distances in between.
 NUM_BLOCKS, BLOCK_BYTES = 16, 16 * 1024
 _LARGEST_HEADER_BYTES = 100 * 2**20
-# Of every tensor in memory.
+# Values read per tensor in memory.
 NUM_VALUES = 64
 
 
 def digest_files(paths: Sequence[str | Path]) -> str:
     """Return a digest of weight files: sizes, headers and sampled blocks, independent of their names and order.
 
-    It detects another model, another training of the same model, and a file that was truncated or shifted. It does not
-    detect a change of a few bytes between the sampled blocks. The same weights in other files have another digest.
+    It detects another model, other weights of the same model, and a truncated or shifted file. It does not detect a
+    change of a few bytes between the sampled blocks. The same weights split into other files have another digest.
 
     Args:
         paths: safetensors files.
@@ -37,11 +37,11 @@ def digest_files(paths: Sequence[str | Path]) -> str:
 
 
 def digest_tensors(model: nn.Module, *, is_trained_too: bool) -> str:
-    """Return a digest of dtypes, shapes and sampled values of the floating-point parameters in memory; empty where
-    there is none.
+    """Return a digest of dtypes, shapes and sampled values of the floating-point parameters in memory; an empty string
+    without parameters.
 
     Args:
-        model: As it was given or initialised, before adapters and before a step.
+        model: The model before adapters and before the first step.
         is_trained_too: Whether parameters that require gradients belong to the base.
 
     Cost:

@@ -1,4 +1,4 @@
-"""Dtypes and seeds of a model that is being built, and the Trainer precisions that do not change them."""
+"""Dtypes and seeds for building a model, and a check that the Trainer precision does not change them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 def resolve_dtype(dtype: str, *, device: torch.device) -> torch.dtype:
-    """Return the dtype of weights and arithmetic: "auto" is bf16 if the device supports it, else fp32.
+    """Return the dtype of weights and compute: "auto" is bf16 if the device supports it, else fp32.
 
     Raises:
         OptionError: dtype is not one of auto, bfloat16, float16, float32.
@@ -30,17 +30,17 @@ def resolve_dtype(dtype: str, *, device: torch.device) -> torch.dtype:
 def check_precision(
     precision: str, *, dtype: str, adapter_dtype: torch.dtype, has_adapters: bool, is_fit: bool
 ) -> None:
-    """Refuse a Trainer precision that would change a dtype without notice.
+    """Raise on a Trainer precision that would silently change a dtype.
 
     Args:
         precision: ``trainer.precision``.
-        dtype: FineTuner's dtype, "auto" already replaced where the precision decides it.
+        dtype: FineTuner's dtype; "auto" is already resolved if the precision decides it.
         adapter_dtype: Dtype of the adapter Parameters.
         has_adapters: Whether adapters are trained.
         is_fit: Whether the run trains.
 
     Raises:
-        OptionError: Names the precision, what it would do, and the line to change.
+        OptionError: The precision would change a dtype; the message names the line to change.
     """
     keep = "Set Trainer(precision='32-true'), where Lightning changes no dtype"
     if precision == "32-true":
@@ -70,12 +70,12 @@ def check_precision(
                 f"Give them, or: {keep}."
             )
         return
-    raise OptionError(f"precision={precision!r} is not served. {keep}, and choose FineTuner(dtype=...).")
+    raise OptionError(f"precision={precision!r} is not supported. {keep}, and choose FineTuner(dtype=...).")
 
 
 @contextmanager
 def seeded(seed: int, *, device: torch.device) -> Iterator[None]:
-    """Draw from generators with this seed; the global generators do not change."""
+    """Seed the global generators inside the block and restore their state afterwards."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)

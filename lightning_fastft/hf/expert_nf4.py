@@ -1,4 +1,4 @@
-"""Experts in NF4: weights quantised expert by expert, and dequantised only while a GEMM reads them.
+"""Experts in NF4: weights are quantised per expert, and dequantised only while a GEMM reads them.
 
 Axes: E experts, I input columns, O output columns.
 """
@@ -18,22 +18,23 @@ from lightning_fastft.hf.families import is_on_interface
 from lightning_fastft.kernels.nf4_experts.reference import NF4Stack
 
 STATUS_NAME = "NF4 experts"
-# An instance attribute, which is in no state_dict: where the stacks of a model become dense.
+# Instance attribute, not in the state_dict: the buffer for dequantised stacks of a model.
 BUFFER_ATTRIBUTE = "fastft_dense_buffer"
 
 _LLAMA4 = "Llama4TextExperts"
 # Experts that are already quantised in another format.
 _FOREIGN = ("Mxfp4", "FP8", "Fp8")
-# In a state dict the packed weights bear the name of the weight; these stand behind it, three of them as bitsandbytes
-# calls them.
+# Suffixes of the other tensors in a state dict; the packed weights have the name of the weight. Three suffixes are
+# those of bitsandbytes.
 _PARTS = ("absmax", "nested_absmax", "offset", "quant_map", "nested_quant_map")
 
 
 def quantise_experts(model: nn.Module) -> Status:
     """Quantise every stack of expert weights inside model to NF4; all stacks then share one dense buffer.
 
-    Format and numbers are those of ``bitsandbytes.functional.quantize_4bit`` with ``quant_type="nf4"`` and
-    ``compress_statistics=True`` for each expert. Names, shapes and dtypes of the parameters stay; they are frozen.
+    Format and values are equal to ``bitsandbytes.functional.quantize_4bit`` with ``quant_type="nf4"`` and
+    ``compress_statistics=True`` for each expert. Names, shapes and dtypes of the parameters do not change. They become
+    frozen.
 
     Args:
         model: Any module: a transformers model, with or without PEFT's adapters.
@@ -42,13 +43,13 @@ def quantise_experts(model: nn.Module) -> Status:
         Active with the number of stacks, or inactive without stacks of experts.
 
     Raises:
-        UnsupportedModelError: The weights of an expert are no multiple of 64, or held in fp8, MXFP4 or another format.
-            Nothing has been changed.
+        UnsupportedModelError: The number of weights of an expert is not a multiple of 64, or they are in fp8, MXFP4 or
+            another format. Nothing was changed.
         MissingDependencyError: bitsandbytes is not installed.
 
     Cost:
-        One read of the weights and a few host syncs of bitsandbytes per expert; peak memory is one stack in NF4
-        above the model.
+        One read of the weights and a few host syncs of bitsandbytes per expert. Peak memory is the model plus one stack
+        in NF4.
 
     Source:
         NF4 and double quantisation: QLoRA, arXiv 2305.14314.
@@ -65,7 +66,7 @@ def quantise_experts(model: nn.Module) -> Status:
 
 
 def describe_experts(model: nn.Module) -> Status:
-    """Return how the experts inside model are held."""
+    """Return a status with the format and size of the experts inside model."""
     stacks = [module._parameters[name] for module, name in _find_stacks(model)]
     held = [cast(Any, weight) for weight in stacks if isinstance(weight, ExpertsNF4)]
     if not held:
@@ -77,8 +78,9 @@ def describe_experts(model: nn.Module) -> Status:
 
 
 def quantise_block(block: nn.Module) -> int:
-    """Quantise the stacks of experts of one finished block to NF4 and return their number; ``quantise_experts`` later
-    joins their buffers.
+    """Quantise the stacks of experts of one loaded block to NF4 and return their number.
+
+    ``quantise_experts`` later makes them share one buffer.
 
     Raises:
         UnsupportedModelError: As quantise_experts.
@@ -95,7 +97,7 @@ def check_experts(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """Return every stack of expert weights inside model, as modules and names; also on the meta device.
 
     Raises:
-        UnsupportedModelError: One of them cannot be held in NF4.
+        UnsupportedModelError: A stack cannot be quantised to NF4.
     """
     stacks = list(_find_stacks(model))
     for module, name in stacks:
@@ -104,16 +106,16 @@ def check_experts(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def is_stack(module: nn.Module, name: str) -> bool:
-    """Whether a parameter is a stack of routed experts' weights, quantised or not."""
-    # By name: Llama 4's experts are not on the interface.
+    """Return whether a parameter is a stack of routed experts' weights, quantised or not."""
+    # Compare Llama 4 by name: its experts do not use the ExpertsInterface.
     is_experts = is_on_interface(module) or any(cls.__name__ == _LLAMA4 for cls in type(module).__mro__)
     return is_experts and name in _stack_names(module)
 
 
 class DenseBuffer:
-    """Memory for one dense stack on each device, shared by all layers of a model; the last user owns it.
+    """Memory for one dense stack per device, shared by all layers of a model.
 
-    Copies and pickles of it are empty.
+    The latest result is valid; earlier ones are overwritten. Copies and pickles are empty.
     """
 
     def __init__(self) -> None:
@@ -123,10 +125,10 @@ class DenseBuffer:
         """Return uninitialised memory of a shape; earlier results become invalid."""
         held = self._memory.get((device, dtype))
         if held is None or held.numel() < shape.numel():
-            # Free the old buffer first: two may not fit.
+            # Free the old buffer first: the device may not have memory for two.
             self._memory.pop((device, dtype), None)
             del held
-            # An evaluation may come first, and an inference tensor could not be written in training.
+            # The first call may be in evaluation, and training cannot write an inference tensor.
             with torch.inference_mode(mode=False):
                 held = self._memory[device, dtype] = torch.empty(shape.numel(), dtype=dtype, device=device)
         return held[: shape.numel()].view(shape)
@@ -136,10 +138,10 @@ class DenseBuffer:
 
 
 class QuantisedWeight:
-    """An NF4 weight as the routed experts use it in place of the dense one.
+    """An NF4 weight that routed experts use like a dense one (``PackedWeight``).
 
     Args:
-        weight: The stack as the module holds it.
+        weight: The stack of the module.
         is_transposed: Whether its memory order is (E, I, O); else it is (E, O, I).
         buffer: Memory for the dense weight.
     """
@@ -155,7 +157,7 @@ class QuantisedWeight:
     def dense(self) -> torch.Tensor:
         """Return the weight as (E, I, O), valid until the next call for this model; one launch, no host sync."""
         weight = self._weight
-        # The whole stack: at thousands of tokens every expert has some.
+        # Dequantise the whole stack: with thousands of tokens every expert has some.
         dense = weight.dense(out=self._buffer.take(weight.shape, dtype=self.dtype, device=self.device))
         return dense if self._is_transposed else dense.transpose(1, 2)
 
@@ -165,8 +167,8 @@ def read_nf4(module: nn.Module, name: str, weight: torch.Tensor) -> QuantisedWei
 
     Args:
         module: The experts module.
-        name: The weight's name there.
-        weight: The parameter with that name, below PEFT's adapters.
+        name: Name of the weight in the module.
+        weight: The parameter with this name, inside PEFT's adapters.
 
     Raises:
         UnsupportedModelError: The stack is trained.
@@ -175,8 +177,8 @@ def read_nf4(module: nn.Module, name: str, weight: torch.Tensor) -> QuantisedWei
         return None
     if weight.requires_grad:
         raise UnsupportedModelError(
-            f"{type(module).__name__}.{name} is held in NF4 and requires a gradient: 4 bits cannot be trained. Freeze "
-            "it and train adapters "
+            f"{type(module).__name__}.{name} is in NF4 and requires a gradient, but NF4 cannot be trained. Freeze it "
+            "and train adapters "
             "(target_parameters), or load the model without quantization."
         )
     buffer = vars(module).setdefault(BUFFER_ATTRIBUTE, DenseBuffer())
@@ -184,38 +186,38 @@ def read_nf4(module: nn.Module, name: str, weight: torch.Tensor) -> QuantisedWei
 
 
 def _find_stacks(root: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Yield every stack of expert weights inside root; refuse experts in other quantised formats."""
+    """Yield every stack of expert weights inside root; raise on experts in other quantised formats."""
     for path, module in root.named_modules():
         if type(module).__name__.startswith(_FOREIGN) and "Experts" in type(module).__name__:
             raise UnsupportedModelError(
-                f"{path} is a {type(module).__name__}: its experts come in a low-precision format of their own and "
-                "cannot be held in NF4. Load the "
-                "checkpoint dequantised, for MXFP4 with Mxfp4Config(dequantize=True), or one that was saved in bf16."
+                f"{path} is a {type(module).__name__}: its experts have another low-precision format and cannot be "
+                "quantised to NF4. Load the "
+                "checkpoint dequantised, for MXFP4 with Mxfp4Config(dequantize=True), or a checkpoint in bf16."
             )
         yield from ((module, name) for name in _stack_names(module) if is_stack(module, name))
 
 
 def _stack_names(module: nn.Module) -> tuple[str, str]:
-    """Return the names of both stacks; experts without a gate have an up projection first."""
+    """Return the names of both stacks; without a gate the first is the up projection."""
     return ("gate_up_proj" if getattr(module, "has_gate", True) else "up_proj", "down_proj")
 
 
 def _check_stack(module: nn.Module, name: str) -> None:
-    """Refuse a stack that is computed or shared, by name."""
+    """Raise on a stack that is not a plain parameter, or that NF4 cannot represent."""
     weight = module._parameters.get(name)
     title = f"{type(module).__name__}.{name}"
     if weight is None or type(weight) not in (nn.Parameter, ExpertsNF4):
-        shown = "no parameter of its own now" if weight is None else f"a {type(weight).__name__}"
+        shown = "not a parameter" if weight is None else f"a {type(weight).__name__}"
         raise UnsupportedModelError(
-            f"{title} is {shown}, and only plain parameters can be held in NF4. Quantise before the model is sharded "
-            "and outside a forward."
+            f"{title} is {shown}, and only plain parameters can be quantised to NF4. Quantise before the model is "
+            "sharded and outside a forward."
         )
     if not isinstance(weight, ExpertsNF4):
         check_weight(title, weight)
 
 
 def _quantise_parameter(module: nn.Module, name: str, buffer: DenseBuffer) -> None:
-    """Replace one stack by its NF4 form, and let state dicts of the module hold plain tensors."""
+    """Replace one stack by its NF4 form, and make state dicts of the module contain plain tensors."""
     weight = module._parameters[name]
     assert weight is not None
     if not isinstance(weight, ExpertsNF4):

@@ -1,7 +1,7 @@
 """Load a checkpoint with linear layers and experts in NF4; each tensor is quantised as soon as it is loaded.
 
-transformers quantises linear layers while it loads them, but not stacks of experts. A quantizer registered here does
-both, so that peak memory is the quantised model and one dense stack.
+transformers quantises linear layers while it loads them, but not stacks of experts. The quantizer registered here does
+both, so peak memory is the quantised model plus one dense stack.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ METHOD = "fastft_nf4"
 
 
 def quantise_experts_too(config: BitsAndBytesConfig) -> BitsAndBytesConfig:
-    """Return a configuration for ``from_pretrained`` that holds linear layers as config says and the experts in NF4.
+    """Return a configuration for ``from_pretrained`` that quantises linear layers like config, and experts to NF4.
 
     The loaded model reports bitsandbytes as its quantization method.
 
     Args:
-        config: transformers' configuration of NF4 in 4 bits, doubly quantised; it is not changed.
+        config: transformers' configuration of NF4 with double quantisation; it is not changed.
 
     Returns:
-        For ``quantization_config``; ``from_pretrained`` raises UnsupportedModelError as quantise_experts does, before
-        anything is read.
+        The value for ``quantization_config``. ``from_pretrained`` raises the UnsupportedModelError of quantise_experts
+        before it reads weights.
 
     Cost:
-        While reading: peak memory is the quantised model and one dense stack.
+        Peak memory of loading is the quantised model plus one dense stack.
 
     Source:
         transformers.quantizers.register_quantizer.
@@ -86,7 +86,7 @@ def _register() -> None:
         def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
             model = super()._process_model_after_weight_loading(model, **kwargs)
             quantise_experts(model)
-            # The model is now as bitsandbytes' own quantizer would leave it.
+            # The model now equals a model from bitsandbytes' own quantizer.
             self.quantization_config.quant_method = model.quantization_method = QuantizationMethod.BITS_AND_BYTES
             return model
 

@@ -1,4 +1,4 @@
-"""A stack of expert weights in NF4 with the interface of the dense one.
+"""A stack of expert weights in NF4 with the interface of a dense stack.
 
 It is a tensor subclass, because PEFT reads shape, dtype and device of a stack by its name.
 
@@ -21,7 +21,7 @@ from lightning_fastft.kernels.nf4_experts.op import dequantise_stack
 from lightning_fastft.kernels.nf4_experts.reference import BLOCK_WEIGHTS, GROUP_BLOCKS, NF4Stack
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# The rest are tables, the same for all.
+# Fields with one entry per expert; the other fields are tables shared by all experts.
 _OF_EACH_EXPERT = NF4Stack._fields[:4]
 
 
@@ -29,16 +29,17 @@ def quantise_stack(weight: torch.Tensor) -> ExpertsNF4:
     """Return a stack of expert weights in NF4, each expert quantised separately by bitsandbytes.
 
     Args:
-        weight: Shape (E, ., .); bf16, fp16 or fp32; the weights of an expert a multiple of 64.
+        weight: Shape (E, ., .); bf16, fp16 or fp32; the number of weights of an expert is a multiple of 64.
 
     Returns:
-        The frozen stack: shape, dtype and device of weight.
+        The frozen stack with shape, dtype and device of weight.
 
     Raises:
-        UnsupportedModelError: The weights of an expert are no multiple of 64, or the dtype is another.
+        UnsupportedModelError: The number of weights of an expert is not a multiple of 64, or the dtype is not
+            supported.
 
     Cost:
-        One read of weight and, for each expert, about ten small launches and the host syncs of bitsandbytes.
+        One read of weight, and about ten small launches and the host syncs of bitsandbytes per expert.
     """
     bnb = _bitsandbytes()
     check_weight("The stack", weight)
@@ -58,56 +59,54 @@ def quantise_stack(weight: torch.Tensor) -> ExpertsNF4:
 
 
 def check_weight(title: str, weight: torch.Tensor) -> None:
-    """Refuse weights that NF4 cannot represent.
+    """Raise on weights that NF4 cannot represent.
 
     Raises:
-        UnsupportedModelError: Says what title is, what is allowed and what to do.
+        UnsupportedModelError: The shape or dtype is not supported; the message begins with title.
     """
     if weight.ndim != 3 or weight.dtype not in _DTYPES:
         raise UnsupportedModelError(
-            f"{title} has shape {tuple(weight.shape)} in {weight.dtype}; stacks (E, ., .) in bf16, fp16 or fp32 can be "
-            "held in NF4. Load fp8 and "
+            f"{title} has shape {tuple(weight.shape)} in {weight.dtype}; NF4 needs stacks (E, ., .) in bf16, fp16 or "
+            "fp32. Load fp8 and "
             "MXFP4 checkpoints dequantised, for MXFP4 with Mxfp4Config(dequantize=True)."
         )
     num_weights = weight.shape[1] * weight.shape[2]
     if num_weights % BLOCK_WEIGHTS:
         raise UnsupportedModelError(
-            f"{title} has {weight.shape[1]} x {weight.shape[2]} = {num_weights} weights for each expert, and NF4 takes "
-            f"multiples of {BLOCK_WEIGHTS}: "
-            "a block may not reach into the next expert. Load this model without quantization."
+            f"{title} has {weight.shape[1]} x {weight.shape[2]} = {num_weights} weights per expert, and NF4 needs "
+            f"multiples of {BLOCK_WEIGHTS}, so that no block spans two experts. Load this model without quantization."
         )
 
 
 class _Lazy(torch.Tensor):
-    """A stack without dense memory: shape, dtype and device of a dense one; unknown operators dequantise it."""
+    """A stack with shape, dtype and device of a dense tensor, without its memory; unknown operators dequantise it."""
 
     def dense(self, *, expert: int | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the stack, or one expert of it, as a plain tensor."""
+        """Return the stack or one of its experts as a plain tensor."""
         raise NotImplementedError
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if not torch.is_inference_mode_enabled():
             return cls._answer(func, args, kwargs or {})
-        # The result of a view operator shares its base's version counter, and a tensor of inference mode has none.
+        # The result of a view operator shares the version counter of its base; inference tensors have none.
         with torch.inference_mode(mode=False), torch.no_grad():
             return cls._answer(func, args, kwargs or {})
 
     @classmethod
     def _answer(cls, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run one operator on stacks of which at least one is lazy."""
+        """Run one operator on arguments with at least one lazy stack."""
         known = _KNOWN.get(func)
         if known is not None and isinstance(args[0], ExpertsNF4):
             return known(*args, **kwargs)
         if func is torch.ops.aten.detach.default:
             return args[0]._again()
         if func is torch.ops.aten.select.int and args[1] == 0:
-            # Loops of transformers read expert by expert.
+            # transformers' loops index one expert at a time.
             return args[0].dense(expert=args[2] % args[0].shape[0])
         if func._schema.is_mutable and isinstance(args[0], _Lazy):
             raise UnsupportedModelError(
-                f"{func} would write to experts that are held in NF4, which cannot be written in place: neither "
-                "trained nor merged with adapters. "
+                f"{func} would write to experts in NF4, which cannot be trained or merged with adapters. "
                 "Train adapters (target_parameters) and save them, or load the model without quantization to merge "
                 "them."
             )
@@ -117,17 +116,16 @@ class _Lazy(torch.Tensor):
 
 
 class ExpertsNF4(_Lazy):
-    """A stack of expert weights in NF4 that looks like the dense one: a frozen parameter with its shape, dtype, device
-    and name.
+    """A stack of expert weights in NF4: a frozen parameter with the shape, dtype, device and name of the dense stack.
 
-    Moves, copies, state dicts and pickles carry the quantised numbers; ``.to(dtype)`` changes the dtype they are read
-    in. Any other operator reads the whole stack densely, indexing the first axis one expert. Nothing writes to it but a
-    state dict or another such stack.
+    Moves, copies, state dicts and pickles contain the quantised values; ``.to(dtype)`` changes the dtype of
+    dequantisation. Indexing the first axis dequantises one expert; any other operator dequantises the whole stack. Only
+    a state dict or another such stack can write to it.
 
     Args:
-        stack: The quantised numbers of E experts.
+        stack: The quantised weights of E experts.
         shape: Shape of the dense stack, (E, ., .).
-        dtype: Dtype in which it is read.
+        dtype: Dtype of the dequantised weights.
     """
 
     stack: NF4Stack
@@ -141,7 +139,7 @@ class ExpertsNF4(_Lazy):
         return self
 
     def dense(self, *, expert: int | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the stack, or one expert of it, as a plain tensor, written to out where that is given."""
+        """Return the stack or one of its experts as a plain tensor, written to out if given."""
         stack, shape = self.stack, self.shape
         if expert is not None:
             own = {name: getattr(stack, name)[expert : expert + 1] for name in _OF_EACH_EXPERT}
@@ -154,13 +152,11 @@ class ExpertsNF4(_Lazy):
 
     @property
     def held_bytes(self) -> int:
-        """What the stack takes in memory; its shape and dtype are those of the dense one."""
+        """Return the bytes of the stack in memory; shape and dtype describe the dense stack."""
         return sum(part.numel() * part.element_size() for part in self.stack)
 
     def expert_state(self, expert: int) -> tuple[torch.Tensor, Any]:
-        """Return one expert as bitsandbytes holds a weight: packed and QuantState, for
-        ``bitsandbytes.functional.dequantize_4bit``.
-        """
+        """Return packed weights and QuantState of one expert, for ``bitsandbytes.functional.dequantize_4bit``."""
         bnb, stack = _bitsandbytes(), self.stack
         nested = bnb.QuantState(
             absmax=stack.nested_absmax_EG[expert],
@@ -183,7 +179,7 @@ class ExpertsNF4(_Lazy):
     def _again(
         self, change: Callable[[torch.Tensor], torch.Tensor] | None = None, *, dtype: torch.dtype | None = None
     ) -> ExpertsNF4:
-        """Return the same stack with its tensors changed, or sharing them."""
+        """Return the same stack with transformed tensors, or with the same tensors."""
         stack = self.stack if change is None else NF4Stack(*map(change, self.stack))
         return ExpertsNF4(stack, shape=self.shape, dtype=dtype or self.dtype)
 
@@ -206,22 +202,21 @@ class ExpertsNF4(_Lazy):
 
     @property
     def data(self) -> ExpertsNF4:  # type: ignore[override]
-        """The same stack, outside any graph; modules assign to it as they move, and the numbers must come along."""
+        """Return the same stack without a graph; modules assign to it when they move, so it has a setter."""
         return self._again()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         if not isinstance(value, ExpertsNF4):
             raise UnsupportedModelError(
-                f"A plain tensor of shape {tuple(value.shape)} cannot take the place of experts that are held in NF4: "
-                "load a state dict."
+                f"A plain tensor of shape {tuple(value.shape)} cannot replace experts in NF4; load a state dict."
             )
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         self.stack = value.stack
 
 
 class _AdaptedExperts(_Lazy):
-    """``weight + alpha * lhs @ rhs``, not yet computed: PEFT builds it twice per product, once only for its shape."""
+    """Lazy ``weight + alpha * lhs @ rhs``; PEFT builds it twice per product, once only for its shape."""
 
     parts: tuple[ExpertsNF4, torch.Tensor, torch.Tensor, float]
 
@@ -271,12 +266,11 @@ def _empty_like(
 def _copy_(weight: ExpertsNF4, source: torch.Tensor, non_blocking: bool = False) -> ExpertsNF4:
     """Copy the numbers of another stack in NF4."""
     if not isinstance(source, ExpertsNF4):
-        # DistributedDataParallel would do so to every frozen weight: dequantised on one rank, quantised once more on
-        # all, with other numbers.
+        # DistributedDataParallel would broadcast every frozen weight this way: dequantised on one rank and quantised
+        # again on all, with other values.
         raise UnsupportedModelError(
-            f"Dense values of shape {tuple(source.shape)} would be copied into experts that are held in NF4. Load them "
-            "as a state dict, which "
-            "quantises them; under DDP leave these parameters out of the broadcast "
+            f"Dense values of shape {tuple(source.shape)} would be copied into experts in NF4. Load them as a state "
+            "dict, which quantises them. Under DDP exclude these parameters from the broadcast "
             "(_set_params_and_buffers_to_ignore_for_model)."
         )
     for part, value in zip(weight.stack, source.stack):
@@ -285,7 +279,7 @@ def _copy_(weight: ExpertsNF4, source: torch.Tensor, non_blocking: bool = False)
 
 
 def _set_(weight: ExpertsNF4, source: ExpertsNF4) -> ExpertsNF4:
-    """Share the numbers of another stack; parametrizations set a parameter to itself."""
+    """Share the tensors of another stack; parametrizations set a parameter to itself."""
     weight.data = source
     return weight
 
@@ -319,7 +313,7 @@ _KNOWN: Mapping[Any, Callable[..., Any]] = MappingProxyType(
 
 
 def _rebuild(stack: NF4Stack, shape: torch.Size, dtype: torch.dtype, *, is_parameter: bool) -> torch.Tensor:
-    """Return a stack made from its numbers, frozen."""
+    """Return a frozen stack from its tensors."""
     weight = ExpertsNF4(stack, shape=shape, dtype=dtype)
     return nn.Parameter(weight, requires_grad=False) if is_parameter else weight
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 NUM_PROBE_TOKENS = 16
-# The kernels and bits are the same, so logits of the loaded model may differ only by the order of a sum.
+# Kernels and weights are the same, so logits of the loaded model can differ only by the order of sums.
 RELOAD_ULPS = 4
 
 
@@ -35,9 +35,10 @@ class Exported(NamedTuple):
     Args:
         num_tensors: Number of tensors of the adapters or the model.
         num_bytes: Bytes of all files.
-        reload_difference: Largest difference of a logit between the trained model and what stock libraries load.
-        merge_difference: Relative distance (root of mean squares) of the merged model's logits from the adapters'; 0
-            where nothing was merged.
+        reload_difference: Largest difference of a logit between the trained model and the model that stock libraries
+            load.
+        merge_difference: Relative distance (root of mean squares) between the logits of the merged model and of the
+            adapters; 0 if nothing was merged.
     """
 
     num_tensors: int
@@ -47,37 +48,37 @@ class Exported(NamedTuple):
 
 
 def open_adapters(base: PreTrainedModel, folder: Path) -> PeftModel:
-    """Return a base with the adapters of a PEFT folder on it, in evaluation mode.
+    """Return a base with the adapters of a PEFT folder, in evaluation mode.
 
     Raises:
         OptionError: The folder has no adapters in safetensors.
-        DataError: They do not fit the base.
+        DataError: The adapters do not match the base.
     """
     from peft import PeftModel
 
     if not (folder / ADAPTER_WEIGHTS).is_file():
         raise OptionError(
-            f"{folder} has no {ADAPTER_WEIGHTS}; adapters are read from safetensors only, since other files could run "
-            "code."
+            f"{folder} has no {ADAPTER_WEIGHTS}; adapters are read only from safetensors, because other formats can "
+            "run code."
         )
     try:
         return PeftModel.from_pretrained(base, str(folder)).eval()
     except (ValueError, RuntimeError) as error:
-        raise DataError(f"The adapters in {folder} do not fit {type(base).__name__}: {error}") from error
+        raise DataError(f"The adapters in {folder} do not match {type(base).__name__}: {error}") from error
 
 
 def read_base_name(folder: Path) -> str:
-    """Return the base that a PEFT folder names; empty if it names none."""
+    """Return the name of the base in a PEFT folder; an empty string if there is none."""
     from peft import PeftConfig
 
     return str(PeftConfig.from_pretrained(str(folder)).base_model_name_or_path or "")
 
 
 def dequantise(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a model with every NF4 weight dequantised, in its compute dtype; dense weights do not change.
+    """Return a model with every NF4 weight dequantised to its compute dtype; dense weights do not change.
 
     Cost:
-        The dense weights; on the device of the model.
+        Memory for the dense weights on the device of the model.
     """
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
@@ -91,10 +92,10 @@ def dequantise(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def check_readable(model: PeftModel) -> None:
-    """Refuse adapters that stock PEFT would load under other names, and so lose without an error.
+    """Raise on adapters that stock PEFT would load under other names, which silently loses them.
 
     Raises:
-        UnsupportedModelError: With the names of the adapters.
+        UnsupportedModelError: PEFT would lose adapters; the message has their names.
 
     Cost:
         Host work on names; no tensor is copied.
@@ -109,31 +110,31 @@ def check_readable(model: PeftModel) -> None:
         lost |= find_lost_names(model, held, lora=config)  # type: ignore[arg-type]
     if lost:
         raise UnsupportedModelError(
-            f"{type(model.get_base_model()).__name__}: PEFT would not find {list_names(sorted(lost))} when it reads "
-            "them, so they would be lost. "
-            "Go on from the Trainer's checkpoint, which holds them, or train without adapters on these layers (lora's "
+            f"{type(model.get_base_model()).__name__}: PEFT would not find {list_names(sorted(lost))} when it loads "
+            "the adapters, so they would be lost. "
+            "Resume from the Trainer's checkpoint, which has them, or train without adapters on these layers (lora's "
             "exclude_modules)."
         )
 
 
 def save_adapters(model: PeftModel, folder: Path, *, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-    """Write a plain PEFT folder, which stock PEFT reads back before its files take their place.
+    """Write a plain PEFT folder; stock PEFT reads the new files back before they replace the old ones.
 
     Args:
         model: A PEFT model; it is not changed.
-        folder: Made if it is not there; files of the same names are replaced.
-        state_dict: The gathered state of a sharded model; None for the model's own.
+        folder: Created if missing; files of the same names are replaced.
+        state_dict: The gathered state of a sharded model; None for the model's own state.
 
     Raises:
-        CheckpointNotSavedError: The adapters cannot be written, or read back otherwise; the folder is as before.
+        CheckpointNotSavedError: The adapters cannot be written, or differ when read back; the folder does not change.
 
     Cost:
-        The adapters twice in host memory.
+        Host memory for two copies of the adapters.
     """
     with saving(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with part_beside(folder, is_folder=True) as part:
-            # "auto" would ask the hub whether the vocabulary was resized; it never is here.
+            # "auto" would ask the hub whether the vocabulary was resized, which never happens here.
             model.save_pretrained(str(part), save_embedding_layers=False, state_dict=state_dict)
             check_read_back(model, part, state_dict=state_dict)
             folder.mkdir(exist_ok=True)
@@ -150,11 +151,11 @@ def export_adapters(model: PeftModel, out: Path, *, tokenizer: PreTrainedTokeniz
     Args:
         model: A PEFT model; it cannot be used afterwards.
         out: A folder that does not exist.
-        tokenizer: Written too; None for none.
+        tokenizer: Tokenizer to write; None for none.
 
     Raises:
         OptionError: out exists.
-        CheckpointNotSavedError: The folder cannot be written, or loads with other logits; nothing is left.
+        CheckpointNotSavedError: The folder cannot be written, or loads with other logits; no files are left.
 
     Cost:
         Two forwards of 16 tokens; no second copy of the base.
@@ -167,17 +168,17 @@ def export_adapters(model: PeftModel, out: Path, *, tokenizer: PreTrainedTokeniz
     with _writing(out) as part:
         base: Any = model.get_base_model()
         for config in model.peft_config.values():
-            # Of adapters that were read the base may lie elsewhere by now.
+            # The base of loaded adapters may have moved since they were saved.
             config.base_model_name_or_path = base.name_or_path or config.base_model_name_or_path
         model.save_pretrained(str(part), save_embedding_layers=False)
-        _write_beside(base, part, tokenizer)
+        _write_companions(base, part, tokenizer)
         expected = get_peft_model_state_dict(model, save_embedding_layers=False)
         found = load_file(part / ADAPTER_WEIGHTS)
         _compare_tensors(expected, found, out=out)
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         again = PeftModel.from_pretrained(model.unload(), str(part))
         for name, parameter in again.named_parameters():
-            # PEFT widens bf16 adapters to fp32, and then computes otherwise than they were trained.
+            # PEFT casts bf16 adapters to fp32, which computes differently from training.
             parameter.data = parameter.data.to(dtypes[name])
         difference = _compare_logits(before, _logits(again, ids), out=out)
         return Exported(len(found), _num_bytes(part), difference, 0.0)
@@ -186,24 +187,24 @@ def export_adapters(model: PeftModel, out: Path, *, tokenizer: PreTrainedTokeniz
 def export_merged(
     model: PeftModel | PreTrainedModel, out: Path, *, tokenizer: PreTrainedTokenizerBase | None
 ) -> Exported:
-    """Write a plain transformers folder: all weights, adapters merged into them, with tokenizer and generation
-    configuration.
+    """Write a plain transformers folder with all weights, adapters merged, tokenizer and generation configuration.
 
-    It is read back by stock transformers: the same keys and dtypes, the same logits, and logits of the adapters within
-    the rounding of the dtype.
+    Stock transformers reads it back: keys, dtypes and logits must be the same, and logits must match the adapters
+    within the rounding of the dtype.
 
     Args:
-        model: A dense PEFT or transformers model; it is used up.
+        model: A dense PEFT or transformers model; it cannot be used afterwards.
         out: A folder that does not exist.
-        tokenizer: Written too; None for none.
+        tokenizer: Tokenizer to write; None for none.
 
     Raises:
         OptionError: out exists.
-        UnsupportedModelError: Merging moved logits by more than the rounding of the dtype explains; nothing is left.
-        CheckpointNotSavedError: The folder cannot be written, or loads with other logits; nothing is left.
+        UnsupportedModelError: Merging changed logits by more than the rounding of the dtype explains; no files are
+            left.
+        CheckpointNotSavedError: The folder cannot be written, or loads with other logits; no files are left.
 
     Cost:
-        Four forwards of 16 tokens; the model twice in host memory while it is read back.
+        Four forwards of 16 tokens; host memory for two copies of the model while it is read back.
     """
     check_free(out)
     ids, before = _probe(model)
@@ -211,14 +212,14 @@ def export_merged(
     before = _logits(merged, ids)
     with _writing(out) as part:
         merged.save_pretrained(str(part))
-        _write_beside(merged, part, tokenizer)
+        _write_companions(merged, part, tokenizer)
         again, report = auto_class(merged.config).from_pretrained(
             str(part), dtype="auto", use_safetensors=True, trust_remote_code=False, output_loading_info=True
         )
         wrong = [*report["missing_keys"], *report["unexpected_keys"], *(key for key, *_ in report["mismatched_keys"])]
         if wrong:
             raise CheckpointNotSavedError(
-                f"{out} was not written: stock transformers finds other keys or shapes than were saved: "
+                f"{out} was not written: stock transformers reads other keys or shapes than were saved: "
                 f"{list_names(wrong)}."
             )
         _compare_tensors(merged.state_dict(), again.state_dict(), out=out)
@@ -227,18 +228,18 @@ def export_merged(
 
 
 def check_free(out: Path) -> None:
-    """Refuse a place where something is.
+    """Raise if a path exists.
 
     Raises:
-        OptionError: With the name.
+        OptionError: The path exists.
     """
     if out.exists() or out.is_symlink():
-        raise OptionError(f"{out} is there already and is not overwritten: name another folder, or take it away first.")
+        raise OptionError(f"{out} already exists and is not overwritten. Name another folder, or remove it first.")
 
 
 @contextmanager
 def _writing(out: Path) -> Iterator[Path]:
-    """Yield a folder beside out, which takes its name if the block ends well and is taken away if it does not."""
+    """Yield a temporary folder next to out; rename it to out if the block succeeds, else remove it."""
     with saving(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         with part_beside(out, is_folder=True) as part:
@@ -248,8 +249,8 @@ def _writing(out: Path) -> Iterator[Path]:
         sync_folder(out.parent)
 
 
-def _write_beside(model: Any, part: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Write what a model is used with."""
+def _write_companions(model: Any, part: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Write tokenizer and generation configuration next to the weights."""
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(str(part))
     if tokenizer is not None:
@@ -271,36 +272,34 @@ def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _compare_tensors(expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], *, out: Path) -> None:
-    """Refuse a folder whose tensors have other names, dtypes or values than those that were to be written."""
+    """Raise if the tensors of a folder have other names, dtypes or values than expected."""
     wrong = sorted(set(expected) ^ set(found))
     for name in set(expected) & set(found):
         one, other = expected[name], found[name]
         if one.dtype is not other.dtype or not torch.equal(one.detach().cpu(), other.cpu()):
             wrong.append(f"{name} ({one.dtype} {tuple(one.shape)} written, {other.dtype} {tuple(other.shape)} read)")
     if wrong:
-        raise CheckpointNotSavedError(
-            f"{out} was not written: {list_names(wrong)} read back otherwise than they were saved."
-        )
+        raise CheckpointNotSavedError(f"{out} was not written: {list_names(wrong)} differ when read back.")
 
 
 def _compare_logits(expected: torch.Tensor, found: torch.Tensor, *, out: Path) -> float:
-    """Return the largest difference of a logit; refuse one that the order of sums does not explain."""
+    """Return the largest difference of a logit; raise if the order of sums does not explain it."""
     difference, allowed = (
         float((expected - found).abs().max()),
         RELOAD_ULPS * torch.finfo(torch.float32).eps * float(expected.abs().max()),
     )
-    # NaN is no difference that could be small.
+    # NaN must raise too, hence "not <=".
     if not difference <= allowed:
         raise CheckpointNotSavedError(
-            f"{out} was not written: stock libraries read it back with logits that differ by {difference:.1e}, and at "
-            f"most {allowed:.1e} is rounding."
+            f"{out} was not written: stock libraries read it back with logits that differ by {difference:.1e}, and "
+            f"rounding explains at most {allowed:.1e}."
         )
     return difference
 
 
 def _merge(model: PeftModel, ids: torch.Tensor, *, adapted: torch.Tensor) -> tuple[PreTrainedModel, float]:
-    """Return the model with its adapters in its weights, and how far that moved its logits; refuse more than the
-    rounding of weights explains.
+    """Return the model with merged adapters and the relative change of its logits; raise if rounding of weights does
+    not explain the change.
     """
     with model.disable_adapter():
         base = _logits(model, ids)
@@ -308,17 +307,16 @@ def _merge(model: PeftModel, ids: torch.Tensor, *, adapted: torch.Tensor) -> tup
     size = torch.linalg.vector_norm(adapted)
     moved = float(torch.linalg.vector_norm(_logits(merged, ids) - adapted) / size)
     effect = float(torch.linalg.vector_norm(base - adapted) / size)
-    # Roundings of layers are independent of each other. How much a model amplifies them is its own: tiny ones that are
-    # far from uniform reach 4 of these units, 6 where another expert is chosen (tests/cli/test_export.py). A merge that
-    # is lost or doubled moves logits by the whole effect.
+    # Rounding errors of layers are independent. Models amplify them differently: tiny models with far from uniform
+    # logits reach 4 of these units, 6 if another expert is chosen (tests/cli/test_export.py). A merge that is lost or
+    # doubled changes logits by the whole effect.
     unit = torch.finfo(merged.dtype).eps * math.sqrt(num_decoder_layers(merged) + 1)
     allowed = max(2 * unit, min(8 * unit, 0.75 * effect))
     if not moved <= allowed:
         raise UnsupportedModelError(
-            f"Merging moved the logits of {type(merged).__name__} by {moved:.1e} of their size; rounding to "
-            f"{merged.dtype} explains {allowed:.1e}, "
-            f"where adapters move them by {effect:.1e}. Export the adapters without merging, or merge in fp32 (--dtype "
-            "float32)."
+            f"Merging changed the logits of {type(merged).__name__} by {moved:.1e} relative to their size. Rounding to "
+            f"{merged.dtype} explains {allowed:.1e}, and the adapters change them by {effect:.1e}. Export the adapters "
+            "without merging, or merge in fp32 (--dtype float32)."
         )
     return merged, moved
 

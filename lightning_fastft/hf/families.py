@@ -1,4 +1,4 @@
-"""Which model families packed attention serves, and why others are refused; where the parts of a model are."""
+"""Model families that packed attention supports, reasons against others, and functions that find parts of a model."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _PLAIN = ("varlen", "cudnn", "flex", "sdpa", "reference")
 _WIDE_KEYS = ("varlen", "flex", "sdpa", "reference")
 _SINKS = ("varlen", "flex", "reference")
 _SOFTCAPPED = ("flex", "reference")
-# Flash kernels stop at heads of 256 columns. "auto" chooses for each layer, so narrower layers still run on them.
+# Flash kernels support heads of up to 256 columns. "auto" chooses per layer, so narrower layers still use them.
 _VERY_WIDE_HEADS = ("flex", "sdpa", "reference")
 
-# model_type of the text configuration -> backends that compute it exactly; packed against one by one is tested for
-# each.
+# model_type of the text configuration -> backends that compute it exactly. Tests compare packed with one-by-one results
+# for each.
 FAMILIES = MappingProxyType(
     {
         "llama": _PLAIN,
@@ -67,9 +67,9 @@ _REFUSED = MappingProxyType(
         "doge": "its attention makes a mask of its own from the values of each token",
     }
 )
-# A chunk is refused in the forward where a document exceeds it.
+# For chunked attention the forward raises on a document longer than a chunk.
 _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention", "moe", "mlp"})
-# Layers with a mixer, served where the table of mixers describes the family.
+# Layers with a mixer, supported if the table of mixers has the family.
 _MIXER_LAYER_TYPES = frozenset({"linear_attention", "conv", "hybrid"})
 # Layers with an indexer, which chooses all keys of a short document (patches/carriers.py).
 _INDEXED_LAYER_TYPES = frozenset({"indexed_attention", "deepseek_sparse_attention"})
@@ -85,8 +85,8 @@ _FOREIGN_KEYWORD = re.compile(
 def find_causal_models(root: nn.Module) -> list[tuple[str, PreTrainedModel]]:
     """Return the outermost causal language models inside a module, with their dotted names.
 
-    Found inside LightningModules, adapters and wrappers; a model inside another one belongs to it. Encoders and
-    encoder-decoders are left out.
+    They may be inside LightningModules, adapters and wrappers; a model inside another model belongs to it. Encoders and
+    encoder-decoders are skipped.
 
     Example:
         >>> find_causal_models(nn.Linear(2, 2))
@@ -96,7 +96,7 @@ def find_causal_models(root: nn.Module) -> list[tuple[str, PreTrainedModel]]:
 
 
 def find_other_models(root: nn.Module) -> list[PreTrainedModel]:
-    """Return the outermost transformers models inside a module that are no causal language models: classifiers,
+    """Return the outermost transformers models inside a module that are not causal language models: classifiers,
     encoders, encoder-decoders.
     """
     return [model for _, model in _find_models(root) if not _is_causal(model)]
@@ -122,8 +122,10 @@ def _is_causal(model: PreTrainedModel) -> bool:
 
 
 def find_decoder(model: PreTrainedModel) -> nn.Module:
-    """Return the module that holds the decoder layers of the text part: transformers' own answer, or where that is the
-    model itself, the part of it with the token embedding (llama4, mllama).
+    """Return the module that holds the decoder layers of the text part.
+
+    It is transformers' own answer. If that is the model itself, it is the submodule with the token embedding (llama4,
+    mllama).
     """
     decoder: nn.Module = model.get_decoder()
     embedding = model.get_input_embeddings()
@@ -136,7 +138,7 @@ def find_decoder(model: PreTrainedModel) -> nn.Module:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the decoder layers of the text part, in their order.
+    """Return the decoder layers of the text part, in order.
 
     Raises:
         UnsupportedModelError: No list of layers is found.
@@ -153,8 +155,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def tower_parameters(root: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of every causal language model inside root that only images or sound reach: towers and
-    projectors.
+    """Return the parameters of vision and audio towers and projectors of every causal language model inside root.
 
     Example:
         >>> tower_parameters(nn.Linear(2, 2))
@@ -175,12 +176,12 @@ def _head_parameters(model: PreTrainedModel) -> Iterator[nn.Parameter]:
 
 
 def num_decoder_layers(model: PreTrainedModel) -> int:
-    """Return how many decoder layers the text part has."""
+    """Return the number of decoder layers of the text part."""
     return len(decoder_layers(model))
 
 
 def is_on_interface(module: nn.Module) -> bool:
-    """Whether a module holds experts that transformers dispatches through its ExpertsInterface.
+    """Return whether a module holds experts that transformers dispatches through its ExpertsInterface.
 
     Example:
         >>> is_on_interface(nn.Linear(2, 2))
@@ -191,8 +192,8 @@ def is_on_interface(module: nn.Module) -> bool:
 
 
 def text_config_key(model: PreTrainedModel) -> str:
-    """Return the attribute of a composite configuration that holds the text configuration; empty where the
-    configuration is the text's own.
+    """Return the attribute of a composite configuration that holds the text configuration; an empty string if the
+    configuration is not composite.
     """
     text = model.config.get_text_config(decoder=True)
     if text is model.config:
@@ -206,25 +207,25 @@ def text_config_key(model: PreTrainedModel) -> str:
 
 
 def check_servable(model: PreTrainedModel) -> None:
-    """Refuse a model whose packed documents would not be computed exactly.
+    """Raise on a model whose packed documents would not be exact.
 
-    Families outside FAMILIES pass when nothing speaks against them; what only shows in a forward (a mask of the layer's
-    own, a window that the layer does not pass on) is refused there.
+    Families outside FAMILIES pass if no obstacle is found. The forward raises on obstacles that only it can see (a
+    layer's own mask, a window that the layer does not pass).
 
     Raises:
-        UnsupportedModelError: Names the family and the reason.
+        UnsupportedModelError: The family cannot be packed; the message has the reason.
     """
     reason = _find_obstacle(model)
     if reason:
         raise UnsupportedModelError(
             f"{type(model).__name__} ({model.config.model_type}) cannot be trained on packed documents: {reason}. "
-            "attention='one_by_one' of the strategy or of PackedTraining runs its documents one at a time, with its "
-            f"own attention. Tested families: {', '.join(FAMILIES)}."
+            "Use attention='one_by_one' of the strategy or of PackedTraining, which runs documents one at a time with "
+            f"the model's own attention. Tested families: {', '.join(FAMILIES)}."
         )
 
 
 def _find_obstacle(model: PreTrainedModel) -> str:
-    """Return why a model cannot be served; empty when nothing speaks against it."""
+    """Return why a model cannot be packed; an empty string if no obstacle is found."""
     config = model.config.get_text_config(decoder=True)
     if config.model_type in _REFUSED:
         return _REFUSED[config.model_type]
@@ -248,7 +249,7 @@ def _find_obstacle(model: PreTrainedModel) -> str:
             type(module).__name__
             for module in _text_modules(decoder)
             if (_MIXER.search(type(module).__name__) or isinstance(module, nn.Conv1d))
-            # Some layers are named after the mixer inside them.
+            # Some layer classes have the name of the mixer inside them.
             and not any(id(part) in served for part in module.modules())
         }
     )
@@ -258,7 +259,7 @@ def _find_obstacle(model: PreTrainedModel) -> str:
 
 
 def _text_modules(decoder: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules of a decoder, without models inside it: towers for images and sound (phi4_multimodal)."""
+    """Yield the modules of a decoder, without models inside it such as vision and audio towers (phi4_multimodal)."""
     yield decoder
     for child in decoder.children():
         if not isinstance(child, PreTrainedModel):
@@ -266,7 +267,9 @@ def _text_modules(decoder: nn.Module) -> Iterator[nn.Module]:
 
 
 def _find_obstacle_in_source(decoder: nn.Module) -> str:
-    """Look where transformers looks: whether a model uses the attention interface shows only in its source text."""
+    """Return an obstacle in the source text of a model; like transformers, read there whether it uses the attention
+    interface.
+    """
     for name in sorted(
         {type(module).__module__ for module in _text_modules(decoder) if "Attention" in type(module).__name__}
     ):
@@ -291,7 +294,7 @@ def _find_obstacle_in_source(decoder: nn.Module) -> str:
 
 
 def drops_keywords(layer_type: type[nn.Module]) -> bool:
-    """Whether decoder layers of a class call nothing with the keywords that they are given, the context among them."""
+    """Return whether decoder layers of a class drop their keywords, including the context."""
     tree = _parse(layer_type.forward)
     return tree is not None and not any(
         keyword.arg is None for call in ast.walk(tree) if isinstance(call, ast.Call) for keyword in call.keywords
@@ -299,8 +302,9 @@ def drops_keywords(layer_type: type[nn.Module]) -> bool:
 
 
 def find_indexers(decoder: nn.Module) -> list[nn.Module]:
-    """Return the modules that choose keys for each query (sparse attention), all of them in documents of at most
-    ``index_topk`` tokens.
+    """Return the modules that choose keys for each query (sparse attention).
+
+    In documents of at most ``index_topk`` tokens they choose all keys.
 
     Example:
         >>> find_indexers(nn.Linear(2, 2))
@@ -314,8 +318,9 @@ def find_indexers(decoder: nn.Module) -> list[nn.Module]:
 
 
 def _find_own_loss(model: PreTrainedModel) -> str:
-    """Say where a model weighs or shifts labels by a formula of its own, which knows neither documents nor
-    accumulation windows.
+    """Return where a model weighs or shifts labels by its own formula; an empty string if it does not.
+
+    Such a formula ignores documents and accumulation windows.
     """
     tree = _parse(type(model).forward)
     names = (
@@ -331,7 +336,7 @@ def _find_own_loss(model: PreTrainedModel) -> str:
 
 
 def _parse(function: object) -> ast.AST | None:
-    """Return the syntax tree of a function behind its decorators; None where its source cannot be read."""
+    """Return the syntax tree of a function without its decorators; None if its source cannot be read."""
     try:
         return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))  # type: ignore[arg-type]
     except (OSError, TypeError, SyntaxError):

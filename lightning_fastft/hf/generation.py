@@ -1,4 +1,4 @@
-"""Text from a model: prompts or conversations, padded on the left, in evaluation mode."""
+"""Generate text from prompts or conversations, padded on the left, in evaluation mode."""
 
 from __future__ import annotations
 
@@ -19,22 +19,21 @@ def generate_texts(
     max_new_tokens: int,
     **options: Any,
 ) -> list[str]:
-    """Return what the model writes after each prompt; the mode of every module is restored, the tokenizer is left as it
-    is.
+    """Return the generated text of each prompt; the mode of every module is restored, and the tokenizer is not changed.
 
     Args:
         model: A model with ``generate``, on any device.
-        tokenizer: Its tokenizer; a missing padding token is replaced by the end-of-text token, which the attention mask
-            hides.
+        tokenizer: Tokenizer of the model. Without a padding token it pads with the end-of-text token, which the
+            attention mask hides.
         prompts: Texts, or conversations (lists of messages with role and content) for the chat template.
-        max_new_tokens: Most tokens to write.
-        **options: Of transformers' ``generate``.
+        max_new_tokens: Largest number of tokens to generate.
+        **options: Options of transformers' ``generate``.
 
     Raises:
-        OptionError: prompts is one string, or a prompt has no token.
+        OptionError: prompts is a string, or a prompt has no token.
     """
     if isinstance(prompts, str):
-        raise OptionError("prompts must be a list, got one string: write [prompt].")
+        raise OptionError("prompts must be a list, got a string; write [prompt].")
     rows = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     empty = [number for number, row in enumerate(rows) if not row]
     if empty:
@@ -61,20 +60,20 @@ def sample_completions(
     seed: int,
     **options: Any,
 ) -> list[list[list[int]]]:
-    """Return sampled completions of each prompt as token ids, with the end-of-text token where one was written.
+    """Return sampled completions of each prompt as token ids, with the end-of-text token if it was generated.
 
     Args:
         model: A model with ``generate``, on any device; the mode of every module is restored.
-        tokenizer: Its tokenizer.
-        prompts: Token ids, at least one each.
-        num_completions: Completions of each prompt.
-        max_new_tokens: Most tokens of a completion.
-        temperature: Of the sampling, above 0; no other filter is applied.
-        seed: Seed of the sampling; the global generators are left as they were.
-        **options: Of transformers' ``generate``.
+        tokenizer: Tokenizer of the model.
+        prompts: Token ids of each prompt, at least one.
+        num_completions: Number of completions per prompt.
+        max_new_tokens: Largest number of tokens of a completion.
+        temperature: Temperature of the sampling, above 0; no other filter is applied.
+        seed: Seed of the sampling; the global generators do not change.
+        **options: Options of transformers' ``generate``.
 
     Cost:
-        One batch of len(prompts) x num_completions rows, padded on the left; a host sync for each token.
+        One batch of len(prompts) x num_completions rows, padded on the left; one host sync per token.
     """
     pad, ends = _special_ids(model, tokenizer)
     device = model.get_input_embeddings().weight.device
@@ -95,7 +94,7 @@ def _cut(row: list[int], ends: Sequence[int]) -> list[int]:
 
 
 def _special_ids(model: Any, tokenizer: Any) -> tuple[int, list[int]]:
-    """Return the padding token, and the tokens at which a text ends."""
+    """Return the padding token and the end-of-text tokens."""
     pad = next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
     ends = model.generation_config.eos_token_id
     if ends is None:
@@ -106,7 +105,7 @@ def _special_ids(model: Any, tokenizer: Any) -> tuple[int, list[int]]:
 def _generate(
     model: Any, rows: Sequence[Sequence[int]], *, pad: int, max_new_tokens: int, **options: Any
 ) -> torch.Tensor:
-    """Return what the model writes after rows padded on the left, in evaluation mode; modes are restored."""
+    """Return the generated tokens after rows padded on the left, in evaluation mode; modes are restored."""
     width = max(len(row) for row in rows)
     device = model.get_input_embeddings().weight.device
     input_ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in rows], device=device)

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
     from lightning_fastft.hf.loading import ModelSource
 
-# Types of models whose packed images are compared with each document alone.
+# Model types for which tests compare packed images with separate documents.
 IMAGE_FAMILIES = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
     *("llava", "mistral3", "internvl"),
 )
-# Types whose images are refused, and why.
+# Model types whose images cannot be packed, and the reason.
 REFUSED_IMAGES = MappingProxyType(
     {
         "gemma3": "tokens of one image see each other in both directions, which packed attention does not compute",
@@ -44,10 +44,10 @@ _TEXT_OUTPUTS = frozenset(
 
 
 class ImageEncoder:
-    """Expand image placeholders, and turn images into inputs of a model; with transformers' processor of the model.
+    """Expand image placeholders and convert images to model inputs with the model's transformers processor.
 
     Args:
-        processor: The processor, or where it comes from; it is loaded on first use.
+        processor: The processor, or its source; a source is loaded on first use.
 
     Raises:
         OptionError: On first use: the processor has no placeholder for images, or cannot be read.
@@ -59,25 +59,25 @@ class ImageEncoder:
 
     @functools.cached_property
     def processor(self) -> Any:
-        """The processor of transformers."""
+        """Return the transformers processor."""
         given: Any = self._given
         processor = given.load_processor() if hasattr(given, "load_processor") else given
         if getattr(processor, "image_token", None) is None:
             raise OptionError(
-                f"{type(processor).__name__} has no placeholder for images (image_token), so their tokens cannot be "
-                "placed. Train on text, or with the processors of another family."
+                f"{type(processor).__name__} has no placeholder for images (image_token). Train on text, or use a "
+                "model family whose processor has one."
             )
         return processor
 
     @property
     def chat_template(self) -> str | None:
-        """The processor's own chat template."""
+        """Return the processor's own chat template."""
         template = self.processor.chat_template
         return template.get("default") if isinstance(template, dict) else template
 
     @property
     def fingerprint(self) -> str:
-        """Digest of the settings that decide how many tokens an image has."""
+        """Return a digest of the settings that decide the number of tokens of an image."""
         given: Any = self._given
         if hasattr(given, "processor_settings"):
             settings = given.processor_settings()
@@ -89,10 +89,10 @@ class ImageEncoder:
         """Return the text with each placeholder expanded to the tokens of its image.
 
         Raises:
-            RowRejectedError: The text has another number of placeholders, or an image is refused by the processor.
+            RowRejectedError: The text has another number of placeholders, or the processor rejects an image.
 
         Cost:
-            Processes the images, whose sizes decide.
+            Processes the images, because their sizes decide the number of tokens.
         """
         num_places = text.count(self.processor.image_token)
         if num_places != len(images):
@@ -128,19 +128,19 @@ class ImageEncoder:
 
 
 class DocumentImages:
-    """Return what the images of a document become for the model: its inputs, and positions of its tokens.
+    """Compute the image inputs of a document for the model, and the positions of its tokens.
 
     Args:
         encoder: The processor.
         config: Configuration of the model.
 
     Raises:
-        UnsupportedModelError: Images of this family are not served.
+        UnsupportedModelError: Images of this family are not supported.
     """
 
     def __init__(self, encoder: ImageEncoder, *, config: PretrainedConfig) -> None:
         check_images(config)
-        # A copy of its own: a fast tokenizer must not be called from two threads at once.
+        # Copy the processor: a fast tokenizer must not be called from two threads at once.
         self._encoder = ImageEncoder(copy.deepcopy(encoder.processor))
         self._find_positions = position_finder(config)
 
@@ -158,17 +158,17 @@ class DocumentImages:
 
 
 def check_images(config: PretrainedConfig) -> None:
-    """Refuse a family whose packed images would differ from each document alone, or were never compared.
+    """Raise on a family whose packed images differ from separate documents, or were never compared.
 
     Raises:
-        UnsupportedModelError: Names the family and the reason.
+        UnsupportedModelError: Images of the family cannot be packed; the message has the reason.
     """
     if config.model_type in IMAGE_FAMILIES:
         return
     reason = REFUSED_IMAGES.get(config.model_type, "packed and alone have not been compared for its images")
     raise UnsupportedModelError(
         f"Images of {config.model_type} are not packed: {reason}. Families with images: {', '.join(IMAGE_FAMILIES)}; "
-        "this one trains on text here."
+        "this family supports text only."
     )
 
 
@@ -177,10 +177,10 @@ def find_config(module: nn.Module | None, *, name: object) -> PretrainedConfig:
 
     Args:
         module: The LightningModule; None without a Trainer.
-        name: Hub id or folder that was given for the tokenizer, where the configuration is without a module.
+        name: Hub id or folder of the tokenizer, which is read for the configuration if module is None.
 
     Raises:
-        OptionError: There is none.
+        OptionError: No configuration is found.
     """
     from lightning_fastft.hf.families import find_causal_models
     from lightning_fastft.hf.loading import ModelSource
@@ -194,8 +194,8 @@ def find_config(module: nn.Module | None, *, name: object) -> PretrainedConfig:
     if isinstance(name, str):
         return ModelSource(name).config
     raise OptionError(
-        "Positions of images come from the model, and there is none yet. Train with a Trainer, or give the folder of "
-        "the model as tokenizer."
+        "Positions of images need the configuration of the model, and there is no model yet. Train with a Trainer, or "
+        "give the folder of the model as tokenizer."
     )
 
 
@@ -203,9 +203,9 @@ def position_finder(
     config: PretrainedConfig,
 ) -> Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor] | None:
     """Return a function from ids and image inputs of a document to positions on several axes (M-RoPE); None for a model
-    whose images have positions of text.
+    whose images have text positions.
 
-    The function is the model's own ``get_rope_index``, which reads nothing but the configuration.
+    The function is the model's own ``get_rope_index``, which reads only the configuration.
     """
     from transformers import MODEL_MAPPING
 

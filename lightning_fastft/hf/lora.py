@@ -1,4 +1,4 @@
-"""LoRA on a model: PEFT's configuration from plain values, and the adapters it describes, equal on every rank."""
+"""LoRA on a model: build PEFT's configuration from plain values, and add its adapters, equal on every rank."""
 
 from __future__ import annotations
 
@@ -24,23 +24,22 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-# Wider than any layer is; alpha divided by rank is what scales an adapter.
+# Limits above the width of any layer; an adapter is scaled by alpha divided by rank.
 LARGEST_RANK, LARGEST_ALPHA = 2**16, 2.0**20
-# Rounds of an initialisation that repeats itself, and layers after replication.
+# Limits of the iterations of an initialisation, and of the layers after replication.
 MOST_ROUNDS, MOST_LAYERS = 100, 10_000
-# Patterns match all names of a model within milliseconds, or some of them within years.
+# A good pattern matches all names of a model within milliseconds; catastrophic backtracking can take years.
 PATTERN_SECONDS, LONGEST_PATTERN = 10.0, 10_000
 _QUANTIFIER = re.compile(r"[*+?{]")
-# Runs without site packages and the user's environment; a match holds the interpreter's lock, so that no thread could
-# end it.
+# Runs in a process without site packages and the user's environment. A match holds the GIL, so no thread could stop it.
 _MATCH = (
     "import json, re, sys; patterns, names = json.load(sys.stdin)\nfor pattern in patterns:\n for name in names: "
     "re.fullmatch(pattern, name)"
 )
-# What a field of PEFT is called elsewhere, and no spelling shows.
+# Names of PEFT's fields in other libraries that are not spelled alike.
 _NAMES_ELSEWHERE = {"rank": "r"}
 
-# How PEFT refuses what does not fit a model.
+# Errors that PEFT raises for a configuration that does not match the model.
 _REFUSALS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, NotImplementedError, re.error)
 
 
@@ -52,21 +51,21 @@ def tuner_layers(root: nn.Module) -> list[BaseTunerLayer]:
 
 
 def add_adapters(model: PreTrainedModel, *, lora: LoraConfig, adapter_dtype: torch.dtype, seed: int = 0) -> PeftModel:
-    """Return model with LoRA adapters on it, the base frozen.
+    """Return the model with LoRA adapters and a frozen base.
 
     Without ``target_modules`` and ``target_parameters`` one rule chooses the layers for every family
     (``find_default_targets``): projections of attention and recurrent mixers, dense and shared feed-forward layers.
-    Routed experts are adapted only if ``target_parameters`` names their stacks. PEFT's own default is the query and
-    value projections only.
+    Routed experts are adapted only if ``target_parameters`` names their stacks. PEFT's own default is only the query
+    and value projections.
 
     Args:
         model: The base model, quantised or not.
         lora: PEFT's configuration; it is copied. ``task_type`` is set to CAUSAL_LM.
         adapter_dtype: Dtype of the adapter Parameters.
-        seed: Seed of their initialisation, the same on every rank, device and strategy.
+        seed: Seed of the initialisation, which is the same on every rank, device and strategy.
 
     Raises:
-        OptionError: The configuration selects no layer of this model, or names one that it does not have.
+        OptionError: The configuration selects no layer of this model, or names a layer that the model does not have.
 
     Source:
         LoRA, arXiv 2106.09685.
@@ -77,13 +76,13 @@ def add_adapters(model: PreTrainedModel, *, lora: LoraConfig, adapter_dtype: tor
     check_patterns(lora, [name for name, _ in model.named_modules()])
     lora, _ = copy_with_targets(model, lora)
     lora.task_type = TaskType.CAUSAL_LM
-    # Drawn on the host, whatever default device Lightning's strategies set: the same adapters on every device and under
-    # every strategy.
+    # Initialise on the host, even if Lightning's strategies set another default device, so that adapters are the same
+    # on every device and with every strategy.
     with seeded(seed, device=next(model.parameters()).device), torch.device("cpu"):
         try:
             adapted = get_peft_model(model, lora, autocast_adapter_dtype=adapter_dtype == torch.float32)
         except _REFUSALS as error:
-            raise OptionError(f"lora does not fit {type(model).__name__}: {error or repr(error)}") from error
+            raise OptionError(f"lora does not match {type(model).__name__}: {error or repr(error)}") from error
     for layer in adapted.modules():
         if isinstance(layer, LoraLayer):
             for parameter in layer.parameters():
@@ -93,10 +92,10 @@ def add_adapters(model: PreTrainedModel, *, lora: LoraConfig, adapter_dtype: tor
 
 
 def parse_lora(lora: LoraConfig | Mapping[str, Any]) -> LoraConfig:
-    """Return PEFT's configuration from itself or from its fields.
+    """Return PEFT's configuration, given as an object or as a mapping of its fields.
 
     Raises:
-        OptionError: A field is unknown to PEFT, or its value is refused by it or cannot be trained with.
+        OptionError: A field is unknown to PEFT, or its value is rejected by PEFT or cannot be trained with.
     """
     from peft import LoraConfig
 
@@ -106,7 +105,7 @@ def parse_lora(lora: LoraConfig | Mapping[str, Any]) -> LoraConfig:
         raise OptionError(
             f"lora must be PEFT's LoraConfig or a mapping of its fields, got {lora!r} ({type(lora).__name__})."
         )
-    # PEFT finds these wrong when a layer is made, or never.
+    # PEFT checks these only when it builds a layer, or never.
     if "r" in lora:
         check_int("lora.r", lora["r"], low=1, high=LARGEST_RANK)
     if "lora_alpha" in lora:
@@ -123,24 +122,23 @@ def parse_lora(lora: LoraConfig | Mapping[str, Any]) -> LoraConfig:
         advice = f"Did you mean {', '.join(filter(None, near))}?\n" if any(near) else ""
         raise OptionError(
             f"lora has the unknown fields {unknown}.\n{advice}"
-            "The fields are those of PEFT's LoraConfig, most used r, lora_alpha, lora_dropout and target_modules; "
-            "help(peft.LoraConfig) explains all."
+            "The fields are those of PEFT's LoraConfig, mostly r, lora_alpha, lora_dropout and target_modules; see "
+            "help(peft.LoraConfig)."
         )
     try:
         return _check_fields(LoraConfig(**lora))
     except OptionError:
         raise
     except _REFUSALS as error:
-        raise OptionError(f"lora={dict(lora)!r} is refused by PEFT: {error}") from error
+        raise OptionError(f"lora={dict(lora)!r} is rejected by PEFT: {error}") from error
 
 
 def _check_fields(lora: LoraConfig) -> LoraConfig:
-    """Return a configuration whose fields name no module and no file, and ask for work that ends."""
+    """Return the configuration if its fields import no code, read no file and have bounded values; else raise."""
     if lora.megatron_config is not None or lora.megatron_core != "megatron.core" or lora.auto_mapping is not None:
         raise OptionError(
-            "lora names code to import (megatron_config, megatron_core or auto_mapping), which is never done here. "
-            "Remove the field: layers of "
-            "Megatron are not served."
+            "lora names code to import (megatron_config, megatron_core or auto_mapping), which is never imported. "
+            "Remove the field; Megatron layers are not supported."
         )
     check_int("lora.r", lora.r, low=1, high=LARGEST_RANK)
     check_float("lora.lora_alpha", lora.lora_alpha, low=0.0, high=LARGEST_ALPHA)
@@ -161,7 +159,7 @@ def _check_fields(lora: LoraConfig) -> LoraConfig:
         check_int("lora.loftq_config.loftq_iter", part.get("loftq_iter", 1), low=1, high=MOST_ROUNDS)
         if part.get("cache_file") is not None or part.get("covariance_file") is not None:
             raise OptionError(
-                "lora names a file (cache_file or covariance_file), which is neither read nor written here. Remove the "
+                "lora names a file (cache_file or covariance_file), which is neither read nor written. Remove the "
                 "field."
             )
     replicated = lora.layer_replication or []
@@ -187,8 +185,7 @@ def _as_list(patterns: list[str] | str | None) -> list[str]:
 
 
 def check_patterns(lora: LoraConfig, names: list[str]) -> None:
-    """Refuse regular expressions of a configuration that are broken, or that take too long on the names of a model's
-    modules.
+    """Raise on regular expressions of a configuration that are invalid, or too slow on the names of a model's modules.
 
     Args:
         lora: The configuration: target_modules, exclude_modules, modules_to_save, layers_pattern, and the keys of
@@ -196,10 +193,10 @@ def check_patterns(lora: LoraConfig, names: list[str]) -> None:
         names: Names of the modules.
 
     Raises:
-        OptionError: A pattern is broken, too long, or does not come to an end.
+        OptionError: A pattern is invalid, too long, or does not terminate in time.
 
     Cost:
-        Nothing where no pattern has a quantifier; else some ten milliseconds in a process of its own.
+        None if no pattern has a quantifier; else about ten milliseconds in a separate process.
     """
     patterns = [
         *(
@@ -225,23 +222,20 @@ def check_patterns(lora: LoraConfig, names: list[str]) -> None:
         )
     except subprocess.TimeoutExpired:
         raise OptionError(
-            f"A pattern of lora (target_modules or its like) takes more than {PATTERN_SECONDS:.0f} s on the names of "
+            f"A pattern of lora (such as target_modules) takes more than {PATTERN_SECONDS:.0f} s on the names of "
             "the model: "
-            f"{[text for text in own if _QUANTIFIER.search(text)]!s:.200}. Repetitions inside repetitions do that; "
-            "name "
-            "the modules in a list."
+            f"{[text for text in own if _QUANTIFIER.search(text)]!s:.200}. Nested repetitions do that. "
+            "Name the modules in a list."
         ) from None
     if done.returncode:
         reason = next(iter(done.stderr.strip().splitlines()[-1:]), "the match failed")
         raise OptionError(
-            f"A pattern of lora (target_modules or its like) is no regular expression: {reason}. Check {own!s:.200}."
+            f"A pattern of lora (such as target_modules) is not a regular expression: {reason}. Check {own!s:.200}."
         )
 
 
 def describe_lora(lora: LoraConfig) -> dict[str, Any]:
-    """Return the fields of a configuration that differ from PEFT's defaults, as plain types that a checkpoint may
-    hold.
-    """
+    """Return the fields of a configuration that differ from PEFT's defaults, as plain types for a checkpoint."""
     from peft import LoraConfig
 
     default = LoraConfig().to_dict()
@@ -254,7 +248,7 @@ def describe_lora(lora: LoraConfig) -> dict[str, Any]:
 
 
 def to_plain(value: Any) -> Any:
-    """Return value as dicts, lists, strings, numbers, booleans and None only."""
+    """Return the value converted to dicts, lists, strings, numbers, booleans and None."""
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, str):
@@ -270,9 +264,9 @@ def to_plain(value: Any) -> Any:
 
 @contextlib.contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Let a PEFT model compute what its base computes, for the time of a block.
+    """Disable the adapters of a PEFT model inside a block.
 
-    Only the flags of the layers change: PEFT's own ``disable_adapter`` also writes ``requires_grad`` of every adapter.
+    Only the flags of the layers change; PEFT's own ``disable_adapter`` also writes ``requires_grad`` of every adapter.
 
     Cost:
         One walk over the modules; no device work.

@@ -1,4 +1,4 @@
-"""Which linear layers LoRA adapts by default, and names of layers that a user may have meant."""
+"""Linear layers that LoRA adapts by default, and suggestions for unknown layer names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALL_LINEAR = "all-linear"
 NUM_NEAREST = 3
 MOST_SHOWN = 12
 _PREFIX = "base_model.model."
-# Modules that choose experts or keys; a choice passes no gradient on, or only a weak one.
+# Modules that choose experts or keys; a choice passes no gradient, or only a weak one.
 _CHOOSER_NAME = re.compile(r"router|gate|gating|\w*expert_gate")
 _CHOOSER_TYPE = re.compile(r"Router|TopK|Gating|Indexer")
 _MAMBA_TYPE = re.compile(r"Mamba\w*Mixer|MambaLayer")
@@ -33,8 +33,8 @@ class DefaultTargets(NamedTuple):
     """Result of the default rule.
 
     Args:
-        names: Full names of the linear layers that are adapted.
-        skipped: Number of linear layers that are not, by reason.
+        names: Full names of the adapted linear layers.
+        skipped: Number of skipped linear layers, by reason.
     """
 
     names: list[str]
@@ -45,11 +45,11 @@ def find_default_targets(model: PreTrainedModel) -> DefaultTargets:
     """Return the linear layers that LoRA adapts by default: one rule for dense models, mixtures and hybrids.
 
     Every linear layer of the text part is adapted: projections of attention and of recurrent mixers, and dense and
-    shared feed-forward layers. These are not: the output layer; towers for images and sound; routers, gates of shared
-    experts and indexers, which choose experts or keys; routed experts; all projections of a Mamba mixer but the first,
-    whose weights its kernels read themselves. Neither are layers that PEFT cannot adapt by name: in families whose
-    checkpoints hold experts one by one, it takes ``gate_proj``, ``up_proj`` and ``down_proj`` for parts of expert
-    stacks, also in dense and shared layers, or it does not find an adapter again when it reads it.
+    shared feed-forward layers. The rule skips the output layer; vision and audio towers; routers, gates of shared
+    experts and indexers, which choose experts or keys; routed experts; and all projections of a Mamba mixer except the
+    first, because Mamba kernels read their weights directly. It also skips layers that PEFT cannot adapt by name: in
+    families whose checkpoints store experts one by one, PEFT treats ``gate_proj``, ``up_proj`` and ``down_proj`` as
+    parts of expert stacks, even in dense and shared layers, or does not find an adapter again when it loads it.
 
     Args:
         model: The base model, without adapters.
@@ -77,7 +77,7 @@ def find_default_targets(model: PreTrainedModel) -> DefaultTargets:
 
 
 def _judge_linears(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield each linear layer with its name and why it gets no adapter; an empty reason for one that does."""
+    """Yield each linear layer with its name and the reason it is skipped; an empty reason for an adapted layer."""
     from transformers.pytorch_utils import Conv1D
 
     text = {id(module) for module in find_decoder(model).modules()}
@@ -105,15 +105,13 @@ def _judge_linears(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str
 
 
 def _holds_experts(named_child: tuple[str, nn.Module]) -> bool:
-    """Whether a child holds routed experts."""
+    """Return whether a child holds routed experts."""
     name, child = named_child
     return name == "experts" or is_on_interface(child)
 
 
 def _barred_by_peft(model: PreTrainedModel, names: list[str]) -> set[str]:
-    """Return the layers that PEFT would take for parts of expert stacks, or would not find again when it reads an
-    adapter.
-    """
+    """Return the layers that PEFT would treat as parts of expert stacks, or would not find when it loads an adapter."""
     leaves = {name.rpartition(".")[2] for name in names}
     taken = {leaf for leaf in leaves if not _stays_a_module(model, leaf)}
     barred = {name for name in names if name.rpartition(".")[2] in taken}
@@ -122,7 +120,7 @@ def _barred_by_peft(model: PreTrainedModel, names: list[str]) -> set[str]:
 
 
 def _stays_a_module(model: PreTrainedModel, target: str) -> bool:
-    """Whether PEFT adapts the modules of this name, and not stacks of experts in their place."""
+    """Return whether PEFT adapts the modules of this name, instead of stacks of experts."""
     from peft import LoraConfig
 
     try:
@@ -131,26 +129,26 @@ def _stays_a_module(model: PreTrainedModel, target: str) -> bool:
             get_model_conversion_mapping,
         )
     except ImportError:
-        # Older releases convert nothing.
+        # Older releases of PEFT convert nothing.
         return True
     lora = LoraConfig(target_modules=[target])
     try:
         convert_peft_config_for_transformers(lora, model=model, conversions=get_model_conversion_mapping(model))
     except ValueError:
-        # A part of a stack without the others.
+        # This is a part of a stack without the other parts.
         return False
     return target in (lora.target_modules or ())
 
 
 def find_lost_names(model: nn.Module, names: Collection[str], *, lora: LoraConfig | None = None) -> set[str]:
-    """Return names of adapter tensors that PEFT would not find again when it reads them.
+    """Return names of adapter tensors that PEFT would not find when it loads them.
 
-    PEFT renames what it reads by the rules with which transformers reads old checkpoints of a family; a rule may match
-    the new names too.
+    PEFT renames the tensors by the rules that transformers has for old checkpoints of a family; a rule may match new
+    names too.
 
     Args:
         model: The base model or the PEFT model.
-        names: Names of the tensors as PEFT writes them.
+        names: Names of the tensors in PEFT's file.
         lora: Configuration of the adapters; None for PEFT's defaults.
 
     Cost:
@@ -170,7 +168,7 @@ def find_lost_names(model: nn.Module, names: Collection[str], *, lora: LoraConfi
 
 
 def shorten(names: Collection[str], *, others: Collection[str]) -> list[str]:
-    """Return the shortest ends of dotted names that match all of them and no other name.
+    """Return the shortest suffixes of dotted names that match all names and none of the others.
 
     Args:
         names: Full names.
@@ -190,10 +188,10 @@ def _ends(name: str) -> list[str]:
 
 
 def refuse_unknown_targets(model: nn.Module, lora: LoraConfig) -> None:
-    """Refuse names of modules and parameters that the model does not have; PEFT skips them where another name fits.
+    """Raise on names of modules and parameters that the model does not have; PEFT skips them if another name matches.
 
     Raises:
-        OptionError: With the nearest names that the model has.
+        OptionError: A name is unknown; the message has the nearest names of the model.
     """
     modules = {end for name, _ in model.named_modules() for end in _ends(name)}
     parameters = {end for name, _ in model.named_parameters() for end in _ends(name)}
@@ -207,12 +205,12 @@ def refuse_unknown_targets(model: nn.Module, lora: LoraConfig) -> None:
         return
     told = [f"{field} has {target!r}{_describe_nearest(target, known)}" for field, target, known in wrong]
     raise OptionError(
-        f"lora does not fit {type(model).__name__}, which has no layers of these names: {'; '.join(told)}."
+        f"lora does not match {type(model).__name__}, which has no layers of these names: {'; '.join(told)}."
     )
 
 
 def _describe_nearest(target: str, known: Collection[str]) -> str:
-    """Return the names that are written most like a target."""
+    """Return the known names closest to a target."""
     depth = target.count(".")
     alike = sorted(name for name in known if name.count(".") <= depth and not name.rpartition(".")[2].isdigit())
     near = difflib.get_close_matches(target, alike, n=NUM_NEAREST, cutoff=0.5)
@@ -220,12 +218,12 @@ def _describe_nearest(target: str, known: Collection[str]) -> str:
 
 
 def describe_adapters(model: PeftModel, lora: LoraConfig, *, found: DefaultTargets | None) -> str:
-    """Return one line: where adapters are, how many weights they train, and which layers the default rule skipped.
+    """Return one line with the number of trained weights, the adapted layers, and the layers the default rule skipped.
 
     Args:
         model: A PEFT model.
         lora: Its configuration.
-        found: What the default rule found; None where the configuration named targets.
+        found: Result of the default rule; None if the configuration names targets.
     """
     count, total = model.get_nb_trainable_parameters()
     targets = lora.target_modules
@@ -240,13 +238,13 @@ def describe_adapters(model: PeftModel, lora: LoraConfig, *, found: DefaultTarge
 
 
 def copy_with_targets(model: PreTrainedModel, lora: LoraConfig) -> tuple[LoraConfig, DefaultTargets | None]:
-    """Return a copy of a configuration that names what it adapts, and what the default rule found if it names nothing.
+    """Return a copy of a configuration with explicit targets, and the result of the default rule if it ran.
 
-    "all-linear" is PEFT's own choice, but for layers outside the text part, routers that extend a linear layer and
-    projections that PEFT refuses: on some mixtures it adapts all routed experts and the router.
+    "all-linear" is PEFT's own choice, except for layers outside the text part, routers that extend a linear layer and
+    projections that PEFT rejects. On some mixtures it adapts all routed experts and the router.
 
     Raises:
-        OptionError: A name fits no layer, or the default rule finds none.
+        OptionError: A name matches no layer, or the default rule finds none.
     """
     lora = copy.deepcopy(lora)
     if lora.target_modules == ALL_LINEAR and lora.exclude_modules is None:
@@ -258,7 +256,7 @@ def copy_with_targets(model: PreTrainedModel, lora: LoraConfig) -> tuple[LoraCon
     if not found.names:
         raise OptionError(
             f"lora names no target_modules, and {type(model).__name__} has no linear layer that LoRA adapts by "
-            f"default (not adapted: {found.skipped}). Name target_modules."
+            f"default (skipped: {found.skipped}). Name target_modules."
         )
     wanted = set(found.names)
     lora.target_modules = set(
@@ -268,7 +266,7 @@ def copy_with_targets(model: PreTrainedModel, lora: LoraConfig) -> tuple[LoraCon
 
 
 def _excluded_from_all_linear(model: PreTrainedModel) -> list[str]:
-    """Return the layers that "all-linear" may not take: PEFT would refuse them, or nothing would train them."""
+    """Return the layers that "all-linear" must skip: PEFT would reject them, or nothing would train them."""
     head = model.get_output_embeddings()
     return [
         name

@@ -1,4 +1,4 @@
-"""Which modules of a hybrid family are recurrent mixers, and of which kind."""
+"""Recurrent mixers of hybrid families: their classes and kinds."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class MixerFamily(NamedTuple):
     kind: Kind
 
 
-# model_type of the text configuration -> its mixers. A mixer takes hidden states of shape (1, T, D) and returns as
-# many; all its other inputs are keywords. Packed against one by one is tested for each.
+# model_type of the text configuration -> its mixers. A mixer takes hidden states of shape (1, T, D) and returns the
+# same shape; all its other inputs are keywords. Tests compare packed with one-by-one results for each.
 MIXERS = MappingProxyType(
     {
         "lfm2": MixerFamily("Lfm2ShortConv", "short convolution"),
@@ -42,7 +42,7 @@ MIXERS = MappingProxyType(
 
 
 def mixer_family(model: PreTrainedModel) -> MixerFamily | None:
-    """Return the description of a model's mixers; None for a family without any that is known."""
+    """Return the description of a model's mixers; None for a family without known mixers."""
     return MIXERS.get(model.config.get_text_config(decoder=True).model_type)
 
 
@@ -57,12 +57,12 @@ def find_mixers(module: nn.Module, family: MixerFamily | None) -> list[nn.Module
 
 
 def is_mixer(module: nn.Module, family: MixerFamily) -> bool:
-    """Whether a module is a mixer of a family; FSDP2 and value points give modules a class that extends their own."""
+    """Return whether a module is a mixer of a family, also after FSDP2 or value points replaced its class."""
     return any(base.__name__ == family.class_name for base in type(module).__mro__)
 
 
 def holds_attention(layer: nn.Module, family: MixerFamily | None) -> bool:
-    """Whether a decoder layer holds attention: every layer without a mixer, and some with one."""
+    """Return whether a decoder layer has attention: every layer without a mixer, and some layers with one."""
     if not find_mixers(layer, family):
         return True
     return any("Attention" in type(part).__name__ and not find_mixers(part, family) for part in layer.modules())

@@ -1,4 +1,4 @@
-"""Read saved adapters back with stock PEFT, without the base in memory, and judge them for vLLM."""
+"""Read saved adapters back with stock PEFT, without the base in memory, and check them for vLLM."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-# vllm.config.lora: the largest max_lora_rank.
+# Values of max_lora_rank in vllm.config.lora.
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-# What vLLM refuses or leaves out of an adapter's configuration, and the value that it can serve.
+# Fields of an adapter's configuration that vLLM rejects or ignores, and the values that it can serve.
 _VLLM_IGNORES: dict[str, tuple[Any, ...]] = {
     "modules_to_save": (None, []),
     "use_dora": (False, None),
@@ -38,21 +38,21 @@ _VLLM_IGNORES: dict[str, tuple[Any, ...]] = {
 
 
 def check_read_back(model: PeftModel, folder: Path, *, state_dict: Mapping[str, torch.Tensor] | None = None) -> int:
-    """Compare the adapters of a folder, as stock PEFT reads them, with those of the model; return their number.
+    """Compare the adapters of a folder, as stock PEFT reads them, with the model; return the number of tensors.
 
-    PEFT reads them onto a base without memory, by the same code as onto a real one, so that every tensor must arrive
-    under its name, with its value, and every layer with its scale.
+    PEFT loads them onto a base without memory with the same code as onto a real base. Every tensor must have its name
+    and value, and every layer its scale.
 
     Args:
         model: The PEFT model that was saved; it is not changed.
         folder: The folder that was written.
-        state_dict: The gathered state of a sharded model; None for the model's own.
+        state_dict: The gathered state of a sharded model; None for the model's own state.
 
     Raises:
         CheckpointNotSavedError: An adapter is missing, or has another value or scale.
 
     Cost:
-        The adapters once more in host memory; no second base.
+        One more copy of the adapters in host memory; no second base.
     """
     from peft import PeftModel
     from safetensors import safe_open
@@ -63,19 +63,19 @@ def check_read_back(model: PeftModel, folder: Path, *, state_dict: Mapping[str, 
     expected = {name: tensor for name, tensor in held.items() if ".lora_" in name}
     with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
         num_written = sum(".lora_" in key for key in file.keys())  # noqa: SIM118 - safe_open is no mapping
-    wrong = [] if num_written == len(expected) else [f"{len(expected)} tensors, of which {num_written} are there"]
+    wrong = [] if num_written == len(expected) else [f"{num_written} of {len(expected)} tensors"]
     wrong += [name for name, tensor in expected.items() if name not in found or not _is_equal(found[name], tensor)]
     scales = _scales(again)
     wrong += [name for name, scale in _scales(model).items() if scales.get(name) != scale]
     if wrong or not expected:
         raise CheckpointNotSavedError(
-            f"{folder} was not written: stock PEFT reads back otherwise than was saved: {list_names(sorted(wrong))}."
+            f"{folder} was not written: stock PEFT reads other values than were saved: {list_names(sorted(wrong))}."
         )
     return len(expected)
 
 
 def _build_bare(base: Any) -> nn.Module:
-    """Return a base of the same structure on the CPU, each of whose weights is one number."""
+    """Return a base of the same structure on the CPU, whose weights are expanded single numbers."""
     with torch.device("meta"):
         bare: nn.Module = type(base)(copy.deepcopy(base.config))
     for module in bare.modules():
@@ -87,12 +87,12 @@ def _build_bare(base: Any) -> nn.Module:
 
 
 def _is_equal(found: torch.Tensor, saved: torch.Tensor) -> bool:
-    """Whether a tensor that PEFT read, maybe into a wider dtype, has the values that were saved."""
+    """Return whether a tensor that PEFT read, possibly in a wider dtype, has the saved values."""
     return found.shape == saved.shape and torch.equal(found.detach().to(saved.dtype), saved.detach().cpu())
 
 
 def _scales(model: nn.Module) -> dict[str, dict[str, float]]:
-    """Return the scales of each layer of adapters, by its name."""
+    """Return the scales of each adapted layer, keyed by name."""
     layers = {id(layer) for layer in tuner_layers(model)}
     return {
         name: dict(getattr(module, "scaling", {})) for name, module in model.named_modules() if id(module) in layers
@@ -100,19 +100,18 @@ def _scales(model: nn.Module) -> dict[str, dict[str, float]]:
 
 
 def check_for_vllm(model: PeftModel) -> int:
-    """Refuse adapters of which vLLM would refuse or ignore a part; return the rank to serve them with.
+    """Raise on adapters that vLLM would reject or partly ignore; return the rank to serve them with.
 
     vLLM reads ``r``, ``lora_alpha``, ``use_rslora`` and the tensors ``...lora_A.weight`` and ``...lora_B.weight`` of
-    linear layers, one rank and one scale for all of them. It refuses DoRA and ``modules_to_save``, leaves out fields of
-    the configuration that it does not know (rank_pattern, alpha_pattern, target_parameters among them), and has no name
-    for biases of adapters. Adapters of expert stacks as PEFT writes them (``target_parameters``) have their axes the
-    other way round.
+    linear layers, with one rank and one scale for all. It rejects DoRA and ``modules_to_save``, ignores unknown fields
+    of the configuration (including rank_pattern, alpha_pattern and target_parameters), and does not support biases of
+    adapters. PEFT's adapters of expert stacks (``target_parameters``) have transposed axes.
 
     Args:
         model: A PEFT model.
 
     Raises:
-        UnsupportedModelError: Names what vLLM would not read.
+        UnsupportedModelError: vLLM would not read a part; the message names it.
 
     Source:
         docs.vllm.ai, vllm.lora.peft_helper (fields and refusals), vllm.lora.utils (names of tensors) and
@@ -125,7 +124,7 @@ def check_for_vllm(model: PeftModel) -> int:
         if hasattr(lora, field) and getattr(lora, field) not in served
     ]
     if isinstance(lora.target_modules, str):
-        ignored.append(f"target_modules={lora.target_modules!r:.60}, which is no list of names")
+        ignored.append(f"target_modules={lora.target_modules!r:.60}, which is not a list of names")
     if lora.r > VLLM_RANKS[-1]:
         ignored.append(f"r={lora.r}, more than {VLLM_RANKS[-1]}")
     strange = [

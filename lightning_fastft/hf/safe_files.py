@@ -1,6 +1,4 @@
-"""Judge the files of a model that somebody else wrote before a library acts on them: sizes in a configuration,
-places and dtypes of weights.
-"""
+"""Check untrusted model files before a library reads them: sizes in a configuration, paths and dtypes of weights."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from typing import Any
 
 from lightning_fastft.core.errors import DataError, OptionError
 
-# Some ten times what any published model has; a library that believed more would run without end, or out of memory.
+# About ten times the largest published models; a library that accepted more would not terminate or run out of memory.
 LARGEST_SIZES = {
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer"), 10_000),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 2**20),
@@ -21,7 +19,7 @@ LARGEST_SIZES = {
     "vocab_size": 2**24,
     "max_position_embeddings": 2**32,
 }
-# Zero stands for none of them.
+# For these sizes zero means none.
 _MAY_BE_ZERO = frozenset(
     {
         "num_experts",
@@ -36,16 +34,17 @@ _FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 def check_config(content: Mapping[str, Any], *, name: str) -> None:
-    """Refuse sizes that no model has, kernels from elsewhere, and weights under names of the configuration's own.
+    """Raise on sizes that no model has, on kernels from repositories, and on weight files named by the configuration.
 
-    Judged before transformers makes its object: some families make a list of all layers then.
+    The check runs before transformers builds the configuration object, because some families build a list of all layers
+    there.
 
     Args:
-        content: A configuration as it stands in its file; parts of it (text, vision) are judged as well.
-        name: Where it came from, for the message.
+        content: The content of a configuration file; its parts (text, vision) are checked too.
+        name: Source of the configuration, for the message.
 
     Raises:
-        OptionError: A size is no whole number within bounds, an implementation is a repository, whose code would be
+        OptionError: A size is not an integer within bounds, an implementation is a repository, whose code would be
             fetched and run, or ``transformers_weights`` names the file of weights.
     """
     foreign = next(
@@ -53,16 +52,14 @@ def check_config(content: Mapping[str, Any], *, name: str) -> None:
     )
     if foreign is not None:
         raise OptionError(
-            f"The configuration of {name!r} asks for the implementation {foreign[:80]!r}, which is none of "
-            "transformers' own: code of a repository "
-            "is never run here. Remove the entry, or load the model yourself and pass it."
+            f"The configuration of {name!r} needs the implementation {foreign[:80]!r}, which is not part of "
+            "transformers; code of a repository is never run. Remove the entry, or load the model yourself and pass it."
         )
     weights = content.get("transformers_weights")
     if weights is not None:
         raise OptionError(
-            f"The configuration of {name!r} names its weights itself (transformers_weights={str(weights)[:80]!r}); "
-            "only files under their "
-            "standard names are read. Rename them and remove the entry."
+            f"The configuration of {name!r} names its weight file (transformers_weights={str(weights)[:80]!r}); only "
+            "files with standard names are read. Rename the file and remove the entry."
         )
     for field, value in _sizes(content):
         most, least = LARGEST_SIZES[field], 0 if field in _MAY_BE_ZERO else 1
@@ -75,7 +72,7 @@ def check_config(content: Mapping[str, Any], *, name: str) -> None:
 
 
 def _implementations(content: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of implementations (of attention, of experts) that a configuration and its parts ask for."""
+    """Yield the names of implementations (of attention, of experts) in a configuration and its parts."""
     for part in _parts(content):
         for field, value in part.items():
             if "implementation" in str(field):
@@ -87,9 +84,7 @@ def _implementations(content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _sizes(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the sizes of a configuration and of its parts; None leaves a size to its default, and a list has one
-    for each layer.
-    """
+    """Yield the sizes of a configuration and its parts; None means the default, and a list has one size per layer."""
     for part in _parts(content):
         for field, value in part.items():
             if field in LARGEST_SIZES and value is not None:
@@ -106,44 +101,42 @@ def _parts(content: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def check_index(path: str, *, name: str) -> None:
-    """Refuse an index of weights that names anything but safetensors files beside it.
+    """Raise on an index of weights that names anything but safetensors files in its folder.
 
-    Transformers joins the names to the folder, so that one with ``..`` would leave it, and reads a name that does not
-    end in .safetensors as a pickle.
+    transformers joins the names to the folder, so a name with ``..`` would leave it. It reads a name that does not end
+    in .safetensors as a pickle.
 
     Args:
         path: The ``model.safetensors.index.json``.
-        name: Where the model came from, for the message.
+        name: Source of the model, for the message.
 
     Raises:
-        DataError: The index cannot be read, or names another kind of file or one elsewhere.
+        DataError: The index cannot be read, or names another kind of file or a file outside its folder.
     """
     try:
         weight_map = json.loads(Path(path).read_text(encoding="utf-8"))["weight_map"]
         names = {str(file) for file in weight_map.values()}
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(
-            f"The index of the weights of {name}, {path}, cannot be read: {error!r}. Fetch it again."
-        ) from error
+        raise DataError(f"The weight index of {name}, {path}, cannot be read: {error!r}. Download it again.") from error
     for file in sorted(names):
         is_beside = PurePosixPath(file).name == file == PureWindowsPath(file).name
         if not is_beside or not file.endswith(".safetensors"):
             raise DataError(
-                f"The index of the weights of {name} names {file[:80]!r}; only safetensors files beside it are read. "
-                "Fetch the model again."
+                f"The weight index of {name} names {file[:80]!r}; only safetensors files in the same folder are read. "
+                "Download the model again."
             )
 
 
 def check_headers(paths: Sequence[str], *, name: str, is_quantised: bool) -> None:
-    """Refuse weight files whose headers do not describe their bytes, and whole numbers where weights must be.
+    """Raise on weight files whose headers do not describe their bytes, and on integer tensors for floating weights.
 
     Args:
         paths: The safetensors files.
-        name: Where the model came from, for the message.
-        is_quantised: The configuration says that weights are quantised, whose codes are whole numbers.
+        name: Source of the model, for the message.
+        is_quantised: Whether the configuration declares quantised weights, whose codes are integers.
 
     Raises:
-        DataError: A header is broken, or a tensor has a dtype that would be read as other numbers.
+        DataError: A header is invalid, or a tensor has a dtype that weights cannot have.
 
     Cost:
         Reads the headers only.
@@ -156,12 +149,11 @@ def check_headers(paths: Sequence[str], *, name: str, is_quantised: bool) -> Non
                 dtypes = {key: file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118 - safe_open is no mapping
         except (SafetensorError, OSError) as error:
             raise DataError(
-                f"{path} is no whole safetensors file: {error}. Fetch the files of {name} again."
+                f"{path} is not a complete safetensors file: {error}. Download the files of {name} again."
             ) from error
         wrong = [] if is_quantised else [f"{key} ({dtype})" for key, dtype in dtypes.items() if dtype not in _FLOATING]
         if wrong:
             raise DataError(
-                f"{path} holds tensors that are no weights: {', '.join(wrong[:3])}, and {len(wrong)} in all. Files "
-                "that are quantised say so in "
-                "their configuration (quantization_config)."
+                f"{path} has {len(wrong)} tensors that are not floating-point weights: {', '.join(wrong[:3])}. "
+                "Quantised models need quantization_config in their configuration."
             )

@@ -1,5 +1,5 @@
-"""Compute on tensors: one folder per operation, which knows no model.
+"""Operations on tensors, one folder per operation; no operation depends on a model.
 
-Tensors enter and leave. Each folder has ``reference`` (the formula in plain PyTorch), ``triton`` (the kernels) and
-``op`` (checks, choice of implementation, autograd). Read a ``reference`` first.
+Each folder has ``reference`` (the formula in plain PyTorch), ``triton`` (the kernels) and ``op`` (checks, choice of
+implementation, autograd). Read ``reference`` first.
 """

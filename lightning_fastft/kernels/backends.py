@@ -1,4 +1,4 @@
-"""Choose between a Triton kernel and its PyTorch reference; shared by every folder that has only these two."""
+"""Choose between a Triton kernel and its PyTorch reference; shared by every operation with only these two backends."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lightning_fastft.core.errors import OptionError
 
 BACKENDS = ("auto", "triton", "reference")
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Set for tests: calls inside the package, which pass is_checked=False, validate their arguments too.
+# Tests set it, so that calls inside the package, which pass is_checked=False, validate their arguments too.
 _CHECKS_EVERY_CALL = os.environ.get("FASTFT_CHECK_KERNELS") == "1"
 
 
 def must_check(is_checked: bool) -> bool:
-    """Return whether a call of a kernel validates its arguments: where it asks for it, and in tests always.
+    """Return whether a kernel call validates its arguments: if the caller asks for it, and always in tests.
 
     Example:
         >>> must_check(True)
@@ -28,8 +28,9 @@ def must_check(is_checked: bool) -> bool:
 
 
 def plain_numbers(device_type: str) -> AbstractContextManager[None]:
-    """Return a context without graph and without autocast; one that does nothing where both are off, which saves ten
-    microseconds of the host.
+    """Return a context manager that disables autograd and autocast.
+
+    It is a no-op if both are off already, which saves ten microseconds of host time.
 
     Example:
         >>> with plain_numbers("cpu"):
@@ -50,16 +51,18 @@ def _plain_numbers(device_type: str) -> Iterator[None]:
 
 
 def uses_triton(backend: str, device: torch.device, *, dtype: torch.dtype | None = None) -> bool:
-    """Return whether the kernel runs: where it can under "auto"; a backend that was named is never replaced.
+    """Return whether the Triton kernel runs.
+
+    "auto" selects the kernel if it supports the tensors. An explicit backend is never replaced.
 
     Args:
         backend: "auto", "triton" or "reference".
-        device: Where the tensors are.
-        dtype: Of the tensors, where the kernel takes bf16, fp16 and fp32 only; None where it takes whatever the twin
-            takes.
+        device: Device of the tensors.
+        dtype: Dtype of the tensors, for a kernel that supports bf16, fp16 and fp32 only; None for a kernel that
+            supports every dtype of its reference.
 
     Raises:
-        OptionError: The backend is unknown, or "triton" cannot serve these tensors.
+        OptionError: The backend is unknown, or "triton" does not support these tensors.
 
     Example:
         >>> uses_triton("auto", torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Where heads are among the columns of a joint projection.
+"""Positions of heads among the columns of a fused projection.
 
 Axes: T tokens, C columns of the projection, H heads, W columns of a head.
 """
@@ -11,14 +11,16 @@ import torch
 
 
 class HeadColumns(NamedTuple):
-    """The columns of heads that a projection holds in groups: heads of a group are neighbours, groups are a step apart.
+    """Columns of heads that a projection holds in groups.
+
+    The heads of a group are adjacent; groups start group_step columns apart.
 
     Args:
         begin: Column of the first head.
         width: Columns of a head.
         num_heads: Heads of all groups.
         group_size: Heads of a group.
-        group_step: Columns from a group to the next.
+        group_step: Columns from the start of a group to the start of the next.
 
     Example:
         >>> columns = HeadColumns(begin=1, width=1, num_heads=4, group_size=2, group_step=3)
@@ -37,7 +39,7 @@ class HeadColumns(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The column after the last head."""
+        """Return the column after the last head."""
         last_group = self.num_heads // self.group_size - 1
         return self.begin + last_group * self.group_step + self.group_size * self.width
 

@@ -14,19 +14,19 @@ from torch.autograd.function import once_differentiable
 from lightning_fastft.core.checks import check_int, check_tensor
 from lightning_fastft.core.errors import OptionError, ShapeError
 
-# Rows of logits that exist at a time: 2048 x 151,936 bf16 are 0.6 GiB and keep the GEMMs at full rate (speed.md, B6).
+# Rows of logits in memory at a time: 2048 x 151,936 bf16 are 0.6 GiB and keep the GEMMs at full rate (speed.md, B6).
 DEFAULT_CHUNK_ROWS = 2048
 
 
 class Head(NamedTuple):
-    """Last hidden states, and the output layer that turns them into logits.
+    """Last hidden states and the output layer that maps them to logits.
 
     The logits are ``softcap * tanh(scale * (W h + b) / softcap)``, or ``scale * (W h + b)`` without a soft cap.
 
     Args:
         hidden_TD: Last hidden states. Shape (T, D); bf16, fp16, fp32 or float64.
         weight_VD: Weight of the output layer. Shape (V, D); dtype of hidden_TD.
-        bias_V: Its bias.
+        bias_V: Bias of the output layer. Shape (V,); None for no bias.
         scale: Factor on the raw logits.
         softcap: Soft cap of the scaled logits; None for no cap.
     """
@@ -50,12 +50,12 @@ class Head(NamedTuple):
 
     @property
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """The tensors that may require a gradient."""
+        """Return the tensors that may require a gradient."""
         return self.hidden_TD, self.weight_VD, self.bias_V
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Dtype of the GEMMs: the dtype of the states, or autocast's."""
+        """Return the dtype of the GEMMs: autocast's if it is on, else the dtype of the states."""
         device_type = self.hidden_TD.device.type
         if torch.is_autocast_enabled(device_type):
             return torch.get_autocast_dtype(device_type)
@@ -68,13 +68,13 @@ class Head(NamedTuple):
 
 
 class LabelledRows(NamedTuple):
-    """Rows of the states that count.
+    """Rows of the hidden states that have a label.
 
     Args:
         row_R: Rows of hidden_TD, int64, each at most once among the first num_rows; None for rows 0 to num_rows - 1.
-        num_padded: Length R of what is returned.
-        num_rows: Rows that count; those behind are padding.
-        chunk_rows: Rows of logits that exist at a time.
+        num_padded: Length R of the results.
+        num_rows: Number of labelled rows; the rows after them are padding.
+        chunk_rows: Rows of logits in memory at a time.
     """
 
     row_R: torch.Tensor | None
@@ -88,8 +88,9 @@ class LabelledRows(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Rows begin to end: their states, their raw logits (a buffer that the next chunk reuses), and the weight in
-    the dtype of both.
+    """Rows begin to end: hidden states, raw logits, and the weight in the dtype of both.
+
+    The next chunk reuses the buffer of the logits.
     """
 
     begin: int
@@ -99,8 +100,8 @@ class Chunk(NamedTuple):
     weight_VD: torch.Tensor
 
 
-# Takes a chunk, and whether to overwrite its raw logits with the gradient of the values. Returns a value per row, and
-# a metric per row that has no gradient.
+# Arguments: a chunk, and whether to overwrite its raw logits with the gradient of the values. Returns a value per row,
+# and a metric per row without gradient.
 RowFunction = Callable[[Chunk, bool], tuple[torch.Tensor, torch.Tensor | None]]
 
 
@@ -119,7 +120,7 @@ def logit_chunks(head: Head, rows: LabelledRows, *, dtype: torch.dtype) -> Itera
 
 
 def write_raw_logits(hidden_RD: torch.Tensor, head: Head, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the logits of states, before scale and soft cap."""
+    """Return the logits of hidden states, before scale and soft cap."""
     with torch.autocast(hidden_RD.device.type, enabled=False):
         if head.bias_V is None:
             return torch.mm(hidden_RD, head.weight_VD.T, out=out)
@@ -131,17 +132,18 @@ def evaluate_rows(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the values and metrics of a function of rows of logits; the values are differentiable in the head.
 
-    The gradient of each value with respect to its row's states is formed in the forward and multiplied by the incoming
-    gradient in the backward. The weight and the bias sum over rows, so that their gradients need the logits again.
+    The forward computes the gradient of each value with respect to its row's states; the backward multiplies it by the
+    incoming gradient. The gradients of weight and bias are sums over rows, so the backward recomputes the logits for
+    them.
 
     Returns:
         value_R: Shape (R,), fp32 (float64 for float64 states); 0 from num_rows on.
         metric_R: The same for the metrics; None without.
 
     Cost:
-        2 V D FLOP per row each for the logits and the gradient of the states; for a trained weight or bias the function
-        runs again and another 2 V D for the sum. Memory: chunk_rows x V logits; with a gradient, R x D states for the
-        backward, and V x D in fp32 if the weight is trained. No host sync.
+        2 V D FLOP per row each for the logits and the gradient of the states. A trained weight or bias runs the
+        function again and costs another 2 V D for the sum. Memory: chunk_rows x V logits; with a gradient, R x D states
+        for the backward, and V x D in fp32 if the weight is trained. No host sync.
     """
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in head.inputs):
         return _EvaluateRows.apply(*head.inputs, rows, function, has_metric)
@@ -150,8 +152,10 @@ def evaluate_rows(
 
 
 class _EvaluateRows(torch.autograd.Function):
-    """Saves the gradient of each row's value with respect to its states. For a trained weight or bias it saves the
-    inputs too, because a sum over rows that are not yet weighted cannot be formed in the forward.
+    """Save the gradient of each row's value with respect to its states.
+
+    For a trained weight or bias it saves the inputs too: their gradient sums over rows, and the forward does not know
+    the weights of the rows yet.
     """
 
     @staticmethod
@@ -225,10 +229,9 @@ def _head_gradients(
     dtype: torch.dtype,
     needs: tuple[bool, bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradients of weight and bias, from logits that are formed again.
+    """Return the gradients of weight and bias from recomputed logits.
 
-    The incoming gradients enter the GEMM relative to the largest of them, so that fp16 neither overflows nor loses
-    small ones.
+    The incoming gradients are divided by their largest before the GEMM, so fp16 neither overflows nor loses small ones.
     """
     num_columns, device = head.weight_VD.shape[0], head.hidden_TD.device
     wide = wide_dtype(head.hidden_TD.dtype)
@@ -256,13 +259,13 @@ def scatter_rows(d_row_RD: torch.Tensor, row_R: torch.Tensor | None, *, shape: t
     if row_R is None:
         d_hidden_TD[:num_rows] = d_row_RD
     else:
-        # Each row appears once, so the copy has one writer per row.
+        # Each row appears once, so index_copy_ is deterministic.
         d_hidden_TD.index_copy_(0, row_R[:num_rows], d_row_RD)
     return d_hidden_TD
 
 
 def add_product(sum_VD: torch.Tensor, left_VR: torch.Tensor, right_RD: torch.Tensor) -> None:
-    """Add left x right to a wide sum, without rounding the product to the narrow dtype of its factors."""
+    """Add left x right to a wide sum without rounding the product to the narrow dtype of its factors."""
     if left_VR.dtype is sum_VD.dtype:
         sum_VD.addmm_(left_VR, right_RD)
     elif left_VR.is_cuda:
@@ -272,8 +275,9 @@ def add_product(sum_VD: torch.Tensor, left_VR: torch.Tensor, right_RD: torch.Ten
 
 
 def multiply(tensor: torch.Tensor, factor: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
-    """Return tensor x factor, one number or one per row, multiplied in the factor's fp32: a 0-dim factor would be
-    rounded to a narrow tensor's dtype first.
+    """Return tensor x factor, with one factor or one per row, multiplied in the factor's fp32.
+
+    PyTorch would round a 0-dim factor to the narrow dtype of the tensor first.
     """
     return torch.mul(tensor, factor.reshape(-1, *[1] * (tensor.ndim - 1)), out=torch.empty_like(tensor, dtype=dtype))
 
@@ -284,7 +288,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def check_rows(head: Head, rows: LabelledRows) -> None:
-    """Refuse rows that a loop over chunks would read wrongly."""
+    """Raise if a loop over chunks would read the rows wrongly."""
     limit = rows.num_padded
     if rows.row_R is None:
         limit = min(limit, head.hidden_TD.shape[0])
@@ -295,11 +299,11 @@ def check_rows(head: Head, rows: LabelledRows) -> None:
 
 
 def check_head(head: Head, *, name: str = "") -> None:
-    """Refuse states and an output layer that do not fit each other.
+    """Raise if the states and the output layer do not match.
 
     Args:
-        head: What is checked.
-        name: Begins the names of the tensors in an error: "teacher ".
+        head: The head to check.
+        name: Prefix of the tensor names in an error, for example "teacher ".
     """
     floating = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
     check_tensor(f"{name}hidden_TD", head.hidden_TD, ndim=2, dtypes=floating)
@@ -315,4 +319,4 @@ def check_head(head: Head, *, name: str = "") -> None:
     if head.bias_V is not None and head.bias_V.shape != (num_columns,):
         raise ShapeError(f"{name}bias_V has shape {tuple(head.bias_V.shape)}, {name}weight_VD has {num_columns} rows.")
     if head.softcap is not None and head.softcap == 0:
-        raise OptionError("softcap must not be 0; None turns it off.")
+        raise OptionError("softcap must not be 0; use None for no soft cap.")

@@ -1,12 +1,13 @@
-"""Arithmetic of launch sizes on the host: triton's own functions pass a wrapper that costs several microseconds a
-call.
+"""Arithmetic of launch sizes on the host.
+
+Triton's own functions go through a wrapper that costs several microseconds a call.
 """
 
 from __future__ import annotations
 
 
 def ceil_div(size: int, block: int) -> int:
-    """Return how many blocks a size fills.
+    """Return the number of blocks that cover a size.
 
     Example:
         >>> ceil_div(9, 4)
@@ -16,7 +17,7 @@ def ceil_div(size: int, block: int) -> int:
 
 
 def next_power_of_2(size: int) -> int:
-    """Return the least power of two that is not below a size; 1 for 0.
+    """Return the smallest power of two that is at least a size; 1 for 0.
 
     Example:
         >>> [next_power_of_2(size) for size in (0, 1, 5, 8)]

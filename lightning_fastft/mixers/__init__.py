@@ -1,6 +1,6 @@
 """Run the recurrent mixers of hybrid models (short convolutions, delta rules, state spaces) on packed documents.
 
-A model of a family in ``hf.mixers`` enters; the same model leaves, and no state and no convolution window of its mixers
-crosses the start of a document. Every change is recorded in the run's patcher. Read ``install``;
-``gated_delta`` is the delta rule of fused layers, from one joint projection.
+``install`` patches a model of a family in ``hf.mixers``, so that no state and no convolution window of its mixers
+crosses the start of a document. The run's patcher records every change. Read ``install`` first; ``gated_delta`` is the
+delta rule of fused layers, from one fused projection.
 """

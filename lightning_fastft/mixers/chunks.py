@@ -1,4 +1,4 @@
-"""The chunks of a pack in which kernels of recurrent mixers compute; a chunk ends where its document ends.
+"""Chunks of a pack for the kernels of recurrent mixers; no chunk spans two documents.
 
 Axes: S documents (S1 = S + 1 offsets), N chunks of documents.
 """
@@ -30,7 +30,7 @@ def pack_chunks(context: BatchContext) -> Chunks:
 
 
 def chunk_indices(context: BatchContext) -> torch.Tensor:
-    """Return (document, chunk inside it) of each chunk of the pack, shape (N, 2), int32, on the context's device.
+    """Return (document, index in the document) of each chunk, shape (N, 2), int32, on the context's device.
 
     Cost:
         Built on the host once per batch and copied without a host sync.
@@ -40,7 +40,7 @@ def chunk_indices(context: BatchContext) -> torch.Tensor:
         chunks = [
             (document, chunk) for document, length in enumerate(context.lengths) for chunk in range(-(-length // CHUNK))
         ]
-        # The source is pageable and staged by the driver, so the host does not wait.
+        # The source is pageable memory, which the driver stages, so this is no host sync.
         return torch.tensor(chunks, dtype=torch.int32).to(context.device, non_blocking=True)
 
     return context.once("chunk_indices", (context.device, CHUNK), build)

@@ -1,7 +1,7 @@
-"""The gated delta rule of packed documents on a GPU: the parts of fla-core, and our kernel for one of its gradients.
+"""The gated delta rule of packed documents on a GPU: kernels of fla-core, and our kernel for one of the gradients.
 
-fla-core's own function refuses its backward on Hopper with Triton 3.4 to 3.7.0, where one of its kernels is compiled
-wrongly (fla-org issue 640). ``kernels/chunk_gradients`` takes the place of that kernel, with every Triton.
+fla-core's own function raises in its backward on Hopper with Triton 3.4 to 3.7.0, which compile one of its kernels
+wrongly (fla-org issue 640). ``kernels/chunk_gradients`` replaces that kernel for every version of Triton.
 
 Axes: T tokens, G heads of queries and keys, H heads of values, W columns of a head, N chunks of documents.
 """
@@ -36,7 +36,7 @@ def delta_rule(
         v_THW: Values. Shape (T, H, W), H a multiple of G; dtype of q_TGW.
         g_TH: Natural logarithms of the decays. Shape (T, H), fp32.
         beta_TH: Strengths of the updates. Shape (T, H).
-        chunks: Of the pack, on the device of the queries.
+        chunks: Documents and chunks of the pack, on the device of the queries.
 
     Returns:
         Shape (T, H, W), dtype of v_THW, contiguous.
@@ -46,7 +46,7 @@ def delta_rule(
 
     Cost:
         Six launches forward and eleven backward; no host sync. Saves the inputs and T * H * 64 values; the backward
-        computes the states again, N * H * W * W values.
+        recomputes the states, N * H * W * W values.
 
     Source:
         Gated delta networks, arXiv 2412.06464; fla-core.
@@ -55,7 +55,7 @@ def delta_rule(
 
 
 class _DeltaRule(torch.autograd.Function):
-    """Saves the inputs, the summed decays and the inverse of each chunk's triangle."""
+    """Save the inputs, the summed decays and the inverse of each chunk's triangular matrix."""
 
     @staticmethod
     def forward(
@@ -132,7 +132,7 @@ class _DeltaRule(torch.autograd.Function):
 
 
 def _chunk_arguments(chunks: Chunks) -> dict[str, torch.Tensor]:
-    """Return the arguments by which fla-core's functions find documents and chunks."""
+    """Return the arguments that describe documents and chunks to fla-core's functions."""
     return {"cu_seqlens": chunks.start_S1, "chunk_indices": chunks.index_C2}
 
 

@@ -1,9 +1,9 @@
-"""The gated delta rule of packed documents, from the joint projection of a layer to the input of its last one.
+"""The gated delta rule of packed documents, from the fused projection of a layer to the input of its output projection.
 
-On a GPU the rule runs once on the whole pack, on the kernels of fla-core; on a CPU in plain PyTorch, once for each
-document. Everything around it reads and writes columns of the joint projection where they are.
+On a GPU the rule runs once on the whole pack with the kernels of fla-core; on a CPU it runs in plain PyTorch, once per
+document. Our kernels around it read and write columns of the fused projection in place.
 
-Axes: T tokens of the pack, L tokens of a document, C columns of the joint projection, G query and key heads, H value
+Axes: T tokens of the pack, L tokens of a document, C columns of the fused projection, G query and key heads, H value
     heads, W columns of a head, I = H W, c tokens of a chunk.
 """
 
@@ -37,15 +37,15 @@ def gated_delta(
 ) -> torch.Tensor:
     """Return the normed and gated output of the gated delta rule, each document from an empty state; differentiable.
 
-    The convolution, norms and decays are computed in fp32 and rounded once, strengths stay in fp32.
+    The convolution, norms and decays are computed in fp32 and rounded once; strengths stay in fp32.
 
     Args:
-        rows_TC: Joint projection of the pack.
+        rows_TC: Output of the fused projection for the pack.
         parameters: Weights of the convolution and of the decays.
-        norm_weight_W: Weight of the norm of the outputs.
-        form: Where the inputs are among the columns.
+        norm_weight_W: Weight of the output norm.
+        form: Layout of the inputs among the columns.
         eps: Added to the mean square inside the norm.
-        family: Names the mixer in errors.
+        family: Description of the mixer, for error messages.
         context: The metadata of the pack, on the device of the rows.
 
     Returns:
@@ -55,8 +55,8 @@ def gated_delta(
         UnsupportedModelError: The rows are on a GPU, and fla-core is not installed.
 
     Cost:
-        On a GPU six launches and those of fla-core; no host sync and no copy of columns. The gradient of rows_TC is
-        written once, by two Functions into the same memory. Saves rows_TC, what the rule reads, and its output.
+        On a GPU six launches, plus the launches of fla-core; no host sync and no copy of columns. Two Functions write
+        the gradient of rows_TC once, into the same memory. Saves rows_TC, and inputs and output of the rule.
 
     Source:
         Gated delta networks, arXiv 2412.06464.
@@ -76,7 +76,7 @@ def gated_delta(
 
 
 def delta_rule_by_document(inputs: DeltaInputs, lengths: Sequence[int]) -> torch.Tensor:
-    """Return the output of the gated delta rule for each document alone, shape (T, H, W), in plain PyTorch.
+    """Return the output of the gated delta rule, computed per document, shape (T, H, W), in plain PyTorch.
 
     ``S[t] = exp(g) S[t - 1] + k (beta (v - k^T exp(g) S[t - 1]))^T`` and ``out = S^T q / sqrt(width)``, computed in
     fp32 (float64 for float64).
@@ -94,8 +94,8 @@ def delta_rule_by_document(inputs: DeltaInputs, lengths: Sequence[int]) -> torch
 def _delta_rule(inputs: DeltaInputs) -> torch.Tensor:
     """Return the output of one document, shape (L, H, W), chunk by chunk.
 
-    Inside a chunk the updates ``u`` solve ``(1 + A) u = beta (v - exp(sum of g) k^T S)``, where A holds the keys of
-    earlier tokens that a key meets, decayed.
+    Inside a chunk the updates ``u`` solve ``(1 + A) u = beta (v - exp(sum of g) k^T S)``, where A holds the decayed
+    products of each key with the keys of earlier tokens.
     """
     num_heads = inputs.v_THW.shape[1]
     q_HLW, k_HLW = (
@@ -108,7 +108,7 @@ def _delta_rule(inputs: DeltaInputs) -> torch.Tensor:
     for q, k, v, g, beta in zip(*(part.split(_CHUNK, dim=1) for part in (q_HLW, k_HLW, v_HLW, g_HL, beta_HL))):
         total_Hc = g.cumsum(dim=1)
         later = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).triu(1)
-        # Masked before exp, whose gradient is then 0 and not NaN.
+        # Mask before exp, so that its gradient is 0 and not NaN.
         decay_Hcc = (total_Hc[:, :, None] - total_Hc[:, None, :]).masked_fill(later, -torch.inf).exp()
         met_Hcc = (k * beta[..., None]) @ k.mT * decay_Hcc
         from_start = total_Hc.exp()[..., None]

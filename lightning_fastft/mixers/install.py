@@ -1,4 +1,4 @@
-"""Give every recurrent mixer of a model the documents of a pack one at a time.
+"""Run every recurrent mixer of a model on each document of a pack separately.
 
 Axes: T tokens of the pack, D model width.
 """
@@ -25,22 +25,22 @@ from lightning_fastft.mixers.kernels import check_calls, find_kernels, run_on_ke
 from lightning_fastft.packing.context import BatchContext
 
 STATUS_NAME = "mixers"
-# Names under which the context counts reads.
+# Names under which the context counts its readers.
 BY_DOCUMENT, ON_KERNELS = "mixers by document", "mixers on fla"
-# Names of a mixer's cache, and of keywords that say where documents begin; the context says it here.
+# Keywords of a mixer's cache, and keywords that describe document borders, which the context replaces.
 _CACHES = ("past_key_values", "cache_params")
 _BORDERS = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 
 
 class PackedMixer:
-    """Run a mixer on each document of a packed batch alone; without a context it runs as it is.
+    """Run a mixer on each document of a packed batch separately; without a context it runs unchanged.
 
-    On a CPU its own forward runs once for each document, in plain PyTorch whatever kernels are installed. On a GPU it
-    runs once, on kernels that know where documents begin.
+    On a CPU its own forward runs once per document, in plain PyTorch even if kernels are installed. On a GPU it runs
+    once, on kernels that take document borders.
 
     Args:
-        mixer: A module that takes hidden states of shape (1, T, D) and keywords, and returns the shape that it takes.
-        family: The description of the model's mixers.
+        mixer: A module that takes hidden states of shape (1, T, D) and keywords, and returns the same shape.
+        family: Description of the model's mixers.
     """
 
     def __init__(self, mixer: nn.Module, family: MixerFamily) -> None:
@@ -50,21 +50,21 @@ class PackedMixer:
     # torch.compile cannot trace the copies of forwards that without_kernels makes.
     @torch.compiler.disable
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return what the mixer returns for each document alone, in the order of the pack.
+        """Return the output of the mixer for each separate document, in pack order.
 
         Args:
             hidden_states: Shape (1, T, D) with a context.
-            args: As the mixer takes them; with a context there are none.
-            kwargs: As the mixer takes them. The context is the keyword ``context`` or the attention mask; tensors of
-                shape (1, T, ...) are split with the hidden states.
+            args: Positional arguments of the mixer; none with a context.
+            kwargs: Keyword arguments of the mixer. The context is the keyword ``context`` or the attention mask;
+                tensors of shape (1, T, ...) are split with the hidden states.
 
         Raises:
             ShapeError: With a context, the hidden states are not one row of its tokens, or there is a cache.
-            BackendError: With a context, a keyword says where documents begin.
-            UnsupportedModelError: The pack is on a GPU, and there is no kernel for it.
+            BackendError: With a context, a keyword describes document borders too.
+            UnsupportedModelError: The pack is on a GPU, and there is no kernel for the mixer.
 
         Cost:
-            On a CPU one call of the mixer for each document, on a GPU one call for the pack; no host sync of its own.
+            On a CPU one call of the mixer per document, on a GPU one call for the pack; it adds no host sync.
         """
         context, kwargs = _take_context(kwargs)
         own_forward = type(self._mixer).forward
@@ -91,18 +91,18 @@ class PackedMixer:
 
 
 def install_mixers(model: PreTrainedModel, patcher: ModelPatcher) -> list[Status]:
-    """Let every mixer of a model run on each document of a packed batch alone.
+    """Make every mixer of a model run on each document of a packed batch separately.
 
     Args:
         model: A causal language model, before or after adapters.
         patcher: Undoes the change.
 
     Returns:
-        Status "mixers" for a model with mixers, else nothing.
+        Status "mixers" for a model with mixers, else an empty list.
 
     Raises:
-        UnsupportedModelError: The forward of a mixer was replaced on the instance, or the model is on a GPU that has
-            no kernel for it.
+        UnsupportedModelError: The forward of a mixer was replaced on the instance, or the model is on a GPU and there
+            is no kernel for its mixers.
 
     Cost:
         Host work once per run.
@@ -122,7 +122,7 @@ def install_mixers(model: PreTrainedModel, patcher: ModelPatcher) -> list[Status
         functions = find_kernels(family) if any(parameter.is_cuda for parameter in mixers[0].parameters()) else {}
         for kind in {type(mixer) for mixer in mixers}:
             check_calls(kind, functions)
-    # transformers builds the mask of mixers for the whole family, also for a model without one.
+    # transformers builds the mask of mixers for the whole family, even for a model without mixers.
     patcher.add_undo(decoder.register_forward_pre_hook(_hide_mask, with_kwargs=True).remove)
     if not mixers:
         return []
@@ -132,17 +132,17 @@ def install_mixers(model: PreTrainedModel, patcher: ModelPatcher) -> list[Status
             continue
         if own_forward is not None:
             raise UnsupportedModelError(
-                f"The forward of {type(mixer).__name__} was replaced on the instance, so it is unknown whether it "
-                "keeps the documents of a pack apart. Undo the replacement before training."
+                f"The forward of {type(mixer).__name__} was replaced on the instance, so it may mix the documents of a "
+                "pack. Undo the replacement before training."
             )
         patcher.set_attribute(mixer, "forward", PackedMixer(mixer, family).forward)
     for layer in _silent_layers(decoder, family):
         patcher.add_undo(layer.register_forward_pre_hook(_pass_context_as_mask, with_kwargs=True).remove)
-    return [Status(STATUS_NAME, "active", f"{family.kind}, {len(mixers)} {family.class_name}, each document alone")]
+    return [Status(STATUS_NAME, "active", f"{family.kind}, {len(mixers)} {family.class_name}, per document")]
 
 
 def _take_context(kwargs: dict[str, Any]) -> tuple[BatchContext | None, dict[str, Any]]:
-    """Return the context among the keywords of a mixer, and the other keywords."""
+    """Return the context from the keywords of a mixer, and the other keywords."""
     given = (kwargs.get("context"), kwargs.get("attention_mask"))
     context = next((value for value in given if isinstance(value, BatchContext)), None)
     return context, {name: value for name, value in kwargs.items() if not isinstance(value, BatchContext)}
@@ -156,7 +156,7 @@ def _check_packable(
     *,
     context: BatchContext,
 ) -> None:
-    """Refuse a call whose result would differ from one document at a time."""
+    """Raise on a call whose result would differ from separate documents."""
     name = type(mixer).__name__
     if hidden_states.ndim != 3 or hidden_states.shape[:2] != (1, context.num_tokens):
         raise ShapeError(
@@ -164,16 +164,16 @@ def _check_packable(
             "packed batch is one row."
         )
     if args or any(kwargs.get(cache) is not None for cache in _CACHES):
-        raise ShapeError(f"{name} was given a cache with a packed batch, which has none (use_cache=False).")
+        raise ShapeError(f"{name} got a cache with a packed batch; set use_cache=False.")
     borders = [key for key in _BORDERS if kwargs.get(key) is not None]
     if borders:
         raise BackendError(
-            f"{name} was given {', '.join(borders)} with a batch context, which says where documents begin."
+            f"{name} got {', '.join(borders)} with a batch context, which already has the document borders."
         )
 
 
 def _slice(value: Any, *, begin: int, length: int, num_tokens: int) -> Any:
-    """Return the tokens of one document of a value with an axis of tokens, and any other value as it is."""
+    """Return the tokens of one document if a value has a token axis, else the value."""
     if isinstance(value, tuple):
         return tuple(_slice(part, begin=begin, length=length, num_tokens=num_tokens) for part in value)
     if isinstance(value, torch.Tensor) and value.shape[:2] == (1, num_tokens):
@@ -182,9 +182,9 @@ def _slice(value: Any, *, begin: int, length: int, num_tokens: int) -> Any:
 
 
 def _hide_mask(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Forward pre-hook of the decoder: give the 2-D mask of a packed batch, all ones, one more axis.
+    """Add an axis to the 2-D mask of a packed batch, all ones, in a forward pre-hook of the decoder.
 
-    transformers reads the values of a 2-D mask for its mixers, which is a host sync.
+    For its mixers transformers reads the values of a 2-D mask, which is a host sync.
     """
     mask = kwargs.get("attention_mask")
     if not isinstance(kwargs.get("context"), BatchContext) or not isinstance(mask, torch.Tensor) or mask.ndim != 2:
@@ -193,7 +193,7 @@ def _hide_mask(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _silent_layers(decoder: nn.Module, family: MixerFamily) -> list[nn.Module]:
-    """Return the modules that hold a mixer and do not pass it the keywords that they are given."""
+    """Return the modules that hold a mixer and do not pass their keywords to it."""
     return [
         parent
         for parent in decoder.modules()
@@ -203,7 +203,7 @@ def _silent_layers(decoder: nn.Module, family: MixerFamily) -> list[nn.Module]:
 
 
 def _passes_keywords(forward: Callable[..., Any], name: str) -> bool:
-    """Whether a forward calls ``self.<name>(..., **keywords)``."""
+    """Return whether a forward calls ``self.<name>(..., **keywords)``."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
     return any(
         isinstance(call, ast.Call)
@@ -214,9 +214,9 @@ def _passes_keywords(forward: Callable[..., Any], name: str) -> bool:
 
 
 def _pass_context_as_mask(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Forward pre-hook of a layer that drops keywords: its mixer finds the context in the place of the mask.
+    """Pass the context as the attention mask, in a forward pre-hook of a layer that drops keywords.
 
-    An argument reaches the mixer in a recompute of the layer too, where hooks do not run again.
+    Unlike hooks, arguments also reach the mixer when checkpointing recomputes the layer.
     """
     context = kwargs.get("context")
     return (args, {**kwargs, "attention_mask": context}) if isinstance(context, BatchContext) else None

@@ -28,8 +28,8 @@ def _delta_attention(
     """Compute transformers' ``chunk_kimi_delta_attention``, each document from an empty state.
 
     Cost:
-        No host sync: in its graph mode ``chunk_kda`` finds the chunks on the device, with room for the most that the
-        documents can have. Otherwise it reads their number on the host.
+        No host sync: in its graph mode ``chunk_kda`` finds the chunks on the device, with space for the largest
+        possible number. Otherwise it reads their number on the host.
     """
     from fla.ops.kda import chunk_kda
 

@@ -1,9 +1,9 @@
-"""The functions that a mixer's own forward calls: GPU kernels that know where documents begin, or plain PyTorch.
+"""Functions that replace transformers' kernels in a mixer's forward: GPU kernels for packs, or plain PyTorch.
 
-A forward runs on a copy of its function in which the names of transformers' kernels stand for these. Nothing of
-transformers changes.
+The mixer runs a copy of its forward in which the names of transformers' kernels refer to these functions. transformers
+itself does not change.
 
-Axes: T tokens of the pack, C channels of a convolution, K its taps, H heads, W width of a head.
+Axes: T tokens of the pack, C channels of a convolution, K taps of a convolution, H heads, W width of a head.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from lightning_fastft.mixers.chunks import chunk_indices, pack_chunks
 from lightning_fastft.mixers.delta_rule import delta_rule
 from lightning_fastft.packing.context import BatchContext
 
-# Kinds whose kernels ran in Triton's interpreter only: refused until tests/gpu/test_mixers_gpu.py passes for them.
+# Kinds whose kernels ran only in Triton's interpreter; they raise until tests/gpu/test_mixers_gpu.py passes for them.
 UNPROVEN: frozenset[Kind] = frozenset({"Kimi delta attention", "Mamba-2"})
 # Activations of fla-core's convolution.
 _ACTIVATIONS = (None, "silu", "swish")
 
 
 def find_kernels(family: MixerFamily) -> dict[str, Callable[..., Any]]:
-    """Return the packed kernels of a kind of mixer, by the names that transformers' code calls.
+    """Return the packed kernels of a kind of mixer, keyed by the names that transformers' code calls.
 
     Raises:
-        UnsupportedModelError: The kind has no kernel here that has run on a GPU, or fla-core is not installed.
+        UnsupportedModelError: The kind has no kernel that was tested on a GPU, or fla-core is not installed.
     """
     if family.kind not in _FUNCTIONS or family.kind in UNPROVEN:
         state = "no GPU kernel yet" if family.kind not in _FUNCTIONS else "a kernel that has not passed on a GPU yet"
         raise UnsupportedModelError(
-            f"{family.class_name} ({family.kind}) has {state}, which would keep the documents of a pack apart. Train "
-            "this model with attention='one_by_one', which runs them one at a time."
+            f"{family.class_name} ({family.kind}) has {state}, which packed documents need. Train this model with "
+            "attention='one_by_one', which runs documents one at a time."
         )
     try:
         import fla.modules.causal_conv1d
@@ -49,8 +49,8 @@ def find_kernels(family: MixerFamily) -> dict[str, Callable[..., Any]]:
         import fla.ops.kda  # noqa: F401
     except ImportError as error:
         raise UnsupportedModelError(
-            f"{family.class_name} ({family.kind}) needs the kernels of fla-core to keep the documents of a pack apart "
-            f"on a GPU, and they cannot be imported ({error}). Install them: pip install 'lightning_fastft[hybrid]'"
+            f"{family.class_name} ({family.kind}) needs the kernels of fla-core for packed documents on a GPU, and "
+            f"they cannot be imported ({error}). Install them: pip install 'lightning_fastft[hybrid]'"
         ) from error
     return _FUNCTIONS[family.kind]
 
@@ -63,11 +63,11 @@ def run_on_kernels(
     context: BatchContext,
     **keywords: Any,
 ) -> torch.Tensor:
-    """Return what a mixer returns for each document alone, computed in one call on the whole pack.
+    """Return the output of a mixer for each separate document, computed in one call on the whole pack.
 
     Args:
         mixer: A mixer.
-        functions: Packed kernels by the names that the mixer's code calls; each takes the keyword ``context``.
+        functions: Packed kernels, keyed by the names that the mixer's code calls; each takes the keyword ``context``.
         hidden_states: Shape (1, T, D).
         context: The metadata of the pack, on the device of the hidden states.
         keywords: The other keywords of the mixer.
@@ -82,24 +82,24 @@ def run_on_kernels(
 
 
 def check_calls(mixer_class: type[nn.Module], functions: dict[str, Callable[..., Any]]) -> None:
-    """Refuse a mixer whose code does not call each of some functions.
+    """Raise on a mixer whose code does not call every one of the functions.
 
     Raises:
-        UnsupportedModelError: It does not.
+        UnsupportedModelError: A function is not called.
     """
     missing = sorted(set(functions) - set(inspect.unwrap(mixer_class.forward).__code__.co_names))
     if missing:
         raise UnsupportedModelError(
             f"{mixer_class.__name__} of this version of transformers does not call {', '.join(missing)}, so its GPU "
-            "kernels cannot be told where documents begin. Train this model with one document per row."
+            "kernels get no document borders. Train this model with one document per row."
         )
 
 
 def without_kernels(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward of transformers that calls the plain PyTorch form of its functions, which runs on any device.
+    """Return a forward of transformers that calls the plain PyTorch versions of its functions, which run on any device.
 
-    transformers exchanges these functions for those of fla, mamba_ssm and causal_conv1d when it is imported, wherever
-    such a package can be imported, and calls them for tensors on a CPU too.
+    At import, transformers replaces these functions by those of fla, mamba_ssm and causal_conv1d if the package is
+    installed, and calls them for tensors on a CPU too.
     """
     home, names = inspect.unwrap(forward).__globals__, inspect.unwrap(forward).__code__.co_names
     plain = {name: inspect.unwrap(home[name]) for name in names if hasattr(home.get(name), "__wrapped__")}
@@ -107,7 +107,7 @@ def without_kernels(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_functions(forward: Callable[..., Any], functions: dict[str, Any]) -> Callable[..., Any]:
-    """Return a copy of a forward in which some names stand for other functions."""
+    """Return a copy of a forward in which some names refer to other functions."""
     own = inspect.unwrap(forward)
     copy = types.FunctionType(
         own.__code__, {**own.__globals__, **functions}, own.__name__, own.__defaults__, own.__closure__
@@ -128,8 +128,8 @@ def _convolve(
     """Compute transformers' ``causal_conv1d_fn`` with weights (C, K), each document from zeros."""
     if activation not in _ACTIVATIONS:
         raise UnsupportedModelError(
-            f"The convolution of a mixer has the activation {activation!r}; its GPU kernel has 'silu' or none. Train "
-            "this model with one document per row."
+            f"The convolution of a mixer has the activation {activation!r}; the GPU kernel supports 'silu' or none. "
+            "Train this model with one document per row."
         )
 
     from fla.modules.causal_conv1d import causal_conv1d

@@ -1,8 +1,8 @@
-"""Mamba-2 on a packed batch: the scan of ``kernels/state_scan`` in the place of transformers' chunked scan.
+"""Mamba-2 on a packed batch: the scan of ``kernels/state_scan`` replaces transformers' chunked scan.
 
 The kernel is our own. fla-core's ``simple_gla`` computes the same recurrence, but it reads the number of chunks on the
-host three times per layer, and it needs B and C copied to every head and kept for the backward: with 128 heads in 8
-groups, states of 128 and heads of 64 that is four times the size of x, where this scan keeps what is there anyway.
+host three times per layer, and it needs B and C copied to every head and saved for the backward. With 128 heads in 8
+groups, states of 128 and heads of 64 the copies are four times the size of x. Our scan saves only its inputs.
 
 Axes: T tokens of the pack, H heads, W width of a head, G groups of heads with the same B and C, N width of a state.
 """
@@ -39,12 +39,12 @@ def _scan(
 ) -> torch.Tensor:
     """Compute transformers' ``mamba2_chunk_scan``, each document from an empty state.
 
-    Time steps are formed in fp32, as in mamba_ssm's kernels.
+    Time steps are computed in fp32, as in mamba_ssm's kernels.
     """
     if z is not None or not dt_softplus:
         raise UnsupportedModelError(
-            "This version of transformers gates the scan of Mamba-2 inside, or takes its time steps as they are, which "
-            "its GPU kernel cannot. Train this model with one document per row."
+            "This version of transformers calls the scan of Mamba-2 with a gate, or without softplus on the time "
+            "steps; our GPU kernel supports neither. Train this model with one document per row."
         )
     dt_TH = softplus(dt_1TH[0].float() + dt_bias.float()).clamp(*dt_limit)
     y_THW = state_scan(
@@ -61,7 +61,7 @@ def _scan(
 
 
 def _skip(*arguments: Any, **keywords: Any) -> None:
-    """Compute nothing, as transformers' ``mamba2_split_conv1d_scan_combined`` without mamba_ssm: the parts follow."""
+    """Return None like transformers' ``mamba2_split_conv1d_scan_combined`` without mamba_ssm; separate steps run."""
 
 
 FUNCTIONS: MappingProxyType[str, Callable[..., Any]] = MappingProxyType(

@@ -1,7 +1,7 @@
 """LoRA on stacks of expert weights as two thin grouped GEMMs, with PEFT's names, files and methods unchanged.
 
-PEFT materialises ``weight + scale * lhs @ rhs`` for the whole stack, twice in each forward. Here the experts function
-asks the wrapper for its two factors.
+PEFT materialises ``weight + scale * lhs @ rhs`` for the whole stack twice in each forward. Here the experts function
+reads the two factors from the wrapper.
 
 Axes: E experts, I input columns, O output columns, R adapter rank.
 """
@@ -19,17 +19,18 @@ from lightning_fastft.core.patcher import ModelPatcher, share_state
 from lightning_fastft.kernels.expert_pack.op import pack_expert_first
 from lightning_fastft.moe.routing import ExpertAdapter
 
-# An attribute of experts modules, which is in no state_dict: parameter name -> the wrapper around it.
+# Attribute of experts modules, not in the state_dict: parameter name -> the wrapper around the parameter.
 WRAPPERS_ATTRIBUTE = "fastft_expert_wrappers"
-# The same of PEFT's wrappers: who keeps low-precision copies of their factors; and of lora_A and lora_B: the copy.
+# Attribute of PEFT's wrappers: the LowPrecisionExpertAdapters that keeps copies of their factors; of lora_A and lora_B:
+# the copy.
 _COPIES_ATTRIBUTE = "fastft_expert_copies"
 _FACTOR_ATTRIBUTE = "fastft_expert_factor"
 
 
 class ParamWrapper(PeftParamWrapper):
-    """PEFT's LoRA on a stack of expert weights; the experts function reads the factors, no copy of the stack is made.
+    """PEFT's LoRA on a stack of expert weights; the experts function reads the factors without a copy of the stack.
 
-    It has the name of PEFT's class, by which PEFT finds its wrappers when adapters are added.
+    The class has the name of PEFT's class, because PEFT finds its wrappers by name when adapters are added.
     """
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -47,8 +48,9 @@ class ParamWrapper(PeftParamWrapper):
         return names[0] if len(names) == 1 else None
 
     def factors(self, name: str) -> tuple[torch.Tensor, torch.Tensor, float]:
-        """Return lhs, rhs and scale of an adapter: ``weight + scale * lhs @ rhs`` as the stack is stored, both (E, .,
-        .) views of PEFT's weights.
+        """Return lhs, rhs and scale of an adapter: ``weight + scale * lhs @ rhs`` in the layout of the stack.
+
+        lhs and rhs are (E, ., .) views of PEFT's weights.
 
         The expert is the slowest axis of A and the fastest of B.
         """
@@ -61,20 +63,20 @@ class ParamWrapper(PeftParamWrapper):
 
 
 class _FactorCopy:
-    """Low-precision copy of a factor, expert first and contiguous, with the state of its master."""
+    """Low-precision copy of a factor, expert first and contiguous, with the version of its master."""
 
     def __init__(self, master: torch.Tensor, dtype: torch.dtype, *, num_experts: int, is_expert_last: bool) -> None:
         self.master = master
         self.is_expert_last = is_expert_last
         self._num_experts = num_experts
         shape = self.master_view().shape
-        # Made outside inference mode, so that a copy first needed in a validation can be saved for a later backward.
+        # Allocate outside inference mode: a copy first made in validation can then be saved for a later backward.
         with torch.inference_mode(mode=False):
             self.tensor = torch.empty(shape[::-1] if is_expert_last else shape, dtype=dtype, device=master.device)
         self.copy_master()
 
     def is_copy_of(self, master: torch.Tensor, dtype: torch.dtype) -> bool:
-        """Whether the tensor can hold this master: same object, size, device and dtype."""
+        """Return whether this is a copy of the master: same object, size, device and dtype."""
         tensor = self.tensor
         return (
             master is self.master
@@ -84,12 +86,12 @@ class _FactorCopy:
         )
 
     def is_current(self) -> bool:
-        """Whether the master is as it was copied, as far as the host knows: version counter and address."""
+        """Return whether version counter and address of the master are the same as at the last copy."""
         return self._version == self.master._version and self._pointer == self.master.data_ptr()
 
     def master_view(self) -> torch.Tensor:
-        """The master with the expert as an axis of its own: (E, R, columns), or (columns, R, E) as PEFT stores
-        the second factor.
+        """Return a view of the master with an expert axis: (E, R, columns), or (columns, R, E) for the second factor,
+        as PEFT stores it.
         """
         master = self.master.detach()
         if self.is_expert_last:
@@ -106,7 +108,7 @@ class _FactorCopy:
         self.mark()
 
     def mark(self) -> None:
-        """Note the master's state as that of the copy."""
+        """Record version counter and address of the master."""
         self._version = self.master._version
         self._pointer = self.master.data_ptr()
 
@@ -114,11 +116,11 @@ class _FactorCopy:
 class LowPrecisionExpertAdapters:
     """Keep low-precision copies of adapters on experts, in the layout of grouped GEMMs, equal to their masters.
 
-    A copy is made on the first forward that needs it, seen to be stale by its master's version counter or address, and
-    copied again. What changes a master without either needs ``refresh``.
+    A copy is made in the first forward that needs it, and again when the version counter or address of its master has
+    changed. A change of a master that alters neither needs ``refresh``.
 
     Args:
-        compute_dtype: Dtype of the copies; stacks in another one are served without.
+        compute_dtype: Dtype of the copies; stacks in another dtype get no copies.
     """
 
     def __init__(self, compute_dtype: torch.dtype) -> None:
@@ -130,8 +132,9 @@ class LowPrecisionExpertAdapters:
         return len(self._copies())
 
     def watch(self, model: nn.Module, patcher: ModelPatcher) -> None:
-        """Serve every wrapper around a stack, also those that hand over their factors only later; undoing the
-        patcher drops the copies.
+        """Attach to every wrapper around a stack, including wrappers that are swapped later.
+
+        Undoing the patcher drops the copies.
         """
         self._wrappers = [module for module in model.modules() if isinstance(module, PeftParamWrapper)]
         for wrapper in self._wrappers:
@@ -144,7 +147,7 @@ class LowPrecisionExpertAdapters:
 
         Cost:
             One foreach copy over all first factors and one launch per second factor: reads masters, writes copies; no
-            host synchronisation.
+            host sync.
         """
         copies = [copy for copy in self._copies() if copy.is_copy_of(copy.master, self.compute_dtype)]
         plain = [copy for copy in copies if not copy.is_expert_last]
@@ -158,8 +161,8 @@ class LowPrecisionExpertAdapters:
                 copy.mark()
 
     def read(self, wrapper: PeftParamWrapper, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return lora_A and lora_B of an adapter as (E, R, columns), up to date as far as the host knows; None
-        where they have that dtype themselves.
+        """Return current copies of lora_A and lora_B of an adapter as (E, R, columns); None if the masters have the
+        compute dtype.
         """
         linears = (wrapper.lora_A[name], wrapper.lora_B[name])
         if all(linear.weight.dtype is self.compute_dtype for linear in linears):
@@ -194,9 +197,9 @@ class LowPrecisionExpertAdapters:
 
 
 def install_expert_adapters(model: nn.Module, patcher: ModelPatcher, *, experts: Sequence[nn.Module]) -> int:
-    """Let PEFT's wrappers around expert stacks provide their factors.
+    """Make PEFT's wrappers around expert stacks provide their factors.
 
-    Serves exactly one active adapter that is neither merged nor disabled; anything else runs PEFT's own forward.
+    It supports exactly one active adapter that is neither merged nor disabled; otherwise PEFT's own forward runs.
 
     Args:
         model: A PEFT model, or a module around one.
@@ -216,7 +219,7 @@ def install_expert_adapters(model: nn.Module, patcher: ModelPatcher, *, experts:
     num_swapped = 0
     for module in experts:
         wrappers = found[id(module)]
-        # PEFT's own forward adds two wrappers around one stack.
+        # Two wrappers around one stack need PEFT's own forward.
         if not wrappers or len({wrapper.parameter_name for _, wrapper in wrappers}) < len(wrappers):
             continue
         swapped = {wrapper.parameter_name: share_state(wrapper, ParamWrapper) for _, wrapper in wrappers}
@@ -237,7 +240,7 @@ def find_adapter(experts: nn.Module, name: str, *, is_transposed: bool, dtype: t
         dtype: Dtype of the stack and its GEMMs.
 
     Cost:
-        Views, and missing or stale low-precision copies that LowPrecisionExpertAdapters keep.
+        Views, and updates of missing or stale low-precision copies.
     """
     wrappers: Mapping[str, ParamWrapper] = vars(experts).get(WRAPPERS_ATTRIBUTE, {})
     wrapper = wrappers.get(name)
@@ -247,7 +250,7 @@ def find_adapter(experts: nn.Module, name: str, *, is_transposed: bool, dtype: t
     lhs, rhs, scale = wrapper.factors(active)
     adapters: LowPrecisionExpertAdapters | None = vars(wrapper).get(_COPIES_ATTRIBUTE)
     found = None if adapters is None or adapters.compute_dtype is not dtype else adapters.read(wrapper, active)
-    # The stack is lhs @ rhs as it is stored: of the two the one that reads its rows is our A.
+    # lhs @ rhs has the layout of the stack: our A is the factor on the side of the input columns.
     is_a_in_front = is_transposed != wrapper._did_swap_in_out_features
     copies: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     if found is not None:

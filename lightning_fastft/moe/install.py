@@ -35,9 +35,9 @@ _EXPERTS_CLASS = re.compile(r"Experts?(?![a-z])")
 
 
 def find_experts(root: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the MoE layers that BincountRouter can serve, with their dotted names.
+    """Return the MoE layers that BincountRouter supports, with their dotted names.
 
-    These are the experts modules on transformers' ExpertsInterface inside each causal language model, and Llama 4's
+    These are the experts modules that use transformers' ExpertsInterface in each causal language model, and Llama 4's
     ``Llama4TextMoe``.
 
     Args:
@@ -57,10 +57,10 @@ def find_experts(root: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def install_bincount_router(root: nn.Module, patcher: ModelPatcher) -> list[Status]:
-    """Run every MoE layer inside root on one stable sort, one count and grouped GEMMs.
+    """Run every MoE layer of root with one stable sort, one count and grouped GEMMs.
 
     Only these instances change: another model with the same configuration object keeps its experts. Routers, recorded
-    logits, the auxiliary loss, parameters and state-dict keys do not change. While this is installed,
+    logits, the auxiliary loss, parameters and state-dict keys do not change. Until the patcher undoes this,
     ``set_experts_implementation`` does not affect the experts.
 
     Args:
@@ -68,11 +68,11 @@ def install_bincount_router(root: nn.Module, patcher: ModelPatcher) -> list[Stat
         patcher: Records every change.
 
     Returns:
-        One status "expert router" for each model: active, or inactive where a model has no MoE layers.
+        One status "expert router" per model: active, or inactive if the model has no MoE layers.
 
     Raises:
-        UnsupportedModelError: A model has MoE layers of which none is known, or one has a gate, dtype or placement
-            that cannot be served exactly. Nothing is changed.
+        UnsupportedModelError: A model has MoE layers of unknown classes only, or a layer with a gate, dtype or
+            placement that cannot be computed exactly. Nothing is changed.
 
     Cost:
         Host work once per run; no device work.
@@ -93,13 +93,13 @@ def install_bincount_router(root: nn.Module, patcher: ModelPatcher) -> list[Stat
                 model, patcher, experts=[_inner_experts(layer.module) for layer in layers]
             ),
         )
-        # With several models in one module, the status names the model.
+        # If root contains several models, the status names the model.
         statuses.append(status._replace(name=f"{STATUS_NAME} ({name})") if len(models) > 1 else status)
     return statuses
 
 
 def check_unsharded(root: nn.Module) -> None:
-    """Refuse experts that were sharded after the installation.
+    """Raise on experts that were sharded after the installation.
 
     Raises:
         UnsupportedModelError: A stack of expert weights is a DTensor.
@@ -109,7 +109,7 @@ def check_unsharded(root: nn.Module) -> None:
 
 
 class _Layer(NamedTuple):
-    """A MoE layer: its name, the module to swap, the module with the stacks, and their gate."""
+    """A MoE layer: name, module to swap, module with the stacks, and gate form."""
 
     name: str
     module: nn.Module
@@ -122,12 +122,12 @@ def _find_in(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
 
 
 def _is_llama4(module: nn.Module) -> bool:
-    # By name, so that the module of a family is imported only if the model has one of its layers.
+    # Compare by name: the module of Llama 4 is imported only for a model that has its layers.
     return any(cls.__name__ == _LLAMA4 for cls in type(module).__mro__)
 
 
 def _inner_experts(module: nn.Module) -> Any:
-    """Return the module with the stacks: below adapters in Llama 4, else the module itself."""
+    """Return the module with the stacks: inside adapters in Llama 4, else the module itself."""
     if not _is_llama4(module):
         return module
     experts: Any = module.experts
@@ -137,15 +137,14 @@ def _inner_experts(module: nn.Module) -> Any:
 
 
 def _check(model: PreTrainedModel) -> list[_Layer]:
-    """Find the MoE layers of a model; refuse unsupported ones before anything changes."""
+    """Return the MoE layers of a model; raise on unsupported layers before anything changes."""
     found = _find_in(model)
     title = f"{type(model).__name__} ({model.config.model_type})"
     sign = "" if found else _sign_of_experts(model)
     if sign:
         raise UnsupportedModelError(
-            f"{title} has MoE layers ({sign}), and none is on transformers' ExpertsInterface or a layer that "
-            "BincountRouter swaps: its experts would "
-            "run as before. Leave BincountRouter out for this model."
+            f"{title} has MoE layers ({sign}), but none that BincountRouter supports: none uses transformers' "
+            "ExpertsInterface. Remove BincountRouter for this model."
         )
     layers = []
     for name, module in found:
@@ -157,7 +156,7 @@ def _check(model: PreTrainedModel) -> list[_Layer]:
             layers.append(_Layer(name, module, experts, recognise_gate(experts)))
         except UnsupportedModelError as error:
             raise UnsupportedModelError(
-                f"{title}, {name}: {error}. Leave BincountRouter out to train it with transformers' own experts."
+                f"{title}, {name}: {error}. Remove BincountRouter to train it with transformers' own experts."
             ) from error
     return layers
 
@@ -170,7 +169,7 @@ def _check_weights(experts: nn.Module) -> None:
 def _swap(model: PreTrainedModel, layer: _Layer, patcher: ModelPatcher) -> None:
     patcher.set_attribute(layer.experts, FORM_ATTRIBUTE, layer.form)
     if not _is_llama4(layer.module):
-        # Another model may share the configuration, so these experts dispatch on a copy.
+        # Another model may share the configuration, so these experts get a copy.
         config = copy.copy(layer.experts.config)
         config._experts_implementation_internal = NAME
         patcher.set_attribute(layer.experts, "config", config)
@@ -196,20 +195,20 @@ def _describe(model: PreTrainedModel, layers: list[_Layer], *, num_adapted: int)
         f"{', '.join(picks)}"
     )
     if num_adapted:
-        reason += f"; adapters on {num_adapted} stacks, by thin products"
+        reason += f"; adapters on {num_adapted} stacks"
     others = _find_strangers(model, [layer.module for layer in layers])
     if others:
         return Status(
             STATUS_NAME,
             "active",
-            f"{reason}; left as they are: {', '.join(others)}",
-            "These experts are not on transformers' interface.",
+            f"{reason}; not swapped: {', '.join(others)}",
+            "These experts do not use transformers' ExpertsInterface.",
         )
     return Status(STATUS_NAME, "active", reason)
 
 
 def _sign_of_experts(model: PreTrainedModel) -> str:
-    """Return the evidence of MoE layers: experts in the configuration, or modules that look like them."""
+    """Return the evidence of MoE layers: experts in the configuration, or modules that look like experts."""
     config = model.config.get_text_config(decoder=True)
     for name in _NUM_EXPERTS:
         count = getattr(config, name, None)
@@ -221,7 +220,7 @@ def _sign_of_experts(model: PreTrainedModel) -> str:
 
 
 def _find_strangers(model: PreTrainedModel, known: list[nn.Module]) -> list[str]:
-    """Return the classes of modules that look like routed experts outside of the known layers."""
+    """Return the classes of modules outside the known layers that look like routed experts."""
     inside = {id(part) for module in known for part in module.modules()}
     strangers = {
         type(module).__name__

@@ -1,8 +1,7 @@
 """Read weights, adapters and gate of transformers' experts modules, and run them as an experts function.
 
 Axes: T tokens, K experts per token, N = T * K routed slots, E experts, D model width, F expert width, P columns of gate
-    and up, I input columns,
-O output columns, R adapter rank.
+    and up, I input columns, O output columns, R adapter rank.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from lightning_fastft.moe.adapters import find_adapter
 from lightning_fastft.moe.routing import ExpertLinear, ExpertPoint, PackedWeight, dense_weight, run_experts
 
 NAME = "fastft"
-# An instance attribute, which is in no state_dict: the gate as it was recognised.
+# Instance attribute, not in the state_dict: the recognised gate form.
 FORM_ATTRIBUTE = "fastft_gate_form"
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-# Classes with an _apply_gate of their own that is read and known: whether gate and up alternate, and where the limit
-# and alpha of the clamps are.
+# Classes whose own _apply_gate is known: whether gate and up columns alternate, and the attributes with the limit and
+# alpha of the clamps.
 _CLAMPED = MappingProxyType(
     {
         "GptOssExperts": (True, "limit", "alpha"),
@@ -40,9 +39,10 @@ _CLAMPED = MappingProxyType(
         "MiniMaxM3VLExperts": (False, "swiglu_limit", "swiglu_alpha"),
     }
 )
-# Same formula as the default, written in fp32.
+# The same formula as the default, in fp32.
 _WIDE_DEFAULT = ("BeamExperts",)
-# Equal formulas differ by rounding, far below this; the two GELUs, the closest different formulas, differ by 1e-4.
+# Equal formulas differ only by rounding, far less than this. The closest different formulas, the two GELUs, differ by
+# 1e-4.
 _PROBE_TOLERANCE = 1e-5
 
 
@@ -60,16 +60,16 @@ def register_experts() -> None:
 def fastft_experts_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Run the routed experts of a layer; the function behind ``experts_implementation="fastft"``.
+    """Run the routed experts of a layer, as ``experts_implementation="fastft"``.
 
-    One stable sort and one count order the slots by expert. Slots with ids at or above ``num_experts`` contribute
+    One stable sort and one count order the slots by expert. Slots with ids of ``num_experts`` or above contribute
     nothing.
 
     Args:
         self: The experts module, passed by transformers.
         hidden_states: Token states. Shape (T, D).
         top_k_index: Experts of each token. Shape (T, K); int64 or int32.
-        top_k_weights: Their routing weights. Shape (T, K); any floating dtype.
+        top_k_weights: Routing weights of the experts. Shape (T, K); any floating dtype.
 
     Returns:
         Weighted sum of the experts' outputs, shape and dtype of hidden_states.
@@ -78,11 +78,11 @@ def fastft_experts_forward(
         UnsupportedModelError: The gate formula of the experts is unknown, or their weights are quantised or sharded.
 
     Cost:
-        As run_experts; no host sync.
+        The cost of run_experts; no host sync.
     """
     if not getattr(self, "has_post_expert_norm", False):
         return run_module(self, hidden_states, top_k_index, top_k_weights)
-    # A norm between the second GEMM and the weights needs the output of every slot.
+    # A norm between the second GEMM and the routing weights needs the output of every slot.
     num_tokens, num_experts_per_token = top_k_index.shape
     x_ND = hidden_states.repeat_interleave(num_experts_per_token, dim=0)
     y_ND = self.post_expert_norm(run_slots(self, x_ND, top_k_index.reshape(-1)))
@@ -92,7 +92,7 @@ def fastft_experts_forward(
 
 
 def run_slots(module: nn.Module, x_ND: torch.Tensor, expert_N: torch.Tensor) -> torch.Tensor:
-    """Return the unweighted output of one expert for each row: slots as tokens with one expert each."""
+    """Return the unweighted output of one expert for each row, by treating slots as tokens with one expert."""
     ones_N1 = torch.ones((x_ND.shape[0], 1), dtype=torch.float32, device=x_ND.device)
     return run_module(module, x_ND, expert_N[:, None], ones_N1)
 
@@ -102,7 +102,7 @@ def run_module(module: nn.Module, x_TD: torch.Tensor, expert_TK: torch.Tensor, w
     session = find_session(module)
     with unwatched(session):
         gate_up, down = (read_linear(module, name) for name in weight_names(module))
-        # Grouped GEMMs ignore autocast: like those of transformers they compute in the dtype of the weights.
+        # Like transformers' grouped GEMMs, ours ignore autocast and compute in the dtype of the weights.
         y_TD = run_experts(
             x_TD.to(gate_up.weight_EIO.dtype),
             expert_TK,
@@ -118,7 +118,7 @@ def run_module(module: nn.Module, x_TD: torch.Tensor, expert_TK: torch.Tensor, w
 
 
 def weight_names(module: nn.Module) -> tuple[str, str]:
-    """Return the names of both weight stacks; the first of experts without a gate is the up projection."""
+    """Return the names of both weight stacks; without a gate the first is the up projection."""
     return ("gate_up_proj" if getattr(module, "has_gate", True) else "up_proj", "down_proj")
 
 
@@ -135,13 +135,13 @@ def grouped_backends(module: nn.Module) -> set[str]:
 
 
 def read_linear(module: nn.Module, name: str) -> ExpertLinear:
-    """Return a GEMM of an experts module: its weight as (E, I, O), its bias, and its PEFT adapter.
+    """Return a linear of an experts module: its weight as (E, I, O), its bias, and its PEFT adapter.
 
     Raises:
         UnsupportedModelError: The weight is sharded.
 
     Cost:
-        Views; PEFT's copy of the stack with several active adapters; stale low-precision copies of an adapter.
+        Views. PEFT copies the stack if several adapters are active. Stale low-precision copies are updated.
     """
     weight, bias = _read_stack(module, name)
     adapter = find_adapter(module, name, is_transposed=bool(getattr(module, "is_transposed", True)), dtype=weight.dtype)
@@ -150,7 +150,7 @@ def read_linear(module: nn.Module, name: str) -> ExpertLinear:
 
 def _read_stack(module: nn.Module, name: str) -> tuple[torch.Tensor | PackedWeight, torch.Tensor | None]:
     """Return the weight of one product as (E, I, O), and its bias."""
-    # If PEFT merged weight and adapter into one stack, use that stack.
+    # If PEFT has computed weight plus adapter as one stack, use that stack.
     weight: torch.Tensor = getattr(module, name)
     check_weight(module, name, weight)
     is_transposed = bool(getattr(module, "is_transposed", True))
@@ -162,22 +162,21 @@ def _read_stack(module: nn.Module, name: str) -> tuple[torch.Tensor | PackedWeig
 
 
 def check_weight(module: nn.Module, name: str, weight: torch.Tensor) -> None:
-    """Refuse a stack of expert weights that cannot be read whole.
+    """Raise on a stack of expert weights that cannot be read as one plain tensor.
 
     Raises:
         UnsupportedModelError: Names the class, the weight and the reason.
     """
     if isinstance(weight, DTensor):
         raise UnsupportedModelError(
-            f"experts are sharded: {type(module).__name__}.{name} is a DTensor (FSDP2 or expert parallelism), and the "
-            "routed products need "
-            "whole stacks. Train on one device or with strategy='fastft_ddp', or leave BincountRouter out."
+            f"experts are sharded: {type(module).__name__}.{name} is a DTensor (FSDP2 or expert parallelism), and "
+            "grouped GEMMs need "
+            "unsharded stacks. Train on one device or with strategy='fastft_ddp', or remove BincountRouter."
         )
     if weight.dtype not in _DTYPES or weight.ndim != 3:
         raise UnsupportedModelError(
-            f"{type(module).__name__}.{name} is held as {tuple(weight.shape)} in {weight.dtype}, and (E, ., .) in "
-            "bf16, fp16 or fp32 is what can be "
-            "trained. Load the model dequantised."
+            f"{type(module).__name__}.{name} is {tuple(weight.shape)} in {weight.dtype}; it must be (E, ., .) in bf16, "
+            "fp16 or fp32. Load the model dequantised."
         )
 
 
@@ -210,16 +209,16 @@ def recognise_gate(module: nn.Module) -> GateForm:
     elif not owner or owner in _WIDE_DEFAULT:
         form = GateForm(activation=activation_name(module))
     else:
-        raise UnsupportedModelError(f"{owner}._apply_gate is a formula of its own that is not known here")
+        raise UnsupportedModelError(f"{owner}._apply_gate is an unknown formula")
     if form.is_interleaved == getattr(module, "is_concatenated", True) or not _agrees(module, form):
         raise UnsupportedModelError(
-            f"the gate of {type(module).__name__} is not what its class promises: {form} gives other numbers"
+            f"the gate of {type(module).__name__} does not match its class: {form} gives other numbers"
         )
     return form
 
 
 def _gate_owner(module: nn.Module) -> str:
-    """Return the name of a class with its own gate; empty for the default gate, no gate, or off the interface."""
+    """Return the class that overrides the gate; empty for the default gate, no gate, or another interface."""
     if not getattr(module, "has_gate", True):
         return ""
     for cls in type(module).__mro__:
@@ -230,7 +229,7 @@ def _gate_owner(module: nn.Module) -> str:
 
 
 def _agrees(module: Any, form: GateForm) -> bool:
-    """Return whether form and the module's own code agree numerically, on both sides of every clamp."""
+    """Return whether the form matches the module's own code numerically, on both sides of every clamp."""
     reach = 1.5 * form.limit if form.activation == "clamped" and math.isfinite(form.limit) else 10.0
     generator = torch.Generator(device="cpu").manual_seed(0)
     with torch.no_grad(), torch.device("cpu"):

@@ -12,7 +12,7 @@ from lightning_fastft.moe.interface import run_slots
 
 
 class RoutedLlama4Experts(Llama4TextExperts):
-    """Experts of a Llama 4 layer, one expert per row; called as a module, so that adapters around it apply."""
+    """Experts of a Llama 4 layer, one expert per row; it is called as a module, so that adapters around it apply."""
 
     def forward(self, x_ND: torch.Tensor, expert_N: torch.Tensor) -> torch.Tensor:
         """Return the output of the expert of each row.
@@ -28,21 +28,21 @@ class RoutedLlama4Experts(Llama4TextExperts):
 
 
 class RoutedLlama4Moe(Llama4TextMoe):
-    """A Llama 4 MoE layer with the results of transformers, without its products of zeros.
+    """A Llama 4 MoE layer with the results of transformers, without the products of zeros.
 
-    In transformers an expert that was not chosen gets zeros and returns zeros, with a zero gradient, so skipping it is
+    In transformers an expert that is not chosen gets zeros and returns zeros with a zero gradient, so skipping it is
     exact. Llama 4 multiplies the input of an expert, not its output, by the routing weight.
     """
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the layer's output of shape (T, D) and the router's logits of shape (T, E), as transformers does.
+        """Return the layer's output of shape (T, D) and the router's logits of shape (T, E), like transformers.
 
         Cost:
-            N rows instead of E * T through the experts; no host sync.
+            The experts compute N rows instead of E * T; no host sync.
         """
         x_TD = hidden_states.reshape(-1, self.hidden_dim)
         score_TE, logit_TE = self.router(x_TD)
-        # The router's top-k; transformers adds the experts in the order of their ids.
+        # The same top-k as the router; sorted, because transformers adds the experts in the order of their ids.
         expert_TK = torch.topk(logit_TE, self.top_k, dim=1).indices.sort(dim=1).values
         x_TKD = x_TD[:, None, :] * score_TE.gather(1, expert_TK)[..., None]
         y_ND = self.experts(x_TKD.flatten(0, 1), expert_TK.reshape(-1))

@@ -1,8 +1,7 @@
 """The experts of one layer on routed tokens: one stable sort, one count, grouped products, and a hand-written backward.
 
 Axes: T tokens, K experts per token, N = T * K routed slots, E experts, D model width, F expert width, P = 2 F columns
-    of gate and up, I input
-columns, O output columns, R adapter rank.
+    of gate and up, I input columns, O output columns, R adapter rank.
 """
 
 from __future__ import annotations
@@ -25,25 +24,24 @@ from lightning_fastft.kernels.grouped_mm.op import grouped_mm, grouped_weight_gr
 from lightning_fastft.kernels.grouped_mm.reference import GatheredRows, Rows, rows_of
 
 _FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-# Parameters of one product, in the order in which the Function takes them.
+# Number of parameters of one product, in the argument order of the Function.
 _PER_LINEAR = 4
-# Of those the last ones are the factors of an adapter.
+# The last of these are the factors of an adapter.
 _NUM_FACTORS = 2
 
 
 class ExpertAdapter(NamedTuple):
     """LoRA on a stack of expert weights: ``x @ weight[e] + scale * (x @ a[e]) @ b[e]``.
 
-    Without low-precision factors each pass casts and transposes the factors. With them the factors are not read and
-    only receive gradients, in their own dtype. A low-precision factor that changes between forward and backward is an
-    error of autograd.
+    Without low-precision copies each pass casts and transposes the factors. With copies the factors are not read and
+    only receive gradients, in their own dtype. Autograd raises if a copy changes between forward and backward.
 
     Args:
-        a_EIR: Shape (E, I, R); any floating dtype (it computes in that of the tokens); any view.
+        a_EIR: Shape (E, I, R); any floating dtype (the product runs in the dtype of the tokens); any view.
         b_ERO: Shape (E, R, O); as a_EIR.
         scale: Factor on the low-rank product.
-        copy_a_ERI: a with its last two axes exchanged. Shape (E, R, I), contiguous; dtype of the tokens. Given with
-            copy_b_ERO or not at all.
+        copy_a_ERI: a with its last two axes transposed. Shape (E, R, I), contiguous; dtype of the tokens. Given
+            together with copy_b_ERO.
         copy_b_ERO: b. Shape (E, R, O), contiguous; dtype of the tokens.
     """
 
@@ -55,24 +53,24 @@ class ExpertAdapter(NamedTuple):
 
 
 class PackedWeight(Protocol):
-    """A frozen weight that is dense only while a product reads it."""
+    """A frozen weight that is dequantised only while a product reads it."""
 
     dtype: torch.dtype
     device: torch.device
     shape: torch.Size
 
     def dense(self) -> torch.Tensor:
-        """Return the weight as (E, I, O), valid until another packed weight is asked for."""
+        """Return the weight as (E, I, O), valid until another packed weight is dequantised."""
 
 
 class ExpertLinear(NamedTuple):
-    """One product of every expert.
+    """One linear of every expert.
 
     Args:
-        weight_EIO: Shape (E, I, O), so that ``x @ weight[e]``; dtype of the tokens; any view with a stride of 1 along I
-            or O, or a packed weight.
+        weight_EIO: Weight of ``x @ weight[e]``. Shape (E, I, O); dtype of the tokens; any view with a stride of 1 along
+            I or O, or a packed weight.
         bias_EO: Shape (E, O), dtype of the tokens; None for none.
-        adapter: LoRA beside the weight; None for none.
+        adapter: LoRA on the weight; None for none.
     """
 
     weight_EIO: torch.Tensor | PackedWeight
@@ -81,8 +79,9 @@ class ExpertLinear(NamedTuple):
 
 
 class ExpertPoint(NamedTuple):
-    """Where a plan may hold the first product instead of computing it again: the open session of the decoder
-    layer, and the experts' name in it.
+    """Checkpointing session of the decoder layer, and the name of the experts in it.
+
+    A plan may keep the first product there instead of recomputing it.
     """
 
     session: Session
@@ -90,12 +89,12 @@ class ExpertPoint(NamedTuple):
 
     @property
     def first(self) -> str:
-        """Name of the first product, which can be held."""
+        """Return the name of the first product, which can be kept."""
         return f"{self.name}.gate_up"
 
     @property
     def last(self) -> str:
-        """Name of the second product and the sum behind it, whose output no backward reads."""
+        """Return the name of the second product and the sum after it, whose output no backward reads."""
         return f"{self.name}.down"
 
 
@@ -119,26 +118,24 @@ def run_experts(
     Args:
         x_TD: Token states. Shape (T, D); bf16, fp16, fp32 or, on a CPU, float64; last axis contiguous.
         expert_TK: Experts of each token. Shape (T, K); int64 or int32.
-        weight_TK: Their routing weights. Shape (T, K); any floating dtype.
+        weight_TK: Routing weights of the experts. Shape (T, K); any floating dtype.
         gate_up: First product, D to 2 F columns (to F without a gate).
         down: Second product, F to D columns.
-        form: What stands between the two.
-        num_experts: E.
-        has_gate: False where the first product has no gate: the activation of its columns is the input of the second
-            one.
-        point: Where a plan holds values; None outside activation checkpointing.
+        form: Activation between the two.
+        num_experts: Number of experts, E.
+        has_gate: False if the first product has no gate: the activation of its columns is the input of the second.
+        point: Checkpointing session that may keep values; None outside activation checkpointing.
 
     Returns:
         y_TD: Shape, dtype and device of x_TD; with gradients for x_TD, weight_TK and every parameter that requires one.
 
     Raises:
-        ShapeError: Shapes, dtypes, devices or layouts do not fit.
+        ShapeError: Shapes, dtypes, devices or layouts do not match.
 
     Cost:
-        Forward 2 N (D P + F D) FLOP and six passes over rows besides; backward as much again for the inputs, and again
-        for weights that are trained. Kept for the backward: x_TD, N x P values, the order and the routing weights. No
-        copy of a weight stack. Without low-precision factors one pass over the adapters each way. No host sync on
-        CUDA.
+        Forward 2 N (D P + F D) FLOP and six passes over rows; backward the same for the inputs, and again for trained
+        weights. Saved for the backward: x_TD, N x P values, the order and the routing weights. No copy of a weight
+        stack. Without low-precision copies one pass over the adapters each way. No host sync on CUDA.
 
     Source:
         Routing by one sort: Unsloth and NVIDIA, as published. Gradient of the routing weights without experts' outputs:
@@ -173,7 +170,7 @@ def run_experts(
 
 
 class _Call(NamedTuple):
-    """What is not differentiated."""
+    """Arguments that are not differentiated."""
 
     expert_TK: torch.Tensor
     num_experts: int
@@ -184,9 +181,7 @@ class _Call(NamedTuple):
 
 
 class _Linear(NamedTuple):
-    """One product in the dtype of the tokens, with both factors contiguous in these orders, as the grouped
-    products want them.
-    """
+    """One linear in the dtype of the tokens, with contiguous factors in the layouts of the grouped products."""
 
     weight_EIO: torch.Tensor | PackedWeight
     bias_EO: torch.Tensor | None
@@ -196,18 +191,18 @@ class _Linear(NamedTuple):
 
 
 class _Wanted(NamedTuple):
-    """How the gradient of one parameter is wanted."""
+    """Dtype and memory order of the gradient of one parameter."""
 
     dtype: torch.dtype
     is_expert_last: bool
 
 
 class _RoutedExperts(torch.autograd.Function):
-    """The experts of one layer.
+    """Run the experts of one layer.
 
-    Saves x_TD, the first product, the order, the routing weights, and trained parameters or their low-precision
-    factors. The activation is recomputed from the first product, no gradient needs the experts' outputs, and a product
-    that finds its rows by their slots needs no copy of x_TD in the order of the experts.
+    It saves x_TD, the first product, the order, the routing weights, and trained parameters or their low-precision
+    copies. The backward recomputes the activation from the first product. No gradient needs the experts' outputs.
+    Products gather their rows by slot, so x_TD is not copied in expert order.
     """
 
     @staticmethod
@@ -231,7 +226,8 @@ class _RoutedExperts(torch.autograd.Function):
         needs = ctx.needs_input_grad[-len(tensors) :]
         ctx.call, ctx.num_held = call, len(held)
         ctx.wanted = _wanted_gradients(parameters[:_PER_LINEAR]) + _wanted_gradients(parameters[_PER_LINEAR:])
-        # Low-precision factors change with each optimizer step, so autograd watches them as it watches what is trained.
+        # Low-precision copies change with each optimizer step, so autograd checks their versions like those of trained
+        # parameters.
         ctx.is_watched = [
             needs_it or tensor is not parameter for needs_it, tensor, parameter in zip(needs, read, parameters)
         ]
@@ -248,7 +244,7 @@ class _RoutedExperts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_y_TD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: _Call = ctx.call
-        # Read once: under a checkpoint a saved tensor can be asked for only once.
+        # Read once: activation checkpointing allows only one access to saved tensors.
         x_TD, weight_TK, slot_N, place_TK, end_E, *others = ctx.saved_tensors
         (gate_up_NP, *low_1), watched = others[: ctx.num_held], iter(others[ctx.num_held :])
         needs_x, needs_weight, *needs = ctx.needs_input_grad[1 : 3 + 2 * _PER_LINEAR]
@@ -304,7 +300,7 @@ class _RoutedExperts(torch.autograd.Function):
 
 
 def _tensors_of(linear: ExpertLinear) -> tuple[torch.Tensor | None, ...]:
-    """What of a product is differentiated; as many entries as _PER_LINEAR."""
+    """Return the differentiable tensors of a linear, _PER_LINEAR entries."""
     adapter = linear.adapter
     return (linear.weight_EIO, linear.bias_EO, *((None, None) if adapter is None else (adapter.a_EIR, adapter.b_ERO)))
 
@@ -314,7 +310,7 @@ def _scale_of(linear: ExpertLinear) -> float:
 
 
 def _copies_of(linear: ExpertLinear) -> tuple[torch.Tensor | None, ...]:
-    """The low-precision factors as views of the shapes that the factors have; as many entries as _NUM_FACTORS."""
+    """Return the low-precision copies as views with the shapes of the factors, _NUM_FACTORS entries."""
     adapter = linear.adapter
     if adapter is None or adapter.copy_a_ERI is None:
         return (None,) * _NUM_FACTORS
@@ -322,7 +318,7 @@ def _copies_of(linear: ExpertLinear) -> tuple[torch.Tensor | None, ...]:
 
 
 def _check_copies(name: str, adapter: ExpertAdapter | None, *, dtype: torch.dtype) -> None:
-    """Refuse low-precision factors that would be cast or copied in each pass, or belong to another adapter."""
+    """Raise on low-precision copies that would be cast or copied in each pass, or belong to another adapter."""
     if adapter is None or (adapter.copy_a_ERI is None and adapter.copy_b_ERO is None):
         return
     num_experts, num_inputs, rank = adapter.a_EIR.shape
@@ -332,14 +328,14 @@ def _check_copies(name: str, adapter: ExpertAdapter | None, *, dtype: torch.dtyp
             given = "missing" if copy is None else f"{tuple(copy.shape)} in {copy.dtype} with strides {copy.stride()}"
             raise ShapeError(
                 f"{factor} of {name} is {given}; it must be {expected[factor]} in {dtype}, contiguous. Give both "
-                "low-precision factors or none."
+                "low-precision copies or none."
             )
 
 
 def _read_tensors(
     parameters: Sequence[torch.Tensor | None], copies: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
-    """Return what the products compute from: the parameters, or the low-precision copies of their factors."""
+    """Return the tensors that the products read: the parameters, or low-precision copies of the factors."""
     read = list(parameters)
     for start, factors in ((_PER_LINEAR, copies[:_NUM_FACTORS]), (2 * _PER_LINEAR, copies[_NUM_FACTORS:])):
         if factors[0] is not None:
@@ -348,8 +344,9 @@ def _read_tensors(
 
 
 def _linears(read: Sequence[torch.Tensor | None], call: _Call, *, dtype: torch.dtype) -> tuple[_Linear, _Linear]:
-    """Return both products with their factors in dtype; low-precision factors are so already, others are cast in each
-    pass and not held.
+    """Return both linears with their factors in dtype.
+
+    Low-precision copies already have this dtype; other factors are cast in each pass and not kept.
     """
     first, second = (
         _cast_linear(*read[start : start + _PER_LINEAR], scale=scale, dtype=dtype)
@@ -375,14 +372,14 @@ def _cast_linear(
 
 
 def _lay_out(factor: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
-    """Return a factor of shape (E, R, columns) in dtype, contiguous; itself where it is so."""
+    """Return a factor of shape (E, R, columns) in dtype, contiguous; the tensor itself if it is already."""
     if _is_expert_last(factor):
         return pack_expert_first(factor.permute(2, 1, 0), dtype=dtype, is_checked=False)
     return factor.to(dtype).contiguous()
 
 
 def _is_expert_last(factor: torch.Tensor) -> bool:
-    """Whether a factor of shape (E, R, columns) lies in memory as (columns, R, E), as PEFT stores one of the two."""
+    """Return whether the memory order of an (E, R, columns) factor is (columns, R, E), as in PEFT's second factor."""
     return not factor.is_contiguous() and factor.permute(2, 1, 0).is_contiguous()
 
 
@@ -395,12 +392,12 @@ def _wanted_gradients(parameters: Sequence[torch.Tensor | None]) -> list[_Wanted
 
 
 def dense_weight(weight_EIO: torch.Tensor | PackedWeight) -> torch.Tensor:
-    """Return a weight as a tensor; read it before the next packed weight is asked for."""
+    """Return a weight as a dense tensor, valid until the next packed weight is dequantised."""
     return weight_EIO if isinstance(weight_EIO, torch.Tensor) else weight_EIO.dense()
 
 
 def _product(x_NI: Rows, linear: _Linear, end_E: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the output of one product, and the adapter's low-rank rows where there is one."""
+    """Return the output of one linear, and the adapter's low-rank rows if it has an adapter."""
     weight_EIO = dense_weight(linear.weight_EIO)
     if linear.a_ERI is None:
         return (grouped_mm(x_NI, weight_EIO, end_E, bias_EO=linear.bias_EO),)
@@ -423,8 +420,8 @@ def _input_gradient(d_NO: Rows, linear: _Linear, end_E: torch.Tensor) -> tuple[t
 
 
 class _Rows(NamedTuple):
-    """Rows of one product in the backward: its input, the gradient of its output, the same of the adapter, and
-    the factor on that gradient.
+    """Rows of one linear in the backward: its input, the gradient of its output, both for the adapter, and the factor
+    on the gradient of the output.
     """
 
     x_NI: Rows
@@ -446,7 +443,7 @@ def _parameter_gradients(
         grad = grouped_weight_grad(
             left, right, end_E, dtype=want.dtype, scale=scale, row_weight_N=weight_N, is_checked=False
         )
-        # Autograd takes a gradient as it is where it lies in memory as its parameter does, and copies any other.
+        # Autograd keeps a gradient whose memory order matches its parameter, and copies any other.
         return unpack_expert_last(grad, is_checked=False).permute(2, 1, 0) if want.is_expert_last else grad
 
     weight, bias, a, b = (None,) * _PER_LINEAR
@@ -471,17 +468,15 @@ def _routing_gradient(
     place_TK: torch.Tensor,
     end_E: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the gradient of the routing weights from its share in sorted order, which has no bias in it; 0 for
-    sentinels.
-    """
+    """Return the gradient of the routing weights, given its part without the bias in sorted order; 0 for sentinels."""
     d_weight_TK = d_weight_N.index_select(0, place_TK.reshape(-1)).view(place_TK.shape)
     if bias_ED is not None:
-        # Of every expert, in one dense product: E columns are fewer than the D columns of each slot.
+        # The bias of all experts takes one dense product: E columns are fewer than the D columns of each slot.
         score_TE = d_y_TD.to(d_weight_N.dtype) @ bias_ED.to(d_weight_N.dtype).T
         d_weight_TK = d_weight_TK + score_TE.gather(1, call.expert_TK.clamp(0, call.num_experts - 1).long())
     return torch.where(place_TK < end_E[-1], d_weight_TK, 0.0)
 
 
 def _with_gate(columns_NP: torch.Tensor, *, has_gate: bool) -> torch.Tensor:
-    """Return columns of gate and up; without a gate the up half is 1."""
+    """Return the columns of gate and up; without a gate the up half is 1."""
     return columns_NP if has_gate else torch.cat([columns_NP, torch.ones_like(columns_NP)], dim=1)

@@ -1,6 +1,5 @@
-"""Make a transformers model take packed batches.
+"""Make a transformers model support packed batches.
 
-A model enters; the same model leaves, with attention that reads the batch's context, a head that forms logits for
-labelled rows only, and rotary angles of each document. Every change is recorded in the run's patcher. Read ``packed``
-first.
+The patches give a model attention that reads the batch context, a head that computes logits for labelled rows only, and
+rotary angles per document. The run's patcher records every change. Read ``packed`` first.
 """

@@ -27,8 +27,7 @@ from lightning_fastft.patches.rotary import check_row_angles
 # transformers matches its own backends by substrings, so the name must not contain sdpa, flex, flash, eager or a slash.
 NAME = "fastft"
 
-# Keywords with which a model changes scores or keys, and which no backend here supports; ignoring them would train
-# wrongly without an error.
+# Keywords that change scores or keys and that no backend supports; ignoring them would silently train a wrong model.
 _FOREIGN_KEYWORDS = ("position_bias", "indices", "block_indices", "sinks", "head_mask", "attention_bias")
 
 
@@ -47,7 +46,7 @@ def register() -> None:
 def install_attention(model: PreTrainedModel, patcher: ModelPatcher) -> Status:
     """Set the attention of a model to "fastft", and record the undo in the patcher.
 
-    In a composite model only the text part changes; towers for images and sound keep their attention.
+    In a composite model only the text part changes; vision and audio towers keep their attention.
 
     Args:
         model: A causal language model, before or after adapters.
@@ -57,7 +56,7 @@ def install_attention(model: PreTrainedModel, patcher: ModelPatcher) -> Status:
         Status "packed attention".
 
     Raises:
-        UnsupportedModelError: The family cannot be served exactly.
+        UnsupportedModelError: The family cannot be packed exactly.
         SwapError: transformers did not accept the setting.
     """
     check_servable(model)
@@ -71,26 +70,21 @@ def install_attention(model: PreTrainedModel, patcher: ModelPatcher) -> Status:
     before = [config._attn_implementation for config in configs]
     model.set_attn_implementation(requested)
     for config, old in zip(configs, before):
-        # The outer model may not use the attention interface (got_ocr2); a mask that it builds is refused in the
-        # forward.
+        # The outer model may not use the attention interface (got_ocr2); the forward raises on a mask that it builds.
         if config is configs[-1] and config._attn_implementation != NAME:
             raise SwapError(
                 f"{type(model).__name__} kept attention {config._attn_implementation!r}; load it with "
                 f"attn_implementation={NAME!r}."
             )
-        # The setter would check again what the model already ran with.
+        # The setter would validate an implementation that the model already ran with.
         patcher.add_undo(functools.partial(setattr, config, "_attn_implementation_internal", old))
     model_type = configs[-1].model_type
-    note = (
-        ""
-        if model_type in FAMILIES
-        else "; not in the list of tested families: the start of a fit compares two documents"
-    )
+    note = "" if model_type in FAMILIES else "; not a tested family: fit compares two documents at its start"
     return Status("packed attention", "active", f"{model_type}, {len(decoder_layers(model))} layers{note}")
 
 
 def defer_mask(attention_mask: Any = None, **arguments: Any) -> DeferredMask:
-    """Return an object that can build the mask; registered as the mask function of "fastft"."""
+    """Return an object that can build the mask later; registered as the mask function of "fastft"."""
     if isinstance(attention_mask, DeferredMask):
         return attention_mask
     return DeferredMask({"attention_mask": attention_mask, **arguments})
@@ -118,15 +112,15 @@ def attend(
         query: Shape (B, H, Q, W).
         key: Shape (B, G, T, W).
         value: Shape (B, G, T, any width).
-        attention_mask: What defer_mask returned, a ready additive or bool mask of shape (B, 1, Q, T), or None.
+        attention_mask: The result of defer_mask, an additive or bool mask of shape (B, 1, Q, T), or None.
         dropout: Dropout of the attention weights.
         scaling: Factor of the scores; None for 1 / sqrt(head width).
-        sliding_window: Number of keys that a query sees, with a context; without one the mask contains the window.
+        sliding_window: Number of keys that a query attends to, with a context; without one the mask has the window.
         softcap: Soft cap of the scores.
         s_aux: Learned sinks, shape (H,).
         context: The metadata of a packed batch; None for padded batches and generation.
-        collect: As in packed_attention; under autocast, which casts heads, and without a context it is not called.
-        keywords: Ignored, except those that change attention, which are refused with a context.
+        collect: As in packed_attention. It is not called without a context, or under autocast, which casts heads.
+        keywords: Ignored; with a context, keywords that change attention raise.
 
     Returns:
         The output, shape (B, Q, H, width of a value), and the attention weights if they were requested without a
@@ -165,8 +159,7 @@ def attend(
         module, query, key, attention_mask, dropout=dropout, window=sliding_window, keywords=keywords, context=context
     )
     if torch.is_autocast_enabled(query.device.type):
-        # As autocast does for scaled_dot_product_attention: normalised queries and keys arrive in float32, values do
-        # not.
+        # Cast like autocast for scaled_dot_product_attention: normalised queries and keys are float32, values are not.
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
         collect = None
     session = find_session(module)
@@ -181,14 +174,14 @@ def attend(
         remember=None if session is None else functools.partial(session.value, ATTENTION_VALUE),
         collect=collect,
     )
-    # Models may take views of it, as of the result of transformers' own attention.
+    # Models may take views of the output, as with transformers' own attention.
     return out_THW[None].contiguous(), None
 
 
 def _keep_chosen(
     mask: torch.Tensor | None, index_BQK: torch.Tensor | None, *, query: torch.Tensor, key: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return a mask that also hides the keys that an indexer has not chosen."""
+    """Return a mask that also hides the keys that the indexer did not choose."""
     if index_BQK is None:
         return mask
     hidden_BQT = torch.ones((*index_BQK.shape[:2], key.shape[2]), dtype=torch.bool, device=key.device).scatter_(
@@ -251,7 +244,7 @@ def _check_packable(
     keywords: dict[str, Any],
     context: BatchContext,
 ) -> None:
-    """Refuse a call whose result would differ from one document at a time."""
+    """Raise on a call whose result would differ from separate documents."""
     layer = type(module).__name__
     if query.shape[0] != 1 or query.shape[2] != context.num_tokens or key.shape[2] != context.num_tokens:
         raise ShapeError(
@@ -261,13 +254,13 @@ def _check_packable(
         )
     if dropout > 0.0 and module.training:
         raise BackendError(
-            f"{layer} asks for attention dropout {dropout}, which packed attention has not; set "
+            f"{layer} needs attention dropout {dropout}, which packed attention does not support; set "
             "config.attention_dropout = 0.0."
         )
     if isinstance(attention_mask, torch.Tensor):
         raise BackendError(
-            f"{layer} brings a mask of its own beside the batch context; packed attention would ignore it. Leave one "
-            "of them out."
+            f"{layer} got its own mask and a batch context; packed attention would ignore the mask. Pass only one of "
+            "them."
         )
     obstacle = (
         attention_mask.find_obstacle(window, max_length=context.max_length)
@@ -280,12 +273,12 @@ def _check_packable(
     if (getattr(module, "is_causal", True) if is_causal is None else is_causal) is False:
         raise BackendError(f"{layer} is not causal; packed attention is.")
     if keywords.get("output_attentions"):
-        raise BackendError("Attention weights do not exist in packed attention; ask for them without a batch context.")
-    # An indexer that chose no key chose all (patches/carriers.py).
+        raise BackendError("Packed attention computes no attention weights; request them without a batch context.")
+    # Empty indices of an indexer mean all keys (patches/carriers.py).
     foreign = [
         name
         for name in _FOREIGN_KEYWORDS
         if keywords.get(name) is not None and not (name == "indices" and keywords[name].numel() == 0)
     ]
     if foreign:
-        raise BackendError(f"{layer} passes {', '.join(foreign)}, which no backend of packed attention knows.")
+        raise BackendError(f"{layer} passes {', '.join(foreign)}, which no backend of packed attention supports.")

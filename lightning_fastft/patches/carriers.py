@@ -1,4 +1,4 @@
-"""Bring the batch context to attention that its decoder layer gives no keywords, and to sparse attention."""
+"""Pass the batch context to attention whose decoder layer drops keywords, and to sparse attention."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ STATUS_NAME = "sparse attention"
 
 
 class DenseIndexer:
-    """The forward of an indexer that selects every key of a document while none exceeds its limit.
+    """Replace the forward of an indexer by one that selects every key of a document.
 
-    An indexer chooses ``index_topk`` keys for each query; in a document of at most as many tokens it chooses all, which
-    is plain causal attention.
+    An indexer chooses ``index_topk`` keys for each query. In a document of at most ``index_topk`` tokens it chooses all
+    keys, which is plain causal attention.
 
     Args:
         indexer: The module that chooses keys.
-        name: Name of the model, for messages.
+        name: Name of the model, for error messages.
     """
 
     def __init__(self, indexer: nn.Module, *, name: str) -> None:
@@ -35,7 +35,7 @@ class DenseIndexer:
         self._name = name
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the indices of chosen keys; an empty tensor in a packed batch, where each query sees all earlier keys.
+        """Return the indices of chosen keys; an empty tensor in a packed batch, which means all earlier keys.
 
         Raises:
             UnsupportedModelError: A document of a packed batch is longer than the indexer's limit.
@@ -48,24 +48,24 @@ class DenseIndexer:
         if context.max_length > limit:
             raise UnsupportedModelError(
                 f"{self._name} chooses {limit} keys for each query (index_topk), and a document has "
-                f"{context.max_length} tokens: packed attention is exact up to {limit} only. Set "
+                f"{context.max_length} tokens; packed attention is exact only up to {limit}. Set "
                 f"PackedDataModule(max_tokens={limit}) or shorten the documents, or use attention='one_by_one'."
             )
         return torch.empty((*hidden_states.shape[:2], 0), dtype=torch.int32, device=hidden_states.device)
 
 
 def install_carriers(model: PreTrainedModel, patcher: ModelPatcher) -> list[Status]:
-    """Let the mask carry the context into layers that drop keywords, and to indexers.
+    """Pass the context with the mask into layers that drop keywords, and to indexers.
 
     Args:
         model: A causal language model, before or after adapters.
         patcher: Undoes the changes.
 
     Returns:
-        Status "sparse attention" for a model with indexers, else nothing.
+        Status "sparse attention" for a model with indexers, else an empty list.
 
     Cost:
-        Host work once per run; per layer and step one small object.
+        Host work once per run; one small object per layer and step.
     """
     family, indexers = mixer_family(model), find_indexers(find_decoder(model))
     for layer in decoder_layers(model):
@@ -78,13 +78,13 @@ def install_carriers(model: PreTrainedModel, patcher: ModelPatcher) -> list[Stat
         if not isinstance(getattr(vars(indexer).get("forward"), "__self__", None), DenseIndexer):
             patcher.set_attribute(indexer, "forward", DenseIndexer(indexer, name=name).forward)
     limit = min(int(indexer.index_topk) for indexer in indexers)  # type: ignore[arg-type]
-    return [Status(STATUS_NAME, "active", f"dense for documents of up to {limit} tokens; longer ones are refused")]
+    return [Status(STATUS_NAME, "active", f"dense for documents of up to {limit} tokens; longer documents raise")]
 
 
 def _give_context_to_mask(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Forward pre-hook of a layer.
+    """Add the context to the mask, in a forward pre-hook of a layer.
 
-    An argument reaches the attention in a recompute of the layer too, where hooks do not run again.
+    Unlike hooks, arguments also reach the attention when checkpointing recomputes the layer.
     """
     context, mask = kwargs.get("context"), kwargs.get("attention_mask")
     if not isinstance(context, BatchContext) or not isinstance(mask, DeferredMask):

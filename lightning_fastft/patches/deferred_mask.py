@@ -12,13 +12,13 @@ from lightning_fastft.packing.context import BatchContext
 
 
 class _MaskReadError(BackendError, AttributeError):
-    """Model code read an attribute of a tensor from a deferred mask; ``hasattr`` still returns False."""
+    """Error for model code that reads a tensor attribute of a deferred mask; ``hasattr`` still returns False."""
 
 
 class DeferredMask:
     """Store the arguments of a mask, and build it when an attention layer without a batch context needs it.
 
-    A mask function does not see the keywords of the model, so it cannot know whether there is a context.
+    A mask function does not get the keywords of the model, so it cannot know whether there is a context.
 
     Args:
         arguments: Arguments that transformers passes to a mask function.
@@ -34,7 +34,7 @@ class DeferredMask:
             for name, value in arguments.items()
         }
         self._built: dict[torch.dtype, torch.Tensor | None] = {}
-        # The batch context, where attention gets no other keyword than its mask.
+        # The batch context, for attention that gets no keyword except its mask.
         self.context: BatchContext | None = None
 
     def with_context(self, context: BatchContext) -> DeferredMask:
@@ -45,8 +45,9 @@ class DeferredMask:
         return other
 
     def __getitem__(self, index: Any) -> Any:
-        """Return the mask of some queries: this one for all of them (Gemma 4 asks for that), and with a context,
-        where nothing reads its values.
+        """Return the mask of a slice of queries.
+
+        It is this mask for a slice of all queries (Gemma 4 takes one), and with a context, where its values are unused.
         """
         parts = index if isinstance(index, tuple) else (index,)
         if self.context is not None or all(part == slice(None) or part == slice(0, None) for part in parts):
@@ -57,18 +58,18 @@ class DeferredMask:
         return built[index]
 
     def __getattr__(self, name: str) -> Any:
-        # Only reached for names that this class does not have. Protocols probe for dunders.
+        # Called only for names that this class lacks. Protocols probe for dunders.
         if name.startswith("_"):
             raise AttributeError(name)
         raise _MaskReadError(
-            f"This model reads the attention mask itself (its {name}), so its attention is more than a causal mask and "
+            f"This model reads the attention mask itself (its {name}), so its attention may not be plain causal and "
             "cannot be packed. "
             "Train it with one document per row and its own attention."
         )
 
     def find_obstacle(self, window: int | None, *, max_length: int) -> str:
-        """Return how the mask differs from causal attention within documents for a layer with this window; empty if
-        it does not.
+        """Return how the mask differs from causal attention within documents for a layer with this window; an empty
+        string if it does not.
 
         Args:
             window: ``sliding_window`` of the layer.
@@ -83,7 +84,7 @@ class DeferredMask:
         return ""
 
     def contiguous(self) -> torch.Tensor | None:
-        """Return the built mask: generation with a static cache asks for it before the forward (transformers 5.23)."""
+        """Return the built mask; generation with a static cache calls this before the forward (transformers 5.23)."""
         dtype: torch.dtype = self._arguments["dtype"]
         return self.additive(dtype)
 

@@ -1,4 +1,4 @@
-"""Compare two short documents in a pack with each of them alone, once at the start of a run, on the model as it trains.
+"""Compare two short documents in a pack with each of them alone, once at the start of a run, on the training model.
 
 Axes: T tokens of a document, V vocabulary.
 """
@@ -24,26 +24,26 @@ from lightning_fastft.packing.collate import Document, collate
 from lightning_fastft.patches.guards import ReadGuard
 
 STATUS_NAME = "check of documents"
-# The second is as short as a convolution's window, so that most of its tokens see what leaks.
+# The second document is about as short as a convolution's window, so a leak affects most of its tokens.
 LENGTHS = (19, 5)
-# A layer has about sixteen results (products, norms, sums) that another kernel or shape may round otherwise,
-# independently of each other, and one largest rounding per layer is measured: the square root of 16.
+# A layer has about sixteen results (products, norms, sums) that another kernel or shape may round differently and
+# independently. The measurement has one largest rounding error per layer, so the factor is the square root of 16.
 ROUNDINGS = 4.0
 _EXPERTS = re.compile(r"Experts|Router|Gating")
-# How a model refuses a call with text alone.
+# Errors of a model that cannot run on text only.
 _REFUSALS = (TypeError, ValueError, LookupError, AttributeError, NotImplementedError)
 
 
 class Comparison(NamedTuple):
-    """Distance of packed logits from those of documents alone, and the distance that rounding explains.
+    """Distance between packed logits and the logits of separate documents, and the distance that rounding explains.
 
-    Both are relative to the logits of a token, and the largest of all tokens; in a mixture of experts, where rounding
-    may turn the choice of an expert for single tokens, the median of each document.
+    Both are relative to the logits of a token, and the maximum over all tokens. In a mixture of experts rounding may
+    change the expert of single tokens, so it is the median of each document.
 
     Args:
-        difference: Packed against alone.
-        allowed: ROUNDINGS times the distance after one disturbed rounding per layer.
-        silent_layers: Numbers of decoder layers that did not read the context.
+        difference: Distance of packed from separate documents.
+        allowed: ROUNDINGS times the distance after a perturbation of one rounding error per layer.
+        silent_layers: Indices of decoder layers that did not read the context.
     """
 
     difference: float
@@ -54,27 +54,27 @@ class Comparison(NamedTuple):
 def check_documents(
     model: PreTrainedModel, guard: ReadGuard, *, root: nn.Module, attention_backend: str = "auto"
 ) -> Status | None:
-    """Refuse a model whose packed documents differ from the same documents alone by more than rounding explains.
+    """Raise if packed documents differ from the same documents alone by more than rounding explains.
 
-    Families in FAMILIES are compared by tests and pass at once. For another one the two documents run alone, alone with
-    the input of each layer disturbed by one rounding of its dtype, and packed. The disturbed run measures what rounding
-    does to this model, also where it turns the choice of an expert.
+    Tests compare the families in FAMILIES, so these return at once. For another family the two documents run alone,
+    alone with the input of each layer perturbed by one rounding error of its dtype, and packed. The perturbed run
+    measures the effect of rounding on this model, including changes of chosen experts.
 
     Args:
         model: A causal language model on its device, with packed training installed.
-        guard: The guard of its reads, which learns how many reads a forward of this family has.
-        root: The module that is sharded, if any is.
+        guard: The guard of its context reads; this function sets the number of reads per forward of the family.
+        root: The root module, which may be sharded.
         attention_backend: As in a batch context.
 
     Returns:
         Status "check of documents"; None for a tested family.
 
     Raises:
-        UnsupportedModelError: Names the family, the difference and what rounding explains.
+        UnsupportedModelError: The difference exceeds rounding; the message has both numbers.
 
     Cost:
         Five forwards of at most 24 tokens without gradients, and a few host syncs, once per run. Under FSDP2 every rank
-        runs them, with the same tokens.
+        runs them with the same tokens.
     """
     config = model.config.get_text_config(decoder=True)
     if config.model_type in FAMILIES:
@@ -82,7 +82,7 @@ def check_documents(
     name = f"{type(model).__name__} ({config.model_type})"
     weight: Any = model.get_input_embeddings().weight
     if weight.ndim != 2 or not weight.numel():
-        reason = f"{config.model_type} is not in the list of tested families, and its weights are sharded"
+        reason = f"{config.model_type} is not a tested family, and its weights are sharded"
         return Status(STATUS_NAME, "inactive", reason, "run one step under strategy='fastft' before you rely on it")
     # FSDP2 gathers weights in the forward of its outermost module.
     sharded: list[Any] = list(sharded_roots(root))
@@ -93,35 +93,33 @@ def check_documents(
     except FastFTError:
         raise
     except _REFUSALS as error:
-        reason = (
-            f"{config.model_type} is not in the list of tested families and refused two short texts: {error!s:.120}"
-        )
+        reason = f"{config.model_type} is not a tested family and failed on two short texts: {error!s:.120}"
         return Status(STATUS_NAME, "inactive", reason, "compare a packed batch with its documents yourself")
     finally:
         reshard(root)
     if found.silent_layers:
         raise UnsupportedModelError(
-            f"{name} read where documents begin in all decoder layers but {list(found.silent_layers)}, so documents of "
-            "a pack would see each other there. attention='one_by_one' runs them one at a time."
+            f"Decoder layers {list(found.silent_layers)} of {name} do not read the batch context, so documents of a "
+            "pack would attend to each other. Use attention='one_by_one', which runs documents one at a time."
         )
-    # NaN is no difference that could be small.
+    # NaN must raise too, hence "not <=".
     if not found.difference <= found.allowed:
         raise UnsupportedModelError(
-            f"{name} gives other logits for two short documents in a pack than for each alone: they differ by "
-            f"{found.difference:.1e} of their size, and rounding explains {found.allowed:.1e}. Documents would see "
-            "each other, or get wrong positions. attention='one_by_one' runs them one at a time."
+            f"{name} gives other logits for two short documents in a pack than for each alone: the relative difference "
+            f"is {found.difference:.1e}, and rounding explains {found.allowed:.1e}. Documents may attend to each other "
+            "or get wrong positions. Use attention='one_by_one', which runs documents one at a time."
         )
     guard.expect(counted[0])
     return Status(
         STATUS_NAME,
         "active",
-        f"{config.model_type}: two documents packed differ from alone by {found.difference:.1e}, rounding explains "
-        f"{found.allowed:.1e}",
+        f"{config.model_type}: two packed documents differ from the same documents alone by {found.difference:.1e}; "
+        f"rounding explains {found.allowed:.1e}",
     )
 
 
 def _compare(model: PreTrainedModel, outer: Callable[..., Any], *, attention_backend: str) -> Comparison:
-    """Return how far packed documents are from the same documents alone."""
+    """Return the comparison of packed documents with the same documents alone."""
     documents = _draw_documents(model)
     device = model.get_input_embeddings().weight.device
     layers = decoder_layers(model)
@@ -159,7 +157,7 @@ def _draw_documents(model: PreTrainedModel) -> list[Document]:
 
 
 def _distance(found: Any, truth: list[torch.Tensor], *, reduce: Callable[..., torch.Tensor]) -> float:
-    """Return the relative distance of the tokens of each document, reduced to a number, and the larger of both."""
+    """Return the relative distance of the tokens, reduced per document; the larger of both documents."""
     values = [
         float(reduce(torch.linalg.vector_norm(one - other, dim=-1) / torch.linalg.vector_norm(other, dim=-1)))
         for one, other in zip(found, truth)
@@ -168,13 +166,13 @@ def _distance(found: Any, truth: list[torch.Tensor], *, reduce: Callable[..., to
 
 
 def _mixes_tokens(layer: nn.Module) -> bool:
-    """Whether a layer holds attention or a convolution, by the names of its parts."""
+    """Return whether a layer has attention or a convolution, judged by the names of its submodules."""
     return any("Attention" in type(part).__name__ or isinstance(part, nn.Conv1d) for part in layer.modules())
 
 
 @contextlib.contextmanager
 def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Run in evaluation mode without gradients; leave modes, buffers and random states as they were."""
+    """Run in evaluation mode without gradients; restore modes, buffers and random states afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [
         (module, name, buffer, buffer.clone())
@@ -199,7 +197,7 @@ def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _disturbing(layers: list[nn.Module], *, dtypes: tuple[torch.dtype, ...]) -> Iterator[None]:
-    """Multiply the hidden states that enter each layer by 1 plus or minus the largest error of a rounding."""
+    """Multiply the input of each layer by 1 plus or minus the largest rounding error."""
     draws = torch.Generator().manual_seed(0)
 
     def disturb(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -217,10 +215,10 @@ def _disturbing(layers: list[nn.Module], *, dtypes: tuple[torch.dtype, ...]) -> 
 
 
 def _rounding(hidden: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> float:
-    """Return the largest relative error of a rounding to the coarsest dtype that a layer computes in."""
+    """Return the largest relative rounding error of the coarsest dtype that a layer computes in."""
     units = [torch.finfo(dtype).eps for dtype in (hidden.dtype, *dtypes) if dtype.is_floating_point]
     if hidden.is_cuda and torch.get_float32_matmul_precision() != "highest":
-        # TF32 has ten bits after the point.
+        # TF32 has ten mantissa bits.
         units.append(2.0**-10)
     return max(units) / 2
 

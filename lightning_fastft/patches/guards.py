@@ -1,4 +1,4 @@
-"""Refuse packed batches whose result would differ from one document at a time."""
+"""Raise on packed batches whose result would differ from separate documents."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ _MEDIA_KEYWORDS = ("pixel_values", "image", "video", "audio", "input_features")
 
 
 def install_guards(model: PreTrainedModel, patcher: ModelPatcher) -> ReadGuard:
-    """Check in each forward that every attention layer and every mixer reads the context, that images have positions
-    of their own where the model gives them some, and that no scale of the attention follows positions of the pack.
+    """Check each forward of a model on a packed batch.
+
+    Every attention layer and mixer must read the context. Images must have M-RoPE positions if the model uses them. No
+    attention scale may depend on positions in the pack.
 
     Args:
         model: A causal language model.
         patcher: Records the hooks.
 
     Returns:
-        The guard of the reads.
+        The guard that counts context reads.
 
     Cost:
-        Two integers on the host in each forward.
+        Two integers on the host per forward.
     """
     decoder = find_decoder(model)
     guard = ReadGuard(model)
@@ -55,15 +57,15 @@ def install_guards(model: PreTrainedModel, patcher: ModelPatcher) -> ReadGuard:
 
 
 def refuse_packed_batches(model: PreTrainedModel, patcher: ModelPatcher) -> None:
-    """Let a model that is no causal language model (a classifier, an encoder-decoder) refuse packed batches.
+    """Make a model that is not a causal language model (a classifier, an encoder-decoder) raise on packed batches.
 
-    A decoder without a head that was loaded with packed attention reads the context itself, and is not changed.
+    A decoder without a head that was loaded with packed attention reads the context itself and does not change.
     """
     from lightning_fastft.patches.attention import NAME
 
     if model.base_model is model and model.config._attn_implementation == NAME:
         return
-    # A wrapper may call model.forward, which skips the model's hooks, and a model may keep keywords from its decoder.
+    # A wrapper may call model.forward, which skips the model's hooks, and a model may not pass keywords to its decoder.
     for module in dict.fromkeys((model, model.base_model)):
         _hook(module, patcher, before=_Refusal(type(model).__name__))
 
@@ -75,7 +77,7 @@ class ReadGuard:
         config = model.config.get_text_config(decoder=True)
         layer_types = getattr(config, "layer_types", None) or ()
         num_without = sum(kind in _LAYERS_WITHOUT_ATTENTION for kind in layer_types)
-        # Some families skip whole layers at random in training.
+        # Some families skip random layers in training.
         skips_layers = bool(getattr(config, "layerdrop", 0.0))
         family, layers = mixer_family(model), decoder_layers(model)
         num_readers = sum(len(find_mixers(layer, family)) + holds_attention(layer, family) for layer in layers)
@@ -85,12 +87,12 @@ class ReadGuard:
         self._num_before = self._num_last = 0
 
     def expect(self, num_reads: int) -> None:
-        """Set how many reads a forward has."""
+        """Set the number of reads per forward."""
         self._num_expected = num_reads
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[list[int]]:
-        """Expect nothing for a while; the list ends with the number of reads of the last forward with a context."""
+        """Count reads without a check; yield a list whose last item is the reads of the last forward with a context."""
         expected, self._num_expected, self._num_last = self._num_expected, 0, 0
         counted = [0]
         try:
@@ -100,7 +102,7 @@ class ReadGuard:
             counted[0] = self._num_last
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook: note the reads so far."""
+        """Record the number of reads so far, in a forward pre-hook."""
         context = kwargs.get("context")
         self._num_before = 0
         if isinstance(context, BatchContext):
@@ -108,25 +110,26 @@ class ReadGuard:
             context.is_model_prepared = context.is_in_prepared_forward = True
 
     def end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Forward hook: compare the reads of this forward with those that the model should have."""
+        """Compare the reads of this forward with the expected number, in a forward hook."""
         context = kwargs.get("context")
         if not isinstance(context, BatchContext):
             return
         context.is_in_prepared_forward = False
         self._num_last = context.num_reads - self._num_before
-        # The strategy checks for no read at all after the step, with advice for a model without packed attention.
+        # After the step the strategy checks for zero reads, with advice for a model without packed attention.
         if not 0 < self._num_last < self._num_expected:
             return
         raise UnsupportedModelError(
-            f"{self._name} read where documents begin in {self._num_last} of "
-            f"{self._num_expected} {self._readers}, so in the "
-            "others documents of a pack would see each other. attention='one_by_one' runs them one at a time."
+            f"Only {self._num_last} of {self._num_expected} {self._readers} of {self._name} read the batch context, so "
+            "documents of a pack would attend to each other in the others. Use attention='one_by_one', which runs "
+            "documents one at a time."
         )
 
 
 class _ScaleGuard:
-    """Forward pre-hook of a decoder whose attention scales queries by their place in the pack (Llama 4): up to a limit
-    the scale is 1.
+    """Forward pre-hook of a decoder whose attention scales queries by their position in the pack (Llama 4).
+
+    The scale is 1 up to a limit.
     """
 
     def __init__(self, name: str, *, limit: float) -> None:
@@ -137,15 +140,14 @@ class _ScaleGuard:
         context = kwargs.get("context")
         if isinstance(context, BatchContext) and context.num_documents > 1 and context.num_tokens >= self._limit:
             raise UnsupportedModelError(
-                f"{self._name} scales attention by the place in the row from {self._limit:.0f} tokens on "
-                f"(attn_temperature_tuning), and the pack has {context.num_tokens}: later documents would be scaled "
-                f"otherwise than alone. Set PackedDataModule(max_tokens={self._limit - 1:.0f}), or use "
-                "attention='one_by_one'."
+                f"{self._name} scales attention by the position in the row from {self._limit:.0f} tokens on "
+                f"(attn_temperature_tuning), and the pack has {context.num_tokens}: later documents would get a wrong "
+                f"scale. Set PackedDataModule(max_tokens={self._limit - 1:.0f}), or use attention='one_by_one'."
             )
 
 
 class _Refusal:
-    """Forward pre-hook of a model that refuses packed batches."""
+    """Forward pre-hook that raises on packed batches."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -153,46 +155,47 @@ class _Refusal:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if isinstance(kwargs.get("context"), BatchContext):
             raise UnsupportedModelError(
-                f"{self._name} was given a packed batch, and packing serves causal language models with a loss on next "
-                "tokens. Give it padded "
-                f"rows from a data module of your own, or load the model with AutoModelForCausalLM."
+                f"{self._name} got a packed batch, but packing supports only causal language models. Give it padded "
+                f"rows from your own data module, or load the model with AutoModelForCausalLM."
             )
 
 
 def _refuse_prefixes(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of a hybrid: its mixers keep a state, which a document cannot take over from a prefix."""
+    """Raise on shared prefixes, in a forward pre-hook of a hybrid model.
+
+    The mixers have a state, which a document cannot continue from a prefix.
+    """
     context = kwargs.get("context")
     if isinstance(context, BatchContext) and context.has_prefixes:
         raise UnsupportedModelError(
-            f"{type(module).__name__} has recurrent mixers, and the pack has completions that share a prompt, whose "
-            "state they would not see. Set PackedDataModule(share_prompts=False), or collate(..., "
+            f"{type(module).__name__} has recurrent mixers, and the pack has completions that share a prompt; mixers "
+            "cannot continue its state. Set PackedDataModule(share_prompts=False), or collate(..., "
             "shares_prompts=False): each completion then gets a copy of its prompt."
         )
 
 
 def _has_media_positions(model: PreTrainedModel) -> bool:
-    """Whether images and videos get positions on several axes (M-RoPE)."""
+    """Return whether images and videos get positions on several axes (M-RoPE)."""
     parameters = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
     return hasattr(model.base_model, "get_rope_index") or "mrope_section" in parameters
 
 
 def _refuse_media(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook: refuse images with positions of text, and videos and sound."""
+    """Raise on images with text positions, and on videos and audio, in a forward pre-hook."""
     media = [name for name, value in kwargs.items() if value is not None and name.startswith(_MEDIA_KEYWORDS)]
     positions = kwargs.get("position_ids")
     if positions is not None and positions.ndim == 3:
         media = [name for name in media if not name.startswith("image") and name != "pixel_values"]
     if media and isinstance(kwargs.get("context"), BatchContext):
         raise UnsupportedModelError(
-            f"{type(module).__name__} was given {', '.join(media)} with a packed batch, whose positions are those of "
-            "text; images would get wrong "
-            "ones under its M-RoPE. Let PackedDataModule read the images, which gives each document its own positions; "
-            "videos and sound train with one document per row."
+            f"{type(module).__name__} got {', '.join(media)} with a packed batch that has text positions, which are "
+            "wrong for images under M-RoPE. Let PackedDataModule read the images, which sets the positions of each "
+            "document. Train videos and audio with one document per row."
         )
 
 
 def _refuse_images(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of a family whose images are not computed exactly in a pack."""
+    """Raise on images, in a forward pre-hook of a family whose images are not exact in a pack."""
     if kwargs.get("pixel_values") is not None and isinstance(kwargs.get("context"), BatchContext):
         check_images(module.config)
 

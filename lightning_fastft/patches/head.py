@@ -1,4 +1,4 @@
-"""The lazy head: a packed batch gets logits of labelled rows only, in chunks, unless they are used as a tensor."""
+"""The lazy head: for a packed batch, compute logits of labelled rows only, in chunks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LINK_ATTRIBUTE = "fastft_head_link"
 
 
 class _Targets(NamedTuple):
-    """Labelled rows of the flattened states, and their targets."""
+    """Labelled rows of the flattened hidden states, and their targets."""
 
     row_R: torch.Tensor | None
     target_R: torch.Tensor
@@ -33,22 +33,20 @@ class _Targets(NamedTuple):
 
 
 class LazyHead(nn.Linear):
-    """An output layer that returns ``LazyLogits`` for the one call that a packed batch armed, and a tensor
-    otherwise.
-    """
+    """An output layer that returns ``LazyLogits`` for the call that a packed batch armed, else a tensor."""
 
     def forward(self, input: torch.Tensor) -> Any:
         """Return the logits, or ``LazyLogits``."""
         link: HeadLink = vars(self)[_LINK_ATTRIBUTE]
         context = link.disarm()
-        # Sliced states (logits_to_keep) no longer fit the context's rows.
+        # Sliced states (logits_to_keep) no longer match the rows of the context.
         if context is None or input.ndim < 2 or input.shape[:-1].numel() != context.num_tokens:
             return super().forward(input)
         return LazyLogits(hidden=input, head=self, context=context)
 
 
 class HeadLink:
-    """Connect the three swapped places of one model: the hook that sees the context, the head, and the loss function.
+    """Connect the three patches of one model: the hook that gets the context, the head, and the loss function.
 
     Args:
         original_loss: The loss function of the model.
@@ -59,11 +57,11 @@ class HeadLink:
         self.original_loss = original_loss
         self.output_logits = output_logits
         self._armed: BatchContext | None = None
-        # What the next loss has to be, whether or not the head was lazy.
+        # The objective of the next loss, whether or not the head was lazy.
         self._objective: Callable[[LazyLogits], torch.Tensor] | None = None
 
     def arm(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook of the decoder: arm the head for this call if there is a context, else disarm it."""
+        """Arm the head for this call if there is a context, else disarm it, in a forward pre-hook of the decoder."""
         context = kwargs.get("context")
         self._armed = None
         self._objective = context.objective if isinstance(context, BatchContext) else None
@@ -87,7 +85,7 @@ class HeadLink:
         shift_labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Return the loss of the model, from labelled rows if the logits are lazy; transformers' signature.
+        """Return the loss of the model, from labelled rows if the logits are lazy; same signature as in transformers.
 
         Raises:
             ContextError: The context has an objective, and the logits are a tensor.
@@ -96,8 +94,8 @@ class HeadLink:
         if objective is not None:
             if not isinstance(logits, LazyLogits):
                 raise ContextError(
-                    "context.objective needs lazy logits, and this model computed a tensor. Leave out output_logits "
-                    "and logits_to_keep."
+                    "context.objective needs lazy logits, but this model computed a tensor. Remove output_logits and "
+                    "logits_to_keep."
                 )
             return objective(logits)
         rest = {
@@ -113,7 +111,7 @@ class HeadLink:
         targets = _find_targets(logits, labels=labels, shift_labels=shift_labels)
         num_items = _at_least_one(targets.num_labelled) if num_items_in_batch is None else num_items_in_batch
         if isinstance(num_items, torch.Tensor) and not (num_items.device.type == "cpu" and num_items.ndim == 0):
-            # A number on the host stays there: kernels take it as an argument.
+            # A number stays on the host; kernels take it as an argument.
             num_items = num_items.to(logits.device, non_blocking=True)
         head = logits.as_head()
         arguments: dict[str, Any] = {
@@ -128,23 +126,23 @@ class HeadLink:
 
 
 def install_head(model: PreTrainedModel, patcher: ModelPatcher, *, output_logits: bool = False) -> Status:
-    """Let a model compute its loss on labelled rows only, whenever it is called with a packed batch.
+    """Make a model compute its loss on labelled rows only when it gets a packed batch.
 
-    The output layer becomes a ``LazyHead`` that shares the state of the old one, the decoder gets a forward pre-hook
-    that sees the context, and the model's loss function is replaced. Without a context (generation, padded evaluation)
-    the model behaves as before.
+    The output layer becomes a ``LazyHead`` that shares the parameters of the old one, the decoder gets a forward
+    pre-hook that reads the context, and the loss function of the model is replaced. Without a context (generation,
+    padded evaluation) the model behaves as before.
 
     Args:
-        model: A Hugging Face causal language model, also one inside a PEFT model.
+        model: A Hugging Face causal language model, also inside a PEFT model.
         patcher: Records the changes.
-        output_logits: Always return tensor logits; ``context.output_logits`` and the keyword ``output_logits=True`` ask
-            for one call's.
+        output_logits: Always return tensor logits. ``context.output_logits`` and the keyword ``output_logits=True``
+            request them for one call.
 
     Returns:
         Active; or inactive with the reason if nothing was changed.
 
     Cost:
-        None by itself; a step forms num_labelled x V logits in chunks instead of T x V at once.
+        None for the installation. A step computes num_labelled x V logits in chunks instead of T x V at once.
     """
     found = _find_head(model)
     if isinstance(found, Status):
@@ -157,7 +155,7 @@ def install_head(model: PreTrainedModel, patcher: ModelPatcher, *, output_logits
     patcher.replace_module(model, name, new)
     patcher.set_attribute(new, _LINK_ATTRIBUTE, link)
     patcher.set_attribute(model, "_loss_function", link.loss)
-    # Some models call the decoder inside their base model without the base model itself (opt).
+    # Some models call the inner decoder directly, not their base model (opt).
     for announcer in dict.fromkeys((decoder, find_decoder(model))):
         handle = announcer.register_forward_pre_hook(link.arm, with_kwargs=True)
         patcher.add_undo(handle.remove)
@@ -165,13 +163,13 @@ def install_head(model: PreTrainedModel, patcher: ModelPatcher, *, output_logits
 
 
 def check_objective(model: PreTrainedModel) -> None:
-    """Check that a packed batch with an objective trains it: that the model's head is lazy.
+    """Check that the head of a model is lazy, which an objective of a packed batch needs.
 
     Args:
-        model: A Hugging Face causal language model on which ``install_head`` has run, also one inside a PEFT model.
+        model: A Hugging Face causal language model after ``install_head``, also inside a PEFT model.
 
     Raises:
-        UnsupportedModelError: The head is not lazy, so that the model would train cross-entropy.
+        UnsupportedModelError: The head is not lazy, so the model would train cross-entropy.
     """
     found = _find_head(model)
     if not isinstance(found, Status):
@@ -188,15 +186,15 @@ def check_objective(model: PreTrainedModel) -> None:
 
 
 def _find_head(model: PreTrainedModel) -> tuple[str, nn.Linear, nn.Module] | Status:
-    """Return the output layer with its name and the decoder whose call announces it, or why this model cannot be
-    served.
+    """Return the name of the output layer, the layer, and the decoder that runs before it; or why the model is not
+    supported.
     """
     head, decoder = model.get_output_embeddings(), model.base_model
     if head is None:
         return Status(STATUS_NAME, "inactive", f"{type(model).__name__} has no output layer")
     if type(head) not in (nn.Linear, LazyHead):
         remedy = (
-            "Leave lm_head out of the adapter (target_modules, modules_to_save) to get it."
+            "Remove lm_head from the adapter (target_modules, modules_to_save) to get it."
             if "peft" in type(head).__module__
             else ""
         )
@@ -229,14 +227,14 @@ def _find_targets(logits: LazyLogits, *, labels: torch.Tensor, shift_labels: tor
 
 
 def _is_untouched_view(labels: torch.Tensor, *, of: torch.Tensor) -> bool:
-    """Whether labels share the memory of the context and were not written to; decided on the host."""
+    """Return whether labels share the memory of the context and were not written to; no host sync."""
     is_same = (
         labels.data_ptr() == of.data_ptr()
         and labels.numel() == of.numel()
         and labels.dtype is of.dtype
         and labels.device == of.device
     )
-    # Inference tensors have no version counter; Lightning's evaluation makes them.
+    # Inference tensors have no version counter; Lightning's evaluation creates them.
     return is_same and (labels.is_inference() or labels._version == 0)
 
 

@@ -1,4 +1,4 @@
-"""Lazy logits: states and an output layer in place of logits, until somebody uses them as a tensor.
+"""Lazy logits: hidden states and an output layer that replace logits until code uses them as a tensor.
 
 Axes: R labelled rows of the context (padded to a bucket), K tokens of a stored teacher.
 """
@@ -25,7 +25,7 @@ from lightning_fastft.packing.context import BatchContext
 
 
 class TokenStatistics(NamedTuple):
-    """Sums over the labelled tokens of a batch: 0-dim tensors on its device; a count from a context is on the host."""
+    """Sums over the labelled tokens of a batch: 0-dim tensors on its device; the token count of a context is an int."""
 
     nll_sum: torch.Tensor
     num_correct: torch.Tensor
@@ -33,18 +33,18 @@ class TokenStatistics(NamedTuple):
 
 
 class LazyLogits:
-    """Represent logits that were not computed, by the states, the weight and the operations on the logits since.
+    """Represent logits that are not computed yet by hidden states, output layer and recorded operations.
 
     Multiplication and division by numbers, ``torch.tanh`` and ``float()`` are recorded. Every other use (indexing, an
-    attribute, a torch function) computes the logits once, exactly as the model would have, and uses that tensor.
+    attribute, a torch function) computes the logits once, exactly like the model, and uses that tensor.
 
     ``log_probs``, ``divergence`` and ``topk_divergence`` are for losses on the labelled rows of the context: one value
-    per row, shape (R,), 0 from ``context.num_labelled`` on, without full logits and differentiable. A loss inside the
-    model's forward (``context.objective``) finds the weight whole, also where it is sharded.
+    per row, shape (R,), 0 from ``context.num_labelled`` on, differentiable and without full logits. A loss inside the
+    model's forward (``context.objective``) sees the full weight even if it is sharded.
 
     Args:
         hidden: Last hidden states, shape (..., D).
-        head: The module whose weight and bias form the logits.
+        head: The output layer.
         context: The batch that armed the head.
     """
 
@@ -53,7 +53,7 @@ class LazyLogits:
         self.weight = head.weight
         self.bias = head.bias
         self.context = context
-        # Filled by the loss function in an evaluation without gradients.
+        # The loss function sets them in an evaluation without gradients.
         self.statistics: TokenStatistics | None = None
         self._operations: tuple[tuple[Callable[..., torch.Tensor], tuple[Any, ...]], ...] = ()
         self._tensor: torch.Tensor | None = None
@@ -62,22 +62,22 @@ class LazyLogits:
 
     @property
     def scale(self) -> float:
-        """Factor on the raw logits, inside the soft cap if there is one."""
+        """Return the factor on the raw logits, inside the soft cap if there is one."""
         return self._scale
 
     @property
     def softcap(self) -> float | None:
-        """Recorded soft cap: logits are ``softcap * tanh(scale * raw / softcap)``."""
+        """Return the recorded soft cap: logits are ``softcap * tanh(scale * raw / softcap)``."""
         return self._softcap
 
     @property
     def shape(self) -> torch.Size:
-        """Shape that the logits would have."""
+        """Return the shape of the logits."""
         return torch.Size((*self.hidden.shape[:-1], self.weight.shape[0]))
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype that the logits would have."""
+        """Return the dtype of the logits."""
         return (
             torch.float32
             if any(function is torch.Tensor.float for function, _ in self._operations)
@@ -86,7 +86,7 @@ class LazyLogits:
 
     @property
     def device(self) -> torch.device:
-        """Device that the logits would be on."""
+        """Return the device of the logits."""
         return self.hidden.device
 
     def tensor(self) -> torch.Tensor:
@@ -138,13 +138,13 @@ class LazyLogits:
             kind: "forward_kl", "reverse_kl" or "jsd".
             beta: Share of the teacher in the mixture of "jsd".
             temperature: Divides the logits of both, after their soft caps.
-            vocab_size: Compare the first columns only, where the embeddings of the two are padded differently.
+            vocab_size: Number of leading columns to compare, if student and teacher pad their embeddings differently.
 
         Raises:
             ContextError: The teacher's logits belong to another batch.
         """
         if teacher.context is not self.context:
-            raise ContextError("Student and teacher have logits of two batches. Call both with the same batch.")
+            raise ContextError("Student and teacher have logits of different batches. Call both with the same batch.")
         return labelled_divergence(
             self.as_head(),
             teacher.as_head(),
@@ -183,10 +183,10 @@ class LazyLogits:
         )
 
     def likeliest(self, top_k: int, *, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the likeliest tokens of each labelled row and their log-probabilities (``likeliest_tokens``).
+        """Return the most likely tokens of each labelled row and their log-probabilities (``likeliest_tokens``).
 
         Args:
-            top_k: Tokens of each row.
+            top_k: Number of tokens per row.
             temperature: Divides the logits, after their soft cap.
         """
         return likeliest_tokens(
@@ -198,7 +198,7 @@ class LazyLogits:
         )
 
     def as_head(self) -> Head:
-        """Return what the kernels take: flat states, the output layer, and the form of the logits."""
+        """Return the head for the kernels: flat hidden states, output layer, scale and soft cap."""
         hidden_TD = self.hidden.reshape(-1, self.hidden.shape[-1])
         return Head(hidden_TD, self.weight, self.bias, self._scale, self._softcap)
 
@@ -247,7 +247,7 @@ class LazyLogits:
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Record tanh and scalar products; give every other function the tensor."""
+        """Record tanh and scalar products; call every other function with the tensor."""
         kwargs = kwargs or {}
         if func is torch.tanh and len(args) == 1 and not kwargs and isinstance(args[0], LazyLogits):
             return args[0]._tanh()

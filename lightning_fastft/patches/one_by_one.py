@@ -1,4 +1,4 @@
-"""Run the documents of a pack one at a time, each through the whole model: exact for every family, and slow."""
+"""Run the documents of a pack one at a time through the whole model, which is exact for every family, but slow."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STATUS_NAME = "packed attention"
 
 
 class OneByOne:
-    """The forward of a model that runs the documents of a packed batch one at a time; other calls run as they are.
+    """Run the documents of a packed batch one at a time; other calls run the model's own forward.
 
     Args:
         model: A causal language model.
@@ -30,15 +30,15 @@ class OneByOne:
         self._model: Any = model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the loss of a packed batch and the logits of its documents, in the order of the pack.
+        """Return the loss of a packed batch and the logits of its documents, in pack order.
 
-        The loss is transformers' own for causal language models; a model's own formula is not used.
+        The loss is transformers' loss for causal language models, not the model's own formula.
 
         Raises:
-            UnsupportedModelError: A packed batch comes with inputs that cannot be split by documents.
+            UnsupportedModelError: A packed batch has inputs that cannot be split by documents.
 
         Cost:
-            One forward for each document, and the logits of all tokens.
+            One forward per document, and the logits of all tokens.
         """
         own_forward, context = type(self._model).forward, kwargs.get("context")
         if not isinstance(context, BatchContext):
@@ -46,8 +46,8 @@ class OneByOne:
         more = sorted(name for name, value in kwargs.items() if value is not None and name not in PackedBatch._KEYS)
         if args or more:
             raise UnsupportedModelError(
-                f"{type(self._model).__name__} runs the documents of a pack one by one, which takes a packed batch "
-                f"alone, and was given {', '.join(more) or 'arguments without a name'}."
+                f"{type(self._model).__name__} runs the documents of a pack one by one and takes no other input, but "
+                f"got {', '.join(more) or 'positional arguments'}."
             )
         context.note_read(ONE_BY_ONE)
         rows = kwargs["input_ids"].split(context.lengths, dim=1)
@@ -64,7 +64,7 @@ class OneByOne:
 
 
 def install_one_by_one(model: PreTrainedModel, patcher: ModelPatcher) -> Status:
-    """Let a model run the documents of a packed batch one at a time, with its own attention.
+    """Make a model run the documents of a packed batch one at a time with its own attention.
 
     Args:
         model: A causal language model, before or after adapters.
@@ -74,25 +74,25 @@ def install_one_by_one(model: PreTrainedModel, patcher: ModelPatcher) -> Status:
         Status "packed attention", inactive.
 
     Raises:
-        UnsupportedModelError: The model is sharded: ranks with different numbers of documents would wait for each other
-            without end. Or its loss has a part that the logits do not tell.
+        UnsupportedModelError: The model is sharded, so ranks with different numbers of documents would deadlock; or
+            its loss has a term that cannot be computed from logits.
     """
     name = type(model).__name__
     if is_sharded(model):
         raise UnsupportedModelError(
-            f"{name} is sharded over the ranks, whose packs have different numbers of documents, so attention="
-            f"{ONE_BY_ONE!r} would never end. Use strategy='fastft' or 'fastft_ddp'."
+            f"{name} is sharded over ranks, whose packs have different numbers of documents, so attention="
+            f"{ONE_BY_ONE!r} would deadlock. Use strategy='fastft' or 'fastft_ddp'."
         )
     if getattr(model.config.get_text_config(decoder=True), "output_router_logits", False):
         raise UnsupportedModelError(
             f"{name} adds an auxiliary loss of its routers (output_router_logits), which attention={ONE_BY_ONE!r} "
-            "would leave out. Set config.output_router_logits = False."
+            "would ignore. Set config.output_router_logits = False."
         )
     if not isinstance(getattr(vars(model).get("forward"), "__self__", None), OneByOne):
         patcher.set_attribute(model, "forward", OneByOne(model).forward)
     return Status(
         STATUS_NAME,
         "inactive",
-        f"{model.config.model_type}: each document of a pack runs alone, with the model's own attention, as "
-        f"attention={ONE_BY_ONE!r} asks for",
+        f"{model.config.model_type}: each document of a pack runs separately with the model's own attention "
+        f"(attention={ONE_BY_ONE!r})",
     )

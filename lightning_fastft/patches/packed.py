@@ -40,8 +40,8 @@ from lightning_fastft.patches.weight_streaming import (
 
 
 class PackedInstallation(NamedTuple):
-    """Result of install_packed_training: one status per part and model, the decoder layers, and for each model what
-    compares documents once it is on its device (``check_documents``).
+    """Result of install_packed_training: one status per part and model, the decoder layers, and per model a function
+    that compares documents after the model is on its device (``check_documents``).
     """
 
     statuses: list[Status]
@@ -58,9 +58,9 @@ def install_packed_training(
     environment: RunEnvironment | None = None,
     attention: str = "auto",
 ) -> PackedInstallation:
-    """Give every causal language model inside root the packed attention, the lazy head and the activation policy.
+    """Install packed attention, the lazy head and the activation policy on every causal language model inside root.
 
-    Only instances change, parameters and state-dict keys stay, and undoing the patcher restores everything.
+    Only instances change. Parameters and state-dict keys do not change, and undoing the patcher restores everything.
 
     Args:
         root: Any module: a model, a PEFT model, a LightningModule around them.
@@ -70,10 +70,10 @@ def install_packed_training(
         attention: "one_by_one" runs the documents of a pack one at a time; any other value installs packed attention.
 
     Returns:
-        The statuses, also for a module without any transformers model, and the decoder layers.
+        The statuses, also for a module without a transformers model, and the decoder layers.
 
     Raises:
-        UnsupportedModelError: A family cannot be served exactly; nothing was changed.
+        UnsupportedModelError: A family cannot be packed exactly; nothing was changed.
         OptionError: The models recompute activations already, and the policy is "keep".
 
     Cost:
@@ -107,7 +107,7 @@ def install_packed_training(
         ]
         if checkpointing is not None:
             found.append(_attach(checkpointing, model, layers, patcher, environment))
-        # With several models in one module the table names the model of each status.
+        # If root contains several models, each status names its model.
         statuses += [status._replace(name=f"{status.name} ({name})") if len(models) > 1 else status for status in found]
         all_layers += layers
     names = [f"{name or 'the module itself'} ({type(model).__name__})" for name, model in models]
@@ -117,7 +117,7 @@ def install_packed_training(
 def _install_one_by_one(
     models: list[tuple[str, PreTrainedModel]], patcher: ModelPatcher, *, checkpointing: OffloadCheckpointing | None
 ) -> PackedInstallation:
-    """Let every model run the documents of a pack one at a time; activations stay with the model's own policy."""
+    """Make every model run the documents of a pack one at a time; the model's own checkpointing does not change."""
     statuses = [install_one_by_one(model, patcher) for _, model in models]
     if checkpointing is not None:
         reason = f"not with attention={ONE_BY_ONE!r}"
@@ -132,7 +132,7 @@ def _attach(
     patcher: ModelPatcher,
     environment: RunEnvironment | None,
 ) -> Status:
-    """Put the layers of one model under the activation policy."""
+    """Apply the activation policy to the layers of one model."""
     weights = MovableWeights(
         functools.partial(_stream_weights, model, patcher), functools.partial(movable_embedding_bytes, model)
     )
@@ -146,9 +146,7 @@ def _attach(
 
 
 def describe_models(root: nn.Module) -> list[str]:
-    """Return one line per transformers model inside root: its place, its class, and the attention implementation
-    it uses now.
-    """
+    """Return one line per transformers model inside root: its name, its class, and its attention implementation."""
     return [
         f"{name or '(root)'}: {type(model).__name__}, attention {model.config._attn_implementation!r}"
         for name, model in find_causal_models(root)
@@ -181,10 +179,10 @@ def _stream_weights(model: PreTrainedModel, patcher: ModelPatcher, streams: Copy
         half_done.callback(own.undo)
         weights, streamer = install_weight_streaming(model, own, streams=streams, allocate_host=allocate)
         embedding = install_host_embedding(model, own, streams=streams, allocate_host=allocate)
-        # All weights moved; they stay on the host until the patcher is undone.
+        # All weights are moved; they stay on the host until the patcher is undone.
         half_done.pop_all()
     patcher.add_undo(own.undo)
-    # The forward that is about to run may have passed the hooks of its first layer.
+    # The current forward may already have passed the hooks of its first layer.
     streamer.use(0, direction=1)
     enter_backward = functools.partial(streamer.use, 0, direction=-1)
     num_embedding_bytes = embedding_bytes if embedding.state == "active" else 0
@@ -194,7 +192,7 @@ def _stream_weights(model: PreTrainedModel, patcher: ModelPatcher, streams: Copy
 
 
 def _stacks(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
-    """The modules around the decoder layers that carry the checkpointing flag: it keeps the key/value cache off
+    """Return the modules around the decoder layers that have the checkpointing flag, which disables the key/value cache
     in training.
     """
     return [

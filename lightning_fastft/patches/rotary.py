@@ -1,4 +1,4 @@
-"""Rotary scaling that depends on length (longrope, dynamic): each document of a pack gets the angles it has alone.
+"""Rotary scaling that depends on length (longrope, dynamic), computed for each document of a pack separately.
 
 Axes: T tokens of the pack, S documents (S1 = S + 1 offsets).
 """
@@ -23,16 +23,16 @@ from lightning_fastft.hf.families import decoder_layers, find_decoder
 from lightning_fastft.packing.context import BatchContext
 
 STATUS_NAME = "rotary scaling"
-# Frequencies of "dynamic" are kept for this many document lengths; each is half a head wide.
+# Number of document lengths whose "dynamic" frequencies are cached; each entry is half a head wide.
 _MOST_LENGTHS = 4096
 
 
 class DocumentRotary:
-    """Compute the angles of a packed batch document by document; without a context the model's own forward runs.
+    """Compute the angles of a packed batch per document; without a context the model's own forward runs.
 
-    transformers chooses the frequencies of a whole row by its longest position, so a short document would change with
-    its neighbours. The formula is the model's own: it runs on a copy of the module that shares everything but the
-    frequencies.
+    transformers chooses the frequencies of a row by its largest position, so the angles of a short document would
+    depend on the other documents. The formula is the model's own: it runs on a copy of the module that shares
+    everything except the frequencies.
 
     Args:
         rotary: A rotary embedding whose forward transformers decorates with ``dynamic_rope_update``.
@@ -45,23 +45,23 @@ class DocumentRotary:
         self._dynamic_frequencies: dict[tuple[str | None, int], torch.Tensor] = {}
 
     def enter(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook of the module that calls the embedding: store the context of this call."""
+        """Store the context of this call, in a forward pre-hook of the module that calls the embedding."""
         context = kwargs.get("context")
         self._context = context if isinstance(context, BatchContext) else None
 
     def leave(self, owner: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Forward hook of the same module: drop the context."""
+        """Drop the context, in a forward hook of the same module."""
         self._context = None
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
-        """Return the result of the rotary embedding, with the frequencies that each document has alone.
+        """Return the result of the rotary embedding, with the frequencies of each separate document.
 
         Raises:
-            BackendError: The result has no token axis at the expected place.
+            BackendError: The result has no token axis at the expected position.
 
         Cost:
-            Up to two calls of the model's formula for longrope; one for the pack and one for each document above the
-            limit for dynamic.
+            For longrope up to two calls of the model's formula; for dynamic one call for the pack and one per document
+            above the limit.
         """
         rope_type = self._rotary.rope_type if layer_type is None else self._rotary.rope_type[layer_type]
         context = self._context
@@ -83,8 +83,8 @@ class DocumentRotary:
         limit = int((config if layer_type is None else config[layer_type])["original_max_position_embeddings"])
         self._check_prefixes(context, limit=limit)
         num_long = sum(length > limit for length in context.lengths)
-        # The model's formula may look at the longest position itself (phimoe scales by it): no position of a short
-        # document is clamped.
+        # The model's formula may use the largest position itself (phimoe scales by it). The clamp changes no position
+        # of a short document.
         positions = position_ids if num_long == context.num_documents else position_ids.clamp(max=limit - 1)
         short = functools.partial(
             self._angles, x, positions, layer_type, self._attribute("original_inv_freq", layer_type)
@@ -98,11 +98,11 @@ class DocumentRotary:
         return _map(lambda of_long, of_short: torch.where(is_long_T1, of_long, of_short), long(), short())
 
     def _check_prefixes(self, context: BatchContext, *, limit: int) -> None:
-        """Refuse prefixes that would need the angles of their completions, which differ from one to the other."""
+        """Raise on prefixes whose completions would need different angles."""
         if context.has_prefixes and context.max_length > limit:
             raise UnsupportedModelError(
                 f"{type(self._rotary).__name__} scales rotary positions by length from {limit} tokens on, and a prompt "
-                f"with a completion has {context.max_length}: prompts cannot be shared. Set "
+                f"with a completion has {context.max_length}, so prompts cannot be shared. Set "
                 "PackedDataModule(share_prompts=False), or collate(..., shares_prompts=False)."
             )
 
@@ -116,7 +116,7 @@ class DocumentRotary:
         spans = [(end - length, end) for length, end in zip(context.lengths, ends) if length > limit]
         if not spans:
             return whole
-        # One small copy for all documents: its source is pageable and staged by the driver, so the host does not wait.
+        # One small copy for all documents from pageable memory, which the driver stages, so this is no host sync.
         table = torch.stack([self._dynamic_inv_freq(end - begin, layer_type) for begin, end in spans]).to(
             x.device, non_blocking=True
         )
@@ -128,7 +128,7 @@ class DocumentRotary:
     def _angles(
         self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None, inv_freq: torch.Tensor
     ) -> Any:
-        """Run the model's formula with these frequencies; the module itself is not changed."""
+        """Run the model's formula with these frequencies; the module itself does not change."""
         name = _prefixed("inv_freq", layer_type)
         twin = object.__new__(type(self._rotary))
         state = {key: value for key, value in vars(self._rotary).items() if key not in ("forward", name)}
@@ -137,9 +137,9 @@ class DocumentRotary:
         found = _map(lambda angle, _: angle.ndim >= 2 and angle.shape[-2] == position_ids.shape[-1], angles, angles)
         if not all(found if isinstance(found, tuple) else (found,)):
             raise BackendError(
-                f"{type(self._rotary).__name__} scales positions by length and returns angles without a token axis "
-                "before the last; "
-                f"packed documents would not get their own. Train this model with one document per row."
+                f"{type(self._rotary).__name__} scales positions by length, and its angles have no token axis before "
+                "the last axis, so packed documents would not get their own angles. "
+                f"Train this model with one document per row."
             )
         return angles
 
@@ -158,7 +158,7 @@ class DocumentRotary:
         if key not in self._dynamic_frequencies:
             if len(self._dynamic_frequencies) >= _MOST_LENGTHS:
                 self._dynamic_frequencies.clear()
-            # A tensor, as transformers passes it: with a number the base would be rounded differently.
+            # Pass a tensor like transformers; a number would round the base differently.
             with torch.inference_mode(False):
                 compute = ROPE_INIT_FUNCTIONS["dynamic"]
                 inv_freq, _ = compute(
@@ -169,7 +169,7 @@ class DocumentRotary:
 
     def _attribute(self, name: str, layer_type: str | None) -> torch.Tensor:
         value: torch.Tensor = getattr(self._rotary, _prefixed(name, layer_type))
-        # On some versions a plain attribute, which does not move with the model.
+        # In some versions this is a plain attribute, which does not move with the model.
         own: torch.Tensor = getattr(self._rotary, _prefixed("inv_freq", layer_type))
         return value.to(own.device, non_blocking=True)
 
@@ -182,7 +182,7 @@ def install_document_rotary(model: PreTrainedModel, patcher: ModelPatcher) -> li
         patcher: Undoes the change.
 
     Returns:
-        Status "rotary scaling" if angles depend on length, else nothing.
+        Status "rotary scaling" if angles depend on length, else an empty list.
 
     Raises:
         UnsupportedModelError: The embedding is inside a decoder layer, or its forward was replaced on the instance.
@@ -205,8 +205,7 @@ def install_document_rotary(model: PreTrainedModel, patcher: ModelPatcher) -> li
                 raise UnsupportedModelError(
                     f"{type(model).__name__} ({model.config.model_type}) scales rotary positions by length "
                     f"({', '.join(sorted(switching))}) {place}, "
-                    "so a document in a pack would not get the angles that it gets alone. Train this model with one "
-                    "document per row."
+                    "so a document in a pack would get wrong angles. Train this model with one document per row."
                 )
             document_rotary = DocumentRotary(rotary)
             patcher.set_attribute(rotary, "forward", document_rotary.forward)
@@ -217,14 +216,14 @@ def install_document_rotary(model: PreTrainedModel, patcher: ModelPatcher) -> li
                 patcher.add_undo(handle.remove)
             kinds |= switching
     return (
-        [Status(STATUS_NAME, "active", f"{', '.join(sorted(kinds))}: factors for each document by its own length")]
+        [Status(STATUS_NAME, "active", f"{', '.join(sorted(kinds))}: factors by the length of each document")]
         if kinds
         else []
     )
 
 
 def check_row_angles(module: nn.Module, context: BatchContext) -> None:
-    """Refuse a pack for a model whose rotary angles depend on the longest document and which nobody prepared.
+    """Raise on a pack for an unpatched model whose rotary angles depend on the longest document.
 
     Args:
         module: An attention layer.
@@ -243,14 +242,14 @@ def check_row_angles(module: nn.Module, context: BatchContext) -> None:
         if context.max_length > limit:
             raise UnsupportedModelError(
                 f"{type(module).__name__} scales rotary positions by length ({rope_type}) from {limit} tokens on, and "
-                f"the pack has a document of {context.max_length}: the others would get its angles. "
-                "attn_implementation='fastft' alone does not prepare this: use Trainer(strategy=\"fastft\") or "
+                f"the pack has a document of {context.max_length}: the other documents would get its angles. "
+                "attn_implementation='fastft' alone does not patch this; use Trainer(strategy=\"fastft\") or "
                 "Trainer(callbacks=[PackedTraining()])."
             )
 
 
 def _switching_types(module: nn.Module) -> set[str]:
-    """Return the rotary types of a module that depend on length; empty for every other module."""
+    """Return the rotary types of a module that depend on length; an empty set for other modules."""
     rope_type = getattr(module, "rope_type", None)
     types = set(rope_type.values()) if isinstance(rope_type, dict) else {rope_type}
     found = {kind for kind in types if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope")}

@@ -1,4 +1,4 @@
-"""Value points: linear layers, attention and experts of a decoder layer whose outputs a plan can hold."""
+"""Value points: linear layers, attention and experts of a decoder layer whose outputs a plan can keep."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _ADAPTER_PARTS = {"lora_A", "lora_B", "lora_dropout", "lora_magnitude_vector"}
 def install_value_points(
     root: nn.Module, layers: Sequence[nn.Module], segments: Sequence[Segment], patcher: ModelPatcher
 ) -> int:
-    """Let the linear layers and the attention of each decoder layer read held values from their segment.
+    """Make linear layers and attention of each decoder layer read kept values from their segment.
 
-    Linear layers are swapped for subclasses that share their state, so names, parameters and hooks stay. Outside a run
-    of a segment under a plan (evaluation, generation, kept layers) they run the code of their own class.
+    Linear layers are swapped for subclasses that share their state, so names, parameters and hooks do not change.
+    Outside a segment run under a plan (evaluation, generation, kept layers) they run the code of their own class.
 
     Args:
         root: The module that holds the layers.
@@ -45,7 +45,7 @@ def install_value_points(
             if hasattr(module, "layer_idx") and hasattr(module, "is_causal"):
                 patcher.set_attribute(module, SEGMENT_ATTRIBUTE, segment)
                 num_points += 1
-            # Low-rank GEMMs of an adapter cost less than holding their outputs, and PEFT needs its own classes there.
+            # Low-rank GEMMs of an adapter cost less than keeping their outputs, and PEFT needs its own classes there.
             point_class = None if _ADAPTER_PARTS & set(name.split(".")) else _point_class(type(module))  # type: ignore[arg-type]
             if point_class is not None and id(module) in names:
                 new = share_state(module, point_class)
@@ -60,18 +60,18 @@ def install_value_points(
 
 
 def is_linear_point(module: nn.Module) -> bool:
-    """Whether a module is an ``nn.Linear`` that is a value point."""
+    """Return whether a module is an ``nn.Linear`` that is a value point."""
     return isinstance(module, _LinearPoint)
 
 
 def is_frozen_point(module: nn.Module) -> bool:
-    """Whether a module is a value point that saves nothing for its backward."""
+    """Return whether a module is a value point that saves nothing for its backward."""
     return isinstance(module, _ValuePoint) and not any(parameter.requires_grad for parameter in module.parameters())
 
 
 @functools.cache
 def _point_class(old: type[Any]) -> type[nn.Module] | None:
-    """Return the value-point class for a class of layers; None if its backward is not known here."""
+    """Return the value-point class for a class of layers; None for a class whose backward is unknown."""
     if issubclass(old, _ValuePoint):
         return None
     if old is nn.Linear:
@@ -84,11 +84,11 @@ def _point_class(old: type[Any]) -> type[nn.Module] | None:
 
 
 class _ValuePoint:
-    """A linear layer that is a value point; mixed in before the layer's own class."""
+    """Mixin of a linear layer that is a value point; it comes before the layer's own class."""
 
 
 class _LinearPoint(_ValuePoint):
-    """nn.Linear, frozen or trained."""
+    """Mixin of a value point for nn.Linear, frozen or trained."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         session = find_session(self)  # type: ignore[arg-type]
@@ -107,9 +107,9 @@ class HeldLinear(_LinearPoint, nn.Linear):
 
 
 class _HeldLinearFunction(torch.autograd.Function):
-    """nn.functional.linear whose output can come from the session; its GEMMs are those of autograd, bit for bit.
+    """Compute nn.functional.linear, or take its output from the session; its GEMMs are bit-equal to autograd's.
 
-    Saves x and the weight if the weight is trained, and nothing if it is frozen, so that a recompute that skips the
+    It saves x and the weight if the weight is trained, and nothing if it is frozen, so that a recompute that skips the
     layer saves the same tensors.
     """
 
@@ -136,7 +136,7 @@ class _HeldLinearFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        # Read once, because a checkpoint allows one read of a saved tensor.
+        # Read once: activation checkpointing allows only one access to saved tensors.
         x, weight_ND = ctx.saved_tensors if needs_weight else (None, ctx.weight_ND)
         d_out_TN = d_out.reshape(-1, d_out.shape[-1])
         d_x = d_out_TN.mm(weight_ND).view(*d_out.shape[:-1], weight_ND.shape[1]) if needs_x else None
@@ -145,7 +145,7 @@ class _HeldLinearFunction(torch.autograd.Function):
 
 
 class _QuantizedPoint(_ValuePoint):
-    """bitsandbytes' 4-bit layer, whose weight is always frozen."""
+    """Mixin of a value point for bitsandbytes' 4-bit layer, whose weight is always frozen."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         session = find_session(self)  # type: ignore[arg-type]
@@ -158,7 +158,7 @@ class _QuantizedPoint(_ValuePoint):
 
 
 class _HeldQuantizedLinear(torch.autograd.Function):
-    """A 4-bit layer whose output can come from the session; saves nothing, and dequantises again in the backward."""
+    """Compute a 4-bit layer, or take its output from the session; save nothing and dequantise again in the backward."""
 
     @staticmethod
     def forward(

@@ -41,33 +41,33 @@ def install_weight_streaming(
     """Move the frozen weights of every decoder layer to the host, and copy each layer in before its forward and
     backward.
 
-    Works with and without recompute, in evaluation and in generation, for NF4 and plain weights. Adapters, trained
+    It works with and without recompute, in evaluation and in generation, for NF4 and plain weights. Adapters, trained
     weights, buffers, and the shared tables of NF4 stay on the device. A state dict contains the streamed weights in
-    host memory; loading one that contains them is refused. The loss must depend on the last hidden states, as in every
-    causal language model.
+    host memory; loading a state dict that contains them raises. The loss must depend on the last hidden states, as in
+    every causal language model.
 
-    Install it when the model is on its device (under DDP: when it is wrapped), and undo the patcher before the model is
+    Install it after the model is on its device (with DDP: after it is wrapped). Undo the patcher before the model is
     moved or merged, or weights are loaded.
 
     Args:
-        model: A Hugging Face causal language model, also one inside a PEFT model.
+        model: A Hugging Face causal language model, also inside a PEFT model.
         patcher: Records the changes; undo returns the weights to the device, also after an exception.
         streams: The copy streams of the device.
-        allocate_host: Called with a number of bytes; returns pinned host memory (uint8). None for pageable memory, on a
+        allocate_host: Takes a number of bytes and returns pinned host memory (uint8). None for pageable memory, on a
             CPU only.
         num_slots: Number of layers that fit on the device at once.
 
     Returns:
-        The active status, with the places of the weights; and the attached streamer.
+        The active status, which says where the weights are, and the attached streamer.
 
     Raises:
         OptionError: Nothing in the layers is frozen, or layers share weights with each other or with the rest of the
             model.
         UnsupportedModelError: Weights are sharded (DTensor) or in 8 bits.
-        HostMemoryError: allocate_host gave too little, or memory that is not pinned.
+        HostMemoryError: allocate_host returned too little memory, or memory that is not pinned.
 
     Cost:
-        One copy of the streamed weights at installation; then as WeightStreamer.
+        One copy of the streamed weights at installation, then the cost of WeightStreamer.
     """
     layers = decoder_layers(model)
     frozen = [_frozen_tensors(layer, number=number) for number, layer in enumerate(layers)]
@@ -89,7 +89,7 @@ def install_weight_streaming(
     for index, (layer, tensors) in enumerate(zip(layers, frozen)):
         link = _LayerLink(streamer, index=index, names=list(tensors))
         _serve_state_dict(layer, link, patcher)
-        # Weights must be there before any other hook or the layer reads them.
+        # Weights must be on the device before another hook or the layer reads them.
         patcher.add_undo(layer.register_forward_pre_hook(link.before_forward, prepend=True).remove)
         patcher.add_undo(layer.register_forward_hook(link.after_forward).remove)
     gib = 2**30
@@ -103,29 +103,28 @@ def install_weight_streaming(
 def install_host_embedding(
     model: PreTrainedModel, patcher: ModelPatcher, *, streams: CopyStreams, allocate_host: AllocateHost | None = None
 ) -> Status:
-    """Move the weight of the input embedding to the host, from where each forward reads the rows of its tokens over the
-    bus.
+    """Move the weight of the input embedding to the host; each forward reads the rows of its tokens over the bus.
 
-    The parameter keeps shape, dtype and device, but has no memory of its own and reads as NaN; a state dict has the
-    values, in host memory. What the model's own class adds to the lookup (Gemma's factor) stays.
+    The parameter keeps shape, dtype and device, but has no storage and reads as NaN; a state dict has the values in
+    host memory. Additions of the model's own class to the lookup (Gemma's factor) are kept.
 
     Args:
-        model: A Hugging Face causal language model, also one inside a PEFT model; it stands where it computes.
-        patcher: Records the change; undoing it gives the weight back to the device.
+        model: A Hugging Face causal language model, also inside a PEFT model, on its training device.
+        patcher: Records the change; undo returns the weight to the device.
         streams: The copy streams of the device.
-        allocate_host: Called with a number of bytes; returns pinned host memory (uint8). None for pageable memory, on a
+        allocate_host: Takes a number of bytes and returns pinned host memory (uint8). None for pageable memory, on a
             CPU only.
 
     Returns:
-        Active; or inactive with the reason, and then nothing was changed.
+        Active; or inactive with the reason if nothing was changed.
 
     Raises:
         UnsupportedModelError: The weight is sharded (DTensor).
-        HostMemoryError: allocate_host gave too little, or memory that is not pinned.
+        HostMemoryError: allocate_host returned too little memory, or memory that is not pinned.
 
     Cost:
-        One copy of the weight and a probe of one lookup, both waited for; then per forward T x D values over the bus,
-        no host sync.
+        One copy of the weight and a probe of one lookup, both with a host sync. Then T x D values over the bus per
+        forward, without a host sync.
     """
     embedding = model.get_input_embeddings()
     obstacle = _embedding_obstacle(model, embedding)
@@ -146,7 +145,7 @@ def install_host_embedding(
         _serve_state_dict(new, table, changes)
         if not torch.equal(new(probe.to(streams.device)), expected.to(streams.device)):
             return Status(
-                EMBEDDING_STATUS_NAME, "inactive", f"{type(embedding).__name__} reads its weight in a way of its own"
+                EMBEDDING_STATUS_NAME, "inactive", f"{type(embedding).__name__} reads its weight in another way"
             )
         stack.pop_all()
     patcher.add_undo(changes.undo)
@@ -156,10 +155,10 @@ def install_host_embedding(
 
 
 class HostEmbedding(nn.Embedding):
-    """An embedding whose weight lies on the host."""
+    """An embedding whose weight is in host memory."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the rows of the tokens, on the device that computes."""
+        """Return the rows of the tokens on the training device."""
         table: _HostTable = vars(self)[_TABLE_ATTRIBUTE]
         rows_TD = host_gather(table.weight_VD, input.to(table.device, non_blocking=True).reshape(-1))
         return rows_TD.view(*input.shape, rows_TD.shape[1])
@@ -174,26 +173,26 @@ class _LayerLink:
         self.names = names
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Bring the layer in; in a recompute it is there already."""
+        """Copy the layer in; in a recompute it is already on the device."""
         self.streamer.use(self.index, direction=1)
 
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Have the backward bring the layer in when it reaches an output."""
+        """Register hooks that copy the layer in when the backward reaches an output."""
         for tensor in output if isinstance(output, (tuple, list)) else (output,):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(self.before_backward)
 
     def before_backward(self, gradient: torch.Tensor) -> None:
-        """Bring the layer in; its gradient stays as it is."""
+        """Copy the layer in; the gradient does not change."""
         self.streamer.use(self.index, direction=-1)
 
     def values(self) -> Mapping[str, torch.Tensor]:
-        """Return the streamed tensors by their names in a state dict of the layer."""
+        """Return the streamed tensors, keyed by their names in a state dict of the layer."""
         return dict(zip(self.names, self.streamer.host_views(self.index)))
 
 
 class _HostTable:
-    """The weight of an embedding in host memory, and how it gets there and back."""
+    """The weight of an embedding in host memory; it moves the weight there and back."""
 
     names = ("weight",)
 
@@ -215,7 +214,7 @@ class _HostTable:
         self.weight_VD = bytes_of_table.view(parameter.dtype).view(parameter.shape)
 
     def take(self) -> None:
-        """Copy the weight to the host and leave a single NaN in its place."""
+        """Copy the weight to the host and replace it by a single expanded NaN."""
         with torch.inference_mode(mode=False), torch.no_grad():
             self.weight_VD.copy_(self.parameter)
             self.parameter.data = torch.full(
@@ -223,35 +222,34 @@ class _HostTable:
             ).expand(self.parameter.shape)
 
     def give_back(self) -> None:
-        """Give the parameter memory of its own again, on the host where the device has no room."""
+        """Give the parameter its own storage again, on the host if the device has no free memory."""
         with torch.inference_mode(mode=False), torch.no_grad():
             try:
                 self.parameter.data = self.weight_VD.to(self.device, copy=True)
             except torch.OutOfMemoryError:
                 self.parameter.data = self.weight_VD.clone()
                 warnings.warn(
-                    f"{self.device} has no room for the input embedding: its weight is in host memory now.",
+                    f"{self.device} has no free memory for the input embedding; its weight stays in host memory.",
                     stacklevel=2,
                 )
 
     def values(self) -> Mapping[str, torch.Tensor]:
-        """Return the weight by its name in a state dict of the embedding."""
+        """Return the weight, keyed by its name in a state dict of the embedding."""
         return {"weight": self.weight_VD}
 
 
 def _host_class(old: type[nn.Module]) -> type[nn.Module]:
-    """Return a class between old and nn.Embedding, so that what old adds to the lookup is kept."""
+    """Return a class between old and nn.Embedding, which keeps the additions of old to the lookup."""
     if old is nn.Embedding:
         return HostEmbedding
     return type(f"Host{old.__name__}", (old, HostEmbedding), {"__module__": __name__, "__doc__": HostEmbedding.__doc__})
 
 
 def movable_embedding_bytes(model: PreTrainedModel) -> int:
-    """Return the bytes of the input embedding where ``install_host_embedding`` would move it; 0 where it stays on the
-    device.
+    """Return the bytes of the input embedding if ``install_host_embedding`` would move it, else 0.
 
     Args:
-        model: A Hugging Face causal language model, also one inside a PEFT model.
+        model: A Hugging Face causal language model, also inside a PEFT model.
     """
     embedding = model.get_input_embeddings()
     try:
@@ -262,7 +260,7 @@ def movable_embedding_bytes(model: PreTrainedModel) -> int:
 
 
 def _embedding_obstacle(model: PreTrainedModel, embedding: nn.Module) -> str:
-    """Return why an embedding has to stay on the device; empty when nothing speaks against it."""
+    """Return why an embedding has to stay on the device; an empty string if it can move."""
     if not isinstance(embedding, nn.Embedding) or isinstance(embedding, HostEmbedding):
         return f"the input embedding is a {type(embedding).__name__}, not a plain embedding"
     weight = embedding.weight
@@ -278,11 +276,11 @@ def _embedding_obstacle(model: PreTrainedModel, embedding: nn.Module) -> str:
 
 
 def _frozen_tensors(layer: nn.Module, *, number: int) -> dict[str, torch.Tensor]:
-    """Return what can be streamed of a layer, by its name in the layer's state dict.
+    """Return the tensors of a layer that can be streamed, keyed by their names in the layer's state dict.
 
-    The tables of an NF4 state (code, nested code) and its offset stay, a few hundred bytes: bitsandbytes shares the
-    tables among weights and reads the offset for a state dict. The bias of an NF4 layer stays, too: bitsandbytes casts
-    it in place in a forward.
+    The tables of an NF4 state (code, nested code) and its offset stay on the device, a few hundred bytes: bitsandbytes
+    shares the tables among weights and reads the offset for a state dict. The bias of an NF4 layer stays too, because
+    bitsandbytes casts it in place in a forward.
     """
     resident = {id(parameter) for parameter in _adapter_parameters(layer)}
     resident |= {
@@ -311,7 +309,7 @@ def _frozen_tensors(layer: nn.Module, *, number: int) -> dict[str, torch.Tensor]
 
 
 def _adapter_parameters(layer: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters of PEFT's adapters, also of those that are frozen now: they may be switched on later."""
+    """Yield the parameters of PEFT's adapters, including frozen ones, which may be activated later."""
     for module in layer.modules():
         if isinstance(module, BaseTunerLayer):
             for name in module.adapter_layer_names:
@@ -321,12 +319,11 @@ def _adapter_parameters(layer: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def _check_kind(parameter: torch.Tensor, *, name: str) -> None:
-    """Refuse weights that are more than one block of memory."""
+    """Raise on weights that are not one block of memory."""
     if isinstance(parameter, DTensor):
         raise UnsupportedModelError(
-            f"{name} is sharded over devices (DTensor, FSDP2), and only whole weights can be kept on the host: use "
-            "weights='resident' under "
-            "fastft_fsdp, or strategy='fastft' or 'fastft_ddp'."
+            f"{name} is sharded (DTensor, FSDP2), and only unsharded weights can be kept on the host. Use "
+            "weights='resident' with strategy='fastft_fsdp', or strategy='fastft' or 'fastft_ddp'."
         )
     if hasattr(parameter, "SCB"):
         raise UnsupportedModelError(
@@ -335,7 +332,7 @@ def _check_kind(parameter: torch.Tensor, *, name: str) -> None:
 
 
 def _check_not_shared(model: nn.Module, layers: list[nn.Module], frozen: list[dict[str, torch.Tensor]]) -> None:
-    """Refuse a streamed tensor that anything outside its layer reads, too."""
+    """Raise on a streamed tensor that anything outside its layer also reads."""
     owner = {
         id(tensor): f"{name} of decoder layer {number}"
         for number, tensors in enumerate(frozen)
@@ -352,7 +349,7 @@ def _check_not_shared(model: nn.Module, layers: list[nn.Module], frozen: list[di
 
 
 def _serve_state_dict(module: nn.Module, link: _LayerLink | _HostTable, patcher: ModelPatcher) -> None:
-    """Let state dicts have the values from the host, and refuse to load values that would be lost."""
+    """Fill state dicts with the values from the host, and raise on loading values that would be lost."""
 
     def fill(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
         for name, value in link.values().items():
@@ -363,8 +360,8 @@ def _serve_state_dict(module: nn.Module, link: _LayerLink | _HostTable, patcher:
         lost = [prefix + name for name in link.names if prefix + name in state_dict]
         if lost:
             raise SwapError(
-                f"{lost[0]} lies on the host and cannot be loaded into: load the model first, then move its weights to "
-                "the host."
+                f"{lost[0]} is on the host and cannot be loaded. Load the model first, then move its weights to the "
+                "host."
             )
 
     patcher.add_undo(module.register_state_dict_post_hook(fill).remove)

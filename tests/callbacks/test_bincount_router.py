@@ -88,7 +88,7 @@ def test_trains_and_leaves_the_model_as_it_was(tmp_path, kind, strategy):
     assert len(core.calls) >= 2 * 4
     if strategy == "auto":
         assert type(trainer.strategy) is SingleDeviceStrategy
-    adapted = "; adapters on 4 stacks, by thin products" if kind == "lora on experts" else ""
+    adapted = "; adapters on 4 stacks" if kind == "lora on experts" else ""
     assert [status.reason for status in callback.status()] == [ACTIVE + adapted]
     assert not callback.is_installed
     assert is_plain(module)

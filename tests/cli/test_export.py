@@ -207,7 +207,7 @@ def test_experts_with_adapters_are_merged(quantization, tmp_path, folder):
     [
         (["{checkpoint}"], "takes a source and a target"),
         (["{checkpoint}", "out", "--merg"], "takes a source and a target"),
-        (["{checkpoint}", "taken"], "taken is there already and is not overwritten"),
+        (["{checkpoint}", "taken"], "taken already exists and is not overwritten"),
         (["{base}", "out"], "whole model"),
         (["bare", "out"], "neither a checkpoint file of a FineTuner nor a folder"),
         (["pieces", "out"], "pieces of several ranks"),
@@ -330,7 +330,7 @@ def merge_twice_as_strong(model):
 def test_a_merge_that_loses_or_doubles_the_adapters_is_refused(merge, dtype, tmp_path, monkeypatch):
     model = small_adapted().to(dtype)
     monkeypatch.setattr(type(model), "merge_and_unload", lambda self, **options: merge(self), raising=False)
-    with pytest.raises(UnsupportedModelError, match="Merging moved the logits of Qwen3ForCausalLM"):
+    with pytest.raises(UnsupportedModelError, match="Merging changed the logits of Qwen3ForCausalLM"):
         export.export_merged(model, tmp_path / "out", tokenizer=None)
     assert list(tmp_path.iterdir()) == []
 

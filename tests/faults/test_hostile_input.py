@@ -377,7 +377,7 @@ def test_an_index_names_safetensors_files_beside_it(tmp_path, file):
     path.write_text(json.dumps({"weight_map": {"a": "model-00001.safetensors"}}))
     check_index(str(path), name="good")
     path.write_text(json.dumps({"weight_map": {"a": "model-00001.safetensors", "b": file}}))
-    with pytest.raises(DataError, match="only safetensors files beside it"):
+    with pytest.raises(DataError, match="only safetensors files in the same folder"):
         check_index(str(path), name="bad")
 
 
@@ -404,7 +404,7 @@ def test_sizes_are_judged_in_every_part_of_a_configuration_before_it_is_made():
     with pytest.raises(OptionError, match="'evil/kernel'"):
         check_config({**good, "text_config": {"attn_implementation": {"": "evil/kernel"}}}, name="bad")
     check_config({**good, "_attn_implementation": "flash_attention_2"}, name="good")
-    with pytest.raises(OptionError, match="names its weights itself"):
+    with pytest.raises(OptionError, match="names its weight file"):
         check_config({**good, "transformers_weights": "other.safetensors"}, name="bad")
 
 

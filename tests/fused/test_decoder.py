@@ -762,7 +762,7 @@ OBSTACLES = {
     ),
     "activation": (
         lambda: build("llama", "full", hidden_act="mish"),
-        "the activation .*mish.* is not known here|the activation Mish",
+        "the activation .*mish.* is unknown|the activation Mish",
     ),
 }
 

@@ -60,5 +60,5 @@ def test_patterns_that_never_end_are_refused(field, monkeypatch):
 
 
 def test_a_pattern_that_is_none_is_refused():
-    with pytest.raises(OptionError, match="no regular expression"):
+    with pytest.raises(OptionError, match="not a regular expression"):
         check_patterns(parse_lora({"target_modules": "(q.*"}), NAMES)

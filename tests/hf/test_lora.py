@@ -56,11 +56,11 @@ def test_adapters_are_the_same_under_any_default_device():
 def test_lora_that_fits_nothing_or_is_misspelt_is_refused():
     with pytest.raises(OptionError, match="no_such_layer"):
         add_adapters(random_model(), lora=LoraConfig(target_modules=["no_such_layer"]), adapter_dtype=torch.float32)
-    with pytest.raises(OptionError, match="most used r, lora_alpha") as refusal:
+    with pytest.raises(OptionError, match="mostly r, lora_alpha") as refusal:
         parse_lora({"rank": 4})
     assert str(refusal.value).splitlines()[:2] == ["lora has the unknown fields ['rank'].", "Did you mean r?"]
     assert max(map(len, str(refusal.value).splitlines())) <= 150
-    with pytest.raises(OptionError, match="refused by PEFT"):
+    with pytest.raises(OptionError, match="rejected by PEFT"):
         parse_lora({"r": 4, "layers_pattern": "layers"})
 
 

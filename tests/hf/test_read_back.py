@@ -50,7 +50,7 @@ def test_another_value_name_or_scale_is_seen(fault, tmp_path):
         tensor = tensors.pop(name)
         tensors[name if fault == "value" else name.replace("layers.0", "layers.1.x")] = tensor + (fault == "value")
         save_file(tensors, file)
-    with pytest.raises(CheckpointNotSavedError, match="reads back otherwise"):
+    with pytest.raises(CheckpointNotSavedError, match="reads other values"):
         check_read_back(model, tmp_path)
 
 
@@ -92,7 +92,7 @@ def test_default_adapters_of_laguna_read_back(tmp_path):
         ("llama", {"lora_bias": True}, "lora_bias"),
         ("llama", {"rank_pattern": {"q_proj": 4}}, "rank_pattern"),
         ("llama", {"alpha_pattern": {"q_proj": 4}}, "alpha_pattern"),
-        ("llama", {"target_modules": r".*\.q_proj"}, "no list of names"),
+        ("llama", {"target_modules": r".*\.q_proj"}, "not a list of names"),
         ("mixtral", {"target_parameters": STACKS, "target_modules": ["q_proj"]}, "target_parameters"),
     ],
 )

@@ -511,7 +511,7 @@ def test_our_kernel_adds_where_that_was_measured_to_be_faster(pretend_cuda, capa
 def test_a_backend_that_would_wait_or_be_wrong_is_refused(pretend_cuda):
     end_E = torch.empty(4, dtype=torch.int32, device="cuda")
     x_NI, weight_EIO, d_NO = empty(64, 16), empty(4, 16, 24), empty(64, 24)
-    with pytest.raises(OptionError, match="waits for a CUDA device"):
+    with pytest.raises(OptionError, match="host sync"):
         grouped_mm(x_NI, weight_EIO, end_E, backend="reference")
     pretend_cuda[:] = (8, 0)
     with pytest.raises(OptionError, match=r"host sync.*triton"):
@@ -549,9 +549,9 @@ def ends(*values):
         ({"weight_EIO": torch.empty(2, 4, 3, device="meta")}, "meta"),
         ({"end_E": torch.tensor([2, 4])}, "int32"),
         ({"end_E": ends(2, 3, 4, 5)[::2]}, "contiguous"),
-        ({"end_E": ends(4, 2)}, "must rise"),
-        ({"end_E": ends(4, 7)}, "must rise"),
-        ({"end_E": ends(-1, 6)}, "must rise"),
+        ({"end_E": ends(4, 2)}, "must not decrease"),
+        ({"end_E": ends(4, 7)}, "must not decrease"),
+        ({"end_E": ends(-1, 6)}, "must not decrease"),
         ({"bias_EO": torch.zeros(2, 4)}, "bias_EO"),
         ({"bias_EO": torch.zeros(3, 2).T}, "last axis"),
         ({"low_NR": torch.zeros(6, 2)}, "together"),

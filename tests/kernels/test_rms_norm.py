@@ -446,7 +446,7 @@ test_a_planted_fault_is_seen, test_without_a_fault_the_same_check_passes = plant
         ({"sum_TD": torch.ones(3, 4, dtype=torch.int64)}, ShapeError, "dtype"),
         ({"sum_TD": torch.ones(4, 3).T}, ShapeError, "contiguous"),
         ({"sum_TD": torch.ones(3, 0)}, ShapeError, "no columns"),
-        ({"weight_D": torch.ones(5)}, ShapeError, "ask for 4"),
+        ({"weight_D": torch.ones(5)}, ShapeError, "need 4"),
         ({"weight_D": torch.ones(4, dtype=torch.float64)}, ShapeError, "dtype"),
         ({"weight_D": torch.ones(8)[::2]}, ShapeError, "contiguous"),
         ({"weight_D": torch.ones(1, 4)}, ShapeError, "1 axes"),
@@ -488,7 +488,7 @@ def test_what_does_not_fit_is_refused(change, error, message):
 @pytest.mark.parametrize(
     ("rstd_T", "message"),
     [
-        (torch.ones(4), "ask for 3"),
+        (torch.ones(4), "need 3"),
         (torch.ones(3, 1), "1 axes"),
         (torch.ones(3).double(), "dtype"),
         (torch.ones(3, device="meta"), "meta"),

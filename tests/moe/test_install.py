@@ -264,7 +264,7 @@ def build_unallocated(model_type, **overrides):
 @pytest.mark.parametrize(
     ("model_type", "overrides", "reason"),
     [
-        ("deepseek_v4", {}, "DeepseekV4Experts._apply_gate is a formula of its own"),
+        ("deepseek_v4", {}, "DeepseekV4Experts._apply_gate is an unknown formula"),
         ("nemotron_h", {"layers_block_type": ["moe", "attention"]}, "activation ReLUSquaredActivation"),
         ("qwen3_moe", {"hidden_act": "mish"}, "activation MishActivation"),
         ("jetmoe", {}, "num_local_experts=8 in its configuration"),
@@ -277,7 +277,7 @@ def test_what_is_not_known_is_refused_by_name_and_unchanged(model_type, override
     with pytest.raises(UnsupportedModelError, match=reason) as caught:
         install_bincount_router(model, patcher)
     assert f"{type(model).__name__} ({model_type})" in str(caught.value)
-    assert "Leave BincountRouter out" in str(caught.value)
+    assert "Remove BincountRouter" in str(caught.value)
     assert len(patcher) == 0
 
 
@@ -308,7 +308,7 @@ def test_experts_of_another_kind_beside_known_ones_are_named():
     model.model.layers[0].mlp.more_experts = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     _, (status,) = install(model)
     assert status.state == "active"
-    assert "left as they are: ModuleList" in status.reason
+    assert "not swapped: ModuleList" in status.reason
     assert status.remedy
 
 
@@ -316,7 +316,7 @@ def test_shared_experts_are_no_experts_of_another_kind():
     model = build_tiny("qwen3_moe")
     model.model.layers[0].mlp.shared_experts = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     _, (status,) = install(model)
-    assert "left as they are" not in status.reason
+    assert "not swapped" not in status.reason
 
 
 def test_one_model_that_cannot_be_served_keeps_all_others_unchanged():

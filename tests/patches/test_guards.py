@@ -179,7 +179,7 @@ def test_videos_are_refused_with_positions_of_images_too():
     model = tiny_qwen2_vl()
     install_packed_training(model, ModelPatcher())
     batch = {**make_batch(), "position_ids": torch.arange(29).expand(3, 1, 29)}
-    with pytest.raises(UnsupportedModelError, match="given pixel_values_videos, video_grid_thw with"):
+    with pytest.raises(UnsupportedModelError, match="got pixel_values_videos, video_grid_thw with"):
         model(**batch, **MEDIA, pixel_values_videos=MEDIA["pixel_values"], video_grid_thw=MEDIA["image_grid_thw"])
 
 

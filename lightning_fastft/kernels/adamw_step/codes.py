@@ -1,12 +1,12 @@
 """AdamW's 8-bit moments: one code per value, and the largest magnitude of each block of 256 values.
 
-Axes: B blocks of a tensor, the last one perhaps shorter; V values of a block.
+Axes: B blocks of a tensor, the last one may be shorter; V values of a block.
 
 A code is an index into a fixed map; its value is the map's entry times the magnitude of its block. The map is the
 dynamic map of bitsandbytes in ascending order: 0, seven decades from 1e-7 to 1, and 1. Each decade has twice as many
-values as the one below it, in the middles of equal cells. The signed map has 1 to 64 values per decade and the
-negatives of all but 1; the unsigned map has 2 to 128. A value gets the nearest code. The zones of the kernel are the
-decades, with 0 below and 1 above them.
+values as the decade below it, in the middles of equal cells. The signed map has 1 to 64 values per decade, and the
+negatives of all except 1; the unsigned map has 2 to 128 per decade. A value gets the nearest code. The zones of the
+kernel are the decades, with 0 below and 1 above them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 BLOCK = 256
 NUM_CODES = 256
 NUM_DECADES = 7
-# Decades, 0 and 1.
+# The decades, 0 and 1.
 NUM_ZONES = NUM_DECADES + 2
-# Places of the slopes behind the values of a map in the table of the kernel.
+# Entries for slopes after the values of a map in the kernel's table.
 NUM_SLOPES = 16
 
 
@@ -47,7 +47,7 @@ def zero_code(*, is_signed: bool) -> int:
 
 
 def thresholds(*, is_signed: bool) -> list[float]:
-    """Return where each zone above the first begins: half way between the last value of one and the first of the
+    """Return the start of each zone above the first: the midpoint of the last value of a zone and the first of the
     next.
     """
     values = dynamic_map(is_signed=is_signed)[zero_code(is_signed=is_signed) :].tolist()
@@ -60,7 +60,7 @@ def thresholds(*, is_signed: bool) -> list[float]:
 def slopes(*, is_signed: bool) -> list[float]:
     """Return, per zone, the number of codes per unit of magnitude; 0 for the zone of 0."""
     inner = [cells / (0.9 * _decade(place)) for place, cells in _cells(is_signed=is_signed)]
-    # The kernel's offset covers 8/9 of the way to the code of 1; add the rest, and half a code.
+    # The kernel's offset is 8/9 of the code of 1; the slope adds the rest and half a code.
     top = 2 * _cells(is_signed=is_signed)[-1][1]
     return [0.0, *inner, top / 9 + 0.5]
 
@@ -76,7 +76,7 @@ def kernel_table() -> torch.Tensor:
 
 
 def num_blocks(num_values: int) -> int:
-    """Return how many blocks a tensor of so many values has."""
+    """Return the number of blocks of a tensor with num_values values."""
     return -(-num_values // BLOCK)
 
 
@@ -85,8 +85,8 @@ def decode(codes: torch.Tensor, absmax_B: torch.Tensor, *, is_signed: bool) -> t
 
     Args:
         codes: Any shape, uint8, contiguous.
-        absmax_B: Largest magnitude of each block of 256 values, in the order of memory. fp32.
-        is_signed: Whether the codes are of the signed map.
+        absmax_B: Largest magnitude of each block of 256 values, in memory order. fp32.
+        is_signed: Whether the codes belong to the signed map.
 
     Returns:
         Shape of codes, fp32.
@@ -101,12 +101,12 @@ def decode(codes: torch.Tensor, absmax_B: torch.Tensor, *, is_signed: bool) -> t
 
 
 def encode(values: torch.Tensor, *, is_signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the nearest codes and the largest magnitudes of blocks, as decode reads them.
+    """Return the nearest codes and the largest magnitude of each block, the inputs of ``decode``.
 
     Args:
-        values: Any shape, fp32, contiguous; from 0 for the unsigned map. A block in which something is not finite has
-            no meaning afterwards.
-        is_signed: Whether to take the signed map.
+        values: Any shape, fp32, contiguous; not negative for the unsigned map. A block with NaN or infinity becomes
+            meaningless.
+        is_signed: Whether to use the signed map.
 
     Example:
         >>> encode(torch.tensor([0.0, 3.0]), is_signed=False)
@@ -124,7 +124,7 @@ def encode(values: torch.Tensor, *, is_signed: bool) -> tuple[torch.Tensor, torc
 
 
 def _cells(*, is_signed: bool) -> Sequence[tuple[int, int]]:
-    """Return the places of the decades and how many values each has."""
+    """Return the index of each decade and its number of values."""
     return [(place, 2 ** (place if is_signed else place + 1)) for place in range(NUM_DECADES)]
 
 

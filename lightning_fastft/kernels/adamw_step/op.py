@@ -1,7 +1,7 @@
 """One AdamW step and the gradients' norm for all tensors of a table, in one launch per combination of dtypes.
 
-Nothing here builds a graph or has a host sync: the clipping factor is a tensor, and the table of addresses is
-copied asynchronously.
+Nothing here builds a graph or needs a host sync: the clipping factor is a tensor, and the table of addresses is copied
+asynchronously.
 """
 
 from __future__ import annotations
@@ -27,36 +27,34 @@ def adamw_step(
     skip: SkipFlag | None = None,
     backend: str = "auto",
 ) -> None:
-    """Update the masters, moments and copies of a table in place, by one step of AdamW.
+    """Update the masters, moments and copies of a table in place by one AdamW step.
 
-    In fp32: ``g = scale * grad; m += (1 - beta1) * (g - m); v = beta2 * v + (1 - beta2) * g * g``, then the master
-    loses ``lr * weight_decay * p + lr / (1 - beta1^step) * m / (sqrt(v) / sqrt(1 - beta2^step) + eps)`` of its value p
-    before the step. "reference" takes the decay off first, as torch.optim.AdamW does, with the same bits on a CPU;
-    "triton" sums both changes first, which is one rounding less. Master and copy are rounded to nearest, the copy
-    from the new master. A tensor without gradient stays as it is. NaN and infinity in scale or a gradient pass into the
-    element, as in torch.optim.AdamW.
+    In fp32: ``g = scale * grad; m += (1 - beta1) * (g - m); v = beta2 * v + (1 - beta2) * g * g; p -= lr * weight_decay
+    * p + lr / (1 - beta1^step) * m / (sqrt(v) / sqrt(1 - beta2^step) + eps)``. "reference" subtracts the decay first,
+    like torch.optim.AdamW, with the same bits on a CPU; "triton" sums both changes first and rounds once less. Master
+    and copy are rounded to nearest, the copy from the new master. A tensor without gradient does not change. NaN and
+    infinity in scale or a gradient propagate to the element, as in torch.optim.AdamW.
 
     Args:
         table: The tensors. Gradients are read, not changed.
-        options: Learning rate, betas, eps, decay and the number of the step, the same for all tensors: make a table for
-            each set of options.
-        scale: What each gradient is multiplied with in fp32, such as a clipping factor. Shape (), fp32, device of the
-            table. None for 1.
-        skip: Flag of a step that is to change nothing, and how many before it were such; step in the formula is then
-            the number without those. None for a step in any case. With a flag that is 0 the bits are those without one,
-            as far as float64 powers have the same on host and device.
+        options: Learning rate, betas, eps, decay and the number of the step, the same for all tensors: make one table
+            per set of options.
+        scale: Factor on each gradient in fp32, such as a clipping factor. Shape (), fp32, device of the table. None for
+            1.
+        skip: Flag that skips the step, and the number of steps skipped before; step in the formula then excludes these.
+            None never skips. A flag of 0 gives the same bits as None, if float64 powers are equal on host and device.
         backend: "triton" (CUDA), "reference" (plain PyTorch), or "auto": the first if possible, else the second.
 
     Raises:
         ShapeError: scale, skip, a learning rate that is a tensor, or a tensor of the table has a wrong shape, dtype,
             device or layout.
-        OptionError: A number of the options is not allowed, or the backend is unknown or cannot serve this table.
+        OptionError: A number of the options is not allowed, or the backend is unknown or does not support this table.
 
     Cost:
-        One launch per combination of dtypes, no new memory. Per element with an fp32 master 28 bytes (26 with a narrow
+        One launch per combination of dtypes, no new memory. With an fp32 master 28 bytes per element (26 with a narrow
         gradient), and 2 for a copy. The host compares addresses, see ``TensorTable.refresh``; no host sync. "reference"
-        takes several launches per tensor. A flag adds ten launches on single numbers; a step that it skips reads and
-        writes no element.
+        needs several launches per tensor. A flag adds ten launches on single numbers; a skipped step reads and writes
+        no element.
 
     Source:
         AdamW, arXiv 1711.05101.
@@ -84,11 +82,11 @@ def grad_norm(table: TensorTable, *, backend: str = "auto") -> torch.Tensor:
     """Return the L2 norm of all gradients of a table together, as one tensor.
 
     The order of a sum depends on whether addresses are multiples of 16 bytes: two calls are bit-equal, and so are two
-    runs whose gradients are aligned alike. NaN or infinity in a gradient makes the norm NaN or infinite. The norm over
-    several tables is the norm of their norms, ``torch.linalg.vector_norm(torch.stack(norms))``.
+    runs whose gradients have the same alignment. NaN or infinity in a gradient makes the norm NaN or infinite. The norm
+    over several tables is the norm of their norms, ``torch.linalg.vector_norm(torch.stack(norms))``.
 
     Args:
-        table: The tensors; those without gradient count as 0.
+        table: The tensors; a missing gradient counts as 0.
         backend: As in ``adamw_step``.
 
     Returns:
@@ -96,11 +94,11 @@ def grad_norm(table: TensorTable, *, backend: str = "auto") -> torch.Tensor:
 
     Raises:
         ShapeError: A tensor of the table has a wrong shape, dtype, device or layout.
-        OptionError: The backend is unknown or cannot serve this table.
+        OptionError: The backend is unknown or does not support this table.
 
     Cost:
-        Reads each gradient once, in one launch per combination of dtypes and one more; no host sync.
-        "reference" makes float64 copies.
+        Reads each gradient once, in one launch per combination of dtypes and one more; no host sync. "reference" makes
+        float64 copies.
 
     Source:
         own
@@ -126,21 +124,20 @@ def _choose(backend: str, table: TensorTable) -> ModuleType:
 
 
 def _check_table(table: TensorTable) -> None:
-    """Refuse anything but a TensorTable."""
+    """Raise on anything but a TensorTable."""
     if not isinstance(table, TensorTable):
         raise OptionError(f"table must be a TensorTable, got {type(table).__name__}.")
 
 
 def _check_options(options: StepOptions, device: torch.device) -> None:
-    """Refuse numbers for which AdamW is not defined."""
+    """Raise on numbers for which AdamW is not defined."""
     if not isinstance(options, StepOptions):
         raise OptionError(f"options must be StepOptions, got {type(options).__name__}.")
     check_int("options.step", options.step, low=1)
     for name in ("beta1", "beta2"):
         if check_float(f"options.{name}", getattr(options, name), low=0.0) >= 1.0:
             raise OptionError(
-                f"options.{name} must be below 1, got {getattr(options, name)}: an average would never take a gradient "
-                "in."
+                f"options.{name} must be below 1, got {getattr(options, name)}; the moment would ignore every gradient."
             )
     check_float("options.eps", options.eps, low=0.0)
     check_float("options.weight_decay", options.weight_decay, low=0.0)
@@ -151,9 +148,10 @@ def _check_options(options: StepOptions, device: torch.device) -> None:
 
 
 def _check_number(name: str, number: torch.Tensor, device: torch.device, *, dtype: torch.dtype = torch.float32) -> None:
-    """Refuse a tensor that is not one number of this dtype on the device."""
+    """Raise on a tensor that is not one number of this dtype on the device."""
     check_tensor(name, number, ndim=0, dtypes=(dtype,))
     if number.device != device:
         raise ShapeError(
-            f"{name} is on {number.device}; the table is on {device}. Make it there: torch.full((), value, device=...)."
+            f"{name} is on {number.device}; the table is on {device}. Create it there: "
+            "torch.full((), value, device=...)."
         )

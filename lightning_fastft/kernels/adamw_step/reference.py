@@ -1,7 +1,6 @@
-"""AdamW in plain PyTorch, with the table of tensors that it and the Triton kernels walk.
+"""AdamW in plain PyTorch, and the table of tensors that it shares with the Triton kernels.
 
-Axes: R rows of the table, one per tensor; A kinds of address; C chunks, pieces of at most ``CHUNK`` elements that all
-    tensors together are cut into.
+Axes: R rows of the table, one per tensor; A kinds of address; C chunks of all tensors, at most ``CHUNK`` elements each.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from lightning_fastft.core.checks import check_tensor
 from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.adamw_step import codes
 
-# 4096 elements on 8 warps: 16 of each matrix per thread, all on their way at once; whole blocks of 8-bit moments.
-# Not yet measured; candidates: python -m benchmarks.row_kernels --only adamw_step --tiles.
+# 4096 elements on 8 warps: 16 of each matrix per thread, all in flight at once; a multiple of the blocks of 8-bit
+# moments. Not yet measured; candidates: python -m benchmarks.row_kernels --only adamw_step --tiles.
 CHUNK = 4096
-# What a vector access of a thread takes, in bytes; as many elements fill it in any dtype.
+# Bytes of a thread's vector access; a multiple of this many elements is aligned in any dtype.
 ALIGNMENT = 16
 
 _PARAM_DTYPES = (torch.float32, torch.bfloat16)
@@ -33,12 +32,12 @@ class StepOptions(NamedTuple):
     """The numbers of one AdamW step, shared by all tensors of a table.
 
     Args:
-        learning_rate: Learning rate, a number from 0; or a tensor of shape () in fp32 on the device of the table, which
-            the host never reads.
-        beta1: Share of the old average, in [0, 1).
-        beta2: Share of the old average of squares, in [0, 1).
-        eps: Added to the denominator, from 0.
-        weight_decay: Decoupled decay per unit of learning rate, from 0.
+        learning_rate: Learning rate, a number of at least 0; or a tensor of shape () in fp32 on the device of the
+            table, which the host never reads.
+        beta1: Decay of the first moment, in [0, 1).
+        beta2: Decay of the second moment, in [0, 1).
+        eps: Added to the denominator, at least 0.
+        weight_decay: Decoupled decay per unit of learning rate, at least 0.
         step: Number of this step, from 1, for the bias corrections, which the host computes in float64.
 
     Source:
@@ -58,13 +57,12 @@ class StepOptions(NamedTuple):
 
 
 class SkipFlag(NamedTuple):
-    """Whether to skip a step, and the number of skipped steps before it: tensors on the device, which the host never
-    reads.
+    """Flag that skips a step, and the number of steps skipped before: device tensors that the host never reads.
 
     Args:
-        found_inf: 0 for a step, anything else (NaN too) for none; the name is torch's. Shape (), fp32, device of the
-            table.
-        num_skipped: How many of the steps that ``StepOptions.step`` counts before this one were skipped. Shape (),
+        found_inf: 0 to run the step, anything else (NaN too) to skip it; the name is torch's. Shape (), fp32, device of
+            the table.
+        num_skipped: Number of skipped steps among the earlier steps that ``StepOptions.step`` counts. Shape (),
             float64, device of the table.
 
     Source:
@@ -84,7 +82,7 @@ class TableRow(NamedTuple):
     """One tensor of a table: the master, its two moments, its copy or None, and the tensor whose ``grad`` is its
     gradient.
 
-    Averages in 8 bits come with the largest magnitudes of their blocks (``codes``); others have None there.
+    8-bit moments have the largest magnitudes of their blocks (``codes``); fp32 moments have None.
     """
 
     param: torch.Tensor
@@ -96,17 +94,17 @@ class TableRow(NamedTuple):
     exp_avg_sq_absmax: torch.Tensor | None = None
 
     def places(self) -> tuple[torch.Tensor | None, ...]:
-        """Return what a step writes, in the order of _WRITTEN; None for what a row has not."""
+        """Return the tensors that a step writes, in the order of _WRITTEN; None for a missing one."""
         return self.param, self.exp_avg, self.exp_avg_sq, self.copy, self.exp_avg_absmax, self.exp_avg_sq_absmax
 
     def written(self) -> list[torch.Tensor]:
-        """Return what a step writes."""
+        """Return the tensors that a step writes."""
         return [tensor for tensor in self.places() if tensor is not None]
 
 
 class TableGroup(NamedTuple):
-    """Chunks of all rows with one combination of dtypes, which one launch serves: the row of each, and which
-    chunk of that row it is.
+    """Chunks of all rows with one combination of dtypes, for one launch: the row of each chunk, and its index in the
+    row.
     """
 
     param_dtype: torch.dtype
@@ -121,24 +119,23 @@ class TableGroup(NamedTuple):
 class TensorTable:
     """The tensors of an optimizer step as addresses on their device, built once.
 
-    The table holds the tensors, but no gradient: each call reads ``owner.grad`` anew, so that gradients may be freed
-    and made again between steps. If an address has changed, new tables are sent from memory that is pinned for this one
-    copy. PyTorch's pinned allocator reuses that memory only after the copy (by event), and the device allocator reuses
-    the old table in stream order: no memory in use is overwritten, and there is no host sync. All calls on a table
-    therefore belong to one stream, or to streams that the caller has ordered.
+    The table holds the tensors, but no gradient: each call reads ``owner.grad`` again, so gradients may be freed and
+    allocated again between steps. If an address has changed, a new table is copied from pinned memory that is allocated
+    for this copy. PyTorch's pinned allocator reuses that memory only after the copy (by event), and the device
+    allocator reuses the old table in stream order. So no memory in use is overwritten, and there is no host sync. All
+    calls on a table must therefore be on one stream, or on streams that the caller has ordered.
 
     Args:
         params: Masters, updated in place. Any shape; fp32 or bf16; contiguous; all on one device.
-        exp_avgs: Averages of the gradients. Shapes of params; fp32, or codes of the signed map in uint8; contiguous.
-        exp_avg_sqs: Averages of their squares. Shapes of params; fp32, or codes of the unsigned map in uint8;
-            contiguous.
-        copies: Copies that compute reads, bf16 or fp16, contiguous, or None for a tensor without one; None where no
+        exp_avgs: First moments. Shapes of params; fp32, or codes of the signed map in uint8; contiguous.
+        exp_avg_sqs: Second moments. Shapes of params; fp32, or codes of the unsigned map in uint8; contiguous.
+        copies: Low-precision copies for compute, bf16 or fp16, contiguous, or None for a tensor without one; None if no
             tensor has one.
         owners: Tensors whose ``grad`` is the gradient. Shapes of params; fp32, bf16 or fp16. None for params
             themselves.
-        exp_avg_absmaxs: The largest magnitude of each block of 256 values of 8-bit moments, shape (B,), fp32,
-            contiguous; None for a tensor with moments in fp32, and None if all tensors have them.
-        exp_avg_sq_absmaxs: The same of their squares.
+        exp_avg_absmaxs: The largest magnitude of each block of 256 values of 8-bit first moments, shape (B,), fp32,
+            contiguous; None for a tensor with fp32 moments, and None if all tensors have fp32 moments.
+        exp_avg_sq_absmaxs: The same for second moments.
 
     Raises:
         ShapeError: A shape, dtype, device or layout is wrong, tensors that are written share memory, or a gradient
@@ -188,7 +185,7 @@ class TensorTable:
             raise OptionError(f"Every list must have one entry per tensor, got {lengths}.")
         self.rows = tuple(TableRow(*row) for row in zip(*lists.values()))
         _check_rows(self.rows)
-        # Per row what a step writes, read once: every step asks for it.
+        # The tensors that a step writes, per row, collected once because every step needs them.
         self.written = [row.written() for row in self.rows]
         self.device = torch.device("cpu")
         self.groups: tuple[TableGroup, ...] = ()
@@ -200,14 +197,14 @@ class TensorTable:
 
     @property
     def num_chunks(self) -> int:
-        """Number of pieces that all tensors together are cut into."""
+        """Return the number of chunks of all tensors."""
         return sum(len(group.row_C) for group in self.groups)
 
     def gradients(self) -> list[torch.Tensor | None]:
-        """Return the gradient of each row, None where it has none.
+        """Return the gradient of each row; None for a row without gradient.
 
         Raises:
-            ShapeError: A gradient has another size or dtype, is not contiguous, or is no plain tensor on the device.
+            ShapeError: A gradient has another size or dtype, is not contiguous, or is not a plain tensor on the device.
         """
         grads = [row.owner.grad for row in self.rows]
         for index, grad in enumerate(grads):
@@ -221,20 +218,20 @@ class TensorTable:
         return self._layout == self._read_layout(grads) and self._grad_addresses == _read_addresses(grads)
 
     def refresh(self) -> None:
-        """Send the addresses that have changed to the device, without waiting for it.
+        """Copy the addresses that have changed to the device, without a host sync.
 
         Raises:
-            ShapeError: A tensor no longer is what the table takes.
+            ShapeError: The table no longer supports a tensor.
 
         Cost:
-            2 to 3 microseconds of host time per tensor, measured with 500 of them; 8 bytes per tensor are sent where
+            2 to 3 microseconds of host time per tensor, measured with 500 tensors; copies 8 bytes per tensor if
             gradients have moved.
         """
         grads = self.gradients()
         layout, addresses = self._read_layout(grads), _read_addresses(grads)
         is_new = layout != self._layout
         if is_new:
-            # A tensor may have become another one since the table was made.
+            # A tensor may have changed since the table was built.
             _check_rows(self.rows)
             self._build(grads)
         if is_new or addresses != self._grad_addresses:
@@ -242,11 +239,11 @@ class TensorTable:
             self.aligned = tuple(
                 all(self._fits[row] and addresses[row] % ALIGNMENT == 0 for row in group.rows) for group in self.groups
             )
-        # Last, so that a table that could not be rebuilt is not taken for a current one.
+        # Set last, so that a table whose rebuild failed does not count as current.
         self._layout, self._grad_addresses = layout, addresses
 
     def _build(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Send the addresses, sizes and chunks of all rows."""
+        """Copy the addresses, sizes and chunks of all rows to the device."""
         self.device = self.rows[0].param.device if self.rows else self.device
         columns = [
             [row.param.data_ptr() for row in self.rows],
@@ -267,7 +264,7 @@ class TensorTable:
         )
 
     def _read_layout(self, grads: Sequence[torch.Tensor | None]) -> list[tuple[object, ...]]:
-        """Return all but the addresses of gradients: what the table must be rebuilt for when it changes."""
+        """Return everything except the addresses of gradients; a change of it needs a rebuild of the table."""
         return [
             (row.param.numel(), *[tensor.data_ptr() for tensor in tensors], _dtypes(row, grad))
             for row, tensors, grad in zip(self.rows, self.written, grads)
@@ -276,7 +273,7 @@ class TensorTable:
     def _group(
         self, key: tuple[torch.dtype, torch.dtype, torch.dtype | None, torch.dtype], rows: list[int]
     ) -> TableGroup:
-        """Return the chunks of some rows, in the order of the rows."""
+        """Return the chunks of rows, in the order of the rows."""
         num_chunks_R = torch.tensor([-(-self.rows[row].param.numel() // CHUNK) for row in rows], dtype=torch.int64)
         row_C = torch.tensor(rows, dtype=torch.int32).repeat_interleave(num_chunks_R)
         first_R = num_chunks_R.cumsum(0) - num_chunks_R
@@ -287,8 +284,9 @@ class TensorTable:
 def adamw_step(
     table: TensorTable, *, options: StepOptions, scale: torch.Tensor | None = None, skip: SkipFlag | None = None
 ) -> None:
-    """Update masters, moments and copies, in the order of operations of torch.optim.AdamW: in fp32 without
-    scale the same bits on a CPU.
+    """Update masters, moments and copies in the order of operations of torch.optim.AdamW.
+
+    In fp32 without scale the bits are the same on a CPU.
     """
     corrections = bias_corrections(options) if skip is None else _corrections_on_device(options, skip)
     for row, grad in zip(table.rows, table.gradients()):
@@ -304,7 +302,7 @@ def grad_norm(table: TensorTable) -> torch.Tensor:
 
 
 def bias_corrections(options: StepOptions) -> tuple[float, float]:
-    """Return the bias correction of the first moment, and the root of that of the second moment, in float64."""
+    """Return the bias correction of the first moment, and the root of the second, in float64."""
     return 1.0 - options.beta1**options.step, math.sqrt(1.0 - options.beta2**options.step)
 
 
@@ -315,7 +313,7 @@ def bias_corrections_on_device(options: StepOptions, num_skipped: torch.Tensor) 
 
 
 def _corrections_on_device(options: StepOptions, skip: SkipFlag) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return bias corrections that round as on the host, which divides the learning rate in float64."""
+    """Return bias corrections that round like on the host, which divides the learning rate in float64."""
     correction, root_correction = bias_corrections_on_device(options, skip.num_skipped)
     return correction.float() if isinstance(
         options.learning_rate, torch.Tensor
@@ -330,9 +328,7 @@ def _step_row_unless(
     *,
     skip: SkipFlag | None,
 ) -> None:
-    """Update one tensor, and give every value back that it had where the step is to be skipped; the host is not
-    asked which.
-    """
+    """Update one tensor, and restore its values if the flag skips the step; no host sync."""
     written = [] if skip is None else row.written()
     before = [tensor.clone() for tensor in written]
     _step_row(row, grad, options, corrections)
@@ -371,7 +367,7 @@ def _step_row(
 
 
 def _send(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor on the device; the host does not wait, see the class for what keeps the copy safe."""
+    """Copy a tensor to the device without a host sync; TensorTable explains why the copy is safe."""
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
@@ -383,18 +379,18 @@ def _read_addresses(grads: Sequence[torch.Tensor | None]) -> list[int]:
 def _dtypes(
     row: TableRow, grad: torch.Tensor | None
 ) -> tuple[torch.dtype, torch.dtype, torch.dtype | None, torch.dtype]:
-    """Return what one launch must know of a row."""
+    """Return the dtypes of a row, which one launch has in common."""
     copy_dtype = None if row.copy is None else row.copy.dtype
     return row.param.dtype, row.owner.dtype if grad is None else grad.dtype, copy_dtype, row.exp_avg.dtype
 
 
 def _fits_vectors(row: TableRow, tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether what a step writes begins, and the row ends, where a vector access may."""
+    """Return whether the written tensors and the length of the row are aligned for vector access."""
     return all(number % ALIGNMENT == 0 for number in (row.param.numel(), *[tensor.data_ptr() for tensor in tensors]))
 
 
 def _check_rows(rows: Sequence[TableRow]) -> None:
-    """Refuse tensors that one step could not walk together."""
+    """Raise on tensors that one step cannot update together."""
     for index, row in enumerate(rows):
         _check_row(index, row)
         if row.param.device != rows[0].param.device:
@@ -406,7 +402,7 @@ def _check_rows(rows: Sequence[TableRow]) -> None:
 
 
 def _check_row(index: int, row: TableRow) -> None:
-    """Refuse tensors of which one flat walk would read or write another part."""
+    """Raise on tensors whose elements a flat walk over memory would mismatch."""
     param, exp_avg, exp_avg_sq, copy, owner, *absmaxs = row
     average_dtypes = (torch.float32,) if absmaxs == [None, None] else (torch.uint8,)
     if not isinstance(param, torch.Tensor):
@@ -424,26 +420,25 @@ def _check_row(index: int, row: TableRow) -> None:
     _check_like(f"owners[{index}]", owner, param, _OWNER_DTYPES)
     if not owner.is_leaf:
         raise ShapeError(
-            f"owners[{index}] was computed from other tensors and gets no gradient; give the parameter that autograd "
-            "writes to."
+            f"owners[{index}] is not a leaf tensor and gets no gradient; give the parameter whose grad autograd writes."
         )
 
 
 def _check_like(name: str, tensor: torch.Tensor, param: torch.Tensor, dtypes: Sequence[torch.dtype]) -> None:
-    """Refuse a tensor that is not as large as its master, or elsewhere."""
+    """Raise on a tensor with another shape or device than its master."""
     check_tensor(name, tensor, ndim=param.ndim, dtypes=dtypes)
     if tensor.shape != param.shape or tensor.device != param.device:
         raise ShapeError(
             f"{name} is {tuple(tensor.shape)} on {tensor.device}; its master is {tuple(param.shape)} on "
-            f"{param.device}: make it alike."
+            f"{param.device}. Both must match."
         )
 
 
 def _check_absmax(name: str, absmax_B: torch.Tensor | None, param: torch.Tensor) -> None:
-    """Refuse anything but one magnitude per block of 8-bit moments."""
+    """Raise on anything but one magnitude per block of 8-bit moments."""
     if absmax_B is None:
         raise ShapeError(
-            f"{name} is None, and its tensor has the other one; 8-bit moments have one number per block each."
+            f"{name} is None, but the tensor has the other one; each 8-bit moment needs one number per block."
         )
     check_tensor(name, absmax_B, ndim=1, dtypes=(torch.float32,))
     size = codes.num_blocks(param.numel())
@@ -457,7 +452,7 @@ def _check_absmax(name: str, absmax_B: torch.Tensor | None, param: torch.Tensor)
 
 
 def _check_gradient(index: int, grad: torch.Tensor, owner: torch.Tensor) -> None:
-    """Refuse a gradient that is not one flat piece of plain memory as large as its owner."""
+    """Raise on a gradient that is not one contiguous tensor with the shape of its owner."""
     if grad.numel() != owner.numel() or grad.device != owner.device or grad.dtype not in _OWNER_DTYPES:
         raise ShapeError(
             f"The gradient of owners[{index}] is {tuple(grad.shape)}, {grad.dtype} on {grad.device}; "
@@ -467,31 +462,29 @@ def _check_gradient(index: int, grad: torch.Tensor, owner: torch.Tensor) -> None
 
 
 def _check_memory(name: str, tensor: torch.Tensor) -> None:
-    """Refuse what has no address, or elements apart from each other."""
+    """Raise on a tensor that has no address or is not contiguous."""
     if tensor.layout is not torch.strided or not tensor.is_contiguous():
         raise ShapeError(
             f"{name} is not contiguous (layout {tensor.layout}); one step walks memory from end to end: call "
             ".contiguous() on it."
         )
-    # On the device an address of 0 would say that there is no gradient.
+    # In the table an address of 0 means no gradient.
     if tensor.numel() and not tensor.data_ptr():
         raise ShapeError(
-            f"{name} ({type(tensor).__name__} on {tensor.device}) has no separate memory; of a DTensor give to_local()."
+            f"{name} ({type(tensor).__name__} on {tensor.device}) has no memory address; for a DTensor give to_local()."
         )
 
 
 def _check_apart(rows: Sequence[TableRow]) -> None:
-    """Refuse memory that two programs would write."""
+    """Raise on memory that two programs would write."""
     ranges = sorted(_byte_ranges(rows))
     for (_, end, name), (begin, _, other) in itertools.pairwise(ranges):
         if begin < end:
-            raise ShapeError(
-                f"{name} and {other} share memory; each tensor that a step writes needs a place of its own."
-            )
+            raise ShapeError(f"{name} and {other} share memory; each tensor that a step writes needs separate memory.")
 
 
 def _byte_ranges(rows: Sequence[TableRow]) -> Iterator[tuple[int, int, str]]:
-    """Yield the addresses of the first and of one past the last byte that a step writes, and the name of the tensor."""
+    """Yield the first and one past the last byte address that a step writes, and the name of the tensor."""
     for index, row in enumerate(rows):
         for kind, tensor in zip(_WRITTEN, row.places()):
             if tensor is not None and tensor.numel():

@@ -1,13 +1,12 @@
 """AdamW for many tensors in one launch: the kernels find each tensor through a table of addresses on the device.
 
-Axes: R rows of the table, one per tensor; A kinds of address; C chunks, pieces of at most ``CHUNK`` elements that all
-    tensors together are cut into.
-Per element a step reads gradient, master and both moments and writes master, both moments and copy: 28 bytes in
-fp32, 2 more with a copy, 12 less with 8-bit moments. A row without gradient has address 0 for it: its chunks
-have no element to read or write.
+Axes: R rows of the table, one per tensor; A kinds of address; C chunks of all tensors, at most ``CHUNK`` elements each.
+Per element a step reads gradient, master and both moments and writes master, both moments and copy: 28 bytes in fp32, 2
+more with a copy, 12 less with 8-bit moments. A row without gradient has address 0, and its chunks read and write no
+element.
 """
 
-# A jit body has no types that Python could check.
+# Parameters of a jit body have no Python types.
 # mypy: disallow-untyped-defs=False
 # ruff: noqa: ANN001, ANN202
 
@@ -29,11 +28,10 @@ from lightning_fastft.kernels.adamw_step.reference import (
 )
 
 NUM_WARPS = 8
-# 1024 programs of 8 warps fill 128 multiprocessors; a fixed number, so that sums have one order on every device. Not
-# yet measured;
-# candidates: python -m benchmarks.row_kernels --only adamw_step --tiles.
+# 1024 programs of 8 warps fill 128 multiprocessors; a fixed number, so that sums have the same order on every device.
+# Not yet measured; candidates: python -m benchmarks.row_kernels --only adamw_step --tiles.
 NUM_PARTIALS = 1024
-# Blocks per program for 8-bit moments. 100 M bf16 values took 550 us on an H200, six other candidates 508 (chunks
+# Blocks per program for 8-bit moments. 100 M bf16 values took 550 us on an H200; six other candidates took 508 (chunks
 # of 8192, 2 blocks on 1 warp) to 696: python -m benchmarks.row_kernels --only "averages in 8 bits" --rows 16384 --width
 # 6144 --tiles.
 NUM_BLOCKS = 4
@@ -48,24 +46,22 @@ _SIZE = tl.constexpr(4)
 _EXP_AVG_ABSMAX = tl.constexpr(5)
 _EXP_AVG_SQ_ABSMAX = tl.constexpr(6)
 _ALIGNMENT = tl.constexpr(ALIGNMENT)
-# More elements than a tensor has, and a multiple of every vector.
+# Above the number of elements of any tensor, and a multiple of every vector width.
 _EVERYTHING = tl.constexpr(2**62)
 _NUM_CODES = tl.constexpr(codes.NUM_CODES)
 _WIDTH = tl.constexpr(codes.BLOCK)
 _ZERO = tl.constexpr(codes.zero_code(is_signed=True))
-# Where the zones of each map begin.
+# Starts of the zones of each map.
 _S1, _S2, _S3, _S4, _S5, _S6, _S7, _S8 = map(tl.constexpr, codes.thresholds(is_signed=True))
 _U1, _U2, _U3, _U4, _U5, _U6, _U7, _U8 = map(tl.constexpr, codes.thresholds(is_signed=False))
-# What a row of the table of codes is long.
+# Length of a row of the table of codes.
 _TABLE_WIDTH = tl.constexpr(codes.NUM_CODES + codes.NUM_SLOPES)
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
 def _load_pointer(ptr, DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr):
-    """Return an address as a pointer; that it is aligned, which the host knows, lets the compiler read and write
-    vectors.
-    """
+    """Return an address as a pointer; an alignment hint from the host lets the compiler use vector access."""
     pointer = tl.load(ptr).to(tl.pointer_type(DTYPE))
     if IS_ALIGNED:
         pointer = tl.multiple_of(pointer, _ALIGNMENT)
@@ -76,7 +72,7 @@ def _load_pointer(ptr, DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr):
 def _find_chunk(
     address_ptr, grad_address_ptr, row_ptr, index_ptr, num_rows, chunk, IS_ALIGNED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Return the row of a chunk, its elements, and which of them are there to be stepped."""
+    """Return the row of a chunk, its elements, and their mask."""
     row = tl.load(row_ptr + chunk).to(tl.int64)
     offs = tl.load(index_ptr + chunk).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     num_readable = tl.where(tl.load(grad_address_ptr + row) != 0, tl.load(address_ptr + _SIZE * num_rows + row), 0)
@@ -113,7 +109,7 @@ def _adamw_kernel(
     IS_ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Run one program per chunk. If the learning rate is on the device, rate and decay are given for a rate of 1.
+    """Run one program per chunk. If the learning rate is on the device, rate and decay are passed for a rate of 1.
 
     With a flag, rate and root_correction come from the device, and a skipped step reads and writes no element.
     """
@@ -121,7 +117,7 @@ def _adamw_kernel(
         address_ptr, grad_address_ptr, row_ptr, index_ptr, num_rows, tl.program_id(0), IS_ALIGNED, BLOCK
     )
     if HAS_SKIP:
-        # A number of elements, so that the compiler still knows which vectors are inside.
+        # Compare with a number of elements, so that the compiler still knows which vectors are inside.
         inside = inside & (offs < tl.where(tl.load(found_inf_ptr) == 0.0, _EVERYTHING, 0))
         rate = tl.load(number_ptr)
         root_correction = tl.load(number_ptr + 1)
@@ -142,11 +138,11 @@ def _adamw_kernel(
         rate *= learning_rate
         decay *= learning_rate
 
-    # As torch.lerp: from the nearer end, so that a share of 1 gives the gradient itself.
+    # Like torch.lerp: interpolate from the nearer end, so that a share of 1 gives the gradient itself.
     avg = tl.where(grad_share < 0.5, avg + grad_share * (grad - avg), grad - beta1 * (grad - avg))
     square = beta2 * square + square_share * grad * grad
     denominator = tl.div_rn(tl.sqrt_rn(square), root_correction) + eps
-    # Both changes are summed before the master is touched: one rounding at its size instead of two.
+    # Sum both changes before the update of the master: one rounding at its magnitude instead of two.
     param -= decay * param + rate * tl.div_rn(avg, denominator)
 
     rounded = param.to(PARAM_DTYPE)
@@ -160,22 +156,22 @@ def _adamw_kernel(
 
 @triton.jit
 def _find_zone(size, T1, T2, T3, T4, T5, T6, T7, T8):
-    """Return how many of eight ascending thresholds a magnitude has reached."""
+    """Return the number of eight ascending thresholds that a magnitude reaches."""
     is_upper = size >= T5
     is_high = size >= tl.where(is_upper, T7, T3)
     is_last = size >= tl.where(is_upper, tl.where(is_high, T8, T6), tl.where(is_high, T4, T2))
-    # The lowest threshold is reached wherever one of the others is.
+    # A magnitude that reaches another threshold also reaches the lowest.
     return tl.where(is_upper, 4, 0) + tl.where(is_high, 2, 0) + is_last.to(tl.int32) + (size >= T1).to(tl.int32)
 
 
 @triton.jit
 def _find_place(size, zone, slope_ptr, NUM_FIRST: tl.constexpr):
-    """Return the place of the nearest value of a zone, which holds those from NUM_FIRST * 2^(zone - 1) on to
-    twice that.
+    """Return the index of the nearest value of a zone; a zone has the indices from NUM_FIRST * 2^(zone - 1) to twice
+    that.
     """
     end = NUM_FIRST << zone
-    # The cells of a zone reach from 0.1 to 1 of its decade: a place is the slope times the magnitude, plus 8/9 of the
-    # zone's first place.
+    # The cells of a zone span 0.1 to 1 of its decade: an index is the slope times the magnitude, plus 8/9 of the
+    # zone's first index.
     place = (size * tl.load(slope_ptr + zone) + end.to(tl.float32) * (4.0 / 9.0)).to(tl.int32)
     return tl.minimum(place, end - 1)
 
@@ -186,7 +182,7 @@ def _encode_signed(values, table_ptr):
     size = tl.abs(values)
     zone = _find_zone(size, _S1, _S2, _S3, _S4, _S5, _S6, _S7, _S8)
     place = _find_place(size, zone, table_ptr + _NUM_CODES, 1)
-    # 1 has no negative.
+    # The map has no -1.
     return tl.where(values < 0.0, _ZERO - tl.minimum(place, _ZERO), _ZERO + place).to(tl.uint8)
 
 
@@ -195,13 +191,13 @@ def _encode_unsigned(values, table_ptr):
     """Return the nearest codes of values in [0, 1]."""
     zone = _find_zone(values, _U1, _U2, _U3, _U4, _U5, _U6, _U7, _U8)
     place = _find_place(values, zone, table_ptr + _TABLE_WIDTH + _NUM_CODES, 2)
-    # Places are counted from 1.
+    # Indices start at 1.
     return (tl.maximum(place, 1) - 1).to(tl.uint8)
 
 
 @triton.jit
 def _inverse(absmax):
-    """Return what brings a block to a largest magnitude of 1; 0 for a block of zeros."""
+    """Return the factor that scales a block to a largest magnitude of 1; 0 for a block of zeros."""
     return tl.where(absmax > 0.0, 1.0 / absmax, 0.0)[:, None]
 
 
@@ -236,10 +232,10 @@ def _adamw_8bit_kernel(
     NUM_BLOCKS: tl.constexpr,
 ):
     """Run one program per chunk and NUM_BLOCKS blocks of it. If the learning rate is on the device, rate and decay are
-    given for a rate of 1.
+    passed for a rate of 1.
 
     With a flag, rate and root_correction come from the device, and a skipped step reads and writes no element. Roots
-    and quotients are the device's fast ones, whose error is far below the rounding to 8 bits.
+    and quotients use fast approximations, whose error is far below the rounding to 8 bits.
     """
     row = tl.load(row_ptr + tl.program_id(0)).to(tl.int64)
     start = tl.load(index_ptr + tl.program_id(0)).to(tl.int64) * CHUNK + tl.program_id(1) * (NUM_BLOCKS * _WIDTH)
@@ -315,9 +311,7 @@ def _sum_squares_kernel(
     NUM_PROGRAMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Run one program per partial sum, over every NUM_PROGRAMS-th chunk: fp32 inside a chunk, float64 from chunk to
-    chunk.
-    """
+    """Run one program per partial sum, over every NUM_PROGRAMS-th chunk: fp32 inside a chunk, float64 across chunks."""
     program = tl.program_id(0)
     total = tl.zeros((), dtype=tl.float64)
     for chunk in range(program, num_chunks, NUM_PROGRAMS):
@@ -333,7 +327,7 @@ def _sum_squares_kernel(
 
 @triton.jit
 def _norm_kernel(partial_ptr, norm_ptr, num_partials, BLOCK: tl.constexpr):
-    """Run one program: the root of the sum of all partial sums."""
+    """Run one program; write the root of the sum of all partial sums."""
     total = tl.zeros((), dtype=tl.float64)
     for start in range(0, num_partials, BLOCK):
         offs = start + tl.arange(0, BLOCK)
@@ -397,15 +391,16 @@ def adamw_step(
             )
         else:
             _adamw_kernel[(num_chunks,)](*given, *numbers, **constants, BLOCK=CHUNK, num_warps=NUM_WARPS)
-    # Autograd counts writes to detect a backward that would read a changed tensor; it does not see writes of a kernel.
+    # Autograd does not see writes of a kernel. A backward that saved the old values must raise.
     torch.autograd.graph.increment_version(
         [tensor for row, tensors in zip(table.rows, table.written) if row.owner.grad is not None for tensor in tensors]
     )
 
 
 def _numbers_on_device(options: StepOptions, skip: SkipFlag, *, learning_rate: float) -> torch.Tensor:
-    """Return rate and root_correction of the kernel, computed in float64 on the device as the host does without a
-    flag; shape (2,), fp32.
+    """Return rate and root_correction of the kernel, computed in float64 on the device; shape (2,), fp32.
+
+    Without a flag the host computes them the same way.
     """
     correction, root_correction = bias_corrections_on_device(options, skip.num_skipped)
     return torch.stack([learning_rate / correction, root_correction]).float()

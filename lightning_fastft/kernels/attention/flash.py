@@ -1,6 +1,6 @@
-"""Attention over a packed row by the flash kernels inside torch, called with document offsets; exact gradients for
-attention sinks.
+"""Attention over a packed row with torch's flash kernels, called with document offsets.
 
+The gradients of attention sinks are exact.
 Axes: T tokens of the pack, S1 document borders, H query heads, G key/value heads, W width of a head.
 """
 
@@ -13,7 +13,7 @@ import torch
 
 from lightning_fastft.packing.context import BatchContext, VarlenArguments
 
-# The flash kernels of torch read heads in steps of this many elements.
+# Torch's flash kernels need a head width that is a multiple of this.
 HEAD_WIDTH_STEP = 8
 MAX_HEAD_WIDTH = 256
 
@@ -24,12 +24,12 @@ Repeat = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 class Shares(NamedTuple):
-    """Functions for query heads that share keys and values: the backward computes each query head by itself and adds
-    nothing up.
+    """Functions for query heads that share keys and values: the backward computes each query head separately and does
+    not sum.
 
     Args:
-        repeat: Returns keys or values once for each of so many query heads.
-        collect: Called with the shares of d_k and d_v, both (T, H, W), in the place of autograd, which gets none.
+        repeat: Returns keys or values repeated to a number of query heads.
+        collect: Receives the shares of d_k and d_v, both (T, H, W). Autograd gets no gradient of keys and values.
     """
 
     repeat: Repeat
@@ -50,15 +50,13 @@ def varlen_attention(
 ) -> torch.Tensor:
     """Return attention within each document, shape (T, H, width of a value), fp16 or bf16 on CUDA.
 
-    Heads whose width is no multiple of 8, and values narrower than keys (multi-head latent attention), are padded with
-    zeros, which changes no score.
-
-    Where documents continue prefixes, keys and values are those of ``gather_keys``.
+    Heads whose width is not a multiple of 8, and values narrower than keys (multi-head latent attention), are padded
+    with zeros, which changes no score. If documents continue prefixes, ``gather_keys`` builds the keys and values.
 
     Cost:
-        Memory linear in T; a copy of what has to be padded; no host sync. With ``shares``, keys and values
-        of every query head in the backward, 4 T H W bytes, in place of the operator's own sum over query heads (37 us a
-        sum of 16 heads at 8,192 tokens on an H200, a quarter of the memory's speed: ``python -m benchmarks.step_profile
+        Memory linear in T; a copy of padded tensors; no host sync. With ``shares``, the backward holds keys and values
+        of every query head, 4 T H W bytes, instead of the operator's own sum over query heads (37 us per sum of 16
+        heads at 8,192 tokens on an H200, a quarter of the memory bandwidth: ``python -m benchmarks.step_profile
         --workload qwen3-0.6b-lora --modes keep+fused``).
 
     Source:
@@ -69,21 +67,21 @@ def varlen_attention(
     width = -(-max(q_THW.shape[-1], value_width) // HEAD_WIDTH_STEP) * HEAD_WIDTH_STEP
     window_left = -1 if window is None or window >= varlen.max_key_length else window - 1
     ready = (_kernel_ready(x, width=width) for x in (q_THW, k_TGW, v_TGW))
-    # Padded heads have a gradient that is not yet cut.
+    # The gradient of padded heads still has to be cut to the width, so it cannot be shared.
     shares = shares if width == q_THW.shape[-1] == value_width else None
     out_THW = _FlashAttention.apply(*ready, sink_H, varlen, scale, window_left, remember, shares)
     return out_THW[..., :value_width]
 
 
 class _FlashAttention(torch.autograd.Function):
-    """Flash attention whose sinks are folded into the log-sum-exp, so that the stock backward gives exact gradients.
+    """Fold the sinks into the log-sum-exp of flash attention, so that the stock backward gives exact gradients.
 
     With lse' = log(exp(lse) + exp(sink)) and o' = o * exp(lse - lse'), the backward of plain attention called with (o',
     lse') computes the true dq, dk, dv: it reads both only through p = exp(score - lse') and delta = rowsum(do * o').
     The sink's own gradient is -sum(exp(sink - lse') * delta). Saves q, k, v, o', lse' (fp32), the sinks and the
     kernel's two random-state tensors.
 
-    Keys and values may be asked for in shares (``Shares``).
+    With ``Shares`` the gradients of keys and values are returned per query head.
     """
 
     @staticmethod
@@ -110,7 +108,7 @@ class _FlashAttention(torch.autograd.Function):
         out_THW, lse_HT, rng_state, unused = compute() if remember is None else remember(compute)
         if sink_H is not None:
             total_HT = torch.logaddexp(lse_HT, sink_H.float()[:, None])
-            # In fp32, rounded once, in one pass; into separate memory, because the kernel's output may be remembered.
+            # In fp32, rounded once, in one pass. The result needs separate memory: the kernel's output may be kept.
             out_THW = torch.mul(out_THW, torch.exp(lse_HT - total_HT).t()[..., None], out=torch.empty_like(out_THW))
             lse_HT = total_HT
         offsets = varlen.start_S1, varlen.key_start_S1
@@ -127,7 +125,7 @@ class _FlashAttention(torch.autograd.Function):
         q_THW, k_TGW, v_TGW, out_THW, lse_HT, sink_H, start_S1, key_start_S1, rng_state, unused = ctx.saved_tensors
         d_out_THW = grads[0].contiguous()
         if ctx.shares is not None:
-            k_TGW, v_TGW = (ctx.shares.repeat(_side_by_side(x_TGW), q_THW.shape[1]) for x_TGW in (k_TGW, v_TGW))
+            k_TGW, v_TGW = (ctx.shares.repeat(_contiguous_heads(x_TGW), q_THW.shape[1]) for x_TGW in (k_TGW, v_TGW))
         d_q_THW, d_k_TGW, d_v_TGW = torch.ops.aten._flash_attention_backward(
             d_out_THW,
             q_THW,
@@ -148,8 +146,7 @@ class _FlashAttention(torch.autograd.Function):
         )
         d_sink_H = None
         if sink_H is not None and ctx.needs_input_grad[3]:
-            # The fp32 zero makes the products fp32 while both factors are read as they are: 12 in place of 28 bytes per
-            # value.
+            # The fp32 zero makes the products fp32 without casting the factors first: 12 instead of 28 bytes per value.
             zero_111 = d_out_THW.new_zeros(1, 1, 1, dtype=torch.float32)
             delta_HT = torch.addcmul(zero_111, d_out_THW, out_THW).sum(dim=-1).t()
             d_sink_H = -(torch.exp(sink_H.float()[:, None] - lse_HT) * delta_HT).sum(dim=1).to(sink_H.dtype)
@@ -159,13 +156,13 @@ class _FlashAttention(torch.autograd.Function):
         return d_q_THW, d_k_TGW, d_v_TGW, d_sink_H, None, None, None, None, None
 
 
-def _side_by_side(x_TGW: torch.Tensor) -> torch.Tensor:
-    """Return heads that are contiguous within each token; the tensor itself where they are."""
+def _contiguous_heads(x_TGW: torch.Tensor) -> torch.Tensor:
+    """Return heads that are contiguous within each token; the tensor itself if they are already."""
     return x_TGW if x_TGW.stride()[1:] == (x_TGW.shape[2], 1) else x_TGW.contiguous()
 
 
 def _kernel_ready(x_THW: torch.Tensor, *, width: int) -> torch.Tensor:
-    """Return heads of this width whose last axis is contiguous; the tensor itself where that holds already."""
+    """Return heads of this width whose last axis is contiguous; the tensor itself if it is ready already."""
     if x_THW.shape[-1] != width:
         return torch.nn.functional.pad(x_THW, (0, width - x_THW.shape[-1]))
     return x_THW if x_THW.stride(-1) == 1 else x_THW.contiguous()

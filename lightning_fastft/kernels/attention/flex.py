@@ -1,4 +1,4 @@
-"""Attention over a packed row by FlexAttention with a block mask: soft caps on a GPU; forward only on a CPU.
+"""Attention over a packed row with FlexAttention and a block mask: soft caps on a GPU; forward only on a CPU.
 
 Axes: T tokens of the pack, H query heads, G key/value heads, W width of a head.
 """
@@ -14,8 +14,8 @@ import torch
 
 from lightning_fastft.packing.context import BatchContext
 
-# Windows, gradients on and off, grouped heads, sizes static and dynamic: one model meets more than torch's default of 8
-# compiled variants.
+# Windows, gradients on and off, grouped heads, and static and dynamic sizes: one model can need more compiled variants
+# than torch's default limit of 8.
 MAX_VARIANTS = 64
 
 
@@ -63,7 +63,7 @@ def flex_attention(
 
 @functools.cache
 def _softcap_score(softcap: float) -> Callable[..., torch.Tensor]:
-    """Return one function object per cap, so that the compiled kernel is reused."""
+    """Return the same function object for equal caps, so that the compiled kernel is reused."""
 
     def cap(
         score: torch.Tensor, batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
@@ -74,7 +74,7 @@ def _softcap_score(softcap: float) -> Callable[..., torch.Tensor]:
 
 
 def _flex_attention() -> Callable[..., Any]:
-    # Imported on use: it pulls in torch's higher-order operators, which plain attention never needs.
+    # Imported on first use: it imports torch's higher-order operators, which plain attention never needs.
     from torch.nn.attention.flex_attention import flex_attention as attend
 
     return attend
@@ -82,10 +82,9 @@ def _flex_attention() -> Callable[..., Any]:
 
 @functools.cache
 def _compiled_flex_attention() -> Callable[..., Any]:
-    """Uncompiled FlexAttention would materialise every score: a compilation that fails is an error, never a silent
-    eager run.
+    """Return the compiled FlexAttention; a compilation that fails raises.
 
-    Sizes become dynamic at the second pack; dynamic=True from the start would make the soft cap a run-time number
-    inside the kernel as well.
+    An eager run would materialise every score. Sizes become dynamic at the second pack; dynamic=True from the start
+    would make the soft cap a run-time number inside the kernel as well.
     """
     return torch.compile(_flex_attention(), fullgraph=True)

@@ -1,4 +1,4 @@
-"""Attention over a packed row: the public function, what each backend can do, and the choice between them.
+"""Attention over a packed row: the public function, the limits of each backend, and the choice between backends.
 
 Axes: T tokens of the pack, H query heads, G key/value heads, W width of a head.
 """
@@ -21,18 +21,20 @@ from lightning_fastft.kernels.repeat_heads.op import repeat_heads
 from lightning_fastft.packing.context import BatchContext, PrefixKeys
 
 BACKENDS = ("varlen", "cudnn", "flex", "sdpa", "reference")
-# From here on cuDNN beats the flash kernels of torch (measured on an H200: 1.35x forward and 1.7x backward at 8192,
-# equal at 2048, half at 512).
+# From this length on cuDNN is faster than torch's flash kernels (measured on an H200: 1.35x forward and 1.7x backward
+# at 8192, equal at 2048, half the speed at 512).
 CUDNN_MIN_DOCUMENT_LENGTH = 4096
 CUDNN_HEAD_WIDTH = 128
-# A new token count costs cuDNN up to 1 s of plan building: chosen only where packs are padded to a length that recurs.
+# A new token count costs cuDNN up to 1 s to build a plan, so cuDNN is chosen only for packs padded to a recurring
+# length.
 CUDNN_TOKEN_STEP = 512
-# The oldest GPUs with the flash kernels of torch, FlexAttention's bf16, and cuDNN's packed backward.
+# The oldest GPUs with torch's flash kernels and FlexAttention in bf16 (Ampere), and with cuDNN's packed backward
+# (Hopper).
 AMPERE, HOPPER = (8, 0), (9, 0)
 
 
 class AttentionNeed(NamedTuple):
-    """All that the choice of a backend depends on.
+    """Properties of a call that decide its backend.
 
     Args:
         device_type: "cuda", "cpu", ...
@@ -79,8 +81,9 @@ def packed_attention(
     remember: Remember | None = None,
     collect: Collect | None = None,
 ) -> torch.Tensor:
-    """Return causal attention in which every document of the pack sees only its prefix and itself, and note in the
-    context which backend ran.
+    """Return causal attention in which every document of the pack attends only to its prefix and itself.
+
+    Records in the context which backend ran.
 
     Args:
         q_THW: Queries, shape (T, H, W).
@@ -88,29 +91,28 @@ def packed_attention(
         v_TGW: Values, shape (T, G, any width); dtype and device of q_THW, as k_TGW.
         context: The metadata of the pack, on the same device; its masks and offsets are built once and reused by all
             layers.
-        scale: What scores are multiplied by.
-        window: Keys a query sees, itself included; None for all keys of its document.
+        scale: Factor on the scores.
+        window: Keys that a query attends to, itself included; None for all keys of its document.
         softcap: Scores become softcap * tanh(score / softcap); None for no cap.
         sink_H: One learned logit per query head in the denominator, shape (H,); None for no sinks.
         backend: "auto", or one of BACKENDS.
-        remember: Called with a function that computes the kernel's outputs, and returns them, computed now or
-            remembered from an earlier equal call (activation checkpointing); backend "varlen" asks it, the others
-            always compute.
-        collect: Called in the backward with the gradients of keys and values before they are summed over the query
-            heads that share them, both (T, H, W), where the backend computes them so ("varlen", H > G); keys and values
-            get no gradient through autograd then.
+        remember: Takes a function that computes the kernel's outputs, and returns them: computed now, or kept from an
+            earlier equal call (activation checkpointing). Backend "varlen" calls it; the others always compute.
+        collect: Receives in the backward the gradients of keys and values before they are summed over the query heads
+            that share them, both (T, H, W), if the backend computes them per query head ("varlen", H > G). Keys and
+            values then get no gradient through autograd.
 
     Returns:
         Shape (T, H, width of a value), dtype of q_THW, differentiable in q_THW, k_TGW, v_TGW and sink_H.
 
     Raises:
-        ShapeError: Shapes, dtypes or devices do not fit each other or the context.
-        BackendError: The forced backend cannot serve this call; the message names the backends that can.
+        ShapeError: Shapes, dtypes or devices do not match each other or the context.
+        BackendError: The forced backend does not support this call; the message names the backends that can.
         OptionError: backend is unknown or window is below 1.
         MissingDependencyError: "cudnn" is forced and nvidia-cudnn-frontend is not installed.
 
     Cost:
-        That of the backend; no host sync.
+        The cost of the backend; no host sync.
 
     Source:
         own (the choice); each backend names its own.
@@ -131,7 +133,7 @@ def packed_attention(
         shares = None if collect is None else Shares(repeat_heads, collect)
         if context.prefix_keys is not None:
             k_TGW, v_TGW = (gather_keys(x, context.prefix_keys) for x in (k_TGW, v_TGW))
-            # Gradients of a prefix are summed over its readers first.
+            # The gradients of a prefix have to be summed over the documents that read it first.
             shares = None
         return varlen_attention(
             q_THW,
@@ -153,15 +155,15 @@ def packed_attention(
     if name == "sdpa":
         return sdpa_attention(q_THW, k_TGW, v_TGW, context=context, scale=scale, window=window)
     mask_TT = context.dense_mask(window=window)[0, 0]
-    # Autocast would round what the definition keeps in float32.
+    # Autocast would round values that the definition keeps in float32.
     with torch.autocast(q_THW.device.type, enabled=False):
         return masked_attention(q_THW, k_TGW, v_TGW, mask_TT=mask_TT, scale=scale, softcap=softcap, sink_H=sink_H)
 
 
 def gather_keys(x_TGW: torch.Tensor, keys: PrefixKeys) -> torch.Tensor:
-    """Return the keys or values of each document, its prefix's in front, shape (N, G, W).
+    """Return the keys or values of each document after those of its prefix, shape (N, G, W).
 
-    The gradient of a row is the sum over the documents that read it, in their order, so it is the same in every run.
+    The gradient of a row is the sum over the documents that read it, in document order, so every run gives equal bits.
 
     Cost:
         One pass over N rows in the forward and one in the backward; no host sync.
@@ -171,7 +173,7 @@ def gather_keys(x_TGW: torch.Tensor, keys: PrefixKeys) -> torch.Tensor:
 
 
 class _GatherKeys(torch.autograd.Function):
-    """Saves nothing: the keys of a pack belong to its context."""
+    """Gather rows and save nothing: the context of the pack owns the row indices."""
 
     @staticmethod
     def forward(ctx: Any, x_TGW: torch.Tensor, keys: PrefixKeys) -> torch.Tensor:
@@ -181,7 +183,7 @@ class _GatherKeys(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         d_out_NGW, keys = grads[0], ctx.keys
-        # The last offset is N, at and behind which places hold nothing.
+        # The last offset is N; entries from N on are empty.
         d_x_TC = combine_rows(
             d_out_NGW.reshape(d_out_NGW.shape[0], -1), keys.place_TK, keys.start_S1[-1:], is_checked=False
         )
@@ -189,10 +191,10 @@ class _GatherKeys(torch.autograd.Function):
 
 
 def choose_backend(need: AttentionNeed) -> str:
-    """Return the fastest backend that serves a need.
+    """Return the fastest backend that supports a call.
 
-    On CUDA: cuDNN for long documents of width 128 in packs of a fixed length, else the flash kernels of torch;
-    FlexAttention where scores are capped; a dense mask for float32. Elsewhere: a dense mask through
+    On CUDA: cuDNN for long documents of width 128 in packs of a fixed length, else torch's flash kernels;
+    FlexAttention for capped scores; a dense mask for float32. On other devices: a dense mask through
     scaled_dot_product_attention, or the plain formula for caps and sinks.
 
     Example:
@@ -210,7 +212,7 @@ def choose_backend(need: AttentionNeed) -> str:
 
 
 def find_obstacle(backend: str, need: AttentionNeed) -> str:
-    """Return why this backend cannot serve a need; empty if it can."""
+    """Return why a backend cannot run a call; an empty string if it can."""
     obstacles: dict[str, tuple[tuple[bool, str], ...]] = {
         "varlen": (
             (need.device_type != "cuda", "runs on CUDA only"),
@@ -273,7 +275,7 @@ def describe_need(
     softcap: float | None,
     sink_H: torch.Tensor | None,
 ) -> AttentionNeed:
-    """Return what the choice of a backend depends on; everything in it is known on the host."""
+    """Return the properties of a call that decide its backend; all are known on the host."""
     tensors = (q_THW, k_TGW, v_TGW) if sink_H is None else (q_THW, k_TGW, v_TGW, sink_H)
     return AttentionNeed(
         device_type=q_THW.device.type,

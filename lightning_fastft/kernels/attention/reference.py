@@ -1,4 +1,4 @@
-"""Attention over a packed row by its definition, in plain PyTorch: the truth that every backend is tested against.
+"""Attention over a packed row by its definition, in plain PyTorch; every backend is tested against it.
 
 Axes: T tokens of the pack, H query heads, G key/value heads, W width of a head.
 """
@@ -18,7 +18,7 @@ def masked_attention(
     softcap: float | None = None,
     sink_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return softmax(softcap(scale * q k^T) + mask) v, with a learned sink in the denominator where one is given.
+    """Return softmax(softcap(scale * q k^T) + mask) v, with an optional learned sink in the denominator.
 
     Softmax runs in float32, or in float64 for float64 inputs; everything is differentiable by autograd.
 
@@ -26,8 +26,9 @@ def masked_attention(
         q_THW: Queries, shape (T, H, W), any floating dtype and device.
         k_TGW: Keys, shape (T, G, W); H is a multiple of G, and head h reads key head h // (H / G).
         v_TGW: Values, shape (T, G, any width).
-        mask_TT: Who sees whom, shape (T, T), bool; every row has at least one True.
-        scale: What scores are multiplied by.
+        mask_TT: True where the query of the row attends to the key of the column. Shape (T, T), bool; every row has at
+            least one True.
+        scale: Factor on the scores.
         softcap: Scores become softcap * tanh(score / softcap); None for no cap.
         sink_H: One logit per query head that takes part in the softmax and carries no value; None for no sink.
 

@@ -1,6 +1,6 @@
-"""Attention over a packed row by torch's scaled_dot_product_attention with one dense mask per batch: any device, any
-dtype, short packs.
+"""Attention over a packed row with torch's scaled_dot_product_attention and one dense mask per batch.
 
+It runs on any device in any dtype and suits short packs.
 Axes: T tokens of the pack, H query heads, G key/value heads, W width of a head.
 """
 
@@ -39,8 +39,8 @@ def dense_attention(
 ) -> torch.Tensor:
     """Return scaled_dot_product_attention with grouped key/value heads, shape (B, H, Q, width of a value).
 
-    With a mask, CUDA's memory-efficient kernel takes no grouped heads, and enable_gqa there would silently run the slow
-    one: keys and values are repeated.
+    Keys and values are repeated: with a mask, CUDA's memory-efficient kernel does not support grouped heads, and
+    enable_gqa would silently run the slow kernel.
     """
     num_repeats = q_BHQW.shape[1] // k_BGTW.shape[1]
     is_grouped = num_repeats > 1

@@ -1,1 +1,1 @@
-"""Blocks on a diagonal, zeros elsewhere."""
+"""Block-diagonal matrices."""

@@ -1,4 +1,4 @@
-"""Blocks on a diagonal: what lets the adapters of several layers ride behind their weights in one product.
+"""Write block-diagonal matrices, which fuse the adapters of several layers into the product of their weights.
 
 Axes: O rows of all blocks together, C columns of the matrix.
 """
@@ -23,20 +23,20 @@ _DTYPES = (*TRITON_DTYPES, torch.float64)
 def write_block_diagonal(
     out_OC: torch.Tensor, blocks: Sequence[torch.Tensor], *, backend: str = "auto", is_checked: bool = True
 ) -> None:
-    """Write blocks into a matrix, each below and to the right of the one before it, and zeros everywhere else.
+    """Write blocks on the diagonal of a matrix, and zeros everywhere else.
 
     Args:
-        out_OC: Output. Shape (O, C), C at most 4,096; bf16, fp16, fp32 or float64; last axis contiguous, any row
+        out_OC: Output tensor. Shape (O, C), C at most 4,096; bf16, fp16, fp32 or float64; last axis contiguous, any row
             stride; memory between the rows is not written.
-        blocks: At most 4, of any number of columns, 0 among them; their rows make O, their columns at most C. Dtype and
-            device of out_OC; last axis contiguous, any row stride; in memory of their own.
+        blocks: At most 4 blocks of any number of columns, including 0. Their rows add up to O, their columns to at most
+            C. Dtype and device of out_OC; last axis contiguous, any row stride; in separate memory.
         backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first if possible, else
             the second.
         is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
 
     Raises:
         ShapeError: A shape, dtype, device or layout is wrong.
-        OptionError: The backend is unknown, or cannot serve these tensors.
+        OptionError: The backend is unknown, or does not support these tensors.
 
     Cost:
         Reads the blocks and writes O x C values once, in one launch; no host sync.
@@ -58,7 +58,8 @@ def write_block_diagonal(
         check_rows_apart("out_OC", out_OC)
         if len(blocks) > MAX_BLOCKS or out_OC.shape[1] > MAX_COLUMNS:
             raise ShapeError(
-                f"{len(blocks)} blocks in {out_OC.shape[1]} columns; at most {MAX_BLOCKS} and {MAX_COLUMNS} are served."
+                f"{len(blocks)} blocks in {out_OC.shape[1]} columns; at most {MAX_BLOCKS} blocks and {MAX_COLUMNS} "
+                "columns are supported."
             )
         for number, block in enumerate(blocks):
             check_tensor(f"blocks[{number}]", block, ndim=2, dtypes=(out_OC.dtype,))

@@ -11,7 +11,7 @@ import torch
 
 
 def write_block_diagonal(out_OC: torch.Tensor, blocks: Sequence[torch.Tensor]) -> None:
-    """Write the blocks, each below and to the right of the one before it, and zeros everywhere else."""
+    """Write the blocks on the diagonal, and zeros everywhere else."""
     out_OC.zero_()
     row = column = 0
     for block in blocks:

@@ -3,7 +3,7 @@
 Axes: O rows of all blocks together (walked in tiles), C columns of the matrix (all of them in one tile).
 """
 
-# A jit body has no types that Python could check.
+# Parameters of a jit body have no Python types.
 # mypy: disallow-untyped-defs=False
 # ruff: noqa: ANN001, ANN202
 
@@ -26,7 +26,7 @@ NUM_WARPS = 4
 
 @triton.jit
 def _add_block(value, block_ptr, stride, rows, cols, first_row, end_row, first_col, end_col):
-    """Return the tile plus the part of a block that falls into it."""
+    """Return the tile plus its part of a block."""
     inside = ((rows >= first_row) & (rows < end_row))[:, None] & ((cols >= first_col) & (cols < end_col))[None, :]
     ptrs = block_ptr + (rows - first_row).to(tl.int64)[:, None] * stride + (cols - first_col)[None, :]
     return value + tl.load(ptrs, mask=inside, other=0.0)
@@ -57,11 +57,11 @@ def _block_diagonal_kernel(
     BLOCK_O: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Run one program per tile of rows; row_I and col_I are where block I ends."""
+    """Run one program per tile of rows; block I ends at row_I and col_I."""
     rows = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     cols = tl.arange(0, BLOCK_C)
     value = tl.zeros((BLOCK_O, BLOCK_C), dtype=out_ptr.dtype.element_ty)
-    # No two blocks share an element, so a sum with zeros is the block itself.
+    # Blocks share no element, so the sum with zeros is the block itself.
     value = _add_block(value, block_0_ptr, stride_0, rows, cols, 0, row_0, 0, col_0)
     value = _add_block(value, block_1_ptr, stride_1, rows, cols, row_0, row_1, col_0, col_1)
     value = _add_block(value, block_2_ptr, stride_2, rows, cols, row_1, row_2, col_1, col_2)

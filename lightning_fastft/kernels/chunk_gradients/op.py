@@ -48,16 +48,16 @@ def chunk_gradients(
     Args:
         q_THK: Queries. Shape (T, H, K); bf16, fp16, fp32 or float64, contiguous.
         k_THK: Keys, like q_THK.
-        v_TJV: Values, after what the state already holds was taken off. Shape (T, J, V), J a multiple of H; dtype of
+        v_TJV: Values, after the prediction of the state was subtracted. Shape (T, J, V), J a multiple of H; dtype of
             q_THK, contiguous.
         d_out_TJV: Gradient of the output, like v_TJV.
         state_NJKV: State at the start of each chunk. Shape (N, J, K, V), any floating dtype, contiguous.
         d_state_NJKV: Gradient of the state at the end of each chunk, like state_NJKV.
         decay_TJ: Binary logarithms of the decays, summed inside each chunk. Shape (T, J), fp32 or float64, contiguous.
         start_S1: First token of each document, and T. Shape (S + 1,), int32 or int64.
-        chunk_N2: Document and place in it of each chunk, in the order of the pack. Shape (N, 2), int32 or int64.
-        scale: Factor of the queries.
-        d_value_TJV: Gradient of v_TJV where values are ``u - w state``; None otherwise.
+        chunk_N2: Document of each chunk and index of the chunk in it, in pack order. Shape (N, 2), int32 or int64.
+        scale: Factor on the queries.
+        d_value_TJV: Gradient of v_TJV if values are ``u - w state``; None otherwise.
         backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first if possible, else
             the second.
         is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
@@ -67,11 +67,11 @@ def chunk_gradients(
 
     Raises:
         ShapeError: A shape, dtype, device or layout is wrong.
-        OptionError: The backend is unknown, or cannot serve these tensors.
+        OptionError: The backend is unknown, or does not support these tensors.
 
     Cost:
-        Reads values, states and their gradients once for each 64 columns of K, and writes each gradient once. No host
-        sync. "reference" makes wide copies and reads the offsets on the host.
+        Reads values, states and their gradients once per 64 columns of K, and writes each gradient once. No host sync.
+        "reference" makes wide copies and reads the offsets on the host.
 
     Source:
         Gated linear attention, arXiv 2312.06635; gated delta networks, arXiv 2412.06464.
@@ -124,14 +124,14 @@ def _check(
     chunk_N2: torch.Tensor,
     d_value_TJV: torch.Tensor | None,
 ) -> None:
-    """Refuse tensors that do not belong together."""
+    """Raise on tensors that do not belong together."""
     check_tensor("q_THK", q_THK, ndim=3, dtypes=_DTYPES)
     check_tensor("v_TJV", v_TJV, ndim=3, dtypes=(q_THK.dtype,))
     (num_tokens, num_heads, num_keys), num_value_heads, num_values = q_THK.shape, *v_TJV.shape[1:]
     if num_heads == 0 or num_value_heads % num_heads or v_TJV.shape[0] != num_tokens:
         raise ShapeError(
-            f"v_TJV is {tuple(v_TJV.shape)} for queries {tuple(q_THK.shape)}: it needs as many tokens, and a multiple "
-            "of their heads."
+            f"v_TJV is {tuple(v_TJV.shape)} for queries {tuple(q_THK.shape)}; it needs the same number of tokens, and "
+            "a multiple of their heads."
         )
     state_shape = (chunk_N2.shape[0], num_value_heads, num_keys, num_values)
     expected = {

@@ -17,10 +17,11 @@ class ChunkGradients(NamedTuple):
     """Gradients of a chunked linear attention.
 
     Args:
-        d_q_THK: Of the queries.
-        d_k_THK: Of the keys.
-        d_w_TJK: Of the rows that read the state; None without d_value_TJV.
-        d_decay_TJ: Of the decays, in natural logarithms and summed inside each chunk; fp32 (float64 for float64).
+        d_q_THK: Gradient of the queries.
+        d_k_THK: Gradient of the keys.
+        d_w_TJK: Gradient of the rows that read the state; None without d_value_TJV.
+        d_decay_TJ: Gradient of the decays, in natural logarithms and summed inside each chunk; fp32 (float64 for
+            float64).
     """
 
     d_q_THK: torch.Tensor
@@ -46,7 +47,7 @@ def chunk_gradients(
     """Return the gradients, computed in fp32 (float64 for float64) and rounded once."""
     wide = torch.float64 if q_THK.dtype is torch.float64 else torch.float32
     num_members = v_TJV.shape[1] // q_THK.shape[1]
-    # As many heads of queries and keys as of values.
+    # Repeat the heads of queries and keys to the number of value heads.
     q_TJK, k_TJK = (x.to(wide).repeat_interleave(num_members, dim=1) for x in (q_THK, k_THK))
     d_q_TJK, d_k_TJK = torch.zeros_like(q_TJK), torch.zeros_like(k_TJK)
     d_w_TJK = None if d_value_TJV is None else torch.zeros_like(q_TJK)
@@ -55,12 +56,12 @@ def chunk_gradients(
     for number, (document, place) in enumerate(chunk_N2.tolist()):
         begin = starts[document] + place * CHUNK
         rows = slice(begin, min(begin + CHUNK, starts[document + 1]))
-        # Heads first: products of the axis of tokens.
+        # Heads come first; products run over tokens.
         q, k, v, d_out = (x[rows].to(wide).transpose(0, 1) for x in (q_TJK, k_TJK, v_TJV, d_out_TJV))
         state_T, d_state_T = (x[number].to(wide).transpose(1, 2) for x in (state_NJKV, d_state_NJKV))
         decay = decay_TJ[rows].to(wide).T
         last = decay[:, -1:]
-        # A token sees itself and those before it; the differences of all others could overflow.
+        # tril: a token attends to itself and earlier tokens; the exponentials of other differences could overflow.
         difference = (decay[:, :, None] - decay[:, None, :]).tril()
         d_score = (d_out @ v.transpose(1, 2) * difference.exp2()).tril() * scale
         d_q = d_out @ state_T * (scale * decay.exp2())[..., None] + d_score @ k

@@ -1,12 +1,12 @@
 """Gradients of queries, keys and decays in chunked linear attention on a GPU.
 
 Axes: T tokens, H heads of queries and keys, J = H * GROUP heads of values, K and V their widths, N chunks of C tokens.
-One program for each chunk, head of queries and block of K. Tiles of scores are computed a second time transposed:
+One program runs per chunk, query head and block of K. Tiles of scores are computed twice, the second time transposed:
 Triton 3.4 to 3.7.0 multiplies the transpose of a computed tile wrongly on Hopper (triton-lang/triton, fla-org issue
 640).
 """
 
-# A jit body has no types that Python could check.
+# Parameters of a jit body have no Python types.
 # mypy: disallow-untyped-defs=False
 # ruff: noqa: ANN001, ANN202
 
@@ -22,11 +22,11 @@ from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 # A layer of Qwen3.5-9B on an H200 takes 481 us; 668 on 4 warps, 644 with blocks of 32 values, 458 with blocks of 128
 # keys, and 1,026 with blocks of 128 values (python -m benchmarks.chunk_gradients).
 BLOCK_KEYS = 64
-# Bytes of a row of values in a block: 64 of them in 16 bits, 32 in fp32, which fit 99 KiB of shared memory.
+# Bytes of a row of values in a block: 64 values in 16 bits or 32 in fp32, which fit 99 KiB of shared memory.
 BLOCK_VALUE_BYTES = 128
 NUM_WARPS = 8
 NUM_STAGES = 2
-# tl.dot takes no less along an axis.
+# tl.dot needs at least this size along each axis.
 _MIN_BLOCK = 16
 
 
@@ -57,7 +57,7 @@ def _chunk_gradients_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """With scores s_ij = exp2(decay_i - decay_j) * scale for j <= i:
+    """Compute the gradients of one chunk. With scores s_ij = exp2(decay_i - decay_j) * scale for j <= i:
     d_q_i = scale * exp2(decay_i) * state d_out_i + sum_j s_ij (d_out_i . v_j) k_j;
     d_k_j = exp2(decay_last - decay_j) * d_state v_j + sum_i s_ij (d_out_i . v_j) q_i;
     d_w_i = -state d_value_i; d_decay_i = d_q_i . q_i - d_k_i . k_i, and at the last token the gradient of the state.
@@ -99,7 +99,7 @@ def _chunk_gradients_kernel(
             inside_state = inside_values[:, None] & inside_keys[None, :]
             v = tl.load(v_ptr + value_places, mask=inside_tile, other=0.0)
             d_out = tl.load(d_out_ptr + value_places, mask=inside_tile, other=0.0)
-            # Transposed: the axis of values first.
+            # The state is read transposed: the axis of values comes first.
             state = tl.load(state_ptr + state_places + values[:, None], mask=inside_state, other=0.0)
             d_state = tl.load(d_state_ptr + state_places + values[:, None], mask=inside_state, other=0.0)
             d_last += tl.sum(state.to(tl.float32) * d_state.to(tl.float32))
@@ -120,7 +120,7 @@ def _chunk_gradients_kernel(
         d_q_member *= (tl.exp2(decay) * scale)[:, None]
         d_k_member *= tl.where(inside_rows, tl.exp2(decay_last - decay), 0.0)[:, None]
         d_last = d_last * tl.exp2(decay_last) + tl.sum(d_k_member * k.to(tl.float32))
-        # What is not seen may overflow, and is replaced.
+        # Masked entries may overflow and are replaced.
         difference = decay[:, None] - decay[None, :]
         d_score = tl.where(is_seen, d_score * tl.exp2(difference) * scale, 0.0).to(k.dtype)
         d_score_t = tl.where(sees, d_score_t * tl.exp2(-difference) * scale, 0.0).to(q.dtype)
@@ -157,7 +157,7 @@ def chunk_gradients(
     num_key_blocks = ceil_div(num_keys, block_keys)
     d_q_THK, d_k_THK = torch.empty_like(q_THK), torch.empty_like(k_THK)
     d_w_TJK = None if d_value_TJV is None else q_THK.new_empty(num_tokens, num_value_heads, num_keys)
-    # A part for each block of K.
+    # One partial gradient per block of K.
     d_decay_PTJ = torch.empty(num_key_blocks, num_tokens, num_value_heads, dtype=torch.float32, device=q_THK.device)
     if chunk_N2.shape[0]:
         _chunk_gradients_kernel[(chunk_N2.shape[0] * num_key_blocks, num_heads)](

@@ -1,5 +1,6 @@
-"""Cross-entropy and log-probabilities of the labelled rows of a pack, in chunks: full logits never exist, and the
-gradient is formed in the forward.
+"""Cross-entropy and log-probabilities of the labelled rows of a pack, in chunks.
+
+Full logits are never materialised, and the forward computes the gradient.
 
 Axes: T tokens of the pack, D model width, V vocabulary, R labelled rows (padded to a bucket; the first num_rows count).
 """
@@ -21,7 +22,7 @@ from lightning_fastft.kernels.logit_rows import DEFAULT_CHUNK_ROWS, Chunk, Head,
 
 
 class LogProbs(NamedTuple):
-    """Log-probability of each labelled row's target, and the entropy of the row's distribution (None where not asked
+    """Log-probability of each labelled row's target, and the entropy of the row's distribution (None unless asked
     for).
     """
 
@@ -30,7 +31,7 @@ class LogProbs(NamedTuple):
 
 
 class _Loss(NamedTuple):
-    """The arguments of a loss without gradient."""
+    """Arguments of a loss that get no gradient."""
 
     rows: LabelledRows
     target_R: torch.Tensor
@@ -54,29 +55,30 @@ def labelled_cross_entropy(
 ) -> torch.Tensor:
     """Return the summed cross-entropy of the first num_rows rows, divided by num_items.
 
-    The GEMMs run in the dtype of hidden_TD (under autocast in its dtype), softmax and sums in fp32. The power of two in
-    num_items divides gradients only in the backward, so that nothing underflows in fp16. A weight that requires a
-    gradient gets it, summed over the chunks in fp32.
+    The GEMMs run in the dtype of hidden_TD (in autocast's dtype if it is on), softmax and sums in fp32. The power of
+    two in num_items divides gradients only in the backward, so nothing underflows in fp16. The gradient of a trained
+    weight is summed over the chunks in fp32.
 
     Args:
         hidden_TD: Last hidden states. Shape (T, D); bf16, fp16, fp32 or float64.
         weight_VD: Weight of the head. Shape (V, D); dtype of hidden_TD.
         row_R: Rows of hidden_TD that are trained, int64, each at most once among the first num_rows; None for rows 0 to
             num_rows - 1.
-        target_R: Token that each row is trained towards, int64; -100 leaves a row out.
-        num_rows: Rows that count; those behind are padding.
-        num_items: What the sum is divided by, above 0; a 0-dim tensor on the device is taken without a wait.
+        target_R: Target token of each row, int64; -100 skips the row.
+        num_rows: Number of labelled rows; the rows after them are padding.
+        num_items: Divisor of the sum, above 0; a number, or a 0-dim tensor on the device, which is read without a host
+            sync.
         bias_V: Bias of the head.
         scale: Factor on the logits.
         softcap: Logits become ``softcap * tanh(logits / softcap)`` after the scale; None for no cap.
-        chunk_rows: Rows of logits that exist at a time.
+        chunk_rows: Rows of logits in memory at a time.
 
     Returns:
         Loss, 0-dim, fp32 (float64 for float64 states), with a graph where an input requires a gradient. With no rows: 0
         and gradients of 0.
 
     Raises:
-        ShapeError: Shapes or dtypes do not fit.
+        ShapeError: Shapes or dtypes do not match.
         OptionError: num_rows, num_items, softcap or chunk_rows is out of range.
 
     Cost:
@@ -85,7 +87,7 @@ def labelled_cross_entropy(
         trained. No host sync.
 
     Source:
-        Gradient in the forward: Liger kernel (arXiv 2410.10989); rows without a label are left out, own.
+        Gradient in the forward: Liger kernel (arXiv 2410.10989). Skipping rows without a label: own.
 
     Example:
         >>> hidden, weight = torch.zeros(3, 2), torch.zeros(4, 2)
@@ -116,10 +118,10 @@ def token_statistics(
     softcap: float | None = None,
     chunk_rows: int = DEFAULT_CHUNK_ROWS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the summed negative log-likelihood and the number of rows whose likeliest token is the target.
+    """Return the summed negative log-likelihood and the number of rows whose most likely token is the target.
 
-    Takes the arguments of ``labelled_cross_entropy`` and never builds a graph. Among equal logits the lowest token
-    counts as the likeliest.
+    Takes the arguments of ``labelled_cross_entropy`` and never builds a graph. Among equal logits the token with the
+    lowest index counts as the most likely.
 
     Returns:
         nll_sum: 0-dim, fp32 (float64 for float64 states), on the device of hidden_TD.
@@ -149,27 +151,27 @@ def labelled_log_probs(
     """Return the log-probability of each row's target under the softmax of the row's logits.
 
     Takes the arguments of ``labelled_cross_entropy``. Differentiable in hidden_TD, weight_VD and bias_V; the entropy is
-    a metric without gradient. The gradient of a log-probability is kept undivided and meets the incoming gradient in
-    fp32, so that a small one does not underflow in fp16.
+    a metric without gradient. The gradient of a log-probability is kept undivided and multiplied by the incoming
+    gradient in fp32, so a small one does not underflow in fp16.
 
     Args:
         hidden_TD: As in ``labelled_cross_entropy``, like all arguments that are not described here.
         weight_VD: Weight of the head.
         row_R: Rows of hidden_TD.
         target_R: Token of each row, int64; -100 gives 0, without gradient.
-        num_rows: Rows that count.
+        num_rows: Number of labelled rows.
         bias_V: Bias of the head.
         scale: Factor on the logits.
         softcap: Soft cap of the scaled logits.
         with_entropy: Return the entropies too.
-        chunk_rows: Rows of logits that exist at a time.
+        chunk_rows: Rows of logits in memory at a time.
 
     Returns:
         log_prob_R: Shape (R,), fp32 (float64 for float64 states); 0 from num_rows on.
         entropy_R: The same for ``-sum p log p``; None unless asked for.
 
     Raises:
-        ShapeError: Shapes or dtypes do not fit.
+        ShapeError: Shapes or dtypes do not match.
         OptionError: num_rows, softcap or chunk_rows is out of range.
 
     Cost:
@@ -178,7 +180,7 @@ def labelled_log_probs(
         backward, and V x D in fp32 if the weight is trained. No host sync.
 
     Source:
-        Own: the gradient of each row is formed in the forward, before the loss over rows is known.
+        Own: the forward computes the gradient of each row before the loss over rows is known.
 
     Example:
         >>> hidden, weight = torch.zeros(3, 2), torch.zeros(4, 2)
@@ -190,7 +192,7 @@ def labelled_log_probs(
     rows = _check(head, row_R=row_R, target_R=target_R, num_rows=num_rows, chunk_rows=chunk_rows)
 
     def log_probs(chunk: Chunk, writes_gradient: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        # The factor turns the gradient of the loss into that of the log-probability.
+        # The factor turns the gradient of the loss into the gradient of the log-probability.
         gradient_factor = -1.0 if writes_gradient else None
         losses = _row_losses(
             chunk, target_R, scale=scale, softcap=softcap, gradient_factor=gradient_factor, with_entropy=with_entropy
@@ -201,8 +203,8 @@ def labelled_log_probs(
 
 
 class _LabelledCrossEntropy(torch.autograd.Function):
-    """Saves the gradient of the trained rows, and of weight and bias where they are trained, before its power of
-    two; neither logits nor states.
+    """Save the gradient of the trained rows, and of weight and bias if they are trained, before the division by the
+    power of two. It saves neither logits nor states.
     """
 
     @staticmethod
@@ -256,7 +258,7 @@ class _LabelledCrossEntropy(torch.autograd.Function):
 def _sum_statistics(
     head: Head, rows: LabelledRows, target_R: torch.Tensor, *, count_correct: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum losses and hits over all chunks, without gradients."""
+    """Sum losses and correct rows over all chunks, without gradients."""
     nll_sum = torch.zeros((), dtype=wide_dtype(head.hidden_TD.dtype), device=head.hidden_TD.device)
     num_correct = torch.zeros((), dtype=torch.int64, device=head.hidden_TD.device)
     for chunk in logit_rows.logit_chunks(head, rows, dtype=head.compute_dtype):
@@ -279,8 +281,9 @@ def _row_losses(
     count_correct: bool = False,
     with_entropy: bool = False,
 ) -> RowLosses:
-    """Run the Triton kernel on narrow logits on CUDA, and its reference in PyTorch elsewhere: fp32 is not to meet the
-    hardware's approximate exp.
+    """Run the Triton kernel on narrow logits on CUDA, and the PyTorch reference otherwise.
+
+    The kernel uses the hardware's approximate exp, which is not accurate enough for fp32.
     """
     launch = reference.row_losses
     if chunk.logits_RV.is_cuda and chunk.logits_RV.dtype in (torch.bfloat16, torch.float16):
@@ -301,8 +304,8 @@ def _row_losses(
 def _split_divisor(num_items: float | torch.Tensor) -> tuple[float, float | torch.Tensor]:
     """Split 1 / num_items into a factor between 1 and 2 and a divisor that is a power of two.
 
-    The factor is applied before gradients are rounded to a narrow dtype, the divisor after: dividing by a power of two
-    rounds nothing, and fp16 keeps small gradients until the loss scale has come in.
+    The factor is applied before gradients are rounded to a narrow dtype, the divisor after. Dividing by a power of two
+    rounds nothing, and fp16 keeps small gradients until the loss scale is applied.
     """
     if isinstance(num_items, torch.Tensor):
         return 1.0, num_items
@@ -313,7 +316,7 @@ def _split_divisor(num_items: float | torch.Tensor) -> tuple[float, float | torc
 def _check(
     head: Head, *, row_R: torch.Tensor | None, target_R: torch.Tensor, num_rows: int, chunk_rows: int
 ) -> LabelledRows:
-    """Refuse what the loop and the kernel would read wrongly."""
+    """Raise if the loop or the kernel would read an argument wrongly."""
     logit_rows.check_head(head)
     check_tensor("target_R", target_R, ndim=1, dtypes=(torch.int64,))
     rows = LabelledRows(row_R, target_R.shape[0], num_rows, chunk_rows)

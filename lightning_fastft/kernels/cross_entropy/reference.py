@@ -1,8 +1,7 @@
 """Cross-entropy of labelled rows in plain PyTorch: the formula, and the reference of the Triton kernel.
 
 Axes: T tokens of the pack, D model width, V vocabulary, R rows that have a label.
-The logits of a row are ``softcap * tanh(scale * (W h + b) / softcap)``, or ``scale * (W h + b)`` where there is no soft
-cap.
+The logits of a row are ``softcap * tanh(scale * (W h + b) / softcap)``, or ``scale * (W h + b)`` without a soft cap.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ IGNORED_TARGET = -100
 
 
 class RowLosses(NamedTuple):
-    """Negative log-likelihood of each row; whether its likeliest token is the target, and the entropy of its
-    distribution (None where not asked for).
+    """Negative log-likelihood of each row, whether its most likely token is the target, and the entropy of its
+    distribution (the last two None unless asked for).
     """
 
     nll_R: torch.Tensor
@@ -89,8 +88,7 @@ def row_losses(
     count_correct: bool,
     with_entropy: bool = False,
 ) -> RowLosses:
-    """Return each row's loss and, if asked, overwrite the raw logits with the gradient of the summed loss with respect
-    to them, times a factor.
+    """Return each row's loss; if asked, overwrite the raw logits with their gradient of the summed loss times a factor.
 
     A target of -100 gives a loss, an entropy and a gradient of 0. Arithmetic is fp32 (float64 for float64 logits).
     """
@@ -103,7 +101,7 @@ def row_losses(
     column_R1 = target_R.clamp(min=0)[:, None]
     log_share_RV = torch.log_softmax(value_RV, dim=1)
     nll_R = torch.where(is_trained_R, -log_share_RV.gather(1, column_R1)[:, 0], 0.0)
-    # Of equal values argmax takes the first.
+    # argmax takes the first of equal values.
     correct_R = (value_RV.argmax(dim=1) == target_R) if count_correct else None
     entropy_R = None
     if with_entropy:

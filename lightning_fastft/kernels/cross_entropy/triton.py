@@ -1,13 +1,12 @@
 """Cross-entropy of rows of logits on a GPU: online softmax, loss, entropy and gradient in one kernel.
 
-Axes: R rows that have a label (one program each), V vocabulary (walked in tiles of DEPTH times LANES columns). Each row
-    is read twice and written
-once; without the gradient it is read once. Columns that are a multiple of LANES apart meet in one lane, which keeps a
-maximum, a sum of exponentials and a best column of its own: threads meet once per row, behind the last tile, and not at
-every tile.
+Axes: R rows that have a label (one program each), V vocabulary (walked in tiles of DEPTH times LANES columns).
+Each row is read twice and written once; without the gradient it is read once. Columns that are a multiple of LANES
+apart share one lane, which keeps its own maximum, sum of exponentials and best column. So threads reduce once per row,
+after the last tile, instead of at every tile.
 """
 
-# A jit body has no types that Python could check.
+# Parameters of a jit body have no Python types.
 # mypy: disallow-untyped-defs=False
 # ruff: noqa: ANN001, ANN201, ANN202
 
@@ -20,15 +19,14 @@ import triton.language as tl
 from lightning_fastft.kernels.cross_entropy.reference import IGNORED_TARGET, RowLosses
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
-# 8 lanes for each thread of 8 warps, so that a bf16 read is of 16 bytes, and 4 such reads on their way at once.
-# Candidates, and the form with two reductions over all threads a tile: python -m benchmarks.row_kernels --only
+# 8 lanes for each thread of 8 warps: a bf16 read has 16 bytes, and 4 such reads are in flight at once. The candidates,
+# and the form with two reductions over all threads per tile, are measured by python -m benchmarks.row_kernels --only
 # cross_entropy --tiles --forms.
 MAX_LANES = 2048
 MAX_DEPTH = 4
 NUM_WARPS = 8
 
-# Below every logit but -inf: a lane that has seen none but that keeps a difference of 0 and -inf, never one of -inf and
-# -inf.
+# Below every logit except -inf. A lane that has seen only -inf computes -inf minus this value, never -inf minus -inf.
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
@@ -47,7 +45,7 @@ def scale_and_cap(raw, scale, softcap, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit
 def slope_of_cap(raw, scale, softcap):
-    """Return 1 - tanh^2 without the cancellation."""
+    """Return 1 - tanh^2, the slope of the soft cap, without cancellation."""
     decay = tl.exp(-2.0 * tl.abs(raw * scale / softcap))
     return 4.0 * decay / ((1.0 + decay) * (1.0 + decay))
 
@@ -61,7 +59,7 @@ def _products(below):
 
 @triton.jit
 def _shifted_moment(moment, total, shift):
-    """Return a sum of exp(x) * x for values that are all shifted, from the sum of exp(x)."""
+    """Return the sum of exp(x) * x after a shift of all values, given the sum of exp(x)."""
     return tl.exp(shift) * (moment + shift * total)
 
 
@@ -91,7 +89,7 @@ def _row_loss_kernel(
     target = tl.load(target_ptr + row)
     is_trained = target != IGNORED
     is_known = (target >= 0) & (target < num_columns)
-    # An impossible target gives an infinite loss instead of a stray read.
+    # An invalid target gives an infinite loss instead of an out-of-bounds read.
     target_raw = tl.load(row_ptr + tl.where(is_known, target, 0)).to(tl.float32)
     target_value = scale_and_cap(target_raw, scale, softcap, HAS_SOFTCAP)
     target_value = tl.where(is_known, target_value, -float("inf"))
@@ -101,7 +99,7 @@ def _row_loss_kernel(
     tile_cols = tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     lane_highest = tl.full((LANES,), _LOWEST, tl.float32)
     lane_total = tl.zeros((LANES,), tl.float32)
-    # Sum of exp(value - highest) * (value - highest): terms of one sign, so that nothing cancels.
+    # Sum of exp(value - highest) * (value - highest): all terms have one sign, so nothing cancels.
     lane_moment = tl.zeros((LANES,), tl.float32)
     lane_column = tl.full((LANES,), -1, tl.int32)
     for start in range(0, num_columns, DEPTH * LANES):
@@ -112,7 +110,7 @@ def _row_loss_kernel(
         value = tl.where(inside, value, -float("inf"))
         tile_highest = tl.max(value, axis=0)
         if COUNT_CORRECT:
-            # Lowest column among equals, as torch.argmax has it.
+            # The lowest column among equal values, like torch.argmax.
             tile_column = tl.min(tl.where(value == tile_highest[None, :], cols, num_columns), axis=0)
             lane_column = tl.where(tile_highest > lane_highest, tile_column, lane_column)
         new_highest = tl.maximum(lane_highest, tile_highest)
@@ -126,7 +124,7 @@ def _row_loss_kernel(
         lane_highest = new_highest
     highest = tl.max(lane_highest, axis=0)
     total = tl.sum(lane_total * tl.exp(lane_highest - highest), axis=0)
-    # Differences of logits first: highest + log(total) alone would round at the size of the logits.
+    # Subtract logits first: highest + log(total) would round at the magnitude of the logits.
     nll = (highest - target_value) + tl.log(total)
     tl.store(nll_ptr + row, tl.where(is_trained, nll, 0.0))
     if COUNT_CORRECT:

@@ -1,3 +1,5 @@
-"""The inputs of the gated delta rule from a joint projection: a causal convolution inside each document, silu and the
-l2 norm of queries and keys, and decay and strength of each head; forward and backward.
+"""The inputs of the gated delta rule from a fused projection, forward and backward.
+
+They are a causal convolution inside each document, silu, the l2 norm of queries and keys, and decay and strength of
+each head.
 """

@@ -1,7 +1,7 @@
-"""Inputs of the gated delta rule from a joint projection of packed documents, and the gradient.
+"""Inputs of the gated delta rule from a fused projection of packed documents, and the gradient.
 
-Axes: T tokens, C columns of the joint projection, G query and key heads, H value heads, W columns of a head, N channels
-of the convolution, K its taps.
+Axes: T tokens, C columns of the fused projection, G query and key heads, H value heads, W columns of a head, N channels
+    of the convolution, K taps of the convolution.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def make_delta_inputs(
     """Return the inputs of the gated delta rule; differentiable.
 
     Args:
-        rows_TC: Joint projection.
+        rows_TC: Output of the fused projection.
         parameters: Weights of the convolution and of the decays.
         position_T: Position of each token in its document.
-        form: Where the inputs are among the columns.
-        row_gradient: Holds the gradient of rows_TC with the columns of the gates written by ``gate_heads``, which
-            runs first in the backward.
+        form: Layout of the inputs among the columns.
+        row_gradient: Holds the gradient of rows_TC. ``gate_heads`` runs first in the backward and has written the
+            columns of the gates.
 
     Cost:
         As delta_inputs_forward and delta_inputs_backward; saves rows_TC and the weights.
@@ -60,15 +60,15 @@ def delta_inputs_forward(
 ) -> DeltaInputs:
     """Return queries, keys and values after the convolution, silu and the l2 norm, and decay and strength; no graph.
 
-    A token reads tokens of its own document alone. The arithmetic is fp32 (float64 for float64) and each value is
+    A token reads only tokens of its own document. The arithmetic is fp32 (float64 for float64) and each value is
     rounded once.
 
     Args:
-        rows_TC: Joint projection. Shape (T, C), C = form.num_columns; bf16, fp16, fp32 or float64; last axis
-            contiguous, any row stride.
+        rows_TC: Output of the fused projection. Shape (T, C), C = form.num_columns; bf16, fp16, fp32 or float64; last
+            axis contiguous, any row stride.
         parameters: Weights, contiguous; bf16, fp16, fp32 or rows_TC's dtype.
         position_T: Position of each token in its document, from 0. Shape (T,), int64.
-        form: Where the inputs are among the columns.
+        form: Layout of the inputs among the columns.
         backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first if possible, else
             the second.
         is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
@@ -78,7 +78,7 @@ def delta_inputs_forward(
 
     Raises:
         ShapeError: A shape, dtype, device or layout is wrong.
-        OptionError: The form or the backend is unknown, or the backend cannot serve these tensors.
+        OptionError: The form or the backend is unknown, or the backend does not support these tensors.
 
     Cost:
         Reads the columns of heads once (taps from the cache) and writes them once, in 3 launches; no host sync.
@@ -113,7 +113,7 @@ def delta_inputs_backward(
     backend: str = "auto",
     is_checked: bool = True,
 ) -> DeltaParameters | None:
-    """Write the gradient of ``delta_inputs_forward`` by the projection into ``out``, and return those by the weights.
+    """Write the gradient of the projection into ``out``, and return the gradients of the weights.
 
     Sums have a fixed order, so two calls are bit-equal.
 
@@ -124,8 +124,8 @@ def delta_inputs_backward(
         position_T: As given to ``delta_inputs_forward``.
         form: As given to ``delta_inputs_forward``.
         needs_weights: Return the gradients of the weights.
-        out: Gradient of the projection, a tensor like rows_TC; the columns of the gates of outputs are not touched,
-            all others are written.
+        out: Gradient of the projection, a tensor like rows_TC. The columns of the output gates are not touched; all
+            others are written.
         backend: As in ``delta_inputs_forward``.
         is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
 
@@ -138,7 +138,8 @@ def delta_inputs_backward(
 
     Cost:
         Reads gradients and columns once (taps from the cache) and writes the gradient of the columns once, in 3
-        launches; forms the convolution K times; no host sync. needs_weights: partial sums of 4 K N bytes for 32 tokens.
+        launches; computes the convolution K times; no host sync. needs_weights: partial sums of 4 K N bytes per 32
+        tokens.
 
     Source:
         The chain rule.
@@ -156,7 +157,7 @@ def delta_inputs_backward(
 
 
 class _DeltaInputs(torch.autograd.Function):
-    """Saves the joint projection, the weights and the positions."""
+    """Save the fused projection, the weights and the positions."""
 
     @staticmethod
     def forward(
@@ -209,7 +210,7 @@ def _choose(backend: str, rows_TC: torch.Tensor) -> ModuleType:
 
 
 def _check(rows_TC: torch.Tensor, parameters: DeltaParameters, position_T: torch.Tensor, form: DeltaForm) -> None:
-    """Refuse what the kernels would read wrongly."""
+    """Raise on arguments that the kernels would read wrongly."""
     if not isinstance(form, DeltaForm):
         raise OptionError(f"form must be a DeltaForm, got {type(form).__name__}.")
     check_tensor("rows_TC", rows_TC, ndim=2, dtypes=_DTYPES)
@@ -233,7 +234,7 @@ def _check(rows_TC: torch.Tensor, parameters: DeltaParameters, position_T: torch
 
 
 def _check_gradients(gradients: DeltaInputs, rows_TC: torch.Tensor, form: DeltaForm) -> None:
-    """Refuse gradients of other outputs."""
+    """Raise on gradients of other outputs."""
     queries, values = ((rows_TC.shape[0], columns.num_heads, columns.width) for columns in (form.queries, form.values))
     shapes = (queries, queries, values, values[:2], values[:2])
     for name, tensor, shape in zip(DeltaInputs._fields, gradients, shapes):

@@ -1,7 +1,7 @@
-"""Inputs of the gated delta rule in plain PyTorch: the formula, and the reference of the Triton kernels.
+"""Inputs of the gated delta rule in plain PyTorch: the reference of the Triton kernels.
 
-Axes: T tokens, C columns of the joint projection, G query and key heads, H value heads, W columns of a head, N channels
-of the convolution (queries, keys, values), K its taps.
+Axes: T tokens, C columns of the fused projection, G query and key heads, H value heads, W columns of a head, N channels
+    of the convolution (queries, keys, values), K taps of the convolution.
 ``y[t] = silu(sum_k weight[K - 1 - k] * x[t - k])`` over taps inside the document of t; queries and keys are
 ``y / sqrt(sum(y^2) + eps)`` for each head. ``beta = sigmoid(b)``, ``g = -exp(A_log) * softplus(a + dt_bias)``.
 """
@@ -14,20 +14,20 @@ import torch
 
 from lightning_fastft.kernels.head_columns import HeadColumns
 
-# Of the l2 norm, in transformers and in fla-core.
+# Epsilon of the l2 norm in transformers and fla-core.
 NORM_EPS = 1e-6
 
 
 class DeltaForm(NamedTuple):
-    """Where the inputs are among the columns of the joint projection.
+    """Layout of the inputs among the columns of the fused projection.
 
     Args:
-        num_key_heads: G.
-        num_heads: H, a multiple of G: neighbours share a query and key head.
+        num_key_heads: Number of query and key heads, G.
+        num_heads: Number of value heads, H, a multiple of G; adjacent value heads share a query and key head.
         key_width: Columns of a query or key head.
         value_width: Columns of a value head.
-        is_grouped: The columns belong together by key head: (query, key, values, gates) of each, then (b, a) of each
-            (Qwen3-Next). False where the kinds follow each other: queries, keys, values, gates, b, a (Qwen3.5).
+        is_grouped: True if columns are grouped by key head: (query, key, values, gates) of each, then (b, a) of each
+            (Qwen3-Next). False if they are grouped by kind: queries, keys, values, gates, b, a (Qwen3.5).
 
     Example:
         >>> form = DeltaForm(num_key_heads=16, num_heads=32, key_width=128, value_width=128)
@@ -43,66 +43,66 @@ class DeltaForm(NamedTuple):
 
     @property
     def group_size(self) -> int:
-        """Value heads of a key head."""
+        """Return the number of value heads per key head."""
         return self.num_heads // self.num_key_heads
 
     @property
     def num_channels(self) -> int:
-        """N."""
+        """Return the number of channels, N."""
         return 2 * self.num_key_heads * self.key_width + self.num_heads * self.value_width
 
     @property
     def num_columns(self) -> int:
-        """C."""
+        """Return the number of columns, C."""
         return self.num_channels + self.num_heads * (self.value_width + 2)
 
     @property
     def queries(self) -> HeadColumns:
-        """Columns of the queries."""
+        """Return the columns of the queries."""
         return HeadColumns(0, self.key_width, self.num_key_heads, 1, self._step(self.key_width))
 
     @property
     def keys(self) -> HeadColumns:
-        """Columns of the keys."""
+        """Return the columns of the keys."""
         begin = self.key_width if self.is_grouped else self.num_key_heads * self.key_width
         return self.queries._replace(begin=begin)
 
     @property
     def values(self) -> HeadColumns:
-        """Columns of the values."""
+        """Return the columns of the values."""
         begin = 2 * self.key_width if self.is_grouped else 2 * self.num_key_heads * self.key_width
         width = self.group_size * self.value_width
         return HeadColumns(begin, self.value_width, self.num_heads, self.group_size, self._step(width))
 
     @property
     def gates(self) -> HeadColumns:
-        """Columns of the gates of the outputs."""
+        """Return the columns of the output gates."""
         num_values = (self.group_size if self.is_grouped else self.num_heads) * self.value_width
         return self.values._replace(begin=self.values.begin + num_values)
 
     @property
     def strengths(self) -> HeadColumns:
-        """Columns of b."""
+        """Return the columns of b."""
         begin, step = self.num_columns - 2 * self.num_heads, (2 if self.is_grouped else 1) * self.group_size
         return HeadColumns(begin, 1, self.num_heads, self.group_size, step)
 
     @property
     def decays(self) -> HeadColumns:
-        """Columns of a."""
+        """Return the columns of a."""
         return self.strengths._replace(
             begin=self.strengths.begin + (self.group_size if self.is_grouped else self.num_heads)
         )
 
     def _step(self, width: int) -> int:
-        """Return the columns from a group of heads to the next, given those of a group."""
+        """Return the step from one group of heads to the next, given the columns of a group."""
         return 2 * (self.key_width + self.group_size * self.value_width) if self.is_grouped else width
 
 
 class DeltaParameters(NamedTuple):
-    """Weights that make the inputs.
+    """Weights of the layer that compute the inputs.
 
     Args:
-        conv_weight_NK: Weights of the convolution, one row a channel, the last tap that of the token itself.
+        conv_weight_NK: Weights of the convolution, one row per channel; the last tap is the token itself.
         a_log_H: Logarithm of the decay rates.
         dt_bias_H: Added to a.
     """
@@ -113,7 +113,7 @@ class DeltaParameters(NamedTuple):
 
 
 class DeltaInputs(NamedTuple):
-    """What the gated delta rule reads, each contiguous; or the gradients of it.
+    """Inputs of the gated delta rule, each contiguous; or their gradients.
 
     Args:
         q_TGW: Normed queries.
@@ -168,8 +168,8 @@ def delta_inputs_backward(
     needs_weights: bool,
     out: torch.Tensor,
 ) -> DeltaParameters | None:
-    """Write the gradient of the projection into the columns of ``out`` that the forward reads, and return those of the
-    weights; autograd's own, of the forward without roundings.
+    """Write the gradient of the projection into the columns of ``out`` that the forward reads, and return the gradients
+    of the weights. Autograd differentiates the forward without roundings.
     """
     wide = wide_dtype(rows_TC.dtype)
     leaves = [tensor.detach().to(wide).requires_grad_() for tensor in (rows_TC, *parameters)]

@@ -1,16 +1,17 @@
-"""Inputs of the gated delta rule on a GPU: columns of the joint projection are read where they are, and written as the
-rule reads them.
+"""Inputs of the gated delta rule on a GPU: the kernels read columns of the fused projection in place and write the
+layout of the delta rule.
 
 Axes: T tokens (walked in blocks), S sections of heads (queries and keys; or values), H heads of a section, W columns of
-a head, N channels, P blocks of tokens that leave a partial sum.
-A program takes a block of tokens and a head. A tap is read if it is inside the token's document, by the token's
-position there. The backward recomputes the convolution and writes the gradient of its output in fp32; a second kernel
-sums it over the tokens that read a token. One kernel that recomputes the convolution for each tap took 0.88 ms a layer
-of Qwen3.5-9B on an H200, both kernels take 0.34 ms (python -m benchmarks.step_profile --workload qwen3.5-9b-lora).
-Only the gradients of weights mix rows: each program sums its tokens in one order, and PyTorch sums the programs.
+    a head, N channels, P blocks of tokens that write a partial sum.
+A program takes a block of tokens and a head. It reads a tap only if the token's position shows that the tap is inside
+the token's document. The backward recomputes the convolution and writes the gradient of its output in fp32; a second
+kernel sums it over the tokens that read a token. One kernel that recomputes the convolution for each tap took 0.88 ms
+per layer of Qwen3.5-9B on an H200; both kernels take 0.34 ms (python -m benchmarks.step_profile --workload
+qwen3.5-9b-lora). Only the gradients of weights sum over rows: each program sums its tokens in a fixed order, and
+PyTorch sums the programs.
 """
 
-# A jit body has no types that Python could check.
+# Parameters of a jit body have no Python types.
 # mypy: disallow-untyped-defs=False
 # ruff: noqa: ANN001, ANN202
 
@@ -26,7 +27,7 @@ from lightning_fastft.kernels.delta_inputs.reference import NORM_EPS, DeltaForm,
 from lightning_fastft.kernels.head_columns import HeadColumns
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
-# Tokens of a program, by heads of 128 columns: 32 values of a tile for each thread.
+# Tokens of a program; with heads of 128 columns a thread holds 32 values of a tile.
 BLOCK_T = 32
 NUM_WARPS = 4
 BLOCK_T_GATES = 32
@@ -46,7 +47,7 @@ def _convolve(
     BLOCK_T: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Return the convolution of some tokens in fp32; taps before the document count as 0."""
+    """Return the convolution of a block of tokens in fp32; taps before the document count as 0."""
     total = tl.zeros((BLOCK_T, BLOCK_W), dtype=tl.float32)
     for shift in tl.static_range(NUM_TAPS):
         inside = (inside_tokens & (position >= shift))[:, None] & inside_cols[None, :]
@@ -58,7 +59,7 @@ def _convolve(
 
 @triton.jit
 def _reciprocal_norm(y, eps):
-    """Return what each head is multiplied with, one column; rounded to nearest."""
+    """Return the normalising factor of each head, one column; rounded to nearest."""
     root = tl.sqrt_rn(tl.sum(y * y, axis=1) + eps)
     return tl.div_rn(tl.full(root.shape, 1.0, tl.float32), root)[:, None]
 
@@ -97,7 +98,7 @@ def _heads_forward_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """One program for each head of all sections and each block of tokens; neighbours read the same rows."""
+    """Run one program per head of all sections and block of tokens; adjacent programs read the same rows."""
     head = tl.program_id(0)
     tokens = tl.program_id(1).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     cols = tl.arange(0, BLOCK_W)
@@ -148,7 +149,7 @@ def _heads_backward_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """As the forward. Writes the gradient of the convolution's output."""
+    """Write the gradient of the convolution's output; same grid as the forward."""
     head = tl.program_id(0)
     tokens = tl.program_id(1).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     cols = tl.arange(0, BLOCK_W)
@@ -209,19 +210,19 @@ def _taps_backward_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """As the forward: each token sums what the tokens that read it give."""
+    """Sum the gradients of each token over the tokens that read it; same grid as the forward."""
     head = tl.program_id(0)
     tokens = tl.program_id(1).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     cols = tl.arange(0, BLOCK_W)
     inside_cols = cols < HEAD_WIDTH
     weight_ptr += head * (HEAD_WIDTH * NUM_TAPS)
     d_x = tl.zeros((BLOCK_T, BLOCK_W), dtype=tl.float32)
-    # The token that many places later reads this one through its tap of that number.
+    # The token ``later`` places after this one reads it through tap ``later``.
     for later in tl.static_range(NUM_TAPS):
         readers = tokens + later
         inside_readers = readers < num_tokens
         position = tl.load(position_ptr + readers, mask=inside_readers, other=0)
-        # A reader of another document has its first tokens between the two.
+        # A token of another document has position < later.
         reads = (inside_readers & (position >= later))[:, None] & inside_cols[None, :]
         d_ptrs = d_pre_ptr + readers[:, None] * num_channels + (head * HEAD_WIDTH + cols)[None, :]
         weight = tl.load(weight_ptr + cols * NUM_TAPS + (NUM_TAPS - 1 - later), mask=inside_cols, other=0.0)
@@ -236,7 +237,7 @@ def _load_gates(
     a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, stride, tokens, heads, inside, inside_heads,
     GROUP_SIZE: tl.constexpr, GROUP_STEP: tl.constexpr,
 ):  # fmt: skip
-    """Return a with its bias, b, the decay rate of each head, and where a and b are."""
+    """Return a with its bias, b, and the decay rate of each head."""
     places = tokens[:, None] * stride + (heads // GROUP_SIZE * GROUP_STEP + heads % GROUP_SIZE)[None, :]
     a = tl.load(a_ptr + places, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(b_ptr + places, mask=inside, other=0.0).to(tl.float32)
@@ -247,7 +248,7 @@ def _load_gates(
 
 @triton.jit
 def _softplus(x):
-    """Return log(1 + exp(x)); what 1 + exp(-|x|) loses to rounding is added again."""
+    """Return log(1 + exp(x)), corrected for the rounding error of 1 + exp(-|x|)."""
     power = tl.exp(-tl.abs(x))
     above_one = 1.0 + power
     return tl.maximum(x, 0.0) + (tl.log(above_one) + (power - (above_one - 1.0)) / above_one)
@@ -269,7 +270,7 @@ def _gates_forward_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """One program for each block of tokens."""
+    """Run one program per block of tokens."""
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     heads = tl.arange(0, BLOCK_H)
     inside = (tokens < num_tokens)[:, None] & (heads < NUM_HEADS)[None, :]
@@ -302,7 +303,7 @@ def _gates_backward_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """One program for each block of tokens."""
+    """Run one program per block of tokens."""
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     heads = tl.arange(0, BLOCK_H)
     inside = (tokens < num_tokens)[:, None] & (heads < NUM_HEADS)[None, :]
@@ -371,7 +372,7 @@ def delta_inputs_backward(
     needs_weights: bool,
     out: torch.Tensor,
 ) -> DeltaParameters | None:
-    """Write the gradient of the projection, and return those of the weights; same contract as the reference."""
+    """Write the gradient of the projection and return the gradients of the weights; same contract as the reference."""
     num_tokens, num_taps = rows_TC.shape[0], parameters.conv_weight_NK.shape[1]
     num_blocks, num_gate_blocks = ceil_div(num_tokens, BLOCK_T), ceil_div(num_tokens, BLOCK_T_GATES)
     conv_PNK = gates_PSH = None
@@ -435,20 +436,20 @@ def delta_inputs_backward(
 def _sections(
     form: DeltaForm, q_TGW: torch.Tensor, k_TGW: torch.Tensor, v_THW: torch.Tensor
 ) -> list[tuple[tuple[torch.Tensor, torch.Tensor], HeadColumns, int]]:
-    """Return for queries and keys, and for values, their tensors, their columns, and their first channel."""
+    """Return the tensors, columns and first channel of queries and keys, and of values."""
     num_qk = 2 * form.num_key_heads * form.key_width
     return [((q_TGW, k_TGW), form.queries, 0), ((v_THW, v_THW), form.values, num_qk)]
 
 
 def _num_heads(columns: HeadColumns, channel: int) -> int:
-    """Return the heads of a launch: those of queries and keys, or of values."""
+    """Return the number of heads of a launch: queries and keys, or values."""
     return (2 if channel == 0 else 1) * columns.num_heads
 
 
 def _head_constants(
     columns: HeadColumns, parameters: DeltaParameters, form: DeltaForm, *, has_norm: bool
 ) -> dict[str, Any]:
-    """Return what both kernels of heads know at compile time."""
+    """Return the compile-time constants of both kernels of heads."""
     return {
         "NUM_HEADS": columns.num_heads,
         "SECTION_STEP": form.keys.begin - form.queries.begin,
@@ -463,7 +464,7 @@ def _head_constants(
 
 
 def _gate_constants(form: DeltaForm) -> dict[str, Any]:
-    """Return what both kernels of gates know at compile time."""
+    """Return the compile-time constants of both kernels of gates."""
     columns = form.decays
     return {
         "NUM_HEADS": columns.num_heads,

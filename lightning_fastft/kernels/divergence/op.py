@@ -1,6 +1,6 @@
-"""Divergence of a student from a live or a stored teacher on the labelled rows of a pack, in chunks: full logits never
-exist, and the gradient of each row is formed in the forward.
+"""Divergence of a student from a live or a stored teacher on the labelled rows of a pack, in chunks.
 
+Full logits are never materialised, and the forward computes the gradient of each row.
 Axes: T tokens of the pack, D and E model widths of student and teacher, V vocabulary, R labelled rows (padded to a
     bucket; the first num_rows count), K tokens of a stored teacher.
 """
@@ -38,32 +38,32 @@ def labelled_divergence(
     """Return the divergence of the student's distribution from the teacher's, for each row.
 
     Differentiable in the student's tensors; the teacher gets no gradient. Student and teacher may have different
-    widths. The gradient of a row's divergence is kept undivided and meets the incoming gradient in fp32.
+    widths. The gradient of a row's divergence is kept undivided and multiplied by the incoming gradient in fp32.
 
     Args:
-        student: States, output layer and form of the logits.
-        teacher: The same of the teacher, whose states have the same rows.
+        student: Hidden states and output layer of the student.
+        teacher: Hidden states, with the same rows, and output layer of the teacher.
         row_R: Rows of the states, int64, each at most once among the first num_rows.
-        num_rows: Rows that count; those behind are padding.
+        num_rows: Number of labelled rows; the rows after them are padding.
         kind: "forward_kl" is KL(teacher || student), "reverse_kl" KL(student || teacher), "jsd" is
             ``beta KL(teacher || m) + (1 - beta) KL(student || m)`` with ``m = beta teacher + (1 - beta) student``.
         beta: Share of the teacher in the mixture of "jsd", above 0 and below 1.
         temperature: Divides the logits of both, after their soft caps. The divergence is not multiplied by its square.
-        vocab_size: Compare the first columns only, where the embeddings of the two are padded differently.
-        chunk_rows: Rows of logits of each of the two that exist at a time.
+        vocab_size: Number of leading columns to compare, if student and teacher pad their embeddings differently.
+        chunk_rows: Rows of logits of each model in memory at a time.
 
     Returns:
         Shape (R,), fp32 (float64 for float64 states of the student); 0 from num_rows on.
 
     Raises:
-        ShapeError: Shapes or dtypes do not fit, or the vocabularies differ and vocab_size is not given.
+        ShapeError: Shapes or dtypes do not match, or the vocabularies differ and vocab_size is not given.
         OptionError: An option is out of range.
 
     Cost:
-        2 V D FLOP per row each for the logits of the student and for their gradient, 2 V E for those of the teacher. A
-        trained weight or bias of the student costs both logits once more, and 2 V D for its gradient. Memory: twice
-        chunk_rows x V logits; with a gradient, R x D states for the backward, and V x D in fp32 if the weight is
-        trained. No host sync.
+        2 V D FLOP per row each for the logits of the student and for their gradient, 2 V E for the logits of the
+        teacher. A trained weight or bias of the student costs both logits once more, and 2 V D for its gradient.
+        Memory: twice chunk_rows x V logits; with a gradient, R x D states for the backward, and V x D in fp32 if the
+        weight is trained. No host sync.
 
     Source:
         Generalised Jensen-Shannon divergence: arXiv 2306.13649. The gradient in the forward is own.
@@ -76,7 +76,7 @@ def labelled_divergence(
     """
     check_choice("kind", kind, KINDS)
     if not 0 < beta < 1:
-        raise OptionError(f"beta must be above 0 and below 1, got {beta}; use 'forward_kl' or 'reverse_kl' for those.")
+        raise OptionError(f"beta must be above 0 and below 1, got {beta}; use 'forward_kl' or 'reverse_kl' instead.")
     student, teacher = _same_columns(student, teacher, vocab_size=vocab_size)
     student, teacher = student.with_temperature(temperature), teacher.with_temperature(temperature)
     rows = _check_rows(student, row_R, num_padded=None, num_rows=num_rows, chunk_rows=chunk_rows)
@@ -107,15 +107,15 @@ def likeliest_tokens(
     temperature: float = 1.0,
     chunk_rows: int = DEFAULT_CHUNK_ROWS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the likeliest tokens of each row, likeliest first, and their log-probabilities: what a teacher stores.
+    """Return the most likely tokens of each row in descending order, and their log-probabilities, for a stored teacher.
 
     Args:
-        head: States, output layer and form of the logits.
-        row_R: Rows of the states, int64; those from num_rows on are padding.
-        num_rows: Rows that count.
-        top_k: Tokens of each row, at most V.
+        head: Hidden states and output layer.
+        row_R: Rows of the states, int64; rows from num_rows on are padding.
+        num_rows: Number of labelled rows.
+        top_k: Number of tokens per row, at most V.
         temperature: Divides the logits, after their soft cap.
-        chunk_rows: Rows of logits that exist at a time.
+        chunk_rows: Rows of logits in memory at a time.
 
     Returns:
         Tokens, int64, and log-probabilities, fp32, both (R, K); 0 from num_rows on.
@@ -155,31 +155,31 @@ def labelled_topk_divergence(
     tail: Tail = "bucket",
     chunk_rows: int = DEFAULT_CHUNK_ROWS,
 ) -> torch.Tensor:
-    """Return KL(teacher || student) for each row, from the log-probabilities of the teacher's K likeliest tokens.
+    """Return KL(teacher || student) for each row, from the log-probabilities of the teacher's K most likely tokens.
 
-    Differentiable in the student's tensors, as ``labelled_divergence`` is.
+    Differentiable in the student's tensors, like ``labelled_divergence``.
 
     Args:
-        student: States, output layer and form of the logits.
+        student: Hidden states and output layer of the student.
         teacher_id_RK: Tokens that the teacher stored, int64, each at most once in a row.
-        teacher_log_prob_RK: Their log-probabilities under the teacher, floating; -inf for a token that does not count.
+        teacher_log_prob_RK: Their log-probabilities under the teacher, floating; -inf to ignore a token.
         row_R: Rows of the states, int64, each at most once among the first num_rows.
-        num_rows: Rows that count; those behind are padding, and their stored tokens are not read.
-        temperature: Divides the student's logits, after the soft cap. The teacher's must have been divided when they
-            were stored.
-        tail: "bucket" compares the rest of the teacher's mass with the rest of the student's, as one more token.
-            "renormalise" divides both sides by their mass on the stored tokens.
-        chunk_rows: Rows of logits that exist at a time.
+        num_rows: Number of labelled rows; the rows after them are padding, and their stored tokens are not read.
+        temperature: Divides the student's logits, after the soft cap. The teacher's logits must have been divided by it
+            before they were stored.
+        tail: "bucket" treats all other tokens as one more token, with the remaining mass of each side. "renormalise"
+            divides both sides by their mass on the stored tokens.
+        chunk_rows: Rows of logits in memory at a time.
 
     Returns:
         Shape (R,), fp32 (float64 for float64 states); 0 from num_rows on.
 
     Raises:
-        ShapeError: Shapes or dtypes do not fit, or "bucket" has no token left for the rest.
+        ShapeError: Shapes or dtypes do not match, or all tokens are stored and "bucket" has none left.
         OptionError: An option is out of range.
 
     Cost:
-        As ``labelled_divergence`` without the teacher's logits.
+        The cost of ``labelled_divergence`` without the teacher's logits.
 
     Source:
         The definition; the gradient in the forward is own.
@@ -202,8 +202,8 @@ def labelled_topk_divergence(
         )
     if not 1 <= num_stored <= num_columns - (tail == "bucket"):
         raise ShapeError(
-            f"Each row stores {num_stored} of {num_columns} tokens. tail='bucket' needs at least one, and one that is "
-            "not stored; store fewer, or use tail='renormalise'."
+            f"Each row stores {num_stored} of {num_columns} tokens. tail='bucket' needs at least one stored and one "
+            "other token. Store fewer, or use tail='renormalise'."
         )
     student = student.with_temperature(temperature)
     rows = _check_rows(student, row_R, num_padded=num_padded, num_rows=num_rows, chunk_rows=chunk_rows)
@@ -220,12 +220,13 @@ def labelled_topk_divergence(
 def _bucket_divergences(
     logits_RV: torch.Tensor, head: Head, id_RK: torch.Tensor, log_p_RK: torch.Tensor, *, writes_gradient: bool
 ) -> torch.Tensor:
-    """Return the divergences with all unknown tokens as one; the gradient is q - p at known tokens, and shared out
-    among the others by their shares.
+    """Return the divergences with all unknown tokens as one.
+
+    The gradient is q - p at known tokens; the other tokens split theirs in proportion to their probabilities.
     """
     value_RK, slope_RK = _known_values(logits_RV, head, id_RK)
     log_p_RK = log_p_RK.to(value_RK.dtype)
-    # Logarithms are relative to the highest known logit, so that they are not rounded at the size of the logits.
+    # Logarithms are relative to the highest known logit, so they are not rounded at the magnitude of the logits.
     highest_R = value_RK.amax(dim=1)
     value_RK = value_RK - highest_R[:, None]
     known_R = value_RK.logsumexp(dim=1)
@@ -258,7 +259,7 @@ def _bucket_divergences(
 def _renormalised_divergences(
     logits_RV: torch.Tensor, head: Head, id_RK: torch.Tensor, log_p_RK: torch.Tensor, *, writes_gradient: bool
 ) -> torch.Tensor:
-    """Return the divergences over the known tokens alone, which alone get a gradient."""
+    """Return the divergences over the known tokens; only they get a gradient."""
     value_RK, slope_RK = _known_values(logits_RV, head, id_RK)
     log_q_RK, log_p_RK = value_RK.log_softmax(dim=1), log_p_RK.to(value_RK.dtype).log_softmax(dim=1)
     if writes_gradient:
@@ -270,13 +271,13 @@ def _renormalised_divergences(
 def _known_values(
     logits_RV: torch.Tensor, head: Head, id_RK: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """Return the student's logits of known tokens in wide numbers, and their slopes."""
+    """Return the student's logits of known tokens in a wide dtype, and their slopes."""
     raw_RK = logits_RV.gather(1, id_RK).to(logit_rows.wide_dtype(logits_RV.dtype))
     return reference.value_and_slope(raw_RK, scale=head.scale, softcap=head.softcap)
 
 
 def _is_for_triton(logits_RV: torch.Tensor) -> bool:
-    """Whether the kernels take these logits: fp32 is not to meet the hardware's approximate exp."""
+    """Return whether the kernels run; their approximate hardware exp is not accurate enough for fp32."""
     return logits_RV.is_cuda and logits_RV.dtype in (torch.bfloat16, torch.float16)
 
 
@@ -286,7 +287,7 @@ def _same_columns(student: Head, teacher: Head, *, vocab_size: int | None) -> tu
     logit_rows.check_head(teacher, name="teacher ")
     if student.hidden_TD.shape[0] != teacher.hidden_TD.shape[0]:
         raise ShapeError(
-            f"The student has states of {student.hidden_TD.shape[0]} tokens, the teacher of "
+            f"The student has states of {student.hidden_TD.shape[0]} tokens, the teacher "
             f"{teacher.hidden_TD.shape[0]}. Give both the same batch."
         )
     sizes = student.weight_VD.shape[0], teacher.weight_VD.shape[0]
@@ -312,7 +313,7 @@ def _first_columns(head: Head, num_columns: int) -> Head:
 def _check_rows(
     student: Head, row_R: torch.Tensor, *, num_padded: int | None, num_rows: int, chunk_rows: int
 ) -> LabelledRows:
-    """Return rows that fit the student, as many as the stored rows of a teacher if there are any."""
+    """Return rows that match the student, and the stored rows of a teacher if there are any."""
     check_tensor("row_R", row_R, ndim=1, dtypes=(torch.int64,))
     rows = LabelledRows(row_R, row_R.shape[0] if num_padded is None else num_padded, num_rows, chunk_rows)
     logit_rows.check_rows(student, rows)

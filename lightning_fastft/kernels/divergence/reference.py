@@ -1,6 +1,6 @@
-"""Divergences of rows of logits in plain PyTorch: the formulas, and the reference of the Triton kernels.
+"""Divergences of rows of logits in plain PyTorch: the reference of the Triton kernels.
 
-Axes: T tokens of the pack, D model width, V vocabulary, R labelled rows, K tokens that a stored teacher knows.
+Axes: T tokens of the pack, D model width, V vocabulary, R labelled rows, K tokens that a teacher stored.
 With q the student's distribution and p the teacher's:
 
     forward_kl   KL(p || q) = sum p (log p - log q)           gradient to the student's logits: q - p
@@ -23,7 +23,7 @@ KINDS: tuple[Kind, ...] = ("forward_kl", "reverse_kl", "jsd")
 
 
 class DivergenceForm(NamedTuple):
-    """Kind of divergence, and what turns raw logits into those of student and teacher."""
+    """Kind of divergence, and scale and soft cap of the logits of student and teacher."""
 
     kind: Kind
     beta: float
@@ -61,7 +61,7 @@ def labelled_topk_divergence_reference(
     """Return KL(teacher || student) of each row over the stored tokens, through PyTorch's own autograd.
 
     Source:
-        The definition; the tokens that are not stored are one more token, or are left out on both sides.
+        The definition; tokens that are not stored are one more token, or are ignored on both sides.
     """
     log_share_RV = _log_shares(student, row_R)
     log_q_RK, log_p_RK = log_share_RV.gather(1, teacher_id_RK), teacher_log_prob_RK.to(log_share_RV.dtype)
@@ -109,9 +109,9 @@ def rest_rows(
     softcap: float | None,
     writes_gradient: bool,
 ) -> torch.Tensor:
-    """Return the logarithm of the sum of exp(logit - highest) over the tokens that a stored teacher does not know.
+    """Return the logarithm of the sum of exp(logit - highest) over the tokens that the teacher did not store.
 
-    If asked, overwrite the raw logits with the gradient of KL(teacher || student), in which those tokens are one:
+    If asked, overwrite the raw logits with the gradient of KL(teacher || student), in which those tokens count as one:
     ``share of the rest x (student's mass of the rest - teacher's)``.
 
     Args:
@@ -125,7 +125,7 @@ def rest_rows(
     """
     wide_RV = logits_RV.to(wide_dtype(logits_RV.dtype))
     value_RV, slope_RV = value_and_slope(wide_RV, scale=scale, softcap=softcap)
-    # A cap would make known tokens finite.
+    # A soft cap would make the -inf of known tokens finite.
     value_RV = torch.where(wide_RV == -torch.inf, -torch.inf, value_RV)
     value_RV = value_RV - highest_R[:, None]
     rest_R = value_RV.logsumexp(dim=1)
@@ -138,7 +138,7 @@ def rest_rows(
 def value_and_slope(
     raw: torch.Tensor, *, scale: float, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """Return logits after scale and soft cap, and their derivative with respect to the raw ones."""
+    """Return logits after scale and soft cap, and their derivative with respect to the raw logits."""
     value = scale_and_cap(raw, scale=scale, softcap=softcap)
     return value, scale if softcap is None else scale * (1 - (value / softcap) ** 2)
 
@@ -155,6 +155,6 @@ def kl(log_share: torch.Tensor, log_other: torch.Tensor) -> torch.Tensor:
 
 
 def _share_times(log_share: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Return share x factor, 0 where the share is 0 and the factor infinite or not a number."""
+    """Return share x factor; 0 where the share is 0, even if the factor is infinite or NaN."""
     share = log_share.exp()
     return torch.where(share == 0, 0.0, share * factor)

@@ -1,12 +1,12 @@
 """Divergences of rows of logits on a GPU: the formulas of reference.py, value and gradient in one kernel.
 
-Axes: R labelled rows (one program each), V vocabulary (walked in tiles of DEPTH times LANES columns). Columns that are
-    a multiple of LANES apart meet in one lane, as in cross_entropy. The first walk finds the sums of exponentials, the
-second the divergence, the third writes the gradient over the student's logits; that of the forward KL divergence needs
-no sum over the row but these, and is written in the second walk.
+Axes: R labelled rows (one program each), V vocabulary (walked in tiles of DEPTH times LANES columns).
+Columns that are a multiple of LANES apart share one lane, as in cross_entropy. The first walk computes the sums of
+exponentials, the second the divergence, and the third overwrites the student's logits with the gradient. The gradient
+of the forward KL divergence needs no other sum over the row, so the second walk writes it.
 """
 
-# A jit body has no types that Python could check.
+# Parameters of a jit body have no Python types.
 # mypy: disallow-untyped-defs=False
 # ruff: noqa: ANN001, ANN202
 
@@ -27,8 +27,7 @@ MAX_DEPTH = 2
 NUM_WARPS = 8
 
 _FORWARD_KL, _REVERSE_KL, _JSD = (tl.constexpr(KINDS.index(kind)) for kind in ("forward_kl", "reverse_kl", "jsd"))
-# Below every logit but -inf: a lane that has seen none but that keeps a difference of 0 and -inf, never one of -inf and
-# -inf.
+# Below every logit except -inf. A lane that has seen only -inf computes -inf minus this value, never -inf minus -inf.
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
@@ -42,7 +41,7 @@ def _load(row_ptr, cols, num_columns, scale, softcap, HAS_SOFTCAP: tl.constexpr)
 
 @triton.jit
 def _add_tile(value, lane_highest, lane_total):
-    """Add a tile to each lane's maximum and sum of exponentials below it."""
+    """Add a tile to each lane's maximum and sum of exponentials of differences from it."""
     new_highest = tl.maximum(lane_highest, tl.max(value, axis=0))
     lane_total = lane_total * tl.exp(lane_highest - new_highest)
     return new_highest, lane_total + tl.sum(tl.exp(value - new_highest[None, :]), axis=0)
@@ -50,20 +49,20 @@ def _add_tile(value, lane_highest, lane_total):
 
 @triton.jit
 def _join_lanes(lane_highest, lane_total):
-    """Return a row's maximum and the logarithm of its sum of exponentials below it."""
+    """Return a row's maximum and the logarithm of its sum of exponentials of differences from it."""
     highest = tl.max(lane_highest, axis=0)
     return highest, tl.log(tl.sum(lane_total * tl.exp(lane_highest - highest), axis=0))
 
 
 @triton.jit
 def _share_times(share, factor):
-    """Return share x factor, 0 where the share is 0 and the factor infinite or not a number."""
+    """Return share x factor; 0 where the share is 0, even if the factor is infinite or NaN."""
     return tl.where(share == 0.0, 0.0, share * factor)
 
 
 @triton.jit
 def _store_gradient(row_ptr, cols, num_columns, gradient, raw, scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Write a gradient with respect to raw logits, from one with respect to scaled and capped ones."""
+    """Write the gradient of raw logits, given the gradient of scaled and capped logits."""
     gradient *= scale
     if HAS_SOFTCAP:
         gradient *= slope_of_cap(raw, scale, softcap)
@@ -90,7 +89,7 @@ def _divergence_kernel(
     DEPTH: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Run one program per row. q are the student's shares, p the teacher's, m their mixture."""
+    """Run one program per row. q are the student's probabilities, p the teacher's, m their mixture."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
     teacher_row_ptr = teacher_ptr + row * teacher_row_stride
@@ -169,7 +168,7 @@ def _rest_kernel(
     DEPTH: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Run one program per row; known tokens have a raw logit of -inf, which a cap would make finite."""
+    """Run one program per row; known tokens have a raw logit of -inf, which a soft cap would make finite."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
     tile_cols = tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
@@ -180,7 +179,7 @@ def _rest_kernel(
         value = tl.where(raw == -float("inf"), -float("inf"), value)
         lane_highest, lane_total = _add_tile(value, lane_highest, lane_total)
     highest, log_total = _join_lanes(lane_highest, lane_total)
-    # Differences of logits first: highest + log_total alone would round at the size of the logits.
+    # Subtract logits first: highest + log_total would round at the magnitude of the logits.
     rest = (highest - tl.load(highest_ptr + row)) + log_total
     tl.store(rest_ptr + row, rest)
 
@@ -198,8 +197,8 @@ def _rest_kernel(
 def row_divergences(
     logits_RV: torch.Tensor, teacher_RV: torch.Tensor, *, form: DivergenceForm, writes_gradient: bool
 ) -> torch.Tensor:
-    """Return each row's divergence and, if asked, overwrite the student's raw logits with its gradient; same contract
-    as the reference.
+    """Return each row's divergence; if asked, overwrite the student's raw logits with its gradient; same contract as
+    the reference.
     """
     num_rows, num_columns = logits_RV.shape
     divergence_R = torch.empty(num_rows, dtype=torch.float32, device=logits_RV.device)

@@ -23,7 +23,7 @@ _DTYPES = (*TRITON_DTYPES, torch.float64)
 def gate_forward(
     gate_up_NP: torch.Tensor, *, form: GateForm, backend: str = "auto", is_checked: bool = True
 ) -> torch.Tensor:
-    """Return the activation of each row, ``a(gate) * up`` in one of its forms.
+    """Return the activation of each row, ``a(gate) * up`` in the given form.
 
     The arithmetic is fp32 (float64 for float64) and the result is rounded once. Rows are independent, so NaN stays in
     its row.
@@ -41,7 +41,7 @@ def gate_forward(
 
     Raises:
         ShapeError: A shape, dtype or layout is wrong.
-        OptionError: The form or the backend is unknown, or the backend cannot serve this tensor.
+        OptionError: The form or the backend is unknown, or the backend does not support this tensor.
 
     Cost:
         Reads gate_up_NP and writes act_NF once; no host sync. "reference" makes fp32 copies.
@@ -72,21 +72,20 @@ def gate_backward(
     backend: str = "auto",
     is_checked: bool = True,
 ) -> GateGradients:
-    """Return the gradients of ``weight[n] * (activation[n] @ W)``, and the rebuilt activation.
+    """Return the gradients of ``weight[n] * (activation[n] @ W)``, and the recomputed activation.
 
     The routing weight is applied here: d_act_NF is the gradient of the product without its weight, times W^T. A clamp
-    passes the gradient of a value on its bound and 0 beyond. A low-rank product that belongs to d_act_NF is formed and
-    added in fp32 (float64 for float64), tile by tile, never in memory. Sums have a fixed order, so two calls are
-    bit-equal.
+    passes the gradient of a value on its bound and 0 beyond. The low-rank part of d_act_NF is computed and added in
+    fp32 (float64 for float64), tile by tile, and never stored. Sums have a fixed order, so two calls are bit-equal.
 
     Args:
-        d_act_NF: Gradient of the activation, not yet multiplied with weight_N. Shape (N, F); dtype and device of
+        d_act_NF: Gradient of the activation, not yet multiplied by weight_N. Shape (N, F); dtype and device of
             gate_up_NP; last axis contiguous.
         gate_up_NP: As given to ``gate_forward``.
         form: As given to ``gate_forward``.
         weight_N: Routing weight of each row. Shape (N,); bf16, fp16, fp32 or float64; any stride. None for 1.
         addend: Low-rank product that is added to d_act_NF first; dtype and device of d_act_NF, any R. None for none.
-        need_act: Return the activation, as ``gate_forward`` gave it, for gradients of the second product's weight.
+        need_act: Return the activation, as in ``gate_forward``, for the gradient of the second product's weight.
         out: Output tensor for d_gate_up_NP: a tensor like gate_up_NP, or gate_up_NP itself, which is overwritten.
             None for new memory.
         backend: As in ``gate_forward``.
@@ -100,12 +99,11 @@ def gate_backward(
 
     Raises:
         ShapeError: A shape, dtype, device or layout is wrong, or ``out`` overlaps an input without being gate_up_NP.
-        OptionError: The form or the backend is unknown, or the backend cannot serve these tensors.
+        OptionError: The form or the backend is unknown, or the backend does not support these tensors.
 
     Cost:
-        Reads d_act_NF and gate_up_NP once, writes d_gate_up_NP (and act_NF) once; no host sync. With an
-        addend 2 N R F FLOP more, and the factor is read once for every 16 rows, from the cache if it fits.
-        "reference" makes fp32 copies.
+        Reads d_act_NF and gate_up_NP once, writes d_gate_up_NP (and act_NF) once; no host sync. An addend costs 2 N R F
+        FLOP more, and its factor is read once per 16 rows, from the cache if it fits. "reference" makes fp32 copies.
 
     Source:
         The chain rule; torch.clamp's convention at its bounds.
@@ -143,7 +141,7 @@ def _choose(backend: str, gate_up_NP: torch.Tensor) -> ModuleType:
 
 
 def _check_form(form: GateForm) -> None:
-    """Refuse an unknown form."""
+    """Raise on an unknown form."""
     if not isinstance(form, GateForm):
         raise OptionError(f"form must be a GateForm, got {type(form).__name__}.")
     check_choice("form.is_interleaved", form.is_interleaved, (False, True))
@@ -154,30 +152,30 @@ def _check_form(form: GateForm) -> None:
 
 
 def _check_gate_up(gate_up_NP: torch.Tensor) -> None:
-    """Refuse shapes, dtypes, devices and layouts that the kernels cannot read."""
+    """Raise on shapes, dtypes, devices and layouts that the kernels cannot read."""
     check_tensor("gate_up_NP", gate_up_NP, ndim=2, dtypes=_DTYPES)
     if gate_up_NP.shape[1] % 2:
         raise ShapeError(
-            f"gate_up_NP has {gate_up_NP.shape[1]} columns; gate and up are as wide as each other, so their number "
-            "must be even."
+            f"gate_up_NP has {gate_up_NP.shape[1]} columns; gate and up have the same width, so their number must be "
+            "even."
         )
     check_columns("gate_up_NP", gate_up_NP)
 
 
 def _check_d_act(d_act_NF: torch.Tensor, gate_up_NP: torch.Tensor) -> None:
-    """Refuse a gradient that belongs to another activation."""
+    """Raise on a gradient that belongs to another activation."""
     check_tensor("d_act_NF", d_act_NF, ndim=2, dtypes=(gate_up_NP.dtype,))
     expected = (gate_up_NP.shape[0], gate_up_NP.shape[1] // 2)
     if d_act_NF.shape != expected or d_act_NF.device != gate_up_NP.device:
         raise ShapeError(
-            f"d_act_NF is {tuple(d_act_NF.shape)} on {d_act_NF.device}; gate_up_NP asks for {expected} on "
+            f"d_act_NF is {tuple(d_act_NF.shape)} on {d_act_NF.device}; gate_up_NP needs {expected} on "
             f"{gate_up_NP.device}."
         )
     check_columns("d_act_NF", d_act_NF)
 
 
 def _check_weight(weight_N: torch.Tensor, gate_up_NP: torch.Tensor) -> None:
-    """Refuse weights that are not one number per row."""
+    """Raise on weights that are not one number per row."""
     check_tensor("weight_N", weight_N, ndim=1, dtypes=_DTYPES)
     if weight_N.shape[0] != gate_up_NP.shape[0] or weight_N.device != gate_up_NP.device:
         raise ShapeError(
@@ -187,7 +185,7 @@ def _check_weight(weight_N: torch.Tensor, gate_up_NP: torch.Tensor) -> None:
 
 
 def _check_addend(addend: LowRankRows, d_act_NF: torch.Tensor) -> None:
-    """Refuse factors whose product is not one number for each of the gradient."""
+    """Raise if the product of the factors does not have the shape of the gradient."""
     if not isinstance(addend, LowRankRows):
         raise OptionError(f"addend must be LowRankRows or None, got {type(addend).__name__}.")
     for name, tensor in zip(("addend.low_NR", "addend.factor_RF"), addend):

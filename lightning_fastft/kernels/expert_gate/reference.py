@@ -1,9 +1,9 @@
-"""The gate of an expert in plain PyTorch: the formula, its gradient, and the reference of the Triton kernels.
+"""The gate of an expert in plain PyTorch: the formula and its gradient, the reference of the Triton kernels.
 
 Axes: N routed slots, sorted by expert; F expert width; P = 2 F columns that hold gate and up; R ranks of a low-rank
     product.
-Every form is ``share(gate) * gate * up``: the share is ``sigmoid(2 u)`` where tanh-GELU writes ``(1 + tanh(u)) / 2``,
-which is the same number.
+Every form is ``share(gate) * gate * up``. For tanh-GELU the share is ``sigmoid(2 u)``, which equals
+``(1 + tanh(u)) / 2``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class GateForm(NamedTuple):
     """Form of the activation between the two products of an expert.
 
     Args:
-        is_interleaved: True where gate and up alternate (``gate = [..., ::2]``, gpt-oss); False where the halves are
+        is_interleaved: True if gate and up columns alternate (``gate = [..., ::2]``, gpt-oss); False if the halves are
             gate and up.
         activation: "silu", "gelu" or "gelu_tanh" for ``a(gate) * up``; "clamped" for ``(up + 1) * gate * sigmoid(alpha
             * gate)`` of clamped values.
@@ -48,9 +48,10 @@ class LowRankRows(NamedTuple):
     """Addend of the gradient of the activation: ``low[n] @ factor``.
 
     Args:
-        low_NR: Low-rank rows, with their scale. Shape (N, R); dtype of the gradient; last axis contiguous, any row
+        low_NR: Low-rank rows, already scaled. Shape (N, R); dtype of the gradient; last axis contiguous, any row
             stride.
-        factor_RF: Their matrix. Shape (R, F); dtype of the gradient; last axis contiguous, any row stride.
+        factor_RF: Matrix that multiplies low_NR. Shape (R, F); dtype of the gradient; last axis contiguous, any row
+            stride.
     """
 
     low_NR: torch.Tensor
@@ -58,8 +59,8 @@ class LowRankRows(NamedTuple):
 
 
 class GateGradients(NamedTuple):
-    """Gradient of the first product's output, the rebuilt activation, and the gradient of the routing weights;
-    None where not asked for.
+    """Gradient of the first product's output, the recomputed activation, and the gradient of the routing weights (None
+    unless asked for).
     """
 
     d_gate_up_NP: torch.Tensor
@@ -126,26 +127,26 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _clamp(gate_NF: torch.Tensor, up_NF: torch.Tensor, form: GateForm) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gate, and what its activation is multiplied with."""
+    """Return the gate and the factor on its activation, clamped if the form says so."""
     if form.activation != "clamped":
         return gate_NF, up_NF
     return gate_NF.clamp(max=form.limit), up_NF.clamp(min=-form.limit, max=form.limit) + 1
 
 
 def _glu(gate_NF: torch.Tensor, form: GateForm) -> torch.Tensor:
-    """Return the gate times its share; silu has one rounding less than the product."""
+    """Return the gate times its share; torch's silu rounds once less than the product."""
     return torch.nn.functional.silu(gate_NF) if form.activation == "silu" else gate_NF * _share(gate_NF, form)
 
 
 def _share(gate_NF: torch.Tensor, form: GateForm) -> torch.Tensor:
-    """Return the share of the gate that the activation lets through."""
+    """Return the share of the gate that the activation passes."""
     if form.activation == "gelu":
         return 0.5 * (1 + torch.erf(gate_NF * math.sqrt(0.5)))
     return torch.sigmoid(_exponent(gate_NF, form))
 
 
 def _share_slope(gate_NF: torch.Tensor, form: GateForm) -> torch.Tensor:
-    """Return the derivative of the share; sigmoid(-x) is 1 - sigmoid(x) without the cancellation."""
+    """Return the derivative of the share; sigmoid(-x) is 1 - sigmoid(x) without cancellation."""
     if form.activation == "gelu":
         return torch.exp(-0.5 * gate_NF * gate_NF) / math.sqrt(2.0 * math.pi)
     exponent_NF = _exponent(gate_NF, form)
@@ -156,7 +157,7 @@ def _share_slope(gate_NF: torch.Tensor, form: GateForm) -> torch.Tensor:
 
 
 def _exponent(gate_NF: torch.Tensor, form: GateForm) -> torch.Tensor:
-    """Return what the sigmoid is taken of."""
+    """Return the argument of the sigmoid."""
     if form.activation == "gelu_tanh":
         return 2.0 * TANH_SCALE * (gate_NF + TANH_CUBE * gate_NF * gate_NF * gate_NF)
     return gate_NF * form.alpha if form.activation == "clamped" else gate_NF

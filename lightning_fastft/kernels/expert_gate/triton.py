@@ -1,14 +1,14 @@
 """The gate of an expert on a GPU: one pass over memory forward, one backward.
 
 Axes: N routed slots, sorted by expert (walked in blocks of rows); F expert width (walked in tiles of columns); P = 2 F
-    columns that hold gate and up;
-R ranks of a low-rank product. Forward P is read and F written. Backward F + P are read and P written, and F more where
-the activation is wanted again. Rows do not mix. Programs that walk over all columns take 0.56 ms for 8,192 x 17,408 on
-an H200: where no sum is made over a row, columns are spread over programs (python -m benchmarks.row_kernels --only
-expert_gate: "sums of rows" is the form that walks).
+    columns that hold gate and up; R ranks of a low-rank product.
+The forward reads P and writes F columns. The backward reads F + P and writes P columns, and F more if the activation is
+returned. Rows are independent. Programs that walk over all columns take 0.56 ms for 8,192 x 17,408 on an H200, so
+without a sum over rows the columns are spread over programs (python -m benchmarks.row_kernels --only expert_gate: "sums
+of rows" is the form that walks).
 """
 
-# A jit body has no types that Python could check.
+# Parameters of a jit body have no Python types.
 # mypy: disallow-untyped-defs=False
 # ruff: noqa: ANN001, ANN202
 
@@ -21,18 +21,17 @@ import triton.language as tl
 from lightning_fastft.kernels.expert_gate.reference import TANH_CUBE, TANH_SCALE, GateForm, GateGradients, LowRankRows
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
-# 8 rows x 256 columns on 4 warps: two reads of 16 bytes per thread and matrix in bf16, and no column idle at widths of
-# 768 or 1536. Not yet measured at those widths; candidates: python -m benchmarks.row_kernels --only expert_gate
-# --tiles.
+# 8 rows x 256 columns on 4 warps: two 16-byte reads per thread and matrix in bf16, and no idle column at widths of 768
+# or 1536. Not yet measured at those widths; candidates: python -m benchmarks.row_kernels --only expert_gate --tiles.
 BLOCK_ROWS = 8
 MAX_BLOCK_COLUMNS = 256
 NUM_WARPS = 4
-# With a low-rank product: as many values, in tiles for tl.dot, which needs at least 16 along each axis. Tall tiles read
-# the factor less often: 2 R / rows bytes of it per value in bf16 from the L2 cache, and 10 to 12 from memory. Not yet
-# measured; candidates as above.
+# With a low-rank product, tiles have the same number of values but at least 16 along each axis, for tl.dot. Tall tiles
+# read the factor less often: 2 R / rows bytes of it per value in bf16 from the L2 cache, and 10 to 12 from memory. Not
+# yet measured; candidates as above.
 ADDEND_BLOCK_ROWS = 16
 ADDEND_MAX_BLOCK_COLUMNS = 128
-# Of one step; more ranks are more steps.
+# Ranks of one step; more ranks take more steps.
 MAX_BLOCK_RANKS = 32
 _MIN_BLOCK = 16
 
@@ -44,19 +43,20 @@ _NORMAL_DENSITY = tl.constexpr(0.3989422804014327)
 
 @triton.jit
 def _divide(dividend, divisor, IS_WIDE: tl.constexpr):
-    """Return the quotient; the plain division of fp32 is off by up to two units in the last place, which only a
-    narrow result does not see.
+    """Return the quotient, rounded to nearest if IS_WIDE.
+
+    Triton's fp32 division has an error of up to 2 ulp, which rounding to a narrow dtype hides.
     """
     return tl.div_rn(dividend, divisor) if IS_WIDE else dividend / divisor
 
 
 @triton.jit
 def _gate_and_slopes(raw_gate, raw_up, limit, alpha, ACTIVATION: tl.constexpr, IS_WIDE: tl.constexpr):
-    """Return the activation and its derivatives by gate and by up; what a caller leaves unused costs nothing."""
+    """Return the activation and its derivatives by gate and by up; unused results cost nothing."""
     gate = raw_gate
     factor = raw_up
     if ACTIVATION == "clamped":
-        # Comparisons that NaN fails keep it NaN, as torch.clamp does.
+        # Comparisons with NaN are false, so NaN stays NaN, as in torch.clamp.
         gate = tl.where(raw_gate > limit, limit, raw_gate)
         factor = tl.where(raw_up > limit, limit, tl.where(raw_up < -limit, -limit, raw_up)) + 1.0
 
@@ -101,8 +101,8 @@ def _load_gate_and_up(
     BLOCK_N: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """Return a tile of the gate and a tile of the up projection in fp32; alternating columns are read as one tile
-    and split in registers.
+    """Return a tile of the gate and a tile of the up projection in fp32; interleaved columns are read as one tile and
+    split in registers.
     """
     if IS_INTERLEAVED:
         cols = 2 * start + tl.arange(0, 2 * BLOCK_F)
@@ -133,8 +133,8 @@ def _low_rank_tile(
 ):
     """Return a tile of the low-rank product in fp32.
 
-    The caller computes it transposed, before it loads anything: Triton 3.9 then changes the product's layout once.
-    Computed without transposing, or later, the rest of the kernel would run in the layout of tensor cores: five layout
+    The caller computes it transposed, before it loads anything, so Triton 3.9 changes the product's layout once. If it
+    were not transposed, or computed later, the rest of the kernel would run in the layout of tensor cores: five layout
     changes through shared memory, 30 barriers instead of 4 and 128 registers instead of 106.
     """
     product_FN = tl.zeros((BLOCK_F, BLOCK_N), dtype=tl.float32)
@@ -210,8 +210,9 @@ def _gate_backward_kernel(
     BLOCK_F: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Run one program per block of rows and span of columns; with weights that is all of them, so that the sum of a
-    row has one place and one order.
+    """Run one program per block of rows and span of columns.
+
+    With weights the span has all columns, so one program sums a row in a fixed order.
     """
     rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside_rows = rows < num_rows
@@ -246,7 +247,7 @@ def _gate_backward_kernel(
         if HAS_ADDEND:
             d_act += addend
         if IN_PLACE:
-            # A value may be read by more than one thread: all have read before one of them writes.
+            # More than one thread may read a value: all must read before one of them writes.
             tl.debug_barrier()
         act, gate_slope, up_slope = _gate_and_slopes(gate, up, limit, alpha, ACTIVATION, IS_WIDE)
         if HAS_WEIGHT:
@@ -352,7 +353,7 @@ def gate_backward(
 
 
 def _backward_blocks(num_columns: int, addend: LowRankRows | None) -> tuple[int, int, int]:
-    """Return rows and columns of a tile and ranks of a step; without columns the walk is empty and every sum is 0."""
+    """Return the rows and columns of a tile and the ranks of a step; without columns every sum is 0."""
     columns = next_power_of_2(max(num_columns, 1))
     if addend is None:
         return BLOCK_ROWS, min(columns, MAX_BLOCK_COLUMNS), _MIN_BLOCK

@@ -1,1 +1,1 @@
-"""Stacks of thin matrices whose fastest axis is the expert, brought into expert order and back."""
+"""Conversion of stacks of thin matrices between an expert-last and an expert-first layout."""

@@ -1,7 +1,7 @@
-"""Factors of expert adapters between the two layouts that they live in: the public functions.
+"""Conversion of expert adapters between expert-last and expert-first layout: the public functions.
 
-PEFT holds the second factor of an adapter on a stack with the expert as its fastest axis; grouped products read the
-expert first.
+PEFT stores the second factor of an expert adapter with the expert as the fastest axis; grouped products need the expert
+as the first axis.
 
 Axes: E experts, R adapter rank, O columns of the factor.
 """
@@ -30,14 +30,14 @@ def pack_expert_first(
     """Return ``scale * b`` with the expert as the first axis instead of the last: ``out[e, r, o] = scale * b[o, r,
     e]``.
 
-    Without a scale values are only cast; with one the product is fp32 (float64 for float64) and rounded once.
+    Without a scale, values are only cast. With a scale, the product is fp32 (float64 for float64) and rounded once.
 
     Args:
         b_ORE: Shape (O, R, E), contiguous; bf16, fp16, fp32 or float64.
         dtype: Dtype of the result, one of those above; None for the dtype of out, or of b_ORE.
         scale: Factor on every value.
-        out: Where the result goes, shape (E, R, O), contiguous, on the device of b_ORE, sharing no memory with it; None
-            for new memory.
+        out: Output tensor, shape (E, R, O), contiguous, on the device of b_ORE, sharing no memory with it; None for new
+            memory.
         backend: "triton" (CUDA; not float64), "reference" (plain PyTorch), or "auto": the first if possible, else the
             second.
         is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
@@ -46,8 +46,8 @@ def pack_expert_first(
         out_ERO: Shape (E, R, O), contiguous; device of b_ORE; no gradient.
 
     Raises:
-        ShapeError: A shape, dtype, device or layout is another.
-        OptionError: scale is not finite, or backend cannot serve these tensors.
+        ShapeError: A shape, dtype, device or layout is wrong.
+        OptionError: scale is not finite, or backend does not support these tensors.
 
     Cost:
         Reads b_ORE and writes the result once, in one launch; no host sync.
@@ -74,14 +74,14 @@ def unpack_expert_last(
     """Return ``scale * d`` with the expert as the last axis instead of the first: ``out[o, r, e] = scale * d[e, r,
     o]``.
 
-    The inverse of pack_expert_first, with the same arguments the other way round.
+    It is the inverse of pack_expert_first.
 
     Args:
         d_ERO: Shape (E, R, O), contiguous; bf16, fp16, fp32 or float64.
         dtype: Dtype of the result, one of those above; None for the dtype of out, or of d_ERO.
         scale: Factor on every value.
-        out: Where the result goes, shape (O, R, E), contiguous, on the device of d_ERO, sharing no memory with it; None
-            for new memory.
+        out: Output tensor, shape (O, R, E), contiguous, on the device of d_ERO, sharing no memory with it; None for new
+            memory.
         backend: "triton" (CUDA; not float64), "reference" (plain PyTorch), or "auto": the first if possible, else the
             second.
         is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
@@ -90,8 +90,8 @@ def unpack_expert_last(
         out_ORE: Shape (O, R, E), contiguous; device of d_ERO; no gradient.
 
     Raises:
-        ShapeError: A shape, dtype, device or layout is another.
-        OptionError: scale is not finite, or backend cannot serve these tensors.
+        ShapeError: A shape, dtype, device or layout is wrong.
+        OptionError: scale is not finite, or backend does not support these tensors.
 
     Cost:
         Reads d_ERO and writes the result once, in one launch; no host sync.
@@ -116,13 +116,13 @@ def _exchange(
     backend: str,
     is_checked: bool,
 ) -> torch.Tensor:
-    """Check, choose and run: both directions exchange the first and the last axis."""
+    """Check the arguments and run the chosen backend; both directions exchange the first and the last axis."""
     dtype = dtype or (source.dtype if out is None else out.dtype)
     if must_check(is_checked):
         _check(name, source, dtype=dtype, scale=scale, out=out)
     if out is None:
         out = torch.empty(source.shape[::-1], dtype=dtype, device=source.device)
-    # The kernel serves neither side in float64.
+    # The kernel supports float64 neither as input nor as output.
     widest = torch.float64 if torch.float64 in (source.dtype, dtype) else source.dtype
     with torch.no_grad():
         if not uses_triton(backend, source.device, dtype=widest):
@@ -134,7 +134,7 @@ def _exchange(
 
 
 def _check(name: str, source: torch.Tensor, *, dtype: torch.dtype, scale: float, out: torch.Tensor | None) -> None:
-    """Refuse what the kernel would read wrongly."""
+    """Raise on a source that the kernel would read wrongly."""
     check_tensor(name, source, ndim=3, dtypes=_FLOATING)
     if not source.is_contiguous():
         raise ShapeError(
@@ -149,7 +149,7 @@ def _check(name: str, source: torch.Tensor, *, dtype: torch.dtype, scale: float,
 
 
 def _check_out(out: torch.Tensor, source: torch.Tensor, *, dtype: torch.dtype) -> None:
-    """Refuse memory that is no place for the result."""
+    """Raise on an output tensor that cannot hold the result."""
     check_tensor("out", out, ndim=3, dtypes=(dtype,))
     if out.shape != source.shape[::-1] or out.device != source.device or not out.is_contiguous():
         raise ShapeError(

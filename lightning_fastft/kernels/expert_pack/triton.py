@@ -1,10 +1,10 @@
-"""Move the expert axis of a stack from last to first and back on a GPU: tiles turned on the chip, so that reads and
-writes are both coalesced.
+"""Move the expert axis of a stack from last to first and back on a GPU.
 
+Tiles are transposed in shared memory, so reads and writes are both coalesced.
 Axes of the source: first, middle (walked by the grid), last; the result has first and last exchanged.
 """
 
-# A jit body has no types that Python could check.
+# Parameters of a jit body have no Python types.
 # mypy: disallow-untyped-defs=False
 # ruff: noqa: ANN001, ANN202
 
@@ -16,8 +16,8 @@ import triton.language as tl
 
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
-# A side of 64 values is a run of 256 bytes in fp32 and of 128 in bf16; the tile takes 16 KiB of shared memory on its
-# way. Not yet measured.
+# A side of 64 values is 256 contiguous bytes in fp32 and 128 in bf16; the tile takes 16 KiB of shared memory. Not yet
+# measured.
 MAX_SIDE = 64
 NUM_WARPS = 4
 
@@ -34,7 +34,7 @@ def _exchange_ends_kernel(
     BLOCK_FIRST: tl.constexpr,
     BLOCK_LAST: tl.constexpr,
 ):
-    """Run one program per tile of the two outer axes and index of the middle one."""
+    """Run one program per tile of the two outer axes and index of the middle axis."""
     num_last_tiles = tl.cdiv(num_last, BLOCK_LAST)
     middle = tl.program_id(1).to(tl.int64)
     first = (tl.program_id(0) // num_last_tiles).to(tl.int64) * BLOCK_FIRST + tl.arange(0, BLOCK_FIRST)
@@ -45,7 +45,7 @@ def _exchange_ends_kernel(
     if HAS_SCALE:
         value = value.to(tl.float32) * scale
     out_row = last * num_middle + middle
-    # The compiler turns the tile here: the store runs along the first axis of the source.
+    # The compiler transposes the tile here: the store runs along the first axis of the source.
     tl.store(out_ptr + out_row[None, :] * num_first + first[:, None], value.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -67,6 +67,6 @@ def exchange_ends(source: torch.Tensor, *, scale: float, out: torch.Tensor) -> t
         BLOCK_LAST=sides[1],
         num_warps=NUM_WARPS,
     )
-    # Autograd does not see writes of a kernel; a backward that saved the old values must fail.
+    # Autograd does not see writes of a kernel. A backward that saved the old values must raise.
     torch.autograd.graph.increment_version(out)
     return out

@@ -1,1 +1,1 @@
-"""Rows of tokens in the order of their experts, and back."""
+"""Gather of token rows in expert order, and the weighted sum back per token."""

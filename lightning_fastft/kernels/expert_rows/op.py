@@ -1,8 +1,7 @@
-"""Rows of tokens brought into the order of their experts, and the experts' outputs summed back: raw operations without
-a graph.
+"""Gather token rows in expert order, and sum the experts' outputs back per token; both without a graph.
 
-Each is the other's backward: the gradient of ``gather_rows`` is ``combine_rows`` without weights, and the gradient of
-``combine_rows`` is ``gather_rows`` times the weights, in the rows that have an expert. Callers write both.
+Each is the backward of the other. The gradient of ``gather_rows`` is ``combine_rows`` without weights. The gradient of
+``combine_rows`` is ``gather_rows`` times the weights, in the rows that have an expert. Callers implement autograd.
 
 Axes: T tokens of the pack, K experts per token, N routed slots (T * K), E experts, D model width.
 """
@@ -30,11 +29,11 @@ def gather_rows(
 ) -> torch.Tensor:
     """Return the row of the token that each routed slot belongs to, bit for bit: ``x_TD[slot_N // K]``.
 
-    A slot outside the tokens gives a row of NaN on CUDA, where an error would need a host sync, and an error elsewhere.
+    A slot outside the tokens gives a row of NaN on CUDA, where an error would need a host sync, and raises elsewhere.
 
     Args:
         x_TD: Token states. Shape (T, D); bf16, fp16, fp32 or float64; last axis contiguous, any row stride.
-        slot_N: Slots (``token * K + choice``) in the wanted order, as ``ExpertOrder.slot_N``. Shape (N,), int32 or
+        slot_N: Slots (``token * K + choice``) in the output order, as ``ExpertOrder.slot_N``. Shape (N,), int32 or
             int64; any stride.
         num_experts_per_token: K, at least 1.
         backend: "triton" (CUDA only), "reference" (plain PyTorch), or "auto": "triton" on CUDA and "reference"
@@ -45,7 +44,7 @@ def gather_rows(
         y_ND: Shape (N, D), contiguous; dtype and device of x_TD; no gradient.
 
     Raises:
-        ShapeError: A shape, dtype, device or layout is another.
+        ShapeError: A shape, dtype, device or layout is wrong.
         OptionError: num_experts_per_token or backend is not allowed, or "triton" is asked for outside CUDA.
 
     Cost:
@@ -86,9 +85,9 @@ def combine_rows(
     """Return, for each token, the weighted sum of the rows of its routed slots: ``sum over k of weight_TK[t, k] *
     y_ND[place_TK[t, k]]``.
 
-    Terms are added for k = 0 to K - 1 in that order, then the addend; products and sums are fp32 (float64 for float64
-    rows), and the result is rounded once to the dtype of y_ND. A place at or behind ``end_E[-1]`` has no expert: it
-    adds exactly 0, and its row and weight may hold NaN.
+    Terms are added in order from k = 0 to K - 1, then the addend. Products and sums are fp32 (float64 for float64
+    rows), and the result is rounded once to the dtype of y_ND. A place from ``end_E[-1]`` on has no expert: it adds
+    exactly 0, and its row and weight may hold NaN.
 
     Args:
         y_ND: Outputs of the experts, in sorted order. Shape (N, D); bf16, fp16, fp32 or float64; last axis contiguous,
@@ -98,8 +97,8 @@ def combine_rows(
         end_E: One past the last place of each expert, as ``ExpertOrder.end_E``. Shape (E,), int32 or int64; only its
             last entry is read.
         weight_TK: Routing weights. Shape (T, K); any floating dtype; any strides; None for weights of 1.
-        addend_TD: Added to each token, like the output of a shared expert. Shape (T, D); any floating dtype; last axis
-            contiguous; None for none.
+        addend_TD: Added to each token, such as the output of a shared expert. Shape (T, D); any floating dtype; last
+            axis contiguous; None for none.
         backend: "triton" (CUDA only), "reference" (plain PyTorch), or "auto": "triton" on CUDA and "reference"
             elsewhere. Both are bit-equal.
         is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
@@ -108,12 +107,12 @@ def combine_rows(
         Shape (T, D), contiguous; dtype and device of y_ND; no gradient.
 
     Raises:
-        ShapeError: A shape, dtype, device or layout is another.
+        ShapeError: A shape, dtype, device or layout is wrong.
         OptionError: backend is not allowed, or "triton" is asked for outside CUDA.
 
     Cost:
         Triton: each row of y_ND with an expert is read once, the result written once, in one launch; no atomics, no
-            host synchronisation.
+            host sync.
 
     Source:
         own
@@ -130,11 +129,11 @@ def combine_rows(
         check_tensor("end_E", end_E, ndim=1, dtypes=_INDICES)
         if place_TK.shape[1] < 1 or place_TK.numel() < y_ND.shape[0]:
             raise ShapeError(
-                f"place_TK has shape {tuple(place_TK.shape)}, y_ND has {y_ND.shape[0]} rows: a place for every row, "
-                "K of at least 1."
+                f"place_TK has shape {tuple(place_TK.shape)}, y_ND has {y_ND.shape[0]} rows; place_TK needs K of at "
+                "least 1 and a place for every row."
             )
         if end_E.shape[0] < 1:
-            raise ShapeError("end_E is empty; it needs an entry per expert, at least one.")
+            raise ShapeError("end_E is empty; it needs one entry per expert, at least one.")
         if (
             weight_TK is not None
             and check_tensor("weight_TK", weight_TK, ndim=2, dtypes=_FLOATING).shape != place_TK.shape
@@ -159,14 +158,14 @@ def combine_rows(
 
 
 def _check_rows(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor if its rows can be read as the kernels read them."""
+    """Return the tensor if the kernels can read its rows."""
     check_tensor(name, tensor, ndim=2, dtypes=_FLOATING)
     check_columns(name, tensor)
     return tensor
 
 
 def _check_devices(**tensors: torch.Tensor | None) -> None:
-    """Refuse tensors of different devices: a kernel would read an address of another one."""
+    """Raise on tensors of different devices; a kernel would read an address of another device."""
     devices = {name: str(tensor.device) for name, tensor in tensors.items() if tensor is not None}
     if len(set(devices.values())) > 1:
         places = ", ".join(f"{name} on {device}" for name, device in devices.items())

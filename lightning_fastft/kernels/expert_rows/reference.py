@@ -28,8 +28,8 @@ def combine_rows(
     """Return the sum over k, in ascending order, of ``weight_TK[:, k] * y_ND[place_TK[:, k]]``, plus the addend,
     rounded once.
 
-    Arithmetic is fp32 (float64 for float64 rows). A place at or behind end_E[-1] contributes exactly 0, whatever its
-    row and its weight hold.
+    Arithmetic is fp32 (float64 for float64 rows). A place from end_E[-1] on contributes exactly 0, whatever its row and
+    weight hold.
     """
     wide = torch.float64 if y_ND.dtype is torch.float64 else torch.float32
     num_tokens, num_choices = place_TK.shape

@@ -1,11 +1,11 @@
-"""Rows in expert order and back on a GPU: each row is read once and written once, and no sum depends on the order in
-which programs run.
+"""Gather of rows in expert order and the weighted sum back, on a GPU.
 
+Each row is read once and written once, and no sum depends on the order in which programs run.
 Axes: T tokens of the pack, K experts per token, N routed slots (T * K), E experts, D model width (walked in tiles, one
     program per row and tile).
 """
 
-# A jit body has no types that Python could check.
+# Parameters of a jit body have no Python types.
 # mypy: disallow-untyped-defs=False
 # ruff: noqa: ANN001, ANN202
 
@@ -17,7 +17,7 @@ import triton.language as tl
 
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
-# 2048 bf16 columns on 4 warps: two reads of 16 bytes per thread on their way for each row. Not tuned.
+# 2048 bf16 columns on 4 warps: two 16-byte reads per thread in flight for each row. Not tuned.
 MAX_BLOCK = 2048
 NUM_WARPS = 4
 
@@ -39,7 +39,7 @@ def _gather_rows_kernel(
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slot_ptr + row * slot_stride).to(tl.int64)
     token = slot // K
-    # An impossible slot gives NaN instead of a stray read.
+    # An invalid slot gives NaN instead of an out-of-bounds read.
     num_readable = tl.where((slot >= 0) & (token < num_tokens), num_columns, 0)
     value = tl.load(x_ptr + token * x_stride + cols, mask=cols < num_readable, other=float("nan"))
     tl.store(y_ptr + row * num_columns + cols, value, mask=cols < num_columns)
@@ -142,8 +142,8 @@ def combine_rows(
         WIDE=tl.float64 if y_ND.dtype is torch.float64 else tl.float32,
         BLOCK=block,
         num_warps=NUM_WARPS,
-        # A product fused with its sum is rounded once instead of twice: reading the rows takes far longer, and the
-        # reference stays bit-equal.
+        # Without FMAs the reference stays bit-equal; they would save nothing, because reading the rows takes far
+        # longer.
         enable_fp_fusion=False,
     )
     return out_TD

@@ -1,1 +1,1 @@
-"""The order in which experts see their routed slots."""
+"""Stable sort of routed slots by expert."""

@@ -1,5 +1,4 @@
-"""Routed slots in the order of their experts: what grouped products and the way back need, from one stable sort and one
-count.
+"""Sort routed slots by expert: one stable sort and one count give the indices that grouped products need.
 
 Axes: T tokens of the pack, K experts per token, N routed slots (T * K), E experts.
 """
@@ -16,9 +15,9 @@ from lightning_fastft.kernels.expert_sort.reference import ExpertOrder
 
 __all__ = ["MAX_EXPERTS", "ExpertOrder", "sort_by_expert"]
 
-# The kernel holds the ends of all experts in registers: 32 per thread at this number.
+# The kernel holds the ends of all experts in registers: 32 per thread at this limit.
 MAX_EXPERTS = 4096
-# Slots and places are int32, and the last block may reach this much behind the last slot.
+# Slots and places are int32, and the last block may reach 4,096 past the last slot.
 _MAX_SLOTS = 2**31 - 2**12
 
 
@@ -27,12 +26,12 @@ def sort_by_expert(
 ) -> ExpertOrder:
     """Return the routed slots in the stable order of their experts, its inverse, and where each expert ends.
 
-    Slots of one expert keep the order of their tokens. An id of num_experts or above, or below 0, names no expert
-    (expert parallelism marks slots of other ranks so): such slots come last, behind ``end_E[-1]``, in the order of
-    their slots whatever their ids.
+    Slots of one expert keep the order of their tokens. An id below 0 or from num_experts on means no expert (expert
+    parallelism marks slots of other ranks this way). Such slots come last, from ``end_E[-1]`` on, in slot order for any
+    ids.
 
     Args:
-        expert_TK: The experts of each token. Shape (T, K) with K of at least 1; int64 or int32; any strides.
+        expert_TK: The experts of each token. Shape (T, K) with K at least 1; int64 or int32; any strides.
         num_experts: E, between 1 and 4096.
         backend: "triton" (CUDA only), "reference" (plain PyTorch), or "auto": "triton" on CUDA and "reference"
             elsewhere. Both are bit-equal.
@@ -68,7 +67,7 @@ def sort_by_expert(
             )
         if expert_TK.numel() > _MAX_SLOTS:
             raise ShapeError(
-                f"expert_TK has {expert_TK.numel()} slots, at most {_MAX_SLOTS} can be numbered in int32: sort fewer "
+                f"expert_TK has {expert_TK.numel()} slots; int32 indices allow at most {_MAX_SLOTS}. Sort fewer "
                 "tokens at a time."
             )
     if not uses_triton(backend, expert_TK.device):

@@ -19,7 +19,7 @@ class ExpertOrder(NamedTuple):
     Args:
         slot_N: The slot at each place of the sorted order.
         place_TK: The inverse: the place of each slot in the sorted order.
-        end_E: One past the last place of each expert: cumulative counts, what a grouped GEMM calls offsets.
+        end_E: One past the last place of each expert: cumulative counts, the offsets of a grouped GEMM.
     """
 
     slot_N: torch.Tensor
@@ -36,7 +36,7 @@ def sort_slots(expert_TK: torch.Tensor, *, num_experts: int) -> ExpertOrder:
     key_N = torch.where(is_known_N, expert_N, num_experts).to(torch.int32)
     slot_N = torch.argsort(key_N, stable=True)
     expert_E = torch.arange(num_experts, dtype=torch.int32, device=key_N.device)
-    # A search in the sorted keys counts without the host sync of bincount and the atomics of histc.
+    # searchsorted counts without the host sync of bincount and the atomics of histc.
     end_E = torch.searchsorted(key_N[slot_N], expert_E, right=True, out_int32=True)
     place_N = torch.empty(slot_N.shape, dtype=torch.int32, device=slot_N.device)
     place_N[slot_N] = torch.arange(slot_N.shape[0], dtype=torch.int32, device=slot_N.device)

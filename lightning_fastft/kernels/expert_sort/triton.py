@@ -8,7 +8,7 @@ of slots of a bin before a block, and their sum over experts is the start of eac
 from comparing its slots with each other.
 """
 
-# A jit body has no types that Python could check.
+# Parameters of a jit body have no Python types.
 # mypy: disallow-untyped-defs=False
 # ruff: noqa: ANN001, ANN202
 
@@ -23,18 +23,18 @@ from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
 # 65,536 slots make 256 blocks: two programs per multiprocessor, and one tile for the sums over blocks. Not tuned.
 BLOCK_SLOTS = 256
-# Compared at a time against the slots of a block: tiles of 256 x 64 are 128 values per thread.
+# Bins compared with the slots of a block at a time: tiles of 256 x 64 are 128 values per thread.
 BLOCK_BINS = 64
 BLOCK_EARLIER = 64
-# Blocks that are summed at a time.
+# Blocks summed at a time.
 BLOCK_BLOCKS = 1024
 NUM_WARPS = 4
 
 
 @triton.jit
 def _load_bins(expert_ptr, slot, num_slots, token_stride, choice_stride, num_experts, K: tl.constexpr):
-    """Return the bin of each slot: its expert, num_experts for a slot without an expert, one more behind the last
-    slot.
+    """Return the bin of each slot: its expert, num_experts for a slot without an expert, and num_experts + 1 past the
+    last slot.
     """
     inside = slot < num_slots
     expert = tl.load(expert_ptr + (slot // K) * token_stride + (slot % K) * choice_stride, mask=inside, other=0)
@@ -56,7 +56,7 @@ def _count_kernel(
     BLOCK_SLOTS: tl.constexpr,
     BLOCK_BINS: tl.constexpr,
 ):
-    """Run one program per block of slots and tile of bins: how many slots of the block fall into each bin."""
+    """Run one program per block of slots and tile of bins; count the slots of the block in each bin."""
     block = tl.program_id(0).to(tl.int64)
     bins = tl.program_id(1) * BLOCK_BINS + tl.arange(0, BLOCK_BINS)
     slot = block * BLOCK_SLOTS + tl.arange(0, BLOCK_SLOTS)
@@ -67,8 +67,8 @@ def _count_kernel(
 
 @triton.jit
 def _sum_blocks_kernel(count_ptr, total_ptr, num_blocks, BLOCK_BLOCKS: tl.constexpr):
-    """Run one program per bin: each count becomes the number of slots of this bin in earlier blocks; their total is
-    kept apart.
+    """Run one program per bin: replace each count by the number of slots of this bin in earlier blocks, and write the
+    total.
     """
     row = tl.program_id(0).to(tl.int64)
     total = 0
@@ -100,8 +100,8 @@ def _place_kernel(
     BLOCK_SLOTS: tl.constexpr,
     BLOCK_EARLIER: tl.constexpr,
 ):
-    """Run one program per block of slots: place = where its expert begins + slots of it in earlier blocks + slots of
-    it before this one in the block.
+    """Run one program per block of slots: place = start of the expert + slots of the expert in earlier blocks + slots
+    of the expert earlier in the block.
     """
     block = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK_SLOTS)
@@ -121,7 +121,7 @@ def _place_kernel(
     end = tl.cumsum(tl.load(total_ptr + experts, mask=experts < num_experts, other=0), axis=0)
     if block == 0:
         tl.store(end_ptr + experts, end, mask=experts < num_experts)
-    # A bin begins where the one before it ends.
+    # A bin begins at the end of the previous bin.
     previous = tl.minimum(tl.maximum(bin_of_slot - 1, 0), EXPERTS - 1)
     begin = tl.where(bin_of_slot == 0, 0, tl.gather(end, previous, axis=0))
     earlier = tl.load(earlier_ptr + bin_of_slot.to(tl.int64) * num_blocks + block, mask=inside, other=0)

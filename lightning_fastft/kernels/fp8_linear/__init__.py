@@ -1,1 +1,1 @@
-"""Frozen linear layers in fp8: rows and weights quantised in one pass each, and the product of both."""
+"""Frozen linear layers in fp8: quantisation of rows and weights in one pass each, and their product."""

@@ -2,14 +2,14 @@
 
 Forward, ``y = x @ W^T``: the sum runs over input columns, so the scales of rows and of output columns are factors of
 the whole sum. Backward, ``d_x = d_y @ W``: the sum runs over output columns, so their scales are multiplied into d_y
-before its rows are quantised. Both passes read the same fp8 weight, so the backward differentiates the forward that
+before its rows are quantised. Both passes read the same fp8 weight, so the backward is the gradient of the forward that
 ran.
 
-Scales of weights are powers of 2: bf16 holds them exactly, so that half the bytes are read for every number of d_y, and
-a number loses no digit by them, only up to one of the 18 bits that the range of e4m3 spans. Gradients are e4m3 too:
-with a scale of its own each row uses the range (its largest number is 448, and numbers 29,000 times smaller are still
-normal), and e5m2 has half the digits. On Gaussian rows the relative error of a product with e4m3 weights is 3.7 % with
-e4m3 gradients and 5.7 % with e5m2 ones, 2.6 % of it from the weights (tests/kernels/test_fp8_linear.py).
+Scales of weights are powers of 2. bf16 holds them exactly, which halves the bytes read per number of d_y. They cost a
+number no digit, only up to one of the 18 bits that the range of e4m3 spans. Gradients are e4m3 too: each row has its
+own scale and uses the whole range (its largest number is 448, and numbers 29,000 times smaller are still normal), and
+e5m2 has half the digits. On Gaussian rows the relative error of a product with e4m3 weights is 3.7 % with e4m3
+gradients and 5.7 % with e5m2 gradients, 2.6 % of it from the weights (tests/kernels/test_fp8_linear.py).
 
 Axes: T rows, I columns that a product sums over; O output columns and I input columns of a weight. Nothing here builds
 a graph.
@@ -31,17 +31,17 @@ from lightning_fastft.kernels.nf4_experts.reference import BLOCK_WEIGHTS
 from lightning_fastft.kernels.nf4_linear.op import _check_parts, _check_weight
 from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
 
-# torch's scaled GEMM takes operands whose rows and columns are multiples of 16.
+# torch's scaled GEMM needs operands whose rows and columns are multiples of 16.
 ALIGNED_COLUMNS = 16
 # Ada, Hopper and Blackwell.
 LEAST_CAPABILITY = (8, 9)
 
 
 def find_obstacle(device: torch.device) -> str:
-    """Return why a device has no fp8 products; empty where it has.
+    """Return why a device does not support fp8 products; an empty string if it does.
 
     Cost:
-        A look at the properties of the device; no host sync.
+        Reads the device properties; no host sync.
 
     Source:
         torch's ``_scaled_mm``: compute capability 8.9 or higher.
@@ -71,14 +71,14 @@ def quantise_rows(
     backend: str = "auto",
     is_checked: bool = True,
 ) -> Fp8Rows:
-    """Return ``x * factor`` in e4m3, each row scaled so that its largest number becomes 448, or nearly so.
+    """Return ``x * factor`` in e4m3, each row scaled so that its largest number becomes about 448.
 
-    The arithmetic is fp32, each number is rounded to e4m3 once. Rows do not mix: a row with NaN or infinity gives NaN
-    in its products, others stay.
+    The arithmetic is fp32; each number is rounded to e4m3 once. Rows are independent: a row with NaN or infinity gives
+    NaN in its own products only.
 
     Args:
         x_TI: Rows. Shape (T, I), I > 0; bf16, fp16 or fp32; last axis contiguous, any row stride.
-        factor_I: Multiplied into the columns. Shape (I,), fp32 or bf16, contiguous; None for 1.
+        factor_I: Factor on each column. Shape (I,), fp32 or bf16, contiguous; None for 1.
         round_scales_to_power_of_2: Round scales up, so that the largest number of a row lands between 224 and 448.
         backend: "triton" (CUDA), "reference" (plain PyTorch), or "auto": the first if possible, else the second.
         is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
@@ -88,14 +88,13 @@ def quantise_rows(
 
     Raises:
         ShapeError: A shape, dtype, device or layout is wrong.
-        OptionError: The backend is unknown or cannot serve these tensors.
+        OptionError: The backend is unknown or does not support these tensors.
 
     Cost:
-        Reads x_TI once and writes a byte per number; one launch, no host sync. "reference" makes fp32
-        copies.
+        Reads x_TI once and writes one byte per number; one launch, no host sync. "reference" makes fp32 copies.
 
     Source:
-        e4m3: arXiv 2209.05433; scales by row: torchao's row-wise recipe.
+        e4m3: arXiv 2209.05433; scales per row: torchao's row-wise recipe.
 
     Example:
         >>> rows = quantise_rows(torch.tensor([[1.0, -2.0], [0.25, 0.0]]))
@@ -109,14 +108,13 @@ def quantise_rows(
         check_bool("round_scales_to_power_of_2", round_scales_to_power_of_2)
         num_columns = x_TI.shape[1]
         if num_columns == 0:
-            raise ShapeError("x_TI has no columns; a row without numbers has no largest one.")
+            raise ShapeError("x_TI has no columns; the scale of a row needs at least one.")
         if factor_I is not None:
             check_tensor("factor_I", factor_I, ndim=1, dtypes=(torch.float32, torch.bfloat16))
             if len(factor_I) != num_columns or factor_I.device != x_TI.device or not factor_I.is_contiguous():
                 raise ShapeError(
                     f"factor_I has {len(factor_I)} entries on {factor_I.device} with stride {factor_I.stride(0)}; x_TI "
-                    f"asks for {num_columns} on "
-                    f"{x_TI.device}, contiguous."
+                    f"needs {num_columns} contiguous entries on {x_TI.device}."
                 )
     with torch.no_grad():
         return _choose(backend, x_TI.device).quantise_rows(
@@ -125,23 +123,22 @@ def quantise_rows(
 
 
 def nf4_row_scales(weights: Sequence[NF4Weight], *, scales: Sequence[torch.Tensor], backend: str = "auto") -> None:
-    """Write the scale that each row of NF4 weights has in e4m3: a power of 2, the first at which no number of the row
-    exceeds 448.
+    """Write the e4m3 scale of each row of NF4 weights: the smallest power of 2 that keeps every number within 448.
 
-    A row is bounded by the largest scale among its blocks of 64, since the NF4 table ends at 1.
+    The largest scale among the blocks of 64 bounds a row, since the NF4 table ends at 1.
 
     Args:
         weights: From ``read_params4bit``, any number.
-        scales: Where the scales of their rows go, one for each. Shape (O,), fp32, contiguous; O divides the blocks of
-            the weight.
+        scales: Output tensors for the scales of the rows, one per weight. Shape (O,), fp32, contiguous; O divides the
+            number of blocks of the weight.
         backend: As in ``quantise_rows``.
 
     Raises:
-        OptionError: Numbers of weights and scales differ, or the backend is unknown or cannot serve this device.
-        ShapeError: Shapes, dtypes, devices or layouts do not fit each other.
+        OptionError: Numbers of weights and scales differ, or the backend is unknown or does not support this device.
+        ShapeError: Shapes, dtypes, devices or layouts do not match.
 
     Cost:
-        Reads 1/64 byte per weight; a launch per weight and no host sync. Once for a weight that is frozen.
+        Reads 1/64 byte per weight; one launch per weight and no host sync. A frozen weight needs it once.
 
     Source:
         own; NF4: arXiv 2305.14314.
@@ -168,10 +165,10 @@ def nf4_row_scales(weights: Sequence[NF4Weight], *, scales: Sequence[torch.Tenso
         ):
             raise ShapeError(
                 f"scales[{place}] has {len(scale_O)} entries on {scale_O.device} with stride {scale_O.stride(0)}; give "
-                "a contiguous one for each row "
+                "one contiguous entry per row "
                 f"of a weight of {num_blocks} blocks, all on one device."
             )
-        # Parts are held against an output, of which there is none here: one number seen as all of them.
+        # _check_parts compares with an output tensor; one expanded number serves as it.
         _check_parts(weight, scale_O[:1].expand(num_blocks * BLOCK_WEIGHTS))
     if scales:
         with torch.no_grad():
@@ -187,26 +184,26 @@ def quantise_nf4(
     backend: str = "auto",
     is_checked: bool = True,
 ) -> None:
-    """Write NF4 weights in e4m3, without a dense copy on the way; each number is rounded to e4m3 once, from fp32.
+    """Write NF4 weights in e4m3 without a dense copy; each number is rounded to e4m3 once, from fp32.
 
     Args:
         weights: From ``read_params4bit``, any number, all of I input columns.
-        values: One output per weight. Shape (O, I), or (I, O) where transposed; e4m3; last axis contiguous, any row
-            stride, so they may be views of one buffer. All of it is overwritten, and no memory between its rows.
-        scales: Of their rows, from ``nf4_row_scales``, one for each; others than powers of 2 are not rounded alike by
-            every backend. Shape (O,), fp32, contiguous.
+        values: One output per weight. Shape (O, I), or (I, O) if transposed; e4m3; last axis contiguous, any row
+            stride, so they may be views of one buffer. The memory between rows is not touched.
+        scales: Scales of the rows, from ``nf4_row_scales``, one tensor per weight. Shape (O,), fp32, contiguous. They
+            must be powers of 2, or backends round differently.
         is_transposed: Write (I, O), as a product over output columns reads it.
         backend: As in ``quantise_rows``.
         is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
 
     Raises:
-        OptionError: I is no multiple of 64, numbers of weights and outputs differ, or the backend is unknown or cannot
-            serve this device.
-        ShapeError: Shapes, dtypes, devices or layouts do not fit each other.
+        OptionError: I is not a multiple of 64, numbers of weights and outputs differ, or the backend is unknown or
+            does not support this device.
+        ShapeError: Shapes, dtypes, devices or layouts do not match.
 
     Cost:
-        Reads 0.52 bytes and writes 1 byte per weight, in one launch for every four weights; no memory besides and no
-        host synchronisation. "reference" makes copies of about 20 bytes per weight.
+        Reads 0.52 bytes and writes 1 byte per weight, in one launch per four weights; no temporary memory and no host
+        sync. "reference" makes copies of about 20 bytes per weight.
 
     Source:
         own; NF4: arXiv 2305.14314.
@@ -225,8 +222,8 @@ def quantise_nf4(
         check_bool("is_transposed", is_transposed)
         if not len(weights) == len(values) == len(scales):
             raise OptionError(
-                f"There are {len(weights)} weights, {len(values)} values and {len(scales)} scales; give one of "
-                "each for each weight."
+                f"There are {len(weights)} weights, {len(values)} values and {len(scales)} scales; give one value "
+                "and one scale for each weight."
             )
         axis = 0 if is_transposed else 1
         for place, (weight, value, scale_O) in enumerate(zip(weights, values, scales)):
@@ -249,7 +246,7 @@ def quantise_nf4(
                 raise ShapeError(
                     f"scales[{place}] has {len(scale_O)} entries on {scale_O.device}, values[{place}] is "
                     f"{tuple(value.shape)} on {value.device}; give a "
-                    f"contiguous scale for each of {num_outputs} output columns, all on one device."
+                    f"contiguous scale for each of {num_outputs} output columns, all on the same device."
                 )
             _check_weight(weight)
             _check_parts(weight, value)
@@ -272,8 +269,8 @@ def multiply(
     Args:
         rows: From ``quantise_rows``.
         weight_OI: Shape (O, I), e4m3, contiguous; O and I multiples of 16 on CUDA.
-        scale_O: Scales of its rows. Shape (O,), fp32, contiguous; None for 1.
-        dtype: Of the result: bf16, with "reference" fp16 and fp32 too.
+        scale_O: Scales of the rows of the weight. Shape (O,), fp32, contiguous; None for 1.
+        dtype: Dtype of the result: bf16; with "reference" also fp16 and fp32.
         backend: "triton" (torch's scaled GEMM, on CUDA), "reference", or "auto".
         is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
 
@@ -281,14 +278,14 @@ def multiply(
         Shape (T, O), contiguous.
 
     Raises:
-        ShapeError: Shapes, dtypes, devices or layouts do not fit.
-        OptionError: The backend is unknown, or cannot serve these sizes, this dtype or this device.
+        ShapeError: Shapes, dtypes, devices or layouts do not match.
+        OptionError: The backend is unknown, or does not support these sizes, this dtype or this device.
 
     Cost:
-        2 T I O FLOP in fp8; no host sync. "reference" makes fp32 copies of both and multiplies those.
+        2 T I O FLOP in fp8; no host sync. "reference" multiplies fp32 copies of both.
 
     Source:
-        ``torch._scaled_mm`` with scales by row.
+        ``torch._scaled_mm`` with scales per row.
 
     Example:
         >>> rows, weight = quantise_rows(torch.eye(2)), quantise_rows(torch.tensor([[1.0, 2.0], [4.0, 2.0]]))
@@ -304,23 +301,22 @@ def multiply(
             rows.values_TI.is_contiguous() and weight_OI.is_contiguous()
         ):
             raise ShapeError(
-                f"rows are {tuple(rows.values_TI.shape)}, weight_OI is {tuple(weight_OI.shape)}; both need as many "
-                "columns, contiguous."
+                f"rows are {tuple(rows.values_TI.shape)}, weight_OI is {tuple(weight_OI.shape)}; both must be "
+                "contiguous, with the same number of columns."
             )
         if scale_O is not None and (
             scale_O.shape != weight_OI.shape[:1] or scale_O.dtype is not torch.float32 or not scale_O.is_contiguous()
         ):
             raise ShapeError(
-                f"scale_O is {tuple(scale_O.shape)} {scale_O.dtype}; weight_OI asks for {tuple(weight_OI.shape[:1])} "
+                f"scale_O is {tuple(scale_O.shape)} {scale_O.dtype}; weight_OI needs {tuple(weight_OI.shape[:1])} "
                 "in fp32, contiguous."
             )
     module = _choose(backend, weight_OI.device)
     if module is not reference:
         if dtype is not torch.bfloat16 or any(size % ALIGNED_COLUMNS for size in weight_OI.shape):
             raise OptionError(
-                f"torch's scaled GEMM gives bf16 for weights whose sizes are multiples of {ALIGNED_COLUMNS}, got "
-                f"{dtype} for "
-                f"{tuple(weight_OI.shape)}; use 'reference' for others."
+                f"torch's scaled GEMM returns bf16 and needs weight sizes that are multiples of {ALIGNED_COLUMNS}, got "
+                f"{dtype} for {tuple(weight_OI.shape)}. Use 'reference' for others."
             )
         if rows.values_TI.shape[0] == 0:
             return rows.values_TI.new_empty(0, weight_OI.shape[0], dtype=dtype)

@@ -1,4 +1,4 @@
-"""Rows, dense weights and NF4 weights in e4m3 with one scale per row, and their product, in plain PyTorch.
+"""Quantisation of rows and weights to e4m3 with one scale per row, and their product, in plain PyTorch.
 
 Axes: T rows, I columns that a product sums over; O output columns and I input columns of a weight; Q = O I / 64 blocks
     of NF4 that share a scale.
@@ -17,12 +17,12 @@ from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
 FP8 = torch.float8_e4m3fn
 # The largest number of e4m3.
 LARGEST = 448.0
-# A row whose largest number is below this is scaled as if it were this, so that no factor is infinite.
+# Lower bound of a row's largest number in its scale, so that no factor is infinite.
 LEAST_PEAK = 2.0**-100
 
 
 class Fp8Rows(NamedTuple):
-    """Rows in e4m3 and what each is multiplied with to get its numbers back.
+    """Rows in e4m3 and the scale that each is multiplied with to dequantise it.
 
     Args:
         values_TI: Shape (T, I), e4m3, contiguous.
@@ -39,7 +39,7 @@ def quantise_rows(x_TI: torch.Tensor, *, factor_I: torch.Tensor | None, round_sc
     """
     wide_TI = x_TI.float() if factor_I is None else x_TI.float() * factor_I.float()
     peak_T = wide_TI.abs().amax(1).clamp(min=LEAST_PEAK)
-    # Quotients rounded once, unlike those with a number.
+    # A division by a tensor rounds once; a division by a Python number would not.
     largest_T = torch.full_like(peak_T, LARGEST)
     scale_T, inverse_T = peak_T / largest_T, largest_T / peak_T
     if round_scales_to_power_of_2:
@@ -62,7 +62,7 @@ def nf4_row_scales(weights: Sequence[NF4Weight], scales: Sequence[torch.Tensor])
 def quantise_nf4(
     weights: Sequence[NF4Weight], values: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], *, is_transposed: bool
 ) -> None:
-    """Write each weight in e4m3, transposed where asked."""
+    """Write each weight in e4m3, transposed if asked."""
     for weight, value, scale_O in zip(weights, values, scales):
         if value.numel() == 0:
             continue
@@ -81,8 +81,8 @@ def multiply(
 
 
 def _round_up_to_power_of_2(scale: torch.Tensor) -> torch.Tensor:
-    """Return the power of 2 that is at least a positive fp32 number: where its fraction is not 0, its exponent
-    grows by 1.
+    """Return the smallest power of 2 that is at least a positive fp32 number: the exponent grows by 1 if the fraction
+    is not 0.
     """
     return ((scale.view(torch.int32) + 0x7FFFFF) & -0x800000).view(torch.float32)
 

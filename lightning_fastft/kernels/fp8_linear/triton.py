@@ -1,12 +1,12 @@
-"""Rows and NF4 weights in e4m3 on a GPU, one launch each; products of them are torch's.
+"""Quantisation of rows and NF4 weights to e4m3 on a GPU, one launch each; torch computes their products.
 
-Axes: T rows of I columns, a program per row, its columns in tiles that stay in registers between the look for the
-    largest number and the cast;
-O output columns and I input columns of a weight, (O, I) in memory, walked in tiles of rows and chunks of blocks of 64
-columns; Q = O I / 64 blocks that share a scale, G groups of 256 blocks that share a scale of scales.
+Axes: T rows of I columns, one program per row, whose tiles stay in registers between the search for the largest number
+    and the cast; O output columns and I input columns of a weight, (O, I) in memory, walked in tiles of rows and chunks
+    of blocks of 64 columns; Q = O I / 64 blocks that share a scale, G groups of 256 blocks that share a scale of
+    scales.
 """
 
-# A jit body has no types that Python could check.
+# Parameters of a jit body have no Python types.
 # mypy: disallow-untyped-defs=False
 # ruff: noqa: ANN001, ANN202
 
@@ -24,28 +24,28 @@ from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
 from lightning_fastft.kernels.nf4_linear.triton import block_scale
 from lightning_fastft.kernels.sizes import ceil_div
 
-# Measured: python -m benchmarks.row_kernels --only fp8 --tiles. A tile is 8 columns a thread, so that each reads 16
-# bytes at once. Of 34,816 columns a thread would hold 136 and take 349 us; rows of more tiles than MAX_TILES get tiles
-# and warps twice as large, and take 241 us.
+# Measured by: python -m benchmarks.row_kernels --only fp8 --tiles. A tile has 8 columns per thread, so each thread
+# reads 16 bytes at once. For 34,816 columns a thread would hold 136 and take 349 us; rows of more tiles than MAX_TILES
+# get tiles and warps twice as large, and take 241 us.
 TILE_COLUMNS = 2048
 NUM_WARPS = 8
 MAX_TILES = 8
-# q, k and v, with one to spare, as in the kernel that makes NF4 dense.
+# Enough for q, k and v, as in the kernel that dequantises NF4.
 MAX_WEIGHTS = 4
-# Of a program, which writes 64 bytes in a row, or 128 where weights are transposed: 178 million weights take 114 and
+# Rows of a program, which writes 64 contiguous bytes, or 128 for transposed weights: 178 million weights take 114 and
 # 129 us.
 BLOCK_ROWS = 64
 TRANSPOSED_BLOCK_ROWS = 128
 CHUNK_BLOCKS = 4
 NUM_WEIGHT_WARPS = 4
-# Once per weight.
+# This kernel runs once per weight.
 SCALE_ROWS, SCALE_BLOCKS = 64, 32
 
 
 @triton.jit
 def _round_up_to_power_of_2(scale):
-    """Return the power of 2 that is at least a positive number: where its fraction is not 0, its exponent grows
-    by 1.
+    """Return the smallest power of 2 that is at least a positive number: the exponent grows by 1 if the fraction is
+    not 0.
     """
     bits = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & -0x800000
     return bits.to(tl.float32, bitcast=True)
@@ -66,15 +66,15 @@ def _quantise_rows_kernel(
     NUM_TILES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Run one program per row: its largest number, then the cast."""
+    """Run one program per row: find its largest number, then cast."""
     row = tl.program_id(0).to(tl.int64)
     tile_cols = tl.arange(0, TILE)
     tiles = ()
     for index in tl.static_range(NUM_TILES):
         cols = index * TILE + tile_cols
-        # Read for the last time.
+        # This is the last read of the row.
         tile = tl.load(x_ptr + row * x_stride + cols, mask=cols < num_columns, other=0.0, eviction_policy="evict_first")
-        # Triton has no unpacking.
+        # Triton does not support unpacking.
         tiles = tiles + (tile,)  # type: ignore[assignment]  # noqa: RUF005
     peaks = tl.zeros((TILE,), dtype=tl.float32)
     for index in tl.static_range(NUM_TILES):
@@ -91,7 +91,7 @@ def _quantise_rows_kernel(
     for index in tl.static_range(NUM_TILES):
         cols = index * TILE + tile_cols
         value = _scaled(tiles[index], factor_ptr, cols, num_columns, HAS_FACTOR)
-        # NaN stays NaN, and infinity times the 0 that is then the inverse becomes it.
+        # NaN stays NaN. With infinity in the row the inverse is 0, and infinity times 0 becomes NaN.
         tl.store(
             values_ptr + row * num_columns + cols,
             (value * inverse).to(values_ptr.dtype.element_ty),
@@ -120,7 +120,7 @@ def _row_scales_kernel(
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Run one program per tile of rows of a weight: the largest scale of the blocks of each row."""
+    """Run one program per tile of rows of a weight: find the largest block scale of each row."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < num_rows
     peak = tl.zeros((ROWS,), dtype=tl.float32)
@@ -156,7 +156,7 @@ def _write_tile(
     packed_ptr, quant_map_ptr = weight[0], weight[4]
     rows = tile.to(tl.int64) * BLOCK_O + tl.arange(0, BLOCK_O)
     inside = rows < num_rows
-    # Exact: scales of rows are powers of 2.
+    # The product is exact: scales of rows are powers of 2.
     scale = tl.load(scale_ptr + rows, mask=inside, other=1.0)
     inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
     for place in range(chunk * CHUNK, min(chunk * CHUNK + CHUNK, NUM_BLOCKS)):
@@ -165,7 +165,7 @@ def _write_tile(
         pair = tl.load(
             packed_ptr + (block * 32)[:, None] + tl.arange(0, 32)[None, :], mask=inside[:, None], other=0
         ).to(tl.int32)
-        # The earlier weight is in the high half.
+        # The high half of a byte holds the earlier weight.
         first = tl.load(quant_map_ptr + (pair >> 4)) * scale[:, None]
         second = tl.load(quant_map_ptr + (pair & 15)) * scale[:, None]
         value = tl.interleave(first, second).to(values_ptr.dtype.element_ty)
@@ -254,7 +254,7 @@ def nf4_row_scales(weights: Sequence[NF4Weight], scales: Sequence[torch.Tensor])
                 LEAST_PEAK=LEAST_PEAK,
                 ROWS=SCALE_ROWS,
                 CHUNK=SCALE_BLOCKS,
-                # A fused product and sum would round once where the reference rounds twice.
+                # An FMA would round once where the reference rounds twice.
                 enable_fp_fusion=False,
             )
 
@@ -269,7 +269,7 @@ def quantise_nf4(
 
 
 def _launch(filled: Sequence[tuple[NF4Weight, torch.Tensor, torch.Tensor]], *, is_transposed: bool) -> None:
-    """Write up to MAX_WEIGHTS weights of as many columns, none of them empty."""
+    """Write up to MAX_WEIGHTS weights with the same number of columns, none of them empty."""
     num_rows = tuple(len(scale_O) for _, _, scale_O in filled)
     block_rows = TRANSPOSED_BLOCK_ROWS if is_transposed else BLOCK_ROWS
     num_blocks = filled[0][1].shape[0 if is_transposed else 1] // BLOCK_WEIGHTS
@@ -286,13 +286,13 @@ def _launch(filled: Sequence[tuple[NF4Weight, torch.Tensor, torch.Tensor]], *, i
         BLOCK_O=block_rows,
         CHUNK=CHUNK_BLOCKS,
         num_warps=NUM_WEIGHT_WARPS,
-        # A fused product and sum would round once where the reference rounds twice.
+        # An FMA would round once where the reference rounds twice.
         enable_fp_fusion=False,
     )
 
 
 def _parts(weight: NF4Weight) -> tuple[torch.Tensor, ...]:
-    """Return the parts of a weight; scales that are not nested fill the places of missing parts, never read."""
+    """Return the parts of a weight; without nested scales, absmax_Q replaces the missing parts, which are not read."""
     return tuple(weight.absmax_Q if part is None else part for part in weight)
 
 
@@ -302,8 +302,8 @@ def multiply(
     """Return the product by torch's row-wise scaled GEMM, in bf16."""
     if scale_O is None:
         scale_O = rows.scale_T.new_ones(weight_OI.shape[0])
-    # Sums of the tensor cores are not carried over to fp32 on the way: torchao's choice for row-wise scales too,
-    # forward and backward.
+    # Fast accumulation: tensor-core sums are not promoted to fp32 in between. torchao does the same for row-wise
+    # scales, forward and backward.
     return torch._scaled_mm(
         rows.values_TI,
         weight_OI.T,

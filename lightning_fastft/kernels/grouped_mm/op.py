@@ -1,5 +1,5 @@
 """Products of sorted rows with one matrix per expert: the public functions, and the choice between torch's grouped GEMM
-and our own.
+and our kernel.
 
 Axes: N rows, sorted by expert, E experts, I input columns, O output columns, R adapter rank.
 """
@@ -16,12 +16,12 @@ from lightning_fastft.kernels.grouped_mm import reference
 from lightning_fastft.kernels.grouped_mm.reference import THIN_COLUMNS, GatheredRows, RowAddend, Rows, rows_of
 
 BACKENDS = ("auto", "torch", "triton", "reference")
-# torch's grouped GEMM reached 637 to 694 TFLOP/s on an H200, 0.9 of a dense product there, but an addend costs one
-# more pass over its result. Our kernel, which adds within its only pass, took 0.74 to 0.98 of that time there
-# (benchmarks/grouped_mm.py --adapters); elsewhere it is not measured.
+# torch's grouped GEMM reached 637 to 694 TFLOP/s on an H200, 0.9 of a dense product, but an addend costs one more pass
+# over its result. Our kernel adds in its only pass and took 0.74 to 0.98 of that time on the H200
+# (benchmarks/grouped_mm.py --adapters); it is not measured on other GPUs.
 _ADDEND_CAPABILITIES = (9,)
-# CUTLASS kernels exist for these major compute capabilities; everywhere else torch loops over experts on the host, with
-# waits (GroupedMMUtils.h).
+# CUTLASS kernels exist for these major compute capabilities; on others torch loops over experts on the host, with host
+# syncs (GroupedMMUtils.h).
 _TORCH_CAPABILITIES = (9, 10)
 # On 10.x the gradient of an expert without rows is not 0 (https://github.com/pytorch/pytorch/issues/172439).
 _TORCH_GRAD_CAPABILITIES = (9,)
@@ -44,24 +44,23 @@ def grouped_mm(
     backend: str = "auto",
     is_checked: bool = True,
 ) -> torch.Tensor:
-    """Return the product of each row with the matrix of its expert, plus the expert's bias and a scaled low-rank
-    product where given.
+    """Return the product of each row with the matrix of its expert, plus an optional bias and scaled low-rank product.
 
     ``y[n] = x[n] @ weight[e(n)] + bias[e(n)] + low_scale * low[n] @ low_ERO[e(n)]``, where expert e owns the rows
-    end_E[e - 1] to end_E[e]. Sums are fp32; the kernels of "triton" and "reference" round once, "torch" rounds the
-    product before it adds. Rows at or behind end_E[-1] are not written and hold anything.
+    end_E[e - 1] to end_E[e]. Sums are fp32; "triton" and "reference" round once, "torch" rounds the product before it
+    adds. Rows from end_E[-1] on are not written and hold arbitrary values.
 
     Args:
         x_NI: Rows sorted by expert. Shape (N, I); bf16, fp16, fp32 or, on a CPU, float64; last axis contiguous. Or
             GatheredRows, which "triton" reads in place and the others copy first.
         weight_EIO: One matrix per expert. Shape (E, I, O); dtype of x_NI; any view with a stride of 1 along I or O.
-        end_E: One past the last row of each expert. Shape (E,); int32, contiguous; rising, at most N.
+        end_E: One past the last row of each expert. Shape (E,); int32, contiguous; non-decreasing, at most N.
         bias_EO: Shape (E, O); dtype of x_NI; last axis contiguous.
         low_NR: Rows of the low-rank product, sorted as x_NI. Shape (N, R); dtype of x_NI; last axis contiguous; given
             with low_ERO or not at all.
-        low_ERO: Its matrices. Shape (E, R, O); dtype of x_NI; contiguous.
+        low_ERO: Matrices of the low-rank product. Shape (E, R, O); dtype of x_NI; contiguous.
         low_scale: Factor on the low-rank product.
-        out: Where the result goes. Shape (N, O); dtype of x_NI; last axis contiguous; shares no memory with the other
+        out: Output tensor. Shape (N, O); dtype of x_NI; last axis contiguous; shares no memory with the other
             arguments.
         backend: "torch" (torch.nn.functional.grouped_mm), "triton" (our own kernel), "reference" (a loop over experts),
             or "auto" (choose_backend).
@@ -71,12 +70,12 @@ def grouped_mm(
         out, or a new tensor: shape (N, O), dtype and device of x_NI; no gradient.
 
     Raises:
-        ShapeError: Shapes, dtypes, devices or layouts do not fit; on a CPU also where end_E falls or goes beyond N.
-        OptionError: backend is unknown or cannot run these tensors here, or low_scale is not finite.
+        ShapeError: Shapes, dtypes, devices or layouts do not match; on a CPU also if end_E decreases or exceeds N.
+        OptionError: backend is unknown or cannot run these tensors, or low_scale is not finite.
 
     Cost:
-        2 N I O FLOP; x_NI, the weights and the result cross memory once, and "torch" reads and writes the result once
-        more for bias and low-rank product, or to fill out where there are neither. No host sync on CUDA.
+        2 N I O FLOP. Reads x_NI and the weights and writes the result once; "torch" reads and writes the result once
+        more for bias and low-rank product, or to fill out if there are neither. No host sync on CUDA.
 
     Source:
         own; the low-rank product as in LoRA (arXiv 2106.09685)
@@ -121,17 +120,17 @@ def grouped_weight_grad(
     """Return the gradient of each expert's matrix: ``g[e] = scale * (w * x)[rows of e]^T @ d[rows of e]``, exactly 0
     for an expert without rows.
 
-    Sums are fp32, scaled and rounded once; the weights w are multiplied in fp32 onto the rows of the thinner operand,
-    which are then rounded to their own dtype again. Rows at or behind end_E[-1] take no part, whatever they and their
-    weights hold.
+    Sums are fp32, scaled and rounded once. The weights w are multiplied in fp32 with the rows of the thinner operand,
+    which are then rounded to their dtype again. Rows from end_E[-1] on are ignored, whatever they and their weights
+    hold.
 
     Args:
         x_NI: Inputs of the product, sorted by expert. Shape (N, I); bf16, fp16, fp32 or, on a CPU, float64; last axis
             contiguous. Or GatheredRows.
-        d_NO: Gradient of its result. Shape (N, O); dtype of x_NI; last axis contiguous. Or GatheredRows, of the same
-            slots where both are.
-        end_E: One past the last row of each expert. Shape (E,); int32, contiguous; rising, at most N.
-        dtype: Dtype of the gradient, one that x_NI may have; None for the dtype of x_NI, the only one of "torch".
+        d_NO: Gradient of the product. Shape (N, O); dtype of x_NI; last axis contiguous. Or GatheredRows; if both
+            operands are, their slots must be the same.
+        end_E: One past the last row of each expert. Shape (E,); int32, contiguous; non-decreasing, at most N.
+        dtype: Dtype of the gradient, one that x_NI may have; None for the dtype of x_NI, the only one "torch" supports.
         scale: Factor on the whole gradient.
         row_weight_N: Factor on each row. Shape (N,); any floating dtype, any stride; None for 1.
         backend: "torch", "triton", "reference" or "auto" (choose_grad_backend).
@@ -141,12 +140,12 @@ def grouped_weight_grad(
         Shape (E, I, O), contiguous, device of x_NI; no gradient.
 
     Raises:
-        ShapeError: Shapes, dtypes, devices or layouts do not fit; on a CPU also where end_E falls or goes beyond N.
-        OptionError: backend is unknown or cannot run these tensors here, or scale is not finite.
+        ShapeError: Shapes, dtypes, devices or layouts do not match; on a CPU also if end_E decreases or exceeds N.
+        OptionError: backend is unknown or cannot run these tensors, or scale is not finite.
 
     Cost:
-        2 N I O FLOP; no host sync on CUDA. Scale and weights cost no pass in "triton"; "torch" makes a copy
-        of the weighted rows and one more pass over a scaled gradient.
+        2 N I O FLOP; no host sync on CUDA. Scale and weights cost no pass in "triton"; "torch" makes a copy of the
+        weighted rows and one more pass over a scaled gradient.
 
     Source:
         own
@@ -183,14 +182,14 @@ def grouped_weight_grad(
 
 
 def choose_backend(x_NI: Rows, weight_EIO: torch.Tensor, *, has_addend: bool = False) -> str:
-    """Return what grouped_mm picks under backend="auto".
+    """Return the backend that grouped_mm picks under "auto".
 
-    On a CPU "reference"; on CUDA "torch" where its kernel takes these tensors (bf16 on compute capability 9.x or 10.x,
-    strides and sizes in whole 16 bytes), there are more than 64 output columns, and on 9.x nothing is added; else
-    "triton".
+    On a CPU it is "reference". On CUDA it is "torch" if its kernel supports the tensors (bf16 on compute capability 9.x
+    or 10.x, strides and sizes in multiples of 16 bytes), there are more than 64 output columns, and on 9.x nothing is
+    added; else "triton".
 
     Args:
-        x_NI: Rows sorted by expert, shape (N, I); only dtype, device and layout count.
+        x_NI: Rows sorted by expert, shape (N, I); only dtype, device and layout matter.
         weight_EIO: One matrix per expert, shape (E, I, O).
         has_addend: A bias or a low-rank product will be added.
 
@@ -209,8 +208,8 @@ def choose_backend(x_NI: Rows, weight_EIO: torch.Tensor, *, has_addend: bool = F
     """
     if not weight_EIO.is_cuda:
         return "reference"
-    # Tiles of torch's grouped GEMM are made for wide results: with 16 columns it took 0.14 ms where reading the rows
-    # takes 0.06 (H200).
+    # Tiles of torch's grouped GEMM suit wide results: with 16 columns it took 0.14 ms, while reading the rows takes
+    # 0.06 ms (H200).
     if weight_EIO.shape[2] <= THIN_COLUMNS:
         return "triton"
     if has_addend and torch.cuda.get_device_capability(weight_EIO.device)[0] in _ADDEND_CAPABILITIES:
@@ -219,14 +218,14 @@ def choose_backend(x_NI: Rows, weight_EIO: torch.Tensor, *, has_addend: bool = F
 
 
 def choose_grad_backend(x_NI: Rows, d_NO: Rows, *, num_experts: int, dtype: torch.dtype | None = None) -> str:
-    """Return what grouped_weight_grad picks under backend="auto".
+    """Return the backend that grouped_weight_grad picks under "auto".
 
-    As choose_backend, with "torch" on compute capability 9.x only (on 10.x it gives experts without rows a gradient),
-    and only where neither operand is thin.
+    The rules of choose_backend apply, with "torch" on compute capability 9.x only (on 10.x it gives experts without
+    rows a gradient), and only if neither operand is thin.
 
     Args:
-        x_NI: Inputs of the product, shape (N, I); only dtype, device and layout count.
-        d_NO: Gradient of its result, shape (N, O).
+        x_NI: Inputs of the product, shape (N, I); only dtype, device and layout matter.
+        d_NO: Gradient of the product, shape (N, O).
         num_experts: Experts, E.
         dtype: Dtype of the gradient; None for the dtype of x_NI.
 
@@ -260,14 +259,14 @@ def _check_grad(
     scale: float,
     row_weight_N: torch.Tensor | None,
 ) -> None:
-    """Refuse operands that have no common rows, and numbers for which the gradient is not defined."""
+    """Raise on operands without common rows, and on numbers for which the gradient is not defined."""
     like = rows_of(x_NI)
     _check_either("x_NI", x_NI, like=like)
     _check_either("d_NO", d_NO, like=like)
     _check_ends(end_E, like=like)
     if isinstance(x_NI, GatheredRows) and isinstance(d_NO, GatheredRows) and not _have_same_slots(x_NI, d_NO):
         raise ShapeError(
-            "x_NI and d_NO are gathered by different slots; both operands of a gradient have the same rows."
+            "x_NI and d_NO are gathered by different slots; both operands of a gradient need the same rows."
         )
     if dtype not in _FLOATING or (dtype is torch.float64) != (like.dtype is torch.float64):
         raise ShapeError(
@@ -291,8 +290,8 @@ def _copy_rows(rows: Rows) -> torch.Tensor:
 def _torch_product(
     x_NI: torch.Tensor, weight_EIO: torch.Tensor, end_E: torch.Tensor, *, addend: RowAddend, out_NO: torch.Tensor | None
 ) -> torch.Tensor:
-    """Run torch's grouped GEMM, then one pass for all that is added: the low-rank product is formed tile by tile
-    within it, never in memory.
+    """Run torch's grouped GEMM, then one pass for all addends, which computes the low-rank product tile by tile and
+    never stores it.
     """
     y_NO = torch.nn.functional.grouped_mm(x_NI, weight_EIO, offs=end_E)
     if addend.is_empty:
@@ -306,8 +305,8 @@ def _torch_product(
 
 
 def _why_not_torch(x_NI: Rows, weight_EIO: torch.Tensor) -> str | None:
-    """Return why torch's grouped GEMM does not take these tensors, or would loop on the host; None where it does
-    its work in one launch.
+    """Return why torch's grouped GEMM does not support these tensors, or would loop on the host; None if it runs in one
+    launch.
     """
     misfit = _device_misfit(rows_of(x_NI), capabilities=_TORCH_CAPABILITIES) or _size_misfit(
         weight_EIO.dtype, num_experts=weight_EIO.shape[0], sizes=(x_NI.shape[0], *weight_EIO.shape[1:])
@@ -316,7 +315,7 @@ def _why_not_torch(x_NI: Rows, weight_EIO: torch.Tensor) -> str | None:
 
 
 def _why_not_torch_grad(x_NI: Rows, d_NO: Rows, *, num_experts: int, dtype: torch.dtype) -> str | None:
-    """Return why torch's grouped GEMM does not serve a weight gradient; None where it does."""
+    """Return why torch's grouped GEMM does not support a weight gradient; None if it does."""
     like = rows_of(x_NI)
     if dtype is not like.dtype:
         return f"its result has the dtype of its inputs, {like.dtype}, not {dtype}"
@@ -327,9 +326,9 @@ def _why_not_torch_grad(x_NI: Rows, d_NO: Rows, *, num_experts: int, dtype: torc
 
 
 def _device_misfit(x_NI: torch.Tensor, *, capabilities: tuple[int, ...]) -> str | None:
-    """On CUDA only bf16 on the newest devices has a kernel."""
+    """Return why the device does not support the dtype; on CUDA only bf16 on the newest devices has a kernel."""
     if not x_NI.is_cuda:
-        return "it takes no float64" if x_NI.dtype is torch.float64 else None
+        return "it does not support float64" if x_NI.dtype is torch.float64 else None
     major, minor = torch.cuda.get_device_capability(x_NI.device)
     if x_NI.dtype is torch.bfloat16 and major in capabilities:
         return None
@@ -338,59 +337,57 @@ def _device_misfit(x_NI: torch.Tensor, *, capabilities: tuple[int, ...]) -> str 
     fault = (
         "gives experts without rows a gradient" if is_wrong else "loops over the experts with a host sync in each call"
     )
-    return (
-        f"it serves bf16 on compute capability {allowed}, and these are {x_NI.dtype} on {major}.{minor}, where it "
-        f"{fault}"
-    )
+    return f"it supports bf16 on compute capability {allowed}, got {x_NI.dtype} on {major}.{minor}, where it {fault}"
 
 
 def _size_misfit(dtype: torch.dtype, *, num_experts: int, sizes: tuple[int, int, int]) -> str | None:
-    """Columns come in whole 16 bytes, and nothing may be empty but the rows of single experts."""
+    """Return why sizes are not supported: columns need multiples of 16 bytes, and only single experts may be empty."""
     if not 1 <= num_experts <= _MAX_TORCH_EXPERTS:
-        return f"it takes 1 to {_MAX_TORCH_EXPERTS} experts, and there are {num_experts}"
+        return f"it supports 1 to {_MAX_TORCH_EXPERTS} experts, got {num_experts}"
     step = _ALIGNMENT_BYTES // dtype.itemsize
     if min(sizes) == 0 or any(size % step for size in sizes[1:]):
         return (
-            f"it takes rows and columns above 0, columns in multiples of {step}, and there are {sizes[0]} rows, "
+            f"it needs at least one row, and columns in multiples of {step} above 0, got {sizes[0]} rows, "
             f"{sizes[1]} and {sizes[2]} columns"
         )
     return None
 
 
 def _layout_misfit(name: str, tensor: Rows) -> str | None:
-    """Of the last two axes one has stride 1, the other one of whole 16 bytes and no overlap; so has the first of
-    three (TMA).
+    """Return why a layout is not supported by TMA.
+
+    One of the last two axes needs stride 1. The other one, and the first of three axes, need strides in multiples of 16
+    bytes without overlap.
     """
     if isinstance(tensor, GatheredRows):
-        # These rows are copied first, and are contiguous then.
+        # Gathered rows are copied first, and are then contiguous.
         return None
     *outer, slow, fast = tensor.stride()
     slow_size, fast_size = tensor.shape[-2:]
     if fast != 1:
         slow, fast, fast_size = fast, slow, slow_size
     step = _ALIGNMENT_BYTES // tensor.dtype.itemsize
-    # Allocations begin aligned; unlike the address, the offset is known under torch.compile.
+    # Allocations are aligned. torch.compile knows the storage offset, but not the address.
     is_aligned = all(stride % step == 0 for stride in (slow, *outer, tensor.storage_offset()))
     if fast == 1 and slow >= fast_size and is_aligned:
         return None
     return (
-        f"{name} with strides {tuple(tensor.stride())} does not begin every row at a multiple of "
+        f"{name} with strides {tuple(tensor.stride())} does not start every row at a multiple of "
         f"{_ALIGNMENT_BYTES} "
         "bytes"
     )
 
 
 def _check_forced(name: str, x_NI: torch.Tensor, misfit: str | None) -> None:
-    """Refuse a named backend that cannot run here, or would wait."""
+    """Raise on an explicit backend that cannot run these tensors, or would need a host sync."""
     if name == "reference" and x_NI.is_cuda:
         raise OptionError(
-            'backend="reference" reads end_E on the host, which waits for a CUDA device; allowed there are "auto", '
-            '"torch" and "triton".'
+            'backend="reference" reads end_E on the host, which is a host sync on CUDA. Use "auto", "torch" or '
+            '"triton".'
         )
     if name == "triton" and not x_NI.is_cuda:
         raise OptionError(
-            f'backend="triton" needs tensors on CUDA, got {x_NI.device}; allowed there are "auto", "reference" and '
-            '"torch".'
+            f'backend="triton" needs tensors on CUDA, got {x_NI.device}. Use "auto", "reference" or "torch".'
         )
     if misfit:
         other = "triton" if x_NI.is_cuda else "reference"
@@ -400,7 +397,7 @@ def _check_forced(name: str, x_NI: torch.Tensor, misfit: str | None) -> None:
 def _check_product(
     x_NI: Rows, weight_EIO: torch.Tensor, end_E: torch.Tensor, *, addend: RowAddend, out_NO: torch.Tensor | None
 ) -> None:
-    """Refuse what a kernel would read or write wrongly."""
+    """Raise on arguments that a kernel would read or write wrongly."""
     like = rows_of(x_NI)
     _check_either("x_NI", x_NI, like=like)
     _check_like("weight_EIO", weight_EIO, ndim=3, like=like)
@@ -445,7 +442,7 @@ def _check_product(
 
 
 def _check_rows(name: str, tensor: torch.Tensor, *, like: torch.Tensor, shape: tuple[int, int] | None = None) -> None:
-    """Refuse rows of another dtype, device or shape, or that are not contiguous in themselves."""
+    """Raise on rows of another dtype, device or shape, and on rows that are not contiguous."""
     _check_like(name, tensor, ndim=2, like=like)
     if shape is not None and tensor.shape != shape:
         raise ShapeError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}.")
@@ -454,7 +451,7 @@ def _check_rows(name: str, tensor: torch.Tensor, *, like: torch.Tensor, shape: t
 
 
 def _check_either(name: str, rows: Rows, *, like: torch.Tensor) -> None:
-    """Refuse rows, gathered or not, that a kernel would read wrongly."""
+    """Raise on rows, gathered or not, that a kernel would read wrongly."""
     _check_rows(name, rows_of(rows), like=like)
     if isinstance(rows, GatheredRows):
         slot_N = check_tensor(f"slot_N of {name}", rows.slot_N, ndim=1, dtypes=(torch.int32, torch.int64))
@@ -477,7 +474,7 @@ def _have_same_slots(rows: GatheredRows, others: GatheredRows) -> bool:
 
 
 def _check_row_weight(row_weight_N: torch.Tensor, *, num_rows: int, like: torch.Tensor) -> None:
-    """Refuse weights that are not one number per row where the rows are."""
+    """Raise on weights that are not one number per row on the device of the rows."""
     check_tensor("row_weight_N", row_weight_N, ndim=1, dtypes=_FLOATING)
     if row_weight_N.shape[0] != num_rows or row_weight_N.device != like.device:
         raise ShapeError(

@@ -13,19 +13,17 @@ import torch
 
 from lightning_fastft.core.errors import ShapeError
 
-# Products with no more output columns than this (the rows of an adapter's rank) do little arithmetic for each row they
-# read: memory bounds them.
+# Products with at most this many output columns (such as the rank of an adapter) are memory-bound.
 THIN_COLUMNS = 64
 
 
 class GatheredRows(NamedTuple):
-    """Rows in the order of their experts that were never copied there: row n is ``x_TI[slot_N[n] //
-    num_slots_per_row]``.
+    """Rows in expert order, given by indices without a copy: row n is ``x_TI[slot_N[n] // num_slots_per_row]``.
 
     Args:
         x_TI: Rows of tokens. Shape (T, I); last axis contiguous.
         slot_N: Slots in sorted order, as ``ExpertOrder.slot_N``. Shape (N,), int32 or int64, contiguous.
-        num_slots_per_row: Slots of a row: experts per token, K, with T * K = N.
+        num_slots_per_row: Slots per row, the experts per token, K, with T * K = N.
     """
 
     x_TI: torch.Tensor
@@ -34,7 +32,7 @@ class GatheredRows(NamedTuple):
 
     @property
     def shape(self) -> torch.Size:
-        """(N, I)."""
+        """Return the shape (N, I)."""
         return torch.Size((self.slot_N.shape[0], self.x_TI.shape[1]))
 
     def read(self) -> torch.Tensor:
@@ -56,13 +54,12 @@ def read_rows(rows: Rows) -> torch.Tensor:
 
 
 class RowAddend(NamedTuple):
-    """Addend of each product before it is rounded: ``bias[e] + low_scale * low[n] @ low_ERO[e]``; None leaves a
-    part out.
+    """Addend of each product before rounding: ``bias[e] + low_scale * low[n] @ low_ERO[e]``; None skips a part.
 
     Args:
         bias_EO: One row per expert. Shape (E, O).
-        low_NR: Rows of the low-rank product, sorted as the others. Shape (N, R).
-        low_ERO: Their matrices. Shape (E, R, O), contiguous.
+        low_NR: Rows of the low-rank product, in the same order. Shape (N, R).
+        low_ERO: Matrices of the low-rank product. Shape (E, R, O), contiguous.
         low_scale: Factor on the low-rank product.
     """
 
@@ -73,7 +70,7 @@ class RowAddend(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """Nothing is added."""
+        """Return whether nothing is added."""
         return self.bias_EO is None and self.low_NR is None
 
 
@@ -83,7 +80,7 @@ def grouped_mm(
     """Write ``x[n] @ weight[e(n)]`` plus the addend, rounded once; float64 is allowed.
 
     Raises:
-        ShapeError: end_E decreases, or lies outside the rows.
+        ShapeError: end_E decreases, or is outside the rows.
     """
     x_NI = read_rows(x_NI)
     wide = _wide_dtype(x_NI.dtype)
@@ -112,7 +109,7 @@ def grouped_weight_grad(
     """Return ``scale * (row_weight * x)[rows of e]^T @ d[rows of e]``, rounded once; 0 for an expert without rows.
 
     Raises:
-        ShapeError: end_E decreases, or lies outside the rows.
+        ShapeError: end_E decreases, or is outside the rows.
     """
     x_NI, d_NO = read_rows(x_NI), read_rows(d_NO)
     wide = _wide_dtype(x_NI.dtype)
@@ -126,9 +123,7 @@ def grouped_weight_grad(
 def weigh_rows(
     x_NI: torch.Tensor, d_NO: torch.Tensor, row_weight_N: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both operands of a gradient with the weights on the rows of the thinner one: a wide product, rounded
-    to the dtype of the rows.
-    """
+    """Return both operands of a gradient, the thinner one multiplied by the weights in a wide dtype and rounded."""
     if row_weight_N is None:
         return x_NI, d_NO
     wide = _wide_dtype(x_NI.dtype)
@@ -139,7 +134,7 @@ def weigh_rows(
 
 
 def has_thin_inputs(x_NI: Rows, d_NO: Rows) -> bool:
-    """Return whether the first operand of a gradient is the thinner one, which carries the weights of its rows."""
+    """Return whether the first operand of a gradient is the thinner one, which is multiplied by the row weights."""
     return x_NI.shape[1] <= d_NO.shape[1]
 
 
@@ -155,12 +150,12 @@ def _add_to(product: torch.Tensor, expert: int, rows: slice, *, addend: RowAdden
 
 
 def _rows_of_experts(end_E: torch.Tensor, *, num_rows: int) -> list[slice]:
-    """Read the borders on the host, which costs nothing where they are already there."""
+    """Return the rows of each expert; end_E is read on the host, which is free on a CPU."""
     borders = [0, *end_E.tolist()]
     if borders != sorted(borders) or borders[-1] > num_rows:
         raise ShapeError(
-            f"end_E must rise from 0 to at most the {num_rows} rows, got {borders[1:]}; it holds one past the last row "
-            "of each expert."
+            f"end_E must not decrease or exceed the {num_rows} rows, got {borders[1:]}. It holds one "
+            "past the last row of each expert."
         )
     return [slice(begin, end) for begin, end in pairwise(borders)]
 

@@ -1,13 +1,13 @@
-"""Products of sorted rows with one matrix per expert on a GPU: one launch; the device reads which expert owns a row.
+"""Products of sorted rows with one matrix per expert on a GPU, in one launch; the device finds the expert of a row.
 
 Axes: N rows, sorted by expert, E experts, I input columns, O output columns, R adapter rank.
 
 The host knows only N and E, so the grid has ``N // BLOCK_N + E`` tiles of rows, which is enough for any borders. The
-tiles of expert e begin at tile ``start // BLOCK_N + e``, where start is its first row; a tile without rows ends at
-once. Rows from the last border on are never read or written.
+tiles of expert e begin at tile ``start // BLOCK_N + e``, where start is its first row. A tile without rows returns
+early. Rows from the last border on are never read or written.
 """
 
-# A jit body has no types that Python could check.
+# Parameters of a jit body have no Python types.
 # mypy: disallow-untyped-defs=False
 # ruff: noqa: ANN001, ANN202
 
@@ -23,23 +23,23 @@ import triton.language as tl
 from lightning_fastft.kernels.grouped_mm.reference import THIN_COLUMNS, GatheredRows, RowAddend, Rows, has_thin_inputs
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
-# Tiles of rows that share a tile of weights run next to each other, in groups of this many.
+# Tiles of rows that share a tile of weights run one after another, in groups of this size.
 ROW_TILES_PER_GROUP = 8
-# tl.dot takes no fewer than 16 columns.
+# tl.dot needs at least 16 columns.
 MIN_BLOCK = 16
 # With fewer rows per expert than this, half of a tile of 128 rows would be empty.
 MANY_ROWS = 128
 
 
 class Tiles(NamedTuple):
-    """Sizes of one program's tile in rows, input and output columns, and what runs it.
+    """Tile of one program in rows, input and output columns, and its launch options.
 
     Args:
         rows: Tile along N.
         inputs: Tile along I, and the most ranks of a low-rank product in one step.
         outputs: Tile along O.
         num_warps: Warps of a program.
-        num_stages: Loads on their way at once, in tiles.
+        num_stages: Pipeline stages: tiles of loads in flight at once.
     """
 
     rows: int
@@ -49,24 +49,24 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# Fit the 99 KiB of shared memory of compute capability 8.6 and 8.9, which a test checks; not yet measured there.
+# These tiles fit the 99 KiB of shared memory of compute capability 8.6 and 8.9, which a test checks; not yet measured
+# on those devices.
 PRODUCT_TILES_MANY = Tiles(rows=128, inputs=64, outputs=128, num_warps=8, num_stages=3)
 PRODUCT_TILES_FEW = Tiles(rows=64, inputs=64, outputs=128, num_warps=4, num_stages=3)
-# Where a program may have 160 KiB (8.0, 9.0, 10.0): on an H200 0.67 to 0.94 of the time of the tiles above
+# For devices whose programs may use 160 KiB (8.0, 9.0, 10.0): on an H200 0.67 to 0.94 of the time of the tiles above
 # (benchmarks/grouped_mm.py --adapters).
 PRODUCT_TILES_LARGE = Tiles(rows=128, inputs=64, outputs=256, num_warps=8, num_stages=3)
 LARGE_SHARED_BYTES = 160 * 1024
-# Thin results: the rows cross memory once, in tiles as deep as fit, with two on their way in each of three programs of
-# a multiprocessor (H200).
+# Thin results: rows are read once, in tiles as deep as fit, with two loads in flight in each of three programs of a
+# multiprocessor (H200).
 PRODUCT_TILES_THIN = Tiles(rows=64, inputs=128, outputs=32, num_warps=4, num_stages=3)
 PRODUCT_TILES_HALF_THIN = Tiles(rows=64, inputs=64, outputs=64, num_warps=4, num_stages=4)
-# Few inputs: one step, so there is nothing to load ahead, and the result is what crosses memory.
+# Few inputs: there is one step and nothing to prefetch; writing the result takes the time.
 PRODUCT_TILES_SHALLOW = Tiles(rows=64, inputs=64, outputs=128, num_warps=4, num_stages=1)
 PRODUCT_TILES_FP32 = Tiles(rows=32, inputs=32, outputs=64, num_warps=4, num_stages=2)
 ADD_TILES = Tiles(rows=64, inputs=32, outputs=128, num_warps=4, num_stages=1)
 GRAD_TILES = Tiles(rows=64, inputs=128, outputs=128, num_warps=8, num_stages=3)
-# Of a thin matrix, which is as many rows high as a rank; the same sizes the other way round where it is as many columns
-# wide.
+# For a thin matrix whose number of rows is a rank; transposed for a matrix whose number of columns is a rank.
 GRAD_TILES_THIN = Tiles(rows=64, inputs=64, outputs=128, num_warps=4, num_stages=3)
 GRAD_TILES_FP32 = Tiles(rows=32, inputs=32, outputs=64, num_warps=4, num_stages=2)
 
@@ -82,9 +82,7 @@ def _find_tile(
     BLOCK_E: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Return whether this program has rows at all, their expert, the rows and columns of its tile, and which of
-    them exist.
-    """
+    """Return whether this program has rows, their expert, the rows and columns of its tile, and the masks of both."""
     num_row_tiles = num_rows // BLOCK_N + num_experts
     num_column_tiles = tl.cdiv(num_outputs, BLOCK_O)
     program = tl.program_id(0)
@@ -97,11 +95,11 @@ def _find_tile(
     experts = tl.arange(0, BLOCK_E)
     is_border = experts < num_experts - 1
     border = tl.load(end_ptr + experts, mask=is_border, other=0)
-    # The expert behind a border has begun when its first tile is not behind this one.
+    # The expert after a border has begun if its first tile is not after this tile.
     has_begun = is_border & (border // BLOCK_N + experts + 1 <= row_tile)
     expert = tl.sum(has_begun.to(tl.int32), axis=0)
     start = tl.load(end_ptr + expert - 1, mask=expert > 0, other=0)
-    # A border behind the rows would be a stray read.
+    # A border past the rows would be an out-of-bounds read.
     stop = tl.minimum(tl.load(end_ptr + expert), num_rows)
     first = start + (row_tile - start // BLOCK_N - expert) * BLOCK_N
     rows = first.to(tl.int64) + tl.arange(0, BLOCK_N)
@@ -157,12 +155,13 @@ def _load_addend(
 
 @triton.jit
 def _add_step(total, lost, a, b, IS_COMPENSATED: tl.constexpr):
-    """Return the sum after one more step and what its rounding lost, which the next step begins with; without
-    compensation one chain runs on.
+    """Return the sum after one more step, and the rounding error that the next step starts with.
+
+    Without compensation the accumulator continues as one chain.
     """
     if IS_COMPENSATED:
-        # `total + tl.dot(a, b)` would not do: Triton turns it into the one chain. A sum that overflows ends as NaN, not
-        # as infinity.
+        # `total + tl.dot(a, b)` would not work: Triton turns it into one chain. A sum that overflows becomes NaN, not
+        # infinity.
         part = tl.dot(a, b, lost, input_precision="ieee")
         new_total = total + part
         lost = part - (new_total - total)
@@ -221,7 +220,7 @@ def _grouped_mm_kernel(
     )
     if not has_rows:
         return
-    # The addend initialises the accumulator; one of its own would cost a second tile of registers.
+    # The addend initialises the accumulator; a separate accumulator would cost a second tile of registers.
     total = _load_addend(
         low_ptr,
         factor_ptr,
@@ -348,7 +347,7 @@ def _weight_grad_kernel(
     BLOCK_I: tl.constexpr,
     BLOCK_O: tl.constexpr,
 ):
-    """Run one program per expert and tile of its matrix, walking over the expert's rows in their order."""
+    """Run one program per expert and tile of its matrix, which walks over the expert's rows in order."""
     expert = tl.program_id(1)
     num_column_tiles = tl.cdiv(num_outputs, BLOCK_O)
     inputs = (tl.program_id(0) // num_column_tiles).to(tl.int64) * BLOCK_I + tl.arange(0, BLOCK_I)
@@ -362,7 +361,7 @@ def _weight_grad_kernel(
     lost = tl.zeros((BLOCK_I, BLOCK_O), dtype=tl.float32)
     for start in range(begin, stop, BLOCK_N):
         rows = (start + tl.arange(0, BLOCK_N)).to(tl.int64)
-        # Rows of the next expert or of no expert are masked in both operands, since 0 times NaN is NaN.
+        # Rows of the next expert or of no expert are masked in both operands, because 0 times NaN is NaN.
         inside_rows = rows < stop
         x_rows = _find_sources(slot_ptr, rows, inside_rows, X_SLOTS_PER_ROW)
         d_rows = _find_sources(slot_ptr, rows, inside_rows, D_SLOTS_PER_ROW)
@@ -392,10 +391,10 @@ def _weight_grad_kernel(
 def product_tiles(
     dtype: torch.dtype, *, rows_per_expert: int, num_inputs: int, num_outputs: int, shared_bytes: int = 0
 ) -> Tiles:
-    """Return the tiles of a product; fp32 runs on the plain arithmetic units, where a large tile would not stay in
-    registers.
+    """Return the tiles of a product.
 
-    ``shared_bytes`` is the shared memory that a program may have, 0 where it is not known.
+    fp32 runs without tensor cores, where a large tile would not stay in registers. ``shared_bytes`` is the shared
+    memory limit of a program, 0 if unknown.
     """
     if dtype is torch.float32:
         return _trim(PRODUCT_TILES_FP32, num_outputs=num_outputs)
@@ -415,7 +414,7 @@ def product_tiles(
 
 @functools.cache
 def _shared_bytes(device: torch.device) -> int:
-    """Shared memory that one program may have."""
+    """Return the shared memory limit of one program."""
     if device.type != "cuda":
         return 0
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
@@ -453,7 +452,7 @@ def grouped_mm(
     out_NO: torch.Tensor,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """Write the products plus the addend; same contract as the reference, but impossible borders are clamped."""
+    """Write the products plus the addend; same contract as the reference, but invalid borders are clamped."""
     num_experts, num_inputs, num_outputs = weight_EIO.shape
     num_rows = x_NI.shape[0]
     if out_NO.numel() == 0 or num_experts == 0:
@@ -587,29 +586,33 @@ def grouped_weight_grad(
 
 
 def _where(rows: Rows) -> tuple[torch.Tensor, torch.Tensor | None, int]:
-    """Return the tensor of the rows, the slots that index it, and slots per row; 0 if rows are in order already."""
+    """Return the tensor of the rows, the slots that index it, and the slots per row (0 if rows are in order)."""
     return (rows.x_TI, rows.slot_N, rows.num_slots_per_row) if isinstance(rows, GatheredRows) else (rows, None, 0)
 
 
 def _grid(num_rows: int, num_experts: int, num_outputs: int, tiles: Tiles) -> tuple[int]:
-    """Enough programs for any borders."""
+    """Return a grid with enough programs for any borders."""
     return ((num_rows // tiles.rows + num_experts) * ceil_div(num_outputs, tiles.outputs),)
 
 
 def _is_compensated(dtype: torch.dtype) -> bool:
-    """Only fp32: two products with chains of 2,048 and 768 terms were off by 1.4e-6 on an H200, with cuBLAS by
-    2.5e-7; narrow results hide it.
+    """Return whether sums are compensated, which only fp32 needs.
+
+    Two products with chains of 2,048 and 768 terms had an error of 1.4e-6 on an H200, and 2.5e-7 with cuBLAS. Rounding
+    to a narrow dtype hides it.
     """
     return dtype is torch.float32
 
 
 def _rank_block(rank: int, tiles: Tiles) -> int:
-    """Ranks of one step of the low-rank product: all of them, or as many as a step of the product has inputs."""
+    """Return the ranks of one step of the low-rank product: all, or at most as many as a step of the product has
+    inputs.
+    """
     return min(max(next_power_of_2(rank), MIN_BLOCK), tiles.inputs)
 
 
 def _or_stand_in(addend: RowAddend, out_NO: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the parts of the addend; the launcher needs a tensor for a missing part, which the kernel never reads."""
+    """Return the parts of the addend; a missing part becomes a placeholder tensor, which the kernel never reads."""
     if addend.low_NR is None or addend.low_ERO is None:
         return out_NO, out_NO, out_NO if addend.bias_EO is None else addend.bias_EO
     return addend.low_NR, addend.low_ERO, out_NO if addend.bias_EO is None else addend.bias_EO

@@ -1,3 +1,1 @@
-"""Heads times an activation of a gate that a joint projection holds, normed first if the family does so; forward and
-backward in one pass each.
-"""
+"""Gated heads, with an optional norm, whose gates are columns of a fused projection; one pass forward, one backward."""

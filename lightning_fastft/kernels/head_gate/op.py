@@ -1,6 +1,6 @@
-"""Heads times an activation of their gates, normed first if the family does so, and the gradient, each in one pass.
+"""Heads times an activation of their gates, with an optional norm before, and the gradient, each in one pass.
 
-Axes: T tokens, C columns of the joint projection that holds the gates, H heads, W columns of a head, I = H W.
+Axes: T tokens, C columns of the fused projection that holds the gates, H heads, W columns of a head, I = H W.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _DTYPES = (*TRITON_DTYPES, torch.float64)
 
 
 class RowGradient:
-    """The gradient of a joint projection whose columns several Functions write, in the order of the backward.
+    """Gradient of a fused projection whose columns several autograd Functions write, in the order of the backward.
 
-    The first makes the memory and puts it here; the last takes it, writes its columns, and returns it to autograd. So
-    autograd adds nothing and no column is copied.
+    The first Function allocates the gradient and puts it here. The last one takes it, writes its columns, and returns
+    it to autograd. So autograd sums nothing and no column is copied.
     """
 
     def __init__(self) -> None:
         self._rows_TC: torch.Tensor | None = None
 
     def put(self, d_rows_TC: torch.Tensor) -> None:
-        """Store the gradient, some of its columns written."""
+        """Store the gradient after some of its columns are written."""
         self._rows_TC = d_rows_TC
 
     def take(self) -> torch.Tensor | None:
@@ -48,21 +48,21 @@ def gate_heads(
     form: HeadGateForm,
     row_gradient: RowGradient,
 ) -> torch.Tensor:
-    """Return ``x * a(gate)``, or ``norm(x) * a(gate)``, for each head, side by side; differentiable.
+    """Return ``x * a(gate)``, or ``norm(x) * a(gate)``, for each head, concatenated; differentiable.
 
     Args:
-        x_THW: Heads; those of a token contiguous.
-        rows_TC: Joint projection that holds the gates.
+        x_THW: Heads; the heads of a token contiguous.
+        rows_TC: Fused projection that holds the gates.
         weight_W: Weight of the norm; only with form.has_norm.
-        form: How heads are gated.
-        row_gradient: Gets the gradient of rows_TC with the columns of the gates written. The Function that reads the
-            other columns of rows_TC must take it; autograd gets no gradient of rows_TC from here.
+        form: Layout of the gates, activation and norm.
+        row_gradient: Receives the gradient of rows_TC with the gate columns written. The Function that reads the other
+            columns of rows_TC must take it; autograd gets no gradient of rows_TC from here.
 
     Returns:
         Shape (T, I), contiguous, dtype of x_THW.
 
     Cost:
-        Reads heads and gates and writes the product once, backward twice that; saves heads and rows_TC.
+        Reads heads and gates and writes the product once; the backward twice that. Saves heads and rows_TC.
 
     Source:
         own
@@ -85,18 +85,18 @@ def head_gate_forward(
     backend: str = "auto",
     is_checked: bool = True,
 ) -> torch.Tensor:
-    """Return ``x * a(gate)``, or ``norm(x) * a(gate)``, for each head, side by side; no graph.
+    """Return ``x * a(gate)``, or ``norm(x) * a(gate)``, for each head, concatenated; no graph.
 
     The arithmetic is fp32 (float64 for float64) and the result is rounded once. Heads are independent, so NaN stays in
     its head.
 
     Args:
         x_THW: Heads. Shape (T, H, W); bf16, fp16, fp32 or float64; the heads of a token contiguous.
-        rows_TC: Joint projection that holds the gates. Shape (T, C), dtype and device of x_THW; last axis contiguous,
+        rows_TC: Fused projection that holds the gates. Shape (T, C), dtype and device of x_THW; last axis contiguous,
             any row stride.
         weight_W: Weight of the norm. Shape (W,), contiguous; bf16, fp16, fp32 or x_THW's dtype; only with
             form.has_norm.
-        form: How heads are gated.
+        form: Layout of the gates, activation and norm.
         backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first if possible, else
             the second.
         is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
@@ -106,8 +106,8 @@ def head_gate_forward(
 
     Raises:
         ShapeError: A shape, dtype, device or layout is wrong.
-        OptionError: The form or the backend is unknown, weight and form do not fit, or the backend cannot serve these
-            tensors.
+        OptionError: The form or the backend is unknown, weight and form do not match, or the backend does not support
+            these tensors.
 
     Cost:
         Reads heads and gates and writes the product once; no host sync. "reference" makes fp32 copies.
@@ -139,7 +139,7 @@ def head_gate_backward(
     backend: str = "auto",
     is_checked: bool = True,
 ) -> HeadGateGradients:
-    """Return the gradients of ``head_gate_forward`` by its heads and its weight; that of the gates goes to ``out``.
+    """Return the gradients of the heads and of the weight, and write the gradient of the gates to ``out``.
 
     Sums have a fixed order, so two calls are bit-equal.
 
@@ -151,8 +151,8 @@ def head_gate_backward(
         weight_W: As given to ``head_gate_forward``.
         form: As given to ``head_gate_forward``.
         needs_weight: Return the gradient of the weight too; only with form.has_norm.
-        out: Gradient of the joint projection, a tensor like rows_TC; the columns of the gates are written, others
-            are not touched.
+        out: Gradient of the fused projection, a tensor like rows_TC; the gate columns are written, others are not
+            touched.
         backend: As in ``head_gate_forward``.
         is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
 
@@ -182,7 +182,7 @@ def head_gate_backward(
     """
     if must_check(is_checked):
         _check(x_THW, rows_TC, weight_W, form)
-        check_alike("d_y_TI", d_y_TI, "the heads side by side", x_THW.flatten(1))
+        check_alike("d_y_TI", d_y_TI, "x_THW.flatten(1)", x_THW.flatten(1))
         check_alike("out", out, "rows_TC", rows_TC)
         check_out(out, may_be={}, must_not_meet=(d_y_TI, x_THW, rows_TC, weight_W))
         if check_choice("needs_weight", needs_weight, (False, True)) and not form.has_norm:
@@ -194,7 +194,7 @@ def head_gate_backward(
 
 
 class _GateHeads(torch.autograd.Function):
-    """Saves heads, the joint projection and the norm's weight."""
+    """Save heads, the fused projection and the norm's weight."""
 
     @staticmethod
     def forward(
@@ -242,7 +242,7 @@ def _choose(backend: str, x_THW: torch.Tensor) -> ModuleType:
 
 
 def _check(x_THW: torch.Tensor, rows_TC: torch.Tensor, weight_W: torch.Tensor | None, form: HeadGateForm) -> None:
-    """Refuse what the kernels would read wrongly."""
+    """Raise on arguments that the kernels would read wrongly."""
     check_tensor("x_THW", x_THW, ndim=3, dtypes=_DTYPES)
     check_tensor("rows_TC", rows_TC, ndim=2, dtypes=(x_THW.dtype,))
     check_columns("rows_TC", rows_TC)

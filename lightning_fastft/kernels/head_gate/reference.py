@@ -1,6 +1,6 @@
-"""Gated heads in plain PyTorch: the formula, its gradient, and the reference of the Triton kernels.
+"""Gated heads in plain PyTorch: the formula and its gradient, the reference of the Triton kernels.
 
-Axes: T tokens, C columns of the joint projection that holds the gates, H heads, W columns of a head, I = H W.
+Axes: T tokens, C columns of the fused projection that holds the gates, H heads, W columns of a head, I = H W.
 With ``n = x * rstd * weight`` for heads with a norm, else ``n = x``: ``y = n * a(gate)``, and
 ``d_n = d_y * a(gate)``, ``d_gate = d_y * n * a'(gate)``.
 """
@@ -17,12 +17,12 @@ ACTIVATIONS = ("sigmoid", "silu")
 
 
 class HeadGateForm(NamedTuple):
-    """How heads are gated.
+    """Layout of the gates, activation and norm.
 
     Args:
-        columns: Where the gates of the heads are in the joint projection.
+        columns: Columns of the gates in the fused projection.
         activation: "sigmoid" (gated attention) or "silu" (gated delta rule).
-        has_norm: Each head passes an RMSNorm before it meets the gate.
+        has_norm: Each head passes an RMSNorm before the product with the gate.
         eps: Added to the mean square inside the norm.
     """
 
@@ -33,7 +33,7 @@ class HeadGateForm(NamedTuple):
 
 
 class HeadGateGradients(NamedTuple):
-    """Gradient of the heads, and of the norm's weight in fp32 (float64 for float64); None where not asked for."""
+    """Gradient of the heads, and of the norm's weight in fp32 (float64 for float64; None unless asked for)."""
 
     d_x_THW: torch.Tensor
     d_weight_W: torch.Tensor | None
@@ -42,7 +42,7 @@ class HeadGateGradients(NamedTuple):
 def head_gate_forward(
     x_THW: torch.Tensor, rows_TC: torch.Tensor, weight_W: torch.Tensor | None, *, form: HeadGateForm
 ) -> torch.Tensor:
-    """Return the gated heads side by side, shape (T, I), each value rounded once."""
+    """Return the gated heads, concatenated, shape (T, I), each value rounded once."""
     wide = _wide(x_THW.dtype)
     x, gate = x_THW.to(wide), form.columns.read(rows_TC).to(wide)
     if weight_W is not None:
@@ -60,7 +60,7 @@ def head_gate_backward(
     needs_weight: bool,
     out: torch.Tensor,
 ) -> HeadGateGradients:
-    """Return the gradients of head_gate_forward, and write that of the gates into their columns of ``out``."""
+    """Return the gradients of head_gate_forward, and write the gradient of the gates into their columns of ``out``."""
     wide = _wide(x_THW.dtype)
     d_y, x, gate = d_y_TI.unflatten(1, x_THW.shape[1:]).to(wide), x_THW.to(wide), form.columns.read(rows_TC).to(wide)
     activated, slope = _activate(gate, form)
@@ -83,7 +83,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _activate(gate: torch.Tensor, form: HeadGateForm) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the activation of a gate, and its slope."""
+    """Return the activation of a gate and its slope."""
     share = torch.sigmoid(gate)
     if form.activation == "sigmoid":
         return share, share * (1 - share)

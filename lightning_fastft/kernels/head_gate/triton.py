@@ -1,12 +1,12 @@
 """Gated heads on a GPU: one pass over memory forward, one backward.
 
-Axes: T tokens (a program walks some), H heads (walked in tiles), W columns of a head.
-Forward heads and gates are read, and the product is written. Backward the gradient of the gates goes to their columns
-in the gradient of the joint projection. Rows mix in the gradient of the norm's weight alone: each program sums its
-tokens in one order, and PyTorch sums the programs.
+Axes: T tokens (walked by programs), H heads (walked in tiles), W columns of a head.
+The forward reads heads and gates and writes the product. The backward writes the gradient of the gates to their columns
+in the gradient of the fused projection. Only the gradient of the norm's weight sums over rows: each program sums its
+tokens in a fixed order, and PyTorch sums the programs.
 """
 
-# A jit body has no types that Python could check.
+# Parameters of a jit body have no Python types.
 # mypy: disallow-untyped-defs=False
 # ruff: noqa: ANN001, ANN202
 
@@ -19,7 +19,7 @@ import triton.language as tl
 from lightning_fastft.kernels.head_gate.reference import HeadGateForm, HeadGateGradients
 from lightning_fastft.kernels.sizes import next_power_of_2
 
-# As in qk_rope, whose heads are walked alike. Not yet measured.
+# As in qk_rope, which walks heads the same way. Not yet measured.
 MAX_TILE = 2048
 NUM_WARPS = 4
 MAX_PARTIALS = 1024
@@ -27,7 +27,7 @@ MAX_PARTIALS = 1024
 
 @triton.jit
 def _activate(gate, IS_SILU: tl.constexpr):
-    """Return the activation of a gate, and its slope."""
+    """Return the activation of a gate and its slope."""
     activated = 1.0 / (1.0 + tl.exp(-gate))
     slope = activated * (1.0 - activated)
     if IS_SILU:
@@ -47,7 +47,7 @@ def _load_tile(
     GROUP_STEP: tl.constexpr,
     HEAD_WIDTH: tl.constexpr,
 ):
-    """Return some heads of a token and their gates in fp32, and where the gates are."""
+    """Return a tile of heads of a token and their gates in fp32, and the offsets of the gates."""
     x = tl.load(x_ptr + heads[:, None] * HEAD_WIDTH + cols[None, :], mask=inside, other=0.0).to(tl.float32)
     places = (heads // GROUP_SIZE * GROUP_STEP + heads % GROUP_SIZE * HEAD_WIDTH)[:, None] + cols[None, :]
     return x, tl.load(gate_ptr + places, mask=inside, other=0.0).to(tl.float32), places
@@ -55,7 +55,7 @@ def _load_tile(
 
 @triton.jit
 def _reciprocal_rms(x, eps, HEAD_WIDTH: tl.constexpr):
-    """Return what each head is multiplied with, one column; rounded to nearest."""
+    """Return the normalising factor of each head, one column; rounded to nearest."""
     root = tl.sqrt_rn(tl.sum(x * x, axis=1) / HEAD_WIDTH + eps)
     return tl.div_rn(tl.full(root.shape, 1.0, tl.float32), root)[:, None]
 
@@ -78,7 +78,7 @@ def _forward_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """One program per token."""
+    """Run one program per token."""
     token = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK_W)
     inside_cols = cols < HEAD_WIDTH
@@ -129,7 +129,7 @@ def _backward_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Each program takes every so-manyth token; one each where the weight needs no gradient."""
+    """Run programs that take every num_programs-th token; one program per token if the weight needs no gradient."""
     cols = tl.arange(0, BLOCK_W)
     inside_cols = cols < HEAD_WIDTH
     weight_terms = tl.zeros((BLOCK_H, BLOCK_W), dtype=tl.float32)
@@ -178,7 +178,7 @@ def _backward_kernel(
 def head_gate_forward(
     x_THW: torch.Tensor, rows_TC: torch.Tensor, weight_W: torch.Tensor | None, *, form: HeadGateForm
 ) -> torch.Tensor:
-    """Return the gated heads side by side; same contract as the reference."""
+    """Return the gated heads, concatenated; same contract as the reference."""
     num_tokens = x_THW.shape[0]
     y_TI = torch.empty((num_tokens, x_THW.shape[1] * x_THW.shape[2]), dtype=x_THW.dtype, device=x_THW.device)
     if num_tokens:
@@ -206,7 +206,7 @@ def head_gate_backward(
     needs_weight: bool,
     out: torch.Tensor,
 ) -> HeadGateGradients:
-    """Return the gradients, that of the gates in ``out``; same contract as the reference."""
+    """Return the gradients, and write the gradient of the gates to ``out``; same contract as the reference."""
     num_tokens, begin = x_THW.shape[0], form.columns.begin
     d_x_THW = torch.empty(x_THW.shape, dtype=x_THW.dtype, device=x_THW.device)
     num_programs = min(num_tokens, MAX_PARTIALS) if needs_weight else num_tokens
@@ -234,7 +234,7 @@ def head_gate_backward(
 
 
 def _constants(form: HeadGateForm) -> dict[str, int | bool]:
-    """Return what both kernels know of the form at compile time."""
+    """Return the compile-time constants of the form, shared by both kernels."""
     columns, block_width = form.columns, next_power_of_2(form.columns.width)
     return {
         "NUM_HEADS": columns.num_heads,

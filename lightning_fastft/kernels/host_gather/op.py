@@ -1,4 +1,4 @@
-"""Rows of a table that stays in host memory: what an embedding does, without the table on the device.
+"""Embedding lookup in a table that stays in host memory.
 
 Axes: T tokens of the pack, V rows of the table, D model width.
 """
@@ -15,12 +15,12 @@ _TABLE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def host_gather(weight_VD: torch.Tensor, token_T: torch.Tensor) -> torch.Tensor:
-    """Return the rows of a host table on the device of the tokens, bit for bit.
+    """Return rows of a host table, bit for bit, on the device of the tokens.
 
-    A token outside the table gives a row of NaN on CUDA, where an error would need a host sync, and an error elsewhere.
+    A token outside the table gives a row of NaN on CUDA, where an error would need a host sync, and raises elsewhere.
 
     Args:
-        weight_VD: The frozen table. Shape (V, D); bf16, fp16 or fp32; in host memory, pinned where the tokens are on
+        weight_VD: The frozen table. Shape (V, D); bf16, fp16 or fp32; in host memory, pinned if the tokens are on
             CUDA; last axis contiguous.
         token_T: Rows to read. Shape (T,), int64 or int32, contiguous; any order, any number of times.
 
@@ -28,11 +28,11 @@ def host_gather(weight_VD: torch.Tensor, token_T: torch.Tensor) -> torch.Tensor:
         Shape (T, D), dtype of weight_VD, device of token_T; no gradient.
 
     Raises:
-        ShapeError: A shape, dtype or layout is wrong, the table requires a gradient, or it is not where the device can
-            read it.
+        ShapeError: A shape, dtype or layout is wrong, the table requires a gradient, or the device cannot read its
+            memory.
 
     Cost:
-        T x D values over the bus once per call, written once; no copy of the table; no host sync.
+        Reads T x D values over the bus and writes them once per call; no copy of the table; no host sync.
 
     Source:
         own
@@ -48,7 +48,7 @@ def host_gather(weight_VD: torch.Tensor, token_T: torch.Tensor) -> torch.Tensor:
     if weight_VD.device.type != "cpu":
         raise ShapeError(
             f"weight_VD is on {weight_VD.device}; this operation reads host memory. Use torch.nn.functional.embedding "
-            "there."
+            "for it."
         )
     if (weight_VD.shape[1] > 1 and weight_VD.stride(1) != 1) or not token_T.is_contiguous():
         raise ShapeError(

@@ -9,7 +9,7 @@ import torch
 
 
 def gather_rows(weight_VD: torch.Tensor, token_T: torch.Tensor) -> torch.Tensor:
-    """Return ``weight_VD[token_T]``, gathered where the table is and moved to the device of the tokens.
+    """Return ``weight_VD[token_T]``, gathered on the device of the table and moved to the device of the tokens.
 
     Raises:
         IndexError: A token is outside the table.

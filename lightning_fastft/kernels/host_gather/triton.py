@@ -1,13 +1,12 @@
 """Rows of a table in pinned host memory, read by the kernel itself over the bus.
 
-Axes: T tokens of the pack, V rows of the table, D model width (walked in tiles, one program per token and tile). Only
-    the rows that are asked for
-cross the bus, and no copy of the table exists on the device: pinned memory has a device address (CUDA's unified virtual
-addressing), which Triton's launcher looks up for every pointer it is given (``CU_POINTER_ATTRIBUTE_DEVICE_POINTER`` in
-its driver.c; pinned tensors pass since triton#1197).
+Axes: T tokens of the pack, V rows of the table, D model width (walked in tiles, one program per token and tile).
+Only the requested rows cross the bus; the device holds no copy of the table. Pinned memory has a device address (CUDA's
+unified virtual addressing), which Triton's launcher looks up for every pointer argument
+(``CU_POINTER_ATTRIBUTE_DEVICE_POINTER`` in its driver.c; pinned tensors are accepted since triton#1197).
 """
 
-# A jit body has no types that Python could check.
+# Parameters of a jit body have no Python types.
 # mypy: disallow-untyped-defs=False
 # ruff: noqa: ANN001, ANN202
 
@@ -19,8 +18,8 @@ import triton.language as tl
 
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
-# 2048 bf16 columns on 4 warps: two reads of 16 bytes per thread on their way, and enough programs to fill the bus at
-# any model width.
+# 2048 bf16 columns on 4 warps: two 16-byte reads per thread in flight, and enough programs to saturate the bus at any
+# model width.
 MAX_BLOCK = 2048
 NUM_WARPS = 4
 
@@ -39,7 +38,7 @@ def _gather_rows_kernel(
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(token_ptr + row).to(tl.int64)
-    # An impossible token gives NaN instead of a stray read.
+    # An invalid token gives NaN instead of an out-of-bounds read.
     num_readable = tl.where((token >= 0) & (token < num_rows), num_columns, 0)
     value = tl.load(weight_ptr + token * weight_stride + cols, mask=cols < num_readable, other=float("nan"))
     tl.store(out_ptr + row * num_columns + cols, value, mask=cols < num_columns)

@@ -1,4 +1,4 @@
-"""The low-rank part of an adapted linear layer, computed from low-precision copies of wide adapter weights.
+"""The low-rank part of an adapted linear layer, computed from low-precision copies of the adapter weights.
 
 Axes: T tokens of the pack, D input width, N output width, R rank of the adapter.
 """
@@ -25,11 +25,10 @@ def lora_addmm(
     copy_b_NR: torch.Tensor | None = None,
     is_checked: bool = True,
 ) -> torch.Tensor:
-    """Return ``base + scale * (x A^T) B^T``, computed from the copies, with gradients for the masters.
+    """Return ``base + scale * (x A^T) B^T``, computed from low-precision copies, with gradients for the masters.
 
-    The copies are read in place of the masters. Gradients of the masters are accumulated and returned in the
-    masters' dtype (fp32 products of low-precision factors), so that nothing is rounded between the GEMM and the
-    optimizer.
+    The GEMMs read the copies instead of the masters. Gradients are accumulated and returned in the dtype of the
+    masters (fp32 products of low-precision factors), so nothing is rounded between the GEMM and the optimizer.
 
     Args:
         base: Output of the base layer. Shape (..., N).
@@ -37,15 +36,15 @@ def lora_addmm(
         a_RD: Master of A. Shape (R, D).
         b_NR: Master of B. Shape (N, R).
         scale: Factor on the low-rank part.
-        copy_a_RD: A in the dtype of x; None where the master has it.
-        copy_b_NR: B in the dtype of x; None where the master has it.
+        copy_a_RD: A in the dtype of x; None if the master has this dtype.
+        copy_b_NR: B in the dtype of x; None if the master has this dtype.
         is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
 
     Returns:
         Shape, dtype and device of base.
 
     Raises:
-        ShapeError: Shapes or dtypes do not fit.
+        ShapeError: Shapes or dtypes do not match.
 
     Cost:
         2 R (D + N) FLOP per token forward, three times that backward; keeps x, x A^T and the copies; no host sync.
@@ -65,8 +64,10 @@ def lora_addmm(
 
 
 class _LoraAddmm(torch.autograd.Function):
-    """Saves x, x A^T and the copies; those through autograd, so that a refresh between forward and backward is
-    an error, not a wrong gradient.
+    """Save x, x A^T and the copies.
+
+    The copies are saved through autograd, so a refresh between forward and backward raises instead of giving a wrong
+    gradient.
     """
 
     @staticmethod
@@ -107,7 +108,7 @@ def wide_product(left: torch.Tensor, right: torch.Tensor, *, dtype: torch.dtype)
     Args:
         left: Shape (M, K); any layout.
         right: Shape (K, N); dtype of left.
-        dtype: Of the result, at least as wide as the factors.
+        dtype: Dtype of the result, at least as wide as the factors.
 
     Cost:
         2 M K N FLOP; on a CPU wide copies of the factors; no host sync.
@@ -126,7 +127,7 @@ def _check(
     masters: tuple[torch.Tensor, torch.Tensor],
     copies: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
-    """Refuse shapes and dtypes that would broadcast or cast silently."""
+    """Raise on shapes and dtypes that would broadcast or cast silently."""
     a_RD, b_NR = masters
     if a_RD.ndim != 2 or b_NR.ndim != 2 or a_RD.shape[0] != b_NR.shape[1]:
         raise ShapeError(f"A has shape {tuple(a_RD.shape)}, B has {tuple(b_NR.shape)}; they must be (R, D) and (N, R).")

@@ -11,7 +11,7 @@ import torch
 def lora_addmm_reference(
     base_TN: torch.Tensor, x_TD: torch.Tensor, a_RD: torch.Tensor, b_NR: torch.Tensor, *, scale: float
 ) -> torch.Tensor:
-    """Return ``base + scale * (x A^T) B^T`` through PyTorch's own autograd, in whatever dtype the arguments share.
+    """Return ``base + scale * (x A^T) B^T`` through PyTorch's own autograd, in the common dtype of the arguments.
 
     Source:
         LoRA, arXiv 2106.09685.

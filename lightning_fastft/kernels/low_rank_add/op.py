@@ -1,4 +1,4 @@
-"""A low-rank product added to a wide matrix, and to a residual stream with it, in one pass over memory.
+"""A low-rank product added to a wide matrix, and optionally a residual stream, in one pass over memory.
 
 Axes: T rows, N columns, R ranks.
 The function is not differentiable; the autograd Functions of layers call it.
@@ -34,12 +34,12 @@ def add_low_rank(
     calls are bit-equal. Rows are independent, so NaN stays in its row.
 
     Args:
-        base_TN: What the product is added to. Shape (T, N); bf16, fp16, fp32 or float64; last axis contiguous, any row
-            stride.
-        low_TR: Low-rank rows, with their scale. Shape (T, R), any R; dtype and device of base_TN; last axis contiguous,
+        base_TN: Matrix that the product is added to. Shape (T, N); bf16, fp16, fp32 or float64; last axis contiguous,
             any row stride.
-        factor_RN: Their matrix. Shape (R, N); dtype and device of base_TN; any strides: a transposed view is read where
-            it is.
+        low_TR: Low-rank rows, already scaled. Shape (T, R), any R; dtype and device of base_TN; last axis contiguous,
+            any row stride.
+        factor_RN: Matrix that multiplies low_TR. Shape (R, N); dtype and device of base_TN; any strides: a transposed
+            view is read without a copy.
         residual_TN: A second summand, like base_TN, any row stride. None for 0.
         out: Output tensor for the sum: a tensor like base_TN in separate memory, any row stride, or base_TN
             or residual_TN itself, which is overwritten. None for new memory.
@@ -53,11 +53,11 @@ def add_low_rank(
     Raises:
         ShapeError: A shape, dtype, device or layout is wrong, or ``out`` overlaps an input without being base_TN or
             residual_TN.
-        OptionError: The backend is unknown, or cannot serve these tensors.
+        OptionError: The backend is unknown, or does not support these tensors.
 
     Cost:
-        Reads base_TN (and residual_TN) and writes the sum once, 2 T R N FLOP; the low-rank rows and their matrix come
-        from the cache if they fit. No host sync. "reference" makes fp32 copies.
+        Reads base_TN (and residual_TN) and writes the sum once, 2 T R N FLOP; low_TR and factor_RN come from the cache
+        if they fit. No host sync. "reference" makes fp32 copies.
 
     Source:
         LoRA, arXiv 2106.09685.
@@ -77,7 +77,7 @@ def add_low_rank(
         if out is not None:
             check_alike("out", out, "base_TN", base_TN)
             check_out(out, may_be={"base_TN": base_TN, "residual_TN": residual_TN}, must_not_meet=(low_TR, factor_RN))
-    # Autocast would round what the reference multiplies.
+    # Autocast would round the factors of the reference's products.
     with plain_numbers(base_TN.device.type):
         return _choose(backend, base_TN).add_low_rank(base_TN, low_TR, factor_RN, residual_TN=residual_TN, out=out)
 
@@ -92,7 +92,7 @@ def _choose(backend: str, base_TN: torch.Tensor) -> ModuleType:
 
 
 def _check_factors(low_TR: torch.Tensor, factor_RN: torch.Tensor, base_TN: torch.Tensor) -> None:
-    """Refuse factors whose product is not one number for each of the base."""
+    """Raise if the product of the factors does not have the shape of the base."""
     for name, tensor in (("low_TR", low_TR), ("factor_RN", factor_RN)):
         check_tensor(name, tensor, ndim=2, dtypes=(base_TN.dtype,))
         if tensor.device != base_TN.device:

@@ -1,11 +1,11 @@
 """A low-rank product added to a wide matrix on a GPU: one pass over memory.
 
 Axes: T rows and N columns (walked in tiles), R ranks (walked in steps).
-The base (and the residual) is read and the sum written; tiles of the same rows follow each other, so that their narrow
-rows come from the cache.
+The kernel reads the base (and the residual) and writes the sum. Tiles of the same rows run one after another, so the
+low-rank rows come from the cache.
 """
 
-# A jit body has no types that Python could check.
+# Parameters of a jit body have no Python types.
 # mypy: disallow-untyped-defs=False
 # ruff: noqa: ANN001, ANN202
 
@@ -18,17 +18,17 @@ import triton.language as tl
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
 # Every tile reads its part of the factor from the L2 cache: 2 R / rows bytes per value in bf16, and 4 from memory.
-# On an H200, 32,768 x 4,096, 16 ranks: 141 us in place, 197 with a residual; other tiles on 4 warps 145 to 202 and 199
-# to 232, on 8 warps 148 to 307, and with a product that is not transposed 154 and more
+# On an H200, 32,768 x 4,096, 16 ranks: 141 us in place, 197 with a residual. Other tiles take 145 to 202 and 199 to 232
+# on 4 warps, 148 to 307 on 8 warps. A product that is not transposed takes 154 or more
 # (python -m benchmarks.row_kernels --only low_rank_add --rows 32768 --width 4096 --tiles).
 BLOCK_ROWS = 32
 BLOCK_COLUMNS = 128
 NUM_WARPS = 4
-# Whether a tile of the product is made transposed, see _add_low_rank_kernel.
+# Whether the product of a tile is computed transposed, see _add_low_rank_kernel.
 TRANSPOSED = True
-# Of one step; more ranks are more steps.
+# Ranks of one step; more ranks take more steps.
 MAX_BLOCK_RANKS = 32
-# Less than this along an axis tl.dot does not take.
+# tl.dot needs at least this size along each axis.
 _MIN_BLOCK_RANKS = 16
 
 
@@ -57,9 +57,9 @@ def _add_low_rank_kernel(
 ):
     """Run one program per tile, columns fastest.
 
-    The product is computed before anything else is loaded. Transposed, its layout is changed once. Otherwise the rest
-    of the kernel runs in the layout of tensor cores, with 26 barriers instead of 5 (Triton 3.9 for Hopper, bf16, 16
-    ranks, a residual, in place).
+    The product is computed before anything else is loaded. A transposed product changes its layout once. Otherwise the
+    rest of the kernel runs in the layout of tensor cores, with 26 barriers instead of 5 (Triton 3.9 for Hopper, bf16,
+    16 ranks, a residual, in place).
     """
     tile = tl.program_id(0)
     num_column_tiles = tl.cdiv(num_columns, BLOCK_N)
@@ -90,7 +90,7 @@ def _add_low_rank_kernel(
             tl.float32
         )
     if IN_PLACE:
-        # A value may be read by more than one thread: all have read before one of them writes.
+        # More than one thread may read a value: all must read before one of them writes.
         tl.debug_barrier()
     tl.store(out_ptr + rows[:, None] * out_stride + cols[None, :], total.to(out_ptr.dtype.element_ty), mask=inside)
 

@@ -1,1 +1,1 @@
-"""Stacks of expert weights held in NF4, brought back to a floating dtype in one pass."""
+"""Dequantisation of stacks of NF4 expert weights in one pass."""

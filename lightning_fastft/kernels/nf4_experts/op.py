@@ -1,8 +1,7 @@
-"""Stacks of expert weights held in NF4, brought back to a floating dtype in one pass.
+"""Dequantise stacks of NF4 expert weights in one pass.
 
 Axes: E experts, C bytes of one expert (two weights each), X = 2 C weights of one expert in memory order, Q = X / 64
-    blocks that share a scale,
-G groups of 256 blocks that share a scale of scales, M entries of a table.
+    blocks that share a scale, G groups of 256 blocks that share a scale of scales, M entries of a table.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ def dequantise_stack(stack: NF4Stack, out_EX: torch.Tensor) -> torch.Tensor:
 
     Args:
         stack: The quantised weights; every tensor contiguous and on the device of out_EX.
-        out_EX: Where the weights go. Shape (E, X); bf16, fp16 or fp32; contiguous; overwritten whole.
+        out_EX: Output tensor. Shape (E, X); bf16, fp16 or fp32; contiguous; fully overwritten.
 
     Returns:
         out_EX.
 
     Raises:
-        ShapeError: Shapes, dtypes, devices or layouts do not fit each other.
+        ShapeError: Shapes, dtypes, devices or layouts do not match.
 
     Cost:
-        Reads 0.52 bytes and writes one value per weight, in one launch on CUDA; no memory besides and no host sync.
+        Reads 0.52 bytes and writes one value per weight, in one launch on CUDA; no temporary memory and no host sync.
 
     Source:
         NF4 and double quantisation: QLoRA, arXiv 2305.14314.
@@ -53,11 +52,11 @@ def dequantise_stack(stack: NF4Stack, out_EX: torch.Tensor) -> torch.Tensor:
 
 
 def _check(stack: NF4Stack, out_EX: torch.Tensor) -> None:
-    """Refuse what does not describe the same E x X weights."""
+    """Raise on tensors that do not describe the same E x X weights."""
     check_tensor("out_EX", out_EX, ndim=2, dtypes=_DTYPES)
     num_experts, num_weights = out_EX.shape
     if num_weights % BLOCK_WEIGHTS:
-        raise ShapeError(f"out_EX has {num_weights} weights for each expert; NF4 takes multiples of {BLOCK_WEIGHTS}.")
+        raise ShapeError(f"out_EX has {num_weights} weights per expert; NF4 needs multiples of {BLOCK_WEIGHTS}.")
     num_blocks = num_weights // BLOCK_WEIGHTS
     num_groups = -(-num_blocks // GROUP_BLOCKS)
     expected = (

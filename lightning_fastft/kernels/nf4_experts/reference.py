@@ -1,8 +1,7 @@
-"""Expert weights in NF4 with doubly quantised scales, brought back in plain PyTorch.
+"""Dequantisation of NF4 expert weights with doubly quantised scales in plain PyTorch.
 
 Axes: E experts, C bytes of one expert (two weights each), X = 2 C weights of one expert in memory order, Q = X / 64
-    blocks that share a scale,
-G groups of 256 blocks that share a scale of scales, M entries of a table.
+    blocks that share a scale, G groups of 256 blocks that share a scale of scales, M entries of a table.
 """
 
 from __future__ import annotations
@@ -11,19 +10,19 @@ from typing import NamedTuple
 
 import torch
 
-# bitsandbytes' own numbers for NF4 with double quantisation.
+# Block sizes of bitsandbytes for NF4 with double quantisation.
 BLOCK_WEIGHTS = 64
 GROUP_BLOCKS = 256
 
 
 class NF4Stack(NamedTuple):
-    """Weights of E experts, each quantised on its own as bitsandbytes does, one after the other.
+    """Stacked weights of E experts, each quantised separately as in bitsandbytes.
 
     Args:
-        packed_EC: Places in the NF4 table, the earlier weight in the high half of a byte. Shape (E, C), uint8.
-        absmax_EQ: Places of the scales in their table. Shape (E, Q), uint8.
+        packed_EC: Indices into the NF4 table, the earlier weight in the high half of a byte. Shape (E, C), uint8.
+        absmax_EQ: Indices of the scales in their table. Shape (E, Q), uint8.
         nested_absmax_EG: Scales of the scales. Shape (E, G), fp32; the last group may be short.
-        offset_E: What is added to the scales of an expert. Shape (E,), fp32.
+        offset_E: Added to the scales of an expert. Shape (E,), fp32.
         quant_map_M: The NF4 table. Shape (16,), fp32.
         nested_quant_map_M: The table of the scales. Shape (256,), fp32.
     """
@@ -37,8 +36,8 @@ class NF4Stack(NamedTuple):
 
 
 def dequantise_stack(stack: NF4Stack, out_EX: torch.Tensor) -> torch.Tensor:
-    """Write ``table[place] * (nested_table[scale] * nested_absmax + offset)`` to out_EX, each step rounded to
-    fp32, the last one to its dtype.
+    """Write ``table[index] * (nested_table[scale] * nested_absmax + offset)`` to out_EX, each step rounded to fp32, the
+    last one to the dtype of out_EX.
     """
     num_blocks = stack.absmax_EQ.shape[1]
     # One expert at a time: int64 indices take 16 times the memory of their codes.

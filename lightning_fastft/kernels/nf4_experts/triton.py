@@ -1,11 +1,11 @@
-"""Stacks of expert weights held in NF4, brought back to a floating dtype in one pass.
+"""Dequantisation of stacks of NF4 expert weights on a GPU, in one pass.
 
 Axes: E experts, C bytes of one expert (two weights each), X = 2 C weights of one expert in memory order, Q = X / 64
-    blocks that share a scale
-(walked in tiles, one program per expert and run of tiles), G groups of 256 blocks that share a scale of scales.
+    blocks that share a scale (walked in tiles, one program per expert and run of tiles), G groups of 256 blocks that
+    share a scale of scales.
 """
 
-# A jit body has no types that Python could check.
+# Parameters of a jit body have no Python types.
 # mypy: disallow-untyped-defs=False
 # ruff: noqa: ANN001, ANN202
 
@@ -18,7 +18,7 @@ import triton.language as tl
 from lightning_fastft.kernels.nf4_experts.reference import BLOCK_WEIGHTS, GROUP_BLOCKS, NF4Stack
 from lightning_fastft.kernels.sizes import ceil_div
 
-# 32 blocks on 8 warps: each thread reads 4 bytes and writes their 8 weights, 16 bytes in bf16, next to its neighbours'.
+# 32 blocks on 8 warps: each thread reads 4 bytes and writes their 8 weights, 16 contiguous bytes in bf16.
 TILE_BLOCKS = 32
 TILES_PER_PROGRAM = 4
 NUM_WARPS = 8
@@ -55,7 +55,7 @@ def _dequantise_stack_kernel(
         pair = tl.load(packed_ptr + row[:, None] * BLOCK_BYTES + bytes_in[None, :], mask=inside[:, None], other=0).to(
             tl.int32
         )
-        # The earlier weight is in the high half.
+        # The high half of a byte holds the earlier weight.
         first = tl.load(quant_map_ptr + (pair >> 4)) * scale[:, None]
         second = tl.load(quant_map_ptr + (pair & 15)) * scale[:, None]
         value = tl.interleave(first, second)
@@ -78,7 +78,7 @@ def dequantise_stack(stack: NF4Stack, out_EX: torch.Tensor) -> torch.Tensor:
         TILE=TILE_BLOCKS,
         TILES=TILES_PER_PROGRAM,
         num_warps=NUM_WARPS,
-        # A fused product and sum would round once where bitsandbytes rounds twice.
+        # An FMA would round once where bitsandbytes rounds twice.
         enable_fp_fusion=False,
     )
     return out_EX

@@ -1,1 +1,1 @@
-"""NF4 weights of linear layers made dense in one launch."""
+"""Dequantisation of NF4 weights of linear layers in one launch."""

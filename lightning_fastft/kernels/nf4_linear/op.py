@@ -1,8 +1,7 @@
-"""NF4 weights of linear layers made dense in one launch, each into separate memory or into rows of a larger buffer.
+"""Dequantise NF4 weights of linear layers in one launch, each into separate memory or into rows of a larger buffer.
 
 Axes: O output columns and I input columns of a weight, (O, I) in memory; C = O I / 2 bytes, Q = O I / 64 blocks that
-    share a scale, G groups of 256
-blocks that share a scale of scales, M entries of a table.
+    share a scale, G groups of 256 blocks that share a scale of scales, M entries of a table.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
 
 
 def read_params4bit(weight: torch.Tensor) -> NF4Weight | None:
-    """Return the numbers of a ``bitsandbytes.nn.Params4bit``; None if it is anything but NF4 in blocks of 64.
+    """Return the tensors of a ``bitsandbytes.nn.Params4bit``; None if it is anything but NF4 in blocks of 64.
 
-    Taken by its attributes, so that bitsandbytes is not imported. Served are statistics in fp32 and doubly quantised
-    ones in blocks of 256, in any ``quant_storage``. The result shares the memory of the weight: read anew after the
-    weight was moved or loaded.
+    The function reads attributes only and does not import bitsandbytes. It supports fp32 statistics and statistics
+    quantised again in blocks of 256, in any ``quant_storage``. The result shares the memory of the weight: call it
+    again after the weight was moved or loaded.
 
     Args:
         weight: The weight of a ``Linear4bit``, or any other tensor.
 
     Returns:
-        Views of what the weight holds; None for a dense or not yet quantised weight, fp4, another block size, a part
-        that is not contiguous, and the order of bytes that bitsandbytes makes for its inference on a CPU.
+        Views of the weight's tensors. None for a dense or not yet quantised weight, fp4, another block size, a part
+        that is not contiguous, and the byte order that bitsandbytes uses for inference on a CPU.
 
     Cost:
         About ten views on the host; no copy and no host sync.
@@ -66,21 +65,22 @@ def dequantise(
 
     Args:
         weight: The quantised weight, from ``read_params4bit``.
-        shape: O and I, its size; I a multiple of 64.
+        shape: O and I of the dense weight; I a multiple of 64.
         dtype: bf16, fp16 or fp32. The weight is rounded to it once, from fp32.
-        out: Output tensor. Shape (O, I), dtype as named, on the device of the weight; last axis contiguous, any row
-            stride. All of it is overwritten, and no memory between its rows. None for new memory.
+        out: Output tensor. Shape (O, I), the given dtype, on the device of the weight; last axis contiguous, any row
+            stride. The memory between its rows is not touched. None for new memory.
         backend: "triton" (CUDA), "reference" (plain PyTorch), or "auto": the first if possible, else the second.
 
     Returns:
         out, or a new contiguous tensor of shape (O, I).
 
     Raises:
-        OptionError: I is no multiple of 64, dtype is another, or the backend is unknown or cannot serve this device.
-        ShapeError: Shapes, dtypes, devices or layouts do not fit each other.
+        OptionError: I is not a multiple of 64, the dtype is not supported, or the backend is unknown or does not
+            support this device.
+        ShapeError: Shapes, dtypes, devices or layouts do not match.
 
     Cost:
-        Reads 0.52 bytes and writes one value per weight, in one launch on CUDA; no memory besides and no host sync.
+        Reads 0.52 bytes and writes one value per weight, in one launch on CUDA; no temporary memory and no host sync.
         "reference" makes copies of about 14 bytes per weight.
 
     Source:
@@ -116,18 +116,18 @@ def dequantise_many(
 
     Args:
         weights: The quantised weights, any number.
-        outs: Where they go, one for each: as ``out`` of ``dequantise``, all of one dtype on one device. They may be
+        outs: Output tensors, one per weight: as ``out`` of ``dequantise``, all of one dtype on one device. They may be
             views of one buffer; no two may share an element.
         backend: As in ``dequantise``.
         is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
 
     Raises:
-        OptionError: The columns of an output are no multiple of 64, the numbers of weights and outputs differ, or the
-            backend is unknown or cannot serve this device.
-        ShapeError: Shapes, dtypes, devices or layouts do not fit each other.
+        OptionError: The columns of an output are not a multiple of 64, the numbers of weights and outputs differ, or
+            the backend is unknown or does not support this device.
+        ShapeError: Shapes, dtypes, devices or layouts do not match.
 
     Cost:
-        That of ``dequantise`` for each weight, in one launch for every four of them; another program is compiled for
+        The cost of ``dequantise`` for each weight, in one launch per four weights. A separate program is compiled for
         each number of weights and each combination of their columns.
 
     Source:
@@ -157,7 +157,7 @@ def dequantise_many(
 
 
 def _is_served(weight: torch.Tensor, state: Any) -> bool:
-    """Return whether a quantised weight has the one format that the kernel reads."""
+    """Return whether a quantised weight has the format that the kernel reads."""
     if state.quant_type != "nf4" or state.blocksize != BLOCK_WEIGHTS or getattr(state, "packing_format_for_cpu", False):
         return False
     nested = state.state2
@@ -181,7 +181,7 @@ def _choose(backend: str, out_OI: torch.Tensor) -> ModuleType:
 
 
 def _check_size(shape: tuple[int, int]) -> tuple[int, int]:
-    """Return O and I; refuse an impossible shape, and rows that do not end with a block."""
+    """Return O and I; raise on an invalid shape, and on rows that do not end with a block."""
     if len(shape) != 2:
         raise OptionError(f"shape must be (O, I), got {tuple(shape)}.")
     num_outputs, num_inputs = (check_int(name, size, low=0) for name, size in zip(("O of shape", "I of shape"), shape))
@@ -190,22 +190,22 @@ def _check_size(shape: tuple[int, int]) -> tuple[int, int]:
 
 
 def _check_columns(name: str, num_inputs: int) -> None:
-    """Refuse rows that do not start with a block."""
+    """Raise on rows that do not start with a block."""
     if num_inputs % BLOCK_WEIGHTS:
         raise OptionError(
-            f"{name} has {num_inputs} input columns and NF4 takes multiples of {BLOCK_WEIGHTS}: a block would reach "
-            "into the next row. Use "
+            f"{name} has {num_inputs} input columns; NF4 needs multiples of {BLOCK_WEIGHTS}, so that no block spans "
+            "two rows. Use "
             "bitsandbytes.functional.dequantize_4bit for this weight."
         )
 
 
 def _check_out(name: str, out: torch.Tensor, first: torch.Tensor) -> None:
-    """Refuse an output that is no rows of dense weights, or not of the first one's kind."""
+    """Raise on an output that cannot hold rows of dense weights, or differs from the first in dtype or device."""
     check_tensor(name, out, ndim=2, dtypes=TRITON_DTYPES)
     if out.dtype is not first.dtype or out.device != first.device:
         raise ShapeError(
-            f"{name} is {out.dtype} on {out.device}, outs[0] {first.dtype} on {first.device}; give all one dtype and "
-            "one device."
+            f"{name} is {out.dtype} on {out.device}, outs[0] {first.dtype} on {first.device}; all need the same dtype "
+            "and device."
         )
     num_outputs, num_inputs = out.shape
     _check_columns(name, num_inputs)
@@ -218,16 +218,16 @@ def _check_out(name: str, out: torch.Tensor, first: torch.Tensor) -> None:
 
 
 def _check_weight(weight: NF4Weight) -> None:
-    """Refuse what did not come from ``read_params4bit``, None among it."""
+    """Raise on a value that did not come from ``read_params4bit``, including None."""
     if not isinstance(weight, NF4Weight):
         raise OptionError(
-            f"weight must be an NF4Weight, got {type(weight).__name__}; read_params4bit gives one, or None for other "
+            f"weight must be an NF4Weight, got {type(weight).__name__}; read_params4bit returns one, or None for other "
             "formats."
         )
 
 
 def _check_parts(weight: NF4Weight, out_OI: torch.Tensor) -> None:
-    """Refuse parts that do not describe the weights of out_OI."""
+    """Raise on parts that do not describe the weights of out_OI."""
     num_blocks = out_OI.numel() // BLOCK_WEIGHTS
     expected: dict[str, tuple[torch.dtype, tuple[int, ...]] | None] = {
         "packed_C": (torch.uint8, (num_blocks * BLOCK_WEIGHTS // 2,)),
@@ -251,7 +251,7 @@ def _check_parts(weight: NF4Weight, out_OI: torch.Tensor) -> None:
         if want is None or part is None:
             raise ShapeError(
                 f"{name} is {'None' if part is None else 'given'}; the scales of scales, their offset and their table "
-                "come together."
+                "must be given together."
             )
         dtype, shape = want
         if (

@@ -1,8 +1,8 @@
-"""NF4 weights of linear layers made dense in plain PyTorch.
+"""Dequantisation of NF4 weights of linear layers in plain PyTorch.
 
 Axes: O output columns and I input columns of a weight, (O, I) in memory; X = O I weights in memory order, C = X / 2
-    bytes, Q = X / 64 blocks that
-share a scale, G groups of 256 blocks that share a scale of scales, M entries of a table.
+    bytes, Q = X / 64 blocks that share a scale, G groups of 256 blocks that share a scale of scales, M entries of a
+    table.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from lightning_fastft.kernels.nf4_experts.reference import BLOCK_WEIGHTS, GROUP_
 class NF4Weight(NamedTuple):
     """A weight quantised by bitsandbytes: plain tensors, contiguous, on one device.
 
-    The statistics run over the weight in memory order. Without double quantisation absmax_Q holds the scales themselves
-    in fp32, and the three parts that would describe them are None.
+    The statistics follow the weight in memory order. Without double quantisation absmax_Q holds the scales themselves
+    in fp32, and nested_absmax_G, offset and nested_quant_map_M are None.
 
     Args:
-        packed_C: Places in the NF4 table, the earlier weight in the high half of a byte. Shape (C,), uint8.
-        absmax_Q: Places of the scales in their table, or the scales. Shape (Q,), uint8 or fp32.
+        packed_C: Indices into the NF4 table, the earlier weight in the high half of a byte. Shape (C,), uint8.
+        absmax_Q: Indices of the scales in their table, or the scales. Shape (Q,), uint8 or fp32.
         nested_absmax_G: Scales of the scales. Shape (G,), fp32; the last group may be short.
-        offset: What is added to every scale. Shape (), fp32.
+        offset: Added to every scale. Shape (), fp32.
         quant_map_M: The NF4 table. Shape (16,), fp32.
         nested_quant_map_M: The table of the scales. Shape (256,), fp32.
     """

@@ -1,11 +1,11 @@
-"""NF4 weights of linear layers made dense: up to four of them in one launch, each into any row stride.
+"""Dequantisation of NF4 weights of linear layers: up to four weights in one launch, each into any row stride.
 
 Axes: O output columns and I input columns of a weight, (O, I) in memory, walked in tiles of words of eight weights, one
-    program per weight and
-tile; Q = O I / 64 blocks that share a scale, G groups of 256 blocks that share a scale of scales, M entries of a table.
+    program per weight and tile; Q = O I / 64 blocks that share a scale, G groups of 256 blocks that share a scale of
+    scales, M entries of a table.
 """
 
-# A jit body has no types that Python could check.
+# Parameters of a jit body have no Python types.
 # mypy: disallow-untyped-defs=False
 # ruff: noqa: ANN001, ANN201, ANN202
 
@@ -21,12 +21,12 @@ from lightning_fastft.kernels.nf4_experts.reference import BLOCK_WEIGHTS, GROUP_
 from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
 from lightning_fastft.kernels.sizes import ceil_div
 
-# q, k and v, with one to spare: the code of a launch grows with its weights.
+# Enough for q, k and v; the code of a kernel grows with its number of weights.
 MAX_WEIGHTS = 4
-# Four bytes, which a thread reads at once and writes as 16 bytes of bf16 next to its neighbours'. Tables, scales and
-# words then have one layout, and nothing moves between threads.
+# Four bytes: a thread reads them at once and writes 16 contiguous bytes of bf16. Tables, scales and words then have the
+# same layout, and no data moves between threads.
 WORD_WEIGHTS = 8
-# Four words a thread, so that four reads are under way at once. Not yet measured; candidates: python -m
+# Four words per thread, so that four reads are in flight at once. Not yet measured; candidates: python -m
 # benchmarks.row_kernels --only nf4 --tiles.
 TILE_WORDS = 512
 NUM_WARPS = 4
@@ -34,10 +34,10 @@ NUM_WARPS = 4
 
 @triton.jit
 def block_scale(weight, block, inside, GROUP: tl.constexpr):
-    """Return the scales of blocks of a weight (the parts of an NF4Weight); fused products and sums have to be off."""
+    """Return the scales of blocks of a weight (the parts of an NF4Weight); the caller must disable FP fusion."""
     absmax_ptr, nested_absmax_ptr, offset_ptr, nested_quant_map_ptr = weight[1], weight[2], weight[3], weight[5]
     scale = tl.load(absmax_ptr + block, mask=inside, other=0)
-    # Scales of one byte are places in a table.
+    # Scales of one byte are indices into a table.
     if absmax_ptr.dtype.element_ty == tl.uint8:
         nested = tl.load(nested_absmax_ptr + block // GROUP, mask=inside, other=0.0)
         scale = tl.load(nested_quant_map_ptr + scale.to(tl.int32)) * nested + tl.load(offset_ptr)
@@ -63,7 +63,7 @@ def _write_tile(
     bytes_in = tl.arange(0, 4)[None, :]
     pair = tl.load(packed_ptr + (word.to(tl.int64) * 4)[:, None] + bytes_in, mask=inside[:, None], other=0).to(tl.int32)
     scale = block_scale(weight, word // BLOCK_WORDS, inside, GROUP)
-    # The earlier weight is in the high half.
+    # The high half of a byte holds the earlier weight.
     first = tl.load(quant_map_ptr + (pair >> 4)) * scale[:, None]
     second = tl.load(quant_map_ptr + (pair & 15)) * scale[:, None]
     value = tl.interleave(first, second)
@@ -115,7 +115,7 @@ def _launch(filled: Sequence[tuple[NF4Weight, torch.Tensor]]) -> None:
     """Write up to MAX_WEIGHTS weights, none of them empty."""
     num_words = tuple(out_OI.numel() // WORD_WEIGHTS for _, out_OI in filled)
     _dequantise_kernel[(sum(ceil_div(count, TILE_WORDS) for count in num_words),)](
-        # A weight whose scales are not nested lacks some parts; its scales are passed in their place and never read.
+        # A weight without nested scales lacks some parts; absmax_Q is passed for them and never read there.
         tuple(tuple(weight.absmax_Q if part is None else part for part in weight) for weight, _ in filled),
         tuple(out_OI for _, out_OI in filled),
         num_words,
@@ -126,6 +126,6 @@ def _launch(filled: Sequence[tuple[NF4Weight, torch.Tensor]]) -> None:
         GROUP=GROUP_BLOCKS,
         TILE=TILE_WORDS,
         num_warps=NUM_WARPS,
-        # A fused product and sum would round once where bitsandbytes rounds twice.
+        # An FMA would round once where bitsandbytes rounds twice.
         enable_fp_fusion=False,
     )

@@ -1,3 +1,1 @@
-"""Norm of each query and key head and their rotation by position, forward and backward, on the joint output of
-the q, k and v projections.
-"""
+"""Norm and rotary embedding of query and key heads on a fused q, k, v projection, forward and backward."""

@@ -1,5 +1,4 @@
-"""Norm of each query and key head and their rotation by position, and the gradient, each in one pass over the joint
-projection to q, k and v.
+"""Norm and rotary embedding of query and key heads, and the gradient, each in one pass over a fused q, k, v projection.
 
 Axes: T tokens; C columns of q, k and v side by side; W columns of a head, of cos and sin only the rotated ones.
 Neither function is differentiable; the autograd Functions of layers call them.
@@ -42,25 +41,24 @@ def qk_rope_forward(
     backend: str = "auto",
     is_checked: bool = True,
 ) -> torch.Tensor:
-    """Return the projection with its query and key heads normed and rotated, its value heads as they are.
+    """Return the projection with normed and rotated query and key heads, and unchanged value heads.
 
-    The arithmetic is fp32 (float64 for float64) and each value is rounded once, and once more where the form rounds
-    before the norm's weight. Tokens are independent, so NaN stays in its row.
+    The arithmetic is fp32 (float64 for float64). Each value is rounded once, and once more if the form rounds before
+    the norm's weight. Tokens are independent, so NaN stays in its row.
 
     Args:
-        qkv_TC: Joint output of the projections. Shape (T, (num_heads + 2 num_kv_heads) head_width): query, key, value
+        qkv_TC: Output of the fused projection. Shape (T, (num_heads + 2 num_kv_heads) head_width): query, key, value
             heads; bf16, fp16, fp32 or float64; last axis contiguous, any row stride. No gates.
-        cos_TW: As the model's rotary embedding gives it, without the batch axis. Shape (T, rotary_width); dtype of
-            qkv_TC or fp32; last axis contiguous. Interleaved forms read the first half only, one value per pair, as
-            GLM-4 and ERNIE 4.5 do; a model that repeats each value (Cohere) passes ``torch.cat([cos[:, ::2]] * 2,
-            dim=1)``.
+        cos_TW: Output of the model's rotary embedding, without the batch axis. Shape (T, rotary_width); dtype of qkv_TC
+            or fp32; last axis contiguous. Interleaved forms read the first half only, one value per pair, as GLM-4 and
+            ERNIE 4.5 do. A model that repeats each value (Cohere) passes ``torch.cat([cos[:, ::2]] * 2, dim=1)``.
         sin_TW: As cos_TW.
         form: Positions of the heads, whether they are normed, and how columns are paired.
         q_weight_W: Weight of the query heads' norm. Shape (head_width,), contiguous; bf16, fp16, fp32 or qkv_TC's
             dtype; only with form.has_norm.
         k_weight_W: As q_weight_W, for the key heads.
-        out: Output tensor: a tensor like qkv_TC, or qkv_TC itself where nothing is normed (the norm's
-            gradient needs the raw heads). None for new memory.
+        out: Output tensor: a tensor like qkv_TC, or qkv_TC itself if the form has no norm (the norm's gradient needs
+            the raw heads). None for new memory.
         backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first if possible, else
             the second.
         is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
@@ -70,11 +68,11 @@ def qk_rope_forward(
 
     Raises:
         ShapeError: A shape, dtype, device or layout is wrong, or ``out`` shares memory that is still read.
-        OptionError: The form or the backend is unknown, weights and form do not fit, or the backend cannot serve these
-            tensors.
+        OptionError: The form or backend is unknown, weights and form do not match, or the backend does not support
+            these tensors.
 
     Cost:
-        Reads and writes qkv_TC once, in place without its value heads; no host sync. "reference" makes fp32
+        Reads and writes qkv_TC once; in place, the value heads are not touched. No host sync. "reference" makes fp32
         copies.
 
     Source:
@@ -89,7 +87,7 @@ def qk_rope_forward(
     if must_check(is_checked):
         _check_forward(qkv_TC, cos_TW, sin_TW, form, q_weight_W, k_weight_W)
         if form.has_gate:
-            raise OptionError("A projection with gates is not written as a whole: call qk_rope_heads.")
+            raise OptionError("qk_rope_forward does not support gates; call qk_rope_heads.")
         if out is not None:
             replaceable, kept = () if form.has_norm else (qkv_TC,), (qkv_TC, cos_TW, sin_TW, q_weight_W, k_weight_W)
             _check_out(out, qkv_TC, device=qkv_TC.device, replaceable=replaceable, kept=kept)
@@ -110,13 +108,12 @@ def qk_rope_heads(
     backend: str = "auto",
     is_checked: bool = True,
 ) -> Heads:
-    """Return queries and keys normed and rotated, and values as they are, in three contiguous tensors, as attention
-    reads them.
+    """Return normed and rotated queries and keys, and unchanged values, in three contiguous tensors for attention.
 
-    The numbers equal those of ``qk_rope_forward``.
+    The values are equal to the result of ``qk_rope_forward``.
 
     Args:
-        qkv_TC: As in ``qk_rope_forward``, with gates where the form has them.
+        qkv_TC: As in ``qk_rope_forward``, with gates if the form has them.
         cos_TW: As in ``qk_rope_forward``.
         sin_TW: As cos_TW.
         form: Positions of the heads, whether they are normed, and how columns are paired.
@@ -168,15 +165,16 @@ def qk_rope_backward(
     backend: str = "auto",
     is_checked: bool = True,
 ) -> RopeGradients:
-    """Return the gradients of ``qk_rope_forward`` by its input and by the weights of the norms.
+    """Return the gradients of ``qk_rope_forward`` with respect to its input and the weights of the norms.
 
-    The gradient is rotated back with the transposed map; the normed heads are rebuilt from the raw ones. Roundings
-    between norm and weight count as none, as in autograd. Sums have a fixed order, so two calls are bit-equal.
+    The gradient is rotated back with the transposed map; the normed heads are recomputed from the raw heads. The
+    rounding between norm and weight has gradient 1, as in autograd. Sums have a fixed order, so two calls are
+    bit-equal.
 
     Args:
-        d_heads: Gradient of the forward's output. Shape (T, C) as there; bf16, fp16, fp32 or float64; last axis
-            contiguous. Or HeadGradients: three tensors of one dtype, each token's heads contiguous, whose key and value
-            heads may still be shares to add.
+        d_heads: Gradient of the forward's output. Shape (T, C); bf16, fp16, fp32 or float64; last axis contiguous. Or
+            HeadGradients: three tensors of one dtype, each token's heads contiguous, whose key and value heads may be
+            shares that have yet to be summed.
         qkv_TC: The input of ``qk_rope_forward``, not its output. Read only with form.has_norm; may be None without.
         cos_TW: As given to ``qk_rope_forward``.
         sin_TW: As given to ``qk_rope_forward``.
@@ -184,9 +182,9 @@ def qk_rope_backward(
         q_weight_W: As given to ``qk_rope_forward``.
         k_weight_W: As given to ``qk_rope_forward``.
         needs_weight: Return the gradients of the weights too; only with form.has_norm.
-        out: Output tensor for d_raw_TC: a tensor like d_raw_TC, or d_heads, if it is one tensor, or qkv_TC itself,
-            which is overwritten. None for new memory. A form with gates needs a tensor that is no input; its columns
-            of gates are not touched.
+        out: Output tensor for d_raw_TC: a tensor like d_raw_TC, or d_heads (if it is one tensor) or qkv_TC itself,
+            which is overwritten. None for new memory. A form with gates needs a tensor that is not an input; the
+            gate columns are not touched.
         backend: As in ``qk_rope_forward``.
         is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
 
@@ -198,12 +196,12 @@ def qk_rope_backward(
 
     Raises:
         ShapeError: A shape, dtype, device or layout is wrong, or ``out`` shares memory that is still read.
-        OptionError: The form or the backend is unknown, weights and form do not fit, or the backend cannot serve these
-            tensors.
+        OptionError: The form or backend is unknown, weights and form do not match, or the backend does not support
+            these tensors.
 
     Cost:
-        Reads d_heads (and the raw query and key heads) and writes d_raw_TC once, in place without the value heads; no
-        host synchronisation. needs_weight: at most 8 KiB x head_width of partial sums, read once more. "reference"
+        Reads d_heads (and the raw query and key heads) and writes d_raw_TC once; in place, the value heads are not
+        touched. No host sync. needs_weight: at most 8 KiB x head_width of partial sums, read once more. "reference"
         makes fp32 copies.
 
     Source:
@@ -253,7 +251,7 @@ def _check_forward(
     q_weight_W: torch.Tensor | None,
     k_weight_W: torch.Tensor | None,
 ) -> None:
-    """Refuse inputs that the forward cannot read."""
+    """Raise on inputs that the forward cannot read."""
     _check_form(form)
     _check_rows("qkv_TC", qkv_TC, form)
     _check_angles(cos_TW, sin_TW, qkv_TC, form, device=qkv_TC.device)
@@ -272,7 +270,7 @@ def _check_backward(
     needs_weight: bool,
     out: torch.Tensor | None,
 ) -> None:
-    """Refuse what a backward would read wrongly."""
+    """Raise on arguments that the backward would read wrongly."""
     _check_form(form)
     check_choice("needs_weight", needs_weight, (False, True))
     if needs_weight and not form.has_norm:
@@ -295,9 +293,7 @@ def _check_backward(
     _check_angles(cos_TW, sin_TW, like_TC, form, device=device)
     _check_weights(q_weight_W, k_weight_W, like_TC, form, device=device)
     if form.has_gate and (out is None or not isinstance(d_heads, HeadGradients)):
-        raise OptionError(
-            "A form with gates needs HeadGradients and out, a gradient of the projection with the columns of gates."
-        )
+        raise OptionError("A form with gates needs HeadGradients, and an out whose gate columns are already written.")
     if out is not None:
         replaceable: tuple[torch.Tensor | None, ...]
         replaceable = (raw_TC,) if isinstance(d_heads, HeadGradients) else (d_heads, raw_TC)
@@ -307,7 +303,7 @@ def _check_backward(
 
 
 def _check_form(form: RopeForm) -> None:
-    """Refuse an unknown form."""
+    """Raise on an unknown form."""
     if not isinstance(form, RopeForm):
         raise OptionError(f"form must be a RopeForm, got {type(form).__name__}.")
     check_int("form.num_heads", form.num_heads, low=1)
@@ -316,8 +312,7 @@ def _check_form(form: RopeForm) -> None:
     check_int("form.rotary_width", form.num_rotated, low=2, high=form.head_width)
     if form.num_rotated % 2:
         raise OptionError(
-            f"form.rotary_width is {form.num_rotated}; pairs are rotated: give an even number up to head_width "
-            f"{form.head_width}."
+            f"form.rotary_width is {form.num_rotated}; it must be an even number up to head_width {form.head_width}."
         )
     for name in ("has_norm", "is_weight_wide", "is_interleaved", "has_gate"):
         check_choice(f"form.{name}", getattr(form, name), (False, True))
@@ -327,19 +322,19 @@ def _check_form(form: RopeForm) -> None:
 
 
 def _check_rows(name: str, x_TC: torch.Tensor, form: RopeForm) -> None:
-    """Refuse shapes, dtypes, devices and layouts that the kernels cannot read."""
+    """Raise on shapes, dtypes, devices and layouts that the kernels cannot read."""
     check_tensor(name, x_TC, ndim=2, dtypes=_DTYPES)
     if x_TC.shape[1] != form.num_columns:
         raise ShapeError(
             f"{name} has {x_TC.shape[1]} columns; {form.num_heads} query heads{' with gates' if form.has_gate else ''} "
             f"and twice {form.num_kv_heads} key and value heads of width {form.head_width} have {form.num_columns}. "
-            "Pass q, k and v side by side."
+            "Concatenate q, k and v along the columns."
         )
     check_columns(name, x_TC)
 
 
 def _check_heads(gradients: HeadGradients, form: RopeForm) -> None:
-    """Refuse gradients of other heads, and what the kernels would read wrongly."""
+    """Raise on gradients of other heads and on layouts that the kernels would read wrongly."""
     like = gradients.d_q_THW
     for name, d_THW in gradients._asdict().items():
         check_tensor(name, d_THW, ndim=3, dtypes=_DTYPES)
@@ -352,7 +347,7 @@ def _check_heads(gradients: HeadGradients, form: RopeForm) -> None:
             )
         if (d_THW.dtype, d_THW.device) != (like.dtype, like.device):
             raise ShapeError(
-                f"{name} is {d_THW.dtype} on {d_THW.device}; it must be as d_q_THW: {like.dtype} on {like.device}."
+                f"{name} is {d_THW.dtype} on {d_THW.device}; it must match d_q_THW: {like.dtype} on {like.device}."
             )
         if d_THW.stride()[1:] != (form.head_width, 1):
             raise ShapeError(
@@ -361,26 +356,26 @@ def _check_heads(gradients: HeadGradients, form: RopeForm) -> None:
             )
     if gradients.d_k_TJW.shape != gradients.d_v_TJW.shape:
         raise ShapeError(
-            f"d_k_TJW is {tuple(gradients.d_k_TJW.shape)} and d_v_TJW {tuple(gradients.d_v_TJW.shape)}; both must be "
-            "alike."
+            f"d_k_TJW is {tuple(gradients.d_k_TJW.shape)} and d_v_TJW {tuple(gradients.d_v_TJW.shape)}; their shapes "
+            "must match."
         )
     if form.num_heads % form.num_kv_heads:
         raise ShapeError(f"{form.num_heads} query heads cannot share {form.num_kv_heads} key heads evenly.")
 
 
 def _check_raw(qkv_TC: torch.Tensor | None, like_TC: torch.Tensor, form: RopeForm, *, device: torch.device) -> None:
-    """Refuse raw heads that do not belong to the gradient."""
+    """Raise on raw heads that do not belong to the gradient."""
     if qkv_TC is None:
         if form.has_norm:
             raise ShapeError(
-                "qkv_TC is None; the gradient of the norm is rebuilt from the raw heads. Pass what qk_rope_forward was "
-                "given."
+                "qkv_TC is None; the gradient of the norm needs the raw heads. Pass the qkv_TC that qk_rope_forward "
+                "got."
             )
         return
     _check_rows("qkv_TC", qkv_TC, form)
     if (qkv_TC.shape, qkv_TC.dtype, qkv_TC.device) != (like_TC.shape, like_TC.dtype, device):
         raise ShapeError(
-            f"d_heads has the shape {tuple(like_TC.shape)}, {like_TC.dtype} on {device}; it must be as qkv_TC: "
+            f"d_heads has the shape {tuple(like_TC.shape)}, {like_TC.dtype} on {device}; it must match qkv_TC: "
             f"{tuple(qkv_TC.shape)}, {qkv_TC.dtype} on {qkv_TC.device}."
         )
 
@@ -388,7 +383,7 @@ def _check_raw(qkv_TC: torch.Tensor | None, like_TC: torch.Tensor, form: RopeFor
 def _check_angles(
     cos_TW: torch.Tensor, sin_TW: torch.Tensor, x_TC: torch.Tensor, form: RopeForm, *, device: torch.device
 ) -> None:
-    """Refuse cos and sin of other tokens or other columns."""
+    """Raise on cos and sin of other tokens or other columns."""
     expected = (x_TC.shape[0], form.num_rotated)
     for name, angle_TW in (("cos_TW", cos_TW), ("sin_TW", sin_TW)):
         check_tensor(name, angle_TW, ndim=2, dtypes=dict.fromkeys((x_TC.dtype, torch.float32)))
@@ -409,7 +404,7 @@ def _check_weights(
     *,
     device: torch.device,
 ) -> None:
-    """Refuse weights without a norm, a norm without weights, and weights of another width."""
+    """Raise on weights without a norm, a norm without weights, and weights of another width."""
     for name, weight_W in (("q_weight_W", q_weight_W), ("k_weight_W", k_weight_W)):
         if weight_W is None:
             if form.has_norm:
@@ -443,7 +438,7 @@ def _check_out(
     replaceable: tuple[torch.Tensor | None, ...],
     kept: tuple[torch.Tensor | None, ...],
 ) -> None:
-    """Refuse memory in which one program would write what another one has still to read."""
+    """Raise on memory that one program would write before another has read it."""
     check_tensor("out", out, ndim=2, dtypes=(like_TC.dtype,))
     if out.shape != like_TC.shape or out.device != device:
         raise ShapeError(f"out is {tuple(out.shape)} on {out.device}; it must be {tuple(like_TC.shape)} on {device}.")
@@ -454,6 +449,6 @@ def _check_out(
         is_replaced = any(other is one for one in same)
         if other is not None and not is_replaced and do_ranges_overlap(out, other):
             raise ShapeError(
-                "out shares memory with an input that must stay as it is. Give separate memory, None, or an input "
-                "that may be replaced."
+                "out shares memory with an input that must not change. Give separate memory, None, or an input "
+                "that may be overwritten."
             )

@@ -1,10 +1,9 @@
-"""Norm and rotation of query and key heads in plain PyTorch: the formula, its gradient, and the reference of the
-Triton kernels.
+"""Norm and rotation of query and key heads in plain PyTorch: the reference of the Triton kernels.
 
 Axes: T tokens; C columns of q, k and v side by side; H query and key heads; W columns of a head, of cos and sin only
     the rotated ones.
-A pair (first, second) of a head's columns becomes ``(first * cos - second * sin, second * cos + first * sin)``; the
-gradient goes through the transposed map, which is the rotation back times whatever factor cos and sin carry.
+A pair (first, second) of a head's columns becomes ``(first * cos - second * sin, second * cos + first * sin)``. The
+gradient uses the transposed map: the inverse rotation times the factor that cos and sin may carry.
 """
 
 from __future__ import annotations
@@ -15,24 +14,23 @@ import torch
 
 
 class RopeForm(NamedTuple):
-    """Layout of the heads in the fused projection, their norm, and which of their columns are rotated in
-    pairs.
+    """Layout of the heads in the fused projection, their norm, and which of their columns are rotated.
 
     Args:
         num_heads: Query heads; their columns come first.
         num_kv_heads: Key heads, then as many value heads.
         head_width: Columns of a head.
-        rotary_width: Columns at the head's beginning that are rotated, an even number; None for all. The others are
-            normed but not rotated.
-        has_norm: True where q and k pass an RMSNorm over each head before they are rotated (Qwen3, Gemma 3).
+        rotary_width: Number of leading columns of a head that are rotated, even; None for all. The others are normed
+            but not rotated.
+        has_norm: True if q and k pass an RMSNorm over each head before the rotation (Qwen3, Gemma 3).
         eps: Added to the mean square inside the norm.
         weight_offset: Added to the weights of the norm (Gemma: 1.0).
-        is_weight_wide: False where the normed value is rounded to its dtype before it meets the weight (Llama, Qwen3),
-            True where it is not (Gemma).
-        is_interleaved: True where columns 2 i and 2 i + 1 are a pair (GLM-4, ERNIE 4.5), False where i and i +
+        is_weight_wide: False if the normed value is rounded to its dtype before the product with the weight (Llama,
+            Qwen3), True if it is not (Gemma).
+        is_interleaved: True if columns 2 i and 2 i + 1 are a pair (GLM-4, ERNIE 4.5), False if i and i +
             rotary_width / 2 are (Llama).
-        has_gate: The columns of each query head are followed by as many of its gate (Qwen3-Next, Qwen3.5), which are
-            not read here; a backward writes into a gradient whose columns of gates are written already.
+        has_gate: The columns of each query head are followed by the same number of gate columns (Qwen3-Next, Qwen3.5),
+            which are not read here. The backward writes into a gradient whose gate columns are already written.
 
     Source:
         RoFormer, arXiv 2104.09864; RMSNorm, arXiv 1910.07467; orders of columns as in transformers,
@@ -56,36 +54,35 @@ class RopeForm(NamedTuple):
 
     @property
     def num_rotated(self) -> int:
-        """Columns of a head that are rotated."""
+        """Return the number of rotated columns of a head."""
         return self.head_width if self.rotary_width is None else self.rotary_width
 
     @property
     def num_qk_columns(self) -> int:
-        """Columns of all query and key heads."""
+        """Return the number of columns of all query and key heads."""
         return (self.num_heads + self.num_kv_heads) * self.head_width
 
     @property
     def query_step(self) -> int:
-        """Columns from a query head of the projection to the next."""
+        """Return the number of columns from one query head to the next."""
         return (2 if self.has_gate else 1) * self.head_width
 
     @property
     def num_columns(self) -> int:
-        """Columns of the projection."""
+        """Return the number of columns of the projection."""
         return self.num_heads * self.query_step + 2 * self.num_kv_heads * self.head_width
 
     @property
     def head_counts(self) -> tuple[int, int, int]:
-        """Query, key and value heads of a token."""
+        """Return the number of query, key and value heads."""
         return self.num_heads, self.num_kv_heads, self.num_kv_heads
 
 
 class HeadGradients(NamedTuple):
-    """Gradients of the outputs of ``qk_rope_forward``, in three tensors, as the backward of attention leaves them.
+    """Gradients of the outputs of ``qk_rope_heads``, in three tensors, as the backward of attention returns them.
 
-    Where query heads share a key and value head, its gradient is the sum over them. A backward that computes each query
-    head by itself leaves one share for each: J is then num_heads, neighbouring shares belong together, and the reader
-    adds them.
+    The gradient of a key and value head is the sum over the query heads that share it. An attention backward may return
+    one share per query head instead: J is then num_heads, adjacent shares belong to one head, and the kernel sums them.
 
     Args:
         d_q_THW: Shape (T, num_heads, head_width).
@@ -113,7 +110,7 @@ class Heads(NamedTuple):
 
 
 class RopeGradients(NamedTuple):
-    """Gradient of the raw projection, and of the norms' weights; None where not asked for."""
+    """Gradient of the raw projection, and of the norms' weights (None unless asked for)."""
 
     d_raw_TC: torch.Tensor
     d_q_weight_W: torch.Tensor | None
@@ -130,7 +127,7 @@ def qk_rope_forward(
     k_weight_W: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return normed and rotated q and k, and v, side by side.
+    """Return normed and rotated q and k, and v, concatenated.
 
     Each value is rounded once from fp32 (float64 for float64), and once more before the weight if the form says so.
     """
@@ -155,11 +152,11 @@ def qk_rope_heads(
     q_weight_W: torch.Tensor | None = None,
     k_weight_W: torch.Tensor | None = None,
 ) -> Heads:
-    """Return what qk_rope_forward returns in three tensors."""
+    """Return the result of qk_rope_forward in three tensors."""
     if form.has_gate:
         qkv_TC, form = _drop_gates(qkv_TC, form), form._replace(has_gate=False)
-    joint_TC = qk_rope_forward(qkv_TC, cos_TW, sin_TW, form=form, q_weight_W=q_weight_W, k_weight_W=k_weight_W)
-    heads = joint_TC.view(len(joint_TC), -1, form.head_width).split(form.head_counts, dim=1)
+    fused_TC = qk_rope_forward(qkv_TC, cos_TW, sin_TW, form=form, q_weight_W=q_weight_W, k_weight_W=k_weight_W)
+    heads = fused_TC.view(len(fused_TC), -1, form.head_width).split(form.head_counts, dim=1)
     return Heads(*(x_THW.contiguous() for x_THW in heads))
 
 
@@ -175,8 +172,9 @@ def qk_rope_backward(
     needs_weight: bool,
     out: torch.Tensor | None = None,
 ) -> RopeGradients:
-    """Return the gradients by the raw projection and by the weights of the norms; normed heads are rebuilt from
-    the raw rows.
+    """Return the gradients of the raw projection and of the weights of the norms.
+
+    The normed heads are recomputed from the raw rows.
     """
     if form.has_gate:
         assert out is not None
@@ -234,7 +232,7 @@ def _drop_gates(rows_TC: torch.Tensor, form: RopeForm) -> torch.Tensor:
 
 
 def _join_heads(gradients: HeadGradients, form: RopeForm, wide: torch.dtype) -> torch.Tensor:
-    """Return the three gradients side by side, shares added up, in the dtype of the arithmetic."""
+    """Return the three gradients concatenated, with shares summed, in the dtype of the arithmetic."""
     shared = (
         d.to(wide).unflatten(1, (form.num_kv_heads, -1)).sum(dim=2) for d in (gradients.d_k_TJW, gradients.d_v_TJW)
     )
@@ -275,7 +273,7 @@ def _mix_pairs(
     into_second: torch.Tensor,
     form: RopeForm,
 ) -> torch.Tensor:
-    """Return the heads after a map of each pair: a column keeps a part of itself and takes a part of its partner."""
+    """Return the heads after a linear map of each pair: ``own * x + other * partner`` for each column."""
     mixed_THW = torch.empty_like(x_THW)
     first, second, rest = _split_pairs(x_THW, form)
     mixed_first, mixed_second, mixed_rest = _split_pairs(mixed_THW, form)
@@ -286,7 +284,7 @@ def _mix_pairs(
 
 
 def _reciprocal_rms(x_THW: torch.Tensor, form: RopeForm) -> torch.Tensor:
-    """Return what a head is multiplied with to have a mean square of 1."""
+    """Return the factor that gives a head a mean square of 1."""
     return torch.rsqrt(x_THW.square().mean(dim=2, keepdim=True) + form.eps)
 
 

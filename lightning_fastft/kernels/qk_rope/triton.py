@@ -2,12 +2,12 @@
 
 Axes: T tokens; C columns of q, k and v side by side; W columns of a head, walked as pairs (first, second) and the rest
     that is not rotated.
-A program takes one token and walks its heads in tiles, so that cos, sin and weights are read once. Value heads are
-copied, in place not even read. Gradients of weights: each program sums its own tokens, a second small kernel adds the
-programs in their order; no atomics.
+A program takes one token and walks its heads in tiles, so cos, sin and weights are read once. Value heads are copied,
+or not read at all in place. For the gradients of weights, each program sums its own tokens, and a second small kernel
+sums the programs in order, without atomics.
 """
 
-# A jit body has no types that Python could check.
+# Parameters of a jit body have no Python types.
 # mypy: disallow-untyped-defs=False
 # ruff: noqa: ANN001, ANN202
 
@@ -22,17 +22,17 @@ import triton.language as tl
 from lightning_fastft.kernels.qk_rope.reference import HeadGradients, Heads, RopeForm, RopeGradients
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
-# 2048 values on 4 warps: one read of 16 bytes per thread, half of the pairs and matrix in bf16; 67 % of 4.2 TB/s on an
-# H200 at 8,192 x 7,168 (python -m benchmarks.row_kernels --only qk_rope). Other tiles are not measured.
+# 2048 values on 4 warps: one 16-byte read per thread and half of the pairs in bf16; 67 % of 4.2 TB/s on an H200 at
+# 8,192 x 7,168 (python -m benchmarks.row_kernels --only qk_rope). Other tiles are not measured.
 MAX_TILE = 2048
-# The backward holds a second tile, its weights and their sums in registers.
+# The backward also holds a second tile, the weights and their sums in registers.
 MAX_TILE_BACKWARD = 1024
 BLOCK_COPY = 1024
 NUM_WARPS = 4
-# Where weights have gradients, so many programs share the tokens: a few for each multiprocessor. Not yet measured.
+# With gradients of weights, this many programs share the tokens: a few per multiprocessor. Not yet measured.
 MAX_PARTIALS = 1024
 BLOCK_PARTIALS = 512
-# 32 bytes of fp32: the smallest read of memory.
+# 32 bytes of fp32: the smallest memory transaction.
 BLOCK_SUM_COLUMNS = 8
 
 
@@ -45,7 +45,7 @@ def _load_pairs(
     BLOCK_H: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """Return the first and the second column of each pair in fp32; neighbours are read as one tile and split in
+    """Return the first and the second column of each pair in fp32; interleaved pairs are read as one tile and split in
     registers.
     """
     if IS_INTERLEAVED:
@@ -66,7 +66,7 @@ def _load_pairs(
 def _store_pairs(
     row_ptrs, first, second, inside_rows, NUM_PAIRS: tl.constexpr, IS_INTERLEAVED: tl.constexpr, BLOCK_P: tl.constexpr
 ):
-    """Write the columns of each pair where they were read, rounded to the dtype there."""
+    """Write the columns of each pair at the positions they were read from, rounded to the dtype of the output."""
     first = first.to(row_ptrs.dtype.element_ty)
     second = second.to(row_ptrs.dtype.element_ty)
     if IS_INTERLEAVED:
@@ -90,7 +90,7 @@ def _load_rest(
     BLOCK_H: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    """Return the columns that are not rotated in fp32; one column of zeros where there are none."""
+    """Return the columns that are not rotated in fp32; one column of zeros if there are none."""
     rest = tl.zeros((BLOCK_H, BLOCK_REST), dtype=tl.float32)
     if 2 * NUM_PAIRS < HEAD_WIDTH:
         cols = 2 * NUM_PAIRS + tl.arange(0, BLOCK_REST)
@@ -136,8 +136,9 @@ def _head_mean(pair_terms, rest_terms, NUM_PAIRS: tl.constexpr, HEAD_WIDTH: tl.c
 
 @triton.jit
 def _reciprocal_rms(first, second, rest, inside_heads, eps, NUM_PAIRS: tl.constexpr, HEAD_WIDTH: tl.constexpr):
-    """Return what each head is multiplied with, one column; once per head, so with right rounding; 0, never NaN,
-    beyond the last head.
+    """Return the normalising factor of each head, one column; 0, never NaN, for masked heads.
+
+    It is computed once per head, so correct rounding costs little.
     """
     root = tl.sqrt_rn(_head_mean(first * first + second * second, rest * rest, NUM_PAIRS, HEAD_WIDTH) + eps)
     return tl.where(inside_heads, tl.div_rn(tl.full(root.shape, 1.0, tl.float32), root), 0.0)[:, None]
@@ -157,7 +158,7 @@ def _load_weight(
     weight_ptr, weight_offset, NUM_PAIRS: tl.constexpr, HEAD_WIDTH: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    """Return the norm's factors of the pairs' columns and of those that are not rotated, one row each."""
+    """Return the norm's weights for the first, second and unrotated columns, one row each."""
     one_row = tl.arange(0, 1)
     first, second = _load_pairs(weight_ptr + one_row, one_row < 1, NUM_PAIRS, IS_INTERLEAVED, 1, BLOCK_P)
     rest = _load_rest(weight_ptr + one_row, one_row < 1, NUM_PAIRS, HEAD_WIDTH, 1, BLOCK_REST)
@@ -166,7 +167,7 @@ def _load_weight(
 
 @triton.jit
 def _copy_columns(in_ptr, out_ptr, NUM_COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
-    """Copy neighbouring columns of one row."""
+    """Copy adjacent columns of one row."""
     for start in range(0, NUM_COLUMNS, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         tl.store(out_ptr + cols, tl.load(in_ptr + cols, mask=cols < NUM_COLUMNS), mask=cols < NUM_COLUMNS)
@@ -176,7 +177,7 @@ def _copy_columns(in_ptr, out_ptr, NUM_COLUMNS: tl.constexpr, BLOCK: tl.constexp
 def _add_shares(
     in_ptr, out_ptr, NUM_COLUMNS: tl.constexpr, HEAD_WIDTH: tl.constexpr, NUM_SHARES: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Write the columns of some heads of one row, each the sum of neighbouring heads, in their order."""
+    """Write heads of one row, each the sum of adjacent shares, in their order."""
     for start in range(0, NUM_COLUMNS, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         inside = cols < NUM_COLUMNS
@@ -224,7 +225,7 @@ def _forward_heads(
         first, second = _load_pairs(in_heads, inside_heads, NUM_PAIRS, IS_INTERLEAVED, BLOCK_H, BLOCK_P)
         rest = _load_rest(in_heads, inside_heads, NUM_PAIRS, HEAD_WIDTH, BLOCK_H, BLOCK_REST)
         if IN_PLACE:
-            # A value may be read by more than one thread: all have read before one of them writes.
+            # More than one thread may read a value: all must read before one of them writes.
             tl.debug_barrier()
 
         if HAS_NORM:
@@ -233,7 +234,7 @@ def _forward_heads(
             second = _apply_norm(second, scale, weight_second, in_ptr.dtype.element_ty, IS_WEIGHT_WIDE)
             rest = _apply_norm(rest, scale, weight_rest, in_ptr.dtype.element_ty, IS_WEIGHT_WIDE)
 
-        # Explicit FMAs fix which product is rounded; the compiler's choice changed with the alignment of the rows.
+        # Explicit FMAs fix which product is rounded: the compiler's choice depended on the alignment of the rows.
         rotated_first = tl.fma(first, cos_first, -(second * sin_first))
         rotated_second = tl.fma(second, cos_second, first * sin_second)
         _store_pairs(out_heads, rotated_first, rotated_second, inside_heads, NUM_PAIRS, IS_INTERLEAVED, BLOCK_P)
@@ -358,8 +359,8 @@ def _backward_heads(
     BLOCK_P: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    """Write the gradient of the raw heads of one token that share their weights; return the weights' terms with
-    this token's added.
+    """Write the gradient of the raw heads of one token that share their weights; return the sums of the weights'
+    gradients with this token added.
     """
     if HAS_NORM:
         weight_first, weight_second, weight_rest = _load_weight(
@@ -384,10 +385,10 @@ def _backward_heads(
             first, second = _load_pairs(in_heads, inside_heads, NUM_PAIRS, IS_INTERLEAVED, BLOCK_H, BLOCK_P)
             rest = _load_rest(in_heads, inside_heads, NUM_PAIRS, HEAD_WIDTH, BLOCK_H, BLOCK_REST)
         if IN_PLACE:
-            # A value may be read by more than one thread: all have read before one of them writes.
+            # More than one thread may read a value: all must read before one of them writes.
             tl.debug_barrier()
 
-        # The transposed map: back by the same angle, times the factor that cos and sin may carry.
+        # The transposed map: the inverse rotation times the factor that cos and sin may carry.
         d_first = tl.fma(rotated_first, cos_first, rotated_second * sin_second)
         d_second = tl.fma(rotated_second, cos_second, -(rotated_first * sin_first))
         if HAS_NORM:
@@ -473,7 +474,7 @@ def _backward_kernel(
     BLOCK_REST: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Each program takes every so-manyth token; one each where no weight needs its gradient."""
+    """Run programs that take every num_programs-th token; one program per token if no weight needs a gradient."""
     q_first = tl.zeros((BLOCK_Q, BLOCK_P), dtype=tl.float32)
     q_second = tl.zeros((BLOCK_Q, BLOCK_P), dtype=tl.float32)
     q_rest = tl.zeros((BLOCK_Q, BLOCK_REST), dtype=tl.float32)
@@ -573,7 +574,7 @@ def _backward_kernel(
 def _add_partials_kernel(
     partial_ptr, sum_ptr, num_partials, num_columns, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
 ):
-    """Run one program per tile of columns: it walks all partial sums in their order."""
+    """Run one program per tile of columns, which sums all partial sums in order."""
     cols = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     terms = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
     for start in range(0, num_partials, BLOCK_ROWS):
@@ -593,7 +594,7 @@ def qk_rope_forward(
     k_weight_W: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return normed and rotated q and k, and v, side by side; same contract as the reference."""
+    """Return normed and rotated q and k, and v, concatenated; same contract as the reference."""
     out_TC = torch.empty(qkv_TC.shape, dtype=qkv_TC.dtype, device=qkv_TC.device) if out is None else out
     heads = out_TC.split([count * form.head_width for count in form.head_counts], dim=1)
     _write_heads(heads, qkv_TC, cos_TW, sin_TW, form, q_weight_W, k_weight_W, out=out)
@@ -626,7 +627,7 @@ def _write_heads(
     *,
     out: torch.Tensor | None,
 ) -> None:
-    """Write queries, keys and values to their tensors, or into ``out`` of the caller, which may be qkv_TC itself."""
+    """Write queries, keys and values to their tensors, or into the caller's ``out``, which may be qkv_TC itself."""
     if len(qkv_TC) == 0:
         return
     _forward_kernel[(len(qkv_TC),)](
@@ -663,7 +664,7 @@ def qk_rope_backward(
     needs_weight: bool,
     out: torch.Tensor | None = None,
 ) -> RopeGradients:
-    """Return the gradients by the raw projection and by the weights of the norms; same contract as the reference."""
+    """Return the gradients of the raw projection and of the norms' weights; same contract as the reference."""
     num_qv = (form.num_heads * form.head_width, form.num_kv_heads * form.head_width)
     if isinstance(d_heads, HeadGradients):
         d_q, d_k, d_v = (d.flatten(1) for d in d_heads)
@@ -704,7 +705,7 @@ def qk_rope_backward(
             **_block_sizes(form, MAX_TILE_BACKWARD),
             NUM_SHARES=num_shares,
             NEEDS_WEIGHT=needs_weight,
-            # With gates the output is never an input.
+            # With gates, out is never an input.
             IN_PLACE=out is not None and not form.has_gate,
             COPY_VALUES=not _is_same_memory(out, d_q),
             num_warps=NUM_WARPS,
@@ -715,7 +716,7 @@ def qk_rope_backward(
 
 
 def _add_partials(partial_PW: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the rows, one row; zeros where there is none."""
+    """Return the sum of the rows as one row; zeros if there are none."""
     num_partials, num_columns = partial_PW.shape
     sum_W = torch.empty(num_columns, dtype=torch.float32, device=partial_PW.device)
     _add_partials_kernel[(ceil_div(num_columns, BLOCK_SUM_COLUMNS),)](
@@ -731,7 +732,7 @@ def _add_partials(partial_PW: torch.Tensor) -> torch.Tensor:
 
 
 def _form_constants(form: RopeForm) -> dict[str, int | bool]:
-    """Return what both kernels know of the form at compile time."""
+    """Return the compile-time constants of the form, shared by both kernels."""
     return {
         "NUM_HEADS": form.num_heads,
         "QUERY_STEP": form.query_step,
@@ -744,7 +745,7 @@ def _form_constants(form: RopeForm) -> dict[str, int | bool]:
 
 
 def _block_sizes(form: RopeForm, max_tile: int) -> dict[str, int]:
-    """Return the tiles: as many heads at once as fit, but no more than there are."""
+    """Return the tile sizes: as many heads at once as fit, but no more than the form has."""
     block_pairs = next_power_of_2(form.num_rotated // 2)
     block_rest = next_power_of_2(max(form.head_width - form.num_rotated, 1))
     max_heads = max(max_tile // (2 * max(block_pairs, block_rest // 2)), 1)
@@ -758,5 +759,5 @@ def _block_sizes(form: RopeForm, max_tile: int) -> dict[str, int]:
 
 
 def _is_same_memory(out: torch.Tensor | None, source_TC: torch.Tensor) -> bool:
-    """Return whether the value heads already are in the memory of the output."""
+    """Return whether the memory of the output already holds the value heads."""
     return out is not None and out.data_ptr() == source_TC.data_ptr()

@@ -1,1 +1,1 @@
-"""Key and value heads, once for each query head that shares them."""
+"""Repetition of key and value heads for the query heads that share them."""

@@ -1,5 +1,4 @@
-"""Key and value heads, once for each query head that shares them: what a kernel reads that computes every query head by
-itself.
+"""Repeat key and value heads for the query heads that share them, for kernels without grouped-query attention.
 
 Axes: T tokens, H query heads, G key/value heads, W width of a head.
 """
@@ -19,11 +18,11 @@ _DTYPES = (*TRITON_DTYPES, torch.float64)
 
 
 def repeat_heads(x_TGW: torch.Tensor, num_heads: int, *, backend: str = "auto") -> torch.Tensor:
-    """Return each head as often as query heads share it, side by side; no graph.
+    """Return each head repeated once per query head that shares it; no graph.
 
     Args:
-        x_TGW: Keys or values. Shape (T, G, W); bf16, fp16, fp32 or float64; the heads of a token contiguous, any
-            distance between tokens.
+        x_TGW: Keys or values. Shape (T, G, W); bf16, fp16, fp32 or float64; the heads of a token contiguous, any token
+            stride.
         num_heads: H, a multiple of G.
         backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first if possible, else
             the second.
@@ -33,7 +32,7 @@ def repeat_heads(x_TGW: torch.Tensor, num_heads: int, *, backend: str = "auto") 
 
     Raises:
         ShapeError: A shape, dtype or layout is wrong, or the heads cannot be shared evenly.
-        OptionError: num_heads is no positive integer, or the backend is unknown or cannot serve this tensor.
+        OptionError: num_heads is not a positive integer, or the backend is unknown or does not support this tensor.
 
     Cost:
         Reads T G W values and writes T H W in one launch; no host sync.

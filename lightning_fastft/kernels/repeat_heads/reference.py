@@ -9,5 +9,5 @@ import torch
 
 
 def repeat_heads(x_TGW: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Return each head as often as query heads share it, side by side."""
+    """Return each head repeated once per query head that shares it."""
     return x_TGW.repeat_interleave(num_heads // x_TGW.shape[1], dim=1)

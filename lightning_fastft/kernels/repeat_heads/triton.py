@@ -1,10 +1,10 @@
-"""Repeated heads on a GPU: each value is read once and written once for each query head.
+"""Repeated heads on a GPU: each value is read once and written once per query head.
 
-Axes: T tokens (a program each), H query heads, G key/value heads, W width of a head; the G x W columns of a token are
+Axes: T tokens (one program each), H query heads, G key/value heads, W width of a head; the G x W columns of a token are
     walked in tiles.
 """
 
-# A jit body has no types that Python could check.
+# Parameters of a jit body have no Python types.
 # mypy: disallow-untyped-defs=False
 # ruff: noqa: ANN001, ANN202
 
@@ -16,7 +16,7 @@ import triton.language as tl
 
 from lightning_fastft.kernels.sizes import next_power_of_2
 
-# A read of 16 bytes for each thread of 4 warps in 16 bits.
+# One 16-byte read per thread of 4 warps, for 16-bit dtypes.
 MAX_BLOCK = 1024
 NUM_WARPS = 4
 
@@ -48,7 +48,7 @@ def _repeat_heads_kernel(
 
 
 def repeat_heads(x_TGW: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Return each head as often as query heads share it; same contract as the reference."""
+    """Return each head repeated once per query head that shares it; same contract as the reference."""
     num_tokens, num_kv_heads, width = x_TGW.shape
     out_THW = torch.empty((num_tokens, num_heads, width), dtype=x_TGW.dtype, device=x_TGW.device)
     if out_THW.numel() == 0:

@@ -1,4 +1,4 @@
-"""Residual add and RMSNorm in one pass over memory, and their gradient in one more.
+"""Residual add and RMSNorm in one pass over memory, and their gradient in one pass.
 
 Axes: T rows (tokens, or tokens times heads), D columns that are normed together.
 Neither function is differentiable; the autograd Functions of layers call them.
@@ -24,7 +24,7 @@ from lightning_fastft.kernels.backends import TRITON_DTYPES, must_check, uses_tr
 from lightning_fastft.kernels.rms_norm import reference
 from lightning_fastft.kernels.rms_norm.reference import NormForm, NormGradients, NormOutput, wide_dtype
 
-# A row is held by one program from the first read to the last write.
+# One program holds a row from the first read to the last write.
 MAX_COLUMNS = 16_384
 _DTYPES = (*TRITON_DTYPES, torch.float64)
 
@@ -41,18 +41,17 @@ def rms_norm_forward(
 ) -> NormOutput:
     """Return ``weight * sum / rms(sum)`` of ``sum = x + residual``, and the sum.
 
-    The sum is rounded to its dtype before it is normed, as a model stores it. The arithmetic is fp32 (float64 for
-    float64); y is rounded once, or twice if the form says so. Rows are independent, so NaN stays in its row.
+    The sum is rounded to its dtype before the norm, as a model stores it. The arithmetic is fp32 (float64 for float64).
+    y is rounded once, or twice if ``form.is_weight_wide`` is False. Rows are independent, so NaN stays in its row.
 
     Args:
         x_TD: Rows to norm, or the addend of residual_TD. Shape (T, D), 1 <= D <= 16,384; bf16, fp16, fp32 or
             float64; last axis contiguous, any row stride.
-        weight_D: Weight of the norm. Shape (D,), contiguous; bf16, fp16 or fp32 whatever x_TD has, float64 only with
-            float64.
-        form: Which of the forms of RMSNorm it is, with eps.
-        residual_TD: The stream that x_TD is added to. Like x_TD, any row stride; None to norm x_TD itself.
-        out: Output tensor for y_TD: like x_TD, any row stride, in memory that no input has. None for new
-            memory.
+        weight_D: Weight of the norm. Shape (D,), contiguous; bf16, fp16 or fp32 for any dtype of x_TD, float64 only
+            with float64.
+        form: Variant of RMSNorm, with eps.
+        residual_TD: Residual stream that x_TD is added to. Like x_TD, any row stride; None to norm x_TD itself.
+        out: Output tensor for y_TD: like x_TD, any row stride, in memory that no input shares. None for new memory.
         backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch, any D), or "auto": the first if possible,
             else the second.
         is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
@@ -65,7 +64,7 @@ def rms_norm_forward(
     Raises:
         ShapeError: A shape, dtype, device or layout is wrong, D is above 16,384 and the backend is not "reference", or
             ``out`` overlaps an input.
-        OptionError: The form or the backend is unknown, or the backend cannot serve these tensors.
+        OptionError: The form or the backend is unknown, or the backend does not support these tensors.
 
     Cost:
         Reads x_TD (and residual_TD) and writes y_TD (and sum_TD) once; no host sync. "reference" makes fp32
@@ -106,7 +105,7 @@ def rms_norm_backward(
     backend: str = "auto",
     is_checked: bool = True,
 ) -> NormGradients:
-    """Return the gradient of the sum, which x and the residual share, and the gradient of the weight.
+    """Return the gradient of the sum, which is the gradient of x and of the residual, and the gradient of the weight.
 
     The gradient through the norm and the gradient of the sum are added in fp32 (float64 for float64) and rounded
     once. Sums over rows have a fixed order, so two calls are bit-equal.
@@ -117,12 +116,12 @@ def rms_norm_backward(
         weight_D: As given to ``rms_norm_forward``.
         rstd_T: As returned by ``rms_norm_forward``; None to compute it from sum_TD.
         form: As given to ``rms_norm_forward``.
-        d_sum_TD: Gradient that reaches the sum past the norm, along the residual stream. Like d_y_TD; None for 0.
+        d_sum_TD: Gradient that reaches the sum through the residual stream. Like d_y_TD; None for 0.
         needs_weight: Return the gradient of the weight.
         out: Output tensor for d_x_TD: a tensor like sum_TD in separate memory, or d_y_TD or d_sum_TD itself, which is
             overwritten. None for new memory.
-        rstd_out: Output tensor for rstd_T of ``rms_norm_forward``, for a caller that did not keep it. Shape
-            (T,), contiguous, fp32 (float64 for float64), separate memory; None for nowhere.
+        rstd_out: Output tensor for rstd_T of ``rms_norm_forward``, for a caller that did not keep it. Shape (T,),
+            contiguous, fp32 (float64 for float64), separate memory; None to discard it.
         backend: As in ``rms_norm_forward``.
         is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
 
@@ -134,7 +133,7 @@ def rms_norm_backward(
     Raises:
         ShapeError: A shape, dtype, device or layout is wrong, D is above 16,384 and the backend is not "reference", or
             ``out`` or ``rstd_out`` overlaps an input without being d_y_TD or d_sum_TD.
-        OptionError: The form or the backend is unknown, or the backend cannot serve these tensors.
+        OptionError: The form or the backend is unknown, or the backend does not support these tensors.
 
     Cost:
         Reads d_y_TD, sum_TD (and d_sum_TD) and writes d_x_TD once; no host sync. With needs_weight a second
@@ -189,8 +188,8 @@ def _choose(backend: str, x_TD: torch.Tensor) -> ModuleType:
     """Return the module of the backend."""
     if backend != "reference" and x_TD.shape[1] > MAX_COLUMNS:
         raise ShapeError(
-            f"The rows have {x_TD.shape[1]} columns, one pass holds at most {MAX_COLUMNS}; use backend 'reference' for "
-            "wider ones."
+            f"The rows have {x_TD.shape[1]} columns, the kernel supports at most {MAX_COLUMNS}; use backend "
+            "'reference' for wider rows."
         )
     if not uses_triton(backend, x_TD.device, dtype=x_TD.dtype):
         return reference
@@ -200,7 +199,7 @@ def _choose(backend: str, x_TD: torch.Tensor) -> ModuleType:
 
 
 def _check_form(form: NormForm) -> None:
-    """Refuse an unknown form."""
+    """Raise on an unknown form."""
     if not isinstance(form, NormForm):
         raise OptionError(f"form must be a NormForm, got {type(form).__name__}; give NormForm(eps=...).")
     check_float("form.eps", form.eps, low=0.0)
@@ -209,31 +208,31 @@ def _check_form(form: NormForm) -> None:
 
 
 def _check_rows(name: str, tensor: torch.Tensor) -> None:
-    """Refuse shapes, dtypes, devices and layouts that the kernels cannot read."""
+    """Raise on shapes, dtypes, devices and layouts that the kernels cannot read."""
     check_tensor(name, tensor, ndim=2, dtypes=_DTYPES)
     if tensor.shape[1] == 0:
-        raise ShapeError(f"{name} has no columns; a mean needs one at least.")
+        raise ShapeError(f"{name} has no columns; a mean needs at least one.")
     check_columns(name, tensor)
 
 
 def _check_weight(weight_D: torch.Tensor, x_TD: torch.Tensor) -> None:
-    """Refuse a weight that is not one number per column."""
+    """Raise on a weight that is not one number per column."""
     check_tensor("weight_D", weight_D, ndim=1, dtypes=_DTYPES if x_TD.dtype is torch.float64 else TRITON_DTYPES)
     _check_vector("weight_D", weight_D, x_TD.shape[1], x_TD)
 
 
 def _check_rstd(name: str, rstd_T: torch.Tensor, x_TD: torch.Tensor) -> None:
-    """Refuse tensors that the forward does not return."""
+    """Raise on tensors that the forward does not return."""
     check_tensor(name, rstd_T, ndim=1, dtypes=(wide_dtype(x_TD.dtype),))
     _check_vector(name, rstd_T, x_TD.shape[0], x_TD)
 
 
 def _check_vector(name: str, vector: torch.Tensor, size: int, x_TD: torch.Tensor) -> None:
-    """Refuse a vector of another size, place or layout."""
+    """Raise on a vector of another size, device or layout."""
     if vector.shape[0] != size or vector.device != x_TD.device:
         raise ShapeError(
             f"{name} has {vector.shape[0]} entries on {vector.device}; rows of shape {tuple(x_TD.shape)} on "
-            f"{x_TD.device} ask for {size} there."
+            f"{x_TD.device} need {size} entries on the same device."
         )
     if not vector.is_contiguous():
         raise ShapeError(f"{name} has stride {vector.stride(0)}; it must be contiguous: call .contiguous() on it.")

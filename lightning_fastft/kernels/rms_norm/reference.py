@@ -1,4 +1,4 @@
-"""Residual add and RMSNorm in plain PyTorch: the formula, its gradient, and the reference of the Triton kernels.
+"""Residual add and RMSNorm in plain PyTorch: the formula and its gradient, the reference of the Triton kernels.
 
 Axes: T rows (tokens, or tokens times heads), D columns that are normed together.
 """
@@ -11,13 +11,13 @@ import torch
 
 
 class NormForm(NamedTuple):
-    """Form of the RMSNorm of a model family.
+    """Variant of RMSNorm that a model family uses.
 
     Args:
         eps: Added to the mean of the squares.
         weight_offset: Added to the weight: 1 for Gemma, else 0.
-        is_weight_wide: True where the product with the weight is made in fp32 and rounded once (Gemma, gpt-oss); False
-            where the normed row is rounded to its dtype first and the product is rounded again (Llama, Qwen, Mistral,
+        is_weight_wide: True if the product with the weight is computed in fp32 and rounded once (Gemma, gpt-oss); False
+            if the normed row is rounded to its dtype first and the product is rounded again (Llama, Qwen, Mistral,
             Phi-3).
 
     Source:
@@ -42,7 +42,7 @@ class NormOutput(NamedTuple):
 
 
 class NormGradients(NamedTuple):
-    """Gradient of the rows that were normed, and of the weight; None where not asked for."""
+    """Gradient of the normed rows, and of the weight (None unless asked for)."""
 
     d_x_TD: torch.Tensor
     d_weight_D: torch.Tensor | None
@@ -108,5 +108,5 @@ def _reciprocal_root(wide_TD: torch.Tensor, form: NormForm) -> torch.Tensor:
 
 
 def shifted_weight(weight_D: torch.Tensor, wide: torch.dtype, form: NormForm) -> torch.Tensor:
-    """Return what the normed row is multiplied with."""
+    """Return the weight in a wide dtype, with the offset of the form added."""
     return weight_D.to(wide) + form.weight_offset

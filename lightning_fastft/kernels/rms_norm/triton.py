@@ -1,13 +1,13 @@
 """Residual add and RMSNorm on a GPU: one pass over memory forward, one backward.
 
 Axes: T rows (walked in blocks), D columns that are normed together (all of them in one tile), P programs of the
-    backward that leave a partial sum.
-Forward x and the residual are read, the sum and y written. Backward d_y, the sum and its own gradient are read, and d_x
-is written. Rows mix in the gradient of the weight alone: each program sums its rows in one order, and a second launch
-sums the programs in one order.
+    backward that write a partial sum.
+The forward reads x and the residual, and writes the sum and y. The backward reads d_y, the sum and its own gradient,
+and writes d_x. Only the gradient of the weight sums over rows: each program sums its rows in a fixed order, and a
+second launch sums the programs in a fixed order.
 """
 
-# A jit body has no types that Python could check.
+# Parameters of a jit body have no Python types.
 # mypy: disallow-untyped-defs=False
 # ruff: noqa: ANN001, ANN202
 
@@ -21,34 +21,34 @@ from lightning_fastft.core.checks import is_same_memory
 from lightning_fastft.kernels.rms_norm.reference import NormForm, NormGradients, NormOutput
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
-# Short rows share a program, 16 at most, until it has 2048 values. On an H200, 8,192 rows of 5,120 columns: 8 warps
-# take 58 us forward and 102 us backward, 16 warps 72 and 101, 32 warps 79 and 156; of 1,024 columns 4 warps take 42 and
-# 80 us, 8 warps 41 and 70. Once more: python -m benchmarks.row_kernels --only rms_norm --tiles (--width 1024).
+# Short rows share a program, 16 at most, until it has 2048 values. On an H200, for 8,192 rows of 5,120 columns, 8 warps
+# take 58 us forward and 102 us backward, 16 warps 72 and 101, 32 warps 79 and 156. For 1,024 columns, 4 warps take 42
+# and 80 us, 8 warps 41 and 70. Measured by: python -m benchmarks.row_kernels --only rms_norm --tiles (--width 1024).
 TILE_SIZE = 2048
 MAX_BLOCK_ROWS = 16
 VALUES_PER_THREAD = 32
 MIN_WARPS, MAX_WARPS = 8, 16
-# About four programs for each of an H200's 132 multiprocessors; fixed, so that the order of the sums does not hang on
+# About four programs for each of an H200's 132 multiprocessors; fixed, so that the order of the sums does not depend on
 # the device. Not yet measured: the same command has candidates.
 MAX_PROGRAMS = 512
 
 
 @triton.jit
 def _sum_of_products(left, right):
-    """Return the sum of the products of each row; each is rounded by itself, so that every thread that shares a row has
-    the same bits.
+    """Return the sum of the products of each row; each product is rounded separately, so all threads that share a row
+    get the same bits.
 
-    Where a thread has one value of a row, a product fused with the first sum over threads is rounded only where it
-    comes from another one.
+    If a thread has one value of a row and its product were fused with the first sum over threads, only the products
+    from other threads would be rounded.
     """
-    # The compiler cannot fuse a product that is an FMA already with the addition that follows.
+    # The compiler cannot fuse the following addition into a product that is an FMA already.
     return tl.sum(tl.fma(left, right, 0.0), axis=1)
 
 
 @triton.jit
 def _reciprocal_root(row, mean_scale, eps):
-    """Return 1 over the root of the mean square of each row; both operations rounded to nearest, unlike the
-    approximate rsqrt.
+    """Return 1 over the root of the mean square of each row; both operations round to nearest, unlike the approximate
+    rsqrt.
     """
     variance = _sum_of_products(row, row) * mean_scale + eps
     return tl.div_rn(tl.full(variance.shape, 1.0, tl.float32), tl.sqrt_rn(variance))
@@ -87,7 +87,7 @@ def _rms_norm_forward_kernel(
         row += tl.load(residual_ptr + rows[:, None] * residual_stride + cols[None, :], mask=inside, other=0.0).to(
             tl.float32
         )
-        # What is normed is the stream as it is stored.
+        # The norm reads the sum as it is stored.
         rounded = row.to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + rows[:, None] * num_columns + cols[None, :], rounded, mask=inside)
         row = rounded.to(tl.float32)
@@ -133,7 +133,7 @@ def _rms_norm_backward_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Each program takes every P-th block of rows, in one order."""
+    """Run P programs; each takes every P-th block of rows, in a fixed order."""
     program = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK_D)
     inside_cols = cols < num_columns
@@ -154,21 +154,21 @@ def _rms_norm_backward_kernel(
         if HAS_RSTD:
             rstd = tl.load(rstd_ptr + rows, mask=inside_rows, other=0.0)
         else:
-            # Without eps a row behind the last one has an infinite root, and 0 times that would enter the sums as NaN.
+            # Without eps a masked row has an infinite reciprocal root, and 0 times infinity would make the sums NaN.
             rstd = tl.where(inside_rows, _reciprocal_root(row, mean_scale, eps), 0.0)
         if WRITE_RSTD:
             tl.store(rstd_out_ptr + rows, rstd, mask=inside_rows)
         if IN_PLACE:
-            # A value may be read by more than one thread: all have read before one of them writes.
+            # More than one thread may read a value: all must read before one of them writes.
             tl.debug_barrier()
 
         normed = row * rstd[:, None]
         if NEEDS_WEIGHT:
             weight_terms += d_y * normed
         d_normed = d_y * weight[None, :]
-        # The root mean square is itself a function of the row: subtract the component along the row. The raw row is
-        # used, so that this sum does not wait for the sum in the root: 102 instead of 158 us on an H200, 8,192 x 5,120
-        # (python -m benchmarks.row_kernels --only rms_norm --forms).
+        # The root mean square is itself a function of the row: subtract the component along the row. The sum reads the
+        # raw row, so it does not wait for the sum in the root: 102 instead of 158 us on an H200, 8,192 x 5,120 (python
+        # -m benchmarks.row_kernels --only rms_norm --forms).
         along = _sum_of_products(d_normed, row) * (mean_scale * rstd)
         d_x = (d_normed - normed * along[:, None]) * rstd[:, None]
         if HAS_D_SUM:
@@ -276,7 +276,7 @@ def rms_norm_backward(
 
 
 def _tile(num_columns: int) -> tuple[int, int, int]:
-    """Return the rows and the columns of a tile, and the warps that share it."""
+    """Return the rows and columns of a tile, and its number of warps."""
     block_columns = next_power_of_2(num_columns)
     block_rows = min(max(TILE_SIZE // block_columns, 1), MAX_BLOCK_ROWS)
     num_warps = block_rows * block_columns // (32 * VALUES_PER_THREAD)

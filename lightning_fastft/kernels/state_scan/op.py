@@ -34,9 +34,9 @@ def state_scan(
 ) -> torch.Tensor:
     """Return the outputs of Mamba-2's recurrence, in which each document starts from an empty state.
 
-    ``state_t = exp(dt_t a) state_(t-1) + dt_t b_t x_t^T`` and ``y_t = c_t state_t + skip x_t`` for each head, whose b
-    and c are those of its group. Sums are fp32; states between chunks are rounded to the dtype of x where they are
-    multiplied, as in the kernels of mamba_ssm.
+    ``state_t = exp(dt_t a) state_(t-1) + dt_t b_t x_t^T`` and ``y_t = c_t state_t + skip x_t`` for each head; the heads
+    of a group share b and c. Sums are fp32; states between chunks are rounded to the dtype of x for products, as in the
+    kernels of mamba_ssm.
 
     Args:
         x_THW: Inputs. Shape (T, H, W); bf16, fp16, fp32 or float64 ("reference"); heads of one token contiguous, any
@@ -46,7 +46,7 @@ def state_scan(
         b_TGN: Shape (T, G, N), H a multiple of G; dtype of x_THW; groups of one token contiguous, any token stride.
         c_TGN: Like b_TGN.
         skip_H: Factor of the inputs in the outputs. Shape (H,), dtype of dt_TH.
-        chunks: Documents of the pack on the device of x_THW; chunks of 16, 32 or 64 tokens.
+        chunks: Documents and chunks of the pack, on the device of x_THW; chunks of 16, 32 or 64 tokens.
         backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first if possible, else
             the second.
         is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
@@ -56,14 +56,13 @@ def state_scan(
 
     Raises:
         ShapeError: A shape, dtype, device or layout is wrong.
-        OptionError: The backend is unknown, or cannot serve these tensors.
+        OptionError: The backend is unknown, or does not support these tensors.
 
     Cost:
-        Saves its inputs for the backward, nothing else; B and C are not expanded to heads. For the time of the call,
-        states of T / chunk x H x N x W values in the dtype of x (twice the size of x for chunks of 64 and N = 128), in
-        the backward two of them and fp32 gradients of B and C for each eighth head. Two launches forward, four
-        backward; no host sync. "reference" forms H x L x L weights for a document of L tokens and reads offsets on the
-        host.
+        Saves only its inputs for the backward; B and C are not expanded to heads. Temporary memory: states of T / chunk
+        x H x N x W values in the dtype of x (twice the size of x for chunks of 64 and N = 128); in the backward two
+        such states, and fp32 gradients of B and C for every eight heads. Two launches forward, four backward; no host
+        sync. "reference" computes H x L x L weights for a document of L tokens and reads offsets on the host.
 
     Source:
         arXiv 2405.21060, section 6; the kernels are own.
@@ -84,7 +83,7 @@ def state_scan(
 
 
 class _StateScan(torch.autograd.Function):
-    """The scan on a GPU. Saves its inputs; states are computed once more in the backward."""
+    """Run the scan on a GPU. It saves its inputs; the backward recomputes the states."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
@@ -114,7 +113,7 @@ def _check(
     *,
     chunks: Chunks,
 ) -> None:
-    """Refuse what the kernels would read wrongly."""
+    """Raise on arguments that the kernels would read wrongly."""
     check_tensor("x_THW", x_THW, ndim=3, dtypes=_DTYPES)
     check_tensor("dt_TH", dt_TH, ndim=2, dtypes=_WIDE)
     check_tensor("b_TGN", b_TGN, ndim=3, dtypes=(x_THW.dtype,))
@@ -136,13 +135,13 @@ def _check(
                 f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; with x_THW "
                 f"{tuple(x_THW.shape)} it must be {dtype} {tuple(shape)} on {x_THW.device}."
             )
-        # The tokens of x, b and c may be apart.
+        # The tokens of x, b and c may have any stride.
         if not (tensor[:1] if tensor.ndim == 3 else tensor).is_contiguous():
             raise ShapeError(f"{name} has strides {tensor.stride()}; the axes after tokens must be contiguous.")
     if num_tokens == 0 or num_groups == 0 or num_heads % num_groups:
         raise ShapeError(
-            f"The scan got {num_tokens} tokens and {num_heads} heads in {num_groups} groups; it takes at least one "
-            "token, and as many heads in each group."
+            f"The scan got {num_tokens} tokens and {num_heads} heads in {num_groups} groups; it needs at least one "
+            "token, and the same number of heads in each group."
         )
     if chunks.size not in _CHUNK_SIZES:
-        raise ShapeError(f"Chunks have {chunks.size} tokens; the kernels take {_CHUNK_SIZES}.")
+        raise ShapeError(f"Chunks have {chunks.size} tokens; the kernels support {_CHUNK_SIZES}.")

@@ -12,13 +12,14 @@ import torch
 
 
 class Chunks(NamedTuple):
-    """Documents of a pack and the chunks in which a GPU computes them; no chunk holds two documents.
+    """Documents of a pack and their chunks; no chunk spans two documents.
 
     Args:
         start_S1: Offsets of the documents in tokens. Shape (S+1,), int32.
-        first_S1: Number of chunks before each document, and of all. Shape (S+1,), int32.
-        index_C2: Document and number inside it of each chunk. Shape (C, 2), int32.
-        size: Tokens of a chunk; the last one of a document may have fewer.
+        first_S1: Number of chunks before each document; the last entry is the number of all chunks. Shape (S+1,),
+            int32.
+        index_C2: Document of each chunk, and index of the chunk in it. Shape (C, 2), int32.
+        size: Tokens of a chunk; the last chunk of a document may have fewer.
     """
 
     start_S1: torch.Tensor

@@ -2,12 +2,12 @@
 
 Axes: T tokens of the pack, C chunks (L tokens of a chunk), H heads (of G groups), W width of a head, N width of a
     state.
-Inside a chunk the scan is a product of L x L weights; from chunk to chunk goes one state of N x W values, which starts
-at zero in each document. Forward: states on entry to each chunk, then outputs. Backward: the same states again, their
-gradients from the last chunk to the first, then the gradients of the inputs of each head, and of B and C, which sum
-over the heads of a group in one order.
+Inside a chunk the scan is a product of L x L weights. One state of N x W values is passed from chunk to chunk; it
+starts at zero in each document. The forward computes the states on entry to each chunk, then the outputs. The backward
+recomputes these states, then their gradients from the last chunk to the first, then the gradients of the inputs of each
+head, and of B and C, which sum over the heads of a group in a fixed order.
 
-With ``s_t`` the sum of ``dt a`` from the chunk's first token to t, ``s`` that of all its tokens, ``P_ij = (c_i . b_j)
+With ``s_t`` the sum of ``dt a`` from the chunk's first token to t, ``s`` the sum over the chunk, ``P_ij = (c_i . b_j)
 (d_y_i . x_j) exp(s_i - s_j)`` for j <= i, ``E`` the state on entry and ``d_S`` the gradient of the state on leaving:
     d_x_j = sum_i (c_i . b_j) exp(s_i - s_j) dt_j d_y_i + exp(s - s_j) dt_j b_j d_S + skip d_y_j
     d_b_j = sum_i (d_y_i . x_j) exp(s_i - s_j) dt_j c_i + exp(s - s_j) dt_j d_S x_j
@@ -17,7 +17,7 @@ With ``s_t`` the sum of ``dt a`` from the chunk's first token to t, ``s`` that o
                  + sum over j < t of exp(s - s_j) dt_j b_j d_S x_j + exp(s) <E, d_S>
 """
 
-# A jit body has no types that Python could check.
+# Parameters of a jit body have no Python types.
 # mypy: disallow-untyped-defs=False
 # ruff: noqa: ANN001, ANN202
 
@@ -34,13 +34,13 @@ from lightning_fastft.kernels.state_scan.reference import Chunks
 
 # Tiles of the state's axes; with chunks of 64 tokens every product is 64 x 64 x 64. Not measured yet.
 MIN_BLOCK, MAX_BLOCK = 16, 64
-# Heads whose gradients of B and C one program sums; the rest is a sum of fp32 partials.
+# Number of heads whose gradients of B and C one program sums; PyTorch sums the fp32 partials.
 MAX_HEADS_PER_PROGRAM = 8
 STATE_WARPS, OUTPUT_WARPS, GRADIENT_WARPS = 4, 4, 8
 
 
 class ScanGradients(NamedTuple):
-    """Gradients of the inputs of a scan, each like its input; of dt, a and skip in fp32."""
+    """Gradients of the inputs of a scan, each like its input; dt, a and skip in fp32."""
 
     d_x_THW: torch.Tensor
     d_dt_TH: torch.Tensor
@@ -75,13 +75,13 @@ def _find_rows(chunk, start_ptr, index_ptr, BLOCK_L: tl.constexpr):
 
 @triton.jit
 def _sum_later(logs):
-    """Return the sum over the later tokens of the chunk; near its end, where it counts, without cancellation."""
+    """Return the sum over the later tokens of the chunk, without cancellation near the end of the chunk."""
     return tl.cumsum(logs, reverse=True) - logs
 
 
 @triton.jit
 def _sum_logs(logs):
-    """Return the sums up to each token, and what their rounding to fp32 has lost."""
+    """Return the sums up to each token, and their rounding errors in fp32."""
     sums = tl.cumsum(logs.to(tl.float64))
     rounded = sums.to(tl.float32)
     return rounded, (sums - rounded.to(tl.float64)).to(tl.float32)
@@ -89,7 +89,7 @@ def _sum_logs(logs):
 
 @triton.jit
 def _decay(sums, lost, is_seen):
-    """Return the decay from each token to each later one, without cancellation between long sums."""
+    """Return the decay from each token to each later token, without cancellation between long sums."""
     logs = (sums[:, None] - sums[None, :]) + (lost[:, None] - lost[None, :])
     return tl.exp(tl.where(is_seen, logs, float("-inf")))
 
@@ -114,9 +114,9 @@ def _states_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Write the state on entry to each chunk of one document and head; if reversed, its gradient on leaving it.
+    """Write the state on entry to each chunk of one document and head; if reversed, its gradient on exit.
 
-    Reversed, x is the gradient of the output and b is c.
+    If reversed, x is the gradient of the output and b is c.
     """
     document, head = tl.program_id(0) // NUM_H, tl.program_id(0) % NUM_H
     ns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -232,7 +232,7 @@ def _head_gradient_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Write the gradients of x and dt of one chunk and head, and its part of those of a and skip."""
+    """Write the gradients of x and dt of one chunk and head, and its partial gradients of a and skip."""
     chunk, head = (tl.program_id(0) // NUM_H).to(tl.int64), tl.program_id(0) % NUM_H
     rows, inside_rows = _find_rows(chunk, start_ptr, index_ptr, BLOCK_L)
     group = head // (NUM_H // NUM_G)
@@ -260,7 +260,7 @@ def _head_gradient_kernel(
     scores *= decay
 
     d_scores = tl.zeros((BLOCK_L, BLOCK_L), dtype=tl.float32)
-    # Per token: what the state on entry gives to the output, and what the token gives to the state on leaving.
+    # Per token: the contribution of the entry state to the output, and of the token to the exit state.
     entered = tl.zeros((BLOCK_L,), dtype=tl.float32)
     left = tl.zeros((BLOCK_L,), dtype=tl.float32)
     d_skip = tl.zeros((BLOCK_L,), dtype=tl.float32)
@@ -294,7 +294,7 @@ def _head_gradient_kernel(
         )
 
     pairs = scores * d_scores
-    # A pair of a token with itself is not decayed.
+    # A token paired with itself does not decay.
     decayed = tl.where(places[:, None] > places[None, :], pairs * dt[None, :], 0.0)
     left_dt = left * leave * dt
     d_sums = tl.sum(decayed, axis=1) - tl.sum(decayed, axis=0) + enter * entered
@@ -478,7 +478,7 @@ def _states(
     chunks: Chunks,
     is_reversed: bool,
 ) -> torch.Tensor:
-    """Return the states on entry to each chunk, or their gradients on leaving it, in the dtype of x_THW."""
+    """Return the states on entry to each chunk, or their gradients on exit, in the dtype of x_THW."""
     sizes = _sizes(x_THW, b_TGN, chunks=chunks)
     _, num_heads, num_w = x_THW.shape
     num_n, num_documents = b_TGN.shape[2], len(chunks.start_S1) - 1
@@ -502,7 +502,7 @@ def _states(
 
 
 def _sizes(x_THW: torch.Tensor, b_TGN: torch.Tensor, *, chunks: Chunks) -> dict[str, int]:
-    """Return the sizes and tiles that all kernels take."""
+    """Return the sizes and tiles that all kernels share."""
     (_, num_heads, num_w), (_, num_groups, num_n) = x_THW.shape, b_TGN.shape
     block_n, block_w = (min(max(next_power_of_2(size), MIN_BLOCK), MAX_BLOCK) for size in (num_n, num_w))
     return {
