@@ -29,7 +29,7 @@ from lightning_fastft.hf.families import FAMILIES, check_servable, find_sharing_
 from lightning_fastft.hf.images import IMAGE_FAMILIES, REFUSED_IMAGES
 from lightning_fastft.hf.lora_targets import find_default_targets, shorten
 from lightning_fastft.hf.mixers import MIXERS
-from lightning_fastft.mixers.kernels import KINDS, UNPROVEN
+from lightning_fastft.mixers.kernels import KINDS
 from lightning_fastft.moe.install import install_bincount_router
 from lightning_fastft.packing.context import ONE_BY_ONE
 
@@ -183,14 +183,14 @@ def _describe_hybrids() -> list[str]:
         "the forward",
         "and in the backward (`pytest tests/mixers`). On a GPU the kernels of fla-core are needed",
         "(`pip install 'lightning_fastft[hybrid]'`); without them, or for a mixer that has none, a packed batch raises",
-        "`UnsupportedModelError`. Short convolutions and gated delta rules train on an H200 (`python -m",
-        "benchmarks.train_step run --workload qwen3.5-9b-lora`). Kernels of Kimi delta attention and of Mamba-2 ran in",
-        "Triton's interpreter only, so they are refused on a GPU until `pytest tests/gpu/test_mixers_gpu.py` passes",
-        "for them; `attention='one_by_one'` trains these families there.\n",
+        "`UnsupportedModelError`; `attention='one_by_one'` trains these families there. Gated delta rules are measured",
+        "on an H200 (`python -m benchmarks.train_step run --workload qwen3.5-9b-lora`). Kernels of Kimi delta",
+        "attention and of Mamba-2 were compared with each document alone on an H200",
+        "(`pytest tests/gpu/test_mixers_gpu.py`); their speed is not measured.\n",
         "| mixer | families | CPU | GPU |",
         "|---|---|---|---|",
         *(
-            f"| {kind} | {', '.join(names)} | yes | {'with fla-core' if kind in set(KINDS) - UNPROVEN else 'refused'} |"
+            f"| {kind} | {', '.join(names)} | yes | {'with fla-core' if kind in KINDS else 'refused'} |"
             for kind, names in families.items()
         ),
         "",

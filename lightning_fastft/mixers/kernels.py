@@ -25,8 +25,6 @@ from lightning_fastft.mixers.chunks import chunk_indices, pack_chunks
 from lightning_fastft.mixers.delta_rule import delta_rule
 from lightning_fastft.packing.context import BatchContext
 
-# Kinds whose kernels ran only in Triton's interpreter; they raise until tests/gpu/test_mixers_gpu.py passes for them.
-UNPROVEN: frozenset[Kind] = frozenset({"Kimi delta attention", "Mamba-2"})
 # Activations of fla-core's convolution.
 _ACTIVATIONS = (None, "silu", "swish")
 
@@ -35,13 +33,12 @@ def find_kernels(family: MixerFamily) -> dict[str, Callable[..., Any]]:
     """Return the packed kernels of a kind of mixer, keyed by the names that transformers' code calls.
 
     Raises:
-        UnsupportedModelError: The kind has no kernel that was tested on a GPU, or fla-core is not installed.
+        UnsupportedModelError: The kind has no GPU kernel, or fla-core is not installed.
     """
-    if family.kind not in _FUNCTIONS or family.kind in UNPROVEN:
-        state = "no GPU kernel yet" if family.kind not in _FUNCTIONS else "a kernel that has not passed on a GPU yet"
+    if family.kind not in _FUNCTIONS:
         raise UnsupportedModelError(
-            f"{family.class_name} ({family.kind}) has {state}, which packed documents need. Train this model with "
-            "attention='one_by_one', which runs documents one at a time."
+            f"{family.class_name} ({family.kind}) has no GPU kernel yet, which packed documents need. Train this model "
+            "with attention='one_by_one', which runs documents one at a time."
         )
     try:
         import fla.modules.causal_conv1d

@@ -11,7 +11,6 @@ pytest.importorskip("fla", reason="needs fla-core")
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.hf.mixers import find_mixers, mixer_family
-from lightning_fastft.mixers import kernels
 from lightning_fastft.mixers.install import ON_KERNELS, install_mixers
 from lightning_fastft.mixers.kernels import without_kernels
 from lightning_fastft.patches.packed import install_packed_training
@@ -39,11 +38,6 @@ NAMES = (
 KINDS = ("lfm2", "qwen3_5_text", "kimi_linear", "bamba")
 # The kernels multiply float32 in TF32.
 BOUND = 5e-3
-
-
-@pytest.fixture(autouse=True)
-def all_kinds_are_tried(monkeypatch):
-    monkeypatch.setattr(kernels, "UNPROVEN", frozenset())
 
 
 @pytest.fixture(autouse=True)

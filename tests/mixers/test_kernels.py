@@ -15,7 +15,7 @@ from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_
 from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.hf.mixers import MIXERS, find_mixers, mixer_family
-from lightning_fastft.mixers import install, kernels, mamba2
+from lightning_fastft.mixers import install, mamba2
 from lightning_fastft.mixers.install import install_mixers
 from lightning_fastft.mixers.kernels import KINDS, chunk_indices, find_kernels, run_on_kernels
 from tests.support.packs import assert_close, make_batch
@@ -100,10 +100,8 @@ def test_without_fla_a_gpu_is_refused_with_the_line_to_install_it(name, monkeypa
     assert context.num_reads == 0
 
 
-@pytest.mark.parametrize(
-    "model_type", [name for name, family in MIXERS.items() if family.kind not in set(KINDS) - kernels.UNPROVEN]
-)
-def test_mixers_without_a_proven_kernel_are_refused_by_name(model_type):
+@pytest.mark.parametrize("model_type", [name for name, family in MIXERS.items() if family.kind not in KINDS])
+def test_mixers_without_a_kernel_are_refused_by_name(model_type):
     with pytest.raises(UnsupportedModelError, match=f"{MIXERS[model_type].class_name}.*one_by_one"):
         find_kernels(MIXERS[model_type])
 
@@ -121,7 +119,6 @@ FLA = ("fla", "fla.modules", "fla.modules.causal_conv1d", "fla.ops", "fla.ops.ga
 def test_an_activation_that_the_convolution_lacks_is_refused(monkeypatch):
     for name in FLA:
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    monkeypatch.setattr(kernels, "UNPROVEN", frozenset())
     mixer = first_mixer(build_tiny("bamba", hidden_act="gelu"))
     functions = find_kernels(MIXERS["bamba"])
     with pytest.raises(UnsupportedModelError, match="gelu"):

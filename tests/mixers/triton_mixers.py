@@ -14,7 +14,6 @@ from triton.runtime import autotuner, interpreter
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.hf.mixers import MIXERS, find_mixers, mixer_family
 from lightning_fastft.kernels.state_scan import op
-from lightning_fastft.mixers import kernels
 from lightning_fastft.mixers.install import install_mixers
 from lightning_fastft.mixers.kernels import KINDS, check_calls, find_kernels, run_on_kernels
 from tests.support.host_waits import count_host_waits
@@ -40,7 +39,6 @@ QUICK = [name for name in ("lfm2", "lfm3", "qwen3_5_text", "kimi_linear", "bamba
 @pytest.fixture(autouse=True)
 def kernels_run_here(monkeypatch):
     """Let the scan take tensors on a CPU, and fla-core's kernels run in the interpreter."""
-    monkeypatch.setattr(kernels, "UNPROVEN", frozenset())
     monkeypatch.setattr(op, "uses_triton", lambda *arguments, **keywords: True)
     # The first of each kernel's configurations: there is nothing to measure.
     monkeypatch.setattr(autotuner.Autotuner, "_bench", lambda *arguments, **keywords: [0.0, 0.0, 0.0])
