@@ -24,7 +24,7 @@ from lightning_fastft.cli.lightning_cli import CONFIG_FOLDER, FastFTCLI, find_co
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.core.status import render_status_table
 from lightning_fastft.packing.collate import Document, PackedBatch, collate
-from lightning_fastft.packing.sources import SUFFIXES, open_sources
+from lightning_fastft.packing.reading.sources import SUFFIXES, open_sources
 from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.distillation import DistillationTuner
 from lightning_fastft.training.reference import ADAPTERS_OFF, ReferenceTuner

@@ -17,7 +17,7 @@ from torch import nn
 from lightning_fastft.core.errors import OptionError, UnsupportedModelError
 from lightning_fastft.packing.context import Document
 from lightning_fastft.packing.images import Expanded, ImageInputs, decode_image
-from lightning_fastft.packing.rows import IMAGE_COUNT, RowRejectedError
+from lightning_fastft.packing.rows.rejects import IMAGE_COUNT, RowRejectedError
 
 if TYPE_CHECKING:
     from PIL.Image import Image

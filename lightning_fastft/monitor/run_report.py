@@ -414,7 +414,7 @@ class RunReport(Callback):
         self._is_open = False
         # Imported on first use, at the end of a run.
         from lightning_fastft.monitor.report.page import render_page
-        from lightning_fastft.packing.dataset import replace_file
+        from lightning_fastft.packing.store.dataset import replace_file
 
         assert self.json_path is not None
         data = self._collect(trainer, pl_module, state=state, error=error)

@@ -644,7 +644,7 @@ def test_error_of_the_report_does_not_replace_the_error_of_the_run(tmp_path):
 
 def test_full_disk_does_not_end_a_trained_run(tmp_path):
     with (
-        mock.patch("lightning_fastft.packing.dataset.replace_file", side_effect=OSError("No space left")),
+        mock.patch("lightning_fastft.packing.store.dataset.replace_file", side_effect=OSError("No space left")),
         pytest.warns(UserWarning, match="No space"),
     ):
         fit(tmp_path, max_steps=2)

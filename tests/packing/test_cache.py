@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 
 from lightning_fastft.core.errors import DataError, OptionError
-from lightning_fastft.packing import cache, rows, workers
-from lightning_fastft.packing.cache import TokenizedDataset, tokenize_sources
-from lightning_fastft.packing.dataset import digest_meta, write_beside
 from lightning_fastft.packing.describe import render_example
-from lightning_fastft.packing.formats import FormatOptions
+from lightning_fastft.packing.rows import rejects
+from lightning_fastft.packing.rows.formats import FormatOptions
+from lightning_fastft.packing.store import cache
+from lightning_fastft.packing.store.cache import TokenizedDataset, tokenize_sources
+from lightning_fastft.packing.store.dataset import digest_meta, write_beside
+from lightning_fastft.packing.tokens import workers
 from tests.packing.bad_rows import BAD_ROWS, MAX_TOKENS, NUM_GOOD, POSITIONS, VOCAB_SIZE, good_row, write_corpus
 from tests.packing.conftest import MARKED, build_tokenizer
 from tests.support.processes import children_of, is_there
@@ -375,7 +377,7 @@ def test_long_rows_are_refused_with_numbers_unless_an_option_says_otherwise():
 def test_long_rows_are_truncated_if_a_trained_token_is_left():
     keeps = {"input_ids": list(range(150)), "labels": [-100] * 63 + list(range(63, 150))}
     dataset = tokenize_ids([*ids_rows(2), LONG, keeps], too_long="truncate", max_reject_share=0.5)
-    assert dataset.report.rejects == {rows.ALL_MASKED_TRUNCATED: 1}
+    assert dataset.report.rejects == {rejects.ALL_MASKED_TRUNCATED: 1}
     assert (dataset.report.num_too_long, dataset.report.num_truncated) == (2, 1)
     assert dataset[2].input_ids.tolist() == list(range(64))
     assert dataset.num_labelled_N.tolist() == [2, 2, 1]
@@ -446,10 +448,10 @@ def test_report_says_what_happened_as_text(tmp_path):
 
 def test_packing_imports_no_heavy_library():
     # The package's own __init__ imports Lightning, which is another matter: it is left out here.
-    package = Path(cache.__file__).parents[1]
+    package = Path(cache.__file__).parents[2]
     code = (
         f"import sys, types; package = types.ModuleType('lightning_fastft'); package.__path__ = [{str(package)!r}]; "
-        "sys.modules['lightning_fastft'] = package; import lightning_fastft.packing.cache; "
+        "sys.modules['lightning_fastft'] = package; import lightning_fastft.packing.store.cache; "
         "print({'transformers', 'datasets', 'pyarrow', 'rich', 'pandas', 'lightning'} & set(sys.modules))"
     )
     assert (

@@ -5,11 +5,11 @@ from collections import Counter
 import pytest
 
 from lightning_fastft.core.errors import DataError
-from lightning_fastft.packing import rows
-from lightning_fastft.packing.chat import USED_CONTROL, ChatRenderer, read_template
-from lightning_fastft.packing.encode import Formatter
-from lightning_fastft.packing.formats import FormatOptions
-from lightning_fastft.packing.rows import RowRejectedError
+from lightning_fastft.packing.rows import rejects
+from lightning_fastft.packing.rows.formats import FormatOptions
+from lightning_fastft.packing.rows.rejects import RowRejectedError
+from lightning_fastft.packing.tokens.chat import USED_CONTROL, ChatRenderer, read_template
+from lightning_fastft.packing.tokens.formatter import Formatter
 from tests.packing.conftest import MARKED, UNMARKED, build_tokenizer
 
 # Leaves the thoughts of earlier turns out, and puts empty ones into the last (the habit of Qwen3).
@@ -91,7 +91,7 @@ def test_strict_template_serves_and_refuses():
     assert render(STRICT, (("user", "two"), ("assistant", " four \n"))) == ["four<|im_end|>"]
     with pytest.raises(RowRejectedError, match="take turns") as caught:
         render(STRICT, (("user", "two"), ("user", "two"), ("assistant", "four")))
-    assert caught.value.reason == rows.TEMPLATE_REFUSED
+    assert caught.value.reason == rejects.TEMPLATE_REFUSED
 
 
 def test_prompt_that_finished_turns_do_not_have_is_no_part_of_them():
@@ -101,7 +101,7 @@ def test_prompt_that_finished_turns_do_not_have_is_no_part_of_them():
 def test_template_that_hides_its_turns_is_rejected():
     with pytest.raises(RowRejectedError) as caught:
         render(HOPELESS, TURNS)
-    assert caught.value.reason == rows.TEMPLATE_UNCLEAR
+    assert caught.value.reason == rejects.TEMPLATE_UNCLEAR
 
 
 def test_only_turns_behind_the_context_are_trained():
@@ -118,7 +118,7 @@ def test_tools_reach_the_template(template):
     for tools in ("{", {"name": "adder"}):
         with pytest.raises(RowRejectedError) as caught:
             renderer.render(conversation(*TURNS), tools=tools)
-        assert caught.value.reason == rows.WRONG_TYPE
+        assert caught.value.reason == rejects.WRONG_TYPE
 
 
 def trained_text(tokenizer, turns):
@@ -353,4 +353,4 @@ def test_template_that_leaves_answers_out_is_rejected():
     )
     _, rejected = encode(template, conversation(*TURNS))
     assert isinstance(rejected, RowRejectedError)
-    assert rejected.reason == rows.TEMPLATE_UNCLEAR
+    assert rejected.reason == rejects.TEMPLATE_UNCLEAR

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from lightning_fastft.core.errors import DataError, OptionError
-from lightning_fastft.packing import rows
-from lightning_fastft.packing.cache import tokenize_sources
-from lightning_fastft.packing.completion_rows import cut_completions, join_completions
-from lightning_fastft.packing.encode import Encoded, Formatter, TokenIdError
-from lightning_fastft.packing.formats import COLUMNS, TUNERS, FormatOptions
-from lightning_fastft.packing.rows import RowRejectedError
+from lightning_fastft.packing.rows import rejects
+from lightning_fastft.packing.rows.completion_rows import cut_completions, join_completions
+from lightning_fastft.packing.rows.formats import COLUMNS, TUNERS, FormatOptions
+from lightning_fastft.packing.rows.rejects import RowRejectedError
+from lightning_fastft.packing.store.cache import tokenize_sources
+from lightning_fastft.packing.tokens.formatter import Encoded, Formatter, TokenIdError
 from tests.packing.conftest import MARKED, UNMARKED, build_tokenizer
 from tests.packing.test_chat import STRICT, THINKING
 
@@ -222,58 +222,62 @@ LABELLED = {"prompt": "two", "completion": "four", "label": 1}
 ROLLOUTS = {"prompt": "two", "completions": ["four", "five"], "rewards": [1, 0]}
 PIXEL = {"role": "user", "content": [{"type": "image", "url": "a.png"}]}
 HOSTILE = [
-    ("preference", {**TEXT_PAIR, "rejected": " is four"}, rows.SAME_COMPLETIONS),
-    ("preference", {"chosen": "two four", "rejected": "two four"}, rows.SAME_COMPLETIONS),
-    ("preference", {**CHAT_PAIR, "rejected": FOUR}, rows.SAME_COMPLETIONS),
-    ("preference", {"chosen": [ASKED, FOUR], "rejected": [ASKED, FOUR]}, rows.SAME_COMPLETIONS),
-    ("preference", {"chosen": "four", "rejected": "five"}, rows.NO_PROMPT),
-    ("preference", {"chosen": " four", "rejected": " five"}, rows.NO_PROMPT),
-    ("preference", {"chosen": [FOUR], "rejected": [FIVE]}, rows.NO_PROMPT),
-    ("preference", {"chosen": "two\nfour", "rejected": "two\n"}, rows.NO_COMPLETION),
-    ("preference", {"chosen": [ASKED, FOUR], "rejected": [ASKED, FOUR, ASKED, FOUR]}, rows.NO_COMPLETION),
-    ("preference", {"chosen": [ASKED, FOUR], "rejected": [ASKED, ASKED]}, rows.NO_ASSISTANT),
-    ("preference", {"chosen": [FOUR, ASKED, FOUR], "rejected": [FOUR, {**ASKED, "content": "x"}]}, rows.NO_ASSISTANT),
-    ("preference", {**TEXT_PAIR, "chosen": " "}, rows.EMPTY_TEXT),
-    ("preference", {**TEXT_PAIR, "prompt": ""}, rows.EMPTY_TEXT),
-    ("preference", {**TEXT_PAIR, "chosen": [FOUR]}, rows.WRONG_TYPE),
-    ("preference", {**CHAT_PAIR, "rejected": "five"}, rows.WRONG_TYPE),
+    ("preference", {**TEXT_PAIR, "rejected": " is four"}, rejects.SAME_COMPLETIONS),
+    ("preference", {"chosen": "two four", "rejected": "two four"}, rejects.SAME_COMPLETIONS),
+    ("preference", {**CHAT_PAIR, "rejected": FOUR}, rejects.SAME_COMPLETIONS),
+    ("preference", {"chosen": [ASKED, FOUR], "rejected": [ASKED, FOUR]}, rejects.SAME_COMPLETIONS),
+    ("preference", {"chosen": "four", "rejected": "five"}, rejects.NO_PROMPT),
+    ("preference", {"chosen": " four", "rejected": " five"}, rejects.NO_PROMPT),
+    ("preference", {"chosen": [FOUR], "rejected": [FIVE]}, rejects.NO_PROMPT),
+    ("preference", {"chosen": "two\nfour", "rejected": "two\n"}, rejects.NO_COMPLETION),
+    ("preference", {"chosen": [ASKED, FOUR], "rejected": [ASKED, FOUR, ASKED, FOUR]}, rejects.NO_COMPLETION),
+    ("preference", {"chosen": [ASKED, FOUR], "rejected": [ASKED, ASKED]}, rejects.NO_ASSISTANT),
+    (
+        "preference",
+        {"chosen": [FOUR, ASKED, FOUR], "rejected": [FOUR, {**ASKED, "content": "x"}]},
+        rejects.NO_ASSISTANT,
+    ),
+    ("preference", {**TEXT_PAIR, "chosen": " "}, rejects.EMPTY_TEXT),
+    ("preference", {**TEXT_PAIR, "prompt": ""}, rejects.EMPTY_TEXT),
+    ("preference", {**TEXT_PAIR, "chosen": [FOUR]}, rejects.WRONG_TYPE),
+    ("preference", {**CHAT_PAIR, "rejected": "five"}, rejects.WRONG_TYPE),
     (
         "preference",
         {**CHAT_PAIR, "prompt": "other", "chosen": [ASKED, FOUR], "rejected": [ASKED, FIVE]},
-        rows.WRONG_TYPE,
+        rejects.WRONG_TYPE,
     ),
-    ("preference", {**CHAT_PAIR, "prompt": 3}, rows.WRONG_TYPE),
-    ("preference", {**CHAT_PAIR, "prompt": []}, rows.EMPTY_MESSAGES),
-    ("preference", {**TEXT_PAIR, "margin": "2"}, rows.WRONG_TYPE),
-    ("preference", {**TEXT_PAIR, "margin": float("nan")}, rows.NOT_FINITE),
-    ("preference", {**TEXT_PAIR, "tools": [{"name": "adder"}]}, rows.WRONG_TYPE),
-    ("preference", {**TEXT_PAIR, "images": ["a.png"]}, rows.IMAGE_WITH_COMPLETIONS),
-    ("preference", {**CHAT_PAIR, "prompt": [PIXEL]}, rows.IMAGE_WITH_COMPLETIONS),
-    ("preference", {**CHAT_PAIR, "chosen": [{**FOUR, "weight": 0}]}, rows.ALL_MASKED),
-    ("labelled", {**LABELLED, "label": 2}, rows.WRONG_TYPE),
-    ("labelled", {**LABELLED, "label": 1.0}, rows.WRONG_TYPE),
-    ("labelled", {**LABELLED, "label": "true"}, rows.WRONG_TYPE),
-    ("scored", {**SCORED, "score": True}, rows.WRONG_TYPE),
-    ("scored", {**SCORED, "score": 1e39}, rows.NOT_FINITE),
-    ("scored", {**SCORED, "score": 10**400}, rows.NOT_FINITE),
-    ("scored", {**SCORED, "completion": "a\0"}, rows.NUL),
-    ("rollouts", {**ROLLOUTS, "rewards": [1]}, rows.LENGTHS_DIFFER),
-    ("rollouts", {**ROLLOUTS, "rewards": 1}, rows.WRONG_TYPE),
-    ("rollouts", {**ROLLOUTS, "rewards": [1, None]}, rows.WRONG_TYPE),
-    ("rollouts", {**ROLLOUTS, "completions": [], "rewards": []}, rows.NO_COMPLETION),
-    ("rollouts", {**ROLLOUTS, "completions": "four"}, rows.WRONG_TYPE),
-    ("rollouts", {**ROLLOUTS, "completions": ["four", ""]}, rows.EMPTY_TEXT),
-    ("rollouts", {**ROLLOUTS, "log_probs": [[-1.0], [-1.0]]}, rows.WRONG_TYPE),
-    ("rollouts", {"prompt": "two", "completion_ids": [[1]], "rewards": [1]}, rows.MISSING_COLUMN),
-    ("rollouts", {**IDS, "prompt_ids": []}, rows.NO_PROMPT),
-    ("rollouts", {**IDS, "prompt_ids": "12"}, rows.WRONG_TYPE),
-    ("rollouts", {**IDS, "completion_ids": [[3], []]}, rows.NO_COMPLETION),
-    ("rollouts", {**IDS, "rewards": [1, 0, 1]}, rows.LENGTHS_DIFFER),
-    ("rollouts", {**IDS, "log_probs": [[-1, -1]]}, rows.LENGTHS_DIFFER),
-    ("rollouts", {**IDS, "log_probs": [[-1, -1], [-1, -1]]}, rows.LENGTHS_DIFFER),
-    ("rollouts", {**IDS, "log_probs": [[-1, 0.5], [-1]]}, rows.NOT_A_LOG_PROB),
-    ("rollouts", {**IDS, "log_probs": [[-1, float("-inf")], [-1]]}, rows.NOT_FINITE),
-    ("rollouts", {**IDS, "log_probs": [-1, -1]}, rows.WRONG_TYPE),
+    ("preference", {**CHAT_PAIR, "prompt": 3}, rejects.WRONG_TYPE),
+    ("preference", {**CHAT_PAIR, "prompt": []}, rejects.EMPTY_MESSAGES),
+    ("preference", {**TEXT_PAIR, "margin": "2"}, rejects.WRONG_TYPE),
+    ("preference", {**TEXT_PAIR, "margin": float("nan")}, rejects.NOT_FINITE),
+    ("preference", {**TEXT_PAIR, "tools": [{"name": "adder"}]}, rejects.WRONG_TYPE),
+    ("preference", {**TEXT_PAIR, "images": ["a.png"]}, rejects.IMAGE_WITH_COMPLETIONS),
+    ("preference", {**CHAT_PAIR, "prompt": [PIXEL]}, rejects.IMAGE_WITH_COMPLETIONS),
+    ("preference", {**CHAT_PAIR, "chosen": [{**FOUR, "weight": 0}]}, rejects.ALL_MASKED),
+    ("labelled", {**LABELLED, "label": 2}, rejects.WRONG_TYPE),
+    ("labelled", {**LABELLED, "label": 1.0}, rejects.WRONG_TYPE),
+    ("labelled", {**LABELLED, "label": "true"}, rejects.WRONG_TYPE),
+    ("scored", {**SCORED, "score": True}, rejects.WRONG_TYPE),
+    ("scored", {**SCORED, "score": 1e39}, rejects.NOT_FINITE),
+    ("scored", {**SCORED, "score": 10**400}, rejects.NOT_FINITE),
+    ("scored", {**SCORED, "completion": "a\0"}, rejects.NUL),
+    ("rollouts", {**ROLLOUTS, "rewards": [1]}, rejects.LENGTHS_DIFFER),
+    ("rollouts", {**ROLLOUTS, "rewards": 1}, rejects.WRONG_TYPE),
+    ("rollouts", {**ROLLOUTS, "rewards": [1, None]}, rejects.WRONG_TYPE),
+    ("rollouts", {**ROLLOUTS, "completions": [], "rewards": []}, rejects.NO_COMPLETION),
+    ("rollouts", {**ROLLOUTS, "completions": "four"}, rejects.WRONG_TYPE),
+    ("rollouts", {**ROLLOUTS, "completions": ["four", ""]}, rejects.EMPTY_TEXT),
+    ("rollouts", {**ROLLOUTS, "log_probs": [[-1.0], [-1.0]]}, rejects.WRONG_TYPE),
+    ("rollouts", {"prompt": "two", "completion_ids": [[1]], "rewards": [1]}, rejects.MISSING_COLUMN),
+    ("rollouts", {**IDS, "prompt_ids": []}, rejects.NO_PROMPT),
+    ("rollouts", {**IDS, "prompt_ids": "12"}, rejects.WRONG_TYPE),
+    ("rollouts", {**IDS, "completion_ids": [[3], []]}, rejects.NO_COMPLETION),
+    ("rollouts", {**IDS, "rewards": [1, 0, 1]}, rejects.LENGTHS_DIFFER),
+    ("rollouts", {**IDS, "log_probs": [[-1, -1]]}, rejects.LENGTHS_DIFFER),
+    ("rollouts", {**IDS, "log_probs": [[-1, -1], [-1, -1]]}, rejects.LENGTHS_DIFFER),
+    ("rollouts", {**IDS, "log_probs": [[-1, 0.5], [-1]]}, rejects.NOT_A_LOG_PROB),
+    ("rollouts", {**IDS, "log_probs": [[-1, float("-inf")], [-1]]}, rejects.NOT_FINITE),
+    ("rollouts", {**IDS, "log_probs": [-1, -1]}, rejects.WRONG_TYPE),
 ]
 
 
@@ -290,11 +294,11 @@ def test_bad_row_is_rejected_and_its_neighbours_are_not(marked_tokenizer, format
 def test_template_that_trims_to_equal_completions_is_rejected():
     row = {**CHAT_PAIR, "rejected": [{**FOUR, "content": "four "}]}
     outcome = encode(build_tokenizer(chat_template=STRICT), row, format="preference")
-    assert outcome.reason == rows.SAME_COMPLETIONS
+    assert outcome.reason == rejects.SAME_COMPLETIONS
 
 
 def test_conversations_that_share_no_token_are_rejected():
-    with pytest.raises(RowRejectedError, match=rows.NO_PROMPT):
+    with pytest.raises(RowRejectedError, match=rejects.NO_PROMPT):
         join_completions(
             [np.array([1, 2]), np.array([3, 2])],
             [np.array([False, True])] * 2,
@@ -350,7 +354,7 @@ def test_truncation_gives_completions_equal_shares():
 def test_truncated_example_fits_and_keeps_its_prompt(max_tokens):
     row = {"prompt_ids": [1, 2], "completion_ids": [[3] * 6, [4] * 2, [5] * 9], "rewards": [0, 0, 0]}
     if max_tokens < 7:
-        with pytest.raises(DataError, match=rows.PROMPT_TOO_LONG):
+        with pytest.raises(DataError, match=rejects.PROMPT_TOO_LONG):
             tokenize_ids(row, max_tokens=max_tokens, too_long="truncate")
         return
     prompt, *completions = take(tokenize_ids(row, max_tokens=max_tokens, too_long="truncate"))
@@ -367,7 +371,7 @@ def test_completion_that_loses_its_trained_tokens_is_rejected():
         must_differ=True,
     )
     assert example[1].tolist() == is_trained.tolist()
-    with pytest.raises(RowRejectedError, match=rows.ALL_MASKED_TRUNCATED):
+    with pytest.raises(RowRejectedError, match=rejects.ALL_MASKED_TRUNCATED):
         cut_completions(*example, max_tokens=5)
 
 

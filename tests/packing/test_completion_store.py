@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from lightning_fastft.core.errors import DataError
-from lightning_fastft.packing import workers
-from lightning_fastft.packing.cache import tokenize_sources
-from lightning_fastft.packing.completion_store import CompletionStore
-from lightning_fastft.packing.dataset import TokenizedDataset, digest_file, digest_meta
-from lightning_fastft.packing.formats import FormatOptions
+from lightning_fastft.packing.rows.formats import FormatOptions
+from lightning_fastft.packing.store.cache import tokenize_sources
+from lightning_fastft.packing.store.completion_store import CompletionStore
+from lightning_fastft.packing.store.dataset import TokenizedDataset, digest_file, digest_meta
+from lightning_fastft.packing.tokens import workers
 from tests.packing.conftest import build_tokenizer
 
 NAMES = ["segment_lengths.bin", "first_segment.bin", "scores.bin", "log_probs.bin"]

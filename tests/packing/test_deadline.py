@@ -5,10 +5,10 @@ import signal
 import pytest
 
 from lightning_fastft.core.errors import DataError
-from lightning_fastft.packing import deadline
-from lightning_fastft.packing.cache import tokenize_sources
-from lightning_fastft.packing.deadline import template_deadline
-from lightning_fastft.packing.formats import FormatOptions
+from lightning_fastft.packing.rows.formats import FormatOptions
+from lightning_fastft.packing.store.cache import tokenize_sources
+from lightning_fastft.packing.tokens import deadline
+from lightning_fastft.packing.tokens.deadline import template_deadline
 from tests.packing.conftest import UNMARKED, build_tokenizer
 
 # Some seconds: it ends where nothing stops it, so that the test does too.

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from lightning_fastft.core.errors import DataError, OptionError
-from lightning_fastft.packing import rows
-from lightning_fastft.packing.encode import Encoded, Formatter, TokenIdError
-from lightning_fastft.packing.formats import FormatOptions, detect_format, find_wrong_mapping
-from lightning_fastft.packing.rows import RowRejectedError
+from lightning_fastft.packing.rows import rejects
+from lightning_fastft.packing.rows.formats import FormatOptions, detect_format, find_wrong_mapping
+from lightning_fastft.packing.rows.rejects import RowRejectedError
+from lightning_fastft.packing.tokens.formatter import Encoded, Formatter, TokenIdError
 from tests.packing.conftest import build_tokenizer
 
 
@@ -159,11 +159,11 @@ def test_ids_are_taken_as_they_are():
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"input_ids": "345"}, rows.WRONG_TYPE),
-        ({"input_ids": [3, 4.0]}, rows.WRONG_TYPE),
-        ({"input_ids": [3, True]}, rows.WRONG_TYPE),
-        ({"input_ids": [3, 4], "labels": [3]}, rows.LABELS_DIFFER),
-        ({"input_ids": [3, 4, 5], "labels": [4, 5, -100]}, rows.LABELS_DIFFER),
+        ({"input_ids": "345"}, rejects.WRONG_TYPE),
+        ({"input_ids": [3, 4.0]}, rejects.WRONG_TYPE),
+        ({"input_ids": [3, True]}, rejects.WRONG_TYPE),
+        ({"input_ids": [3, 4], "labels": [3]}, rejects.LABELS_DIFFER),
+        ({"input_ids": [3, 4, 5], "labels": [4, 5, -100]}, rejects.LABELS_DIFFER),
     ],
 )
 def test_wrong_ids_are_rejected(row, reason):
@@ -188,13 +188,17 @@ def test_impossible_ids_are_told_apart_from_bad_rows(row):
 @pytest.mark.parametrize(
     ("row", "format", "reason"),
     [
-        ({"prompt": "a", "completion": ""}, "prompt_completion", rows.EMPTY_TEXT),
-        ({"prompt": "a", "completion": 4}, "prompt_completion", rows.WRONG_TYPE),
-        ({"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}, "prompt_completion", rows.WRONG_TYPE),
-        ({"text": " \n"}, "text", rows.EMPTY_TEXT),
-        ({"text": None}, "text", rows.WRONG_TYPE),
-        ({"text": "a\0"}, "text", rows.NUL),
-        ({"instruction": "a", "input": 3, "output": "b"}, "instruction", rows.WRONG_TYPE),
+        ({"prompt": "a", "completion": ""}, "prompt_completion", rejects.EMPTY_TEXT),
+        ({"prompt": "a", "completion": 4}, "prompt_completion", rejects.WRONG_TYPE),
+        (
+            {"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]},
+            "prompt_completion",
+            rejects.WRONG_TYPE,
+        ),
+        ({"text": " \n"}, "text", rejects.EMPTY_TEXT),
+        ({"text": None}, "text", rejects.WRONG_TYPE),
+        ({"text": "a\0"}, "text", rejects.NUL),
+        ({"instruction": "a", "input": 3, "output": "b"}, "instruction", rejects.WRONG_TYPE),
     ],
 )
 def test_bad_text_is_rejected_and_neighbours_are_not(plain_tokenizer, row, format, reason):
@@ -311,19 +315,19 @@ def test_conversations_of_sharegpt_train_the_assistants_turns(marked_tokenizer, 
     [
         (
             {"conversations": [{"from": "human", "value": "two"}, {"from": "parrot", "value": "four"}]},
-            rows.UNKNOWN_ROLE,
+            rejects.UNKNOWN_ROLE,
             "'parrot' in conversations[1]",
         ),
-        ({"conversations": [{"from": 1, "value": "two"}]}, rows.UNKNOWN_ROLE, "1 in conversations[0]"),
-        ({"conversations": [{"from": "human", "value": "two"}]}, rows.NO_ASSISTANT, "user"),
-        ({"conversations": [{"from": "gpt"}]}, rows.WRONG_TYPE, "conversations[0] has no content"),
-        ({"conversations": [{"value": "two"}]}, rows.WRONG_TYPE, "conversations[0].role"),
-        ({"conversations": ["two"]}, rows.WRONG_TYPE, "conversations[0] must be an object"),
-        ({"conversations": "two"}, rows.WRONG_TYPE, "conversations must be a list"),
-        ({"conversations": []}, rows.EMPTY_MESSAGES, "conversations"),
+        ({"conversations": [{"from": 1, "value": "two"}]}, rejects.UNKNOWN_ROLE, "1 in conversations[0]"),
+        ({"conversations": [{"from": "human", "value": "two"}]}, rejects.NO_ASSISTANT, "user"),
+        ({"conversations": [{"from": "gpt"}]}, rejects.WRONG_TYPE, "conversations[0] has no content"),
+        ({"conversations": [{"value": "two"}]}, rejects.WRONG_TYPE, "conversations[0].role"),
+        ({"conversations": ["two"]}, rejects.WRONG_TYPE, "conversations[0] must be an object"),
+        ({"conversations": "two"}, rejects.WRONG_TYPE, "conversations must be a list"),
+        ({"conversations": []}, rejects.EMPTY_MESSAGES, "conversations"),
         (
             {"conversations": [{"from": "system", "value": "a"}, {"from": "gpt", "value": "b"}], "system": "c"},
-            rows.WRONG_TYPE,
+            rejects.WRONG_TYPE,
             "system column",
         ),
     ],

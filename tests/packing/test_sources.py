@@ -6,11 +6,12 @@ import os
 import pytest
 
 from lightning_fastft.core.errors import DataError, OptionError
-from lightning_fastft.packing import rows
-from lightning_fastft.packing.cache import tokenize_sources
-from lightning_fastft.packing.formats import FormatOptions
-from lightning_fastft.packing.rows import RowRejectedError, UnreadableRow, parse_row
-from lightning_fastft.packing.sources import open_sources
+from lightning_fastft.packing.reading.sources import open_sources
+from lightning_fastft.packing.rows import rejects
+from lightning_fastft.packing.rows.formats import FormatOptions
+from lightning_fastft.packing.rows.parsing import parse_row
+from lightning_fastft.packing.rows.rejects import RowRejectedError, UnreadableRow
+from lightning_fastft.packing.store.cache import tokenize_sources
 
 VALUES = [
     {"prompt": "two", "completion": "four"},
@@ -104,7 +105,15 @@ def test_bad_elements_of_a_json_list_leave_their_neighbours(tmp_path):
             reasons.append(error.reason)
         else:
             reasons.append("")
-    assert reasons == ["", rows.DUPLICATE_KEY, rows.NOT_FINITE, rows.NOT_AN_OBJECT, rows.NOT_UTF8, rows.SURROGATE, ""]
+    assert reasons == [
+        "",
+        rejects.DUPLICATE_KEY,
+        rejects.NOT_FINITE,
+        rejects.NOT_AN_OBJECT,
+        rejects.NOT_UTF8,
+        rejects.SURROGATE,
+        "",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -121,9 +130,9 @@ def test_bad_records_of_a_csv_leave_their_neighbours(tmp_path):
     raws = [row.raw for row in source.read(None)]
     assert [raw.reason if isinstance(raw, UnreadableRow) else raw["a"] for raw in raws] == [
         "1",
-        rows.FIELD_COUNT,
-        rows.MALFORMED,
-        rows.NOT_UTF8,
+        rejects.FIELD_COUNT,
+        rejects.MALFORMED,
+        rejects.NOT_UTF8,
         "3",
     ]
     (source,) = open_sources(write(tmp_path / "b.csv", "a\n1\n2\n" + "x" * 200_000 + '\n"3\n4\n5\n'))
@@ -336,7 +345,7 @@ def test_fingerprint_follows_content(tmp_path):
 def test_row_of_a_list_that_is_no_dict_is_rejected(plain_tokenizer):
     values = [7, *({"text": f"row {number}"} for number in range(150))]
     dataset = tokenize_sources(values, tokenizer=plain_tokenizer, options=FormatOptions(max_tokens=64))
-    assert dataset.report.rejects == {rows.NOT_AN_OBJECT: 1}
+    assert dataset.report.rejects == {rejects.NOT_AN_OBJECT: 1}
     assert len(dataset) == 150
 
 

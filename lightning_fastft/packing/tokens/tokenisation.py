@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from lightning_fastft.core.errors import DataError
-from lightning_fastft.packing.completion_rows import cut_completions
-from lightning_fastft.packing.completion_store import Segments
-from lightning_fastft.packing.encode import Encoded, Formatter, TokenIdError
-from lightning_fastft.packing.formats import (
+from lightning_fastft.packing.images import ImageExpander, ImageFile
+from lightning_fastft.packing.reading.sources import Source
+from lightning_fastft.packing.reading.text_files import RawRow
+from lightning_fastft.packing.rows.completion_rows import cut_completions
+from lightning_fastft.packing.rows.formats import (
     COLUMNS,
     TUNERS,
     FormatOptions,
@@ -26,20 +27,18 @@ from lightning_fastft.packing.formats import (
     detect_format,
     find_wrong_mapping,
 )
-from lightning_fastft.packing.images import ImageExpander, ImageFile
-from lightning_fastft.packing.report import render_counts
-from lightning_fastft.packing.rows import (
+from lightning_fastft.packing.rows.parsing import parse_row, take_columns
+from lightning_fastft.packing.rows.rejects import (
     IMAGE_TOO_LONG,
     Raw,
     Reject,
     RowRejectedError,
     check_token_counts,
     make_reject,
-    parse_row,
-    take_columns,
 )
-from lightning_fastft.packing.sources import Source
-from lightning_fastft.packing.text_files import RawRow
+from lightning_fastft.packing.store.completion_store import Segments
+from lightning_fastft.packing.store.report import render_counts
+from lightning_fastft.packing.tokens.formatter import Encoded, Formatter, TokenIdError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -20,9 +20,12 @@ import numpy as np
 from lightning_fastft.core.checks import check_int, check_share
 from lightning_fastft.core.errors import DataError
 from lightning_fastft.core.files import sync_file
-from lightning_fastft.packing import chat
-from lightning_fastft.packing.completion_store import CompletionStore, CompletionWriter
-from lightning_fastft.packing.dataset import (
+from lightning_fastft.packing.images import ImageExpander, ImageStore, ImageWriter
+from lightning_fastft.packing.reading.sources import REJECTED, Source, open_sources
+from lightning_fastft.packing.rows.formats import TUNERS, FormatOptions
+from lightning_fastft.packing.rows.rejects import EXTRA_COLUMN, Reject
+from lightning_fastft.packing.store.completion_store import CompletionStore, CompletionWriter
+from lightning_fastft.packing.store.dataset import (
     DTYPES,
     FORMAT_VERSION,
     META,
@@ -33,14 +36,11 @@ from lightning_fastft.packing.dataset import (
     write_beside,
     write_file,
 )
-from lightning_fastft.packing.encode import Formatter
-from lightning_fastft.packing.formats import TUNERS, FormatOptions
-from lightning_fastft.packing.images import ImageExpander, ImageStore, ImageWriter
-from lightning_fastft.packing.pipeline import ChunkResult, Setup, describe_uniform_reject, make_chunks
-from lightning_fastft.packing.report import IngestReport, render_counts
-from lightning_fastft.packing.rows import EXTRA_COLUMN, Reject
-from lightning_fastft.packing.sources import REJECTED, Source, open_sources
-from lightning_fastft.packing.workers import run_chunks
+from lightning_fastft.packing.store.report import IngestReport, render_counts
+from lightning_fastft.packing.tokens import chat
+from lightning_fastft.packing.tokens.formatter import Formatter
+from lightning_fastft.packing.tokens.tokenisation import ChunkResult, Setup, describe_uniform_reject, make_chunks
+from lightning_fastft.packing.tokens.workers import run_chunks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

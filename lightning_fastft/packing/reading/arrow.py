@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from lightning_fastft.packing.rows import NOT_UTF8, Raw, RowRejectedError, UnreadableRow, parse_json
+from lightning_fastft.packing.rows.parsing import parse_json
+from lightning_fastft.packing.rows.rejects import NOT_UTF8, Raw, RowRejectedError, UnreadableRow
 
 _Convert = Callable[[Any], Any]
 

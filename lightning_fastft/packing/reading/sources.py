@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_fastft.core.errors import DataError, OptionError, printable
-from lightning_fastft.packing.arrow import read_arrow_rows
-from lightning_fastft.packing.rows import BOM
-from lightning_fastft.packing.text_files import (
+from lightning_fastft.packing.reading.arrow import read_arrow_rows
+from lightning_fastft.packing.reading.text_files import (
     COMPRESSED,
     RawRow,
     check_beginning,
@@ -27,6 +26,7 @@ from lightning_fastft.packing.text_files import (
     read_json_array,
     read_lines,
 )
+from lightning_fastft.packing.rows.parsing import BOM
 
 _LOGGER = logging.getLogger(__name__)
 

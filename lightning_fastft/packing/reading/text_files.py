@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from lightning_fastft.core.errors import DataError
-from lightning_fastft.packing.rows import BOM, FIELD_COUNT, MALFORMED, NOT_UTF8, Raw, UnreadableRow
+from lightning_fastft.packing.rows.parsing import BOM
+from lightning_fastft.packing.rows.rejects import FIELD_COUNT, MALFORMED, NOT_UTF8, Raw, UnreadableRow
 
 # Compressed text is decompressed while it is read; Parquet files compress themselves.
 COMPRESSED: Mapping[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lightning_fastft.packing.completion_store import Segments
-from lightning_fastft.packing.rows import (
+from lightning_fastft.packing.rows.messages import check_messages
+from lightning_fastft.packing.rows.parsing import check_text
+from lightning_fastft.packing.rows.rejects import (
     ALL_MASKED,
     ALL_MASKED_TRUNCATED,
     LENGTHS_DIFFER,
@@ -26,9 +27,8 @@ from lightning_fastft.packing.rows import (
     SAME_COMPLETIONS,
     WRONG_TYPE,
     RowRejectedError,
-    check_messages,
-    check_text,
 )
+from lightning_fastft.packing.store.completion_store import Segments
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _NUMBERS = (int, float, np.integer, np.floating)

@@ -18,9 +18,9 @@ import numpy as np
 from jinja2.exceptions import TemplateError
 
 from lightning_fastft.core.errors import DataError
-from lightning_fastft.packing.control_tokens import QUOTED_CONTROL, USED_CONTROL, ControlTokens, Rendered
-from lightning_fastft.packing.deadline import template_deadline
-from lightning_fastft.packing.rows import TEMPLATE_REFUSED, TEMPLATE_UNCLEAR, WRONG_TYPE, RowRejectedError
+from lightning_fastft.packing.rows.rejects import TEMPLATE_REFUSED, TEMPLATE_UNCLEAR, WRONG_TYPE, RowRejectedError
+from lightning_fastft.packing.tokens.control_tokens import QUOTED_CONTROL, USED_CONTROL, ControlTokens, Rendered
+from lightning_fastft.packing.tokens.deadline import template_deadline
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

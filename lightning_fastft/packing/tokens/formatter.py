@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from lightning_fastft.core.errors import DataError, OptionError
-from lightning_fastft.packing import chat
-from lightning_fastft.packing.completion_rows import (
+from lightning_fastft.packing.context import IGNORED_LABEL
+from lightning_fastft.packing.images import ImageExpander, ImageFile, decode_image, place_images, read_image
+from lightning_fastft.packing.rows.completion_rows import (
     Texts,
     join_completions,
     join_ids,
@@ -22,21 +23,19 @@ from lightning_fastft.packing.completion_rows import (
     read_rollout_ids,
     unlike,
 )
-from lightning_fastft.packing.completion_store import Segments
-from lightning_fastft.packing.context import IGNORED_LABEL
-from lightning_fastft.packing.control_tokens import Rendered
-from lightning_fastft.packing.formats import TUNERS, FormatOptions
-from lightning_fastft.packing.images import ImageExpander, ImageFile, decode_image, place_images, read_image
-from lightning_fastft.packing.rows import (
+from lightning_fastft.packing.rows.formats import TUNERS, FormatOptions
+from lightning_fastft.packing.rows.messages import check_messages, read_conversation
+from lightning_fastft.packing.rows.parsing import check_text
+from lightning_fastft.packing.rows.rejects import (
     IMAGE_UNSERVED,
     IMAGE_WITH_COMPLETIONS,
     LABELS_DIFFER,
     WRONG_TYPE,
     RowRejectedError,
-    check_messages,
-    check_text,
-    read_conversation,
 )
+from lightning_fastft.packing.store.completion_store import Segments
+from lightning_fastft.packing.tokens import chat
+from lightning_fastft.packing.tokens.control_tokens import Rendered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

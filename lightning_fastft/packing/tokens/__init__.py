@@ -1,0 +1,1 @@
+"""Turn valid rows into token ids with trained flags, chunk by chunk. Read ``formatter``."""
