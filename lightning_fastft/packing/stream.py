@@ -16,7 +16,7 @@ from lightning_fastft.core.errors import DataError
 from lightning_fastft.packing.collate import Document, PackedBatch, collate
 from lightning_fastft.packing.completions import Completions
 from lightning_fastft.packing.images import ImageInputs, ImageStore
-from lightning_fastft.packing.planner import EpochPlan, StepPlan
+from lightning_fastft.packing.step_plan import EpochPlan, StepPlan
 
 if TYPE_CHECKING:
     from lightning_fastft.packing.store.completion_store import CompletionStore

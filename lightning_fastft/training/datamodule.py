@@ -33,10 +33,11 @@ from lightning_fastft.core.checks import (
 )
 from lightning_fastft.core.errors import ContextError, DataError, OptionError, ResumeError, printable
 from lightning_fastft.packing.needs import DataNeeds
-from lightning_fastft.packing.planner import Packs, StepPlan, mix_bits, pack_best_fit_decreasing
+from lightning_fastft.packing.packs import Packs, pack_best_fit_decreasing
 from lightning_fastft.packing.reading.sources import REJECTED
 from lightning_fastft.packing.rows.formats import TUNERS, FormatOptions
 from lightning_fastft.packing.rows.rejects import is_rejects
+from lightning_fastft.packing.step_plan import StepPlan, mix_bits
 from lightning_fastft.packing.store.cache import TokenizedDataset, tokenize_sources
 from lightning_fastft.packing.store.report import render_counts
 from lightning_fastft.packing.stream import DocumentSubset, PackedLoader, PlannedStream, ResumedLoader

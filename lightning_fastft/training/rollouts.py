@@ -21,11 +21,12 @@ from lightning_fastft.core.errors import DataError, FastFTError, MissingDependen
 from lightning_fastft.packing.collate import PackedBatch, collate, split_document
 from lightning_fastft.packing.completions import Completions
 from lightning_fastft.packing.context import IGNORED_LABEL, Document
-from lightning_fastft.packing.planner import mix_bits, pack_best_fit_decreasing, split_to_multiple
+from lightning_fastft.packing.packs import pack_best_fit_decreasing, split_to_multiple
 from lightning_fastft.packing.reading.sources import open_sources
 from lightning_fastft.packing.rows.messages import check_messages
 from lightning_fastft.packing.rows.parsing import check_text, parse_row
 from lightning_fastft.packing.rows.rejects import RowRejectedError
+from lightning_fastft.packing.step_plan import mix_bits
 from lightning_fastft.packing.stream import EMPTY_PACK_TOKENS
 from lightning_fastft.training.datamodule import check_source, shares_prompts
 
