@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lightning_fastft.core.errors import OptionError, UnsupportedModelError
-from lightning_fastft.packing.context import Document
+from lightning_fastft.packing.document import Document
 from lightning_fastft.packing.images import Expanded, ImageInputs, decode_image
 from lightning_fastft.packing.rows.rejects import IMAGE_COUNT, RowRejectedError
 

@@ -20,7 +20,7 @@ from lightning_fastft.core.checks import check_bool, check_choice, check_float, 
 from lightning_fastft.core.errors import DataError, FastFTError, MissingDependencyError, OptionError, ResumeError
 from lightning_fastft.packing.collate import PackedBatch, collate, split_document
 from lightning_fastft.packing.completions import Completions
-from lightning_fastft.packing.context import IGNORED_LABEL, Document
+from lightning_fastft.packing.document import IGNORED_LABEL, Document
 from lightning_fastft.packing.packs import pack_best_fit_decreasing, split_to_multiple
 from lightning_fastft.packing.reading.sources import open_sources
 from lightning_fastft.packing.rows.messages import check_messages

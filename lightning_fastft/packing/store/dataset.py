@@ -21,7 +21,7 @@ import numpy as np
 
 from lightning_fastft.core.errors import DataError, OptionError
 from lightning_fastft.core.files import sync_file
-from lightning_fastft.packing.context import IGNORED_LABEL, Document
+from lightning_fastft.packing.document import IGNORED_LABEL, Document
 from lightning_fastft.packing.images import ImageStore
 from lightning_fastft.packing.store.completion_store import CompletionStore
 from lightning_fastft.packing.store.report import IngestReport

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from lightning_fastft.core.errors import DataError, OptionError
-from lightning_fastft.packing.context import IGNORED_LABEL
+from lightning_fastft.packing.document import IGNORED_LABEL
 from lightning_fastft.packing.images import ImageExpander, ImageFile, decode_image, place_images, read_image
 from lightning_fastft.packing.rows.completion_rows import (
     Texts,
