@@ -8,7 +8,8 @@ import signal
 
 from lightning_fastft.packing.reading.text_files import RawRow
 from lightning_fastft.packing.rows.formats import FormatOptions
-from lightning_fastft.packing.tokens.tokenisation import Chunk, Setup
+from lightning_fastft.packing.tokens.chunks import Chunk
+from lightning_fastft.packing.tokens.tokenisation import Setup
 from lightning_fastft.packing.tokens.workers import run_chunks
 from tests.support.processes import children_of
 

@@ -13,7 +13,8 @@ from lightning_fastft.packing.rows.completion_rows import cut_completions, join_
 from lightning_fastft.packing.rows.formats import COLUMNS, TUNERS, FormatOptions
 from lightning_fastft.packing.rows.rejects import RowRejectedError
 from lightning_fastft.packing.store.cache import tokenize_sources
-from lightning_fastft.packing.tokens.formatter import Encoded, Formatter, TokenIdError
+from lightning_fastft.packing.tokens.formatter import Formatter
+from lightning_fastft.packing.tokens.token_ids import Encoded, TokenIdError
 from tests.packing.conftest import MARKED, UNMARKED, build_tokenizer
 from tests.packing.test_chat import STRICT, THINKING
 

@@ -7,7 +7,8 @@ from lightning_fastft.core.errors import DataError, OptionError
 from lightning_fastft.packing.rows import rejects
 from lightning_fastft.packing.rows.formats import FormatOptions, detect_format, find_wrong_mapping
 from lightning_fastft.packing.rows.rejects import RowRejectedError
-from lightning_fastft.packing.tokens.formatter import Encoded, Formatter, TokenIdError
+from lightning_fastft.packing.tokens.formatter import Formatter
+from lightning_fastft.packing.tokens.token_ids import Encoded, TokenIdError
 from tests.packing.conftest import build_tokenizer
 
 

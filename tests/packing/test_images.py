@@ -18,7 +18,7 @@ from lightning_fastft.packing.images import (
 from lightning_fastft.packing.rows import rejects
 from lightning_fastft.packing.rows.formats import FormatOptions
 from lightning_fastft.packing.store.cache import tokenize_sources
-from lightning_fastft.packing.tokens.formatter import move_spans
+from lightning_fastft.packing.tokens.spans import move_spans
 from tests.packing.conftest import build_tokenizer
 from tests.support.vision import TEMPLATE, make_image, to_bytes
 

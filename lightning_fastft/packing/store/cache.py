@@ -38,8 +38,9 @@ from lightning_fastft.packing.store.dataset import (
 )
 from lightning_fastft.packing.store.report import IngestReport, render_counts
 from lightning_fastft.packing.tokens import chat
+from lightning_fastft.packing.tokens.chunks import make_chunks
 from lightning_fastft.packing.tokens.formatter import Formatter
-from lightning_fastft.packing.tokens.tokenisation import ChunkResult, Setup, describe_uniform_reject, make_chunks
+from lightning_fastft.packing.tokens.tokenisation import ChunkResult, Setup, describe_uniform_reject
 from lightning_fastft.packing.tokens.workers import run_chunks
 
 if TYPE_CHECKING:

@@ -7,20 +7,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from lightning_fastft.core.errors import DataError, OptionError
-from lightning_fastft.packing.document import IGNORED_LABEL
-from lightning_fastft.packing.images import ImageExpander, ImageFile, decode_image, place_images, read_image
+from lightning_fastft.packing.images import ImageExpander, decode_image, place_images, read_image
 from lightning_fastft.packing.rows.completion_rows import (
     Texts,
     join_completions,
-    join_ids,
     read_completions,
-    read_rollout_ids,
     unlike,
 )
 from lightning_fastft.packing.rows.formats import TUNERS, FormatOptions
@@ -29,30 +25,23 @@ from lightning_fastft.packing.rows.parsing import check_text
 from lightning_fastft.packing.rows.rejects import (
     IMAGE_UNSERVED,
     IMAGE_WITH_COMPLETIONS,
-    LABELS_DIFFER,
     WRONG_TYPE,
     RowRejectedError,
 )
-from lightning_fastft.packing.store.completion_store import Segments
 from lightning_fastft.packing.tokens import chat
 from lightning_fastft.packing.tokens.control_tokens import Rendered
+from lightning_fastft.packing.tokens.spans import move_spans, place_spans
+from lightning_fastft.packing.tokens.token_ids import (
+    Encoded,
+    TokenIdError,
+    allowed_ids,
+    encode_ids,
+    encode_rollout_ids,
+    highest_id,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-MAX_TOKEN_ID = 2**31 - 1
-
-
-class Encoded(NamedTuple):
-    """One example as tokens: ids (int64) and trained flags (bool), both of shape (length,); remarks on its row, its
-    images and its completions.
-    """
-
-    input_ids: np.ndarray
-    is_trained: np.ndarray
-    notes: tuple[str, ...] = ()
-    images: tuple[ImageFile, ...] = ()
-    completions: Segments | None = None
 
 
 class _Conversations(NamedTuple):
@@ -61,25 +50,6 @@ class _Conversations(NamedTuple):
     rendered: list[Rendered]
     scores: tuple[float, ...]
     must_differ: bool
-
-
-class TokenIdError(DataError):
-    """Raised for a token id or label outside of the embedding, which would trigger a device assert in training.
-
-    Args:
-        token_id: The id.
-        what: "token id" or "label".
-        allowed: The allowed ids, as text.
-    """
-
-    def __init__(self, token_id: int, what: str, allowed: str) -> None:
-        super().__init__(f"{what} {token_id} is impossible: {allowed}")
-        self.token_id = token_id
-        self.what = what
-        self.allowed = allowed
-
-    def __reduce__(self) -> tuple[type[TokenIdError], tuple[int, str, str]]:
-        return type(self), (self.token_id, self.what, self.allowed)
 
 
 class Formatter:
@@ -185,13 +155,13 @@ class Formatter:
     def _read(self, row: Mapping[str, Any], *, format: str, folder: str) -> Encoded | Rendered | _Conversations:
         """Return the tokens of a row of ids, and the texts of any other row."""
         if format == "input_ids":
-            return self._take_ids(row)
+            return encode_ids(row, vocab_size=self._vocab_size, loss_on=self._options.loss_on)
         if format not in TUNERS:
             return self._expand(self._render(row, format=format), folder=folder)
         if _image_column(row):
             raise RowRejectedError(IMAGE_WITH_COMPLETIONS, "they are not supported yet")
         if "prompt_ids" in row and "completion_ids" in row:
-            return self._take_rollout_ids(row)
+            return encode_rollout_ids(row, vocab_size=self._vocab_size)
         if self._tokenizer is None:
             raise _missing_tokenizer(format, file="a row of text")
         return self._render_completions(row, format=format)
@@ -299,13 +269,15 @@ class Formatter:
             if example.is_quoted:
                 ids, spans = self._encode_quoted(example)
             else:
-                ids, spans = self._place_spans(batch, number, example, tokenizer=self._tokenizer)
+                ids, spans = place_spans(self._tokenizer, batch, number, example, notes=self.notes)
             # A chat template adds its own first and last tokens.
             finished = self._finish(ids, spans, add_ends=not example.is_chat, trains_all=not example.images)
             finished = finished._replace(notes=example.notes, images=example.images)
             highest = int(finished.input_ids.max(initial=-1))
             encoded.append(
-                finished if highest <= self._highest_id else TokenIdError(highest, "token id", self._allowed_ids)
+                finished
+                if highest <= highest_id(self._vocab_size)
+                else TokenIdError(highest, "token id", allowed_ids(self._vocab_size))
             )
         return encoded
 
@@ -314,7 +286,7 @@ class Formatter:
         assert self._chat is not None
         controls = self._chat.controls
         batch, marked = controls.encode(example)
-        ids, spans = self._place_spans(batch, 0, marked, tokenizer=controls.marked)
+        ids, spans = place_spans(controls.marked, batch, 0, marked, notes=self.notes)
         return controls.own_ids(ids), spans
 
     def _finish(
@@ -322,7 +294,7 @@ class Formatter:
     ) -> Encoded:
         """Set the trained flags; add the tokenizer's prefix and a trained end-of-sequence token.
 
-        trains_all: Whether loss_on="all" may train every token, also those outside of the spans.
+        trains_all: Whether loss_on="all" may train every token, including those outside of the spans.
         """
         if not ids:
             return Encoded(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=bool))
@@ -344,129 +316,6 @@ class Formatter:
 
     def _special_ids(self) -> frozenset[int]:
         return self._chat.special_ids if self._chat is not None else frozenset()
-
-    def _place_spans(
-        self,
-        batch: Any,
-        number: int,
-        example: Rendered,
-        *,
-        tokenizer: PreTrainedTokenizerBase,
-    ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return ids and trained token spans; if a token crosses a span border, tokenise both sides separately.
-
-        At inference the prompt is tokenised alone, so a token across the border would never occur.
-        """
-        ids = list(batch["input_ids"][number])
-        borders = sorted({border for span in example.spans for border in span})
-        find = self._find_border_fast if tokenizer.is_fast else self._find_border_slow
-        found = {border: find(batch, number, example.text, border, ids) for border in borders}
-        if all(is_clean for _, is_clean in found.values()):
-            return ids, [(found[begin][0], found[end][0]) for begin, end in example.spans]
-        cuts = [0, *(border for border in borders if 0 < border < len(example.text)), len(example.text)]
-        pieces = tokenizer(
-            [example.text[begin:end] for begin, end in pairwise(cuts)],
-            add_special_tokens=False,
-            return_attention_mask=False,
-            verbose=False,
-        )["input_ids"]
-        joined = [token for piece in pieces for token in piece]
-        if _decode(tokenizer, joined) == _decode(tokenizer, ids):
-            self.notes["examples tokenised in parts, because a token crossed from context into trained text"] += 1
-            place = dict(zip(cuts, np.cumsum([0, *map(len, pieces)]).tolist()))
-            return joined, [(place[begin], place[end]) for begin, end in example.spans]
-        # This tokenizer adds a prefix to each text, so parts do not add up to the whole. Keep the crossing token as
-        # context.
-        self.notes["examples with a token across the border of trained text, which is not trained"] += 1
-        return ids, [(found[begin][0], found[end][0]) for begin, end in example.spans]
-
-    def _find_border_fast(self, batch: Any, number: int, text: str, border: int, ids: list[int]) -> tuple[int, bool]:
-        """Return the first token that begins at or after a border, and whether no token crosses the border."""
-        if border == 0:
-            return 0, True
-        if border >= len(text):
-            return len(ids), True
-        for character in range(border, len(text)):
-            token = batch.char_to_token(number, character)
-            if token is not None:
-                break
-        else:
-            token = len(ids)
-        if token < len(ids) and batch.token_to_chars(number, token).start < border:
-            return token + 1, False
-        # White space that a tokenizer omits from its offsets appears as a gap before the border.
-        return token, token == 0 or batch.token_to_chars(number, token - 1).end == border
-
-    def _find_border_slow(self, batch: Any, number: int, text: str, border: int, ids: list[int]) -> tuple[int, bool]:
-        """Find the border by tokenising the text before it; no token crosses it if those ids are a prefix of all."""
-        assert self._tokenizer is not None
-        if border >= len(text):
-            return len(ids), True
-        before = self._tokenizer(text[:border], add_special_tokens=False, return_attention_mask=False, verbose=False)[
-            "input_ids"
-        ]
-        return len(before), ids[: len(before)] == list(before)
-
-    def _take_ids(self, row: Mapping[str, Any]) -> Encoded:
-        ids = self._take_token_ids(row["input_ids"], column="input_ids")
-        if row.get("labels") is None:
-            return Encoded(ids, np.ones(len(ids), dtype=bool))
-        labels = self._to_array(row["labels"], column="labels")
-        is_trained = labels != IGNORED_LABEL
-        named = labels[is_trained]
-        if named.size and (named.min() < 0 or named.max() > self._highest_id):
-            raise TokenIdError(
-                int(named.min() if named.min() < 0 else named.max()), "label", f"{self._allowed_ids} or {IGNORED_LABEL}"
-            )
-        if len(labels) != len(ids):
-            raise RowRejectedError(LABELS_DIFFER, f"{len(ids)} input_ids and {len(labels)} labels")
-        if (named != ids[is_trained]).any():
-            place = int(np.flatnonzero(is_trained & (labels != ids))[0])
-            raise RowRejectedError(
-                LABELS_DIFFER,
-                f"position {place} has label {int(labels[place])} and id {int(ids[place])}; labels must be unshifted "
-                "ids or -100",
-            )
-        return Encoded(ids, is_trained if self._options.loss_on == "completion" else np.ones(len(ids), dtype=bool))
-
-    def _take_rollout_ids(self, row: Mapping[str, Any]) -> Encoded:
-        completions, scores, log_probs = read_rollout_ids(row)
-        ids, is_trained, joined = join_ids(
-            self._take_token_ids(row["prompt_ids"], column="prompt_ids"),
-            [
-                self._take_token_ids(value, column=f"completion_ids[{number}]")
-                for number, value in enumerate(completions)
-            ],
-            scores=scores,
-            log_probs=log_probs,
-        )
-        return Encoded(ids, is_trained, completions=joined)
-
-    def _take_token_ids(self, value: object, *, column: str) -> np.ndarray:
-        ids = self._to_array(value, column=column)
-        if ids.size and (ids.min() < 0 or ids.max() > self._highest_id):
-            raise TokenIdError(int(ids.min() if ids.min() < 0 else ids.max()), "token id", self._allowed_ids)
-        return ids
-
-    @property
-    def _highest_id(self) -> int:
-        return MAX_TOKEN_ID if self._vocab_size is None else self._vocab_size - 1
-
-    @property
-    def _allowed_ids(self) -> str:
-        return f"ids are 0 to {self._highest_id}" + (
-            "" if self._vocab_size is None else f", the embedding has {self._vocab_size} rows"
-        )
-
-    def _to_array(self, value: object, *, column: str) -> np.ndarray:
-        if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iu":
-            return value.astype(np.int64)
-        if not isinstance(value, (list, tuple)) or not all(type(entry) is int for entry in value):
-            raise RowRejectedError(WRONG_TYPE, f"{column} must be a list of integers")
-        try:
-            return np.asarray(value, dtype=np.int64)
-        except OverflowError:
-            raise TokenIdError(max(value, key=abs), column, self._allowed_ids) from None
 
 
 def _image_column(row: Mapping[str, Any]) -> list[object]:
@@ -503,38 +352,6 @@ def _join(
         return error
     notes = tuple(dict.fromkeys(note for part in parts for note in part.notes))
     return Encoded(ids, is_trained, notes, completions=completions)
-
-
-def move_spans(
-    spans: Sequence[tuple[int, int]], places: Sequence[tuple[int, int, int, int]]
-) -> tuple[tuple[int, int], ...]:
-    """Return character spans in a text whose placeholders were expanded; the expanded ones are in no span.
-
-    Args:
-        spans: Spans in the old text, ascending.
-        places: For each placeholder its (begin, end) in the old text, then in the new one.
-
-    Example:
-        >>> move_spans([(0, 6)], [(2, 3, 2, 5)])
-        ((0, 2), (5, 8))
-    """
-    moved = []
-    for begin, end in spans:
-        shift = 0
-        for old_begin, old_end, new_begin, new_end in places:
-            if old_end <= begin:
-                shift = new_end - old_end
-            elif old_begin < end:
-                if begin < old_begin:
-                    moved.append((begin + shift, new_begin))
-                begin, shift = old_end, new_end - old_end
-        if begin < end:
-            moved.append((begin + shift, end + shift))
-    return tuple(moved)
-
-
-def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
-    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def _find_prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:

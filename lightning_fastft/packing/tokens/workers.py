@@ -19,8 +19,9 @@ from itertools import chain, islice
 from typing import IO
 
 from lightning_fastft.core.errors import DataError
+from lightning_fastft.packing.tokens.chunks import Chunk
 from lightning_fastft.packing.tokens.formatter import Formatter
-from lightning_fastft.packing.tokens.tokenisation import Chunk, ChunkResult, Setup, tokenize_chunk
+from lightning_fastft.packing.tokens.tokenisation import ChunkResult, Setup, tokenize_chunk
 
 # Below this (about 4,000 rows) workers take longer to start, because they import torch, than to tokenise.
 CHUNKS_ENOUGH = 16
