@@ -7,14 +7,7 @@ import pytest
 import torch
 
 from lightning_fastft.core.errors import DataError
-from lightning_fastft.packing.images import (
-    Expanded,
-    ImageInputs,
-    decode_image,
-    merge_inputs,
-    place_images,
-    read_image,
-)
+from lightning_fastft.packing.images import Expanded, ImageInputs, decode_image, merge_inputs, place_images, read_image
 from lightning_fastft.packing.rows import rejects
 from lightning_fastft.packing.rows.formats import FormatOptions
 from lightning_fastft.packing.store.cache import tokenize_sources

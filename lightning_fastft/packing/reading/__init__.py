@@ -1,1 +1,1 @@
-"""Read rows of files, data sets and lists, without judging them. Read ``sources``."""
+"""Read rows of files, data sets and lists; ``rows`` validates them. Read ``sources`` first."""

@@ -13,21 +13,11 @@ import numpy as np
 
 from lightning_fastft.core.errors import DataError, OptionError
 from lightning_fastft.packing.images import ImageExpander, decode_image, place_images, read_image
-from lightning_fastft.packing.rows.completion_rows import (
-    Texts,
-    join_completions,
-    read_completions,
-    unlike,
-)
+from lightning_fastft.packing.rows.completion_rows import Texts, join_completions, read_completions, unlike
 from lightning_fastft.packing.rows.formats import TUNERS, FormatOptions
 from lightning_fastft.packing.rows.messages import check_messages, read_conversation
 from lightning_fastft.packing.rows.parsing import check_text
-from lightning_fastft.packing.rows.rejects import (
-    IMAGE_UNSERVED,
-    IMAGE_WITH_COMPLETIONS,
-    WRONG_TYPE,
-    RowRejectedError,
-)
+from lightning_fastft.packing.rows.rejects import IMAGE_UNSERVED, IMAGE_WITH_COMPLETIONS, WRONG_TYPE, RowRejectedError
 from lightning_fastft.packing.tokens import chat
 from lightning_fastft.packing.tokens.control_tokens import Rendered
 from lightning_fastft.packing.tokens.spans import move_spans, place_spans

@@ -14,10 +14,7 @@ import numpy as np
 from lightning_fastft.packing.images import ImageExpander, ImageFile
 from lightning_fastft.packing.reading.text_files import RawRow
 from lightning_fastft.packing.rows.completion_rows import cut_completions
-from lightning_fastft.packing.rows.formats import (
-    COLUMNS,
-    FormatOptions,
-)
+from lightning_fastft.packing.rows.formats import COLUMNS, FormatOptions
 from lightning_fastft.packing.rows.parsing import parse_row, take_columns
 from lightning_fastft.packing.rows.rejects import (
     IMAGE_TOO_LONG,

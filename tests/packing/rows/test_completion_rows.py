@@ -16,9 +16,9 @@ from lightning_fastft.packing.store.cache import tokenize_sources
 from lightning_fastft.packing.tokens.formatter import Formatter
 from lightning_fastft.packing.tokens.token_ids import Encoded, TokenIdError
 from tests.packing.conftest import MARKED, UNMARKED, build_tokenizer
-from tests.packing.test_chat import STRICT, THINKING
+from tests.packing.tokens.test_chat import STRICT, THINKING
 
-SHARED = Path(__file__).parents[2].parent / "shared" / "data"
+SHARED = Path(__file__).parents[4] / "shared" / "data"
 ASKED = {"role": "user", "content": "two plus two"}
 FOUR, FIVE = ({"role": "assistant", "content": word} for word in ("four", "five"))
 TEXT_PAIR = {"prompt": "two plus two", "chosen": " is four", "rejected": " is five"}

@@ -17,7 +17,7 @@ from lightning_fastft.core.errors import DataError, OptionError
 from lightning_fastft.packing.describe import render_example
 from lightning_fastft.packing.rows import rejects
 from lightning_fastft.packing.rows.formats import FormatOptions
-from lightning_fastft.packing.store import cache
+from lightning_fastft.packing.store import cache, ingest
 from lightning_fastft.packing.store.cache import TokenizedDataset, tokenize_sources
 from lightning_fastft.packing.store.dataset import digest_meta, write_beside
 from lightning_fastft.packing.tokens import workers
@@ -27,7 +27,7 @@ from tests.support.processes import children_of, is_there
 
 pytestmark = pytest.mark.covering
 
-SHARED = Path(__file__).parents[2].parent / "shared" / "data"
+SHARED = Path(__file__).parents[4] / "shared" / "data"
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_dead_worker_is_an_error_and_not_a_hang():
 
 
 def test_error_of_the_reader_ends_the_workers(monkeypatch):
-    run_chunks, ended = cache.run_chunks, []
+    run_chunks, ended = ingest.run_chunks, []
 
     def watched(*args, **options):
         try:
@@ -151,7 +151,7 @@ def test_error_of_the_reader_ends_the_workers(monkeypatch):
         finally:
             ended.append(True)
 
-    monkeypatch.setattr(cache, "run_chunks", watched)
+    monkeypatch.setattr(ingest, "run_chunks", watched)
     with pytest.raises(DataError, match="impossible") as caught:
         tokenize_ids(ids_rows(30, base=900), vocab_size=100)
     # The traceback keeps the frame of the reader, and so the generator with its processes.
@@ -214,7 +214,7 @@ def test_second_start_reads_no_row(tmp_path, monkeypatch):
     first = tokenize_ids(path, cache_dir=tmp_path / "cache", rejected_path=tmp_path / "rejected.jsonl")
     record = (tmp_path / "rejected.jsonl").read_bytes()
     (tmp_path / "rejected.jsonl").unlink()
-    monkeypatch.setattr(cache, "run_chunks", None)
+    monkeypatch.setattr(ingest, "run_chunks", None)
     second = tokenize_ids(path, cache_dir=tmp_path / "cache", rejected_path=tmp_path / "rejected.jsonl")
     assert tokens_of(first) == tokens_of(second)
     assert isinstance(second._id_T, np.memmap)
@@ -620,7 +620,7 @@ def test_saved_data_set_that_was_replaced_is_read_again(tmp_path):
 @pytest.mark.parametrize("folder", ["file/cache", "file"])
 def test_cache_folder_that_cannot_be_written_is_named_before_rows_are_read(tmp_path, monkeypatch, folder):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(cache, "make_chunks", None)
+    monkeypatch.setattr(ingest, "make_chunks", None)
     with pytest.raises(OptionError, match="cache_dir"):
         tokenize_ids(ids_rows(5), cache_dir=tmp_path / folder)
 
@@ -636,7 +636,7 @@ def test_full_disk_of_the_cache_is_an_error_with_a_way_out(tmp_path, monkeypatch
     def fail(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(cache, place, fail)
+    monkeypatch.setattr(ingest, place, fail)
     with pytest.raises(OptionError, match=r"No space left.*cache_dir"):
         tokenize_ids(ids_rows(50), cache_dir=tmp_path)
     assert list(tmp_path.iterdir()) == []
