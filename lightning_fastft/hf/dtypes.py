@@ -1,4 +1,4 @@
-"""Dtypes and seeds of a model that is being built, and the Trainer precisions that do not change them."""
+"""Dtypes and seeds while a model is built, and the Trainer precisions that do not change them."""
 
 from __future__ import annotations
 
@@ -80,3 +80,14 @@ def seeded(seed: int, *, device: torch.device) -> Iterator[None]:
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         yield
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make dtype the default of new floating tensors inside the block."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

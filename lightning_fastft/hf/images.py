@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from transformers import PretrainedConfig, ProcessorMixin
 
-    from lightning_fastft.hf.loading import ModelSource
+    from lightning_fastft.hf.loading.source import ModelSource
 
 # Types of models whose packed images are compared with each document alone.
 IMAGE_FAMILIES = (
@@ -183,7 +183,7 @@ def find_config(module: nn.Module | None, *, name: object) -> PretrainedConfig:
         OptionError: There is none.
     """
     from lightning_fastft.hf.families import find_causal_models
-    from lightning_fastft.hf.loading import ModelSource
+    from lightning_fastft.hf.loading.source import ModelSource
 
     models = [] if module is None else find_causal_models(module)
     if models:

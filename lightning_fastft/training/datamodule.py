@@ -220,7 +220,7 @@ class PackedDataModule(LightningDataModule):
     def tokenizer(self) -> Any:
         """The tokenizer given here, else the one of the LightningModule; None if neither has one."""
         if isinstance(self._tokenizer, str):
-            from lightning_fastft.hf.loading import ModelSource
+            from lightning_fastft.hf.loading.source import ModelSource
 
             self._tokenizer = ModelSource(self._tokenizer).load_tokenizer()
         if self._tokenizer is None and self.trainer is not None:
@@ -235,7 +235,7 @@ class PackedDataModule(LightningDataModule):
     def _image_encoder(self) -> Any:
         """Return the processor of images, given here or by the LightningModule; None if there is none."""
         from lightning_fastft.hf.images import ImageEncoder
-        from lightning_fastft.hf.loading import ModelSource
+        from lightning_fastft.hf.loading.source import ModelSource
 
         given = self._given_tokenizer
         if isinstance(given, str):

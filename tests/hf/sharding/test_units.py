@@ -15,18 +15,14 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_fastft.core.errors import DataError, UnsupportedModelError
-from lightning_fastft.hf import sharding
 from lightning_fastft.hf.families import decoder_layers
-from lightning_fastft.hf.loading import ModelSource, build_model
+from lightning_fastft.hf.loading.model import build_model
+from lightning_fastft.hf.loading.source import ModelSource
 from lightning_fastft.hf.lora import add_adapters, parse_lora
-from lightning_fastft.hf.sharding import (
-    is_sharded,
-    open_model,
-    reads_base,
-    shard_model,
-    sharded_roots,
-    unsharded_trained_names,
-)
+from lightning_fastft.hf.sharding import units
+from lightning_fastft.hf.sharding.fillers import open_model, reads_base
+from lightning_fastft.hf.sharding.state import is_sharded, sharded_roots, unsharded_trained_names
+from lightning_fastft.hf.sharding.units import shard_model
 from tests.support.tiny_models import TINY, build_tiny
 
 pytestmark = pytest.mark.covering
@@ -176,7 +172,7 @@ def test_random_masters_begin_at_the_weights_of_one_device():
 def test_no_rank_holds_more_than_its_pieces_one_layer_and_what_is_outside_the_layers(saved, is_random):
     source = ModelSource({**CONFIG, "num_hidden_layers": 12}, init="random") if is_random else ModelSource(str(saved))
     held, filled = [], []
-    cut = sharding.fully_shard
+    cut = units.fully_shard
 
     with rank_of_two(0) as mesh:
         model, filler = open_model(source, device=CPU, dtype=torch.float32, seed=SEED)
@@ -197,7 +193,7 @@ def test_no_rank_holds_more_than_its_pieces_one_layer_and_what_is_outside_the_la
 
         with (
             mock.patch.object(filler, "fill", fill_and_remember),
-            mock.patch.object(sharding, "fully_shard", measure_and_cut),
+            mock.patch.object(units, "fully_shard", measure_and_cut),
         ):
             shard_model(model, mesh, filler=filler)
         layers = decoder_layers(model)

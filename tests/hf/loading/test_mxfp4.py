@@ -9,7 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.core.patcher import ModelPatcher
-from lightning_fastft.hf.loading import ModelSource, build_model
+from lightning_fastft.hf.loading.model import build_model
+from lightning_fastft.hf.loading.source import ModelSource
 from lightning_fastft.moe.install import install_bincount_router
 
 CPU = torch.device("cpu")
@@ -79,5 +80,5 @@ def test_every_expert_can_be_trained(checkpoint):
 
 
 def test_nf4_on_top_is_refused_by_name(checkpoint):
-    with pytest.raises(OptionError, match=r"MXFP4.*Leave quantization away"):
+    with pytest.raises(OptionError, match=r"MXFP4.*Remove quantization"):
         build_model(ModelSource(str(checkpoint[0])), device=CPU, dtype=torch.float32, quantization="nf4")

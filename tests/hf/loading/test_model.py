@@ -6,13 +6,12 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from lightning_fastft.core.errors import DataError, MissingDependencyError, OptionError
-from lightning_fastft.hf.loading import ModelSource, build_model, check_finite
+from lightning_fastft.hf.loading.model import build_model
+from lightning_fastft.hf.loading.source import ModelSource
 from tests.support.tiny_models import TINY, build_tiny
 
 CPU = torch.device("cpu")
@@ -200,68 +199,3 @@ def test_missing_bitsandbytes_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(MissingDependencyError, match=r"lightning_fastft\[qlora\]"):
         random_model(quantization="nf4")
-
-
-def test_check_finite_lists_a_few_names_and_counts_the_rest():
-    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(6)])
-    check_finite(model, name="good")
-    nn.init.constant_(model[3].bias, float("nan"))
-    with pytest.raises(DataError, match=r"in 3\.bias\."):
-        check_finite(model, name="bad")
-    for parameter in model.parameters():
-        nn.init.constant_(parameter, float("inf"))
-    with pytest.raises(DataError, match="and 4 more"):
-        check_finite(model, name="bad")
-
-
-# Sources.
-
-
-def test_sources_are_a_folder_a_file_a_dictionary_or_a_configuration(folder):
-    random = {"init": "random"}
-    sources = [
-        ModelSource(str(folder)),
-        ModelSource(str(folder), **random),
-        ModelSource(str(folder / "config.json"), **random),
-        ModelSource(CONFIG, **random),
-        ModelSource(AutoConfig.from_pretrained(folder), **random),
-    ]
-    assert {source.vocab_size for source in sources} == {97}
-    assert sources[2].load_tokenizer() is None
-    assert sources[3].load_tokenizer() is None
-
-
-@pytest.mark.parametrize("family", ["qwen3", "llama", "gpt_oss"])
-def test_folder_without_a_tokenizer_has_none(family, tmp_path):
-    # transformers would make one without a vocabulary for the first two, and fail for the third.
-    build_tiny(family).save_pretrained(tmp_path)
-    assert ModelSource(str(tmp_path)).load_tokenizer() is None
-    words = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
-    assert ModelSource(str(tmp_path)).load_tokenizer()("b")["input_ids"] == [1]
-
-
-def test_impossible_sources_are_refused():
-    with pytest.raises(OptionError, match="init='random'"):
-        ModelSource(CONFIG)
-    with pytest.raises(OptionError, match="init='random'"):
-        ModelSource("somewhere/config.json")
-    with pytest.raises(OptionError, match="'pretrained', 'random'"):
-        ModelSource(CONFIG, init="zeros")
-    with pytest.raises(OptionError, match="model_type"):
-        _ = ModelSource({"vocab_size": 3}, init="random").config
-
-
-def test_configuration_given_is_not_changed():
-    config = AutoConfig.for_model(**CONFIG)
-    before = config.to_dict()
-    random_model(config, dtype=torch.bfloat16)
-    assert config.to_dict() == before
-
-
-def test_a_configuration_that_cannot_be_read_is_an_answer(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    (tmp_path / "empty").mkdir()
-    for name in (str(tmp_path / "empty"), "nobody/nothing"):
-        with pytest.raises(OptionError, match=r"cannot be read: .* give a local folder"):
-            _ = ModelSource(name).config
