@@ -184,8 +184,8 @@ class _Sharder:
     def _cut(self, unit: nn.Module) -> None:
         policy = MixedPrecisionPolicy()
         if self.compute_dtype is not None:
-            # Adapters cast their factors themselves. They are gathered in their own dtype, so that their gradients are not
-            # rounded, as on one device.
+            # Adapters cast their factors themselves. They are gathered in their own dtype, and so their gradients are
+            # not rounded, as on one device.
             param_dtype = None if _trains_adapters_only(unit) else self.compute_dtype
             policy = MixedPrecisionPolicy(
                 param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
