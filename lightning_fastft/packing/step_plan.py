@@ -38,6 +38,7 @@ class StepPlan:
         shuffle: False keeps the order of the packs (validation).
 
     Example:
+        >>> from lightning_fastft.packing.packs import pack_best_fit_decreasing
         >>> length_N = np.array([4, 4, 2, 2])
         >>> packs = pack_best_fit_decreasing(length_N, max_tokens=4)
         >>> plan = StepPlan(packs, length_N=length_N, num_labelled_N=length_N - 1, seed=0, world_size=2, accumulate=1)
