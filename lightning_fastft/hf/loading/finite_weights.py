@@ -7,10 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from lightning_fastft.core.errors import (
-    DataError,
-    list_names,
-)
+from lightning_fastft.core.errors import DataError, list_names
 from lightning_fastft.hf.loading.source import ModelSource, weight_files
 
 

@@ -9,10 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lightning_fastft.core.errors import (
-    UnsupportedModelError,
-    list_names,
-)
+from lightning_fastft.core.errors import UnsupportedModelError, list_names
 from lightning_fastft.hf.dtypes import default_dtype, seeded
 from lightning_fastft.hf.loading.source import auto_class
 

@@ -9,12 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from lightning_fastft.core.errors import (
-    DataError,
-    MissingDependencyError,
-    OptionError,
-    list_names,
-)
+from lightning_fastft.core.errors import DataError, MissingDependencyError, OptionError, list_names
 from lightning_fastft.hf.dtypes import default_dtype
 from lightning_fastft.hf.loading.finite_weights import check_files_finite, check_finite
 from lightning_fastft.hf.loading.initialisation import initialise

@@ -11,10 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastft.core.checks import check_choice, check_path
-from lightning_fastft.core.errors import (
-    MissingDependencyError,
-    OptionError,
-)
+from lightning_fastft.core.errors import MissingDependencyError, OptionError
 from lightning_fastft.hf.loading.safe_files import check_config, check_index
 
 if TYPE_CHECKING:
