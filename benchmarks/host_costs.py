@@ -41,8 +41,8 @@ from lightning_fastft.demo.files import TURN_END, write_demo_files
 from lightning_fastft.demo.generator import generate_rows
 from lightning_fastft.hf.base_digest import digest_files
 from lightning_fastft.kernels import backends
-from lightning_fastft.packing.cache import tokenize_sources
-from lightning_fastft.packing.formats import FormatOptions
+from lightning_fastft.packing.rows.formats import FormatOptions
+from lightning_fastft.packing.store.cache import tokenize_sources
 from lightning_fastft.strategies.single_device import FastFTStrategy
 
 GB = 10**9

@@ -48,6 +48,7 @@ from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.packing.collate import Document, PackedBatch, collate
 from lightning_fastft.packing.context import BatchContext, VarlenArguments
+from lightning_fastft.packing.masks import build_block_mask, build_dense_mask
 from lightning_fastft.patches.packed import install_packed_training
 from lightning_fastft.training.fine_tuner import FineTuner
 
@@ -418,9 +419,11 @@ def _builders(context: BatchContext, dtype: torch.dtype) -> dict[str, Callable[[
     return {
         "dense, loop over documents": lambda: loop_mask(position_id_1T, dtype),
         "dense, transformers": lambda: transformers_mask(position_id_1T, dtype),
-        "dense, ours": lambda: context._build_dense_mask(window=None, dtype=dtype),
+        "dense, ours": lambda: build_dense_mask(context.position_T, None, window=None, dtype=dtype),
         "block mask, transformers": lambda: transformers_block_mask(position_id_1T),
-        "block mask, ours": lambda: context._build_block_mask(window=None),
+        "block mask, ours": lambda: build_block_mask(
+            context.position_T, None, document_T=context.document_T, window=None
+        ),
         "varlen, transformers": lambda: derived_offsets(position_id_1T),
     }
 

@@ -27,7 +27,7 @@ import numpy as np
 
 import lightning_fastft
 from benchmarks.results import append_rows
-from lightning_fastft.packing.planner import pack_best_fit_decreasing
+from lightning_fastft.packing.packs import pack_best_fit_decreasing
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 NUM_RUNS = 30

@@ -28,7 +28,8 @@ from benchmarks.faults import child
 from benchmarks.faults.table import GOOD
 from lightning_fastft import FineTuner, PackedDataModule
 from lightning_fastft.cli import main as fastft
-from lightning_fastft.hf.loading import ModelSource, build_model
+from lightning_fastft.hf.loading.model import build_model
+from lightning_fastft.hf.loading.source import ModelSource
 from tests.cli.hostile_configs import HOSTILE as HOSTILE_YAML
 from tests.cli.hostile_configs import hostile_text, write_traps
 from tests.faults import test_option_ranges as ranges

@@ -15,7 +15,7 @@ from benchmarks.faults.default_stack import DefaultModule, pad
 from benchmarks.faults.table import GOOD
 from tests.packing.bad_rows import BAD_ROWS, MAX_TOKENS, POSITIONS, VOCAB_SIZE, BadRow, write_corpus
 from tests.packing.conftest import MARKED, build_tokenizer
-from tests.packing.test_cache import test_bad_row_is_answered_and_good_rows_all_arrive as check_ours
+from tests.packing.store.test_cache import test_bad_row_is_answered_and_good_rows_all_arrive as check_ours
 
 
 def bad_rows(folder: Path, *, stack: str, num_trials: int) -> list[str]:

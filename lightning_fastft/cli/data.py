@@ -9,7 +9,7 @@ from pathlib import Path
 from lightning_fastft.cli.lightning_cli import FastFTCLI, take_option
 from lightning_fastft.core.errors import MissingDependencyError, OptionError
 from lightning_fastft.packing.describe import describe_data, save_length_histogram
-from lightning_fastft.packing.sources import REJECTED
+from lightning_fastft.packing.reading.sources import REJECTED
 from lightning_fastft.training.datamodule import PackedDataModule
 
 DEFAULT_FOLDER = "runs/data"

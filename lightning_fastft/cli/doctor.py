@@ -24,7 +24,7 @@ from lightning_fastft.cli.lightning_cli import CONFIG_FOLDER, FastFTCLI, find_co
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.core.status import render_status_table
 from lightning_fastft.packing.collate import Document, PackedBatch, collate
-from lightning_fastft.packing.sources import SUFFIXES, open_sources
+from lightning_fastft.packing.reading.sources import SUFFIXES, open_sources
 from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.distillation import DistillationTuner
 from lightning_fastft.training.reference import ADAPTERS_OFF, ReferenceTuner
@@ -136,7 +136,7 @@ def _make_batch(tuner: Tuner) -> PackedBatch:
 def _replace_second_model(tuner: Tuner, *, device: torch.device) -> None:
     """Replace a reference or a teacher by a second miniature, also where its values would be stored before the run."""
     from lightning_fastft.hf.dtypes import resolve_dtype
-    from lightning_fastft.hf.loading import build_model
+    from lightning_fastft.hf.loading.model import build_model
 
     if isinstance(tuner, DistillationTuner):
         tuner.store = None
@@ -250,7 +250,7 @@ def _fewer_layers(config: dict[str, Any]) -> dict[str, Any]:
 
 def _read_config(model: str | dict[str, Any], revision: str | None) -> dict[str, Any]:
     """Return the configuration of the model; only its file is downloaded from the hub."""
-    from lightning_fastft.hf.loading import ModelSource
+    from lightning_fastft.hf.loading.source import ModelSource
 
     config = ModelSource(model, init="random", revision=revision).config
     return {**config.to_dict(), "model_type": config.model_type}

@@ -263,7 +263,7 @@ def _merge_dtype(question: _Question, options: dict[str, Any]) -> str:
     if options.get("quantization") is not None:
         # The compute dtype of NF4.
         return "bfloat16"
-    from lightning_fastft.hf.loading import ModelSource
+    from lightning_fastft.hf.loading.source import ModelSource
 
     held = getattr(ModelSource(options["model"], init="random").config.get_text_config(decoder=True), "dtype", None)
     return "bfloat16" if held is None else str(held).removeprefix("torch.")

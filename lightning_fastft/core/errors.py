@@ -7,6 +7,7 @@ import re
 
 import torch
 
+MAX_NAMES_IN_MESSAGE = 8
 # Control characters of a terminal, characters that turn the direction of text, line ends other than a line feed, and
 # halves of characters.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -26,6 +27,12 @@ def printable(text: str, *, keeps_lines: bool = False) -> str:
     """
     shown = _UNPRINTABLE.sub(lambda found: ascii(found.group())[1:-1], text)
     return shown if keeps_lines else shown.replace("\n", "\\n")
+
+
+def list_names(names: list[str]) -> str:
+    """Return the first names and the number of the others, for an error message."""
+    more = len(names) - MAX_NAMES_IN_MESSAGE
+    return ", ".join(names[:MAX_NAMES_IN_MESSAGE]) + (f" and {more} more" if more > 0 else "")
 
 
 class FastFTError(Exception):

@@ -25,7 +25,7 @@ from lightning_fastft.estimate.metering import (
 )
 from lightning_fastft.hf.expert_nf4 import check_experts
 from lightning_fastft.hf.families import decoder_layers
-from lightning_fastft.hf.loading import ModelSource, auto_class
+from lightning_fastft.hf.loading.source import ModelSource, auto_class
 from lightning_fastft.hf.lora import check_patterns
 from lightning_fastft.hf.lora_targets import ALL_LINEAR, find_default_targets
 from lightning_fastft.kernels.cross_entropy.op import DEFAULT_CHUNK_ROWS

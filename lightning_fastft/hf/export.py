@@ -13,10 +13,16 @@ import torch
 from torch import nn
 
 from lightning_fastft.checkpoint.atomic import part_beside, saving, sync_folder
-from lightning_fastft.core.errors import CheckpointNotSavedError, DataError, OptionError, UnsupportedModelError
+from lightning_fastft.core.errors import (
+    CheckpointNotSavedError,
+    DataError,
+    OptionError,
+    UnsupportedModelError,
+    list_names,
+)
 from lightning_fastft.hf.expert_nf4_tensor import ExpertsNF4
 from lightning_fastft.hf.families import num_decoder_layers
-from lightning_fastft.hf.loading import auto_class, list_names
+from lightning_fastft.hf.loading.source import auto_class
 from lightning_fastft.hf.lora_targets import find_lost_names
 from lightning_fastft.hf.read_back import ADAPTER_WEIGHTS, check_read_back
 

@@ -15,15 +15,15 @@ import torch
 from torch import nn
 
 from lightning_fastft.core.errors import OptionError, UnsupportedModelError
-from lightning_fastft.packing.context import Document
+from lightning_fastft.packing.document import Document
 from lightning_fastft.packing.images import Expanded, ImageInputs, decode_image
-from lightning_fastft.packing.rows import IMAGE_COUNT, RowRejectedError
+from lightning_fastft.packing.rows.rejects import IMAGE_COUNT, RowRejectedError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from transformers import PretrainedConfig, ProcessorMixin
 
-    from lightning_fastft.hf.loading import ModelSource
+    from lightning_fastft.hf.loading.source import ModelSource
 
 # Model types for which tests compare packed images with separate documents.
 IMAGE_FAMILIES = (
@@ -183,7 +183,7 @@ def find_config(module: nn.Module | None, *, name: object) -> PretrainedConfig:
         OptionError: No configuration is found.
     """
     from lightning_fastft.hf.families import find_causal_models
-    from lightning_fastft.hf.loading import ModelSource
+    from lightning_fastft.hf.loading.source import ModelSource
 
     models = [] if module is None else find_causal_models(module)
     if models:

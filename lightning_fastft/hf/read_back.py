@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lightning_fastft.core.errors import CheckpointNotSavedError, UnsupportedModelError
-from lightning_fastft.hf.loading import list_names
+from lightning_fastft.core.errors import CheckpointNotSavedError, UnsupportedModelError, list_names
 from lightning_fastft.hf.lora import tuner_layers
 
 if TYPE_CHECKING:

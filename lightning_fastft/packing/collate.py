@@ -10,7 +10,8 @@ import torch
 
 from lightning_fastft.core.errors import ShapeError
 from lightning_fastft.packing.completions import Completions
-from lightning_fastft.packing.context import IGNORED_LABEL, BatchContext, Document
+from lightning_fastft.packing.context import BatchContext
+from lightning_fastft.packing.document import IGNORED_LABEL, Document
 from lightning_fastft.packing.images import merge_inputs
 from lightning_fastft.packing.pack_mask import PackMask
 

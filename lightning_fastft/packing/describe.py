@@ -11,9 +11,9 @@ import numpy as np
 
 from lightning_fastft.core.checks import check_int
 from lightning_fastft.core.errors import DataError, MissingDependencyError, OptionError, printable
-from lightning_fastft.packing.context import IGNORED_LABEL, Document
-from lightning_fastft.packing.planner import Packs, split_to_multiple
-from lightning_fastft.packing.report import IngestReport
+from lightning_fastft.packing.document import IGNORED_LABEL, Document
+from lightning_fastft.packing.packs import Packs, split_to_multiple
+from lightning_fastft.packing.store.report import IngestReport
 
 MARKS = ("⟦", "⟧")
 UNDERLINE = ("\x1b[4m", "\x1b[24m")

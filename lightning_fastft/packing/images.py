@@ -20,14 +20,8 @@ import numpy as np
 import torch
 
 from lightning_fastft.core.errors import DataError, MissingDependencyError, ShapeError
-from lightning_fastft.packing.rows import (
-    IMAGE_COUNT,
-    IMAGE_PARTS,
-    IMAGE_UNREADABLE,
-    IMAGE_URL,
-    WRONG_TYPE,
-    RowRejectedError,
-)
+from lightning_fastft.packing.rows.messages import IMAGE_PARTS
+from lightning_fastft.packing.rows.rejects import IMAGE_COUNT, IMAGE_UNREADABLE, IMAGE_URL, WRONG_TYPE, RowRejectedError
 
 if TYPE_CHECKING:
     from PIL.Image import Image

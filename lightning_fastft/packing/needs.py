@@ -11,7 +11,8 @@ class DataNeeds(NamedTuple):
     """What the loss of a LightningModule is about; PackedDataModule reads it from the module's ``data_needs``.
 
     Args:
-        formats: Formats of rows with completions that the module trains on (packing/formats.py); empty for plain rows.
+        formats: Formats of rows with completions that the module trains on (packing/rows/formats.py); empty for plain
+            rows.
         loss_unit: What the loss is a mean over: labelled tokens, completions, or examples (a prompt with its
             completions). Packs are weighed by it, so that the mean of an accumulation window is exact.
         adds_mismatched: Whether each completion is followed by that of the next example, without labels of its own

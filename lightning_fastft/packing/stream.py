@@ -16,10 +16,10 @@ from lightning_fastft.core.errors import DataError
 from lightning_fastft.packing.collate import Document, PackedBatch, collate
 from lightning_fastft.packing.completions import Completions
 from lightning_fastft.packing.images import ImageInputs, ImageStore
-from lightning_fastft.packing.planner import EpochPlan, StepPlan
+from lightning_fastft.packing.step_plan import EpochPlan, StepPlan
 
 if TYPE_CHECKING:
-    from lightning_fastft.packing.completion_store import CompletionStore
+    from lightning_fastft.packing.store.completion_store import CompletionStore
 
 # Length of a pack without documents: the model still runs on it, so that all ranks do the same micro-batches.
 EMPTY_PACK_TOKENS = 8
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class TokenizedDocuments(Protocol):
-    """The interface of a tokenised data set that the stream reads (packing/dataset.py has the one on disk)."""
+    """The interface of a tokenised data set that the stream reads (packing/store/dataset.py has the one on disk)."""
 
     length_N: np.ndarray
     num_labelled_N: np.ndarray

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from lightning_fastft.core.errors import FastFTError, UnsupportedModelError
 from lightning_fastft.core.status import Status
 from lightning_fastft.hf.families import FAMILIES, decoder_layers
-from lightning_fastft.hf.sharding import reshard, sharded_roots
+from lightning_fastft.hf.sharding.state import reshard, sharded_roots
 from lightning_fastft.packing.collate import Document, collate
 from lightning_fastft.patches.guards import ReadGuard
 

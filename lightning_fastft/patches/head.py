@@ -15,7 +15,8 @@ from lightning_fastft.core.patcher import ModelPatcher, share_state
 from lightning_fastft.core.status import Status
 from lightning_fastft.hf.families import find_decoder
 from lightning_fastft.kernels.cross_entropy.op import labelled_cross_entropy, token_statistics
-from lightning_fastft.packing.context import IGNORED_LABEL, BatchContext
+from lightning_fastft.packing.context import BatchContext
+from lightning_fastft.packing.document import IGNORED_LABEL
 from lightning_fastft.patches.lazy_logits import LazyLogits, TokenStatistics
 
 STATUS_NAME = "loss head"

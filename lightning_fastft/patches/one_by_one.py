@@ -12,7 +12,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.core.status import Status
-from lightning_fastft.hf.sharding import is_sharded
+from lightning_fastft.hf.sharding.state import is_sharded
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.context import ONE_BY_ONE, BatchContext
 

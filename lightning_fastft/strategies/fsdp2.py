@@ -167,7 +167,7 @@ class FastFTFSDPStrategy(FastFTStrategyMixin, ModelParallelStrategy):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Keep gradients unreduced in the backwards of an accumulation window that are not its last."""
-        from lightning_fastft.hf.sharding import sharded_roots
+        from lightning_fastft.hf.sharding.state import sharded_roots
 
         assert self.model is not None
         roots = sharded_roots(self.model) if self.gradient_sync == "window" else []
@@ -277,7 +277,8 @@ class FastFTFSDPStrategy(FastFTStrategyMixin, ModelParallelStrategy):
         """Shard a module that configure_model left whole, and refuse one that would train without an exchange
         between the ranks.
         """
-        from lightning_fastft.hf.sharding import is_sharded, shard_model, unsharded_trained_names
+        from lightning_fastft.hf.sharding.state import is_sharded, unsharded_trained_names
+        from lightning_fastft.hf.sharding.units import shard_model
 
         module = self.lightning_module
         assert module is not None
@@ -309,7 +310,7 @@ class FastFTFSDPStrategy(FastFTStrategyMixin, ModelParallelStrategy):
             )
 
     def _reshard(self) -> None:
-        from lightning_fastft.hf.sharding import reshard
+        from lightning_fastft.hf.sharding.state import reshard
 
         assert self.model is not None
         reshard(self.model)

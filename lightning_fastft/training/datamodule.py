@@ -32,13 +32,14 @@ from lightning_fastft.core.checks import (
     tokenizer_of,
 )
 from lightning_fastft.core.errors import ContextError, DataError, OptionError, ResumeError, printable
-from lightning_fastft.packing.cache import TokenizedDataset, tokenize_sources
-from lightning_fastft.packing.formats import TUNERS, FormatOptions
 from lightning_fastft.packing.needs import DataNeeds
-from lightning_fastft.packing.planner import Packs, StepPlan, mix_bits, pack_best_fit_decreasing
-from lightning_fastft.packing.report import render_counts
-from lightning_fastft.packing.rows import is_rejects
-from lightning_fastft.packing.sources import REJECTED
+from lightning_fastft.packing.packs import Packs, pack_best_fit_decreasing
+from lightning_fastft.packing.reading.sources import REJECTED
+from lightning_fastft.packing.rows.formats import TUNERS, FormatOptions
+from lightning_fastft.packing.rows.rejects import is_rejects
+from lightning_fastft.packing.step_plan import StepPlan, mix_bits
+from lightning_fastft.packing.store.cache import TokenizedDataset, tokenize_sources
+from lightning_fastft.packing.store.report import render_counts
 from lightning_fastft.packing.stream import DocumentSubset, PackedLoader, PlannedStream, ResumedLoader
 
 log = logging.getLogger(__name__)
@@ -219,7 +220,7 @@ class PackedDataModule(LightningDataModule):
     def tokenizer(self) -> Any:
         """The tokenizer given here, else the one of the LightningModule; None if neither has one."""
         if isinstance(self._tokenizer, str):
-            from lightning_fastft.hf.loading import ModelSource
+            from lightning_fastft.hf.loading.source import ModelSource
 
             self._tokenizer = ModelSource(self._tokenizer).load_tokenizer()
         if self._tokenizer is None and self.trainer is not None:
@@ -234,7 +235,7 @@ class PackedDataModule(LightningDataModule):
     def _image_encoder(self) -> Any:
         """Return the processor of images, given here or by the LightningModule; None if there is none."""
         from lightning_fastft.hf.images import ImageEncoder
-        from lightning_fastft.hf.loading import ModelSource
+        from lightning_fastft.hf.loading.source import ModelSource
 
         given = self._given_tokenizer
         if isinstance(given, str):

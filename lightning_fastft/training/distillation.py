@@ -19,7 +19,7 @@ from lightning_fastft.core.checks import check_choice, check_float, check_int, c
 from lightning_fastft.core.errors import DataError, OptionError
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.packing.collate import PackedBatch
-from lightning_fastft.packing.dataset import TokenizedDataset, replace_file
+from lightning_fastft.packing.store.dataset import TokenizedDataset, replace_file
 from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.tuner import Tuner, check_second_model
 

@@ -10,7 +10,7 @@ import torch
 from torchmetrics import Metric
 
 from lightning_fastft.core.errors import ShapeError
-from lightning_fastft.packing.context import IGNORED_LABEL
+from lightning_fastft.packing.document import IGNORED_LABEL
 
 # Rows of logits that are turned to fp32 at a time when statistics come from full logits: 2,048 rows of a 150k
 # vocabulary are 1.2 GB.

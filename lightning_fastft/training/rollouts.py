@@ -20,13 +20,16 @@ from lightning_fastft.core.checks import check_bool, check_choice, check_float, 
 from lightning_fastft.core.errors import DataError, FastFTError, MissingDependencyError, OptionError, ResumeError
 from lightning_fastft.packing.collate import PackedBatch, collate, split_document
 from lightning_fastft.packing.completions import Completions
-from lightning_fastft.packing.context import IGNORED_LABEL, Document
-from lightning_fastft.packing.encode import Encoded, Formatter
-from lightning_fastft.packing.formats import FormatOptions
-from lightning_fastft.packing.planner import mix_bits, pack_best_fit_decreasing, split_to_multiple
-from lightning_fastft.packing.rows import RowRejectedError, check_messages, check_text, parse_row
-from lightning_fastft.packing.sources import open_sources
+from lightning_fastft.packing.document import IGNORED_LABEL, Document
+from lightning_fastft.packing.packs import pack_best_fit_decreasing, split_to_multiple
+from lightning_fastft.packing.reading.sources import open_sources
+from lightning_fastft.packing.rows.formats import FormatOptions
+from lightning_fastft.packing.rows.messages import check_messages
+from lightning_fastft.packing.rows.parsing import check_text, parse_row
+from lightning_fastft.packing.rows.rejects import RowRejectedError
+from lightning_fastft.packing.step_plan import mix_bits
 from lightning_fastft.packing.stream import EMPTY_PACK_TOKENS
+from lightning_fastft.packing.tokens.formatter import Encoded, Formatter
 from lightning_fastft.training.datamodule import check_source, shares_prompts
 
 if TYPE_CHECKING:

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     from lightning_fastft.hf.images import ImageEncoder
     from lightning_fastft.hf.lora_targets import DefaultTargets
-    from lightning_fastft.hf.sharding import Filler
+    from lightning_fastft.hf.sharding.fillers import Filler
     from lightning_fastft.patches.head import LazyLogits
 
 Transform = Callable[[Any], Any]
@@ -136,7 +136,7 @@ class Tuner(LightningModule):
     ) -> None:
         super().__init__()
         from lightning_fastft.hf.dtypes import DTYPES
-        from lightning_fastft.hf.loading import ModelSource
+        from lightning_fastft.hf.loading.source import ModelSource
         from lightning_fastft.hf.lora import describe_lora, parse_lora, to_plain
 
         check_choice("quantization", quantization, (None, "nf4"))
@@ -235,7 +235,7 @@ class Tuner(LightningModule):
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The tokenizer, loaded on first use; None where the model is a bare configuration and none was given."""
         if isinstance(self._tokenizer, str):
-            from lightning_fastft.hf.loading import ModelSource
+            from lightning_fastft.hf.loading.source import ModelSource
 
             self._tokenizer = ModelSource(self._tokenizer).load_tokenizer()
         elif self._tokenizer is None and self.source is not None:
@@ -246,7 +246,7 @@ class Tuner(LightningModule):
     def image_encoder(self) -> ImageEncoder | None:
         """The processor of images, loaded when images are met; None where the model comes without one."""
         from lightning_fastft.hf.images import ImageEncoder
-        from lightning_fastft.hf.loading import ModelSource
+        from lightning_fastft.hf.loading.source import ModelSource
 
         given = self._given_tokenizer
         if is_processor(given):
@@ -408,14 +408,14 @@ class Tuner(LightningModule):
         self, *, device: torch.device, dtype: torch.dtype, is_sharded: bool
     ) -> tuple[PreTrainedModel, Filler | None]:
         """Return the finished model, or one to be filled where it will be sharded."""
-        from lightning_fastft.hf.loading import build_model
+        from lightning_fastft.hf.loading.model import build_model
 
         assert self.source is not None
         if not is_sharded:
             return build_model(
                 self.source, device=device, dtype=dtype, quantization=self.quantization, seed=self._seed
             ), None
-        from lightning_fastft.hf.sharding import open_model, reads_base
+        from lightning_fastft.hf.sharding.fillers import open_model, reads_base
 
         is_read_early = self.lora is not None and reads_base(self.lora)
         return open_model(
@@ -436,7 +436,7 @@ class Tuner(LightningModule):
         from lightning_fastft.hf.base_digest import digest_files, digest_tensors
 
         if self.source is not None and self.source.init == "pretrained":
-            from lightning_fastft.hf.loading import weight_files
+            from lightning_fastft.hf.loading.source import weight_files
 
             paths = weight_files(self.source)
             return digest_files(paths) if paths else ""
@@ -445,7 +445,7 @@ class Tuner(LightningModule):
     def _shard(self, mesh: DeviceMesh, *, filler: Filler | None) -> None:
         """Cut the model over the ranks; adapters keep their dtype, trained bases get masters."""
         from lightning_fastft.hf.dtypes import DTYPES
-        from lightning_fastft.hf.sharding import shard_model
+        from lightning_fastft.hf.sharding.units import shard_model
 
         master_dtype = None
         if not self.has_adapters:
@@ -630,7 +630,8 @@ class Tuner(LightningModule):
         if isinstance(source, nn.Module):
             self.frozen_model = source
         else:
-            from lightning_fastft.hf.loading import ModelSource, build_model
+            from lightning_fastft.hf.loading.model import build_model
+            from lightning_fastft.hf.loading.source import ModelSource
 
             device = self.device if self._trainer is None else self.trainer.strategy.root_device
             self.frozen_model = build_model(
@@ -935,7 +936,7 @@ class Tuner(LightningModule):
             check_readable(self.model)
         state = None
         if self._sharding is not None:
-            from lightning_fastft.hf.sharding import gather_state
+            from lightning_fastft.hf.sharding.state import gather_state
 
             # What leaves is in the dtype of the model, as without masters.
             dtype = None if self.has_adapters else self._compute_dtype

@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_fastft.core.errors import DataError, FastFTError, OptionError, printable
-from lightning_fastft.packing.report import IngestReport
+from lightning_fastft.packing.store.report import IngestReport
 
 HOSTILE = "a\x1b[2Jb\x07\u202ec\rd"
 

@@ -21,8 +21,9 @@ import torch
 from safetensors.torch import save_file
 
 from lightning_fastft.core.errors import DataError, OptionError
-from lightning_fastft.hf.loading import ModelSource, build_model
-from lightning_fastft.hf.safe_files import check_config, check_index
+from lightning_fastft.hf.loading.model import build_model
+from lightning_fastft.hf.loading.safe_files import check_config, check_index
+from lightning_fastft.hf.loading.source import ModelSource
 from lightning_fastft.training.datamodule import PackedDataModule
 from tests.cli.hostile_configs import HOSTILE as HOSTILE_YAML
 from tests.packing.conftest import UNMARKED, build_tokenizer
@@ -409,7 +410,7 @@ def test_sizes_are_judged_in_every_part_of_a_configuration_before_it_is_made():
 
 
 def test_quantised_codes_may_be_whole_numbers(tmp_path):
-    from lightning_fastft.hf.safe_files import check_headers
+    from lightning_fastft.hf.loading.safe_files import check_headers
 
     path = str(tmp_path / "codes.safetensors")
     save_file({"codes": torch.zeros(2, dtype=torch.uint8)}, path)

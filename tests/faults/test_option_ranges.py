@@ -15,8 +15,9 @@ from lightning.pytorch.strategies import Strategy
 
 import lightning_fastft
 from lightning_fastft import FineTuner, OffloadCheckpointing
-from lightning_fastft.packing.context import BatchContext, Document
-from lightning_fastft.packing.formats import COLUMNS
+from lightning_fastft.packing.context import BatchContext
+from lightning_fastft.packing.document import Document
+from lightning_fastft.packing.rows.formats import COLUMNS
 
 CONFIG = {
     "model_type": "qwen3",

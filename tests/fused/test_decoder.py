@@ -17,7 +17,8 @@ from lightning_fastft.fused import decoder
 from lightning_fastft.fused.decoder import fuse_weight_buffers, install_fused_layers
 from lightning_fastft.fused.layer_forms import LAYERS
 from lightning_fastft.fused.low_precision_adapters import install_low_precision_adapters
-from lightning_fastft.hf.loading import ModelSource, build_model
+from lightning_fastft.hf.loading.model import build_model
+from lightning_fastft.hf.loading.source import ModelSource
 from lightning_fastft.patches.packed import install_packed_training
 from tests.support.layer_pairs import (
     DENSE,

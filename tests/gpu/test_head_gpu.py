@@ -22,7 +22,7 @@ from lightning_fastft.kernels.logit_rows import Head
 from lightning_fastft.kernels.lora_linear.op import lora_addmm
 from lightning_fastft.kernels.lora_linear.reference import lora_addmm_reference
 from lightning_fastft.packing.collate import collate
-from lightning_fastft.packing.context import Document
+from lightning_fastft.packing.document import Document
 from lightning_fastft.patches.attention import install_attention
 from lightning_fastft.patches.head import _is_untouched_view, install_head
 from lightning_fastft.patches.lazy_logits import LazyLogits

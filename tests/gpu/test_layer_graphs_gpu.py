@@ -19,7 +19,8 @@ from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.fused.low_precision_adapters import install_low_precision_adapters
 from lightning_fastft.graphs.cuda_recorder import CudaRecorder
 from lightning_fastft.graphs.install import install_layer_graphs
-from lightning_fastft.hf.loading import ModelSource, build_model
+from lightning_fastft.hf.loading.model import build_model
+from lightning_fastft.hf.loading.source import ModelSource
 from lightning_fastft.moe.install import install_bincount_router
 from lightning_fastft.patches.packed import install_packed_training
 from tests.gpu.test_decoder_gpu import make_model

@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader
 
 from lightning_fastft.callbacks.fused_kernels import FusedKernels
 from lightning_fastft.core.errors import DataError, OptionError
-from lightning_fastft.hf.loading import ModelSource, build_model
+from lightning_fastft.hf.loading.model import build_model
+from lightning_fastft.hf.loading.source import ModelSource
 from lightning_fastft.strategies.registry import register_strategies
 from lightning_fastft.training.fine_tuner import FineTuner
 from lightning_fastft.training.optimizer import FusedAdamW

@@ -16,7 +16,8 @@ from lightning_fastft.activations.streams import CudaCopyStreams
 from lightning_fastft.activations.weights import WeightStreamer
 from lightning_fastft.core.errors import HostMemoryError, ShapeError
 from lightning_fastft.core.patcher import ModelPatcher
-from lightning_fastft.hf.loading import ModelSource, build_model
+from lightning_fastft.hf.loading.model import build_model
+from lightning_fastft.hf.loading.source import ModelSource
 from lightning_fastft.hf.lora import add_adapters
 from lightning_fastft.kernels.host_gather.op import host_gather
 from lightning_fastft.patches.attention import install_attention

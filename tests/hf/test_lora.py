@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.hf.lora import add_adapters, describe_lora, parse_lora, to_plain
-from tests.hf.test_loading import random_model
+from tests.hf.loading.test_model import random_model
 
 
 @pytest.mark.parametrize("base_dtype", [torch.float32, torch.bfloat16])

@@ -119,11 +119,11 @@ def test_imports_point_down(path):
     ("path", "source", "fault"),
     [
         (
-            "packing/rows.py",
+            "packing/context.py",
             "from lightning_fastft.training.fine_tuner import FineTuner",
             "imports training/fine_tuner.py",
         ),
-        ("packing/rows.py", "def f():\n    import lightning.pytorch as pl", "imports lightning.pytorch"),
+        ("packing/context.py", "def f():\n    import lightning.pytorch as pl", "imports lightning.pytorch"),
         ("training/fine_tuner.py", "def f():\n    from transformers import AutoModel", "imports transformers"),
         ("kernels/attention/op.py", "import triton.language as tl", "imports triton.language"),
         ("activations/checkpointing.py", "from lightning_fastft.patches import head", "imports patches/head.py"),
@@ -149,7 +149,7 @@ def test_planted_import_is_found(path, source, fault):
 def test_an_import_for_types_may_point_up():
     assert (
         faults_of(
-            Path("packing/rows.py"),
+            Path("packing/context.py"),
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from transformers import AutoModel\n",
         )
         == []

@@ -23,6 +23,7 @@ from lightning_fastft.core.async_reader import AsyncScalarReader
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.core.status import Status
 from lightning_fastft.monitor import run_report, token_throughput
+from lightning_fastft.monitor.report import content
 from lightning_fastft.monitor.report.copies import Copy, Kernel, StepTrace, copy_use, read_events
 from lightning_fastft.monitor.report.findings import describe_profile
 from lightning_fastft.monitor.report.losses import StepLosses, WindowLosses
@@ -637,14 +638,14 @@ def test_report_is_written_when_the_run_is_ended(tmp_path, error, state):
 
 
 def test_error_of_the_report_does_not_replace_the_error_of_the_run(tmp_path):
-    broken = mock.patch.object(run_report, "describe_model", side_effect=RuntimeError("no model"))
+    broken = mock.patch.object(content, "describe_model", side_effect=RuntimeError("no model"))
     with broken, pytest.warns(UserWarning, match="could not be written"), pytest.raises(ArithmeticError):
         fit(tmp_path, Keeps(fail_at=1, error=ArithmeticError()))
 
 
 def test_full_disk_does_not_end_a_trained_run(tmp_path):
     with (
-        mock.patch("lightning_fastft.packing.dataset.replace_file", side_effect=OSError("No space left")),
+        mock.patch("lightning_fastft.packing.store.dataset.replace_file", side_effect=OSError("No space left")),
         pytest.warns(UserWarning, match="No space"),
     ):
         fit(tmp_path, max_steps=2)
@@ -850,7 +851,7 @@ def test_ranks_that_noted_different_steps_are_told(tmp_path):
         fit(tmp_path)
     data, text = read(tmp_path)
     assert (data["curves"]["loss"]["ranks"], len(data["curves"]["loss"]["points"])) == ([0], 8)
-    assert data["curves"]["loss"]["why_alone"] == "the ranks noted different steps"
+    assert data["curves"]["loss"]["why_alone"] == "the ranks recorded different steps"
     assert "Of rank 0 alone" in " ".join(Page(text).text.split())
 
 

@@ -8,7 +8,7 @@ one of them at its first, middle or last line.
 import json
 from typing import NamedTuple
 
-from lightning_fastft.packing import rows
+from lightning_fastft.packing.rows import rejects
 
 VOCAB_SIZE = 400
 MAX_TOKENS = 128
@@ -51,43 +51,49 @@ GOOD_ROW = json.loads(GOOD)
 LONG = [10] * (MAX_TOKENS + 1)
 
 BAD_ROWS = (
-    BadRow("truncated line", "chat", GOOD[:-9], "quarantine", rows.MALFORMED),
-    BadRow("garbage line", "chat", b"%%% not json at all", "quarantine", rows.MALFORMED),
-    BadRow("two objects on a line", "chat", GOOD + GOOD, "quarantine", rows.MALFORMED),
+    BadRow("truncated line", "chat", GOOD[:-9], "quarantine", rejects.MALFORMED),
+    BadRow("garbage line", "chat", b"%%% not json at all", "quarantine", rejects.MALFORMED),
+    BadRow("two objects on a line", "chat", GOOD + GOOD, "quarantine", rejects.MALFORMED),
     BadRow(
         "nested too deeply",
         "chat",
         b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
         "quarantine",
-        rows.MALFORMED,
+        rejects.MALFORMED,
     ),
-    BadRow("not an object", "chat", b'["messages"]', "quarantine", rows.NOT_AN_OBJECT),
-    BadRow("NUL byte", "chat", GOOD.replace(b"four", b"fo\0ur"), "quarantine", rows.NUL),
-    BadRow("lone surrogate", "chat", GOOD.replace(b"four", b"fo\\ud83dur"), "quarantine", rows.SURROGATE),
-    BadRow("non-UTF-8 byte", "chat", GOOD.replace(b"four", b"fo\xffur"), "quarantine", rows.NOT_UTF8),
-    BadRow("duplicate key", "chat", b'{"messages": [], ' + GOOD[1:], "quarantine", rows.DUPLICATE_KEY),
-    BadRow("NaN literal", "chat", GOOD.replace(b'"four"', b"NaN"), "quarantine", rows.NOT_FINITE),
-    BadRow("Infinity literal", "chat", GOOD.replace(b'"four"', b"-Infinity"), "quarantine", rows.NOT_FINITE),
+    BadRow("not an object", "chat", b'["messages"]', "quarantine", rejects.NOT_AN_OBJECT),
+    BadRow("NUL byte", "chat", GOOD.replace(b"four", b"fo\0ur"), "quarantine", rejects.NUL),
+    BadRow("lone surrogate", "chat", GOOD.replace(b"four", b"fo\\ud83dur"), "quarantine", rejects.SURROGATE),
+    BadRow("non-UTF-8 byte", "chat", GOOD.replace(b"four", b"fo\xffur"), "quarantine", rejects.NOT_UTF8),
+    BadRow("duplicate key", "chat", b'{"messages": [], ' + GOOD[1:], "quarantine", rejects.DUPLICATE_KEY),
+    BadRow("NaN literal", "chat", GOOD.replace(b'"four"', b"NaN"), "quarantine", rejects.NOT_FINITE),
+    BadRow("Infinity literal", "chat", GOOD.replace(b'"four"', b"-Infinity"), "quarantine", rejects.NOT_FINITE),
     BadRow("blank line", "chat", b" \t", "accept"),
     BadRow("byte order mark", "chat", b"\xef\xbb\xbf" + GOOD, "accept", accepted=GOOD_ROW),
     BadRow("CRLF", "chat", GOOD, "accept", accepted=GOOD_ROW, line_end=b"\r\n"),
-    BadRow("missing column", "chat", b"{}", "quarantine", rows.MISSING_COLUMN),
-    BadRow("extra column", "chat", b'{"score": 1, ' + GOOD[1:], "quarantine", rows.EXTRA_COLUMN),
-    BadRow("messages of a wrong type", "chat", b'{"messages": "two plus two is four"}', "quarantine", rows.WRONG_TYPE),
-    BadRow("content of a wrong type", "chat", _chat(("user", "two"), ("assistant", 4)), "quarantine", rows.WRONG_TYPE),
-    BadRow("unknown role", "chat", _chat(("user", "two"), ("robot", "four")), "quarantine", rows.UNKNOWN_ROLE),
-    BadRow("empty messages", "chat", b'{"messages": []}', "quarantine", rows.EMPTY_MESSAGES),
-    BadRow("no assistant turn", "chat", _chat(("user", "two plus two")), "quarantine", rows.NO_ASSISTANT),
-    BadRow("empty text", "chat", _chat(("user", "two plus two"), ("assistant", " \n")), "quarantine", rows.EMPTY_TEXT),
-    BadRow("zero tokens", "ids", _ids([], []), "quarantine", rows.ZERO_TOKENS),
-    BadRow("fewer than 2 tokens", "ids", _ids([5], [5]), "quarantine", rows.ONE_TOKEN),
-    BadRow("all labels masked", "ids", _ids([5, 6, 7], [5, -100, -100]), "quarantine", rows.ALL_MASKED),
+    BadRow("missing column", "chat", b"{}", "quarantine", rejects.MISSING_COLUMN),
+    BadRow("extra column", "chat", b'{"score": 1, ' + GOOD[1:], "quarantine", rejects.EXTRA_COLUMN),
+    BadRow(
+        "messages of a wrong type", "chat", b'{"messages": "two plus two is four"}', "quarantine", rejects.WRONG_TYPE
+    ),
+    BadRow(
+        "content of a wrong type", "chat", _chat(("user", "two"), ("assistant", 4)), "quarantine", rejects.WRONG_TYPE
+    ),
+    BadRow("unknown role", "chat", _chat(("user", "two"), ("robot", "four")), "quarantine", rejects.UNKNOWN_ROLE),
+    BadRow("empty messages", "chat", b'{"messages": []}', "quarantine", rejects.EMPTY_MESSAGES),
+    BadRow("no assistant turn", "chat", _chat(("user", "two plus two")), "quarantine", rejects.NO_ASSISTANT),
+    BadRow(
+        "empty text", "chat", _chat(("user", "two plus two"), ("assistant", " \n")), "quarantine", rejects.EMPTY_TEXT
+    ),
+    BadRow("zero tokens", "ids", _ids([], []), "quarantine", rejects.ZERO_TOKENS),
+    BadRow("fewer than 2 tokens", "ids", _ids([5], [5]), "quarantine", rejects.ONE_TOKEN),
+    BadRow("all labels masked", "ids", _ids([5, 6, 7], [5, -100, -100]), "quarantine", rejects.ALL_MASKED),
     BadRow(
         "all labels masked after truncation",
         "ids",
         _ids(LONG, [-100] * MAX_TOKENS + [10]),
         "quarantine",
-        rows.ALL_MASKED_TRUNCATED,
+        rejects.ALL_MASKED_TRUNCATED,
         too_long="truncate",
     ),
     BadRow("longer than the pack", "ids", _ids(LONG, LONG), "stop", "max_tokens=128"),

@@ -6,10 +6,11 @@ import itertools
 import os
 import signal
 
-from lightning_fastft.packing.formats import FormatOptions
-from lightning_fastft.packing.pipeline import Chunk, Setup
-from lightning_fastft.packing.text_files import RawRow
-from lightning_fastft.packing.workers import run_chunks
+from lightning_fastft.packing.reading.text_files import RawRow
+from lightning_fastft.packing.rows.formats import FormatOptions
+from lightning_fastft.packing.tokens.chunks import Chunk
+from lightning_fastft.packing.tokens.tokenisation import Setup
+from lightning_fastft.packing.tokens.workers import run_chunks
 from tests.support.processes import children_of
 
 

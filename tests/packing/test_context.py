@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from lightning_fastft.core.errors import OptionError, ShapeError
-from lightning_fastft.packing.context import BLOCK_SIZE, LABELLED_ROW_BUCKET, BatchContext
+from lightning_fastft.packing.context import LABELLED_ROW_BUCKET, BatchContext
+from lightning_fastft.packing.masks import BLOCK_SIZE
 
 
 def make_context(lengths, num_pad_tokens=0):

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from lightning_fastft.core.errors import DataError, MissingDependencyError
-from lightning_fastft.packing.context import Document
 from lightning_fastft.packing.describe import (
     describe_data,
     render_completions,
@@ -12,6 +11,7 @@ from lightning_fastft.packing.describe import (
     render_length_histogram,
     save_length_histogram,
 )
+from lightning_fastft.packing.document import Document
 from lightning_fastft.training.datamodule import PackedDataModule
 
 

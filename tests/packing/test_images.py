@@ -7,18 +7,11 @@ import pytest
 import torch
 
 from lightning_fastft.core.errors import DataError
-from lightning_fastft.packing import rows
-from lightning_fastft.packing.cache import tokenize_sources
-from lightning_fastft.packing.encode import move_spans
-from lightning_fastft.packing.formats import FormatOptions
-from lightning_fastft.packing.images import (
-    Expanded,
-    ImageInputs,
-    decode_image,
-    merge_inputs,
-    place_images,
-    read_image,
-)
+from lightning_fastft.packing.images import Expanded, ImageInputs, decode_image, merge_inputs, place_images, read_image
+from lightning_fastft.packing.rows import rejects
+from lightning_fastft.packing.rows.formats import FormatOptions
+from lightning_fastft.packing.store.cache import tokenize_sources
+from lightning_fastft.packing.tokens.spans import move_spans
 from tests.packing.conftest import build_tokenizer
 from tests.support.vision import TEMPLATE, make_image, to_bytes
 
@@ -91,22 +84,22 @@ def test_every_form_of_an_image_is_read(tmp_path, value):
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        ("https://example.org/a.png", rows.IMAGE_URL),
-        ("s3://bucket/a.png", rows.IMAGE_URL),
-        ("gone.png", rows.IMAGE_UNREADABLE),
-        ("data:image/png;base64,!", rows.IMAGE_UNREADABLE),
-        ({"path": None}, rows.IMAGE_UNREADABLE),
-        (4, rows.WRONG_TYPE),
+        ("https://example.org/a.png", rejects.IMAGE_URL),
+        ("s3://bucket/a.png", rejects.IMAGE_URL),
+        ("gone.png", rejects.IMAGE_UNREADABLE),
+        ("data:image/png;base64,!", rejects.IMAGE_UNREADABLE),
+        ({"path": None}, rejects.IMAGE_UNREADABLE),
+        (4, rejects.WRONG_TYPE),
     ],
 )
 def test_what_is_no_image_is_rejected_with_its_reason(value, reason):
-    with pytest.raises(rows.RowRejectedError) as raised:
+    with pytest.raises(rejects.RowRejectedError) as raised:
         read_image(value, folder="")
     assert raised.value.reason == reason
 
 
 def test_bytes_that_are_no_image_are_rejected():
-    with pytest.raises(rows.RowRejectedError, match="unreadable"):
+    with pytest.raises(rejects.RowRejectedError, match="unreadable"):
         decode_image(read_image(b"%!PS-Adobe-3.0 EPSF-3.0", folder=""))
 
 
@@ -161,9 +154,9 @@ def test_spans_move_with_their_text_and_leave_images_out():
 
 def test_images_and_places_must_be_equal_in_number():
     messages = [{"role": "user", "content": "<image> <image>"}]
-    with pytest.raises(rows.RowRejectedError, match="fewer"):
+    with pytest.raises(rejects.RowRejectedError, match="fewer"):
         place_images(messages, [IMAGE])
-    with pytest.raises(rows.RowRejectedError, match="more"):
+    with pytest.raises(rejects.RowRejectedError, match="more"):
         place_images([{"role": "user", "content": "<image>"}], [IMAGE, IMAGE])
 
 
@@ -182,7 +175,7 @@ def test_images_without_a_processor_stop_the_run():
 def test_examples_with_images_are_not_cut(too_long):
     data = [ask({"type": "image", "image": IMAGE}, WORDS), ask(WORDS)]
     dataset = tokenize(data, max_tokens=40, too_long=too_long, max_reject_share=0.5)
-    assert rows.IMAGE_TOO_LONG in dataset.report.rejects or len(dataset[0].input_ids) <= 40
+    assert rejects.IMAGE_TOO_LONG in dataset.report.rejects or len(dataset[0].input_ids) <= 40
 
 
 def test_the_cache_keeps_paths_and_bytes_and_no_pixels(tmp_path):

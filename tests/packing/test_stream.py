@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_fastft.packing.context import Document
-from lightning_fastft.packing.planner import StepPlan, pack_best_fit_decreasing
+from lightning_fastft.packing.document import Document
+from lightning_fastft.packing.packs import pack_best_fit_decreasing
+from lightning_fastft.packing.step_plan import StepPlan
 from lightning_fastft.packing.stream import (
     NUM_AHEAD,
     THREAD_NAME,

@@ -6,7 +6,7 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from lightning_fastft.core.errors import OptionError
-from lightning_fastft.hf.loading import auto_class
+from lightning_fastft.hf.loading.source import auto_class
 from lightning_fastft.hf.lora import add_adapters, parse_lora
 from lightning_fastft.training.fine_tuner import FineTuner
 from tests.support.packs import make_batch

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lightning_fastft.core.errors import ContextError, UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.packing.collate import collate
-from lightning_fastft.packing.context import Document
+from lightning_fastft.packing.document import Document
 from lightning_fastft.patches.head import LazyHead, check_objective, install_head
 from lightning_fastft.patches.lazy_logits import LazyLogits
 from tests.support.tiny_models import VOCABULARY, build_tiny

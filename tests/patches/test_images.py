@@ -9,9 +9,9 @@ from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.fused.decoder import install_fused_layers
 from lightning_fastft.hf.images import IMAGE_FAMILIES, DocumentImages, ImageEncoder, check_images
 from lightning_fastft.hf.lora import add_adapters, parse_lora
-from lightning_fastft.packing.cache import tokenize_sources
 from lightning_fastft.packing.collate import collate
-from lightning_fastft.packing.formats import FormatOptions
+from lightning_fastft.packing.rows.formats import FormatOptions
+from lightning_fastft.packing.store.cache import tokenize_sources
 from lightning_fastft.patches.packed import install_packed_training
 from tests.support.packs import assert_close, summed_loss, take_gradients
 from tests.support.vision import bare, build_processor, build_vision_model, make_rows

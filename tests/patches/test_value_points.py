@@ -11,7 +11,8 @@ from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.activations.segments import RECOMPUTE, Segment
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.fused.low_precision_adapters import install_low_precision_adapters
-from lightning_fastft.hf.loading import ModelSource, build_model
+from lightning_fastft.hf.loading.model import build_model
+from lightning_fastft.hf.loading.source import ModelSource
 from lightning_fastft.patches.packed import install_packed_training
 from lightning_fastft.patches.value_points import HeldLinear, install_value_points
 from tests.planner.plan_trials import PlannedModel, assert_equal, kept_gradients, random_plan, read_gradients

@@ -18,7 +18,8 @@ from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.fused.low_precision_adapters import install_low_precision_adapters
 from lightning_fastft.hf.expert_nf4_tensor import ExpertsNF4
 from lightning_fastft.hf.families import decoder_layers
-from lightning_fastft.hf.loading import ModelSource, build_model
+from lightning_fastft.hf.loading.model import build_model
+from lightning_fastft.hf.loading.source import ModelSource
 from lightning_fastft.hf.lora import add_adapters
 from lightning_fastft.moe.install import install_bincount_router
 from lightning_fastft.patches.weight_streaming import HostEmbedding, install_host_embedding, install_weight_streaming

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from lightning_fastft.hf.sharding import gather_state
+from lightning_fastft.hf.sharding.state import gather_state
 from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
 from tests.strategies.strategy_worker import CLIP_NORM, make_tuner
 from tests.support.token_weighting_worker import micro_batches

@@ -24,7 +24,7 @@ from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.checkpoint.resume import ExactResume
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.fused import low_precision_adapters as adapters
-from lightning_fastft.hf.sharding import gather_state, is_sharded
+from lightning_fastft.hf.sharding.state import gather_state, is_sharded
 from lightning_fastft.strategies.ddp import FastFTDDPStrategy
 from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
 from lightning_fastft.strategies.registry import register_strategies

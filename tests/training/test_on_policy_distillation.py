@@ -12,8 +12,8 @@ from lightning_fastft.callbacks.gradient_health import GradientHealth
 from lightning_fastft.cli.lightning_cli import FastFTCLI
 from lightning_fastft.core.async_reader import AsyncScalarReader
 from lightning_fastft.core.errors import DataError, OptionError
-from lightning_fastft.packing.encode import Formatter
-from lightning_fastft.packing.formats import FormatOptions
+from lightning_fastft.packing.rows.formats import FormatOptions
+from lightning_fastft.packing.tokens.formatter import Formatter
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from lightning_fastft.training.distillation import DistillationTuner
 from lightning_fastft.training.fine_tuner import FineTuner

@@ -18,7 +18,8 @@ from lightning_fastft.kernels.attention.reference import masked_attention
 from lightning_fastft.kernels.attention.sdpa import sdpa_attention
 from lightning_fastft.kernels.expert_rows.op import combine_rows
 from lightning_fastft.kernels.repeat_heads.op import repeat_heads
-from lightning_fastft.packing.context import BatchContext, PrefixKeys
+from lightning_fastft.packing.context import BatchContext
+from lightning_fastft.packing.prefixes import PrefixKeys
 
 BACKENDS = ("varlen", "cudnn", "flex", "sdpa", "reference")
 # From this length on cuDNN is faster than torch's flash kernels (measured on an H200: 1.35x forward and 1.7x backward

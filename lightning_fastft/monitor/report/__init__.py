@@ -1,5 +1,6 @@
 """Parts of the run report: measurements, their evaluation, and the page.
 
-``timing``, ``losses`` and ``copies`` collect, ``waits`` traces host syncs, ``findings`` and ``verdict`` evaluate,
-``page`` and ``drawing`` render. Read ``verdict`` first.
+``record`` holds the measurements of a run, which ``timing``, ``losses``, ``sums`` and ``copies`` collect; ``waits``
+traces host syncs. ``content`` turns them into plain values, with ``facts``, ``findings`` and ``verdict``; ``page`` and
+``drawing`` render them. Read ``content`` first.
 """

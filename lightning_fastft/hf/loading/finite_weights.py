@@ -1,0 +1,78 @@
+"""Refuse weights that hold NaN or infinity."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from lightning_fastft.core.errors import DataError, list_names
+from lightning_fastft.hf.loading.source import ModelSource, weight_files
+
+
+def check_finite(model: nn.Module, *, name: str) -> None:
+    """Refuse weights that hold NaN or infinity.
+
+    Quantised weights are checked by their scales, which show infinity but, on CUDA, no NaN. So files are checked before
+    they are quantised.
+
+    Raises:
+        DataError: A weight is not finite; the message names the tensors.
+
+    Cost:
+        One reduction over all weights on their device and one host sync.
+    """
+    names, tensors = [], []
+    for parameter_name, parameter in model.named_parameters():
+        for tensor in _judged_tensors(parameter):
+            if tensor.is_floating_point() and tensor.numel() and tensor.device.type != "meta":
+                names.append(parameter_name)
+                tensors.append(tensor.detach())
+    # The largest magnitude propagates NaN and infinity, and needs no copy of the weights.
+    refuse_not_finite(names, [largest_magnitude(tensor) for tensor in tensors], name=name)
+
+
+def check_files_finite(source: ModelSource, *, device: torch.device) -> None:
+    """Refuse NaN and infinity in the files of a checkpoint; quantisation on CUDA would hide a NaN."""
+    from safetensors import safe_open
+
+    names, largest = [], []
+    for path in weight_files(source):
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            for key in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                tensor = file.get_tensor(key)
+                if tensor.is_floating_point() and tensor.numel():
+                    names.append(key)
+                    largest.append(largest_magnitude(tensor))
+    refuse_not_finite(names, largest, name=source.name)
+
+
+def largest_magnitude(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the largest magnitude, fp32; it propagates NaN and infinity."""
+    return torch.linalg.vector_norm(tensor, ord=float("inf"), dtype=torch.float32)
+
+
+def refuse_not_finite(names: list[str], largest: list[torch.Tensor], *, name: str) -> None:
+    """Raise DataError for the tensors whose largest magnitude is not finite; one host sync."""
+    if not largest:
+        return
+    is_finite = torch.isfinite(torch.stack(largest)).tolist()
+    broken = list(dict.fromkeys(tensor_name for tensor_name, finite in zip(names, is_finite) if not finite))
+    if broken:
+        raise DataError(
+            f"Weights of {name} hold NaN or infinity in {list_names(broken)}. Fetch the files again or check the "
+            "checkpoint."
+        )
+
+
+def _judged_tensors(parameter: nn.Parameter) -> Iterator[torch.Tensor]:
+    """Yield the tensors that show whether a weight is finite: the weight, or the scales of a quantised one."""
+    quant_state = getattr(parameter, "quant_state", None)
+    if quant_state is None:
+        yield parameter
+        return
+    nested = quant_state.state2
+    yield quant_state.absmax if nested is None else nested.absmax
+    if nested is not None:
+        yield quant_state.offset.reshape(1)

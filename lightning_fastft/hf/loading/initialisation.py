@@ -1,0 +1,121 @@
+"""Initialise a model at random, block by block on its device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lightning_fastft.core.errors import UnsupportedModelError, list_names
+from lightning_fastft.hf.dtypes import default_dtype, seeded
+from lightning_fastft.hf.loading.source import auto_class
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+def initialise(
+    config: PretrainedConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantization_config: Any,
+    seed: int,
+) -> PreTrainedModel:
+    """Return a model with random weights on the device, built and quantised block by block."""
+    with torch.device("meta"):
+        model = auto_class(config).from_config(copy.deepcopy(config), dtype=dtype)
+    quantizer = None
+    if quantization_config is not None:
+        from transformers.quantizers import AutoHfQuantizer
+
+        quantizer = AutoHfQuantizer.from_config(quantization_config, pre_quantized=False)
+        # The layers that replace nn.Linear take the default dtype.
+        with default_dtype(dtype):
+            quantizer.preprocess_model(model=model, dtype=dtype, device_map={"": device})
+    tied = set(model.all_tied_weights_keys)
+    is_quantised = quantizer is not None
+    with seeded(seed, device=device), torch.no_grad():
+        _materialise(
+            model,
+            name="",
+            owner=model,
+            tied=tied,
+            device=device,
+            finish=_quantise if is_quantised else None,
+            is_block=True,
+        )
+    model.tie_weights()
+    if quantizer is not None:
+        model = quantizer.postprocess_model(model)
+        model.hf_quantizer = quantizer
+    left = [
+        name
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if tensor.device.type != device.type
+    ]
+    if left:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot be initialised at random: nothing fills {list_names(left)}."
+        )
+    return model
+
+
+def _materialise(
+    module: nn.Module,
+    *,
+    name: str,
+    owner: Any,
+    tied: set[str],
+    device: torch.device,
+    finish: Callable[[nn.Module], None] | None,
+    is_block: bool,
+) -> None:
+    """Give a module and its descendants real, initialised tensors, children first, and finish each complete block."""
+    from transformers import PreTrainedModel
+
+    if isinstance(module, PreTrainedModel):
+        owner = module
+    prefix = f"{name}." if name else ""
+    for child_name, child in module.named_children():
+        is_layer = isinstance(module, nn.ModuleList)
+        _materialise(
+            child, name=prefix + child_name, owner=owner, tied=tied, device=device, finish=finish, is_block=is_layer
+        )
+    for key, parameter in module._parameters.items():
+        if parameter is not None and parameter.device.type == "meta" and prefix + key not in tied:
+            real = nn.Parameter(
+                torch.empty(parameter.shape, dtype=parameter.dtype, device=device),
+                requires_grad=parameter.requires_grad,
+            )
+            # bitsandbytes keeps the options of the later quantisation as attributes of its meta parameter.
+            real.fastft_options = dict(parameter.__dict__)  # type: ignore[attr-defined]
+            module._parameters[key] = real
+    for key, buffer in module._buffers.items():
+        if buffer is not None and buffer.device.type == "meta":
+            module._buffers[key] = torch.empty_like(buffer, device=device)
+    owner._init_weights(module)
+    if is_block and finish is not None:
+        finish(module)
+
+
+def _quantise(block: nn.Module) -> None:
+    """Quantise the weights of the bitsandbytes layers and the experts of a finished block to NF4, as reading a file
+    does.
+    """
+    from lightning_fastft.hf.expert_nf4 import quantise_block
+
+    quantise_block(block)
+    for module in block.modules():
+        for key, parameter in module._parameters.items():
+            options = {} if parameter is None else vars(parameter).pop("fastft_options", {})
+            if "quant_type" in options:
+                import bitsandbytes as bnb
+
+                assert parameter is not None
+                module._parameters[key] = bnb.nn.Params4bit(parameter.data, **{**options, "requires_grad": False}).to(
+                    parameter.device
+                )

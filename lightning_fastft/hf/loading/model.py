@@ -1,0 +1,192 @@
+"""Build a model on its device: read and verified, or initialised from its configuration; dense or in NF4."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from lightning_fastft.core.errors import DataError, MissingDependencyError, OptionError, list_names
+from lightning_fastft.hf.dtypes import default_dtype
+from lightning_fastft.hf.loading.finite_weights import check_files_finite, check_finite
+from lightning_fastft.hf.loading.initialisation import initialise
+from lightning_fastft.hf.loading.safe_files import check_headers
+from lightning_fastft.hf.loading.source import ModelSource, auto_class, weight_files
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+def build_model(
+    source: ModelSource,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantization: Literal["nf4"] | None = None,
+    seed: int = 0,
+) -> PreTrainedModel:
+    """Return the model on its device: read from safetensors and verified, or initialised from its configuration.
+
+    Args:
+        source: Where the model comes from.
+        device: Device of every tensor; no tensor passes through the memory of another device.
+        dtype: Dtype of all floating tensors that are not quantised.
+        quantization: "nf4" holds every linear layer but the head, and every stack of experts, in NF4 with doubly
+            quantised scales; None for no quantisation.
+        seed: Seed of a random initialisation, the same on every rank; the global generators do not change.
+
+    Returns:
+        A transformers causal language model in training mode.
+
+    Raises:
+        DataError: Weights are missing, unexpected, of another shape, or not finite; the message names the tensors. Or a
+            weight file is broken, or is not a safetensors file as the others are.
+        MissingDependencyError: quantization needs bitsandbytes and it is not installed.
+        OptionError: quantization="nf4" for a checkpoint in MXFP4, which is read dequantised.
+
+    Cost:
+        One read of the weights (two if they are quantised), one reduction over them on the device and one host sync.
+        A random model is built block by block: peak memory is the finished model plus one block.
+
+    Source:
+        NF4 and double quantisation: QLoRA, arXiv 2305.14314, through bitsandbytes.
+    """
+    from lightning_fastft.hf.expert_nf4 import quantise_experts
+
+    quantization_config = None if quantization is None else _nf4_config(dtype)
+    # Lightning calls configure_model under its own default device and dtype; loading sets both explicitly.
+    with torch.device("cpu"), default_dtype(torch.float32):
+        if source.init == "random":
+            model = initialise(
+                source.config, device=device, dtype=dtype, quantization_config=quantization_config, seed=seed
+            )
+        else:
+            _refuse_adapters(source)
+            held = getattr(source.config, "quantization_config", None)
+            check_headers(weight_files(source), name=source.name, is_quantised=held is not None)
+            if quantization is not None:
+                check_files_finite(source, device=device)
+            model = _read(source, device=device, dtype=dtype, quantization_config=quantization_config)
+    if quantization is not None:
+        _check_nf4_layers(model, name=source.name)
+        # Quantise the experts that are still dense, and create one dense buffer for all.
+        quantise_experts(model)
+    check_finite(model, name=source.name)
+    return model.train()
+
+
+def _refuse_adapters(source: ModelSource) -> None:
+    """Raise OptionError if the folder holds PEFT adapters."""
+    from transformers.utils import find_adapter_config_file
+
+    assert isinstance(source.model, str)
+    folder = Path(source.model)
+    if folder.is_dir() and (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise OptionError(
+            f"{source.model} holds PEFT adapters, not a model. Give the base model, and the adapters through a "
+            "checkpoint."
+        )
+    # transformers would attach the adapters, and read the base model from the place that their file names.
+    if find_adapter_config_file(source.model, revision=source.revision or "main") is not None:
+        raise OptionError(
+            f"{source.model} holds both a model and PEFT adapters (adapter_config.json), so it is not clear which of "
+            "them to load. Give a folder with the model alone."
+        )
+
+
+def _read(
+    source: ModelSource, *, device: torch.device, dtype: torch.dtype, quantization_config: Any
+) -> PreTrainedModel:
+    """Read a checkpoint and verify that every weight of the model came from it."""
+    from lightning_fastft.hf.expert_nf4_reading import quantise_experts_too
+
+    options = {} if quantization_config is None else {"quantization_config": quantise_experts_too(quantization_config)}
+    is_mxfp4 = _holds_mxfp4(source.config)
+    if is_mxfp4:
+        if quantization_config is not None:
+            raise OptionError(
+                f"{source.model} holds its experts in MXFP4, which are read as bf16 or fp32, and quantization='nf4' "
+                "cannot quantise them again. Remove quantization, or save the model dequantised first."
+            )
+        from transformers import Mxfp4Config
+
+        # transformers has no backward in MXFP4.
+        options["quantization_config"] = Mxfp4Config(dequantize=True)
+    model, report = auto_class(source.config).from_pretrained(
+        source.model,
+        revision=source.revision or "main",
+        dtype=dtype,
+        device_map={"": device},
+        use_safetensors=True,
+        # Mismatches are reported by name below, with the other faults.
+        ignore_mismatched_sizes=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+        **options,
+    )
+    wrong = {
+        "missing from the files": sorted(report["missing_keys"]),
+        "in the files but not in the model": sorted(report["unexpected_keys"]),
+        "of another shape": [
+            f"{key} ({tuple(found)} in the files, {tuple(expected)} in the model)"
+            for key, found, expected in report["mismatched_keys"]
+        ],
+        "unreadable": [str(message) for message in report.get("error_msgs", ())],
+    }
+    faults = [f"{list_names(names)} {kind}" for kind, names in wrong.items() if names]
+    if faults:
+        raise DataError(
+            f"The weights of {source.model} do not fit {type(model).__name__}: {'; '.join(faults)}. "
+            "Check the files and the configuration, or load the model yourself and pass it to FineTuner."
+        )
+    if is_mxfp4:
+        # transformers 5.17 leaves dequantised weights in bf16 for any requested dtype.
+        for parameter in model.parameters():
+            if parameter.ndim == 3:
+                parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def _holds_mxfp4(config: PretrainedConfig) -> bool:
+    """Return whether a checkpoint holds expert weights in MXFP4, as gpt-oss does."""
+    held = getattr(config, "quantization_config", None) or {}
+    method = held.get("quant_method") if isinstance(held, Mapping) else getattr(held, "quant_method", None)
+    return str(getattr(method, "value", method)) == "mxfp4"
+
+
+def _check_nf4_layers(model: nn.Module, *, name: str) -> None:
+    """Refuse NF4 weights whose shape differs from their layer's, which transformers loads without a warning. Keep the
+    layout of the others trainable.
+    """
+    import bitsandbytes as bnb
+
+    wrong = []
+    for layer_name, layer in model.named_modules():
+        if isinstance(layer, bnb.nn.Linear4bit):
+            # On some CPUs the first evaluation would repack the weight, and a repacked layer has no backward.
+            layer.support_avx512bf16_for_cpu = False
+            found, expected = tuple(layer.weight.quant_state.shape), (layer.out_features, layer.in_features)
+            if found != expected:
+                wrong.append(f"{layer_name}.weight ({found} in the files, {expected} in the model)")
+    if wrong:
+        raise DataError(
+            f"The weights of {name} do not fit the model: {list_names(wrong)} of another shape. Check the files and "
+            "the configuration."
+        )
+
+
+def _nf4_config(dtype: torch.dtype) -> Any:
+    """Return NF4 with double quantisation and arithmetic in dtype."""
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError as error:
+        message = "quantization='nf4' needs bitsandbytes. Install it with: pip install 'lightning_fastft[qlora]'"
+        raise MissingDependencyError(message) from error
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+    )

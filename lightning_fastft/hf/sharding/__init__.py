@@ -1,0 +1,5 @@
+"""Shard a model with FSDP2, and build it without a whole copy on any device.
+
+``fillers`` opens a model on the meta device and fills it, ``units`` shards it, ``state`` answers questions about a
+sharded model. Read ``units`` first.
+"""

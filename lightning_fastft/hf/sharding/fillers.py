@@ -1,0 +1,249 @@
+"""Build a model on the meta device, and fill its tensors with values while it is sharded."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel
+
+from lightning_fastft.hf.dtypes import default_dtype, seeded
+from lightning_fastft.hf.loading.finite_weights import largest_magnitude, refuse_not_finite
+from lightning_fastft.hf.loading.model import build_model
+from lightning_fastft.hf.loading.safe_files import check_headers
+from lightning_fastft.hf.loading.source import ModelSource, auto_class, weight_files
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from safetensors import safe_open
+
+
+def open_model(
+    source: ModelSource,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantization: Literal["nf4"] | None = None,
+    seed: int = 0,
+    is_read_early: bool = False,
+) -> tuple[PreTrainedModel, Filler | None]:
+    """Return a model that will be sharded, and the filler of its weights.
+
+    Random models, and models whose files hold their tensors under the model's names, are created on the meta device and
+    filled unit by unit while they are sharded. NF4 bases are built on the device. Files that transformers must convert
+    (merged experts, renamed or quantised tensors) are read into host memory, whole on every rank.
+
+    Args:
+        source: Where the model comes from.
+        device: Device of this rank.
+        dtype: Dtype of all floating tensors that are not quantised.
+        quantization: "nf4", or None.
+        seed: Seed of a random initialisation; the weights equal those of ``build_model`` bit by bit.
+        is_read_early: Whether weights are read before the model is sharded; it is then built at once, in host memory.
+
+    Returns:
+        The model in training mode, and its filler; None if nothing is left to fill.
+
+    Raises:
+        DataError: As ``build_model``, for a model that is not filled later.
+
+    Cost:
+        With a filler: no device memory, and a read of the headers of the files. Without: that of ``build_model``.
+    """
+    if quantization is not None:
+        return build_model(source, device=device, dtype=dtype, quantization=quantization, seed=seed), None
+    if is_read_early:
+        return build_model(source, device=torch.device("cpu"), dtype=dtype, seed=seed), None
+    with torch.device("meta"), default_dtype(torch.float32):
+        model = auto_class(source.config).from_config(copy.deepcopy(source.config), dtype=dtype).train()
+    if source.init == "random":
+        return model, _RandomFiller(seed=seed, device=device)
+    places = _find_tensors(model, source)
+    if places is None:
+        return build_model(source, device=torch.device("cpu"), dtype=dtype), None
+    with suppress(OSError):
+        model.generation_config = GenerationConfig.from_pretrained(source.model, revision=source.revision or "main")
+    return model, _FileFiller(places, device=device, name=source.name)
+
+
+def reads_base(lora: LoraConfig) -> bool:
+    """Return whether PEFT computes the adapters of this configuration from the weights of the base."""
+    return lora.use_dora or lora.init_lora_weights not in (True, False, "gaussian", "orthogonal")
+
+
+class Filler:
+    """Give the tensors of a model on the meta device memory and values, module by module."""
+
+    def __init__(self, *, device: torch.device) -> None:
+        self.device = device
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Hold resources while the model is filled."""
+        # As in build_model: Lightning may have set its own default device and dtype.
+        with torch.device("cpu"), default_dtype(torch.float32), torch.no_grad():
+            yield
+
+    def fill(
+        self,
+        module: nn.Module,
+        *,
+        keys: list[str],
+        prefix: str,
+        owner: PreTrainedModel,
+        master_dtype: torch.dtype | None,
+    ) -> None:
+        """Fill module's own parameters of these keys and its buffers."""
+        raise NotImplementedError
+
+    @contextmanager
+    def placeholders(self, model: nn.Module) -> Iterator[None]:
+        """Replace weights on the meta device by zeros in host memory inside the block, without allocating their size.
+
+        PEFT moves a new adapter to the device of its base weight; on the meta device its values would be lost.
+        """
+        places = [
+            (module._parameters, key, parameter)
+            for module in model.modules()
+            for key, parameter in module._parameters.items()
+        ]
+        metas = [(parameters, key, meta) for parameters, key, meta in places if meta is not None and meta.is_meta]
+        stand_ins = {
+            id(meta): nn.Parameter(torch.zeros((), dtype=meta.dtype, device="cpu").expand(meta.shape))
+            for _, _, meta in metas
+        }
+        for parameters, key, meta in metas:
+            parameters[key] = stand_ins[id(meta)]
+            stand_ins[id(meta)].requires_grad = meta.requires_grad
+        try:
+            yield
+        finally:
+            for parameters, key, meta in metas:
+                parameters[key] = meta
+                meta.requires_grad = stand_ins[id(meta)].requires_grad
+
+
+class _RandomFiller(Filler):
+    """Initialise the weights from the configuration, in the order of ``build_model``."""
+
+    def __init__(self, *, seed: int, device: torch.device) -> None:
+        super().__init__(device=device)
+        self.seed = seed
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Draw from generators of this seed; the global generators do not change."""
+        with super().opened(), seeded(self.seed, device=self.device):
+            yield
+
+    def fill(
+        self,
+        module: nn.Module,
+        *,
+        keys: list[str],
+        prefix: str,
+        owner: PreTrainedModel,
+        master_dtype: torch.dtype | None,
+    ) -> None:
+        """Allocate module's own tensors and let the model initialise them."""
+        for key in keys:
+            meta = module._parameters[key]
+            assert meta is not None
+            module._parameters[key] = nn.Parameter(
+                torch.empty_like(meta, device=self.device), requires_grad=meta.requires_grad
+            )
+        _give_buffers(module, device=self.device)
+        owner._init_weights(module)
+
+
+class _FileFiller(Filler):
+    """Read each tensor from the safetensors file that has it."""
+
+    def __init__(self, places: dict[str, str], *, device: torch.device, name: str) -> None:
+        super().__init__(device=device)
+        self.places = places
+        self.name = name
+        self._files: dict[str, safe_open] = {}
+        self.largest: dict[str, torch.Tensor] = {}
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Keep the files open; at the end refuse weights that are not finite, on every rank."""
+        from safetensors import safe_open
+
+        with super().opened(), ExitStack() as stack:
+            for path in sorted(set(self.places.values())):
+                self._files[path] = stack.enter_context(safe_open(path, framework="pt", device=str(self.device)))
+            yield
+            refuse_not_finite(list(self.largest), list(self.largest.values()), name=self.name)
+            self._files, self.largest = {}, {}
+
+    def fill(
+        self,
+        module: nn.Module,
+        *,
+        keys: list[str],
+        prefix: str,
+        owner: PreTrainedModel,
+        master_dtype: torch.dtype | None,
+    ) -> None:
+        """Read module's own tensors; the model computes those that no file has (tables of rotary frequencies)."""
+        for key in keys:
+            meta = module._parameters[key]
+            assert meta is not None
+            # A master weight gets the value of the file, not one rounded to a narrower dtype.
+            dtype = master_dtype if master_dtype is not None and meta.requires_grad else meta.dtype
+            real = nn.Parameter(self._read(prefix + key, dtype=dtype), requires_grad=meta.requires_grad)
+            # transformers checks this before it initialises a tensor.
+            real._is_hf_initialized = True  # type: ignore[attr-defined]
+            module._parameters[key] = real
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta and prefix + key in self.places:
+                read = self._read(prefix + key, dtype=buffer.dtype)
+                read._is_hf_initialized = True  # type: ignore[attr-defined]
+                module._buffers[key] = read
+        if _give_buffers(module, device=self.device):
+            owner._init_weights(module)
+
+    def _read(self, name: str, *, dtype: torch.dtype) -> torch.Tensor:
+        tensor = self._files[self.places[name]].get_tensor(name)
+        if tensor.is_floating_point() and tensor.numel():
+            self.largest[name] = largest_magnitude(tensor)
+        return tensor.to(device=self.device, dtype=dtype)
+
+
+def _give_buffers(module: nn.Module, *, device: torch.device) -> bool:
+    """Allocate module's own buffers that are still on the meta device; return whether there were any."""
+    metas = {key: buffer for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
+    for key, buffer in metas.items():
+        module._buffers[key] = torch.empty_like(buffer, device=device)
+    return bool(metas)
+
+
+def _find_tensors(model: PreTrainedModel, source: ModelSource) -> dict[str, str] | None:
+    """Return the file of each tensor; None unless the files hold exactly the model's tensors, under its names and in
+    its shapes.
+    """
+    from safetensors import safe_open
+
+    if getattr(source.config, "quantization_config", None) is not None or getattr(
+        model, "_keep_in_fp32_modules_strict", None
+    ):
+        return None
+    tied = set(model.all_tied_weights_keys)
+    wanted = {name: list(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
+    places: dict[str, str] = {}
+    paths = weight_files(source)
+    check_headers(paths, name=source.name, is_quantised=False)
+    for path in paths:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                if name in wanted and file.get_slice(name).get_shape() == wanted[name]:
+                    places[name] = path
+                elif name not in tied:
+                    return None
+    return places if set(places) == set(wanted) else None

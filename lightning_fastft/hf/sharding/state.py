@@ -1,0 +1,76 @@
+"""Questions to a sharded model, and its whole state."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    pass
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Return whether any parameter of module is sharded."""
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
+
+
+def unsharded_trained_names(module: nn.Module) -> list[str]:
+    """Return the trained parameters that are not sharded; nothing averages their gradients over the ranks."""
+    return [
+        name
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and not isinstance(parameter, DTensor)
+    ]
+
+
+def sharded_roots(module: nn.Module) -> list[FSDPModule]:
+    """Return the outermost FSDP modules inside module."""
+    if isinstance(module, FSDPModule):
+        return [module]
+    return [root for child in module.children() for root in sharded_roots(child)]
+
+
+def reshard(module: nn.Module) -> None:
+    """Reshard every FSDP module: after an evaluation the root still holds its weights whole.
+
+    Cost:
+        Frees memory; no communication.
+    """
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            child.reshard()
+
+
+def gather_state(
+    model: nn.Module, *, is_trained_only: bool, dtype: torch.dtype | None = None
+) -> dict[str, torch.Tensor]:
+    """Return the whole state of a sharded model in host memory on rank 0, and an empty dictionary elsewhere; every rank
+    must call this.
+
+    Args:
+        model: The sharded model.
+        is_trained_only: Whether to skip frozen parameters.
+        dtype: Dtype of floating tensors in the result; None keeps their own.
+
+    Cost:
+        One gather per tensor, host memory of the result on rank 0.
+    """
+    reshard(model)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=is_trained_only)
+    # torch's annotation covers every kind of state; the state of a model has only tensors.
+    state = cast("dict[str, torch.Tensor]", get_model_state_dict(model, options=options))
+    if is_trained_only:
+        # torch keeps the second name of a frozen tied weight.
+        trained = {
+            name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad
+        }
+        state = {name: tensor for name, tensor in state.items() if name in trained}
+    return {
+        name: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+        for name, tensor in state.items()
+    }

@@ -1,0 +1,250 @@
+"""Shard a model with FSDP2: each decoder layer is a unit, and the tensors outside of the layers are one more."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from lightning_fastft.core.errors import UnsupportedModelError, list_names
+from lightning_fastft.core.status import Status
+from lightning_fastft.hf.families import decoder_layers, find_causal_models
+from lightning_fastft.hf.sharding.fillers import Filler
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+STATUS_NAME = "sharding"
+# PEFT puts these between the names of the model's own modules.
+_PEFT_PARTS = ("base_layer", "original_module")
+
+
+def shard_model(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    filler: Filler | None = None,
+    compute_dtype: torch.dtype | None = None,
+    master_dtype: torch.dtype | None = None,
+) -> Status:
+    """Shard every causal language model inside model: each decoder layer is a unit, and the tensors outside of the
+    layers are one more.
+
+    Each unit is filled whole on every rank and sharded, and only the rank's shard is kept. Inputs of a layer that are
+    not tensors are passed on unchanged.
+
+    Args:
+        model: A transformers model, or a PEFT model or LightningModule around some; on any device.
+        mesh: Mesh of the data parallel ranks: one axis, or two (replicate, shard), each group of which holds a copy.
+        filler: Fills a model on the meta device.
+        compute_dtype: Dtype in which weights are gathered and multiplied, gradients then reduced in fp32; None keeps
+            each weight's own. Frozen tensors that a model keeps in a wider dtype on purpose are not sharded and not
+            cast.
+        master_dtype: Dtype in which trained weights are held; None keeps each weight's own.
+
+    Returns:
+        The number of devices, the units, and the dtypes.
+
+    Raises:
+        UnsupportedModelError: There is no language model, nothing fills a tensor, or a model keeps a trained
+            tensor wider than compute_dtype on purpose.
+        DataError: Weights of the files are not finite.
+
+    Cost:
+        Device memory of the finished shards, one whole unit, and the tensors outside of the layers. In training those
+        tensors are gathered from the start of the forward to the end of the backward, a layer while it runs.
+
+    Source:
+        Zero redundancy, stage 3: arXiv 1910.02054, through torch's ``fully_shard``.
+    """
+    found = find_causal_models(model)
+    if not found:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} holds no transformers model to shard. Shard it in configure_model with "
+            "fully_shard."
+        )
+    sharder = _Sharder(mesh, filler=filler, compute_dtype=compute_dtype, master_dtype=master_dtype)
+    sharder.units = {id(unit) for _, inner in found for unit in (*decoder_layers(inner), inner)}
+    sharder.begin(model)
+    with ExitStack() as stack:
+        if filler is not None:
+            stack.enter_context(filler.opened())
+        sharder.visit(model, prefix="", owner=None)
+    left = [
+        name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.device.type == "meta"
+    ]
+    if left:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot be built in shards: nothing fills {list_names(left)}."
+        )
+    return Status(STATUS_NAME, "active", sharder.describe(len(sharder.units)))
+
+
+class _Sharder:
+    """Walk over a model in the order of its initialisation, fill tensors on the meta device, and shard each unit."""
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        *,
+        filler: Filler | None,
+        compute_dtype: torch.dtype | None,
+        master_dtype: torch.dtype | None,
+    ) -> None:
+        self.mesh = mesh
+        self.filler = filler
+        self.compute_dtype = None if compute_dtype is torch.float32 else compute_dtype
+        self.master_dtype = master_dtype
+        self.units: set[int] = set()
+        self._whole: set[nn.Parameter] = set()
+        # Filled parameters that several modules share, by the id of the old one, and those that PEFT copied, by name.
+        # Nothing else may keep a whole tensor alive.
+        self._shared: dict[int, nn.Parameter | None] = {}
+        self._originals: dict[str, nn.Parameter] = {}
+
+    def begin(self, model: nn.Module) -> None:
+        """Find the parameters that modules share. Refuse a fully trained base that keeps a tensor wider than its unit
+        would compute.
+        """
+        places = Counter(
+            id(parameter)
+            for module in model.modules()
+            for parameter in module._parameters.values()
+            if parameter is not None
+        )
+        self._shared = {identity: None for identity, count in places.items() if count > 1}
+        for name, parameter in model.named_parameters():
+            if self.master_dtype is not None and parameter.requires_grad and self._is_wide(parameter):
+                raise UnsupportedModelError(
+                    f"{type(model).__name__} keeps {name} in {_short(parameter.dtype)} and computes in "
+                    f"{_short(self.compute_dtype)}; under FSDP2 a decoder layer computes in one dtype. Use "
+                    "FineTuner(dtype='float32'), or lora, which keeps that tensor frozen."
+                )
+
+    def visit(self, module: nn.Module, *, prefix: str, owner: PreTrainedModel | None) -> None:
+        """Fill and shard the children of module, then module itself."""
+        owner = module if isinstance(module, PreTrainedModel) else owner
+        for name, child in module.named_children():
+            self.visit(child, prefix=f"{prefix}{name}.", owner=owner)
+        if self.filler is not None and owner is not None:
+            self._fill(module, prefix=prefix, owner=owner, filler=self.filler)
+        if hasattr(module, "original_module"):
+            self._originals = {}
+        if id(module) in self.units:
+            self._cut(module)
+
+    def describe(self, num_units: int) -> str:
+        """Return one line about the shards and their dtypes."""
+        held = (
+            "weights in their own dtype"
+            if self.master_dtype is None
+            else f"trained weights in {_short(self.master_dtype)}"
+        )
+        computed = (
+            "" if self.compute_dtype is None else f", computed in {_short(self.compute_dtype)}, reduced in float32"
+        )
+        copies = f"{self.mesh.size(0)} copies, each over " if self.mesh.ndim == 2 else ""
+        return f"FSDP2 over {copies}{self.mesh.size(-1)} devices, {num_units} units; {held}{computed}"
+
+    def _fill(self, module: nn.Module, *, prefix: str, owner: PreTrainedModel, filler: Filler) -> None:
+        is_copy = "modules_to_save." in prefix
+        metas = {
+            key: parameter
+            for key, parameter in module._parameters.items()
+            if parameter is not None and (parameter.is_meta or is_copy)
+        }
+        names = {key: _plain_name(prefix + key) for key in metas}
+        open_keys = []
+        for key, meta in metas.items():
+            shared = self._shared.get(id(meta))
+            if shared is not None:
+                module._parameters[key] = shared
+            elif names[key] in self._originals:
+                real = self._originals[names[key]].detach().clone()
+                module._parameters[key] = nn.Parameter(real, requires_grad=meta.requires_grad)
+            elif meta.is_meta:
+                open_keys.append(key)
+        has_buffers = any(buffer is not None and buffer.is_meta for buffer in module._buffers.values())
+        if open_keys or has_buffers:
+            filler.fill(module, keys=open_keys, prefix=_plain_name(prefix), owner=owner, master_dtype=self.master_dtype)
+        for key, meta in metas.items():
+            filled = module._parameters[key]
+            assert filled is not None
+            if id(meta) in self._shared:
+                self._shared[id(meta)] = filled
+            if "original_module" in prefix:
+                self._originals[names[key]] = filled
+
+    def _cut(self, unit: nn.Module) -> None:
+        policy = MixedPrecisionPolicy()
+        if self.compute_dtype is not None:
+            # Adapters cast their factors themselves. They are gathered in their own dtype, and so their gradients are
+            # not rounded, as on one device.
+            param_dtype = None if _trains_adapters_only(unit) else self.compute_dtype
+            policy = MixedPrecisionPolicy(
+                param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+            )
+        # A unit computes in one dtype, so frozen tensors that are wider on purpose are not part of it.
+        own = [parameter for parameter in unit.parameters() if not isinstance(parameter, DTensor)]
+        self._whole |= {parameter for parameter in own if not parameter.requires_grad and self._is_wide(parameter)}
+        for parameter in own:
+            if self.master_dtype is not None and parameter.requires_grad:
+                parameter.data = parameter.data.to(self.master_dtype)
+            self._disguise(parameter)
+        fully_shard(unit, mesh=self.mesh, mp_policy=policy, ignored_params=self._whole or None)
+
+    def _disguise(self, parameter: nn.Parameter) -> None:
+        """View the bytes of a quantised weight as a floating dtype that is never cast, because FSDP2 of older torch
+        takes no integers.
+
+        bitsandbytes reads the bytes in any storage dtype (its ``quant_storage``).
+
+        Source:
+            https://github.com/pytorch/pytorch/issues/185239
+        """
+        storage_dtype = self.compute_dtype or torch.float32
+        if parameter.dtype is torch.uint8 and parameter.numel() % storage_dtype.itemsize == 0:
+            parameter.data = parameter.data.flatten().view(storage_dtype).unsqueeze(1)
+
+    def _is_wide(self, parameter: nn.Parameter) -> bool:
+        is_narrowed = self.compute_dtype is not None and parameter.is_floating_point()
+        return is_narrowed and parameter.dtype.itemsize > self.compute_dtype.itemsize  # type: ignore[union-attr]
+
+
+def _trains_adapters_only(unit: nn.Module) -> bool:
+    """Return whether only LoRA factors are trained in a unit."""
+    trained = [
+        name
+        for name, parameter in unit.named_parameters()
+        if parameter.requires_grad and not isinstance(parameter, DTensor)
+    ]
+    return bool(trained) and all(".lora_A." in name or ".lora_B." in name for name in trained)
+
+
+def _plain_name(name: str) -> str:
+    """Return the name of a tensor of a PEFT model in the model without PEFT.
+
+    Example:
+        >>> _plain_name("base_model.model.model.layers.0.mlp.up_proj.base_layer.weight")
+        'model.layers.0.mlp.up_proj.weight'
+    """
+    name = name.removeprefix("base_model.model.")
+    parts = name.split(".")
+    kept: list[str] = []
+    for part in parts:
+        if kept and kept[-1] == "modules_to_save":
+            # The adapter's name follows it; drop both.
+            kept.pop()
+        elif part not in _PEFT_PARTS:
+            kept.append(part)
+    return ".".join(kept)
+
+
+def _short(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")

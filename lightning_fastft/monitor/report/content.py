@@ -1,0 +1,181 @@
+"""Content of the run report: the measurements of a run and the facts about it, as plain values for JSON."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_fastft.activations.budgets import peak_memory_bytes
+from lightning_fastft.checkpoint.stops import RunStopped
+from lightning_fastft.core.status import Status
+from lightning_fastft.monitor.report.facts import (
+    describe_checkpoints,
+    describe_command,
+    describe_model,
+    describe_options,
+    describe_versions,
+    without_secrets,
+)
+from lightning_fastft.monitor.report.findings import (
+    describe_plan,
+    describe_profile,
+    describe_rows,
+    describe_waits,
+    find_max_tokens,
+)
+from lightning_fastft.monitor.report.losses import NUM_ENDS
+from lightning_fastft.monitor.report.record import RunRecord
+from lightning_fastft.monitor.report.verdict import judge
+from lightning_fastft.monitor.token_throughput import GIB
+from lightning_fastft.strategies.packed_steps import collect_statuses
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+SCHEMA = "lightning_fastft.run_report"
+SCHEMA_VERSION = 1
+
+
+def collect(
+    run: RunRecord,
+    trainer: pl.Trainer,
+    pl_module: pl.LightningModule,
+    *,
+    profile_step: int | None,
+    state: str,
+    error: BaseException | None,
+) -> dict[str, Any]:
+    """Return the content of the report as plain values for JSON, without secrets.
+
+    Args:
+        run: The measurements of the run.
+        trainer: Its Trainer.
+        pl_module: Its module.
+        profile_step: Optimizer step of this fit that was to be profiled; None for none.
+        state: "finished", "stopped", "interrupted" or "failed".
+        error: The exception that ended the run.
+    """
+    is_cuda = run.device.type == "cuda"
+    model = describe_model(pl_module)
+    ranks = run.ranks or [
+        {
+            "rank": trainer.global_rank,
+            "peak_memory_gib": peak_memory_bytes(run.device) / GIB,
+            "tokens_per_s": run.times.rate(),
+        }
+    ]
+    step, values = run.validation
+    profiled_step = None if profile_step is None else run.first_step + profile_step
+    data: dict[str, Any] = {
+        "schema": SCHEMA,
+        "schema_version": SCHEMA_VERSION,
+        "outcome": {"state": state, **_describe_error(error)},
+        "resumed": None if run.first_step == 0 else {"step": run.first_step, "checkpoint": run.source},
+        "head": {**model, **_head(run, trainer, ranks=ranks)},
+        "validation": {"step": step, "metrics": [{"name": name, "value": value} for name, value in values.items()]}
+        if values
+        else None,
+        "checkpoints": describe_checkpoints(trainer),
+        "statuses": [status._asdict() for status in _statuses(trainer)],
+        "plans": [describe_plan(cost, plan) for cost, plan in run.plans],
+        "packing": run.packs.to_dict(max_tokens=find_max_tokens(trainer)),
+        "data": describe_rows(trainer),
+        "curves": _curves(run, trainer),
+        "logged": _describe_values(run),
+        "times": run.times.to_dict(is_cuda=is_cuda),
+        "slowest": run.times.slowest_to_dict(first_step=run.first_step),
+        "ranks": ranks,
+        "profile": describe_profile(run.trace, step=profiled_step, is_cuda=is_cuda, why_not=run.why_no_trace),
+        "waits": describe_waits(run.detector, is_cuda=is_cuda),
+        "options": describe_options(trainer, pl_module),
+        "versions": describe_versions(),
+        "command": describe_command(),
+    }
+    data = without_secrets(data)
+    data["outcome"]["level"], data["outcome"]["verdict"] = judge(data)
+    return data
+
+
+def _head(run: RunRecord, trainer: pl.Trainer, *, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return device, times, speed, memory and losses of the run."""
+    is_cuda = run.device.type == "cuda"
+    rates = [rank["tokens_per_s"] for rank in ranks]
+    num_ends = _num_ends(run)
+    return {
+        "device": torch.cuda.get_device_name(run.device) if is_cuda else "CPU",
+        "num_ranks": trainer.world_size,
+        "started": run.started,
+        "seconds": time.monotonic() - run.began_s,
+        "num_steps": run.step,
+        "last_step": trainer.global_step,
+        "num_batches": run.num_batches,
+        "tokens_per_s": sum(rates) if all(rate is not None for rate in rates) else None,
+        "peak_memory_gib": max(rank["peak_memory_gib"] for rank in ranks),
+        "memory_of": "device, highest rank" if is_cuda else "process, from its start",
+        "num_loss_steps": num_ends,
+        "first_step_loss": run.losses.first(1),
+        "first_loss": run.losses.first(num_ends),
+        "final_loss": run.losses.final(num_ends),
+    }
+
+
+def _describe_values(run: RunRecord) -> list[dict[str, Any]]:
+    """Return the curves of what training logged on this rank, with means over the first and the last steps."""
+    num_ends = _num_ends(run)
+    return [
+        {
+            "name": name,
+            "first": values.first(num_ends),
+            "final": values.final(num_ends),
+            **values.curve.to_dict(first_step=run.first_step),
+        }
+        for name, values in run.values.items()
+    ]
+
+
+def _num_ends(run: RunRecord) -> int:
+    """Return how many steps first and final values are means of: at most a quarter of the run each."""
+    return max(1, min(NUM_ENDS, run.step // 4))
+
+
+def _curves(run: RunRecord, trainer: pl.Trainer) -> dict[str, Any]:
+    """Return the curves of loss and tokens per second."""
+    is_alone = trainer.world_size > 1 and run.why_alone
+    return {
+        "loss": {
+            **run.losses.curve.to_dict(first_step=run.first_step),
+            "num_not_finite": run.losses.num_not_finite,
+            "ranks": [trainer.global_rank] if is_alone else list(range(trainer.world_size)),
+            "why_alone": run.why_alone if is_alone else "",
+            "why_not": "No optimizer step ended with a loss that is a number.",
+        },
+        "tokens_per_s": {
+            **run.times.tokens_per_s.to_dict(first_step=run.first_step),
+            "why_not": "Batches are neither packed nor hold input_ids, so tokens are not known.",
+        },
+    }
+
+
+def _describe_error(error: BaseException | None) -> dict[str, Any]:
+    """Return the error that ended the run, or the signal after which it was saved."""
+    if isinstance(error, RunStopped):
+        return {
+            "error": None,
+            "stop": {
+                "signal": error.signal_name,
+                "step": error.step,
+                "checkpoint": str(error.path),
+                "exit_code": error.code,
+            },
+        }
+    return {
+        "error": None if error is None else {"type": type(error).__name__, "message": str(error)[:4000]},
+        "stop": None,
+    }
+
+
+def _statuses(trainer: pl.Trainer) -> list[Status]:
+    own = getattr(trainer.strategy, "statuses", None)
+    return own() if callable(own) else collect_statuses(trainer, [])

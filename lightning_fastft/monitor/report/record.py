@@ -1,0 +1,129 @@
+"""RunRecord: what the run report measures during a run, on this rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from lightning_fastft.activations.budgets import peak_memory_bytes
+from lightning_fastft.monitor.host_waits import HostWaitDetector
+from lightning_fastft.monitor.report.copies import StepTrace
+from lightning_fastft.monitor.report.losses import StepLosses
+from lightning_fastft.monitor.report.sums import PackSums
+from lightning_fastft.monitor.report.timing import Batch, BatchTimes
+from lightning_fastft.monitor.token_throughput import GIB
+from lightning_fastft.strategies.packed_steps import find_packed_batches
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from lightning_fastft.planner.plan import Plan, StepCost
+
+# The first steps set up optimizer state, kernels and plans.
+_NUM_WARMUP = 3
+
+
+@dataclass(kw_only=True)
+class RunRecord:
+    """Collect the measurements of one run. ``content`` turns them into the report.
+
+    Args:
+        device: Device of this rank.
+        first_step: Optimizer step at which this fit began.
+        step: Optimizer steps of this fit so far.
+        num_batches: Micro-batches of this fit so far.
+        source: Checkpoint from which the run was resumed.
+        losses: Loss of each optimizer step.
+        values: What training logs besides the loss, by its name.
+        validation: Optimizer step and values of the last validation.
+        packs: Fill of the packs.
+        times: Times of the micro-batches.
+        trace: The profiled step.
+        why_no_trace: Why no step was profiled, if known.
+        detector: Watches a step for host syncs.
+        plans: Memory plans, and the costs that they are made from.
+        ranks: Memory and speed of each rank; empty until they are gathered.
+        why_alone: Why the losses are those of this rank alone; "" if they are those of all ranks.
+        began_s: Monotonic time at which the run began.
+        started: Date and time of the start, as text.
+    """
+
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    first_step: int = 0
+    step: int = 0
+    num_batches: int = 0
+    source: str | None = None
+    losses: StepLosses = field(default_factory=StepLosses)
+    values: dict[str, StepLosses] = field(default_factory=dict)
+    validation: tuple[int, dict[str, float]] = (0, {})
+    packs: PackSums = field(default_factory=PackSums)
+    times: BatchTimes = field(default_factory=lambda: BatchTimes(num_warmup=_NUM_WARMUP))
+    trace: StepTrace | None = None
+    why_no_trace: str = ""
+    detector: HostWaitDetector | None = None
+    plans: list[tuple[StepCost, Plan]] = field(default_factory=list)
+    ranks: list[dict[str, Any]] = field(default_factory=list)
+    why_alone: str = "the run ended before the other ranks could be asked"
+    began_s: float = field(default_factory=time.monotonic)
+    started: str = ""
+
+    def add_batch(self, batch: Any) -> Batch:
+        """Count the packs of a micro-batch and return what is known of it from the host."""
+        packed = find_packed_batches(batch)
+        if packed:
+            contexts = [found.context for found in packed]
+            counted = [self.packs.add(context) for context in contexts]
+            num_tokens = sum(context.num_real_tokens for context in contexts)
+            return Batch(
+                self.num_batches,
+                self.step,
+                num_tokens,
+                sum(number for number, _ in counted),
+                max(longest for _, longest in counted),
+            )
+        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+        return Batch(self.num_batches, self.step, ids.numel() if isinstance(ids, torch.Tensor) else None, None, None)
+
+    def add_losses(self, arrived: list[tuple[Any, torch.Tensor]]) -> None:
+        """Add losses and logged values whose copies to the host are complete."""
+        for (step, num_micro_batches, is_last, names), values in arrived:
+            # The values are in host memory, so this is no host sync.
+            loss, *others = map(float, values)
+            self.losses.add(step, loss * num_micro_batches, is_last=is_last)
+            for name, value in zip(names, others):
+                self.values.setdefault(name, StepLosses()).add(step, value, is_last=is_last)
+
+    def add_validation(self, arrived: list[tuple[Any, torch.Tensor]]) -> None:
+        """Add values of a validation whose copies to the host are complete."""
+        for (step, name), value in arrived:
+            others = self.validation[1] if step == self.validation[0] else {}
+            self.validation = step, {**others, name: float(value)}
+
+    def gather_ranks(self, trainer: pl.Trainer) -> None:
+        """Gather memory, speed and losses of all ranks; every rank must call this.
+
+        Cost:
+            One small gather and one host sync.
+        """
+        # The array has the same size on every rank, whatever the number of recorded steps.
+        own_V = np.concatenate(
+            [[peak_memory_bytes(self.device) / GIB, self.times.rate() or 0.0], self.losses.to_array()]
+        )
+        all_RV = own_V[None]
+        if trainer.world_size > 1:
+            all_RV = (
+                trainer.strategy.all_gather(torch.from_numpy(own_V).to(self.device))
+                .reshape(-1, len(own_V))
+                .cpu()
+                .numpy()
+            )
+            self.why_alone = "" if self.losses.take_mean(all_RV[:, 2:]) else "the ranks recorded different steps"
+        self.ranks = [
+            {"rank": rank, "peak_memory_gib": peak, "tokens_per_s": rate or None}
+            for rank, (peak, rate) in enumerate(all_RV[:, :2].tolist())
+        ]

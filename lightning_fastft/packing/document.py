@@ -1,0 +1,38 @@
+"""Document: one tokenised example, as the data set returns it and the collator takes it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from lightning_fastft.packing.images import ImageFile, ImageInputs
+
+IGNORED_LABEL = -100
+
+
+class Document(NamedTuple):
+    """One tokenised example: ids and unshifted labels, each of shape (length,), -100 where nothing is trained.
+
+    An example of a tuner with completions (preference, reward, policy) is a prompt and its completions, one after
+    another in the ids.
+
+    Args:
+        input_ids: Token ids, int64.
+        labels: Ids where a token is trained, else -100, int64.
+        images: Its images in encoded form.
+        image_inputs: What the images become for the model (packing/images.py).
+        segment_lengths: Tokens of the prompt, then of each completion, all at least 1; () without completions.
+        scores: One number per completion: what it is worth, a margin, a label or a reward.
+        log_probs: Log-probability of each token under the model that wrote it, float32, shape (length,), 0 outside of
+            completions; None where it is not known.
+    """
+
+    input_ids: np.ndarray
+    labels: np.ndarray
+    images: tuple[ImageFile, ...] = ()
+    image_inputs: ImageInputs | None = None
+    segment_lengths: tuple[int, ...] = ()
+    scores: tuple[float, ...] = ()
+    log_probs: np.ndarray | None = None

@@ -1,0 +1,128 @@
+"""Attention masks of a pack: dense, and the block mask of FlexAttention.
+
+Axes: T tokens of the pack, Q blocks of tokens.
+
+Documents are contiguous, so the keys that a token sees are one range of its own document and, where the document
+continues a prefix, one range of the prefix.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+BLOCK_SIZE = 128
+
+
+def build_dense_mask(
+    position_T: torch.Tensor, prefix_range_2T: torch.Tensor | None, *, window: int | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the mask of ``BatchContext.dense_mask``, shape (1, 1, T, T).
+
+    Args:
+        position_T: Position of each token in its document, after the prefix if there is one, int64.
+        prefix_range_2T: ``PrefixKeys.range_2T``; None if no document continues a prefix.
+        window: Keys a query sees, itself included; None for all.
+        dtype: torch.bool or a floating dtype.
+    """
+    index_T = torch.arange(position_T.numel(), device=position_T.device)
+    first_T, begin_T, end_T = _seen_ranges(position_T, prefix_range_2T, window=window)
+    seen_TT = (index_T[None, :] >= first_T[:, None]) & (index_T[None, :] <= index_T[:, None])
+    if begin_T is not None and end_T is not None:
+        seen_TT |= (index_T[None, :] >= begin_T[:, None]) & (index_T[None, :] < end_T[:, None])
+    if dtype is not torch.bool:
+        lowest = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=position_T.device)
+        return torch.where(seen_TT, lowest.new_zeros(()), lowest)[None, None]
+    return seen_TT[None, None]
+
+
+def build_block_mask(
+    position_T: torch.Tensor, prefix_range_2T: torch.Tensor | None, *, document_T: torch.Tensor, window: int | None
+) -> Any:
+    """Return the mask of ``BatchContext.block_mask``.
+
+    Args:
+        position_T: As ``build_dense_mask``.
+        prefix_range_2T: As ``build_dense_mask``.
+        document_T: Document of each token, ascending.
+        window: Keys a query sees, itself included; None for all.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    num_tokens = position_T.numel()
+    num_blocks = -(-num_tokens // BLOCK_SIZE)
+    begin_Q = torch.arange(num_blocks, device=position_T.device) * BLOCK_SIZE
+    end_Q = (begin_Q + BLOCK_SIZE - 1).clamp(max=num_tokens - 1)
+    first_document_Q, last_document_Q = document_T[begin_Q], document_T[end_Q]
+    query_begin, query_end = begin_Q[:, None], end_Q[:, None]
+    key_begin, key_end = begin_Q[None, :], end_Q[None, :]
+
+    touched_QQ = (key_begin <= query_end) & (last_document_Q[None, :] >= first_document_Q[:, None])
+    full_QQ = (key_end <= query_begin) & (first_document_Q[None, :] == last_document_Q[:, None])
+    # A last block that reaches past T is never full, so that the kernel applies the mask there.
+    full_QQ &= (query_begin + BLOCK_SIZE <= num_tokens) & (key_begin + BLOCK_SIZE <= num_tokens)
+    if window is not None:
+        touched_QQ &= query_begin - key_end < window
+        full_QQ &= query_end - key_begin < window
+    first_T, prefix_begin_T, prefix_end_T = _seen_ranges(position_T, prefix_range_2T, window=window)
+    if prefix_begin_T is not None and prefix_end_T is not None:
+        touched_TQ, full_TQ = _blocks_in_ranges(prefix_begin_T, prefix_end_T, num_blocks=num_blocks)
+        touched_QQ = touched_QQ | touched_TQ.view(num_blocks, BLOCK_SIZE, -1).any(1)
+        full_QQ = full_QQ | full_TQ.view(num_blocks, BLOCK_SIZE, -1).all(1)
+    partial_QQ = touched_QQ & ~full_QQ
+
+    def mask_mod(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        is_own = (key >= first_T[query]) & (key <= query)
+        if prefix_begin_T is None or prefix_end_T is None:
+            return is_own
+        return is_own | ((key >= prefix_begin_T[query]) & (key < prefix_end_T[query]))
+
+    return BlockMask.from_kv_blocks(
+        *_ordered_blocks(partial_QQ),
+        *_ordered_blocks(full_QQ),
+        BLOCK_SIZE=BLOCK_SIZE,
+        mask_mod=mask_mod,
+        seq_lengths=(num_tokens, num_tokens),
+    )
+
+
+def _seen_ranges(
+    position_T: torch.Tensor, prefix_range_2T: torch.Tensor | None, *, window: int | None
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Return the first row that each token sees of its own document, shape (T,), and the first row of its prefix
+    and one past the last, or None and None.
+    """
+    index_T = torch.arange(position_T.numel(), device=position_T.device)
+    # "Same document and not later" is "between the document's start and the query".
+    first_T = index_T - position_T
+    if prefix_range_2T is None:
+        return first_T if window is None else torch.maximum(first_T, index_T - (window - 1)), None, None
+    begin_T, end_T = prefix_range_2T
+    first_T = first_T + (end_T - begin_T)
+    if window is not None:
+        first_T = torch.maximum(first_T, index_T - (window - 1))
+        begin_T = torch.maximum(begin_T, begin_T + position_T - (window - 1))
+    return first_T, begin_T, end_T
+
+
+def _blocks_in_ranges(
+    begin_T: torch.Tensor, end_T: torch.Tensor, *, num_blocks: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which key blocks each query's range touches, and which it holds whole, both (whole blocks of T, blocks).
+
+    Rows that pad the last query block have an empty range.
+    """
+    padding = num_blocks * BLOCK_SIZE - begin_T.shape[0]
+    begin_T1, end_T1 = (torch.nn.functional.pad(x_T, (0, padding))[:, None] for x_T in (begin_T, end_T))
+    block_begin_Q = torch.arange(num_blocks, device=begin_T.device) * BLOCK_SIZE
+    block_end_Q = block_begin_Q + BLOCK_SIZE
+    touched_TQ = (begin_T1 < block_end_Q) & (end_T1 > block_begin_Q) & (begin_T1 < end_T1)
+    return touched_TQ, (begin_T1 <= block_begin_Q) & (end_T1 >= block_end_Q)
+
+
+def _ordered_blocks(chosen_QQ: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the number of chosen key blocks per query block, and all key block indices with the chosen ones first."""
+    count_Q = chosen_QQ.sum(dim=1, dtype=torch.int32)
+    order_QQ = torch.argsort(chosen_QQ.to(torch.int32), dim=1, descending=True, stable=True).to(torch.int32)
+    return count_Q[None, None], order_QQ[None, None].contiguous()

@@ -1,0 +1,1 @@
+"""Read rows of files, data sets and lists; ``rows`` validates them. Read ``sources`` first."""

@@ -1,0 +1,375 @@
+"""Open sources of rows: text and Parquet files, folders of them, saved data sets, hub data sets, and lists of rows.
+
+``text_files`` reads the rows of text files, ``arrow`` those of tables.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lightning_fastft.core.errors import DataError, OptionError, printable
+from lightning_fastft.packing.reading.arrow import read_arrow_rows
+from lightning_fastft.packing.reading.text_files import (
+    COMPRESSED,
+    RawRow,
+    check_beginning,
+    count_lines,
+    file_kind,
+    open_bytes,
+    read_csv,
+    read_json_array,
+    read_lines,
+)
+from lightning_fastft.packing.rows.parsing import BOM
+
+_LOGGER = logging.getLogger(__name__)
+
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv")
+_ALLOWED = f"{', '.join(SUFFIXES)} (text files also compressed: {', '.join(COMPRESSED)})"
+# Suffixes of unsupported data files. A folder with such a file is an error; other files are skipped.
+_OTHER_DATA = (
+    ".zst",
+    ".zip",
+    ".tar",
+    ".tgz",
+    ".7z",
+    ".arrow",
+    ".feather",
+    ".orc",
+    ".tsv",
+    ".xls",
+    ".xlsx",
+    ".pkl",
+    ".pickle",
+    ".db",
+    ".sqlite",
+)
+# Files of datasets.Dataset.save_to_disk.
+_SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"
+# Files up to this size are hashed completely, at about 1.2 GB/s; of larger files, blocks at regular offsets.
+WHOLE_FINGERPRINT_BYTES = 2**30
+_FINGERPRINT_BLOCKS, _BLOCK_BYTES = 64, 2**20
+# File of rejected rows (data modules also write rejected_val.jsonl). It is never read as data.
+REJECTED = "rejected.jsonl"
+_BATCH_ROWS = 1000
+
+
+class Source(NamedTuple):
+    """Describe one file, data set or list.
+
+    Args:
+        name: Shown in messages and in rejected.jsonl.
+        fingerprint: Digest of the content.
+        read: Yields the rows; takes the requested columns, None for all.
+        columns: Column names if all rows share them; None if each row has its own.
+        count_rows: Returns an upper bound of the number of rows, for the progress bar.
+        counts: Unit of row numbers: "line" or "row".
+        stamp: Modification stamp of a file whose fingerprint does not cover all bytes; "" otherwise.
+        folder: Paths of images are relative to it; "" for the current folder.
+    """
+
+    name: str
+    fingerprint: str
+    read: Callable[[frozenset[str] | None], Iterator[RawRow]]
+    columns: tuple[str, ...] | None
+    count_rows: Callable[[], int]
+    counts: str = "row"
+    stamp: str = ""
+    folder: str = ""
+
+
+def open_sources(sources: object) -> list[Source]:
+    """Return the sources to read; the files of a folder are sorted.
+
+    Args:
+        sources: A path of a file or folder, an id of a hub data set ("owner/name", "owner/name:config" or
+            "owner/name:config:split"; split "train" unless named), a datasets.Dataset, a list of rows (dicts), or a
+            list of these.
+
+    Returns:
+        At least one source.
+
+    Raises:
+        DataError: A file is missing, empty or of an unknown kind, a folder has no data files, or a data set cannot be
+            loaded.
+        OptionError: sources has another type.
+
+    Cost:
+        Hashes at most 1 GiB of each file.
+    """
+    if _is_rows(sources):
+        return [_open_rows(sources)]
+    opened: list[Source] = []
+    for source in sources if isinstance(sources, (list, tuple)) else [sources]:
+        if isinstance(source, (str, os.PathLike)):
+            opened.extend(_open_path(os.fspath(source)))
+        elif hasattr(source, "column_names"):
+            opened.append(_open_dataset(source, name=f"data set {len(opened) + 1}"))
+        elif _is_rows(source):
+            opened.append(_open_rows(source)._replace(name=f"list {len(opened) + 1}"))
+        else:
+            raise OptionError(
+                "A source must be a path, a hub id, a datasets.Dataset or a list of dicts, got "
+                f"{type(source).__name__}."
+            )
+    if not opened:
+        raise DataError("No data: the list of sources is empty.")
+    return opened
+
+
+def _is_rows(value: object) -> bool:
+    return isinstance(value, (list, tuple)) and any(
+        isinstance(entry, Mapping) and not hasattr(entry, "column_names") for entry in value
+    )
+
+
+def fingerprint_file(path: Path) -> str:
+    """Return a digest of the content of a file, independent of its name, folder and modification time.
+
+    The digest of a file above 1 GiB covers its size, its modification time and 64 blocks of 1 MiB.
+    """
+    stat = path.stat()
+    digest = hashlib.sha256(f"{stat.st_size}\n".encode())
+    with path.open("rb") as file:
+        if stat.st_size <= WHOLE_FINGERPRINT_BYTES:
+            while block := file.read(_BLOCK_BYTES):
+                digest.update(block)
+            return digest.hexdigest()
+        # Only the modification time covers the bytes between the blocks.
+        digest.update(f"{stat.st_mtime_ns}\n".encode())
+        for number in range(_FINGERPRINT_BLOCKS):
+            file.seek(number * (stat.st_size - _BLOCK_BYTES) // (_FINGERPRINT_BLOCKS - 1))
+            digest.update(file.read(_BLOCK_BYTES))
+    return digest.hexdigest()
+
+
+def stamp_file(path: Path) -> str:
+    """Return the inode change time of a file too large to hash completely, which programs cannot reset; else ""."""
+    stat = path.stat()
+    return str(stat.st_ctime_ns) if stat.st_size > WHOLE_FINGERPRINT_BYTES else ""
+
+
+def _open_path(given: str) -> list[Source]:
+    path = Path(given).expanduser()
+    if path.is_dir():
+        return _open_folder(path, given=given)
+    if path.is_file():
+        return [_open_file(path)]
+    if file_kind(path) in SUFFIXES or path.is_absolute() or given.startswith((".", "~")):
+        raise DataError(f"There is no file or folder {given} (searched from {Path.cwd()}).")
+    return [_open_hub(given)]
+
+
+def _open_folder(path: Path, *, given: str) -> list[Source]:
+    if (path / _SAVED_SPLITS).is_file():
+        splits = sorted(entry.name for entry in path.iterdir() if (entry / _SAVED).is_file()) or ["none"]
+        raise DataError(
+            f"{given} is a saved data set with the splits {', '.join(splits)}. Give one of them, for example "
+            f"{path / splits[0]}."
+        )
+    if (path / _SAVED).is_file():
+        return [_open_saved(path)]
+    files = sorted(file for file in _walk_files(path) if not _is_no_data(file, root=path))
+    chosen = [file for file in files if file_kind(file) in SUFFIXES]
+    others = [file.relative_to(path) for file in files if file not in set(chosen)]
+    unread = [str(file) for file in others if file.suffix.lower() in (*_OTHER_DATA, *COMPRESSED)]
+    if unread:
+        raise DataError(
+            f"The folder {given} has {len(unread)} files in an unsupported format, for example {unread[0]}. Supported "
+            f"are {_ALLOWED}. Convert or remove the others, or list the files to train on."
+        )
+    if not chosen:
+        raise DataError(f"The folder {given} has no file that ends in {_ALLOWED}.")
+    if others:
+        _LOGGER.info(
+            "%s: skipped %d files that are not data, for example %s.",
+            printable(given),
+            len(others),
+            printable(str(others[0])),
+        )
+    return [_open_file(file) for file in chosen]
+
+
+def _walk_files(folder: Path) -> Iterator[Path]:
+    """Yield all files of a folder tree; follow links, and visit each folder once."""
+    seen: set[str] = set()
+    for root, folders, names in os.walk(folder, followlinks=True, onerror=_refuse_folder):
+        seen.add(os.path.realpath(root))
+        folders[:] = [name for name in folders if os.path.realpath(Path(root, name)) not in seen]
+        for name in names:
+            path = Path(root, name)
+            if path.is_file():
+                yield path
+            elif file_kind(path) in SUFFIXES and not name.startswith((".", "_")):
+                raise DataError(f"{path} is not a regular file (a broken link or a device). Repair or remove it.")
+
+
+def _refuse_folder(error: OSError) -> None:
+    raise DataError(f"The folder {error.filename} cannot be read: {error.strerror}.") from error
+
+
+def _is_no_data(file: Path, *, root: Path) -> bool:
+    """Return whether a file is hidden or an output of this package: rejected rows or a cache entry."""
+    is_hidden = any(part.startswith((".", "_")) for part in file.relative_to(root).parts)
+    return is_hidden or file.match("rejected*.jsonl") or (file.parent / "ids.bin").exists()
+
+
+def _open_file(path: Path) -> Source:
+    kind = file_kind(path)
+    if kind not in SUFFIXES:
+        raise DataError(f"{path} has the suffix {path.suffix or '(none)'}. Supported are {_ALLOWED}.")
+    try:
+        if path.stat().st_size == 0:
+            raise DataError(f"{path} is empty: 0 bytes.")
+        fingerprint = fingerprint_file(path)
+        if kind == ".parquet":
+            return _open_parquet(path, fingerprint)
+        with open_bytes(path) as file:
+            beginning = file.read(4096)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    check_beginning(path, beginning, is_json=kind != ".csv")
+    # UTF-16 starts with a byte order mark, or every second byte of ASCII text is zero.
+    if beginning.startswith((b"\xff\xfe", b"\xfe\xff")) or (
+        len(beginning) > 3 and 0 in beginning[:2] and 0 in beginning[2:4]
+    ):
+        raise DataError(f"{path} is UTF-16; files are read as UTF-8. Convert it with: iconv -f UTF-16 -t UTF-8")
+    reader, counts = read_lines, "line"
+    if kind == ".csv":
+        reader = read_csv
+    elif kind == ".json" and beginning.removeprefix(BOM).lstrip().startswith(b"["):
+        reader, counts = read_json_array, "row"
+    name = printable(str(path))
+    stamp, folder = stamp_file(path), str(path.parent)
+    return Source(name, fingerprint, lambda _: reader(path), None, lambda: count_lines(path), counts, stamp, folder)
+
+
+def _open_parquet(path: Path, fingerprint: str) -> Source:
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            columns, num_rows = tuple(file.schema_arrow.names), file.metadata.num_rows
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        raise DataError(f"{path} cannot be read as a Parquet file: {error}") from error
+    if len(set(columns)) != len(columns):
+        raise DataError(f"{path} repeats a column: {', '.join(columns)}. Rename one of them.")
+    return Source(
+        printable(str(path)),
+        fingerprint,
+        lambda wanted: _read_parquet(path, wanted),
+        columns,
+        lambda: num_rows,
+        stamp=stamp_file(path),
+        folder=str(path.parent),
+    )
+
+
+def _read_parquet(path: Path, wanted: frozenset[str] | None) -> Iterator[RawRow]:
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            columns = None if wanted is None else [name for name in file.schema_arrow.names if name in wanted]
+            for raw, num_absent in read_arrow_rows(file.iter_batches(batch_size=_BATCH_ROWS, columns=columns)):
+                number += 1
+                yield RawRow(number, raw, num_absent)
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        raise DataError(f"{path} cannot be read after row {number}: {error}") from error
+
+
+def _open_saved(path: Path) -> Source:
+    """Open a folder of datasets.Dataset.save_to_disk."""
+    import datasets
+
+    try:
+        return _open_dataset(datasets.load_from_disk(str(path)), name=printable(str(path)))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{path} is a saved data set that cannot be read: {error}. Save it again with save_to_disk."
+        ) from error
+
+
+def _open_hub(given: str) -> Source:
+    import datasets
+    from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
+
+    name, _, rest = given.partition(":")
+    if name in _PACKAGED_DATASETS_MODULES or name.endswith(".py"):
+        # load_dataset would run these readers on local files; "pandas" unpickles them.
+        raise DataError(
+            f"{given} names a reader of the datasets library, not a data set. Give files, a folder or a hub id such as "
+            "owner/name."
+        )
+    config, _, split = rest.partition(":")
+    try:
+        dataset = datasets.load_dataset(name, config or None, split=split or "train")
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        raise DataError(
+            f"{given} is neither a file or folder (searched from {Path.cwd()}) nor an available hub data set: {error}"
+        ) from error
+    return _open_dataset(dataset, name=printable(given))
+
+
+def _open_dataset(dataset: Any, *, name: str) -> Source:
+    if isinstance(dataset, Mapping):
+        raise DataError(f"{name} has the splits {', '.join(dataset)}. Give one of them.")
+    if not hasattr(dataset, "num_rows"):
+        raise DataError(
+            f"{name} is a streaming data set, but packs are planned over all examples. Load it without streaming."
+        )
+    if dataset.num_rows == 0:
+        raise DataError(f"{name} is empty: 0 rows.")
+
+    def read(wanted: frozenset[str] | None) -> Iterator[RawRow]:
+        plain = dataset.with_format(None)
+        if wanted is not None:
+            plain = plain.select_columns([column for column in plain.column_names if column in wanted])
+        batches = (
+            batch for table in plain.with_format("arrow").iter(batch_size=_BATCH_ROWS) for batch in table.to_batches()
+        )
+        number = 0
+        try:
+            for raw, num_absent in read_arrow_rows(batches):
+                number += 1
+                yield RawRow(number, raw, num_absent)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{name} cannot be read after row {number}: {error}") from error
+
+    fingerprint = getattr(dataset, "_fingerprint", None) or _fingerprint_rows(list(dataset))
+    # The fingerprint of a data set does not change if its Arrow files are replaced.
+    files = [Path(entry["filename"]) for entry in getattr(dataset, "cache_files", ())]
+    stamp = " ".join(fingerprint_file(file) + stamp_file(file) for file in files if file.is_file())
+    return Source(
+        name, f"{name}:{fingerprint}", read, tuple(dataset.column_names), lambda: dataset.num_rows, stamp=stamp
+    )
+
+
+def _open_rows(rows: Any) -> Source:
+    def read(wanted: frozenset[str] | None) -> Iterator[RawRow]:
+        for number, row in enumerate(rows, start=1):
+            yield RawRow(number, row)
+
+    return Source("list of rows", _fingerprint_rows(rows), read, None, lambda: len(rows))
+
+
+def _fingerprint_rows(rows: Sequence[Mapping[str, Any]]) -> str:
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(json.dumps(row, default=_to_json, skipkeys=True).encode())
+    return digest.hexdigest()
+
+
+def _to_json(value: Any) -> Any:
+    if hasattr(value, "tobytes") and hasattr(value, "mode"):
+        # The repr of a PIL image is its address.
+        return [value.mode, value.size, hashlib.sha256(value.tobytes()).hexdigest()]
+    # The repr of a long array omits its middle.
+    return value.tolist() if hasattr(value, "tolist") else repr(value)

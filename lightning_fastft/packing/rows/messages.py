@@ -1,0 +1,157 @@
+"""Check the messages of a row, and bring them to one form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_fastft.packing.rows.parsing import check_text
+from lightning_fastft.packing.rows.rejects import (
+    EMPTY_MESSAGES,
+    NO_ASSISTANT,
+    UNKNOWN_ROLE,
+    WRONG_TYPE,
+    RowRejectedError,
+)
+
+# A turn with one of these keys at 0 or false is not trained: OpenAI's name, and those of other trainers.
+TRAINED_FLAGS = ("weight", "train", "training", "loss")
+# Types of message parts that are images.
+IMAGE_PARTS = frozenset({"image", "image_url"})
+KNOWN_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+# Speakers of the ShareGPT format, mapped to the roles of a chat template.
+SPEAKERS = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "assistant"), "assistant"),
+    "system": "system",
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
+}
+
+
+def check_messages(value: object, *, column: str = "messages", needs_assistant: bool = True) -> list[dict[str, Any]]:
+    """Return the messages of a conversation, without null keys and with content as one string, or as a list of parts
+    if one of them is an image.
+
+    An untrained message has ``weight`` 0; other messages have no weight.
+
+    Args:
+        value: The value of the row.
+        column: The column of the value, for the message.
+        needs_assistant: Whether at least one assistant message is required.
+
+    Raises:
+        RowRejectedError: The value is not a list of messages with known roles and text.
+    """
+    if not isinstance(value, (list, tuple)):
+        raise RowRejectedError(WRONG_TYPE, f"{column} must be a list of messages, got {type(value).__name__}")
+    if not value:
+        raise RowRejectedError(EMPTY_MESSAGES, column)
+    messages = [_check_message(message, where=f"{column}[{number}]") for number, message in enumerate(value)]
+    if needs_assistant and not any(message["role"] == "assistant" for message in messages):
+        raise RowRejectedError(NO_ASSISTANT, f"roles are {', '.join(message['role'] for message in messages[:8])}")
+    return messages
+
+
+def read_conversation(value: object, *, system: object = None) -> list[dict[str, Any]]:
+    """Return a ShareGPT conversation, ``{"from": "human", "value": "..."}``, as messages.
+
+    Args:
+        value: The value of the row; turns with ``role`` and ``content`` are messages already.
+        system: Value of the row's system column, which becomes the first message; None or "" for none.
+
+    Raises:
+        RowRejectedError: The value is not a list of turns with known speakers and text.
+
+    Example:
+        >>> read_conversation([{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}])
+        [{'role': 'user', 'content': '2 + 2?'}, {'role': 'assistant', 'content': '4'}]
+    """
+    turns = (
+        [_read_turn(turn, where=f"conversations[{number}]") for number, turn in enumerate(value)]
+        if isinstance(value, (list, tuple))
+        else value
+    )
+    messages = check_messages(turns, column="conversations")
+    if system is None or system == "":
+        return messages
+    if messages[0]["role"] == "system":
+        raise RowRejectedError(WRONG_TYPE, "the row has a system column and conversations has a system turn too")
+    return [{"role": "system", "content": check_text(system, column="system", may_be_empty=True)}, *messages]
+
+
+def _read_turn(turn: object, *, where: str) -> object:
+    """Return a ShareGPT turn as a message; return any other value unchanged, for check_messages to reject."""
+    if not isinstance(turn, Mapping) or turn.get("role") is not None or "from" not in turn:
+        return turn
+    speaker = turn["from"]
+    if not isinstance(speaker, str) or speaker not in SPEAKERS:
+        raise RowRejectedError(UNKNOWN_ROLE, f"{speaker!r} in {where}; allowed: {', '.join(sorted(SPEAKERS))}")
+    return {"role": SPEAKERS[speaker], "content": turn.get("value")} | {
+        name: turn[name] for name in TRAINED_FLAGS if name in turn
+    }
+
+
+def _check_message(value: object, *, where: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise RowRejectedError(
+            WRONG_TYPE, f"{where} must be an object with role and content, got {type(value).__name__}"
+        )
+    message = {key: entry for key, entry in value.items() if entry is not None}
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise RowRejectedError(WRONG_TYPE, f"{where}.role must be a string, got {role!r}")
+    if role not in KNOWN_ROLES:
+        raise RowRejectedError(UNKNOWN_ROLE, f"{role!r} in {where}; allowed: {', '.join(sorted(KNOWN_ROLES))}")
+    content = message.get("content")
+    calls_a_tool = role == "assistant" and bool(message.get("tool_calls"))
+    may_be_empty = calls_a_tool or role not in ("user", "assistant")
+    if isinstance(content, (list, tuple)) and any(
+        isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS for part in content
+    ):
+        message["content"] = _check_parts(content, where=where)
+    elif isinstance(content, (list, tuple)):
+        parts = [
+            part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else None
+            for part in content
+        ]
+        if any(not isinstance(part, str) for part in parts):
+            kinds = sorted(
+                {str(part.get("type")) if isinstance(part, Mapping) else type(part).__name__ for part in content}
+                - {"text"}
+            )
+            raise RowRejectedError(WRONG_TYPE, f"{where} has a part that is not text: {', '.join(kinds)}")
+        # Every template takes strings; only templates for images take parts.
+        message["content"] = check_text(
+            "".join(str(part) for part in parts), column=f"{where}.content", may_be_empty=may_be_empty
+        )
+    elif content is not None or not calls_a_tool:
+        if content is None:
+            raise RowRejectedError(WRONG_TYPE, f"{where} has no content")
+        check_text(content, column=f"{where}.content", may_be_empty=may_be_empty)
+    _take_weight(message, where=where)
+    return message
+
+
+def _check_parts(content: Sequence[Any], *, where: str) -> list[dict[str, Any]]:
+    """Return the parts of a content with images, without null keys."""
+    parts = []
+    for number, part in enumerate(content):
+        kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+        if kind not in ("text", *IMAGE_PARTS):
+            raise RowRejectedError(WRONG_TYPE, f"{where} has a part that is neither text nor image: {kind}")
+        if kind == "text":
+            text = check_text(part.get("text"), column=f"{where}.content[{number}].text", may_be_empty=True)
+            parts.append({"type": "text", "text": text})
+        else:
+            parts.append({**{name: entry for name, entry in part.items() if entry is not None}, "type": kind})
+    return parts
+
+
+def _take_weight(message: dict[str, Any], *, where: str) -> None:
+    """Replace the trained flags of a message by ``weight`` 0 if any flag is off, and by nothing otherwise."""
+    flags = [(name, message.pop(name)) for name in TRAINED_FLAGS if name in message]
+    for name, flag in flags:
+        if flag not in (0, 1):
+            raise RowRejectedError(WRONG_TYPE, f"{where}.{name} must be 0 or 1, got {flag!r}")
+    if not all(flag for _, flag in flags):
+        message["weight"] = 0

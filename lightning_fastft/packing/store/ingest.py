@@ -1,0 +1,305 @@
+"""Ingest: tokenise all rows of a data set in one pass, and judge the data as a whole."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from io import BytesIO
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from lightning_fastft.core.errors import DataError
+from lightning_fastft.core.files import sync_file
+from lightning_fastft.packing.images import ImageStore, ImageWriter
+from lightning_fastft.packing.reading.sources import REJECTED, Source
+from lightning_fastft.packing.rows.formats import TUNERS
+from lightning_fastft.packing.rows.rejects import EXTRA_COLUMN, Reject
+from lightning_fastft.packing.store.completion_store import CompletionStore, CompletionWriter
+from lightning_fastft.packing.store.dataset import (
+    DTYPES,
+    FORMAT_VERSION,
+    META,
+    TokenizedDataset,
+    digest_file,
+    digest_meta,
+    replace_file,
+    write_beside,
+    write_file,
+)
+from lightning_fastft.packing.store.report import IngestReport, render_counts
+from lightning_fastft.packing.tokens.chunks import make_chunks
+from lightning_fastft.packing.tokens.formatter import Formatter
+from lightning_fastft.packing.tokens.tokenisation import ChunkResult, Setup, describe_uniform_reject
+from lightning_fastft.packing.tokens.workers import run_chunks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class _Files(NamedTuple):
+    """The files that are written row by row."""
+
+    ids: IO[bytes]
+    trained: IO[bytes]
+    images: IO[bytes]
+
+
+class Ingest:
+    """Process all rows in one pass: write tokens, collect rejects, count, and stop the run on invalid data."""
+
+    def __init__(self, setup: Setup, *, max_reject_share: float, on_stop: Path | None) -> None:
+        self.rejects: list[Reject] = []
+        self._setup = setup
+        self._max_reject_share = max_reject_share
+        self._on_stop = on_stop
+        self._report = IngestReport()
+        self._notes: Counter[str] = Counter()
+        self._first_places: dict[str, str] = {}
+        self._first_reject = ""
+        self._length: list[np.ndarray] = []
+        self._num_labelled: list[np.ndarray] = []
+        self._digest: list[np.ndarray] = []
+        self._pending_bits = np.zeros(0, dtype=bool)
+        self._images = ImageWriter(BytesIO())
+        self._completions = CompletionWriter()
+
+    def run(
+        self, sources: list[Source], *, num_proc: int, target: Path | None, fingerprint: str, show_progress: bool
+    ) -> TokenizedDataset:
+        """Tokenise all sources and return the data set, stored in target, or in memory if target is None."""
+        if target is None:
+            buffers = BytesIO(), BytesIO(), BytesIO()
+            files = _Files(*buffers)
+            start_N1 = self._fill(sources, files, num_proc=num_proc, show_progress=show_progress)
+            id_buffer, bit_buffer, image_buffer = (np.frombuffer(file.getbuffer(), np.uint8) for file in buffers)
+            offsets, completions = self._images.offsets(), self._completions.arrays()
+            return TokenizedDataset(
+                id_T=id_buffer.view(DTYPES["ids"]),
+                trained_bits=bit_buffer,
+                start_N1=start_N1,
+                num_labelled_N=_join(self._num_labelled),
+                report=self._report,
+                fingerprint=fingerprint,
+                images=ImageStore({"images": image_buffer, **offsets}) if offsets else None,
+                completions=CompletionStore(completions) if completions else None,
+            )
+        with write_beside(target) as part:
+            with ExitStack() as stack:
+                files = _Files(*(stack.enter_context((part / f"{name}.bin").open("wb")) for name in _Files._fields))
+                start_N1 = self._fill(sources, files, num_proc=num_proc, show_progress=show_progress)
+                for file in files:
+                    sync_file(file)
+            offsets, completions = self._images.offsets(), self._completions.arrays()
+            if not offsets:
+                (part / "images.bin").unlink()
+            write_file(part / "start.bin", start_N1.tobytes())
+            write_file(part / "num_labelled.bin", _join(self._num_labelled).tobytes())
+            for name, array in (*offsets.items(), *completions.items()):
+                write_file(part / f"{name}.bin", array.tobytes())
+            write_file(part / REJECTED, _render_rejects(self.rejects))
+            names = (*DTYPES, *(ImageStore.DTYPES if offsets else ()), *completions)
+            digests = {name: digest_file(part / name) for name in (*(f"{name}.bin" for name in names), REJECTED)}
+            meta = {
+                "version": FORMAT_VERSION,
+                "fingerprint": fingerprint,
+                "sha256": digests,
+                "report": self._report.to_dict(),
+            }
+            write_file(part / META, json.dumps(meta | {"own_sha256": digest_meta(meta)}, indent=1).encode())
+        return TokenizedDataset.open(target)
+
+    def _fill(self, sources: list[Source], files: _Files, *, num_proc: int, show_progress: bool) -> np.ndarray:
+        """Write ids, trained bits and images; return the offsets."""
+        # Check tokenizer and template in this process before any worker starts.
+        setup = self._setup
+        formatter = Formatter(setup.tokenizer, options=setup.options, vocab_size=setup.vocab_size, images=setup.images)
+        self._images = ImageWriter(files.images)
+        chunks = make_chunks(sources, formatter=formatter, options=self._setup.options)
+        try:
+            with (
+                _progress(sources, is_shown=show_progress) as advance,
+                closing(run_chunks(chunks, setup=self._setup, num_proc=num_proc)) as results,
+            ):
+                for result in results:
+                    self._judge(result)
+                    self._append(result, files)
+                    advance(result.num_seen)
+            files.trained.write(np.packbits(self._pending_bits).tobytes())
+            self._finish_report()
+            self._check_whole()
+        except DataError:
+            if self._on_stop is not None:
+                write_rejects(self._on_stop, self.rejects)
+            raise
+        return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(_join(self._length))])
+
+    def _judge(self, result: ChunkResult) -> None:
+        """Count the result of a chunk, and raise DataError if the run must stop."""
+        report = self._report
+        self.rejects.extend(result.rejects)
+        if result.rejects and not self._first_reject:
+            first = result.rejects[0]
+            self._first_reject = f"{result.place(first.line)}: {first.reason} ({first.detail})"
+        report.num_rows += result.num_seen
+        _add(report.rows_per_source, result.source, result.num_seen)
+        _add(report.rows_per_format, result.format or "none", result.num_seen)
+        for entry in result.rejects:
+            _add(report.rejects, entry.reason, 1)
+        report.num_blank_lines += result.counts["num_blank_lines"]
+        report.num_too_long += result.counts["num_too_long"]
+        report.num_truncated += result.counts["num_truncated"]
+        report.num_split += result.counts["num_split"]
+        report.num_dropped_pieces += result.counts["num_dropped_pieces"]
+        self._notes.update(result.notes)
+        for note, line in result.first_lines.items():
+            self._first_places.setdefault(note, result.place(line))
+        if result.longest[0] > report.longest:
+            report.longest, report.longest_place = result.longest[0], result.place(result.longest[1])
+        if result.highest_id[0] > report.highest_id:
+            report.highest_id, report.highest_id_place = result.highest_id[0], result.place(result.highest_id[1])
+        if result.impossible is not None:
+            line, error = result.impossible
+            raise DataError(
+                f"{result.place(line)}: {error}.{_say_larger(self._setup.tokenizer, self._setup.vocab_size)}"
+            )
+        uniform = describe_uniform_reject(result)
+        if uniform is not None:
+            raise DataError(f"{uniform}. Check format and columns.{_say_where(self._on_stop)}")
+
+    def _append(self, result: ChunkResult, files: _Files) -> None:
+        files.ids.write(result.id_T.tobytes())
+        for images in result.images_N:
+            self._images.add(images)
+        for completions in result.completions_N:
+            self._completions.add(completions)
+        bits = np.concatenate([self._pending_bits, result.is_trained_T])
+        num_whole = len(bits) - len(bits) % 8
+        files.trained.write(np.packbits(bits[:num_whole]).tobytes())
+        self._pending_bits = bits[num_whole:]
+        self._length.append(result.length_N)
+        self._digest.append(result.digest_N)
+        if len(result.length_N):
+            start_N = np.cumsum(result.length_N) - result.length_N
+            is_predicted = result.is_trained_T.astype(np.int64)
+            is_predicted[start_N] = 0
+            self._num_labelled.append(np.add.reduceat(is_predicted, start_N))
+
+    def _finish_report(self) -> None:
+        report = self._report
+        length_N, digest_N = _join(self._length), np.concatenate([np.zeros(0, dtype=np.uint64), *self._digest])
+        report.num_documents = len(length_N)
+        report.num_tokens = int(length_N.sum())
+        report.num_labelled = int(_join(self._num_labelled).sum())
+        report.num_duplicates = len(digest_N) - len(np.unique(digest_N))
+        first = {note: f" (the first is {place})" for note, place in self._first_places.items()}
+        report.notes = [f"{count} {note}{first.get(note, '')}" for note, count in sorted(self._notes.items()) if count]
+        tokenizer, options = self._setup.tokenizer, self._setup.options
+        has_plain_rows = bool(set(report.rows_per_format) - {"messages", "input_ids", "none"})
+        if has_plain_rows and options.add_eos and tokenizer is not None and tokenizer.eos_token_id is None:
+            report.notes.append("the tokenizer has no end-of-sequence token, so none was appended")
+
+    def _check_whole(self) -> None:
+        """Raise DataError if the data as a whole cannot be trained on."""
+        report, options = self._report, self._setup.options
+        check_share_of_rejects(report, most=self._max_reject_share, written=self._on_stop, first=self._first_reject)
+        if report.num_too_long and options.too_long == "refuse":
+            has_completions = not TUNERS.keys().isdisjoint(report.rows_per_format)
+            ways = (
+                "use too_long='truncate' (cuts completions to equal shares)"
+                if has_completions
+                else "use too_long='truncate' (keeps the beginning) or too_long='split' (makes several examples)"
+            )
+            raise DataError(
+                f"{report.num_too_long} of {report.num_rows} rows are longer than max_tokens={options.max_tokens}; the "
+                f"longest has {report.longest} tokens ({report.longest_place}). Raise max_tokens to {report.longest}, "
+                f"or {ways}."
+            )
+        if report.num_documents == 0:
+            raise DataError(f"No example is left after validation: {report.render()}")
+
+
+def _join(arrays: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype=np.int64), *arrays])
+
+
+def _add(counts: dict[str, int], name: str, count: int) -> None:
+    counts[name] = counts.get(name, 0) + count
+
+
+def _say_where(path: Path | None) -> str:
+    return "" if path is None else f" Rejected rows are in {path}."
+
+
+def check_share_of_rejects(report: IngestReport, *, most: float, written: Path | None, first: str = "") -> None:
+    """Raise DataError if a larger share of the rows is rejected than ``most``.
+
+    Args:
+        report: Counts of the rows.
+        most: Share of rows that may be rejected.
+        written: File of the rejected rows, for the message; None if there is none.
+        first: The first rejected row, for the message.
+    """
+    if report.reject_share <= most:
+        return
+    shown = f" The first is {first}." if first else ""
+    hint = " Use extra_columns='ignore' to accept unexpected columns." if EXTRA_COLUMN in report.rejects else ""
+    raise DataError(
+        f"{report.num_rejected} of {report.num_rows} rows ({100 * report.reject_share:.2f} %) are rejected, "
+        f"max_reject_share={most} allows {100 * most:g} %: {render_counts(report.rejects)}.{shown}"
+        f"{_say_where(written)} Repair the rows or raise max_reject_share.{hint}"
+    )
+
+
+def check_highest_id(
+    report: IngestReport, *, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int | None
+) -> None:
+    """Raise DataError if a token id is outside of the embedding."""
+    if vocab_size is None or report.highest_id < vocab_size:
+        return
+    raise DataError(
+        f"{report.highest_id_place}: token id {report.highest_id} is impossible: ids are 0 to {vocab_size - 1}, "
+        f"because the embedding has {vocab_size} rows." + _say_larger(tokenizer, vocab_size)
+    )
+
+
+def _say_larger(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int | None) -> str:
+    if tokenizer is None or vocab_size is None or len(tokenizer) <= vocab_size:
+        return ""
+    return f" The tokenizer has {len(tokenizer)} tokens. Use the tokenizer of this model, or resize the embedding."
+
+
+def write_rejects(path: Path, rejects: list[Reject]) -> None:
+    """Write rejected.jsonl; replace an earlier file even if no row is rejected."""
+    if rejects or path.exists():
+        replace_file(path, _render_rejects(rejects))
+
+
+def _render_rejects(rejects: list[Reject]) -> bytes:
+    return "".join(f"{entry.to_json()}\n" for entry in rejects).encode()
+
+
+@contextmanager
+def _progress(sources: list[Source], *, is_shown: bool) -> Iterator[Callable[[int], None]]:
+    """Yield a function that advances the progress bar on stderr by a number of rows, if the bar is shown."""
+    if not is_shown:
+        yield lambda num_rows: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("rows"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("tokenise", total=sum(source.count_rows() for source in sources))
+        yield lambda num_rows: progress.advance(task, num_rows)
+        # Sources count lines, which are more than rows.
+        progress.update(task, total=progress.tasks[task].completed)

@@ -1,0 +1,318 @@
+"""Render conversations with a chat template and locate the characters of the assistant.
+
+Spans are in characters, because a token mask is wrong for tokenizers that omit white space from their offsets.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import compress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jinja2.exceptions import TemplateError
+
+from lightning_fastft.core.errors import DataError
+from lightning_fastft.packing.rows.rejects import TEMPLATE_REFUSED, TEMPLATE_UNCLEAR, WRONG_TYPE, RowRejectedError
+from lightning_fastft.packing.tokens.control_tokens import QUOTED_CONTROL, USED_CONTROL, ControlTokens, Rendered
+from lightning_fastft.packing.tokens.deadline import template_deadline
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+# Errors of templates on messages that they were not written for.
+_TEMPLATE_ERRORS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    MemoryError,
+)
+# Inserted into a content to find it in the rendered text: private-use characters, which the text must not contain.
+_SENTINEL = "\ue0f1\ue0f2\ue0f1"
+
+
+# Contents that no template filter changes.
+_PROBES = {"user": "40917263", "assistant": "58126934"}
+
+TRAINED_ANYWAY = "rows with turns of weight 0, which loss_on='all' trains"
+
+
+def read_template(tokenizer: PreTrainedTokenizerBase, chosen: str | None) -> str | None:
+    """Return the Jinja text of the chat template; None if there is none.
+
+    Args:
+        tokenizer: Its template is the default.
+        chosen: Jinja text, a .jinja file, the name of one of the tokenizer's templates, or None for the default.
+
+    Raises:
+        DataError: The file cannot be read.
+    """
+    own = getattr(tokenizer, "chat_template", None)
+    if chosen is not None and chosen.endswith(".jinja"):
+        try:
+            return Path(chosen).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"chat_template={chosen!r} cannot be read: {error}") from error
+    if isinstance(own, dict):
+        return own.get("default" if chosen is None else chosen, chosen)
+    return own if chosen is None else chosen
+
+
+class ChatRenderer:
+    """Render conversations and locate the characters of the assistant.
+
+    Generation marks of the template are used if it has them. Otherwise the conversation is rendered up to the
+    generation prompt and up to the end of the turn; the assistant's text is the difference. Both must be prefixes of
+    the whole text. If a template renders earlier turns differently once later ones follow, a sentinel is inserted into
+    the content and searched for. If that fails too, the row is rejected.
+
+    Templates run in the sandbox of transformers, without access to Python and with ranges of at most 100,000. A
+    template that takes more than two seconds of CPU time for one conversation stops the run with a DataError. Its
+    memory is not limited.
+
+    Args:
+        tokenizer: Applies the template.
+        template: Jinja text of the template.
+        loss_on: "completion" or "all".
+        notes: Counts how turns were located.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, template: str, loss_on: str, notes: Counter[str]) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._loss_on = loss_on
+        self._notes = notes
+        self._has_marks = _GENERATION_MARK.search(template) is not None
+        # End-of-turn tokens such as <end_of_turn> may be plain added tokens instead of special tokens.
+        added = {
+            number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.content.strip()
+        }
+        self.special_ids = frozenset({*tokenizer.all_special_ids, *added})
+        self._end_marks = tuple(sorted({*tokenizer.all_special_tokens, *added.values()}, key=len, reverse=True))
+        self.controls = ControlTokens(tokenizer)
+        self._needs_parts: bool | None = None
+        self._drops_answers = False
+
+    def render(
+        self, messages: Sequence[dict[str, Any]], *, num_context_turns: int = 0, tools: object = None
+    ) -> Rendered:
+        """Return the text of a conversation and its trained character spans.
+
+        Args:
+            messages: Validated messages.
+            num_context_turns: Leading messages that are never trained: the prompt of a conversational prompt and
+                completion.
+            tools: A list of tool descriptions, or its JSON text.
+
+        Raises:
+            RowRejectedError: The template raised an error, or the assistant's turns cannot be located.
+        """
+        tool_list = _check_tools(tools)
+        notes: list[str] = []
+        answers = [message for message in messages if message["role"] == "assistant"]
+        if any(message.get("weight") == 0 for message in answers) and self._loss_on == "all":
+            notes.append(TRAINED_ANYWAY)
+        is_wanted = [message.get("weight", 1) != 0 for message in answers]
+        for number in range(sum(message["role"] == "assistant" for message in messages[:num_context_turns])):
+            is_wanted[number] = False
+        turns, tool_list, found = self.controls.quote(messages, tool_list)
+        notes += found
+        rendered = self._render(self._shape(turns), is_wanted=is_wanted, tools=tool_list)
+        if QUOTED_CONTROL in found and not self.controls.can_read_as_text(rendered):
+            notes[notes.index(QUOTED_CONTROL)] = USED_CONTROL
+            return self.controls.unquote(rendered)._replace(notes=tuple(notes))
+        return rendered._replace(is_quoted=QUOTED_CONTROL in found, notes=tuple(notes))
+
+    def _render(
+        self, messages: Sequence[dict[str, Any]], *, is_wanted: Sequence[bool], tools: list[Any] | None
+    ) -> Rendered:
+        """Render the messages; is_wanted has one trained flag per assistant turn."""
+        if self._loss_on == "all":
+            text = self._apply(messages, tools=tools)
+            return Rendered(text, ((0, len(text)),), is_chat=True)
+        if self._has_marks:
+            rendered = self._render_marked(messages, tools=tools)
+            if all(is_wanted):
+                return rendered
+            if len(rendered.spans) == len(is_wanted):
+                return rendered._replace(spans=tuple(compress(rendered.spans, is_wanted)))
+        return self._render_unmarked(messages, is_wanted=is_wanted, tools=tools)
+
+    def _shape(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return messages without weights, with content as parts if the template drops strings."""
+        if self._needs_parts is None:
+            as_text, as_parts = self._find_kept(lambda text: text), self._find_kept(_as_parts)
+            self._needs_parts = as_text != _PROBES.keys() and as_parts == _PROBES.keys()
+            # If the template raises on the probe, its error is reported with the first row.
+            self._drops_answers = (
+                as_text is not None and "assistant" not in as_text and "assistant" not in (as_parts or ())
+            )
+        if self._drops_answers and any(
+            message["role"] == "assistant" and message.get("content") for message in messages
+        ):
+            raise RowRejectedError(TEMPLATE_UNCLEAR, "the template drops the content of assistant turns")
+        turns = [{name: value for name, value in message.items() if name != "weight"} for message in messages]
+        if self._needs_parts:
+            turns = [
+                turn | {"content": _as_parts(turn["content"])} if isinstance(turn.get("content"), str) else turn
+                for turn in turns
+            ]
+        return turns
+
+    def _find_kept(self, shape: Callable[[str], Any]) -> set[str] | None:
+        """Return the roles whose content in this shape the template renders; None if it raises."""
+        try:
+            text = self._apply([{"role": role, "content": shape(word)} for role, word in _PROBES.items()], tools=None)
+        except RowRejectedError:
+            return None
+        return {role for role, word in _PROBES.items() if word in text}
+
+    def _render_marked(self, messages: Sequence[dict[str, Any]], *, tools: list[Any] | None) -> Rendered:
+        recorder = _CharacterTokenizer(self._tokenizer)
+        with template_deadline(), _template_errors():
+            result = type(self._tokenizer).apply_chat_template(
+                recorder,
+                list(messages),
+                tools=tools,
+                chat_template=self._template,
+                tokenize=True,
+                return_dict=True,
+                return_assistant_tokens_mask=True,
+            )
+        mask = np.asarray([0, *result["assistant_masks"], 0], dtype=np.int8)
+        turn = np.flatnonzero(np.diff(mask))
+        return Rendered(result["input_ids"], tuple(zip(turn[::2].tolist(), turn[1::2].tolist())), is_chat=True)
+
+    def _render_unmarked(
+        self, messages: Sequence[dict[str, Any]], *, is_wanted: Sequence[bool], tools: list[Any] | None
+    ) -> Rendered:
+        text = self._apply(messages, tools=tools)
+        spans: list[tuple[int, int]] = []
+        answers = (number for number, message in enumerate(messages) if message["role"] == "assistant")
+        for number in compress(answers, is_wanted):
+            begin = self._find_begin(messages, number, text=text, tools=tools)
+            end = self._find_end(messages, number, text=text, tools=tools)
+            if begin is None or end is None or begin >= end or (spans and begin < spans[-1][1]):
+                raise RowRejectedError(
+                    TEMPLATE_UNCLEAR,
+                    f"turn {number}: the template has no generation marks, and renders the turn differently if others "
+                    "follow",
+                )
+            spans.append((begin, end))
+        return Rendered(text, tuple(spans), is_chat=True)
+
+    def _find_begin(
+        self, messages: Sequence[dict[str, Any]], number: int, *, text: str, tools: list[Any] | None
+    ) -> int | None:
+        """Return the first character of a turn's answer: after the generation prompt, or else at its content."""
+        if number:
+            asked = self._apply(messages[:number], tools=tools, add_generation_prompt=True)
+            if text.startswith(asked) and asked != self._apply(messages[:number], tools=tools):
+                self._notes[
+                    "assistant turns located by their generation prompt (the chat template has no generation marks)"
+                ] += 1
+                return len(asked)
+        place = self._find_mark(messages, number, text=text, tools=tools, before=True)
+        if place is not None:
+            self._notes[
+                "assistant turns located by a sentinel (the chat template renders them differently if others follow)"
+            ] += 1
+        return place
+
+    def _find_end(
+        self, messages: Sequence[dict[str, Any]], number: int, *, text: str, tools: list[Any] | None
+    ) -> int | None:
+        """Return the end of a turn, including its end-of-turn token but no white space after that."""
+        answered = self._apply(messages[: number + 1], tools=tools)
+        if text.startswith(answered):
+            bare = answered.rstrip()
+            return len(bare) if bare.endswith(self._end_marks) else len(answered)
+        place = self._find_mark(messages, number, text=text, tools=tools, before=False)
+        if place is None:
+            return None
+        return place + next((len(mark) for mark in self._end_marks if text.startswith(mark, place)), 0)
+
+    def _find_mark(
+        self, messages: Sequence[dict[str, Any]], number: int, *, text: str, tools: list[Any] | None, before: bool
+    ) -> int | None:
+        """Return the place of a sentinel before or after a content; None if it changes any other character."""
+        content = messages[number].get("content")
+        if content is None or _SENTINEL in text:
+            return None
+        if not isinstance(content, str) and any(part["type"] != "text" for part in content):
+            return None
+        words = content if isinstance(content, str) else "".join(part["text"] for part in content)
+        marked = [*messages]
+        words = _SENTINEL + words if before else words + _SENTINEL
+        marked[number] = {**messages[number], "content": words if isinstance(content, str) else _as_parts(words)}
+        place_text = self._apply(marked, tools=tools)
+        place = place_text.find(_SENTINEL)
+        return place if place >= 0 and place_text[:place] + place_text[place + len(_SENTINEL) :] == text else None
+
+    def _apply(
+        self, messages: Sequence[dict[str, Any]], *, tools: list[Any] | None, add_generation_prompt: bool = False
+    ) -> str:
+        with template_deadline(), _template_errors():
+            return str(
+                self._tokenizer.apply_chat_template(
+                    list(messages),
+                    tools=tools,
+                    chat_template=self._template,
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                )
+            )
+
+
+@contextmanager
+def _template_errors() -> Iterator[None]:
+    """Turn errors of a template into the rejection of the row."""
+    try:
+        yield
+    except _TEMPLATE_ERRORS as error:
+        raise RowRejectedError(TEMPLATE_REFUSED, str(error)) from error
+
+
+class _CharacterTokenizer:
+    """A tokenizer of single characters, so that apply_chat_template returns an assistant mask per character."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, text: str, **_: object) -> _Characters:
+        return _Characters(input_ids=text)
+
+
+class _Characters(dict[str, Any]):
+    """The output of _CharacterTokenizer."""
+
+    def char_to_token(self, batch: int, character: int) -> int:
+        return character
+
+
+def _as_parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
+
+
+def _check_tools(tools: object) -> list[Any] | None:
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise RowRejectedError(WRONG_TYPE, f"tools is a string that is not valid JSON: {error}") from None
+    if tools is not None and not isinstance(tools, (list, tuple)):
+        raise RowRejectedError(WRONG_TYPE, f"tools must be a list, got {type(tools).__name__}")
+    return list(tools) if tools else None

@@ -1,0 +1,354 @@
+"""Encode rows of one format as token ids with trained flags.
+
+Every format but input_ids is rendered to a text with trained character spans, which is tokenised once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from lightning_fastft.core.errors import DataError, OptionError
+from lightning_fastft.packing.images import ImageExpander, decode_image, place_images, read_image
+from lightning_fastft.packing.rows.completion_rows import Texts, join_completions, read_completions, unlike
+from lightning_fastft.packing.rows.formats import TUNERS, FormatOptions
+from lightning_fastft.packing.rows.messages import check_messages, read_conversation
+from lightning_fastft.packing.rows.parsing import check_text
+from lightning_fastft.packing.rows.rejects import IMAGE_UNSERVED, IMAGE_WITH_COMPLETIONS, WRONG_TYPE, RowRejectedError
+from lightning_fastft.packing.tokens import chat
+from lightning_fastft.packing.tokens.control_tokens import Rendered
+from lightning_fastft.packing.tokens.spans import move_spans, place_spans
+from lightning_fastft.packing.tokens.token_ids import (
+    Encoded,
+    TokenIdError,
+    allowed_ids,
+    encode_ids,
+    encode_rollout_ids,
+    highest_id,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class _Conversations(NamedTuple):
+    """The texts of one row, one per completion, and the scores; must_differ: two equal ones are an error."""
+
+    rendered: list[Rendered]
+    scores: tuple[float, ...]
+    must_differ: bool
+
+
+class Formatter:
+    """Encode rows as tokens.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer; None supports only input_ids, and rollouts as ids.
+        options: Options for turning rows into tokens.
+        vocab_size: Rows of the model's embedding; None if it is not known yet.
+        images: Expands the image placeholders of a text; None rejects rows with images.
+
+    Raises:
+        DataError: The chat template's file cannot be read.
+
+    Example:
+        >>> formatter = Formatter(None, options=FormatOptions(max_tokens=8))
+        >>> formatter.encode([{"input_ids": [1, 2], "labels": [-100, 2]}], format="input_ids")[0].is_trained
+        array([False,  True])
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        options: FormatOptions,
+        vocab_size: int | None = None,
+        images: ImageExpander | None = None,
+    ) -> None:
+        self.notes: Counter[str] = Counter()
+        self._images = images
+        self._tokenizer = tokenizer
+        self._options = options
+        self._vocab_size = vocab_size
+        self._chat: chat.ChatRenderer | None = None
+        self._prefix_ids: list[int] = []
+        self._eos_id: int | None = None
+        if tokenizer is not None:
+            self._prefix_ids = _find_prefix(tokenizer)
+            self._eos_id = tokenizer.eos_token_id if options.add_eos else None
+            template = chat.read_template(tokenizer, options.chat_template)
+            if template is None and images is not None:
+                template = images.chat_template
+            if template is not None:
+                self._chat = chat.ChatRenderer(tokenizer, template=template, loss_on=options.loss_on, notes=self.notes)
+
+    def check_can_serve(self, format: str, *, file: str) -> None:
+        """Raise DataError if this tokenizer cannot encode rows of a format, and OptionError if the options cannot."""
+        if format not in ("input_ids", "rollouts") and self._tokenizer is None:
+            raise _missing_tokenizer(format, file=file)
+        for option, refused, allowed in (
+            ("loss_on", "all", "'completion'"),
+            ("too_long", "split", "'refuse' or 'truncate'"),
+        ):
+            if format in TUNERS and getattr(self._options, option) == refused:
+                raise OptionError(
+                    f"{file}: {option}={refused!r} is not possible for rows of format {format!r}, which train "
+                    f"completions behind a shared prompt. Allowed is {option}={allowed}."
+                )
+        if format in ("messages", "conversations") and self._chat is None:
+            raise DataError(
+                f"{file}: rows of format {format!r} need a chat template, and the tokenizer has none. Give "
+                "chat_template."
+            )
+
+    def encode(
+        self, rows: Sequence[Mapping[str, Any]], *, format: str, folder: str = ""
+    ) -> list[Encoded | RowRejectedError | TokenIdError]:
+        """Return the tokens of each row, or the error that rejects it.
+
+        Args:
+            rows: Columns under the names of the format.
+            format: Format of all rows.
+            folder: Paths of images are relative to it.
+
+        Cost:
+            One tokenizer call for all rows. A chat template is rendered once per row (or completion), and once more per
+            turn if it has no generation marks; the prompt is tokenised once per completion. Each image is decoded and
+            processed once, for its number of tokens.
+        """
+        outcomes: list[Encoded | RowRejectedError | TokenIdError | Rendered | _Conversations] = []
+        for row in rows:
+            try:
+                outcomes.append(self._read(row, format=format, folder=folder))
+            except (RowRejectedError, TokenIdError) as error:
+                outcomes.append(error)
+        rendered = [
+            one
+            for outcome in outcomes
+            if isinstance(outcome, (Rendered, _Conversations))
+            for one in ([outcome] if isinstance(outcome, Rendered) else outcome.rendered)
+        ]
+        encoded = iter(self._encode_rendered(rendered))
+        finished: list[Encoded | RowRejectedError | TokenIdError] = []
+        for outcome in outcomes:
+            if isinstance(outcome, Rendered):
+                finished.append(next(encoded))
+            elif isinstance(outcome, _Conversations):
+                finished.append(_join(outcome, [next(encoded) for _ in outcome.rendered]))
+            else:
+                finished.append(outcome)
+        return finished
+
+    def _read(self, row: Mapping[str, Any], *, format: str, folder: str) -> Encoded | Rendered | _Conversations:
+        """Return the tokens of a row of ids, and the texts of any other row."""
+        if format == "input_ids":
+            return encode_ids(row, vocab_size=self._vocab_size, loss_on=self._options.loss_on)
+        if format not in TUNERS:
+            return self._expand(self._render(row, format=format), folder=folder)
+        if _image_column(row):
+            raise RowRejectedError(IMAGE_WITH_COMPLETIONS, "they are not supported yet")
+        if "prompt_ids" in row and "completion_ids" in row:
+            return encode_rollout_ids(row, vocab_size=self._vocab_size)
+        if self._tokenizer is None:
+            raise _missing_tokenizer(format, file="a row of text")
+        return self._render_completions(row, format=format)
+
+    def _render_completions(self, row: Mapping[str, Any], *, format: str) -> _Conversations:
+        """Return one text per completion, each behind the prompt."""
+        found = read_completions(row, format=format)
+        tools = row.get("tools")
+        if isinstance(found, Texts):
+            if tools:
+                raise RowRejectedError(WRONG_TYPE, "a prompt with tools must be a list of messages")
+            prompt = found.prompt + ("" if found.is_implicit else self._options.separator)
+            rendered = [self._render_pair(prompt, completion) for completion in found.completions]
+        else:
+            rendered = []
+            for completion in found.completions:
+                turns = found.prompt + completion
+                if any(isinstance(message.get("content"), list) for message in turns):
+                    raise RowRejectedError(IMAGE_WITH_COMPLETIONS, "they are not supported yet")
+                text, _ = self._render_chat(turns, num_context_turns=len(found.prompt), tools=tools, column=[])
+                rendered.append(text)
+        return _Conversations(rendered, found.scores, must_differ=format == "preference")
+
+    def _expand(self, rendered: tuple[Rendered, list[object]], *, folder: str) -> Rendered:
+        """Read the images of a rendered row and expand their placeholders, which are never trained."""
+        example, values = rendered
+        if not values:
+            return example
+        assert self._images is not None
+        files = [read_image(value, folder=folder) for value in values]
+        expanded = self._images.expand(example.text, [decode_image(file) for file in files])
+        return example._replace(
+            text=expanded.text, spans=move_spans(example.spans, expanded.places), images=tuple(files)
+        )
+
+    def _render(self, row: Mapping[str, Any], *, format: str) -> tuple[Rendered, list[object]]:
+        """Return the text of a row, and its images in the order of their placeholders."""
+        column = _image_column(row)
+        if format == "messages":
+            return self._render_chat(check_messages(row["messages"]), tools=row.get("tools"), column=column)
+        if format == "conversations":
+            messages = read_conversation(row["conversations"], system=row.get("system"))
+            return self._render_chat(messages, tools=row.get("tools"), column=column)
+        if format == "prompt_completion" and not isinstance(row["prompt"], str):
+            return self._render_turns(row["prompt"], row["completion"], column=column)
+        if column:
+            raise RowRejectedError(WRONG_TYPE, "a prompt with images must be a list of messages")
+        return self._render_text(row, format=format), []
+
+    def _render_text(self, row: Mapping[str, Any], *, format: str) -> Rendered:
+        if format == "prompt_completion":
+            return self._render_strings(row["prompt"], row["completion"])
+        if format == "instruction":
+            prompt = f"### Instruction:\n{check_text(row['instruction'], column='instruction')}\n\n"
+            extra = check_text(row.get("input", ""), column="input", may_be_empty=True)
+            prompt += f"### Input:\n{extra}\n\n" if extra.strip() else ""
+            return self._render_pair(prompt + "### Response:\n", check_text(row["output"], column="output"))
+        text = check_text(row["text"], column="text")
+        return Rendered(text, ((0, len(text)),))
+
+    def _render_strings(self, prompt: object, completion: object) -> Rendered:
+        if not (isinstance(prompt, str) and isinstance(completion, str)):
+            raise unlike(prompt, completion, column="completion")
+        return self._render_pair(
+            check_text(prompt, column="prompt") + self._options.separator, check_text(completion, column="completion")
+        )
+
+    def _render_turns(
+        self, prompt: object, completion: object, *, column: list[object]
+    ) -> tuple[Rendered, list[object]]:
+        if not (isinstance(prompt, (list, tuple)) and isinstance(completion, (list, tuple))):
+            raise unlike(prompt, completion, column="completion")
+        turns = check_messages(prompt, column="prompt", needs_assistant=False)
+        answers = check_messages(completion, column="completion")
+        return self._render_chat(turns + answers, num_context_turns=len(turns), column=column)
+
+    def _render_pair(self, prompt: str, completion: str) -> Rendered:
+        begin = 0 if self._options.loss_on == "all" else len(prompt)
+        return Rendered(prompt + completion, ((begin, len(prompt) + len(completion)),))
+
+    def _render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        num_context_turns: int = 0,
+        tools: object = None,
+        column: list[object],
+    ) -> tuple[Rendered, list[object]]:
+        if self._chat is None:
+            raise DataError("Messages need a chat template, and the tokenizer has none. Give chat_template.")
+        turns, images = place_images(messages, column)
+        if images and self._images is None:
+            raise RowRejectedError(IMAGE_UNSERVED, "image parts need a vision-language model with its processor")
+        return self._chat.render(turns, num_context_turns=num_context_turns, tools=tools), images
+
+    def _encode_rendered(self, rendered: Sequence[Rendered]) -> list[Encoded | TokenIdError]:
+        if not rendered:
+            return []
+        assert self._tokenizer is not None, "call check_can_serve first"
+        batch = self._tokenizer(
+            [example.text for example in rendered], add_special_tokens=False, return_attention_mask=False, verbose=False
+        )
+        encoded: list[Encoded | TokenIdError] = []
+        for number, example in enumerate(rendered):
+            if example.is_quoted:
+                ids, spans = self._encode_quoted(example)
+            else:
+                ids, spans = place_spans(self._tokenizer, batch, number, example, notes=self.notes)
+            # A chat template adds its own first and last tokens.
+            finished = self._finish(ids, spans, add_ends=not example.is_chat, trains_all=not example.images)
+            finished = finished._replace(notes=example.notes, images=example.images)
+            highest = int(finished.input_ids.max(initial=-1))
+            encoded.append(
+                finished
+                if highest <= highest_id(self._vocab_size)
+                else TokenIdError(highest, "token id", allowed_ids(self._vocab_size))
+            )
+        return encoded
+
+    def _encode_quoted(self, example: Rendered) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return ids and trained spans of a conversation with control tokens as plain text in user turns."""
+        assert self._chat is not None
+        controls = self._chat.controls
+        batch, marked = controls.encode(example)
+        ids, spans = place_spans(controls.marked, batch, 0, marked, notes=self.notes)
+        return controls.own_ids(ids), spans
+
+    def _finish(
+        self, ids: list[int], spans: list[tuple[int, int]], *, add_ends: bool, trains_all: bool = True
+    ) -> Encoded:
+        """Set the trained flags; add the tokenizer's prefix and a trained end-of-sequence token.
+
+        trains_all: Whether loss_on="all" may train every token, including those outside of the spans.
+        """
+        if not ids:
+            return Encoded(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=bool))
+        prefix = self._prefix_ids if add_ends and ids[: len(self._prefix_ids)] != self._prefix_ids else []
+        suffix = [self._eos_id] if add_ends and self._eos_id is not None and ids[-1] != self._eos_id else []
+        input_ids = np.asarray(prefix + ids + suffix, dtype=np.int64)
+        is_trained = np.zeros(len(input_ids), dtype=bool)
+        if self._options.loss_on == "all" and trains_all:
+            is_trained[:] = True
+        for begin, end in spans:
+            is_trained[len(prefix) + begin : len(prefix) + end] = True
+        if suffix:
+            is_trained[-1] = True
+        if not add_ends and spans and int(input_ids[len(prefix) + spans[-1][1] - 1]) not in self._special_ids():
+            self.notes[
+                "conversations whose last trained token is not a special token: the model may not learn to stop there"
+            ] += 1
+        return Encoded(input_ids, is_trained)
+
+    def _special_ids(self) -> frozenset[int]:
+        return self._chat.special_ids if self._chat is not None else frozenset()
+
+
+def _image_column(row: Mapping[str, Any]) -> list[object]:
+    """Return the images of a row's columns, images before image."""
+    images = row.get("images")
+    several = list(images) if isinstance(images, (list, tuple)) else [] if images is None else [images]
+    return several + ([row["image"]] if row.get("image") is not None else [])
+
+
+def _missing_tokenizer(format: str, *, file: str) -> DataError:
+    return DataError(
+        f"{file}: rows of format {format!r} need a tokenizer, and there is none. Give tokenizer, or save the "
+        "tokenizer's files in the folder of the model."
+    )
+
+
+def _join(
+    conversations: _Conversations, encoded: Sequence[Encoded | TokenIdError]
+) -> Encoded | RowRejectedError | TokenIdError:
+    """Return the conversations of one row as one example, with their prompt once."""
+    parts = []
+    for part in encoded:
+        if isinstance(part, TokenIdError):
+            return part
+        parts.append(part)
+    try:
+        ids, is_trained, completions = join_completions(
+            [part.input_ids for part in parts],
+            [part.is_trained for part in parts],
+            scores=conversations.scores,
+            must_differ=conversations.must_differ,
+        )
+    except RowRejectedError as error:
+        return error
+    notes = tuple(dict.fromkeys(note for part in parts for note in part.notes))
+    return Encoded(ids, is_trained, notes, completions=completions)
+
+
+def _find_prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens that a tokenizer adds before a text, such as a beginning-of-sequence token."""
+    plain = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+    whole = list(tokenizer("a", add_special_tokens=True)["input_ids"])
+    for begin in range(len(whole) - len(plain) + 1):
+        if whole[begin : begin + len(plain)] == plain:
+            return whole[:begin]
+    return []

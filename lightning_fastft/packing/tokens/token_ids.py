@@ -1,0 +1,137 @@
+"""Encoded: an example as token ids with trained flags. Rows that are ids already are encoded here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lightning_fastft.core.errors import DataError
+from lightning_fastft.packing.document import IGNORED_LABEL
+from lightning_fastft.packing.images import ImageFile
+from lightning_fastft.packing.rows.completion_rows import join_ids, read_rollout_ids
+from lightning_fastft.packing.rows.rejects import LABELS_DIFFER, WRONG_TYPE, RowRejectedError
+from lightning_fastft.packing.store.completion_store import Segments
+
+MAX_TOKEN_ID = 2**31 - 1
+
+
+class Encoded(NamedTuple):
+    """One example as tokens: ids (int64) and trained flags (bool), both of shape (length,); remarks on its row, its
+    images and its completions.
+    """
+
+    input_ids: np.ndarray
+    is_trained: np.ndarray
+    notes: tuple[str, ...] = ()
+    images: tuple[ImageFile, ...] = ()
+    completions: Segments | None = None
+
+
+class TokenIdError(DataError):
+    """Raised for a token id or label outside of the embedding, which would trigger a device assert in training.
+
+    Args:
+        token_id: The id.
+        what: "token id" or "label".
+        allowed: The allowed ids, as text.
+    """
+
+    def __init__(self, token_id: int, what: str, allowed: str) -> None:
+        super().__init__(f"{what} {token_id} is impossible: {allowed}")
+        self.token_id = token_id
+        self.what = what
+        self.allowed = allowed
+
+    def __reduce__(self) -> tuple[type[TokenIdError], tuple[int, str, str]]:
+        return type(self), (self.token_id, self.what, self.allowed)
+
+
+def highest_id(vocab_size: int | None) -> int:
+    """Return the highest possible token id."""
+    return MAX_TOKEN_ID if vocab_size is None else vocab_size - 1
+
+
+def allowed_ids(vocab_size: int | None) -> str:
+    """Return the possible token ids as text, for error messages."""
+    rows = "" if vocab_size is None else f", the embedding has {vocab_size} rows"
+    return f"ids are 0 to {highest_id(vocab_size)}{rows}"
+
+
+def encode_ids(row: Mapping[str, Any], *, vocab_size: int | None, loss_on: str) -> Encoded:
+    """Return the example of a row of format input_ids.
+
+    Args:
+        row: Columns under the names of the format.
+        vocab_size: Rows of the model's embedding; None if it is not known yet.
+        loss_on: "completion" trains the labelled ids, "all" trains every id.
+
+    Raises:
+        TokenIdError: An id or a label is outside of the embedding.
+        RowRejectedError: A column is no list of integers, or labels are not the ids.
+    """
+    ids = _read_ids(row["input_ids"], column="input_ids", vocab_size=vocab_size)
+    if row.get("labels") is None:
+        return Encoded(ids, np.ones(len(ids), dtype=bool))
+    labels = _to_array(row["labels"], column="labels", vocab_size=vocab_size)
+    is_trained = labels != IGNORED_LABEL
+    named = labels[is_trained]
+    if named.size and (named.min() < 0 or named.max() > highest_id(vocab_size)):
+        raise TokenIdError(
+            int(named.min() if named.min() < 0 else named.max()),
+            "label",
+            f"{allowed_ids(vocab_size)} or {IGNORED_LABEL}",
+        )
+    if len(labels) != len(ids):
+        raise RowRejectedError(LABELS_DIFFER, f"{len(ids)} input_ids and {len(labels)} labels")
+    if (named != ids[is_trained]).any():
+        place = int(np.flatnonzero(is_trained & (labels != ids))[0])
+        raise RowRejectedError(
+            LABELS_DIFFER,
+            f"position {place} has label {int(labels[place])} and id {int(ids[place])}; labels must be unshifted "
+            "ids or -100",
+        )
+    return Encoded(ids, is_trained if loss_on == "completion" else np.ones(len(ids), dtype=bool))
+
+
+def encode_rollout_ids(row: Mapping[str, Any], *, vocab_size: int | None) -> Encoded:
+    """Return the example of a rollout whose prompt and completions are ids.
+
+    Args:
+        row: Columns under the names of the format.
+        vocab_size: Rows of the model's embedding; None if it is not known yet.
+
+    Raises:
+        TokenIdError: An id is outside of the embedding.
+        RowRejectedError: A column has a wrong type, or columns differ in length.
+    """
+    completions, scores, log_probs = read_rollout_ids(row)
+    ids, is_trained, joined = join_ids(
+        _read_ids(row["prompt_ids"], column="prompt_ids", vocab_size=vocab_size),
+        [
+            _read_ids(value, column=f"completion_ids[{number}]", vocab_size=vocab_size)
+            for number, value in enumerate(completions)
+        ],
+        scores=scores,
+        log_probs=log_probs,
+    )
+    return Encoded(ids, is_trained, completions=joined)
+
+
+def _read_ids(value: object, *, column: str, vocab_size: int | None) -> np.ndarray:
+    ids = _to_array(value, column=column, vocab_size=vocab_size)
+    if ids.size and (ids.min() < 0 or ids.max() > highest_id(vocab_size)):
+        raise TokenIdError(int(ids.min() if ids.min() < 0 else ids.max()), "token id", allowed_ids(vocab_size))
+    return ids
+
+
+def _to_array(value: object, *, column: str, vocab_size: int | None) -> np.ndarray:
+    if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iu":
+        return value.astype(np.int64)
+    if not isinstance(value, (list, tuple)) or not all(type(entry) is int for entry in value):
+        raise RowRejectedError(WRONG_TYPE, f"{column} must be a list of integers")
+    try:
+        return np.asarray(value, dtype=np.int64)
+    except OverflowError:
+        raise TokenIdError(max(value, key=abs), column, allowed_ids(vocab_size)) from None

@@ -1,0 +1,164 @@
+"""Run the tokenisation of chunks in this process or in worker processes, with results in the order of the rows.
+
+Each worker has its own tokenizer and gets one chunk at a time over a pipe. Workers are fresh interpreters, because a
+fork of a process with threads (torch, tokenizers) can deadlock and would inherit the pipes of the other workers. A
+worker ends when its pipe closes, however this process ends.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import warnings
+from collections import deque
+from collections.abc import Generator, Iterator
+from itertools import chain, islice
+from typing import IO
+
+from lightning_fastft.core.errors import DataError
+from lightning_fastft.packing.tokens.chunks import Chunk
+from lightning_fastft.packing.tokens.formatter import Formatter
+from lightning_fastft.packing.tokens.tokenisation import ChunkResult, Setup, tokenize_chunk
+
+# Below this (about 4,000 rows) workers take longer to start, because they import torch, than to tokenise.
+CHUNKS_ENOUGH = 16
+
+
+def run_chunks(chunks: Iterator[Chunk], *, setup: Setup, num_proc: int) -> Generator[ChunkResult, None, None]:
+    """Yield the result of each chunk, in order.
+
+    Args:
+        chunks: Read lazily.
+        setup: Sent to each worker once.
+        num_proc: Worker processes; 0 and 1 tokenise in this process. A tokenizer that cannot be pickled does so too,
+            with a warning.
+
+    Raises:
+        DataError: A worker process died.
+    """
+    if num_proc <= 1:
+        formatter = Formatter(setup.tokenizer, options=setup.options, vocab_size=setup.vocab_size, images=setup.images)
+        for chunk in chunks:
+            yield tokenize_chunk(chunk, formatter=formatter, options=setup.options)
+        return
+    head = list(islice(chunks, CHUNKS_ENOUGH))
+    pickled = _pickle_setup(setup) if len(head) == CHUNKS_ENOUGH else None
+    if pickled is None:
+        yield from run_chunks(chain(head, chunks), setup=setup, num_proc=0)
+        return
+    workers = [_Worker(pickled) for _ in range(num_proc)]
+    try:
+        yield from _share_out(chain(head, chunks), workers)
+    finally:
+        for worker in workers:
+            worker.stop()
+
+
+def _share_out(chunks: Iterator[Chunk], workers: list[_Worker]) -> Iterator[ChunkResult]:
+    """Distribute chunks; read ahead, so that workers do not wait for the reader."""
+    busy: deque[_Worker] = deque()
+    idle = deque(workers)
+    for chunk in chunks:
+        result = None
+        if not idle:
+            worker = busy.popleft()
+            result = worker.receive()
+            idle.append(worker)
+        worker = idle.popleft()
+        worker.send(chunk)
+        busy.append(worker)
+        if result is not None:
+            yield result
+    while busy:
+        yield busy.popleft().receive()
+
+
+def _pickle_setup(setup: Setup) -> bytes | None:
+    """Return the pickled setup; None, with a warning, if another interpreter cannot rebuild the tokenizer."""
+    name = type(setup.tokenizer).__qualname__
+    if type(setup.tokenizer).__module__ == "__main__":
+        reason = "its class is defined in the script, which a worker does not run"
+    else:
+        try:
+            return pickle.dumps(setup)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            reason = str(error)
+    warnings.warn(
+        f"{name} cannot be sent to worker processes ({reason}). Rows are tokenised in this process (num_proc=1).",
+        stacklevel=2,
+    )
+    return None
+
+
+class _Worker:
+    """A process that tokenises one chunk at a time."""
+
+    def __init__(self, setup: bytes) -> None:
+        # Pass sys.path, so that the worker finds the same modules and none in the current folder.
+        program = f"import sys; sys.path[:] = sys.argv[1:]; from {__name__} import serve_chunks; serve_chunks()"
+        self._process = subprocess.Popen(  # noqa: S603 - this interpreter, with a function of this package
+            [sys.executable, "-c", program, *sys.path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            # Tokenizer threads in several workers would compete for the same cores.
+            env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+        )
+        self._send(setup)
+
+    def send(self, chunk: Chunk) -> None:
+        self._send(pickle.dumps(chunk))
+
+    def receive(self) -> ChunkResult:
+        assert self._process.stdout is not None
+        try:
+            result = pickle.load(self._process.stdout)  # noqa: S301 - from a process that this one started
+        except (EOFError, pickle.UnpicklingError):
+            raise self._death() from None
+        assert isinstance(result, ChunkResult)
+        return result
+
+    def stop(self) -> None:
+        # The worker may be busy with a chunk that is no longer needed.
+        self._process.kill()
+        # Also close the pipes, and discard what they still hold.
+        self._process.communicate()
+
+    def _send(self, content: bytes) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(content)
+            self._process.stdin.flush()
+        except (BrokenPipeError, ConnectionResetError):
+            raise self._death() from None
+
+    def _death(self) -> DataError:
+        return DataError(
+            f"A tokenisation worker died with exit code {self._process.wait()} (-9 usually means out of memory). Use "
+            "num_proc=1 to see the error in this process, or fewer processes."
+        )
+
+
+def serve_chunks() -> None:
+    """Run a worker: read chunks from stdin and write their results to stdout, until stdin closes."""
+    # The parent process handles Ctrl-C of the terminal.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    requests = sys.stdin.buffer
+    # Redirect stdout, so that prints of a tokenizer do not mix with the results.
+    results: IO[bytes] = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    setup: Setup = pickle.load(requests)  # noqa: S301 - from the process that started this one
+    formatter = Formatter(setup.tokenizer, options=setup.options, vocab_size=setup.vocab_size, images=setup.images)
+    while True:
+        try:
+            chunk: Chunk = pickle.load(requests)  # noqa: S301 - from the process that started this one
+        except EOFError:
+            return
+        try:
+            pickle.dump(tokenize_chunk(chunk, formatter=formatter, options=setup.options), results)
+            results.flush()
+        except BrokenPipeError:
+            # The parent process is gone. Skip the interpreter's final flush, which would fail too.
+            os._exit(1)

@@ -1,0 +1,63 @@
+"""A source is named without being loaded, and an impossible one is refused."""
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoConfig, PreTrainedTokenizerFast
+
+from lightning_fastft.core.errors import OptionError
+from lightning_fastft.hf.loading.source import ModelSource
+from tests.hf.loading.test_model import CONFIG, random_model
+from tests.support.tiny_models import build_tiny
+
+
+def test_sources_are_a_folder_a_file_a_dictionary_or_a_configuration(tmp_path):
+    random_model().save_pretrained(tmp_path)
+    random = {"init": "random"}
+    sources = [
+        ModelSource(str(tmp_path)),
+        ModelSource(str(tmp_path), **random),
+        ModelSource(str(tmp_path / "config.json"), **random),
+        ModelSource(CONFIG, **random),
+        ModelSource(AutoConfig.from_pretrained(tmp_path), **random),
+    ]
+    assert {source.vocab_size for source in sources} == {97}
+    assert sources[2].load_tokenizer() is None
+    assert sources[3].load_tokenizer() is None
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gpt_oss"])
+def test_folder_without_a_tokenizer_has_none(family, tmp_path):
+    # transformers would make one without a vocabulary for the first two, and fail for the third.
+    build_tiny(family).save_pretrained(tmp_path)
+    assert ModelSource(str(tmp_path)).load_tokenizer() is None
+    words = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
+    assert ModelSource(str(tmp_path)).load_tokenizer()("b")["input_ids"] == [1]
+
+
+def test_impossible_sources_are_refused():
+    with pytest.raises(OptionError, match="init='random'"):
+        ModelSource(CONFIG)
+    with pytest.raises(OptionError, match="init='random'"):
+        ModelSource("somewhere/config.json")
+    with pytest.raises(OptionError, match="'pretrained', 'random'"):
+        ModelSource(CONFIG, init="zeros")
+    with pytest.raises(OptionError, match="model_type"):
+        _ = ModelSource({"vocab_size": 3}, init="random").config
+
+
+def test_configuration_given_is_not_changed():
+    config = AutoConfig.for_model(**CONFIG)
+    before = config.to_dict()
+    random_model(config, dtype=torch.bfloat16)
+    assert config.to_dict() == before
+
+
+def test_a_configuration_that_cannot_be_read_is_an_answer(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "empty").mkdir()
+    for name in (str(tmp_path / "empty"), "nobody/nothing"):
+        with pytest.raises(OptionError, match=r"cannot be read: .* give a local folder"):
+            _ = ModelSource(name).config
