@@ -5,8 +5,6 @@ A message says what was given, what is allowed, where (file, line, row, step, ra
 
 import re
 
-import torch
-
 # Control characters of a terminal, characters that turn the direction of text, line ends other than a line feed, and
 # halves of characters.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -73,12 +71,6 @@ class UnsupportedModelError(FastFTError, RuntimeError):
 
 class HostMemoryError(FastFTError, RuntimeError):
     """The host cannot allocate or pin the memory for offloaded tensors."""
-
-
-class DeviceMemoryError(FastFTError, torch.OutOfMemoryError):
-    """The device has not the memory that a step or a save needs; the message has the plan, the peak so far and
-    what to set.
-    """
 
 
 class BackendError(FastFTError, RuntimeError):
