@@ -39,7 +39,7 @@ _OPTIONS_OF = {
 _TRAINER = "lightning_fastft.cli.trainer.FastFTTrainer"
 _DEFAULTS = {"model": "lightning_fastft.FineTuner", "data": "lightning_fastft.PackedDataModule"}
 # Data that a command opens, by data module and option. Example paths of a config may be missing where doctor reads it.
-_OPENED = {
+_OPENED: dict[str, dict[str, tuple[str, ...]]] = {
     "PackedDataModule": {
         "paths": ("fit", "data", "doctor"),
         "val_paths": ("fit", "validate", "data", "doctor"),
@@ -136,11 +136,8 @@ def _options_of(words: Sequence[str]) -> Iterator[_Option]:
         found = _OPTION.fullmatch(word)
         if not found or not (word.startswith("--") or found[1] == "c"):
             continue
-        value, written = found[3], (word,)
-        if value is None and remaining and not remaining[0].startswith("--"):
-            value = remaining.pop(0)
-            written = (word, value)
-        yield _Option(written, found[1], value, bool(found[2]))
+        following = [remaining.pop(0)] if found[3] is None and remaining and not remaining[0].startswith("--") else []
+        yield _Option((word, *following), found[1], following[0] if following else found[3], bool(found[2]))
 
 
 def _read_config(name: str | None, line: _Line) -> bool:
@@ -191,28 +188,29 @@ def _class_path(name: object) -> str | None:
 
 
 def _check_options(command: str, line: _Line) -> None:
-    known = _OPTIONS_OF.get(command, _OPTIONS)
-    accepted = {
-        # The default class takes the options before another class is named.
-        head: None if None in paths else {name for path in {*paths, _DEFAULTS[head]} for name in read_parameters(path)}
-        for head, paths in line.classes.items()
-    }
-    trained = read_parameters(_TRAINER)
+    known, in_trainer = _OPTIONS_OF.get(command, _OPTIONS), read_parameters(_TRAINER)
     unknown: list[str] = []
     for option in line.options:
         head, _, rest = option.key.partition(".")
         name = rest.removeprefix("init_args.").partition(".")[0]
-        if head not in known or (head == "trainer" and name and name not in trained):
+        if head not in known or (head == "trainer" and name and name not in in_trainer):
             unknown += option.words
-        elif (names := accepted.get(head)) is not None and name and name not in names | _CLASS_KEYS:
+        elif head in line.classes and name and not _may_accept(name, head, line):
             owner = line.classes[head][-1]
             _refuse(
                 f"Parser key \"{head}\":\nProblem with given class_path '{owner}':\nOption '{name}' is not accepted",
                 command,
             )
     if unknown:
-        names = [*known, *(f"trainer.{name}" for name in trained)]
+        names = [*known, *(f"trainer.{name}" for name in in_trainer)]
         _refuse(f"unrecognized arguments: {' '.join(unknown)}", command, names)
+
+
+def _may_accept(name: str, head: str, line: _Line) -> bool:
+    """Return whether one of the named classes accepts an option, or the default class before another is named."""
+    return name in _CLASS_KEYS or any(
+        path is None or name in read_parameters(path) for path in (*line.classes[head], _DEFAULTS[head])
+    )
 
 
 def _refuse(message: str, command: str, options: Sequence[str] = ()) -> NoReturn:
