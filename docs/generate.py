@@ -19,8 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import lightning_fastft
 from benchmarks.model_types import BOUND, read_record
-from lightning_fastft.cli.command import USAGE
-from lightning_fastft.cli.lightning_cli import CONFIG_FOLDER, config_names
+from lightning_fastft.cli.usage import USAGE
+from lightning_fastft.cli.words import CONFIG_FOLDER, config_names
 from lightning_fastft.core.errors import FastFTError, UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.fused.layer_forms import LAYERS

@@ -4,10 +4,10 @@ Importing this package registers its strategy names with Lightning and loads not
 lightning.pytorch; each name of the public list is loaded when it is first used.
 """
 
+import sys
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
-
-from lightning_fastft.strategies.registry import register_strategies
 
 if TYPE_CHECKING:
     from lightning_fastft.activations.checkpointing import OffloadCheckpointing
@@ -123,4 +123,16 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-register_strategies()
+def _is_command() -> bool:
+    """Return whether this process is ``fastft`` or ``python -m lightning_fastft``."""
+    program = sys.argv[0] if sys.argv else ""
+    # Python sets "-m" until it has found the module to run.
+    is_module = program == "-m" and ("-m", __name__) in zip(sys.orig_argv, sys.orig_argv[1:])
+    return is_module or Path(program).name in ("fastft", "fastft.exe")
+
+
+# The command answers mistakes without torch; FastFTCLI registers the names.
+if not _is_command():
+    from lightning_fastft.strategies.registry import register_strategies
+
+    register_strategies()

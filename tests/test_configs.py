@@ -8,7 +8,8 @@ import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from lightning_fastft.cli.lightning_cli import CONFIG_FOLDER, FastFTCLI, config_names
+from lightning_fastft.cli.lightning_cli import FastFTCLI
+from lightning_fastft.cli.words import CONFIG_FOLDER, config_names
 
 # One tiny model per family that the configs name; the rest of each config is used as it stands.
 SIZES = {

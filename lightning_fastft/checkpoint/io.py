@@ -15,7 +15,8 @@ from lightning_fastft.checkpoint import remote
 from lightning_fastft.checkpoint.atomic import saving, sweep
 from lightning_fastft.checkpoint.digests import read_comment
 from lightning_fastft.checkpoint.files import is_own, load_file, remove, save_file
-from lightning_fastft.core.errors import OptionError, UnsafeCheckpointError
+from lightning_fastft.core.checks import local_path
+from lightning_fastft.core.errors import OptionError
 
 _FORCED_OPEN = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
@@ -180,29 +181,6 @@ class VerifiedCheckpointIO(CheckpointIO):
         if folder not in self._swept:
             self._swept.add(folder)
             sweep(folder)
-
-
-def local_path(path: str | Path, *, use: str) -> Path:
-    """Return the path of a local file or folder.
-
-    Raises:
-        UnsafeCheckpointError: The path is a URL.
-
-    Example:
-        >>> local_path("file:///tmp/a.ckpt", use="loaded from")
-        PosixPath('/tmp/a.ckpt')
-    """
-    text = str(path)
-    scheme, separator, rest = text.partition("://")
-    if separator and scheme == "file":
-        return Path(rest)
-    # Path("s3://a") loses a slash.
-    if separator or (":/" in text and not Path(text).exists() and text.partition(":/")[0].isalnum()):
-        raise UnsafeCheckpointError(
-            f"Here checkpoints are {use} local or mounted folders only, got {text!r}. A Trainer with strategy='fastft' "
-            "or 'fastft_ddp' accepts URLs as str (a Path loses a slash). Otherwise copy the checkpoint first."
-        )
-    return Path(text)
 
 
 def warn_of_options(weights_only: bool | None) -> None:

@@ -10,8 +10,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightning_fastft.checkpoint import remote
-from lightning_fastft.checkpoint.io import VerifiedCheckpointIO, local_path
+from lightning_fastft.checkpoint.io import VerifiedCheckpointIO
 from lightning_fastft.checkpoint.ranks import on_all_ranks
+from lightning_fastft.core.checks import local_path
 from lightning_fastft.core.errors import CheckpointNotSavedError
 
 if TYPE_CHECKING:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 import re
-import sys
 import traceback
 from collections.abc import Collection
 from pathlib import Path
+
+from lightning_fastft.cli.signatures import read_parameters
 
 PARTLY_ALLOWED = ("lightning", "peft", "torch", "torchmetrics", "transformers")
 _IMPORT_REFUSED = re.compile(r"Importing '([^']+)' is not allowed")
@@ -117,9 +117,8 @@ def explain_missing_files(error: OSError | ValueError) -> str:
 def _explain_unknown(name: str, lines: list[str], options: Collection[str]) -> str:
     """Return the reason of an unknown option with its owner, and the closest known option as a hint."""
     owner, reason = _owner_of(lines, name), next(line for line in lines if name in line)
-    accepted = _parameters_of(owner) if owner else options
-    near = difflib.get_close_matches(name, accepted, n=1, cutoff=0.6)
-    hint = f"hint: did you mean {near[0]}?\n" if near else ""
+    near = _find_near(name, read_parameters(owner) if owner else options)
+    hint = f"hint: did you mean {near}?\n" if near else ""
     return f"{reason}{f' by {owner}' if owner else ''}\n{hint}"
 
 
@@ -146,8 +145,7 @@ def _owner_of(lines: list[str], option: str) -> str | None:
     return None
 
 
-def _parameters_of(class_path: str) -> list[str]:
-    """Return the parameters of an imported class; nothing is imported for an error message."""
-    module, _, name = class_path.rpartition(".")
-    owner = getattr(sys.modules.get(module), name, None)
-    return list(inspect.signature(owner).parameters) if isinstance(owner, type) else []
+def _find_near(name: str, accepted: Collection[str]) -> str:
+    """Return the accepted name that was probably meant, by its initials or its letters; "" for none."""
+    meant = (known for known in accepted if "_" in known and name == "".join(part[:1] for part in known.split("_")))
+    return next(meant, "") or next(iter(difflib.get_close_matches(name, accepted, n=1, cutoff=0.6)), "")

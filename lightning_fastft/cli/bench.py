@@ -8,10 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 import lightning_fastft
-from lightning_fastft.cli.lightning_cli import take_option
+from lightning_fastft.cli.words import take_option
 from lightning_fastft.core.errors import MissingDependencyError, OptionError
 
 _GIB = 2**30
@@ -44,6 +42,9 @@ def run_bench(words: Sequence[str]) -> int:
     workload, rest = take_option(words, "--workload", default="")
     out, rest = take_option(rest, "--out", default="")
     folder = find_repository()
+    # Imported on use: the help and a missing repository need no torch.
+    import torch
+
     chosen, reason = (workload, "as asked") if workload else choose_workload()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sys.stdout.write(f"fastft bench: {chosen} on {device}: {reason}\n")
@@ -81,6 +82,8 @@ def choose_workload() -> tuple[str, str]:
     Raises:
         OptionError: The GPU is too small for every workload.
     """
+    import torch
+
     if not torch.cuda.is_available():
         return _CPU_WORKLOAD, (
             "there is no GPU here; a model of two layers shows that everything runs, not how fast it is (minutes; no "

@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Sequence
 
 from lightning_fastft.cli.answers import explain_missing_files
-from lightning_fastft.cli.lightning_cli import FastFTCLI, config_names
+from lightning_fastft.cli.mistakes import check_words
 from lightning_fastft.cli.noise import without_noise
+from lightning_fastft.cli.usage import HELP, USAGE
+from lightning_fastft.cli.words import TRAINER_COMMANDS, config_names
 from lightning_fastft.core.errors import FastFTError, OptionError, printable
 
-USAGE = """\
-fastft: fine-tune Hugging Face causal language models with PyTorch Lightning.
-
-  fastft fit      --config NAME|FILE [--key value ...]   train
-  fastft validate --config NAME|FILE [--key value ...]   loss, perplexity and token accuracy on the validation data
-  fastft test     --config NAME|FILE [--key value ...]   the same on the test data
-  fastft data     --config NAME|FILE [--out FOLDER]      what the data module would do, without training
-  fastft doctor   --config NAME|FILE                     what is active on this machine, and why not, without training
-  fastft plan     --config NAME|FILE [--gpu NAME]        the memory plan of a config and its cost, without training
-  fastft export CHECKPOINT|FOLDER OUT [--merge]          adapters or merged weights as a plain Hugging Face folder
-  fastft demo                                            the whole job on data that it makes itself
-  fastft bench    [--workload NAME] [--out FOLDER]       speed and memory against other systems
-
-Any option of a config can be given on the command line: --data.paths train.jsonl --trainer.max_steps 100
-Values that name classes may come from lightning, torch, torchmetrics, peft, lightning_fastft and transformers'
-schedulers;
---allow-import my_package adds a package of yours, found from the current folder too.
-All options: fastft fit --help.  Shipped configs: {configs}
-"""
+# Commands that take the options of a config.
+_CONFIGURED = (*TRAINER_COMMANDS, "data", "doctor", "plan", "demo")
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -41,7 +27,12 @@ def main(args: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help"):
         sys.stdout.write(USAGE.format(configs=", ".join(config_names())))
         return 0
+    if words[0] in HELP and {"-h", "--help"} & set(words):
+        sys.stdout.write(HELP[words[0]])
+        return 0
     try:
+        if words[0] in _CONFIGURED:
+            check_words(words[0], words[1:])
         with without_noise():
             return _run(words[0], words[1:])
     except FastFTError as error:
@@ -57,10 +48,12 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _run(command: str, words: list[str]) -> int:
-    if command in FastFTCLI.subcommands():
+    # Imported on use, because each command has imports that the others do not need.
+    if command in TRAINER_COMMANDS:
+        from lightning_fastft.cli.lightning_cli import FastFTCLI
+
         FastFTCLI([command, *words])
         return 0
-    # Imported on use, because each command has imports that the others do not need.
     if command == "data":
         from lightning_fastft.cli.data import run_data
 
@@ -85,6 +78,9 @@ def _run(command: str, words: list[str]) -> int:
         from lightning_fastft.cli.bench import run_bench
 
         return run_bench(words)
+    near = difflib.get_close_matches(command, (*TRAINER_COMMANDS, *HELP), n=1)
+    advice = f" Did you mean {near[0]}?" if near else ""
     raise OptionError(
-        f"Unknown command {command!r}. Allowed are fit, validate, test, data, doctor, plan, export, demo and bench."
+        f"Unknown command {command!r}.{advice} Allowed are fit, validate, test, data, doctor, plan, export, demo and "
+        "bench."
     )

@@ -6,7 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_fastft.cli.lightning_cli import FastFTCLI, take_option
+from lightning_fastft.cli.lightning_cli import FastFTCLI
+from lightning_fastft.cli.words import take_option
 from lightning_fastft.core.errors import MissingDependencyError, OptionError
 from lightning_fastft.packing.describe import describe_data, save_length_histogram
 from lightning_fastft.packing.reading.sources import REJECTED

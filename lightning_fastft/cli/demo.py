@@ -15,7 +15,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_fastft.cli.doctor import LastTable
-from lightning_fastft.cli.lightning_cli import CONFIG_FOLDER, FastFTCLI
+from lightning_fastft.cli.lightning_cli import FastFTCLI
+from lightning_fastft.cli.words import CONFIG_FOLDER
 from lightning_fastft.core.errors import FastFTError
 from lightning_fastft.demo.files import DemoFiles, write_demo_files
 from lightning_fastft.demo.generator import DemoRows, Row, final_answer, generate_rows

@@ -20,7 +20,8 @@ from lightning.pytorch.cli import SaveConfigCallback
 from torch.utils.data import DataLoader
 
 from lightning_fastft.cli.imports import find_loaded
-from lightning_fastft.cli.lightning_cli import CONFIG_FOLDER, FastFTCLI, find_configs
+from lightning_fastft.cli.lightning_cli import FastFTCLI
+from lightning_fastft.cli.words import CONFIG_FOLDER, find_configs
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.core.status import render_status_table
 from lightning_fastft.packing.collate import Document, PackedBatch, collate

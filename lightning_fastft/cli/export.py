@@ -6,17 +6,16 @@ import inspect
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
-from lightning_fastft.checkpoint.files import load_file
-from lightning_fastft.checkpoint.io import local_path
-from lightning_fastft.cli.lightning_cli import take_option
-from lightning_fastft.core.checks import check_choice
+from lightning_fastft.cli.words import take_option
+from lightning_fastft.core.checks import check_choice, local_path
 from lightning_fastft.core.errors import OptionError
-from lightning_fastft.training.fine_tuner import FineTuner
-from lightning_fastft.training.reward import HEAD
+
+if TYPE_CHECKING:
+    import torch
+
+    from lightning_fastft.training.fine_tuner import FineTuner
 
 HOW = (
     "fastft export CHECKPOINT_OR_FOLDER OUT [--merge] [--base NAME] [--dtype NAME] [--device NAME] "
@@ -114,15 +113,18 @@ def _read_question(words: Sequence[str]) -> _Question:
             "--dtype applies only to merged weights; adapters and trained weights keep their dtype. Add --merge, or "
             "remove --dtype."
         )
-    try:
-        place = torch.device(device)
-    except RuntimeError as error:
-        raise OptionError(f"--device must be a device of torch, got {device!r}: {error}") from error
     source = local_path(rest[0], use="exported from")
     if not source.exists():
         raise OptionError(
             f"There is nothing at {source} (searched from {Path.cwd()}). Give a checkpoint or a folder of adapters."
         )
+    # Imported last: other mistakes are answered without torch.
+    import torch
+
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise OptionError(f"--device must be a device of torch, got {device!r}: {error}") from error
     return _Question(source, Path(rest[1]), is_merged, base, dtype, place, accepts_other_base, server)
 
 
@@ -145,6 +147,10 @@ def _open(question: _Question) -> tuple[FineTuner, list[str]]:
 
 def _open_checkpoint(question: _Question) -> tuple[FineTuner, list[str]]:
     """Build the model of a checkpoint and load its trained weights."""
+    import torch
+
+    from lightning_fastft.training.fine_tuner import FineTuner
+
     content = _read_checkpoint(question.source)
     trained = content["fastft_base"]
     # Options of the loss belong to the run, not to the model.
@@ -198,6 +204,9 @@ def _open_checkpoint(question: _Question) -> tuple[FineTuner, list[str]]:
 
 def _read_checkpoint(path: Path) -> dict[str, Any]:
     """Return the content of a checkpoint; refuse those whose model cannot be written from here."""
+    from lightning_fastft.checkpoint.files import load_file
+    from lightning_fastft.training.reward import HEAD
+
     content = load_file(path, map_location="cpu")
     if content.get("fastft_base") is None or "hyper_parameters" not in content:
         raise OptionError(
@@ -215,6 +224,7 @@ def _read_checkpoint(path: Path) -> dict[str, Any]:
 def _open_folder(question: _Question) -> tuple[FineTuner, list[str]]:
     """Build the base model of a PEFT folder and add the adapters."""
     from lightning_fastft.hf.export import open_adapters, read_base_name
+    from lightning_fastft.training.fine_tuner import FineTuner
 
     name = question.base or read_base_name(question.source)
     if not name:

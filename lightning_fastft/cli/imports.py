@@ -14,12 +14,9 @@ from typing import Any
 import yaml
 from jsonargparse import Namespace, get_loader, set_loader, set_parsing_settings
 
+from lightning_fastft.cli.words import ALLOW_IMPORT_OPTION
+from lightning_fastft.cli.yaml_text import check_size
 from lightning_fastft.core.errors import OptionError
-
-# A config has some hundred values in a few levels. Larger ones could exhaust memory or stack of the parser.
-MOST_VALUES, MOST_LEVELS = 100_000, 100
-_TOO_LARGE = f"the text nests more than {MOST_LEVELS} levels, or its aliases unfold into more than {MOST_VALUES} values"
-ALLOW_IMPORT_OPTION = "--allow-import"
 
 _SCHEDULERS = (
     "get_scheduler",
@@ -82,38 +79,6 @@ DENIED_PATHS = (
 )
 
 
-def take_allowed_imports(args: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the arguments without ``--allow-import``, and the packages that it names.
-
-    Args:
-        args: Words of the command line; ``--allow-import name`` and ``--allow-import=name`` may occur anywhere and
-            repeatedly.
-
-    Raises:
-        OptionError: The option has no value, or the value is not a dotted import path.
-
-    Example:
-        >>> take_allowed_imports(["fit", "--allow-import", "my_package"])
-        (['fit'], ['my_package'])
-    """
-    rest, allowed = [], []
-    words = iter(args)
-    for word in words:
-        if word == ALLOW_IMPORT_OPTION:
-            allowed.append(next(words, ""))
-        elif word.startswith(f"{ALLOW_IMPORT_OPTION}="):
-            allowed.append(word.partition("=")[2])
-        else:
-            rest.append(word)
-    for path in allowed:
-        if not all(part.isidentifier() for part in path.split(".")):
-            raise OptionError(
-                f"{ALLOW_IMPORT_OPTION} takes a dotted import path such as my_package or my_package.models, got "
-                f"{path!r}."
-            )
-    return rest, allowed
-
-
 @contextmanager
 def import_policy(allowed: Sequence[str] = ()) -> Iterator[None]:
     """Restrict the imports of a config while the block runs; paths in allowed are removed again afterwards.
@@ -156,52 +121,6 @@ def _bounded(load: Callable[[str], Any]) -> Callable[[str], Any]:
         return load(text)
 
     return load_bounded
-
-
-def check_size(text: str) -> None:
-    """Reject YAML that is nested too deeply or expands to too many values; malformed YAML is left to the loader.
-
-    Args:
-        text: A config, or one value of the command line.
-
-    Raises:
-        yaml.YAMLError: A limit is exceeded.
-
-    Cost:
-        One pass over the text, without expanding aliases.
-
-    Example:
-        >>> check_size("a: [1, 2]")
-    """
-    try:
-        _count_values(text)
-    except yaml.scanner.ScannerError as error:
-        # PyYAML from 6.0.4 on has a limit of its own, which other malformed text does not meet.
-        if "nesting depth" in str(error):
-            raise yaml.YAMLError(_TOO_LARGE) from error
-    except (yaml.parser.ParserError, yaml.reader.ReaderError):
-        pass
-
-
-def _count_values(text: str) -> None:
-    """Raise YAMLError where a text exceeds a limit, or is malformed."""
-    size_of: dict[str, int] = {}
-    open_nodes: list[tuple[str | None, int]] = [(None, 0)]
-    for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-        size = 0
-        if isinstance(event, yaml.AliasEvent):
-            size = size_of.get(event.anchor, 1)
-        elif isinstance(event, yaml.ScalarEvent):
-            size_of[event.anchor] = size = 1
-        elif isinstance(event, yaml.CollectionStartEvent):
-            open_nodes.append((event.anchor, 1))
-        elif isinstance(event, yaml.CollectionEndEvent):
-            anchor, size = open_nodes.pop()
-            size_of[anchor or ""] = size
-        outer, count = open_nodes[-1]
-        open_nodes[-1] = (outer, count + size)
-        if len(open_nodes) > MOST_LEVELS or open_nodes[-1][1] > MOST_VALUES:
-            raise yaml.YAMLError(_TOO_LARGE)
 
 
 def check_named_functions(config: Any, allowed: Sequence[str] = ()) -> None:

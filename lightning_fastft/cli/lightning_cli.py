@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
@@ -14,11 +12,19 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_fastft.cli.answers import explain_refusal
-from lightning_fastft.cli.imports import check_named_functions, import_policy, take_allowed_imports
+from lightning_fastft.cli.imports import check_named_functions, import_policy
 from lightning_fastft.cli.outputs import SaveConfig, check_outputs
 from lightning_fastft.cli.run_length import RunLength
 from lightning_fastft.cli.trainer import FastFTTrainer
+from lightning_fastft.cli.words import (
+    TRAINER_COMMANDS,
+    check_checkpoint,
+    config_names,
+    find_configs,
+    take_allowed_imports,
+)
 from lightning_fastft.core.errors import OptionError, printable
+from lightning_fastft.strategies.registry import register_strategies
 from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.distillation import DistillationTuner
 from lightning_fastft.training.fine_tuner import FineTuner
@@ -27,9 +33,6 @@ from lightning_fastft.training.preference import PreferenceTuner
 from lightning_fastft.training.reward import RewardTuner
 from lightning_fastft.training.rollouts import RolloutDataModule
 
-# Values of ckpt_path that Lightning resolves itself.
-CHECKPOINT_WORDS = ("best", "last", "hpc", "registry")
-CONFIG_FOLDER = Path(__file__).parents[1] / "configs"
 # Classes that are used if a config names none.
 DEFAULT_CLASSES: dict[str, type] = {"model": FineTuner, "data": PackedDataModule}
 # Classes that a command line may name without their module: the parser finds names of imported classes only.
@@ -75,7 +78,7 @@ class FastFTArgumentParser(LightningArgumentParser):
         options = [action.dest for action in parser._actions if action.dest]
         # Commands such as `data` and `plan` are not subcommands of the parser; they take the options of fit.
         program = parser.prog.replace(" [options]", "")
-        program = program if program.split()[-1] in FastFTCLI.subcommands() else f"{program} fit"
+        program = program if program.split()[-1] in TRAINER_COMMANDS else f"{program} fit"
         answer = explain_refusal(message, options=options, program=program, configs=config_names())
         sys.stderr.write(printable(answer, keeps_lines=True))
         sys.exit(2)
@@ -99,6 +102,8 @@ class FastFTCLI(LightningCLI):
     """
 
     def __init__(self, args: Sequence[str], *, run: bool = True, callbacks: Sequence[Callback] = ()) -> None:
+        # The package leaves it to us in the process of the command.
+        register_strategies()
         words, self.allowed_imports = take_allowed_imports(args)
         if self.allowed_imports and "" not in sys.path:
             # Console scripts do not search the current folder. Append it, so that it shadows no installed module.
@@ -128,7 +133,7 @@ class FastFTCLI(LightningCLI):
     def subcommands() -> dict[str, set[str]]:
         """Return the subcommands and the arguments of the Trainer's methods that are not options."""
         kept = {name: skipped | {"weights_only"} for name, skipped in LightningCLI.subcommands().items()}
-        return {name: kept[name] for name in ("fit", "validate", "test")}
+        return {name: kept[name] for name in TRAINER_COMMANDS}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Set FineTuner and PackedDataModule as default classes."""
@@ -143,14 +148,7 @@ class FastFTCLI(LightningCLI):
 
     def _parse_ckpt_path(self) -> None:
         """Check that ckpt_path exists. Lightning's method would also override the command line by its settings."""
-        path = (self.config.get(self.config.get("subcommand") or "") or {}).get("ckpt_path")
-        if path is not None and (":" in str(path)) and not Path(path).exists():
-            raise OptionError(
-                f"ckpt_path must be a local file or folder, 'last' or 'best', got {path!r}. Copy the checkpoint to a "
-                "local folder first."
-            )
-        if path is not None and str(path) not in CHECKPOINT_WORDS and not Path(path).exists():
-            raise OptionError(f"ckpt_path: there is nothing at {path} (searched from {Path.cwd()}).")
+        check_checkpoint((self.config.get(self.config.get("subcommand") or "") or {}).get("ckpt_path"))
 
     def instantiate_classes(self) -> None:
         """Create model, data module and trainer; turn their errors into short messages."""
@@ -178,65 +176,3 @@ class FastFTCLI(LightningCLI):
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         """Load checkpoints as tensors and plain types only, whatever the environment sets."""
         return {**super()._prepare_subcommand_kwargs(subcommand), "weights_only": True}
-
-
-def config_names() -> list[str]:
-    """Return the names of the shipped configs."""
-    return sorted(path.stem for path in CONFIG_FOLDER.glob("*.yaml"))
-
-
-def find_configs(words: Sequence[str]) -> list[str]:
-    """Return the arguments with names of shipped configs replaced by file paths.
-
-    Args:
-        words: Arguments; what follows ``--config`` or ``-c`` is a file, or else the name of a shipped config.
-
-    Raises:
-        OptionError: There is neither a file nor a shipped config of that name.
-    """
-    found, is_config = [], False
-    for word in words:
-        option, equals, value = word.partition("=")
-        if is_config:
-            word = _find_config(word)
-        elif equals and option in ("--config", "-c"):
-            word = f"{option}={_find_config(value)}"
-        is_config = not is_config and word in ("--config", "-c")
-        found.append(word)
-    return found
-
-
-def take_option(words: Sequence[str], name: str, *, default: str) -> tuple[str, list[str]]:
-    """Return the value of an option that the parser does not know, and the arguments without it.
-
-    Raises:
-        OptionError: The option comes last, without a value.
-
-    Example:
-        >>> take_option(["--out", "here", "--config", "demo"], "--out", default=".")
-        ('here', ['--config', 'demo'])
-    """
-    value, rest, remaining = default, [], iter(words)
-    for word in remaining:
-        if word == name:
-            value = next(remaining, "")
-            if not value:
-                raise OptionError(f"{name} needs a value.")
-        elif word.startswith(f"{name}="):
-            value = word.partition("=")[2]
-        else:
-            rest.append(word)
-    return value, rest
-
-
-def _find_config(name: str) -> str:
-    if Path(name).is_file():
-        return name
-    path = CONFIG_FOLDER / f"{name}.yaml"
-    if name in config_names():
-        return str(path)
-    near = difflib.get_close_matches(name, config_names(), n=1)
-    advice = f" Did you mean {near[0]}?" if near else ""
-    raise OptionError(
-        f"There is no file and no shipped config named {name!r}.{advice} Shipped configs: {', '.join(config_names())}."
-    )

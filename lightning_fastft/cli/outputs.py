@@ -22,7 +22,8 @@ import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.cli import SaveConfigCallback
 
-from lightning_fastft.cli.imports import check_size, is_within
+from lightning_fastft.cli.imports import is_within
+from lightning_fastft.cli.yaml_text import check_size
 from lightning_fastft.core.checks import check_replaceable
 from lightning_fastft.core.errors import OptionError
 

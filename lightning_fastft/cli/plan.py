@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 
 from lightning_fastft.activations.budgets import AUTO_VRAM_SHARE
-from lightning_fastft.cli.lightning_cli import FastFTCLI, take_option
+from lightning_fastft.cli.lightning_cli import FastFTCLI
+from lightning_fastft.cli.words import take_option
 from lightning_fastft.core.checks import check_float, check_int
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.estimate.machines import GPUS, Gpu, find_gpu

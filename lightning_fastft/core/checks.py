@@ -1,14 +1,17 @@
 """Checks for public entries: each returns its argument or raises an error that says what is allowed."""
 
+from __future__ import annotations
+
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
+from lightning_fastft.core.errors import OptionError, ShapeError, UnsafeCheckpointError
 
-from lightning_fastft.core.errors import OptionError, ShapeError
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 
@@ -62,6 +65,29 @@ def check_path(name: str, value: str | os.PathLike[str]) -> str | os.PathLike[st
     if "\0" in check_string(name, value):
         raise OptionError(f"{name} must be a path, got {value!r}, which holds a NUL character.")
     return value
+
+
+def local_path(path: str | Path, *, use: str) -> Path:
+    """Return the path of a local file or folder.
+
+    Raises:
+        UnsafeCheckpointError: The path is a URL.
+
+    Example:
+        >>> local_path("file:///tmp/a.ckpt", use="loaded from")
+        PosixPath('/tmp/a.ckpt')
+    """
+    text = str(path)
+    scheme, separator, rest = text.partition("://")
+    if separator and scheme == "file":
+        return Path(rest)
+    # Path("s3://a") loses a slash.
+    if separator or (":/" in text and not Path(text).exists() and text.partition(":/")[0].isalnum()):
+        raise UnsafeCheckpointError(
+            f"Here checkpoints are {use} local or mounted folders only, got {text!r}. A Trainer with strategy='fastft' "
+            "or 'fastft_ddp' accepts URLs as str (a Path loses a slash). Otherwise copy the checkpoint first."
+        )
+    return Path(text)
 
 
 def check_replaceable(name: str, path: Path, *, is_ours: Callable[[bytes], bool]) -> Path:
@@ -127,6 +153,9 @@ def check_tensor(
     name: str, tensor: torch.Tensor, *, ndim: int, dtypes: Collection[torch.dtype] | None = None
 ) -> torch.Tensor:
     """Return tensor if it has this many axes and one of these dtypes."""
+    # Imported on use, because the command line answers mistakes without torch.
+    import torch
+
     if not isinstance(tensor, torch.Tensor):
         raise ShapeError(f"{name} must be a tensor, got {type(tensor).__name__}.")
     if tensor.ndim != ndim:

@@ -5,8 +5,6 @@ A message says what was given, what is allowed, where (file, line, row, step, ra
 
 import re
 
-import torch
-
 MAX_NAMES_IN_MESSAGE = 8
 # Control characters of a terminal, characters that turn the direction of text, line ends other than a line feed, and
 # halves of characters.
@@ -80,12 +78,6 @@ class UnsupportedModelError(FastFTError, RuntimeError):
 
 class HostMemoryError(FastFTError, RuntimeError):
     """The host cannot allocate or pin the memory for offloaded tensors."""
-
-
-class DeviceMemoryError(FastFTError, torch.OutOfMemoryError):
-    """The device has not the memory that a step or a save needs; the message has the plan, the peak so far and
-    what to set.
-    """
 
 
 class BackendError(FastFTError, RuntimeError):

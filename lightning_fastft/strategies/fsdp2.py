@@ -12,9 +12,9 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_fastft.checkpoint.files import check_file
-from lightning_fastft.checkpoint.io import VerifiedCheckpointIO, local_path, warn_of_options, warn_without_digest
+from lightning_fastft.checkpoint.io import VerifiedCheckpointIO, warn_of_options, warn_without_digest
 from lightning_fastft.checkpoint.ranks import on_all_ranks
-from lightning_fastft.core.checks import check_bool, check_choice, check_int, check_string
+from lightning_fastft.core.checks import check_bool, check_choice, check_int, check_string, local_path
 from lightning_fastft.core.errors import CheckpointNotSavedError, DamagedCheckpointError, OptionError
 from lightning_fastft.core.status import Status
 from lightning_fastft.strategies.mixin import FastFTStrategyMixin

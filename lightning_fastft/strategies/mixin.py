@@ -22,7 +22,8 @@ from lightning_fastft.checkpoint.ranks import destroy_groups_at_exit, on_all_ran
 from lightning_fastft.checkpoint.resume import ExactResume, check_settings
 from lightning_fastft.checkpoint.stops import RunStopped
 from lightning_fastft.core.checks import check_bool
-from lightning_fastft.core.errors import CheckpointNotSavedError, DeviceMemoryError, ResumeError
+from lightning_fastft.core.errors import CheckpointNotSavedError, ResumeError
+from lightning_fastft.core.memory_error import DeviceMemoryError
 from lightning_fastft.core.status import Status, render_status_table
 from lightning_fastft.strategies.even_batches import check_even_batches
 from lightning_fastft.strategies.memory_errors import StepWitness, describe_peak, is_out_of_memory

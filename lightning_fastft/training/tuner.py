@@ -16,7 +16,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from lightning_fastft.checkpoint.io import local_path
 from lightning_fastft.checkpoint.remote import downloaded, is_remote
 from lightning_fastft.core.checks import (
     check_bool,
@@ -27,6 +26,7 @@ from lightning_fastft.core.checks import (
     check_string,
     check_tokenizer,
     is_processor,
+    local_path,
     tokenizer_of,
 )
 from lightning_fastft.core.errors import ContextError, DataError, OptionError, ResumeError, SwapError

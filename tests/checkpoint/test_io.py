@@ -12,7 +12,8 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 from lightning_fastft.checkpoint.atomic import part_beside
 from lightning_fastft.checkpoint.files import check_file, commit_folder
-from lightning_fastft.checkpoint.io import VerifiedCheckpointIO, local_path
+from lightning_fastft.checkpoint.io import VerifiedCheckpointIO
+from lightning_fastft.core.checks import local_path
 from lightning_fastft.core.errors import (
     CheckpointNotSavedError,
     DamagedCheckpointError,

@@ -16,7 +16,8 @@ import lightning_fastft.cli.command as command_module
 from lightning_fastft import FineTuner, PackedDataModule
 from lightning_fastft.cli import doctor, main
 from lightning_fastft.cli.doctor import shrink_config
-from lightning_fastft.cli.lightning_cli import CONFIG_FOLDER, FastFTCLI, config_names, find_configs, take_option
+from lightning_fastft.cli.lightning_cli import FastFTCLI
+from lightning_fastft.cli.words import CONFIG_FOLDER, config_names, find_configs, take_option
 from lightning_fastft.core.errors import OptionError
 from tests.cli.hostile_configs import BORING
 
@@ -88,7 +89,7 @@ def test_missing_option_answers_with_the_configs_that_have_it(words, name, folde
     assert lines[2].endswith(" fit --help")
 
 
-@pytest.mark.parametrize("words", [["fit", "--help"], ["validate", "-h"], ["data", "--help"]])
+@pytest.mark.parametrize("words", [["fit", "--help"], ["validate", "-h"]])
 def test_help_lists_the_options_of_model_data_and_trainer(words, capsys):
     with pytest.raises(SystemExit) as stop:
         main(words)
@@ -112,13 +113,14 @@ def test_checkpoint_that_is_not_there_is_refused_before_anything_is_made(command
 @pytest.mark.parametrize("name", ["FusedKernels", "BincountRouter", "PackedTraining"])
 def test_swapping_callback_beside_that_of_the_config_is_refused_before_data_is_read(name, folder, answer):
     (folder / "own.yaml").write_text(f"trainer: {{callbacks: [{{class_path: lightning_fastft.{name}}}]}}\n")
+    (folder / "empty.jsonl").write_text("")
     words = [
         "--config",
         "own.yaml",
         "--model.model",
         "x",
         "--data.paths",
-        "nope.jsonl",
+        "empty.jsonl",
         "--trainer.accelerator",
         "cpu",
         "--trainer.logger",
@@ -127,7 +129,7 @@ def test_swapping_callback_beside_that_of_the_config_is_refused_before_data_is_r
     status, text = answer(["fit", *words, f"--trainer.callbacks+=lightning_fastft.{name}"])
     assert status == 1
     assert f"error: OptionError: {name} is given 2 times" in text
-    assert "nope.jsonl" not in text
+    assert "empty.jsonl" not in text
 
 
 @pytest.mark.parametrize("word", ["last", "best"])
@@ -202,6 +204,23 @@ def test_help_names_every_command_and_config(capsys, answer):
     status, text = answer(["frobnicate"])
     assert status == 1
     assert "Unknown command 'frobnicate'" in text
+    assert "Did you mean doctor?" in answer(["docter"])[1]
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("data", "--out"),
+        ("doctor", "fastft fit --help"),
+        ("plan", "--host-gib"),
+        ("export", "--accept-other-base"),
+        ("demo", "runs/demo"),
+        ("bench", "--workload"),
+    ],
+)
+def test_help_of_a_command_has_its_own_options(command, option, capsys):
+    assert main([command, "--help"]) == 0
+    assert option in capsys.readouterr().out
 
 
 def test_configs_are_found_by_name_and_by_path(folder):

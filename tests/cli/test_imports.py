@@ -7,8 +7,9 @@ import yaml
 from jsonargparse import Namespace
 
 from lightning_fastft.cli import lightning_cli, main
-from lightning_fastft.cli.imports import check_named_functions, check_size, import_policy, take_allowed_imports
-from lightning_fastft.cli.lightning_cli import find_configs
+from lightning_fastft.cli.imports import check_named_functions, import_policy
+from lightning_fastft.cli.words import find_configs, take_allowed_imports
+from lightning_fastft.cli.yaml_text import check_size
 from lightning_fastft.core.errors import OptionError
 from tests.cli.hostile_configs import BORING, HOSTILE, hostile_text, write_traps
 

@@ -3,8 +3,8 @@
 import pytest
 import yaml
 
-from lightning_fastft.cli.lightning_cli import CONFIG_FOLDER
 from lightning_fastft.cli.outputs import check_outputs, given_on_command_line
+from lightning_fastft.cli.words import CONFIG_FOLDER
 from lightning_fastft.core.checks import check_replaceable
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.packing.rows.rejects import Reject, is_rejects

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from lightning_fastft import DistillationTuner, FineTuner, PolicyTuner, PreferenceTuner, RewardTuner
 from lightning_fastft.cli import main
-from lightning_fastft.cli.lightning_cli import CONFIG_FOLDER, FastFTCLI
+from lightning_fastft.cli.lightning_cli import FastFTCLI
+from lightning_fastft.cli.words import CONFIG_FOLDER
 
 TINY = ["--trainer.accelerator", "cpu", "--trainer.logger", "false"]
 HELPFUL = "def shorter(prompts, completions, **columns):\n    return [-float(len(text)) for text in completions]\n"

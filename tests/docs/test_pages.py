@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from lightning_fastft.cli.command import USAGE, main
-from lightning_fastft.cli.lightning_cli import FastFTCLI, take_option
+from lightning_fastft.cli.command import main
+from lightning_fastft.cli.lightning_cli import FastFTCLI
+from lightning_fastft.cli.usage import USAGE
+from lightning_fastft.cli.words import take_option
 from lightning_fastft.demo.files import write_demo_files
 from lightning_fastft.demo.generator import generate_rows
 from lightning_fastft.training.fine_tuner import FineTuner

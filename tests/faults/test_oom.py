@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader
 
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.checkpoint.files import check_file
-from lightning_fastft.core.errors import DeviceMemoryError, FastFTError
+from lightning_fastft.core.errors import FastFTError
+from lightning_fastft.core.memory_error import DeviceMemoryError
 from lightning_fastft.strategies.memory_errors import StepWitness, is_out_of_memory
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from lightning_fastft.training.optimizer import FusedAdamW

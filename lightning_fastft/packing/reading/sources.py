@@ -161,9 +161,20 @@ def _open_path(given: str) -> list[Source]:
         return _open_folder(path, given=given)
     if path.is_file():
         return [_open_file(path)]
-    if file_kind(path) in SUFFIXES or path.is_absolute() or given.startswith((".", "~")):
-        raise DataError(f"There is no file or folder {given} (searched from {Path.cwd()}).")
+    check_exists(given)
     return [_open_hub(given)]
+
+
+def check_exists(given: str) -> None:
+    """Check that there is a file or folder; what may be a hub id is not checked.
+
+    Raises:
+        DataError: There is none.
+    """
+    path = Path(given).expanduser()
+    is_local = file_kind(path) in SUFFIXES or path.is_absolute() or given.startswith((".", "~"))
+    if is_local and not path.is_dir() and not path.is_file():
+        raise DataError(f"There is no file or folder {given} (searched from {Path.cwd()}).")
 
 
 def _open_folder(path: Path, *, given: str) -> list[Source]:

@@ -1,0 +1,234 @@
+"""Answer certain mistakes of a command line within a second, before torch and Lightning are imported.
+
+The parser judges every line afterwards. What is not certain to be refused is left to it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import yaml
+
+from lightning_fastft.cli.answers import explain_refusal
+from lightning_fastft.cli.signatures import read_parameters
+from lightning_fastft.cli.words import (
+    TRAINER_COMMANDS,
+    check_checkpoint,
+    config_names,
+    find_configs,
+    take_allowed_imports,
+    take_option,
+)
+from lightning_fastft.cli.yaml_text import check_size
+from lightning_fastft.core.errors import printable
+from lightning_fastft.packing.sources import check_exists
+
+# Options that the parser does not know, by command.
+_OWN_OPTIONS = {"data": ("--out",), "plan": ("--gpu", "--vram-gib", "--host-gib", "--document-tokens")}
+_OPTIONS = ("c", "config", "data", "h", "help", "model", "print_config", "seed_everything", "trainer")
+_OPTIONS_OF = {
+    "fit": (*_OPTIONS, "ckpt_path"),
+    "demo": (*_OPTIONS, "ckpt_path"),
+    "validate": (*_OPTIONS, "ckpt_path", "verbose"),
+    "test": (*_OPTIONS, "ckpt_path", "verbose"),
+}
+_TRAINER = "lightning_fastft.cli.trainer.FastFTTrainer"
+_DEFAULTS = {"model": "lightning_fastft.FineTuner", "data": "lightning_fastft.PackedDataModule"}
+# Data that a command opens, by data module and option. Example paths of a config may be missing where doctor reads it.
+_OPENED: dict[str, dict[str, tuple[str, ...]]] = {
+    "PackedDataModule": {
+        "paths": ("fit", "data", "doctor"),
+        "val_paths": ("fit", "validate", "data", "doctor"),
+        "test_paths": ("test", "doctor"),
+    },
+    "RolloutDataModule": {"prompts": ("fit", "doctor")},
+}
+_OPTION = re.compile(r"--?([A-Za-z][\w.]*)(\+?)(?:=(.*))?", re.DOTALL)
+# Help, the whole config, and -cFILE.
+_LEFT_TO_PARSER = re.compile(r"-h|-c[^=]|--(.*\.)?help\b|--print_")
+# Parts of a value that names a class.
+_CLASS_KEYS = frozenset({"class_path", "init_args", "dict_kwargs"})
+
+
+class _Option(NamedTuple):
+    """An option as it was written, its dotted name, and its value; None where no word is its value."""
+
+    words: tuple[str, ...]
+    key: str
+    value: str | None
+    appends: bool
+
+
+class _Line(NamedTuple):
+    """What a command line and its configs say: options, import paths of classes, and values of init_args.
+
+    Args:
+        options: In their order.
+        classes: Import paths by "model" and "data"; None for one that only the parser can tell.
+        values: By (key, name of the argument), with whether a config file has it; the last one counts.
+    """
+
+    options: list[_Option]
+    classes: dict[str, list[str | None]]
+    values: dict[tuple[str, str], tuple[Any, bool]]
+
+
+def check_words(command: str, words: Sequence[str]) -> None:
+    """Refuse a config, an option, a checkpoint or data that is not there.
+
+    Args:
+        command: A command that takes the options of ``fastft fit``.
+        words: Its arguments.
+
+    Raises:
+        OptionError: There is no such config or checkpoint.
+        DataError: There is no such file or folder of data.
+        SystemExit: An option is unknown; the answer is written as the parser writes it.
+    """
+    for name in _OWN_OPTIONS.get(command, ()):
+        _, words = take_option(words, name, default="")
+    words, allowed = take_allowed_imports(words)
+    found = find_configs([*(("--config", "demo") if command == "demo" else ()), *words])
+    # A package of the user may have classes of our names, and make files. Help is the parser's.
+    if allowed or any(_LEFT_TO_PARSER.match(word) for word in found):
+        return
+    line = _read_line(found)
+    if line is None:
+        return
+    _check_options(command, line)
+    if command in TRAINER_COMMANDS and isinstance(path := line.values.get(("", "ckpt_path"), (None,))[0], str):
+        check_checkpoint(path)
+    _check_sources(command, line)
+
+
+def _read_line(words: Sequence[str]) -> _Line | None:
+    """Return what the words say, or None where only the parser can tell."""
+    line = _Line(list(_options_of(words)), {"model": [], "data": []}, {})
+    for option in line.options:
+        head, _, name = option.key.partition(".")
+        name = name.removeprefix("init_args.")
+        if head in ("config", "c"):
+            if not _read_config(option.value, line):
+                return None
+        elif head in line.classes and name in ("", "class_path"):
+            line.classes[head].append(_class_path(option.value))
+        elif head in line.classes and name in _CLASS_KEYS:
+            line.classes[head].append(None)
+        elif option.key == "ckpt_path":
+            line.values["", "ckpt_path"] = (_value_of(option), False)
+        elif head in line.classes and "." not in name:
+            line.values[head, name] = (_value_of(option), False)
+    for head, paths in line.classes.items():
+        if not paths:
+            paths.append(_DEFAULTS[head])
+    return line
+
+
+def _options_of(words: Sequence[str]) -> Iterator[_Option]:
+    """Yield the options among words, as argparse takes them."""
+    remaining = list(words)
+    while remaining and remaining[0] != "--":
+        word = remaining.pop(0)
+        found = _OPTION.fullmatch(word)
+        if not found or not (word.startswith("--") or found[1] == "c"):
+            continue
+        following = [remaining.pop(0)] if found[3] is None and remaining and not remaining[0].startswith("--") else []
+        yield _Option((word, *following), found[1], following[0] if following else found[3], bool(found[2]))
+
+
+def _read_config(name: str | None, line: _Line) -> bool:
+    """Add the classes and values of a config; return whether it is as simple as configs are."""
+    try:
+        text = Path(name or "").read_text(encoding="utf-8")
+    except (OSError, UnicodeError):
+        return False
+    content = _load(text)
+    if not isinstance(content, dict) or not set(content) <= {*_OPTIONS_OF["validate"]} - {"config", "c"}:
+        return False
+    if "ckpt_path" in content:
+        line.values["", "ckpt_path"] = (content["ckpt_path"], True)
+    for head, paths in line.classes.items():
+        section = content.get(head)
+        if isinstance(section, dict) and set(section) <= _CLASS_KEYS:
+            if "class_path" in section:
+                paths.append(_class_path(section["class_path"]))
+            arguments = section.get("init_args")
+            line.values.update(
+                {(head, key): (value, True) for key, value in arguments.items()} if isinstance(arguments, dict) else {}
+            )
+        elif section is not None:
+            paths.append(None)
+    return True
+
+
+def _value_of(option: _Option) -> str | list[Any] | None:
+    """Return a text or a list that the parser takes as such; None for other values."""
+    value = _load(option.value or "")
+    return value if not option.appends and (value == option.value or isinstance(value, list)) else None
+
+
+def _load(text: str) -> Any:
+    """Return the value of a YAML text; None where it has none."""
+    try:
+        check_size(text)
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return None
+
+
+def _class_path(name: object) -> str | None:
+    """Return the public path of a class of ours; None for others, which only the parser can judge."""
+    root, _, last = str(name).rpartition(".")
+    path = f"lightning_fastft.{last}"
+    return path if root.partition(".")[0] in ("", "lightning_fastft") and read_parameters(path) else None
+
+
+def _check_options(command: str, line: _Line) -> None:
+    known, in_trainer = _OPTIONS_OF.get(command, _OPTIONS), read_parameters(_TRAINER)
+    unknown: list[str] = []
+    for option in line.options:
+        head, _, rest = option.key.partition(".")
+        name = rest.removeprefix("init_args.").partition(".")[0]
+        if head not in known or (head == "trainer" and name and name not in in_trainer):
+            unknown += option.words
+        elif head in line.classes and name and not _may_accept(name, head, line):
+            owner = line.classes[head][-1]
+            _refuse(
+                f"Parser key \"{head}\":\nProblem with given class_path '{owner}':\nOption '{name}' is not accepted",
+                command,
+            )
+    if unknown:
+        names = [*known, *(f"trainer.{name}" for name in in_trainer)]
+        _refuse(f"unrecognized arguments: {' '.join(unknown)}", command, names)
+
+
+def _may_accept(name: str, head: str, line: _Line) -> bool:
+    """Return whether one of the named classes accepts an option, or the default class before another is named."""
+    return name in _CLASS_KEYS or any(
+        path is None or name in read_parameters(path) for path in (*line.classes[head], _DEFAULTS[head])
+    )
+
+
+def _refuse(message: str, command: str, options: Sequence[str] = ()) -> NoReturn:
+    """Answer as the parser does: the reason and hints on standard error, and status 2."""
+    program = f"fastft {command if command in TRAINER_COMMANDS else 'fit'}"
+    answer = explain_refusal(message, options=options, program=program, configs=config_names())
+    sys.stderr.write(printable(answer, keeps_lines=True))
+    sys.exit(2)
+
+
+def _check_sources(command: str, line: _Line) -> None:
+    paths = set(line.classes["data"])
+    owner = paths.pop() if len(paths) == 1 else None
+    for name, commands in _OPENED.get((owner or "").rpartition(".")[2], {}).items():
+        value, is_in_file = line.values.get(("data", name), (None, False))
+        if command not in commands or (is_in_file and command == "doctor"):
+            continue
+        sources = value if isinstance(value, list) else [value]
+        if all(isinstance(source, str) for source in sources):
+            for source in sources:
+                check_exists(source)

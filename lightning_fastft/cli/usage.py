@@ -1,0 +1,75 @@
+"""Help of the ``fastft`` command and of its subcommands that are not Lightning's."""
+
+from __future__ import annotations
+
+USAGE = """\
+fastft: fine-tune Hugging Face causal language models with PyTorch Lightning.
+
+  fastft fit      --config NAME|FILE [--key value ...]   train
+  fastft validate --config NAME|FILE [--key value ...]   loss, perplexity and token accuracy on the validation data
+  fastft test     --config NAME|FILE [--key value ...]   the same on the test data
+  fastft data     --config NAME|FILE [--out FOLDER]      what the data module would do, without training
+  fastft doctor   --config NAME|FILE                     what is active on this machine, and why not, without training
+  fastft plan     --config NAME|FILE [--gpu NAME]        the memory plan of a config and its cost, without training
+  fastft export CHECKPOINT|FOLDER OUT [--merge]          adapters or merged weights as a plain Hugging Face folder
+  fastft demo                                            the whole job on data that it makes itself
+  fastft bench    [--workload NAME] [--out FOLDER]       speed and memory against other systems
+
+Any option of a config can be given on the command line: --data.paths train.jsonl --trainer.max_steps 100
+Values that name classes may come from lightning, torch, torchmetrics, peft, lightning_fastft and transformers'
+schedulers;
+--allow-import my_package adds a package of yours, found from the current folder too.
+All options: fastft fit --help.  Shipped configs: {configs}
+"""
+_OPTIONS_OF_FIT = "Any option of a config can be given too; all of them: fastft fit --help\n"
+# By subcommand. Those of Lightning list the options of their parser.
+HELP = {
+    "data": f"""\
+fastft data --config NAME|FILE [--out FOLDER] [--key value ...]
+What the data module would do, without a model and without training: formats, rejected rows, lengths, packs, an example.
+
+  --out FOLDER              where a histogram and the rejected rows are written (runs/data)
+
+{_OPTIONS_OF_FIT}""",
+    "doctor": f"""\
+fastft doctor --config NAME|FILE [--key value ...]
+What is active on this machine, and why not: one step of a miniature of the model, without its weights and data.
+
+{_OPTIONS_OF_FIT}""",
+    "plan": f"""\
+fastft plan --config NAME|FILE [--gpu NAME] [--key value ...]
+The activation plan of a config on a GPU and its cost, without weights, data or training.
+
+  --gpu NAME                a GPU by name, for example "RTX 4090" (the GPU of this machine)
+  --vram-gib N              device memory of the run (model, optimizer and 90 % of the rest)
+  --host-gib N              pinned host memory of the run (64)
+  --document-tokens N       average length of the document of a token (1024)
+
+{_OPTIONS_OF_FIT}""",
+    "export": """\
+fastft export CHECKPOINT|FOLDER OUT [--merge] [--base NAME] [--dtype NAME] [--device NAME] [--accept-other-base]
+              [--for vllm]
+Write the adapters of a checkpoint or of a PEFT folder as a plain Hugging Face folder, and load it again to compare.
+
+  --merge                   merge the adapters into the weights of the whole model
+  --base NAME               the base model, if it has moved since training
+  --dtype NAME              of merged weights: auto, bfloat16, float16 or float32 (auto)
+  --device NAME             where the model is built (cpu)
+  --accept-other-base       accept a base with other weights than those of the run
+  --for vllm                refuse adapters of which vLLM would not read a part
+""",
+    "demo": f"""\
+fastft demo [--key value ...]
+The whole job on data that it makes itself, in runs/demo: train, validate, answer, save, load again and compare.
+
+{_OPTIONS_OF_FIT}""",
+    "bench": """\
+fastft bench [--workload NAME] [--out FOLDER] [options of benchmarks.compare]
+Speed and memory against other systems.
+
+  --workload NAME           the largest that fits the GPU, unless named
+  --out FOLDER              where the results are written (a new folder in runs/compare)
+
+All options: python -m benchmarks.compare --help, in a clone of the repository
+""",
+}

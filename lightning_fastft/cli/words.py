@@ -1,0 +1,128 @@
+"""Words of the command line: names of configs, checkpoints, and options that the parser does not know.
+
+Imports nothing heavy, because the command answers mistakes from here.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_fastft.core.errors import OptionError
+
+# Commands that call a method of the Trainer.
+TRAINER_COMMANDS = ("fit", "validate", "test")
+ALLOW_IMPORT_OPTION = "--allow-import"
+# Values of ckpt_path that Lightning resolves itself.
+CHECKPOINT_WORDS = ("best", "last", "hpc", "registry")
+CONFIG_FOLDER = Path(__file__).parents[1] / "configs"
+
+
+def config_names() -> list[str]:
+    """Return the names of the shipped configs."""
+    return sorted(path.stem for path in CONFIG_FOLDER.glob("*.yaml"))
+
+
+def find_configs(words: Sequence[str]) -> list[str]:
+    """Return the arguments with names of shipped configs replaced by file paths.
+
+    Args:
+        words: Arguments; what follows ``--config`` or ``-c`` is a file, or else the name of a shipped config.
+
+    Raises:
+        OptionError: There is neither a file nor a shipped config of that name.
+    """
+    found, is_config = [], False
+    for word in words:
+        option, equals, value = word.partition("=")
+        if is_config:
+            word = _find_config(word)
+        elif equals and option in ("--config", "-c"):
+            word = f"{option}={_find_config(value)}"
+        is_config = not is_config and word in ("--config", "-c")
+        found.append(word)
+    return found
+
+
+def take_option(words: Sequence[str], name: str, *, default: str) -> tuple[str, list[str]]:
+    """Return the value of an option that the parser does not know, and the arguments without it.
+
+    Raises:
+        OptionError: The option comes last, without a value.
+
+    Example:
+        >>> take_option(["--out", "here", "--config", "demo"], "--out", default=".")
+        ('here', ['--config', 'demo'])
+    """
+    value, rest, remaining = default, [], iter(words)
+    for word in remaining:
+        if word == name:
+            value = next(remaining, "")
+            if not value:
+                raise OptionError(f"{name} needs a value.")
+        elif word.startswith(f"{name}="):
+            value = word.partition("=")[2]
+        else:
+            rest.append(word)
+    return value, rest
+
+
+def _find_config(name: str) -> str:
+    if Path(name).is_file():
+        return name
+    path = CONFIG_FOLDER / f"{name}.yaml"
+    if name in config_names():
+        return str(path)
+    near = difflib.get_close_matches(name, config_names(), n=1)
+    advice = f" Did you mean {near[0]}?" if near else ""
+    raise OptionError(
+        f"There is no file and no shipped config named {name!r}.{advice} Shipped configs: {', '.join(config_names())}."
+    )
+
+
+def take_allowed_imports(args: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the arguments without ``--allow-import``, and the packages that it names.
+
+    Args:
+        args: Words of the command line; ``--allow-import name`` and ``--allow-import=name`` may occur anywhere and
+            repeatedly.
+
+    Raises:
+        OptionError: The option has no value, or the value is not a dotted import path.
+
+    Example:
+        >>> take_allowed_imports(["fit", "--allow-import", "my_package"])
+        (['fit'], ['my_package'])
+    """
+    rest, allowed = [], []
+    words = iter(args)
+    for word in words:
+        if word == ALLOW_IMPORT_OPTION:
+            allowed.append(next(words, ""))
+        elif word.startswith(f"{ALLOW_IMPORT_OPTION}="):
+            allowed.append(word.partition("=")[2])
+        else:
+            rest.append(word)
+    for path in allowed:
+        if not all(part.isidentifier() for part in path.split(".")):
+            raise OptionError(
+                f"{ALLOW_IMPORT_OPTION} takes a dotted import path such as my_package or my_package.models, got "
+                f"{path!r}."
+            )
+    return rest, allowed
+
+
+def check_checkpoint(path: object) -> None:
+    """Check that a ckpt_path exists, or is a word for one.
+
+    Raises:
+        OptionError: There is no such file or folder.
+    """
+    if path is not None and (":" in str(path)) and not Path(str(path)).exists():
+        raise OptionError(
+            f"ckpt_path must be a local file or folder, 'last' or 'best', got {path!r}. Copy the checkpoint to a "
+            "local folder first."
+        )
+    if path is not None and str(path) not in CHECKPOINT_WORDS and not Path(str(path)).exists():
+        raise OptionError(f"ckpt_path: there is nothing at {path} (searched from {Path.cwd()}).")

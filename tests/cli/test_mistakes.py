@@ -1,0 +1,241 @@
+"""Mistakes are answered before torch is imported, as the parser answers them, and nothing that it takes is refused."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lightning_fastft
+from lightning_fastft import PackedDataModule, RolloutDataModule
+from lightning_fastft.cli import mistakes
+from lightning_fastft.cli.lightning_cli import SHORT_NAMES, FastFTArgumentParser, FastFTCLI
+from lightning_fastft.cli.mistakes import check_words
+from lightning_fastft.cli.signatures import read_parameters
+from lightning_fastft.cli.words import TRAINER_COMMANDS
+from lightning_fastft.core.errors import DataError, FastFTError, OptionError
+from tests.cli.hostile_configs import BORING
+
+ROOT = Path(lightning_fastft.__file__).parents[1]
+HEAVY = {"torch", "lightning", "transformers", "peft", "bitsandbytes", "datasets", "jsonargparse", "numpy"}
+CONFIG = ["--config", "qlora_qwen3_8b"]
+OK = ["--model.model", "x", "--data.paths", "y"]
+# Words, exit status, and a part of the answer.
+ANSWERED = [
+    ([], 0, "fastft plan"),
+    (["--help"], 0, "fastft plan"),
+    *(
+        ([command, "--help"], 0, f"fastft {command}")
+        for command in ("data", "doctor", "plan", "export", "demo", "bench")
+    ),
+    (["fti"], 1, "Did you mean fit?"),
+    (["fit", "--config", "qlora_qwen_8b"], 1, "Did you mean qlora_qwen3_8b?"),
+    (["doctor", "--config=nope.yaml"], 1, "no file and no shipped config named 'nope.yaml'"),
+    (["fit", *CONFIG], 1, "There is no file or folder train.jsonl"),
+    (["fit", *CONFIG, "--data.paths", "nope.jsonl"], 1, "There is no file or folder nope.jsonl"),
+    (["data", *CONFIG, "--data.init_args.paths=[/nope]", "--out", "x"], 1, "There is no file or folder /nope"),
+    (["fit", "--config", "grpo_qwen3_0.6b"], 1, "There is no file or folder prompts.jsonl"),
+    (["doctor", *CONFIG, "--data.paths", "nope.jsonl"], 1, "There is no file or folder nope.jsonl"),
+    (["validate", *CONFIG, "--ckpt_path", "nope.ckpt"], 1, "there is nothing at nope.ckpt"),
+    (["fit", "--ckpt_path=s3://nope.ckpt"], 1, "ckpt_path must be a local file or folder"),
+    (["export", "nope.ckpt", "out"], 1, "There is nothing at nope.ckpt"),
+    (["export", "nope.ckpt", "out", "--merge", "--dtype", "bf16"], 1, "--dtype must be one of"),
+    (["fit", "--model.lr", "1e-3"], 2, "did you mean learning_rate?"),
+    (["plan", *CONFIG, "--gpu", "RTX 4090", "--model.lora_r", "8"], 2, "'lora_r' is not accepted"),
+    (["demo", "--trainer.max_stps", "3"], 2, "did you mean trainer.max_steps?"),
+]
+SCRIPT = f"""
+import contextlib, io, json, sys
+sys.argv[0] = "fastft"
+from lightning_fastft.cli import main
+for words in json.loads(sys.argv[1]):
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
+        try:
+            status = main(words)
+        except SystemExit as stop:
+            status = stop.code
+    print(json.dumps([status, shown.getvalue(), sorted({HEAVY} & set(sys.modules))]))
+"""
+
+
+def run_python(arguments, folder):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    done = run_python(["-c", SCRIPT, json.dumps([words for words, _, _ in ANSWERED])], tmp_path_factory.mktemp("empty"))
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("number", range(len(ANSWERED)), ids=lambda number: " ".join(ANSWERED[number][0]))
+def test_answer_needs_no_heavy_import(number, answers):
+    status, text, loaded = answers[number]
+    assert loaded == []
+    assert status == ANSWERED[number][1]
+    assert ANSWERED[number][2] in text
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize("program", ["module", "script"])
+def test_command_does_not_load_torch_with_the_package(program, tmp_path):
+    # What pip writes for the entry point.
+    (tmp_path / "fastft").write_text("import sys\nfrom lightning_fastft.cli import main\nsys.exit(main())\n")
+    start = ["-m", "lightning_fastft"] if program == "module" else [str(tmp_path / "fastft")]
+    done = run_python(["-X", "importtime", *start, "fti"], tmp_path)
+    assert done.returncode == 1
+    imported = set(re.findall(r"\|\s*(\w+)$", done.stderr, re.MULTILINE))
+    assert "lightning_fastft" in imported
+    assert not HEAVY & imported
+
+
+@pytest.mark.slow(seconds=10)
+def test_command_registers_the_strategies_for_its_trainer(folder):
+    (folder / "config.yaml").write_text(BORING)
+    done = run_python(["-m", "lightning_fastft", "fit", "--config", "config.yaml", "--trainer.strategy=fastft"], folder)
+    assert done.returncode == 0, done.stderr
+
+
+class _Parsed(Exception):  # noqa: N818
+    """Ends a command line when it has its parser."""
+
+
+class _Parses(FastFTCLI):
+    def parse_arguments(self, parser, args):
+        raise _Parsed(parser)
+
+
+@pytest.fixture(scope="module")
+def parsers():
+    """The parsers of the commands, by their names."""
+    with pytest.raises(_Parsed) as fit:
+        _Parses(["fit"])
+    with pytest.raises(_Parsed) as other:
+        _Parses([], run=False)
+    return {**fit.value.args[0]._subcommands_action._name_parser_map, "data": other.value.args[0]}
+
+
+@pytest.mark.parametrize("command", [*TRAINER_COMMANDS, "data"])
+def test_known_options_are_those_of_the_parser(command, parsers):
+    names = {name.strip("-+") for action in parsers[command]._actions for name in action.option_strings}
+    known = mistakes._OPTIONS_OF.get(command, mistakes._OPTIONS)
+    assert {name.partition(".")[0] for name in names} == set(known)
+    trained = {name.split(".")[1] for name in names if name.startswith("trainer.")} - {"help"}
+    assert trained == set(read_parameters("lightning_fastft.cli.trainer.FastFTTrainer"))
+
+
+@pytest.mark.parametrize("owner", SHORT_NAMES, ids=lambda owner: owner.__name__)
+def test_every_parameter_of_a_class_is_read_from_its_source(owner):
+    parser = FastFTArgumentParser()
+    parser.add_class_arguments(owner, "x", fail_untyped=False, sub_configs=True)
+    names = {action.dest.split(".")[1] for action in parser._actions if action.dest.startswith("x.")}
+    read = read_parameters(f"lightning_fastft.{owner.__name__}")
+    # The reader does not see that a class sets a parameter of its base itself.
+    assert names <= set(read) <= names | {"needs_reference"}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [*OK, "--model.lr", "1"],
+        [*OK, "--model.init_args.lerning_rate=1"],
+        [*CONFIG, "--data.pths", "y"],
+        ["--config", "dpo_qwen3_8b", "--model.bta", "1"],
+        [*OK, "--trainr.max_steps", "3", "--foo", "--seed", "1"],
+        [*OK, "--trainer.max_step=3"],
+    ],
+    ids=" ".join,
+)
+def test_unknown_option_is_answered_as_the_parser_answers(words, capsys):
+    answers = []
+    for answer in (lambda: check_words("fit", words), lambda: FastFTCLI(["fit", *words])):
+        with pytest.raises(SystemExit) as stop:
+            answer()
+        assert stop.value.code == 2
+        # The last line has the name of the program.
+        answers.append(capsys.readouterr().err.splitlines()[:-1])
+    assert answers[0] == answers[1]
+
+
+FOREIGN = "data: {class_path: my_package.Data, init_args: {paths: nope.jsonl, pths: 1}}\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        # Hub data sets, and values that are no paths.
+        ("fit", [*OK, "--data.paths", "owner/name"]),
+        ("fit", [*OK, "--data.paths", "[owner/name:config:train, there.jsonl]"]),
+        ("fit", [*OK, "--data.paths", "{a: 1}"]),
+        ("fit", [*OK, "--data.val_paths", "null"]),
+        # The last value counts.
+        ("fit", [*CONFIG, "--data.paths", "nope.jsonl", "--data.paths", "there.jsonl"]),
+        ("fit", ["--data.paths", "nope.jsonl", "--config", "there.yaml"]),
+        ("fit", [*OK, "--data.paths", "nope.jsonl", "--data.paths+", "there.jsonl"]),
+        ("fit", [*CONFIG, "--data.init_args", "{paths: there.jsonl}"]),
+        # Data that the command does not open.
+        ("plan", CONFIG),
+        ("doctor", CONFIG),
+        ("validate", [*OK, "--data.paths", "nope.jsonl"]),
+        ("test", CONFIG),
+        ("demo", []),
+        # Other classes.
+        ("fit", ["--config", "foreign.yaml", "--data.pths", "1"]),
+        ("fit", ["--config", "there.yaml", "--config", "foreign.yaml"]),
+        ("fit", [*OK, "--data=my_package.Data", "--data.paths", "nope.jsonl"]),
+        ("fit", ["--model.beta", "0.2", "--model", "PreferenceTuner", "--data.paths", "y"]),
+        ("fit", [*OK, "--model", "FineTuner", "--model.anything", "1", "--allow-import", "my_package"]),
+        # Options of options, and those of the commands.
+        (
+            "fit",
+            [*OK, "--model.lora.r", "8", "--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.dirpath", "x"],
+        ),
+        ("fit", [*OK, "--ckpt_path", "last"]),
+        ("fit", [*OK, "--ckpt_path", "null"]),
+        ("demo", ["--ckpt_path", "x"]),
+        ("validate", [*OK, "--verbose", "false"]),
+        ("plan", [*CONFIG, "--gpu", "--odd", "--vram-gib=8"]),
+        # The parser answers help before anything else.
+        ("fit", ["--config", "there.yaml", "--model.lr", "1", "--help"]),
+        ("fit", ["--trainer.strategy.help", "--foo"]),
+        ("fit", [*CONFIG, "--print_config"]),
+        ("fit", ["-cother.yaml", "--data.paths", "nope.jsonl"]),
+        # What follows two dashes is no option.
+        ("fit", [*OK, "--", "--foo"]),
+        # Files that only the parser can judge.
+        ("fit", ["--config", "broken.yaml", "--data.paths", "nope.jsonl"]),
+        ("fit", ["--config", "deep.yaml", "--data.paths", "nope.jsonl"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_what_is_not_certain_is_left_to_the_parser(command, words, folder):
+    (folder / "there.jsonl").write_text("")
+    (folder / "there.yaml").write_text("data: {class_path: PackedDataModule, init_args: {paths: there.jsonl}}\n")
+    (folder / "foreign.yaml").write_text(FOREIGN)
+    (folder / "broken.yaml").write_text("a: [")
+    (folder / "deep.yaml").write_text("a: " + "[" * 200 + "]" * 200)
+    check_words(command, words)
+
+
+def test_last_data_of_a_config_counts(folder):
+    (folder / "own.yaml").write_text(
+        "data: {class_path: lightning_fastft.training.datamodule.PackedDataModule, init_args: {paths: [mine.jsonl]}}\n"
+        "ckpt_path: mine.ckpt\n"
+    )
+    with pytest.raises(OptionError, match=r"mine\.ckpt"):
+        check_words("fit", ["--config", "own.yaml"])
+    with pytest.raises(DataError, match=r"mine\.jsonl"):
+        check_words("fit", ["--data.paths", "owner/name", "--config", "own.yaml", "--ckpt_path", "null"])
+    assert issubclass(DataError, FastFTError)
+
+
+@pytest.mark.parametrize("owner", [PackedDataModule, RolloutDataModule])
+def test_data_that_a_command_opens_is_a_parameter_of_its_module(owner):
+    assert set(mistakes._OPENED[owner.__name__]) <= set(read_parameters(f"lightning_fastft.{owner.__name__}"))
