@@ -352,7 +352,7 @@ def test_model_given_is_used_as_it_is(tmp_path):
         FineTuner(adapted, lora=LORA)
     with pytest.raises(OptionError, match="got int"):
         FineTuner(3)
-    with pytest.raises(OptionError, match="model given has float32"):
+    with pytest.raises(OptionError, match="model has float32"):
         fit(FineTuner(model, dtype="bfloat16"), tmp_path)
     with pytest.raises(OptionError, match=r"dtype='float32' to bf16"):
         fit(FineTuner(model), tmp_path, precision="bf16-true")
