@@ -25,7 +25,8 @@ from lightning_fastft.packing.planner import mix_bits, pack_best_fit_decreasing,
 from lightning_fastft.packing.rows import RowRejectedError, check_messages, check_text, parse_row
 from lightning_fastft.packing.sources import open_sources
 from lightning_fastft.packing.stream import EMPTY_PACK_TOKENS
-from lightning_fastft.training.datamodule import check_source, shares_prompts
+from lightning_fastft.training.data.options import check_source
+from lightning_fastft.training.data.subsets import can_share_prompts
 
 if TYPE_CHECKING:
     from lightning_fastft.training.policy import PolicyTuner
@@ -270,7 +271,7 @@ class RolloutDataModule(LightningDataModule):
                 row = _read_prompt(raw.raw, place=f"{source.name}, {source.counts} {raw.line}")
                 self._rows.append(row)
                 self._prompt_ids.append(_encode_prompt(tokenizer, row[PROMPT]))
-        self._shares_prompts = shares_prompts(self.share_prompts, self._tuner())
+        self._shares_prompts = can_share_prompts(self.share_prompts, self._tuner())
         longest = max(map(len, self._prompt_ids))
         num_behind = self.num_completions * self.max_new_tokens
         num_prompt = longest - 1 + self.num_completions if self._shares_prompts else longest * self.num_completions
