@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_fastft.core.errors import OptionError, ResumeError
-from lightning_fastft.training import optimizer as optim
+from lightning_fastft.training.optimization import adamw_parts
 from lightning_fastft.training.optimizer import FusedAdamW
 from tests.support.host_waits import count_host_waits
 from tests.support.truth import assert_within_bound
@@ -382,8 +382,8 @@ def test_a_step_that_is_skipped_leaves_masters_as_they_are():
 
 def test_tables_are_kept_with_masters_too(monkeypatch):
     made = []
-    real = optim.TensorTable
-    monkeypatch.setattr(optim, "TensorTable", lambda *args, **kwargs: made.append(1) or real(*args, **kwargs))
+    real = adamw_parts.TensorTable
+    monkeypatch.setattr(adamw_parts, "TensorTable", lambda *args, **kwargs: made.append(1) or real(*args, **kwargs))
     params = make_params(torch.bfloat16)
     optimizer = fused_adamw(params, master_weights=True)
     for step in range(4):
@@ -617,7 +617,9 @@ def test_a_state_of_another_rule_is_refused_and_changes_nothing(make_state, mess
 
 def test_tables_are_kept_while_the_same_parameters_have_gradients(monkeypatch):
     made = []
-    monkeypatch.setattr(optim, "TensorTable", lambda *args, **kwargs: made.append(1) or table_class(*args, **kwargs))
+    monkeypatch.setattr(
+        adamw_parts, "TensorTable", lambda *args, **kwargs: made.append(1) or table_class(*args, **kwargs)
+    )
     params = make_params()
     optimizer = fused_adamw(make_groups(params))
     for step in range(5):
@@ -631,7 +633,7 @@ def test_tables_are_kept_while_the_same_parameters_have_gradients(monkeypatch):
     assert len(made) == 4
 
 
-table_class = optim.TensorTable
+table_class = adamw_parts.TensorTable
 
 
 def test_a_closure_has_gradients_may_clip_and_its_loss_comes_back():
@@ -767,7 +769,7 @@ def test_parameters_of_several_devices_are_refused(monkeypatch):
     give_gradients(0, params)
     devices = iter(("cpu", "cuda:1"))
     monkeypatch.setattr(
-        optim, "TensorTable", lambda *args, **kwargs: SimpleNamespace(device=torch.device(next(devices)), rows=())
+        adamw_parts, "TensorTable", lambda *args, **kwargs: SimpleNamespace(device=torch.device(next(devices)), rows=())
     )
     with pytest.raises(OptionError, match=r"cuda:1.*torch\.optim\.AdamW"):
         optimizer.step()

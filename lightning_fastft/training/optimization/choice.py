@@ -12,8 +12,9 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
 
 from lightning_fastft.core.errors import OptionError
+from lightning_fastft.training.optimization.adamw_state import is_steppable
 from lightning_fastft.training.optimization.schedules import group_parameters, learning_rate_schedule
-from lightning_fastft.training.optimizer import FusedAdamW, is_steppable
+from lightning_fastft.training.optimizer import FusedAdamW
 
 if TYPE_CHECKING:
     from lightning.pytorch.cli import OptimizerCallable
