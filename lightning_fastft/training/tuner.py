@@ -147,6 +147,22 @@ class Tuner(CausalLMModule):
         """What the loss asks of the data."""
         return DataNeeds()
 
+    def training_step(self, batch: PackedBatch, batch_idx: int) -> torch.Tensor:
+        """Return the loss of a batch, and log it."""
+        return self._step(batch, prefix="train")
+
+    def validation_step(self, batch: PackedBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Log what a training step logs, as means over all validation batches."""
+        self._step(batch, prefix="val")
+
+    def test_step(self, batch: PackedBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Log what a training step logs, as means over all test batches."""
+        self._step(batch, prefix="test")
+
+    def _step(self, batch: PackedBatch, *, prefix: str) -> torch.Tensor:
+        """Return the loss of a batch, and log it under a prefix; a subclass has it or its own steps."""
+        raise NotImplementedError
+
     def predict_step(self, batch: PackedBatch, batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
         """Return the log-probability of the labelled tokens of each document, shape (S,), in the order of the pack.
 

@@ -625,6 +625,10 @@ class TestOptions:
             ({"max_reject_share": float("nan")}, "max_reject_share"),
             ({"num_proc": 0}, "num_proc"),
             ({"too_long": "drop"}, "too_long"),
+            ({"share_prompts": "yes"}, "share_prompts"),
+            ({"pad_to_max": 1}, "pad_to_max"),
+            ({"rows": 3}, "paths"),
+            ({"test_paths": 3}, "test_paths"),
         ],
     )
     def test_option_outside_of_its_range_is_refused(self, options, word):

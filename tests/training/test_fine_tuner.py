@@ -346,16 +346,24 @@ def test_model_given_is_used_as_it_is(tmp_path):
     fit(module, tmp_path)
     assert module.model is adapted
     assert len(module.state_dict()) == 4
-    with pytest.raises(OptionError, match="loaded already"):
-        FineTuner(model, quantization="nf4", lora=LORA)
-    with pytest.raises(OptionError, match="adapters already"):
-        FineTuner(adapted, lora=LORA)
-    with pytest.raises(OptionError, match="got int"):
-        FineTuner(3)
-    with pytest.raises(OptionError, match="model has float32"):
-        fit(FineTuner(model, dtype="bfloat16"), tmp_path)
-    with pytest.raises(OptionError, match=r"dtype='float32' to bf16"):
-        fit(FineTuner(model), tmp_path, precision="bf16-true")
+
+
+@pytest.mark.parametrize(
+    ("is_adapted", "options", "trainer", "word"),
+    [
+        (False, {"quantization": "nf4", "lora": LORA}, {}, "loaded already"),
+        (True, {"lora": LORA}, {}, "adapters already"),
+        (True, {"master_dtype": "float32"}, {}, "adapter_dtype"),
+        (False, {"dtype": "bfloat16"}, {}, "model has float32"),
+        (False, {}, {"precision": "bf16-true"}, "dtype='float32' to bf16"),
+    ],
+)
+def test_options_that_do_not_fit_a_model_given_are_refused(tmp_path, is_adapted, options, trainer, word):
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG))
+    if is_adapted:
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(OptionError, match=word):
+        fit(FineTuner(model, **options), tmp_path, **trainer)
 
 
 def test_whole_copies_of_modules_are_said_to_stay_in_the_dtype_of_the_base(tmp_path):
@@ -712,11 +720,15 @@ def test_generation_works_while_packed_training_is_installed(tmp_path):
         ({"scheduler_interval": "batch"}, "epoch"),
         ({"lora": {"rank": 3}}, "rank"),
         ({"init": "zeros"}, "random"),
+        ({"master_dtype": "float32"}, "adapter_dtype"),
+        ({"model": 3}, "got int"),
+        ({"optimizer": "adam"}, "optimizer"),
+        ({"revision": ""}, "revision"),
     ],
 )
 def test_impossible_options_are_refused_by_name(options, message):
     with pytest.raises(OptionError, match=message):
-        FineTuner(CONFIG, **{"init": "random", "lora": LORA, **options})
+        FineTuner(**{"model": CONFIG, "init": "random", "lora": LORA, **options})
 
 
 def test_command_line_reads_every_option_from_plain_values():
