@@ -19,8 +19,8 @@ from lightning_fastft.fused.low_precision_adapters import _LowPrecisionCopy
 from lightning_fastft.strategies.packed_steps import missing_optimizer_bytes
 from lightning_fastft.training.optimization import adamw_state
 from lightning_fastft.training.optimizer import FusedAdamW
+from tests.support.fine_tuners import trainable, tuner
 from tests.support.training_parts import packed_batches, quiet_trainer
-from tests.training.test_fine_tuner import trainable, tuner
 
 
 class Recorder(Callback):
