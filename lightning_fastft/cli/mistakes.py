@@ -25,7 +25,7 @@ from lightning_fastft.cli.words import (
 )
 from lightning_fastft.cli.yaml_text import check_size
 from lightning_fastft.core.errors import printable
-from lightning_fastft.packing.sources import check_exists
+from lightning_fastft.packing.reading.sources import check_exists
 
 # Options that the parser does not know, by command.
 _OWN_OPTIONS = {"data": ("--out",), "plan": ("--gpu", "--vram-gib", "--host-gib", "--document-tokens")}

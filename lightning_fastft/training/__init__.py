@@ -1,5 +1,6 @@
-"""Train: the LightningModule, the DataModule, the optimizer, schedules and metrics.
+"""Train: the LightningModules, the DataModules, losses, metrics and the optimizer.
 
-The user's options enter; a LightningModule and a DataModule for the Trainer leave. Read ``fine_tuner``, then
-``datamodule``.
+The user's options enter; a LightningModule and a DataModule for the Trainer leave. Each tuner is a file; ``tuner`` is
+their base. Plain functions are in ``model`` (build, call and save), ``optimization`` (optimizer, schedules) and
+``data`` (parts of ``datamodule``). Read ``fine_tuner``, then ``tuner`` and ``datamodule``.
 """

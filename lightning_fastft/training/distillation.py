@@ -21,7 +21,8 @@ from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.store.dataset import TokenizedDataset, replace_file
 from lightning_fastft.training.datamodule import PackedDataModule
-from lightning_fastft.training.tuner import Tuner, check_second_model
+from lightning_fastft.training.model.options import check_second_model
+from lightning_fastft.training.tuner import Tuner
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

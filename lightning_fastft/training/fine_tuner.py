@@ -12,6 +12,7 @@ from torchmetrics import Metric
 from lightning_fastft.core.errors import DataError
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.training.metrics import TokenAccuracy, TokenLoss, TokenPerplexity, logits_statistics
+from lightning_fastft.training.model.forward import call_model
 from lightning_fastft.training.tuner import Tuner
 
 
@@ -33,7 +34,7 @@ class FineTuner(Tuner):
         Cost:
             No host sync of its own.
         """
-        output = self._call_model(batch)
+        output = call_model(self.model, batch)
         if output.loss is None:
             raise DataError("The model returned no loss: the batch needs labels.")
         loss = output.loss.detach()
@@ -63,7 +64,7 @@ class FineTuner(Tuner):
 
     def _evaluate(self, batch: PackedBatch | Mapping[str, Any], *, prefix: str, dataloader_idx: int) -> None:
         """Update and log the token metrics of one loader; no full logits are made where the lazy head is in place."""
-        output = self._call_model(batch)
+        output = call_model(self.model, batch)
         statistics = getattr(output.logits, "statistics", None)
         if statistics is None:
             statistics = logits_statistics(output.logits, batch["labels"])

@@ -2,57 +2,42 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch.optim.optimizer import ParamsT
 
 from lightning_fastft.core.checks import check_bool, check_choice, check_float
-from lightning_fastft.core.errors import OptionError, ResumeError, ShapeError
+from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.adamw_step.codes import num_blocks
-from lightning_fastft.kernels.adamw_step.op import SkipFlag, StepOptions, TensorTable, adamw_step, grad_norm
-from lightning_fastft.kernels.adamw_step.reference import TableRow
+from lightning_fastft.kernels.adamw_step.op import SkipFlag, TensorTable, adamw_step, grad_norm
+from lightning_fastft.training.optimization.adamw_parts import (
+    Part,
+    find_table,
+    make_row,
+    naming_the_alternative,
+    read_options,
+)
+from lightning_fastft.training.optimization.adamw_state import (
+    MASTER,
+    OTHER_RULES,
+    OTHER_WAYS,
+    check_group,
+    check_rules,
+    check_state,
+    copy_state,
+    is_in_8_bits,
+    make_state,
+    state_dtypes,
+)
+from lightning_fastft.training.optimization.skipped_steps import SkippedSteps
 
-_DTYPES = (torch.float32, torch.bfloat16)
 # What the pass can write beside a master; an owner of other copies is not told that they were written.
-_COPY_DTYPES = (torch.bfloat16, torch.float16)
-_AVERAGES = ("exp_avg", "exp_avg_sq")
-# Of moments in 8 bits: the largest magnitude of each block of 256.
-_ABSMAXS = ("exp_avg_absmax", "exp_avg_sq_absmax")
-# Smaller parameters keep moments in fp32, as with bitsandbytes: norms and biases, whose few numbers tell little of
-# each other's size.
-MIN_8BIT_SIZE = 4096
-_MASTER = "master"
-# Options of torch.optim.AdamW that change its numbers, and those that only choose how it computes them.
-_OTHER_RULES = ("amsgrad", "maximize")
-_OTHER_WAYS = ("foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay")
+COPY_DTYPES = (torch.bfloat16, torch.float16)
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
-
-
-class _Cohort:
-    """Parameters that were in the same guarded steps, and how many of these were skipped: a number on the device,
-    shape (), float64.
-    """
-
-    def __init__(self, num_skipped: torch.Tensor, *, num_params: int) -> None:
-        self.num_skipped = num_skipped
-        self.num_params = num_params
-
-
-class _Part(NamedTuple):
-    """The parameters of one group that have a gradient and have made the same steps; with a cohort, num_done
-    counts those that were skipped too.
-    """
-
-    group: dict[str, Any]
-    table: TensorTable
-    num_done: int
-    steps: list[torch.Tensor]
-    cohort: _Cohort | None
 
 
 class FusedAdamW(torch.optim.Optimizer):
@@ -62,7 +47,7 @@ class FusedAdamW(torch.optim.Optimizer):
     those of bf16 parameters, or 8 bits where asked for, in a state that no other optimizer loads. In fp32 on a CPU the
     weights are bit-equal to torch's; on CUDA they have one rounding less. A parameter without gradient is left alone,
     and the step is not counted for it. As in torch's fused optimizers, a tensor in ``found_inf`` (shape (), fp32, on
-    the device) that is not 0 makes a step change nothing: no weight, average, low-precision copy or count. While it is
+    the device) that is not 0 makes a step change nothing: no weight, moment, low-precision copy or count. While it is
     set, ``state[...]["step"]`` counts skipped steps too, until ``state_dict`` is asked.
 
     Args:
@@ -92,7 +77,7 @@ class FusedAdamW(torch.optim.Optimizer):
         before.
 
     Source:
-        AdamW, arXiv 1711.05101; defaults of torch.optim.AdamW. Averages in 8 bits, arXiv 2110.02861.
+        AdamW, arXiv 1711.05101; defaults of torch.optim.AdamW. Moments in 8 bits, arXiv 2110.02861.
 
     Example:
         >>> param = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
@@ -141,7 +126,7 @@ class FusedAdamW(torch.optim.Optimizer):
         self._tables: dict[int, TensorTable] = {}
         # Of parameters with a master: the version in which the last step left them.
         self._versions: dict[torch.Tensor, int] = {}
-        self._cohorts: dict[torch.Tensor, _Cohort] = {}
+        self._skipped = SkippedSteps()
         self._scale: torch.Tensor | None = None
         self._norm: torch.Tensor | None = None
 
@@ -153,7 +138,7 @@ class FusedAdamW(torch.optim.Optimizer):
         """
         super().add_param_group(param_group)
         try:
-            _check_group(self.param_groups[-1])
+            check_group(self.param_groups[-1])
         except OptionError:
             self.param_groups.pop()
             raise
@@ -173,26 +158,19 @@ class FusedAdamW(torch.optim.Optimizer):
         if not self._has_master(param):
             return param
         state = self.state.get(param, {})
-        return state[_MASTER] if _MASTER in state else param.detach().float()
+        return state[MASTER] if MASTER in state else param.detach().float()
 
     def state_bytes(self, param: torch.Tensor) -> int:
         """Return the bytes of moments and master of a parameter."""
         moments = (
-            2 * (param.numel() + 4 * num_blocks(param.numel())) if self._is_in_8_bits(param) else 8 * param.numel()
+            2 * (param.numel() + 4 * num_blocks(param.numel()))
+            if is_in_8_bits(param, optim_bits=self.optim_bits)
+            else 8 * param.numel()
         )
         return moments + 4 * param.numel() * self._has_master(param)
 
     def _has_master(self, param: torch.Tensor) -> bool:
         return self.master_weights and param.dtype is torch.bfloat16
-
-    def _is_in_8_bits(self, param: torch.Tensor) -> bool:
-        return self.optim_bits == 8 and param.numel() >= MIN_8BIT_SIZE
-
-    def _state_dtypes(self, param: torch.Tensor) -> dict[str, torch.dtype]:
-        """Return the names and dtypes of the state of a parameter, but for its count and master."""
-        if self._is_in_8_bits(param):
-            return dict.fromkeys(_AVERAGES, torch.uint8) | dict.fromkeys(_ABSMAXS, torch.float32)
-        return dict.fromkeys(_AVERAGES, torch.float32)
 
     def attach_copies(self, pairs: Callable[[], Pairs], on_written: Callable[[Sequence[torch.Tensor]], None]) -> None:
         """Have each step write low-precision copies of parameters in the same pass.
@@ -296,7 +274,7 @@ class FusedAdamW(torch.optim.Optimizer):
         Cost:
             Reads each gradient once; no host sync.
         """
-        with _naming_the_alternative():
+        with naming_the_alternative():
             return self._norm_of(self._find_parts())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -319,7 +297,7 @@ class FusedAdamW(torch.optim.Optimizer):
                 loss = closure()
         scale, norm, self._scale, self._norm = self._scale, self._norm, None, None
         written: list[torch.Tensor] = []
-        with torch.no_grad(), _naming_the_alternative():
+        with torch.no_grad(), naming_the_alternative():
             if self._judge is None and self.found_inf is None:
                 self._settle()
             parts = self._find_parts()
@@ -336,7 +314,7 @@ class FusedAdamW(torch.optim.Optimizer):
             self._on_written(written)
         return loss
 
-    def _step_part(self, part: _Part, *, scale: torch.Tensor | None) -> None:
+    def _step_part(self, part: Part, *, scale: torch.Tensor | None) -> None:
         """Step the parameters of one part, and count the step; what comes of it where it is guarded is counted on
         the device.
         """
@@ -344,13 +322,13 @@ class FusedAdamW(torch.optim.Optimizer):
         if part.cohort is not None:
             assert self.found_inf is not None
             skip = SkipFlag(self.found_inf, part.cohort.num_skipped)
-        adamw_step(part.table, options=_read_options(part), scale=scale, skip=skip)
+        adamw_step(part.table, options=read_options(part), scale=scale, skip=skip)
         torch._foreach_add_(part.steps, 1.0)
         if skip is not None:
             # A new tensor: one that is written in place would change what a reader on another stream still copies.
             part.cohort.num_skipped = skip.num_skipped + (skip.found_inf != 0)  # type: ignore[union-attr]
 
-    def _norm_of(self, parts: Sequence[_Part]) -> torch.Tensor:
+    def _norm_of(self, parts: Sequence[Part]) -> torch.Tensor:
         norms = [grad_norm(part.table) for part in parts]
         if not norms:
             return torch.zeros(
@@ -360,27 +338,9 @@ class FusedAdamW(torch.optim.Optimizer):
 
     def _settle(self) -> None:
         """Take skipped steps out of the counts on the host; syncs with the device if there were guarded ones."""
-        cohorts = list(dict.fromkeys(self._cohorts.values()))
-        if not cohorts:
-            return
-        num_skipped = dict(zip(cohorts, torch.stack([cohort.num_skipped for cohort in cohorts]).tolist()))
-        for param, cohort in self._cohorts.items():
-            if num_skipped[cohort]:
-                self.state[param]["step"] -= num_skipped[cohort]
-        self._cohorts = {}
-
-    def _find_cohort(self, params: Sequence[torch.Tensor]) -> _Cohort:
-        """Return the cohort of parameters that were together so far; those that take part without its others
-        leave it, with its count.
-        """
-        cohort = self._cohorts.get(params[0])
-        if cohort is None:
-            cohort = _Cohort(torch.zeros((), dtype=torch.float64, device=params[0].device), num_params=len(params))
-        elif cohort.num_params != len(params):
-            cohort.num_params -= len(params)
-            cohort = _Cohort(cohort.num_skipped, num_params=len(params))
-        self._cohorts.update(dict.fromkeys(params, cohort))
-        return cohort
+        for param, num_skipped in self._skipped.take():
+            if num_skipped:
+                self.state[param]["step"] -= num_skipped
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state of this class or of torch.optim.AdamW; moments are copied and held in fp32.
@@ -401,16 +361,16 @@ class FusedAdamW(torch.optim.Optimizer):
         finally:
             handle.remove()
         for group in self.param_groups:
-            for name in (*_OTHER_RULES, *_OTHER_WAYS):
+            for name in (*OTHER_RULES, *OTHER_WAYS):
                 group.pop(name, None)
         for number, param in self._pair_up(given[0]):
             # PyTorch has cast moments to the dtype of the parameter, and shares them with the state given where it had
             # nothing to cast.
             if given[0]["state"].get(number):
-                self.state[param] = _copy_state(
-                    given[0]["state"][number], param.device, dtypes=self._state_dtypes(param)
+                self.state[param] = copy_state(
+                    given[0]["state"][number], param.device, dtypes=state_dtypes(param, optim_bits=self.optim_bits)
                 )
-                if _MASTER in self.state[param]:
+                if MASTER in self.state[param]:
                     self._versions[param] = param._version
 
     def _pair_up(self, state_dict: dict[str, Any]) -> Iterator[tuple[Any, torch.Tensor]]:
@@ -421,26 +381,21 @@ class FusedAdamW(torch.optim.Optimizer):
     def _check_given(self, state_dict: dict[str, Any]) -> None:
         """Refuse a state that would lose values or change their meaning."""
         for group in state_dict["param_groups"]:
-            wanted = [name for name in _OTHER_RULES if group.get(name)]
-            if wanted:
-                raise ResumeError(
-                    f"The state is of AdamW with {', '.join(wanted)}, which FusedAdamW has not: resume with "
-                    "torch.optim.AdamW."
-                )
+            check_rules(group)
         for number, param in self._pair_up(state_dict):
-            _check_state(
+            check_state(
                 number,
                 state_dict["state"].get(number, {}),
-                names=set(self._state_dtypes(param)),
+                names=set(state_dtypes(param, optim_bits=self.optim_bits)),
                 has_masters=self.master_weights,
             )
 
-    def _find_parts(self) -> list[_Part]:
+    def _find_parts(self) -> list[Part]:
         """Group the parameters that have a gradient by group and steps made, each part with its table."""
         is_guarded = self._judge is not None or self.found_inf is not None
         copies: dict[int, torch.Tensor] = {}
         for master, copy in () if self._pairs is None else self._pairs():
-            if copy.dtype in _COPY_DTYPES:
+            if copy.dtype in COPY_DTYPES:
                 copies.setdefault(id(master), copy)
         tables, self._tables = self._tables, {}
         parts = []
@@ -450,17 +405,17 @@ class FusedAdamW(torch.optim.Optimizer):
             # Host numbers, read at once.
             counts = torch.stack([state["step"] for state in states]).tolist() if states else []
             # Counts include skipped steps, so those that are alike may still stand for other numbers of steps.
-            keys = [(count, self._cohorts.get(param)) for count, param in zip(counts, held)]
+            keys = [(count, self._skipped.cohort_of(param)) for count, param in zip(counts, held)]
             for key in dict.fromkeys(keys):
                 chosen = [index for index, other in enumerate(keys) if other == key]
-                rows = [_make_row(held[i], states[i], copies.get(id(held[i]))) for i in chosen]
-                table = _find_table(tables, rows)
+                rows = [make_row(held[i], states[i], copies.get(id(held[i]))) for i in chosen]
+                table = find_table(tables, rows)
                 self._tables[id(held[chosen[0]])] = table
-                cohort = self._find_cohort([held[i] for i in chosen]) if is_guarded else None
-                parts.append(_Part(group, table, int(key[0]), [states[i]["step"] for i in chosen], cohort))
+                cohort = self._skipped.join([held[i] for i in chosen]) if is_guarded else None
+                parts.append(Part(group, table, int(key[0]), [states[i]["step"] for i in chosen], cohort))
         if len({part.table.device for part in parts}) > 1:
             raise ShapeError(
-                f"Parameters lie on {sorted({str(part.table.device) for part in parts})}; one step takes those of one "
+                f"Parameters are on {sorted({str(part.table.device) for part in parts})}; one step takes those of one "
                 "device."
             )
         return parts
@@ -469,140 +424,10 @@ class FusedAdamW(torch.optim.Optimizer):
         """Return the state of a parameter, made before its first step."""
         state: dict[str, Any] = self.state[param]
         if not state:
-            # The count stays on the host, where bias corrections are computed.
-            state["step"] = torch.tensor(0.0, dtype=torch.float32)
-            for name, dtype in self._state_dtypes(param).items():
-                shape = (num_blocks(param.numel()),) if name in _ABSMAXS else param.shape
-                # With a largest magnitude of 0 every code means 0.
-                state[name] = torch.zeros(shape, dtype=dtype, device=param.device)
+            state.update(make_state(param, optim_bits=self.optim_bits))
         if self._has_master(param):
-            if _MASTER not in state:
-                state[_MASTER] = param.detach().float()
+            if MASTER not in state:
+                state[MASTER] = param.detach().float()
             elif self._versions.get(param, param._version) != param._version:
-                state[_MASTER].copy_(param)
+                state[MASTER].copy_(param)
         return state
-
-
-def is_steppable(param: torch.Tensor) -> bool:
-    """Whether FusedAdamW takes a parameter: a plain, contiguous tensor in fp32 or bf16.
-
-    Example:
-        >>> is_steppable(torch.nn.Parameter(torch.ones(2))), is_steppable(torch.nn.Parameter(torch.ones(2).double()))
-        (True, False)
-    """
-    is_plain = type(param) in (torch.Tensor, torch.nn.Parameter) and param.layout is torch.strided
-    return is_plain and param.dtype in _DTYPES and param.is_contiguous()
-
-
-def _make_row(param: torch.Tensor, state: dict[str, Any], copy: torch.Tensor | None) -> TableRow:
-    """Return what a step writes for a parameter: with a master, the parameter is the low-precision copy."""
-    param_and_copy = (state[_MASTER], param) if _MASTER in state else (param, copy)
-    exp_avg, exp_avg_sq = (state[name] for name in _AVERAGES)
-    return TableRow(
-        param_and_copy[0], exp_avg, exp_avg_sq, param_and_copy[1], param, *(state.get(name) for name in _ABSMAXS)
-    )
-
-
-def _check_group(group: dict[str, Any]) -> None:
-    """Refuse parameters and options that AdamW in one pass has not."""
-    for index, param in enumerate(group["params"]):
-        if not is_steppable(param):
-            raise OptionError(
-                f"params[{index}] is a {type(param).__name__} of {param.dtype} and shape {tuple(param.shape)}; "
-                "FusedAdamW takes plain, contiguous "
-                "tensors in fp32 or bf16. Use torch.optim.AdamW for it."
-            )
-    rate = group["lr"]
-    if not isinstance(rate, torch.Tensor):
-        check_float("lr", rate, low=0.0)
-    for beta in group["betas"]:
-        if check_float("betas", beta, low=0.0) >= 1.0:
-            raise OptionError(f"betas must lie in [0, 1), got {group['betas']}.")
-    check_float("eps", group["eps"], low=0.0)
-    check_float("weight_decay", group["weight_decay"], low=0.0)
-    wanted = [name for name in _OTHER_RULES if group.get(name)]
-    if wanted:
-        raise OptionError(f"FusedAdamW has no {', '.join(wanted)}. Use torch.optim.AdamW for it.")
-
-
-def _read_options(part: _Part) -> StepOptions:
-    """Return the numbers of a part's next step."""
-    group, rate = part.group, part.group["lr"]
-    if isinstance(rate, torch.Tensor) and rate.device.type == "cpu":
-        rate = float(rate)
-    beta1, beta2 = group["betas"]
-    return StepOptions(
-        learning_rate=rate,
-        step=part.num_done + 1,
-        beta1=beta1,
-        beta2=beta2,
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-    )
-
-
-def _find_table(tables: dict[int, TensorTable], rows: list[TableRow]) -> TensorTable:
-    """Return the table of the step before where it holds these very tensors, else a new one."""
-    table = tables.get(id(rows[0].owner))
-    kept = () if table is None else table.rows
-    if (
-        table is not None
-        and len(kept) == len(rows)
-        and all(one is other for pair in zip(kept, rows) for one, other in zip(*pair))
-    ):
-        return table
-    params, exp_avgs, exp_avg_sqs, copies, owners, *absmaxs = zip(*rows)
-    return TensorTable(
-        params,
-        exp_avgs=exp_avgs,
-        exp_avg_sqs=exp_avg_sqs,
-        copies=copies,
-        owners=owners,
-        exp_avg_absmaxs=absmaxs[0],
-        exp_avg_sq_absmaxs=absmaxs[1],
-    )
-
-
-@contextlib.contextmanager
-def _naming_the_alternative() -> Iterator[None]:
-    """Say in an error about a tensor which optimizer takes it."""
-    try:
-        yield
-    except ShapeError as error:
-        raise OptionError(f"FusedAdamW cannot step these tensors. {error} Or use torch.optim.AdamW.") from error
-
-
-def _check_state(number: Any, state: dict[str, Any], *, names: set[str], has_masters: bool) -> None:
-    """Refuse the state of a parameter that holds other things than its steps would write."""
-    found = set(state) - {_MASTER, "step"}
-    if _MASTER in state and not has_masters:
-        raise ResumeError(
-            f"The state of parameter {number} has an fp32 master: resume with "
-            "FusedAdamW(master_weights=True), in a FineTuner "
-            "master_dtype='float32'."
-        )
-    if state and found != names and found in ({*_AVERAGES}, {*_AVERAGES, *_ABSMAXS}):
-        held, other = (8, 32) if _ABSMAXS[0] in found else (32, 8)
-        raise ResumeError(
-            f"The state of parameter {number} holds moments in {held} bits, and this optimizer has "
-            f"optim_bits={other}: resume with "
-            f"FusedAdamW(optim_bits={held})."
-        )
-    if state and (found != names or "step" not in state):
-        raise ResumeError(
-            f"The state of parameter {number} holds {sorted(state)}, AdamW's holds "
-            f"{sorted(('step', *names))}: resume with the "
-            "optimizer that wrote it."
-        )
-
-
-def _copy_state(
-    state: dict[str, Any], device: torch.device, *, dtypes: dict[str, torch.dtype]
-) -> dict[str, torch.Tensor]:
-    """Return a state of one's own: the count on the host, all else on the device of its parameter."""
-    copied = {"step": torch.tensor(float(state["step"]), dtype=torch.float32)}
-    for name, dtype in (dtypes | ({_MASTER: torch.float32} if _MASTER in state else {})).items():
-        copied[name] = (
-            state[name].detach().to(device=device, dtype=dtype, memory_format=torch.contiguous_format, copy=True)
-        )
-    return copied

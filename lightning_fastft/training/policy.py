@@ -140,14 +140,6 @@ class PolicyTuner(ReferenceTuner):
         """
         return self._step(batch, prefix="train")
 
-    def validation_step(self, batch: PackedBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Log the same of a validation batch."""
-        self._step(batch, prefix="val")
-
-    def test_step(self, batch: PackedBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Log the same of a test batch."""
-        self._step(batch, prefix="test")
-
     def predict_step(self, batch: PackedBatch, batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
         """Return the log-probability of each completion, shape (C,), in the order of the pack."""
         return self._find_completions(batch).sum(self._read_log_probs(batch, temperature=self.temperature))

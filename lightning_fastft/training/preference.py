@@ -128,14 +128,6 @@ class PreferenceTuner(ReferenceTuner):
         """
         return self._step(batch, prefix="train")
 
-    def validation_step(self, batch: PackedBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Log the same of a validation batch, as means over all pairs."""
-        self._step(batch, prefix="val")
-
-    def test_step(self, batch: PackedBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Log the same of a test batch, as means over all pairs."""
-        self._step(batch, prefix="test")
-
     def predict_step(self, batch: PackedBatch, batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
         """Return the log-probability of each completion, shape (C,), in the order of the pack."""
         completions = self._find_completions(batch)

@@ -13,7 +13,8 @@ from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.completions import Completions
 from lightning_fastft.packing.stream import PlannedStream
 from lightning_fastft.training.datamodule import PackedDataModule
-from lightning_fastft.training.tuner import Tuner, check_second_model
+from lightning_fastft.training.model.options import check_second_model
+from lightning_fastft.training.tuner import Tuner
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

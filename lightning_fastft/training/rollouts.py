@@ -30,7 +30,8 @@ from lightning_fastft.packing.rows.rejects import RowRejectedError
 from lightning_fastft.packing.step_plan import mix_bits
 from lightning_fastft.packing.stream import EMPTY_PACK_TOKENS
 from lightning_fastft.packing.tokens.formatter import Encoded, Formatter
-from lightning_fastft.training.datamodule import check_source, shares_prompts
+from lightning_fastft.training.data.options import check_source
+from lightning_fastft.training.data.subsets import can_share_prompts
 
 if TYPE_CHECKING:
     from lightning_fastft.training.distillation import DistillationTuner
@@ -340,7 +341,7 @@ class RolloutDataModule(LightningDataModule):
                 self._prompt_ids.append(_encode_prompt(tokenizer, row[PROMPT]))
         if self.sampled_share < 1:
             self._given = self._encode_given(places)
-        self._shares_prompts = shares_prompts(self.share_prompts, self._tuner())
+        self._shares_prompts = can_share_prompts(self.share_prompts, self._tuner())
         longest = max(map(len, self._prompt_ids))
         num_behind = self.num_completions * self.max_new_tokens
         num_prompt = longest - 1 + self.num_completions if self._shares_prompts else longest * self.num_completions

@@ -189,7 +189,7 @@ def test_activation_policies_change_nothing(tmp_path, kind, policy):
 def test_a_run_that_ended_before_its_model_was_built_leaves_nothing_to_the_next(tmp_path):
     module, first, second = tuner(), BincountRouter(), BincountRouter()
     with (
-        mock.patch.object(FineTuner, "_open_model", side_effect=RuntimeError("planted")),
+        mock.patch("lightning_fastft.training.model.causal_lm.open_source", side_effect=RuntimeError("planted")),
         pytest.raises(RuntimeError, match="planted"),
     ):
         quiet_trainer(tmp_path, strategy="fastft", callbacks=[first]).fit(module, packed_loader())

@@ -24,11 +24,11 @@ from lightning_fastft.kernels.adamw_step.op import grad_norm
 from lightning_fastft.strategies.registry import register_strategies
 from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.optimizer import FusedAdamW
+from tests.support.fine_tuners import trainable, tuner
 from tests.support.host_waits import count_host_waits
 from tests.support.rank_exit import leave
 from tests.support.training_parts import PlainModule, packed_batches, packed_loader, quiet_trainer, tiny_llama
 from tests.support.two_ranks import run_two_ranks
-from tests.training.test_fine_tuner import trainable, tuner
 
 WIDTH, ROWS, NUM_PARTS = 6, 4, 2
 NUM_RANKS = 2

@@ -16,8 +16,8 @@ from lightning_fastft.hf.loading.source import ModelSource
 from lightning_fastft.strategies.registry import register_strategies
 from lightning_fastft.training.fine_tuner import FineTuner
 from lightning_fastft.training.optimizer import FusedAdamW
+from tests.support.fine_tuners import CONFIG, LORA, trainable, word_tokenizer
 from tests.support.training_parts import VOCAB_SIZE, packed_batches, packed_loader, quiet_trainer
-from tests.training.test_fine_tuner import CONFIG, LORA, trainable, word_tokenizer
 
 register_strategies()
 pytestmark = pytest.mark.gpu

@@ -13,8 +13,8 @@ from lightning_fastft.cli.command import main
 from lightning_fastft.core.errors import ResumeError
 from lightning_fastft.hf.base_digest import digest_files, digest_tensors
 from lightning_fastft.training.fine_tuner import FineTuner
+from tests.support.fine_tuners import word_tokenizer
 from tests.support.training_parts import packed_loader, quiet_trainer, tiny_llama
-from tests.training.test_fine_tuner import word_tokenizer
 
 LORA = {"r": 4, "lora_alpha": 8}
 # The resumed runs are longer.

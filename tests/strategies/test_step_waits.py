@@ -1,6 +1,5 @@
 """Rule zero: between the arrival of a batch and the end of its optimizer step nothing reads a value from the device."""
 
-import contextlib
 from unittest import mock
 
 import lightning.pytorch as pl
@@ -15,7 +14,7 @@ from lightning_fastft.core.async_reader import AsyncScalarReader
 from lightning_fastft.monitor.progress_bar import FastFTProgressBar
 from lightning_fastft.monitor.token_throughput import TokenThroughput
 from lightning_fastft.strategies.single_device import FastFTStrategy
-from tests.support.host_waits import count_host_waits
+from tests.support.host_waits import CountSteps
 from tests.support.training_parts import PlainModule, packed_loader, quiet_trainer, tiny_llama
 
 
@@ -25,20 +24,6 @@ class FusedModule(PlainModule):
         return torch.optim.AdamW(
             [parameter for parameter in self.parameters() if parameter.requires_grad], lr=1e-2, fused=True
         )
-
-
-class CountSteps(pl.Callback):
-    """Count host waits from the arrival of each batch until all other callbacks are done with it."""
-
-    def __init__(self):
-        self.stack = contextlib.ExitStack()
-        self.waits = []
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self.waits.append(self.stack.enter_context(count_host_waits()))
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.stack.close()
 
 
 def fit_counted(tmp_path, module, *, strategy, callbacks, **options):

@@ -6,6 +6,7 @@ Copies inside C++ kernels stay unseen; the GPU lane covers them with torch.cuda.
 import contextlib
 from collections import Counter
 
+import lightning.pytorch as pl
 import torch
 
 from lightning_fastft.monitor.report.waits import WaitRecorder
@@ -46,6 +47,20 @@ def count_host_waits():
     the calling thread.
     """
     return HostWaits()
+
+
+class CountSteps(pl.Callback):
+    """Count host waits from the arrival of each batch until all other callbacks are done with it."""
+
+    def __init__(self):
+        self.stack = contextlib.ExitStack()
+        self.waits = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.waits.append(self.stack.enter_context(count_host_waits()))
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.stack.close()
 
 
 @contextlib.contextmanager

@@ -82,3 +82,14 @@ def quiet_trainer(tmp_path, **options):
         **options,
     }
     return pl.Trainer(default_root_dir=tmp_path, enable_progress_bar=False, enable_model_summary=False, **options)
+
+
+class SaveAtStep(pl.Callback):
+    """Write a checkpoint after a step."""
+
+    def __init__(self, step, path):
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)

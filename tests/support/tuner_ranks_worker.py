@@ -27,8 +27,9 @@ from lightning_fastft.training.reward import RewardTuner
 from lightning_fastft.training.rollouts import RolloutDataModule
 from tests.support.packs import make_documents, make_groups
 from tests.support.rank_exit import leave
+from tests.support.training_parts import SaveAtStep
 from tests.support.tuners import CONFIG, LORA
-from tests.training.test_rollouts import SaveAt, character_tokenizer
+from tests.training.test_rollouts import character_tokenizer
 
 NUM_EXAMPLES = 16
 STRATEGIES = {"ddp": FastFTDDPStrategy, "fsdp": FastFTFSDPStrategy}
@@ -196,10 +197,10 @@ def main():
         "stored, one example": stored_losses(
             FastFTDDPStrategy(), val_paths=[{"prompt": "7+", "chosen": "1", "rejected": "23"}]
         ),
-        "rollouts": weights_after_rounds(FastFTDDPStrategy(), callbacks=[SaveAt(3, f"{path}.ckpt")]),
+        "rollouts": weights_after_rounds(FastFTDDPStrategy(), callbacks=[SaveAtStep(3, f"{path}.ckpt")]),
         "rollouts, resumed": weights_after_rounds(FastFTDDPStrategy(), ckpt_path=f"{path}.ckpt"),
         "on policy": weights_after_rounds(
-            FastFTDDPStrategy(), kind="distillation", callbacks=[SaveAt(3, f"{path}-on-policy.ckpt")]
+            FastFTDDPStrategy(), kind="distillation", callbacks=[SaveAtStep(3, f"{path}-on-policy.ckpt")]
         ),
         "on policy, resumed": weights_after_rounds(
             FastFTDDPStrategy(), kind="distillation", ckpt_path=f"{path}-on-policy.ckpt"

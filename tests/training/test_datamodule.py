@@ -293,7 +293,7 @@ class TestResume:
         """Every example of the epoch is trained once, over all ranks of both runs."""
 
         def data_of(world_size, rank=0):
-            monkeypatch.setattr("lightning_fastft.training.datamodule._ranks", lambda _: (world_size, rank))
+            monkeypatch.setattr("lightning_fastft.training.datamodule.find_ranks", lambda _: (world_size, rank))
             data = make_data()
             data.setup("fit")
             return data
@@ -471,7 +471,7 @@ class TestEvaluation:
     def test_ranks_share_the_packs_to_predict_from_in_a_fixed_order(self):
         data, seen = make_data(rows=None, predict_paths=make_rows(23, seed=4)), []
         for rank in (0, 1, 0):
-            with mock.patch("lightning_fastft.training.datamodule._ranks", return_value=(2, rank)):
+            with mock.patch("lightning_fastft.training.datamodule.find_ranks", return_value=(2, rank)):
                 data.setup("predict")
                 batches = list(data.predict_dataloader())
             # The batch says which rows it holds.
@@ -625,6 +625,10 @@ class TestOptions:
             ({"max_reject_share": float("nan")}, "max_reject_share"),
             ({"num_proc": 0}, "num_proc"),
             ({"too_long": "drop"}, "too_long"),
+            ({"share_prompts": "yes"}, "share_prompts"),
+            ({"pad_to_max": 1}, "pad_to_max"),
+            ({"rows": 3}, "paths"),
+            ({"test_paths": 3}, "test_paths"),
         ],
     )
     def test_option_outside_of_its_range_is_refused(self, options, word):

@@ -17,10 +17,10 @@ from lightning_fastft.callbacks.gradient_health import GradientHealth
 from lightning_fastft.core.errors import NotTrainingError, OptionError
 from lightning_fastft.fused.low_precision_adapters import _LowPrecisionCopy
 from lightning_fastft.strategies.packed_steps import missing_optimizer_bytes
-from lightning_fastft.training import optimizer as optim
+from lightning_fastft.training.optimization import adamw_state
 from lightning_fastft.training.optimizer import FusedAdamW
+from tests.support.fine_tuners import trainable, tuner
 from tests.support.training_parts import packed_batches, quiet_trainer
-from tests.training.test_fine_tuner import trainable, tuner
 
 
 class Recorder(Callback):
@@ -294,7 +294,7 @@ def test_a_run_with_masters_is_resumed_to_the_bit(tmp_path):
 
 
 def test_a_run_with_averages_in_8_bits_is_guarded_clipped_and_resumed_to_the_bit(tmp_path, monkeypatch):
-    monkeypatch.setattr(optim, "MIN_8BIT_SIZE", 256)
+    monkeypatch.setattr(adamw_state, "MIN_8BIT_SIZE", 256)
     factory = functools.partial(FusedAdamW, lr=1e-3, optim_bits=8)
     keep = ModelCheckpoint(
         dirpath=tmp_path, filename="{step}", save_on_train_epoch_end=False, every_n_train_steps=3, save_top_k=-1

@@ -19,12 +19,12 @@ from lightning_fastft.training.distillation import DistillationTuner
 from lightning_fastft.training.fine_tuner import FineTuner
 from lightning_fastft.training.policy import PolicyTuner
 from lightning_fastft.training.rollouts import FunctionSampler, RolloutDataModule, Sampled, make_rollout
+from tests.support.host_waits import CountSteps
 from tests.support.packs import assert_close, separate
-from tests.support.training_parts import quiet_trainer
+from tests.support.training_parts import SaveAtStep, quiet_trainer
 from tests.support.tuners import make_tuner, step
 from tests.training.test_distillation import divergence_alone, make_teacher, record
-from tests.training.test_rollouts import CONFIG, SUMS, SaveAt, character_tokenizer
-from tests.training.test_tuner_tasks import CountSteps
+from tests.training.test_rollouts import CONFIG, SUMS, character_tokenizer
 
 ROWS = [{"prompt": row["prompt"], "completion": row["answer"]} for row in SUMS]
 
@@ -252,7 +252,7 @@ def test_a_run_goes_on_inside_a_round_from_its_checkpoint(tmp_path, sampled_shar
         )  # fmt: skip
         return tuner, [pairs for pairs, _ in batches]
 
-    whole, batches = run("a", callbacks=[SaveAt(at, tmp_path / "saved.ckpt")])
+    whole, batches = run("a", callbacks=[SaveAtStep(at, tmp_path / "saved.ckpt")])
     saved = torch.load(tmp_path / "saved.ckpt", weights_only=True)["RolloutDataModule"]
     assert saved["in_round"] > 0
     resumed, later = run("b", ckpt_path=str(tmp_path / "saved.ckpt"))

@@ -1,6 +1,5 @@
 """RolloutDataModule: rounds of sampled, judged and packed rollouts; a small policy learns from them."""
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -11,7 +10,7 @@ from lightning_fastft.core.errors import DataError, MissingDependencyError, Opti
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from lightning_fastft.training.policy import PolicyTuner
 from lightning_fastft.training.rollouts import RolloutDataModule, Sampled, VllmSampler, make_rollout
-from tests.support.training_parts import quiet_trainer
+from tests.support.training_parts import SaveAtStep, quiet_trainer
 
 CHARACTERS = "0123456789+="
 CONFIG = {
@@ -49,17 +48,6 @@ def make_parts(*, config=CONFIG, learning_rate=3e-3, tuner_options=None, **optio
         "rewards": is_right, "num_completions": 8, "prompts_per_round": 8, "max_new_tokens": 1, "max_tokens": 512,
     }  # fmt: skip
     return tuner, RolloutDataModule(SUMS, **{**values, **options})
-
-
-class SaveAt(pl.Callback):
-    """Write a checkpoint after a step."""
-
-    def __init__(self, step, path):
-        self.step, self.path = step, path
-
-    def on_train_batch_end(self, trainer, *_):
-        if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.path)
 
 
 def train(tmp_path, tuner, data, *, max_steps, **options):
@@ -121,7 +109,7 @@ def test_a_run_goes_on_inside_a_round_from_its_checkpoint(tmp_path, accumulate, 
     def run(folder, *, saves=False, ckpt_path=None):
         torch.manual_seed(0)
         tuner, data = make_parts(max_tokens=48, max_new_tokens=2)
-        callbacks = [SaveAt(step, tmp_path / "saved.ckpt")] if saves else []
+        callbacks = [SaveAtStep(step, tmp_path / "saved.ckpt")] if saves else []
         trainer = quiet_trainer(
             folder, max_steps=11, strategy=FastFTStrategy(), callbacks=callbacks, accumulate_grad_batches=accumulate
         )
@@ -172,7 +160,7 @@ def test_other_sizes_are_refused_inside_a_round_alone(tmp_path):
         trainer.fit(tuner, data, **options)
 
     inside, behind = tmp_path / "5.ckpt", tmp_path / "8.ckpt"
-    run("a", accumulate=1, callbacks=[SaveAt(5, inside), SaveAt(8, behind)])
+    run("a", accumulate=1, callbacks=[SaveAtStep(5, inside), SaveAtStep(8, behind)])
     with pytest.raises(ResumeError, match="were 1 and 1 and are 1 and 2"):
         run("b", accumulate=2, ckpt_path=str(inside))
     with pytest.warns(UserWarning, match="accumulate_grad_batches was 1 and is 2"):

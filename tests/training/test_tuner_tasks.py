@@ -1,11 +1,9 @@
 """Tuners through Trainer.fit: small tasks that each method learns, their data, resumed runs, and what a step waits for."""
 
-import contextlib
 import math
 import random
 from unittest import mock
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -26,9 +24,9 @@ from lightning_fastft.training.policy import PolicyTuner
 from lightning_fastft.training.preference import PreferenceTuner
 from lightning_fastft.training.reward import RewardTuner
 from lightning_fastft.training.rollouts import Sampled, make_rollout
-from tests.support.host_waits import count_host_waits
+from tests.support.host_waits import CountSteps
 from tests.support.tiny_models import build_tiny
-from tests.support.training_parts import quiet_trainer
+from tests.support.training_parts import SaveAtStep, quiet_trainer
 from tests.training.test_rollouts import CONFIG, character_tokenizer
 
 EVEN, ODD = "02468", "13579"
@@ -163,20 +161,6 @@ def make_teacher():
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG))
 
 
-class CountSteps(pl.Callback):
-    """Count host waits from the arrival of each batch until all other callbacks are done with it."""
-
-    def __init__(self):
-        self.stack = contextlib.ExitStack()
-        self.waits = []
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self.waits.append(self.stack.enter_context(count_host_waits()))
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.stack.close()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_waits_for_nothing(tmp_path, kind):
     tuner, data = make_kind(kind, tmp_path)
@@ -229,15 +213,6 @@ def test_a_run_without_any_unequal_rewards_is_a_broken_one(tmp_path):
 # Data and resumed runs.
 
 
-class SaveAt(pl.Callback):
-    def __init__(self, step, path):
-        self.step, self.path = step, path
-
-    def on_train_batch_end(self, trainer, *_):
-        if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.path)
-
-
 RESUMED = {
     "adapters off": {"lora": LORA},
     "adapters, stored": {"lora": LORA, "reference": "stored"},
@@ -257,7 +232,7 @@ def test_a_run_goes_on_bit_for_bit_inside_an_epoch(tmp_path, kind):
         fit(tmp_path, tuner, data, max_steps=6, callbacks=list(callbacks), ckpt_path=ckpt_path)
         return tuner
 
-    whole = run(callbacks=[SaveAt(3, tmp_path / "three.ckpt")])
+    whole = run(callbacks=[SaveAtStep(3, tmp_path / "three.ckpt")])
     resumed = run(ckpt_path=str(tmp_path / "three.ckpt"))
     for (name, one), (_, other) in zip(whole.named_parameters(), resumed.named_parameters()):
         assert torch.equal(one, other), name
@@ -267,7 +242,7 @@ def test_other_data_than_that_of_the_stored_reference_is_refused(tmp_path):
     options = {"max_tokens": 64, "val_paths": digit_rows(20, seed=1)}
     length = {"max_epochs": 1, "max_steps": -1}
     first = make(PreferenceTuner, reference="stored")
-    saving = SaveAt(2, tmp_path / "two.ckpt")
+    saving = SaveAtStep(2, tmp_path / "two.ckpt")
     fit(tmp_path, first, make_data(digit_rows(40), **options), callbacks=[saving], **length)
     length["ckpt_path"] = str(tmp_path / "two.ckpt")
     again = make(PreferenceTuner, reference="stored")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_fastft.core.errors import OptionError
-from lightning_fastft.training.schedules import SCHEDULES, group_parameters, learning_rate_schedule
+from lightning_fastft.training.optimization.schedules import SCHEDULES, group_parameters, learning_rate_schedule
 
 
 @pytest.mark.parametrize("weight_decay", [None, 0.0, 0.1])

@@ -1,0 +1,126 @@
+"""Documents of a data set as a LightningModule needs them: formats, the held-out part, shared prompts, weights.
+
+Axes: N documents of a data set.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_fastft.core.errors import DataError
+from lightning_fastft.packing.needs import DataNeeds
+from lightning_fastft.packing.rows.formats import TUNERS
+from lightning_fastft.packing.step_plan import mix_bits
+from lightning_fastft.packing.store.dataset import TokenizedDataset
+from lightning_fastft.packing.stream import DocumentSubset
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+HELD_OUT_STREAM = 0x48454C44
+
+
+def find_needs(module: LightningModule | None) -> DataNeeds | None:
+    """Return what a LightningModule asks of the data; None for a module that does not say."""
+    return getattr(module, "data_needs", None)
+
+
+def name_source(source: object) -> str:
+    """Return how messages name a source."""
+    return repr(source) if isinstance(source, (str, Path)) else type(source).__name__
+
+
+def check_formats(
+    split: str, dataset: TokenizedDataset, *, module: LightningModule | None, source: str, format: str
+) -> None:
+    """Check that the LightningModule trains on the rows of a data set.
+
+    Args:
+        split: Name of the split.
+        dataset: Its rows.
+        module: None without a Trainer.
+        source: Name of the data.
+        format: The option ``format``.
+
+    Raises:
+        DataError: A tuner for completions got plain rows, or another module got rows with completions.
+    """
+    if module is None:
+        return
+    needs, found, name = find_needs(module), sorted(dataset.report.rows_per_format), type(module).__name__
+    takes_completions = needs is not None and bool(needs.formats)
+    if needs is not None and needs.formats and not needs.formats.issuperset(found):
+        raise DataError(
+            f"{name} trains on rows of format {' or '.join(sorted(needs.formats))}, and the {split} data {source} "
+            f"has {', '.join(found)}."
+        )
+    foreign = [kind for kind in found if kind in TUNERS]
+    if foreign and not takes_completions and format == "auto":
+        # Rows of the other formats have no column completion.
+        plain = "format='prompt_completion', or " if {"labelled", "scored"}.issuperset(foreign) else ""
+        raise DataError(
+            f"The {split} data {source} has rows of format {foreign[0]}, whose completions {name} would all train "
+            f"alike. Use {TUNERS[foreign[0]]}; or give {plain}format={foreign[0]!r} for a module of your own that "
+            "reads batch.context.completions."
+        )
+
+
+def choose_held_out(num_documents: int, *, share: float, seed: int) -> np.ndarray:
+    """Mark held-out documents, at least one.
+
+    They are chosen by position and seed, so that rows that are added later change no earlier choice.
+    """
+    mixed_N = mix_bits(np.arange(num_documents, dtype=np.uint64), seed=seed, stream=HELD_OUT_STREAM)
+    is_held_out_N = mixed_N < np.uint64(min(share * 2.0**64, 2.0**64 - 2048))
+    is_held_out_N[np.argmin(mixed_N)] = True
+    return is_held_out_N
+
+
+def check_lengths(split: str, subset: DocumentSubset, *, max_tokens: int) -> None:
+    """Check that each document fits into a pack.
+
+    Raises:
+        DataError: One does not.
+    """
+    longest = int(subset.length_N.max(initial=0))
+    if longest > max_tokens:
+        prompts = "its prompt once" if subset.shares_prompts else "its prompt for each completion"
+        raise DataError(
+            f"An example of the {split} data takes {longest} tokens in a pack ({prompts}), and max_tokens is "
+            f"{max_tokens}. Raise max_tokens, or set too_long='truncate'."
+        )
+
+
+def can_share_prompts(option: bool | str, module: LightningModule | None, *, name: object = None) -> bool:
+    """Return whether completions share their prompt in a pack; log why not where the model forbids it.
+
+    Args:
+        option: True, False, or "auto" for what the model computes exactly.
+        module: The LightningModule; None without a Trainer.
+        name: Hub id or folder of the model, where the module holds none.
+    """
+    if isinstance(option, bool):
+        return option
+    from lightning_fastft.hf.families import find_sharing_obstacle
+    from lightning_fastft.hf.images import find_config
+
+    if module is None:
+        return True
+    obstacle = find_sharing_obstacle(find_config(module, name=name))
+    if obstacle:
+        rank_zero_info(f"Prompts are repeated for each completion: {obstacle}.")
+    return not obstacle
+
+
+def count_items(subset: DocumentSubset, *, needs: DataNeeds | None) -> np.ndarray:
+    """Return how many items of a loss's mean each document has, int64: labelled tokens, completions, or one example."""
+    unit = "token" if needs is None else needs.loss_unit
+    store = subset.documents.completions
+    if unit == "token" or store is None:
+        return subset.num_labelled_N
+    count_N = np.ones(len(store.num_completions_N), dtype=np.int64) if unit == "example" else store.num_completions_N
+    return count_N if subset.index_N is None else count_N[subset.index_N]

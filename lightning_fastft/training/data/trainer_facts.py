@@ -1,0 +1,103 @@
+"""What a DataModule reads from the Trainer; each function takes None for a run without one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.strategies import ModelParallelStrategy
+
+from lightning_fastft.checkpoint.lightning_internals import batch_progress
+from lightning_fastft.core.errors import ContextError, OptionError
+
+
+def find_ranks(trainer: Trainer | None) -> tuple[int, int]:
+    """Return how many processes train different data, and which of them this one is."""
+    if trainer is None:
+        return 1, 0
+    strategy = trainer.strategy
+    if isinstance(strategy, ModelParallelStrategy) and torch.distributed.is_initialized():
+        # Tensor-parallel ranks share their data. Only the mesh, which exists once processes do, knows them.
+        data_parallel = strategy.distributed_sampler_kwargs
+        return int(data_parallel["num_replicas"]), int(data_parallel["rank"])
+    return trainer.world_size, trainer.global_rank
+
+
+def find_accumulation(trainer: Trainer | None) -> int:
+    """Return the micro-batches of an accumulation window.
+
+    Raises:
+        OptionError: A callback changes it during the run.
+    """
+    if trainer is None:
+        return 1
+    for callback in getattr(trainer, "callbacks", ()):
+        if isinstance(callback, GradientAccumulationScheduler):
+            raise OptionError(
+                f"GradientAccumulationScheduler({callback.scheduling}) changes accumulate_grad_batches during a run; "
+                "the plan weighs whole windows of one length. Remove the callback and set "
+                "Trainer(accumulate_grad_batches=...)."
+            )
+    return int(trainer.accumulate_grad_batches)
+
+
+def has_trained(trainer: Trainer | None) -> bool:
+    """Return whether an earlier fit of this Trainer trained a batch."""
+    return trainer is not None and batch_progress(trainer).total.processed > 0
+
+
+def repeats_first_epoch(trainer: Trainer | None) -> bool:
+    """Return whether every epoch is like the first: ``Trainer(overfit_batches=...)``."""
+    return getattr(trainer, "overfit_batches", 0) > 0
+
+
+def uses_cuda(trainer: Trainer | None) -> bool:
+    """Return whether the run computes on CUDA; without a Trainer, whether it could."""
+    return torch.cuda.is_available() if trainer is None else trainer.strategy.root_device.type == "cuda"
+
+
+def find_run_folder(trainer: Trainer) -> Path:
+    """Return Trainer.log_dir of rank 0, without the broadcast in it.
+
+    ``prepare_data`` runs on one rank, and a broadcast would wait for the others.
+    """
+    logger = next(iter(trainer.loggers), None)
+    folder = logger.log_dir if isinstance(logger, (CSVLogger, TensorBoardLogger)) else getattr(logger, "save_dir", None)
+    return Path(folder or trainer.default_root_dir)
+
+
+def check_accumulation(trainer: Trainer, *, planned: int) -> None:
+    """Check that accumulation is as planned.
+
+    Raises:
+        OptionError: It changed during the run.
+    """
+    if trainer.accumulate_grad_batches != planned:
+        raise OptionError(
+            f"accumulate_grad_batches changed from {planned} to {trainer.accumulate_grad_batches} during the run. "
+            "The plan weighs whole windows of one length; keep it constant, or begin a new fit."
+        )
+
+
+def check_prepared(trainer: Trainer) -> None:
+    """Check that transformers models in the LightningModule have packed attention.
+
+    Raises:
+        ContextError: Documents of a pack would see each other.
+    """
+    # Without an import of transformers there is no transformers model.
+    if "transformers" not in sys.modules:
+        return
+    from lightning_fastft.patches.packed import describe_unprepared
+
+    unprepared = describe_unprepared(trainer.lightning_module)
+    if unprepared:
+        raise ContextError(
+            f"Packed documents would see each other: {unprepared} has no packed attention, and "
+            f'{type(trainer.strategy).__name__} installs none. Use Trainer(strategy="fastft"), or add '
+            "PackedTraining() to the callbacks."
+        )

@@ -1,0 +1,501 @@
+"""CausalLMModule: a LightningModule that builds, adapts, shards, resumes and saves a causal language model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from lightning_fastft.checkpoint.io import local_path
+from lightning_fastft.checkpoint.remote import downloaded, is_remote
+from lightning_fastft.core.checks import check_bool, check_choice, is_processor, tokenizer_of
+from lightning_fastft.core.errors import OptionError, SwapError
+from lightning_fastft.core.patcher import ModelPatcher
+from lightning_fastft.core.status import Status
+from lightning_fastft.strategies.patching import patcher_of
+from lightning_fastft.training.model.base_identity import check_adapter_names, check_base, describe_base, digest_base
+from lightning_fastft.training.model.construction import (
+    STAGES,
+    Stage,
+    Transform,
+    add_lora,
+    apply_transforms,
+    find_mesh,
+    open_frozen_model,
+    open_source,
+)
+from lightning_fastft.training.model.dtypes import (
+    check_unsharded_masters,
+    resolve_compute_dtype,
+    resolve_sharded_masters,
+)
+from lightning_fastft.training.model.export import save_model
+from lightning_fastft.training.model.options import check_model_options, collect_hyperparameters
+from lightning_fastft.training.model.summary import describe_model
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from typing_extensions import Self
+
+    from lightning_fastft.hf.images import ImageEncoder
+    from lightning_fastft.hf.lora_targets import DefaultTargets
+    from lightning_fastft.hf.sharding.fillers import Filler
+
+
+class CausalLMModule(LightningModule):
+    """Hold a causal language model, which ``configure_model`` builds on the device of its rank.
+
+    Args:
+        model: As in ``Tuner``, and so are all other options.
+        tokenizer: As in ``Tuner``.
+        quantization: As in ``Tuner``.
+        lora: As in ``Tuner``.
+        init: As in ``Tuner``.
+        dtype: As in ``Tuner``.
+        adapter_dtype: As in ``Tuner``.
+        master_dtype: As in ``Tuner``.
+        revision: As in ``Tuner``.
+        accept_other_base: As in ``Tuner``.
+
+    Raises:
+        OptionError: A value is not allowed, or two options do not fit.
+    """
+
+    def __init__(
+        self,
+        model: str | dict[str, Any] | PretrainedConfig | PreTrainedModel,
+        *,
+        tokenizer: str | PreTrainedTokenizerBase | Any,
+        quantization: Literal["nf4"] | None,
+        lora: dict[str, Any] | LoraConfig | None,
+        init: Literal["pretrained", "random"],
+        dtype: Literal["auto", "bfloat16", "float16", "float32"],
+        adapter_dtype: Literal["float32", "bfloat16"],
+        master_dtype: Literal["auto", "float32", "bfloat16"],
+        revision: str | None,
+        accept_other_base: bool,
+    ) -> None:
+        super().__init__()
+        from lightning_fastft.hf.dtypes import DTYPES
+        from lightning_fastft.hf.loading.source import ModelSource
+        from lightning_fastft.hf.lora import parse_lora
+
+        options: dict[str, Any] = {
+            "tokenizer": tokenizer,
+            "quantization": quantization,
+            "dtype": dtype,
+            "adapter_dtype": adapter_dtype,
+            "master_dtype": master_dtype,
+            "revision": revision,
+        }
+        check_model_options(model, lora=lora, **options)
+        is_instance = isinstance(model, nn.Module)
+        self.source = None if is_instance else ModelSource(model, init=init, revision=revision)
+        self.lora = None if lora is None else parse_lora(lora)
+        self.quantization = quantization
+        self.dtype_name = dtype
+        self.adapter_dtype = DTYPES[adapter_dtype]
+        self.master_dtype_name = master_dtype
+        # Not a hyperparameter: a checkpoint must not carry the permission.
+        self.accept_other_base = check_bool("accept_other_base", accept_other_base)
+
+        self.model: Any = model if is_instance else None
+        # A second model that is never trained or saved: a reference, a teacher.
+        self.frozen_model: Any = None
+        self.low_precision_adapters: Any = None
+        self._given_tokenizer = tokenizer
+        # A processor of texts and images holds the tokenizer.
+        self._tokenizer: Any = tokenizer_of(tokenizer)
+        self._transforms: dict[str, tuple[Transform, Stage]] = {}
+        self._is_built = False
+        self._seed = 0
+        self._base_digest = ""
+        self._compute_dtype = torch.float32
+        # Only for a model that is built without a Trainer.
+        self._own_patcher = ModelPatcher()
+        self._sharding: Status | None = None
+        self._default_targets: DefaultTargets | None = None
+        self.save_hyperparameters(
+            collect_hyperparameters(model, source=self.source, lora=self.lora, init=init, **options)
+        )
+
+    # For data modules and callbacks.
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The tokenizer, loaded on first use; None where the model is a bare configuration and none was given."""
+        if isinstance(self._tokenizer, str):
+            from lightning_fastft.hf.loading.source import ModelSource
+
+            self._tokenizer = ModelSource(self._tokenizer).load_tokenizer()
+        elif self._tokenizer is None and self.source is not None:
+            self._tokenizer = self.source.load_tokenizer()
+        return self._tokenizer
+
+    @property
+    def image_encoder(self) -> ImageEncoder | None:
+        """The processor of images, loaded when images are met; None where the model comes without one."""
+        from lightning_fastft.hf.images import ImageEncoder
+        from lightning_fastft.hf.loading.source import ModelSource
+
+        given = self._given_tokenizer
+        if is_processor(given):
+            return ImageEncoder(given)
+        source = ModelSource(given) if isinstance(given, str) else self.source
+        return ImageEncoder(source) if source is not None and source.has_processor else None
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids the model can embed."""
+        if self.model is not None:
+            return int(self.model.get_input_embeddings().weight.shape[0])
+        assert self.source is not None
+        return self.source.vocab_size
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether adapters are trained and the base is frozen."""
+        return self.lora is not None or hasattr(self.model, "peft_config")
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the model's weights are spread over ranks."""
+        return self._sharding is not None
+
+    def register_transform(self, name: str, transform: Transform, *, stage: Stage = "before_adapters") -> None:
+        """Have the model changed while it is built; callbacks call this in ``setup``.
+
+        Args:
+            name: A name is applied once, however often it is registered.
+            transform: Called with the model; returns another model, or None if it changed that one.
+            stage: "before_adapters": the transformers model; "after_adapters": the PEFT model.
+
+        Raises:
+            SwapError: The model is built and this name was not registered before.
+        """
+        check_choice("stage", stage, STAGES)
+        if name in self._transforms:
+            return
+        if self._is_built:
+            raise SwapError(
+                f"The model is built, so the transform {name!r} comes too late. Give its callback to the first "
+                "Trainer, or make a new FineTuner."
+            )
+        self._transforms[name] = (transform, stage)
+
+    def statuses(self) -> list[Status]:
+        """Return the statuses of the model itself: sharding, quantisation and adapters."""
+        if not self._is_built:
+            return []
+        sharding = [] if self._sharding is None else [self._sharding]
+        model = describe_model(self.model, quantization=self.quantization, default_targets=self._default_targets)
+        copies = [] if self.low_precision_adapters is None else [self.low_precision_adapters.status]
+        return [*sharding, *model, *copies]
+
+    # Building.
+
+    def configure_model(self) -> None:
+        """Build the model once: load, transforms before adapters, adapters, transforms after them, training mode,
+        shards where the strategy has them.
+
+        Raises:
+            OptionError: The Trainer's precision does not fit dtype and adapter_dtype, or the strategy does not fit the
+                module.
+            DataError: Weights are missing, left over or not finite.
+        """
+        device = self._find_device()
+        mesh, filler = self._find_mesh(), None
+        dtype = resolve_compute_dtype(
+            self.dtype_name,
+            present=self._compute_dtype if self._is_built else None if self.model is None else self.model.dtype,
+            adapter_dtype=self.adapter_dtype,
+            has_adapters=self.has_adapters,
+            trainer=self._trainer,
+            device=device,
+        )
+        if not self._is_built:
+            filler = self._build(device=device, dtype=dtype, is_sharded=mesh is not None)
+        if mesh is not None and self._sharding is None:
+            self._shard(mesh, filler=filler)
+        self._install_low_precision_adapters(self._find_patcher())
+        self.model.train()
+
+    def _find_device(self) -> torch.device:
+        """Return the device of this rank."""
+        return self.device if self._trainer is None else self.trainer.strategy.root_device
+
+    def _find_mesh(self) -> DeviceMesh | None:
+        """Return the mesh over which the model is sharded, else None; refuse options that do not fit it."""
+        mesh = find_mesh(None if self._trainer is None else self.trainer.strategy)
+        if mesh is None:
+            if self._sharding is not None:
+                raise OptionError(
+                    "The model is sharded over the ranks of an earlier Trainer: make a new FineTuner, or use "
+                    "strategy='fastft_fsdp'."
+                )
+            check_unsharded_masters(self.master_dtype_name, dtype=self.dtype_name)
+        return mesh
+
+    def _build(self, *, device: torch.device, dtype: torch.dtype, is_sharded: bool) -> Filler | None:
+        """Load and adapt the model; return what fills it where it will be sharded."""
+        # One seed for all ranks: adapters and random weights must be equal where nothing broadcasts them.
+        seed = torch.initial_seed()
+        self._seed = seed if self._trainer is None else int(self.trainer.strategy.broadcast(seed))
+        model, filler = self.model, None
+        if model is None:
+            assert self.source is not None
+            model, filler = open_source(
+                self.source,
+                device=device,
+                dtype=dtype,
+                quantization=self.quantization,
+                seed=self._seed,
+                lora=self.lora,
+                is_sharded=is_sharded,
+            )
+        # A base that is trained is part of every checkpoint and needs no digest.
+        self._base_digest = digest_base(model, source=self.source) if self.has_adapters else ""
+        model = apply_transforms(model, self._transforms.values(), stage="before_adapters")
+        self._compute_dtype = model.dtype
+        if self.lora is not None:
+            lora = self._name_targets(model)
+            model = add_lora(model, lora=lora, adapter_dtype=self.adapter_dtype, seed=self._seed, filler=filler)
+        self.model = apply_transforms(model, self._transforms.values(), stage="after_adapters")
+        self.strict_loading = not self.has_adapters
+        self._is_built = True
+        return filler
+
+    def _name_targets(self, model: PreTrainedModel) -> LoraConfig:
+        """Return the LoRA configuration with its targets; checkpoints hold those of the default rule by name."""
+        from lightning_fastft.hf.lora_targets import copy_with_targets
+
+        assert self.lora is not None
+        lora, self._default_targets = copy_with_targets(model, self.lora)
+        if self._default_targets is not None:
+            self.hparams["lora"] = {**self.hparams["lora"], "target_modules": sorted(lora.target_modules or ())}
+        return lora
+
+    def _shard(self, mesh: DeviceMesh, *, filler: Filler | None) -> None:
+        """Shard the model over the ranks; adapters keep their dtype, a trained base gets masters."""
+        from lightning_fastft.hf.sharding.units import shard_model
+
+        master_dtype = (
+            None
+            if self.has_adapters
+            else resolve_sharded_masters(self.master_dtype_name, compute_dtype=self._compute_dtype)
+        )
+        self._sharding = shard_model(
+            self.model, mesh, filler=filler, compute_dtype=self._compute_dtype, master_dtype=master_dtype
+        )
+
+    def _find_patcher(self) -> ModelPatcher:
+        """Return the patcher of the run."""
+        return self._own_patcher if self._trainer is None else patcher_of(self.trainer)
+
+    def _install_low_precision_adapters(self, patcher: ModelPatcher) -> None:
+        """Give fp32 adapters on a base of lower precision a low-precision copy to compute with."""
+        if not self.has_adapters or self.low_precision_adapters is not None:
+            return
+        from lightning_fastft.fused.low_precision_adapters import install_low_precision_adapters
+
+        copies = install_low_precision_adapters(self.model, patcher, compute_dtype=self._compute_dtype)
+        patcher.set_attribute(self, "low_precision_adapters", copies)
+
+    def _refresh_low_precision_adapters(self) -> None:
+        if self.low_precision_adapters is not None:
+            self.low_precision_adapters.refresh()
+
+    def on_fit_start(self) -> None:
+        """Refresh the compute copies of the adapters after placement, broadcast and a restored checkpoint."""
+        self._refresh_low_precision_adapters()
+
+    def on_validation_start(self) -> None:
+        """Refresh the compute copies of the adapters."""
+        self._refresh_low_precision_adapters()
+
+    def on_test_start(self) -> None:
+        """Refresh the compute copies of the adapters."""
+        self._refresh_low_precision_adapters()
+
+    def on_predict_start(self) -> None:
+        """Refresh the compute copies of the adapters."""
+        self._refresh_low_precision_adapters()
+
+    def teardown(self, stage: str) -> None:
+        """Leave a plain transformers or PEFT model; the run's patcher has undone its changes."""
+        self._own_patcher.undo()
+
+    def forward(self, **inputs: Any) -> Any:
+        """Call the model."""
+        return self.model(**inputs)
+
+    # The second model.
+
+    def _open_frozen(self, source: str | nn.Module) -> None:
+        """Hold a second model: read it from a folder or the hub in the dtype of the arithmetic, or take it as it is.
+
+        Raises:
+            OptionError: The trained model is sharded, beside which a whole one would take the memory that was saved.
+        """
+        if self._sharding is not None:
+            raise OptionError(
+                "A second model is not sharded beside the trained one: under strategy='fastft_fsdp' use adapters, "
+                "whose base is the reference, or values that are stored before the training."
+            )
+        self.frozen_model = open_frozen_model(source, device=self._find_device(), dtype=self._compute_dtype)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of the trained model; a frozen one stays in evaluation mode."""
+        super().train(mode)
+        if self.frozen_model is not None:
+            self.frozen_model.eval()
+        return self
+
+    # Saving and loading.
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Self:
+        """Return the module of a checkpoint, with Lightning's options; a URL of this package's checkpoints is verified.
+
+        Args:
+            checkpoint_path: A local file, an open file, or the URL that ModelCheckpoint saved to.
+            *args: Passed to Lightning.
+            **kwargs: Passed to Lightning.
+
+        Raises:
+            OptionError: The checkpoint is a local folder, as several ranks write it.
+            DamagedCheckpointError: No save at the URL is whole.
+
+        Cost:
+            A URL is downloaded to the temporary folder (``TMPDIR``) and read once more for its SHA-256.
+        """
+        if not isinstance(checkpoint_path, (str, Path)):
+            return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
+        if is_remote(checkpoint_path):
+            with downloaded(str(checkpoint_path)) as file:
+                return super().load_from_checkpoint(file, *args, **kwargs)
+        place = local_path(checkpoint_path, use="loaded from")
+        if place.is_dir():
+            raise OptionError(
+                f"{place} is a folder, not a checkpoint file. If several ranks wrote it, resume it with "
+                "strategy='fastft_fsdp' and call save_pretrained on the module."
+            )
+        return super().load_from_checkpoint(place, *args, **kwargs)
+
+    def state_dict(  # type: ignore[override]
+        self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """Return the trained parameters only where adapters are trained, else everything."""
+        destination = {} if destination is None else destination
+        if not (self._is_built and self.has_adapters):
+            with self._without_frozen():
+                return super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        for name, parameter in self.named_parameters():
+            if parameter.requires_grad:
+                destination[prefix + name] = parameter if keep_vars else parameter.detach()
+        return destination
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load trained parameters, and refresh the compute copies of adapters.
+
+        Raises:
+            ResumeError: Adapter weights are missing, or there are weights that are no adapter's.
+        """
+        if self._is_built and self.has_adapters:
+            check_adapter_names(
+                state_dict, expected=self.state_dict(), has_default_targets=self._default_targets is not None
+            )
+            strict = False
+        with self._without_frozen():
+            result = super().load_state_dict(state_dict, strict=strict, assign=assign)
+        self._refresh_low_precision_adapters()
+        return result
+
+    @contextmanager
+    def _without_frozen(self) -> Iterator[None]:
+        """Take the frozen model out of the module for the time of a block."""
+        frozen, self.frozen_model = self.frozen_model, None
+        try:
+            yield
+        finally:
+            self.frozen_model = frozen
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add which base the trained parameters belong to."""
+        checkpoint["fastft_base"] = describe_base(self.source, seed=self._seed, digest=self._base_digest)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse adapters that were trained on another base; a checkpoint without a digest of it is accepted.
+
+        Raises:
+            ResumeError: The base of this run has other weights, or was initialised with another seed.
+        """
+        if self.has_adapters:
+            check_base(
+                checkpoint.get("fastft_base", {}),
+                seed=self._seed if self._is_built else None,
+                digest=self._base_digest,
+                accept_other=self.accept_other_base,
+            )
+
+    def save_pretrained(self, folder: str) -> None:
+        """Write a plain PEFT adapter, or a plain transformers model where all weights are trained, and the tokenizer.
+
+        Args:
+            folder: Made if it is not there, by rank 0; a sharded model is gathered, so every rank makes this call.
+                ``PeftModel.from_pretrained`` or ``AutoModelForCausalLM.from_pretrained`` reads it without this package.
+
+        Raises:
+            OptionError: There is no model yet.
+            UnsupportedModelError: PEFT would not read the adapters back; nothing is written.
+            CheckpointNotSavedError: Stock PEFT reads other adapters than were saved; the folder is as before.
+        """
+        if self.model is None:
+            raise OptionError("There is no model yet: run the Trainer first, or call configure_model().")
+        save_model(
+            self.model,
+            folder,
+            tokenizer=self.tokenizer,
+            is_sharded=self.is_sharded,
+            is_writer=self._trainer is None or self.trainer.is_global_zero,
+            has_adapters=self.has_adapters,
+            compute_dtype=self._compute_dtype,
+        )
+
+    # Generation.
+
+    def generate(
+        self,
+        prompts: Sequence[str] | Sequence[Sequence[Mapping[str, str]]],
+        *,
+        max_new_tokens: int = 128,
+        **options: Any,
+    ) -> list[str]:
+        """Generate a continuation of each prompt in evaluation mode, and restore the mode of every module.
+
+        Args:
+            prompts: Texts, or conversations (lists of messages with role and content) for the chat template.
+            max_new_tokens: Most tokens to write.
+            **options: Of transformers' ``generate``, for example ``do_sample=False``.
+
+        Raises:
+            OptionError: There is no model or no tokenizer.
+        """
+        from lightning_fastft.hf.generation import generate_texts
+
+        tokenizer = self.tokenizer
+        if self.model is None or tokenizer is None:
+            raise OptionError(
+                "generate needs a model and a tokenizer; "
+                f"{'the model is not built' if self.model is None else 'tokenizer is None'}."
+            )
+        return generate_texts(
+            self.model, tokenizer=tokenizer, prompts=prompts, max_new_tokens=max_new_tokens, **options
+        )

@@ -1,0 +1,116 @@
+"""Steps of building a model: find the mesh, open the model, transform it, add adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
+
+from lightning_fastft.core.errors import OptionError
+from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PreTrainedModel
+
+    from lightning_fastft.hf.loading.source import ModelSource
+    from lightning_fastft.hf.sharding.fillers import Filler
+
+Transform = Callable[[Any], Any]
+Stage = Literal["before_adapters", "after_adapters"]
+
+STAGES = ("before_adapters", "after_adapters")
+
+
+def find_mesh(strategy: Strategy | None) -> DeviceMesh | None:
+    """Return the data-parallel mesh of a strategy that shards models, else None.
+
+    Raises:
+        OptionError: The strategy is tensor parallel.
+    """
+    if not isinstance(strategy, ModelParallelStrategy):
+        return None
+    mesh = strategy.device_mesh
+    if mesh["tensor_parallel"].size() != 1:
+        raise OptionError(
+            f"FineTuner is data parallel only, and {type(strategy).__name__} was given "
+            f"tensor_parallel_size={mesh['tensor_parallel'].size()}: use Trainer(strategy='fastft_fsdp')."
+        )
+    return strategy.sharding_mesh if isinstance(strategy, FastFTFSDPStrategy) else mesh["data_parallel"]
+
+
+def open_source(
+    source: ModelSource,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantization: Literal["nf4"] | None,
+    seed: int,
+    lora: LoraConfig | None,
+    is_sharded: bool,
+) -> tuple[PreTrainedModel, Filler | None]:
+    """Return a finished model; or a model that is filled while it is sharded, with what fills it."""
+    if not is_sharded:
+        from lightning_fastft.hf.loading.model import build_model
+
+        return build_model(source, device=device, dtype=dtype, quantization=quantization, seed=seed), None
+    from lightning_fastft.hf.sharding.fillers import open_model, reads_base
+
+    is_read_early = lora is not None and reads_base(lora)
+    return open_model(
+        source, device=device, dtype=dtype, quantization=quantization, seed=seed, is_read_early=is_read_early
+    )
+
+
+def open_frozen_model(source: str | nn.Module, *, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """Return a second model in evaluation mode, without gradients: read from a folder or the hub, or as it is."""
+    model: nn.Module
+    if isinstance(source, nn.Module):
+        model = source
+    else:
+        from lightning_fastft.hf.loading.model import build_model
+        from lightning_fastft.hf.loading.source import ModelSource
+
+        model = build_model(ModelSource(source, init="pretrained"), device=device, dtype=dtype)
+    return model.requires_grad_(False).eval()
+
+
+def apply_transforms(model: Any, transforms: Iterable[tuple[Transform, Stage]], *, stage: Stage) -> Any:
+    """Return the model after the transforms of one stage."""
+    for transform, wanted in transforms:
+        if wanted == stage:
+            changed = transform(model)
+            model = model if changed is None else changed
+    return model
+
+
+def add_lora(
+    model: PreTrainedModel, *, lora: LoraConfig, adapter_dtype: torch.dtype, seed: int, filler: Filler | None
+) -> PeftModel:
+    """Return the PEFT model with adapters.
+
+    PEFT's copies of whole modules (modules_to_save) stay in the dtype of the base, so they are no fp32 masters; a
+    warning names them.
+    """
+    from lightning_fastft.hf.lora import add_adapters
+
+    compute_dtype = model.dtype
+    with nullcontext() if filler is None else filler.placeholders(model):
+        adapted = add_adapters(model, lora=lora, adapter_dtype=adapter_dtype, seed=seed)
+    others = [
+        name
+        for name, parameter in adapted.named_parameters()
+        if parameter.requires_grad and parameter.dtype != adapter_dtype
+    ]
+    if others:
+        rank_zero_warn(
+            f"{len(others)} trained tensors are copies of base modules and stay in {compute_dtype}, for example "
+            f"{others[0]}."
+        )
+    return adapted

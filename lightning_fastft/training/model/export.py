@@ -1,0 +1,55 @@
+"""Files of a trained model that stock PEFT and transformers read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def save_model(
+    model: Any,
+    folder: str,
+    *,
+    tokenizer: Any,
+    is_sharded: bool,
+    is_writer: bool,
+    has_adapters: bool,
+    compute_dtype: torch.dtype,
+) -> None:
+    """Write adapters or a whole model, and the tokenizer.
+
+    Args:
+        model: A transformers or PEFT model.
+        folder: Made if it does not exist.
+        tokenizer: None for none.
+        is_sharded: Whether the weights are spread over ranks; they are gathered, so every rank makes this call.
+        is_writer: Whether this rank writes.
+        has_adapters: Whether adapters are trained.
+        compute_dtype: Dtype of whole weights that are gathered from shards.
+
+    Raises:
+        UnsupportedModelError: PEFT would not read the adapters back; nothing is written.
+        CheckpointNotSavedError: Stock PEFT reads other adapters than were saved; the folder is as before.
+    """
+    has_peft = hasattr(model, "peft_config")
+    if has_peft:
+        from lightning_fastft.hf.export import check_readable, save_adapters
+
+        check_readable(model)
+    state = None
+    if is_sharded:
+        from lightning_fastft.hf.sharding.state import gather_state
+
+        # Masters leave in the dtype that the model has without them.
+        dtype = None if has_adapters else compute_dtype
+        state = gather_state(model, is_trained_only=has_adapters, dtype=dtype)
+    if not is_writer:
+        return
+    if has_peft:
+        save_adapters(model, Path(folder), state_dict=state)
+    else:
+        model.save_pretrained(folder, **({} if state is None else {"state_dict": state}))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)

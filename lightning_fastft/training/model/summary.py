@@ -1,0 +1,34 @@
+"""Statuses of a built model: its quantisation and its adapters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning_fastft.core.status import Status
+
+if TYPE_CHECKING:
+    from lightning_fastft.hf.lora_targets import DefaultTargets
+
+
+def describe_model(model: Any, *, quantization: str | None, default_targets: DefaultTargets | None) -> list[Status]:
+    """Return the statuses of the NF4 base and of LoRA.
+
+    Args:
+        model: A transformers or PEFT model.
+        quantization: As in ``Tuner``.
+        default_targets: The layers that LoRA adapts where its targets were not given.
+    """
+    found = [Status("NF4 base", "inactive", "not asked for")]
+    if quantization is not None:
+        from lightning_fastft.hf.expert_nf4 import describe_experts
+
+        found = [Status("NF4 base", "active", "bitsandbytes, double quantisation")]
+        experts = describe_experts(model)
+        if experts.state == "active":
+            found.append(experts)
+    if hasattr(model, "peft_config"):
+        from lightning_fastft.hf.lora_targets import describe_adapters
+
+        lora = next(iter(model.peft_config.values()))
+        found.append(Status("LoRA", "active", describe_adapters(model, lora, found=default_targets)))
+    return found

@@ -1,0 +1,122 @@
+"""The optimizer and the schedule of a tuner, from its options."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import nn
+
+from lightning_fastft.core.errors import OptionError
+from lightning_fastft.training.optimization.adamw_state import is_steppable
+from lightning_fastft.training.optimization.schedules import group_parameters, learning_rate_schedule
+from lightning_fastft.training.optimizer import FusedAdamW
+
+if TYPE_CHECKING:
+    from lightning.pytorch.cli import OptimizerCallable
+    from torch.optim import Optimizer
+
+DEFAULT_LEARNING_RATE = 2e-4
+
+
+def choose_optimizer(
+    parameters: Sequence[nn.Parameter],
+    *,
+    learning_rate: float | None,
+    weight_decay: float | None,
+    wants_masters: bool,
+    trainer: Trainer,
+) -> Optimizer:
+    """Return ``FusedAdamW`` where it can step all parameters, else torch.optim.AdamW, fused where it can be.
+
+    Args:
+        parameters: Trained parameters.
+        learning_rate: None for 2e-4.
+        weight_decay: None for 0.
+        wants_masters: Whether bf16 weights that are not sharded need fp32 masters in the optimizer.
+        trainer: Its strategy and loss scaler decide.
+
+    Raises:
+        OptionError: The masters asked for are not possible.
+    """
+    groups = group_parameters(
+        parameters,
+        learning_rate=DEFAULT_LEARNING_RATE if learning_rate is None else learning_rate,
+        weight_decay=weight_decay or 0.0,
+    )
+    # Lightning's loss scaler cannot clip gradients of a fused optimizer (2.6.6).
+    is_fused = all(parameter.device.type in ("cuda", "cpu") for parameter in parameters) and trainer.scaler is None
+    is_whole = (
+        isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy))
+        and len({parameter.device for parameter in parameters}) == 1
+    )
+    is_served = is_fused and is_whole and all(map(is_steppable, parameters))
+    if wants_masters and not is_served:
+        raise OptionError(
+            "master_dtype='float32' needs whole, plain bf16 or fp32 weights on one device: use "
+            "Trainer(strategy='fastft_fsdp')."
+        )
+    # Without masters, moments of bf16 weights stay bf16, as master_dtype promises and the plan of memory counts.
+    if is_served and (wants_masters or all(parameter.dtype is torch.float32 for parameter in parameters)):
+        return FusedAdamW(groups, master_weights=wants_masters)
+    return torch.optim.AdamW(groups, fused=is_fused)
+
+
+def call_factory(
+    factory: OptimizerCallable,
+    parameters: Sequence[nn.Parameter],
+    *,
+    learning_rate: float | None,
+    weight_decay: float | None,
+    wants_masters: bool,
+    model_name: str,
+) -> Optimizer:
+    """Return the user's own optimizer.
+
+    Raises:
+        OptionError: It refuses the parameters, or ``master_dtype`` asks for masters in the tuner's own optimizer.
+    """
+    if wants_masters:
+        raise OptionError(
+            "master_dtype='float32' holds masters in FineTuner's own optimizer, and another one was given: remove it, "
+            "or give FusedAdamW(..., master_weights=True) and leave master_dtype at 'auto'."
+        )
+    groups = group_parameters(parameters, learning_rate=learning_rate, weight_decay=weight_decay)
+    try:
+        return factory(groups)
+    except ValueError as error:
+        raise OptionError(
+            f"The optimizer refused the {len(parameters)} trainable tensors of {model_name}: {error} An optimizer of "
+            "matrices alone (Muon) needs a configure_optimizers of your own, with a second one for vectors and "
+            "embeddings."
+        ) from error
+
+
+def make_schedule(
+    name: str, *, num_steps: float, warmup_share: float, warmup_steps: int | None, end_share: float
+) -> Callable[[int], float]:
+    """Return the schedule of a run: the function from optimizer step to share of the peak learning rate.
+
+    Args:
+        name: "cosine", "linear" or "constant".
+        num_steps: Optimizer steps of the run; infinite or negative if it has no end.
+        warmup_share: Share of the steps in the warm-up.
+        warmup_steps: Steps of the warm-up; replaces warmup_share.
+        end_share: Share of the peak at the end.
+
+    Raises:
+        OptionError: The schedule needs the length of a run that has none.
+    """
+    is_endless = math.isinf(num_steps) or num_steps < 0
+    if is_endless and (name != "constant" or (warmup_steps is None and warmup_share > 0)):
+        raise OptionError(
+            f"scheduler={name!r} needs the length of the run: set max_steps or max_epochs, or 'constant' with "
+            "warmup_steps."
+        )
+    whole_steps = 0 if is_endless else int(num_steps)
+    num_warmup_steps = math.ceil(warmup_share * whole_steps) if warmup_steps is None else warmup_steps
+    return learning_rate_schedule(name, num_steps=whole_steps, num_warmup_steps=num_warmup_steps, end_share=end_share)

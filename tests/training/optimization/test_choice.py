@@ -1,0 +1,124 @@
+"""The optimizer and the schedule of a FineTuner."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lightning_fastft.core.errors import OptionError
+from lightning_fastft.strategies.registry import register_strategies
+from lightning_fastft.training.fine_tuner import FineTuner
+from lightning_fastft.training.optimizer import FusedAdamW
+from tests.support.fine_tuners import CONFIG, MODES, fit, trainable, tuner
+from tests.support.training_parts import packed_loader, quiet_trainer
+
+register_strategies()
+
+
+def shares(module, num_steps):
+    """Learning rates of a run, as shares of the peak, recorded by the optimizer itself."""
+    found = []
+
+    class Record(Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            found.append(optimizer.param_groups[0]["lr"] / module.learning_rate)
+
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_steps=num_steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        strategy="fastft",
+        callbacks=[Record()],
+        accumulate_grad_batches=2,
+    )
+    trainer.fit(module, packed_loader(4))
+    return found
+
+
+def test_schedules_rise_and_fall_as_described():
+    assert shares(tuner(warmup_steps=2), 6) == pytest.approx([0.5, 1.0, 1.0, 0.853553, 0.5, 0.146447], abs=1e-6)
+    assert shares(tuner(warmup_share=0.5, scheduler="linear", min_learning_rate_share=0.2), 4) == pytest.approx(
+        [0.5, 1.0, 1.0, 0.6]
+    )
+    assert shares(tuner(warmup_steps=0, scheduler="constant"), 3) == pytest.approx([1.0, 1.0, 1.0])
+    assert shares(tuner(warmup_steps=100), 2) == pytest.approx([0.01, 0.02])
+
+
+def test_scheduler_of_the_users_own_moves_per_step_or_epoch(tmp_path):
+    halve = {"scheduler": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)}
+    assert shares(tuner(**halve), 3) == pytest.approx([1.0, 0.5, 0.25])
+    assert shares(tuner(**halve, scheduler_interval="epoch"), 5) == pytest.approx([1.0, 1.0, 0.5, 0.5, 0.25])
+    plateau = tuner(scheduler=lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0))
+    trainer = quiet_trainer(tmp_path, strategy="fastft", max_steps=-1, max_epochs=2)
+    trainer.fit(plateau, packed_loader(2), packed_loader(1))
+    assert trainer.lr_scheduler_configs[0].monitor == "val_loss"
+
+
+def test_schedule_without_an_end_is_refused(tmp_path):
+    with pytest.raises(OptionError, match="max_steps"):
+        fit(tuner(), tmp_path, max_steps=-1, max_epochs=-1)
+    trainer = fit(
+        tuner(scheduler="constant", warmup_steps=2), tmp_path, max_steps=-1, max_epochs=-1, max_time={"seconds": 0.01}
+    )
+    assert trainer.optimizers[0].param_groups[0]["lr"] <= 1e-2
+
+
+def built_optimizer(tmp_path, **options):
+    return fit(tuner(**{"learning_rate": None, **options}), tmp_path, max_steps=1).optimizers[0]
+
+
+@pytest.mark.parametrize("mode", ["full", "lora", "lora_bf16"])
+def test_default_optimizer_of_fp32_masters_is_adamw_in_one_pass(tmp_path, mode):
+    optimizer = built_optimizer(tmp_path, mode=mode)
+    assert type(optimizer) is FusedAdamW
+    assert {(group["initial_lr"], group["weight_decay"]) for group in optimizer.param_groups} == {(2e-4, 0.0)}
+    # After the run nothing but the state is held.
+    assert not optimizer._tables
+    assert optimizer._pairs is None
+
+
+@pytest.mark.parametrize(
+    "options", [{"mode": "full", "dtype": "bfloat16"}, {"mode": "lora_bf16", "adapter_dtype": "bfloat16"}]
+)
+def test_default_optimizer_of_narrow_weights_keeps_their_averages_narrow(tmp_path, options):
+    optimizer = built_optimizer(tmp_path, **options)
+    assert type(optimizer) is torch.optim.AdamW
+    assert all(group["fused"] for group in optimizer.param_groups)
+    assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.bfloat16}
+
+
+def test_optimizer_of_the_users_own_keeps_its_options_unless_ours_are_given(tmp_path):
+    def make(parameters):
+        return torch.optim.SGD(parameters, lr=0.3, weight_decay=0.2)
+
+    assert built_optimizer(tmp_path, optimizer=make).param_groups[0]["initial_lr"] == 0.3
+    assert built_optimizer(tmp_path, optimizer=make).param_groups[0]["weight_decay"] == 0.2
+    group = built_optimizer(tmp_path, optimizer=make, learning_rate=0.1, weight_decay=0.5).param_groups[0]
+    assert (group["initial_lr"], group["weight_decay"]) == (0.1, 0.5)
+
+
+def test_weight_decay_spares_vectors(tmp_path):
+    optimizer = built_optimizer(tmp_path, lora=None, weight_decay=0.1)
+    for group in optimizer.param_groups:
+        assert {parameter.ndim > 1 for parameter in group["params"]} == {group["weight_decay"] == 0.1}
+    assert len(optimizer.param_groups) == 2
+
+
+def test_model_with_nothing_to_train_is_refused(tmp_path):
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG)).requires_grad_(False)
+    with pytest.raises(OptionError, match="no trainable parameter"):
+        fit(FineTuner(model), tmp_path)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("weight_decay", [None, 0.1])
+def test_optimizer_holds_every_live_trainable_parameter_once(tmp_path, mode, weight_decay):
+    module = tuner(mode, weight_decay=weight_decay)
+    trainer = fit(module, tmp_path)
+    held = [id(parameter) for group in trainer.optimizers[0].param_groups for parameter in group["params"]]
+    assert sorted(held) == sorted(id(parameter) for parameter in trainable(module).values())
+    assert held
