@@ -30,8 +30,8 @@ def check_given_once(callback: Callback, trainer: pl.Trainer) -> None:
         raise OptionError(
             f"{kind.__name__} is given {num_given} times, and only one of them can swap the modules. "
             "--trainer.callbacks+= on the command line adds to the callbacks of the config and changes none of them. "
-            "Give it once; to change an option of the one in the config, set it under its init_args in the YAML of your "
-            "own config (a copy: fastft fit --config NAME --print_config > mine.yaml)."
+            "Give it once; to change an option of the one in the config, set it under its init_args in the YAML of "
+            "your own config (a copy: fastft fit --config NAME --print_config > mine.yaml)."
         )
 
 
