@@ -1,4 +1,4 @@
-"""The gradients of queries, keys and decays of a gated delta rule: time of the kernel by its tiles.
+"""Time the kernel for gradients of queries, keys and decays of a gated delta rule, by its tiles.
 
     python -m benchmarks.chunk_gradients
 

@@ -1,18 +1,16 @@
-r"""The comparison anyone can rerun: every system that can be imported here, on the same packs, weights and adapters,
-with a table and a picture.
+r"""Compare every system that can be imported, on the same packs, weights and adapters; write a table and a chart.
 
     python -m benchmarks.compare --workload qwen3-14b-qlora
     python -m benchmarks.compare --workload tiny --device cpu --systems plain ours
 
-Builds what is missing, names every system that cannot run here with its error, and measures the others in the order A B
-C ... A' | A' ... C B A: each setting in two processes, half of its timed steps in each; A' is the first of ours once
-more, the A/A control. Judge, clock and proof that steps train are the ruler's (benchmarks/train_step.py). If the
-control's two medians differ by more than 2 %, no row is written and nothing is said of who is faster. On a CPU the run
-shows only that everything runs: no rows, no ratios, exit status 0 where every process ran and was judged.
+The script builds missing files, reports every system that cannot run with its error, and measures the others in the
+order A B C ... A' | A' ... C B A: each setting in two processes, half of its timed steps in each. A' repeats our first
+setting as the A/A control. Gradient check, clock and proof of training are the ruler's (benchmarks/train_step.py). If
+the two medians of the control differ by more than 2 %, no row and no ratio is written. A run on a CPU shows only that
+everything runs: no rows, no ratios, exit status 0 if every process ran and was checked.
 
-In OUT: raw.jsonl (every process), log.txt (what they print), clocks.csv, table.txt, rows.csv (columns of results.csv),
-chart.png. A run that ended for want of time goes on with the same --out: processes that are in raw.jsonl are not run
-again.
+In OUT: raw.jsonl (every process), log.txt (their output), clocks.csv, table.txt, rows.csv (columns of results.csv),
+chart.png. A run that reached its time limit continues with the same --out: processes in raw.jsonl are not run again.
 """
 
 from __future__ import annotations

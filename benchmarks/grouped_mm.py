@@ -1,8 +1,9 @@
-"""Products of rows sorted by expert: torch's grouped GEMM against our own kernel.
+r"""Time products of rows sorted by expert: torch's grouped GEMM against our own kernel.
 
-    python -m benchmarks.grouped_mm --out runs/grouped_mm python -m benchmarks.grouped_mm --out runs/adapters --adapters
-    python -m benchmarks.grouped_mm --out runs/tiles --cases "qwen3-30b-a3b gate_up" --tiles 128,64,128,8,3
-    128,64,256,8,3 64,64,256,8,4
+    python -m benchmarks.grouped_mm --out runs/grouped_mm
+    python -m benchmarks.grouped_mm --out runs/adapters --adapters
+    python -m benchmarks.grouped_mm --out runs/tiles --cases "qwen3-30b-a3b gate_up" \
+        --tiles 128,64,128,8,3 128,64,256,8,3 64,64,256,8,4
 
 The products of Qwen3-30B-A3B (8,192 tokens, 8 of 128 experts) and gpt-oss-20b (8,192 tokens, 4 of 32) in bf16: forward,
 gradient of the rows (the stored matrix read the other way), gradient of the matrices, the thin products of rank-16
@@ -11,9 +12,9 @@ expert has none. Every arm is first compared with a loop over experts in fp32: e
 bf16, or one unit in the last place of the largest value. Then 5 warm-up runs and 30 timed ones by CUDA events: p50 in
 the table, p10 and p90 in rows.csv. Tiles (rows, inputs, outputs, warps, stages) given by hand are further arms.
 
-With --adapters only what an adapter of rank 16 adds to a step, rows spread evenly, in one short table: the thin
-products, their gradients in fp32, what is added to a wide result, and the wide products with it, each with the tiles in
-use and with candidates for them.
+With --adapters, one short table has only the work that an adapter of rank 16 adds to a step, with evenly spread rows:
+the thin products, their gradients in fp32, the addition to a wide result, and the wide products with it, each with the
+tiles in use and with candidates.
 """
 
 from __future__ import annotations

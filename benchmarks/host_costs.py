@@ -1,7 +1,7 @@
-"""What the host pays for digests and for tokenising: ``python -m benchmarks.host_costs``.
+"""Time digests and tokenising on the host: ``python -m benchmarks.host_costs``.
 
 Prints p10, p50 and p90 of each after one warm-up; takes about a minute on two cores and writes nothing but temporary
-files. On a busy machine the figures are those of a busy machine.
+files. A busy machine gives slower figures.
 
 - ``sha256``: seconds per GB (10^9 bytes) of the digest of a checkpoint file, from the page cache, so without the disk.
 - ``base digest``: seconds for the sampled digest of safetensors files of 137 GB in all. The files are sparse: they hold
@@ -10,9 +10,9 @@ files. On a busy machine the figures are those of a busy machine.
   token in every question, which is read as plain text. The rows are generated, or those of a JSON-lines file with the
   columns of GSM8K: ``--rows gsm8k.jsonl``.
 
-``python -m benchmarks.host_costs --workload qwen3-0.6b-lora --root ROOT --device cuda`` measures instead what argument
-checks of kernels cost: milliseconds of steps of a pack of 64 tokens, so small that the host sets the pace, with fused
-layers and without CUDA graphs. Steps with checks in every call (as in the tests) and without alternate. ROOT is a
+``python -m benchmarks.host_costs --workload qwen3-0.6b-lora --root ROOT --device cuda`` measures instead the cost of
+argument checks of kernels: milliseconds of steps of a pack of 64 tokens, which are launch-bound, with fused layers and
+without CUDA graphs. Steps with checks in every call (as in the tests) and without alternate. ROOT is a
 folder that ``benchmarks.train_step build`` has filled.
 """
 

@@ -1,5 +1,4 @@
-"""Compare packed documents with the same documents one by one, for every causal language model type that transformers
-knows.
+"""Compare packed documents with the same documents one by one, for every causal model type of transformers.
 
 Each type is built tiny with random weights, in fp32 on the CPU. It ends as "exact" (packed, or where that is refused, one
 by one), as "refused" (one of the package's errors), as "not built" with the reason, or as a fault: "wrong" (no error,

@@ -1,5 +1,4 @@
-r"""Whole training steps of mixture models in the ruler: transformers' experts, the published form, ours with
-BincountRouter, Unsloth.
+r"""Time whole training steps of mixture models: transformers' experts, the published form, BincountRouter, Unsloth.
 
     python -m benchmarks.train_step build --workload qwen3-30b-a3b-12l-lora --root /dev/shm/fastft
     python -m benchmarks.moe run --workload qwen3-30b-a3b-12l-lora --root /dev/shm/fastft --out runs/moe \
@@ -7,7 +6,7 @@ BincountRouter, Unsloth.
         plain:recompute+grouped_mm,recompute+eager,recompute+published
     python -m benchmarks.moe table runs/moe/raw.jsonl
 
-Judge, clock and files are those of ``benchmarks.train_step``; arms are its arms on mixture models, LoRA on q, k, v, o
+Gradient check, clock, files and arms are those of ``benchmarks.train_step``, on mixture models, with LoRA on q, k, v, o
 and on both stacks of expert weights. Modes:
 
 - ``plain``: recompute or keep, with +eager, +grouped_mm or +published (the experts function of transformers; without
@@ -15,11 +14,11 @@ and on both stacks of expert weights. Modes:
   score of the pack).
 - ``ours``: as in the ruler; BincountRouter is always there, FusedKernels with +fused.
 - ``unsloth``: unsloth (its default) and off; +paddedN for models that it never packs: length-grouped batches of N
-  documents, right-padded. The judged step has the documents of the first pack. Then all documents of the token file,
-  sorted by length and cut into batches, in an order in which every beginning holds short and long ones; only real
+  documents, right-padded. The checked step has the documents of the first pack. Then all documents of the token file
+  follow, sorted by length and cut into batches, in an order that mixes short and long ones from the start; only real
   tokens are counted, and the rate is that of all timed steps together.
 
-A run that follows in the same folder goes on where the last one ended: cases that have a verdict are not repeated.
+A further run in the same folder continues where the last one ended: cases with a verdict are not repeated.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-r"""One layer of experts on routed tokens: transformers eager and grouped_mm, the published form, ours; with and without
-LoRA.
+r"""Time one layer of experts, with and without LoRA: transformers eager and grouped_mm, the published form, ours.
 
-    python -m benchmarks.moe_layer --out runs/moe_layer python -m benchmarks.moe_layer --out runs/moe_layer --shapes
-    gpt-oss-20b --tokens 8192 --loads skewed --adapters lora
+    python -m benchmarks.moe_layer --out runs/moe_layer
+    python -m benchmarks.moe_layer --out runs/moe_layer --shapes gpt-oss-20b --tokens 8192 --loads skewed \
+        --adapters lora
 
 The experts modules of Qwen3-30B-A3B and gpt-oss-20b as transformers builds them, bf16, random weights; 8,192 and 16,384
 tokens. Routing is given:
@@ -13,9 +13,9 @@ experts that have rows.
 
 Every arm is compared before it is timed: output and every gradient against the eager form in fp32 on the same tokens,
 cosine at least 0.999 and norm within 2 %. Then 5 runs to warm up and 30 timed ones by CUDA events: p50, p10, p90 of
-forward and of backward. Peak: allocated during one forward and backward, above what stood before. Waits: of the host,
-in one forward and in one backward (benchmarks/ruler/measure.py). A call that follows in the same folder goes on where
-the last one ended.
+forward and of backward. Peak: allocated during one forward and backward, in addition to earlier allocations. Waits: host
+syncs in one forward and in one backward (benchmarks/ruler/measure.py). A further call in the same folder continues
+where the last one ended.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-r"""Several GPUs: tokens/s of DDP and FSDP2 against one GPU at the same work per GPU, and a model that no single rank
-ever holds whole.
+r"""Measure tokens/s of DDP and FSDP2 against one GPU at the same work per GPU, and a model built sharded.
 
-    python -m benchmarks.multi_gpu multi --out runs/multi                      # Qwen3-8B LoRA in bf16, 8,192 tokens per
-    GPU, inputs offloaded; 2 GPUs python -m benchmarks.multi_gpu full32b --out runs/full32b --ranks 4        # Qwen3-32B
-    in bf16, every weight trained, built in shards
+    python -m benchmarks.multi_gpu multi --out runs/multi
+    python -m benchmarks.multi_gpu full32b --out runs/full32b --ranks 4
 
-Weights are random and the same in every run (one seed). Every optimizer step learns the same packs of the ruler, spread
-over ranks or accumulated, so that two GPUs and one with an accumulation of two take the same steps: their losses must
-fall, and agree to 1e-3 while they do. Warm-up 5 steps, then the timed ones; time between the ends of steps by CUDA
+"multi" trains Qwen3-8B LoRA in bf16, 8,192 tokens per GPU, inputs offloaded, on 2 GPUs. "full32b" trains all weights of
+Qwen3-32B in bf16; the model is built sharded, so no rank ever holds it whole.
+
+Weights are random and the same in every run (one seed). Every optimizer step trains on the same packs of the ruler,
+distributed over ranks or accumulated, so two GPUs and one GPU with an accumulation of two take the same steps: their
+losses must fall, and agree to 1e-3. Warm-up 5 steps, then the timed ones; time between the ends of steps by CUDA
 events on rank 0, clipping and fused AdamW included. Records are flushed run by run.
 """
 

@@ -1,19 +1,20 @@
-r"""Activation offload: what double buffering gains, how much of the copies lies under compute, the front of time
-against memory, small cards.
+r"""Measure activation offload: gain of double buffering, overlap of copies, front of time against memory, small cards.
 
-    python -m benchmarks.offload buffers --out runs/offload --cells qwen3-8b-qlora@16384,49152 qwen3-14b-qlora@16384
-    qwen3-32b-qlora@16384 python -m benchmarks.offload overlap --out runs/offload --cells qwen3-0.6b-lora@8192
-    qwen3-14b-qlora@16384 python -m benchmarks.offload small-cards --out runs/offload --cards qwen3-8b-qlora=8
-    qwen3-14b-qlora=12 qwen3-32b-qlora=24 python -m benchmarks.offload front --out runs/offload --root /dev/shm/fastft
-    --workload qwen3-14b-qlora qwen3-14b-qlora-16k python -m benchmarks.offload plot benchmarks/results.csv --out
-    benchmarks/plots
+    python -m benchmarks.offload buffers --out runs/offload \
+        --cells qwen3-8b-qlora@16384,49152 qwen3-14b-qlora@16384 qwen3-32b-qlora@16384
+    python -m benchmarks.offload overlap --out runs/offload --cells qwen3-0.6b-lora@8192 qwen3-14b-qlora@16384
+    python -m benchmarks.offload small-cards --out runs/offload \
+        --cards qwen3-8b-qlora=8 qwen3-14b-qlora=12 qwen3-32b-qlora=24
+    python -m benchmarks.offload front --out runs/offload --root /dev/shm/fastft \
+        --workload qwen3-14b-qlora qwen3-14b-qlora-16k
+    python -m benchmarks.offload plot benchmarks/results.csv --out benchmarks/plots
 
 Models have random weights, made on the device once per size; every run starts from the same adapters and takes the same
 packs of the ruler's documents, with fused AdamW and clipping. Per run: 3 warm-up steps (7 where a plan is measured
 first), 30 timed steps (10 where one exceeds 3 s, fewer where the budget ends; the count is in the row), then profiled
 ones. A time counts only if the losses of all steps and the norm of the first gradients are those of the first run on
-the same packs. ``front`` goes through the ruler (benchmarks/offload_front.py) instead. Results are flushed after every
-run; runs that raw.jsonl has already are not repeated.
+the same packs. ``front`` uses the ruler instead (benchmarks/offload_front.py). Results are flushed after every run;
+runs in raw.jsonl are not repeated.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The front: step time against device memory, from the least that a plan needs to all that keeping takes, beside
-Unsloth's two ends.
+"""Measure the front of step time against device memory, from the smallest plan to all kept, and Unsloth's two ends.
 
-Every figure is one of the ruler (benchmarks/train_step.py): same packs, weights and optimizer, judged against the plain
-arm. First our own ends - recompute all, offload all, keep all - then budgets between them, each a case of "auto" with
+Every figure comes from the ruler (benchmarks/train_step.py): same packs, weights and optimizer, gradients compared with
+the plain arm. First our own ends - recompute all, offload all, keep all - then budgets between them, each a case of "auto" with
 that much memory, last Unsloth in its default and without checkpointing, all in the same session on the same GPU.
 """
 

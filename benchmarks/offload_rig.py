@@ -1,5 +1,4 @@
-"""One model with random weights on the device, trained for some steps under one activation policy after the other, each
-time from the same adapters.
+"""Train one model with random weights for some steps under several activation policies, each from the same adapters.
 
 A run is a fresh Trainer with FastFTStrategy on the same FineTuner: warm-up, timed steps, then steps that are profiled
 one by one. Its losses and the norm of its first gradients are kept, so that runs can be compared before their times

@@ -1,4 +1,4 @@
-"""Packed-sequence metadata, built once per batch or again in every layer: the published experiment and ours.
+"""Compare packed-sequence metadata built once per batch with metadata built in every layer.
 
     python -m benchmarks.train_step build --workload qwen3-14b-qlora --root /dev/shm/fastft
     python -m benchmarks.packed_metadata --workload qwen3-14b-qlora --root /dev/shm/fastft --out runs/metadata
@@ -6,9 +6,9 @@
 First the time m of one build, for the dense mask (a loop over documents as the published baseline had it, transformers'
 own, ours), for FlexAttention's block mask and for varlen offsets. Then forward, backward and step of the workload
 (packed at 8,192 tokens, layers recomputed in the backward, labels on all tokens) with that metadata built in every
-layer - also when the backward runs the layer again - or cached once. All arms are the same model, kernels, packs and
-adapters; before an arm is timed its gradients are compared with those of varlen attention cached once. Last the
-published formula (L-1)*m beside what was measured. 3 warm-up steps, 30 timed (10 where one exceeds 3 s); median, p10,
+layer - also when the backward runs the layer again - or cached once. All arms have the same model, kernels, packs and
+adapters; before an arm is timed its gradients are compared with those of varlen attention cached once. At the end the
+published formula (L-1)*m is compared with the measurement. 3 warm-up steps, 30 timed (10 where one exceeds 3 s); median, p10,
 p90.
 """
 

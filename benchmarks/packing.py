@@ -1,13 +1,12 @@
-"""Fill, number of packs and time of packing: ours, sequential greedy, and TRL's pack_dataset, on the same lengths.
+"""Compare fill, number of packs and time of packing: ours, sequential greedy and TRL's pack_dataset.
 
     python -m benchmarks.packing            (add --record to append the rows to results.csv)
 
 Workloads: 60,000 seeded log-normal lengths (median 403 tokens, clipped to 8 - 4,096) at 4,096 tokens, and GSM8K's
-    training questions with answers,
-tokenised by GPT-2's BPE (../shared/data), at 4,096 and 8,192. Each system is checked before it is timed: every document
+training questions with answers, tokenised by GPT-2's BPE (../shared/data), at 4,096 and 8,192. Each system is checked before it is timed: every document
 once, no pack above its capacity. 30 runs, or 10 where one exceeds 3 s; median, p10, p90. TRL runs as users call it
 (batches of 1,000 documents) and over the whole set at once; its time includes the copy of the tokens, which its packs
-hold and ours point to. Without TRL installed its rows are left out, and the output says so.
+hold and ours point to. Without TRL its rows are skipped, and the output says so.
 """
 
 from __future__ import annotations

@@ -1,23 +1,25 @@
-r"""Every published figure of the three optimisations beside ours, and the runs that measure what has no figure yet.
+r"""Compare every published figure of the three optimisations with ours, and run the missing measurements.
 
-    python -m benchmarks.published table --out runs/published.md python -m benchmarks.published combinations --workload
-    qwen3-30b-a3b-12l-lora --out runs/published --device cuda --steps 20 python -m benchmarks.published traditional
-    --out runs/published python -m benchmarks.published waits --out runs/published
+    python -m benchmarks.published table --out runs/published.md
+    python -m benchmarks.published combinations --workload qwen3-30b-a3b-12l-lora --out runs/published \
+        --device cuda --steps 20
+    python -m benchmarks.published traditional --out runs/published
+    python -m benchmarks.published waits --out runs/published
 
 - ``combinations``: metadata once or in every layer, two staging buffers or one, routing by one count or by the loop
   over experts: eight combinations of a mixture model (with two more experts functions of transformers beside them),
   four of a dense one. Same packs, weights, adapters, optimizer and Trainer; activations offloaded. First loss,
   gradients and their norm are those of the first combination or there is no row, and bits are equal where kernels are
-  deterministic. Two rounds, the second in the opposite order: a gain counts where it is larger than what two rounds of
-  the same combination differ by.
+  deterministic. Two rounds, the second in the opposite order: a gain counts if it is larger than the difference between two
+  rounds of the same combination.
 - ``traditional``: batches of documents padded to the longest, transformers + PEFT without Liger, against ours on the
   same documents, on a 7B Llama.
-- ``waits``: how often the host waits for the device in a layer of experts and in one build of packed metadata, with the
-  times of the layer on CUDA. On a CPU: operations that would wait if their tensors lay on a GPU.
+- ``waits``: the number of host syncs in a layer of experts and in one build of packed metadata, with the times of the
+  layer on CUDA. On a CPU: operations that would sync if their tensors were on a GPU.
 
-Every arm (the combinations of one workload, the padded loop, ours) is a process of its own with a time limit; what
-stands behind a case that ends its process gets another one. Records are written as they come, and a call in the same
-folder goes on where the last one ended.
+Every arm (the combinations of one workload, the padded loop, ours) runs in its own process with a time limit; the cases
+after one that ends its process run in a new process. Records are written at once, and a further call in the same folder
+continues where the last one ended.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The three optimisations on and off: what runs in the processes of ``benchmarks.published combinations``.
+"""Run the three optimisations on and off, in the processes of ``benchmarks.published combinations``.
 
-Through the ruler's recorder, judge and clock (benchmarks/ruler/cases.py). A combination is named by what it does:
+Recorder, gradient check and clock are the ruler's (benchmarks/ruler/cases.py). The name of a combination lists its parts:
 "once" or "every" layer builds the packed metadata, "two" or "one" staging buffer, routing by "bincount"
 (BincountRouter), the "loop" of transformers (its eager form), the "published" loop or transformers' own "grouped"
 products ("dense" where there is none), and the attention whose metadata it is.

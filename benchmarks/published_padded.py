@@ -1,7 +1,8 @@
 """Batches of documents padded to the longest, and ours on the same documents: the processes of ``benchmarks.published
 traditional``.
 
-Through the ruler's recorder, judge and clock (benchmarks/ruler/cases.py); the model is a 7B Llama with random weights.
+Recorder, gradient check and clock are the ruler's (benchmarks/ruler/cases.py); the model is a 7B Llama with random
+weights.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""The published figures of the three optimisations and of the articles about them, each beside the rows of
-results.csv that answer it.
-"""
+"""The published figures of the three optimisations and of the articles about them, with our rows of results.csv."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""How often the host waits for the device in a layer of experts and in one build of packed metadata:
-``benchmarks.published waits``.
-"""
+"""Count host syncs in a layer of experts and in one build of packed metadata: ``benchmarks.published waits``."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Start two ranks over and over and count hangs, aborts and wrong results: ``python -m benchmarks.rank_starts --starts
-2000 --pairs 16``.
+"""Start two ranks many times and count hangs, aborts and wrong results.
+
+    python -m benchmarks.rank_starts --starts 2000 --pairs 16
 
 The parent imports torch, Lightning and the package once, starts no thread, and forks both ranks of every start. Each
 rank opens a gloo group, trains two optimizer steps on packs (FineTuner, PackedDataModule with its loader,
@@ -13,7 +14,7 @@ destructors run. A start is
 - wrong where its weights are not those of the other rank, or not those of the first start;
 - untidy where a process of it is still there after both ranks have ended.
 
-One summary line is printed at the end. The exit code is 0 where every start was good.
+One summary line is printed at the end. The exit code is 0 if every start was good.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-r"""How near timed steps come to what the GPU can do: model-FLOPs utilisation, and the share of the time that their
-products alone would take.
+r"""Compare timed steps with the limits of the GPU: model-FLOPs utilisation, and the share of products in the step.
 
     python -m benchmarks.roofline
     python -m benchmarks.roofline --workloads llama-3.1-8b-lora-32k

@@ -1,4 +1,4 @@
-"""The kernels that move rows and multiply little or nothing: the time of each beside the bytes that it must move.
+"""Time the memory-bound row kernels, and compare each with the bytes that it must move.
 
     python -m benchmarks.row_kernels
     python -m benchmarks.row_kernels --only cross_entropy --tiles --forms
@@ -11,11 +11,11 @@ block-diagonal matrix, rows and NF4 in e4m3, NF4 made dense and the AdamW step, 
 and 17,408 columns; 2,048 rows of logits over the vocabularies of Qwen3 and gpt-oss). Before a kernel is timed its
 results are compared with its plain twin's. Then 5 warm-up runs and 30 timed ones, each between two CUDA events and
 behind a write of 256 MiB that empties the L2 cache; a sleep of the device before each lets the host get ahead. The
-table has the median, the bytes that inputs and outputs hold, each counted once, and what part of 4.2 TB/s they would be
-moved at; rows.csv has p10 and p90 too.
+table has the median, the bytes of inputs and outputs, each counted once, and the reached share of 4.2 TB/s; rows.csv
+also has p10 and p90.
 
-With --tiles the candidates for the constants of each kernel are timed beside those in use, or those given as KERNEL=V,V
-(order in CONSTANTS). With --forms earlier forms of a kernel, made by a change of its text, are timed beside it: of
+With --tiles candidates for the constants of each kernel are timed too, or those given as KERNEL=V,V (order in
+CONSTANTS). With --forms earlier forms of a kernel, made by a change of its text, are timed too: of
 cross_entropy "two reductions a tile", in which all threads of a program agree on maximum and sum at every tile, and "no
 cache hints"; of rms_norm a backward whose sum waits for the one in the root; of low_rank_add torch's addmm_, behind
 torch's sum with the residual.

@@ -1,4 +1,4 @@
-"""The scan of Mamba-2 over packed documents, forward and backward: ours beside fla-core's simple_gla.
+"""Time the scan of Mamba-2 over packed documents, forward and backward: ours against fla-core's simple_gla.
 
     python -m benchmarks.state_scan
     python -m benchmarks.state_scan --tokens 32768 --heads 96 --states 256

@@ -1,8 +1,8 @@
-r"""Where the time of one of our training steps goes: kernels by name, how often each is launched, and how long the
-device stands still.
+r"""Profile one of our training steps: kernels by name, number of launches, and idle time of the device.
 
-    python -m benchmarks.train_step build --workload qwen3-0.6b-lora --root /dev/shm/fastft python -m
-    benchmarks.step_profile --workload qwen3-0.6b-lora --root /dev/shm/fastft --out runs/profile --modes recompute keep
+    python -m benchmarks.train_step build --workload qwen3-0.6b-lora --root /dev/shm/fastft
+    python -m benchmarks.step_profile --workload qwen3-0.6b-lora --root /dev/shm/fastft --out runs/profile \
+        --modes recompute keep
 
 Steps run through FineTuner, FastFTStrategy and Trainer, with BincountRouter where the model has experts and
 FusedKernels in modes with +fused; warm-up first, then timed steps, then steps under PyTorch's profiler, whose kernels

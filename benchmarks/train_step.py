@@ -1,4 +1,4 @@
-r"""The ruler: one training step of every system on the same packs, weights and adapters; time, memory, host waits.
+r"""The ruler: one training step of every system on the same packs, weights and adapters; time, memory, host syncs.
 
     python -m benchmarks.train_step build --workload qwen3-14b-qlora --root /dev/shm/fastft
     python -m benchmarks.train_step run --workload qwen3-14b-qlora --root /dev/shm/fastft --out runs/ruler \
@@ -10,7 +10,7 @@ An arm is one process: SYSTEM:MODE[@LABEL_SHARE][/OPTIMIZER][,...]. Before a cas
 must give the plain arm's gradients (benchmarks/ruler/judge.py). Then: warm-up (6 steps, the last one counts host
 waits), 30 timed steps (10 where one exceeds 3 s), median, p10, p90 of the time between the ends of steps by CUDA
 events, batch copy, clipping and optimizer included; peaks of the timed steps. Timed steps must prove that they train
-(benchmarks/ruler/proof.py). Plain runs first: it leaves the reference. Workloads named "-full" train all weights
+(benchmarks/ruler/proof.py). Plain runs first, because it writes the reference. Workloads named "-full" train all weights
 instead of adapters. benchmarks/compare.py runs all systems by one command.
 """
 

@@ -1,5 +1,4 @@
-r"""Training curves on real text: fused layers beside plain transformers + PEFT, on the same weights, adapters, packs
-and schedule.
+r"""Compare training curves on real text: fused layers and plain transformers + PEFT, with equal inputs and schedule.
 
     python -m benchmarks.training_curves --data train.jsonl --tokenizer gpt2_bpe --out runs/curves [--fp8]
 

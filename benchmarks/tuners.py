@@ -1,4 +1,4 @@
-r"""Updates of preference, policy and distillation tuners: examples per second, time and memory, beside TRL and Unsloth.
+r"""Time updates of preference, policy and distillation tuners, and compare them with TRL and Unsloth.
 
     python -m benchmarks.train_step build --workload qwen3-8b-lora --root /dev/shm/fastft
     python -m benchmarks.tuners run --task dpo --workload qwen3-8b-lora --root /dev/shm/fastft --out runs/dpo \

@@ -54,7 +54,7 @@ MEASURES = {
     ("tokens", "tokens/s"): "tokens/s",
     ("peak allocated", "GiB"): "peak GiB",
     ("peak allocated, largest rank", "GiB"): "peak GiB",
-    ("host waits", "per step"): "host waits",
+    ("host waits", "per step"): "host syncs",
     ("lowest gradient cosine", "1"): "lowest cosine",
     ("lowest gradient cosine, judged by cosine 0.98 and norm within 10%", "1"): "lowest cosine",
 }

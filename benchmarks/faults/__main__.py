@@ -1,4 +1,4 @@
-"""Plant faults in the default stack and in ours, and print how many trials ended badly.
+"""Plant faults in the default stack and in ours, and print the number of failed trials.
 
     python -m benchmarks.faults run --out runs/faults                     all of them, about 14 minutes on two CPU cores
     python -m benchmarks.faults run --quick --only R2 R3 --out runs/quick a few trials of some; rows stay in the folder

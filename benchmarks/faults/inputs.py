@@ -1,4 +1,4 @@
-"""R18, R22: what strangers wrote, and values of options out of their range."""
+"""R18, R22: files from untrusted sources, and option values out of range."""
 
 from __future__ import annotations
 

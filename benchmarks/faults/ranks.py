@@ -1,4 +1,4 @@
-"""R17: one of two ranks is hurt. Both stacks are started by Lightning's own launcher, as ``python train.py`` is.
+"""R17: one of two ranks fails. Both stacks are started by Lightning's own launcher, as ``python train.py`` is.
 
 As a script, one job: python -m benchmarks.faults.ranks <stack> <fault> <folder>
 """

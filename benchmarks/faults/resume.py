@@ -1,4 +1,4 @@
-"""R4, R5, R6: runs that stop and go on, and runs that are told to stop."""
+"""R4, R5, R6: runs that stop and resume, and runs that receive a signal to stop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""R8: bad rows. The rows and the answers they must get are those of tests/packing/bad_rows.py."""
+"""R8: bad rows. The rows and the expected results are those of tests/packing/bad_rows.py."""
 
 from __future__ import annotations
 

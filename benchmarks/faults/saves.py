@@ -1,4 +1,4 @@
-"""R1, R2, R3: kills inside saves, damaged checkpoints, saves that cannot be."""
+"""R1, R2, R3: kills during saves, damaged checkpoints, impossible saves."""
 
 from __future__ import annotations
 

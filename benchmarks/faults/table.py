@@ -1,4 +1,4 @@
-"""The rows that fault trials leave, and the table that is made of them; nothing heavy is imported here."""
+"""The rows of fault trials, and the table made from them; this module imports nothing heavy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The clock of the GPU's multiprocessors while steps are timed, read by nvidia-smi beside the run."""
+"""Read the clock of the GPU's multiprocessors with nvidia-smi while steps are timed."""
 
 from __future__ import annotations
 

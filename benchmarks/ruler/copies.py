@@ -1,4 +1,4 @@
-"""What the copies of one step of the ruler cost, for the raw log."""
+"""Measure the copies of one step of the ruler, for the raw log."""
 
 from __future__ import annotations
 

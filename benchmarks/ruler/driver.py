@@ -1,4 +1,4 @@
-"""Run arms one after the other, each in a process of its own, within a budget of seconds; no arm can stop another."""
+"""Run arms one after the other, each in its own process, within a time budget; no arm can stop another."""
 
 from __future__ import annotations
 

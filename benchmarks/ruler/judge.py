@@ -2,20 +2,18 @@
 
 Each trainable tensor is compared with the same tensor of the plain arm (the first system, Hugging Face's own loss):
 cosine at least 0.999 and norm within 2 %. Gradients may be bf16 or fp32 where they were made; they are compared as
-float64 sums of fp32 values, so that the comparison adds no rounding of its own. What bf16 arithmetic does to a gradient
-(other orders of summation, 0.4 % a rounding) stays inside these limits on the ruler's weights (see ``_condition`` in
-workloads.py); a system for which it does not gets no row.
+float64 sums of fp32 values, so that the comparison adds no rounding of its own. On the
+ruler's weights the errors of bf16 arithmetic (other orders of summation, 0.4 % per rounding) stay inside these limits
+(see ``_condition`` in workloads.py); a system outside of the limits gets no row.
 
 Modes with "+fp8" compute an approximation: a product of e4m3 numbers is 3.7 % off by its norm, more than the limits
-above allow to any gradient. They are judged by limits of their own, cosine at least 0.98 and norm within 10 %, which
-stand in the verdict and in the raw record, and their rows carry "fp8" in the mode: they are told apart from rows of
-bf16 and never compared as if they computed the same. That a wrong layer is still caught (a lost scale, a transposed
-weight or a product left out gives cosines far below) is what these limits are for; that training does not suffer is
-shown by the curves of benchmarks/training_curves.py (``--fp8``), not by them.
+above allow to any gradient. They have wider limits, cosine at least 0.98 and norm within 10 %, which are in the
+verdict and in the raw record. Their rows have "fp8" in the mode, so they are never mixed with rows of bf16. These
+limits still catch a wrong layer: a lost scale, a transposed weight or a missing product has a far lower cosine. They do
+not show that training converges equally well; the curves of benchmarks/training_curves.py (``--fp8``) do.
 
-Full fine-tuning has a gradient as large as the model. The reference keeps the dtype in which gradients were made, and
-both are compared where they lie, a few million elements at a time: the host holds the file only, and the device some
-hundred MB.
+Full fine-tuning has a gradient as large as the model. The reference keeps the dtype of the gradients, and both are
+compared in place, a few million elements at a time: the host holds only the file, and the device some hundred MB.
 """
 
 from __future__ import annotations

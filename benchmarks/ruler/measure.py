@@ -1,4 +1,4 @@
-"""What is measured in a step: its time, the memory it takes, and how often the host waits for the device."""
+"""Measure a step: its time, its memory and its host syncs."""
 
 from __future__ import annotations
 

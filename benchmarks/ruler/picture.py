@@ -1,4 +1,4 @@
-"""A bar chart of one comparison: tokens per second, and the peak of device memory beside."""
+"""Draw a bar chart of one comparison: tokens per second and peak device memory."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Activation policies by the names of their modes, what a plan says about itself, and the proof that a step under
-a plan has the right gradients.
-"""
+"""Activation policies by mode name, the record of a plan, and the check of the gradients of a step under a plan."""
 
 from __future__ import annotations
 

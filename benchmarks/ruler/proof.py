@@ -1,9 +1,9 @@
 """The proof that timed steps train: the tokens that entered the model, gradients in every step, and parameters that the
 optimizer moved.
 
-Nothing here makes the host wait while steps are timed: counts and norms stay on the device until the last one has
-ended. Whether a tensor moved is told by a fingerprint of its bits before and after, made on its device: a copy of all
-weights would take as much memory as the model.
+Timed steps have no host sync: counts and norms stay on the device until the last step has ended. A fingerprint of the
+bits of a tensor, made on its device before and after, shows whether it moved; a copy of all weights would take as much
+memory as the model.
 """
 
 from __future__ import annotations

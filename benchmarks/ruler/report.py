@@ -1,4 +1,4 @@
-"""From raw records to the table that is printed last and to rows of results.csv."""
+"""Convert raw records to the printed table and to rows of results.csv."""
 
 from __future__ import annotations
 

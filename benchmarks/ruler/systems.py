@@ -1,4 +1,4 @@
-"""The systems that are compared, the settings they run in, and what of them is missing here."""
+"""The compared systems, their settings, and the missing ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors in safetensors files, read and written one at a time: what is as large as a model is never held twice."""
+"""Tensors in safetensors files, read and written one at a time, so that a whole model is never in memory twice."""
 
 from __future__ import annotations
 

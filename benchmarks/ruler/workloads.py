@@ -1,5 +1,4 @@
-"""What is trained: models by configuration, packs from the seeded list of lengths, and the files that every system
-reads.
+"""Workloads: models by configuration, packs from the seeded list of lengths, and the files that every system reads.
 
 ``python -m benchmarks.train_step build`` writes one folder per workload (random weights, a word tokenizer, non-zero
 adapters, the token file); the arms only read it.

@@ -11,18 +11,18 @@ from lightning_fastft.core.errors import OptionError
 # Share of the memory that is free once model and optimizer are placed; the rest covers fragmentation.
 AUTO_VRAM_SHARE = 0.9
 AUTO_HOST_SHARE = 0.5
-# Budget for a device without an allocator that counts.
+# Budget for a device without a counting allocator.
 UNKNOWN_BYTES = 2**62
 
 
 def auto_vram_bytes(device: torch.device) -> int:
-    """Return the memory of the process on a device plus 90 % of the free memory; unlimited if nothing counts it."""
+    """Return the memory of the process on a device plus 90 % of the free memory; unlimited without CUDA."""
     if device.type != "cuda":
         return UNKNOWN_BYTES
     free, total = torch.cuda.mem_get_info(device)
     reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
     available = free + reserved - allocated
-    # A cap on the process counts like a smaller card.
+    # A memory cap of the process has the effect of a smaller card.
     share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(device)
     available = min(available, int(share * total) - allocated)
     return allocated + int(AUTO_VRAM_SHARE * available)
@@ -44,11 +44,11 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     if sys.platform == "win32":
         return 0
-    # Not on Windows, so not at the top.
+    # Imported here because Windows does not have it.
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # Bytes on macOS, KiB elsewhere.
+    # ru_maxrss is in bytes on macOS and in KiB elsewhere.
     return peak if sys.platform == "darwin" else peak * 1024
 
 

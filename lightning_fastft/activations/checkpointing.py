@@ -86,12 +86,12 @@ class OffloadCheckpointing:
         self.policy = check_choice("policy", policy, _POLICIES)
         if policy != "auto" and (not isinstance(vram_budget, str) or vram_budget != "auto"):
             raise OptionError(
-                f"vram_budget={vram_budget!r} is what policy 'auto' plans for; policy {policy!r} has no use for it."
+                f"vram_budget={vram_budget!r} applies to policy 'auto' only; policy {policy!r} does not use it."
             )
         check_choice("weights", weights, ("auto", "resident", "stream"))
         if policy == "keep" and weights == "stream":
             raise OptionError(
-                "weights='stream' saves device memory that policy 'keep' spends on activations: use policy 'auto', "
+                "weights='stream' frees device memory, and policy 'keep' fills it with activations: use policy 'auto' "
                 "with vram_budget."
             )
         self.options = StackOptions(
@@ -104,8 +104,8 @@ class OffloadCheckpointing:
         self.mlp_tiles = check_int("mlp_tiles", mlp_tiles, low=1, high=1024)
         if policy == "keep" and mlp_tiles > 1:
             raise OptionError(
-                f"mlp_tiles={mlp_tiles} computes blocks again in the backward, which policy 'keep' forbids: use 'auto' "
-                "or 'recompute'."
+                f"mlp_tiles={mlp_tiles} recomputes blocks in the backward, which policy 'keep' forbids: use 'auto' or "
+                "'recompute'."
             )
         self.stacks: list[SegmentStack] = []
         self._last_description = self.describe()
@@ -153,7 +153,7 @@ class OffloadCheckpointing:
 
         Raises:
             SwapError: There is no layer.
-            OptionError: Policy "keep" and a model that already recomputes; this plugin is the only switch.
+            OptionError: The policy is "keep" and the model already recomputes; this plugin must be the only switch.
 
         Cost:
             "recompute": one more forward of the layers per backward, without the operations that only their output
@@ -167,11 +167,9 @@ class OffloadCheckpointing:
         if self.policy == "keep":
             if checkpointed:
                 raise OptionError(
-                    f"{type(checkpointed[0]).__name__} recomputes its activations already "
-                    "(gradient_checkpointing_enable() was called on the model), "
-                    "and the policy here is 'keep'. Activation checkpointing has one switch: remove that call, and to "
-                    "recompute pass "
-                    'activations=OffloadCheckpointing("recompute").'
+                    f"{type(checkpointed[0]).__name__} already recomputes its activations "
+                    "(gradient_checkpointing_enable() was called on the model), but the policy is 'keep'. Remove that "
+                    'call. To recompute, pass activations=OffloadCheckpointing("recompute").'
                 )
             return Status(STATUS_NAME, "active", self.describe())
         stack = SegmentStack(
@@ -219,7 +217,7 @@ class OffloadCheckpointing:
             stack.place(device)
 
     def step_down(self) -> bool:
-        """Use less memory after the device ran out of it; return whether any stack could."""
+        """Reduce the memory use after the device ran out of memory; return whether any stack could."""
         return any(stack.step_down() for stack in self.stacks)
 
     def advice(self) -> str | None:
@@ -230,11 +228,7 @@ class OffloadCheckpointing:
         if any(stack.can_stream for stack in self.stacks):
             return "OffloadCheckpointing('auto', weights='stream')"
         if any(stack.weights.streamed is not None for stack in self.stacks) and self.mlp_tiles == 1:
-            return (
-                "OffloadCheckpointing('auto', weights='stream', mlp_tiles=8), which is equal to rounding and not "
-                "to "
-                "the last bit"
-            )
+            return "OffloadCheckpointing('auto', weights='stream', mlp_tiles=8), whose gradients differ by rounding"
         return None
 
     def remedy(self) -> str:
@@ -275,9 +269,8 @@ class OffloadCheckpointing:
         if self.policy != "keep" and idle:
             raise OptionError(
                 f"{len(idle)} of {len(layers)} decoder layers ({type(idle[0]).__name__}) are in evaluation mode, where "
-                "transformers recomputes "
-                "nothing: it loads models in that mode and Lightning keeps it: call .train() on the model once after "
-                "loading it, or .requires_grad_(False) if it is not trained."
+                "transformers recomputes nothing. transformers loads models in that mode and Lightning keeps it. Call "
+                ".train() on the model once after loading it, or .requires_grad_(False) if it is not trained."
             )
 
     def _detach(self, stack: SegmentStack) -> None:

@@ -16,7 +16,7 @@ from lightning_fastft.core.errors import SwapError
 
 logger = logging.getLogger(__name__)
 
-_POISON_BYTE = 0xFF  # makes every floating dtype a NaN
+_POISON_BYTE = 0xFF  # NaN in every floating dtype
 
 
 class HostAllocation:
@@ -116,7 +116,7 @@ class OffloadEngine:
         self.slab = PinnedSlab(host_bytes, device=streams.device)
         self.slots = [StagingSlot(self.slot_bytes, streams=streams) for _ in range(buffers if host_bytes else 0)]
         self.is_poisoned = is_poisoned
-        # Tensors that stayed on the device because the slab was full or their layout is no plain block of bytes.
+        # Tensors that stayed on the device because the slab was full or they are not one dense block of bytes.
         self.num_kept = 0
         # Segments that were staged outside of the slots.
         self.num_unplanned = 0
@@ -141,10 +141,11 @@ class OffloadEngine:
 
         Args:
             group: The segment it belongs to.
-            tensor: A tensor on the device of the streams that is not modified any more.
+            tensor: A tensor on the device of the streams. It must not be modified afterwards.
 
         Returns:
-            The allocation for ``load``; None if the tensor stays, because the slab is full or it has gaps in memory.
+            The allocation for ``load``; None if the tensor stays on the device, because the slab is full or the tensor
+            has gaps in memory.
 
         Raises:
             SwapError: An earlier tensor was modified during its copy.
@@ -277,8 +278,8 @@ class OffloadEngine:
         if tensor._version != version:
             raise SwapError(
                 f"A tensor of shape {tuple(tensor.shape)} that a decoder layer keeps for its backward was written to "
-                "in place while it was copied to "
-                "the host. Keep it on the device: OffloadCheckpointing('recompute') or 'keep'."
+                "in place while it was copied to the host. Keep it on the device: OffloadCheckpointing('recompute') or "
+                "'keep'."
             )
 
     def _collect(self) -> None:
@@ -323,7 +324,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def describe_use(engine: OffloadEngine) -> dict[str, Any]:
-    """Return what the engine holds now, in plain numbers, for reports and leak tests."""
+    """Return the current memory use of the engine as plain numbers, for reports and leak tests."""
     engine._collect()
     return {
         "pinned_bytes": engine.slab.num_bytes,

@@ -77,7 +77,7 @@ class PlanExecutor:
         return self._streams
 
     def describe(self) -> list[str]:
-        """Return what the present plan keeps, offloads and holds, in a few words each."""
+        """Return short texts for the kept layers, offloaded tensors and held values of the present plan."""
         kept = sum(segment.plan.is_kept for segment in self._segments)
         inputs = sum(segment.plan.input_place == "host" for segment in self._segments)
         places = [place for segment in self._segments for place in segment.places.values()]

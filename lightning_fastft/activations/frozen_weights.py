@@ -44,7 +44,7 @@ class MovableWeights(NamedTuple):
 
 
 class FrozenWeights:
-    """Know the sizes of the frozen weights of layers, and move them to the host at most once.
+    """Measure the frozen weights of layers, and move them to the host at most once.
 
     Args:
         layers: Decoder layers, in order.
@@ -97,7 +97,7 @@ class FrozenWeights:
         """
         if self.move is None:
             raise OptionError(
-                "weights='stream' is for models of transformers; for other layers use "
+                "weights='stream' supports transformers models only; for other layers use "
                 "lightning_fastft.activations.weights.WeightStreamer."
             )
         self.streamed = self.move(streams)

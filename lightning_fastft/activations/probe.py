@@ -69,7 +69,7 @@ class Memory:
         self.is_counted = device.type == "cuda"
 
     def allocated(self) -> int:
-        """Bytes allocated now."""
+        """Return the bytes allocated now."""
         return torch.cuda.memory_allocated(self._device) if self.is_counted else 0
 
     def start_peak(self) -> int:
@@ -79,7 +79,7 @@ class Memory:
         return self.allocated()
 
     def peak(self) -> int:
-        """Peak bytes allocated since the reset."""
+        """Return the peak bytes allocated since the reset."""
         return torch.cuda.max_memory_allocated(self._device) if self.is_counted else 0
 
 
@@ -87,7 +87,7 @@ class SavedBytesProbe(SegmentObserver):
     """Measure the memory that autograd saves for a kept segment: keep one segment of each kind for one forward.
 
     Args:
-        memory: Of the device.
+        memory: Memory of the device.
     """
 
     def __init__(self, memory: Memory) -> None:
@@ -113,7 +113,8 @@ class SavedBytesProbe(SegmentObserver):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
         counted = sum(storages.values())
-        # The allocator also counts what functions hold by other means; the output belongs to the next segment.
+        # The allocator also counts tensors that functions hold without saving them; the output belongs to the next
+        # segment.
         self.saved_bytes[segment.index] = self._memory.allocated() - before if self._memory.is_counted else counted
 
 
@@ -121,8 +122,8 @@ class StepProbe(SegmentObserver):
     """Record times and memory of a forward and backward in which every segment is recomputed.
 
     Args:
-        clock: Of the device.
-        memory: Of the device.
+        clock: Clock of the device.
+        memory: Memory of the device.
         previous: Start of the previous forward; None if unknown.
     """
 
@@ -266,8 +267,9 @@ class StepProbe(SegmentObserver):
         )
 
     def _backward_times(self, num_segments: int) -> list[float]:
-        """Return the backward time of each segment without recompute; the first segments, whose end is not
-        observed, take the mean of the others.
+        """Return the backward time of each segment without recompute.
+
+        The end of the first segments is not observed; they take the mean of the others.
         """
         found: dict[int, float] = {}
         for index in range(1, num_segments):
@@ -346,7 +348,7 @@ def measure_machine(device: torch.device) -> Machine:
     for stream in streams:
         events.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
         with torch.cuda.stream(stream):
-            # The first copy is not timed: it wakes the engine.
+            # The first copy is not timed, because it wakes the copy engine.
             for number in range(_BANDWIDTH_COPIES + 1):
                 if number == 1:
                     events[-1][0].record()

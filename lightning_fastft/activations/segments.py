@@ -111,7 +111,7 @@ class Segment:
         """Run the layer once, as its checkpointing function.
 
         Cost:
-            As planned; without gradients only that of the layer.
+            That of the plan; without gradients, that of the layer alone.
         """
         if not torch.is_grad_enabled():
             return function(*args)
@@ -127,8 +127,9 @@ class Segment:
                 output = function(*args)
         else:
             session = Session(self, engine=self.engine, group=group)
-            # Only the inputs of the layer pass these hooks; tensors saved inside pass those of the checkpoint. Without
-            # offload there are no hooks, because an enclosing checkpoint has its own for this input.
+            # Only the inputs of the layer pass through these hooks; tensors saved inside pass through the hooks of the
+            # checkpoint. Without offload there are no hooks, because an enclosing checkpoint has its own for this
+            # input.
             is_sent = self.plan.input_place == "host" and self.engine is not None
             with (
                 torch.autograd.graph.saved_tensors_hooks(session.pack_input, session.unpack_input)
@@ -155,7 +156,7 @@ class Segment:
                 tensor.register_hook(lambda _: announce())
 
     def _watch_backward(self, output: Any, *, group: Group | None, observer: SegmentObserver | None) -> None:
-        """Notice when the backward reaches the layer, by the gradient of its output."""
+        """Detect that the backward has reached the layer, by the gradient of its output."""
         tensor = output[0] if isinstance(output, (tuple, list)) else output
         if not torch.is_tensor(tensor) or not tensor.requires_grad:
             return
@@ -300,8 +301,8 @@ class Session:
             name: Name of the point.
             run: Computes the output; in a recompute that ends here (``is_last``) it may return any tensor of the same
                 shape.
-            anew: Computes the full output, without gradients; called if the recompute went on, so that the output may
-                be read.
+            anew: Computes the full output, without gradients; called if the recompute continued, because the output
+                may then be read.
         """
         is_unneeded = self.is_last(name)
         with self.watch_end(name):
@@ -371,8 +372,7 @@ class _HeldOnDevice:
         if self._tensor._version != self._version:
             raise SwapError(
                 f"{self._name} was kept for the backward and then written to in place by the model. Keep or recompute "
-                "whole layers: "
-                "OffloadCheckpointing('keep') or 'recompute'."
+                "whole layers: OffloadCheckpointing('keep') or 'recompute'."
             )
         return self._tensor
 
@@ -395,7 +395,7 @@ class _RememberedChoice(TorchFunctionMode):
         self._session = session
 
     def is_innermost(self) -> bool:
-        """Whether this mode is the first to see a call."""
+        """Return whether this mode is the first to receive a call."""
         depth = torch._C._len_torch_function_stack()
         return depth > 0 and torch._C._get_function_stack_at(depth - 1) is self
 

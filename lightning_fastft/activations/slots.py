@@ -70,7 +70,7 @@ class PinnedSlab:
     def __init__(self, num_bytes: int, *, device: torch.device) -> None:
         self.num_bytes = align(num_bytes)
         self._unregister: weakref.finalize[..., Any] | None = None
-        # Free stretches as (start, length), by start.
+        # Free ranges as (start, length), sorted by start.
         self._free: list[tuple[int, int]] = [(0, self.num_bytes)] if num_bytes else []
         # Marks of the last use, by start of the freed region.
         self._pending: dict[int, tuple[int, list[Mark]]] = {}
@@ -125,7 +125,7 @@ class PinnedSlab:
 
     def _take_pending(self, start: int, end: int) -> list[Mark]:
         """Remove and return the marks of earlier regions that overlap these bytes."""
-        # Step after step the same tensors come in the same order and find the regions of the step before.
+        # Every step stores the same tensors in the same order, so they reuse the regions of the previous step.
         if start in self._pending and self._pending[start][0] == end:
             return self._pending.pop(start)[1]
         marks: list[Mark] = []
@@ -155,10 +155,9 @@ class PinnedSlab:
                 torch.zeros(1, device=device)
             raise HostMemoryError(
                 f"The host refuses to pin {gib:.1f} GiB (CUDA error {status}): lower host_budget, or raise the limit "
-                "on locked memory. Under WSL "
-                "pinned memory is limited to a share of the host's memory."
+                "on locked memory. Under WSL, pinned memory is limited to a share of the host's memory."
             )
-        # Also if close is never called: memory that is freed while pinned cannot be pinned again.
+        # Unpin even if close is never called: memory that is freed while pinned cannot be pinned again.
         self._unregister = weakref.finalize(self, _unregister, self._bytes)
         if is_slow:
             logger.info("pinned %.1f GiB in %.1f s", gib, time.perf_counter() - begin)
@@ -198,8 +197,8 @@ class StagingSlot:
             self.num_replaced += 1
             if self.num_replaced == 1:
                 logger.warning(
-                    "a staged tensor outlived the backward of its decoder layer: its %d bytes are left to whoever "
-                    "holds it",
+                    "a staged tensor outlived the backward of its decoder layer; it keeps the slot's %d bytes, and the "
+                    "slot allocates new ones",
                     self.num_bytes,
                 )
             self._allocate()
@@ -223,7 +222,7 @@ class StagingSlot:
 
 
 def _num_holders(tensor: torch.Tensor) -> int:
-    """Tensors that share this storage."""
+    """Return the number of tensors that share this storage."""
     storage = tensor.untyped_storage()
-    # The storage object made for this question is one of the holders.
+    # The storage object created here is one of the holders.
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1

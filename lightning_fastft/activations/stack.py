@@ -24,7 +24,7 @@ from lightning_fastft.planner.picture import render_plan
 from lightning_fastft.planner.plan import make_plan
 from lightning_fastft.planner.step import Machine, Plan, SegmentPlan, StepCost
 
-# Factor for a budget whose memory was not available.
+# Factor by which a budget is reduced if its memory was not available.
 NOTCH = 0.9
 _MAX_NOTCHES = 5
 
@@ -128,7 +128,7 @@ class SegmentStack:
         self.executor.apply(plan, device=device, input_bytes=align(self._longest_bytes), cost=cost)
 
     def step_down(self) -> bool:
-        """Use less memory after the device ran out of it; return whether that is possible.
+        """Reduce the memory use after the device ran out of memory; return whether that is possible.
 
         Plan again with a budget smaller by 10 %. Before the first plan, stream frozen weights and measure again.
         """
@@ -239,7 +239,7 @@ class SegmentStack:
                 host_budget = held + (
                     max(0, plan.prediction.host_bytes - held) // 2 if attempt < _MAX_NOTCHES - 2 else 0
                 )
-                self.note = f"the host gave less pinned memory than planned: {host_budget / 2**30:.1f} GiB"
+                self.note = f"the host has less pinned memory than planned: {host_budget / 2**30:.1f} GiB"
                 self.environment.report(f"{error} Planning again with {host_budget / 2**30:.1f} GiB of pinned memory.")
             except torch.OutOfMemoryError:
                 vram_budget = int(vram_budget * NOTCH)
@@ -251,7 +251,7 @@ class SegmentStack:
                 return
         self.executor.close_engine()
         raise OptionError(
-            "No plan for the activations could be put into effect; give vram_budget and host_budget in GiB, or policy "
+            "No plan for the activations could be applied. Set vram_budget and host_budget in GiB, or use policy "
             "'recompute'."
         )
 
@@ -289,7 +289,7 @@ class SegmentStack:
                 found = self._best_plan(vram_budget=vram_budget, host_budget=host_budget, machine=machine)
             except OptionError:
                 raise error from None
-            self.environment.report(f"activations: frozen weights stay on the device, where a plan fits too: {error}")
+            self.environment.report(f"activations: frozen weights stay on the device, because a plan fits: {error}")
             return found
         self.environment.report(f"activations: {' '.join(plan.notes)}")
         if self.weights.embedding_bytes == self.cost.embedding_bytes:
@@ -321,7 +321,7 @@ class SegmentStack:
         self.segments[0].on_backward = streamed.enter_backward
 
     def _host_budget(self) -> int:
-        """Pinned memory budget of this rank in bytes, with the part of its streamed weights."""
+        """Return the pinned memory budget of this rank in bytes, including its streamed weights."""
         if self.options.host_budget_bytes is not None:
             return self.options.host_budget_bytes
         return auto_host_bytes() // self.environment.num_local_ranks + self.weights.host_bytes

@@ -86,7 +86,7 @@ def _run_tiled(block: _Block, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any
     with nullcontext() if session is None else session.watch_end(block.name):
         outputs = [block.segment.run(_skip if is_unneeded else forward, tile) for tile in tiles]
     if is_unneeded:
-        # The recompute of the layer went on, so the output may be read.
+        # The recompute of the layer continued, so the output may be read.
         with torch.no_grad():
             for output, tile in zip(outputs, tiles):
                 output.data = forward(tile)

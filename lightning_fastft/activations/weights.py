@@ -172,9 +172,9 @@ class WeightStreamer:
                     raise
                 self._restore(torch.device("cpu"))
                 warnings.warn(
-                    f"{self.streams.device} has no room for the {self.num_host_bytes / 2**30:.1f} GiB of weights that "
-                    "were streamed: they are in host "
-                    "memory now. Move the model to a device that holds it before using it.",
+                    f"{self.streams.device} cannot hold the {self.num_host_bytes / 2**30:.1f} GiB of weights that were "
+                    "streamed, so they are in host memory now. Move the model to a device that can hold it before you "
+                    "use it.",
                     stacklevel=2,
                 )
         self._is_attached = False
@@ -197,8 +197,8 @@ class WeightStreamer:
         """
         if not self._is_attached:
             raise SwapError(
-                f"Layer {index} is about to be computed after its streamed weights were given back: the backward of a "
-                "step must end before teardown."
+                f"Layer {index} runs after the streaming of its weights has ended: the backward of a step must end "
+                "before teardown."
             )
         if index == self._current:
             return
@@ -217,7 +217,7 @@ class WeightStreamer:
         """Return the read-only host tensors of a layer, in the given order.
 
         Raises:
-            SwapError: The streamer is not attached; read the tensors themselves then.
+            SwapError: The streamer is not attached; read the tensors themselves.
         """
         if not self._is_attached:
             raise SwapError("The weights are not streamed now: read the tensors themselves.")
@@ -228,7 +228,7 @@ class WeightStreamer:
         slot = index % self._num_slots
         if self._content[slot] == index:
             return
-        # No layer if the copy fails.
+        # The slot holds no layer if the copy fails.
         self._content[slot] = None
         self._arrived[slot] = self.streams.copy_in(self._targets[index], self._host[index], after=[self._left[slot]])
         self._content[slot] = index
@@ -238,9 +238,8 @@ class WeightStreamer:
             if piece.tensor.data_ptr() != address:
                 raise SwapError(
                     f"Frozen tensor {number} of layer {index} (shape {tuple(piece.shape)}) was moved or replaced while "
-                    "it was streamed, for "
-                    "example by model.to() or by merging adapters. Take the streaming back first (undo its patcher), "
-                    "then change the model."
+                    "it was streamed, for example by model.to() or by merging adapters. Undo the streaming (its "
+                    "patcher) before you change the model."
                 )
 
     def _slot_sizes(self) -> list[int]:
@@ -262,14 +261,13 @@ class WeightStreamer:
         ):
             raise HostMemoryError(
                 f"allocate_host({num_bytes}) returned {region.numel()} elements of {region.dtype} on {region.device}; "
-                "it must return at least as "
-                "many bytes (uint8, one axis) of host memory."
+                "it must return at least as many bytes (uint8, one axis) of host memory."
             )
         if self.streams.device.type == "cuda" and num_bytes and not region.is_pinned():
             raise HostMemoryError(
                 f"Weights are streamed to {self.streams.device} from pinned memory only, and "
-                f"allocate_host({num_bytes}) returned pageable memory: "
-                "give a PinnedSlab's region, or keep the weights on the device."
+                f"allocate_host({num_bytes}) returned pageable memory: pass a region of a PinnedSlab, or keep the "
+                "weights on the device."
             )
         return region
 
@@ -304,7 +302,7 @@ def _check_tensors(layers: Sequence[Sequence[torch.Tensor]]) -> None:
             name = f"tensor {number} of layer {index} (shape {tuple(tensor.shape)})"
             if tensor.requires_grad or not tensor.is_leaf:
                 raise OptionError(
-                    f"Only frozen leaf tensors can be streamed, and {name} is trained or the result of an operation."
+                    f"Only frozen leaf tensors can be streamed; {name} is trained or the result of an operation."
                 )
             if tensor.layout is not torch.strided or tensor.device.type == "meta":
                 raise OptionError(
@@ -325,7 +323,6 @@ def _check_tensors(layers: Sequence[Sequence[torch.Tensor]]) -> None:
     for (device, _, end, name), (other_device, start, _, other_name) in pairwise(stretches):
         if device == other_device and start < end:
             raise OptionError(
-                f"{name} shares memory with {other_name}: tied weights cannot be streamed, since each layer has a "
-                "place of its own. Untie them, or "
-                "keep the weights on the device."
+                f"{name} shares memory with {other_name}: tied weights cannot be streamed, because each layer is "
+                "copied to its own memory. Untie them, or keep the weights on the device."
             )

@@ -18,9 +18,9 @@ class BincountRouter(ModelSwaps):
     """Route tokens to experts by one stable sort and one count, without a host sync, in every transformers model.
 
     A gather, grouped GEMMs, the gate and a weighted sum replace the experts function of transformers; routers,
-    parameters and state-dict keys do not change. It serves training and evaluation, experts with or without adapters,
-    FineTuner and any other LightningModule. All changes are undone when the run ends, also after an exception. A dense
-    model is not changed, and the table says so.
+    parameters and state-dict keys do not change. The callback supports training and evaluation, experts with or without
+    adapters, FineTuner and any other LightningModule. All changes are undone when the run ends, also after an
+    exception. A dense model is not changed, and the table says so.
 
     Raises:
         UnsupportedModelError: A model has MoE layers of which none is supported, or its experts are sharded (FSDP2);

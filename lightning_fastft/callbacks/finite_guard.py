@@ -97,7 +97,7 @@ class FiniteGuard(Callback):
         self._copies = AsyncScalarReader()
         self._recent: deque[bool] = deque(maxlen=WINDOW_STEPS)
         self._trainer: pl.Trainer | None = None
-        # Of the current accumulation window, and of steps whose flags are not on their way to the host yet.
+        # Micro-batches of the current accumulation window, and steps whose flags are not yet copied to the host.
         self._micros: list[_Micro] = []
         self._losses: list[torch.Tensor] = []
         self._norms: list[torch.Tensor] = []
@@ -110,7 +110,7 @@ class FiniteGuard(Callback):
         return self._base._replace(reason=f"{self._base.reason}; {self.num_skipped} of {self.num_steps} steps skipped")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Find out how the optimizer takes the flag, and start to guard it."""
+        """Determine how the optimizer takes the flag, and start to guard it."""
         self._stop()
         patcher_of(trainer).add_undo(self._stop)
         self.num_steps = self.num_skipped = 0
@@ -171,7 +171,7 @@ class FiniteGuard(Callback):
             inner.zero_grad(set_to_none=True)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        """Every check_every_n_steps: check the flags sent before, then send the new ones."""
+        """Check earlier flags and copy the new ones to the host, every check_every_n_steps."""
         if self._trainer is not None and len(self._flags) >= self.check_every_n_steps:
             # All ranks must stop at the same step, so all must have the same flags.
             self._judge(self._copies.poll() if trainer.world_size == 1 else self._copies.wait())
@@ -201,7 +201,7 @@ class FiniteGuard(Callback):
             return Status(
                 STATUS_NAME,
                 "refused",
-                "manual optimization: steps are made by the module's own code",
+                "manual optimization: the module's own code steps the optimizer",
                 "use automatic optimization",
             )
         if trainer.scaler is not None:
@@ -215,7 +215,7 @@ class FiniteGuard(Callback):
         if _takes_flag(optimizer):
             return Status(STATUS_NAME, "active", f"flag on the device, taken by {name}")
         if self.unsupported == "wait" and trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
-            reason = f"a bad step drops the gradients of {name}, and torch cannot clip none of them by value"
+            reason = f"a bad step drops the gradients of {name}, and torch cannot clip by value without gradients"
             return Status(STATUS_NAME, "refused", reason, f"gradient_clip_algorithm='norm', or {_remedy(optimizer)}")
         if self.unsupported == "wait":
             return Status(STATUS_NAME, "active", f"flag read by the host in every step, for {name}")
@@ -223,13 +223,14 @@ class FiniteGuard(Callback):
             STATUS_NAME,
             "refused",
             f"{name} takes no found_inf flag",
-            f"FiniteGuard(unsupported='wait') costs a host wait per step, or {_remedy(optimizer)}",
+            f"FiniteGuard(unsupported='wait') costs a host sync per step, or {_remedy(optimizer)}",
         )
 
     @torch.no_grad()
     def _flag_of(self, norm: torch.Tensor) -> torch.Tensor:
-        """Return found_inf of the step, the same on every rank, and keep the flags of all ranks; shape (), fp32,
-        on the device of the norm.
+        """Return found_inf of the step, the same on every rank, and keep the flags of all ranks.
+
+        It has shape () and dtype fp32, on the device of the norm.
         """
         trainer = self._trainer
         assert trainer is not None
@@ -277,7 +278,7 @@ class FiniteGuard(Callback):
             torch.distributed.all_gather_object(described, _describe(window, trainer))
         packs = "; ".join(f"rank {rank}: {described[rank]}" for rank in bad_ranks)
         message = (
-            f"Optimizer step {window.step} was skipped: {_FLAGS[kind]} not finite (NaN or infinity). Made of {packs}."
+            f"Optimizer step {window.step} was skipped: {_FLAGS[kind]} not finite (NaN or infinity). Its data: {packs}."
         )
         num_recent = sum(self._recent)
         if num_recent < self.max_skips:
@@ -285,9 +286,8 @@ class FiniteGuard(Callback):
             return
         raise NotTrainingError(
             f"{num_recent} of the last {len(self._recent)} optimizer steps were skipped (max_skips={self.max_skips}). "
-            f"{message} Weights and "
-            "optimizer are as before the first of them. Look at these examples, at the learning rate, and at gradient "
-            "clipping."
+            f"{message} Weights and optimizer are as before the first of them. Check these examples, the learning "
+            "rate and gradient clipping."
         )
 
     def _stop(self) -> None:
@@ -304,14 +304,14 @@ class FiniteGuard(Callback):
 
 
 def _takes_flag(optimizer: Any) -> bool:
-    """Whether a step with found_inf changes nothing: ours, and those that torch made for its loss scaler."""
+    """Return whether a step with found_inf changes nothing, as with our optimizers and torch's fused ones."""
     if isinstance(optimizer, FusedAdamW):
         return True
     groups = getattr(optimizer, "param_groups", ())
     has_protocol = getattr(optimizer, "_step_supports_amp_scaling", False) and all(
         group.get("fused") for group in groups
     )
-    # torch's fused SGD makes its first momentum without filling it, and a skipped step leaves it so (2.13).
+    # torch's fused SGD allocates its first momentum without filling it, and a skipped step leaves it unfilled (2.13).
     return has_protocol and not any(group.get("momentum") for group in groups)
 
 
@@ -322,20 +322,18 @@ def _remedy(optimizer: Any) -> str:
 
 
 def _norm_of(grads: Sequence[torch.Tensor], *, device: torch.device) -> torch.Tensor:
-    """Return the L2 norm of what this rank holds of all gradients; shape (), fp32; reads each once, with no host
-    wait.
-    """
+    """Return the L2 norm of this rank's part of all gradients, shape (), fp32, without a host sync."""
     held = _held_values(grads)
     if not held:
         return torch.zeros((), device=device)
-    # Squares of a narrow dtype overflow before the gradients do.
+    # In a low-precision dtype the squares overflow before the gradients do.
     dtype = torch.float64 if any(grad.dtype is torch.float64 for grad in held) else torch.float32
     norms = torch._foreach_norm(held, 2, dtype=dtype)
     return torch.linalg.vector_norm(torch.stack([norm.to(device, non_blocking=True) for norm in norms])).float()
 
 
 def _squares_in_fp16(grads: Sequence[torch.Tensor], *, device: torch.device) -> list[torch.Tensor]:
-    """Return the square of the largest fp16 gradient, infinite where fp16 cannot hold it; nothing without one.
+    """Return the square of the largest fp16 gradient, infinite if fp16 overflows; an empty list without fp16 gradients.
 
     torch's Adam keeps the moments of fp16 weights in fp16. Shape (), fp32.
     """
@@ -347,14 +345,14 @@ def _squares_in_fp16(grads: Sequence[torch.Tensor], *, device: torch.device) -> 
 
 
 def _held_values(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the numbers that this rank holds of gradients: shards and sparse ones as plain tensors, none empty."""
+    """Return this rank's gradient values as plain, non-empty tensors: local shards, and values of sparse gradients."""
     held = [getattr(grad, "to_local", lambda grad=grad: grad)() for grad in grads]
     held = [grad._values() if grad.is_sparse else grad for grad in held]
     return [grad for grad in held if grad.numel()]
 
 
 def _describe(window: _Window, trainer: pl.Trainer) -> str:
-    """Name the packs of one step on this rank, with their examples where a PackedDataModule planned them."""
+    """Name the packs of one step on this rank, with their examples if a PackedDataModule planned them."""
     return ", ".join(_describe_micro(micro, trainer) for micro in window.micros) or "no batch"
 
 

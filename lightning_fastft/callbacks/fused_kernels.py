@@ -26,12 +26,12 @@ BASE_COMPUTES = ("model_dtype", "fp8", "fp8_reference")
 class FusedKernels(ModelSwaps):
     """Run the decoder layers of every transformers model in the LightningModule as fused autograd Functions.
 
-    One Function each serves the norm with its residual, the q, k and v projections with their LoRA, the norm and
-    rotation of heads, the output projection with its residual, and the dense feed-forward block. Elementwise results
-    are recomputed in the backward instead of saved. Parameters, state-dict keys and adapter files do not change. A call
-    that the Functions cannot serve exactly (a cache, autocast, adapters other than plain LoRA) runs the layer's own
-    forward. Unsupported families keep their layers, and the status table says so. All changes are undone when the run
-    ends, also after an exception.
+    Each of these parts runs as one Function: the norm with its residual and the q, k and v projections with their LoRA,
+    the norm and rotation of heads, the output projection with its residual, and the dense feed-forward block.
+    Elementwise results are recomputed in the backward instead of saved. Parameters, state-dict keys and adapter files
+    do not change. A call that the Functions cannot compute exactly (a cache, autocast, adapters other than plain LoRA)
+    runs the layer's own forward. Unsupported families keep their layers, and the status table says so. All changes are
+    undone when the run ends, also after an exception.
 
     On a GPU, frozen weights that are neither quantised nor sharded share a padded buffer with their adapters from
     ``on_fit_start`` to ``on_train_end``, so that one GEMM reads both. Parameters and values stay the same, but the rows
@@ -112,7 +112,7 @@ class FusedKernels(ModelSwaps):
         return statuses
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Install, and move frozen weights into buffers with their adapters, now that the model is on its device."""
+        """Install, and move frozen weights into buffers with their adapters; the model is on its device now."""
         from lightning_fastft.fused.decoder import fuse_weight_buffers
 
         super().on_fit_start(trainer, pl_module)

@@ -34,8 +34,8 @@ class GradientHealth(Callback):
     by the gradient scaler). A non-finite gradient in such a step stops the run at once, as does a gradient whose square
     overflows the optimizer moments. Gradients are read right after the optimizer step, so they are clipped unless the
     optimizer itself clips. A run whose learning rate stays 0 or that never meets a labelled token gets a warning after
-    num_steps optimizer steps and fails at its end. Later steps cost nothing. Trained tensors of image towers are judged
-    over steps with images alone; a run with fewer than three of them gets a warning.
+    num_steps optimizer steps and fails at its end. Later steps cost nothing. Trained tensors of image towers are
+    checked only in steps with images; a run with fewer than three such steps gets a warning.
 
     Args:
         num_steps: Number of steps to check, at least 3.
@@ -76,9 +76,7 @@ class GradientHealth(Callback):
         self._stop_watching()
         patcher_of(trainer).add_undo(self._stop_watching)
         if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
-            reason = (
-                f"{type(trainer.strategy).__name__} may hold its parameters in pieces, which this check does not read"
-            )
+            reason = f"{type(trainer.strategy).__name__} may shard its parameters, and this check does not read shards"
             self._status = Status("gradient health", "refused", reason, "use one device or DDP")
             return
         named = [
@@ -106,7 +104,7 @@ class GradientHealth(Callback):
         self._status = Status(
             "gradient health",
             "active",
-            f"{len(named)} tensors, judged over the first {self.num_steps} steps that can train",
+            f"{len(named)} tensors, checked in the first {self.num_steps} steps that can train",
         )
 
     def on_train_batch_start(
@@ -170,8 +168,7 @@ class GradientHealth(Callback):
         if not named:
             raise NotTrainingError(
                 f"{type(module).__name__} has no trainable tensor: every parameter has requires_grad=False. Check that "
-                "adapters were added after the "
-                "base model was frozen, and that no precision plugin froze them."
+                "adapters were added after the base model was frozen, and that no precision plugin froze them."
             )
         owned = {
             id(parameter)
@@ -211,7 +208,7 @@ def _has_labels(batch: PackedBatch) -> bool:
 
 
 def _find_tower(module: nn.Module) -> set[int]:
-    """Return the identities of the parameters that only images reach."""
+    """Return the identities of the parameters that get a gradient only from images."""
     if "transformers" not in sys.modules:
         return set()
     from lightning_fastft.hf.families import tower_parameters

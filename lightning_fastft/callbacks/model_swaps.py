@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def check_given_once(callback: Callback, trainer: pl.Trainer) -> None:
-    """Refuse a second callback of a class that swaps modules, because it would find nothing left to swap.
+    """Refuse a second callback of a class that swaps modules, because the first one has already swapped them.
 
     Raises:
         OptionError: The Trainer has another callback of this class.
@@ -28,12 +28,10 @@ def check_given_once(callback: Callback, trainer: pl.Trainer) -> None:
     num_given = sum(isinstance(other, kind) for other in getattr(trainer, "callbacks", ()))
     if num_given > 1:
         raise OptionError(
-            f"{kind.__name__} is given {num_given} times, and only one of them can swap the modules: what "
-            "--trainer.callbacks+= gives on the command "
-            "line comes on top of the callbacks of the config and changes none of them. Give it once; to change an "
-            "option of the one in the config, "
-            "set it under its init_args in the YAML of a config of your own (a copy: fastft fit --config NAME "
-            "--print_config > mine.yaml)."
+            f"{kind.__name__} is given {num_given} times, and only one of them can swap the modules. "
+            "--trainer.callbacks+= on the command line adds to the callbacks of the config and changes none of them. "
+            "Give it once; to change an option of the one in the config, set it under its init_args in the YAML of "
+            "your own config (a copy: fastft fit --config NAME --print_config > mine.yaml)."
         )
 
 
@@ -105,7 +103,7 @@ class ModelSwaps(Callback):
         self._patcher = None
 
     def _transform(self, model: nn.Module) -> None:
-        # A FineTuner may keep the transform of a run that ended before the model was built.
+        # A FineTuner may still have the transform of a run that ended before the model was built.
         if self._patcher is not None:
             self._install(model)
 

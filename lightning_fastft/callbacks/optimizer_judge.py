@@ -1,6 +1,4 @@
-"""OptimizerJudge: what the first steps of one optimizer did to its tensors, gathered on the device and judged on
-the host.
-"""
+"""OptimizerJudge: collect the effect of the first optimizer steps on the device, and check it on the host."""
 
 from __future__ import annotations
 
@@ -15,27 +13,27 @@ from lightning_fastft.core.async_reader import AsyncScalarReader
 from lightning_fastft.core.errors import NotTrainingError
 from lightning_fastft.training.optimizer import FusedAdamW
 
-# A run that ends early is judged from here on: LoRA's A gets its first gradient in the second step, because B starts at
-# zero.
+# A run that ends early is checked if it has at least this many steps: LoRA's A gets its first gradient in the second
+# step, because B starts at zero.
 FEWEST_STEPS_TO_JUDGE = 3
 NUM_NAMES_SHOWN = 5
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class OptimizerJudge:
-    """Look at the tensors of one optimizer right after each of its first steps.
+    """Check the tensors of one optimizer right after each of its first steps.
 
     Args:
         optimizer: The optimizer to watch.
-        named: The trainable tensors of the module with their names; those of other optimizers are left out.
-        num_steps: Steps to judge.
-        is_allowed: Whether a tensor of that name may stay without a gradient.
-        is_automatic: Lightning runs the backward, so a step without one was skipped.
-        is_tower: The tensors are those of image towers: the owner sets ``has_labels`` for windows with images alone,
-            and a run without images is no error.
+        named: The trainable tensors of the module with their names; tensors of other optimizers are ignored.
+        num_steps: Number of steps to check.
+        is_allowed: Whether a tensor of that name may have no gradient.
+        is_automatic: Whether Lightning runs the backward, so that a step without one was skipped.
+        is_tower: Whether the tensors belong to image towers. The owner then sets ``has_labels`` only for windows with
+            images, and a run without images is no error.
 
     Cost:
-        In judged steps two reads of the tensors and one of the optimizer state on the device; no host sync.
+        In checked steps two reads of the tensors and one of the optimizer state on the device; no host sync.
     """
 
     def __init__(
@@ -64,8 +62,8 @@ class OptimizerJudge:
         self._is_allowed = is_allowed
         self._is_automatic = is_automatic
         self.is_tower = is_tower
-        # Of the accumulation window so far. With manual optimization Lightning sees no backward that is called on the
-        # loss itself.
+        # State of the accumulation window so far. With manual optimization Lightning does not see a backward that is
+        # called on the loss itself.
         self.has_labels = self.has_backward = False
         self.is_done = not watched
         self._has_gradient = [False] * len(watched)
@@ -81,24 +79,24 @@ class OptimizerJudge:
         self._handle = optimizer.register_step_post_hook(self._after_step)
 
     def close(self) -> None:
-        """Stop watching the optimizer and drop what is on the device."""
+        """Stop watching the optimizer and free the tensors on the device."""
         self._handle.remove()
         self._copies.clear()
 
     def judge(self) -> None:
-        """Judge what has arrived on the host from earlier steps.
+        """Check the results of earlier steps that have arrived on the host.
 
         Raises:
-            NotTrainingError: A gradient was not finite, or the last step to judge leaves a tensor without a gradient or
-                where it was.
+            NotTrainingError: A gradient was not finite, or a tensor has no gradient or did not move by the last checked
+                step.
         """
         self._read(self._copies.poll())
 
     def finish(self) -> None:
-        """Judge a run that ended before the steps were over, if it had enough of them; waits for the device.
+        """Check a run that ended before num_steps, if it had enough steps; one host sync.
 
         Raises:
-            NotTrainingError: A tensor was left without a gradient or where it was, or no step could train at all.
+            NotTrainingError: A tensor had no gradient or did not move, or no step could train at all.
         """
         self._read(self._copies.wait())
         if self.is_done:
@@ -107,7 +105,7 @@ class OptimizerJudge:
             self._raise_if_still(self._num_judged)
         elif self.is_tower:
             rank_zero_warn(
-                f"GradientHealth: {len(self.names)} tensors of image towers were not judged: {self._num_judged} steps "
+                f"GradientHealth: {len(self.names)} tensors of image towers were not checked: {self._num_judged} steps "
                 f"had images, {FEWEST_STEPS_TO_JUDGE} are needed ({list_names(self.names)})."
             )
         elif self._num_judged == 0 and self._num_steps >= FEWEST_STEPS_TO_JUDGE:
@@ -116,12 +114,12 @@ class OptimizerJudge:
             )
         else:
             rank_zero_warn(
-                f"GradientHealth judged nothing: the run had {self._num_judged} steps that could train, "
+                f"GradientHealth checked nothing: the run had {self._num_judged} steps that could train, "
                 f"{FEWEST_STEPS_TO_JUDGE} are needed."
             )
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Take in one step that the optimizer really made; host work and launches only."""
+        """Record one step that the optimizer made; host work and launches only."""
         has_labels, has_backward = self.has_labels, self.has_backward or not self._is_automatic
         self.has_labels = self.has_backward = False
         if self.is_done:
@@ -139,8 +137,9 @@ class OptimizerJudge:
             self._gather(has_rate, found_inf=getattr(optimizer, "found_inf", None))
 
     def _written(self) -> Iterator[torch.Tensor]:
-        """What steps add to: fp32 masters where the optimizer holds them, which move where their rounded values
-        stand still.
+        """Yield the tensors that steps update: fp32 masters if the optimizer has them.
+
+        Masters move even if their rounded values do not.
         """
         optimizer = self._optimizer
         return (optimizer.master_of(each) if isinstance(optimizer, FusedAdamW) else each for each in self._parameters)
@@ -151,8 +150,8 @@ class OptimizerJudge:
             self._has_gradient[index] |= gradient is not None
             self._has_rate[index] |= has_rate[self._groups[index]]
         largest_P = _largest_values(gradients, self._device)
-        # The square of a finite gradient may overflow the moments. They are read, because only the optimizer knows
-        # whether it squares, what it clips, and which dtype it keeps them in.
+        # The square of a finite gradient may overflow the moments. The moments themselves are read, because only the
+        # optimizer knows whether it squares, whether it clips, and the dtype of its moments.
         is_finite_P = torch.isfinite(largest_P) & self._find_finite_state()
         has_moved_P = _checksums(self._written(), self._device) != self._checksum_P
         seen_3P = torch.stack([is_finite_P & (largest_P > 0), ~is_finite_P, has_moved_P])
@@ -175,15 +174,14 @@ class OptimizerJudge:
     def _read(self, arrived: Sequence[tuple[Any, torch.Tensor]]) -> None:
         for (num_judged, num_steps), seen_3P in arrived:
             self._last = seen_3P
-            # A copy on the host that has arrived: reading it waits for nothing.
+            # This copy has arrived on the host, so reading it is no host sync.
             broken = [name for name, is_broken in zip(self.names, seen_3P[1].tolist()) if is_broken]
             if broken:
                 raise NotTrainingError(
-                    "Gradients, or the optimizer moments made of their squares, are not finite (NaN or infinity) in "
+                    "Gradients, or the optimizer moments of their squares, are not finite (NaN or infinity) in "
                     f"optimizer step {num_steps} of this run for {len(broken)} of {len(self.names)} tensors: "
-                    f"{list_names(broken)}. These tensors are spoilt: go back to the last checkpoint. Look at the "
-                    "learning rate, at gradient clipping, at the data of that step, and at fp16 without a gradient "
-                    "scaler."
+                    f"{list_names(broken)}. These tensors are corrupted: go back to the last checkpoint. Check the "
+                    "learning rate, gradient clipping, the data of that step, and fp16 without a gradient scaler."
                 )
             if num_judged >= self._num_steps_to_judge and not self.is_done:
                 self.is_done = True
@@ -195,7 +193,7 @@ class OptimizerJudge:
         idle = [name for name, has_rate in zip(self.names, self._has_rate) if not has_rate]
         if idle:
             rank_zero_warn(
-                f"GradientHealth: {len(idle)} tensors have a learning rate of 0 and were not judged: "
+                f"GradientHealth: {len(idle)} tensors have a learning rate of 0 and were not checked: "
                 f"{list_names(idle)}."
             )
         judged = [
@@ -206,11 +204,11 @@ class OptimizerJudge:
         still = [index for index in judged if has_value[index] and not has_moved[index]]
         causes = (
             (missing, "never had a gradient", "they are not part of the loss, or it was detached before them"),
-            (zero, "only had gradients of exactly zero", "what they feed is cut off, masked, or multiplied by zero"),
+            (zero, "only had gradients of exactly zero", "their output is detached, masked, or multiplied by zero"),
             (
                 still,
                 "had gradients and did not move",
-                "the learning rate is too small for their dtype, or they are put back",
+                "the learning rate is too small for their dtype, or other code restores their values",
             ),
         )
         parts = [
@@ -221,10 +219,9 @@ class OptimizerJudge:
         if parts:
             raise NotTrainingError(
                 f"{len(missing) + len(zero) + len(still)} of {len(self.names)} trainable tensors did not train in "
-                f"{num_judged} steps: "
-                f"{'; '.join(parts)}. Freeze what is not meant to train (requires_grad=False); tensors that may stay "
-                "untouched for that long, such "
-                'as experts that got no token, are named in GradientHealth(allow_zero=["*.experts.*"]).'
+                f"{num_judged} steps: {'; '.join(parts)}. Freeze tensors that should not train (requires_grad=False). "
+                "List tensors that may have no gradient, such as experts that got no token, in "
+                'GradientHealth(allow_zero=["*.experts.*"]).'
             )
 
     def _warn_if_nothing_counts(self) -> None:
@@ -246,7 +243,7 @@ class OptimizerJudge:
 
 
 def list_names(names: Sequence[str]) -> str:
-    """Return the first names and how many more there are.
+    """Return the first names and the number of further ones.
 
     Example:
         >>> list_names(["a", "b"])
@@ -257,16 +254,18 @@ def list_names(names: Sequence[str]) -> str:
 
 
 def _checksums(parameters: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return one integer per tensor that changes when its bits change; a change that cancels out once does not do
-    so again and again.
+    """Return one integer per tensor that changes when its bits change.
+
+    A change can cancel out in one step, but not in every step.
     """
     sums = [_bits(parameter.detach()).to(device, non_blocking=True) for parameter in parameters]
     return torch.stack(sums)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor's bits read as integers, modulo their range; summed in the type they are read in, which
-    needs no copy of the tensor.
+    """Return the sum of a tensor's bits read as integers, modulo their range.
+
+    The sum has the type of the integers, so it needs no copy of the tensor.
     """
     is_whole = (
         tensor.is_contiguous()
@@ -279,9 +278,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _largest_values(gradients: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
-    """Return the largest absolute value per gradient, 0 where there is none; not squared, so that nothing tiny
-    becomes 0.
-    """
+    """Return the largest absolute value per gradient, 0 without a gradient; squares would round tiny values to 0."""
     present = [_values(gradient) for gradient in gradients if gradient is not None]
     is_double = any(gradient.dtype is torch.float64 for gradient in present)
     dtype = torch.float64 if is_double else torch.float32
@@ -296,19 +293,17 @@ def _largest_values(gradients: Sequence[torch.Tensor | None], device: torch.devi
 
 
 def _has_values(held: object) -> bool:
-    """Whether an entry of an optimizer's state is a tensor of floating-point numbers."""
+    """Return whether an entry of an optimizer's state is a floating-point tensor."""
     return isinstance(held, torch.Tensor) and held.is_floating_point() and held.numel() > 0
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:
-    """The stored values of a gradient, dense or sparse."""
+    """Return the stored values of a gradient, dense or sparse."""
     return gradient._values() if gradient.is_sparse else gradient
 
 
 def _is_above_zero(rate: float | torch.Tensor) -> bool:
-    """Whether a learning rate is above 0; one that lies on the device is taken as such, because reading it would
-    wait.
-    """
+    """Return whether a learning rate is above 0; a rate on the device counts as such, to avoid a host sync."""
     if isinstance(rate, torch.Tensor):
         return rate.device.type != "cpu" or float(rate) > 0
     return rate > 0

@@ -58,14 +58,13 @@ class PackedTraining(Callback):
         return self.packed_steps.statuses()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Find out whether the strategy installs packed training itself; refuse a second callback of this class."""
+        """Check whether the strategy installs packed training itself; refuse a second callback of this class."""
         check_given_once(self, trainer)
         self._is_redundant = isinstance(trainer.strategy, FastFTStrategyMixin)
         if self._is_redundant and (self.packed_steps.activations is not None or self.packed_steps.attention != "auto"):
             raise OptionError(
                 f"{type(trainer.strategy).__name__} installs packed training itself and would ignore the options of "
-                "PackedTraining: remove the "
-                "callback and give attention= and activations= to the strategy."
+                "PackedTraining: remove the callback and pass attention= and activations= to the strategy."
             )
         self._precede_searches(trainer)
 

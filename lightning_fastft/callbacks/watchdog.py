@@ -110,7 +110,7 @@ class Watchdog(Callback):
                 Status(
                     STATUS_NAME,
                     "refused",
-                    "a process of another system than POSIX cannot be watched",
+                    "processes can be watched on POSIX systems only",
                     "remove Watchdog",
                 )
             ]
@@ -172,7 +172,7 @@ class Watchdog(Callback):
             self._statuses[0] = Status(
                 STATUS_NAME,
                 "refused",
-                f"its process ended with code {self._process.returncode}; nobody watches any more",
+                f"its process ended with code {self._process.returncode}; ranks are no longer watched",
             )
             rank_zero_warn(f"Watchdog: {self._statuses[0].reason}.")
             self._stop()

@@ -1,6 +1,6 @@
 """Write, verify, sign, find and resume checkpoints.
 
-State enters and files leave: written beside, digested, synced, renamed. ``io`` is the plugin that Lightning calls,
-``files`` and ``folders`` the two forms on disk, ``resume`` the callback for bit-exact runs, ``stops`` turns signals
-into checkpoints. Read ``io``, then ``files``.
+A checkpoint is written to a temporary file, hashed, synced and renamed. ``io`` is the plugin that Lightning calls,
+``files`` and ``folders`` write the two forms on disk, ``resume`` is the callback for bit-exact runs, and ``stops``
+handles the signals that save and end a run. Read ``io``, then ``files``.
 """

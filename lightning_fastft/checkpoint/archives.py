@@ -32,7 +32,7 @@ def check_sizes(file: IO[bytes], *, name: str) -> None:
         zipfile.BadZipFile: The file is not a zip archive.
 
     Cost:
-        Reads the directory of the archive and its pickle: milliseconds, whatever the size of the tensors.
+        Reads the directory of the archive and its pickle: milliseconds, for any size of the tensors.
     """
     num_bytes = os.fstat(file.fileno()).st_size
     file.seek(0)
@@ -64,7 +64,7 @@ def check_sizes(file: IO[bytes], *, name: str) -> None:
 
 
 def _asks_for_buffer(pickled: bytes) -> bool:
-    """Return whether a pickle calls bytearray with anything but a text, which is how Python pickles one."""
+    """Return whether a pickle calls bytearray with an argument other than text; Python pickles a bytearray as text."""
     operations = _operations(pickled)
     places: set[object] = set()
     is_class = False

@@ -28,7 +28,7 @@ _HAS_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 def part_beside(path: Path, *, is_folder: bool = False) -> Iterator[Path]:
     """Yield a new temporary file or folder next to path, and remove it at the end if it still exists.
 
-    This process holds a lock on it, so that ``sweep`` in any process can tell it from the leftover of a dead process.
+    This process holds a lock on it, so that ``sweep`` in any process can distinguish it from leftovers of dead ones.
     """
     part, lock = _make_part(path, is_folder=is_folder)
     try:

@@ -109,7 +109,7 @@ class _HashingWriter:
         """Write the end of the archive with the digest as its comment.
 
         Raises:
-            OSError: A write failed, now or before.
+            OSError: This write or an earlier one failed.
         """
         # Write errors are raised here, because torch's writer keeps writing while an exception propagates.
         assert self._failure is not None or (self._end.startswith(END_SIGNATURE) and self._end.endswith(b"\0\0")), (

@@ -136,7 +136,7 @@ def commit_folder(folder: Path, digests: Mapping[str, Digest] | None = None) -> 
         present = {file.name for file in folder.iterdir() if file.name != RECORD}
         digests = {name: hash_file(folder / name) for name in present} if digests is None else digests
         if present != set(digests):
-            raise OSError(f"the ranks reported {sorted(digests)} and the folder holds {sorted(present)}")
+            raise OSError(f"the ranks reported {sorted(digests)}, but the folder holds {sorted(present)}")
         listed = {name: list(digests[name]) for name in sorted(digests)}
         with (folder / RECORD).open("w") as file:
             sha256 = hash_listing(listed)
@@ -204,7 +204,7 @@ def replace_folder(part: Path, path: Path) -> None:
     """
     old = None
     if path.is_dir() and not path.is_symlink() and not _is_checkpoint_folder(path):
-        raise OSError(f"the folder {path} is not a checkpoint and is not replaced; give another name")
+        raise OSError(f"the folder {path} is not a checkpoint and is not replaced; use another name")
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.is_dir():
@@ -315,8 +315,8 @@ def _read_record(folder: Path) -> dict[str, Digest]:
         digests = {name: Digest(str(sha256), int(num_bytes)) for name, (sha256, num_bytes) in listed.items()}
     except FileNotFoundError:
         raise _DamageError(
-            f"it has no {RECORD}, which is written last: its save did not finish, or another program wrote it (then "
-            "lightning_fastft.checkpoint.files.commit_folder accepts its files)"
+            f"it has no {RECORD}, which is written last: its save did not finish, or another program wrote it (in that "
+            "case lightning_fastft.checkpoint.files.commit_folder accepts its files)"
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _DamageError(f"its {RECORD} cannot be read ({error})") from error

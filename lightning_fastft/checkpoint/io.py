@@ -24,7 +24,7 @@ _FORCED_OPEN = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 class VerifiedCheckpointIO(CheckpointIO):
     """Write checkpoints atomically with a SHA-256, and verify it before a checkpoint is unpickled.
 
-    Only tensors and plain types are unpickled, whatever options the caller and the environment set.
+    Only tensors and plain types are unpickled, regardless of the options of the caller and of the environment.
 
     The strategies of this package install it unless another CheckpointIO is given. Its files are ``torch.save`` files.
     A path may be a URL of any fsspec file system (``s3://``, ``gs://``, ``hf://``). The file is then staged in a
@@ -113,7 +113,7 @@ class VerifiedCheckpointIO(CheckpointIO):
         warn_of_options(weights_only)
         if place.is_dir():
             raise OptionError(
-                f"{place} is a folder with the pieces of several ranks. Resume it with strategy='fastft_fsdp'."
+                f"{place} is a folder with the shards of several ranks. Resume it with strategy='fastft_fsdp'."
             )
         if not place.is_file():
             raise FileNotFoundError(f"Checkpoint file not found: {place}.")
@@ -192,8 +192,8 @@ def warn_of_options(weights_only: bool | None) -> None:
         )
     if os.environ.get(_FORCED_OPEN, "0").lower() in ("1", "y", "yes", "true"):
         rank_zero_warn(
-            f"{_FORCED_OPEN} is set. It is ignored here, but other calls of torch.load can run code of a file. Unset "
-            "it."
+            f"{_FORCED_OPEN} is set. It is ignored here, but other calls of torch.load can then run code of a file. "
+            "Unset it."
         )
 
 
@@ -202,7 +202,7 @@ def warn_without_digest(place: Path, *, name: str = "") -> None:
     with place.open("rb") as file:
         if read_comment(file) is None:
             rank_zero_warn(
-                f"{name or place} carries no digest (it was not written by this package), so damage cannot be detected."
+                f"{name or place} has no digest (it was not written by this package), so damage cannot be detected."
             )
 
 

@@ -1,4 +1,4 @@
-"""All reads and writes of Lightning's internals: no public way to these facts exists in Lightning 2.6.6."""
+"""All reads and writes of Lightning's internals. Lightning 2.6.6 has no public API for them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def batch_progress(trainer: pl.Trainer) -> Any:
 
 
 def take_back_batches(trainer: pl.Trainer, num_batches: int) -> None:
-    """Make Lightning count the last micro-batches as not begun: they are trained again."""
+    """Make Lightning count the last micro-batches as not started, so that they are trained again."""
     progress = batch_progress(trainer)
     for tracker in (progress.total, progress.current):
         for name in ("ready", "started", "processed", "completed"):
@@ -41,7 +41,7 @@ def set_batches_of_epoch(trainer: pl.Trainer, num_batches: int) -> None:
 
 
 def is_in_window(trainer: pl.Trainer) -> bool:
-    """Return whether gradients of a window are summed in part, or a micro-batch is running."""
+    """Return whether gradients of a window are partly accumulated, or a micro-batch is running."""
     progress = batch_progress(trainer).current
     return progress.processed < progress.ready or bool(trainer.fit_loop._should_accumulate())
 
@@ -52,7 +52,7 @@ def cluster_environment(trainer: pl.Trainer) -> Any:
 
 
 def signal_connector(trainer: pl.Trainer) -> Any:
-    """Return what installs Lightning's own signal handlers."""
+    """Return the object that installs Lightning's own signal handlers."""
     return trainer._signal_connector
 
 
@@ -63,9 +63,9 @@ def sigterm_broadcast(trainer: pl.Trainer) -> tuple[Any, str]:
 
 
 def logged_step_values(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
-    """Return the values that ``self.log`` got for steps in this training epoch, the latest of each, on their device.
+    """Return the latest step value of each name that ``self.log`` received in this training epoch, on its device.
 
-    ``trainer.callback_metrics`` would read those logged with prog_bar=True, with a host sync.
+    ``trainer.callback_metrics`` would read values logged with prog_bar=True, with a host sync.
     """
     results = trainer._results
     found = () if results is None else (item for _, item in results.valid_items() if item.meta.on_step)
@@ -74,9 +74,9 @@ def logged_step_values(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
 
 
 def checks_at_epoch_end(callback: Any) -> bool:
-    """Return whether an EarlyStopping looks at its metric when a training epoch ends."""
+    """Return whether an EarlyStopping reads its metric at the end of a training epoch."""
     return bool(callback._check_on_train_epoch_end)
 
 
 def do_nothing(*_: object) -> None:
-    """Replace Lightning's broadcast: ranks agree on the host."""
+    """Do nothing, in place of Lightning's broadcast, because the ranks agree on the host."""

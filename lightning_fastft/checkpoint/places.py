@@ -63,12 +63,12 @@ def check_writable(folder: Path) -> None:
         place = place.parent
     if not place.is_dir():
         raise CheckpointNotSavedError(
-            f"Checkpoints cannot be saved to {folder}: {place} is a file. Give ModelCheckpoint(dirpath=...) another "
+            f"Checkpoints cannot be saved to {folder}: {place} is a file. Set ModelCheckpoint(dirpath=...) to another "
             "folder."
         )
     if not os.access(place, os.W_OK | os.X_OK):
         raise CheckpointNotSavedError(
-            f"Checkpoints cannot be saved to {folder}: {place} is not writable. Give ModelCheckpoint(dirpath=...) "
+            f"Checkpoints cannot be saved to {folder}: {place} is not writable. Set ModelCheckpoint(dirpath=...) to "
             "another folder."
         )
 

@@ -92,13 +92,13 @@ class RankVote:
         return answer
 
     def everywhere(self, is_so: bool) -> bool:
-        """Return whether a condition holds on every rank. All ranks must call this; they wait on the host."""
+        """Return whether a condition holds on every rank. All ranks must call this; the host waits for all of them."""
         if self._group is None:
             return is_so
         return bool(self.fewest(int(is_so)))
 
     def fewest(self, number: int) -> int:
-        """Return the minimum over all ranks. All ranks must call this; they wait on the host."""
+        """Return the minimum over all ranks. All ranks must call this; the host waits for all of them."""
         if self._group is None:
             return number
         vote = torch.tensor([number], dtype=torch.int64)

@@ -74,8 +74,8 @@ def uploading(url: str) -> Iterator[Path]:
 def downloaded(url: str) -> Iterator[Path]:
     """Download a checkpoint to a private temporary folder, check it against its record, and yield its local file.
 
-    An object at the URL itself was written by another program or copied there. It has no record and is yielded as it
-    is: ``load_file`` checks it as a local file.
+    An object at the URL itself was written by another program or copied there. It has no record and is yielded
+    unchecked; ``load_file`` checks it as a local file.
 
     Raises:
         FileNotFoundError: There is nothing at the URL.
@@ -101,10 +101,10 @@ def downloaded(url: str) -> Iterator[Path]:
 
 
 def find_damage(url: str) -> str | None:
-    """Return what is wrong with a checkpoint; None if it is intact.
+    """Return a description of the damage of a checkpoint; None if it is intact.
 
     Cost:
-        As ``downloaded``.
+        That of ``downloaded``.
     """
     try:
         with downloaded(url):
@@ -143,7 +143,7 @@ def is_own(url: str) -> bool:
 def remove(url: str) -> None:
     """Remove a checkpoint, records first. The caller has checked ``is_own``.
 
-    A failure is a warning: it must not end the run.
+    A failure is only a warning, because it must not end the run.
     """
     with _Attempt() as attempt:
         fs, place = _open(url)
@@ -183,7 +183,7 @@ def _upload(folder: Path, url: str) -> None:
         fs, place = _open(url)
         before = _list_saves(fs, place)
         if _PLAIN in before:
-            raise FileExistsError("another program wrote an object there, which is not replaced; give another name")
+            raise FileExistsError("another program wrote an object there, which is not replaced; use another name")
         target = f"{place}/{_new_name(before)}"
         fs.makedirs(target, exist_ok=True)
         for file in (folder / DATA, folder / RECORD):
@@ -212,7 +212,7 @@ def _put(fs: AbstractFileSystem, file: Path, target: str) -> None:
     if found not in (None, expected):
         raise OSError(f"{target} has {found} bytes after an upload of {expected}")
     if file.name == RECORD and fs.cat_file(target) != file.read_bytes():
-        raise OSError(f"{target} differs from what was uploaded")
+        raise OSError(f"{target} differs from the uploaded file")
 
 
 def _fetch(fs: AbstractFileSystem, place: str, saves: Mapping[str, set[str]], *, folder: Path, url: str) -> bool:
@@ -231,7 +231,7 @@ def _fetch(fs: AbstractFileSystem, place: str, saves: Mapping[str, set[str]], *,
 
 def _fetch_record(fs: AbstractFileSystem, place: str, saves: Mapping[str, set[str]], *, folder: Path, url: str) -> str:
     """Download the newest valid record to a folder and return the name of its save."""
-    reason = f"it has no {RECORD}, which is uploaded last: its save did not end"
+    reason = f"it has no {RECORD}, which is uploaded last: its save did not finish"
     for name in _committed(saves):
         fs.get_file(f"{place}/{name}/{RECORD}", str(folder / RECORD))
         try:

@@ -52,7 +52,7 @@ class StopSignals:
     def __init__(self) -> None:
         self.received = 0
         self._others: dict[int, list[Callable[..., Any]]] = {}
-        # What handled each signal before.
+        # The previous handler of each signal.
         self._before: dict[int, Any] = {}
         # Time of the first Ctrl-C, on the monotonic clock.
         self._interrupted_s: float | None = None
@@ -77,7 +77,7 @@ class StopSignals:
             present = signal.getsignal(number)
             if present == self._note:
                 continue
-            # Lightning composes handlers, and its own one would act in the middle of a step.
+            # Lightning composes handlers, and its own handler would act in the middle of a step.
             handlers = getattr(present, "signal_handlers", [present])
             self._others[number] = [handler for handler in handlers if callable(handler) and not is_ignored(handler)]
             self._before[number] = present

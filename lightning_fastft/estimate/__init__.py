@@ -1,5 +1,5 @@
-"""Estimate steps of GPUs that are not here; only ``fastft plan`` needs it.
+"""Estimate steps on GPUs of other machines; only ``fastft plan`` uses it.
 
-A configuration and the name of a GPU enter; a ``StepCost`` for the planner leaves. ``machines`` lists published rates,
-``metering`` counts the work of a model on the meta device. Read ``costs`` first.
+``model_costs`` takes a configuration and a GPU and returns a ``StepCost`` for the planner. ``machines`` lists published
+rates, ``metering`` counts the work of a model on the meta device. Read ``costs`` first.
 """

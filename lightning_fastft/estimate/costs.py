@@ -53,17 +53,17 @@ def model_costs(
 ) -> StepCost:
     """Return the estimated cost of a step over one pack, layer by layer.
 
-    One decoder layer of each kind runs forward and backward on the meta device. The time of its operators follows from
-    the published rates of the GPU, times the shares of them that were measured on an H200. All tokens count as
+    One decoder layer of each kind runs forward and backward on the meta device. The times of its operators follow from
+    the published rates of the GPU, times the shares of these rates that were measured on an H200. All tokens count as
     labelled.
 
     Args:
         model: A configuration, or a transformers model on the meta device, to which adapters are added.
         num_tokens: Tokens of a pack.
-        mean_document_tokens: Length of a token's document, averaged over tokens.
+        mean_document_tokens: Length of the document of a token, averaged over tokens.
         machine: The GPU.
-        quantization: "nf4" holds the weights of all linear layers except the head in NF4.
-        lora_rank: Rank of adapters, whose base is frozen; None trains every weight.
+        quantization: "nf4" stores the weights of all linear layers except the head in NF4.
+        lora_rank: Rank of the adapters of a frozen base; None trains every weight.
         lora_targets: PEFT's ``target_modules``.
         dtype: Dtype of weights and arithmetic.
 
@@ -71,7 +71,7 @@ def model_costs(
         UnsupportedModelError: A layer does not run on the meta device.
 
     Cost:
-        Some seconds on the host; no weights, no device.
+        Some seconds on the host; no weights and no device are needed.
 
     Source:
         own; shares in estimate/metering.py.
@@ -122,7 +122,7 @@ def _add_adapters(model: PreTrainedModel, *, rank: int, targets: str | Sequence[
     from peft import LoraConfig, inject_adapter_in_model
 
     if targets == ALL_LINEAR:
-        # By name: PEFT's own list holds stacks of experts too, whose adapters do not run on the meta device.
+        # By name, because PEFT's list includes stacks of experts, whose adapters do not run on the meta device.
         targets = find_default_targets(model).names
     targets = targets if isinstance(targets, str) else list(targets)
     with torch.device("meta"):
@@ -136,7 +136,7 @@ def _add_adapters(model: PreTrainedModel, *, rank: int, targets: str | Sequence[
 
 
 def _quantised_weights(model: nn.Module, *, skipped: nn.Module | None) -> list[torch.Tensor]:
-    """Return the weights that quantization="nf4" holds in 4 bits: linear layers except the head, and expert stacks."""
+    """Return the weights that quantization="nf4" stores in 4 bits: linear layers except the head, and expert stacks."""
     linear = [module.weight for module in model.modules() if isinstance(module, nn.Linear) and module is not skipped]
     return [*linear, *(module.get_parameter(name) for module, name in check_experts(model))]
 
@@ -145,7 +145,7 @@ class _ByteCounter:
     """Count the device memory of parameters: weights, and for trained ones gradients and optimizer state.
 
     Args:
-        quantized: Weights held in NF4.
+        quantized: Weights stored in NF4.
         has_adapters: Whether trained parameters have an fp32 master; otherwise gradients and moments have the dtype of
             the weights.
     """
@@ -192,9 +192,8 @@ def _record_calls(model: PreTrainedModel, layers: Sequence[nn.Module], *, num_to
     except (NotImplementedError, RuntimeError) as error:
         raise UnsupportedModelError(
             f"{type(model).__name__} does not run on the meta device, so its costs are not known without a GPU: "
-            f"{error}. Adapters on experts are one "
-            "cause: name the attention's projections as target_modules, or plan on the GPU, where the first steps are "
-            "measured."
+            f"{error}. Adapters on experts are one cause: set target_modules to the projections of attention, or plan "
+            "on the GPU, where the first steps are measured."
         ) from error
     finally:
         for hook in hooks:
@@ -263,7 +262,7 @@ def _measure_layer(layer: nn.Module, call: _Call, meter: Meter, bytes_of: _ByteC
 
 
 class _LayerRecord:
-    """Record meter readings of the linear layers and the attention of a running layer, and of its last saved tensor."""
+    """Record meter readings at the linear layers, the attention and the last saved tensor of a running layer."""
 
     def __init__(self, layer: nn.Module, meter: Meter) -> None:
         self.last_pack = meter.read()
@@ -300,7 +299,7 @@ class _LayerRecord:
         return tensor
 
     def values(self, forward: Reading) -> tuple[tuple[ValueCost, ...], Reading]:
-        """Return the values that can be held, in order, and the time of a last product that no backward reads."""
+        """Return the values that can be held, in order, and the time of a last product that no backward needs."""
         done, unneeded = self._done, Reading(0.0, 0)
         if done and self._num_packs == self._packs_at_last_end:
             # Nothing was saved after the last linear layer, so a recompute skips it.

@@ -1,4 +1,4 @@
-"""Published rates of GPUs by name, for plans for other machines."""
+"""Published rates of GPUs by name, to plan for other machines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Gpu(NamedTuple):
     """Data sheet of a GPU.
 
     Args:
-        name: Name of the driver, shortened.
+        name: Name that the driver reports, shortened.
         memory_bytes_per_s: Published bandwidth of device memory.
         memory_bytes: Size of device memory.
         link_bytes_per_s: Published bandwidth to the host, each way.
@@ -107,13 +107,13 @@ _NOISE = (
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return the GPU with a name, in any case and with or without maker, series and punctuation.
+    """Return the GPU with a name; case, maker, series and punctuation do not matter.
 
     Args:
         name: "4090", "rtx-4090" or "NVIDIA GeForce RTX 4090".
 
     Raises:
-        OptionError: The name fits no GPU or several; the message lists all names.
+        OptionError: The name matches no GPU or several; the message lists all names.
 
     Example:
         >>> find_gpu("nvidia h200").name
@@ -126,7 +126,7 @@ def find_gpu(name: str) -> Gpu:
     if len(found) == 1:
         return found[0]
     known = ", ".join(gpu.name for gpu in found or GPUS)
-    reason = f"means {len(found)} GPUs" if found else "is no GPU whose rates are known"
+    reason = f"matches {len(found)} GPUs" if found else "is not a GPU with known rates"
     raise OptionError(f"{name!r} {reason}; name one of: {known}.")
 
 

@@ -60,15 +60,15 @@ class Reading(NamedTuple):
 class Meter(TorchDispatchMode):
     """Sum the estimated GPU time and memory of operators on the meta device.
 
-    A product takes its FLOPs at the sustained rate or its bytes at the memory rate, whichever is longer. Other
-    operators take their bytes at the memory rate; views and allocations take no time. NF4 weights are dequantised
-    before each product, into memory that is freed after it.
+    The time of a product is its FLOPs at the sustained rate or its bytes at the memory rate, whichever is longer. The
+    time of another operator is its bytes at the memory rate; views and allocations take no time. NF4 weights are
+    dequantised before each product, into memory that is freed after it.
 
     Args:
         gpu: Rates.
         document_tokens: Document length, for the cost of attention.
-        resident: Tensors that exist all the time; not counted as live memory.
-        quantized: Weights held in NF4.
+        resident: Tensors that always exist; not counted as live memory.
+        quantized: Weights stored in NF4.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ def _attend(
     attention_mask: object = None,
     **options: object,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention with the signature of transformers; on the meta device only shapes matter."""
+    """Compute attention, with the signature of transformers; on the meta device only shapes matter."""
     vars(module)[WINDOW_ATTRIBUTE] = options.get("sliding_window")
     value_width = value.shape[-1]
     if value_width < query.shape[-1]:

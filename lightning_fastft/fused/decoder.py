@@ -59,22 +59,23 @@ STATUS_NAME = "fused layers"
 WEIGHT_BUFFERS_NAME = "weights next to adapters"
 # An instance attribute, so no state_dict has it.
 _FUSION_ATTRIBUTE = "fastft_fusion"
-# Also an instance attribute: the recordings of the layer, set by the room graphs.
+# Also an instance attribute: the recordings of the layer, set by lightning_fastft.graphs.
 GRAPH_ATTRIBUTE = "fastft_layer_graph"
 _RECORDING = "transformers.utils.output_capturing"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class _Fusion(NamedTuple):
-    """What a fused layer knows in addition to its modules."""
+    """State of a fused layer in addition to its modules."""
 
     form: LayerForm
     dense: DenseWeights
 
 
 class _Parts(NamedTuple):
-    """The products of a layer at present; attention without qkv and out, and a feed-forward block without gate_up and
-    down, run as modules.
+    """Products of a layer at present.
+
+    Attention without qkv and out, and a feed-forward block without gate_up and down, run as modules.
     """
 
     qkv: FusedLinear | None
@@ -84,10 +85,10 @@ class _Parts(NamedTuple):
 
 
 class _FusedLayer:
-    """The forward of a decoder layer as a few Functions; the layer's own class serves all other calls."""
+    """The forward of a decoder layer as a few Functions; all other calls run the forward of the layer's own class."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer, or its graph; here, because transformers begins checkpointing in ``__call__``."""
+        """Run the layer, or its graph; overridden because transformers begins checkpointing in ``__call__``."""
         graph = vars(self).get(GRAPH_ATTRIBUTE)
         run = super().__call__  # type: ignore[misc]
         return run(*args, **kwargs) if graph is None else graph.call(run, *args, **kwargs)
@@ -167,7 +168,7 @@ class _FusedLayer:
         return _add_layer_inputs(x_BSD, layer, form, per_layer_input) if form.has_layer_inputs else x_BSD
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copied or pickled layer creates its class again, because pickle cannot find classes made at run time."""
+        """Create the class again in a copied or pickled layer, because pickle cannot find classes made at run time."""
         return _new_instance, (_fused_class, type(self).__mro__[2]), vars(self)
 
 
@@ -186,16 +187,17 @@ class _FusedNorm:
         return norm_rows(x_TD, _norm(norm, vars(norm)[_FUSION_ATTRIBUTE].form))[0].view(hidden_states.shape)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As for a fused layer."""
+        """Create the class again in a copied or pickled norm."""
         return _new_instance, (_fused_norm_class, type(self).__mro__[2]), vars(self)
 
 
 def install_fused_layers(root: nn.Module, patcher: ModelPatcher, *, awaits_copies: bool = False) -> list[Status]:
-    """Let the decoder layers of every model inside root run as a few fused Functions, if their family is known.
+    """Run the decoder layers of every model inside root as a few fused Functions, if their family is known.
 
-    A layer is swapped for a subclass that shares its state. Each call reads its modules again, and runs the forward of
-    its own class if a Function would not be exact: with a cache, under autocast or torch.compile, with adapters other
-    than plain LoRA, with hooks on a module that would be skipped, or with another attention implementation.
+    A layer is swapped for a subclass that shares its state. Each call reads the layer's modules again. It runs the
+    forward of the layer's own class if a Function would not be exact: with a cache, under autocast or torch.compile,
+    with adapters other than plain LoRA, with hooks on a module that would be skipped, or with another attention
+    implementation.
 
     Args:
         root: Any module: a model, a PEFT model, a LightningModule around them.
@@ -204,7 +206,7 @@ def install_fused_layers(root: nn.Module, patcher: ModelPatcher, *, awaits_copie
             (``install_low_precision_adapters``) before the first call.
 
     Returns:
-        One status "fused layers" for each model: active; inactive if the family is not served; refused if a layer
+        One status "fused layers" for each model: active; inactive if the family is not supported; refused if a layer
         prevents it.
 
     Cost:
@@ -221,8 +223,7 @@ def install_fused_layers(root: nn.Module, patcher: ModelPatcher, *, awaits_copie
 
 
 def install_fp8_base(root: nn.Module, patcher: ModelPatcher, *, is_emulated: bool = False) -> list[Fp8Base]:
-    """Let the frozen base products of the fused layers of every model inside root compute in fp8
-    (``fused/fp8_base.py``).
+    """Compute the frozen base products of the fused layers of every model inside root in fp8.
 
     Args:
         root: The module given to install_fused_layers.
@@ -230,7 +231,7 @@ def install_fp8_base(root: nn.Module, patcher: ModelPatcher, *, is_emulated: boo
         is_emulated: Compute in plain PyTorch, on any device.
 
     Returns:
-        One per model with fused layers.
+        One ``Fp8Base`` per model with fused layers.
     """
     found = []
     for _, model in find_causal_models(root):
@@ -244,11 +245,10 @@ def install_fp8_base(root: nn.Module, patcher: ModelPatcher, *, is_emulated: boo
 def fuse_weight_buffers(
     root: nn.Module, patcher: ModelPatcher, *, device_types: Sequence[str] = ("cuda",)
 ) -> list[FusedWeightBuffers]:
-    """Move the frozen dense weights of the fused layers of every model inside root next to their adapters, so that one
-    product reads both.
+    """Move the frozen dense weights of the fused layers of every model inside root into buffers with their adapters.
 
-    Call it when models are on their device, and after any sharding. Without it, each product copies weights next to
-    their adapters.
+    One product then reads both. Call this when models are on their device, and after any sharding. Without it, each
+    product copies weights next to their adapters.
 
     Args:
         root: The module given to install_fused_layers.
@@ -256,7 +256,7 @@ def fuse_weight_buffers(
         device_types: Types of devices on which weights are moved.
 
     Returns:
-        One for each model in which weights were moved.
+        One ``FusedWeightBuffers`` for each model in which weights were moved.
 
     Cost:
         One copy of these weights, and memory for those of one product during the move. Reserved memory may grow,
@@ -285,7 +285,7 @@ def fuse_weight_buffers(
 
 
 class FusedWeightBuffers:
-    """The weights in a fused buffer of one model."""
+    """The weights of one model that are in fused buffers."""
 
     def __init__(self, products: Sequence[FusedWeightBuffer], *, num_layers: int) -> None:
         self._products = list(products)
@@ -298,11 +298,11 @@ class FusedWeightBuffers:
             len(self._products) if self._is_given_back else sum(product.is_there() for product in self._products)
         )
         if not num_there:
-            return Status(WEIGHT_BUFFERS_NAME, "inactive", "the weights were given other memory")
+            return Status(WEIGHT_BUFFERS_NAME, "inactive", "the weights were moved to other memory")
         return Status(
             WEIGHT_BUFFERS_NAME,
             "active",
-            f"{num_there} products of {self._num_layers} layers read both from one place until the training ends",
+            f"{num_there} products of {self._num_layers} layers read both from one buffer until the training ends",
         )
 
     def give_back(self) -> None:
@@ -312,14 +312,14 @@ class FusedWeightBuffers:
         self._is_given_back = True
 
     def make_whole(self, state: MutableMapping[str, Any]) -> None:
-        """Replace weights in fused buffers by copies on the host, in a state dict that will be written."""
+        """Replace weights in fused buffers by copies on the host, in a state dict that is about to be written."""
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and any(product.holds(value) for product in self._products):
                 state[name] = torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())
 
 
 def _read_as_it_stands(layer: nn.Module) -> _Parts | str:
-    """Return the products of a layer for rows in the dtype of its norms, or what prevents them."""
+    """Return the products of a layer for rows in the dtype of its norms, or the reason why it cannot be fused."""
     return _read_parts(layer, dtype=_dtype(layer, _form(layer)), awaits_copies=True)
 
 
@@ -347,7 +347,9 @@ def _install(model: PreTrainedModel, patcher: ModelPatcher, *, awaits_copies: bo
     unknown = sorted({_describe(layer) for layer in layers if forms[type(layer)] is None})
     if unknown:
         known = ", ".join(sorted(name.removesuffix("DecoderLayer") for name in LAYERS))
-        return Status(STATUS_NAME, "inactive", f"{', '.join(unknown)} is not served; served are the layers of {known}")
+        return Status(
+            STATUS_NAME, "inactive", f"{', '.join(unknown)} is not supported; supported are the layers of {known}"
+        )
     obstacles = Counter(filter(None, (_obstacle(layer, awaits_copies=awaits_copies) for layer in layers)))
     obstacles = obstacles or _find_differences(model, layers)
     if obstacles:
@@ -356,7 +358,7 @@ def _install(model: PreTrainedModel, patcher: ModelPatcher, *, awaits_copies: bo
             STATUS_NAME,
             "refused",
             f"{count} of {len(layers)} layers: {reason}",
-            "change what is named, or leave FusedKernels out",
+            "change it, or remove FusedKernels",
         )
     dense, names = DenseWeights(), {id(module): name for name, module in model.named_modules()}
     num_fused = num_mixers = 0
@@ -394,19 +396,19 @@ def _install(model: PreTrainedModel, patcher: ModelPatcher, *, awaits_copies: bo
 
 
 def _known_form(layer: nn.Module) -> LayerForm | None:
-    """Return the description of a layer that is not fused yet; None if it is not served."""
+    """Return the description of a layer that is not fused yet; None if it is not supported."""
     form = LAYERS.get(type(layer).__name__)
     return None if form is None or _extras(layer) else form
 
 
 def _extras(layer: nn.Module) -> list[str]:
-    """Return what a layer does besides the forward that its description says."""
+    """Return the operations of a layer that its description does not cover."""
     form = LAYERS.get(type(layer).__name__)
     return [] if form is None else [name for name in form.without if getattr(layer, name, False)]
 
 
 def _describe(layer: nn.Module) -> str:
-    """Return the class of a layer that is not served, and why if other layers of the class are."""
+    """Return the class of an unsupported layer, with the reason if other layers of the class are supported."""
     extras = _extras(layer)
     return type(layer).__name__ + (f" ({', '.join(extras)})" if extras else "")
 
@@ -431,14 +433,14 @@ def _new_instance(make_class: Callable[[type[Any]], type[nn.Module]], old: type[
 
 
 def _read_call(layer: Any, x: torch.Tensor, cache: object, angles: object, options: dict[str, Any]) -> _Parts | None:
-    """Return the products of a layer for one call, or None if the layer's own forward must serve it."""
+    """Return the products of a layer for one call, or None if the layer's own forward must run."""
     if cache is not None or x.dtype not in _DTYPES or torch.compiler.is_compiling():
         return None
     if torch.is_autocast_enabled(x.device.type):
         return None
     form = _form(layer)
     if _delta_rule(layer, form) is not None:
-        # Without a context the mixer may read a mask; a cache, or rows of which only it knows the borders.
+        # Without a context the mixer may read a mask, a cache, or rows whose document borders only it knows.
         context = options.get("context")
         if not isinstance(context, BatchContext) or x.shape[:2] != (1, context.num_tokens):
             return None
@@ -455,7 +457,7 @@ def _read_call(layer: Any, x: torch.Tensor, cache: object, angles: object, optio
 
 
 def _longest(x_BSD: torch.Tensor, options: dict[str, Any]) -> int:
-    """Return a bound of the positions of a call: the longest document of a pack, or the width of padded rows."""
+    """Return an upper bound of the positions of a call: the longest document of a pack, or the width of padded rows."""
     context = options.get("context")
     return context.max_length if isinstance(context, BatchContext) else x_BSD.shape[1]
 
@@ -466,7 +468,7 @@ def _num_unscaled(config: Any) -> float:
 
 
 def _obstacle(layer: Any, *, awaits_copies: bool) -> str:
-    """Return why no call of a layer can be served at present; empty if one can."""
+    """Return why no call of a layer can be fused at present; empty if one can."""
     try:
         form = _form(layer)
         if _is_known_block(layer, form):
@@ -478,7 +480,7 @@ def _obstacle(layer: Any, *, awaits_copies: bool) -> str:
 
 
 def _find_differences(model: PreTrainedModel, layers: Sequence[nn.Module]) -> Counter[str]:
-    """Return why layers with a gated delta rule compute something else than what is fused: each kind is run once."""
+    """Return how layers with a gated delta rule differ from their fused form; each kind of layer is run once."""
     found: dict[tuple[type[Any], bool, bool], str] = {}
     counts: Counter[str] = Counter()
     for index, layer in enumerate(layers):
@@ -503,7 +505,7 @@ def _fuse_alone(layer: nn.Module) -> nn.Module:
 
 
 def _read_parts(layer: Any, *, dtype: torch.dtype, awaits_copies: bool = False) -> _Parts | str:
-    """Return the products of a layer for rows of this dtype, or what prevents them."""
+    """Return the products of a layer for rows of this dtype, or the reason why it cannot be fused."""
     fusion: _Fusion | None = vars(layer).get(_FUSION_ATTRIBUTE)
     form = _form(layer)
     dense = fusion.dense if fusion is not None else DenseWeights()
@@ -520,10 +522,10 @@ def _read_parts(layer: Any, *, dtype: torch.dtype, awaits_copies: bool = False) 
         passed_over += [block, *(block._modules[name] for name in (*form.gate_up, form.down))]
     hooked = next((type(module).__name__ for module in passed_over if _has_hooks(module)), None)
     if hooked is not None:
-        return f"{hooked} has hooks or a forward of its own, which would be passed over"
+        return f"{hooked} has hooks or a replaced forward, which would be skipped"
     drawing = next((name for name in form.dropouts if not _draws_nothing(layer._modules[name])), None)
     if drawing is not None:
-        return f"{drawing} drops out in training"
+        return f"{drawing} has dropout in training"
     if is_known_block:
         products += [(block, form.gate_up), (block, (form.down,))]
     fused_linears: list[FusedLinear] = []
@@ -561,12 +563,12 @@ def _mixer_products(layer: Any, form: LayerForm) -> tuple[list[nn.Module], list[
 
 
 def _delta_rule(layer: Any, form: LayerForm) -> Any:
-    """Return the gated delta rule of a layer that has one in the place of attention, else None."""
+    """Return the gated delta rule of a layer that has one in place of attention, else None."""
     return layer._modules.get("linear_attn") if form.delta_projections else None
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Return whether a module has foreign hooks or a replaced forward; that of packed mixers is ours."""
+    """Return whether a module has foreign hooks or a replaced forward; packed mixers have our own forward."""
     own_forward = vars(module).get("forward")
     is_replaced = own_forward is not None and not isinstance(getattr(own_forward, "__self__", None), PackedMixer)
     is_hooked = module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks or is_replaced
@@ -594,12 +596,12 @@ def _dtype(layer: Any, form: LayerForm) -> torch.dtype:
 
 
 def _has_own_mixer(layer: Any, form: LayerForm) -> bool:
-    """Whether attention, or the mixer in its place, runs as a module."""
+    """Return whether attention, or the mixer in its place, runs as a module."""
     return form.has_own_mixer or ("self_attn" not in layer._modules and _delta_rule(layer, form) is None)
 
 
 def _is_known_block(layer: Any, form: LayerForm) -> bool:
-    """Whether a feed-forward block can be fused; a block that runs in tiles has a replaced forward and cannot."""
+    """Return whether a feed-forward block can be fused; one that runs in tiles has a replaced forward and cannot."""
     block = layer._modules[form.block]
     return type(block).__name__ in form.feed_forward and "forward" not in vars(block)
 
@@ -654,7 +656,7 @@ def _add_layer_inputs(
 
 
 def _factor(layer: Any, form: LayerForm) -> float:
-    """Return what outputs are multiplied with before they are added."""
+    """Return the factor by which outputs are multiplied before they are added."""
     return float(layer.residual_multiplier) if form.has_multiplier else 1.0
 
 
@@ -664,7 +666,7 @@ def _eps(module: Any) -> float:
 
 
 def _open_session(layer: Any) -> Session | None:
-    """Return the open session of a layer; layers without attention have points of values in their block."""
+    """Return the open session of a layer; layers without attention have value points in their block."""
     if "self_attn" in layer._modules:
         return find_session(layer.self_attn)
     block = layer._modules[_form(layer).block]
@@ -675,9 +677,9 @@ def _open_session(layer: Any) -> Session | None:
 def _mix(
     layer: Any, h_BSD: torch.Tensor, *, angles: tuple[torch.Tensor, torch.Tensor], options: dict[str, Any]
 ) -> torch.Tensor:
-    """Return what attention, or the convolution in its place, gives for normed hidden states."""
+    """Return the output of attention, or of the convolution in its place, for normed hidden states."""
     if "conv" in layer._modules:
-        # transformers 5.17 gives its convolutions no further keywords.
+        # transformers 5.17 passes no further keywords to its convolutions.
         known = inspect.signature(type(layer.conv).forward).parameters
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
         options = {
@@ -711,7 +713,7 @@ def _attend(
     shares, row_gradient = HeadShares(), RowGradient()
     rope = _rope(attention, form, angles, rows_TC=qkv_TC, num_query_columns=projection.num_inputs)
     heads = split_heads(qkv_TC, rope, shares, row_gradient)
-    # As attention layers hand them over: (B, H, S, W).
+    # Attention layers pass (B, H, S, W).
     q, k, v = (x_THW.view(shape[0], shape[1], *x_THW.shape[1:]).transpose(1, 2) for x_THW in heads)
     out, _ = attend(
         attention,
@@ -764,7 +766,7 @@ def _rope(
     rows_TC: torch.Tensor,
     num_query_columns: int,
 ) -> Rope:
-    """Return how projections become heads."""
+    """Return the rotation and the norms that turn projections into heads."""
     width, (num_tokens, num_columns) = int(attention.head_dim), rows_TC.shape
     q_norm, k_norm = (
         None if layer_form.has_joint_head_norms else getattr(attention, name, None) for name in layer_form.head_norms

@@ -37,13 +37,13 @@ def mix_delta(
     Args:
         mixer: The mixer's module.
         norm: Norm before it.
-        products: Its first projections, and its last.
+        products: Its first projections, and its last one.
         x_TD: Residual stream of the pack.
         context: The metadata of the pack.
-        session: Of the open segment; None outside a plan.
+        session: Session of the open segment; None outside a plan.
 
     Cost:
-        As norm_project, gated_delta and project_add.
+        That of norm_project, gated_delta and project_add.
     """
     projections, last = products
     rows_TC, x_TD = norm_project(x_TD, norm, projections, session=session)
@@ -69,12 +69,12 @@ def delta_obstacle(mixer: Any, projections: Sequence[str]) -> str:
     name = type(mixer).__name__
     found, known = set(mixer._modules), {*projections, *_OTHERS}
     if found != known or {own for own, _ in mixer.named_parameters(recurse=False)} != {"A_log", "dt_bias"}:
-        return f"{name} has other parts than those that were read: {', '.join(sorted(found ^ known)) or 'parameters'}"
+        return f"{name} has unknown or missing parts: {', '.join(sorted(found ^ known)) or 'parameters'}"
     convolution = mixer.conv1d
     if type(convolution) is not nn.Conv1d or convolution.bias is not None or set(convolution.dilation) != {1}:
         return f"the convolution of {name} has an adapter, a bias or a dilation"
     if mixer.activation != "silu" or getattr(mixer.norm, "activation", "silu") != "silu":
-        return f"{name} has another activation than silu"
+        return f"the activation of {name} is not silu"
     return ""
 
 

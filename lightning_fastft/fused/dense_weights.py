@@ -39,7 +39,7 @@ class PaddedBuffer:
         return memory[:, : self._num_columns]
 
     def has_room(self, rows_TI: torch.Tensor, *, num_ranks: int) -> bool:
-        """Whether these rows are in the memory returned last, with room for this many ranks."""
+        """Return whether these rows are in the memory returned last, with room for this many ranks."""
         num_columns = rows_TI.shape[1]
         if self._memory is None or num_columns != self._num_columns or rows_TI.storage_offset():
             return False
@@ -62,7 +62,7 @@ class PaddedBuffer:
 
 
 class _Room(NamedTuple):
-    """A fused buffer of weights and adapters: its shape, its bytes, and the addresses of the weights in it."""
+    """A fused buffer of weights and adapters: its shape, its size in bytes, and the addresses of the weights in it."""
 
     num_rows: int
     num_columns: int
@@ -79,15 +79,15 @@ class FusedWeightBuffer:
         self._memory = StorageWeakRef(memory.untyped_storage())
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is in this buffer."""
+        """Return whether a tensor is in this buffer."""
         return bool(self._memory == StorageWeakRef(tensor.untyped_storage()))
 
     def is_there(self) -> bool:
-        """Whether a weight is still in the buffer; loading, merging and streaming give weights other memory."""
+        """Return whether a weight is still in the buffer; loading, merging and streaming move weights elsewhere."""
         return any(weight is not None and self.holds(weight) for weight in (reference() for reference in self._weights))
 
     def give_back(self) -> None:
-        """Move the weights that are still in the buffer to separate memory; warn and leave them if memory is short."""
+        """Move the weights that are still in the buffer to separate memory; if memory is short, warn and keep them."""
         for reference in self._weights:
             weight = reference()
             if weight is None or not self.holds(weight):
@@ -97,10 +97,9 @@ class FusedWeightBuffer:
                     weight.data = weight.data.clone(memory_format=torch.contiguous_format)
             except torch.OutOfMemoryError:
                 warnings.warn(
-                    f"A weight of shape {tuple(weight.shape)} stays next to its adapter, its rows {weight.stride(0)} "
-                    "values apart: the device has no "
-                    "memory for a copy. It computes and loads correctly; call .contiguous() on it before you write it "
-                    "with safetensors.",
+                    f"A weight of shape {tuple(weight.shape)} stays next to its adapter, with a row stride of "
+                    f"{weight.stride(0)}, because the device has no memory for a contiguous copy. It computes and "
+                    "loads correctly; call .contiguous() on it before you write it with safetensors.",
                     stacklevel=2,
                 )
 
@@ -123,7 +122,7 @@ class DenseWeights:
         self._rooms: dict[int, _Room] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copied or pickled model allocates its own buffers."""
+        """Drop the buffers from a copy or pickle; a copied model allocates its own."""
         return DenseWeights, ()
 
     def memory(self) -> list[torch.Tensor]:
@@ -236,12 +235,12 @@ class DenseWeights:
         return None if self._room_of(parts) is None else self._memory_of(parts)
 
     def has_room_beside(self, parts: Sequence[LinearPart]) -> bool:
-        """Whether these weights are in a fused buffer with room for B of their ranks; some microseconds of the host."""
+        """Return whether these weights are in a fused buffer with room for B of their ranks; takes microseconds."""
         room = self._room_of(parts)
         return room is not None and room.num_columns >= parts[0].num_inputs + aligned(_num_ranks(parts))
 
     def has_room_below(self, part: LinearPart) -> bool:
-        """Whether this weight is in a fused buffer with room for A of its rank; some microseconds of the host."""
+        """Return whether this weight is in a fused buffer with room for A of its rank; takes microseconds."""
         room = self._room_of((part,))
         return room is not None and room.num_rows >= part.num_outputs + aligned(part.rank)
 
@@ -266,12 +265,12 @@ class DenseWeights:
 
 
 def aligned(num_columns: int) -> int:
-    """Return how many columns these ranks take in a GEMM operand."""
+    """Return the number of columns that these ranks take in a GEMM operand."""
     return -(-num_columns // _ALIGNED_COLUMNS) * _ALIGNED_COLUMNS
 
 
 def rides_along(parts: Sequence[LinearPart]) -> bool:
-    """Whether adapters have a wide output and few enough ranks for one block-diagonal matrix."""
+    """Return whether adapters have a wide output and few enough ranks for one block-diagonal matrix."""
     is_wide = len(parts) > 1 or parts[0].num_outputs > parts[0].num_inputs
     return is_wide and 0 < _num_ranks(parts) <= MAX_COLUMNS - _ALIGNED_COLUMNS
 
@@ -281,7 +280,7 @@ def _num_ranks(parts: Sequence[LinearPart]) -> int:
 
 
 def _has_own_memory(weight: torch.Tensor) -> bool:
-    """Whether a weight is frozen, whole, and as large as its memory."""
+    """Return whether a weight is frozen, unsharded, and as large as its memory."""
     if weight.requires_grad or type(weight.data) is not torch.Tensor or not weight.is_contiguous():
         return False
     return weight.untyped_storage().nbytes() == weight.nbytes

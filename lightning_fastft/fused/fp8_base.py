@@ -1,4 +1,4 @@
-"""The GEMMs of frozen base weights of fused decoder layers in fp8; adapters and everything else are unchanged.
+"""Compute the GEMMs of frozen base weights of fused decoder layers in fp8; adapters and all else are unchanged.
 
 Axes: T rows, I input columns, O output columns of all layers that read the same rows, together.
 """
@@ -38,7 +38,7 @@ NUM_JOINTS = 4
 
 
 class _Scales(NamedTuple):
-    """The scale of each output column, a power of 2, in fp32, and exactly in bf16 for the gradients."""
+    """The scale of each output column, a power of 2: in fp32, and for the gradients in bf16, which is exact."""
 
     scale_O: torch.Tensor
     factor_O: torch.Tensor
@@ -47,7 +47,7 @@ class _Scales(NamedTuple):
 def in_fp8(
     fused_linear: FusedLinear, modules: Sequence[nn.Module], *, layer: nn.Module, place: int, dtype: torch.dtype
 ) -> FusedLinear:
-    """Return the FusedLinear with fp8 weights if the layer has them and they can serve it, else unchanged.
+    """Return the FusedLinear with fp8 weights if the layer has them and supports them, else unchanged.
 
     Args:
         fused_linear: Linear layers that read the same rows.
@@ -72,13 +72,13 @@ class Fp8Base:
 
     Args:
         layers: Fused decoder layers.
-        read: Returns the products of a layer, as a call would read them.
+        read: Returns the products of a layer, as a call reads them.
         is_emulated: Compute with the reference, in plain PyTorch on any device.
 
     Cost:
         Packed weights share one buffer with a byte for each weight of the largest product. Dense weights are quantised
-        once, at their first product: one byte for each weight, and another one for the transpose at the first backward.
-        The weights themselves stay, for files, merging and generation. Scales take six bytes per output column.
+        once, at their first product: one byte per weight, and another one for the transpose at the first backward. The
+        original weights stay, for files, merging and generation. Scales take six bytes per output column.
         Products that do not compute in fp8 use no memory.
     """
 
@@ -96,7 +96,7 @@ class Fp8Base:
         return "reference" if self.is_emulated else "auto"
 
     def install(self, patcher: ModelPatcher) -> None:
-        """Let the layers compute in fp8 until the patcher is undone."""
+        """Make the layers compute in fp8 until the patcher is undone."""
         for layer in self._layers:
             patcher.set_attribute(layer, FP8_ATTRIBUTE, tuple(Fp8Weight(self) for _ in range(NUM_JOINTS)))
         patcher.add_undo(self.close)
@@ -110,13 +110,14 @@ class Fp8Base:
                 weight.release()
 
     def begin(self) -> None:
-        """Record at the first product which products compute in fp8; after the run the model may have moved."""
+        """Record which products compute in fp8, at the first product, because the model may move after the run."""
         if self._seen is None:
             self._seen = self.status()
 
     def status(self) -> Status:
-        """Return how many products compute in fp8 and why others do not, as found at the first product or, before it,
-        now.
+        """Return how many products compute in fp8, and why others do not.
+
+        The counts are those of the first product or, before it, of the present state.
         """
         if self._seen is not None:
             return self._seen
@@ -146,7 +147,7 @@ class Fp8Base:
         if device not in self._obstacles:
             self._obstacles[device] = find_obstacle(device)
         return self._obstacles[device] or (
-            "" if dtype is torch.bfloat16 else f"fp8 products give bf16, and rows are in {dtype}"
+            "" if dtype is torch.bfloat16 else f"fp8 products return bf16, and rows are in {dtype}"
         )
 
     def buffer(self, num_values: int, device: torch.device) -> torch.Tensor:
@@ -163,7 +164,7 @@ class Fp8Base:
         return list(self._buffers.values())
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copied or pickled model allocates its own buffers."""
+        """Drop the buffers from a copy or pickle; a copied model allocates its own."""
         return {**vars(self), "_buffers": {}}
 
 
@@ -171,7 +172,7 @@ class Fp8Weight:
     """The weights of layers that read the same rows, in e4m3; a ``BaseWeight`` of ``fused/linears.py``.
 
     Args:
-        owner: Of the model.
+        owner: The ``Fp8Base`` of the model.
     """
 
     def __init__(self, owner: Fp8Base) -> None:
@@ -201,7 +202,7 @@ class Fp8Weight:
             A few microseconds of the host.
         """
         if isinstance(layer, FSDPModule):
-            # Sharded weights are gathered briefly; fp8 copies of all of them would stay on every device.
+            # Sharded weights are gathered for a short time; fp8 copies of all of them would stay on every device.
             return "the weights are sharded (FSDP2)"
         reason = self.owner.obstacle(parts[0].weight.device, dtype)
         if reason:
@@ -213,7 +214,7 @@ class Fp8Weight:
         sizes = [(part.num_outputs, int(part.base.in_features)) for part in parts]  # type: ignore[arg-type]
         odd = next((size for size in sizes if size[0] % ALIGNED_COLUMNS or size[1] % ALIGNED_COLUMNS), None)
         if odd is not None:
-            return f"fp8 products take multiples of {ALIGNED_COLUMNS} columns, and a weight is {odd[0]} x {odd[1]}"
+            return f"fp8 products need multiples of {ALIGNED_COLUMNS} columns, and a weight is {odd[0]} x {odd[1]}"
         # A merge by PEFT does not change version counters; a permanent merge removes PEFT's layers.
         wraps = tuple(isinstance(module, BaseTunerLayer) for module in modules)
         self._key = (*((part.weight.data_ptr(), part.weight._version, part.weight.device) for part in parts), wraps)
@@ -234,7 +235,7 @@ class Fp8Weight:
         """Return ``d @ W``.
 
         Cost:
-            As forward_product.
+            That of forward_product.
         """
         weight_IO, scales = self._read(parts, is_transposed=True)
         rows = quantise_rows(_in_rows(d_TO), factor_I=scales.factor_O, backend=self.owner.backend, is_checked=False)
@@ -249,7 +250,7 @@ class Fp8Weight:
         self._scales = self._forward = self._backward = self._forward_key = self._backward_key = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copied or pickled model quantises its own weights."""
+        """Drop the fp8 weights from a copy or pickle; a copied model quantises its own."""
         return vars(Fp8Weight(self.owner))
 
     def _read(self, parts: Sequence[LinearPart], *, is_transposed: bool) -> tuple[torch.Tensor, _Scales]:

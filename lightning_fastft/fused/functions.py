@@ -38,7 +38,7 @@ from lightning_fastft.kernels.rms_norm.reference import NormForm, shifted_weight
 
 QKV_VALUE, OUT_VALUE = "self_attn.qkv", "self_attn.o_proj"
 GATE_UP_VALUE, DOWN_VALUE = "mlp.gate_up", "mlp.down"
-# Where a norm after the block is the last to save a tensor: its input is a value too.
+# Point at which a norm after the block is the last to save a tensor; its input is a value too.
 POST_NORM_POINT = "mlp.post_norm"
 
 _Grads = tuple[torch.Tensor | None, ...]
@@ -52,7 +52,7 @@ class Norm(NamedTuple):
 
 
 class Rope(NamedTuple):
-    """How raw projections become queries and keys: angles of shape (T, W), weights of the norms, and the form."""
+    """The step from raw projections to queries and keys: angles of shape (T, W), weights of the norms, and the form."""
 
     cos_TW: torch.Tensor
     sin_TW: torch.Tensor
@@ -81,7 +81,7 @@ def norm_rows(x_TD: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tenso
     """Return the normed rows, and the rows themselves for the residual stream.
 
     Cost:
-        As rms_norm_forward; saves x_TD.
+        That of rms_norm_forward; saves x_TD.
     """
     x_TD = _read_rows(x_TD)
     out = _NormRows.apply(x_TD, norm.weight_D, norm.form)
@@ -100,8 +100,8 @@ def norm_project(
         session: Of the open segment; None outside a plan.
 
     Cost:
-        As rms_norm_forward and product; saves x_TD, the adapters' low-rank rows and low-precision factors, and trained
-        weights.
+        That of rms_norm_forward and product; saves x_TD, the adapters' low-rank rows and low-precision factors, and
+        trained weights.
     """
     x_TD = _read_rows(x_TD)
     weight_D, form = (None, None) if norm is None else norm
@@ -114,11 +114,11 @@ def norm_head_columns(qkv_TC: torch.Tensor, q_norm: Norm, k_norm: Norm) -> torch
 
     Args:
         qkv_TC: Raw projection.
-        q_norm: Norm of the queries; its weight says how many columns they have.
+        q_norm: Norm of the queries; the size of its weight is their number of columns.
         k_norm: Norm of the keys, which follow.
 
     Cost:
-        As two calls of rms_norm_forward, and a copy of the values; saves the raw projection. About 1 % of a layer.
+        Two calls of rms_norm_forward, and a copy of the values; saves the raw projection. About 1 % of a layer.
     """
     return _NormHeadColumns.apply(qkv_TC, q_norm.weight_D, k_norm.weight_D, q_norm.form, k_norm.form)
 
@@ -131,11 +131,11 @@ def split_heads(
     Args:
         qkv_TC: Raw projection.
         rope: Turns it into heads.
-        shares: Source of the gradients of keys and values in the backward; autograd's own if it has none.
+        shares: Source of the gradients of keys and values in the backward; if it has none, autograd's are used.
         row_gradient: Source of the gradient of a projection with gates, their columns written by ``gate_heads``.
 
     Cost:
-        As qk_rope_heads; saves the raw projection if it is normed.
+        That of qk_rope_heads; saves the raw projection if it is normed.
     """
     return _SplitHeads.apply(
         qkv_TC, rope.cos_TW, rope.sin_TW, rope.q_weight_W, rope.k_weight_W, rope.form, shares, row_gradient
@@ -160,8 +160,8 @@ def project_add(
         session: Of the open segment; None outside a plan.
 
     Cost:
-        As product, and with a factor a pass over the gradient of the output; saves x_TI if a parameter is trained, the
-        adapter's low-rank rows and low-precision factors, and a trained weight.
+        That of product, and with a factor a pass over the gradient of the output; saves x_TI if a parameter is trained,
+        the adapter's low-rank rows and low-precision factors, and a trained weight.
     """
     return _ProjectAdd.apply(fused_linear, factor, session, x_TI, residual_TD, *fused_linear.tensors())
 
@@ -188,7 +188,7 @@ def norm_feed_forward(
         session: Of the open segment; None outside a plan.
 
     Cost:
-        As the products, and with a factor a pass over the gradient of the output; saves x_TD, gate and up, the
+        That of the products, and with a factor a pass over the gradient of the output; saves x_TD, gate and up, the
         adapters' low-rank rows and low-precision factors, and trained weights.
     """
     call = _FeedForwardCall(gate_up, down, norm.form, form, session, factor)
@@ -212,8 +212,8 @@ def project_norm_add(
         session: Of the open segment; None outside a plan.
 
     Cost:
-        As product and rms_norm_forward, and one addition; saves the projection, x_TI if a parameter is trained, the
-        adapter's low-rank rows and low-precision factors, and a trained weight.
+        That of product and rms_norm_forward, and one addition; saves the projection, x_TI if a parameter is trained,
+        the adapter's low-rank rows and low-precision factors, and a trained weight.
     """
     return _ProjectNormAdd.apply(
         fused_linear, norm.form, session, x_TI, residual_TD, norm.weight_D, *fused_linear.tensors()
@@ -242,8 +242,8 @@ def feed_forward_between_norms(
         session: Of the open segment; None outside a plan.
 
     Cost:
-        As the products, two norms and one addition; saves x_TD, gate and up, the output of down, the adapters' low-rank
-        rows and low-precision factors, and trained weights.
+        That of the products, two norms and one addition; saves x_TD, gate and up, the output of down, the adapters'
+        low-rank rows and low-precision factors, and trained weights.
     """
     weight_D, norm_form = (None, None) if norm is None else norm
     call = _FeedForwardCall(gate_up, down, norm_form, form, session)
@@ -257,7 +257,7 @@ def feed_forward_between_norms(
 
 
 class _NormRows(torch.autograd.Function):
-    """Saves x."""
+    """Norm of rows; saves x."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: torch.Tensor, weight_D: torch.Tensor, form: NormForm) -> Any:
@@ -275,8 +275,9 @@ class _NormRows(torch.autograd.Function):
 
 
 class _NormProject(torch.autograd.Function):
-    """Saves x, low-rank rows, low-precision factors and trained weights; recomputes the normed rows if weights are
-    trained.
+    """Norm and projection; saves x, low-rank rows, low-precision factors and trained weights.
+
+    The backward recomputes the normed rows if weights are trained.
     """
 
     @staticmethod
@@ -310,7 +311,7 @@ class _NormProject(torch.autograd.Function):
 
 
 class _NormHeadColumns(torch.autograd.Function):
-    """Saves the raw projection."""
+    """Norms over the columns of all heads; saves the raw projection."""
 
     @staticmethod
     def forward(
@@ -339,7 +340,7 @@ class _NormHeadColumns(torch.autograd.Function):
         end = 0
         for weight_I, form, needs_weight in zip(weights, ctx.forms, ctx.needs_input_grad[1:3]):
             columns = slice(end, end := end + len(weight_I))
-            # In place: the values' gradients stay where they are.
+            # In place, so that the gradients of the values are not copied.
             gradients = rms_norm_backward(
                 d_out_TC[:, columns],
                 qkv_TC[:, columns],
@@ -355,7 +356,7 @@ class _NormHeadColumns(torch.autograd.Function):
 
 
 class _SplitHeads(torch.autograd.Function):
-    """Saves angles, and the raw projection if it is normed."""
+    """Norm and rotation of heads; saves angles, and the raw projection if it is normed."""
 
     @staticmethod
     def forward(
@@ -425,7 +426,10 @@ def _head_gradients(*found: torch.Tensor | None, num_tokens: int, form: RopeForm
 
 
 class _ProjectAdd(torch.autograd.Function):
-    """Saves x if a parameter is trained, the low-rank rows, the low-precision factors and a trained weight."""
+    """Projection added to the residual stream.
+
+    Saves x if a parameter is trained, the low-rank rows, the low-precision factors and a trained weight.
+    """
 
     @staticmethod
     def forward(
@@ -464,7 +468,7 @@ class _ProjectAdd(torch.autograd.Function):
 
 
 class _FeedForwardCall(NamedTuple):
-    """The arguments of a block that are not differentiated."""
+    """Arguments of a block that have no gradient."""
 
     gate_up: FusedLinear
     down: FusedLinear
@@ -475,8 +479,9 @@ class _FeedForwardCall(NamedTuple):
 
 
 class _NormFeedForward(torch.autograd.Function):
-    """Saves x, gate and up, low-rank rows, low-precision factors and trained weights; recomputes the activation, and
-    the norm if weights are trained.
+    """Norm and feed-forward block; saves x, gate and up, low-rank rows, low-precision factors and trained weights.
+
+    The backward recomputes the activation, and the norm if weights are trained.
     """
 
     @staticmethod
@@ -493,7 +498,7 @@ class _NormFeedForward(torch.autograd.Function):
         ctx.call, ctx.num_low = call._replace(session=None), len(low)
         saved = (x_TD, weight_D, gate_up_TP, *low, *call.gate_up.watched_tensors(), *call.down.watched_tensors())
         if session is not None:
-            # Every run of a layer saves equally many tensors, also one that ends here.
+            # Every run of a layer must save the same number of tensors, even one that ends here.
             ctx.save_for_backward(*saved)
             if session.is_last(DOWN_VALUE):
                 return unneeded(x_TD, x_TD.shape[-1])
@@ -515,7 +520,10 @@ class _NormFeedForward(torch.autograd.Function):
 
 
 class _ProjectNormAdd(torch.autograd.Function):
-    """Saves the projection, x if a parameter is trained, low-rank rows, low-precision factors and a trained weight."""
+    """Normed projection added to the residual stream.
+
+    Saves the projection, x if a parameter is trained, low-rank rows, low-precision factors and a trained weight.
+    """
 
     @staticmethod
     def forward(
@@ -563,8 +571,10 @@ class _ProjectNormAdd(torch.autograd.Function):
 
 
 class _FeedForwardBetweenNorms(torch.autograd.Function):
-    """Saves x, gate and up, the input of the norm after the block, low-rank rows, low-precision factors and trained
-    weights; recomputes the rest.
+    """Feed-forward block between two norms.
+
+    Saves x, gate and up, the input of the norm after the block, low-rank rows, low-precision factors and trained
+    weights; the backward recomputes the rest.
     """
 
     @staticmethod
@@ -624,7 +634,7 @@ class _FeedForwardBetweenNorms(torch.autograd.Function):
 
 
 def _held(result: Any) -> tuple[torch.Tensor, ...]:
-    """A product as a value that a plan can hold."""
+    """Return a product as a value that a plan can hold."""
     return (result.y_TO,) if result.low_TR is None else (result.y_TO, result.low_TR)
 
 
@@ -643,8 +653,9 @@ def _project_normed(
     *,
     form: NormForm | None,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the projection of normed rows, or of the rows themselves without a norm, and the low-rank rows of
-    adapters, as a value that a plan can hold.
+    """Return the projection of normed rows and the low-rank rows of adapters, as a value that a plan can hold.
+
+    Without a norm, the rows themselves are projected.
     """
 
     def compute() -> tuple[torch.Tensor, ...]:
@@ -676,8 +687,9 @@ def _normed_gradients(
     form: NormForm | None,
     needs: Sequence[bool],
 ) -> _Grads:
-    """Return the gradients of _project_normed: of the rows, with that of the residual stream added, of the norm's
-    weight, and of FusedLinear.tensors.
+    """Return the gradients of _project_normed: of the rows, of the norm's weight, and of FusedLinear.tensors.
+
+    The gradient of the rows includes that of the residual stream.
     """
     needs_x, needs_weight, *needs_tensors = needs
     if weight_D is None or form is None:
@@ -727,7 +739,7 @@ def _raw_gradients(
 
 
 def _adapters_read_raw_rows(x_TD: torch.Tensor, needs: Sequence[bool]) -> bool:
-    """Whether only adapters are trained, in a dtype whose range holds 1/rms of a row times a gradient."""
+    """Return whether only adapters are trained, in a dtype whose range holds 1/rms of a row times a gradient."""
     return any(needs[2::TENSORS_PER_LAYER]) and not any(needs[0::TENSORS_PER_LAYER]) and x_TD.dtype is not torch.float16
 
 
@@ -743,8 +755,7 @@ def _block_gradients(
     *,
     needs: Sequence[bool],
 ) -> _Grads:
-    """Return the gradients of a feed-forward block from that of down's output: of x, the norm's weight, and the tensors
-    of gate_up and down.
+    """Return the gradients of x, the norm's weight, and the tensors of gate_up and down from that of down's output.
 
     ``others`` holds num_low low-rank rows of gate_up, the watched tensors of both projections, and, if they were saved,
     the low-rank rows of down. d_x_TD is the gradient of the residual stream.
@@ -766,7 +777,7 @@ def _block_gradients(
     d_gate_up_TP = gate.d_gate_up_NP
     d_down: list[torch.Tensor | None] = [None] * len(down.tensors())
     if gate.act_NF is not None:
-        # Saved if the layer ran without a session; else they cost one thin GEMM.
+        # They were saved if the layer ran without a session; else they cost one thin GEMM.
         low_TR = others[num_watched] if len(others) > num_watched else low_rank_rows(down, gate.act_NF)
         d_down = parameter_gradients(down, gate.act_NF, d_out_TD, low_TR, d_low_TR, needs=needs[num_needs:])
     del gate, d_out_TD

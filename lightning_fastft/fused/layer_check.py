@@ -1,4 +1,4 @@
-"""Whether the forward of a decoder layer still computes what its fused form computes, on a small layer of its class.
+"""Compare the forward of a decoder layer with its fused form, on a small layer of its class.
 
 Axes: T tokens, C channels of a convolution, H heads, W columns of a head.
 """
@@ -20,7 +20,7 @@ from lightning_fastft.mixers.kernels import run_on_kernels
 from lightning_fastft.packing.context import BatchContext
 from lightning_fastft.patches.attention import NAME as ATTENTION_NAME
 
-# Sizes of the small layer; what else the configuration says stays.
+# Sizes of the small layer; all other values of the configuration are kept.
 _SIZES = {
     "hidden_size": 24,
     "intermediate_size": 16,
@@ -36,7 +36,7 @@ _SIZES = {
     "linear_value_head_dim": 6,
 }
 _LENGTHS = (3, 5)
-# In fp32 the two differ by roundings; another formula is far off.
+# In fp32 the two differ by rounding only; another formula differs by far more.
 _BOUND = 1e-4
 
 
@@ -45,15 +45,15 @@ def find_difference(
 ) -> str:
     """Return how the forward of a class of layers differs from its fused form, or "".
 
-    A layer of the class with small random weights runs both ways on two packed documents, in fp32 on the CPU. The
-    kernels of a gated delta rule are plain PyTorch in both.
+    A layer of the class with small random weights runs both ways on two packed documents, in fp32 on the CPU. Both use
+    plain PyTorch in place of the kernels of a gated delta rule.
 
     Args:
         kind: Class of the decoder layer.
         config: The model's text configuration.
         index: A layer of the kind to check.
         fuse: Returns the fused layer that shares the parameters of a layer.
-        is_dense: The feed-forward block of the layer is fused; other blocks run as modules and are left out.
+        is_dense: The feed-forward block of the layer is fused; other blocks run as modules and are not compared.
 
     Cost:
         Tens of milliseconds of the host; no random state is used.
@@ -66,15 +66,15 @@ def find_difference(
         with torch.device("cpu"):
             own, fused = _run_both_ways(kind, config, index=index, fuse=fuse, is_dense=is_dense)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        return f"the forward of {name} cannot be compared with the one that is fused ({type(error).__name__}: {error})"
+        return f"the forward of {name} cannot be compared with its fused form ({type(error).__name__}: {error})"
     difference = float((own - fused).norm() / own.norm())
-    return "" if difference <= _BOUND else f"{name} computes something else than what is fused"
+    return "" if difference <= _BOUND else f"{name} computes another result than its fused form"
 
 
 def _run_both_ways(
     kind: type[Any], config: Any, *, index: int, fuse: Callable[[nn.Module], nn.Module], is_dense: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output of a small layer by its own forward and by its fused form."""
+    """Return the outputs of a small layer from its own forward and from its fused form."""
     generator = torch.Generator().manual_seed(0)
     with torch.device("meta"):
         layer = kind(config, index)

@@ -1,4 +1,4 @@
-"""Which decoder layers of transformers can be fused, and how each family differs."""
+"""The decoder layers of transformers that can be fused, and the differences between families."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import NamedTuple
 
 
 class LayerForm(NamedTuple):
-    """How the layers of a family differ; all of them norm, attend, add, norm, feed forward, add.
+    """Differences of the layers of a family from the common form: norm, attention, add, norm, feed-forward, add.
 
-    A layer without ``self_attn`` has a mixer in its place: a gated delta rule with ``delta_projections``, else a module
-    of its own.
+    A layer without ``self_attn`` has a mixer in its place: a gated delta rule with ``delta_projections``, else a
+    separate module.
 
     Args:
-        is_norm_wide: The norms multiply with their weight in fp32 (gpt-oss, Gemma), not after rounding (Llama).
-        norm_offset: Added to the weights of all norms, also those of heads.
+        is_norm_wide: The norms multiply by their weight in fp32 (gpt-oss, Gemma), not after rounding (Llama).
+        norm_offset: Added to the weights of all norms, including those of heads.
         norms: Norms before attention and before the block; () for a family without (OLMo 2).
         post_norms: Norms of the outputs of attention and of the block, before they are added; () for none.
         last_norm: Norm before the head.
-        has_multiplier: The outputs of attention and of the block are multiplied with the layer's residual_multiplier
+        has_multiplier: The outputs of attention and of the block are multiplied by the layer's residual_multiplier
             before they are added (Granite). Not with post_norms.
-        head_norms: Norms of queries and of keys, where the attention layer has them.
+        head_norms: Norms of queries and of keys, if the attention layer has them.
         has_joint_head_norms: They norm the columns of all heads together (OLMo 2, MiniMax M2), not each head.
         has_config_window: Every layer passes the window of the configuration to attention (Mistral); otherwise the
             layer's own attribute, if any.
@@ -28,21 +28,22 @@ class LayerForm(NamedTuple):
         has_half_angles: The model has one angle for each pair of columns (gpt-oss), not one for each rotated column.
         scales_late_queries: Queries beyond the positions of the pretraining are scaled (Ministral 3). Calls with such
             positions run the layer's own forward.
-        has_own_mixer: Attention, or the mixer in its place, runs as a module of its own; norms, additions and the
+        has_own_mixer: Attention, or the mixer in its place, runs as a separate module; norms, additions and the
             feed-forward block are fused.
-        has_gated_heads: The query projection also gives a gate for each head, which its output is multiplied with.
+        has_gated_heads: The query projection also returns a gate for each head, by which the head's output is
+            multiplied.
         block: Name of the feed-forward block.
         feed_forward: Classes of dense feed-forward blocks that compute ``down(act(gate(x)) * up(x))``.
-        activation: Activation of a dense block that does not hold it (LFM2); empty for the one that it holds.
-        projections: Layers whose outputs side by side are queries, keys and values.
-        delta_projections: In layers with a gated delta rule, the layers whose outputs side by side it reads.
+        activation: Activation of a dense block without an activation module (LFM2); empty to use the module.
+        projections: Layers whose concatenated outputs are queries, keys and values.
+        delta_projections: In layers with a gated delta rule, the layers whose concatenated outputs it reads.
         out: Layer that reads the output of attention.
-        gate_up: Layers of the block whose outputs side by side are gate and up.
+        gate_up: Layers of the block whose concatenated outputs are gate and up.
         down: Last layer of the block.
         dropouts: Dropout modules after attention and after the block, which must be inactive.
-        has_layer_inputs: After the block the layer adds a projection of its per-layer inputs, and multiplies all with
-            its scalar (Gemma 4).
-        without: Attributes that are true where a layer does more than this; such a layer is not served.
+        has_layer_inputs: After the block the layer adds a projection of its per-layer inputs, and multiplies the sum
+            by its scalar (Gemma 4).
+        without: Attributes that are true if a layer has further operations; such a layer is not supported.
     """
 
     is_norm_wide: bool = False

@@ -1,4 +1,4 @@
-"""A linear layer as a GEMM reads it: its base weight, dense or in NF4, and its LoRA from PEFT.
+"""Read a linear layer for a GEMM: its base weight, dense or in NF4, and its LoRA from PEFT.
 
 Axes: T rows, I input columns, O output columns, R adapter ranks.
 """
@@ -20,7 +20,7 @@ TENSORS_PER_LAYER = 4
 
 
 class LinearPart(NamedTuple):
-    """A linear layer in one pass.
+    """A linear layer as one pass reads it.
 
     Args:
         base: The layer with weight and bias.
@@ -48,7 +48,7 @@ class LinearPart(NamedTuple):
 
     @property
     def num_inputs(self) -> int:
-        """I."""
+        """Number of input columns, I."""
         return int(self.base.in_features)  # type: ignore[arg-type]
 
     @property
@@ -64,8 +64,8 @@ class LinearPart(NamedTuple):
 def read_part(module: nn.Module, *, dtype: torch.dtype, awaits_copies: bool = False) -> LinearPart | str:
     """Return a linear layer with its PEFT adapter for a GEMM, or why it cannot be read.
 
-    Served: ``nn.Linear`` in the dtype of the rows and bitsandbytes' NF4, with at most one active plain LoRA without
-        dropout, also merged or disabled.
+    Supported are ``nn.Linear`` in the dtype of the rows and bitsandbytes' NF4, with at most one active plain LoRA
+    without dropout, which may be merged or disabled.
 
     Args:
         module: A linear layer, or PEFT's layer around one.
@@ -73,7 +73,7 @@ def read_part(module: nn.Module, *, dtype: torch.dtype, awaits_copies: bool = Fa
         awaits_copies: Accept an adapter in fp32, because it gets low-precision copies before the first call.
 
     Cost:
-        A few microseconds of the host; where an adapter's low-precision copy is stale, that copy.
+        A few microseconds of the host; if an adapter's low-precision copy is stale, that copy.
     """
     base: nn.Module = module
     adapter: ActiveAdapter | None = None
@@ -100,7 +100,7 @@ def _base_obstacle(base: nn.Module, *, dtype: torch.dtype) -> str:
     if base._forward_hooks or base._forward_pre_hooks or base._backward_hooks or base._backward_pre_hooks:
         return f"{name} has hooks"
     if "forward" in vars(base):
-        return f"{name} has a forward of its own"
+        return f"{name} has a replaced forward"
     if (
         isinstance(base, nn.Linear)
         and (type(base).forward is nn.Linear.forward or is_linear_point(base))
@@ -108,9 +108,9 @@ def _base_obstacle(base: nn.Module, *, dtype: torch.dtype) -> str:
     ):
         return "" if weight.dtype is dtype else f"{name} holds {weight.dtype} for rows in {dtype}"
     if type(weight).__name__ != "Params4bit":
-        return f"{name} is no plain linear layer"
+        return f"{name} is not a plain linear layer"
     if weight is None or read_params4bit(weight) is None:
-        return f"{name} holds no NF4 in blocks of 64"
+        return f"{name} is not NF4 in blocks of 64"
     compute_dtype = getattr(base, "compute_dtype", None)
     is_dtype = compute_dtype in (None, dtype) and weight.quant_state.dtype is dtype  # type: ignore[union-attr]
     is_wide = base.in_features % 64 == 0  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""Compute linear layers that read the same rows in one GEMM: base weights, dense or NF4, and LoRA; without autograd.
+"""Compute linear layers that read the same rows in one GEMM, without autograd: base weights, dense or NF4, and LoRA.
 
 Axes: T rows, I input columns, O output columns of all layers together, R adapter ranks of all layers together.
 """
@@ -22,12 +22,13 @@ _COPIED_FROM_ROWS_PER_INPUT = 2
 
 
 class BaseWeight(Protocol):
-    """Frozen weights of layers that read the same rows, in a format with products of its own; without biases and
-    adapters.
+    """Frozen weights of layers that read the same rows, in a format that computes its own products.
+
+    Biases and adapters are not included.
     """
 
     def forward_product(self, parts: Sequence[LinearPart], x_TI: torch.Tensor) -> torch.Tensor:
-        """Return ``x @ W^T`` of all layers side by side, in the dtype of the rows and in new memory."""
+        """Return ``x @ W^T`` of all layers, concatenated, in the dtype of the rows and in new memory."""
 
     def backward_product(self, parts: Sequence[LinearPart], d_TO: torch.Tensor) -> torch.Tensor:
         """Return ``d @ W``, in the dtype of the rows and in new memory."""
@@ -90,8 +91,8 @@ def rows_for(fused_linear: FusedLinear, like_TI: torch.Tensor) -> torch.Tensor:
 def gradients_for(fused_linear: FusedLinear, like_TO: torch.Tensor) -> torch.Tensor:
     """Return memory for gradients of an output, shape (T, O), that rows_gradients reads without a copy.
 
-    Each row has room for the low-rank rows of one layer with the largest rank of these. Weights with products of their
-    own do not use it. Only the memory returned last has this room; other gradients are copied if they need it.
+    Each row has room for the low-rank rows of one layer with the largest rank of these. A ``BaseWeight`` does not use
+    it. Only the memory returned last has this room; other gradients are copied if they need it.
     """
     num_ranks = 0 if fused_linear.base is not None else max(part.rank for part in fused_linear.parts)
     return fused_linear.dense.gradients.give(like_TO, num_ranks=num_ranks)
@@ -100,13 +101,13 @@ def gradients_for(fused_linear: FusedLinear, like_TO: torch.Tensor) -> torch.Ten
 def product(
     fused_linear: FusedLinear, x_TI: torch.Tensor, *, addend_TO: torch.Tensor | None = None, factor: float = 1.0
 ) -> Product:
-    """Return ``x @ W^T + bias + scale * (x @ A^T) @ B^T`` of every layer side by side.
+    """Return ``x @ W^T + bias + scale * (x @ A^T) @ B^T`` of all layers, concatenated.
 
     Args:
         fused_linear: The layers.
         x_TI: Rows, 2-D. Rows in memory of rows_for are not copied, and the room after them is written.
         addend_TO: Added to the product of a single layer; None for nothing.
-        factor: Multiplied with the product before addend_TO is added; only with addend_TO.
+        factor: Factor of the product before addend_TO is added; only with addend_TO.
 
     Cost:
         2 T I O FLOP and those of the adapters; no host sync. All layers share one GEMM if they are packed, in a fused
@@ -138,7 +139,7 @@ def low_rank_rows(fused_linear: FusedLinear, x_TI: torch.Tensor) -> torch.Tensor
     low_TR = x_TI.new_empty(x_TI.shape[0], a_RI.shape[0])
     groups = [(ranks, part.scale) for part, ranks in zip(fused_linear.parts, _ranks(fused_linear.parts)) if part.rank]
     if len({scale for _, scale in groups}) == 1:
-        # The usual case, in one product.
+        # The usual case: one product.
         groups = [(slice(None), groups[0][1])]
     for ranks, scale in groups:
         out = low_TR[:, ranks]
@@ -149,9 +150,9 @@ def low_rank_rows(fused_linear: FusedLinear, x_TI: torch.Tensor) -> torch.Tensor
 def rows_gradients(
     fused_linear: FusedLinear, d_TO: torch.Tensor, *, needs_x: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradient of the rows, None if not needed, and that of low_rows_gradient.
+    """Return the gradient of the rows, None if not needed, and the result of low_rows_gradient.
 
-    The rows of the first may have any stride.
+    The rows of the first result may have any stride.
 
     Cost:
         2 T I O FLOP and those of the adapters; one GEMM gives both if the adapters are part of the base's GEMM.
@@ -167,14 +168,14 @@ def rows_gradients(
 def rows_gradients_apart(
     fused_linear: FusedLinear, d_TO: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradient of the rows without the part of the adapters, that of low_rows_gradient, and A of all layers.
+    """Return the gradient of the rows without the part of the adapters, the result of low_rows_gradient, and all A.
 
     The whole gradient is ``first + second @ third``. A caller that reads the rows next adds the product there and saves
-    a pass over them. If the third is None, the first is whole.
+    a pass over them. If the third is None, the first is the whole gradient.
 
     Cost:
-        As rows_gradients without that product. For a single layer with far fewer outputs than inputs, a copy of d_TO if
-        its rows have no room, and of a dense weight outside of a fused buffer: less than that pass.
+        That of rows_gradients without that product. For a single layer with far fewer outputs than inputs, a copy of
+        d_TO if its rows have no room, and of a dense weight outside of a fused buffer; both cost less than that pass.
     """
     num_rows, num_inputs = d_TO.shape[0], fused_linear.num_inputs
     if _has_appended(fused_linear, d_TO):
@@ -229,7 +230,7 @@ def parameter_gradients(
         d_TO: Gradient of its output.
         low_TR: Low-rank rows that the product returned.
         d_low_TR: Result of low_rows_gradient.
-        needs: Which are needed, in the order of FusedLinear.tensors.
+        needs: Whether each gradient is needed, in the order of FusedLinear.tensors.
         factor_I: Factor of the columns of x_TI in the rows that the product read; None for 1. Not allowed if the
             gradient of a weight is needed.
 
@@ -240,7 +241,7 @@ def parameter_gradients(
     d_a = None
     if any(needs[2::TENSORS_PER_LAYER]):
         assert d_low_TR is not None
-        # One GEMM for all layers; each gradient is some of its rows.
+        # One GEMM for all layers; the gradient of each layer is a block of its rows.
         d_a = wide_product(d_low_TR.T, x_TI, dtype=_master_dtype(parts))
         if factor_I is not None:
             d_a.mul_(factor_I)
@@ -258,11 +259,11 @@ def parameter_gradients(
 
 
 def _has_augmented(fused_linear: FusedLinear, num_rows: int) -> bool:
-    """Whether adapters are part of the base's GEMM.
+    """Return whether adapters are part of the base's GEMM.
 
-    They are if outputs are wider than the rows and weights are dequantised anyway, in a fused buffer, or rows are many.
-    A second GEMM for B would read and write the whole output again: 0.4 of 2.4 ms for 17,408 x 5,120 on an H200.
-    Weights with products of their own exclude adapters.
+    They are if outputs are wider than the rows, and weights are dequantised anyway, or in a fused buffer, or rows are
+    many. A second GEMM for B would read and write the whole output again: 0.4 of 2.4 ms for 17,408 x 5,120 on an H200.
+    The products of a ``BaseWeight`` never include adapters.
     """
     parts = fused_linear.parts
     if fused_linear.base is not None or not rides_along(parts):
@@ -275,9 +276,9 @@ def _has_augmented(fused_linear: FusedLinear, num_rows: int) -> bool:
 
 
 def _has_appended(fused_linear: FusedLinear, d_TO: torch.Tensor) -> bool:
-    """Whether the gradient of the rows is one GEMM with A below the weight.
+    """Return whether the gradient of the rows is one GEMM with A below the weight.
 
-    It saves the addition at the next read of those rows: 0.6 ms for 32,768 x 14,336 on an H200 (python -m
+    This saves the addition at the next read of those rows: 0.6 ms for 32,768 x 14,336 on an H200 (python -m
     benchmarks.row_kernels --only "expert_gate backward" --rows 32768 --expert-width 14336). Copies move 4 bytes per row
     and output, and per input and output if weights are neither packed nor in a fused buffer.
     """
@@ -304,7 +305,7 @@ def _appended_gradient(fused_linear: FusedLinear, d_TO: torch.Tensor, d_low_TR: 
 def _base_product(
     fused_linear: FusedLinear, x_TI: torch.Tensor, *, addend_TO: torch.Tensor | None, factor: float
 ) -> torch.Tensor:
-    """Return ``factor * (x @ W^T + bias)`` of every layer side by side, plus the addend of a single layer."""
+    """Return ``factor * (x @ W^T + bias)`` of all layers, concatenated, plus the addend of a single layer."""
     pieces = [] if fused_linear.base is not None else _dense_pieces(fused_linear, x_TI)
     if len(pieces) == 1 and addend_TO is None and factor == 1.0:
         return _biased_product(x_TI, pieces[0][1], fused_linear.parts)
@@ -355,7 +356,7 @@ def _biased_product(x_TI: torch.Tensor, weight_OI: torch.Tensor, parts: Sequence
     """Return ``x @ W^T + bias`` of all layers in one GEMM, which adds the bias to its fp32 sums on CUDA."""
     if all(part.bias is None for part in parts):
         return x_TI @ weight_OI.T
-    # As bitsandbytes does, a bias takes the dtype of the rows.
+    # As in bitsandbytes, a bias takes the dtype of the rows.
     biases = [x_TI.new_zeros(part.num_outputs) if part.bias is None else part.bias.to(x_TI.dtype) for part in parts]
     return torch.addmm(biases[0] if len(biases) == 1 else torch.cat(biases), x_TI, weight_OI.T)
 
@@ -367,7 +368,7 @@ def _add_bias(y_TO: torch.Tensor, parts: Sequence[LinearPart], *, factor: float)
 
 
 def _dense_pieces(fused_linear: FusedLinear, x: torch.Tensor) -> list[tuple[slice, torch.Tensor]]:
-    """Return for each weight its columns of the output, and the weight as (O, I)."""
+    """Return the output columns and the weight, shape (O, I), of each layer or packed group."""
     parts = fused_linear.parts
     if parts[0].is_packed:
         return [(slice(None), fused_linear.dense.gather(parts, num_inputs=fused_linear.num_inputs, dtype=x.dtype))]
@@ -382,9 +383,9 @@ def fuse_linears(parts: Sequence[LinearPart | str], dense: DenseWeights) -> Fuse
             return part
         found.append(part)
     if len({part.is_packed for part in found}) > 1:
-        return "dense and packed layers side by side"
+        return "dense and packed layers read the same rows"
     if len({part.a_RI.dtype for part in found if part.a_RI is not None}) > 1:
-        return "adapters in several dtypes side by side"
+        return "adapters of the same rows have several dtypes"
     return FusedLinear(tuple(found), dense)
 
 

@@ -49,7 +49,7 @@ class _LowPrecisionCopy:
         )
 
     def is_current(self) -> bool:
-        """Whether the master is as it was copied, as far as the host knows: version counter and address."""
+        """Return whether version counter and address of the master are those of the last copy."""
         return self._version == self.master._version and self._pointer == self.master.data_ptr()
 
     def copy_master(self) -> None:
@@ -67,8 +67,8 @@ class LowPrecisionAdapters:
     """Hold the low-precision copies of a model's LoRA weights and keep them equal to their masters.
 
     A copy is made in the first forward that needs it, and again if the master's version counter or address changed.
-    Changes that show in neither (fused and bitsandbytes optimizers, writes through ``.data``) need ``refresh`` after
-    every optimizer step.
+    Some writes change neither (fused and bitsandbytes optimizers, writes through ``.data``); they need ``refresh``
+    after every optimizer step.
 
     Args:
         compute_dtype: Dtype of the copies and of the low-rank GEMMs.
@@ -78,7 +78,7 @@ class LowPrecisionAdapters:
     def __init__(self, *, compute_dtype: torch.dtype, status: Status) -> None:
         self.compute_dtype = compute_dtype
         self.status = status
-        # Masters are sharded, and gathered for each pass.
+        # Whether masters are sharded, and gathered for each pass.
         self.is_sharded = False
         self._layers: list[LoraLayer] = []
         self._experts = LowPrecisionExpertAdapters(compute_dtype)
@@ -110,8 +110,8 @@ class LowPrecisionAdapters:
             is_after_step: Whether this follows an optimizer step, so that copies written by the step are skipped.
 
         Cost:
-            One foreach copy over all adapters; for those on experts another one, and a launch for each second factor.
-            Reads masters, writes copies; no host sync.
+            One foreach copy over all adapters; for adapters on experts another one, and a launch for each second
+            factor. Reads masters, writes copies; no host sync.
         """
         self._experts.refresh()
         copies = [copy for copy in self._copies() if copy.is_copy_of(copy.master, self.compute_dtype)]
@@ -127,12 +127,12 @@ class LowPrecisionAdapters:
             copy._mark()
 
     def read(self, linear: nn.Linear) -> torch.Tensor:
-        """Return the weight of lora_A or lora_B in the compute dtype, up to date as far as the host knows."""
+        """Return the weight of lora_A or lora_B in the compute dtype, refreshed if its version counter changed."""
         master = linear.weight
         if master.dtype is self.compute_dtype:
             return master.detach()
         if self.is_sharded:
-            # Gathered for this pass: no version counter shows a stale copy.
+            # The master was gathered for this pass, so no version counter tells whether a copy is stale.
             return master.detach().to(self.compute_dtype)
         copy = vars(linear).get(_WEIGHT_ATTRIBUTE)
         if copy is None or not copy.is_copy_of(master, self.compute_dtype):
@@ -154,7 +154,7 @@ class LowPrecisionAdapters:
 
 
 class _CopyForward:
-    """The forward of a LoRA layer with low-precision copies; the forward of PEFT's class serves all other calls."""
+    """The forward of a LoRA layer with low-precision copies; all other calls run the forward of PEFT's class."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         adapters: LowPrecisionAdapters = vars(self)[_LAYER_ATTRIBUTE]
@@ -170,7 +170,7 @@ class _CopyForward:
         if session is None or not session.is_replay:
             return add_low_rank(self.base_layer(x), self.lora_dropout[name](x))  # type: ignore[attr-defined]
         point = value_name(self)  # type: ignore[arg-type]
-        # A base that is trained, or of a kind that is no value point, may save tensors of its own, so it has to run.
+        # A base that is trained, or that is no value point, may save tensors of its own, so it must run.
         is_unneeded = session.is_last(point) and is_frozen_point(self.base_layer)  # type: ignore[attr-defined]
         if is_unneeded:
             session.skip(value_name(self.base_layer))  # type: ignore[attr-defined]
@@ -179,7 +179,7 @@ class _CopyForward:
         with session.watch_end(point):
             out = add_low_rank(base, dropped)
         if is_unneeded:
-            # The recompute went on, so the output may be read.
+            # The recompute continued, so the output may be read.
             with torch.no_grad():
                 out.data = add_low_rank(self.base_layer(x), dropped)  # type: ignore[attr-defined]
         return out
@@ -192,11 +192,11 @@ class LoraLinear(_CopyForward, PeftLinear):
 def install_low_precision_adapters(
     model: nn.Module, patcher: ModelPatcher, *, compute_dtype: torch.dtype
 ) -> LowPrecisionAdapters:
-    """Let every plain LoRA layer of a PEFT model compute in compute_dtype while its Parameters stay the wide masters.
+    """Make every plain LoRA layer of a PEFT model compute in compute_dtype; its Parameters stay the fp32 masters.
 
-    PEFT's names, files and methods do not change. A layer takes the fast path for exactly one active plain LoRA adapter
-    that is neither merged nor disabled (no variant such as DoRA, no LoRA bias, no mixed batch); anything else runs
-    PEFT's own forward.
+    PEFT's names, files and methods do not change. A layer takes the fast path with exactly one active plain LoRA
+    adapter that is neither merged nor disabled (no variant such as DoRA, no LoRA bias, no mixed batch). All other cases
+    run PEFT's own forward.
 
     Args:
         model: A PEFT model, or a module around one. Sharded adapters are cast as they are gathered, in each pass.
@@ -204,10 +204,10 @@ def install_low_precision_adapters(
         compute_dtype: torch.bfloat16 or torch.float16; with torch.float32 nothing is changed.
 
     Returns:
-        The copies, with ``refresh()`` for after each optimizer step and ``status``.
+        The copies; call ``refresh()`` after each optimizer step. ``status`` is the status of the installation.
 
     Raises:
-        OptionError: compute_dtype is no floating dtype.
+        OptionError: compute_dtype is not a floating dtype.
 
     Cost:
         Two bytes per adapter parameter, on the first forward.
@@ -238,7 +238,7 @@ def install_low_precision_adapters(
 
 
 def _judge(layers: dict[str, LoraLayer], *, served: dict[str, LoraLayer], compute_dtype: torch.dtype) -> Status:
-    """Say whether low-precision copies are needed, and what they will serve."""
+    """Return the status: whether low-precision copies are needed, and for which layers."""
     # Wrappers around routed experts have copies in another layout (moe/adapters.py).
     routed = {name: layer for name, layer in layers.items() if isinstance(layer, RoutedWrapper)}
     others = _count_types([layer for name, layer in layers.items() if name not in served and name not in routed])
@@ -262,7 +262,7 @@ def _judge(layers: dict[str, LoraLayer], *, served: dict[str, LoraLayer], comput
 
 
 def _has_pieces(layers: dict[str, LoraLayer]) -> bool:
-    """Whether adapter weights are sharded over ranks."""
+    """Return whether adapter weights are sharded over ranks."""
     return any(
         hasattr(parameter, "device_mesh")
         for layer in layers.values()
@@ -272,7 +272,7 @@ def _has_pieces(layers: dict[str, LoraLayer]) -> bool:
 
 
 def _count_types(layers: list[LoraLayer]) -> str:
-    """Return how many layers of each class there are, in words."""
+    """Return the number of layers of each class, as text."""
     names = [type(layer).__name__ for layer in layers]
     return ", ".join(f"{names.count(name)} {name}" for name in sorted(set(names)))
 
@@ -309,8 +309,9 @@ def _class_for(old: type[LoraLayer]) -> type[nn.Module] | None:
 
 
 class ActiveAdapter(NamedTuple):
-    """The one plain LoRA that is active around a linear layer: masters of A (R, D) and B (N, R), the copies of both
-    that compute, and the scale.
+    """The one plain LoRA that is active around a linear layer.
+
+    It has the masters of A (R, D) and B (N, R), the copies of both that compute, and the scale.
     """
 
     a_RD: torch.Tensor
@@ -321,31 +322,31 @@ class ActiveAdapter(NamedTuple):
 
 
 def read_adapter(layer: LoraLayer, *, dtype: torch.dtype) -> ActiveAdapter | str | None:
-    """Return the one plain LoRA that is active around a linear layer, as it computes for rows of this dtype.
+    """Return the one plain LoRA that is active around a linear layer, for rows of this dtype.
 
     Args:
         layer: PEFT's layer.
-        dtype: Of the rows that it reads.
+        dtype: Dtype of the rows that it reads.
 
     Returns:
-        None if the base computes alone: no adapter is active, or they are disabled or merged. A reason if PEFT's own
-        forward must run.
+        The adapter; None if only the base computes, because no adapter is active, or they are disabled or merged. A
+        str is the reason why PEFT's own forward must run.
 
     Cost:
         A few microseconds of the host, and a copy if the low-precision copy is stale.
     """
     if layer.merged or layer.disable_adapters:
-        return "is asked for its base while adapters are merged" if layer.merged and layer.disable_adapters else None
+        return "adapters are disabled while they are merged" if layer.merged and layer.disable_adapters else None
     adapters: LowPrecisionAdapters | None = vars(layer).get(_LAYER_ATTRIBUTE)
     if _class_for(type(layer)) is None and adapters is None:
-        return f"{type(layer).__name__} is no plain LoRA layer"
+        return f"{type(layer).__name__} is not a plain LoRA layer"
     names = [name for name in layer.active_adapters if name in layer.lora_A]
     if len(names) != 1:
         return "several adapters are active" if names else None
     name = names[0]
     linears = (layer.lora_A[name], layer.lora_B[name])
     if name in layer.lora_variant or layer.lora_bias.get(name, False):
-        return "the adapter is no plain LoRA (a variant such as DoRA, or a bias)"
+        return "the adapter is not plain LoRA (a variant such as DoRA, or with a bias)"
     dropout = layer.lora_dropout[name]
     if layer.training and not isinstance(dropout, nn.Identity) and getattr(dropout, "p", 1.0) > 0.0:
         return "the adapter has dropout"
@@ -358,7 +359,7 @@ def read_adapter(layer: LoraLayer, *, dtype: torch.dtype) -> ActiveAdapter | str
         copies = [weight.detach() for weight in masters]
     else:
         return (
-            f"the adapter is held in {masters[0].dtype} and rows are in {dtype}, without the low-precision copies that "
+            f"the adapter is in {masters[0].dtype} and rows are in {dtype}, without the low-precision copies that "
             "FineTuner keeps"
         )
     return ActiveAdapter(masters[0], masters[1], copies[0], copies[1], float(layer.scaling[name]))

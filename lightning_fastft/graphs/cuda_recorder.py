@@ -39,7 +39,7 @@ class CudaRecorder:
         before = generator.clone_state()
         self._stream.wait_stream(current)
         if not self._graphs:
-            # A pool is freed with its last graph.
+            # The allocator frees a pool with its last graph.
             self._pool = torch.cuda.graph_pool_handle()
         with torch.cuda.stream(self._stream):
             is_done = False

@@ -25,7 +25,7 @@ def install_layer_graphs(root: nn.Module, patcher: ModelPatcher, *, if_launch_bo
 
     Returns:
         One LayerGraphs per model whose layers are all fused and all have attention. The gated delta rule runs eagerly,
-        because its list of chunks changes its length from pack to pack.
+        because the length of its list of chunks changes from pack to pack.
     """
     found = []
     for _, model in find_causal_models(root):

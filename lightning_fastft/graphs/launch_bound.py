@@ -1,4 +1,4 @@
-"""Find out without a host sync whether the layers of a model are launch-bound."""
+"""Determine without a host sync whether the layers of a model are launch-bound."""
 
 from __future__ import annotations
 

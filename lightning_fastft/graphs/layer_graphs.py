@@ -50,8 +50,9 @@ _MOST_LENGTHS = 2
 _MANY_LENGTHS = 5
 # A layer recorded more often than this has weights that keep moving.
 _MOST_RECORDINGS = 4
-# Memory of recordings if all activations are kept or all are recomputed, relative to the transient memory of a step,
-# without the hidden states of all layers. Measured: 1.1 and 1.6 to 2 (results.csv: keep+graphs, recompute+graphs).
+# Memory of recordings relative to the transient memory of a step, if all activations are kept and if all are
+# recomputed, without the hidden states of all layers. Measured: 1.1 and 1.6 to 2 (results.csv: keep+graphs,
+# recompute+graphs).
 _ROOM_KEPT, _ROOM_RECOMPUTED = 1.25, 2.0
 _OUTPUT_FLAGS = ("output_attentions", "output_hidden_states", "output_router_logits")
 _RECORDING = "transformers.utils.output_capturing"
@@ -61,10 +62,10 @@ class LayerGraphs:
     """Run the fused decoder layers of a model from recorded graphs where that is exact, and eagerly elsewhere.
 
     A micro-batch runs eagerly if it is one of the first two of its length, if an earlier one waits for its backward, if
-    its plan copies to the host or is still measured, and for the reasons that ``status`` gives. Eager micro-batches
-    need their own memory besides that of the graphs. Gradients of trained parameters are written to buffers. In a
-    single process ``Parameter.grad`` refers to these buffers. In a process group autograd accumulates them, so that
-    DistributedDataParallel sees each gradient when its layer is done and overlaps the all-reduce. A layer whose
+    its plan copies to the host or is still measured, and for the reasons that ``status`` returns. Eager micro-batches
+    need memory in addition to that of the graphs. Gradients of trained parameters are written to buffers. In a single
+    process ``Parameter.grad`` refers to these buffers. In a process group autograd accumulates them, so that
+    DistributedDataParallel receives each gradient when its layer is done and overlaps the all-reduce. A layer whose
     parameters have other hooks is not recorded.
 
     Args:
@@ -77,8 +78,8 @@ class LayerGraphs:
             recording fails, layers run eagerly from then on. None: always record, and raise if that fails.
 
     Cost:
-        Memory: one tensor of hidden states per layer besides the plan, the gradients of trained parameters, and the
-        pool, which stays reserved between steps. Host: two launches per layer and micro-batch. No host sync.
+        Memory in addition to the plan: one tensor of hidden states per layer, the gradients of trained parameters, and
+        the pool, which stays reserved between steps. Host: two launches per layer and micro-batch. No host sync.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class LayerGraphs:
         self._shapes: Counter[torch.Size] = Counter()
         self._context: BatchContext | None = None
         self._kind: PackBucket | None = None
-        # Runs that wait for their backward; a run that is no longer referenced has none.
+        # Runs that wait for their backward; a run that is no longer referenced will have no backward.
         self.open_runs: weakref.WeakSet[Run] = weakref.WeakSet()
         self._buffers: dict[Hashable, torch.Tensor] = {}
         self._grads: dict[torch.Tensor, torch.Tensor] = {}
@@ -211,7 +212,7 @@ class LayerGraphs:
         return self._refusal
 
     def _missing_memory(self, hidden: torch.Tensor) -> str:
-        """Return how much memory recordings need if it is not free, or ""."""
+        """Return the memory that recordings need, as text, if it is not free; "" if it is."""
         if not hidden.is_cuda:
             return ""
         segments = [vars(layer.self_attn).get(SEGMENT_ATTRIBUTE) for layer in self._layers]
@@ -285,14 +286,14 @@ class LayerGraphs:
             # The autograd graph of an earlier step accumulates on the legacy stream, which cannot be captured.
             is_held = "legacy stream" in str(error)
             advice = (
-                "Something holds the loss of an earlier step with its graph: keep loss.detach()"
+                "The loss of an earlier step is still referenced with its autograd graph: keep loss.detach()"
                 if is_held
-                else "Give FusedKernels cuda_graphs=False"
+                else "Use FusedKernels(cuda_graphs=False)"
             )
             raise SwapError(f"{what} could not be recorded as a CUDA graph. {advice}. ({error})") from error
 
     def obstacle(self, layer: Any, hidden: torch.Tensor, context: object) -> str:
-        """Return why a call must run eagerly, judged by its arguments, or ""."""
+        """Return why a call must run eagerly because of its arguments, or ""."""
         if not isinstance(context, BatchContext):
             return "batches are not packed"
         if self._refusal:
@@ -307,7 +308,7 @@ class LayerGraphs:
         if segment is not None and (
             segment.awaits_plan() or segment.observer is not None or segment.on_backward is not None
         ):
-            return "the plan is still being made"
+            return "the first steps are still measured for the plan"
         return ""
 
     def lasting_obstacle(self, layer: Any, kwargs: dict[str, Any]) -> str:
@@ -342,7 +343,7 @@ class _LayerGraph:
         self.layer, self._graphs, self._index = layer, graphs, index
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Drop the graphs of a copied or pickled layer."""
+        """Drop the graphs from a copied or pickled layer."""
         return type(None), ()
 
     @property
@@ -351,7 +352,7 @@ class _LayerGraph:
         return self._graphs.has_recordings(self._index)
 
     def call(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the layer from its graph if one serves this call, else eagerly."""
+        """Run the layer from its graph if one fits this call, else eagerly."""
         if not torch.is_grad_enabled() or not self.layer.training or not args or torch.compiler.is_compiling():
             return run(*args, **kwargs)
         recording = self._find(run, args, kwargs)
@@ -381,7 +382,7 @@ class _LayerGraph:
         if recording is None or not recording.is_current(self.layer):
             return self._record(kind, run, args, kwargs)
         if recording.is_in_use:
-            # A second forward of the same batch before its backward.
+            # This is a second forward of the same batch before its backward.
             return None
         changed = recording.load(kwargs)
         if changed:
@@ -446,7 +447,7 @@ class Run:
         self._graphs.open_runs.discard(self)
         if d_out.data_ptr() != recording.d_hidden.data_ptr():
             recording.d_hidden.copy_(d_out)
-        # The gradient of an earlier micro-batch may be in the buffer that is written next.
+        # The buffer that is written next may hold the gradient of an earlier micro-batch.
         for parameter, gradient in recording.gradients:
             if parameter.grad is not None and parameter.grad.data_ptr() == gradient.data_ptr():
                 parameter.grad = parameter.grad.clone()
@@ -478,7 +479,7 @@ class Run:
         return [found.get(parameter) for parameter in self._recording.trained]
 
     def _first_backward(self) -> None:
-        """Record the backward and run it; if recording fails and may fail, repeat forward and backward eagerly."""
+        """Record the backward and run it; if recording fails and that is allowed, run forward and backward eagerly."""
         recording = self._recording
         assert recording.run_forward is not None
         # The recording is the first run, so it shows which parameters have a gradient.

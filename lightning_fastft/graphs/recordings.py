@@ -70,7 +70,7 @@ class Recording:
         self.out = graphs.buffer(("out", index), hidden)
         self.d_hidden = graphs.buffer("gradient", hidden)
         before = graphs.buffer(("out", index - 1), hidden) if index else None
-        # Read the output of the previous layer in place.
+        # The recording reads the output of the previous layer in place.
         memory = (
             before
             if before is not None and before.data_ptr() == hidden.data_ptr()
@@ -88,14 +88,14 @@ class Recording:
         self.open_run: weakref.ref[Run] | None = None
         self.forward: Callable[[], None] | None = None
         self.backward: Callable[[], None] | None = None
-        # The eager forward in the memory of the recording, until the backward is recorded.
+        # Runs the forward eagerly in the memory of the recording, until the backward is recorded.
         self.run_forward: Callable[[], None] | None = None
         # Trained parameters and the memory of their gradients; recording the backward drops those without a gradient.
         self.gradients = [(parameter, graphs.gradient_of(parameter)) for parameter in self.trained]
 
     @property
     def is_in_use(self) -> bool:
-        """Whether a forward waits for its backward."""
+        """Return whether a forward waits for its backward."""
         run = None if self.open_run is None else self.open_run()
         return run is not None and not run.is_over
 
@@ -147,7 +147,7 @@ class Recording:
         return sorted(self.backends.keys() - graphs.backends)
 
     def is_current(self, layer: nn.Module) -> bool:
-        """Return whether weights, their addresses, adapters and the plan are those of the recording."""
+        """Return whether weights, their addresses, adapters and the plan are unchanged since the recording."""
         are_same = all(held.get(name) is parameter for (held, name), parameter in zip(self._places, self._found))
         return are_same and self.plan is plan_of(layer) and self.state == self._read_state()
 

@@ -1,5 +1,5 @@
 """Plan which activations to keep, offload or recompute, from measured costs and without torch.
 
-A ``StepCost`` and a ``Machine`` enter, a ``Plan`` leaves. ``step`` holds the data, ``prediction`` simulates a step,
-``search`` finds the best plan, ``picture`` renders it. Read ``plan`` first.
+``make_plan`` takes a ``StepCost`` and a ``Machine`` and returns a ``Plan``. ``step`` defines these types,
+``prediction`` simulates a step, ``search`` finds the best plan, ``picture`` renders it. Read ``plan`` first.
 """

@@ -1,4 +1,4 @@
-"""Render a plan as text: segments, predicted cost, memory over the step, and work of the lanes over time."""
+"""Render a plan as text: segments, predicted cost, memory over the step, and work of the streams over time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _describe_segments(segments: tuple[SegmentPlan, ...]) -> str:
     numbers: dict[SegmentPlan, list[int]] = {}
     for number, plan in enumerate(segments):
         numbers.setdefault(plan, []).append(number)
-    lines = [f"{'segments':<{_NUMBERS_WIDTH}}what becomes of their activations"]
+    lines = [f"{'segments':<{_NUMBERS_WIDTH}}treatment of their activations"]
     for plan, found in numbers.items():
         first = f"{_ranges(found):<{_NUMBERS_WIDTH}}"
         lines += wrap(
@@ -66,13 +66,13 @@ def describe_segment(plan: SegmentPlan) -> str:
     """Return the plan of a layer in words."""
     streamed = "; weights streamed" if plan.is_streamed else ""
     if plan.is_kept:
-        return f"kept: nothing is computed again{streamed}"
+        return f"kept: nothing is recomputed{streamed}"
     parts = [f"input {plan.input_place}"]
     for place in ("host", "device"):
         names = [name for name, found in plan.values if found == place]
         if names:
             parts.append(f"{', '.join(names)} on the {place}")
-    return "; ".join([*parts, "rest rebuilt"]) + streamed
+    return "; ".join([*parts, "rest recomputed"]) + streamed
 
 
 def _describe_prediction(cost: StepCost, prediction: Prediction) -> str:
@@ -80,7 +80,7 @@ def _describe_prediction(cost: StepCost, prediction: Prediction) -> str:
     least = sum(segment.forward_ms + segment.backward_ms for segment in cost.segments) + cost.head_ms + cost.other_ms
     lines = [
         f"predicted peak    {_gib(prediction.peak_bytes)}",
-        f"predicted step    {prediction.step_ms:,.1f} ms, {max(0.0, computed - least):,.1f} of it computed again",
+        f"predicted step    {prediction.step_ms:,.1f} ms, {max(0.0, computed - least):,.1f} of it recomputed",
         f"exposed copies    {prediction.exposed_ms:,.1f} ms",
         f"host memory       {_gib(prediction.host_bytes)} pinned, staging slots of "
         f"{prediction.staging_bytes / _MIB:,.0f} MiB",
@@ -118,14 +118,14 @@ def _kind_of(labels: Iterable[str]) -> str:
 
 
 def _draw_lanes(prediction: Prediction) -> str:
-    """Return the work of each lane in equal time slices of the step."""
+    """Return the work of each stream in equal time slices of the step."""
     slice_ms = prediction.step_ms / NUM_COLUMNS
     lanes: dict[str, list[Interval]] = {"compute": [], "d2h": [], "h2d": []}
     for interval in prediction.lanes:
         lanes[interval.lane].append(interval)
     lines = [
-        f"lanes over time, one character is {slice_ms:.2f} ms",
-        "(compute: f h b as above, o other, . waits; copies: . none, - some, = half or more, # all of it)",
+        f"streams over time, one character is {slice_ms:.2f} ms",
+        "(compute: f h b as above, o other, . waiting; copies: . none, - some, = half or more, # all of it)",
     ]
     for lane, intervals in lanes.items():
         shares = _shares(intervals, slice_ms)
@@ -158,7 +158,7 @@ def _compute_mark(share: dict[str, float]) -> str:
 
 
 def _copy_mark(share: float) -> str:
-    # A fully busy lane may sum to slightly less than 1.
+    # The shares of a fully busy stream may sum to slightly less than 1.
     if share > 0.99:
         return "#"
     return "=" if share >= 0.5 else "-" if share > 0.01 else _WAIT

@@ -57,9 +57,9 @@ def make_plan(
 ) -> Plan:
     """Return the plan with the shortest step that fits both budgets.
 
-    Device memory stores the values that cost most to recompute per byte. Copies that hide under compute take what does
-    not fit, inputs first. The rest is recomputed. The search simulates families of plans (number and choice of kept
-    segments, size of a staging slot, load of the copy streams), then single changes to the best plan.
+    Device memory holds the values that cost most to recompute per byte. Other tensors are offloaded, inputs first, as
+    far as their copies hide under compute. The rest is recomputed. The search simulates families of plans (number and
+    choice of kept segments, size of a staging slot, load of the copy streams), then single changes to the best plan.
 
     Args:
         cost: Measured costs of the step.
@@ -71,7 +71,7 @@ def make_plan(
             nothing else fits, or if the freed memory makes the step at least 3 % faster.
 
     Returns:
-        The plan; its notes say how a budget or the machine changed it.
+        The plan; its notes explain how a budget or the machine limited it.
 
     Raises:
         OptionError: No plan fits, or weights cannot be streamed; the message gives the smallest peak and how to lower
@@ -97,16 +97,14 @@ def make_plan(
     is_streamable = bool(num_weight_bytes) and not machine.is_unified and num_weight_bytes <= host_budget_bytes
     notes = []
     if machine.is_unified:
-        notes.append(
-            f"{machine.name} has unified memory: the host's memory is the device's, so nothing is moved there."
-        )
+        notes.append(f"{machine.name} has unified memory: host and device share it, so nothing is offloaded.")
     search = PlanSearch(model, vram_budget_bytes, host_budget_bytes, is_streamed=weights == "stream")
     best = search.run()
     if best is None and weights == "auto" and is_streamable:
         resident_bytes = search.least_bytes
         search = PlanSearch(model, vram_budget_bytes, host_budget_bytes, is_streamed=True)
         best = search.run()
-        notes.append(f"frozen weights are streamed: with resident weights the least peak is {_gib(resident_bytes)}.")
+        notes.append(f"frozen weights are streamed: with resident weights the lowest peak is {_gib(resident_bytes)}.")
     elif best is not None and weights == "auto" and is_streamable:
         resident_ms = model.run(best).step_ms
         other = PlanSearch(model, vram_budget_bytes, host_budget_bytes, is_streamed=True)
@@ -121,8 +119,7 @@ def make_plan(
     if wider is not None and prediction.step_ms > wider.step_ms * _NOTEWORTHY:
         notes.append(
             f"the host budget of {_gib(host_budget_bytes)} limits the plan: with {_gib(wider.host_bytes)} a step would "
-            "take "
-            f"{wider.step_ms:.0f} ms instead of {prediction.step_ms:.0f}."
+            f"take {wider.step_ms:.0f} ms instead of {prediction.step_ms:.0f}."
         )
     return Plan(tuple(best), prediction, tuple(notes))
 
@@ -139,14 +136,13 @@ def _check_streaming(machine: Machine, num_weight_bytes: int, host_budget_bytes:
         )
     if not num_weight_bytes:
         raise OptionError(
-            'weights="stream" needs frozen weights, and no segment has any (full fine-tuning trains them all); use '
+            'weights="stream" needs frozen weights, but no segment has any (full fine-tuning trains all weights); use '
             'weights="resident".'
         )
     if num_weight_bytes > host_budget_bytes:
         raise OptionError(
-            f'weights="stream" holds {_gib(num_weight_bytes)} of frozen weights in pinned host memory, and the host '
-            "budget is "
-            f'{_gib(host_budget_bytes)}; raise host_budget, or use weights="resident".'
+            f'weights="stream" needs {_gib(num_weight_bytes)} of pinned host memory for frozen weights, and the host '
+            f'budget is {_gib(host_budget_bytes)}; raise host_budget, or use weights="resident".'
         )
 
 
@@ -160,17 +156,16 @@ def _with_all_the_host(search: PlanSearch) -> Outcome | None:
 
 
 def _nothing_fits(search: PlanSearch, wider: Outcome | None, *, weights: str, is_streamable: bool) -> str:
-    ways = ["smaller max_tokens"]
+    ways = ["a smaller max_tokens"]
     if weights == "resident" and is_streamable:
         ways.append('weights="stream"')
     if wider is not None:
         ways.append(f"a host budget of {_gib(wider.host_bytes)}")
     ways.append("a larger VRAM budget")
     return (
-        f"No plan fits the VRAM budget of {_gib(search.vram_bytes)}: the least peak that is possible here is "
-        f"{_gib(search.least_bytes)}"
-        f"{' with streamed weights' if search.is_streamed else ''}. What brings it down: {', '.join(ways[:-1])}; or "
-        f"take {ways[-1]}."
+        f"No plan fits the VRAM budget of {_gib(search.vram_bytes)}: the lowest possible peak is "
+        f"{_gib(search.least_bytes)}{' with streamed weights' if search.is_streamed else ''}. "
+        f"Use {', '.join(ways[:-1])}, or {ways[-1]}."
     )
 
 

@@ -27,12 +27,12 @@ _MS_PER_S = 1e3
 def predict(cost: StepCost, segments: Sequence[SegmentPlan], *, machine: Machine, buffers: int = 2) -> Prediction:
     """Return the predicted cost of a step under a plan.
 
-    The simulation runs forward, head and backward with one copy stream in each direction, both first in first out. The
-    bytes on their way to the host never exceed those of one segment; compute waits for the rest when the backward
+    The simulation runs forward, head and backward with one copy stream in each direction, both first in first out. At
+    most the bytes of one segment are in flight to the host; compute waits for the remaining copies when the backward
     starts. In the backward the first ``buffers - 1`` segments with tensors on the host are fetched at its start, and
     each later one when the segment ``buffers - 1`` places before it starts. Compute waits for an input at the start of
     its segment and for a value at its place in the recompute. Streamed weights are fetched one layer ahead, except at
-    both turns of a step, where the three slots already hold the next weights.
+    the start of the forward and of the backward, where the three slots already hold the next weights.
 
     Args:
         cost: Measured costs of the step.
@@ -77,7 +77,7 @@ class Outcome(NamedTuple):
 
 
 class Footprint(NamedTuple):
-    """Memory of a step, and its time without waits, which no plan can beat; both are known before the simulation."""
+    """Memory of a step, and its time without waits, a lower bound; both are known before the simulation."""
 
     works: list[_Work]
     streamed: list[int]
@@ -138,7 +138,7 @@ class StepModel:
         self._own_ms += sum(segment.forward_ms + segment.backward_ms for segment in cost.segments)
 
     def footprint(self, segments: Sequence[SegmentPlan]) -> Footprint:
-        """Return what a plan that fits the segments needs, without simulating its times."""
+        """Return the memory and the time without waits of a plan that fits the segments, without a simulation."""
         works = [self._work(number, plan) for number, plan in enumerate(segments)]
         staging = max(work.host_bytes for work in works)
         costs = self.cost.segments
@@ -199,7 +199,7 @@ class StepModel:
         clock.wait(clock.out_free)
         for number in groups[: self.buffers - 1]:
             arrivals[number] = self._fetch(clock, works[number])
-        # The segment whose backward starts the fetch of each of the others.
+        # Maps a segment to the one that is fetched when its backward starts.
         after = dict(zip(groups, groups[self.buffers - 1 :]))
         for number in range(len(works) - 1, -1, -1):
             clock.begin(self.labels[1][number])
@@ -223,7 +223,7 @@ class StepModel:
         base += self.buffers * staging
         sent_bytes = 0
         for work, cost in zip(works, self.cost.segments):
-            # Sources are freed when newer ones replace them, so those of up to one segment stay until the backward.
+            # A source is freed when a newer one replaces it, so sources of up to one segment stay until the backward.
             sent_bytes = min(staging, sent_bytes + work.host_bytes)
             forward.append(base + work.forward_bytes + sent_bytes)
             backward.append(base + work.live_bytes + cost.backward_peak_bytes)
@@ -255,7 +255,7 @@ def _work_of(cost: SegmentCost, plan: SegmentPlan, number: int) -> _Work:
         )
     places = dict(plan.values)
     num_rebuild_ms = sum(value.rebuild_ms for value in cost.values)
-    # Work of no value (norms, the last projection) is distributed over the values in proportion.
+    # Work that belongs to no value (norms, the last projection) is distributed over the values in proportion.
     rest_ms = max(0.0, cost.recompute_ms - num_rebuild_ms)
     host = [_HostTensor(f"input {number}", cost.input_bytes, 0.0, 0.0)] if plan.input_place == "host" else []
     device_bytes, done_ms, rebuilt_ms = 0, 0.0, 0.0
@@ -341,7 +341,7 @@ class _Clock:
 
 
 class _WeightStream:
-    """Frozen weights that are copied one layer ahead; at both turns of a step the slots hold the next weights."""
+    """Frozen weights, copied one layer ahead; forward and backward start with their first weights in the slots."""
 
     def __init__(self, clock: _Clock, sizes: list[int], numbers: list[int]) -> None:
         self._clock, self._sizes, self._numbers = clock, sizes, numbers

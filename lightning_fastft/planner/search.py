@@ -18,7 +18,7 @@ _NUM_COARSE, _NUM_CLOSE = 6, 6
 _NUM_HOST_CANDIDATES, _NUM_SLOT_SIZES = 8, 7
 # Simulated segments in the search for single changes; limits it to about 0.2 s of one core.
 _NUM_LOCAL_SEGMENTS = 30_000
-# Densities closer than this count as equal, so that noise in measured times does not scatter what is kept.
+# Densities closer than this count as equal, so that noise in measured times does not scatter the kept values.
 _DENSITY_STEP = 0.05
 _MS_PER_S = 1e3
 # Times closer than this may be equal after rounding.
@@ -159,7 +159,7 @@ class PlanSearch:
         return frozenset(range(last - num_kept + 1, last + 1))
 
     def _with_host(self, recipe: _Recipe, kept: frozenset[int]) -> tuple[SegmentPlan, ...]:
-        """Offload evenly what the copy streams have time for: each segment adds its time to a credit for bytes."""
+        """Offload evenly as much as the copy streams can move: each segment adds its time to a credit of bytes."""
         segments = [SegmentPlan(number in kept, "device", (), streams) for number, streams in enumerate(self._streams)]
         movable = self._movable_inputs(recipe, kept)
         input_bytes = sum(self._costs[number].input_bytes for number in movable)

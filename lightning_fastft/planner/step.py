@@ -105,7 +105,7 @@ class SegmentPlan(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """Work on one lane ("compute", "d2h" or "h2d"), with start and end in ms since the step began."""
+    """Work on one stream ("compute", "d2h" or "h2d"), with start and end in ms since the step began."""
 
     lane: str
     label: str
@@ -123,7 +123,7 @@ class Prediction(NamedTuple):
         host_bytes: Pinned host memory.
         staging_bytes: Size of a staging slot: the largest host share of one segment.
         memory: (moment, bytes) in the order of the step.
-        lanes: Work of each lane over time.
+        lanes: Work of each stream over time.
     """
 
     peak_bytes: int
@@ -172,8 +172,8 @@ def check_segments(cost: StepCost, segments: Sequence[SegmentPlan]) -> None:
     """Refuse a plan that does not fit its segments."""
     if len(segments) != len(cost.segments) or not segments:
         raise OptionError(
-            f"The plan has {len(segments)} segments and the step {len(cost.segments)}; they must agree, and be at "
-            "least one."
+            f"The plan has {len(segments)} segments and the step has {len(cost.segments)}; both must have the same "
+            "number, at least one."
         )
     for number, (segment, plan) in enumerate(zip(cost.segments, segments)):
         unknown = {name for name, _ in plan.values} - {value.name for value in segment.values}

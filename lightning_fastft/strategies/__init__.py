@@ -1,5 +1,5 @@
-"""Strategies of Lightning that install packed training and own the activation policy.
+"""Lightning strategies that install packed training and own the activation policy.
 
-A Trainer's model enters; it leaves patched for the length of the run. ``mixin`` is what all of them share,
-``packed_steps`` installs and judges every step. Read ``mixin`` first.
+The model of the Trainer is patched during the run. ``mixin`` has the code that all strategies share, ``packed_steps``
+installs packed training and checks every step. Read ``mixin`` first.
 """

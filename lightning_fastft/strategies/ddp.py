@@ -22,28 +22,27 @@ if TYPE_CHECKING:
 
 
 class FastFTDDPStrategy(FastFTStrategyMixin, DDPStrategy):
-    """Train one whole model per device, gradients averaged once per optimizer step, with what FastFTStrategy gives on
-    each of them.
+    """Train one whole model per device with the features of FastFTStrategy, and average gradients once per step.
 
-    Distribution is Lightning's own. Inside an accumulation window nothing is sent: the mean over the ranks is formed in
-    the last backward of it.
+    Distribution is Lightning's own. Gradients are all-reduced in the last backward of an accumulation window, and not
+    before.
 
     Args:
-        activations: What happens to activations between forward and backward; None is ``OffloadCheckpointing("auto")``.
+        activations: Policy for activations between forward and backward; None is ``OffloadCheckpointing("auto")``.
         attention: Backend of the packed attention; "auto" chooses by device, head shape and longest document.
             "one_by_one" runs the documents of a pack one at a time with the model's own attention: exact for every
             family, and slow.
-        exact_resume: Whether ExactResume is added where the Trainer has none: random states in checkpoints, signals
-            that end in one.
+        exact_resume: Whether to add ExactResume if the Trainer has none. It saves random states in checkpoints, and a
+            checkpoint after a signal.
         accelerator: As in Lightning.
         cluster_environment: As in Lightning.
         checkpoint_io: As in Lightning.
         precision_plugin: As in Lightning.
-        **kwargs: As Lightning's DDPStrategy takes them: ``process_group_backend``, ``timeout``, ``start_method``, the
+        **kwargs: Arguments of Lightning's DDPStrategy: ``process_group_backend``, ``timeout``, ``start_method``, the
             ``ddp_comm_*`` options, and those of torch's DistributedDataParallel, such as ``find_unused_parameters`` and
-            ``static_graph``. ``gradient_as_bucket_view`` is True unless given: once sent, gradients lie where they were
-            sent from, without a second copy of them (there is one while a window accumulates, and where layers run from
-            CUDA graphs).
+            ``static_graph``. ``gradient_as_bucket_view`` is True unless given: after the all-reduce, gradients are
+            views of the buckets, without a second copy. (There is a second copy while a window accumulates, and if
+            layers run from CUDA graphs.)
 
     Example:
         >>> FastFTDDPStrategy(find_unused_parameters=True).statuses()
@@ -78,14 +77,14 @@ class FastFTDDPStrategy(FastFTStrategyMixin, DDPStrategy):
         self._is_graph_recorded = False
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Install packed training, wrap the model and make the optimizer."""
+        """Install packed training, wrap the model and create the optimizer."""
         self._is_graph_recorded = False
         super().setup(trainer)
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        """Wrap the model, whose experts in NF4 are equal on every rank and cannot be sent.
+        """Wrap the model, without its NF4 experts, which are equal on every rank and cannot be broadcast.
 
-        A trained image tower has no gradients on ranks whose pack has no image, so unused parameters are searched for.
+        A trained image tower has no gradients on ranks whose pack has no image, so ``find_unused_parameters`` is set.
         """
         from lightning_fastft.hf.expert_nf4_tensor import ExpertsNF4
         from lightning_fastft.hf.families import tower_parameters
@@ -101,10 +100,10 @@ class FastFTDDPStrategy(FastFTStrategyMixin, DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Send nothing in the backwards of an accumulation window that are not its last.
+        """Skip the all-reduce in all backwards of an accumulation window except the last one.
 
-        A static graph is recorded in the first backward of a run, and torch records it only where gradients are sent
-        (in 2.13 an internal assertion fails otherwise); that one is sent, which changes no sum.
+        torch records a static graph in the first backward of a run, and only if that backward reduces gradients (in
+        2.13 an internal assertion fails otherwise). So the first backward is reduced, which changes no sum.
         """
         if self._ddp_kwargs.get("static_graph") and not self._is_graph_recorded:
             self._is_graph_recorded = True

@@ -1,4 +1,4 @@
-"""Refuse ranks whose numbers of batches differ, before the first step."""
+"""Refuse ranks with different numbers of batches, before the first step."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ STATUS_NAME = "even batches"
 
 
 def check_even_batches(trainer: pl.Trainer) -> Status:
-    """Compare the training batches of an epoch over all ranks; every rank makes this call, in ``on_train_start``.
+    """Compare the number of training batches per epoch over all ranks. Every rank must call this.
 
-    A rank that ends its epoch before the others leaves them waiting for its gradients.
+    It is called in ``on_train_start``. A rank that ends its epoch before the others leaves them waiting for its
+    gradients.
 
     Args:
-        trainer: What is counted is ``num_training_batches``: the length of the loader under ``limit_train_batches``.
+        trainer: Its ``num_training_batches`` are compared: the length of the loader under ``limit_train_batches``.
 
     Returns:
-        The number, or that it is not known.
+        A status with the number, or with the reason why it is unknown.
 
     Raises:
-        DataError: The numbers differ; all of them are named, on every rank.
+        DataError: The numbers differ; the message lists all of them, on every rank.
 
     Cost:
-        One gathering of a number per rank, once per run.
+        One all-gather of a number per rank, once per run.
     """
     if trainer.world_size == 1:
         return Status(STATUS_NAME, "inactive", "one rank")
@@ -41,19 +42,18 @@ def check_even_batches(trainer: pl.Trainer) -> Status:
         fewest = int(min(found))
         raise DataError(
             f"The ranks have different numbers of training batches per epoch ({counts}): the ranks with fewer would "
-            "leave the others waiting for "
-            "their gradients. Give every rank the same number: PackedDataModule plans it so, and "
-            f"Trainer(limit_train_batches={fewest}) cuts to the fewest."
+            "leave the others waiting for their gradients. Give every rank the same number, as PackedDataModule does, "
+            f"or set Trainer(limit_train_batches={fewest})."
         )
     if found[0] == float("inf"):
         remedy = (
-            "give the loader a length, or Trainer(limit_train_batches=...); Watchdog ends a run whose ranks wait "
+            "give the loader a length, or set Trainer(limit_train_batches=...); Watchdog ends a run whose ranks wait "
             "for each other"
         )
         return Status(
             STATUS_NAME,
             "inactive",
-            "the loader has no length, so nobody knows whether ranks have equally many batches",
+            "the loader has no length, so the number of batches per rank is unknown",
             remedy,
         )
     return Status(STATUS_NAME, "active", f"{int(found[0])} per epoch on each of {len(found)} ranks")

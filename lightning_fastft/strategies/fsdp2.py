@@ -27,51 +27,51 @@ if TYPE_CHECKING:
 
     from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 
-# What Lightning's ModelParallelStrategy serves; it checks this for an instance, not for a strategy given by name
-# (2.6.6).
+# Precisions that Lightning's ModelParallelStrategy supports. Lightning 2.6.6 checks them for an instance, but not for a
+# strategy given by name.
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true")
-# More than any cluster has.
+# Larger than any cluster.
 _MOST_DEVICES = 2**20
 
 
 class FastFTFSDPStrategy(FastFTStrategyMixin, ModelParallelStrategy):
-    """Train with FSDP2: weights, gradients and optimizer state sharded over all devices, one decoder layer gathered
-    at a time.
+    """Train with FSDP2: shard weights, gradients and optimizer state, and gather one decoder layer at a time.
 
-    Distribution is torch's and Lightning's own. Every device is a data parallel rank unless sizes say otherwise. A
-    FineTuner is built sharded, so that no device ever holds the whole model. A module of your own builds its model in
-    ``configure_model`` (Lightning's rule for this kind of strategy) and may shard it there with ``fully_shard`` over
-    ``self.device_mesh["data_parallel"]``; a transformers model that it leaves whole is sharded here before the
-    optimizer is made, each tensor in its own dtype.
+    Distribution is torch's and Lightning's own. Every device is a data-parallel rank unless the sizes say otherwise. A
+    FineTuner is built sharded, so that no device ever holds the whole model. Your own module must build its model in
+    ``configure_model`` (Lightning's rule for this kind of strategy), and may shard it there with ``fully_shard`` over
+    ``self.device_mesh["data_parallel"]``. A transformers model that is not sharded there is sharded by the strategy
+    before the optimizer is created, each tensor in its own dtype.
 
     Args:
-        activations: What happens to activations between forward and backward; None is ``OffloadCheckpointing("auto")``.
+        activations: Policy for activations between forward and backward; None is ``OffloadCheckpointing("auto")``.
         attention: Backend of the packed attention; "auto" chooses by device, head shape and longest document.
             "one_by_one" runs the documents of a pack one at a time with the model's own attention: exact for every
             family, and slow.
-        exact_resume: Whether ExactResume is added where the Trainer has none: random states in checkpoints, signals
-            that end in one.
-        data_parallel_size: Devices over which the model is cut and the batches are spread; "auto" is all that tensor
-            parallelism leaves.
-        tensor_parallel_size: Devices that share each matrix product; "auto" is what data_parallel_size leaves, and 1 if
-            that is "auto" too. Above 1 only for a module that applies tensor parallelism itself.
-        shard: Devices over which one copy of the weights is cut: "auto" for all data parallel devices, "node" for those
-            of one machine, or a number that divides them. With fewer than all, each group holds a copy, and gradients
-            are reduced inside a group and then between the groups (hybrid sharding): weights are gathered over the
-            faster links of a machine.
+        exact_resume: Whether to add ExactResume if the Trainer has none. It saves random states in checkpoints, and a
+            checkpoint after a signal.
+        data_parallel_size: Number of devices over which the model is sharded and the batches are distributed; "auto"
+            is the number of devices divided by tensor_parallel_size.
+        tensor_parallel_size: Number of devices that share each matrix product; "auto" is the number of devices divided
+            by data_parallel_size, and 1 if that is "auto" too. Above 1 only for a module that applies tensor
+            parallelism itself.
+        shard: Devices over which one copy of the weights is sharded: "auto" for all data-parallel devices, "node" for
+            those of one machine, or a number that divides them. With fewer than all, each group holds a copy, and
+            gradients are reduced inside a group and then between the groups (hybrid sharding). Weights are then
+            gathered over the faster links of a machine.
         gradient_sync: "window" reduces gradients once per optimizer step; inside an accumulation window every device
-            holds the gradients of all trained weights whole. "batch" reduces them after each micro-batch and holds
-            pieces only.
+            holds the unsharded gradients of all trained weights. "batch" reduces them after each micro-batch and holds
+            only shards.
         save_distributed_checkpoint: True writes a folder with one file per rank, False one file with the whole state.
         process_group_backend: As in Lightning.
         timeout: As in Lightning.
 
     Raises:
         OptionError: A choice is unknown, the sizes do not fit the number of devices or the module, or the Trainer's
-            precision is not served.
+            precision is not supported.
 
     Cost:
-        Per step each layer is gathered in the forward and again in the backward; "window" adds the bytes of the
+        In each step, every layer is gathered in the forward and again in the backward; "window" adds the memory of the
         unsharded gradients.
 
     Source:
@@ -132,14 +132,13 @@ class FastFTFSDPStrategy(FastFTStrategyMixin, ModelParallelStrategy):
         """Check the precision, choose the sizes of the mesh, then start the process group and the mesh.
 
         Raises:
-            OptionError: Sizes or precision are not served.
+            OptionError: Sizes or precision are not supported.
         """
         precision = str(self.precision_plugin.precision)
         if precision not in _PRECISIONS:
             raise OptionError(
-                f"precision={precision!r} is not served by {type(self).__name__}, which has {', '.join(_PRECISIONS)}. "
-                "Set "
-                "Trainer(precision='32-true') and choose FineTuner(dtype=...)."
+                f"precision={precision!r} is not supported by {type(self).__name__}, which supports "
+                f"{', '.join(_PRECISIONS)}. Set Trainer(precision='32-true') and choose FineTuner(dtype=...)."
             )
         self._choose_sizes(self.num_nodes * self.num_processes)
         shard = self._choose_shard()
@@ -151,22 +150,22 @@ class FastFTFSDPStrategy(FastFTStrategyMixin, ModelParallelStrategy):
             self._sharding_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=("replicate", "shard"))
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Shard what configure_model left unsharded, then install packed training and make the optimizer.
+        """Shard the model if configure_model did not, then install packed training and create the optimizer.
 
         Raises:
-            OptionError: The module cannot be sharded from outside; the message has the line to add.
+            OptionError: The strategy cannot shard the module; the message has the line to add to the module.
         """
         self._shard_module()
         super().setup(trainer)
 
     def teardown(self) -> None:
-        """Tear down as the strategies underneath, and end a checkpoint that is still being written."""
+        """Tear down the parent strategies, and finish a checkpoint that is still being written."""
         super().teardown()
         self.checkpoint_io.teardown()
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Keep gradients unreduced in the backwards of an accumulation window that are not its last."""
+        """Skip the reduction of gradients in all backwards of an accumulation window except the last one."""
         from lightning_fastft.hf.sharding.state import sharded_roots
 
         assert self.model is not None
@@ -180,12 +179,12 @@ class FastFTFSDPStrategy(FastFTStrategyMixin, ModelParallelStrategy):
                 root.set_requires_gradient_sync(True)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Collect the state of the model, from pieces also right after an evaluation."""
+        """Return the sharded state of the model; layers that an evaluation left gathered are sharded first."""
         self._reshard()
         return super().lightning_module_state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Save one file, or a folder that gets its name when all ranks have written and rank 0 has noted their digests.
+        """Save one file, or a folder, which is renamed after all ranks have written and rank 0 has their digests.
 
         Raises:
             CheckpointNotSavedError: The checkpoint was not written; on all ranks.
@@ -208,8 +207,8 @@ class FastFTFSDPStrategy(FastFTStrategyMixin, ModelParallelStrategy):
         """Load verified tensors into the shards of the model.
 
         Raises:
-            DamagedCheckpointError: A file is not what was written; on all ranks.
-            UnsafeCheckpointError: There is more than tensors and plain types.
+            DamagedCheckpointError: A file has changed since it was written; on all ranks.
+            UnsafeCheckpointError: A file holds more than tensors and plain types.
             ResumeError: Settings of this run and of the checkpoint do not fit.
         """
         self._reshard()
@@ -249,34 +248,33 @@ class FastFTFSDPStrategy(FastFTStrategyMixin, ModelParallelStrategy):
         if data * tensor != world_size:
             raise OptionError(
                 f"data_parallel_size={self._data_parallel_size} and tensor_parallel_size={self._tensor_parallel_size} "
-                f"do not fit {world_size} "
-                "devices: their product must be the number of devices. Leave both at 'auto' for data parallelism over "
-                "all of them."
+                f"do not fit {world_size} devices: their product must be the number of devices. Leave both at 'auto' "
+                "for data parallelism over all devices."
             )
         self._data_parallel_size, self._tensor_parallel_size = data, tensor
 
     def _choose_shard(self) -> int:
-        """Return how many devices one copy of the weights is cut over.
+        """Return the number of devices over which one copy of the weights is sharded.
 
         Raises:
-            OptionError: The number does not divide the data parallel devices, or there is tensor parallelism beside it.
+            OptionError: The number does not divide the data-parallel devices, or is combined with tensor parallelism.
         """
         data = int(self._data_parallel_size)
         shard = {"auto": data, "node": self.num_processes}.get(str(self.shard), self.shard)
         assert isinstance(shard, int)
         if data % shard:
             raise OptionError(
-                f"shard={self.shard!r} cuts a copy over {shard} devices, which does not divide the {data} data "
-                "parallel devices. Give a divisor, or 'auto' for one copy over all of them."
+                f"shard={self.shard!r} shards a copy over {shard} devices, which does not divide the {data} data "
+                "parallel devices. Use a divisor, or 'auto' for one copy over all of them."
             )
         if shard != data and self._tensor_parallel_size != 1:
-            raise OptionError("shard below the number of data parallel devices is not served with tensor parallelism.")
+            raise OptionError(
+                "shard below the number of data parallel devices is not supported with tensor parallelism."
+            )
         return shard
 
     def _shard_module(self) -> None:
-        """Shard a module that configure_model left whole, and refuse one that would train without an exchange
-        between the ranks.
-        """
+        """Shard a module that configure_model did not shard; refuse one whose ranks would not exchange gradients."""
         from lightning_fastft.hf.sharding.state import is_sharded, unsharded_trained_names
         from lightning_fastft.hf.sharding.units import shard_model
 
@@ -285,27 +283,25 @@ class FastFTFSDPStrategy(FastFTStrategyMixin, ModelParallelStrategy):
         name = type(module).__name__
         if not is_overridden("configure_model", module):
             raise OptionError(
-                f"{name} builds its model before the devices are known. Under strategy='fastft_fsdp' build it in a "
-                "hook of its own: "
-                "def configure_model(self): self.model = self.model or AutoModelForCausalLM.from_pretrained(...)"
+                f"{name} builds its model before the devices are known. Under strategy='fastft_fsdp' build it in this "
+                "hook: def configure_model(self): self.model = self.model or "
+                "AutoModelForCausalLM.from_pretrained(...)"
             )
         self._reshard()
         if not is_sharded(module):
             if self._tensor_parallel_size != 1:
                 raise OptionError(
                     f"tensor_parallel_size={self._tensor_parallel_size}, and {name} applies no tensor parallelism in "
-                    "configure_model. Leave the "
-                    "sizes at 'auto' for data parallelism over all devices, or parallelise the model there over "
-                    "self.device_mesh['tensor_parallel']."
+                    "configure_model. Leave the sizes at 'auto' for data parallelism over all devices, or parallelise "
+                    "the model there over self.device_mesh['tensor_parallel']."
                 )
             self._sharding = shard_model(module, self.sharding_mesh)
         whole = unsharded_trained_names(module)
         if whole:
             raise OptionError(
-                f"{len(whole)} trained tensors of {name} stand outside its sharded model, so their gradients would "
-                "differ between the ranks: "
-                f"{', '.join(whole[:3])}. Shard their module at the end of configure_model: "
-                f"fully_shard(self.{whole[0].rpartition('.')[0]}, "
+                f"{len(whole)} trained tensors of {name} are outside of its sharded model, so their gradients would "
+                f"differ between the ranks: {', '.join(whole[:3])}. Shard their module at the end of "
+                f"configure_model: fully_shard(self.{whole[0].rpartition('.')[0]}, "
                 "mesh=self.device_mesh['data_parallel']), and the model itself as well."
             )
 

@@ -1,4 +1,4 @@
-"""Explain out-of-memory errors, and find out what a failed optimizer step changed."""
+"""Explain out-of-memory errors, and detect the changes of a failed optimizer step."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from lightning_fastft.core.errors import FastFTError
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-# Messages of allocation failures that are no OutOfMemoryError: its host allocator, the CUDA
-# runtime, cuBLAS.
+# Messages of allocation failures that are not an OutOfMemoryError: torch's host allocator, the CUDA runtime, cuBLAS.
 _REFUSALS = (
     "DefaultCPUAllocator: can't allocate memory",
     "not enough memory: you tried to allocate",
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
-# Optimizers whose writes all raise the version counter of a tensor.
+# Optimizers that increase the version counter of a tensor with every write.
 _WITNESSED = ("torch.optim.", "lightning_fastft.")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error is an allocation that failed, and has not been explained yet.
+    """Return whether an error is a failed allocation that has not been explained yet.
 
     Example:
         >>> errors = (torch.OutOfMemoryError("..."), RuntimeError("CUDA error: out of memory"), ValueError())
@@ -40,9 +39,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def describe_peak(device: torch.device) -> str:
-    """Return the largest use of memory so far: of the device where its allocator counts, else of this process on
-    the host.
-    """
+    """Return the peak memory so far: of the device if its allocator counts, else of this process on the host."""
     if device.type != "cuda":
         peak = peak_memory_bytes(device)
         return (
@@ -59,7 +56,7 @@ def describe_peak(device: torch.device) -> str:
 
 
 class StepWitness:
-    """Know what a failed optimizer step changed, by the versions of its tensors, which every in-place write raises.
+    """Detect the changes of a failed optimizer step by the version counters of its tensors.
 
     Args:
         optimizer: The optimizer, or Lightning's wrapper of it.
@@ -75,9 +72,9 @@ class StepWitness:
         self._num_known = 0
 
     def note(self) -> None:
-        """Note the state before the step, behind the backward."""
-        # Nothing is looked up by tensor, whose hash is slow, and what is no tensor is sorted out when a step has
-        # failed: this runs in every step.
+        """Record the version counters after the backward, before the step."""
+        # This runs in every step. So nothing is looked up by tensor, whose hash is slow, and values that are no tensors
+        # are sorted out only after a failed step.
         self._values = [param for group in self._optimizer.param_groups for param in group["params"]]
         for values in self._optimizer.state.values():
             self._values += values.values()
@@ -85,9 +82,7 @@ class StepWitness:
         self._num_known = len(self._optimizer.state)
 
     def describe(self) -> str:
-        """Return what became of weights and state, after the step failed; state that the step had just made is
-        taken away again.
-        """
+        """Describe weights and state after the step failed, and remove state that the step had just created."""
         name = type(self._optimizer).__name__
         if self._versions is None:
             return "No weight was stepped."
@@ -97,18 +92,16 @@ class StepWitness:
         module = f"{type(self._optimizer).__module__}."
         if not module.startswith(_WITNESSED) or any(hasattr(tensor, "device_mesh") for tensor, _ in noted):
             return (
-                f"What {name} had changed by then cannot be seen, so weights may be stepped in part: go on from "
-                "the "
-                "last checkpoint."
+                f"The changes of {name} cannot be detected, so some weights may be stepped: continue from the last "
+                "checkpoint."
             )
         changed = sum(tensor._version != version for tensor, version in noted)
         if changed:
             return (
-                f"{name} had changed {changed} of {len(noted)} tensors of weights and state by then: go on from "
-                "the "
+                f"{name} had already changed {changed} of {len(noted)} tensors of weights and state: continue from the "
                 "last checkpoint."
             )
-        # The state is in the order in which it was made.
+        # The state is in the order of creation.
         for param in list(self._optimizer.state)[self._num_known :]:
             del self._optimizer.state[param]
         return "Weights and optimizer state are as before the step."

@@ -1,4 +1,4 @@
-"""The mixin that makes a Lightning strategy install packed training and own the activation policy."""
+"""A mixin for Lightning strategies that installs packed training and owns the activation policy."""
 
 from __future__ import annotations
 
@@ -48,23 +48,22 @@ else:
 
 
 class FastFTStrategyMixin(_Base):
-    """Install packed training in ``setup``, judge every packed step before its backward, undo everything in
-    ``teardown``.
+    """Install packed training in ``setup``, check every packed step before its backward, undo all in ``teardown``.
 
-    A strategy instance belongs to one Trainer (Lightning refuses a second one); it holds no device object before
+    A strategy instance belongs to one Trainer (Lightning refuses a second one). It holds no device object before
     ``setup`` and can be pickled until then.
 
     Args:
-        activations: What happens to activations between forward and backward; None is ``OffloadCheckpointing("auto")``.
+        activations: Policy for activations between forward and backward; None is ``OffloadCheckpointing("auto")``.
         attention: Backend of the packed attention; "auto" chooses by device, head shape and longest document.
             "one_by_one" runs the documents of a pack one at a time with the model's own attention: exact for every
             family, and slow.
-        exact_resume: Whether the callback ExactResume is added where the Trainer has none: random states in
-            checkpoints, signals that end in one.
-        **kwargs: Arguments of the strategy underneath.
+        exact_resume: Whether to add the callback ExactResume if the Trainer has none. It saves random states in
+            checkpoints, and a checkpoint after a signal.
+        **kwargs: Arguments of the parent strategy.
 
     Raises:
-        OptionError: activations is no OffloadCheckpointing, or attention names no backend.
+        OptionError: activations is not an OffloadCheckpointing, or attention names no backend.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class FastFTStrategyMixin(_Base):
     @property
     def checkpoint_io(self) -> CheckpointIO:
         """Return the CheckpointIO: the user's, else ours; a wrapper without an inner one wraps ours."""
-        # Lightning leaves Windows its own: ours needs POSIX.
+        # Ours needs POSIX; Windows keeps Lightning's.
         if os.name == "posix":
             if self._checkpoint_io is None:
                 self._checkpoint_io = VerifiedCheckpointIO()
@@ -100,12 +99,12 @@ class FastFTStrategyMixin(_Base):
         self._checkpoint_io = io
 
     def _configure_launcher(self) -> None:
-        """Make ``ckpt_path="last"`` find the newest intact checkpoint, checkpoints of stopped runs included."""
+        """Make ``ckpt_path="last"`` find the newest intact checkpoint, including those of stopped runs."""
         super()._configure_launcher()
         self._launcher = with_last(self._launcher)
 
     def connect(self, model: pl.LightningModule) -> None:
-        """Take the module, and add ExactResume to its Trainer while callbacks can still be added."""
+        """Connect the module, and add ExactResume to its Trainer while callbacks can still be added."""
         super().connect(model)
         if self.exact_resume and model._trainer is not None and not _resumes_exactly(model._trainer):
             _callbacks_of(model._trainer).append(ExactResume())
@@ -115,14 +114,14 @@ class FastFTStrategyMixin(_Base):
 
         Raises:
             CheckpointNotSavedError: The checkpoint was not written.
-            DeviceMemoryError: Memory ran out; the file that was there before is unchanged.
+            DeviceMemoryError: Memory ran out; an earlier file at this path is unchanged.
         """
         save = super().save_checkpoint
         with self._explaining_memory("save", effect="The checkpoint was not written; those before it are whole."):
             on_all_ranks(lambda: save(checkpoint, filepath, storage_options), error=CheckpointNotSavedError)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Collect the state of the model.
+        """Return the state of the model.
 
         Raises:
             DeviceMemoryError: Memory ran out.
@@ -131,14 +130,14 @@ class FastFTStrategyMixin(_Base):
             return super().lightning_module_state_dict()
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load, and refuse settings that do not fit before a tensor is used.
+        """Load a checkpoint, and refuse settings that do not fit before a tensor is used.
 
         Raises:
-            DamagedCheckpointError: The bytes are not those that were written.
-            UnsafeCheckpointError: There is more than tensors and plain types.
+            DamagedCheckpointError: The bytes have changed since they were written.
+            UnsafeCheckpointError: The checkpoint holds more than tensors and plain types.
             ResumeError: Settings of this run and of the checkpoint do not fit.
         """
-        # With ckpt_path="last" rank 0 has judged the candidates.
+        # With ckpt_path="last" rank 0 has chosen the checkpoint.
         checkpoint = super().load_checkpoint(self.broadcast(checkpoint_path), weights_only)
         self._check_settings(checkpoint)
         return checkpoint
@@ -157,8 +156,7 @@ class FastFTStrategyMixin(_Base):
             faults = [line.strip() for line in str(error).splitlines()[1:] if line.strip()]
             raise ResumeError(
                 f"The checkpoint holds the weights of another model: {len(faults)} differences, the first is "
-                f"{' '.join(faults[:1])} "
-                "Resume with the model of that run, or begin without ckpt_path."
+                f"{' '.join(faults[:1])} Resume with the model of that run, or start without ckpt_path."
             ) from error
 
     def setup_environment(self) -> None:
@@ -167,13 +165,13 @@ class FastFTStrategyMixin(_Base):
         destroy_groups_at_exit()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Leave the process groups as they are after an error; a stopped run ends on all ranks, in order."""
+        """Keep the process groups after an error; a run that a signal stopped destroys them, on all ranks."""
         super().on_exception(exception)
         if not isinstance(exception, RunStopped):
             destroy_groups_at_exit(False)
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Install packed training on the built model, then set up the strategy underneath."""
+        """Install packed training on the built model, then set up the parent strategy."""
         self._fastft_trainer = trainer
         self._has_logged_backends = False
         self._even_batches = None
@@ -191,7 +189,7 @@ class FastFTStrategyMixin(_Base):
         self.packed_steps.place(self.root_device)
 
     def teardown(self) -> None:
-        """Undo what is left of the patches, then tear down the strategy underneath."""
+        """Undo the remaining patches, then tear down the parent strategy."""
         if self._patcher is not None:
             self._patcher.undo()
         super().teardown()
@@ -218,9 +216,9 @@ class FastFTStrategyMixin(_Base):
         found = [*collect_statuses(self._fastft_trainer, own), self._describe_checkpoints()]
         if not _resumes_exactly(self._fastft_trainer):
             reason = (
-                "switched off (exact_resume=False)"
+                "disabled (exact_resume=False)"
                 if not self.exact_resume
-                else "ExactResume was taken out of the callbacks"
+                else "ExactResume was removed from the callbacks"
             )
             found.append(Status("exact resume", "inactive", reason))
         if self._even_batches is not None and self._fastft_trainer.world_size > 1:
@@ -251,18 +249,18 @@ class FastFTStrategyMixin(_Base):
         """Run the backward; explain an out-of-memory error.
 
         Raises:
-            DeviceMemoryError: The message gives the options to restart with.
+            DeviceMemoryError: The message has the options for a restart.
         """
         with self._explaining_memory(
-            "backward", effect="Gradients may be half done, so the step cannot be repeated; no weight was stepped."
+            "backward", effect="Gradients may be incomplete, so the step cannot be repeated; no weight was stepped."
         ):
             return super().backward(closure_loss, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Run forward, backward and step; after an out-of-memory error say what the step has changed.
+        """Run forward, backward and step; after an out-of-memory error, report the changes of the step.
 
         Raises:
-            DeviceMemoryError: The message says what changed, and the options to restart with.
+            DeviceMemoryError: The message has the changes, and the options for a restart.
         """
         witness = StepWitness(optimizer)
 
@@ -288,13 +286,14 @@ class FastFTStrategyMixin(_Base):
     def _describe_checkpoints(self) -> Status:
         inner = self._inner_checkpoint_io()
         if isinstance(inner, VerifiedCheckpointIO):
-            reason = "written beside, SHA-256, synced, renamed (URLs: a record last); judged before they are unpickled"
+            reason = "temporary file, SHA-256, sync, rename (URLs: a record last); verified before they are unpickled"
             return Status("checkpoints", "active", reason)
-        return Status("checkpoints", "inactive", f"{type(inner).__name__} was given", "leave the CheckpointIO away")
+        return Status("checkpoints", "inactive", f"{type(inner).__name__} was given", "remove the CheckpointIO")
 
     def _run_or_step_down(self, run_step: Callable[..., STEP_OUTPUT], *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """Run the step; where its forward runs out of memory, stream weights or plan for a tenth less, and run it
-        once more with the same batch.
+        """Run the step; if its forward runs out of memory, reduce the memory use and run it once more.
+
+        Frozen weights are streamed, or a plan is made for a budget smaller by 10 %. The batch is the same.
         """
         effect = "No weight was stepped."
         try:
@@ -302,11 +301,11 @@ class FastFTStrategyMixin(_Base):
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            # Ranks that wait for each other inside a forward cannot repeat theirs alone.
+            # Ranks that wait for each other inside a forward cannot repeat it alone.
             if not isinstance(self, SingleDeviceStrategy) or self.checkpointing.advice() is None:
                 raise self._memory_error("forward", error, effect=effect) from error
             reason = _first_line(error)
-        # Only here, where the error and the activations that its frames held are gone.
+        # Outside of the except block, so that the error and the activations in its frames are freed.
         if not self.checkpointing.step_down():
             raise self._memory_error("forward", reason, effect=f"{effect} No smaller plan fits.")
         rank_zero_warn(f"The forward ran out of memory and is repeated with less: {reason}")
@@ -315,7 +314,7 @@ class FastFTStrategyMixin(_Base):
 
     @contextlib.contextmanager
     def _explaining_memory(self, where: str, *, effect: str | Callable[[], str]) -> Iterator[None]:
-        """Turn a failed allocation into an error with a remedy."""
+        """Convert a failed allocation into an error with a remedy."""
         try:
             yield
         except (RuntimeError, MemoryError) as error:
@@ -324,7 +323,7 @@ class FastFTStrategyMixin(_Base):
             raise self._memory_error(where, error, effect=effect if isinstance(effect, str) else effect()) from error
 
     def _memory_error(self, where: str, reason: BaseException | str, *, effect: str) -> DeviceMemoryError:
-        """Return the error: what was running, its effect, the plan, the peak, the budget and the remedy."""
+        """Return the error, with the phase, its effect, the plan, the peak, the budget and the remedy."""
         trainer = self._fastft_trainer
         place = str(self.root_device)
         if trainer is not None:

@@ -1,6 +1,4 @@
-"""Check, before the first step, that the metrics which callbacks and schedulers monitor can be there when they
-are read.
-"""
+"""Check before the first step that the metrics that callbacks and schedulers monitor will exist when they are read."""
 
 from __future__ import annotations
 
@@ -18,17 +16,17 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-# Lightning gives these to ModelCheckpoint.
+# Lightning provides these to ModelCheckpoint.
 _ALWAYS_THERE = frozenset({"epoch", "step"})
 
 
 def check_monitors(trainer: pl.Trainer) -> None:
-    """Name monitors that nothing logs, and refuse early stopping in a run that ends before its first validation.
+    """Warn of monitors that are never logged, and refuse early stopping in a run that ends before a validation.
 
-    The names that are logged are known of a module with an attribute ``logged_names`` alone, as a FineTuner has it.
+    Logged names are known only for modules with an attribute ``logged_names``, such as FineTuner.
 
     Args:
-        trainer: In ``on_train_start``, when loaders and a restored position are known.
+        trainer: The Trainer, in ``on_train_start``, when loaders and a restored position are known.
 
     Raises:
         OptionError: EarlyStopping would find no validation metric at the end of the run.
@@ -49,16 +47,15 @@ def check_monitors(trainer: pl.Trainer) -> None:
             and _ends_before_validation(trainer, callback)
         ):
             raise OptionError(
-                f"EarlyStopping(monitor={callback.monitor!r}) looks at the end of an epoch, and "
-                f"max_steps={trainer.max_steps} ends this run inside "
-                "one, before a validation. Validate earlier with Trainer(val_check_interval=...), raise max_steps, or "
-                "remove EarlyStopping."
+                f"EarlyStopping(monitor={callback.monitor!r}) reads its metric at the end of an epoch, but "
+                f"max_steps={trainer.max_steps} ends this run inside an epoch, before a validation. Validate earlier "
+                "with Trainer(val_check_interval=...), raise max_steps, or remove EarlyStopping."
             )
 
 
 def _monitors(trainer: pl.Trainer) -> Iterator[tuple[str, str]]:
     for callback in getattr(trainer, "callbacks", ()):
-        # A double of a test may have no monitor.
+        # A test double may have no monitor.
         monitor = getattr(callback, "monitor", None)
         if isinstance(callback, (EarlyStopping, ModelCheckpoint)) and monitor:
             yield type(callback).__name__, monitor
@@ -68,9 +65,7 @@ def _monitors(trainer: pl.Trainer) -> Iterator[tuple[str, str]]:
 
 
 def _ends_before_validation(trainer: pl.Trainer, callback: EarlyStopping) -> bool:
-    """Whether max_steps ends the run inside an epoch whose end the callback waits for, and no metric is there
-    from before.
-    """
+    """Return whether max_steps ends the run before the end of an epoch at which the callback first finds a metric."""
     if not (callback.strict and checks_at_epoch_end(callback) and trainer.enable_validation) or trainer.max_steps < 0:
         return False
     num_done = batch_progress(trainer).current.ready

@@ -35,10 +35,10 @@ class PackedSteps:
     Args:
         attention: Backend of the packed attention, "auto" to choose by device and shapes, "one_by_one" to run the
             documents of a pack one at a time with the model's own attention.
-        activations: What happens to activations; None leaves the models' own checkpointing alone.
+        activations: Policy for activations; None keeps the models' own checkpointing.
 
     Raises:
-        OptionError: attention names no backend, or activations is no OffloadCheckpointing.
+        OptionError: attention names no backend, or activations is not an OffloadCheckpointing.
     """
 
     def __init__(self, *, attention: str = "auto", activations: OffloadCheckpointing | None = None) -> None:
@@ -63,16 +63,16 @@ class PackedSteps:
     def install(self, module: nn.Module, patcher: ModelPatcher, environment: RunEnvironment | None = None) -> None:
         """Install on every transformers model inside module until the patcher is undone.
 
-        A failure leaves the module as it was.
+        A failure leaves the module unchanged.
 
         Raises:
-            UnsupportedModelError: A family cannot be served exactly.
+            UnsupportedModelError: A family cannot be trained exactly on packs.
             OptionError: An option does not fit the model.
         """
         if self._is_installed:
             return
         if "transformers.modeling_utils" not in sys.modules:
-            # There is no transformers model. Nothing is imported for one: PEFT would import bitsandbytes.
+            # Without a transformers model nothing is imported, because PEFT would import bitsandbytes.
             reason = f"{type(module).__name__} holds no transformers model"
             names = ("packed attention", "loss head", *([ACTIVATIONS_STATUS] if self.activations is not None else []))
             self._statuses = [Status(name, "inactive", reason) for name in names]
@@ -95,8 +95,9 @@ class PackedSteps:
         self._statuses = installation.statuses
 
     def check_documents(self) -> None:
-        """Compare packed documents with the same documents alone, for families that no test compares; once per run, on
-        every rank, when the model is on its device.
+        """Compare packed documents with the same documents alone, for families outside the tested list.
+
+        This runs once per run, on every rank, when the model is on its device.
 
         Raises:
             UnsupportedModelError: The documents of a pack see each other.
@@ -105,7 +106,7 @@ class PackedSteps:
         self._statuses += [status for check in checks if (status := check()) is not None]
 
     def place(self, device: torch.device) -> None:
-        """Stream frozen weights, once the model is on its device."""
+        """Stream frozen weights if requested; called once the model is on its device."""
         if self.activations is not None:
             self.activations.place(device)
 
@@ -137,7 +138,7 @@ class PackedStep:
     def __init__(self, steps: PackedSteps, batches: list[PackedBatch]) -> None:
         self._steps = steps
         self._batches = batches
-        # A batch may come twice (a loader that keeps its batches): only what this step adds counts.
+        # A loader that keeps its batches may return one twice, so only the reads of this step count.
         self._reads_before = [batch.context.reads.copy() for batch in batches]
         if steps.attention != "auto":
             for batch in batches:
@@ -194,7 +195,7 @@ def collect_statuses(trainer: pl.Trainer, own: list[Status]) -> list[Status]:
 
 
 def environment_of(trainer: pl.Trainer) -> RunEnvironment:
-    """Return what a Trainer's run knows; the optimizers may come later."""
+    """Return the RunEnvironment of a Trainer's run; the optimizers may be created later."""
     longest_pack = getattr(getattr(trainer, "datamodule", None), "max_tokens", 0)
     return RunEnvironment(
         report=rank_zero_info,
@@ -210,11 +211,10 @@ def _missing_bytes(trainer: pl.Trainer) -> int:
 
 
 def missing_optimizer_bytes(optimizers: Iterable[Optimizer]) -> int:
-    """Return the bytes of optimizer state that the first step will make: two moments as wide as each trained parameter,
-    unless they are there.
+    """Return the bytes of optimizer state that the first step will allocate.
 
-    An estimate: optimizers with one moment or narrow ones (8 bits) take less. An optimizer with a method
-    ``state_bytes`` says what it takes.
+    This is an estimate: two moments in the dtype of each trained parameter, unless they exist. Optimizers with one
+    moment or with 8-bit moments need less. An optimizer with a method ``state_bytes`` returns its own number.
     """
     return sum(
         _state_bytes(optimizer, parameter)
@@ -226,11 +226,11 @@ def missing_optimizer_bytes(optimizers: Iterable[Optimizer]) -> int:
 
 
 def _state_bytes(optimizer: Optimizer, parameter: torch.Tensor) -> int:
-    # FusedAdamW is in a higher room; strategies know it by this method.
+    # FusedAdamW is in a folder that strategies do not import, so they detect it by this method.
     own_count = getattr(optimizer, "state_bytes", None)
     if callable(own_count):
         return int(own_count(parameter))
-    # Of a sharded parameter, the piece of this rank.
+    # The local shard of a sharded parameter.
     local = getattr(parameter, "to_local", lambda: parameter)()
     return int(2 * local.numel() * parameter.element_size())
 
@@ -239,13 +239,11 @@ def _unread_message(module: nn.Module, *, where: str) -> str:
     from lightning_fastft.patches.packed import describe_models
 
     models = describe_models(module)
-    held = "; ".join(models) if models else f"no transformers model ({type(module).__name__} holds modules of its own)"
+    held = "; ".join(models) if models else f"no transformers model ({type(module).__name__} has other modules)"
     return (
         f"No attention layer read the context of the packed batch in {where} of {type(module).__name__}: its documents "
-        "saw each other, and training "
-        f"on that is silently wrong. The module holds: {held}. Pass the whole batch to the model "
-        "(self.model(**batch)), and let its attention be "
-        "'fastft': Trainer(strategy=\"fastft\"), or Trainer(callbacks=[PackedTraining()]) under another strategy, or "
-        'attn_implementation="fastft" '
-        "when the model is loaded after set-up (call lightning_fastft.register() before)."
+        f"saw each other, and training on them would be silently wrong. The module holds: {held}. Pass the whole batch "
+        'to the model (self.model(**batch)), and use packed attention: Trainer(strategy="fastft"), or '
+        "Trainer(callbacks=[PackedTraining()]) under another strategy, or "
+        'attn_implementation="fastft" if the model is loaded after set-up (call lightning_fastft.register() before).'
     )

@@ -1,4 +1,4 @@
-"""The one patcher of a Trainer's run, and its undo however the run ends."""
+"""The one patcher of a Trainer's run, which is undone however the run ends."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 def patcher_of(trainer: pl.Trainer) -> ModelPatcher:
-    """Return the patcher of a Trainer's present run; the first call makes it.
+    """Return the patcher of a Trainer's present run; the first call creates it.
 
-    Strategies, FineTuner and callbacks record in this one patcher what they change: in the model, and in the process
-    (signal handlers, a watchdog process, patched methods of torch). It is undone in reverse order when the run ends:
-    before the ``teardown`` of every callback, or, after an exception or an interrupt, before any callback's
-    ``on_exception``, so that an error in one of these cannot leave changes behind.
+    Strategies, FineTuner and callbacks record all their changes in this one patcher: changes of the model, and of the
+    process (signal handlers, a watchdog process, patched methods of torch). The changes are undone in reverse order
+    when the run ends: before the ``teardown`` of every callback, or, after an exception or an interrupt, before any
+    callback's ``on_exception``. So an error in one of these callbacks cannot leave changes behind.
     """
     callbacks: list[Callback] = getattr(trainer, "callbacks", [])
     for callback in callbacks:
@@ -31,7 +31,7 @@ def patcher_of(trainer: pl.Trainer) -> ModelPatcher:
 
 
 class _UndoPatches(Callback):
-    """Undo the patches of a run; the first of the Trainer's callbacks, and gone when the run has ended."""
+    """Undo the patches of a run. It is the first of the Trainer's callbacks, and is removed when the run ends."""
 
     def __init__(self) -> None:
         self.patcher = ModelPatcher()

@@ -1,4 +1,4 @@
-"""The strategy names that ``Trainer(strategy=...)`` knows after ``import lightning_fastft``."""
+"""Register the strategy names that ``Trainer(strategy=...)`` accepts after ``import lightning_fastft``."""
 
 from lightning.pytorch.strategies import StrategyRegistry
 

@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 class FastFTStrategy(FastFTStrategyMixin, SingleDeviceStrategy):
     """Train on one GPU (or on the CPU) with packed attention, the lazy loss head and our activation policy.
 
-    The device is the Trainer's: ``Trainer(strategy="fastft")`` lands on the first GPU where there is one,
-    ``devices=[1]`` on the second.
+    The Trainer chooses the device: ``Trainer(strategy="fastft")`` uses the first GPU if there is one, ``devices=[1]``
+    the second.
 
     Args:
-        activations: What happens to activations between forward and backward; None is ``OffloadCheckpointing("auto")``.
+        activations: Policy for activations between forward and backward; None is ``OffloadCheckpointing("auto")``.
         attention: Backend of the packed attention; "auto" chooses by device, head shape and longest document.
             "one_by_one" runs the documents of a pack one at a time with the model's own attention: exact for every
             family, and slow.
-        exact_resume: Whether ExactResume is added where the Trainer has none: random states in checkpoints, signals
-            that end in one.
+        exact_resume: Whether to add ExactResume if the Trainer has none. It saves random states in checkpoints, and a
+            checkpoint after a signal.
         accelerator: As in Lightning.
         checkpoint_io: As in Lightning.
         precision_plugin: As in Lightning.
@@ -67,10 +67,10 @@ class FastFTStrategy(FastFTStrategyMixin, SingleDeviceStrategy):
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:
-        """The one device the Trainer chose; None before it did.
+        """The one device that the Trainer chose; None before the choice.
 
-        Lightning assigns this attribute where a strategy has it, and never tells a registered single-device strategy
-        its device by other means.
+        Lightning assigns this attribute if a strategy has it. It passes the device to a registered single-device
+        strategy in no other way.
         """
         return self._parallel_devices
 
@@ -78,10 +78,10 @@ class FastFTStrategy(FastFTStrategyMixin, SingleDeviceStrategy):
     def parallel_devices(self, devices: list[torch.device] | None) -> None:
         if devices and len(devices) > 1:
             raise OptionError(
-                f"The strategy 'fastft' trains on one device, the Trainer was given {len(devices)} "
-                f"({', '.join(map(str, devices))}). Set devices=1, "
-                'or use Trainer(strategy="fastft_ddp") for a whole model on each, Trainer(strategy="fastft_fsdp") for '
-                "one model sharded over all."
+                f"The strategy 'fastft' trains on one device, but the Trainer was given {len(devices)} "
+                f"({', '.join(map(str, devices))}). Set devices=1, or use "
+                'Trainer(strategy="fastft_ddp") for a whole model on each device, or '
+                'Trainer(strategy="fastft_fsdp") for one model sharded over all devices.'
             )
         self._parallel_devices = devices
         if devices:

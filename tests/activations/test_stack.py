@@ -190,7 +190,7 @@ def test_the_host_takes_what_the_device_has_no_room_for():
 
 def test_nothing_fits_and_the_message_says_what_would():
     attached = Attached(vram_budget=1e-5, host_budget=0, weights="resident")
-    with pytest.raises(OptionError, match=r"least peak that is possible here is .* GiB.*VRAM budget"):
+    with pytest.raises(OptionError, match=r"lowest possible peak is .* GiB.*VRAM budget"):
         attached.until_planned()
 
 
@@ -521,7 +521,7 @@ def test_weights_are_streamed_when_no_resident_plan_fits(monkeypatch):
     assert pointer is None
     assert attached.stack.weights.streamed.num_host_bytes > 0
     assert any(
-        "frozen weights are streamed: with resident weights the least peak" in report for report in attached.reports
+        "frozen weights are streamed: with resident weights the lowest peak" in report for report in attached.reports
     )
     assert [status.name for status in attached.checkpointing.statuses()] == [
         "activations",
@@ -581,7 +581,7 @@ def test_weights_that_cannot_go_stay_where_a_plan_fits_too(monkeypatch, error):
     attached.until_planned()
     assert attached.stack.weights.streamed is None
     assert not any(segment.is_streamed for segment in attached.stack.plan.segments)
-    assert any("stay on the device, where a plan fits too: planted: not here" in report for report in attached.reports)
+    assert any("stay on the device, because a plan fits: planted: not here" in report for report in attached.reports)
     assert_equal(attached.step(), expected, what="resident")
 
 

@@ -305,7 +305,7 @@ def test_a_device_without_room_gets_host_tensors_and_a_warning(monkeypatch):
         restore(device)
 
     monkeypatch.setattr(streamer, "_restore", fail_first)
-    with pytest.warns(UserWarning, match="has no room"):
+    with pytest.warns(UserWarning, match="cannot hold"):
         streamer.detach()
     assert calls == [CPU, CPU]
     for tensors, expected in zip(layers, truth):

@@ -614,7 +614,7 @@ def test_a_bad_step_of_one_rank_changes_nothing_on_any(two_ranks, case):
 def test_every_rank_stops_at_the_same_step_and_names_the_pack_of_the_bad_one(two_ranks):
     assert two_ranks[0]["stop"] == two_ranks[1]["stop"]
     assert (
-        "step 4 was skipped: loss not finite (NaN or infinity). Made of rank 1: batch 3 of its epoch."
+        "step 4 was skipped: loss not finite (NaN or infinity). Its data: rank 1: batch 3 of its epoch."
         in two_ranks[0]["stop"]
     )
 

@@ -338,7 +338,7 @@ def test_what_is_not_served_is_left_alone_and_the_table_says_so(tmp_path):
     _, _, table = fit(PlainModule(build_tiny("olmoe")), tmp_path, FusedKernels())
     found = {status.name: status for status in table}["fused layers"]
     assert found.state == "inactive"
-    assert found.reason.startswith("OlmoeDecoderLayer is not served")
+    assert found.reason.startswith("OlmoeDecoderLayer is not supported")
 
 
 def test_an_obstacle_is_in_the_table_and_the_run_goes_on(tmp_path):

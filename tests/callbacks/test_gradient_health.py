@@ -146,7 +146,7 @@ def test_tensors_that_may_stay_without_gradient(tmp_path):
 
 
 def test_short_run_is_only_noted(tmp_path):
-    with pytest.warns(UserWarning, match="judged nothing"):
+    with pytest.warns(UserWarning, match="checked nothing"):
         fit(tmp_path, PlainModule(tiny_llama()), num_batches=2)
 
 

@@ -141,7 +141,7 @@ def test_a_watching_process_that_is_gone_is_said(tmp_path):
                 watchdog._process.kill()
                 time.sleep(0.2)
 
-    with pytest.warns(UserWarning, match="its process ended with code -9; nobody watches any more"):
+    with pytest.warns(UserWarning, match="its process ended with code -9; ranks are no longer watched"):
         quiet_trainer(tmp_path, callbacks=[PackedTraining(), watchdog, Kill()], max_steps=2).fit(
             PlainModule(tiny_llama()), packed_loader()
         )

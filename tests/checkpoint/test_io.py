@@ -112,7 +112,7 @@ def test_switches_that_would_let_code_run_have_no_effect_and_are_said(tmp_path, 
 
 def test_file_without_digest_is_loaded_and_said(tmp_path):
     TorchCheckpointIO().save_checkpoint({"a": 1}, tmp_path / "a.ckpt")
-    with pytest.warns(UserWarning, match="carries no digest"):
+    with pytest.warns(UserWarning, match="has no digest"):
         assert VerifiedCheckpointIO().load_checkpoint(tmp_path / "a.ckpt") == {"a": 1}
 
 

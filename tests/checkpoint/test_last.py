@@ -146,7 +146,7 @@ def test_without_any_the_run_begins(tmp_path):
 
 def test_files_of_another_program_are_taken_without_a_digest(tmp_path):
     fit(tmp_path, max_steps=2, plugins=[TorchCheckpointIO()])
-    with pytest.warns(UserWarning, match="carries no digest"):
+    with pytest.warns(UserWarning, match="has no digest"):
         assert resumed_from(fit(tmp_path, max_steps=3, ckpt_path="last")) == "last.ckpt"
 
 

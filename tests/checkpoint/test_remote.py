@@ -307,7 +307,7 @@ def test_object_of_another_program_is_loaded_as_its_local_file_and_never_replace
     store.mkdir()
     url = url_of(store / "a.ckpt")
     TorchCheckpointIO().save_checkpoint(content(1), url)
-    with pytest.warns(UserWarning, match="carries no digest"):
+    with pytest.warns(UserWarning, match="has no digest"):
         assert load(url) == 1
     with pytest.raises(CheckpointNotSavedError, match="another program"):
         save(url, 2)

@@ -44,7 +44,7 @@ def test_a_named_gpu_is_a_simulation_from_published_rates(plan):
     text = plan("--gpu", "rtx-4090")
     assert "RTX 4090: simulation from published rates (NVIDIA Ada GPU Architecture" in text
     assert "llama: LoRA r=16 on a base in NF4, packs of 8,192 tokens, documents of 1,024" in text
-    assert "0-5                         kept: nothing is computed again" in text
+    assert "0-5                         kept: nothing is recomputed" in text
     assert "device memory over the step" in text
     assert text.splitlines()[-3].startswith("recompute all")
 
@@ -56,9 +56,9 @@ def test_budgets_and_overrides_are_followed(plan):
     )
     assert "budgets: 2.0 GiB of device memory for everything, 1.0 GiB of pinned host memory" in tight
     assert "documents of 500" in tight
-    assert "rest rebuilt" in tight
+    assert "rest recomputed" in tight
     assert "host memory       0.00 GiB" not in tight
-    assert "rest rebuilt" not in roomy
+    assert "rest recomputed" not in roomy
     assert "packs of 2,048 tokens, documents of 2,048" in plan(
         "--gpu", "4090", "--data.max_tokens", "2048", "--document-tokens", "9999"
     )

@@ -256,7 +256,7 @@ def test_optimizer_step_that_fails_says_what_it_changed(tmp_path, name, at_step,
     said = "Weights and optimizer state are as before the step." in found["message"]
     assert said == found["is_as_before"] == is_as_before
     if not is_as_before:
-        assert "tensors of weights and state by then: go on from the last checkpoint" in found["message"]
+        assert "tensors of weights and state: continue from the last checkpoint" in found["message"]
 
 
 def test_optimizer_whose_writes_are_unseen_is_not_vouched_for():
@@ -266,7 +266,7 @@ def test_optimizer_whose_writes_are_unseen_is_not_vouched_for():
     witness = StepWitness(Foreign([torch.nn.Parameter(torch.ones(1))], lr=0.1))
     assert witness.describe() == "No weight was stepped."
     witness.note()
-    assert "cannot be seen" in witness.describe()
+    assert "cannot be detected" in witness.describe()
 
 
 @pytest.mark.parametrize("error", [DeviceMemoryError("explained"), RuntimeError("shapes"), ValueError("out of memory")])

@@ -734,7 +734,7 @@ def test_unknown_families_are_left_alone():
     (status,) = install_fused_layers(model, patcher)
     assert (status.state, len(patcher)) == ("inactive", 0)
     assert status.reason.startswith(
-        "OlmoeDecoderLayer is not served; served are the layers of Cwm, DeepseekV2, DeepseekV3, Gemma"
+        "OlmoeDecoderLayer is not supported; supported are the layers of Cwm, DeepseekV2, DeepseekV3, Gemma"
     )
     (status,) = install_fused_layers(nn.Linear(2, 2), patcher)
     assert status == ("fused layers", "inactive", "Linear holds no transformers model", "")
@@ -743,11 +743,11 @@ def test_unknown_families_are_left_alone():
 OBSTACLES = {
     "hook": (
         lambda: hooked(build("llama", "full")),
-        "1 of 2 layers: LlamaAttention has hooks or a forward of its own, which would be passed over",
+        "1 of 2 layers: LlamaAttention has hooks or a replaced forward, which would be skipped",
     ),
     "DoRA": (
         lambda: add_lora(build("llama", "full"), use_dora=True),
-        r"2 of 2 layers: the adapter is no plain LoRA \(a variant such as DoRA",
+        r"2 of 2 layers: the adapter is not plain LoRA \(a variant such as DoRA",
     ),
     "dropout": (
         lambda: add_lora(build("llama", "full"), lora_dropout=0.1).train(),
@@ -759,7 +759,7 @@ OBSTACLES = {
     ),
     "dropout of the layer": (
         lambda: build("phi3", "full", resid_pdrop=0.1),
-        "2 of 2 layers: resid_attn_dropout drops out in training",
+        "2 of 2 layers: resid_attn_dropout has dropout in training",
     ),
     "activation": (
         lambda: build("llama", "full", hidden_act="mish"),

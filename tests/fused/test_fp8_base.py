@@ -326,7 +326,7 @@ def test_a_disabled_adapter_leaves_the_base_in_fp8():
             {"is_emulated": False},
             "fp8 products need a CUDA device of compute capability 8.9 or higher, and the weights are on cpu",
         ),
-        ({"intermediate_size": 72}, "fp8 products take multiples of 16 columns, and a weight is 72 x 64"),
+        ({"intermediate_size": 72}, "fp8 products need multiples of 16 columns, and a weight is 72 x 64"),
         ({"dtype": torch.float64}, "rows are in torch.float64"),
         ({"is_sharded": True}, "the weights are sharded (FSDP2)"),
     ],

@@ -131,7 +131,7 @@ def test_a_family_that_is_not_packed_is_fused_on_padded_rows(family, trained, mo
 def test_gemma4_with_experts_beside_its_block_is_left_alone():
     (status,) = install_fused_layers(build_tiny("gemma4_text"), patcher := ModelPatcher())
     assert (status.state, len(patcher)) == ("inactive", 0)
-    assert "Gemma4TextDecoderLayer (enable_moe_block) is not served" in status.reason
+    assert "Gemma4TextDecoderLayer (enable_moe_block) is not supported" in status.reason
 
 
 @pytest.mark.parametrize("family", FAMILIES)

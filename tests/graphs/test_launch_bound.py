@@ -150,7 +150,9 @@ def test_where_recording_fails_layers_run_as_ever_with_a_warning(caplog, number,
 def test_who_asks_for_graphs_is_told_where_recording_fails():
     model = build("qwen3", "lora")
     install(model, recorder=Failing(0))
-    with pytest.raises(SwapError, match=r"could not be recorded as a CUDA graph\. Give FusedKernels cuda_graphs=False"):
+    with pytest.raises(
+        SwapError, match=r"could not be recorded as a CUDA graph\. Use FusedKernels\(cuda_graphs=False\)"
+    ):
         train(model)
 
 

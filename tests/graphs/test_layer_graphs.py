@@ -422,7 +422,7 @@ def test_auto_is_recorded_when_its_plan_stands():
     same = [PACKS[0]] * 9
     assert_same(train(model, same), train(plain, same))
     assert graphs.num_replays > 0
-    assert graphs.reasons["the plan is still being made"] >= 6
+    assert graphs.reasons["the first steps are still measured for the plan"] >= 6
 
 
 def test_on_a_cpu_the_status_says_that_there_are_no_graphs():

@@ -6,13 +6,13 @@ from tests.planner.planning import GB, H200, MB, plain_step, qwen3_14b
 
 MACHINE = Machine("any", 10e9, 10e9)
 PICTURE = """\
-segments                    what becomes of their activations
+segments                    treatment of their activations
 0-1                         input host; self_attn.q_proj on the host; mlp.up_proj on the device;
-                            rest rebuilt
-2                           input device; rest rebuilt
-3                           kept: nothing is computed again
+                            rest recomputed
+2                           input device; rest recomputed
+3                           kept: nothing is recomputed
 predicted peak    2.04 GiB
-predicted step    148.0 ms, 20.0 of it computed again
+predicted step    148.0 ms, 20.0 of it recomputed
 exposed copies    0.0 ms
 host memory       0.17 GiB pinned, staging slots of 86 MiB
 note: the host budget is small.
@@ -29,8 +29,8 @@ device memory over the step, full height 2.04 GiB
           |#########
           +ffffhbbbb
 
-lanes over time, one character is 1.76 ms
-(compute: f h b as above, o other, . waits; copies: . none, - some, = half or more, # all of it)
+streams over time, one character is 1.76 ms
+(compute: f h b as above, o other, . waiting; copies: . none, - some, = half or more, # all of it)
   compute |fffffffffffffffffffffffhhhbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbo
       d2h |#####-####=.........................................................................
       h2d |..........................=####-......................=####=........................"""
@@ -70,4 +70,4 @@ def test_streamed_weights_and_scattered_segments_are_said():
     cost = plain_step(20, weight_bytes=MB)
     segments = tuple(SegmentPlan(number % 2 == 0, "device", (), is_streamed=True) for number in range(20))
     text = render_plan(cost, Plan(segments, predict(cost, segments, machine=MACHINE), ()))
-    assert "0, 2, 4, ... (10 in all)    kept: nothing is computed again; weights streamed" in text
+    assert "0, 2, 4, ... (10 in all)    kept: nothing is recomputed; weights streamed" in text

@@ -205,7 +205,7 @@ def test_what_cannot_fit_names_the_budget_the_least_peak_and_the_ways_out():
     cost = qwen3_14b()
     with pytest.raises(
         OptionError,
-        match=r"VRAM budget of 3\.73 GiB: the least peak .* is 8\.\d+ GiB with streamed weights.*smaller max_tokens",
+        match=r"VRAM budget of 3\.73 GiB: the lowest possible peak is 8\.\d+ GiB with streamed weights.*smaller max_tokens",
     ):
         plan_for(cost, 4 * GB)
     with pytest.raises(OptionError, match="a host budget of"):

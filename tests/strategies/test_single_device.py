@@ -291,7 +291,7 @@ def test_failed_set_up_leaves_the_model_as_it_was():
     head, attention = module.model.lm_head, module.model.config._attn_implementation
     strategy = FastFTStrategy(activations=OffloadCheckpointing("keep"))
     patcher = ModelPatcher()
-    with pytest.raises(OptionError, match="one switch"):
+    with pytest.raises(OptionError, match="already recomputes"):
         strategy.packed_steps.install(module, patcher)
     assert module.model.lm_head is head
     assert module.model.config._attn_implementation == attention
@@ -371,7 +371,7 @@ def test_first_steps_that_do_not_fit_are_measured_with_streamed_weights(tmp_path
     assert module.num_steps == 9
     # Streamed first, then measured from the start and planned.
     streamed = next(number for number, text in enumerate(reports) if "do not fit with all weights" in text)
-    assert any("lanes over time" in text for text in reports[streamed:])
+    assert any("streams over time" in text for text in reports[streamed:])
 
 
 def test_a_first_backward_that_runs_out_of_memory_says_to_stream_the_weights(tmp_path):

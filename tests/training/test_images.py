@@ -141,7 +141,7 @@ def fit_tower(tmp_path, data, *, detaches=False):
 
 
 def test_a_tower_without_images_is_not_judged_and_says_so(tmp_path):
-    with pytest.warns(UserWarning, match="tensors of image towers were not judged: 0 steps had images"):
+    with pytest.warns(UserWarning, match="tensors of image towers were not checked: 0 steps had images"):
         health = fit_tower(tmp_path, [chat(["what"], "four")])
     assert "of image towers wait for images" in health.status().reason
 

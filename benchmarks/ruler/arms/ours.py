@@ -1,14 +1,13 @@
 """Our arm, through the public path: FineTuner, FastFTStrategy and Lightning's Trainer; a callback measures.
 
 Modes: "keep", "recompute", "offload" (two staging buffers), "offload1" (one), "auto", "auto=14.5" (device memory in
-    GiB; ":32" behind it is the
-host's), each with "+fused" (FusedKernels), "+graphs" (the same with CUDA graphs), "+graphs=auto" (with those where the
-device waits for the host), "+fp8" (FusedKernels with frozen base products in fp8, judged by limits of its own:
-benchmarks/ruler/judge.py), "+stream" (frozen weights on the host), "+tiles8" (feed-forward blocks in 8 tiles) and
-"+liger" (Liger's norms and SwiGLU, swapped in per instance); benchmarks/ruler/plans.py. Where a workload trains all
-weights, FineTuner is given no lora, and AdamW keeps its averages in bf16 unless it is one with 8 bits. Gradients of
-recorded layers are compared with those of layers that run as ever. Under "auto" the judge's step is one that is
-measured, so gradients are compared again when the plan stands: with those of recompute on the same weights.
+GiB; ":32" after it is the host's), each with "+fused" (FusedKernels), "+graphs" (the same with CUDA graphs),
+"+graphs=auto" (graphs if launch-bound), "+fp8" (FusedKernels with frozen base products in fp8, checked with wider
+limits: benchmarks/ruler/judge.py), "+stream" (frozen weights on the host), "+tiles8" (feed-forward blocks in 8 tiles) and
+"+liger" (Liger's norms and SwiGLU, swapped in per instance); benchmarks/ruler/plans.py. If a workload trains all
+weights, FineTuner gets no lora, and AdamW keeps its moments in bf16 unless it has 8-bit moments. Gradients of recorded
+layers are compared with those of eager layers. Under "auto" the checked step is one that is measured for the plan, so
+gradients are compared again after the plan is made: with those of recompute on the same weights.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""What the TRL and the Unsloth arm share: their own SFTTrainer trains on the ruler's packs, in the ruler's order, and a
-callback measures.
+"""Code that the TRL and Unsloth arms share: their SFTTrainer trains on the ruler's packs, and a callback measures.
 
 The trainer is built as its documentation says (packing on); its prepared data set is then exchanged for one with the
 same columns that holds the ruler's packs. Model, collator, loss, optimizer and step are the trainer's own.

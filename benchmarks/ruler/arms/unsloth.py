@@ -1,9 +1,8 @@
 """The Unsloth arm, through its public functions only: FastLanguageModel and the SFTTrainer it prepares.
 
 Modes: "unsloth" (its default checkpointing with offload), "off" (no checkpointing), "skip-auto" and "skip-max" (its
-    default with layers left out by
-its planner). Full fine-tuning is asked for as its documentation says, full_finetuning=True without get_peft_model, and
-knows the first two.
+default, with layers skipped by its planner). Full fine-tuning follows its documentation, full_finetuning=True without
+get_peft_model, and has the first two modes.
 """
 
 from __future__ import annotations
