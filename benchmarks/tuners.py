@@ -41,6 +41,14 @@ GROUP_SIZE = 8
 MEAN_LENGTHS = {"dpo": (512, 256), "grpo": (1024, 256), "distill": (0, 512)}
 SIGMA = 0.6
 BETA, LEARNING_RATE = 0.1, 1e-5
+# Names and units of a record's figures in results.csv.
+METRICS = {
+    "step_ms": ("step", "ms"),
+    "examples_per_s": ("examples", "examples/s"),
+    "allocated_gib": ("peak allocated", "GiB"),
+    "reserved_gib": ("peak reserved", "GiB"),
+    "check": ("check", "1"),
+}
 # Kept apart from the driver's log by this mark.
 RECORD = "RECORD "
 
@@ -106,7 +114,7 @@ def _run(options: argparse.Namespace) -> int:
                 "system": record["arm"],
                 "version": record["version"],
                 "metric": metric,
-                "value": record[metric],
+                "value": record[key],
                 "n": options.steps,
                 "unit": unit,
                 "command": command_line,
@@ -114,7 +122,7 @@ def _run(options: argparse.Namespace) -> int:
             }
             for record in records
             if "error" not in record
-            for metric, unit in (("examples_per_s", "1/s"), ("step_ms", "ms"), ("reserved_gib", "GiB"), ("check", ""))
+            for key, (metric, unit) in METRICS.items()
         ],
         path=options.out / "rows.csv",
     )

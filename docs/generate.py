@@ -48,15 +48,18 @@ NUM_LAYERS = 4
 YES, NO = "yes", "-"
 _ENTRY = re.compile(r"^    (\*{0,2}\w+): (.*)$")
 _SECTION = re.compile(r"^(Args|Returns|Raises|Cost|Source|Example|Attributes):$")
-# Metrics of a run that the tables show: time, rate, memory, host syncs and gradient cosines.
+# Metrics of a run that the tables show: time, rate, memory, host syncs, gradient cosines, and losses to compare.
 MEASURES = {
     ("step", "ms"): "ms per step",
     ("tokens", "tokens/s"): "tokens/s",
+    ("examples", "examples/s"): "examples/s",
     ("peak allocated", "GiB"): "peak GiB",
     ("peak allocated, largest rank", "GiB"): "peak GiB",
+    ("peak reserved", "GiB"): "reserved GiB",
     ("host waits", "per step"): "host syncs",
     ("lowest gradient cosine", "1"): "lowest cosine",
     ("lowest gradient cosine, judged by cosine 0.98 and norm within 10%", "1"): "lowest cosine",
+    ("check", "1"): "check",
 }
 
 
@@ -430,9 +433,10 @@ def write_results() -> str:
             found.update({measure: row["value"], "date": row["date"]})
             if measure == "ms per step":
                 found["n"] = row["n"]
-    columns = tuple(dict.fromkeys(MEASURES.values()))
     lines = []
     for (benchmark, workload), systems in tables.items():
+        measured = set().union(*systems.values())
+        columns = [column for column in dict.fromkeys(MEASURES.values()) if column in measured]
         lines += [
             f"### {benchmark}: {workload}\n",
             f"| system | {' | '.join(columns)} | date | steps |",
