@@ -31,7 +31,7 @@ _SCHEDULERS = (
     "get_wsd_schedule",
 )
 # The default of RolloutDataModule's sampler.
-_SAMPLER_PATHS = ("lightning_fastft.training.rollouts.sample_with_model",)
+_SAMPLER_PATHS = tuple(f"lightning_fastft.training.{module}.sample_with_model" for module in ("samplers", "rollouts"))
 _SCHEDULER_PATHS = tuple(f"transformers{module}.{name}" for module in ("", ".optimization") for name in _SCHEDULERS)
 # Parts of each package that configs need. Loaders, launchers and the like are in other parts.
 ALLOWED_PATHS = (

@@ -6,9 +6,7 @@ Axes: N rollouts of a round (a prompt with its group of completions each).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -17,54 +15,38 @@ from lightning.pytorch import LightningDataModule
 from lightning_fastft.checkpoint.lightning_internals import batch_progress, take_back_batches
 from lightning_fastft.checkpoint.ranks import on_all_ranks
 from lightning_fastft.core.checks import check_bool, check_choice, check_float, check_int, check_share
-from lightning_fastft.core.errors import DataError, FastFTError, MissingDependencyError, OptionError, ResumeError
+from lightning_fastft.core.errors import DataError, FastFTError, OptionError, ResumeError
 from lightning_fastft.packing.collate import PackedBatch, collate, split_document
 from lightning_fastft.packing.completions import Completions
 from lightning_fastft.packing.document import IGNORED_LABEL, Document
 from lightning_fastft.packing.packs import pack_best_fit_decreasing, split_to_multiple
 from lightning_fastft.packing.reading.sources import open_sources
 from lightning_fastft.packing.rows.formats import FormatOptions
-from lightning_fastft.packing.rows.messages import check_messages
-from lightning_fastft.packing.rows.parsing import check_text, parse_row
-from lightning_fastft.packing.rows.rejects import RowRejectedError
 from lightning_fastft.packing.step_plan import mix_bits
 from lightning_fastft.packing.stream import EMPTY_PACK_TOKENS
 from lightning_fastft.packing.tokens.formatter import Encoded, Formatter
 from lightning_fastft.training.data.options import check_source
+from lightning_fastft.training.data.rollouts import (
+    PROMPT,
+    encode_prompt_ids,
+    from_plain,
+    make_rollout,
+    read_prompt,
+    to_plain,
+)
 from lightning_fastft.training.data.subsets import can_share_prompts
+from lightning_fastft.training.samplers import FunctionSampler, Sampled, VllmSampler, sample_with_model
 
 if TYPE_CHECKING:
     from lightning_fastft.training.distillation import DistillationTuner
     from lightning_fastft.training.policy import PolicyTuner
-    from lightning_fastft.training.tuner import Tuner
+
+# Samplers keep this import path.
+__all__ = ["FunctionSampler", "Reward", "RolloutDataModule", "Sampled", "VllmSampler", "sample_with_model"]
 
 # Lightning asks a loader without a length one batch ahead, which would sample before the policy's last update.
 ENDLESS = 10**9
-PROMPT = "prompt"
 COMPLETION = "completion"
-
-
-class Sampled(NamedTuple):
-    """A completion: token ids, at least one; their log-probabilities under the sampler, or None."""
-
-    input_ids: list[int]
-    log_probs: list[float] | None = None
-
-
-class Sampler(Protocol):
-    """Sample completions with the present policy or student."""
-
-    def __call__(
-        self,
-        tuner: Tuner,
-        prompts: Sequence[Sequence[int]],
-        *,
-        num_completions: int,
-        max_new_tokens: int,
-        temperature: float,
-        seed: int,
-    ) -> list[list[Sampled]]:
-        """Return num_completions completions of each prompt."""
 
 
 class Reward(Protocol):
@@ -72,156 +54,6 @@ class Reward(Protocol):
 
     def __call__(self, *, prompts: list[Any], completions: list[str], **columns: list[Any]) -> Sequence[float]:
         """Return one finite number for each completion; columns are the other columns of the prompts' rows."""
-
-
-def sample_with_model(
-    tuner: Tuner,
-    prompts: Sequence[Sequence[int]],
-    *,
-    num_completions: int,
-    max_new_tokens: int,
-    temperature: float,
-    seed: int,
-) -> list[list[Sampled]]:
-    """Sample with transformers' ``generate`` in the process of the training: simple, and slow for large models."""
-    from lightning_fastft.hf.generation import sample_completions
-
-    if tuner.is_sharded:
-        raise OptionError(
-            "sample_with_model cannot sample from a model that is sharded: ranks write texts of different lengths. Use "
-            "strategy='fastft' or 'fastft_ddp', or another sampler."
-        )
-    groups = sample_completions(
-        tuner.model,
-        tokenizer=tuner.tokenizer,
-        prompts=prompts,
-        num_completions=num_completions,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
-    )
-    return [[Sampled(ids) for ids in group] for group in groups]
-
-
-class VllmSampler:
-    """Sample with vLLM in the process of the training; the adapters are handed over by file before each round.
-
-    Args:
-        model: Name or folder of the base, as vLLM takes it.
-        max_lora_rank: Largest rank of the adapters.
-        gpu_memory_utilization: Share of the GPU's memory for vLLM.
-        engine_options: Further arguments of ``vllm.LLM``.
-
-    Raises:
-        MissingDependencyError: vLLM is not installed.
-    """
-
-    def __init__(
-        self,
-        model: str,
-        *,
-        max_lora_rank: int = 64,
-        gpu_memory_utilization: float = 0.3,
-        engine_options: Mapping[str, Any] | None = None,
-    ) -> None:
-        try:
-            import vllm
-        except ImportError as error:
-            raise MissingDependencyError("VllmSampler needs vLLM: pip install vllm.") from error
-        self._vllm = vllm
-        self._engine = vllm.LLM(
-            model=model,
-            enable_lora=True,
-            max_lora_rank=max_lora_rank,
-            gpu_memory_utilization=gpu_memory_utilization,
-            **(engine_options or {}),
-        )
-        self._folder = TemporaryDirectory(prefix="fastft-adapters-")
-        self._num_rounds = 0
-
-    def __call__(
-        self,
-        tuner: Tuner,
-        prompts: Sequence[Sequence[int]],
-        *,
-        num_completions: int,
-        max_new_tokens: int,
-        temperature: float,
-        seed: int,
-    ) -> list[list[Sampled]]:
-        """Return completions with vLLM's log-probabilities."""
-        from vllm.lora.request import LoRARequest
-
-        if not tuner.has_adapters:
-            raise OptionError("VllmSampler hands adapters over, and all weights are trained: give the tuner lora.")
-        self._num_rounds += 1
-        folder = Path(self._folder.name) / str(self._num_rounds)
-        tuner.save_pretrained(str(folder))
-        request = LoRARequest(f"round-{self._num_rounds}", self._num_rounds, str(folder))
-        options = self._vllm.SamplingParams(
-            n=num_completions, max_tokens=max_new_tokens, temperature=temperature, top_p=1.0, top_k=-1, logprobs=0,
-            seed=seed,
-        )  # fmt: skip
-        inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        results = self._engine.generate(inputs, sampling_params=options, lora_request=request)
-        return [
-            [
-                Sampled(
-                    list(output.token_ids),
-                    [step[token].logprob for step, token in zip(output.logprobs, output.token_ids)],
-                )
-                for output in result.outputs
-            ]
-            for result in results
-        ]
-
-
-class FunctionSampler:
-    """Sample with a plain function from prompts to completions, both as token ids.
-
-    The function itself sees to temperature and seed; a completion of more than max_new_tokens is refused.
-
-    Args:
-        generate: Called with a list of prompts, each num_completions times in a row; returns one completion for each,
-            without the prompt, and with the end-of-text token where the text ends.
-
-    Raises:
-        OptionError: generate is not callable.
-
-    Example:
-        >>> sampler = FunctionSampler(lambda prompts: [[len(prompt), 1] for prompt in prompts])
-        >>> sampler(None, [[5, 6]], num_completions=1, max_new_tokens=2, temperature=1.0, seed=0)
-        [[Sampled(input_ids=[2, 1], log_probs=None)]]
-    """
-
-    def __init__(self, generate: Callable[[list[list[int]]], Sequence[Sequence[int]]]) -> None:
-        if not callable(generate):
-            raise OptionError(f"generate must be a function, got {generate!r} ({type(generate).__name__}).")
-        self._generate = generate
-
-    def __call__(
-        self,
-        tuner: Tuner | None,
-        prompts: Sequence[Sequence[int]],
-        *,
-        num_completions: int,
-        max_new_tokens: int,
-        temperature: float,
-        seed: int,
-    ) -> list[list[Sampled]]:
-        """Return the function's completions of each prompt.
-
-        Raises:
-            DataError: It returned another number of completions.
-        """
-        repeated = [list(prompt) for prompt in prompts for _ in range(num_completions)]
-        written = [Sampled(list(ids)) for ids in self._generate(repeated)]
-        if len(written) != len(repeated):
-            raise DataError(
-                f"The function of FunctionSampler returned {len(written)} completions for {len(repeated)} prompts; it "
-                "must return one for each."
-            )
-        return [written[begin : begin + num_completions] for begin in range(0, len(written), num_completions)]
 
 
 class RolloutDataModule(LightningDataModule):
@@ -336,9 +168,9 @@ class RolloutDataModule(LightningDataModule):
         for source in open_sources(self._source):
             for raw in source.read(None):
                 places.append(f"{source.name}, {source.counts} {raw.line}")
-                row = _read_prompt(raw.raw, place=places[-1])
+                row = read_prompt(raw.raw, place=places[-1])
                 self._rows.append(row)
-                self._prompt_ids.append(_encode_prompt(tokenizer, row[PROMPT]))
+                self._prompt_ids.append(encode_prompt_ids(tokenizer, row[PROMPT]))
         if self.sampled_share < 1:
             self._given = self._encode_given(places)
         self._shares_prompts = can_share_prompts(self.share_prompts, self._tuner())
@@ -618,7 +450,7 @@ class RolloutDataModule(LightningDataModule):
         if self._documents is None or 0 < self._num_in_round == num_trained:
             return {"round": self._num_rounds + (self._documents is not None), "in_round": 0, "sizes": [], "ranks": []}
         own = {
-            "rollouts": [_to_plain(document) for document in self._documents],
+            "rollouts": [to_plain(document) for document in self._documents],
             "old_log_probs": list(self._old or ()),
         }
         ranks = on_all_ranks(lambda: own, error=ResumeError)
@@ -641,7 +473,7 @@ class RolloutDataModule(LightningDataModule):
         self._documents = self._old = None
         if ranks:
             own = ranks[0 if self.trainer is None else self.trainer.global_rank]
-            self._documents = [_from_plain(values) for values in own["rollouts"]]
+            self._documents = [from_plain(values) for values in own["rollouts"]]
             self._old = list(own["old_log_probs"]) or None
 
 
@@ -665,60 +497,6 @@ class _RoundLoader:
         """Ignore the state."""
 
 
-def make_rollout(prompt: Sequence[int], group: Sequence[Sampled], scores: Sequence[float]) -> Document:
-    """Return a prompt with its sampled completions as a document.
-
-    Args:
-        prompt: Token ids, at least one.
-        group: Completions of at least one token each; log-probabilities are kept if all have them.
-        scores: A reward for each.
-
-    Raises:
-        DataError: A completion is empty, or its log-probabilities have another length.
-    """
-    for number, sampled in enumerate(group):
-        if not sampled.input_ids:
-            raise DataError(f"The sampler returned completion {number} without a token.")
-        if sampled.log_probs is not None and len(sampled.log_probs) != len(sampled.input_ids):
-            raise DataError(
-                f"The sampler returned {len(sampled.log_probs)} log-probabilities for the {len(sampled.input_ids)} "
-                f"tokens of completion {number}."
-            )
-    completions = [token for sampled in group for token in sampled.input_ids]
-    input_ids = np.array([*prompt, *completions], dtype=np.int64)
-    labels = input_ids.copy()
-    labels[: len(prompt)] = IGNORED_LABEL
-    log_probs = None
-    if all(sampled.log_probs is not None for sampled in group):
-        known = [value for sampled in group for value in sampled.log_probs or ()]
-        log_probs = np.array([*([0.0] * len(prompt)), *known], dtype=np.float32)
-    lengths = (len(prompt), *(len(sampled.input_ids) for sampled in group))
-    return Document(input_ids, labels, segment_lengths=lengths, scores=tuple(scores), log_probs=log_probs)
-
-
-def _read_prompt(raw: Any, *, place: str) -> dict[str, Any]:
-    """Return a row whose prompt is a text or a list of messages."""
-    try:
-        row = parse_row(raw if raw is not None else b"")
-        prompt = row.get(PROMPT)
-        if isinstance(prompt, (list, tuple)):
-            row[PROMPT] = check_messages(prompt, column=PROMPT, needs_assistant=False)
-        else:
-            row[PROMPT] = check_text(prompt, column=PROMPT)
-    except RowRejectedError as error:
-        raise DataError(f"{place}: {error}. Every row needs a prompt: a text, or a list of messages.") from error
-    return row
-
-
-def _encode_prompt(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> list[int]:
-    from lightning_fastft.hf.generation import encode_prompt
-
-    ids = encode_prompt(tokenizer, prompt)
-    if not ids:
-        raise DataError(f"The prompt {prompt!r:.80} has no token.")
-    return ids
-
-
 def _gather(value: Any) -> np.ndarray:
     """Return the values of all ranks, stacked."""
     return np.stack(on_all_ranks(lambda: np.asarray(value), error=FastFTError))
@@ -729,25 +507,3 @@ def _old_of(batch: PackedBatch) -> torch.Tensor:
     assert completions is not None
     assert completions.old_log_prob_R is not None
     return completions.old_log_prob_R
-
-
-def _to_plain(document: Document) -> dict[str, Any]:
-    """Return a document as tensors and plain types, for a checkpoint."""
-    return {
-        "input_ids": torch.from_numpy(document.input_ids),
-        "labels": torch.from_numpy(document.labels),
-        "segment_lengths": list(document.segment_lengths),
-        "scores": list(document.scores),
-        "log_probs": None if document.log_probs is None else torch.from_numpy(document.log_probs),
-    }
-
-
-def _from_plain(values: Mapping[str, Any]) -> Document:
-    log_probs = values["log_probs"]
-    return Document(
-        values["input_ids"].numpy(),
-        values["labels"].numpy(),
-        segment_lengths=tuple(values["segment_lengths"]),
-        scores=tuple(values["scores"]),
-        log_probs=None if log_probs is None else log_probs.numpy(),
-    )

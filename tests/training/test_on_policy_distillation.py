@@ -15,10 +15,12 @@ from lightning_fastft.core.errors import DataError, OptionError
 from lightning_fastft.packing.rows.formats import FormatOptions
 from lightning_fastft.packing.tokens.formatter import Formatter
 from lightning_fastft.strategies.single_device import FastFTStrategy
+from lightning_fastft.training.data.rollouts import make_rollout
 from lightning_fastft.training.distillation import DistillationTuner
 from lightning_fastft.training.fine_tuner import FineTuner
 from lightning_fastft.training.policy import PolicyTuner
-from lightning_fastft.training.rollouts import FunctionSampler, RolloutDataModule, Sampled, make_rollout
+from lightning_fastft.training.rollouts import RolloutDataModule
+from lightning_fastft.training.samplers import FunctionSampler, Sampled
 from tests.support.host_waits import CountSteps
 from tests.support.packs import assert_close, separate
 from tests.support.training_parts import SaveAtStep, quiet_trainer
@@ -307,7 +309,7 @@ def test_a_config_samples_for_a_student(tmp_path, monkeypatch):
         "    num_completions: 1\n"
         "    sampled_share: 0.5\n"
         "    sampler:\n"
-        "      class_path: lightning_fastft.training.rollouts.FunctionSampler\n"
+        "      class_path: lightning_fastft.training.samplers.FunctionSampler\n"
         "      init_args:\n"
         "        generate: my_samplers.generate\n"
         "model:\n"

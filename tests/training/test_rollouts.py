@@ -8,8 +8,10 @@ from transformers import PreTrainedTokenizerFast
 
 from lightning_fastft.core.errors import DataError, MissingDependencyError, OptionError, ResumeError
 from lightning_fastft.strategies.single_device import FastFTStrategy
+from lightning_fastft.training.data.rollouts import make_rollout
 from lightning_fastft.training.policy import PolicyTuner
-from lightning_fastft.training.rollouts import RolloutDataModule, Sampled, VllmSampler, make_rollout
+from lightning_fastft.training.rollouts import RolloutDataModule
+from lightning_fastft.training.samplers import Sampled, VllmSampler
 from tests.support.training_parts import SaveAtStep, quiet_trainer
 
 CHARACTERS = "0123456789+="

@@ -17,13 +17,14 @@ from lightning_fastft.monitor.run_report import RunReport
 from lightning_fastft.monitor.token_throughput import TokenThroughput
 from lightning_fastft.packing.collate import collate
 from lightning_fastft.strategies.single_device import FastFTStrategy
+from lightning_fastft.training.data.rollouts import make_rollout
 from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.distillation import DistillationTuner
 from lightning_fastft.training.fine_tuner import FineTuner
 from lightning_fastft.training.policy import PolicyTuner
 from lightning_fastft.training.preference import PreferenceTuner
 from lightning_fastft.training.reward import RewardTuner
-from lightning_fastft.training.rollouts import Sampled, make_rollout
+from lightning_fastft.training.samplers import Sampled
 from tests.support.host_waits import CountSteps
 from tests.support.tiny_models import build_tiny
 from tests.support.training_parts import SaveAtStep, quiet_trainer

@@ -1,0 +1,96 @@
+"""Prompts and rollouts as rows, documents and entries of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_fastft.core.errors import DataError
+from lightning_fastft.packing.document import IGNORED_LABEL, Document
+from lightning_fastft.packing.rows.messages import check_messages
+from lightning_fastft.packing.rows.parsing import check_text, parse_row
+from lightning_fastft.packing.rows.rejects import RowRejectedError
+from lightning_fastft.training.samplers import Sampled
+
+PROMPT = "prompt"
+
+
+def make_rollout(prompt: Sequence[int], group: Sequence[Sampled], scores: Sequence[float]) -> Document:
+    """Return a prompt with its sampled completions as a document.
+
+    Args:
+        prompt: Token ids, at least one.
+        group: Completions of at least one token each; log-probabilities are kept if all have them.
+        scores: A reward for each.
+
+    Raises:
+        DataError: A completion is empty, or its log-probabilities have another length.
+    """
+    for number, sampled in enumerate(group):
+        if not sampled.input_ids:
+            raise DataError(f"The sampler returned completion {number} without a token.")
+        if sampled.log_probs is not None and len(sampled.log_probs) != len(sampled.input_ids):
+            raise DataError(
+                f"The sampler returned {len(sampled.log_probs)} log-probabilities for the {len(sampled.input_ids)} "
+                f"tokens of completion {number}."
+            )
+    completions = [token for sampled in group for token in sampled.input_ids]
+    input_ids = np.array([*prompt, *completions], dtype=np.int64)
+    labels = input_ids.copy()
+    labels[: len(prompt)] = IGNORED_LABEL
+    log_probs = None
+    if all(sampled.log_probs is not None for sampled in group):
+        known = [value for sampled in group for value in sampled.log_probs or ()]
+        log_probs = np.array([*([0.0] * len(prompt)), *known], dtype=np.float32)
+    lengths = (len(prompt), *(len(sampled.input_ids) for sampled in group))
+    return Document(input_ids, labels, segment_lengths=lengths, scores=tuple(scores), log_probs=log_probs)
+
+
+def read_prompt(raw: Any, *, place: str) -> dict[str, Any]:
+    """Return a row whose prompt is a text or a list of messages."""
+    try:
+        row = parse_row(raw if raw is not None else b"")
+        prompt = row.get(PROMPT)
+        if isinstance(prompt, (list, tuple)):
+            row[PROMPT] = check_messages(prompt, column=PROMPT, needs_assistant=False)
+        else:
+            row[PROMPT] = check_text(prompt, column=PROMPT)
+    except RowRejectedError as error:
+        raise DataError(f"{place}: {error}. Every row needs a prompt: a text, or a list of messages.") from error
+    return row
+
+
+def encode_prompt_ids(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> list[int]:
+    """Return the token ids of a prompt, at least one."""
+    from lightning_fastft.hf.generation import encode_prompt
+
+    ids = encode_prompt(tokenizer, prompt)
+    if not ids:
+        raise DataError(f"The prompt {prompt!r:.80} has no token.")
+    return ids
+
+
+def to_plain(document: Document) -> dict[str, Any]:
+    """Return a document as tensors and plain types, for a checkpoint."""
+    return {
+        "input_ids": torch.from_numpy(document.input_ids),
+        "labels": torch.from_numpy(document.labels),
+        "segment_lengths": list(document.segment_lengths),
+        "scores": list(document.scores),
+        "log_probs": None if document.log_probs is None else torch.from_numpy(document.log_probs),
+    }
+
+
+def from_plain(values: Mapping[str, Any]) -> Document:
+    """Return the document of ``to_plain``."""
+    log_probs = values["log_probs"]
+    return Document(
+        values["input_ids"].numpy(),
+        values["labels"].numpy(),
+        segment_lengths=tuple(values["segment_lengths"]),
+        scores=tuple(values["scores"]),
+        log_probs=None if log_probs is None else log_probs.numpy(),
+    )

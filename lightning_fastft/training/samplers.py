@@ -1,0 +1,186 @@
+"""Samplers: functions and classes that complete prompts with the model that trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from lightning_fastft.core.errors import DataError, MissingDependencyError, OptionError
+
+if TYPE_CHECKING:
+    from lightning_fastft.training.tuner import Tuner
+
+
+class Sampled(NamedTuple):
+    """A completion: token ids, at least one; their log-probabilities under the sampler, or None."""
+
+    input_ids: list[int]
+    log_probs: list[float] | None = None
+
+
+class Sampler(Protocol):
+    """Sample completions with the present policy or student."""
+
+    def __call__(
+        self,
+        tuner: Tuner,
+        prompts: Sequence[Sequence[int]],
+        *,
+        num_completions: int,
+        max_new_tokens: int,
+        temperature: float,
+        seed: int,
+    ) -> list[list[Sampled]]:
+        """Return num_completions completions of each prompt."""
+
+
+def sample_with_model(
+    tuner: Tuner,
+    prompts: Sequence[Sequence[int]],
+    *,
+    num_completions: int,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+) -> list[list[Sampled]]:
+    """Sample with transformers' ``generate`` in the process of the training: simple, and slow for large models."""
+    from lightning_fastft.hf.generation import sample_completions
+
+    if tuner.is_sharded:
+        raise OptionError(
+            "sample_with_model cannot sample from a model that is sharded: ranks write texts of different lengths. Use "
+            "strategy='fastft' or 'fastft_ddp', or another sampler."
+        )
+    groups = sample_completions(
+        tuner.model,
+        tokenizer=tuner.tokenizer,
+        prompts=prompts,
+        num_completions=num_completions,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+    )
+    return [[Sampled(ids) for ids in group] for group in groups]
+
+
+class VllmSampler:
+    """Sample with vLLM in the process of the training; the adapters are handed over by file before each round.
+
+    Args:
+        model: Name or folder of the base, as vLLM takes it.
+        max_lora_rank: Largest rank of the adapters.
+        gpu_memory_utilization: Share of the GPU's memory for vLLM.
+        engine_options: Further arguments of ``vllm.LLM``.
+
+    Raises:
+        MissingDependencyError: vLLM is not installed.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        max_lora_rank: int = 64,
+        gpu_memory_utilization: float = 0.3,
+        engine_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        try:
+            import vllm
+        except ImportError as error:
+            raise MissingDependencyError("VllmSampler needs vLLM: pip install vllm.") from error
+        self._vllm = vllm
+        self._engine = vllm.LLM(
+            model=model,
+            enable_lora=True,
+            max_lora_rank=max_lora_rank,
+            gpu_memory_utilization=gpu_memory_utilization,
+            **(engine_options or {}),
+        )
+        self._folder = TemporaryDirectory(prefix="fastft-adapters-")
+        self._num_rounds = 0
+
+    def __call__(
+        self,
+        tuner: Tuner,
+        prompts: Sequence[Sequence[int]],
+        *,
+        num_completions: int,
+        max_new_tokens: int,
+        temperature: float,
+        seed: int,
+    ) -> list[list[Sampled]]:
+        """Return completions with vLLM's log-probabilities."""
+        from vllm.lora.request import LoRARequest
+
+        if not tuner.has_adapters:
+            raise OptionError("VllmSampler hands adapters over, and all weights are trained: give the tuner lora.")
+        self._num_rounds += 1
+        folder = Path(self._folder.name) / str(self._num_rounds)
+        tuner.save_pretrained(str(folder))
+        request = LoRARequest(f"round-{self._num_rounds}", self._num_rounds, str(folder))
+        options = self._vllm.SamplingParams(
+            n=num_completions, max_tokens=max_new_tokens, temperature=temperature, top_p=1.0, top_k=-1, logprobs=0,
+            seed=seed,
+        )  # fmt: skip
+        inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        results = self._engine.generate(inputs, sampling_params=options, lora_request=request)
+        return [
+            [
+                Sampled(
+                    list(output.token_ids),
+                    [step[token].logprob for step, token in zip(output.logprobs, output.token_ids)],
+                )
+                for output in result.outputs
+            ]
+            for result in results
+        ]
+
+
+class FunctionSampler:
+    """Sample with a plain function from prompts to completions, both as token ids.
+
+    The function itself sees to temperature and seed; a completion of more than max_new_tokens is refused.
+
+    Args:
+        generate: Called with a list of prompts, each num_completions times in a row; returns one completion for each,
+            without the prompt, and with the end-of-text token where the text ends.
+
+    Raises:
+        OptionError: generate is not callable.
+
+    Example:
+        >>> sampler = FunctionSampler(lambda prompts: [[len(prompt), 1] for prompt in prompts])
+        >>> sampler(None, [[5, 6]], num_completions=1, max_new_tokens=2, temperature=1.0, seed=0)
+        [[Sampled(input_ids=[2, 1], log_probs=None)]]
+    """
+
+    def __init__(self, generate: Callable[[list[list[int]]], Sequence[Sequence[int]]]) -> None:
+        if not callable(generate):
+            raise OptionError(f"generate must be a function, got {generate!r} ({type(generate).__name__}).")
+        self._generate = generate
+
+    def __call__(
+        self,
+        tuner: Tuner | None,
+        prompts: Sequence[Sequence[int]],
+        *,
+        num_completions: int,
+        max_new_tokens: int,
+        temperature: float,
+        seed: int,
+    ) -> list[list[Sampled]]:
+        """Return the function's completions of each prompt.
+
+        Raises:
+            DataError: It returned another number of completions.
+        """
+        repeated = [list(prompt) for prompt in prompts for _ in range(num_completions)]
+        written = [Sampled(list(ids)) for ids in self._generate(repeated)]
+        if len(written) != len(repeated):
+            raise DataError(
+                f"The function of FunctionSampler returned {len(written)} completions for {len(repeated)} prompts; it "
+                "must return one for each."
+            )
+        return [written[begin : begin + num_completions] for begin in range(0, len(written), num_completions)]
