@@ -122,7 +122,7 @@ def test_config_holds_only_values_that_differ_from_the_default(name):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:GradientHealth judged nothing")
+@pytest.mark.filterwarnings("ignore:GradientHealth checked nothing")
 @pytest.mark.parametrize("name", config_names())
 def test_config_runs_one_step_of_a_tiny_model(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -139,7 +139,7 @@ POLICY = ("--data.num_completions", "2", "--data.prompts_per_round", "2", "--dat
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:GradientHealth judged nothing")
+@pytest.mark.filterwarnings("ignore:GradientHealth checked nothing")
 @pytest.mark.parametrize(("name", "more"), [("dpo_qwen3_8b", ()), ("grpo_qwen3_0.6b", POLICY)])
 def test_adapters_of_a_tuner_are_exported(name, more, rows, model, answer):
     cli = fit(name, model, *more)
@@ -152,7 +152,7 @@ def test_adapters_of_a_tuner_are_exported(name, more, rows, model, answer):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:GradientHealth judged nothing")
+@pytest.mark.filterwarnings("ignore:GradientHealth checked nothing")
 def test_a_reward_model_is_refused_with_the_line_that_writes_it(rows, model, answer):
     cli = fit("reward_qwen3_8b", model)
     status, text = answer(["export", "run/last.ckpt", "exported"])

@@ -166,7 +166,7 @@ def test_no_plan_is_faster_than_keep_and_more_buffers_never_wait_longer(seed):
 @pytest.mark.parametrize(
     ("plan", "match"),
     [
-        (uniform_plan(3, "keep"), "3 segments and the step 2"),
+        (uniform_plan(3, "keep"), "3 segments and the step has 2"),
         ((SegmentPlan(False, "device", (("c", "host"),)),) * 2, "no value named c; it has a, b"),
         ((SegmentPlan(True, "host", ()),) * 2, "is kept"),
         ((SegmentPlan(True, "device", (("a", "host"),)),) * 2, "is kept"),

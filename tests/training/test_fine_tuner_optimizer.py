@@ -186,7 +186,7 @@ def test_a_copy_that_the_step_wrote_is_copied_again_when_its_master_changes_or_a
 
 
 # The run goes on for more steps than the first one had, and once from a file of torch's own: both is said.
-@pytest.mark.filterwarnings("ignore:Resumed with another setting", "ignore:.* carries no digest")
+@pytest.mark.filterwarnings("ignore:Resumed with another setting", "ignore:.* has no digest")
 @pytest.mark.parametrize("first", ["ours", "torch", "fused"])
 def test_a_checkpoint_of_either_optimizer_is_resumed(tmp_path, first):
     factories = {
