@@ -45,6 +45,7 @@ BETA, LEARNING_RATE = 0.1, 1e-5
 METRICS = {
     "step_ms": ("step", "ms"),
     "examples_per_s": ("examples", "examples/s"),
+    "tokens_per_s": ("tokens", "tokens/s"),
     "allocated_gib": ("peak allocated", "GiB"),
     "reserved_gib": ("peak reserved", "GiB"),
     "check": ("check", "1"),
@@ -78,15 +79,28 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> int:
+    arm_options = ("--task", options.task, "--workload", options.workload)
+    return run_arms(options, benchmark="tuners", arm_options=arm_options, workload=f"{options.task} {options.workload}")
+
+
+def run_arms(options: argparse.Namespace, *, benchmark: str, arm_options: Sequence[str], workload: str) -> int:
+    """Run each arm in a process of its own, print its line, and write its figures to ``options.out``.
+
+    Args:
+        options: Has arms, root, device, steps, out and arm_s.
+        benchmark: Name of the script in this folder, whose command ``arm`` prints a line that begins with RECORD.
+        arm_options: Further options of that command.
+        workload: Name of the rows' workload.
+    """
     from benchmarks.results import append_rows
 
     options.out.mkdir(parents=True, exist_ok=True)
     records = []
     for arm in options.arms:
         command = [
-            sys.executable, "-m", "benchmarks.tuners", "arm", "--arm", arm, "--task", options.task,
-            "--workload", options.workload, "--root", str(options.root), "--device", options.device,
-            "--steps", str(options.steps), "--out", str(options.out),
+            sys.executable, "-m", f"benchmarks.{benchmark}", "arm", "--arm", arm, *arm_options,
+            "--root", str(options.root), "--device", options.device, "--steps", str(options.steps),
+            "--out", str(options.out),
         ]  # fmt: skip
         start = time.perf_counter()
         with (options.out / "log.txt").open("a") as log:
@@ -101,16 +115,19 @@ def _run(options: argparse.Namespace) -> int:
                 record = json.loads(found[-1].removeprefix(RECORD)) if found else {"error": f"exit {done.returncode}"}
             except subprocess.TimeoutExpired:
                 record = {"error": f"over {options.arm_s:.0f} s"}
+        if "error" in record:
+            last = [line for line in (options.out / "log.txt").read_text(errors="replace").splitlines() if line.strip()]
+            record["error"] += f": {last[-1][:200]}"
         record["arm"] = arm
         records.append(record)
         print(_line(record), f"({time.perf_counter() - start:.0f} s)", flush=True)
         (options.out / "raw.jsonl").open("a").write(json.dumps(record) + "\n")
-    command_line = "python -m benchmarks.tuners " + " ".join(sys.argv[1:])
+    command_line = f"python -m benchmarks.{benchmark} " + " ".join(sys.argv[1:])
     append_rows(
         [
             {
-                "benchmark": "tuners",
-                "workload": f"{options.task} {options.workload}",
+                "benchmark": benchmark,
+                "workload": workload,
                 "system": record["arm"],
                 "version": record["version"],
                 "metric": metric,
@@ -123,6 +140,7 @@ def _run(options: argparse.Namespace) -> int:
             for record in records
             if "error" not in record
             for key, (metric, unit) in METRICS.items()
+            if key in record
         ],
         path=options.out / "rows.csv",
     )
@@ -132,8 +150,9 @@ def _run(options: argparse.Namespace) -> int:
 def _line(record: dict[str, Any]) -> str:
     if "error" in record:
         return f"{record['arm']:28} {record['error']}"
+    tokens = f"{record['tokens_per_s']:9,.0f} tokens/s " if "tokens_per_s" in record else ""
     return (
-        f"{record['arm']:28} {record['examples_per_s']:8.2f} examples/s {record['step_ms']:8.1f} ms a step "
+        f"{record['arm']:28} {record['examples_per_s']:8.2f} examples/s {tokens}{record['step_ms']:8.1f} ms a step "
         f"{record['allocated_gib']:6.1f} / {record['reserved_gib']:6.1f} GiB  check {record['check']:.5f}  "
         f"gradient {record['gradient_norm']:.3g}"
     )
@@ -146,16 +165,20 @@ def _arm(options: argparse.Namespace) -> int:
     system, _, mode = options.arm.partition(":")
     run = {"trl": _run_trl, "unsloth": _run_trl}.get(system, _run_ours)
     record = run(options, files=files, system=system, mode=mode)
+    print_record(record, is_cuda=options.device == "cuda")
+    return 0
+
+
+def print_record(record: dict[str, Any], *, is_cuda: bool) -> None:
+    """Print the figures of an arm for ``run_arms``, with the device and its peak memory."""
     import torch
 
-    is_cuda = options.device == "cuda"
     record |= {
         "device": torch.cuda.get_device_name() if is_cuda else "cpu",
         "allocated_gib": torch.cuda.max_memory_allocated() / 2**30 if is_cuda else 0.0,
         "reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if is_cuda else 0.0,
     }
     print(RECORD + json.dumps(record), flush=True)
-    return 0
 
 
 def make_rows(task: str, *, divisor: int = 1, num_words: int = 8000) -> list[dict[str, Any]]:
@@ -198,11 +221,11 @@ def _rows_of(options: argparse.Namespace, files: Any) -> list[dict[str, Any]]:
     return make_rows(options.task, divisor=files.workload.length_divisor, num_words=num_words)
 
 
-class _Clock:
+class StepClock:
     """Times of steps, examples in them, and the norm of the first gradients."""
 
     def __init__(self, *, num_steps: int, is_cuda: bool) -> None:
-        self.num_total = NUM_WARMUP + num_steps
+        self.num_timed, self.num_total = num_steps, NUM_WARMUP + num_steps
         self.num_examples: list[int] = []
         self.gradient_norm = 0.0
         self._is_cuda = is_cuda
@@ -272,7 +295,7 @@ def _run_ours(options: argparse.Namespace, *, files: Any, system: str, mode: str
         "too_long": "truncate",
     }
     tuner = _make_tuner(options, files=files, system=system, is_cuda=is_cuda)
-    clock = _Clock(num_steps=options.steps, is_cuda=is_cuda)
+    clock = StepClock(num_steps=options.steps, is_cuda=is_cuda)
 
     def make_trainer(callback: Any, **more: Any) -> Any:
         return Trainer(
@@ -284,7 +307,7 @@ def _run_ours(options: argparse.Namespace, *, files: Any, system: str, mode: str
     start = files.read_trained()
     if options.task == "grpo":
         # On policy the loss does not depend on the model, so the gradient of one step is compared.
-        first = _Clock(num_steps=NUM_TIMED, is_cuda=False)
+        first = StepClock(num_steps=NUM_TIMED, is_cuda=False)
         make_trainer(_clock_callback(first, start=start), max_epochs=1, accumulate_grad_batches=NUM_CHECKED).fit(
             tuner, PackedDataModule(rows[:NUM_CHECKED_GROUPS], **data)
         )
@@ -342,7 +365,7 @@ def _load_callback(start: Any) -> Any:
     return Load()
 
 
-def _clock_callback(clock: _Clock, *, start: Any) -> Any:
+def _clock_callback(clock: StepClock, *, start: Any) -> Any:
     class Measure(type(_load_callback(start))):
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
             clock.note_gradients(pl_module.parameters())
@@ -353,7 +376,7 @@ def _clock_callback(clock: _Clock, *, start: Any) -> Any:
     return Measure()
 
 
-def _forward_callback(clock: _Clock, *, start: Any) -> Any:
+def _forward_callback(clock: StepClock, *, start: Any) -> Any:
     class Measure(type(_load_callback(start))):
         def on_validation_batch_end(
             self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -384,7 +407,7 @@ def _run_trl(options: argparse.Namespace, *, files: Any, system: str, mode: str)
     rows = _rows_of(options, files)
     batch_size, _, rest = mode.partition("+")
     model, tokenizer = _load_peer(files, system=system, is_cuda=is_cuda, recomputes=rest == "recompute")
-    clock = _Clock(num_steps=options.steps, is_cuda=is_cuda)
+    clock = StepClock(num_steps=options.steps, is_cuda=is_cuda)
     num_examples = int(batch_size) // (GROUP_SIZE if options.task == "grpo" else 1)
     common = {
         "output_dir": str(files.folder / "trainer_output"),

@@ -31,7 +31,7 @@ def test_an_arm_is_measured_and_written(tmp_path, monkeypatch, capsys):
     good, bad = (json.loads(line) for line in (tmp_path / "out" / "raw.jsonl").read_text().splitlines())
     assert good["examples_per_s"] > 0
     assert good["gradient_norm"] > 0
-    assert abs(good["loss"] - 0.69) < 0.02
+    assert abs(good["check"] - 0.69) < 0.02
     assert "error" in bad
     assert "ours:keep" in capsys.readouterr().out
-    assert (tmp_path / "out" / "rows.csv").read_text().count("ours:keep") == 4
+    assert (tmp_path / "out" / "rows.csv").read_text().count(",ours:keep,") == 5

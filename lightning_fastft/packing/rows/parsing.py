@@ -49,7 +49,7 @@ def parse_row(raw: Raw) -> dict[str, Any]:
         {'text': 'a'}
         >>> parse_row(b'{"text": "a", "text": "b"}')  # doctest: +IGNORE_EXCEPTION_DETAIL
         Traceback (most recent call last):
-        lightning_fastft.packing.rows.RowRejectedError: duplicate key: 'text'
+        lightning_fastft.packing.rows.rejects.RowRejectedError: duplicate key: 'text'
     """
     if isinstance(raw, UnreadableRow):
         raise RowRejectedError(raw.reason, raw.detail)
