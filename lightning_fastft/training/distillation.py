@@ -141,15 +141,7 @@ class DistillationTuner(Tuner):
         Cost:
             A forward of the teacher, or a copy of its stored tokens to the device. No host sync of its own.
         """
-        return self._step(batch, prefix="train")
-
-    def validation_step(self, batch: PackedBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Log the same of a validation batch."""
-        self._step(batch, prefix="val")
-
-    def test_step(self, batch: PackedBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Log the same of a test batch."""
-        self._step(batch, prefix="test")
+        return super().training_step(batch, batch_idx)
 
     def _step(self, batch: PackedBatch, *, prefix: str) -> torch.Tensor:
         context = batch.context
