@@ -189,7 +189,8 @@ def _describe_hybrids() -> list[str]:
         "`UnsupportedModelError`; `attention='one_by_one'` trains these families there. Gated delta rules are measured",
         "on an H200 (`python -m benchmarks.train_step run --workload qwen3.5-9b-lora`). Kernels of Kimi delta",
         "attention and of Mamba-2 were compared with each document alone on an H200",
-        "(`pytest tests/gpu/test_mixers_gpu.py`); their speed is not measured.\n",
+        "(`pytest tests/gpu/test_mixers_gpu.py`); their speed is not measured. In fp32 the tests of Qwen3.5 and",
+        "Qwen3-Next in that file fail there, for a reason that is not known yet: train them in bf16, the default.\n",
         "| mixer | families | CPU | GPU |",
         "|---|---|---|---|",
         *(

@@ -1,4 +1,4 @@
-"""The error of a full device, apart from ``errors`` because its base class is of torch."""
+"""The out-of-memory error; not in ``errors``, because its base class needs torch."""
 
 import torch
 
@@ -6,6 +6,4 @@ from lightning_fastft.core.errors import FastFTError
 
 
 class DeviceMemoryError(FastFTError, torch.OutOfMemoryError):
-    """The device has not the memory that a step or a save needs; the message has the plan, the peak so far and
-    what to set.
-    """
+    """The device ran out of memory in a step or a save; the message has the plan, the peak and the option to change."""

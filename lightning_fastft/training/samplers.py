@@ -21,7 +21,7 @@ class Sampled(NamedTuple):
 
 
 class Sampler(Protocol):
-    """Sample completions with the present policy or student."""
+    """Sample completions with the current policy or student."""
 
     def __call__(
         self,
@@ -141,7 +141,7 @@ class VllmSampler:
 class FunctionSampler:
     """Sample with a plain function from prompts to completions, both as token ids.
 
-    The function itself sees to temperature and seed; a completion of more than max_new_tokens is refused.
+    The function controls temperature and seed; a completion of more than max_new_tokens is refused.
 
     Args:
         generate: Called with a list of prompts, each num_completions times in a row; returns one completion for each,
