@@ -1,5 +1,6 @@
-"""Parts of ``PackedDataModule``, as plain functions.
+"""Parts of the data modules, as plain functions.
 
-Its options and the Trainer enter; checked options, subsets of the data and a position in the plan leave.
-``training/datamodule.py`` calls these functions and holds the state. Read ``subsets``, then ``position``.
+The input is their options and the Trainer; the output is checked options, subsets of the data, a position in the plan,
+and rollouts as documents. ``training/datamodule.py`` and ``training/rollouts.py`` call these functions and hold the
+state. Read ``subsets``, then ``position``.
 """
