@@ -13,7 +13,7 @@ import torch
 
 from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.packing.document import IGNORED_LABEL
-from lightning_fastft.packing.masks import build_block_mask, build_dense_mask
+from lightning_fastft.packing.masks import MaskBlock, build_block_mask, build_dense_mask, build_mask_blocks
 from lightning_fastft.packing.prefixes import PrefixKeys, check_prefixes, list_keys
 
 if TYPE_CHECKING:
@@ -260,6 +260,32 @@ class BatchContext:
             "dense_mask",
             (self.device, dtype, window),
             lambda: build_dense_mask(self.position_T, self._prefix_range_2T, window=window, dtype=dtype),
+        )
+
+    def mask_blocks(self, *, window: int | None = None, dtype: torch.dtype, num_rows: int) -> list[MaskBlock]:
+        """Return the dense mask cut into blocks of queries, each with only the keys that its documents reach.
+
+        Args:
+            window: As ``dense_mask``.
+            dtype: As ``dense_mask``.
+            num_rows: Queries of a block; the last one may have fewer.
+
+        Cost:
+            T x (num_rows + tokens of a document before a block) elements, half a dozen launches a block, no host sync.
+        """
+        window = self._effective_window(window)
+        return self.once(
+            "dense_mask",
+            (self.device, dtype, window, num_rows),
+            lambda: build_mask_blocks(
+                self.position_T,
+                self._prefix_range_2T,
+                starts=self.start_host_S1[:-1].tolist(),
+                prefixes=self.prefixes,
+                window=window,
+                dtype=dtype,
+                num_rows=num_rows,
+            ),
         )
 
     def block_mask(self, *, window: int | None = None) -> Any:

@@ -7,7 +7,7 @@ import torch
 
 from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.packing.context import LABELLED_ROW_BUCKET, BatchContext
-from lightning_fastft.packing.masks import BLOCK_SIZE
+from lightning_fastft.packing.masks import BLOCK_SIZE, KEY_STEP
 
 
 def make_context(lengths, num_pad_tokens=0):
@@ -106,6 +106,30 @@ def test_masks_equal_the_definition(lengths, window):
     assert torch.equal(full, blocks.all(3).all(1))
 
 
+def check_mask_blocks(context, truth, *, window, num_rows):
+    """Blocks hold the rows of the truth, their keys hold all that is seen, and no more than asked before a block."""
+    rest = truth.clone()
+    for block in context.mask_blocks(window=window, dtype=torch.bool, num_rows=num_rows):
+        assert torch.equal(block.mask_11RK[0, 0], truth[block.queries, block.keys])
+        assert block.keys.start % KEY_STEP == 0
+        rest[block.queries, block.keys] = False
+    assert not rest.any()
+
+
+@pytest.mark.parametrize("window", [None, 1, 50, 400])
+@pytest.mark.parametrize("num_rows", [1, 16, 130, 1000])
+@pytest.mark.parametrize("lengths", [[1], [127, 1], [129, 300, 1, 5], [3] * 100])
+def test_blocks_of_a_mask_equal_the_definition(lengths, num_rows, window):
+    check_mask_blocks(make_context(lengths), plain_mask(lengths, window), window=window, num_rows=num_rows)
+
+
+def test_a_block_reaches_no_further_than_its_first_document():
+    blocks = make_context([40, 100, 60]).mask_blocks(dtype=torch.float32, num_rows=64)
+    assert [(block.queries.start, block.keys.start, block.keys.stop) for block in blocks] == [
+        (0, 0, 64), (64, 32, 128), (128, 32, 192), (192, 128, 200),
+    ]  # fmt: skip
+
+
 def test_masks_are_built_once_per_distinct_window():
     context = make_context([5, 9])
     for _ in range(3):
@@ -171,6 +195,7 @@ def test_masks_with_prefixes_equal_the_definition(case, window):
     context = prefixed(lengths, prefixes)
     truth = prefixed_mask(lengths, prefixes, window)
     assert torch.equal(context.dense_mask(window=window)[0, 0], truth)
+    check_mask_blocks(context, truth, window=window, num_rows=48)
     num_blocks = -(-len(truth) // BLOCK_SIZE)
     room = num_blocks * BLOCK_SIZE - len(truth)
     blocks = torch.nn.functional.pad(truth, (0, room, 0, room)).view(num_blocks, BLOCK_SIZE, num_blocks, BLOCK_SIZE)
