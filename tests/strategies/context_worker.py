@@ -1,18 +1,23 @@
-"""Compare the parts of packs on several ranks with whole packs on one: ``-m tests.strategies.context_worker <cases>
-<folder>``. Every rank computes the whole packs too; rank 0 writes the differences.
+"""Compare the parts of packs on several ranks with whole packs on one: ``-m tests.strategies.context_worker <cases,
+more or faults> <folder>``. Every rank computes the whole packs too; rank 0 writes the differences.
 """
 
+import contextlib
 import copy
 import os
 import sys
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.core.patcher import ModelPatcher
+from lightning_fastft.packing import context as contexts
 from lightning_fastft.packing.collate import collate
+from lightning_fastft.packing.context import BatchContext
+from lightning_fastft.patches import part_exchange
 from lightning_fastft.patches.packed import install_packed_training
 from tests.support.layer_pairs import LONGROPE, add_lora, fuse
 from tests.support.packs import make_documents
@@ -26,7 +31,11 @@ ROTARY = {"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 8}
 DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}
 # Name -> family, overrides, what is done to the model. Llama has four query heads and two key/value heads.
 CASES = {
-    "llama": ("llama", {}, ()),
+    "llama, three key/value heads": (
+        "llama",
+        {"num_key_value_heads": 3, "num_attention_heads": 12, "hidden_size": 48},
+        (),
+    ),
     "llama, fused": ("llama", {}, ("fused",)),
     "llama, lora, fused, recompute": ("llama", {}, ("lora", "fused", "recompute")),
     "gemma2": ("gemma2", {}, ()),
@@ -34,15 +43,11 @@ CASES = {
     "phi3 longrope, fused": ("phi3", ROTARY, ("fused",)),
 }
 MORE_CASES = {
+    "llama": ("llama", {}, ()),
     "llama, recompute": ("llama", {}, ("recompute",)),
     "llama, lora": ("llama", {}, ("lora",)),
     "llama, lora, recompute": ("llama", {}, ("lora", "recompute")),
     "llama, one key/value head": ("llama", {"num_key_value_heads": 1}, ()),
-    "llama, three key/value heads": (
-        "llama",
-        {"num_key_value_heads": 3, "num_attention_heads": 12, "hidden_size": 48},
-        ("fused",),
-    ),
     "llama, dynamic": ("llama", {**DYNAMIC, "max_position_embeddings": 8}, ()),
     "qwen3": ("qwen3", {"tie_word_embeddings": True}, ("fused", "recompute")),
     "gemma2, fused": ("gemma2", {}, ("fused",)),
@@ -53,6 +58,36 @@ MORE_CASES = {
     "ministral3": ("ministral3", {}, ("fused",)),
     "qwen3_moe": ("qwen3_moe", {}, ("fused",)),
 }
+
+
+def skip_the_last_label():
+    """The last row of a part has no label: it is searched in the part alone."""
+    real = contexts._find_labelled_rows
+    return mock.patch.object(contexts, "_find_labelled_rows", lambda label_T: real(label_T[:-1]))
+
+
+def restart_positions():
+    """The positions of every part start at 0."""
+    real = BatchContext._join_whole
+
+    def join(context):
+        real(context)
+        context.position_T = context.position_T - context.position_T[0]
+
+    return mock.patch.object(BatchContext, "_join_whole", join)
+
+
+def average_parts():
+    """The gradients of parts are averaged, as if each part were a pack."""
+    return mock.patch.object(part_exchange._SumOverParts, "backward", staticmethod(lambda ctx, grad: (grad, None)))
+
+
+def tile_heads():
+    """Key/value heads are repeated one after the other instead of each by itself."""
+    return mock.patch.object(torch.Tensor, "repeat_interleave", lambda x, times, dim: x.repeat(1, times, 1))
+
+
+FAULTS = (skip_the_last_label, restart_positions, average_parts, tile_heads)
 
 
 def prepare(family, overrides, changes):
@@ -89,14 +124,15 @@ def run(model, batches):
     }
 
 
-def compare(case, *, rank, num_parts):
+def compare(case, *, rank, num_parts, fault=contextlib.nullcontext):
     """Relative errors of losses, gradients and the numbers of an evaluation."""
     model = prepare(*case)
     whole_model = copy.deepcopy(model)
     whole = packs_of(num_parts)
-    parts = [batch.cut(rank, num_parts=num_parts, group=dist.group.WORLD) for batch in whole]
     true_loss, true_gradients = run(whole_model, whole)
-    loss, gradients = run(model, parts)
+    with fault():
+        parts = [batch.cut(rank, num_parts=num_parts, group=dist.group.WORLD) for batch in whole]
+        loss, gradients = run(model, parts)
     for gradient in gradients.values():
         # As data parallelism does.
         dist.all_reduce(gradient)
@@ -117,8 +153,13 @@ def compare(case, *, rank, num_parts):
 def main(cases, folder):
     rank, num_parts = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo")
-    chosen = {"cases": CASES, "more": {**CASES, **MORE_CASES}}.get(cases) or {cases: {**CASES, **MORE_CASES}[cases]}
-    found = {name: compare(case, rank=rank, num_parts=num_parts) for name, case in chosen.items()}
+    sizes = {"rank": rank, "num_parts": num_parts}
+    if cases == "faults":
+        case = CASES["llama, three key/value heads"]
+        found = {fault.__name__: compare(case, **sizes, fault=fault) for fault in FAULTS}
+    else:
+        chosen = CASES if cases == "cases" else {**CASES, **MORE_CASES}
+        found = {name: compare(case, **sizes) for name, case in chosen.items()}
     if rank == 0:
         torch.save(found, Path(folder) / "found.pt")
 

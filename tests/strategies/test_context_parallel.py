@@ -17,7 +17,7 @@ from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from lightning_fastft.training.preference import PreferenceTuner
 from tests.strategies import context_fit_worker as fits
-from tests.strategies.context_worker import CASES, MORE_CASES
+from tests.strategies.context_worker import CASES, FAULTS, MORE_CASES
 from tests.strategies.strategy_worker import difference
 from tests.support.tiny_models import build_tiny
 from tests.support.two_ranks import run_two_ranks
@@ -73,6 +73,12 @@ def test_two_parts_give_the_losses_and_gradients_of_the_pack(compare, name):
 @pytest.mark.parametrize("name", MORE_CASES)
 def test_parts_give_the_losses_and_gradients_of_the_pack(compare, name, num_ranks):
     check_errors(compare("more", num_ranks)[name])
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_planted_faults_are_seen(compare, fault):
+    assert compare("faults", 2)[fault.__name__]["gradients"] > 100 * BOUND
 
 
 def check_same(found, truth):
