@@ -8,7 +8,7 @@ import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 
 from lightning_fastft.callbacks.fused_kernels import FusedKernels
-from lightning_fastft.core.errors import OptionError, UnsupportedModelError
+from lightning_fastft.core.errors import ContextError, OptionError, UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.patches.packed import install_packed_training
 from lightning_fastft.strategies.context_parallel import check_head, check_module, check_run
@@ -19,6 +19,7 @@ from lightning_fastft.training.preference import PreferenceTuner
 from tests.strategies import context_fit_worker as fits
 from tests.strategies.context_worker import CASES, FAULTS, MORE_CASES
 from tests.strategies.strategy_worker import difference
+from tests.support.packs import make_batch
 from tests.support.tiny_models import build_tiny
 from tests.support.two_ranks import run_two_ranks
 
@@ -205,3 +206,17 @@ def test_a_model_with_a_loss_of_its_own_is_refused():
     with pytest.raises(UnsupportedModelError, match="loss head"):
         check_head(statuses, size=2)
     check_head(install_packed_training(build_tiny("llama"), ModelPatcher()).statuses, size=2)
+
+
+def test_a_batch_that_is_not_packed_is_refused():
+    with pytest.raises(ContextError, match="packed batches"):
+        FastFTDDPStrategy(context_parallel=2).batch_to_device({"input_ids": torch.zeros(1, 4)})
+
+
+def test_ranks_with_different_packs_are_refused(monkeypatch):
+    def gather(found, own, group):
+        found[:] = [own, ((4,), own[1])]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    with pytest.raises(ContextError, match="different packs"):
+        FastFTDDPStrategy(context_parallel=2)._compare(make_batch((3, 1)), None)
