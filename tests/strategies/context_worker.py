@@ -1,5 +1,5 @@
 """Compare the parts of packs on several ranks with whole packs on one: ``-m tests.strategies.context_worker <cases,
-more or faults> <folder>``. Every rank computes the whole packs too; rank 0 writes the differences.
+more, faults or gpu> <folder>``. Every rank computes the whole packs too; rank 0 writes the differences.
 """
 
 import contextlib
@@ -58,6 +58,8 @@ MORE_CASES = {
     "ministral3": ("ministral3", {}, ("fused",)),
     "qwen3_moe": ("qwen3_moe", {}, ("fused",)),
 }
+# Flash attention with grouped heads, LoRA and sinks.
+GPU_CASES = ("llama, three key/value heads", "llama, lora, fused, recompute", "gpt_oss")
 
 
 def skip_the_last_label():
@@ -124,14 +126,15 @@ def run(model, batches):
     }
 
 
-def compare(case, *, rank, num_parts, fault=contextlib.nullcontext):
+def compare(case, *, rank, num_parts, fault=contextlib.nullcontext, device="cpu", dtype=torch.float32):
     """Relative errors of losses, gradients and the numbers of an evaluation."""
-    model = prepare(*case)
+    model = prepare(*case).to(device, dtype)
     whole_model = copy.deepcopy(model)
-    whole = packs_of(num_parts)
+    packs = packs_of(num_parts)
+    whole = [batch.to(device) for batch in packs]
     true_loss, true_gradients = run(whole_model, whole)
     with fault():
-        parts = [batch.cut(rank, num_parts=num_parts, group=dist.group.WORLD) for batch in whole]
+        parts = [batch.cut(rank, num_parts=num_parts, group=dist.group.WORLD).to(device) for batch in packs]
         loss, gradients = run(model, parts)
     for gradient in gradients.values():
         # As data parallelism does.
@@ -152,11 +155,19 @@ def compare(case, *, rank, num_parts, fault=contextlib.nullcontext):
 
 def main(cases, folder):
     rank, num_parts = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo")
+    if cases == "gpu":
+        torch.cuda.set_device(rank)
+    dist.init_process_group("nccl" if cases == "gpu" else "gloo")
     sizes = {"rank": rank, "num_parts": num_parts}
     if cases == "faults":
         case = CASES["llama, three key/value heads"]
         found = {fault.__name__: compare(case, **sizes, fault=fault) for fault in FAULTS}
+    elif cases == "gpu":
+        found = {
+            (name, dtype): compare(CASES[name], **sizes, device=f"cuda:{rank}", dtype=getattr(torch, dtype))
+            for name in GPU_CASES
+            for dtype in ("float32", "bfloat16")
+        }
     else:
         chosen = CASES if cases == "cases" else {**CASES, **MORE_CASES}
         found = {name: compare(case, **sizes) for name, case in chosen.items()}
