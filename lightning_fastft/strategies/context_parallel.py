@@ -123,6 +123,14 @@ class ContextParallelMixin(FastFTStrategyMixin):
             batch = _map_packed(batch, self._cut)
         return super().batch_to_device(batch, device, dataloader_idx)
 
+    def agree(self, value: Any) -> Any:
+        """Return the value of the first rank of the context group, or of rank 0 if packs are not shared."""
+        if self.mesh is None:
+            return self.broadcast(value)
+        found = [value]
+        torch.distributed.broadcast_object_list(found, group=self.mesh.get_group("context"), group_src=0)
+        return found[0]
+
     def statuses(self) -> list[Status]:
         """Return the statuses, with the mesh first."""
         own = super().statuses()

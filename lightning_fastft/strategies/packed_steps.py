@@ -200,7 +200,8 @@ def environment_of(trainer: pl.Trainer) -> RunEnvironment:
     num_parts = getattr(trainer.strategy, "context_parallel", 1)
     return RunEnvironment(
         report=rank_zero_info,
-        agree=trainer.strategy.broadcast,
+        agree=getattr(trainer.strategy, "agree", trainer.strategy.broadcast),
+        plans_together=num_parts > 1,
         num_local_ranks=trainer.num_devices,
         longest_pack=-(-longest_pack // num_parts) if isinstance(longest_pack, int) else 0,
         missing_bytes=functools.partial(_missing_bytes, trainer),
