@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from lightning_fastft.core.errors import OptionError, ShapeError
+from lightning_fastft.core.errors import ContextError, OptionError, ShapeError
 from lightning_fastft.packing.context import LABELLED_ROW_BUCKET, BatchContext
 from lightning_fastft.packing.masks import BLOCK_SIZE, KEY_STEP
 
@@ -246,3 +246,54 @@ def test_prefixes_are_not_recorded():
     recorded = prefixed([2, 2], [-1, -1]).recordable(num_documents=2, max_length=4)
     with pytest.raises(ShapeError):
         recorded.load(prefixed([2, 2], [-1, 0]))
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 6])
+def test_parts_hold_every_row_and_its_label_once(num_parts):
+    whole = make_context([5, 1, 2, 9, 1], num_pad_tokens=1)
+    parts = [whole.cut(rank, num_parts=num_parts) for rank in range(num_parts)]
+    for name in ("position_T", "document_T", "label_T"):
+        assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(whole, name))
+    found = [
+        (part.part.rows.start + row, target)
+        for part in parts
+        for row, target in zip(
+            part.labelled_row_R[: part.num_labelled].tolist(), part.labelled_target_R[: part.num_labelled].tolist()
+        )
+    ]
+    count = whole.num_labelled
+    assert found == list(zip(whole.labelled_row_R[:count].tolist(), whole.labelled_target_R[:count].tolist()))
+    for name in ("num_tokens", "num_real_tokens", "num_pad_tokens", "num_labelled"):
+        assert sum(getattr(part, name) for part in parts) == getattr(whole, name)
+    assert all((part.num_items, part.whole) == (whole.num_items, whole) for part in parts)
+
+
+def test_a_part_moves_with_its_pack_and_counts_reads_there():
+    part = make_context([4, 4]).cut(1, num_parts=2).to("meta")
+    assert part.label_T.device == part.whole.label_T.device == torch.device("meta")
+    assert part.position_T.shape == (4,)
+    part.whole.note_read("reference")
+    assert part.num_reads == 1
+
+
+@pytest.mark.parametrize(
+    ("context", "num_parts", "message"),
+    [
+        (make_context([4, 3]), 2, r"pad_to_multiple_of=2"),
+        (make_context([4, 4]).to("meta"), 2, "on the host"),
+        (
+            BatchContext(lengths=[2, 2], label_T=torch.full((4,), -100), num_items=1, prefixes=[-1, 0]),
+            2,
+            "continue prefixes",
+        ),
+    ],
+)
+def test_packs_that_cannot_be_cut_are_refused(context, num_parts, message):
+    with pytest.raises(ShapeError, match=message):
+        context.cut(0, num_parts=num_parts)
+
+
+def test_masks_of_a_part_are_refused():
+    part = make_context([4, 4]).cut(0, num_parts=2)
+    with pytest.raises(ContextError, match=r"context\.whole"):
+        part.dense_mask()
