@@ -86,3 +86,12 @@ def test_the_gpu_here_is_the_default(plan, monkeypatch):
     text = plan()
     assert "H200: the local GPU" in text
     assert "measures its first steps" in text
+
+
+def test_the_mesh_of_shared_packs_is_said(plan, folder):
+    (folder / "mesh.yaml").write_text(
+        "trainer: {accelerator: cpu, devices: 2, strategy: {class_path: lightning_fastft.FastFTDDPStrategy, "
+        "init_args: {context_parallel: 2}}}"
+    )
+    text = plan("--gpu", "4090", "--config", "mesh.yaml")
+    assert "mesh: 2 devices share each pack, 4,096 tokens each" in text
