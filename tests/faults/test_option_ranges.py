@@ -198,7 +198,7 @@ OPTIONS = {
         "sft_weight": share,
         "vocab_size": either(nothing, whole(2)),
         "store": either(nothing, path),
-        "top_k": whole(1, 4096),
+        "top_k": either(nothing, whole(1, 4096)),
     },
     "RolloutDataModule": {
         "prompts": lambda value: value is not None and rows(value),

@@ -141,6 +141,10 @@ def make_kind(kind, folder):
             make(DistillationTuner, teacher=make_teacher(), store=str(folder / "store"), top_k=4),
             text,
         ),
+        "distillation, hidden states": lambda: (
+            make(DistillationTuner, teacher=make_teacher(), store=str(folder / "store"), top_k=None, kind="jsd"),
+            text,
+        ),
     }
     scored = digit_rows(60, kind="score")
     rollouts = [
@@ -153,6 +157,7 @@ def make_kind(kind, folder):
 KINDS = (
     "dpo, adapters", "dpo, stored", "dpo, second model", "orpo", "kto", "reward", "reward, mean of scores", "policy",
     "policy, sequences", "distillation", "distillation, stored",
+    "distillation, hidden states",
 )  # fmt: skip
 
 
