@@ -222,7 +222,7 @@ OPTIONS = {
         "chat_template": either(nothing, text),
         "loss_on": choice("completion", "all"),
         "add_eos": flag,
-        "separator": lambda value: isinstance(value, str),
+        **dict.fromkeys(("separator", "step_separator"), lambda value: isinstance(value, str)),
         "extra_columns": choice("refuse", "ignore"),
         "too_long": choice("refuse", "truncate", "split"),
         "pad_to_max": flag,
