@@ -177,3 +177,12 @@ def test_a_teacher_is_no_part_of_a_whole_student():
     tuner = make_tuner(DistillationTuner, teacher=teacher, lora=None)
     assert tuner.frozen_model is teacher
     assert {name.partition(".")[0] for name in tuner.state_dict()} == {"model"}
+
+
+def test_the_status_table_says_that_a_teacher_keeps_no_activations(tmp_path):
+    trainer = fit(make_student(make_teacher()), tmp_path, max_steps=1)
+    found = {status.name: status for status in trainer.strategy.statuses()}
+    assert found["activations (model)"].state == "active"
+    assert found["activations (frozen_model)"].state == "inactive"
+    assert "frozen" in found["activations (frozen_model)"].reason
+    assert found["packed attention (frozen_model)"].state == "active"
