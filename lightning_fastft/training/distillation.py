@@ -245,7 +245,8 @@ class DistillationTuner(Tuner):
         (teacher,) = self._teacher
         key: dict[str, Any] = {"data": dataset.content_digest, "teacher": self._teacher_name()}
         if self.top_k is None:
-            key["hidden states in"] = str(self._compute_dtype if isinstance(teacher, str) else teacher.dtype)
+            dtype = self._compute_dtype if isinstance(teacher, str) else teacher.dtype
+            key["hidden states in"] = str(dtype).removeprefix("torch.")
         else:
             key |= {"top_k": self.top_k, "temperature": self.temperature}
         store = TeacherStore(

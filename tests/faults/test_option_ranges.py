@@ -172,7 +172,7 @@ OPTIONS = {
     },
     "RewardTuner": {
         **TUNER,
-        "loss": choice("pairwise", "scalar"),
+        "loss": choice("pairwise", "scalar", "stepwise"),
         "read": choice("last", "mean"),
         "center_weight": weight,
     },
