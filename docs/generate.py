@@ -122,6 +122,7 @@ def write_support() -> str:
         "| activations planned, offloaded | yes | yes | yes |",
         "| `FusedKernels` | yes | yes | yes |",
         "| `BincountRouter` | yes | yes | refused: sharded experts |",
+        "| `context_parallel` | one device | yes | yes |",
         "| `FusedAdamW` | yes | yes | torch.optim.AdamW |",
         "| `fastft export` of its checkpoints | yes | yes | `FineTuner.save_pretrained` |",
     ]

@@ -548,6 +548,8 @@ def make_packs(workload: Workload) -> list[Pack]:
         plans = [list(workload.document_lengths)] * workload.num_packs
     else:
         lengths = [max(2, length // workload.length_divisor) for length in read_lengths()["lengths"]]
+        # The list is repeated where packs need more documents; token ids are new in every pack.
+        lengths *= 1 + workload.num_packs * workload.max_tokens // sum(lengths)
         plans = plan_packs(lengths, max_tokens=workload.max_tokens, num_packs=workload.num_packs)
     highest = min(workload.model_config["vocab_size"], TOKENIZER_WORDS)
     return [

@@ -82,7 +82,8 @@ class SegmentStack:
             segment.vram_budget_bytes = options.vram_budget_bytes
         # Known once the model is on its device.
         self._is_always_kept = False
-        # Ranks agree once, at the same forward. Later a rank plans alone, because a collective would hang.
+        # Ranks agree once, at the same forward. Later a rank plans alone, because a collective would hang; ranks that
+        # plan together see the same packs, so they plan at the same forward every time.
         self._has_agreed = False
         self._device = torch.device("cpu")
         # Size of the hidden states of the longest pack.
@@ -226,7 +227,7 @@ class SegmentStack:
         host_budget, machine = self._host_budget(), measure_machine(device)
         for attempt in range(_MAX_NOTCHES):
             plan = self._best_plan(vram_budget=vram_budget, host_budget=host_budget, machine=machine)
-            if not self._has_agreed:
+            if not self._has_agreed or self.environment.plans_together:
                 self._has_agreed, plan = True, self.environment.agree(plan)
             # Discard the plan that this rank would have made alone.
             if self.weights.streamed is None and any(segment.is_streamed for segment in plan.segments):
@@ -234,6 +235,7 @@ class SegmentStack:
             try:
                 self.follow(plan.segments, device=device, cost=self.cost)
             except HostMemoryError as error:
+                self._check_alone(error)
                 # Last attempt without host memory for activations, since pinning keeps failing; streamed weights stay.
                 held = self.weights.host_bytes
                 host_budget = held + (
@@ -241,7 +243,8 @@ class SegmentStack:
                 )
                 self.note = f"the host has less pinned memory than planned: {host_budget / 2**30:.1f} GiB"
                 self.environment.report(f"{error} Planning again with {host_budget / 2**30:.1f} GiB of pinned memory.")
-            except torch.OutOfMemoryError:
+            except torch.OutOfMemoryError as error:
+                self._check_alone(error)
                 vram_budget = int(vram_budget * NOTCH)
                 self.environment.report(
                     f"The device has less memory than planned for; planning again for {vram_budget / 2**30:.1f} GiB."
@@ -254,6 +257,14 @@ class SegmentStack:
             "No plan for the activations could be applied. Set vram_budget and host_budget in GiB, or use policy "
             "'recompute'."
         )
+
+    def _check_alone(self, error: Exception) -> None:
+        """Raise if this rank may not change the plan that it cannot apply."""
+        if self.environment.plans_together:
+            raise OptionError(
+                f"This rank cannot apply the activation plan of its context-parallel group: {error} Set "
+                "OffloadCheckpointing(vram_budget=..., host_budget=...) to fewer GiB, or use policy 'recompute'."
+            ) from error
 
     def _best_plan(self, *, vram_budget: int, host_budget: int, machine: Machine) -> Plan:
         """Return the fastest plan that fits; weights that are already streamed stay streamed."""
@@ -284,6 +295,7 @@ class SegmentStack:
         try:
             self._stream(device)
         except (HostMemoryError, OptionError, UnsupportedModelError) as error:
+            self._check_alone(error)
             self.weights.move = None
             try:
                 found = self._best_plan(vram_budget=vram_budget, host_budget=host_budget, machine=machine)

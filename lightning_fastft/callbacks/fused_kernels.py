@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lightning_fastft.core.patcher import ModelPatcher
-    from lightning_fastft.fused.decoder import FusedWeightBuffers
     from lightning_fastft.fused.fp8_base import Fp8Base
+    from lightning_fastft.fused.install import FusedWeightBuffers
     from lightning_fastft.graphs.layer_graphs import LayerGraphs
 
 CUDA_GRAPHS = (False, True, "auto")
@@ -89,8 +89,8 @@ class FusedKernels(ModelSwaps):
 
     def install(self, root: nn.Module, patcher: ModelPatcher) -> list[Status]:
         """Swap the decoder layers of every model inside root."""
-        from lightning_fastft.fused.decoder import install_fp8_base, install_fused_layers
         from lightning_fastft.fused.fp8_base import STATUS_NAME as FP8_STATUS
+        from lightning_fastft.fused.install import install_fp8_base, install_fused_layers
         from lightning_fastft.graphs.install import install_layer_graphs
         from lightning_fastft.graphs.layer_graphs import STATUS_NAME as GRAPHS_STATUS
 
@@ -113,7 +113,7 @@ class FusedKernels(ModelSwaps):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Install, and move frozen weights into buffers with their adapters; the model is on its device now."""
-        from lightning_fastft.fused.decoder import fuse_weight_buffers
+        from lightning_fastft.fused.install import fuse_weight_buffers
 
         super().on_fit_start(trainer, pl_module)
         if self._patcher is not None and self.is_installed and self.base_compute == "model_dtype":

@@ -204,7 +204,7 @@ class GradientHealth(Callback):
 
 
 def _has_labels(batch: PackedBatch) -> bool:
-    return batch.context.num_labelled > 0
+    return batch.context.whole.num_labelled > 0
 
 
 def _find_tower(module: nn.Module) -> set[int]:

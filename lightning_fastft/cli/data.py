@@ -11,6 +11,7 @@ from lightning_fastft.cli.words import take_option
 from lightning_fastft.core.errors import MissingDependencyError, OptionError
 from lightning_fastft.packing.describe import describe_data, save_length_histogram
 from lightning_fastft.packing.reading.sources import REJECTED
+from lightning_fastft.training.data.trainer_facts import find_ranks
 from lightning_fastft.training.datamodule import PackedDataModule
 
 DEFAULT_FOLDER = "runs/data"
@@ -33,7 +34,10 @@ def run_data(words: Sequence[str]) -> int:
     data.rejected_path = data.rejected_path or str(Path(out) / REJECTED)
     data.setup("fit")
     report = describe_data(
-        data, world_size=trainer.world_size, accumulate=trainer.accumulate_grad_batches, is_terminal=sys.stdout.isatty()
+        data,
+        world_size=find_ranks(trainer)[0],
+        accumulate=trainer.accumulate_grad_batches,
+        is_terminal=sys.stdout.isatty(),
     )
     sys.stdout.write(report + "\n")
     train = data.subset("train")

@@ -111,7 +111,8 @@ def run_doctor(words: Sequence[str]) -> int:
             if not isinstance(callback, (Checkpoint, ProgressBar, SaveConfigCallback))
         ]
         _replace_second_model(cli.model, device=trainer.strategy.root_device)
-        trainer.fit(cli.model, DataLoader([_make_batch(cli.model)], batch_size=None))  # type: ignore[arg-type, list-item]
+        batch = _make_batch(cli.model, num_parts=getattr(trainer.strategy, "context_parallel", 1))
+        trainer.fit(cli.model, DataLoader([batch], batch_size=None))  # type: ignore[arg-type, list-item]
     model = (
         f"model: {cli.model.source.config.model_type}, checked by one step of a miniature, whose layers and tensors "
         "are counted below"
@@ -120,8 +121,11 @@ def run_doctor(words: Sequence[str]) -> int:
     return 0
 
 
-def _make_batch(tuner: Tuner) -> PackedBatch:
-    """Return one pack of random tokens: documents, or prompts with two completions each if the loss needs them."""
+def _make_batch(tuner: Tuner, *, num_parts: int) -> PackedBatch:
+    """Return one pack of random tokens: documents, or prompts with two completions each if the loss needs them.
+
+    It can be cut into num_parts parts.
+    """
     documents = []
     for length in DOCUMENT_LENGTHS:
         id_T = np.random.default_rng(length).integers(tuner.vocab_size, size=length)
@@ -131,7 +135,7 @@ def _make_batch(tuner: Tuner) -> PackedBatch:
             lengths = (length, 2, 1)
             id_T = np.concatenate([id_T, id_T[:2], id_T[-1:]])
             documents[-1] = Document(id_T, id_T, segment_lengths=lengths, scores=(1.0, 0.0))
-    return collate(documents)
+    return collate(documents, pad_to_multiple_of=num_parts)
 
 
 def _replace_second_model(tuner: Tuner, *, device: torch.device) -> None:

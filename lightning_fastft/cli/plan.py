@@ -65,7 +65,10 @@ def run_plan(words: Sequence[str]) -> int:
             "reference. The plan of a run is made from its first training steps and logged."
         )
     document_tokens = min(question.document_tokens, data.max_tokens)
-    cost = _cost_of(model, gpu=question.gpu, num_tokens=data.max_tokens, document_tokens=document_tokens)
+    num_parts = getattr(cli.trainer.strategy, "context_parallel", 1)
+    # Each device computes the rows of its part, and of attention the heads that are its share.
+    num_tokens = -(-data.max_tokens // num_parts)
+    cost = _cost_of(model, gpu=question.gpu, num_tokens=num_tokens, document_tokens=document_tokens)
     vram_bytes = _vram_bytes(question, cost)
     plan = make_plan(
         cost,
@@ -77,14 +80,15 @@ def run_plan(words: Sequence[str]) -> int:
     base = "" if model.quantization is None else f" on a base in {model.quantization.upper()}"
     lines = [
         f"{model.source.name}: {training}{base}, packs of {data.max_tokens:,} tokens, documents of {document_tokens:,}",
+        *([f"mesh: {num_parts} devices share each pack, {num_tokens:,} tokens each"] if num_parts > 1 else []),
         f"{question.gpu.name}: {_origin(question)}",
         f"budgets: {vram_bytes / _GIB:.1f} GiB of device memory for everything, {question.host_gib:.1f} GiB of pinned "
         "host memory",
         "",
         render_plan(cost, plan),
         "",
-        *(_describe_end(cost, kind, gpu=question.gpu, num_tokens=data.max_tokens) for kind in ("recompute", "keep")),
-        f"{'this plan':<15} {data.max_tokens / plan.prediction.step_ms * 1e3:>9,.0f} tokens/s",
+        *(_describe_end(cost, kind, gpu=question.gpu, num_tokens=num_tokens) for kind in ("recompute", "keep")),
+        f"{'this plan':<15} {num_tokens / plan.prediction.step_ms * 1e3:>9,.0f} tokens/s",
     ]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0

@@ -27,6 +27,7 @@ class RunEnvironment(NamedTuple):
     Args:
         report: Takes what the user should read.
         agree: Returns the value that all ranks follow, from this rank's.
+        plans_together: Whether these ranks must always follow one plan, because a recomputed layer exchanges data.
         num_local_ranks: Ranks that share the memory of this host.
         longest_pack: Tokens of the longest pack to come; 0 where it is unknown.
         missing_bytes: Returns the bytes of device memory that will be allocated later and then stay, such as the
@@ -39,6 +40,7 @@ class RunEnvironment(NamedTuple):
 
     report: Callable[[str], Any] = logger.info
     agree: Callable[[Any], Any] = _first_rank
+    plans_together: bool = False
     num_local_ranks: int = 1
     longest_pack: int = 0
     missing_bytes: Callable[[], int] = no_bytes

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from lightning_fastft.activations.segments import Session
-from lightning_fastft.fused.functions import Norm, norm_project, project_add
+from lightning_fastft.fused.functions.projections import norm_project, project_add
+from lightning_fastft.fused.functions.rows import Norm
 from lightning_fastft.fused.linears import FusedLinear
 from lightning_fastft.hf.mixers import MixerFamily
 from lightning_fastft.kernels.delta_inputs.reference import DeltaForm, DeltaParameters

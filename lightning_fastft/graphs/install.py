@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightning_fastft.fused.decoder import fused_layers, shared_memory
+from lightning_fastft.fused.install import fused_layers, shared_memory
 from lightning_fastft.graphs.launch_bound import LaunchBoundProbe
 from lightning_fastft.graphs.layer_graphs import LayerGraphs
 from lightning_fastft.hf.families import find_causal_models

@@ -80,7 +80,7 @@ class PackedBatch:
     def __getitem__(self, key: str) -> Any:
         item = self._items[key]
         # One document alone has no other to see.
-        is_pack = self.context.lengths[0] < self.context.num_real_tokens
+        is_pack = self.context.lengths[0] < self.context.whole.num_real_tokens
         return PackMask.of(item, self.context) if key == "attention_mask" and is_pack else item
 
     def __len__(self) -> int:
@@ -93,7 +93,7 @@ class PackedBatch:
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         # Expanded, not allocated: Lightning reads only its first size.
-        yield torch.empty(1).expand(self.context.num_labelled)
+        yield torch.empty(1).expand(self.context.whole.num_labelled)
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> PackedBatch:
         """Return the batch on a device. Copies from pinned memory are asynchronous."""
@@ -107,6 +107,23 @@ class PackedBatch:
     def pin_memory(self) -> PackedBatch:
         """Return the batch in pinned host memory."""
         return self._map(lambda tensor: tensor.pin_memory(), self.context.pin_memory())
+
+    def cut(self, rank: int, *, num_parts: int, group: Any = None) -> PackedBatch:
+        """Return one of several equal, contiguous parts of this pack (``BatchContext.cut``).
+
+        Raises:
+            ShapeError: The parts would not be equal, or the pack has images or completions.
+        """
+        if self.has_images or self.context.completions is not None or self._items["position_ids"].ndim != 2:
+            raise ShapeError("A pack with images, completions or positions on several axes is not cut into parts.")
+        context = self.context.cut(rank, num_parts=num_parts, group=group)
+        assert context.part is not None
+        return PackedBatch(
+            input_id_T=self._items["input_ids"][0, context.part.rows],
+            context=context,
+            index=self.index,
+            numbers=self.numbers,
+        )
 
     def _map(self, move: Callable[[torch.Tensor], torch.Tensor], context: BatchContext) -> PackedBatch:
         other = object.__new__(PackedBatch)
@@ -128,6 +145,7 @@ def collate(
     documents: Sequence[Document],
     *,
     pad_to: int | None = None,
+    pad_to_multiple_of: int = 1,
     pad_token_id: int = 0,
     num_items: float | None = None,
     index: int = -1,
@@ -147,6 +165,7 @@ def collate(
     Args:
         documents: Documents of the pack, at least one unless pad_to is given.
         pad_to: Length of the pack in tokens; None for no padding.
+        pad_to_multiple_of: The length is rounded up to a multiple of this.
         pad_token_id: Token id of the pad tail.
         num_items: Divisor of the summed loss; None for the pack's own labelled tokens (validation, or one pack per
             step).
@@ -169,9 +188,10 @@ def collate(
     parts = [part for document in documents for part in split_document(document, shares_prompt=shares_prompts)]
     lengths = [len(part.input_ids) for part in parts]
     num_real_tokens = sum(lengths)
-    num_pad_tokens = 0 if pad_to is None else pad_to - num_real_tokens
-    if num_pad_tokens < 0:
+    if pad_to is not None and num_real_tokens > pad_to:
         raise ShapeError(f"{len(documents)} documents have {num_real_tokens} tokens and exceed pad_to={pad_to}.")
+    num_tokens = num_real_tokens if pad_to is None else pad_to
+    num_pad_tokens = num_tokens + -num_tokens % pad_to_multiple_of - num_real_tokens
     input_id_T, label_T = _concatenate(parts, num_tokens=num_real_tokens + num_pad_tokens, pad_token_id=pad_token_id)
     num_labelled = int((label_T != IGNORED_LABEL).sum())
     pad_lengths = _pad_lengths(num_pad_tokens, longest=max(lengths, default=num_pad_tokens))

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 
-from lightning_fastft.core.errors import OptionError, ShapeError
+from lightning_fastft.core.errors import ContextError, OptionError, ShapeError
+from lightning_fastft.packing.context_content import check_content
 from lightning_fastft.packing.document import IGNORED_LABEL
-from lightning_fastft.packing.masks import build_block_mask, build_dense_mask
+from lightning_fastft.packing.masks import MaskBlock, build_block_mask, build_dense_mask, build_mask_blocks
 from lightning_fastft.packing.prefixes import PrefixKeys, check_prefixes, list_keys
 
 if TYPE_CHECKING:
@@ -37,6 +38,28 @@ class VarlenArguments(NamedTuple):
     max_length: int
     key_start_S1: torch.Tensor
     max_key_length: int
+
+
+class PackPart(NamedTuple):
+    """Which rows of a pack one rank of a context-parallel group computes: one of ``num_parts`` equal, contiguous parts.
+
+    Args:
+        whole: The metadata of the whole pack.
+        rank: Number of the part, which is the rank in the group.
+        num_parts: Number of parts.
+        group: Process group of the ranks that hold the parts; None if nothing is exchanged.
+    """
+
+    whole: BatchContext
+    rank: int
+    num_parts: int
+    group: Any
+
+    @property
+    def rows(self) -> slice:
+        """The rows of the part."""
+        size = self.whole.num_tokens // self.num_parts
+        return slice(self.rank * size, (self.rank + 1) * size)
 
 
 class BatchContext:
@@ -91,6 +114,8 @@ class BatchContext:
     is_model_prepared: bool = False
     # Whether the forward of such a model is running.
     is_in_prepared_forward: bool = False
+    # Set by ``cut``: the part of a pack that this context describes.
+    part: PackPart | None = None
 
     def __init__(
         self,
@@ -103,7 +128,7 @@ class BatchContext:
         completions: Completions | None = None,
     ) -> None:
         length_S = torch.as_tensor(lengths, dtype=torch.int64)
-        _check_content(length_S=length_S, label_T=label_T, num_pad_tokens=num_pad_tokens, num_items=num_items)
+        check_content(length_S=length_S, label_T=label_T, num_pad_tokens=num_pad_tokens, num_items=num_items)
         prefix_S = check_prefixes(prefixes, num_documents=length_S.numel())
         prefix_length_S = torch.where(prefix_S >= 0, length_S[prefix_S.clamp(min=0)], 0)
         offset_S1 = torch.nn.functional.pad(length_S.cumsum(0), (1, 0))
@@ -149,6 +174,54 @@ class BatchContext:
     def num_reads(self) -> int:
         """Number of reads by attention layers and mixers."""
         return self.reads.total()
+
+    @property
+    def whole(self) -> BatchContext:
+        """The metadata of the whole pack: of this context, or of the one that it is a part of."""
+        return self if self.part is None else self.part.whole
+
+    def cut(self, rank: int, *, num_parts: int, group: Any = None) -> BatchContext:
+        """Return the context of one of several equal, contiguous parts of this pack.
+
+        Tokens, labels and labelled rows are those of the part. A row is labelled by the token that follows it in the
+        pack, which may be in the next part. Documents (lengths, offsets) are those of the whole pack, because attention
+        reads ``whole``. Reads are counted in both.
+
+        Args:
+            rank: Number of the part, from 0.
+            num_parts: Number of parts.
+            group: Process group of the ranks that hold the parts.
+
+        Raises:
+            ShapeError: The parts would not be equal, documents continue prefixes, or the context is not on the CPU.
+
+        Example:
+            >>> context = BatchContext(lengths=[1, 3], label_T=torch.tensor([-100, -100, 8, 9]), num_items=2)
+            >>> part = context.cut(0, num_parts=2)
+            >>> part.labelled_row_R[: part.num_labelled].tolist(), part.labelled_target_R[: part.num_labelled].tolist()
+            ([1], [8])
+        """
+        if self.num_tokens % num_parts:
+            raise ShapeError(
+                f"A pack of {self.num_tokens} tokens has no {num_parts} equal parts. Pad it to a multiple: "
+                f"collate(..., pad_to_multiple_of={num_parts})."
+            )
+        if self.has_prefixes or self.device.type != "cpu":
+            problem = "documents continue prefixes" if self.has_prefixes else f"the pack is on {self.device}"
+            raise ShapeError(f"A pack is cut on the host, and before its documents share prompts; {problem}.")
+        part = PackPart(self, rank, num_parts, group)
+        begin, end = part.rows.start, part.rows.stop
+        other = self._map(lambda tensor: tensor)
+        other.part = part
+        other.num_tokens = end - begin
+        other.num_pad_tokens = min(other.num_tokens, max(0, end - self.num_real_tokens))
+        # The heads of attention are shared out, and with them the pairs of tokens that are computed.
+        other.sum_squared_lengths = self.sum_squared_lengths // num_parts
+        other.num_labelled, other.labelled_row_R, other.labelled_target_R = _find_labelled_rows(
+            self.label_T[begin : end + 1]
+        )
+        other._join_whole()
+        return other
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> BatchContext:
         """Return a context on a device, without cached masks; the same object if it is on that device already."""
@@ -224,6 +297,10 @@ class BatchContext:
             key: Everything the result depends on besides this batch: device, dtype, window.
             build: Called without arguments on first use.
         """
+        if self.part is not None:
+            raise ContextError(
+                f"{kind} of a part of a pack was requested, but attention reads the whole pack. Use context.whole."
+            )
         full_key = (kind, key)
         if full_key not in self._built:
             self.num_builds[kind] += 1
@@ -260,6 +337,32 @@ class BatchContext:
             "dense_mask",
             (self.device, dtype, window),
             lambda: build_dense_mask(self.position_T, self._prefix_range_2T, window=window, dtype=dtype),
+        )
+
+    def mask_blocks(self, *, window: int | None = None, dtype: torch.dtype, num_rows: int) -> list[MaskBlock]:
+        """Return the dense mask cut into blocks of queries, each with only the keys that its documents reach.
+
+        Args:
+            window: As ``dense_mask``.
+            dtype: As ``dense_mask``.
+            num_rows: Queries of a block; the last one may have fewer.
+
+        Cost:
+            T x (num_rows + tokens of a document before a block) elements, half a dozen launches a block, no host sync.
+        """
+        window = self._effective_window(window)
+        return self.once(
+            "dense_mask",
+            (self.device, dtype, window, num_rows),
+            lambda: build_mask_blocks(
+                self.position_T,
+                self._prefix_range_2T,
+                starts=self.start_host_S1[:-1].tolist(),
+                prefixes=self.prefixes,
+                window=window,
+                dtype=dtype,
+                num_rows=num_rows,
+            ),
         )
 
     def block_mask(self, *, window: int | None = None) -> Any:
@@ -300,7 +403,18 @@ class BatchContext:
         other.reads = Counter()
         other.num_builds = Counter()
         other._built = {}
+        if self.part is not None:
+            other.part = self.part._replace(whole=self.part.whole._map(move))
+            other._join_whole()
         return other
+
+    def _join_whole(self) -> None:
+        """Take the rows of the part from the whole pack, and count reads there."""
+        assert self.part is not None
+        whole, rows = self.part.whole, self.part.rows
+        self.start_S1, self.reads = whole.start_S1, whole.reads
+        self.document_T, self.position_T = whole.document_T[rows], whole.position_T[rows]
+        self.label_T = whole.label_T[rows]
 
 
 def _find_labelled_rows(label_T: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:
@@ -310,37 +424,3 @@ def _find_labelled_rows(label_T: torch.Tensor) -> tuple[int, torch.Tensor, torch
     row_R = torch.nn.functional.pad(row_L, (0, num_padding_rows))
     target_R = torch.nn.functional.pad(label_T[row_L + 1], (0, num_padding_rows), value=IGNORED_LABEL)
     return row_L.numel(), row_R, target_R
-
-
-def _check_content(*, length_S: torch.Tensor, label_T: torch.Tensor, num_pad_tokens: int, num_items: float) -> None:
-    """Reject metadata that would cause NaN, attention across documents or an illegal memory access in a kernel."""
-    if label_T.ndim != 1 or label_T.dtype != torch.int64 or label_T.device.type != "cpu":
-        raise ShapeError(
-            f"label_T must be a 1-D int64 tensor on the CPU, got shape {tuple(label_T.shape)}, {label_T.dtype}, "
-            f"{label_T.device}."
-        )
-    if length_S.ndim != 1 or length_S.numel() == 0:
-        raise ShapeError(f"lengths must be 1-D with at least one document, got shape {tuple(length_S.shape)}.")
-    if int(length_S.min()) < 1:
-        raise ShapeError(
-            f"Every document needs at least one token; document {int(length_S.argmin())} has {int(length_S.min())}."
-        )
-    if int(length_S.sum()) != label_T.numel():
-        raise ShapeError(
-            f"lengths sum to {int(length_S.sum())} tokens, but label_T has {label_T.numel()}. They must be equal."
-        )
-    end_S = length_S.cumsum(0)
-    start_S = end_S - length_S
-    crossing = torch.nonzero(label_T[start_S] != IGNORED_LABEL).flatten()
-    if crossing.numel():
-        raise ShapeError(
-            f"The first token of document {int(crossing[0])} is labelled, so it would be predicted from another "
-            "document. Set its label to -100."
-        )
-    num_real_tokens = label_T.numel() - num_pad_tokens
-    if num_pad_tokens and not (num_pad_tokens > 0 and bool((start_S == num_real_tokens).any())):
-        raise ShapeError(f"The pad tail of {num_pad_tokens} tokens must begin with a document of its own.")
-    if num_pad_tokens and bool((label_T[num_real_tokens:] != IGNORED_LABEL).any()):
-        raise ShapeError("The pad tail has trained labels. Set them to -100.")
-    if not 0 < num_items < float("inf"):
-        raise OptionError(f"num_items must be a finite number above 0, got {num_items}.")

@@ -1,6 +1,6 @@
-"""Attention masks of a pack: dense, and the block mask of FlexAttention.
+"""Attention masks of a pack: dense, dense by blocks of queries, and the block mask of FlexAttention.
 
-Axes: T tokens of the pack, Q blocks of tokens.
+Axes: T tokens of the pack, Q blocks of tokens, R queries of a block, K keys that a block sees.
 
 Documents are contiguous, so the keys that a token sees are one range of its own document and, where the document
 continues a prefix, one range of the prefix.
@@ -8,33 +8,95 @@ continues a prefix, one range of the prefix.
 
 from __future__ import annotations
 
-from typing import Any
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 BLOCK_SIZE = 128
+# The first key of a block of queries is a multiple of this: kernels copy a mask whose rows are not aligned.
+KEY_STEP = 16
+
+
+class MaskBlock(NamedTuple):
+    """The mask between a block of queries and the only keys that they can see.
+
+    Args:
+        queries: Rows of the pack whose queries the block holds.
+        keys: Rows of the pack whose keys they can see.
+        mask_11RK: Mask between them; as ``BatchContext.dense_mask``.
+    """
+
+    queries: slice
+    keys: slice
+    mask_11RK: torch.Tensor
+
+
+def build_mask_blocks(
+    position_T: torch.Tensor,
+    prefix_range_2T: torch.Tensor | None,
+    *,
+    starts: Sequence[int],
+    prefixes: Sequence[int],
+    window: int | None,
+    dtype: torch.dtype,
+    num_rows: int,
+) -> list[MaskBlock]:
+    """Return the masks of ``BatchContext.mask_blocks``.
+
+    Args:
+        position_T: As ``build_dense_mask``.
+        prefix_range_2T: As ``build_dense_mask``.
+        starts: First row of each document.
+        prefixes: The document that each document continues, -1 for none.
+        window: As ``build_dense_mask``.
+        dtype: As ``build_dense_mask``.
+        num_rows: Queries of a block.
+    """
+    num_tokens = position_T.numel()
+    blocks = []
+    for begin in range(0, num_tokens, num_rows):
+        queries = slice(begin, min(begin + num_rows, num_tokens))
+        documents = range(bisect_right(starts, begin) - 1, bisect_right(starts, queries.stop - 1))
+        first = min(starts[document if prefixes[document] < 0 else prefixes[document]] for document in documents)
+        if window is not None and all(prefixes[document] < 0 for document in documents):
+            first = max(first, begin - (window - 1))
+        keys = slice(first // KEY_STEP * KEY_STEP, queries.stop)
+        mask = build_dense_mask(position_T, prefix_range_2T, window=window, dtype=dtype, queries=queries, keys=keys)
+        blocks.append(MaskBlock(queries, keys, mask))
+    return blocks
 
 
 def build_dense_mask(
-    position_T: torch.Tensor, prefix_range_2T: torch.Tensor | None, *, window: int | None, dtype: torch.dtype
+    position_T: torch.Tensor,
+    prefix_range_2T: torch.Tensor | None,
+    *,
+    window: int | None,
+    dtype: torch.dtype,
+    queries: slice = slice(None),
+    keys: slice = slice(None),
 ) -> torch.Tensor:
-    """Return the mask of ``BatchContext.dense_mask``, shape (1, 1, T, T).
+    """Return the mask of ``BatchContext.dense_mask``, shape (1, 1, T, T), or a part of it.
 
     Args:
         position_T: Position of each token in its document, after the prefix if there is one, int64.
         prefix_range_2T: ``PrefixKeys.range_2T``; None if no document continues a prefix.
         window: Keys a query sees, itself included; None for all.
         dtype: torch.bool or a floating dtype.
+        queries: Rows of the mask to build.
+        keys: Columns of the mask to build.
     """
     index_T = torch.arange(position_T.numel(), device=position_T.device)
     first_T, begin_T, end_T = _seen_ranges(position_T, prefix_range_2T, window=window)
-    seen_TT = (index_T[None, :] >= first_T[:, None]) & (index_T[None, :] <= index_T[:, None])
+    query_R1, key_1K = index_T[queries, None], index_T[None, keys]
+    seen_RK = (key_1K >= first_T[queries, None]) & (key_1K <= query_R1)
     if begin_T is not None and end_T is not None:
-        seen_TT |= (index_T[None, :] >= begin_T[:, None]) & (index_T[None, :] < end_T[:, None])
+        seen_RK |= (key_1K >= begin_T[queries, None]) & (key_1K < end_T[queries, None])
     if dtype is not torch.bool:
         lowest = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=position_T.device)
-        return torch.where(seen_TT, lowest.new_zeros(()), lowest)[None, None]
-    return seen_TT[None, None]
+        return torch.where(seen_RK, lowest.new_zeros(()), lowest)[None, None]
+    return seen_RK[None, None]
 
 
 def build_block_mask(

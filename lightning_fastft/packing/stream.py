@@ -134,6 +134,7 @@ class PlannedStream:
         rank: This process among plan.world_size.
         start: Global position: micro-batches trained in all epochs so far.
         pad_to: Length of every pack in tokens; None for no padding.
+        pad_to_multiple_of: The length of every pack is rounded up to a multiple of this.
         pad_token_id: Token id of the padding.
         weigh_by_window: True divides the loss by the labelled tokens of the accumulation window (training); False
             divides by those of the pack.
@@ -149,6 +150,7 @@ class PlannedStream:
         rank: int,
         start: int = 0,
         pad_to: int | None = None,
+        pad_to_multiple_of: int = 1,
         pad_token_id: int = 0,
         weigh_by_window: bool = True,
         repeat_first_epoch: bool = False,
@@ -159,6 +161,7 @@ class PlannedStream:
         self.rank = rank
         self.start = start
         self.pad_to = pad_to
+        self.pad_to_multiple_of = pad_to_multiple_of
         self.pad_token_id = pad_token_id
         self.weigh_by_window = weigh_by_window
         self.repeat_first_epoch = repeat_first_epoch
@@ -179,6 +182,7 @@ class PlannedStream:
         batch = collate(
             documents,
             pad_to=self.pad_to if documents or self.pad_to is not None else EMPTY_PACK_TOKENS,
+            pad_to_multiple_of=self.pad_to_multiple_of,
             pad_token_id=self.pad_token_id,
             num_items=float(epoch_plan.num_items_M[micro_batch]) if self.weigh_by_window else None,
             index=index,

@@ -22,6 +22,7 @@ from lightning_fastft.kernels.attention.op import packed_attention
 from lightning_fastft.kernels.attention.sdpa import dense_attention
 from lightning_fastft.packing.context import BatchContext
 from lightning_fastft.patches.deferred_mask import DeferredMask
+from lightning_fastft.patches.part_exchange import gather_heads, gather_rows, share_of_heads
 from lightning_fastft.patches.rotary import check_row_angles
 
 # transformers matches its own backends by substrings, so the name must not contain sdpa, flex, flash, eager or a slash.
@@ -163,9 +164,18 @@ def attend(
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
         collect = None
     session = find_session(module)
+    q_THW, k_TGW, v_TGW = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    part = context.part
+    if part is not None:
+        q_THW, k_TGW, v_TGW = gather_rows(q_THW, k_TGW, v_TGW, part=part)
+        s_aux = None if s_aux is None else share_of_heads(s_aux, part=part)
+        # Gradients of keys and values pass through the exchange.
+        collect = None
     out_THW = packed_attention(
-        *(x.squeeze(0).transpose(0, 1) for x in (query, key, value)),
-        context=context,
+        q_THW,
+        k_TGW,
+        v_TGW,
+        context=context.whole,
         scale=scale,
         window=sliding_window,
         softcap=softcap,
@@ -174,6 +184,8 @@ def attend(
         remember=None if session is None else functools.partial(session.value, ATTENTION_VALUE),
         collect=collect,
     )
+    if part is not None:
+        out_THW = gather_heads(out_THW, part=part)
     # Models may take views of the output, as with transformers' own attention.
     return out_THW[None].contiguous(), None
 

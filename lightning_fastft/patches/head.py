@@ -15,9 +15,10 @@ from lightning_fastft.core.patcher import ModelPatcher, share_state
 from lightning_fastft.core.status import Status
 from lightning_fastft.hf.families import find_decoder
 from lightning_fastft.kernels.cross_entropy.op import labelled_cross_entropy, token_statistics
-from lightning_fastft.packing.context import BatchContext
+from lightning_fastft.packing.context import BatchContext, PackPart
 from lightning_fastft.packing.document import IGNORED_LABEL
 from lightning_fastft.patches.lazy_logits import LazyLogits, TokenStatistics
+from lightning_fastft.patches.part_exchange import sum_over_parts
 
 STATUS_NAME = "loss head"
 # Plain attribute of the swapped head: neither parameter nor buffer.
@@ -60,11 +61,14 @@ class HeadLink:
         self._armed: BatchContext | None = None
         # The objective of the next loss, whether or not the head was lazy.
         self._objective: Callable[[LazyLogits], torch.Tensor] | None = None
+        # The part of a pack of this call, None for a whole pack.
+        self._part: PackPart | None = None
 
     def arm(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Arm the head for this call if there is a context, else disarm it, in a forward pre-hook of the decoder."""
         context = kwargs.get("context")
         self._armed = None
+        self._part = context.part if isinstance(context, BatchContext) else None
         self._objective = context.objective if isinstance(context, BatchContext) else None
         if isinstance(context, BatchContext) and not (
             self.output_logits or context.output_logits or kwargs.get("output_logits", False)
@@ -89,9 +93,18 @@ class HeadLink:
         """Return the loss of the model, from labelled rows if the logits are lazy; same signature as in transformers.
 
         Raises:
-            ContextError: The context has an objective, and the logits are a tensor.
+            ContextError: The context has an objective, and the logits are a tensor; or the batch is a part of a pack,
+                and the loss is not that of its own labels.
         """
         objective, self._objective = self._objective, None
+        part, self._part = self._part, None
+        is_own = isinstance(logits, LazyLogits) and _is_untouched_view(labels, of=logits.context.label_T)
+        if part is not None and (objective is not None or shift_labels is not None or not is_own):
+            raise ContextError(
+                "Under context parallelism the loss is the cross-entropy of the pack's own labels: the label of the "
+                "last row of a part is in the next part. Remove the objective, output_logits, logits_to_keep or the "
+                "changed labels, or set context_parallel=1."
+            )
         if objective is not None:
             if not isinstance(logits, LazyLogits):
                 raise ContextError(
@@ -110,7 +123,9 @@ class HeadLink:
         if ignore_index != IGNORED_LABEL or vocab_size != logits.weight.shape[0] or logits.scale == 0:
             return self.original_loss(logits.tensor(), labels, vocab_size, **rest)
         targets = _find_targets(logits, labels=labels, shift_labels=shift_labels)
-        num_items = _at_least_one(targets.num_labelled) if num_items_in_batch is None else num_items_in_batch
+        if num_items_in_batch is None:
+            num_items_in_batch = _at_least_one(targets.num_labelled if part is None else part.whole.num_labelled)
+        num_items = num_items_in_batch
         if isinstance(num_items, torch.Tensor) and not (num_items.device.type == "cpu" and num_items.ndim == 0):
             # A number stays on the host; kernels take it as an argument.
             num_items = num_items.to(logits.device, non_blocking=True)
@@ -120,10 +135,12 @@ class HeadLink:
             "scale": head.scale, "softcap": head.softcap,
         }  # fmt: skip
         if torch.is_grad_enabled():
-            return labelled_cross_entropy(head.hidden_TD, head.weight_VD, num_items=num_items, **arguments)
-        nll_sum, num_correct = token_statistics(head.hidden_TD, head.weight_VD, **arguments)
-        logits.statistics = TokenStatistics(nll_sum, num_correct, targets.num_labelled)
-        return nll_sum / num_items
+            loss = labelled_cross_entropy(head.hidden_TD, head.weight_VD, num_items=num_items, **arguments)
+        else:
+            nll_sum, num_correct = token_statistics(head.hidden_TD, head.weight_VD, **arguments)
+            logits.statistics = TokenStatistics(nll_sum, num_correct, targets.num_labelled)
+            loss = nll_sum / num_items
+        return loss if part is None else sum_over_parts(loss, part=part)
 
 
 def install_head(model: PreTrainedModel, patcher: ModelPatcher, *, output_logits: bool = False) -> Status:

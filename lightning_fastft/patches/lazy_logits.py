@@ -92,9 +92,13 @@ class LazyLogits:
     def tensor(self) -> torch.Tensor:
         """Return the logits as a tensor, computed on the first call.
 
+        Raises:
+            ContextError: They are those of a part of a pack.
+
         Cost:
             All rows times the vocabulary, as without this class.
         """
+        self._check_whole()
         if self._tensor is None:
             logits = nn.functional.linear(self.hidden, self.weight, self.bias)
             for function, arguments in self._operations:
@@ -109,6 +113,7 @@ class LazyLogits:
             temperature: Divides the logits, after their soft cap.
             with_entropy: Return entropies too; they have no gradient.
         """
+        self._check_whole()
         head = self.as_head().with_temperature(temperature)
         return labelled_log_probs(
             head.hidden_TD,
@@ -144,6 +149,7 @@ class LazyLogits:
         Raises:
             ContextError: The teacher's logits belong to another batch.
         """
+        self._check_whole()
         if isinstance(teacher, LazyLogits) and teacher.context is not self.context:
             raise ContextError("Student and teacher have logits of different batches. Call both with the same batch.")
         return labelled_divergence(
@@ -174,6 +180,7 @@ class LazyLogits:
             temperature: Divides the student's logits, after the soft cap.
             tail: "bucket" or "renormalise".
         """
+        self._check_whole()
         return labelled_topk_divergence(
             self.as_head(),
             teacher_id_RK=teacher_id_RK,
@@ -191,6 +198,7 @@ class LazyLogits:
             top_k: Number of tokens per row.
             temperature: Divides the logits, after their soft cap.
         """
+        self._check_whole()
         return likeliest_tokens(
             self.as_head(),
             row_R=self.context.labelled_row_R,
@@ -203,6 +211,14 @@ class LazyLogits:
         """Return the head for the kernels: flat hidden states, output layer, scale and soft cap."""
         hidden_TD = self.hidden.reshape(-1, self.hidden.shape[-1])
         return Head(hidden_TD, self.weight, self.bias, self._scale, self._softcap)
+
+    def _check_whole(self) -> None:
+        """Raise on a part of a pack: its last row is labelled in the next part, and its loss is a part of a sum."""
+        if self.context.part is not None:
+            raise ContextError(
+                "The logits of a part of a pack were read outside of the model's own loss. Under context parallelism "
+                "use model(**batch).loss, or set context_parallel=1."
+            )
 
     def _record(self, function: Callable[..., torch.Tensor], *arguments: Any) -> LazyLogits:
         other = object.__new__(LazyLogits)

@@ -74,7 +74,12 @@ class DocumentRotary:
             return type(self._rotary).forward(self._rotary, x, position_ids, **_layer_keyword(layer_type))
         with torch.no_grad():
             blend = self._dynamic_angles if is_dynamic else self._longrope_angles
-            return blend(x, position_ids, context, layer_type)
+            if context.part is None:
+                return blend(x, position_ids, context, layer_type)
+            # The formula may depend on positions in other parts of the pack.
+            whole, rows = context.whole, context.part.rows
+            angles = blend(x, whole.position_T[None], whole, layer_type)
+            return _map(lambda angle, _: angle[..., rows, :], angles, angles)
 
     def _longrope_angles(
         self, x: torch.Tensor, position_ids: torch.Tensor, context: BatchContext, layer_type: str | None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_fastft.strategies.mixin import FastFTStrategyMixin
+from lightning_fastft.strategies.context_parallel import ContextParallelMixin
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 
 
-class FastFTDDPStrategy(FastFTStrategyMixin, DDPStrategy):
+class FastFTDDPStrategy(ContextParallelMixin, DDPStrategy):
     """Train one whole model per device with the features of FastFTStrategy, and average gradients once per step.
 
     Distribution is Lightning's own. Gradients are all-reduced in the last backward of an accumulation window, and not
@@ -34,6 +34,9 @@ class FastFTDDPStrategy(FastFTStrategyMixin, DDPStrategy):
             family, and slow.
         exact_resume: Whether to add ExactResume if the Trainer has none. It saves random states in checkpoints, and a
             checkpoint after a signal.
+        context_parallel: Devices that share each pack (all-to-all over attention heads), for packs too long for one
+            device; it divides the number of devices and of query heads. Batches are distributed over groups of this
+            many devices.
         accelerator: As in Lightning.
         cluster_environment: As in Lightning.
         checkpoint_io: As in Lightning.
@@ -57,6 +60,7 @@ class FastFTDDPStrategy(FastFTStrategyMixin, DDPStrategy):
         activations: OffloadCheckpointing | None = None,
         attention: str = "auto",
         exact_resume: bool = True,
+        context_parallel: int = 1,
         accelerator: Accelerator | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
@@ -68,6 +72,7 @@ class FastFTDDPStrategy(FastFTStrategyMixin, DDPStrategy):
             activations=activations,
             attention=attention,
             exact_resume=exact_resume,
+            context_parallel=context_parallel,
             accelerator=accelerator,
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,

@@ -17,7 +17,7 @@ from lightning_fastft.checkpoint.ranks import on_all_ranks
 from lightning_fastft.core.checks import check_bool, check_choice, check_int, check_string, local_path
 from lightning_fastft.core.errors import CheckpointNotSavedError, DamagedCheckpointError, OptionError
 from lightning_fastft.core.status import Status
-from lightning_fastft.strategies.mixin import FastFTStrategyMixin
+from lightning_fastft.strategies.context_parallel import MOST_DEVICES, ContextParallelMixin
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,11 +30,9 @@ if TYPE_CHECKING:
 # Precisions that Lightning's ModelParallelStrategy supports. Lightning 2.6.6 checks them for an instance, but not for a
 # strategy given by name.
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true")
-# Larger than any cluster.
-_MOST_DEVICES = 2**20
 
 
-class FastFTFSDPStrategy(FastFTStrategyMixin, ModelParallelStrategy):
+class FastFTFSDPStrategy(ContextParallelMixin, ModelParallelStrategy):
     """Train with FSDP2: shard weights, gradients and optimizer state, and gather one decoder layer at a time.
 
     Distribution is torch's and Lightning's own. Every device is a data-parallel rank unless the sizes say otherwise. A
@@ -50,15 +48,18 @@ class FastFTFSDPStrategy(FastFTStrategyMixin, ModelParallelStrategy):
             family, and slow.
         exact_resume: Whether to add ExactResume if the Trainer has none. It saves random states in checkpoints, and a
             checkpoint after a signal.
-        data_parallel_size: Number of devices over which the model is sharded and the batches are distributed; "auto"
-            is the number of devices divided by tensor_parallel_size.
+        context_parallel: Devices that share each pack (all-to-all over attention heads), for packs too long for one
+            device; it divides the number of devices and of query heads. Batches are distributed over groups of this
+            many devices.
+        data_parallel_size: Number of devices over which the model is sharded and the batches are distributed, context
+            groups included; "auto" is the number of devices divided by tensor_parallel_size.
         tensor_parallel_size: Number of devices that share each matrix product; "auto" is the number of devices divided
             by data_parallel_size, and 1 if that is "auto" too. Above 1 only for a module that applies tensor
             parallelism itself.
         shard: Devices over which one copy of the weights is sharded: "auto" for all data-parallel devices, "node" for
-            those of one machine, or a number that divides them. With fewer than all, each group holds a copy, and
-            gradients are reduced inside a group and then between the groups (hybrid sharding). Weights are then
-            gathered over the faster links of a machine.
+            those of one machine, or a number that divides them (a multiple of context_parallel). With fewer than all,
+            each group holds a copy, and gradients are reduced inside a group and then between the groups (hybrid
+            sharding). Weights are then gathered over the faster links of a machine.
         gradient_sync: "window" reduces gradients once per optimizer step; inside an accumulation window every device
             holds the unsharded gradients of all trained weights. "batch" reduces them after each micro-batch and holds
             only shards.
@@ -90,6 +91,7 @@ class FastFTFSDPStrategy(FastFTStrategyMixin, ModelParallelStrategy):
         activations: OffloadCheckpointing | None = None,
         attention: str = "auto",
         exact_resume: bool = True,
+        context_parallel: int = 1,
         data_parallel_size: Literal["auto"] | int = "auto",
         tensor_parallel_size: Literal["auto"] | int = "auto",
         shard: Literal["auto", "node"] | int = "auto",
@@ -102,6 +104,7 @@ class FastFTFSDPStrategy(FastFTStrategyMixin, ModelParallelStrategy):
             activations=activations,
             attention=attention,
             exact_resume=exact_resume,
+            context_parallel=context_parallel,
             data_parallel_size=data_parallel_size,
             tensor_parallel_size=tensor_parallel_size,
             save_distributed_checkpoint=save_distributed_checkpoint,
@@ -111,9 +114,9 @@ class FastFTFSDPStrategy(FastFTStrategyMixin, ModelParallelStrategy):
         self.gradient_sync = check_choice("gradient_sync", gradient_sync, ("window", "batch"))
         for name, size in (("data_parallel_size", data_parallel_size), ("tensor_parallel_size", tensor_parallel_size)):
             if size != "auto":
-                check_int(name, size, low=1, high=_MOST_DEVICES)
+                check_int(name, size, low=1, high=MOST_DEVICES)
         if shard not in ("auto", "node"):
-            check_int("shard", shard, low=1, high=_MOST_DEVICES)  # type: ignore[arg-type]
+            check_int("shard", shard, low=1, high=MOST_DEVICES)  # type: ignore[arg-type]
         self.shard = shard
         check_bool("save_distributed_checkpoint", save_distributed_checkpoint)
         if process_group_backend is not None:
@@ -140,7 +143,7 @@ class FastFTFSDPStrategy(FastFTStrategyMixin, ModelParallelStrategy):
                 f"precision={precision!r} is not supported by {type(self).__name__}, which supports "
                 f"{', '.join(_PRECISIONS)}. Set Trainer(precision='32-true') and choose FineTuner(dtype=...)."
             )
-        self._choose_sizes(self.num_nodes * self.num_processes)
+        self._choose_sizes(self._count_devices())
         shard = self._choose_shard()
         super().setup_environment()
         if shard != self._data_parallel_size:
@@ -267,11 +270,21 @@ class FastFTFSDPStrategy(FastFTStrategyMixin, ModelParallelStrategy):
                 f"shard={self.shard!r} shards a copy over {shard} devices, which does not divide the {data} data "
                 "parallel devices. Use a divisor, or 'auto' for one copy over all of them."
             )
+        if shard % self.context_parallel:
+            raise OptionError(
+                f"shard={self.shard!r} shards a copy over {shard} devices, and {self.context_parallel} share each pack "
+                f"(context_parallel). Use a multiple of {self.context_parallel} for shard."
+            )
+        if self.context_parallel > 1 and self._tensor_parallel_size != 1:
+            raise OptionError("context_parallel is not supported with tensor parallelism. Set tensor_parallel_size=1.")
         if shard != data and self._tensor_parallel_size != 1:
             raise OptionError(
                 "shard below the number of data parallel devices is not supported with tensor parallelism."
             )
         return shard
+
+    def _num_shards(self) -> int:
+        return self._choose_shard()
 
     def _shard_module(self) -> None:
         """Shard a module that configure_model did not shard; refuse one whose ranks would not exchange gradients."""

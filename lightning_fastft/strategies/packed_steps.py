@@ -197,11 +197,13 @@ def collect_statuses(trainer: pl.Trainer, own: list[Status]) -> list[Status]:
 def environment_of(trainer: pl.Trainer) -> RunEnvironment:
     """Return the RunEnvironment of a Trainer's run; the optimizers may be created later."""
     longest_pack = getattr(getattr(trainer, "datamodule", None), "max_tokens", 0)
+    num_parts = getattr(trainer.strategy, "context_parallel", 1)
     return RunEnvironment(
         report=rank_zero_info,
-        agree=trainer.strategy.broadcast,
+        agree=getattr(trainer.strategy, "agree", trainer.strategy.broadcast),
+        plans_together=num_parts > 1,
         num_local_ranks=trainer.num_devices,
-        longest_pack=longest_pack if isinstance(longest_pack, int) else 0,
+        longest_pack=-(-longest_pack // num_parts) if isinstance(longest_pack, int) else 0,
         missing_bytes=functools.partial(_missing_bytes, trainer),
     )
 

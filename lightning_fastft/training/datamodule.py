@@ -46,6 +46,7 @@ from lightning_fastft.training.data.trainer_facts import (
     check_accumulation,
     check_prepared,
     find_accumulation,
+    find_context_size,
     find_ranks,
     find_run_folder,
     has_trained,
@@ -616,6 +617,7 @@ class PackedDataModule(LightningDataModule):
         has_images = self._subsets[split].documents.images is not None
         return {
             "pad_to": self.max_tokens if self.pad_to_max else None,
+            "pad_to_multiple_of": find_context_size(self.trainer),
             "pad_token_id": self._pad_token_id(),
             "encode_images": make_document_images(self._given_tokenizer, module=self._module) if has_images else None,
         }

@@ -28,6 +28,8 @@ class FineTuner(Tuner):
         64
     """
 
+    trains_on_parts = True
+
     def training_step(self, batch: PackedBatch | Mapping[str, Any], batch_idx: int) -> torch.Tensor:
         """Return the loss of a batch; log ``train_loss``, the mean over its labelled tokens.
 
@@ -41,8 +43,9 @@ class FineTuner(Tuner):
         if isinstance(batch, PackedBatch):
             # The loss is divided for the whole window of accumulation and ranks; what is shown is this batch's own
             # mean.
-            num_labelled = max(1, batch.context.num_labelled)
-            self.log("train_loss", loss * (batch.context.num_items / num_labelled), batch_size=num_labelled)
+            context = batch.context.whole
+            num_labelled = max(1, context.num_labelled)
+            self.log("train_loss", loss * (context.num_items / num_labelled), batch_size=num_labelled)
         else:
             self.log("train_loss", loss, batch_size=len(batch["input_ids"]))
         return output.loss

@@ -142,6 +142,9 @@ class Tuner(CausalLMModule):
 
     # Steps.
 
+    # Whether the loss is exact on a part of a pack (context parallelism): a sum over labelled tokens.
+    trains_on_parts = False
+
     @property
     def data_needs(self) -> DataNeeds:
         """What the loss asks of the data."""
@@ -172,7 +175,7 @@ class Tuner(CausalLMModule):
 
     def has_signal(self, batch: PackedBatch) -> bool:
         """Return whether a batch can train anything, from what the host knows; read by ``GradientHealth``."""
-        return batch.context.num_labelled > 0
+        return batch.context.whole.num_labelled > 0
 
     def _minimise(
         self, batch: PackedBatch, objective: Callable[[LazyLogits], torch.Tensor], *, model: Any = None

@@ -8,7 +8,7 @@ from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.activations.segments import RECOMPUTE
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.core.run_environment import RunEnvironment
-from lightning_fastft.fused import functions as decoder_functions
+from lightning_fastft.fused.functions import feed_forward, projections
 from lightning_fastft.moe import routing as experts
 from lightning_fastft.moe.install import install_bincount_router
 from lightning_fastft.patches.packed import install_packed_training
@@ -359,14 +359,14 @@ def test_what_a_fused_layer_holds_is_not_computed_again(monkeypatch):
     expected = kept_gradients(model, batches, 1)
     planned = PlannedModel(model, batches)
     columns = []
-    real = decoder_functions.product
-    monkeypatch.setattr(
-        decoder_functions,
-        "product",
-        lambda joint, *args, **options: (
-            columns.append(sum(part.num_outputs for part in joint.parts)) or real(joint, *args, **options)
-        ),
-    )
+    real = projections.product
+
+    def count(joint, *args, **options):
+        columns.append(sum(part.num_outputs for part in joint.parts))
+        return real(joint, *args, **options)
+
+    for module in (projections, feed_forward):
+        monkeypatch.setattr(module, "product", count)
     qkv, out, gate_up, down = 128, 32, 80, 32
     forward = [qkv, out, gate_up, down]
     # The last product of a layer is needed by nobody in its second run.
@@ -390,13 +390,14 @@ def test_a_last_product_that_a_norm_reads_is_held_like_the_others(monkeypatch):
     expected = kept_gradients(model, batches, 1)
     planned = PlannedModel(model, batches)
     runs = []
-    real = decoder_functions.product
+    real = projections.product
+    for module in (projections, feed_forward):
+        monkeypatch.setattr(
+            module, "product", lambda *args, **options: runs.append("product") or real(*args, **options)
+        )
+    gate = feed_forward.gate_forward
     monkeypatch.setattr(
-        decoder_functions, "product", lambda *args, **options: runs.append("product") or real(*args, **options)
-    )
-    gate = decoder_functions.gate_forward
-    monkeypatch.setattr(
-        decoder_functions, "gate_forward", lambda *args, **options: runs.append("gate") or gate(*args, **options)
+        feed_forward, "gate_forward", lambda *args, **options: runs.append("gate") or gate(*args, **options)
     )
     for names, num_products, num_gates in [
         ((), 8, 2),

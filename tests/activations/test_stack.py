@@ -294,6 +294,26 @@ def test_a_backward_that_ends_in_an_exception_is_measured_again():
     assert all(segment.recompute_ms > 0 for segment in attached.stack.cost.segments)
 
 
+def test_ranks_that_plan_together_are_asked_for_every_plan():
+    attached = Attached(lengths=SMALL, vram_budget=1000)
+    attached.knows(plans_together=True)
+    attached.until_planned()
+    for _ in range(6):
+        attached.step(make_batch(LARGE))
+    assert attached.stack.plan is not None
+    assert len(attached.asked) == 2
+
+
+def test_a_rank_of_a_group_does_not_plan_alone():
+    attached = Attached(vram_budget=1000)
+    attached.knows(plans_together=True)
+    with (
+        mock.patch.object(attached.stack, "follow", side_effect=HostMemoryError("no pinned memory.")),
+        pytest.raises(OptionError, match="context-parallel group"),
+    ):
+        attached.until_planned()
+
+
 def test_ranks_are_asked_once_and_their_plan_is_followed():
     def other_rank(plan):
         return plan._replace(segments=(RECOMPUTE,) * NUM_LAYERS)

@@ -18,7 +18,7 @@ from lightning_fastft.callbacks.bincount_router import BincountRouter
 from lightning_fastft.callbacks.fused_kernels import FusedKernels
 from lightning_fastft.callbacks.packed_training import PackedTraining
 from lightning_fastft.core.status import render_status_table
-from lightning_fastft.fused import decoder
+from lightning_fastft.fused import install
 from lightning_fastft.strategies.patching import patcher_of
 from lightning_fastft.strategies.registry import register_strategies
 from lightning_fastft.strategies.single_device import FastFTStrategy
@@ -162,9 +162,9 @@ def test_a_mixture_model_trains_with_both_callbacks(tmp_path, lora):
 @pytest.fixture
 def settles_on_cpu(monkeypatch):
     """What runs on a GPU: weights are moved next to their adapters."""
-    real = decoder.fuse_weight_buffers
+    real = install.fuse_weight_buffers
     monkeypatch.setattr(
-        decoder, "fuse_weight_buffers", lambda root, patcher: real(root, patcher, device_types=("cpu",))
+        install, "fuse_weight_buffers", lambda root, patcher: real(root, patcher, device_types=("cpu",))
     )
 
 

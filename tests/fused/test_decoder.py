@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.fused import decoder
-from lightning_fastft.fused.decoder import fuse_weight_buffers, install_fused_layers
+from lightning_fastft.fused.install import fuse_weight_buffers, install_fused_layers
 from lightning_fastft.fused.layer_forms import LAYERS
 from lightning_fastft.fused.low_precision_adapters import install_low_precision_adapters
 from lightning_fastft.hf.loading.model import build_model

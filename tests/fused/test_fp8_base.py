@@ -13,8 +13,8 @@ from torch import nn
 
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.fused import fp8_base
-from lightning_fastft.fused.decoder import install_fp8_base
 from lightning_fastft.fused.fp8_base import FP8_ATTRIBUTE
+from lightning_fastft.fused.install import install_fp8_base
 from lightning_fastft.fused.linear_parts import read_part
 from lightning_fastft.fused.low_precision_adapters import install_low_precision_adapters
 from lightning_fastft.kernels.fp8_linear.reference import Fp8Rows, quantise_rows

@@ -9,7 +9,7 @@ import torch
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.callbacks.fused_kernels import FusedKernels
 from lightning_fastft.core.patcher import ModelPatcher
-from lightning_fastft.fused.decoder import fuse_weight_buffers, fused_layers, install_fused_layers
+from lightning_fastft.fused.install import fuse_weight_buffers, fused_layers, install_fused_layers
 from lightning_fastft.fused.layer_forms import LAYERS
 from lightning_fastft.hf.families import find_causal_models
 from lightning_fastft.kernels.head_gate.op import RowGradient

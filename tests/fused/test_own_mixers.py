@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.callbacks.fused_kernels import FusedKernels
 from lightning_fastft.core.patcher import ModelPatcher
-from lightning_fastft.fused.decoder import fused_layers, install_fused_layers
+from lightning_fastft.fused.install import fused_layers, install_fused_layers
 from lightning_fastft.fused.layer_forms import LAYERS
 from lightning_fastft.hf.families import decoder_layers, find_causal_models
 from lightning_fastft.patches.packed import install_packed_training

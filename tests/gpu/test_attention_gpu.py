@@ -3,6 +3,7 @@ no host wait in a step.
 """
 
 import importlib.util
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -87,6 +88,8 @@ def cast(value, dtype):
         return value.detach().to(dtype)
     if isinstance(value, tuple):
         return tuple(cast(item, dtype) for item in value)
+    if isinstance(value, Mapping):
+        return {key: cast(item, dtype) for key, item in value.items()}
     return value
 
 

@@ -10,8 +10,8 @@ import torch
 
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.fused import fp8_base
-from lightning_fastft.fused.decoder import install_fp8_base
 from lightning_fastft.fused.fp8_base import FP8_ATTRIBUTE
+from lightning_fastft.fused.install import install_fp8_base
 from lightning_fastft.kernels.fp8_linear.op import find_obstacle, multiply, nf4_row_scales, quantise_nf4, quantise_rows
 from lightning_fastft.kernels.fp8_linear.reference import FP8
 from lightning_fastft.kernels.nf4_linear.op import read_params4bit

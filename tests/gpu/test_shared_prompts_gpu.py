@@ -95,7 +95,7 @@ GROUPS = {PreferenceTuner: ((200, 40, 90), (64, 129, 7), (1, 30, 31)), PolicyTun
 def test_a_step_trains_and_never_waits(tuner_class, is_fused):
     tuner, patcher = make_on_gpu(tuner_class), ModelPatcher()
     if is_fused:
-        from lightning_fastft.fused.decoder import install_fused_layers
+        from lightning_fastft.fused.install import install_fused_layers
 
         install_fused_layers(tuner.model, patcher)
     install_packed_training(tuner, patcher)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_fastft.core.errors import BackendError, MissingDependencyError, OptionError, ShapeError
-from lightning_fastft.kernels.attention import flash
+from lightning_fastft.kernels.attention import flash, sdpa
 from lightning_fastft.kernels.attention.op import (
     BACKENDS,
     AttentionNeed,
@@ -128,7 +128,9 @@ def split(case):
         if (b, d) != ("flex", torch.float64)
     ],
 )
-def test_backend_agrees_with_the_definition(case, backend, dtype):
+def test_backend_agrees_with_the_definition(case, backend, dtype, monkeypatch):
+    # So that these short packs have several blocks of queries.
+    monkeypatch.setattr(sdpa, "QUERY_ROWS", 8)
     lengths, window, softcap, shape = split(case)
     context = make_context(lengths)
     inputs = make_inputs(context, dtype=dtype, **shape)
@@ -354,7 +356,8 @@ def copied_prefixes(x):
 @pytest.mark.filterwarnings(FLEX_WARNING)
 @pytest.mark.parametrize("case", ["plain", "window", "sinks", "soft cap"])
 @pytest.mark.parametrize("backend", ["reference", "sdpa", "flex", "varlen"])
-def test_documents_see_their_prefix(backend, case, stand_in_flash):
+def test_documents_see_their_prefix(backend, case, stand_in_flash, monkeypatch):
+    monkeypatch.setattr(sdpa, "QUERY_ROWS", 4)
     context = prefixed_context()
     window, softcap = 4 if case == "window" else None, 0.7 if case == "soft cap" else None
     dtype = torch.float32 if backend == "flex" else torch.float64

@@ -68,5 +68,5 @@ FAULTS = {
 
 
 test_a_planted_fault_is_seen, test_without_a_fault_the_same_check_passes = planted_faults(
-    triton, lambda module: check_every_part(module.exchange_ends), FAULTS
+    triton, lambda module: check_every_part(module.exchange_ends, device=DEVICE), FAULTS
 )

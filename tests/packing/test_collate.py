@@ -148,3 +148,15 @@ def test_collate_refuses_completions_that_do_not_fit():
         collate([Document(ids, ids), Document(ids, ids, segment_lengths=(2, 2), scores=(0.0,))])
     with pytest.raises(ShapeError, match="scores"):
         collate([Document(ids, ids, segment_lengths=(2, 2), scores=())])
+
+
+@pytest.mark.parametrize(("pad_to", "expected"), [(None, 8), (9, 12), (12, 12)])
+def test_packs_are_padded_to_a_multiple(pad_to, expected):
+    batch = collate(make_documents((3, 2)), pad_to=pad_to, pad_to_multiple_of=4)
+    assert batch.context.num_tokens == expected
+    assert batch.context.num_real_tokens == 5
+
+
+def test_packs_with_completions_are_not_cut():
+    with pytest.raises(ShapeError, match="completions"):
+        collate(make_groups(), pad_to_multiple_of=2, shares_prompts=False).cut(0, num_parts=2)

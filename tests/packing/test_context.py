@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 
-from lightning_fastft.core.errors import OptionError, ShapeError
+from lightning_fastft.core.errors import ContextError, OptionError, ShapeError
 from lightning_fastft.packing.context import LABELLED_ROW_BUCKET, BatchContext
-from lightning_fastft.packing.masks import BLOCK_SIZE
+from lightning_fastft.packing.masks import BLOCK_SIZE, KEY_STEP
 
 
 def make_context(lengths, num_pad_tokens=0):
@@ -106,6 +106,30 @@ def test_masks_equal_the_definition(lengths, window):
     assert torch.equal(full, blocks.all(3).all(1))
 
 
+def check_mask_blocks(context, truth, *, window, num_rows):
+    """Blocks hold the rows of the truth, their keys hold all that is seen, and no more than asked before a block."""
+    rest = truth.clone()
+    for block in context.mask_blocks(window=window, dtype=torch.bool, num_rows=num_rows):
+        assert torch.equal(block.mask_11RK[0, 0], truth[block.queries, block.keys])
+        assert block.keys.start % KEY_STEP == 0
+        rest[block.queries, block.keys] = False
+    assert not rest.any()
+
+
+@pytest.mark.parametrize("window", [None, 1, 50, 400])
+@pytest.mark.parametrize("num_rows", [1, 16, 130, 1000])
+@pytest.mark.parametrize("lengths", [[1], [127, 1], [129, 300, 1, 5], [3] * 100])
+def test_blocks_of_a_mask_equal_the_definition(lengths, num_rows, window):
+    check_mask_blocks(make_context(lengths), plain_mask(lengths, window), window=window, num_rows=num_rows)
+
+
+def test_a_block_reaches_no_further_than_its_first_document():
+    blocks = make_context([40, 100, 60]).mask_blocks(dtype=torch.float32, num_rows=64)
+    assert [(block.queries.start, block.keys.start, block.keys.stop) for block in blocks] == [
+        (0, 0, 64), (64, 32, 128), (128, 32, 192), (192, 128, 200),
+    ]  # fmt: skip
+
+
 def test_masks_are_built_once_per_distinct_window():
     context = make_context([5, 9])
     for _ in range(3):
@@ -171,6 +195,7 @@ def test_masks_with_prefixes_equal_the_definition(case, window):
     context = prefixed(lengths, prefixes)
     truth = prefixed_mask(lengths, prefixes, window)
     assert torch.equal(context.dense_mask(window=window)[0, 0], truth)
+    check_mask_blocks(context, truth, window=window, num_rows=48)
     num_blocks = -(-len(truth) // BLOCK_SIZE)
     room = num_blocks * BLOCK_SIZE - len(truth)
     blocks = torch.nn.functional.pad(truth, (0, room, 0, room)).view(num_blocks, BLOCK_SIZE, num_blocks, BLOCK_SIZE)
@@ -221,3 +246,54 @@ def test_prefixes_are_not_recorded():
     recorded = prefixed([2, 2], [-1, -1]).recordable(num_documents=2, max_length=4)
     with pytest.raises(ShapeError):
         recorded.load(prefixed([2, 2], [-1, 0]))
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 6])
+def test_parts_hold_every_row_and_its_label_once(num_parts):
+    whole = make_context([5, 1, 2, 9, 1], num_pad_tokens=1)
+    parts = [whole.cut(rank, num_parts=num_parts) for rank in range(num_parts)]
+    for name in ("position_T", "document_T", "label_T"):
+        assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(whole, name))
+    found = [
+        (part.part.rows.start + row, target)
+        for part in parts
+        for row, target in zip(
+            part.labelled_row_R[: part.num_labelled].tolist(), part.labelled_target_R[: part.num_labelled].tolist()
+        )
+    ]
+    count = whole.num_labelled
+    assert found == list(zip(whole.labelled_row_R[:count].tolist(), whole.labelled_target_R[:count].tolist()))
+    for name in ("num_tokens", "num_real_tokens", "num_pad_tokens", "num_labelled"):
+        assert sum(getattr(part, name) for part in parts) == getattr(whole, name)
+    assert all((part.num_items, part.whole) == (whole.num_items, whole) for part in parts)
+
+
+def test_a_part_moves_with_its_pack_and_counts_reads_there():
+    part = make_context([4, 4]).cut(1, num_parts=2).to("meta")
+    assert part.label_T.device == part.whole.label_T.device == torch.device("meta")
+    assert part.position_T.shape == (4,)
+    part.whole.note_read("reference")
+    assert part.num_reads == 1
+
+
+@pytest.mark.parametrize(
+    ("context", "num_parts", "message"),
+    [
+        (make_context([4, 3]), 2, r"pad_to_multiple_of=2"),
+        (make_context([4, 4]).to("meta"), 2, "on the host"),
+        (
+            BatchContext(lengths=[2, 2], label_T=torch.full((4,), -100), num_items=1, prefixes=[-1, 0]),
+            2,
+            "continue prefixes",
+        ),
+    ],
+)
+def test_packs_that_cannot_be_cut_are_refused(context, num_parts, message):
+    with pytest.raises(ShapeError, match=message):
+        context.cut(0, num_parts=num_parts)
+
+
+def test_masks_of_a_part_are_refused():
+    part = make_context([4, 4]).cut(0, num_parts=2)
+    with pytest.raises(ContextError, match=r"context\.whole"):
+        part.dense_mask()

@@ -6,7 +6,7 @@ import torch
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher
-from lightning_fastft.fused.decoder import install_fused_layers
+from lightning_fastft.fused.install import install_fused_layers
 from lightning_fastft.hf.images import IMAGE_FAMILIES, DocumentImages, ImageEncoder, check_images
 from lightning_fastft.hf.lora import add_adapters, parse_lora
 from lightning_fastft.packing.collate import collate

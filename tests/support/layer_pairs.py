@@ -8,7 +8,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from lightning_fastft.core.patcher import ModelPatcher
-from lightning_fastft.fused.decoder import LAYERS, install_fused_layers
+from lightning_fastft.fused.install import install_fused_layers
+from lightning_fastft.fused.layer_forms import LAYERS
 from lightning_fastft.hf.families import decoder_layers, find_causal_models
 from lightning_fastft.patches.packed import install_packed_training
 from tests.support.packs import relative_error

@@ -2,8 +2,10 @@
 8-bit AdamW, a short loop.
 
 Modes: "recompute" (gradient checkpointing), "keep"; with "+liger" Liger's norms, rotary, SwiGLU and fused loss; with
-    "+padded" documents in padded rows instead of a pack, for models whose layers would carry state from one document of
-    a pack into the next; with "+torch" linear attention in plain PyTorch instead of fla-core's kernels. Liger patches the modelling module, so its modes come last in a process.
+"+padded" documents in padded rows instead of a pack, for models whose layers would carry state from one document of a
+pack into the next; with "+sdpa" transformers' SDPA attention, for heads that flash attention does not take (with
+"+padded" only: it would build a mask of the whole pack); with "+torch" linear attention in plain PyTorch instead of
+fla-core's kernels. Liger patches the modelling module, so its modes come last in a process.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ def run(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str) -
         sys.modules["fla"] = None  # type: ignore[assignment]
     elif files.workload.is_hybrid:
         install_fla_gradient()
-    model = load_model(files, device=device)
+    model = load_model(files, device=device, attention="sdpa" if "sdpa" in cases[0].mode.split("+") else None)
     start = files.read_trained()
     has_liger = False
     seen_shares: set[float] = set()
@@ -74,8 +76,14 @@ def run(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str) -
         model.zero_grad(set_to_none=True)
 
 
-def load_model(files: WorkloadFiles, *, device: str) -> Any:
-    """Load the model the way its documentation does, with PEFT's adapters unless all weights are trained."""
+def load_model(files: WorkloadFiles, *, device: str, attention: str | None = None) -> Any:
+    """Load the model the way its documentation does, with PEFT's adapters unless all weights are trained.
+
+    Args:
+        files: The workload.
+        device: "cuda" or "cpu".
+        attention: Name of transformers' attention; None for flash attention on a GPU and SDPA on a CPU.
+    """
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -84,7 +92,7 @@ def load_model(files: WorkloadFiles, *, device: str) -> Any:
     model = AutoModelForCausalLM.from_pretrained(
         files.model,
         dtype=base_dtype(is_cuda=is_cuda),
-        attn_implementation="flash_attention_2" if is_cuda else "sdpa",
+        attn_implementation=attention or ("flash_attention_2" if is_cuda else "sdpa"),
         device_map={"": 0} if is_cuda else {"": "cpu"},
         **({"quantization_config": quantization} if quantization else {}),
     )

@@ -1,6 +1,7 @@
-"""Attention over a packed row with torch's scaled_dot_product_attention and one dense mask per batch.
+"""Attention over a packed row with torch's scaled_dot_product_attention and dense masks built once per batch.
 
-It runs on any device in any dtype and suits short packs.
+It runs on any device, in any dtype and head width. Queries run in blocks, because the keys that a block can see are
+few: those from the start of its first document to its last row.
 Axes: T tokens of the pack, H query heads, G key/value heads, W width of a head.
 """
 
@@ -9,6 +10,9 @@ from __future__ import annotations
 import torch
 
 from lightning_fastft.packing.context import BatchContext
+
+# Queries of a block. Fewer compute fewer hidden scores and launch more kernels.
+QUERY_ROWS = 512
 
 
 def sdpa_attention(
@@ -22,16 +26,29 @@ def sdpa_attention(
 ) -> torch.Tensor:
     """Return attention within each document, shape (T, H, width of a value).
 
-    The mask is additive in the dtype of the queries: a bool mask would be converted again, and kept for the backward,
+    Masks are additive in the dtype of the queries: a bool mask would be converted again, and kept for the backward,
     in every layer.
 
     Cost:
-        One T x T mask in the dtype of q_THW per (batch, window); no host sync.
+        T x (QUERY_ROWS + tokens of a document before a block) scores, and as many elements of masks per (batch,
+        window); no host sync.
     """
-    mask_11TT = context.dense_mask(window=window, dtype=q_THW.dtype)
-    return dense_attention(*(x.transpose(0, 1)[None] for x in (q_THW, k_TGW, v_TGW)), mask_B1QT=mask_11TT, scale=scale)[
-        0
-    ].transpose(0, 1)
+    q_1HTW, k_1HTW, v_1HTW = (x.transpose(0, 1)[None] for x in (q_THW, k_TGW, v_TGW))
+    blocks = context.mask_blocks(window=window, dtype=q_THW.dtype, num_rows=QUERY_ROWS)
+    out_1HTW = torch.cat(
+        [
+            dense_attention(
+                q_1HTW[:, :, block.queries],
+                k_1HTW[:, :, block.keys],
+                v_1HTW[:, :, block.keys],
+                mask_B1QT=block.mask_11RK,
+                scale=scale,
+            )
+            for block in blocks
+        ],
+        dim=2,
+    )
+    return out_1HTW[0].transpose(0, 1)
 
 
 def dense_attention(

@@ -130,6 +130,7 @@ class PackSums:
         """Count a pack and return how many documents it has and how long the longest is; padding is none. Reads
         host integers only.
         """
+        context = context.whole
         start_S1 = context.start_host_S1.numpy().astype(np.int64)
         length_S = np.diff(start_S1)[start_S1[:-1] < context.num_real_tokens]
         self.num_packs += 1

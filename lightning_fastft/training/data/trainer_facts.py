@@ -24,7 +24,13 @@ def find_ranks(trainer: Trainer | None) -> tuple[int, int]:
         # Tensor-parallel ranks share their data. Only the mesh, which exists once processes do, knows them.
         data_parallel = strategy.distributed_sampler_kwargs
         return int(data_parallel["num_replicas"]), int(data_parallel["rank"])
-    return trainer.world_size, trainer.global_rank
+    size = find_context_size(trainer)
+    return trainer.world_size // size, trainer.global_rank // size
+
+
+def find_context_size(trainer: Trainer | None) -> int:
+    """Return the number of processes that share each pack: ``context_parallel`` of the strategy."""
+    return 1 if trainer is None else int(getattr(trainer.strategy, "context_parallel", 1))
 
 
 def find_accumulation(trainer: Trainer | None) -> int:

@@ -1,0 +1,277 @@
+"""Feed-forward blocks with the norms around them.
+
+Axes: T tokens, D model width, P columns of gate and up, F width of the feed-forward block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from lightning_fastft.activations.segments import Session
+from lightning_fastft.activations.values import unneeded
+from lightning_fastft.fused.functions.projections import normed_gradients, planned_value, project_normed, times_factor
+from lightning_fastft.fused.functions.rows import Grads, Norm, contiguous_rows, norm_gradients
+from lightning_fastft.fused.linears import (
+    FusedLinear,
+    low_rank_rows,
+    parameter_gradients,
+    product,
+    rows_gradients_apart,
+)
+from lightning_fastft.kernels.expert_gate.op import gate_backward, gate_forward
+from lightning_fastft.kernels.expert_gate.reference import GateForm, LowRankRows
+from lightning_fastft.kernels.rms_norm.op import rms_norm_forward
+from lightning_fastft.kernels.rms_norm.reference import NormForm
+
+GATE_UP_VALUE, DOWN_VALUE = "mlp.gate_up", "mlp.down"
+
+# Point at which a norm after the block is the last to save a tensor; its input is a value too.
+POST_NORM_POINT = "mlp.post_norm"
+
+
+def norm_feed_forward(
+    x_TD: torch.Tensor,
+    norm: Norm,
+    gate_up: FusedLinear,
+    down: FusedLinear,
+    *,
+    form: GateForm,
+    factor: float = 1.0,
+    session: Session | None,
+) -> torch.Tensor:
+    """Return ``x + factor * down(gate(gate_up(norm(x))))``.
+
+    Args:
+        x_TD: Residual stream.
+        norm: Norm before the block.
+        gate_up: The first two projections.
+        down: The last projection.
+        form: How gate and up are combined.
+        factor: Residual multiplier of the family (Granite).
+        session: Of the open segment; None outside a plan.
+
+    Cost:
+        That of the products, and with a factor a pass over the gradient of the output; saves x_TD, gate and up, the
+        adapters' low-rank rows and low-precision factors, and trained weights.
+    """
+    call = _FeedForwardCall(gate_up, down, norm.form, form, session, factor)
+
+    def run(call: _FeedForwardCall) -> torch.Tensor:
+        return _NormFeedForward.apply(call, x_TD, norm.weight_D, *gate_up.tensors(), *down.tensors())
+
+    return _run_block(run, call, point=DOWN_VALUE)
+
+
+def feed_forward_between_norms(
+    x_TD: torch.Tensor,
+    norm: Norm | None,
+    gate_up: FusedLinear,
+    down: FusedLinear,
+    post_norm: Norm,
+    *,
+    form: GateForm,
+    session: Session | None,
+) -> torch.Tensor:
+    """Return ``x + post_norm(down(gate(gate_up(norm(x)))))``.
+
+    Args:
+        x_TD: Residual stream.
+        norm: Norm before the block; None for none.
+        gate_up: The first projections.
+        down: The last projection.
+        post_norm: Norm after the block.
+        form: How gate and up are combined.
+        session: Of the open segment; None outside a plan.
+
+    Cost:
+        That of the products, two norms and one addition; saves x_TD, gate and up, the output of down, the adapters'
+        low-rank rows and low-precision factors, and trained weights.
+    """
+    weight_D, norm_form = (None, None) if norm is None else norm
+    call = _FeedForwardCall(gate_up, down, norm_form, form, session)
+
+    def run(call: _FeedForwardCall) -> torch.Tensor:
+        return _FeedForwardBetweenNorms.apply(
+            call, post_norm.form, x_TD, weight_D, post_norm.weight_D, *gate_up.tensors(), *down.tensors()
+        )  # fmt: skip
+
+    return _run_block(run, call, point=POST_NORM_POINT)
+
+
+class _FeedForwardCall(NamedTuple):
+    """Arguments of a block that have no gradient."""
+
+    gate_up: FusedLinear
+    down: FusedLinear
+    norm_form: NormForm | None
+    gate_form: GateForm
+    session: Session | None
+    factor: float = 1.0
+
+
+class _NormFeedForward(torch.autograd.Function):
+    """Norm and feed-forward block; saves x, gate and up, low-rank rows, low-precision factors and trained weights.
+
+    The backward recomputes the activation, and the norm if weights are trained.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: _FeedForwardCall,
+        x_TD: torch.Tensor,
+        weight_D: torch.Tensor,
+        *parameters: torch.Tensor | None,
+    ) -> torch.Tensor:
+        session = call.session
+        gate_up_TP, *low = project_normed(session, GATE_UP_VALUE, call.gate_up, x_TD, weight_D, form=call.norm_form)
+        # Without the session, which belongs to a forward.
+        ctx.call, ctx.num_low = call._replace(session=None), len(low)
+        saved = (x_TD, weight_D, gate_up_TP, *low, *call.gate_up.watched_tensors(), *call.down.watched_tensors())
+        if session is not None:
+            # Every run of a layer must save the same number of tensors, even one that ends here.
+            ctx.save_for_backward(*saved)
+            if session.is_last(DOWN_VALUE):
+                return unneeded(x_TD, x_TD.shape[-1])
+        act_TF = gate_forward(gate_up_TP, form=call.gate_form, is_checked=False)
+        out = product(call.down, act_TF, addend_TO=x_TD, factor=call.factor)
+        if session is None:
+            ctx.save_for_backward(*saved, *(() if out.low_TR is None else (out.low_TR,)))
+        return out.y_TO
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y_TD: torch.Tensor) -> Grads:
+        x_TD, weight_D, gate_up_TP, *others = ctx.saved_tensors
+        d_y_TD = contiguous_rows(d_y_TD)
+        d_out_TD = times_factor(d_y_TD, ctx.call.factor, reader=ctx.call.down)
+        return None, *_block_gradients(
+            ctx.call, others, ctx.num_low, d_out_TD, d_y_TD, x_TD, weight_D, gate_up_TP, needs=ctx.needs_input_grad[1:]
+        )  # fmt: skip
+
+
+class _FeedForwardBetweenNorms(torch.autograd.Function):
+    """Feed-forward block between two norms.
+
+    Saves x, gate and up, the input of the norm after the block, low-rank rows, low-precision factors and trained
+    weights; the backward recomputes the rest.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: _FeedForwardCall,
+        post_form: NormForm,
+        x_TD: torch.Tensor,
+        weight_D: torch.Tensor | None,
+        post_weight_D: torch.Tensor,
+        *parameters: torch.Tensor | None,
+    ) -> torch.Tensor:
+        session = call.session
+        gate_up_TP, *low = project_normed(session, GATE_UP_VALUE, call.gate_up, x_TD, weight_D, form=call.norm_form)
+        (out_TD,) = planned_value(
+            session,
+            DOWN_VALUE,
+            lambda: (product(call.down, gate_forward(gate_up_TP, form=call.gate_form, is_checked=False)).y_TO,),
+        )
+        # Without the session, which belongs to a forward.
+        ctx.call, ctx.post_form, ctx.num_low = call._replace(session=None), post_form, len(low)
+        watched = (*call.gate_up.watched_tensors(), *call.down.watched_tensors())
+        ctx.save_for_backward(x_TD, weight_D, post_weight_D, gate_up_TP, out_TD, *low, *watched)
+        if session is not None and session.is_last(POST_NORM_POINT):
+            return unneeded(x_TD, x_TD.shape[-1])
+        return rms_norm_forward(out_TD, post_weight_D, form=post_form, is_checked=False).y_TD.add_(x_TD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y_TD: torch.Tensor) -> Grads:
+        x_TD, weight_D, post_weight_D, gate_up_TP, out_TD, *others = ctx.saved_tensors
+        needs_x, needs_weight, needs_post_weight, *needs = ctx.needs_input_grad[2:]
+        is_needed = needs_x or needs_weight or any(needs)
+        d_out_TD, d_post_weight_D = norm_gradients(
+            d_y_TD,
+            None,
+            out_TD,
+            post_weight_D,
+            form=ctx.post_form,
+            needs=(is_needed, needs_post_weight),
+            reader=ctx.call.down,
+        )
+        if d_out_TD is None:
+            return None, None, None, None, d_post_weight_D, *(None for _ in needs)
+        d_x_TD, d_weight_D, *gradients = _block_gradients(
+            ctx.call,
+            others,
+            ctx.num_low,
+            d_out_TD,
+            d_y_TD,
+            x_TD,
+            weight_D,
+            gate_up_TP,
+            needs=(needs_x, needs_weight, *needs),
+        )
+        return None, None, d_x_TD, d_weight_D, d_post_weight_D, *gradients
+
+
+def _run_block(run: Callable[[_FeedForwardCall], torch.Tensor], call: _FeedForwardCall, *, point: str) -> torch.Tensor:
+    """Run the last Function of a layer, whose output a recompute may not need."""
+    if call.session is None:
+        return run(call)
+    return call.session.run_last(point, lambda: run(call), anew=lambda: run(call._replace(session=None)))
+
+
+def _block_gradients(
+    call: _FeedForwardCall,
+    others: Sequence[torch.Tensor],
+    num_low: int,
+    d_out_TD: torch.Tensor,
+    d_x_TD: torch.Tensor,
+    x_TD: torch.Tensor,
+    weight_D: torch.Tensor | None,
+    gate_up_TP: torch.Tensor,
+    *,
+    needs: Sequence[bool],
+) -> Grads:
+    """Return the gradients of x, the norm's weight, and the tensors of gate_up and down from that of down's output.
+
+    ``others`` holds num_low low-rank rows of gate_up, the watched tensors of both projections, and, if they were saved,
+    the low-rank rows of down. d_x_TD is the gradient of the residual stream.
+    """
+    num_first = num_low + len(call.gate_up.watched_tensors())
+    num_watched = num_first + len(call.down.watched_tensors())
+    gate_up, down = (
+        call.gate_up.with_watched(others[num_low:num_first]),
+        call.down.with_watched(others[num_first:num_watched]),
+    )
+    num_needs = 2 + len(gate_up.tensors())
+    d_act_TF, d_low_TR, a_RF = rows_gradients_apart(down, d_out_TD)
+    # The gate's backward reads these rows next, so it adds the gradient from the adapter.
+    addend = None if d_low_TR is None or a_RF is None else LowRankRows(d_low_TR, contiguous_rows(a_RF))
+    gate = gate_backward(
+        d_act_TF, gate_up_TP, form=call.gate_form, addend=addend, need_act=any(needs[num_needs:]), is_checked=False
+    )
+    del d_act_TF, addend
+    d_gate_up_TP = gate.d_gate_up_NP
+    d_down: list[torch.Tensor | None] = [None] * len(down.tensors())
+    if gate.act_NF is not None:
+        # They were saved if the layer ran without a session; else they cost one thin GEMM.
+        low_TR = others[num_watched] if len(others) > num_watched else low_rank_rows(down, gate.act_NF)
+        d_down = parameter_gradients(down, gate.act_NF, d_out_TD, low_TR, d_low_TR, needs=needs[num_needs:])
+    del gate, d_out_TD
+    return (
+        *normed_gradients(
+            gate_up,
+            others[:num_low],
+            d_gate_up_TP,
+            d_x_TD,
+            x_TD,
+            weight_D,
+            form=call.norm_form,
+            needs=needs[:num_needs],
+        ),
+        *d_down,
+    )

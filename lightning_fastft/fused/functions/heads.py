@@ -1,0 +1,192 @@
+"""From the raw projection to queries, keys and values, and back.
+
+Axes: T tokens, C columns of q, k and v side by side, H query heads, G key/value heads, J either, W head width.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from lightning_fastft.fused.functions.rows import Grads, Norm
+from lightning_fastft.kernels.head_gate.op import RowGradient
+from lightning_fastft.kernels.qk_rope.op import qk_rope_backward, qk_rope_heads
+from lightning_fastft.kernels.qk_rope.reference import HeadGradients, RopeForm
+from lightning_fastft.kernels.rms_norm.op import rms_norm_backward, rms_norm_forward
+from lightning_fastft.kernels.rms_norm.reference import NormForm
+
+
+class Rope(NamedTuple):
+    """The step from raw projections to queries and keys: angles of shape (T, W), weights of the norms, and the form."""
+
+    cos_TW: torch.Tensor
+    sin_TW: torch.Tensor
+    q_weight_W: torch.Tensor | None
+    k_weight_W: torch.Tensor | None
+    form: RopeForm
+
+
+class HeadShares:
+    """Pass gradients of keys and values, not yet summed over query heads, from attention to ``split_heads``."""
+
+    def __init__(self) -> None:
+        self._shares: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def put(self, d_k_THW: torch.Tensor, d_v_THW: torch.Tensor) -> None:
+        """Store the gradients; ``packed_attention`` calls this as ``collect``."""
+        self._shares = d_k_THW, d_v_THW
+
+    def take(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the stored gradients once; None if attention returned its gradients to autograd."""
+        shares, self._shares = self._shares, None
+        return shares
+
+
+def norm_head_columns(qkv_TC: torch.Tensor, q_norm: Norm, k_norm: Norm) -> torch.Tensor:
+    """Return the projection with its queries and its keys normed, each over the columns of all heads of a token.
+
+    Args:
+        qkv_TC: Raw projection.
+        q_norm: Norm of the queries; the size of its weight is their number of columns.
+        k_norm: Norm of the keys, which follow.
+
+    Cost:
+        Two calls of rms_norm_forward, and a copy of the values; saves the raw projection. About 1 % of a layer.
+    """
+    return _NormHeadColumns.apply(qkv_TC, q_norm.weight_D, k_norm.weight_D, q_norm.form, k_norm.form)
+
+
+def split_heads(
+    qkv_TC: torch.Tensor, rope: Rope, shares: HeadShares, row_gradient: RowGradient
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return queries (T, H, W), keys and values (T, G, W), rotated, and normed if the family does so.
+
+    Args:
+        qkv_TC: Raw projection.
+        rope: Turns it into heads.
+        shares: Source of the gradients of keys and values in the backward; if it has none, autograd's are used.
+        row_gradient: Source of the gradient of a projection with gates, their columns written by ``gate_heads``.
+
+    Cost:
+        That of qk_rope_heads; saves the raw projection if it is normed.
+    """
+    return _SplitHeads.apply(
+        qkv_TC, rope.cos_TW, rope.sin_TW, rope.q_weight_W, rope.k_weight_W, rope.form, shares, row_gradient
+    )
+
+
+class _NormHeadColumns(torch.autograd.Function):
+    """Norms over the columns of all heads; saves the raw projection."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv_TC: torch.Tensor,
+        q_weight_I: torch.Tensor,
+        k_weight_I: torch.Tensor,
+        q_form: NormForm,
+        k_form: NormForm,
+    ) -> torch.Tensor:
+        ctx.forms = q_form, k_form
+        ctx.save_for_backward(qkv_TC, q_weight_I, k_weight_I)
+        out_TC = torch.empty_like(qkv_TC)
+        end = 0
+        for weight_I, form in zip((q_weight_I, k_weight_I), ctx.forms):
+            columns = slice(end, end := end + len(weight_I))
+            rms_norm_forward(qkv_TC[:, columns], weight_I, form=form, out=out_TC[:, columns], is_checked=False)
+        out_TC[:, end:].copy_(qkv_TC[:, end:])
+        return out_TC
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out_TC: torch.Tensor) -> Grads:
+        qkv_TC, *weights = ctx.saved_tensors
+        d_weights: list[torch.Tensor | None] = []
+        end = 0
+        for weight_I, form, needs_weight in zip(weights, ctx.forms, ctx.needs_input_grad[1:3]):
+            columns = slice(end, end := end + len(weight_I))
+            # In place, so that the gradients of the values are not copied.
+            gradients = rms_norm_backward(
+                d_out_TC[:, columns],
+                qkv_TC[:, columns],
+                weight_I,
+                None,
+                form=form,
+                needs_weight=needs_weight,
+                out=d_out_TC[:, columns],
+                is_checked=False,
+            )
+            d_weights.append(None if gradients.d_weight_D is None else gradients.d_weight_D.to(weight_I.dtype))
+        return d_out_TC, *d_weights, None, None
+
+
+class _SplitHeads(torch.autograd.Function):
+    """Norm and rotation of heads; saves angles, and the raw projection if it is normed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv_TC: torch.Tensor,
+        cos_TW: torch.Tensor,
+        sin_TW: torch.Tensor,
+        q_weight_W: torch.Tensor | None,
+        k_weight_W: torch.Tensor | None,
+        form: RopeForm,
+        shares: HeadShares,
+        row_gradient: RowGradient,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ctx.form, ctx.shares, ctx.row_gradient = form, shares, row_gradient
+        # Keys and values have no gradient here if attention passes shares.
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(cos_TW, sin_TW, *((qkv_TC, q_weight_W, k_weight_W) if form.has_norm else ()))
+        heads = qk_rope_heads(
+            qkv_TC, cos_TW, sin_TW, form=form, q_weight_W=q_weight_W, k_weight_W=k_weight_W, is_checked=False
+        )
+        return heads.q_THW, heads.k_TGW, heads.v_TGW
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, d_q_THW: torch.Tensor | None, d_k_TGW: torch.Tensor | None, d_v_TGW: torch.Tensor | None
+    ) -> Grads:
+        cos_TW, sin_TW, *others = ctx.saved_tensors
+        qkv_TC, q_weight_W, k_weight_W = others if others else (None, None, None)
+        needs_weight = any(ctx.needs_input_grad[3:5])
+        d_k_TJW, d_v_TJW = ctx.shares.take() or (d_k_TGW, d_v_TGW)
+        found = _head_gradients(d_q_THW, d_k_TJW, d_v_TJW, num_tokens=len(cos_TW), form=ctx.form)
+        d_raw_TC = ctx.row_gradient.take()
+        if d_raw_TC is None and ctx.form.has_gate:
+            d_raw_TC = found.d_q_THW.new_zeros(len(cos_TW), ctx.form.num_columns)
+        gradients = qk_rope_backward(
+            found,
+            qkv_TC,
+            cos_TW,
+            sin_TW,
+            form=ctx.form,
+            q_weight_W=q_weight_W,
+            k_weight_W=k_weight_W,
+            needs_weight=needs_weight,
+            out=d_raw_TC,
+            is_checked=False,
+        )
+        d_weights = (
+            None if d is None or weight is None or not needs else d.to(weight.dtype)
+            for d, weight, needs in zip(
+                (gradients.d_q_weight_W, gradients.d_k_weight_W), (q_weight_W, k_weight_W), ctx.needs_input_grad[3:5]
+            )
+        )
+        return gradients.d_raw_TC, None, None, *d_weights, None, None, None
+
+
+def _head_gradients(*found: torch.Tensor | None, num_tokens: int, form: RopeForm) -> HeadGradients:
+    """Return the gradients of queries, keys and values as the kernel reads them, zeros for missing ones."""
+    like = next(d for d in found if d is not None)
+    counts = form.head_counts
+    return HeadGradients(
+        *(
+            like.new_zeros((num_tokens, count, form.head_width)) if d is None else d.contiguous()
+            for d, count in zip(found, counts, strict=True)
+        )
+    )

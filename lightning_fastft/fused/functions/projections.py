@@ -1,0 +1,332 @@
+"""Projections after a norm, and projections that are added to the residual stream.
+
+Axes: T tokens, D model width, C columns of all projections of a call side by side, I inputs, R rank of adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from lightning_fastft.activations.segments import Session
+from lightning_fastft.fused.functions.rows import Grads, Norm, contiguous_rows, norm_gradients
+from lightning_fastft.fused.linear_parts import TENSORS_PER_LAYER
+from lightning_fastft.fused.linears import (
+    FusedLinear,
+    gradients_for,
+    parameter_gradients,
+    product,
+    rows_for,
+    rows_gradients,
+)
+from lightning_fastft.kernels.rms_norm.op import rms_norm_forward
+from lightning_fastft.kernels.rms_norm.reference import NormForm, shifted_weight, wide_dtype
+
+QKV_VALUE, OUT_VALUE = "self_attn.qkv", "self_attn.o_proj"
+
+
+def norm_project(
+    x_TD: torch.Tensor, norm: Norm | None, fused_linear: FusedLinear, *, session: Session | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the projection of the normed rows, shape (T, C), and the rows themselves for the residual stream.
+
+    Args:
+        x_TD: Residual stream.
+        norm: Norm before the projections; None for none.
+        fused_linear: The projections.
+        session: Of the open segment; None outside a plan.
+
+    Cost:
+        That of rms_norm_forward and product; saves x_TD, the adapters' low-rank rows and low-precision factors, and
+        trained weights.
+    """
+    x_TD = contiguous_rows(x_TD)
+    weight_D, form = (None, None) if norm is None else norm
+    out = _NormProject.apply(fused_linear, form, session, x_TD, weight_D, *fused_linear.tensors())
+    return out if isinstance(out, tuple) else (out, x_TD)
+
+
+def project_add(
+    x_TI: torch.Tensor,
+    residual_TD: torch.Tensor,
+    fused_linear: FusedLinear,
+    *,
+    factor: float = 1.0,
+    session: Session | None,
+) -> torch.Tensor:
+    """Return ``residual + factor * projection of x``.
+
+    Args:
+        x_TI: Output of attention.
+        residual_TD: Residual stream.
+        fused_linear: The projection.
+        factor: Residual multiplier of the family (Granite).
+        session: Of the open segment; None outside a plan.
+
+    Cost:
+        That of product, and with a factor a pass over the gradient of the output; saves x_TI if a parameter is trained,
+        the adapter's low-rank rows and low-precision factors, and a trained weight.
+    """
+    return _ProjectAdd.apply(fused_linear, factor, session, x_TI, residual_TD, *fused_linear.tensors())
+
+
+def project_norm_add(
+    x_TI: torch.Tensor, residual_TD: torch.Tensor, norm: Norm, fused_linear: FusedLinear, *, session: Session | None
+) -> torch.Tensor:
+    """Return ``residual + norm(projection of x)``, for families that also norm the output of a block.
+
+    Args:
+        x_TI: Output of attention.
+        residual_TD: Residual stream.
+        norm: Norm after the projection.
+        fused_linear: The projection.
+        session: Of the open segment; None outside a plan.
+
+    Cost:
+        That of product and rms_norm_forward, and one addition; saves the projection, x_TI if a parameter is trained,
+        the adapter's low-rank rows and low-precision factors, and a trained weight.
+    """
+    return _ProjectNormAdd.apply(
+        fused_linear, norm.form, session, x_TI, residual_TD, norm.weight_D, *fused_linear.tensors()
+    )
+
+
+class _NormProject(torch.autograd.Function):
+    """Norm and projection; saves x, low-rank rows, low-precision factors and trained weights.
+
+    The backward recomputes the normed rows if weights are trained.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        fused_linear: FusedLinear,
+        form: NormForm | None,
+        session: Session | None,
+        x_TD: torch.Tensor,
+        weight_D: torch.Tensor | None,
+        *parameters: torch.Tensor | None,
+    ) -> Any:
+        ctx.set_materialize_grads(False)
+
+        y_TC, *low = project_normed(session, QKV_VALUE, fused_linear, x_TD, weight_D, form=form)
+        ctx.fused_linear, ctx.form, ctx.num_low = fused_linear, form, len(low)
+        ctx.save_for_backward(x_TD, weight_D, *low, *fused_linear.watched_tensors())
+        return (y_TC, x_TD) if ctx.needs_input_grad[3] else y_TC
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y_TC: torch.Tensor | None, d_x_TD: torch.Tensor | None = None) -> Grads:
+        x_TD, weight_D, *others = ctx.saved_tensors
+        needs_x, needs_weight, *needs = ctx.needs_input_grad[3:]
+        if d_y_TC is None:
+            return None, None, None, d_x_TD, None, *(None for _ in needs)
+        low, fused_linear = others[: ctx.num_low], ctx.fused_linear.with_watched(others[ctx.num_low :])
+        return None, None, None, *normed_gradients(
+            fused_linear, low, d_y_TC, d_x_TD, x_TD, weight_D, form=ctx.form, needs=(needs_x, needs_weight, *needs)
+        )  # fmt: skip
+
+
+class _ProjectAdd(torch.autograd.Function):
+    """Projection added to the residual stream.
+
+    Saves x if a parameter is trained, the low-rank rows, the low-precision factors and a trained weight.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        fused_linear: FusedLinear,
+        factor: float,
+        session: Session | None,
+        x_TI: torch.Tensor,
+        residual_TD: torch.Tensor,
+        *parameters: torch.Tensor | None,
+    ) -> torch.Tensor:
+        y_TD, *low = planned_value(
+            session, OUT_VALUE, lambda: as_value(product(fused_linear, x_TI, addend_TO=residual_TD, factor=factor))
+        )
+        ctx.fused_linear, ctx.factor, ctx.num_low = fused_linear, factor, len(low)
+        saved_x = (x_TI,) if any(ctx.needs_input_grad[5:]) else ()
+        ctx.save_for_backward(*low, *fused_linear.watched_tensors(), *saved_x)
+        return y_TD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y_TD: torch.Tensor) -> Grads:
+        needs_x, needs_residual, *needs = ctx.needs_input_grad[3:]
+        others = list(ctx.saved_tensors)
+        x_TI = others.pop() if any(needs) else None
+        low, fused_linear = others[: ctx.num_low], ctx.fused_linear.with_watched(others[ctx.num_low :])
+        d_y_TD = contiguous_rows(d_y_TD)
+        d_out_TD = times_factor(d_y_TD, ctx.factor, reader=fused_linear)
+        d_x_TI, d_low_TR = rows_gradients(fused_linear, d_out_TD, needs_x=needs_x)
+        gradients: list[torch.Tensor | None] = [None] * len(needs)
+        if x_TI is not None:
+            gradients = parameter_gradients(
+                fused_linear, x_TI, d_out_TD, low[0] if low else None, d_low_TR, needs=needs
+            )
+        return None, None, None, d_x_TI, d_y_TD if needs_residual else None, *gradients
+
+
+class _ProjectNormAdd(torch.autograd.Function):
+    """Normed projection added to the residual stream.
+
+    Saves the projection, x if a parameter is trained, low-rank rows, low-precision factors and a trained weight.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        fused_linear: FusedLinear,
+        form: NormForm,
+        session: Session | None,
+        x_TI: torch.Tensor,
+        residual_TD: torch.Tensor,
+        weight_D: torch.Tensor,
+        *parameters: torch.Tensor | None,
+    ) -> torch.Tensor:
+        out_TD, *low = planned_value(session, OUT_VALUE, lambda: as_value(product(fused_linear, x_TI)))
+        ctx.fused_linear, ctx.form, ctx.num_low = fused_linear, form, len(low)
+        saved_x = (x_TI,) if any(ctx.needs_input_grad[6:]) else ()
+        ctx.save_for_backward(out_TD, weight_D, *low, *fused_linear.watched_tensors(), *saved_x)
+        # Round before the addition, as the model does.
+        return rms_norm_forward(out_TD, weight_D, form=form, is_checked=False).y_TD.add_(residual_TD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y_TD: torch.Tensor) -> Grads:
+        out_TD, weight_D, *others = ctx.saved_tensors
+        needs_x, needs_residual, needs_weight, *needs = ctx.needs_input_grad[3:]
+        x_TI = others.pop() if any(needs) else None
+        low, fused_linear = others[: ctx.num_low], ctx.fused_linear.with_watched(others[ctx.num_low :])
+        d_out_TD, d_weight_D = norm_gradients(
+            d_y_TD,
+            None,
+            out_TD,
+            weight_D,
+            form=ctx.form,
+            needs=(needs_x or any(needs), needs_weight),
+            reader=fused_linear,
+        )
+        d_x_TI: torch.Tensor | None = None
+        gradients: list[torch.Tensor | None] = [None] * len(needs)
+        if d_out_TD is not None:
+            d_x_TI, d_low_TR = rows_gradients(fused_linear, d_out_TD, needs_x=needs_x)
+            if x_TI is not None:
+                gradients = parameter_gradients(
+                    fused_linear, x_TI, d_out_TD, low[0] if low else None, d_low_TR, needs=needs
+                )
+        return None, None, None, d_x_TI, d_y_TD if needs_residual else None, d_weight_D, *gradients
+
+
+def project_normed(
+    session: Session | None,
+    name: str,
+    fused_linear: FusedLinear,
+    x_TD: torch.Tensor,
+    weight_D: torch.Tensor | None,
+    *,
+    form: NormForm | None,
+) -> tuple[torch.Tensor, ...]:
+    """Return the projection of normed rows and the low-rank rows of adapters, as a value that a plan can hold.
+
+    Without a norm, the rows themselves are projected.
+    """
+
+    def compute() -> tuple[torch.Tensor, ...]:
+        if weight_D is None or form is None:
+            return as_value(product(fused_linear, x_TD))
+        rows = rows_for(fused_linear, x_TD)
+        return as_value(
+            product(fused_linear, rms_norm_forward(x_TD, weight_D, form=form, out=rows, is_checked=False).y_TD)
+        )
+
+    return planned_value(session, name, compute)
+
+
+def normed_gradients(
+    fused_linear: FusedLinear,
+    low: Sequence[torch.Tensor],
+    d_y_TC: torch.Tensor,
+    d_x_TD: torch.Tensor | None,
+    x_TD: torch.Tensor,
+    weight_D: torch.Tensor | None,
+    *,
+    form: NormForm | None,
+    needs: Sequence[bool],
+) -> Grads:
+    """Return the gradients of project_normed: of the rows, of the norm's weight, and of FusedLinear.tensors.
+
+    The gradient of the rows includes that of the residual stream.
+    """
+    needs_x, needs_weight, *needs_tensors = needs
+    if weight_D is None or form is None:
+        return _raw_gradients(fused_linear, low, d_y_TC, d_x_TD, x_TD, needs_x=needs_x, needs=needs_tensors)
+    d_h_TD, d_low_TR = rows_gradients(fused_linear, d_y_TC, needs_x=needs_x or needs_weight)
+    rstd_T = None
+    if d_h_TD is not None and _adapters_read_raw_rows(x_TD, needs_tensors):
+        rstd_T = x_TD.new_empty(x_TD.shape[0], dtype=wide_dtype(x_TD.dtype))
+    # A layer of as many ranks reads this gradient next.
+    of_norm = norm_gradients(
+        d_h_TD, d_x_TD, x_TD, weight_D, form=form, needs=(needs_x, needs_weight), reader=fused_linear, rstd_out=rstd_T
+    )
+    del d_h_TD, d_x_TD
+    gradients: list[torch.Tensor | None] = [None] * len(needs_tensors)
+    low_TR = low[0] if low else None
+    if rstd_T is not None and d_low_TR is not None:
+        # A normed row is the raw row times one number, its columns times the weight, so it need not be written again.
+        d_low_TR = torch.mul(d_low_TR, rstd_T[:, None], out=torch.empty_like(d_low_TR))
+        factor_D = shifted_weight(weight_D, rstd_T.dtype, form)
+        gradients = parameter_gradients(
+            fused_linear, x_TD, d_y_TC, low_TR, d_low_TR, needs=needs_tensors, factor_I=factor_D
+        )
+    elif any(needs_tensors):
+        h_TD = rms_norm_forward(x_TD, weight_D, form=form, is_checked=False).y_TD
+        gradients = parameter_gradients(fused_linear, h_TD, d_y_TC, low_TR, d_low_TR, needs=needs_tensors)
+    return (*of_norm, *gradients)
+
+
+def _raw_gradients(
+    fused_linear: FusedLinear,
+    low: Sequence[torch.Tensor],
+    d_y_TC: torch.Tensor,
+    d_x_TD: torch.Tensor | None,
+    x_TD: torch.Tensor,
+    *,
+    needs_x: bool,
+    needs: Sequence[bool],
+) -> Grads:
+    """Return the gradients of project_normed without a norm."""
+    found_TD, d_low_TR = rows_gradients(fused_linear, d_y_TC, needs_x=needs_x)
+    if found_TD is not None and d_x_TD is not None:
+        found_TD = found_TD + d_x_TD
+    gradients: list[torch.Tensor | None] = [None] * len(needs)
+    if any(needs):
+        gradients = parameter_gradients(fused_linear, x_TD, d_y_TC, low[0] if low else None, d_low_TR, needs=needs)
+    return found_TD, None, *gradients
+
+
+def _adapters_read_raw_rows(x_TD: torch.Tensor, needs: Sequence[bool]) -> bool:
+    """Return whether only adapters are trained, in a dtype whose range holds 1/rms of a row times a gradient."""
+    return any(needs[2::TENSORS_PER_LAYER]) and not any(needs[0::TENSORS_PER_LAYER]) and x_TD.dtype is not torch.float16
+
+
+def as_value(result: Any) -> tuple[torch.Tensor, ...]:
+    """Return a product as a value that a plan can hold."""
+    return (result.y_TO,) if result.low_TR is None else (result.y_TO, result.low_TR)
+
+
+def planned_value(
+    session: Session | None, name: str, compute: Callable[[], tuple[torch.Tensor, ...]]
+) -> tuple[torch.Tensor, ...]:
+    """Return what ``compute`` returns, kept or computed by the plan of the open segment if there is one."""
+    return compute() if session is None else session.value(name, compute)
+
+
+def times_factor(d_y_TD: torch.Tensor, factor: float, *, reader: FusedLinear) -> torch.Tensor:
+    """Return a gradient times the residual multiplier, in memory that ``reader`` reads without a copy."""
+    return d_y_TD if factor == 1.0 else torch.mul(d_y_TD, factor, out=gradients_for(reader, d_y_TD))

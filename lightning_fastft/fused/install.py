@@ -1,0 +1,291 @@
+"""Swap the decoder layers of a model for fused ones, and move their weights where their products read them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lightning_fastft.core.errors import UnsupportedModelError
+from lightning_fastft.core.patcher import ModelPatcher, share_state
+from lightning_fastft.core.status import Status
+from lightning_fastft.fused.decoder import FusedLayer, fused_class, fused_norm_class
+from lightning_fastft.fused.dense_weights import DenseWeights, FusedWeightBuffer
+from lightning_fastft.fused.fp8_base import FP8_ATTRIBUTE, Fp8Base
+from lightning_fastft.fused.layer_check import find_difference
+from lightning_fastft.fused.layer_forms import LAYERS, LayerForm
+from lightning_fastft.fused.layer_parts import (
+    FUSION_ATTRIBUTE,
+    Fusion,
+    block_activation,
+    find_delta_rule,
+    form_of,
+    has_own_mixer,
+    is_known_block,
+    norm_dtype,
+    read_for_norms,
+    read_parts,
+)
+from lightning_fastft.hf.families import decoder_layers, find_causal_models
+
+STATUS_NAME = "fused layers"
+
+WEIGHT_BUFFERS_NAME = "weights next to adapters"
+
+
+def install_fused_layers(root: nn.Module, patcher: ModelPatcher, *, awaits_copies: bool = False) -> list[Status]:
+    """Run the decoder layers of every model inside root as a few fused Functions, if their family is known.
+
+    A layer is swapped for a subclass that shares its state. Each call reads the layer's modules again. It runs the
+    forward of the layer's own class if a Function would not be exact: with a cache, under autocast or torch.compile,
+    with adapters other than plain LoRA, with hooks on a module that would be skipped, or with another attention
+    implementation.
+
+    Args:
+        root: Any module: a model, a PEFT model, a LightningModule around them.
+        patcher: Records every change.
+        awaits_copies: Accept fp32 adapters, because they get low-precision copies
+            (``install_low_precision_adapters``) before the first call.
+
+    Returns:
+        One status "fused layers" for each model: active; inactive if the family is not supported; refused if a layer
+        prevents it.
+
+    Cost:
+        Host work once; no device work.
+    """
+    models = find_causal_models(root)
+    if not models:
+        return [Status(STATUS_NAME, "inactive", f"{type(root).__name__} holds no transformers model")]
+    statuses = []
+    for name, model in models:
+        status = _install(model, patcher, awaits_copies=awaits_copies)
+        statuses.append(status._replace(name=f"{STATUS_NAME} ({name})") if len(models) > 1 else status)
+    return statuses
+
+
+def install_fp8_base(root: nn.Module, patcher: ModelPatcher, *, is_emulated: bool = False) -> list[Fp8Base]:
+    """Compute the frozen base products of the fused layers of every model inside root in fp8.
+
+    Args:
+        root: The module given to install_fused_layers.
+        patcher: Records the changes.
+        is_emulated: Compute in plain PyTorch, on any device.
+
+    Returns:
+        One ``Fp8Base`` per model with fused layers.
+    """
+    found = []
+    for _, model in find_causal_models(root):
+        layers = fused_layers(model)
+        if layers:
+            found.append(Fp8Base(layers, read=read_for_norms, is_emulated=is_emulated))
+            found[-1].install(patcher)
+    return found
+
+
+def fuse_weight_buffers(
+    root: nn.Module, patcher: ModelPatcher, *, device_types: Sequence[str] = ("cuda",)
+) -> list[FusedWeightBuffers]:
+    """Move the frozen dense weights of the fused layers of every model inside root into buffers with their adapters.
+
+    One product then reads both. Call this when models are on their device, and after any sharding. Without it, each
+    product copies weights next to their adapters.
+
+    Args:
+        root: The module given to install_fused_layers.
+        patcher: Records the moves; undo returns every weight to separate memory.
+        device_types: Types of devices on which weights are moved.
+
+    Returns:
+        One ``FusedWeightBuffers`` for each model in which weights were moved.
+
+    Cost:
+        One copy of these weights, and memory for those of one product during the move. Reserved memory may grow,
+        because the allocator keeps blocks of the old sizes.
+    """
+    found = []
+    for _, model in find_causal_models(root):
+        layers, products = decoder_layers(model), []
+        for layer in layers:
+            parts = read_for_norms(layer) if isinstance(layer, FusedLayer) else ""
+            if isinstance(parts, str):
+                continue
+            for fused_linear in parts:
+                if (
+                    fused_linear is not None
+                    and fused_linear.base is None
+                    and fused_linear.parts[0].weight.device.type in device_types
+                ):
+                    weight_buffer = fused_linear.dense.fuse_buffer(fused_linear.parts)
+                    if weight_buffer is not None:
+                        patcher.add_undo(weight_buffer.give_back)
+                        products.append(weight_buffer)
+        if products:
+            found.append(FusedWeightBuffers(products, num_layers=len(layers)))
+    return found
+
+
+class FusedWeightBuffers:
+    """The weights of one model that are in fused buffers."""
+
+    def __init__(self, products: Sequence[FusedWeightBuffer], *, num_layers: int) -> None:
+        self._products = list(products)
+        self._num_layers = num_layers
+        self._is_given_back = False
+
+    def status(self) -> Status:
+        """Return how many products read weights and adapters from one buffer; after the run, how many did."""
+        num_there = (
+            len(self._products) if self._is_given_back else sum(product.is_there() for product in self._products)
+        )
+        if not num_there:
+            return Status(WEIGHT_BUFFERS_NAME, "inactive", "the weights were moved to other memory")
+        return Status(
+            WEIGHT_BUFFERS_NAME,
+            "active",
+            f"{num_there} products of {self._num_layers} layers read both from one buffer until the training ends",
+        )
+
+    def give_back(self) -> None:
+        """Return every weight to separate memory."""
+        for product in self._products:
+            product.give_back()
+        self._is_given_back = True
+
+    def make_whole(self, state: MutableMapping[str, Any]) -> None:
+        """Replace weights in fused buffers by copies on the host, in a state dict that is about to be written."""
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and any(product.holds(value) for product in self._products):
+                state[name] = torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())
+
+
+def fused_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the decoder layers of a model if all of them are fused, attention included, else none."""
+    layers = decoder_layers(model)
+    return layers if all(_is_fused_whole(layer) for layer in layers) else []
+
+
+def _is_fused_whole(layer: nn.Module) -> bool:
+    return isinstance(layer, FusedLayer) and not has_own_mixer(layer, form_of(layer))
+
+
+def shared_memory(layer: nn.Module) -> list[torch.Tensor]:
+    """Return the buffers of a fused layer that it shares with other layers or that belong to its products."""
+    fusion: Fusion = vars(layer)[FUSION_ATTRIBUTE]
+    weights = vars(layer).get(FP8_ATTRIBUTE, ())
+    held = [tensor for weight in weights for tensor in weight.memory()]
+    return [*fusion.dense.memory(), *(weights[0].owner.memory() if weights else ()), *held]
+
+
+def _install(model: PreTrainedModel, patcher: ModelPatcher, *, awaits_copies: bool) -> Status:
+    layers = decoder_layers(model)
+    forms = {type(layer): _known_form(layer) for layer in layers}
+    unknown = sorted({_describe(layer) for layer in layers if forms[type(layer)] is None})
+    if unknown:
+        known = ", ".join(sorted(name.removesuffix("DecoderLayer") for name in LAYERS))
+        return Status(
+            STATUS_NAME, "inactive", f"{', '.join(unknown)} is not supported; supported are the layers of {known}"
+        )
+    obstacles = Counter(filter(None, (_obstacle(layer, awaits_copies=awaits_copies) for layer in layers)))
+    obstacles = obstacles or _find_differences(model, layers)
+    if obstacles:
+        reason, count = obstacles.most_common(1)[0]
+        return Status(
+            STATUS_NAME,
+            "refused",
+            f"{count} of {len(layers)} layers: {reason}",
+            "change it, or remove FusedKernels",
+        )
+    dense, names = DenseWeights(), {id(module): name for name, module in model.named_modules()}
+    num_fused = num_mixers = 0
+    for layer in layers:
+        form = forms[type(layer)]
+        assert form is not None
+        new = share_state(layer, fused_class(type(layer)))  # type: ignore[arg-type]
+        patcher.replace_module(model, names[id(layer)], new)
+        patcher.set_attribute(new, FUSION_ATTRIBUTE, Fusion(form, dense))
+        num_fused += is_known_block(layer, form)
+        num_mixers += has_own_mixer(layer, form)
+    form = LAYERS[type(layers[0]).__name__]
+    last_norm = getattr(model.get_decoder(), form.last_norm, None)
+    if type(last_norm) is type(layers[0]._modules[(*form.norms, *form.post_norms)[0]]):
+        # The norm before the head belongs to the same family.
+        new = share_state(last_norm, fused_norm_class(type(last_norm)))  # type: ignore[arg-type]
+        patcher.replace_module(model, names[id(last_norm)], new)
+        patcher.set_attribute(new, FUSION_ATTRIBUTE, Fusion(form, dense))
+    blocks = (
+        ""
+        if num_fused == len(layers)
+        else f", feed-forward blocks of {num_fused}"
+        if num_fused
+        else ", without the blocks of experts"
+    )
+    mixers = (
+        ""
+        if not num_mixers
+        else ", attention and mixers as modules"
+        if num_mixers == len(layers)
+        else f", the mixers of {num_mixers} as modules"
+    )
+    family = model.config.get_text_config().model_type
+    return Status(STATUS_NAME, "active", f"{len(layers)} layers of {family}{blocks}{mixers}")
+
+
+def _known_form(layer: nn.Module) -> LayerForm | None:
+    """Return the description of a layer that is not fused yet; None if it is not supported."""
+    form = LAYERS.get(type(layer).__name__)
+    return None if form is None or _extras(layer) else form
+
+
+def _extras(layer: nn.Module) -> list[str]:
+    """Return the operations of a layer that its description does not cover."""
+    form = LAYERS.get(type(layer).__name__)
+    return [] if form is None else [name for name in form.without if getattr(layer, name, False)]
+
+
+def _describe(layer: nn.Module) -> str:
+    """Return the class of an unsupported layer, with the reason if other layers of the class are supported."""
+    extras = _extras(layer)
+    return type(layer).__name__ + (f" ({', '.join(extras)})" if extras else "")
+
+
+def _obstacle(layer: Any, *, awaits_copies: bool) -> str:
+    """Return why no call of a layer can be fused at present; empty if one can."""
+    try:
+        form = form_of(layer)
+        if is_known_block(layer, form):
+            block_activation(layer, form)
+    except UnsupportedModelError as error:
+        return str(error)
+    found = read_parts(layer, dtype=norm_dtype(layer, form), awaits_copies=awaits_copies)
+    return found if isinstance(found, str) else ""
+
+
+def _find_differences(model: PreTrainedModel, layers: Sequence[nn.Module]) -> Counter[str]:
+    """Return how layers with a gated delta rule differ from their fused form; each kind of layer is run once."""
+    found: dict[tuple[type[Any], bool, bool], str] = {}
+    counts: Counter[str] = Counter()
+    for index, layer in enumerate(layers):
+        kind: type[Any] = type(layer)
+        form = LAYERS[kind.__name__]
+        if not form.delta_projections:
+            continue
+        is_dense = is_known_block(layer, form)
+        key = (kind, find_delta_rule(layer, form) is None, is_dense)
+        if key not in found:
+            config = model.config.get_text_config(decoder=True)
+            found[key] = find_difference(kind, config, index=index, fuse=_fuse_alone, is_dense=is_dense)
+        counts.update([found[key]] if found[key] else [])
+    return counts
+
+
+def _fuse_alone(layer: nn.Module) -> nn.Module:
+    """Return the fused layer that shares the parameters of a layer outside of a model."""
+    new = share_state(layer, fused_class(type(layer)))  # type: ignore[arg-type]
+    vars(new)[FUSION_ATTRIBUTE] = Fusion(LAYERS[type(layer).__name__], DenseWeights())
+    return new
