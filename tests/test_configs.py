@@ -46,7 +46,12 @@ FAMILIES = {
 }
 # Rows that a config trains on, by the first word of its name; token ids elsewhere.
 PAIRS = [{"prompt": f"w{row % 60}", "chosen": f" w{1 + row % 7} w3", "rejected": " w2"} for row in range(200)]
-ROWS = {"dpo": PAIRS, "orpo": PAIRS, "reward": PAIRS, "grpo": [{"prompt": f"w{row} w5"} for row in range(20)]}
+STEPS = [{"prompt": f"w{row % 60}", "completions": ["w1 w2", "w3"], "labels": [True, row % 2]} for row in range(200)]
+PROMPTS = [{"prompt": f"w{row} w5", "completion": " w7 w8"} for row in range(40)]
+ROWS = {
+    "dpo": PAIRS, "orpo": PAIRS, "reward": PAIRS, "reward_process": STEPS, "gkd": PROMPTS,
+    "grpo": [{"prompt": f"w{row} w5"} for row in range(20)],
+}  # fmt: skip
 HEAD = ("# Purpose: ", "# Command: fastft ", "# Hardware: ", "# Expected: ")
 
 
@@ -89,9 +94,11 @@ def test_the_main_jobs_have_a_config():
         "moe_",
         "dpo_",
         "orpo_",
-        "reward_",
+        "reward_qwen",
+        "reward_process_",
         "distill_",
         "grpo_",
+        "gkd_",
     )
     for job in jobs:
         assert any(name.startswith(job) for name in config_names())
@@ -128,7 +135,7 @@ def test_config_runs_one_step_of_a_tiny_model(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     family = next((family for start, family in FAMILIES.items() if name.startswith(start)), {"model_type": "qwen3"})
     (tmp_path / "config.json").write_text(json.dumps({**SIZES, **family}))
-    job = name.partition("_")[0]
+    job = "reward_process" if name.startswith("reward_process") else name.partition("_")[0]
     rows = [{"input_ids": [1 + (row + position) % 60 for position in range(3 + row % 7)]} for row in range(200)]
     rows = ROWS.get(job, rows)
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -144,13 +151,15 @@ def test_config_runs_one_step_of_a_tiny_model(name, tmp_path, monkeypatch):
             "train.jsonl",
         ]
         words += ["--data.max_new_tokens", "4", "--data.max_tokens", "128"]
+    elif job == "gkd":
+        words = ["--data.prompts", "train.jsonl", "--data.max_new_tokens", "4", "--data.max_tokens", "128"]
     else:
         words = ["--data.paths", "train.jsonl", "--data.cache_dir", "null", "--data.num_workers", "0"]
         words += ["--data.num_proc", "1", "--data.max_tokens", "64"]
     if job in ROWS:
         write_tokenizer(tmp_path / "words")
         words += ["--model.tokenizer", "words"]
-    if job == "distill":
+    if job in ("distill", "gkd"):
         write_teacher(tmp_path / "teacher")
         words += ["--model.teacher", "teacher"]
     words += [
@@ -170,6 +179,6 @@ def test_config_runs_one_step_of_a_tiny_model(name, tmp_path, monkeypatch):
     assert run.trainer.global_step == 1
     states = {status.name: status.state for status in run.trainer.strategy.statuses()}
     # A teacher has rows of its own, named after its place.
-    place = " (model)" if job == "distill" else ""
+    place = " (model)" if job in ("distill", "gkd") else ""
     assert states[f"packed attention{place}"] == states[f"loss head{place}"] == "active"
     assert run.model.quantization == ("nf4" if name.startswith(("qlora", "long_context", "orpo")) else None)

@@ -159,7 +159,8 @@ def collate(
     are joined in the order of the documents, which is the order of their tokens.
 
     A document with completions becomes its prompt and, for each completion, a document that continues it. The last
-    token of the prompt, which predicts the first of a completion, begins each completion instead.
+    token of the prompt, which predicts the first of a completion, begins each completion instead. A document of steps
+    stays whole, and each step counts as a completion.
 
     Args:
         documents: Documents of the pack, at least one unless pad_to is given.
@@ -256,6 +257,8 @@ def split_document(document: Document, *, shares_prompt: bool) -> list[Part]:
     labels = document.labels.copy()
     labels[:num_prompt] = IGNORED_LABEL
     whole = Part(document.input_ids, labels, document.log_probs)
+    if document.is_stepwise:
+        return [whole._replace(is_completion=True)]
     parts = [whole.rows(np.arange(begin))] if begin else []
     start = num_prompt
     for number, length in enumerate(document.segment_lengths[1:]):
@@ -293,12 +296,25 @@ def _join_completions(documents: Sequence[Document], parts: Sequence[Part], *, c
         log_prob_R = torch.zeros(len(context.labelled_row_R))
         log_prob_R[: context.num_labelled] = log_prob_T[context.labelled_row_R[: context.num_labelled] + 1]
     return Completions(
-        num_rows=[int((part.labels[1:] != IGNORED_LABEL).sum()) for part in parts if part.is_completion],
+        num_rows=_count_rows(documents, parts),
         num_completions=[len(document.segment_lengths) - 1 for document in documents],
         scores=[score for document in documents for score in document.scores],
         num_padded_rows=len(context.labelled_row_R),
         log_prob_R=log_prob_R,
     )
+
+
+def _count_rows(documents: Sequence[Document], parts: Sequence[Part]) -> list[int]:
+    """Return the labelled rows of each completion or step."""
+    completions = (part for part in parts if part.is_completion)
+    counts = []
+    for document in documents:
+        if document.is_stepwise:
+            cuts = np.cumsum(document.segment_lengths)[:-1]
+            counts += [int((labels != IGNORED_LABEL).sum()) for labels in np.split(next(completions).labels, cuts)[1:]]
+        else:
+            counts += [int((next(completions).labels[1:] != IGNORED_LABEL).sum()) for _ in document.scores]
+    return counts
 
 
 def _join_positions(documents: Sequence[Document], *, position_T: torch.Tensor) -> torch.Tensor | None:

@@ -166,6 +166,11 @@ def render_completions(
     if named == {"preference"}:
         margin = f", margin {document.scores[0]:g}" if document.scores[0] else ""
         names = ["prompt", f"chosen{margin}", "rejected"]
+    elif document.is_stepwise:
+        names = [
+            "prompt",
+            *(f"step {number}, label {label:g}" for number, label in enumerate(document.scores, start=1)),
+        ]
     else:
         score_name = SCORE_NAMES.get(named.pop(), "score") if len(named) == 1 else "score"
         scores = enumerate(document.scores, start=1)
@@ -299,12 +304,15 @@ def _describe_sharing(subset: DescribableDocuments) -> str:
     """Return a line on the tokens of packs that hold each prompt once, and of packs that repeat it."""
     store, chosen_N = subset.documents.completions, slice(None) if subset.index_N is None else subset.index_N
     num_completions_N, num_prompt_N = store.num_completions_N[chosen_N], store.num_prompt_tokens_N[chosen_N]
+    num_completions = int(num_completions_N.sum())
+    if store.is_stepwise_N[chosen_N].all():
+        return f"{count(num_completions, 'step')}, each scored at its last token"
     num_behind = int(store.num_completion_tokens_N[chosen_N].sum())
     # A completion begins with a copy of the prompt's last token, whose own place is free.
     shared = int((num_prompt_N - 1 + num_completions_N).sum()) + num_behind
     repeated = int((num_prompt_N * num_completions_N).sum()) + num_behind
     return (
-        f"{count(int(num_completions_N.sum()), 'completion')}: {shared} tokens with shared prompts, {repeated} "
+        f"{count(num_completions, 'completion')}: {shared} tokens with shared prompts, {repeated} "
         f"without, {100 * (1 - shared / repeated):.1f} % saved"
     )
 

@@ -23,10 +23,11 @@ class Document(NamedTuple):
         labels: Ids where a token is trained, else -100, int64.
         images: Its images in encoded form.
         image_inputs: What the images become for the model (packing/images.py).
-        segment_lengths: Tokens of the prompt, then of each completion, all at least 1; () without completions.
+        segment_lengths: Tokens of the prompt, then of each completion or step, all at least 1; () without completions.
         scores: One number per completion: what it is worth, a margin, a label or a reward.
         log_probs: Log-probability of each token under the model that wrote it, float32, shape (length,), 0 outside of
             completions; None where it is not known.
+        is_stepwise: Whether the completions are steps of one answer, each behind all earlier ones.
     """
 
     input_ids: np.ndarray
@@ -36,3 +37,4 @@ class Document(NamedTuple):
     segment_lengths: tuple[int, ...] = ()
     scores: tuple[float, ...] = ()
     log_probs: np.ndarray | None = None
+    is_stepwise: bool = False

@@ -108,9 +108,9 @@ def _count_computed(documents: TokenizedDocuments, *, shares_prompts: bool, adds
     num_tokens_N = store.num_completion_tokens_N
     if adds_mismatched:
         num_completions_N, num_tokens_N = num_completions_N + 1, num_tokens_N + np.roll(num_tokens_N, -1)
-    if not shares_prompts:
-        return num_completions_N * num_prompt_N + num_tokens_N
-    return num_prompt_N - 1 + num_completions_N + num_tokens_N
+    num_copied_N = num_completions_N * num_prompt_N if not shares_prompts else num_prompt_N - 1 + num_completions_N
+    # Steps are in a row behind their prompt.
+    return np.where(store.is_stepwise_N, num_prompt_N, num_copied_N) + num_tokens_N
 
 
 def _add_mismatched(document: Document, other: Document) -> Document:

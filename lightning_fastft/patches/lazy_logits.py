@@ -129,7 +129,7 @@ class LazyLogits:
 
     def divergence(
         self,
-        teacher: LazyLogits,
+        teacher: LazyLogits | Head,
         *,
         kind: Kind = "forward_kl",
         beta: float = 0.5,
@@ -139,7 +139,8 @@ class LazyLogits:
         """Return the divergence from a teacher's distribution on each labelled row (``labelled_divergence``).
 
         Args:
-            teacher: Lazy logits of the teacher for the same batch; they get no gradient.
+            teacher: Lazy logits of the teacher for the same batch, or a head whose states are those of the labelled
+                rows alone (a stored teacher). It gets no gradient.
             kind: "forward_kl", "reverse_kl" or "jsd".
             beta: Share of the teacher in the mixture of "jsd".
             temperature: Divides the logits of both, after their soft caps.
@@ -149,17 +150,18 @@ class LazyLogits:
             ContextError: The teacher's logits belong to another batch.
         """
         self._check_whole()
-        if teacher.context is not self.context:
+        if isinstance(teacher, LazyLogits) and teacher.context is not self.context:
             raise ContextError("Student and teacher have logits of different batches. Call both with the same batch.")
         return labelled_divergence(
             self.as_head(),
-            teacher.as_head(),
+            teacher if isinstance(teacher, Head) else teacher.as_head(),
             row_R=self.context.labelled_row_R,
             num_rows=self.context.num_labelled,
             kind=kind,
             beta=beta,
             temperature=temperature,
             vocab_size=vocab_size,
+            is_teacher_stored=isinstance(teacher, Head),
         )
 
     def topk_divergence(

@@ -142,6 +142,9 @@ def _attach(
     install_value_points(model, layers, segments, patcher)
     if segments and checkpointing.mlp_tiles > 1:
         install_tiles(layers, segments, patcher, num_tiles=checkpointing.mlp_tiles)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        # A teacher, a reference.
+        return Status(ACTIVATIONS_STATUS, "inactive", "frozen: a forward without gradients keeps no activations")
     return status
 
 

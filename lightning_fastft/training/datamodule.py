@@ -81,12 +81,14 @@ class PackedDataModule(LightningDataModule):
         max_tokens: Length of a pack in tokens.
         format: "messages", "conversations" (ShareGPT's ``from`` and ``value``), "prompt_completion", "instruction",
             "text" or "input_ids"; for tuners of completions "preference" (chosen, rejected), "labelled" (label),
-            "scored" (score) or "rollouts" (completions, rewards). "auto" finds it by columns.
+            "scored" (score), "stepwise" (completions, labels) or "rollouts" (completions, rewards). "auto" finds it by
+            columns.
         columns: Our column names to those of the data, for example {"prompt": "question", "completion": "answer"}.
         chat_template: Jinja text, or a file that ends in .jinja, in place of the tokenizer's own.
         loss_on: "completion" trains assistant turns and completions; "all" trains every token.
         add_eos: Append, and train, the end-of-sequence token where the format does not bring one.
         separator: Put between a prompt and a completion.
+        step_separator: Put behind each step of format "stepwise"; a step is scored at its last token.
         extra_columns: "refuse" rejects a row with columns that the rows of its file do not have; "ignore" takes it.
         too_long: What happens to an example of more than max_tokens: "refuse", "truncate" or "split"; always counted.
         pad_to_max: Pad every pack to max_tokens, for static shapes.
@@ -136,6 +138,7 @@ class PackedDataModule(LightningDataModule):
         loss_on: str = "completion",
         add_eos: bool = True,
         separator: str = "",
+        step_separator: str = "\n",
         extra_columns: str = "refuse",
         too_long: str = "refuse",
         pad_to_max: bool = False,
@@ -176,6 +179,7 @@ class PackedDataModule(LightningDataModule):
             too_long=too_long,
             max_tokens=max_tokens,
             separator=separator,
+            step_separator=step_separator,
             extra_columns=extra_columns,
         )
         self.max_tokens = max_tokens

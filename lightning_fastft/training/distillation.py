@@ -1,16 +1,16 @@
-"""DistillationTuner: a student learns from a teacher's distributions, over the full vocabulary or from stored tokens.
+"""DistillationTuner: a student learns from the distributions of a teacher, which is live or stored.
 
-Axes: L labelled tokens of a data set, K stored tokens for each, R labelled rows of a pack.
+Axes: K stored tokens of each labelled row, R labelled rows of a pack, E width of the teacher.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
@@ -18,10 +18,12 @@ from torch import nn
 from lightning_fastft.core.checks import check_choice, check_float, check_int, check_path, check_share
 from lightning_fastft.core.errors import DataError, OptionError
 from lightning_fastft.core.patcher import ModelPatcher
+from lightning_fastft.kernels.logit_rows import Head
 from lightning_fastft.packing.collate import PackedBatch
-from lightning_fastft.packing.store.dataset import TokenizedDataset, replace_file
+from lightning_fastft.packing.store.dataset import TokenizedDataset
 from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.model.options import check_second_model
+from lightning_fastft.training.teacher_store import TeacherRows, TeacherStore
 from lightning_fastft.training.tuner import Tuner
 
 if TYPE_CHECKING:
@@ -33,22 +35,17 @@ if TYPE_CHECKING:
 KINDS = ("forward_kl", "reverse_kl", "jsd")
 LARGEST_WEIGHT = 1e3
 LARGEST_TOP_K = 4096
-
-
-class _Stored(NamedTuple):
-    """The teacher's likeliest tokens of a data set, memory-mapped; rows of an example are consecutive."""
-
-    id_LK: np.ndarray
-    log_prob_LK: np.ndarray
-    start_N1: np.ndarray
+# Arrays of a store.
+IDS, LOG_PROBS, STATES = "ids", "log_probs", "hidden_states"
 
 
 class DistillationTuner(Tuner):
     """Train a student towards a teacher's distribution on the labelled tokens of packed batches.
 
     A live teacher is compared over the full vocabulary, in chunks of rows: no tensor of all tokens and the vocabulary
-    exists. With ``store`` the teacher's likeliest tokens are computed once, in a pass before the training, and are read
-    from there in this and later runs; the teacher is then not in memory.
+    exists. With ``store`` the teacher runs once, in a pass before the training, and then leaves the memory: this and
+    later runs read its likeliest tokens, or its last hidden states, from there. From the hidden states and the
+    teacher's output layer, which stays in memory, the divergence is that of the live teacher.
 
     A ``RolloutDataModule`` gives completions that the student samples itself (GKD, arXiv 2306.13649); they need a live
     teacher.
@@ -56,13 +53,14 @@ class DistillationTuner(Tuner):
     Args:
         model: The student, as in ``FineTuner``.
         teacher: Name, folder or model of the teacher, with the student's tokens. Held beside the student, frozen.
-        kind: "forward_kl" (teacher against student), "reverse_kl", or "jsd"; stored tokens know "forward_kl" alone.
+        kind: "forward_kl" (teacher against student), "reverse_kl", or "jsd"; stored tokens serve "forward_kl" alone.
         beta: Share of the teacher in the mixture of "jsd", between 0 and 1.
         temperature: Divides the logits of both.
         sft_weight: Share of the cross-entropy of the labels in the loss, in [0, 1]; the divergence has the rest.
         vocab_size: Compare the first columns only, where the embeddings of the two are padded differently.
-        store: Folder for the teacher's likeliest tokens; None compares with the live teacher.
-        top_k: Tokens that are stored for each labelled token.
+        store: Folder for what the teacher says about each labelled token; None compares with the live teacher.
+        top_k: Likeliest tokens that are stored for each labelled token, at 8 bytes each. None stores the teacher's last
+            hidden state, in its dtype: the whole vocabulary, with any kind and temperature.
         options: Options of ``Tuner``.
 
     Raises:
@@ -87,7 +85,7 @@ class DistillationTuner(Tuner):
         sft_weight: float = 0.0,
         vocab_size: int | None = None,
         store: str | None = None,
-        top_k: int = 64,
+        top_k: int | None = 64,
         **options: Any,
     ) -> None:
         super().__init__(model, **options)
@@ -104,12 +102,18 @@ class DistillationTuner(Tuner):
         if vocab_size is not None:
             check_int("vocab_size", vocab_size, low=2)
         self.store = store
+        self.top_k = top_k
+        if top_k is not None:
+            check_int("top_k", top_k, low=1, high=LARGEST_TOP_K)
         if store is not None:
             check_path("store", store)
-            if kind != "forward_kl" or vocab_size is not None:
-                raise OptionError("store keeps the teacher's likeliest tokens, which serve kind='forward_kl' alone.")
-        self.top_k = check_int("top_k", top_k, low=1, high=LARGEST_TOP_K)
-        self._stored: dict[str, _Stored] = {}
+            if top_k is not None and (kind != "forward_kl" or vocab_size is not None):
+                raise OptionError(
+                    "The likeliest tokens of a teacher serve kind='forward_kl' without vocab_size. Set top_k=None "
+                    "(--model.top_k null) to store its hidden states instead."
+                )
+        self._stores: dict[str, TeacherStore] = {}
+        self._teacher_head: Head | None = None
         self.save_hyperparameters(
             {
                 **({"teacher": teacher} if isinstance(teacher, str) else {}),
@@ -117,6 +121,7 @@ class DistillationTuner(Tuner):
                 "beta": beta,
                 "temperature": temperature,
                 "sft_weight": sft_weight,
+                "vocab_size": vocab_size,
                 "store": store,
                 "top_k": top_k,
             }
@@ -133,32 +138,33 @@ class DistillationTuner(Tuner):
         """Build the student, and hold a live teacher beside it."""
         super().configure_model()
         if self.store is None and self.frozen_model is None:
-            self._open_frozen(self._teacher[0])
+            self._open_teacher()
 
     def training_step(self, batch: PackedBatch, batch_idx: int) -> torch.Tensor:
         """Return the loss of a batch; log it with the divergence, both as means over labelled tokens.
 
         Cost:
-            A forward of the teacher, or a copy of its stored tokens to the device. No host sync of its own.
+            A forward of the teacher, or a copy of its stored rows to the device. No host sync of its own.
         """
         return super().training_step(batch, batch_idx)
 
     def _step(self, batch: PackedBatch, *, prefix: str) -> torch.Tensor:
         context = batch.context
-        teacher = self._read(batch, lambda logits: logits, model=self.frozen_model) if self.store is None else None
-        stored = None if self.store is None else self._read_stored(batch)
+        live = self._read(batch, lambda logits: logits, model=self.frozen_model) if self.store is None else None
+        stored = {} if self.store is None else self._read_stored(batch)
         means: dict[str, torch.Tensor] = {}
         divisor = max(1, context.num_labelled)
 
         def objective(logits: LazyLogits) -> torch.Tensor:
-            if teacher is not None:
-                divergence_R = logits.divergence(
-                    teacher, kind=self.kind, beta=self.beta, temperature=self.temperature,
-                    vocab_size=self.compared_columns,
-                )  # fmt: skip
+            if IDS in stored:
+                divergence_R = logits.topk_divergence(
+                    stored[IDS].long(), stored[LOG_PROBS], temperature=self.temperature
+                )
             else:
-                assert stored is not None
-                divergence_R = logits.topk_divergence(*stored, temperature=self.temperature)
+                divergence_R = logits.divergence(
+                    live if live is not None else self._stored_head(stored[STATES]), kind=self.kind, beta=self.beta,
+                    temperature=self.temperature, vocab_size=self.compared_columns,
+                )  # fmt: skip
             means["divergence"] = divergence_R.detach().sum() / divisor
             total = (1 - self.sft_weight) * divergence_R.sum()
             if self.sft_weight:
@@ -172,35 +178,57 @@ class DistillationTuner(Tuner):
         self._log_means(means, prefix=prefix, count=context.num_labelled, shown=("loss",))
         return loss
 
-    # Stored tokens.
+    # The teacher.
+
+    def _open_teacher(self) -> None:
+        """Hold the teacher, and check that it has the student's tokens.
+
+        Raises:
+            OptionError: A token has another number in the teacher's tokenizer.
+        """
+        (teacher,) = self._teacher
+        if isinstance(teacher, str):
+            from lightning_fastft.hf.loading.source import ModelSource
+
+            other = ModelSource(teacher).load_tokenizer()
+            if other is not None and self.tokenizer is not None:
+                check_same_tokens(self.tokenizer, other, teacher=teacher, num_compared=self.compared_columns)
+        self._open_frozen(teacher)
 
     def on_fit_start(self) -> None:
-        """Compute the teacher's likeliest tokens of the training and validation data that are not stored yet."""
+        """Store what the teacher says about the training and validation data, where it is not stored yet."""
         super().on_fit_start()
-        self._fill_stores("train", "val")
+        self._open_stores("train", "val")
 
     def on_validation_start(self) -> None:
-        """Compute those of the validation data, where there was no fit."""
+        """Store what it says about the validation data, where there was no fit."""
         super().on_validation_start()
-        self._fill_stores("val")
+        self._open_stores("val")
 
     def on_test_start(self) -> None:
-        """Compute those of the test data."""
+        """Store what it says about the test data."""
         super().on_test_start()
-        self._fill_stores("test")
+        self._open_stores("test")
 
-    def _fill_stores(self, *splits: str) -> None:
+    def teardown(self, stage: str) -> None:
+        """Release the teacher's output layer."""
+        super().teardown(stage)
+        self._teacher_head = None
+
+    def _open_stores(self, *splits: str) -> None:
         if self.store is None:
             return
         for split in splits:
             dataset = self._find_dataset(split)
-            if dataset is not None and dataset.content_digest not in self._stored:
-                self._stored[dataset.content_digest] = self._open_store(split, dataset)
+            if dataset is not None and dataset.content_digest not in self._stores:
+                self._stores[dataset.content_digest] = self._open_store(split, dataset)
         if self.frozen_model is not None:
             # Its memory is the student's from here on.
             self.frozen_model = None
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
+        if self.top_k is None and self._teacher_head is None:
+            self._teacher_head = self._load_head()
 
     def _find_dataset(self, split: str) -> TokenizedDataset | None:
         data = getattr(self.trainer, "datamodule", None)
@@ -211,23 +239,31 @@ class DistillationTuner(Tuner):
         assert dataset is None or isinstance(dataset, TokenizedDataset)
         return dataset
 
-    def _open_store(self, split: str, dataset: TokenizedDataset) -> _Stored:
-        """Return the stored tokens of a data set, computed by rank 0 where the store has none."""
+    def _open_store(self, split: str, dataset: TokenizedDataset) -> TeacherStore:
+        """Return the store of a data set, written by rank 0 where there is none."""
         assert self.store is not None
-        key = json.dumps([dataset.content_digest, self._teacher_name(), self.top_k, self.temperature])
-        folder = Path(self.store) / hashlib.sha256(key.encode()).hexdigest()[:32]
-        start_N1 = np.concatenate([[0], np.cumsum(dataset.num_labelled_N)])
-        if not (folder / "meta.json").is_file():
+        (teacher,) = self._teacher
+        key: dict[str, Any] = {"data": dataset.content_digest, "teacher": self._teacher_name()}
+        if self.top_k is None:
+            dtype = self._compute_dtype if isinstance(teacher, str) else teacher.dtype
+            key["hidden states in"] = str(dtype).removeprefix("torch.")
+        else:
+            key |= {"top_k": self.top_k, "temperature": self.temperature}
+        store = TeacherStore(
+            Path(self.store), key=key, witnesses=self._witnesses(), num_labelled_N=dataset.num_labelled_N
+        )
+        if not store.is_written:
+            if self.is_sharded:
+                raise OptionError(
+                    f"The store {self.store} has nothing about the {split} data, and a sharded run does not hold the "
+                    "teacher. Write it first: add --trainer.strategy fastft --trainer.max_steps 1 to this command."
+                )
             self.trainer.strategy.barrier("teacher")
             if self.trainer.is_global_zero:
-                self._fill_store(folder, split, start_N1=start_N1, key=key)
+                self._write_store(store, split)
             self.trainer.strategy.barrier("teacher")
-        shape = (int(start_N1[-1]), self.top_k)
-        return _Stored(
-            np.memmap(folder / "ids.bin", dtype=np.int32, mode="r", shape=shape),
-            np.memmap(folder / "log_probs.bin", dtype=np.float32, mode="r", shape=shape),
-            start_N1,
-        )
+        store.open()
+        return store
 
     def _teacher_name(self) -> str:
         (teacher,) = self._teacher
@@ -237,66 +273,127 @@ class DistillationTuner(Tuner):
 
         return digest_tensors(teacher, is_trained_too=True)
 
-    def _fill_store(self, folder: Path, split: str, *, start_N1: np.ndarray, key: str) -> None:
-        """Write the teacher's likeliest tokens of every labelled token.
+    def _witnesses(self) -> dict[str, str]:
+        """Return digests of the teacher's files and of the student's tokens, as far as they are there."""
+        from lightning_fastft.hf.base_digest import digest_files
+
+        (teacher,) = self._teacher
+        files = sorted(Path(teacher).glob("*.safetensors")) if isinstance(teacher, str) else []
+        tokens = None if self.tokenizer is None else sorted(self.tokenizer.get_vocab().items())
+        return {
+            "the teacher in its folder": digest_files(files) if files else "",
+            "the tokenizer": "" if tokens is None else hashlib.sha256(json.dumps(tokens).encode()).hexdigest(),
+        }
+
+    def _write_store(self, store: TeacherStore, split: str) -> None:
+        """Write what the teacher says about every labelled token.
 
         Cost:
-            A forward of the teacher over the data, and a host sync for each pack; 8 K bytes on disk for each token.
+            A forward of the teacher over the data, and a host sync for each pack. On disk, for each token, 8 bytes for
+            each of the likeliest tokens, or a hidden state.
         """
-        data = getattr(self.trainer, "datamodule", None)
-        assert isinstance(data, PackedDataModule)
         from lightning_fastft.patches.packed import install_packed_training
 
-        self._open_frozen(self._teacher[0])
+        self._open_teacher()
         # The strategy has prepared the models that were there before it.
         patcher = ModelPatcher()
         install_packed_training(self.frozen_model, patcher)
-        folder.mkdir(parents=True, exist_ok=True)
-        shape = (int(start_N1[-1]), self.top_k)
-        id_LK = np.memmap(folder / "ids.bin", dtype=np.int32, mode="w+", shape=shape)
-        log_prob_LK = np.memmap(folder / "log_probs.bin", dtype=np.float32, mode="w+", shape=shape)
         try:
-            for batch in data.whole_stream(split, is_shared=False):
-                moved = batch.to(self.device)
-                id_RK, log_prob_RK = self._read(moved, self._find_likeliest, model=self.frozen_model)
-                row = 0
-                for number in batch.numbers:
-                    begin, end = int(start_N1[number]), int(start_N1[number + 1])
-                    id_LK[begin:end] = id_RK[row : row + end - begin].cpu().numpy()
-                    log_prob_LK[begin:end] = log_prob_RK[row : row + end - begin].cpu().numpy()
-                    row += end - begin
+            store.write(self._teacher_rows(split))
         finally:
             patcher.undo()
-        id_LK.flush()
-        log_prob_LK.flush()
-        # Last: what has it is complete.
-        replace_file(folder / "meta.json", json.dumps({"key": key}).encode())
-        rank_zero_info(f"Teacher: the {self.top_k} likeliest tokens of {shape[0]} labelled tokens are stored.")
+        what = "hidden states" if self.top_k is None else f"{self.top_k} likeliest tokens"
+        rank_zero_info(f"Teacher: the {what} of {store.num_rows} labelled tokens are stored.")
 
-    def _find_likeliest(self, logits: LazyLogits) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the likeliest tokens of each labelled row and their log-probabilities, both (R, K)."""
-        return logits.likeliest(self.top_k, temperature=self.temperature)
+    def _teacher_rows(self, split: str) -> Iterator[TeacherRows]:
+        """Yield what the teacher says about each pack of a data set."""
+        data = getattr(self.trainer, "datamodule", None)
+        assert isinstance(data, PackedDataModule)
 
-    def _read_stored(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the stored tokens of each labelled row of a pack, on its device, both (R, K).
+        def read(logits: LazyLogits) -> TeacherRows:
+            if self.top_k is not None:
+                id_RK, log_prob_RK = logits.likeliest(self.top_k, temperature=self.temperature)
+                return TeacherRows(batch.numbers, {IDS: id_RK.int(), LOG_PROBS: log_prob_RK}, None)
+            head = logits.as_head()
+            self._check_columns(len(head.weight_VD))
+            state_RE = head.hidden_TD.index_select(0, batch.context.labelled_row_R)
+            return TeacherRows(batch.numbers, {STATES: state_RE}, head)
+
+        for held in data.whole_stream(split, is_shared=False):
+            batch = held.to(self.device)
+            yield self._read(batch, read, model=self.frozen_model)
+
+    # Stored rows.
+
+    def _load_head(self) -> Head | None:
+        """Return the teacher's output layer, which all stores share.
+
+        Raises:
+            DataError: They have different ones.
+        """
+        stores = list(self._stores.values())
+        if not stores:
+            return None
+        if len({store.head_digest for store in stores}) > 1:
+            folders = ", ".join(str(store.folder) for store in stores)
+            raise DataError(
+                f"The stores {folders} are of different teachers. Delete them and run the same command again, which "
+                "writes them anew."
+            )
+        head = stores[0].load_head(self.device)
+        self._check_columns(len(head.weight_VD))
+        return head
+
+    def _check_columns(self, num_columns: int) -> None:
+        """Check that the teacher's vocabulary is the student's.
+
+        Raises:
+            OptionError: They differ.
+        """
+        if self.compared_columns is None and num_columns != self.vocab_size:
+            raise OptionError(
+                f"The teacher has {num_columns} tokens, the student {self.vocab_size}. If both have the same tokenizer "
+                "and only the padding of their embeddings differs, give vocab_size, the number of tokens of the "
+                "tokenizer: --model.vocab_size N."
+            )
+
+    def _stored_head(self, state_RE: torch.Tensor) -> Head:
+        assert self._teacher_head is not None
+        return self._teacher_head._replace(hidden_TD=state_RE)
+
+    def _read_stored(self, batch: PackedBatch) -> dict[str, torch.Tensor]:
+        """Return the stored rows of a pack, on its device, each (R, ...).
 
         Raises:
             DataError: The store has not this data.
         """
         split = "train" if self.trainer.training else "test" if self.trainer.testing else "val"
         dataset = self._find_dataset(split)
-        stored = None if dataset is None else self._stored.get(dataset.content_digest)
-        if stored is None:
-            raise DataError(f"The teacher's tokens of the {split} data are not stored.")
-        num_rows, device = len(batch.context.labelled_row_R), batch.context.device
-        id_RK = torch.zeros(num_rows, self.top_k, dtype=torch.int64)
-        log_prob_RK = torch.zeros(num_rows, self.top_k)
-        row = 0
-        for number in batch.numbers:
-            begin, end = int(stored.start_N1[number]), int(stored.start_N1[number + 1])
-            id_RK[row : row + end - begin] = torch.from_numpy(stored.id_LK[begin:end].astype(np.int64))
-            log_prob_RK[row : row + end - begin] = torch.from_numpy(np.array(stored.log_prob_LK[begin:end]))
-            row += end - begin
-        if device.type == "cuda":
-            id_RK, log_prob_RK = id_RK.pin_memory(), log_prob_RK.pin_memory()
-        return id_RK.to(device, non_blocking=True), log_prob_RK.to(device, non_blocking=True)
+        store = None if dataset is None else self._stores.get(dataset.content_digest)
+        if store is None:
+            raise DataError(f"The teacher's rows of the {split} data are not stored.")
+        return store.read(batch.numbers, num_padded=len(batch.context.labelled_row_R), device=batch.context.device)
+
+
+def check_same_tokens(ours: Any, theirs: Any, *, teacher: str, num_compared: int | None) -> None:
+    """Check that each token of the student has the same number in the teacher's tokenizer.
+
+    Args:
+        ours: Tokenizer of the student.
+        theirs: Tokenizer of the teacher.
+        teacher: Name of the teacher.
+        num_compared: Numbers from here on are not compared; None compares all.
+
+    Raises:
+        OptionError: One has another number, or none.
+    """
+    number_of = theirs.get_vocab()
+    for token, number in sorted(ours.get_vocab().items(), key=lambda item: item[1]):
+        if num_compared is not None and number >= num_compared:
+            return
+        if number_of.get(token) != number:
+            found = "does not have it" if token not in number_of else f"has number {number_of[token]} for it"
+            raise OptionError(
+                f"The student's token {token!r} has number {number}, and the tokenizer of the teacher {teacher!r} "
+                f"{found}. Give a teacher with the same tokens, or vocab_size={number} if only later ones differ."
+            )

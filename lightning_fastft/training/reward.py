@@ -1,4 +1,4 @@
-"""RewardTuner: a reward model from pairs or scores, on packed completions whose prompt is computed once."""
+"""RewardTuner: a reward model from pairs, scores or labelled steps, on packs in which a prompt is computed once."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits, linear
 
 from lightning_fastft.core.checks import check_choice, check_float
 from lightning_fastft.core.errors import DataError
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.completions import Completions
 from lightning_fastft.packing.context import BatchContext
-from lightning_fastft.packing.needs import DataNeeds
+from lightning_fastft.packing.needs import DataNeeds, LossUnit
 from lightning_fastft.training.losses import reward_pair_loss
 from lightning_fastft.training.tuner import Tuner
 
@@ -24,20 +25,23 @@ if TYPE_CHECKING:
     from lightning_fastft.patches.head import LazyLogits
 
 HEAD = "score"
+FORMATS = {"pairwise": "preference", "scalar": "scored", "stepwise": "stepwise"}
 LARGEST_WEIGHT = 1e3
 
 
 class RewardTuner(Tuner):
-    """Train a reward model: a causal language model with a head that scores completions.
+    """Train a reward model: a causal language model with a head that scores completions, or the steps of an answer.
 
-    ``save_pretrained`` writes what ``AutoModelForSequenceClassification`` (and PEFT on it) reads.
+    ``save_pretrained`` writes what ``AutoModelForSequenceClassification`` (and PEFT on it) reads; with "stepwise" what
+    ``AutoModelForTokenClassification`` reads.
 
     Args:
         model: As in ``FineTuner``; a causal language model, whose language head is not used.
         loss: "pairwise": the chosen completion of a pair scores higher, by the row's margin if it has one; "scalar":
-            the squared distance to the row's score.
+            the squared distance to the row's score; "stepwise": the binary cross-entropy of each step's label, from 0
+            to 1 (process rewards).
         read: Hidden state that is scored: that of the "last" trained token of a completion, or the "mean" of the scores
-            of all its trained tokens.
+            of all its trained tokens. A step has one, its last.
         center_weight: Weight of the squared sum of a pair's scores, which keeps scores near 0; for "pairwise".
         options: Options of ``Tuner``.
 
@@ -54,13 +58,13 @@ class RewardTuner(Tuner):
         self,
         model: str | dict[str, Any] | PretrainedConfig | PreTrainedModel,
         *,
-        loss: Literal["pairwise", "scalar"] = "pairwise",
+        loss: Literal["pairwise", "scalar", "stepwise"] = "pairwise",
         read: Literal["last", "mean"] = "last",
         center_weight: float = 0.0,
         **options: Any,
     ) -> None:
         super().__init__(model, **options)
-        self.loss = check_choice("loss", loss, ("pairwise", "scalar"))
+        self.loss = check_choice("loss", loss, tuple(FORMATS))
         self.read = check_choice("read", read, ("last", "mean"))
         self.center_weight = check_float("center_weight", center_weight, low=0.0, high=LARGEST_WEIGHT)
         self.save_hyperparameters({"loss": loss, "read": read, "center_weight": center_weight})
@@ -69,29 +73,35 @@ class RewardTuner(Tuner):
 
     @property
     def data_needs(self) -> DataNeeds:
-        """Pairs, or completions with a score; the loss is a mean over examples."""
-        return DataNeeds(frozenset({"preference" if self.loss == "pairwise" else "scored"}), loss_unit="example")
+        """Pairs or completions with a score, with a mean over examples; or labelled steps, with a mean over steps."""
+        loss_unit: LossUnit = "completion" if self.loss == "stepwise" else "example"
+        return DataNeeds(frozenset({FORMATS[self.loss]}), loss_unit=loss_unit)
 
     @property
     def logged_names(self) -> frozenset[str] | None:
         """Names that callbacks can monitor in training; None for a subclass, which may log more."""
         if type(self) is not RewardTuner:
             return None
-        names = ("loss", "score", *(("accuracy", "margin") if self.loss == "pairwise" else ()))
+        more = {"pairwise": ("accuracy", "margin"), "scalar": (), "stepwise": ("accuracy",)}
+        names = ("loss", "score", *more[self.loss])
         return frozenset(f"{prefix}_{name}" for prefix in ("train", "val") for name in names)
 
     def _add_head(self, model: PreTrainedModel) -> None:
-        """Give a causal language model the head of transformers' sequence classifiers, equal on every rank."""
+        """Give a causal language model the head of transformers' sequence or token classifiers, equal on every rank."""
         config = model.config.get_text_config(decoder=True)
         # A model that is sharded while it is filled is on the meta device, and what fills it does not know the head.
         device = "cpu" if model.device.type == "meta" else model.device
-        head = nn.Linear(config.hidden_size, 1, bias=False, device=device, dtype=self._head_dtype(model))
+        # Token classifiers have a bias, sequence classifiers have none.
+        has_bias = self.loss == "stepwise"
+        head = nn.Linear(config.hidden_size, 1, bias=has_bias, device=device, dtype=self._head_dtype(model))
         draws = torch.Generator().manual_seed(self._seed % 2**63)
         initial = torch.empty(head.weight.shape).normal_(
             std=getattr(config, "initializer_range", 0.02), generator=draws
         )
         with torch.no_grad():
             head.weight.copy_(initial)
+            if has_bias:
+                head.bias.zero_()
         model.add_module(HEAD, head)
         # Nothing is predicted with it.
         language_head = model.get_output_embeddings()
@@ -110,7 +120,8 @@ class RewardTuner(Tuner):
         return head
 
     def training_step(self, batch: PackedBatch, batch_idx: int) -> torch.Tensor:
-        """Return the loss of a batch; log it with the mean score, and for pairs the share in the right order.
+        """Return the loss of a batch; log it with the mean score, and with the share of pairs in the right order, or of
+        steps on the right side of 0.
 
         Cost:
             No host sync of its own; the language head does not run.
@@ -118,7 +129,7 @@ class RewardTuner(Tuner):
         return self._step(batch, prefix="train")
 
     def predict_step(self, batch: PackedBatch, batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
-        """Return the score of each completion, shape (C,), in the order of the pack."""
+        """Return the score of each completion or step, shape (C,), in the order of the pack; a step's is a logit."""
         return self._read(batch, lambda logits: self._score(logits, batch.context))
 
     def _step(self, batch: PackedBatch, *, prefix: str) -> torch.Tensor:
@@ -128,17 +139,22 @@ class RewardTuner(Tuner):
 
         def objective(logits: LazyLogits) -> torch.Tensor:
             score_C = self._score(logits, context)
-            divisor = max(1, completions.num_examples)
             means["score"] = score_C.detach().sum() / max(1, completions.num_completions)
-            if self.loss == "scalar":
-                loss_G = (score_C - completions.score_C).square()
+            if self.loss == "stepwise":
+                loss_C = binary_cross_entropy_with_logits(score_C, completions.score_C, reduction="none")
+                is_right_C = (score_C > 0) == (completions.score_C >= 0.5)
+                means["accuracy"] = is_right_C.float().sum() / divisor
+            elif self.loss == "scalar":
+                loss_C = (score_C - completions.score_C).square()
             else:
-                loss_G = self._compare(score_C, completions, means=means)
-            means["loss"] = loss_G.detach().sum() / divisor
-            return loss_G.sum() / context.num_items
+                loss_C = self._compare(score_C, completions, means=means)
+            means["loss"] = loss_C.detach().sum() / divisor
+            return loss_C.sum() / context.num_items
 
+        count = completions.num_completions if self.loss == "stepwise" else completions.num_examples
+        divisor = max(1, count)
         loss = self._minimise(batch, objective)
-        self._log_means(means, prefix=prefix, count=completions.num_examples, shown=("loss", "accuracy"))
+        self._log_means(means, prefix=prefix, count=count, shown=("loss", "accuracy"))
         return loss
 
     def _compare(
@@ -160,7 +176,7 @@ class RewardTuner(Tuner):
         return loss_G + self.center_weight * (chosen_G + rejected_G).square() if self.center_weight else loss_G
 
     def _score(self, logits: LazyLogits, context: BatchContext) -> torch.Tensor:
-        """Return the score of each completion, shape (C,), fp32."""
+        """Return the score of each completion or step, shape (C,), fp32."""
         completions = context.completions
         assert completions is not None
         head, hidden_TD = self._find_head(self.model), logits.hidden.reshape(-1, logits.hidden.shape[-1])
@@ -168,46 +184,47 @@ class RewardTuner(Tuner):
         row_R = context.labelled_row_R[: completions.num_rows] + 1
         if self.read == "last":
             row_R = row_R.index_select(0, completions.start_C1[1:] - 1) if completions.num_rows else row_R
-        score_R = (hidden_TD.index_select(0, row_R).to(head.weight.dtype) @ head.weight[0]).float()
+        score_R = linear(hidden_TD.index_select(0, row_R).to(head.weight.dtype), head.weight, head.bias)[:, 0].float()
         return score_R if self.read == "last" else completions.mean(score_R)
 
     def save_pretrained(self, folder: str) -> None:
-        """Write a sequence classifier with one label: adapters with their head, or a whole model; and the tokenizer.
+        """Write a classifier with one label: adapters with their head, or a whole model; and the tokenizer.
 
         Args:
             folder: As in ``Tuner.save_pretrained``. A whole model is read by
-                ``AutoModelForSequenceClassification.from_pretrained``, adapters by PEFT on a base that was read so with
-                ``num_labels=1``.
+                ``AutoModelForSequenceClassification.from_pretrained`` (``AutoModelForTokenClassification`` with
+                "stepwise"), adapters by PEFT on a base that was read so with ``num_labels=1``.
         """
+        kind, task_type = ("Token", "TOKEN_CLS") if self.loss == "stepwise" else ("Sequence", "SEQ_CLS")
         super().save_pretrained(folder)
         if self._trainer is not None and not self.trainer.is_global_zero:
             return
         if hasattr(self.model, "peft_config"):
-            _add_head_to_adapters(Path(folder), self._find_head(self.model).weight.detach())
+            _add_head_to_adapters(Path(folder), self._find_head(self.model), task_type=task_type)
         else:
-            _rename_architecture(Path(folder))
+            _rename_architecture(Path(folder), kind=kind)
 
 
-def _add_head_to_adapters(folder: Path, weight_1D: torch.Tensor) -> None:
+def _add_head_to_adapters(folder: Path, head: nn.Linear, *, task_type: str) -> None:
     """Write the head into a folder of adapters, as PEFT writes a module that it saves whole."""
     from safetensors.torch import load_file, save_file
 
     file = folder / "adapter_model.safetensors"
-    tensors = {**load_file(file), f"base_model.model.{HEAD}.weight": weight_1D.cpu().contiguous()}
-    save_file(tensors, file, metadata={"format": "pt"})
+    held = {f"base_model.model.{HEAD}.{name}": value.cpu().contiguous() for name, value in head.state_dict().items()}
+    save_file({**load_file(file), **held}, file, metadata={"format": "pt"})
     path = folder / "adapter_config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
-    config["task_type"] = "SEQ_CLS"
+    config["task_type"] = task_type
     config["modules_to_save"] = sorted({*(config.get("modules_to_save") or ()), HEAD})
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _rename_architecture(folder: Path) -> None:
-    """Let the configuration of a whole model name the sequence classifier of its family."""
+def _rename_architecture(folder: Path, *, kind: str) -> None:
+    """Let the configuration of a whole model name the sequence or token classifier of its family."""
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     config["architectures"] = [
-        name.replace("ForCausalLM", "ForSequenceClassification") for name in config.get("architectures") or ()
+        name.replace("ForCausalLM", f"For{kind}Classification") for name in config.get("architectures") or ()
     ]
     config["num_labels"] = 1
     config["id2label"], config["label2id"] = {"0": "LABEL_0"}, {"LABEL_0": 0}

@@ -70,12 +70,15 @@ class VllmSampler:
 
     Args:
         model: Name or folder of the base, as vLLM takes it.
-        max_lora_rank: Largest rank of the adapters.
+        max_lora_rank: Largest rank of the adapters: 1, 8, 16, 32, 64, 128, 256, 320 or 512.
         gpu_memory_utilization: Share of the GPU's memory for vLLM.
         engine_options: Further arguments of ``vllm.LLM``.
 
     Raises:
         MissingDependencyError: vLLM is not installed.
+
+    Source:
+        docs.vllm.ai, vllm.LLM, vllm.SamplingParams and vllm.lora.request, v0.10 to v0.22.
     """
 
     def __init__(
@@ -91,14 +94,16 @@ class VllmSampler:
         except ImportError as error:
             raise MissingDependencyError("VllmSampler needs vLLM: pip install vllm.") from error
         self._vllm = vllm
+        self._max_lora_rank = max_lora_rank
         self._engine = vllm.LLM(
             model=model,
             enable_lora=True,
             max_lora_rank=max_lora_rank,
             gpu_memory_utilization=gpu_memory_utilization,
+            # By default vLLM returns log-probabilities at temperature 1.
+            logprobs_mode="processed_logprobs",
             **(engine_options or {}),
         )
-        self._folder = TemporaryDirectory(prefix="fastft-adapters-")
         self._num_rounds = 0
 
     def __call__(
@@ -111,21 +116,33 @@ class VllmSampler:
         temperature: float,
         seed: int,
     ) -> list[list[Sampled]]:
-        """Return completions with vLLM's log-probabilities."""
+        """Return completions with vLLM's log-probabilities.
+
+        Raises:
+            OptionError: The tuner has no adapters, they are sharded, or their rank is above max_lora_rank.
+            UnsupportedModelError: vLLM would not read a part of the adapters.
+        """
         from vllm.lora.request import LoRARequest
 
-        if not tuner.has_adapters:
-            raise OptionError("VllmSampler hands adapters over, and all weights are trained: give the tuner lora.")
+        from lightning_fastft.hf.export import save_adapters
+
+        self._check_adapters(tuner)
         self._num_rounds += 1
-        folder = Path(self._folder.name) / str(self._num_rounds)
-        tuner.save_pretrained(str(folder))
-        request = LoRARequest(f"round-{self._num_rounds}", self._num_rounds, str(folder))
-        options = self._vllm.SamplingParams(
-            n=num_completions, max_tokens=max_new_tokens, temperature=temperature, top_p=1.0, top_k=-1, logprobs=0,
-            seed=seed,
-        )  # fmt: skip
+        options = [
+            # Each completion of each prompt draws from a seed of its own: vLLM adds the number of the completion.
+            self._vllm.SamplingParams(
+                n=num_completions, max_tokens=max_new_tokens, temperature=temperature, logprobs=0,
+                seed=seed % 2**62 + place * num_completions, detokenize=False,
+            )
+            for place in range(len(prompts))
+        ]  # fmt: skip
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        results = self._engine.generate(inputs, sampling_params=options, lora_request=request)
+        with TemporaryDirectory(prefix="fastft-adapters-") as folder:
+            # Every rank writes for its own engine.
+            save_adapters(tuner.model, Path(folder) / "adapters")
+            # A new number for new adapters: vLLM keeps those of earlier numbers.
+            request = LoRARequest(f"round-{self._num_rounds}", self._num_rounds, str(Path(folder) / "adapters"))
+            results = self._engine.generate(inputs, options, use_tqdm=False, lora_request=request)
         return [
             [
                 Sampled(
@@ -136,6 +153,23 @@ class VllmSampler:
             ]
             for result in results
         ]
+
+    def _check_adapters(self, tuner: Tuner) -> None:
+        from lightning_fastft.hf.read_back import check_for_vllm
+
+        if not tuner.has_adapters:
+            raise OptionError("VllmSampler hands adapters over, and all weights are trained: give the tuner lora.")
+        if tuner.is_sharded:
+            raise OptionError(
+                "VllmSampler cannot hand over adapters that are sharded. Use strategy='fastft' or 'fastft_ddp', or "
+                "another sampler."
+            )
+        rank = check_for_vllm(tuner.model)
+        if rank > self._max_lora_rank:
+            raise OptionError(
+                f"The adapters need max_lora_rank={rank}, and VllmSampler has {self._max_lora_rank}: give "
+                f"VllmSampler(..., max_lora_rank={rank})."
+            )
 
 
 class FunctionSampler:

@@ -20,6 +20,8 @@ CONFIGS = {
     "orpo_qwen3_8b": PreferenceTuner,
     "reward_qwen3_8b": RewardTuner,
     "distill_qwen3_0.6b_from_8b": DistillationTuner,
+    "gkd_qwen3_0.6b_from_8b": DistillationTuner,
+    "reward_process_qwen3_8b": RewardTuner,
     "grpo_qwen3_0.6b": PolicyTuner,
 }
 
@@ -108,7 +110,7 @@ def test_doctor_checks_a_tuner_by_a_step_of_its_own_loss(name, rows, model, caps
     assert main(["doctor", *words_for(name, model)]) == 0
     text = capsys.readouterr().out
     assert "packed attention" in text
-    assert ("frozen_model" in text) == name.startswith("distill")
+    assert ("frozen_model" in text) == name.startswith(("distill", "gkd"))
 
 
 def test_doctor_reports_prompts_that_are_missing(rows, model, answer):

@@ -172,7 +172,7 @@ OPTIONS = {
     },
     "RewardTuner": {
         **TUNER,
-        "loss": choice("pairwise", "scalar"),
+        "loss": choice("pairwise", "scalar", "stepwise"),
         "read": choice("last", "mean"),
         "center_weight": weight,
     },
@@ -198,7 +198,7 @@ OPTIONS = {
         "sft_weight": share,
         "vocab_size": either(nothing, whole(2)),
         "store": either(nothing, path),
-        "top_k": whole(1, 4096),
+        "top_k": either(nothing, whole(1, 4096)),
     },
     "RolloutDataModule": {
         "prompts": lambda value: value is not None and rows(value),
@@ -222,7 +222,7 @@ OPTIONS = {
         "chat_template": either(nothing, text),
         "loss_on": choice("completion", "all"),
         "add_eos": flag,
-        "separator": lambda value: isinstance(value, str),
+        **dict.fromkeys(("separator", "step_separator"), lambda value: isinstance(value, str)),
         "extra_columns": choice("refuse", "ignore"),
         "too_long": choice("refuse", "truncate", "split"),
         "pad_to_max": flag,

@@ -216,6 +216,22 @@ def test_all_tokens_stored_and_renormalised_are_the_live_teacher():
     torch.testing.assert_close(found_R, labelled_divergence(student, teacher, row_R=padded_R, num_rows=9))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_stored_states_of_the_labelled_rows_are_the_live_teacher(kind, options):
+    row_R, padded_R = make_rows(9)
+    student, teacher = (make_head(row_R, width, torch.float32, **options) for width in (WIDTH, TEACHER_WIDTH))
+    stored = teacher._replace(hidden_TD=teacher.hidden_TD.detach()[padded_R])
+    rows = {"row_R": padded_R, "num_rows": 9, "kind": kind, "chunk_rows": 4}
+    live_R = labelled_divergence(student, teacher, **rows)
+    found_R = labelled_divergence(student, stored, **rows, is_teacher_stored=True)
+    assert torch.equal(found_R, live_R)
+    one, other = (torch.autograd.grad(value_R.sum(), student.inputs[:2]) for value_R in (found_R, live_R))
+    assert all(map(torch.equal, one, other))
+    with pytest.raises(ShapeError, match="14 tokens"):
+        labelled_divergence(student, teacher, **rows, is_teacher_stored=True)
+
+
 def test_a_stored_token_of_probability_zero_does_not_count():
     row_R, padded_R = make_rows(9)
     student = make_head(row_R, WIDTH, torch.float64)

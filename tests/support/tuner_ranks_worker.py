@@ -15,6 +15,7 @@ from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
 
+from lightning_fastft.core.errors import OptionError
 from lightning_fastft.packing.collate import collate
 from lightning_fastft.strategies.ddp import FastFTDDPStrategy
 from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
@@ -170,8 +171,34 @@ def weights_after_rounds(strategy, *, kind="grpo", callbacks=(), ckpt_path=None)
     return {name: parameter.detach().clone() for name, parameter in tuner.named_parameters() if parameter.requires_grad}
 
 
+def weights_after_stored_teacher(strategy, store, *, accumulate=2):
+    """Adapters after two steps towards a teacher whose hidden states are stored, or that is live where store is None."""
+    seed_everything(3, verbose=False)
+    tuner = make_tuner(
+        "distillation", tokenizer=character_tokenizer(), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        store=store, top_k=None,
+    )  # fmt: skip
+    rows = [{"text": f"{number}+{number % 3}=" + "1" * (number % 5)} for number in range(40)]
+    data = PackedDataModule(rows, max_tokens=16, num_workers=0, cache_dir=None, num_proc=1, show_progress=False)
+    make_trainer(strategy, num_ranks=2, max_steps=2, accumulate_grad_batches=accumulate).fit(tuner, data)
+    return {
+        name: (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach().clone()
+        for name, parameter in tuner.named_parameters()
+        if parameter.requires_grad
+    }
+
+
 def first_tokens(*, prompts, completions, **columns):
     return [float(ord(completion[0]) % 5) if completion else 0.0 for completion in completions]
+
+
+def refusal(run):
+    """The message of the OptionError that a run ends with."""
+    try:
+        run()
+    except OptionError as error:
+        return str(error)
+    return ""
 
 
 def cases():
@@ -205,6 +232,10 @@ def main():
         "on policy, resumed": weights_after_rounds(
             FastFTDDPStrategy(), kind="distillation", ckpt_path=f"{path}-on-policy.ckpt"
         ),
+        "live teacher": weights_after_stored_teacher(FastFTDDPStrategy(), None),
+        "refused, fsdp": refusal(lambda: weights_after_stored_teacher(FastFTFSDPStrategy(), f"{path}-teacher")),
+        "stored teacher, ddp": weights_after_stored_teacher(FastFTDDPStrategy(), f"{path}-teacher"),
+        "stored teacher, fsdp": weights_after_stored_teacher(FastFTFSDPStrategy(), f"{path}-teacher"),
         "files": gradient(
             "reward", micro_batches("reward", accumulate=1, world_size=2, rank=rank), strategy=FastFTFSDPStrategy(),
             num_ranks=2, config=folder,

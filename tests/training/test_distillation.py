@@ -11,6 +11,7 @@ from lightning_fastft.packing.collate import collate
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.distillation import DistillationTuner
+from lightning_fastft.training.teacher_store import TeacherStore
 from tests.support.packs import assert_close, make_documents
 from tests.support.training_parts import quiet_trainer
 from tests.support.tuners import CONFIG, gradients, make_tuner, packed
@@ -84,10 +85,10 @@ def rows(num_rows, *, seed=0):
     return [{"input_ids": torch.randint(3, 97, (12,), generator=draws).tolist()} for _ in range(num_rows)]
 
 
-def fit(tuner, folder, *, max_steps, data=None, **options):
-    data = PackedDataModule(data or rows(24), max_tokens=48, num_workers=0, cache_dir=None, num_proc=1, **options)
-    trainer = quiet_trainer(folder, max_steps=max_steps, strategy=FastFTStrategy())
-    trainer.fit(tuner, data)
+def fit(tuner, folder, *, max_steps, data=None, ckpt_path=None, **options):
+    data = PackedDataModule(data or rows(24), max_tokens=48, num_workers=0, cache_dir=None, num_proc=1)
+    trainer = quiet_trainer(folder, max_steps=max_steps, strategy=FastFTStrategy(), **options)
+    trainer.fit(tuner, data, ckpt_path=ckpt_path)
     return trainer
 
 
@@ -125,7 +126,7 @@ def test_stored_tokens_are_computed_once_and_read_again(tmp_path, monkeypatch):
     first = record(make_student(teacher, **options))
     fit(first, tmp_path / "a", max_steps=2)
     assert first.frozen_model is None
-    monkeypatch.setattr(DistillationTuner, "_fill_store", lambda *_, **__: pytest.fail("computed again"))
+    monkeypatch.setattr(TeacherStore, "write", lambda *_: pytest.fail("computed again"))
     second = record(make_student(make_teacher(), **options))
     fit(second, tmp_path / "b", max_steps=2)
     assert first.divergences == second.divergences
@@ -176,3 +177,12 @@ def test_a_teacher_is_no_part_of_a_whole_student():
     tuner = make_tuner(DistillationTuner, teacher=teacher, lora=None)
     assert tuner.frozen_model is teacher
     assert {name.partition(".")[0] for name in tuner.state_dict()} == {"model"}
+
+
+def test_the_status_table_says_that_a_teacher_keeps_no_activations(tmp_path):
+    trainer = fit(make_student(make_teacher()), tmp_path, max_steps=1)
+    found = {status.name: status for status in trainer.strategy.statuses()}
+    assert found["activations (model)"].state == "active"
+    assert found["activations (frozen_model)"].state == "inactive"
+    assert "frozen" in found["activations (frozen_model)"].reason
+    assert found["packed attention (frozen_model)"].state == "active"

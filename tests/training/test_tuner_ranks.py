@@ -133,3 +133,18 @@ def test_ranks_go_on_inside_a_round_with_their_own_rollouts(two_ranks, kind):
     for rank in two_ranks:
         for name, value in rank[kind].items():
             assert torch.equal(value, rank[f"{kind}, resumed"][name]), name
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_ranks_read_one_store_of_a_teacher(two_ranks, strategy):
+    found, live = two_ranks[0][f"stored teacher, {strategy}"], two_ranks[0]["live teacher"]
+    for name, value in found.items():
+        assert torch.equal(value, two_ranks[1][f"stored teacher, {strategy}"][name])
+    assert difference(found, live) <= 1e-5
+
+
+@pytest.mark.fault
+def test_a_sharded_run_names_the_command_that_writes_the_store(two_ranks):
+    for rank in two_ranks:
+        assert "--trainer.strategy fastft --trainer.max_steps 1" in rank["refused, fsdp"]

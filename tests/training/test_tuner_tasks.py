@@ -134,11 +134,19 @@ def make_kind(kind, folder):
         "kto": lambda: (make(PreferenceTuner, loss="kto", lora=LORA), digit_rows(60, kind="label")),
         "reward": lambda: (make(RewardTuner), rows),
         "reward, mean of scores": lambda: (make(RewardTuner, lora=LORA, loss="scalar", read="mean"), scored),
+        "reward, steps": lambda: (
+            make(RewardTuner, lora=LORA, loss="stepwise"),
+            [{"prompt": "1", "completions": ["2", "34"], "labels": [True, 0.25]}] * 60,
+        ),
         "policy": lambda: (make(PolicyTuner), rollouts),
         "policy, sequences": lambda: (make(PolicyTuner, lora=LORA, kl_weight=0.1, ratio="sequence"), rollouts),
         "distillation": lambda: (make(DistillationTuner, teacher=make_teacher(), sft_weight=0.5), text),
         "distillation, stored": lambda: (
             make(DistillationTuner, teacher=make_teacher(), store=str(folder / "store"), top_k=4),
+            text,
+        ),
+        "distillation, hidden states": lambda: (
+            make(DistillationTuner, teacher=make_teacher(), store=str(folder / "store"), top_k=None, kind="jsd"),
             text,
         ),
     }
@@ -151,8 +159,10 @@ def make_kind(kind, folder):
 
 
 KINDS = (
-    "dpo, adapters", "dpo, stored", "dpo, second model", "orpo", "kto", "reward", "reward, mean of scores", "policy",
+    "dpo, adapters", "dpo, stored", "dpo, second model", "orpo", "kto", "reward", "reward, mean of scores",
+    "reward, steps", "policy",
     "policy, sequences", "distillation", "distillation, stored",
+    "distillation, hidden states",
 )  # fmt: skip
 
 

@@ -33,6 +33,7 @@ def labelled_divergence(
     beta: float = 0.5,
     temperature: float = 1.0,
     vocab_size: int | None = None,
+    is_teacher_stored: bool = False,
     chunk_rows: int = DEFAULT_CHUNK_ROWS,
 ) -> torch.Tensor:
     """Return the divergence of the student's distribution from the teacher's, for each row.
@@ -50,6 +51,8 @@ def labelled_divergence(
         beta: Share of the teacher in the mixture of "jsd", above 0 and below 1.
         temperature: Divides the logits of both, after their soft caps. The divergence is not multiplied by its square.
         vocab_size: Number of leading columns to compare, if student and teacher pad their embeddings differently.
+        is_teacher_stored: Whether the teacher's states are those of the labelled rows alone, shape (R, E), in the order
+            of row_R.
         chunk_rows: Rows of logits of each model in memory at a time.
 
     Returns:
@@ -77,15 +80,17 @@ def labelled_divergence(
     check_choice("kind", kind, KINDS)
     if not 0 < beta < 1:
         raise OptionError(f"beta must be above 0 and below 1, got {beta}; use 'forward_kl' or 'reverse_kl' instead.")
-    student, teacher = _same_columns(student, teacher, vocab_size=vocab_size)
+    num_states = len(row_R) if is_teacher_stored else len(student.hidden_TD)
+    student, teacher = _same_columns(student, teacher, vocab_size=vocab_size, num_states=num_states)
     student, teacher = student.with_temperature(temperature), teacher.with_temperature(temperature)
     rows = _check_rows(student, row_R, num_padded=None, num_rows=num_rows, chunk_rows=chunk_rows)
     form = DivergenceForm(kind, beta, student.scale, student.softcap, teacher.scale, teacher.softcap)
     teacher_dtype = teacher.compute_dtype
     teacher = teacher.cast(teacher_dtype)
+    teacher_rows = rows._replace(row_R=None) if is_teacher_stored else rows
 
     def divergences(chunk: Chunk, writes_gradient: bool) -> tuple[torch.Tensor, None]:
-        hidden_RE = rows.select(teacher.hidden_TD, chunk.begin, chunk.end).to(teacher_dtype)
+        hidden_RE = teacher_rows.select(teacher.hidden_TD, chunk.begin, chunk.end).to(teacher_dtype)
         teacher_RV = logit_rows.write_raw_logits(hidden_RE, teacher)
         launch = reference.row_divergences
         if _is_for_triton(chunk.logits_RV) and _is_for_triton(teacher_RV):
@@ -281,13 +286,13 @@ def _is_for_triton(logits_RV: torch.Tensor) -> bool:
     return logits_RV.is_cuda and logits_RV.dtype in (torch.bfloat16, torch.float16)
 
 
-def _same_columns(student: Head, teacher: Head, *, vocab_size: int | None) -> tuple[Head, Head]:
+def _same_columns(student: Head, teacher: Head, *, vocab_size: int | None, num_states: int) -> tuple[Head, Head]:
     """Return both heads with the same number of columns, the teacher's tensors without a graph."""
     logit_rows.check_head(student)
     logit_rows.check_head(teacher, name="teacher ")
-    if student.hidden_TD.shape[0] != teacher.hidden_TD.shape[0]:
+    if teacher.hidden_TD.shape[0] != num_states:
         raise ShapeError(
-            f"The student has states of {student.hidden_TD.shape[0]} tokens, the teacher "
+            f"The student needs a teacher's states of {num_states} tokens, the teacher has "
             f"{teacher.hidden_TD.shape[0]}. Give both the same batch."
         )
     sizes = student.weight_VD.shape[0], teacher.weight_VD.shape[0]

@@ -14,6 +14,7 @@ COLUMNS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "preference": (("chosen", "rejected"), ("prompt", "margin", "tools", "images", "image")),
     "labelled": (("prompt", "completion", "label"), ("tools", "images", "image")),
     "scored": (("prompt", "completion", "score"), ("tools", "images", "image")),
+    "stepwise": (("prompt", "completions", "labels"), ()),
     "rollouts": (
         ("rewards",),
         ("prompt", "completions", "prompt_ids", "completion_ids", "log_probs", "tools", "images", "image"),
@@ -32,6 +33,7 @@ TUNERS: Mapping[str, str] = {
     "preference": "PreferenceTuner or RewardTuner",
     "labelled": "PreferenceTuner(loss='kto')",
     "scored": "RewardTuner",
+    "stepwise": "RewardTuner(loss='stepwise')",
     "rollouts": "PolicyTuner",
 }
 
@@ -42,21 +44,23 @@ class FormatOptions:
 
     Args:
         max_tokens: Longest example in tokens: the length of a pack.
-        format: "preference", "labelled", "scored", "rollouts", "messages", "conversations", "prompt_completion",
-            "instruction", "input_ids", "text", or "auto" to detect it from the columns of each file.
+        format: "preference", "labelled", "scored", "stepwise", "rollouts", "messages", "conversations",
+            "prompt_completion", "instruction", "input_ids", "text", or "auto" to detect it from the columns of each
+            file.
         columns: Column names of the format to those of the data, for example {"prompt": "question", "completion":
             "answer"}.
         loss_on: "completion" trains assistant turns, completions and outputs; "all" trains every token, and is
             refused for the formats of TUNERS.
         chat_template: Jinja text, or a .jinja file, in place of the tokenizer's own template.
-        add_eos: Whether the end-of-sequence token is appended and trained, in every format but messages, conversations
-            and input_ids.
+        add_eos: Whether the end-of-sequence token is appended and trained, in every format but messages, conversations,
+            stepwise and input_ids.
         too_long: Action for an example of more than max_tokens: "refuse" stops before training, "truncate" keeps its
             beginning (and rejects it if no trained token is left), "split" makes several examples of it. In the formats
-            of TUNERS, "truncate" keeps the prompt and gives all completions an equal share of the rest, and "split" is
-            refused. Long examples are always counted.
+            of TUNERS, "truncate" keeps the prompt and gives all completions an equal share of the rest (of steps it
+            keeps the first ones), and "split" is refused. Long examples are always counted.
         separator: Text between a prompt and a completion that are strings; none if the prompt was found as the common
             beginning of chosen and rejected.
+        step_separator: Text behind each step of format "stepwise"; a step is scored at its last token.
         extra_columns: "refuse" rejects a row with a column that is not in the first 100 rows of its file, "ignore"
             accepts it.
 
@@ -72,6 +76,7 @@ class FormatOptions:
     add_eos: bool = True
     too_long: str = "refuse"
     separator: str = ""
+    step_separator: str = "\n"
     extra_columns: str = "refuse"
 
     def __post_init__(self) -> None:
@@ -79,6 +84,7 @@ class FormatOptions:
         check_int("max_tokens", self.max_tokens, low=2, high=2**31 - 1)
         check_bool("add_eos", self.add_eos)
         check_string("separator", self.separator, may_be_empty=True)
+        check_string("step_separator", self.step_separator, may_be_empty=True)
         if self.chat_template is not None:
             check_string("chat_template", self.chat_template)
         if self.columns is not None and not isinstance(self.columns, Mapping):

@@ -41,6 +41,7 @@ NO_PROMPT = "no prompt"
 NO_COMPLETION = "empty completion"
 SAME_COMPLETIONS = "chosen and rejected are identical"
 LENGTHS_DIFFER = "lists of different lengths"
+NOT_A_SHARE = "label is not from 0 to 1"
 NOT_A_LOG_PROB = "log-probability above 0"
 PROMPT_TOO_LONG = "prompt too long"
 

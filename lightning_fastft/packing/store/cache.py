@@ -139,6 +139,9 @@ def _fingerprint(
     images: ImageExpander | None,
 ) -> str:
     chosen = asdict(options)
+    if options.step_separator == FormatOptions.step_separator:
+        # Entries from before this option keep their fingerprint.
+        del chosen["step_separator"]
     if tokenizer is not None:
         chosen["chat_template"] = chat.read_template(tokenizer, options.chat_template)
     parts = [_FINGERPRINT_VERSION, [source.fingerprint for source in sources], fingerprint_tokenizer(tokenizer), chosen]

@@ -20,15 +20,21 @@ class Segments(NamedTuple):
         segment_lengths: Tokens of the prompt, then of each completion, all at least 1.
         scores: One number per completion.
         log_probs: Log-probability of each token, float32, shape (length,), 0 in the prompt; None if not known.
+        is_stepwise: Whether the completions are steps of one answer, each behind all earlier ones.
     """
 
     segment_lengths: tuple[int, ...]
     scores: tuple[float, ...]
     log_probs: np.ndarray | None = None
+    is_stepwise: bool = False
 
     @property
     def num_packed(self) -> int:
-        """Tokens that the example takes in a pack, where each completion begins with the prompt's last token."""
+        """Tokens that the example takes in a pack, where each completion begins with the prompt's last token; steps
+        are in a row.
+        """
+        if self.is_stepwise:
+            return sum(self.segment_lengths)
         return sum(self.segment_lengths) - 1 + len(self.scores)
 
 
@@ -39,11 +45,17 @@ class CompletionStore:
         arrays: segment_lengths: tokens of the prompt, then of each completion, example after example. first_segment:
             number of the first segment of each example, and the number of segments. scores: one per completion.
             log_probs: one per token of the data set, NaN throughout an example where they are not known; absent if no
-            example has them.
+            example has them. is_stepwise: 1 for examples whose completions are steps; absent if there are none.
     """
 
-    # Dtype of each file of a folder; the last one is optional.
-    DTYPES = {"segment_lengths": np.int32, "first_segment": np.int64, "scores": np.float32, "log_probs": np.float32}
+    # Dtype of each file of a folder; the last two are optional.
+    DTYPES = {
+        "segment_lengths": np.int32,
+        "first_segment": np.int64,
+        "scores": np.float32,
+        "log_probs": np.float32,
+        "is_stepwise": np.uint8,
+    }
 
     def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
         self.arrays = dict(arrays)
@@ -51,6 +63,10 @@ class CompletionStore:
         self._first_N1 = np.asarray(self.arrays["first_segment"])
         self._score_C = self.arrays["scores"]
         self._log_prob_T = self.arrays.get("log_probs")
+        # Whether the completions of each example are steps, bool.
+        steps = self.arrays.get("is_stepwise")
+        num_examples = len(self._first_N1) - 1
+        self.is_stepwise_N = np.zeros(num_examples, dtype=bool) if steps is None else np.asarray(steps).astype(bool)
 
     @property
     def has_log_probs(self) -> bool:
@@ -85,9 +101,14 @@ class CompletionStore:
         # Each earlier example has one segment more than scores: its prompt.
         scores = tuple(self._score_C[first - example : last - example - 1].tolist())
         if self._log_prob_T is None:
-            return Segments(lengths, scores)
+            return Segments(lengths, scores, is_stepwise=bool(self.is_stepwise_N[example]))
         log_prob_T = np.array(self._log_prob_T[start : start + sum(lengths)])
-        return Segments(lengths, scores, None if np.isnan(log_prob_T[0]) else log_prob_T)
+        return Segments(
+            lengths,
+            scores,
+            None if np.isnan(log_prob_T[0]) else log_prob_T,
+            is_stepwise=bool(self.is_stepwise_N[example]),
+        )
 
     def check_bounds(self, *, length_N: np.ndarray) -> None:
         """Raise DataError if lengths are inconsistent, which would cause reads out of bounds.
@@ -108,6 +129,8 @@ class CompletionStore:
             raise DataError("its scores and completions differ in number")
         if self._log_prob_T is not None and len(self._log_prob_T) != int(length_N.sum()):
             raise DataError("its log-probabilities and tokens differ in number")
+        if len(self.is_stepwise_N) != num_examples:
+            raise DataError("its marks of steps and examples differ in number")
 
 
 class CompletionWriter:
@@ -123,6 +146,7 @@ class CompletionWriter:
         self._scores: list[float] = []
         self._log_probs: list[np.ndarray | int] = []
         self._has_log_probs = False
+        self._is_stepwise: list[bool] = []
 
     def add(self, completions: Segments) -> None:
         """Add the completions of the next example."""
@@ -132,6 +156,7 @@ class CompletionWriter:
         log_probs = completions.log_probs
         self._has_log_probs |= log_probs is not None
         self._log_probs.append(sum(completions.segment_lengths) if log_probs is None else log_probs)
+        self._is_stepwise.append(completions.is_stepwise)
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return the arrays of the store by name; none if no example was added."""
@@ -146,4 +171,6 @@ class CompletionWriter:
             arrays["log_probs"] = np.concatenate(
                 [np.full(part, np.nan, np.float32) if isinstance(part, int) else part for part in self._log_probs]
             )
+        if any(self._is_stepwise):
+            arrays["is_stepwise"] = np.asarray(self._is_stepwise, dtype=np.uint8)
         return arrays

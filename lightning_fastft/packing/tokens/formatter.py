@@ -18,6 +18,7 @@ from lightning_fastft.packing.rows.formats import TUNERS, FormatOptions
 from lightning_fastft.packing.rows.messages import check_messages, read_conversation
 from lightning_fastft.packing.rows.parsing import check_text
 from lightning_fastft.packing.rows.rejects import IMAGE_UNSERVED, IMAGE_WITH_COMPLETIONS, WRONG_TYPE, RowRejectedError
+from lightning_fastft.packing.rows.steps import join_steps, read_steps
 from lightning_fastft.packing.tokens import chat
 from lightning_fastft.packing.tokens.control_tokens import Rendered
 from lightning_fastft.packing.tokens.spans import move_spans, place_spans
@@ -40,6 +41,13 @@ class _Conversations(NamedTuple):
     rendered: list[Rendered]
     scores: tuple[float, ...]
     must_differ: bool
+
+
+class _StepTexts(NamedTuple):
+    """The prompt and the steps of one row, and the labels of the steps."""
+
+    rendered: list[Rendered]
+    labels: tuple[float, ...]
 
 
 class Formatter:
@@ -119,7 +127,7 @@ class Formatter:
             turn if it has no generation marks; the prompt is tokenised once per completion. Each image is decoded and
             processed once, for its number of tokens.
         """
-        outcomes: list[Encoded | RowRejectedError | TokenIdError | Rendered | _Conversations] = []
+        outcomes: list[Encoded | RowRejectedError | TokenIdError | Rendered | _Conversations | _StepTexts] = []
         for row in rows:
             try:
                 outcomes.append(self._read(row, format=format, folder=folder))
@@ -128,7 +136,7 @@ class Formatter:
         rendered = [
             one
             for outcome in outcomes
-            if isinstance(outcome, (Rendered, _Conversations))
+            if isinstance(outcome, (Rendered, _Conversations, _StepTexts))
             for one in ([outcome] if isinstance(outcome, Rendered) else outcome.rendered)
         ]
         encoded = iter(self._encode_rendered(rendered))
@@ -138,11 +146,15 @@ class Formatter:
                 finished.append(next(encoded))
             elif isinstance(outcome, _Conversations):
                 finished.append(_join(outcome, [next(encoded) for _ in outcome.rendered]))
+            elif isinstance(outcome, _StepTexts):
+                finished.append(self._join_steps(outcome, [next(encoded) for _ in outcome.rendered]))
             else:
                 finished.append(outcome)
         return finished
 
-    def _read(self, row: Mapping[str, Any], *, format: str, folder: str) -> Encoded | Rendered | _Conversations:
+    def _read(
+        self, row: Mapping[str, Any], *, format: str, folder: str
+    ) -> Encoded | Rendered | _Conversations | _StepTexts:
         """Return the tokens of a row of ids, and the texts of any other row."""
         if format == "input_ids":
             return encode_ids(row, vocab_size=self._vocab_size, loss_on=self._options.loss_on)
@@ -154,7 +166,37 @@ class Formatter:
             return encode_rollout_ids(row, vocab_size=self._vocab_size)
         if self._tokenizer is None:
             raise _missing_tokenizer(format, file="a row of text")
-        return self._render_completions(row, format=format)
+        return self._render_steps(row) if format == "stepwise" else self._render_completions(row, format=format)
+
+    def _render_steps(self, row: Mapping[str, Any]) -> _StepTexts:
+        """Return prompt and steps as texts of their own, so that the tokens of a step depend on no other one."""
+        found = read_steps(row)
+        texts = [found.prompt + self._options.separator, *found.steps]
+        # As part of a chat, no text gets tokens at its ends.
+        return _StepTexts([Rendered(text, (), is_chat=True) for text in texts], found.labels)
+
+    def _join_steps(
+        self, texts: _StepTexts, encoded: Sequence[Encoded | TokenIdError]
+    ) -> Encoded | RowRejectedError | TokenIdError:
+        """Return a row of steps as one example, with the separator behind each step."""
+        assert self._tokenizer is not None
+        separator = self._tokenizer(self._options.step_separator, add_special_tokens=False, verbose=False)["input_ids"]
+        parts = []
+        for part in encoded:
+            if isinstance(part, TokenIdError):
+                return part
+            parts.append(part.input_ids)
+        prompt, *steps = parts
+        prefix = np.asarray(self._prefix_ids, dtype=np.int64)
+        try:
+            ids, is_trained, completions = join_steps(
+                np.concatenate([prefix, prompt]),
+                [np.concatenate([step, np.asarray(separator, dtype=np.int64)]) for step in steps],
+                labels=texts.labels,
+            )
+        except RowRejectedError as error:
+            return error
+        return Encoded(ids, is_trained, completions=completions)
 
     def _render_completions(self, row: Mapping[str, Any], *, format: str) -> _Conversations:
         """Return one text per completion, each behind the prompt."""

@@ -23,6 +23,7 @@ from lightning_fastft.packing.rows.rejects import (
     check_token_counts,
     make_reject,
 )
+from lightning_fastft.packing.rows.steps import cut_steps
 from lightning_fastft.packing.store.completion_store import Segments
 from lightning_fastft.packing.store.report import render_counts
 from lightning_fastft.packing.tokens.chunks import PEEK_ROWS, Chunk
@@ -205,9 +206,8 @@ def _fit(example: Encoded, *, options: FormatOptions, counts: Counter[str]) -> l
         # The run stops once all rows are counted, so tokens are not kept.
         return []
     if example.completions is not None:
-        ids, is_trained, completions = cut_completions(
-            example.input_ids, example.is_trained, example.completions, max_tokens=most
-        )
+        cut = cut_steps if example.completions.is_stepwise else cut_completions
+        ids, is_trained, completions = cut(example.input_ids, example.is_trained, example.completions, max_tokens=most)
         counts["num_truncated"] += 1
         return [Encoded(ids, is_trained, completions=completions)]
     if options.too_long == "truncate":

@@ -218,6 +218,7 @@ def test_impossible_ids_of_rollouts_are_told_apart_from_bad_rows(ids):
     assert isinstance(encode(None, {**IDS, **ids}, format="rollouts", vocab_size=10), TokenIdError)
 
 
+STEPS = {"prompt": "two plus two", "completions": ["two", "is four"], "labels": [True, 0.25]}
 SCORED = {"prompt": "two", "completion": "four", "score": 1}
 LABELLED = {"prompt": "two", "completion": "four", "label": 1}
 ROLLOUTS = {"prompt": "two", "completions": ["four", "five"], "rewards": [1, 0]}
@@ -258,6 +259,18 @@ HOSTILE = [
     ("labelled", {**LABELLED, "label": 2}, rejects.WRONG_TYPE),
     ("labelled", {**LABELLED, "label": 1.0}, rejects.WRONG_TYPE),
     ("labelled", {**LABELLED, "label": "true"}, rejects.WRONG_TYPE),
+    ("stepwise", {**STEPS, "prompt": [ASKED]}, rejects.WRONG_TYPE),
+    ("stepwise", {**STEPS, "prompt": " "}, rejects.EMPTY_TEXT),
+    ("stepwise", {**STEPS, "completions": "two four"}, rejects.WRONG_TYPE),
+    ("stepwise", {**STEPS, "completions": ["two", 4]}, rejects.WRONG_TYPE),
+    ("stepwise", {**STEPS, "completions": ["two", ""]}, rejects.EMPTY_TEXT),
+    ("stepwise", {**STEPS, "completions": [], "labels": []}, rejects.NO_COMPLETION),
+    ("stepwise", {**STEPS, "labels": [True]}, rejects.LENGTHS_DIFFER),
+    ("stepwise", {**STEPS, "labels": [True, "+"]}, rejects.WRONG_TYPE),
+    ("stepwise", {**STEPS, "labels": [True, None]}, rejects.WRONG_TYPE),
+    ("stepwise", {**STEPS, "labels": True}, rejects.WRONG_TYPE),
+    ("stepwise", {**STEPS, "labels": [1, -1]}, rejects.NOT_A_SHARE),
+    ("stepwise", {**STEPS, "labels": [1, float("nan")]}, rejects.NOT_A_SHARE),
     ("scored", {**SCORED, "score": True}, rejects.WRONG_TYPE),
     ("scored", {**SCORED, "score": 1e39}, rejects.NOT_FINITE),
     ("scored", {**SCORED, "score": 10**400}, rejects.NOT_FINITE),
@@ -284,7 +297,9 @@ HOSTILE = [
 
 @pytest.mark.parametrize(("format", "row", "reason"), HOSTILE)
 def test_bad_row_is_rejected_and_its_neighbours_are_not(marked_tokenizer, format, row, reason):
-    good = {"preference": TEXT_PAIR, "labelled": LABELLED, "scored": SCORED, "rollouts": ROLLOUTS}[format]
+    good = {"preference": TEXT_PAIR, "labelled": LABELLED, "scored": SCORED, "stepwise": STEPS, "rollouts": ROLLOUTS}[
+        format
+    ]
     formatter = Formatter(marked_tokenizer, options=FormatOptions(max_tokens=64))
     before, outcome, after = formatter.encode([good, row, good], format=format)
     assert isinstance(outcome, RowRejectedError), outcome
@@ -309,7 +324,7 @@ def test_conversations_that_share_no_token_are_rejected():
 
 
 @pytest.mark.parametrize(("option", "value"), [("loss_on", "all"), ("too_long", "split")])
-@pytest.mark.parametrize("row", [TEXT_PAIR, LABELLED, SCORED, ROLLOUTS], ids=list(TUNERS))
+@pytest.mark.parametrize("row", [TEXT_PAIR, LABELLED, SCORED, STEPS, ROLLOUTS], ids=list(TUNERS))
 def test_options_without_a_meaning_are_refused_by_name(plain_tokenizer, row, option, value):
     with pytest.raises(OptionError, match=f"{option}='{value}'"):
         tokenize_sources([row], tokenizer=plain_tokenizer, options=FormatOptions(max_tokens=64, **{option: value}))

@@ -1,0 +1,214 @@
+"""VllmSampler against a stand-in with the documented signatures of vLLM, which accepts no other argument."""
+
+import json
+import sys
+import types
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lightning_fastft.core.errors import OptionError, UnsupportedModelError
+from lightning_fastft.strategies.single_device import FastFTStrategy
+from lightning_fastft.training.policy import PolicyTuner
+from lightning_fastft.training.rollouts import RolloutDataModule
+from lightning_fastft.training.samplers import VllmSampler
+from tests.support.training_parts import quiet_trainer
+from tests.support.tuners import make_tuner
+from tests.training.test_rollouts import CONFIG, SUMS, character_tokenizer
+
+LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+
+
+@dataclass(kw_only=True)
+class SamplingParams:
+    """Fields of vllm.SamplingParams that a user sets, and its own checks."""
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: list | None = None
+    stop_token_ids: list | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+
+    def __post_init__(self):
+        # As a signed 64-bit number with room for the numbers of the completions.
+        assert self.seed is None or 0 <= self.seed < 2**63 - 2**32
+        assert self.n >= 1
+        assert self.max_tokens >= 1
+
+
+@dataclass
+class LoRARequest:
+    """Fields of vllm.lora.request.LoRARequest."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str = ""
+    base_model_name: str | None = None
+    tensorizer_config_dict: dict | None = None
+
+    def __post_init__(self):
+        assert self.lora_int_id >= 1
+        assert self.lora_path
+
+
+@dataclass
+class Logprob:
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass
+class CompletionOutput:
+    index: int
+    text: str
+    token_ids: tuple
+    cumulative_logprob: float | None
+    logprobs: list | None
+    finish_reason: str | None = None
+
+
+@dataclass
+class RequestOutput:
+    prompt_token_ids: list
+    outputs: list
+
+
+class LLM:
+    """vllm.LLM: arguments of the engine that the sampler and the tests name."""
+
+    latest = None
+
+    def __init__(
+        self, model, *, gpu_memory_utilization=0.9, enable_lora=False, max_lora_rank=16, max_model_len=None,
+        logprobs_mode="raw_logprobs",
+    ):  # fmt: skip
+        assert max_lora_rank in (1, 8, 16, 32, 64, 128, 256, 320, 512)
+        assert enable_lora
+        self.arguments = {"model": model, "max_model_len": max_model_len, "logprobs_mode": logprobs_mode}
+        self.adapters, self.seeds, self.requests = [], [], []
+        LLM.latest = self
+
+    def generate(self, prompts, sampling_params=None, *, use_tqdm=True, lora_request=None, priority=None):
+        assert len(sampling_params) == len(prompts)
+        assert lora_request.lora_int_id not in [request.lora_int_id for request in self.requests]
+        self.requests.append(lora_request)
+        # Adapters are read when their number is met for the first time.
+        folder = Path(lora_request.lora_path)
+        assert json.loads((folder / "adapter_config.json").read_text())["peft_type"] == "LORA"
+        self.adapters.append(load_file(folder / "adapter_model.safetensors"))
+        return [self._complete(prompt, params) for prompt, params in zip(prompts, sampling_params, strict=True)]
+
+    def _complete(self, prompt, params):
+        assert prompt.keys() == {"prompt_token_ids"}
+        outputs = []
+        for index in range(params.n):
+            seed = params.seed + index
+            self.seeds.append(seed)
+            ids = tuple(2 + (seed + place) % 5 for place in range(params.max_tokens))
+            # Only the sampled token, as with logprobs=0.
+            steps = [{token: Logprob(-0.5 - place, rank=1)} for place, token in enumerate(ids)]
+            outputs.append(CompletionOutput(index, "", ids, None, steps if params.logprobs == 0 else None, "length"))
+        return RequestOutput(prompt["prompt_token_ids"], outputs)
+
+
+@pytest.fixture(autouse=True)
+def fake_vllm(monkeypatch):
+    package = types.ModuleType("vllm")
+    package.LLM, package.SamplingParams = LLM, SamplingParams
+    request = types.ModuleType("vllm.lora.request")
+    request.LoRARequest = LoRARequest
+    for name, module in {
+        "vllm": package,
+        "vllm.lora": types.ModuleType("vllm.lora"),
+        "vllm.lora.request": request,
+    }.items():
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+def sample(sampler, tuner, prompts=((5, 6), (5, 6), (7,)), **changes):
+    options = {"num_completions": 2, "max_new_tokens": 3, "temperature": 0.7, "seed": 2**63 - 1, **changes}
+    return sampler(tuner, prompts, **options)
+
+
+def test_completions_come_with_their_log_probabilities_in_order():
+    sampler = VllmSampler("base", engine_options={"max_model_len": 64})
+    groups = sample(sampler, make_tuner(PolicyTuner, lora=LORA))
+    assert [len(group) for group in groups] == [2, 2, 2]
+    for group in groups:
+        for sampled in group:
+            assert len(sampled.input_ids) == 3
+            assert sampled.log_probs == [-0.5, -1.5, -2.5]
+    # Log-probabilities of the policy at its temperature.
+    assert LLM.latest.arguments == {"model": "base", "max_model_len": 64, "logprobs_mode": "processed_logprobs"}
+
+
+def test_every_completion_draws_from_a_seed_of_its_own():
+    sampler, tuner = VllmSampler("base"), make_tuner(PolicyTuner, lora=LORA)
+    sample(sampler, tuner)
+    assert len(set(LLM.latest.seeds)) == 6
+    first = list(LLM.latest.seeds)
+    sample(sampler, tuner)
+    assert LLM.latest.seeds == first * 2
+    sample(sampler, tuner, seed=11)
+    assert set(LLM.latest.seeds[12:]).isdisjoint(first)
+
+
+def test_each_round_hands_over_the_present_adapters_and_leaves_no_files():
+    sampler, tuner = VllmSampler("base"), make_tuner(PolicyTuner, lora=LORA)
+    sample(sampler, tuner)
+    with torch.no_grad():
+        for parameter in tuner.model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(1.0)
+    sample(sampler, tuner)
+    first, second = LLM.latest.adapters
+    assert first.keys() == second.keys()
+    assert all(torch.allclose(second[name], first[name] + 1) for name in first)
+    assert not any(Path(request.lora_path).exists() for request in LLM.latest.requests)
+
+
+def test_a_policy_trains_on_its_rollouts(tmp_path):
+    sampler = VllmSampler("base")
+    tuner = PolicyTuner(
+        CONFIG, init="random", dtype="float32", tokenizer=character_tokenizer(), lora=LORA, sampler_clip=2.0,
+        learning_rate=1e-2, scheduler="constant", warmup_steps=0,
+    )  # fmt: skip
+    data = RolloutDataModule(
+        SUMS, rewards=lambda *, completions, **_: [float(ord(text[0]) % 3) for text in completions], sampler=sampler,
+        num_completions=2, prompts_per_round=4, max_new_tokens=2, max_tokens=128,
+    )  # fmt: skip
+    quiet_trainer(tmp_path, strategy=FastFTStrategy(), max_steps=3).fit(tuner, data)
+    first, *_, last = LLM.latest.adapters
+    assert any(not torch.equal(first[name], last[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    ("lora", "error", "message"),
+    [
+        (None, OptionError, "give the tuner lora"),
+        ({**LORA, "r": 65}, OptionError, "max_lora_rank=128"),
+        ({**LORA, "use_dora": True}, UnsupportedModelError, "use_dora"),
+    ],
+)
+def test_adapters_that_vllm_cannot_take_are_refused_by_name(lora, error, message):
+    sampler = VllmSampler("base")
+    with pytest.raises(error, match=message):
+        sample(sampler, make_tuner(PolicyTuner, lora=lora))
+    assert LLM.latest.requests == []
