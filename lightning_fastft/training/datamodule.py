@@ -66,8 +66,9 @@ class PackedDataModule(LightningDataModule):
     training goes on bit for bit.
 
     Args:
-        paths: Training data: a file or folder (.jsonl, .json, .parquet, .csv), a hub data set id, a list of them, rows,
-            or a datasets.Dataset.
+        paths: Training data: a file (.jsonl, .json, .csv, also compressed with .gz, .bz2, .xz or .zst; .parquet), a
+            folder of files or of ``save_to_disk``, a glob pattern such as ``data/*.jsonl.gz``, a hub data set id, a
+            list of them, rows, or a datasets.Dataset. Files of a folder or pattern are sorted by name.
         val_paths: Validation data, in the same forms.
         test_paths: Test data, in the same forms.
         predict_paths: Data for ``trainer.predict``, in the same forms. Packs come in the same order every time, each
