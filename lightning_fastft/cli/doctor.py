@@ -165,7 +165,8 @@ def _check_sources(options: Mapping[str, Any], *, examples: set[str]) -> None:
     """Check that data files and folders exist and can be read; hub ids are not checked."""
     for name in SOURCES:
         given = options.get(name)
-        for source in given if isinstance(given, (list, tuple)) else [given]:
+        # The sources of a mixture are the keys of a mapping.
+        for source in given if isinstance(given, (list, tuple, dict)) else [given]:
             if (
                 isinstance(source, (str, os.PathLike))
                 and os.fspath(source) not in examples

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -39,6 +39,10 @@ class DescribableDocuments(Protocol):
 
 class DescribableData(Protocol):
     """The interface of a PackedDataModule after ``setup`` that ``describe_data`` reads."""
+
+    @property
+    def mixture(self) -> Sequence[object]:
+        """What each source of a mixture has of an epoch, as objects whose text is a line; empty without a mixture."""
 
     @property
     def tokenizer(self) -> Any:
@@ -80,6 +84,9 @@ def describe_data(
             sections.append(
                 _describe_split(split, subset, packs, report=report, world_size=world_size, accumulate=num_per_step)
             )
+        if split == "train" and datamodule.mixture:
+            lines = [f"  {printable(str(source))}" for source in datamodule.mixture]
+            sections.append("\n".join(["mixture of an epoch:", *lines]))
     if not sections:
         raise DataError('The data module has no data yet. Call setup("fit") first.')
     shown = datamodule.subset("train") or datamodule.subset("val") or datamodule.subset("test")

@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from lightning_fastft.core.errors import DataError, OptionError, printable
 from lightning_fastft.packing.reading.arrow import read_arrow_rows
@@ -57,6 +57,7 @@ class Source(NamedTuple):
         counts: Unit of row numbers: "line" or "row".
         stamp: Modification stamp of a file whose fingerprint does not cover all bytes; "" otherwise.
         folder: Paths of images are relative to it; "" for the current folder.
+        entry: Number of the entry of a mixture that the source belongs to; 0 without a mixture.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Source(NamedTuple):
     counts: str = "row"
     stamp: str = ""
     folder: str = ""
+    entry: int = 0
 
 
 def open_sources(sources: object) -> list[Source]:
@@ -75,7 +77,8 @@ def open_sources(sources: object) -> list[Source]:
     Args:
         sources: A path of a file or folder, a glob pattern such as "data/*.jsonl.gz", an id of a hub data set
             ("owner/name", "owner/name:config" or "owner/name:config:split"; split "train" unless named), a
-            datasets.Dataset, a list of rows (dicts), or a list of these.
+            datasets.Dataset, a list of rows (dicts), or a list of these. The keys of a mapping are the sources of a
+            mixture; its values are not read.
 
     Returns:
         At least one source.
@@ -90,6 +93,8 @@ def open_sources(sources: object) -> list[Source]:
     """
     if _is_rows(sources):
         return [_open_rows(sources)]
+    if is_mixture(sources):
+        return [source._replace(entry=number) for number, given in enumerate(sources) for source in open_sources(given)]
     opened: list[Source] = []
     for source in sources if isinstance(sources, (list, tuple)) else [sources]:
         if isinstance(source, (str, os.PathLike)):
@@ -106,6 +111,11 @@ def open_sources(sources: object) -> list[Source]:
     if not opened:
         raise DataError("No data: the list of sources is empty.")
     return opened
+
+
+def is_mixture(sources: object) -> TypeGuard[Mapping[str, Any]]:
+    """Return whether training data is a mapping from sources to weights; the splits of a DatasetDict are none."""
+    return isinstance(sources, Mapping) and not hasattr(sources, "column_names")
 
 
 def _is_rows(value: object) -> bool:
