@@ -26,6 +26,7 @@ NO_ASSISTANT = "no assistant turn"
 EMPTY_TEXT = "empty text"
 TEMPLATE_REFUSED = "chat template refused the messages"
 TEMPLATE_UNCLEAR = "assistant tokens cannot be told apart"
+TEMPLATE_DROPS = "dropped by the chat template"
 LABELS_DIFFER = "labels are not the ids"
 ZERO_TOKENS = "zero tokens"
 ONE_TOKEN = "fewer than 2 tokens"  # noqa: S105 - no password

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _LOGGER = logging.getLogger(__name__)
 # Increase it if the same rows give other tokens. Checkpoints identify their data by the fingerprint, so a change of the
 # file format alone must not change it.
-_FINGERPRINT_VERSION = 1
+_FINGERPRINT_VERSION = 2
 
 
 def tokenize_sources(

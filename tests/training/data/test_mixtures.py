@@ -29,9 +29,9 @@ def test_shares_are_those_of_the_weights_and_every_example_is_trained(weights):
     assert np.allclose([source.share for source in sources], share_E)
     assert times_N.min() == 1
     # Repeats are spread over the examples of a source, and one source has none.
-    spread_E = [np.ptp(times_N[SOURCE_N == number]) for number in range(3)]
+    spread_E = [np.ptp(times_N[number == SOURCE_N]) for number in range(3)]
     assert max(spread_E) <= 1
-    assert 1 in [times_N[SOURCE_N == number].max() for number in range(3)]
+    assert 1 in [times_N[number == SOURCE_N].max() for number in range(3)]
     assert [source.num_trained for source in sources] == np.bincount(SOURCE_N, weights=times_N).tolist()
 
 
