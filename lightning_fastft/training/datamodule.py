@@ -289,7 +289,7 @@ class PackedDataModule(LightningDataModule):
         """
         if self.cache_dir is not None and self.trainer is not None and self.trainer.world_size > 1:
             for split in self._splits_of(self.trainer.state.fn):
-                self._read_rows(split, stopped_path=self._rejected_file(split))
+                self._read_rows(split, stopped_path=self.rejected_file(split))
 
     def setup(self, stage: str) -> None:
         """Tokenise (or open the cache), pack, and plan; called by the Trainer, or by hand.
@@ -458,7 +458,7 @@ class PackedDataModule(LightningDataModule):
         """Read a split once for each tokenizer."""
         if split in self._tokenized and self._tokenized[split][0] is self.tokenizer:
             return
-        path = self._rejected_file(split)
+        path = self.rejected_file(split)
         dataset = self._read_rows(split, rejected_path=path)
         report = dataset.report
         if path is not None and report.num_rejected:
@@ -487,7 +487,7 @@ class PackedDataModule(LightningDataModule):
             show_progress=self.show_progress,
         )
 
-    def _rejected_file(self, split: str) -> Path | None:
+    def rejected_file(self, split: str) -> Path | None:
         """Return the file of this split's rejected rows; None on ranks that write none."""
         if self.trainer is not None and self.trainer.global_rank != 0:
             return None
