@@ -73,7 +73,10 @@ class MessageShapes:
         return turn
 
     def _rename(self, name: str) -> str:
-        """Return the key under which the template reads the reasoning of a message; other keys unchanged."""
+        """Return the key under which the template reads the reasoning of a message; other keys unchanged.
+
+        Newer versions of transformers give templates all names; the tokens must not depend on the version.
+        """
         is_read = name not in REASONING or name in self._read_names or not self._read_names
         return name if is_read else self._read_names[0]
 

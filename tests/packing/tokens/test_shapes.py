@@ -3,13 +3,14 @@
 import json
 
 import pytest
+from jinja2 import Template
 
 from lightning_fastft.packing.rows import rejects
 from lightning_fastft.packing.rows.formats import FormatOptions
 from lightning_fastft.packing.rows.rejects import RowRejectedError
 from lightning_fastft.packing.tokens.chat import NOT_TRAINED
 from lightning_fastft.packing.tokens.formatter import Formatter
-from lightning_fastft.packing.tokens.shapes import REASONING_DROPPED, TOOLS_DROPPED
+from lightning_fastft.packing.tokens.shapes import REASONING_DROPPED, TOOLS_DROPPED, MessageShapes
 from tests.packing.conftest import MARKED, UNMARKED, build_tokenizer
 
 CONTENT = "{{ message.content }}"
@@ -146,6 +147,18 @@ def test_reasoning_is_given_under_the_name_that_the_template_reads(base, read, g
     assert REASONING_DROPPED in encode(base, {"messages": one})[1]
     rejected, _ = encode(template, {"messages": [one[0], {**one[1], given: ["hm"]}]})
     assert rejected.reason == rejects.WRONG_TYPE
+
+
+@pytest.mark.parametrize("read", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_is_renamed_where_transformers_does_not(read):
+    """Newer versions of transformers give each message all names; older ones do not."""
+    template = Template(
+        "{% for message in messages %}{{ message.content }}{{ message.NAME }}{% endfor %}".replace("NAME", read)
+    )
+    shapes = MessageShapes(lambda messages, tools: template.render(messages=messages))
+    for given in ("reasoning_content", "thinking", "reasoning"):
+        answer = {"role": "assistant", "content": "four", given: "hm", "weight": 0}
+        assert shapes.shape([answer]) == [{"role": "assistant", "content": "four", read: "hm"}]
 
 
 def test_reasoning_that_cannot_be_told_from_the_prompt_is_rejected():
