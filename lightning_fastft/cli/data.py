@@ -8,22 +8,29 @@ from pathlib import Path
 
 from lightning_fastft.cli.lightning_cli import FastFTCLI
 from lightning_fastft.cli.words import take_option
-from lightning_fastft.core.errors import MissingDependencyError, OptionError
-from lightning_fastft.packing.describe import describe_data, save_length_histogram
+from lightning_fastft.core.checks import check_replaceable
+from lightning_fastft.core.errors import OptionError
+from lightning_fastft.monitor.data_page import TITLE, render_data_page
+from lightning_fastft.packing.describe import describe_data
 from lightning_fastft.packing.reading.sources import REJECTED
+from lightning_fastft.packing.rows.rejects import read_rejects
+from lightning_fastft.packing.store.dataset import replace_file
 from lightning_fastft.training.data.trainer_facts import find_ranks
 from lightning_fastft.training.datamodule import PackedDataModule
 
 DEFAULT_FOLDER = "runs/data"
+PAGE = "data.html"
 
 
 def run_data(words: Sequence[str]) -> int:
-    """Print rows per format, rejects, lengths, packs and an example; write a histogram and rejected rows; return 0.
+    """Print rows per format, rejects, lengths, packs and an example; write a page and rejected rows; return 0.
 
     Args:
         words: Arguments of ``fastft fit``, and ``--out FOLDER`` for the files (default: ``runs/data``).
     """
     out, words = take_option(words, "--out", default=DEFAULT_FOLDER)
+    page = Path(out) / PAGE
+    check_replaceable("The page of fastft data (--out)", page, is_ours=lambda head: f"<title>{TITLE}".encode() in head)
     cli = FastFTCLI(words, run=False)
     data, trainer = cli.datamodule, cli.trainer
     if not isinstance(data, PackedDataModule):
@@ -33,19 +40,10 @@ def run_data(words: Sequence[str]) -> int:
     data.trainer = trainer
     data.rejected_path = data.rejected_path or str(Path(out) / REJECTED)
     data.setup("fit")
-    report = describe_data(
-        data,
-        world_size=find_ranks(trainer)[0],
-        accumulate=trainer.accumulate_grad_batches,
-        is_terminal=sys.stdout.isatty(),
-    )
-    sys.stdout.write(report + "\n")
-    train = data.subset("train")
-    assert train is not None
-    try:
-        sys.stdout.write(
-            f"\nlengths as a picture: {save_length_histogram(train.length_N, Path(out) / 'lengths.png')}\n"
-        )
-    except MissingDependencyError as error:
-        sys.stdout.write(f"\nno picture: {error}\n")
+    sizes = {"world_size": find_ranks(trainer)[0], "accumulate": trainer.accumulate_grad_batches}
+    sys.stdout.write(describe_data(data, is_terminal=sys.stdout.isatty(), **sizes) + "\n")
+    files = {split: path for split in ("train", "val") if (path := data.rejected_file(split)) is not None}
+    rejects = {split: (str(path), read_rejects(path)) for split, path in files.items()}
+    replace_file(page, render_data_page(data, rejects=rejects, **sizes).encode())
+    sys.stdout.write(f"\npage with all figures and examples: {page}\n")
     return 0

@@ -25,7 +25,8 @@ from lightning_fastft.cli.words import CONFIG_FOLDER, find_configs
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.core.status import render_status_table
 from lightning_fastft.packing.collate import Document, PackedBatch, collate
-from lightning_fastft.packing.reading.sources import SUFFIXES, open_sources
+from lightning_fastft.packing.reading.folders import is_local
+from lightning_fastft.packing.reading.sources import open_sources
 from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.distillation import DistillationTuner
 from lightning_fastft.training.reference import ADAPTERS_OFF, ReferenceTuner
@@ -168,18 +169,14 @@ def _check_sources(options: Mapping[str, Any], *, examples: set[str]) -> None:
     """Check that data files and folders exist and can be read; hub ids are not checked."""
     for name in SOURCES:
         given = options.get(name)
-        for source in given if isinstance(given, (list, tuple)) else [given]:
+        # The sources of a mixture are the keys of a mapping.
+        for source in given if isinstance(given, (list, tuple, dict)) else [given]:
             if (
                 isinstance(source, (str, os.PathLike))
                 and os.fspath(source) not in examples
-                and _is_local(os.fspath(source))
+                and is_local(os.fspath(source))
             ):
                 open_sources(source)
-
-
-def _is_local(source: str) -> bool:
-    path = Path(source).expanduser()
-    return path.exists() or path.suffix.lower() in SUFFIXES or path.is_absolute() or source.startswith((".", "~"))
 
 
 @contextmanager

@@ -165,10 +165,10 @@ def _read_config(name: str | None, line: _Line) -> bool:
     return True
 
 
-def _value_of(option: _Option) -> str | list[Any] | None:
-    """Return a text or a list that the parser takes as such; None for other values."""
+def _value_of(option: _Option) -> str | list[Any] | dict[Any, Any] | None:
+    """Return a text, a list or a mapping that the parser takes as such; None for other values."""
     value = _load(option.value or "")
-    return value if not option.appends and (value == option.value or isinstance(value, list)) else None
+    return value if not option.appends and (value == option.value or isinstance(value, (list, dict))) else None
 
 
 def _load(text: str) -> Any:
@@ -228,7 +228,8 @@ def _check_sources(command: str, line: _Line) -> None:
         value, is_in_file = line.values.get(("data", name), (None, False))
         if command not in commands or (is_in_file and command == "doctor"):
             continue
-        sources = value if isinstance(value, list) else [value]
+        # The sources of a mixture are the keys of a mapping.
+        sources = list(value) if isinstance(value, (list, dict)) else [value]
         if all(isinstance(source, str) for source in sources):
             for source in sources:
                 check_exists(source)

@@ -27,7 +27,7 @@ HELP = {
 fastft data --config NAME|FILE [--out FOLDER] [--key value ...]
 What the data module would do, without a model and without training: formats, rejected rows, lengths, packs, an example.
 
-  --out FOLDER              where a histogram and the rejected rows are written (runs/data)
+  --out FOLDER              where the page data.html and the rejected rows are written (runs/data)
 
 {_OPTIONS_OF_FIT}""",
     "doctor": f"""\

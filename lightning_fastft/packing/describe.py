@@ -1,16 +1,15 @@
-"""Describe the data of a data module as text and as a plot: rows, rejects, lengths, packs and a marked example."""
+"""Describe the data of a data module as text: rows, rejects, lengths, packs and a marked example."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from itertools import groupby, pairwise
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from lightning_fastft.core.checks import check_int
-from lightning_fastft.core.errors import DataError, MissingDependencyError, OptionError, printable
+from lightning_fastft.core.errors import DataError, printable
 from lightning_fastft.packing.document import IGNORED_LABEL, Document
 from lightning_fastft.packing.packs import Packs, split_to_multiple
 from lightning_fastft.packing.store.report import IngestReport
@@ -39,6 +38,10 @@ class DescribableDocuments(Protocol):
 
 class DescribableData(Protocol):
     """The interface of a PackedDataModule after ``setup`` that ``describe_data`` reads."""
+
+    @property
+    def mixture(self) -> Sequence[object]:
+        """What each source of a mixture has of an epoch, as objects whose text is a line; empty without a mixture."""
 
     @property
     def tokenizer(self) -> Any:
@@ -80,6 +83,9 @@ def describe_data(
             sections.append(
                 _describe_split(split, subset, packs, report=report, world_size=world_size, accumulate=num_per_step)
             )
+        if split == "train" and datamodule.mixture:
+            lines = [f"  {printable(str(source))}" for source in datamodule.mixture]
+            sections.append("\n".join(["mixture of an epoch:", *lines]))
     if not sections:
         raise DataError('The data module has no data yet. Call setup("fit") first.')
     shown = datamodule.subset("train") or datamodule.subset("val") or datamodule.subset("test")
@@ -135,9 +141,7 @@ def render_example(document: Document, tokenizer: Any, *, marks: tuple[str, str]
         >>> render_example(Document(np.array([5, 6, 7]), np.array([-100, 6, 7])), None)
         '5 ⟦6 7⟧'
     """
-    is_trained_T = document.labels != IGNORED_LABEL
-    is_trained_T[:1] = False
-    return _render_tokens(document.input_ids, is_trained_T, tokenizer, marks=marks, most=MAX_SHOWN_TOKENS)
+    return _render_tokens(document.input_ids, _find_trained(document), tokenizer, marks=marks, most=MAX_SHOWN_TOKENS)
 
 
 def render_completions(
@@ -162,6 +166,25 @@ def render_completions(
         rejected (1 token):
         ⟦7⟧
     """
+    segments = name_segments(document, formats=formats)
+    most = max(1, MAX_SHOWN_TOKENS // len(segments))
+    return "\n".join(
+        f"{name}:\n{_render_tokens(id_T, is_trained_T, tokenizer, marks=marks, most=most)}"
+        for name, id_T, is_trained_T in segments
+    )
+
+
+def name_segments(document: Document, *, formats: Collection[str]) -> list[tuple[str, np.ndarray, np.ndarray]]:
+    """Return the parts of an example: names, ids, and which tokens are trained; one part without a name if it has no
+    completions.
+
+    Args:
+        document: Ids and unshifted labels.
+        formats: Formats of the data set.
+    """
+    is_trained_T = _find_trained(document)
+    if not document.segment_lengths:
+        return [("", document.input_ids, is_trained_T)]
     named = set(formats) - {"none"}
     if named == {"preference"}:
         margin = f", margin {document.scores[0]:g}" if document.scores[0] else ""
@@ -175,32 +198,50 @@ def render_completions(
         score_name = SCORE_NAMES.get(named.pop(), "score") if len(named) == 1 else "score"
         scores = enumerate(document.scores, start=1)
         names = ["prompt", *(f"completion {number}, {score_name} {score:g}" for number, score in scores)]
-    lines = []
     end_M = np.cumsum(document.segment_lengths).tolist()
-    for name, begin, end in zip(names, [0, *end_M], end_M):
-        ids, is_trained = document.input_ids[begin:end], document.labels[begin:end] != IGNORED_LABEL
-        text = _render_tokens(ids, is_trained, tokenizer, marks=marks, most=max(1, MAX_SHOWN_TOKENS // len(names)))
-        lines.append(f"{name} ({count(end - begin, 'token')}):\n{text}")
-    return "\n".join(lines)
+    return [
+        (f"{name} ({count(end - begin, 'token')})", document.input_ids[begin:end], is_trained_T[begin:end])
+        for name, begin, end in zip(names, [0, *end_M], end_M)
+    ]
+
+
+def _find_trained(document: Document) -> np.ndarray:
+    """Return which tokens are trained: those with a label, without the first one, which is never predicted."""
+    is_trained_T: np.ndarray = document.labels != IGNORED_LABEL
+    is_trained_T[:1] = False
+    return is_trained_T
+
+
+def split_runs(id_T: np.ndarray, is_trained_T: np.ndarray, tokenizer: Any) -> list[tuple[bool, str]]:
+    """Return the text of tokens in runs that are trained or not, without control characters.
+
+    Args:
+        id_T: Token ids.
+        is_trained_T: Which of them are trained.
+        tokenizer: Decodes the ids; None shows the ids.
+    """
+    ids, is_trained, runs = id_T.tolist(), is_trained_T.tolist(), []
+    for trained, run in groupby(range(len(ids)), key=is_trained.__getitem__):
+        part = [ids[number] for number in run]
+        # Text of the data must not control the terminal.
+        text = (
+            " ".join(map(str, part))
+            if tokenizer is None
+            else printable(tokenizer.decode(part, skip_special_tokens=False), keeps_lines=True)
+        )
+        runs.append((trained, text))
+    return runs
 
 
 def _render_tokens(
     id_T: np.ndarray, is_trained_T: np.ndarray, tokenizer: Any, *, marks: tuple[str, str], most: int
 ) -> str:
     """Return the text of the first tokens with trained ones between marks, and how many are left."""
-    ids, is_trained = id_T[:most].tolist(), is_trained_T[:most].tolist()
-    pieces = []
-    for trained, run in groupby(range(len(ids)), key=is_trained.__getitem__):
-        part = [ids[number] for number in run]
-        # Remove control characters: text of the data must not control the terminal.
-        text = (
-            " ".join(map(str, part))
-            if tokenizer is None
-            else printable(tokenizer.decode(part, skip_special_tokens=False), keeps_lines=True)
-        )
-        pieces.append(f"{marks[0]}{text}{marks[1]}" if trained else text)
-    num_left = len(id_T) - len(ids)
-    return (" " if tokenizer is None else "").join(pieces) + (f" ... {num_left} more tokens" if num_left else "")
+    runs = split_runs(id_T[:most], is_trained_T[:most], tokenizer)
+    text = ("" if tokenizer is not None else " ").join(
+        f"{marks[0]}{part}{marks[1]}" if is_trained else part for is_trained, part in runs
+    )
+    return text + (f" ... {len(id_T) - most} more tokens" if len(id_T) > most else "")
 
 
 def render_length_histogram(length_N: np.ndarray) -> str:
@@ -211,52 +252,29 @@ def render_length_histogram(length_N: np.ndarray) -> str:
         1 - 1  ####################                     1
         2 - 2  ######################################## 2
     """
-    edges = _edges(length_N)
-    counts, _ = np.histogram(length_N, bins=edges)
-    labels = [f"{int(low)} - {int(high) - 1}" for low, high in pairwise(edges)]
-    width = max(map(len, labels))
+    ranges = count_lengths(length_N)
+    labels = [f"{low} - {high}" for low, high, _ in ranges]
+    width, most = max(map(len, labels)), max(count for _, _, count in ranges)
     lines = []
-    for label, count in zip(labels, counts.tolist()):
+    for label, (_, _, count) in zip(labels, ranges):
         # A range with at least one document shows at least one mark.
-        bar = "#" * max(round(BAR_WIDTH * count / max(1, counts.max())), int(count > 0))
+        bar = "#" * max(round(BAR_WIDTH * count / max(1, most)), int(count > 0))
         lines.append(f"{label:>{width}}  {bar:<{BAR_WIDTH}} {count}")
     return "\n".join(lines)
 
 
-def save_length_histogram(length_N: np.ndarray, path: str | Path) -> Path:
-    """Plot the document lengths to a PNG file and return its path.
+def count_lengths(length_N: np.ndarray) -> list[tuple[int, int, int]]:
+    """Return ranges of lengths (first, last) from the shortest to the longest, with the number of documents of each.
 
-    Args:
-        length_N: Tokens of each document.
-        path: The file; its folder is made.
-
-    Raises:
-        MissingDependencyError: matplotlib is not installed.
-        OptionError: The file cannot be written.
+    Example:
+        >>> count_lengths(np.array([1, 2, 2]))
+        [(1, 1, 1), (2, 2, 2)]
     """
-    try:
-        # The figure classes need no display and no global state, unlike pyplot.
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingDependencyError(
-            "The histogram needs matplotlib: pip install matplotlib. The same numbers are in the text."
-        ) from error
-    path = Path(path)
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    axes = figure.subplots()
-    axes.hist(length_N, bins=min(60, max(1, int(np.ptp(length_N)) + 1)), color="#3465a4")
-    axes.set_xlabel("tokens per example")
-    axes.set_ylabel("examples")
-    axes.set_title(f"{len(length_N)} examples, {int(np.sum(length_N))} tokens, longest {int(np.max(length_N))}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        FigureCanvasAgg(figure).print_png(str(path))
-    except OSError as error:
-        raise OptionError(
-            f"{path} cannot be written: {error.strerror or error}. Name another folder, --out FOLDER."
-        ) from error
-    return path
+    low, high = int(length_N.min()), int(length_N.max())
+    step = -(-(high - low + 1) // NUM_BINS)
+    edges = np.arange(low, high + step + 1, step)
+    counts, _ = np.histogram(length_N, bins=edges)
+    return [(begin, end - 1, count) for (begin, end), count in zip(pairwise(edges.tolist()), counts.tolist())]
 
 
 def _describe_split(
@@ -271,8 +289,6 @@ def _describe_split(
     length_N = subset.length_N
     num_tokens = int(length_N.sum())
     num_needed = -(-num_tokens // packs.max_tokens)
-    num_all = len(split_to_multiple(packs, length_N, multiple=world_size * (accumulate or 1)))
-    num_extra = num_all - len(packs)
     middle, high = np.percentile(length_N, [50, 99])
     lines = [f"{split}:"]
     if report is not None:
@@ -288,16 +304,31 @@ def _describe_split(
     ]
     if subset.documents.completions is not None:
         lines.insert(-1, _describe_sharing(subset))
+    lines.append(describe_split_epoch(subset, packs, world_size=world_size, accumulate=accumulate))
+    return "\n".join(filter(None, lines))
+
+
+def describe_split_epoch(subset: DescribableDocuments, packs: Packs, *, world_size: int, accumulate: int | None) -> str:
+    """Return a line on the packs and optimizer steps of an epoch of a split; "" if there is nothing to say.
+
+    Args:
+        subset: Documents of the split.
+        packs: Their packs.
+        world_size: Number of data-parallel ranks.
+        accumulate: Micro-batches per optimizer step; None for evaluation.
+    """
+    num_all = len(split_to_multiple(packs, subset.length_N, multiple=world_size * (accumulate or 1)))
+    num_extra = num_all - len(packs)
     if accumulate is not None:
-        lines.append(
-            describe_epoch(num_packs=num_all, num_extra_packs=num_extra, world_size=world_size, accumulate=accumulate)
+        return describe_epoch(
+            num_packs=num_all, num_extra_packs=num_extra, world_size=world_size, accumulate=accumulate
         )
-    elif num_extra:
-        lines.append(
-            f"{count(num_all, 'pack')} ({num_extra} more by splitting), so that {count(world_size, 'rank')} get equal "
-            "numbers"
-        )
-    return "\n".join(lines)
+    if not num_extra:
+        return ""
+    return (
+        f"{count(num_all, 'pack')} ({num_extra} more by splitting), so that {count(world_size, 'rank')} get equal "
+        "numbers"
+    )
 
 
 def _describe_sharing(subset: DescribableDocuments) -> str:
@@ -315,10 +346,3 @@ def _describe_sharing(subset: DescribableDocuments) -> str:
         f"{count(num_completions, 'completion')}: {shared} tokens with shared prompts, {repeated} "
         f"without, {100 * (1 - shared / repeated):.1f} % saved"
     )
-
-
-def _edges(length_N: np.ndarray) -> np.ndarray:
-    """Return integer bin edges from the shortest to the longest document, in equal steps."""
-    low, high = int(length_N.min()), int(length_N.max())
-    step = -(-(high - low + 1) // NUM_BINS)
-    return np.arange(low, high + step + 1, step)

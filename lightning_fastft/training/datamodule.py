@@ -24,12 +24,15 @@ from lightning_fastft.packing.store.dataset import TokenizedDataset
 from lightning_fastft.packing.store.report import render_counts
 from lightning_fastft.packing.stream import DocumentSubset, PackedLoader, PlannedStream, ResumedLoader
 from lightning_fastft.training.data.images import find_image_encoder, make_document_images
+from lightning_fastft.training.data.mixtures import MixedSource, mix_sources
 from lightning_fastft.training.data.options import (
+    check_paths,
     check_plan_options,
     check_reading_options,
     check_sources,
     count_processes,
     find_cache_dir,
+    find_weights,
 )
 from lightning_fastft.training.data.position import align_position, check_ranks_agree, compare_plans, describe_plan
 from lightning_fastft.training.data.resizing import Resized, plan_rest, read_resized, resize
@@ -67,15 +70,18 @@ class PackedDataModule(LightningDataModule):
     training goes on bit for bit.
 
     Args:
-        paths: Training data: a file or folder (.jsonl, .json, .parquet, .csv), a hub data set id, a list of them, rows,
-            or a datasets.Dataset.
+        paths: Training data: a file (.jsonl, .json, .csv, also compressed with .gz, .bz2, .xz or .zst; .parquet), a
+            folder of files or of ``save_to_disk``, a glob pattern such as ``data/*.jsonl.gz``, a hub data set id, a
+            list of them, rows, or a datasets.Dataset. Files of a folder or pattern are sorted by name. A mapping such
+            as ``{a.jsonl: 0.7, b.jsonl: 0.3}`` mixes sources: the weights are shares of the tokens of an epoch, which
+            trains each example at least once and repeats examples of the sources whose weight asks for more.
         val_paths: Validation data, in the same forms.
         test_paths: Test data, in the same forms.
         predict_paths: Data for ``trainer.predict``, in the same forms. Packs come in the same order every time, each
             rank has its share of them, and ``batch.numbers`` are the numbers of a pack's examples, from 0, among those
             that were accepted.
-        val_share: Share of the training examples held out for validation where val_paths is not given; chosen by
-            position and seed.
+        val_share: Share of the training examples held out for validation; chosen by position and seed. Unused where
+            val_paths is given.
         tokenizer: Tokenizer or processor, its hub id or its folder; None takes ``tokenizer`` (and for images
             ``processor``) of the LightningModule.
         max_tokens: Length of a pack in tokens.
@@ -124,7 +130,7 @@ class PackedDataModule(LightningDataModule):
 
     def __init__(
         self,
-        paths: str | list[str] | list[dict[str, Any]] | Any,
+        paths: str | list[str] | dict[str, float] | list[dict[str, Any]] | Any,
         *,
         val_paths: str | list[str] | list[dict[str, Any]] | Any = None,
         test_paths: str | list[str] | list[dict[str, Any]] | Any = None,
@@ -164,12 +170,12 @@ class PackedDataModule(LightningDataModule):
             rejected_path=rejected_path,
             show_progress=show_progress,
         )
-        check_sources(
-            {"paths": paths, "val_paths": val_paths, "test_paths": test_paths, "predict_paths": predict_paths}
-        )
+        check_paths(paths)
+        check_sources({"val_paths": val_paths, "test_paths": test_paths, "predict_paths": predict_paths})
         check_tokenizer(tokenizer)
         if val_share and val_paths is not None:
-            raise OptionError(f"val_share={val_share} and val_paths are both given; give one of them.")
+            rank_zero_info(f"val_paths replaces val_share={val_share}: no training example is held out.")
+            val_share = 0.0
         self.options = FormatOptions(
             format=format,
             columns=columns,
@@ -197,6 +203,8 @@ class PackedDataModule(LightningDataModule):
         self._sources = {"train": paths, "val": val_paths, "test": test_paths, "predict": predict_paths}
         self._given_tokenizer = tokenizer
         self._tokenizer: Any = tokenizer_of(tokenizer)
+        self._weights = find_weights(paths)
+        self._mixture: list[MixedSource] = []
         self._tokenized: dict[str, tuple[Any, TokenizedDataset]] = {}
         self._subsets: dict[str, DocumentSubset] = {}
         self._packs: dict[str, Packs] = {}
@@ -255,6 +263,11 @@ class PackedDataModule(LightningDataModule):
         """
         return self._packs.get(check_choice("split", split, SPLITS))
 
+    @property
+    def mixture(self) -> list[MixedSource]:
+        """What each source of a mixture has of an epoch, after ``setup("fit")``; empty without a mixture."""
+        return self._mixture
+
     def find_examples(self, index: int) -> tuple[str, list[int]]:
         """Return where the examples of one micro-batch of this rank come from, and their numbers, from 0, among those
         that were accepted there.
@@ -281,7 +294,7 @@ class PackedDataModule(LightningDataModule):
         """
         if self.cache_dir is not None and self.trainer is not None and self.trainer.world_size > 1:
             for split in self._splits_of(self.trainer.state.fn):
-                self._read_rows(split, stopped_path=self._rejected_file(split))
+                self._read_rows(split, stopped_path=self.rejected_file(split))
 
     def setup(self, stage: str) -> None:
         """Tokenise (or open the cache), pack, and plan; called by the Trainer, or by hand.
@@ -402,9 +415,11 @@ class PackedDataModule(LightningDataModule):
 
     def _describe_plan(self) -> dict[str, Any]:
         subset = self._subsets["train"]
-        options = {"val_share": self.val_share, "max_tokens": self.max_tokens, "seed": self.seed}
+        options: dict[str, Any] = {"val_share": self.val_share, "max_tokens": self.max_tokens, "seed": self.seed}
         if subset.documents.completions is not None:
             options |= {"share_prompts": subset.shares_prompts, "adds_mismatched": subset.adds_mismatched}
+        if self._weights is not None:
+            options["weights"] = list(self._weights.values())
         return describe_plan(self.plan, content_digest=subset.documents.content_digest, **options)
 
     def _make_plan(self, *, sizes: tuple[int, int] | None = None, packs: Packs | None = None) -> StepPlan:
@@ -448,7 +463,7 @@ class PackedDataModule(LightningDataModule):
         """Read a split once for each tokenizer."""
         if split in self._tokenized and self._tokenized[split][0] is self.tokenizer:
             return
-        path = self._rejected_file(split)
+        path = self.rejected_file(split)
         dataset = self._read_rows(split, rejected_path=path)
         report = dataset.report
         if path is not None and report.num_rejected:
@@ -477,7 +492,7 @@ class PackedDataModule(LightningDataModule):
             show_progress=self.show_progress,
         )
 
-    def _rejected_file(self, split: str) -> Path | None:
+    def rejected_file(self, split: str) -> Path | None:
         """Return the file of this split's rejected rows; None on ranks that write none."""
         if self.trainer is not None and self.trainer.global_rank != 0:
             return None
@@ -505,6 +520,8 @@ class PackedDataModule(LightningDataModule):
             is_held_out_N = choose_held_out(len(datasets["train"]), share=self.val_share, seed=self.seed)
             subsets["train"] = self._make_subset(datasets["train"], np.flatnonzero(~is_held_out_N))
             subsets["val"] = self._make_subset(datasets["train"], np.flatnonzero(is_held_out_N))
+        if self._weights is not None and len(subsets.get("train", ())):
+            subsets["train"] = self._mix(subsets["train"], weights=self._weights)
         for split, subset in subsets.items():
             held = self._subsets.get(split)
             if held is not None and held.is_like(subset):
@@ -516,6 +533,16 @@ class PackedDataModule(LightningDataModule):
                 )
             self._subsets[split] = subset
             self._packs[split] = pack_best_fit_decreasing(subset.length_N, max_tokens=self.max_tokens)
+
+    def _mix(self, subset: DocumentSubset, *, weights: Mapping[str, float]) -> DocumentSubset:
+        """Return the documents that an epoch of a mixture trains, repeats included."""
+        dataset = self._tokenized["train"][1]
+        number_N = np.arange(len(dataset)) if subset.index_N is None else subset.index_N
+        source_N = np.repeat(np.arange(len(weights)), dataset.report.documents_per_entry)[number_N]
+        index_M, self._mixture = mix_sources(weights, length_N=subset.length_N, source_N=source_N, seed=self.seed)
+        for source in self._mixture:
+            rank_zero_info(f"mixture: {printable(str(source))}")
+        return self._make_subset(dataset, number_N[index_M])
 
     def _make_subset(
         self, dataset: TokenizedDataset, index_N: np.ndarray | None = None, *, may_add: bool = True

@@ -311,7 +311,10 @@ def test_data_describes_without_training(folder, demo_files, capsys):
     assert "40 rows, 40 examples" in text
     assert "fill" in text
     assert "⟦" in text
-    assert [path.name for path in (folder / "pictures").iterdir()] == ["lengths.png"]
+    assert [path.name for path in (folder / "pictures").iterdir()] == ["data.html"]
+    (folder / "pictures" / "data.html").write_text("mine")
+    assert main(["data", *tiny_words(demo_files), "--out", "pictures"]) == 1
+    assert "which no run wrote" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -335,7 +338,7 @@ def test_data_describes_prompts_and_completions(folder, demo_files, capsys):
 @pytest.mark.parametrize(
     ("words", "path"), [([], "pictures/rejected.jsonl"), (["--data.rejected_path", "mine.jsonl"], "mine.jsonl")]
 )
-def test_data_writes_rejected_rows_beside_its_picture(words, path, folder, demo_files, caplog):
+def test_data_writes_rejected_rows_beside_its_page(words, path, folder, demo_files, caplog):
     caplog.set_level(logging.INFO, logger="lightning.pytorch")
     rows = demo_files.train.read_text() + '{"messages": []}\n'
     (folder / "rows.jsonl").write_text(rows)

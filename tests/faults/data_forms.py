@@ -392,9 +392,8 @@ FORMS = (
         "wrong type",
     ),
     Form("an answer in an array", file("a.json", json.dumps(CHAT * 3)), CHAT_TEXTS * 3),
-    Form(
-        "arguments as JSON text", file("a.jsonl", lines(call(json.dumps({"a": None})))), ['"{\\"a\\": null}"<|im_end|>']
-    ),
+    Form("arguments as JSON text", file("a.jsonl", lines(call(json.dumps({"a": None})))), ['{"a": null}<|im_end|>']),
+    Form("arguments that are no JSON", file("a.jsonl", lines(call("f(3)"))), "malformed JSON"),
     Form("tools as JSON text", file("a.jsonl", lines(CHAT[0] | {"tools": json.dumps([{"name": "f"}])})), CHAT_TEXTS),
     Form("tools that are no JSON", file("a.jsonl", lines(CHAT[0] | {"tools": "f()"})), "JSON"),
     Form("a null for a content", file("a.jsonl", chat(("user", "a"), ("assistant", None))), "wrong type"),

@@ -1,15 +1,12 @@
-import builtins
-
 import numpy as np
 import pytest
 
-from lightning_fastft.core.errors import DataError, MissingDependencyError
+from lightning_fastft.core.errors import DataError
 from lightning_fastft.packing.describe import (
     describe_data,
     render_completions,
     render_example,
     render_length_histogram,
-    save_length_histogram,
 )
 from lightning_fastft.packing.document import Document
 from lightning_fastft.training.datamodule import PackedDataModule
@@ -142,22 +139,3 @@ def test_text_histogram_counts_every_document(lengths):
     assert sum(int(line.split()[-1]) for line in lines) == len(lengths)
     assert len(lines) <= 12
     assert "#" in lines[0]
-
-
-def test_histogram_is_a_png(tmp_path):
-    pytest.importorskip("matplotlib")
-    path = save_length_histogram(np.array([3, 4, 4, 9]), tmp_path / "new" / "lengths.png")
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_histogram_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
-    real_import = builtins.__import__
-
-    def refuse(name, *args, **kwargs):
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return real_import(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(MissingDependencyError, match="pip install matplotlib"):
-        save_length_histogram(np.array([3]), tmp_path / "lengths.png")

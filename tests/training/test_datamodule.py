@@ -501,6 +501,13 @@ class TestEvaluation:
         # Rows added at the end leave the choice among the old ones as it was.
         assert (parts["more"][1][parts["more"][1] < 1000] == val_N).all()
 
+    def test_val_paths_replace_the_held_out_share(self, caplog):
+        with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
+            data = make_data(val_share=0.5, val_paths=make_rows(7, seed=9))
+        data.setup("fit")
+        assert (len(data.subset("train")), len(data.subset("val"))) == (len(make_rows()), 7)
+        assert "val_paths replaces val_share=0.5" in caplog.text
+
     def test_a_small_share_still_holds_out_one_row(self):
         data = make_data(rows=make_rows(5), val_share=0.001)
         data.setup("fit")
@@ -617,7 +624,10 @@ class TestOptions:
         ("options", "word"),
         [
             ({"val_share": 1.5}, "val_share"),
-            ({"val_share": 0.1, "val_paths": []}, "both given"),
+            ({"rows": {"a.jsonl": 0.0}}, "weight of a.jsonl"),
+            ({"rows": {"a.jsonl": "much"}}, "weight of a.jsonl"),
+            ({"rows": {}}, "empty mapping"),
+            ({"val_paths": {"a.jsonl": 0.5}}, "val_paths"),
             ({"num_workers": -1}, "num_workers"),
             ({"pin_memory": "yes"}, "pin_memory"),
             ({"seed": -3}, "seed"),

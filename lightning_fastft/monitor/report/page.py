@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from lightning_fastft.monitor.report.drawing import draw_columns, draw_curve, draw_lane, layer_kind, moment_kind
 
-_STYLE = """
+STYLE = """
 :root { color-scheme: light dark; --page: #f6f7f9; --card: #fff; --text: #1b1f24; --soft: #57606a; --line: #d8dee4;
   --blue: #2563c9;
   --green: #1a7f4b;
@@ -285,8 +285,7 @@ def render_page(data: Mapping[str, Any]) -> str:
     Returns:
         A self-contained HTML page without scripts, links or network addresses.
     """
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    environment.filters.update(number=_show_number, percent=_show_percent)
+    environment = make_environment()
     environment.globals.update(
         draw_curve=draw_curve,
         draw_columns=draw_columns,
@@ -294,7 +293,14 @@ def render_page(data: Mapping[str, Any]) -> str:
         layer_kind=layer_kind,
         moment_kind=moment_kind,
     )
-    return environment.from_string(_BODY).render(**data, style=Markup(_STYLE))  # noqa: S704 - a constant of this file
+    return environment.from_string(_BODY).render(**data, style=Markup(STYLE))  # noqa: S704 - a constant of this file
+
+
+def make_environment() -> Environment:
+    """Return the environment of the pages of this package: everything is escaped, and names must be known."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment.filters.update(number=_show_number, percent=_show_percent)
+    return environment
 
 
 def _show_number(value: float | None, form: str) -> str:

@@ -1,22 +1,31 @@
 """Open sources of rows: text and Parquet files, folders of them, saved data sets, hub data sets, and lists of rows.
 
-``text_files`` reads the rows of text files, ``arrow`` those of tables.
+``folders`` finds files, ``text_files`` reads the rows of text files, ``arrow`` those of tables.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from lightning_fastft.core.errors import DataError, OptionError, printable
 from lightning_fastft.packing.reading.arrow import read_arrow_rows
+from lightning_fastft.packing.reading.folders import (
+    ALLOWED,
+    SAVED,
+    SAVED_SPLITS,
+    SUFFIXES,
+    find_in_folder,
+    find_matches,
+    is_local,
+    is_pattern,
+    is_saved,
+)
 from lightning_fastft.packing.reading.text_files import (
-    COMPRESSED,
     RawRow,
     check_beginning,
     count_lines,
@@ -28,30 +37,6 @@ from lightning_fastft.packing.reading.text_files import (
 )
 from lightning_fastft.packing.rows.parsing import BOM
 
-_LOGGER = logging.getLogger(__name__)
-
-SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv")
-_ALLOWED = f"{', '.join(SUFFIXES)} (text files also compressed: {', '.join(COMPRESSED)})"
-# Suffixes of unsupported data files. A folder with such a file is an error; other files are skipped.
-_OTHER_DATA = (
-    ".zst",
-    ".zip",
-    ".tar",
-    ".tgz",
-    ".7z",
-    ".arrow",
-    ".feather",
-    ".orc",
-    ".tsv",
-    ".xls",
-    ".xlsx",
-    ".pkl",
-    ".pickle",
-    ".db",
-    ".sqlite",
-)
-# Files of datasets.Dataset.save_to_disk.
-_SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"
 # Files up to this size are hashed completely, at about 1.2 GB/s; of larger files, blocks at regular offsets.
 WHOLE_FINGERPRINT_BYTES = 2**30
 _FINGERPRINT_BLOCKS, _BLOCK_BYTES = 64, 2**20
@@ -72,6 +57,7 @@ class Source(NamedTuple):
         counts: Unit of row numbers: "line" or "row".
         stamp: Modification stamp of a file whose fingerprint does not cover all bytes; "" otherwise.
         folder: Paths of images are relative to it; "" for the current folder.
+        entry: Number of the entry of a mixture that the source belongs to; 0 without a mixture.
     """
 
     name: str
@@ -82,22 +68,24 @@ class Source(NamedTuple):
     counts: str = "row"
     stamp: str = ""
     folder: str = ""
+    entry: int = 0
 
 
 def open_sources(sources: object) -> list[Source]:
-    """Return the sources to read; the files of a folder are sorted.
+    """Return the sources to read; the files of a folder and of a glob pattern are sorted.
 
     Args:
-        sources: A path of a file or folder, an id of a hub data set ("owner/name", "owner/name:config" or
-            "owner/name:config:split"; split "train" unless named), a datasets.Dataset, a list of rows (dicts), or a
-            list of these.
+        sources: A path of a file or folder, a glob pattern such as "data/*.jsonl.gz", an id of a hub data set
+            ("owner/name", "owner/name:config" or "owner/name:config:split"; split "train" unless named), a
+            datasets.Dataset, a list of rows (dicts), or a list of these. The keys of a mapping are the sources of a
+            mixture; its values are not read.
 
     Returns:
         At least one source.
 
     Raises:
-        DataError: A file is missing, empty or of an unknown kind, a folder has no data files, or a data set cannot be
-            loaded.
+        DataError: A file is missing, empty or of an unknown kind, a folder or a pattern has no data files, or a data
+            set cannot be loaded.
         OptionError: sources has another type.
 
     Cost:
@@ -105,6 +93,8 @@ def open_sources(sources: object) -> list[Source]:
     """
     if _is_rows(sources):
         return [_open_rows(sources)]
+    if is_mixture(sources):
+        return [source._replace(entry=number) for number, given in enumerate(sources) for source in open_sources(given)]
     opened: list[Source] = []
     for source in sources if isinstance(sources, (list, tuple)) else [sources]:
         if isinstance(source, (str, os.PathLike)):
@@ -121,6 +111,11 @@ def open_sources(sources: object) -> list[Source]:
     if not opened:
         raise DataError("No data: the list of sources is empty.")
     return opened
+
+
+def is_mixture(sources: object) -> TypeGuard[Mapping[str, Any]]:
+    """Return whether training data is a mapping from sources to weights; the splits of a DatasetDict are none."""
+    return isinstance(sources, Mapping) and not hasattr(sources, "column_names")
 
 
 def _is_rows(value: object) -> bool:
@@ -156,6 +151,8 @@ def stamp_file(path: Path) -> str:
 
 
 def _open_path(given: str) -> list[Source]:
+    if is_pattern(given):
+        return [source for match in find_matches(given) for source in _open_path(str(match))]
     path = Path(given).expanduser()
     if path.is_dir():
         return _open_folder(path, given=given)
@@ -166,75 +163,35 @@ def _open_path(given: str) -> list[Source]:
 
 
 def check_exists(given: str) -> None:
-    """Check that there is a file or folder; what may be a hub id is not checked.
+    """Check that there is a file or folder, or a match of a glob pattern; what may be a hub id is not checked.
 
     Raises:
         DataError: There is none.
     """
     path = Path(given).expanduser()
-    is_local = file_kind(path) in SUFFIXES or path.is_absolute() or given.startswith((".", "~"))
-    if is_local and not path.is_dir() and not path.is_file():
+    if is_pattern(given):
+        find_matches(given)
+    elif is_local(given) and not path.is_dir() and not path.is_file():
         raise DataError(f"There is no file or folder {given} (searched from {Path.cwd()}).")
 
 
 def _open_folder(path: Path, *, given: str) -> list[Source]:
-    if (path / _SAVED_SPLITS).is_file():
-        splits = sorted(entry.name for entry in path.iterdir() if (entry / _SAVED).is_file()) or ["none"]
+    if (path / SAVED_SPLITS).is_file():
+        splits = sorted(entry.name for entry in path.iterdir() if (entry / SAVED).is_file()) or ["none"]
+        first = "train" if "train" in splits else splits[0]
         raise DataError(
-            f"{given} is a saved data set with the splits {', '.join(splits)}. Give one of them, for example "
-            f"{path / splits[0]}."
+            f"{given} is a saved data set with the splits {', '.join(splits)}. Give the folder of one of them, for "
+            f"example {path / first}."
         )
-    if (path / _SAVED).is_file():
+    if is_saved(path):
         return [_open_saved(path)]
-    files = sorted(file for file in _walk_files(path) if not _is_no_data(file, root=path))
-    chosen = [file for file in files if file_kind(file) in SUFFIXES]
-    others = [file.relative_to(path) for file in files if file not in set(chosen)]
-    unread = [str(file) for file in others if file.suffix.lower() in (*_OTHER_DATA, *COMPRESSED)]
-    if unread:
-        raise DataError(
-            f"The folder {given} has {len(unread)} files in an unsupported format, for example {unread[0]}. Supported "
-            f"are {_ALLOWED}. Convert or remove the others, or list the files to train on."
-        )
-    if not chosen:
-        raise DataError(f"The folder {given} has no file that ends in {_ALLOWED}.")
-    if others:
-        _LOGGER.info(
-            "%s: skipped %d files that are not data, for example %s.",
-            printable(given),
-            len(others),
-            printable(str(others[0])),
-        )
-    return [_open_file(file) for file in chosen]
-
-
-def _walk_files(folder: Path) -> Iterator[Path]:
-    """Yield all files of a folder tree; follow links, and visit each folder once."""
-    seen: set[str] = set()
-    for root, folders, names in os.walk(folder, followlinks=True, onerror=_refuse_folder):
-        seen.add(os.path.realpath(root))
-        folders[:] = [name for name in folders if os.path.realpath(Path(root, name)) not in seen]
-        for name in names:
-            path = Path(root, name)
-            if path.is_file():
-                yield path
-            elif file_kind(path) in SUFFIXES and not name.startswith((".", "_")):
-                raise DataError(f"{path} is not a regular file (a broken link or a device). Repair or remove it.")
-
-
-def _refuse_folder(error: OSError) -> None:
-    raise DataError(f"The folder {error.filename} cannot be read: {error.strerror}.") from error
-
-
-def _is_no_data(file: Path, *, root: Path) -> bool:
-    """Return whether a file is hidden or an output of this package: rejected rows or a cache entry."""
-    is_hidden = any(part.startswith((".", "_")) for part in file.relative_to(root).parts)
-    return is_hidden or file.match("rejected*.jsonl") or (file.parent / "ids.bin").exists()
+    return [_open_file(file) for file in find_in_folder(path, given=given)]
 
 
 def _open_file(path: Path) -> Source:
     kind = file_kind(path)
     if kind not in SUFFIXES:
-        raise DataError(f"{path} has the suffix {path.suffix or '(none)'}. Supported are {_ALLOWED}.")
+        raise DataError(f"{path} has the suffix {path.suffix or '(none)'}. Supported are {ALLOWED}.")
     try:
         if path.stat().st_size == 0:
             raise DataError(f"{path} is empty: 0 bytes.")

@@ -14,7 +14,7 @@ import lzma
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from io import TextIOWrapper
+from io import BufferedReader, TextIOWrapper
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -22,8 +22,21 @@ from lightning_fastft.core.errors import DataError
 from lightning_fastft.packing.rows.parsing import BOM
 from lightning_fastft.packing.rows.rejects import FIELD_COUNT, MALFORMED, NOT_UTF8, Raw, UnreadableRow
 
+
+def _open_zstd(path: Path, mode: str) -> IO[bytes]:
+    """Open a zstd file for reading with pyarrow, which ``datasets`` brings; the standard library has no zstd yet."""
+    import pyarrow
+
+    return BufferedReader(pyarrow.input_stream(path, compression="zstd"))
+
+
 # Compressed text is decompressed while it is read; Parquet files compress themselves.
-COMPRESSED: Mapping[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+COMPRESSED: Mapping[str, Callable[..., Any]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    ".zst": _open_zstd,
+}
 
 # Magic bytes of files with a wrong suffix.
 _BEGINNINGS = (

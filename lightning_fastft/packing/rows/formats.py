@@ -21,7 +21,7 @@ COLUMNS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "messages": (("messages",), ("tools", "images", "image")),
     "conversations": (("conversations",), ("system", "tools", "images", "image")),
-    "prompt_completion": (("prompt", "completion"), ("images", "image")),
+    "prompt_completion": (("prompt", "completion"), ("tools", "images", "image")),
     "instruction": (("instruction", "output"), ("input",)),
     "input_ids": (("input_ids",), ("labels",)),
     "text": (("text",), ()),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_fastft.packing.rows.parsing import check_text
+from lightning_fastft.packing.rows.parsing import check_text, parse_json
 from lightning_fastft.packing.rows.rejects import (
     EMPTY_MESSAGES,
     NO_ASSISTANT,
@@ -16,6 +16,8 @@ from lightning_fastft.packing.rows.rejects import (
 
 # A turn with one of these keys at 0 or false is not trained: OpenAI's name, and those of other trainers.
 TRAINED_FLAGS = ("weight", "train", "training", "loss")
+# Keys of the reasoning that comes before an answer: a template reads one of them.
+REASONING = ("reasoning_content", "thinking", "reasoning")
 # Types of message parts that are images.
 IMAGE_PARTS = frozenset({"image", "image_url"})
 KNOWN_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
@@ -32,7 +34,8 @@ def check_messages(value: object, *, column: str = "messages", needs_assistant: 
     """Return the messages of a conversation, without null keys and with content as one string, or as a list of parts
     if one of them is an image.
 
-    An untrained message has ``weight`` 0; other messages have no weight.
+    An untrained message has ``weight`` 0. A message of another role than the assistant's has ``weight`` 1 if a flag
+    asks to train it; other messages have no weight.
 
     Args:
         value: The value of the row.
@@ -128,8 +131,40 @@ def _check_message(value: object, *, where: str) -> dict[str, Any]:
         if content is None:
             raise RowRejectedError(WRONG_TYPE, f"{where} has no content")
         check_text(content, column=f"{where}.content", may_be_empty=may_be_empty)
+    _check_reasoning(message, where=where)
+    _check_calls(message, where=f"{where}.tool_calls")
     _take_weight(message, where=where)
     return message
+
+
+def _check_reasoning(message: dict[str, Any], *, where: str) -> None:
+    """Check that reasoning is text, and drop an empty one."""
+    for name in REASONING:
+        if name in message and not check_text(message[name], column=f"{where}.{name}", may_be_empty=True).strip():
+            del message[name]
+
+
+def _check_calls(message: dict[str, Any], *, where: str) -> None:
+    """Check that tool calls are objects whose arguments are an object or its JSON text."""
+    if not message.get("tool_calls"):
+        message.pop("tool_calls", None)
+        return
+    calls = message["tool_calls"]
+    if not isinstance(calls, (list, tuple)):
+        raise RowRejectedError(WRONG_TYPE, f"{where} must be a list, got {type(calls).__name__}")
+    for number, call in enumerate(calls):
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping):
+            raise RowRejectedError(WRONG_TYPE, f"{where}[{number}] must be an object with name and arguments")
+        arguments = function.get("arguments", {})
+        try:
+            value = parse_json(arguments.encode("utf-8", "surrogatepass")) if isinstance(arguments, str) else arguments
+        except RowRejectedError as error:
+            raise RowRejectedError(error.reason, f"{where}[{number}]: its arguments: {error.detail}") from None
+        if not isinstance(value, Mapping):
+            raise RowRejectedError(
+                WRONG_TYPE, f"{where}[{number}]: its arguments must be a JSON object, got {type(value).__name__}"
+            )
 
 
 def _check_parts(content: Sequence[Any], *, where: str) -> list[dict[str, Any]]:
@@ -148,10 +183,12 @@ def _check_parts(content: Sequence[Any], *, where: str) -> list[dict[str, Any]]:
 
 
 def _take_weight(message: dict[str, Any], *, where: str) -> None:
-    """Replace the trained flags of a message by ``weight`` 0 if any flag is off, and by nothing otherwise."""
+    """Replace the trained flags of a message by ``weight``, as ``check_messages`` describes it."""
     flags = [(name, message.pop(name)) for name in TRAINED_FLAGS if name in message]
     for name, flag in flags:
         if flag not in (0, 1):
             raise RowRejectedError(WRONG_TYPE, f"{where}.{name} must be 0 or 1, got {flag!r}")
     if not all(flag for _, flag in flags):
         message["weight"] = 0
+    elif flags and message["role"] != "assistant":
+        message["weight"] = 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_fastft.core.errors import DataError
@@ -26,6 +27,7 @@ NO_ASSISTANT = "no assistant turn"
 EMPTY_TEXT = "empty text"
 TEMPLATE_REFUSED = "chat template refused the messages"
 TEMPLATE_UNCLEAR = "assistant tokens cannot be told apart"
+TEMPLATE_DROPS = "dropped by the chat template"
 LABELS_DIFFER = "labels are not the ids"
 ZERO_TOKENS = "zero tokens"
 ONE_TOKEN = "fewer than 2 tokens"  # noqa: S105 - no password
@@ -89,6 +91,13 @@ class Reject(NamedTuple):
     def to_json(self) -> str:
         """Return one line of JSON without a line feed."""
         return json.dumps(self._asdict(), ensure_ascii=True).replace("\x7f", "\\u007f")
+
+
+def read_rejects(path: Path) -> list[Reject]:
+    """Return the rejected rows of a file; none if there is no such file."""
+    if not path.is_file():
+        return []
+    return [Reject(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def is_rejects(head: bytes) -> bool:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _LOGGER = logging.getLogger(__name__)
 # Increase it if the same rows give other tokens. Checkpoints identify their data by the fingerprint, so a change of the
 # file format alone must not change it.
-_FINGERPRINT_VERSION = 1
+_FINGERPRINT_VERSION = 2
 
 
 def tokenize_sources(
@@ -50,7 +50,7 @@ def tokenize_sources(
     the other rows are kept.
 
     Args:
-        sources: Files, folders, hub ids, data sets or lists of rows; see open_sources.
+        sources: Files, folders, hub ids, data sets, lists of rows or a mixture; see open_sources.
         tokenizer: A Hugging Face tokenizer; None if all rows have input_ids.
         options: Options for turning rows into tokens.
         cache_dir: Folder of cache entries; None keeps tokens in memory.
@@ -152,8 +152,10 @@ def _fingerprint(
 
 
 def _name_entry(sources: list[Source], *, fingerprint: str) -> str:
-    """Return the name of a cache entry, which depends on the content and on the source names in its report."""
-    named = [fingerprint, *([source.name, source.stamp] for source in sources)]
+    """Return the name of a cache entry, which depends on the content, and on names and entries in its report."""
+    named: list[object] = [fingerprint, *([source.name, source.stamp] for source in sources)]
+    if any(source.entry for source in sources):
+        named.append([source.entry for source in sources])
     return hashlib.sha256(json.dumps(named).encode()).hexdigest()[:32]
 
 

@@ -119,6 +119,9 @@ class Ingest:
         formatter = Formatter(setup.tokenizer, options=setup.options, vocab_size=setup.vocab_size, images=setup.images)
         self._images = ImageWriter(files.images)
         chunks = make_chunks(sources, formatter=formatter, options=self._setup.options)
+        # Results come in the order of the sources, and each source has one first chunk.
+        entry, entries = 0, iter([source.entry for source in sources])
+        per_entry = self._report.documents_per_entry = [0] * (1 + max(source.entry for source in sources))
         try:
             with (
                 _progress(sources, is_shown=show_progress) as advance,
@@ -127,6 +130,8 @@ class Ingest:
                 for result in results:
                     self._judge(result)
                     self._append(result, files)
+                    entry = next(entries) if result.is_first else entry
+                    per_entry[entry] += len(result.length_N)
                     advance(result.num_seen)
             files.trained.write(np.packbits(self._pending_bits).tobytes())
             self._finish_report()

@@ -21,6 +21,7 @@ class IngestReport:
         num_blank_lines: Blank lines.
         rows_per_format: Rows by format.
         rows_per_source: Rows by file or data set.
+        documents_per_entry: Examples kept of each source of a mixture; one number without a mixture.
         rejects: Rejected rows by reason.
         num_too_long: Rows of more than max_tokens.
         num_truncated: Of these, rows that were truncated and kept.
@@ -41,6 +42,7 @@ class IngestReport:
     num_blank_lines: int = 0
     rows_per_format: dict[str, int] = field(default_factory=dict)
     rows_per_source: dict[str, int] = field(default_factory=dict)
+    documents_per_entry: list[int] = field(default_factory=list)
     rejects: dict[str, int] = field(default_factory=dict)
     num_too_long: int = 0
     num_truncated: int = 0

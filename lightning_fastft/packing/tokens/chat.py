@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import compress
 from pathlib import Path
@@ -21,6 +21,7 @@ from lightning_fastft.core.errors import DataError
 from lightning_fastft.packing.rows.rejects import TEMPLATE_REFUSED, TEMPLATE_UNCLEAR, WRONG_TYPE, RowRejectedError
 from lightning_fastft.packing.tokens.control_tokens import QUOTED_CONTROL, USED_CONTROL, ControlTokens, Rendered
 from lightning_fastft.packing.tokens.deadline import template_deadline
+from lightning_fastft.packing.tokens.shapes import MessageShapes, as_parts, find_dropped, read_reasoning
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,11 +41,8 @@ _TEMPLATE_ERRORS = (
 # Inserted into a content to find it in the rendered text: private-use characters, which the text must not contain.
 _SENTINEL = "\ue0f1\ue0f2\ue0f1"
 
-
-# Contents that no template filter changes.
-_PROBES = {"user": "40917263", "assistant": "58126934"}
-
 TRAINED_ANYWAY = "rows with turns of weight 0, which loss_on='all' trains"
+NOT_TRAINED = "rows with turns of weight 1 that are not the assistant's, which loss_on='completion' does not train"
 
 
 def read_template(tokenizer: PreTrainedTokenizerBase, chosen: str | None) -> str | None:
@@ -100,8 +98,7 @@ class ChatRenderer:
         self.special_ids = frozenset({*tokenizer.all_special_ids, *added})
         self._end_marks = tuple(sorted({*tokenizer.all_special_tokens, *added.values()}, key=len, reverse=True))
         self.controls = ControlTokens(tokenizer)
-        self._needs_parts: bool | None = None
-        self._drops_answers = False
+        self._shapes = MessageShapes(lambda messages, tools: self._apply(messages, tools=tools))
 
     def render(
         self, messages: Sequence[dict[str, Any]], *, num_context_turns: int = 0, tools: object = None
@@ -122,12 +119,16 @@ class ChatRenderer:
         answers = [message for message in messages if message["role"] == "assistant"]
         if any(message.get("weight") == 0 for message in answers) and self._loss_on == "all":
             notes.append(TRAINED_ANYWAY)
+        if any(message.get("weight") == 1 for message in messages) and self._loss_on != "all":
+            notes.append(NOT_TRAINED)
         is_wanted = [message.get("weight", 1) != 0 for message in answers]
         for number in range(sum(message["role"] == "assistant" for message in messages[:num_context_turns])):
             is_wanted[number] = False
         turns, tool_list, found = self.controls.quote(messages, tool_list)
         notes += found
-        rendered = self._render(self._shape(turns), is_wanted=is_wanted, tools=tool_list)
+        shaped = self._shapes.shape(turns)
+        rendered = self._render(shaped, is_wanted=is_wanted, tools=tool_list)
+        notes += find_dropped(rendered.text, shaped, tool_list)
         if QUOTED_CONTROL in found and not self.controls.can_read_as_text(rendered):
             notes[notes.index(QUOTED_CONTROL)] = USED_CONTROL
             return self.controls.unquote(rendered)._replace(notes=tuple(notes))
@@ -147,35 +148,6 @@ class ChatRenderer:
             if len(rendered.spans) == len(is_wanted):
                 return rendered._replace(spans=tuple(compress(rendered.spans, is_wanted)))
         return self._render_unmarked(messages, is_wanted=is_wanted, tools=tools)
-
-    def _shape(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return messages without weights, with content as parts if the template drops strings."""
-        if self._needs_parts is None:
-            as_text, as_parts = self._find_kept(lambda text: text), self._find_kept(_as_parts)
-            self._needs_parts = as_text != _PROBES.keys() and as_parts == _PROBES.keys()
-            # If the template raises on the probe, its error is reported with the first row.
-            self._drops_answers = (
-                as_text is not None and "assistant" not in as_text and "assistant" not in (as_parts or ())
-            )
-        if self._drops_answers and any(
-            message["role"] == "assistant" and message.get("content") for message in messages
-        ):
-            raise RowRejectedError(TEMPLATE_UNCLEAR, "the template drops the content of assistant turns")
-        turns = [{name: value for name, value in message.items() if name != "weight"} for message in messages]
-        if self._needs_parts:
-            turns = [
-                turn | {"content": _as_parts(turn["content"])} if isinstance(turn.get("content"), str) else turn
-                for turn in turns
-            ]
-        return turns
-
-    def _find_kept(self, shape: Callable[[str], Any]) -> set[str] | None:
-        """Return the roles whose content in this shape the template renders; None if it raises."""
-        try:
-            text = self._apply([{"role": role, "content": shape(word)} for role, word in _PROBES.items()], tools=None)
-        except RowRejectedError:
-            return None
-        return {role for role, word in _PROBES.items() if word in text}
 
     def _render_marked(self, messages: Sequence[dict[str, Any]], *, tools: list[Any] | None) -> Rendered:
         recorder = _CharacterTokenizer(self._tokenizer)
@@ -222,12 +194,22 @@ class ChatRenderer:
                     "assistant turns located by their generation prompt (the chat template has no generation marks)"
                 ] += 1
                 return len(asked)
+        if self._shows_reasoning(messages, number, tools=tools):
+            # It comes before the content, where no sentinel finds it.
+            return None
         place = self._find_mark(messages, number, text=text, tools=tools, before=True)
         if place is not None:
             self._notes[
                 "assistant turns located by a sentinel (the chat template renders them differently if others follow)"
             ] += 1
         return place
+
+    def _shows_reasoning(self, messages: Sequence[dict[str, Any]], number: int, *, tools: list[Any] | None) -> bool:
+        """Return whether the template renders the reasoning of a turn."""
+        names = read_reasoning(messages[number])
+        marked = [*messages]
+        marked[number] = messages[number] | dict.fromkeys(names, _SENTINEL)
+        return bool(names) and _SENTINEL in self._apply(marked, tools=tools)
 
     def _find_end(
         self, messages: Sequence[dict[str, Any]], number: int, *, text: str, tools: list[Any] | None
@@ -254,7 +236,7 @@ class ChatRenderer:
         words = content if isinstance(content, str) else "".join(part["text"] for part in content)
         marked = [*messages]
         words = _SENTINEL + words if before else words + _SENTINEL
-        marked[number] = {**messages[number], "content": words if isinstance(content, str) else _as_parts(words)}
+        marked[number] = {**messages[number], "content": words if isinstance(content, str) else as_parts(words)}
         place_text = self._apply(marked, tools=tools)
         place = place_text.find(_SENTINEL)
         return place if place >= 0 and place_text[:place] + place_text[place + len(_SENTINEL) :] == text else None
@@ -301,10 +283,6 @@ class _Characters(dict[str, Any]):
 
     def char_to_token(self, batch: int, character: int) -> int:
         return character
-
-
-def _as_parts(text: str) -> list[dict[str, str]]:
-    return [{"type": "text", "text": text}]
 
 
 def _check_tools(tools: object) -> list[Any] | None:

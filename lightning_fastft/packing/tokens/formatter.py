@@ -238,9 +238,11 @@ class Formatter:
             messages = read_conversation(row["conversations"], system=row.get("system"))
             return self._render_chat(messages, tools=row.get("tools"), column=column)
         if format == "prompt_completion" and not isinstance(row["prompt"], str):
-            return self._render_turns(row["prompt"], row["completion"], column=column)
+            return self._render_turns(row["prompt"], row["completion"], tools=row.get("tools"), column=column)
         if column:
             raise RowRejectedError(WRONG_TYPE, "a prompt with images must be a list of messages")
+        if row.get("tools"):
+            raise RowRejectedError(WRONG_TYPE, "a prompt with tools must be a list of messages")
         return self._render_text(row, format=format), []
 
     def _render_text(self, row: Mapping[str, Any], *, format: str) -> Rendered:
@@ -262,13 +264,13 @@ class Formatter:
         )
 
     def _render_turns(
-        self, prompt: object, completion: object, *, column: list[object]
+        self, prompt: object, completion: object, *, tools: object, column: list[object]
     ) -> tuple[Rendered, list[object]]:
         if not (isinstance(prompt, (list, tuple)) and isinstance(completion, (list, tuple))):
             raise unlike(prompt, completion, column="completion")
         turns = check_messages(prompt, column="prompt", needs_assistant=False)
         answers = check_messages(completion, column="completion")
-        return self._render_chat(turns + answers, num_context_turns=len(turns), column=column)
+        return self._render_chat(turns + answers, num_context_turns=len(turns), tools=tools, column=column)
 
     def _render_pair(self, prompt: str, completion: str) -> Rendered:
         begin = 0 if self._options.loss_on == "all" else len(prompt)

@@ -6,9 +6,11 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from lightning_fastft.core.checks import check_bool, check_choice, check_int, check_path, check_share
+from lightning_fastft.core.checks import check_bool, check_choice, check_float, check_int, check_path, check_share
 from lightning_fastft.core.errors import OptionError
+from lightning_fastft.packing.reading.sources import is_mixture
 
 MAX_PROCESSES = 8
 # More than any machine has cores: a larger number is a slip.
@@ -19,6 +21,23 @@ def check_sources(sources: Mapping[str, object]) -> None:
     """Check the values that name data, by their option."""
     for name, source in sources.items():
         check_source(name, source)
+
+
+def check_paths(paths: object) -> None:
+    """Check the training data, which may be a mixture: a mapping from sources to weights."""
+    if not is_mixture(paths):
+        check_source("paths", paths)
+        return
+    if not paths:
+        raise OptionError("paths is an empty mapping. Give each source with its weight, such as {a.jsonl: 0.7}.")
+    for source, weight in paths.items():
+        check_path("A source in paths", source)
+        check_float(f"The weight of {source} in paths", weight, low=1e-9)
+
+
+def find_weights(paths: Any) -> dict[str, float] | None:
+    """Return the weights of a mixture; None for other training data."""
+    return dict(paths) if is_mixture(paths) else None
 
 
 def check_source(name: str, source: object) -> None:

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_fastft.core.errors import DataError
 from lightning_fastft.packing.needs import DataNeeds
+from lightning_fastft.packing.reading.sources import is_mixture
 from lightning_fastft.packing.rows.formats import TUNERS
 from lightning_fastft.packing.step_plan import mix_bits
 from lightning_fastft.packing.store.dataset import TokenizedDataset
@@ -31,6 +32,8 @@ def find_needs(module: LightningModule | None) -> DataNeeds | None:
 
 def name_source(source: object) -> str:
     """Return how messages name a source."""
+    if is_mixture(source):
+        return " and ".join(map(repr, source))
     return repr(source) if isinstance(source, (str, Path)) else type(source).__name__
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+from functools import partial
 
 import pytest
 
@@ -249,13 +250,16 @@ def test_every_row_of_an_array_on_one_line_is_trained(tmp_path, plain_tokenizer)
     assert [json.loads(line)["line"] for line in (tmp_path / "r").read_text().splitlines()] == [51]
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz"])
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
 def test_compressed_text_is_read_and_damage_in_it_is_named(tmp_path, suffix):
     import bz2
     import gzip
     import lzma
 
-    compress = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}[suffix]
+    import pyarrow
+
+    zstd = partial(pyarrow.Codec("zstd").compress, asbytes=True)
+    compress = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstd}[suffix]
     packed = [
         write(tmp_path / f"{plain.name}{suffix}", compress(plain.read_bytes()))
         for plain in (
@@ -273,7 +277,7 @@ def test_compressed_text_is_read_and_damage_in_it_is_named(tmp_path, suffix):
         [read(source) for source in open_sources(packed[0])]
 
 
-@pytest.mark.parametrize("name", ["b.jsonl.zst", "b.arrow", "sub/b.tsv", "b.zip", "b.txt.gz"])
+@pytest.mark.parametrize("name", ["b.txt.zst", "b.arrow", "sub/b.tsv", "b.zip", "b.txt.gz"])
 def test_folder_with_data_in_a_form_that_is_not_read_is_refused(tmp_path, name):
     write_jsonl(tmp_path / "a.jsonl")
     write(tmp_path / "README.md", "about")
@@ -282,6 +286,44 @@ def test_folder_with_data_in_a_form_that_is_not_read_is_refused(tmp_path, name):
     write(tmp_path / name, "x")
     with pytest.raises(DataError, match=name):
         open_sources(tmp_path)
+
+
+def test_pattern_gives_sorted_files_and_the_files_of_folders(tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("data/sub", "data/.hidden"):
+        (tmp_path / name).mkdir(parents=True)
+        write_jsonl(tmp_path / name / "c.jsonl")
+    for name in ("b.jsonl", "a.jsonl", "a[1].jsonl", "rejected.jsonl", "d.ndjson"):
+        write_jsonl(tmp_path / "data" / name)
+    write(tmp_path / "data" / "README.md", "about")
+    datasets.Dataset.from_list(VALUES).save_to_disk("data/saved")
+
+    def names(pattern):
+        return [os.path.relpath(source.name, "data") for source in open_sources(pattern)]
+
+    assert names("data/*.jsonl") == ["a.jsonl", "a[1].jsonl", "b.jsonl"]
+    every = ["a.jsonl", "a[1].jsonl", "b.jsonl", "d.ndjson", "saved", "sub/c.jsonl"]
+    assert names("data/*") == names("./data/**") == every
+    assert names("data/a[1].jsonl") == ["a[1].jsonl"]
+    assert names(["data/[ab].jsonl", "data/d*"]) == ["a.jsonl", "b.jsonl", "d.ndjson"]
+
+
+def test_folder_with_two_names_is_read_once(tmp_path):
+    (tmp_path / "b").mkdir()
+    write_jsonl(tmp_path / "b" / "x.jsonl")
+    (tmp_path / "a").symlink_to("b")
+    assert [os.path.relpath(source.name, tmp_path) for source in open_sources(tmp_path)] == ["a/x.jsonl"]
+
+
+@pytest.mark.parametrize("pattern", ["data/*.jsonl.gz", "data/*.md", "nowhere/*.jsonl"])
+def test_pattern_without_a_match_shows_the_folder(tmp_path, monkeypatch, pattern):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data" / "sub").mkdir(parents=True)
+    write(tmp_path / "data" / "README.md", "about")
+    with pytest.raises(DataError, match="no folder" if "nowhere" in pattern else r"README\.md, sub/"):
+        open_sources(pattern)
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])

@@ -353,4 +353,4 @@ def test_template_that_leaves_answers_out_is_rejected():
     )
     _, rejected = encode(template, conversation(*TURNS))
     assert isinstance(rejected, RowRejectedError)
-    assert rejected.reason == rejects.TEMPLATE_UNCLEAR
+    assert rejected.reason == rejects.TEMPLATE_DROPS
