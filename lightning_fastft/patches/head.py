@@ -177,7 +177,8 @@ def install_head(model: PreTrainedModel, patcher: ModelPatcher, *, output_logits
     for announcer in dict.fromkeys((decoder, find_decoder(model))):
         handle = announcer.register_forward_pre_hook(link.arm, with_kwargs=True)
         patcher.add_undo(handle.remove)
-    return Status(STATUS_NAME, "active", f"logits of labelled rows in chunks, V = {heads[0].weight.shape[0]}")
+    weight: Any = heads[0].weight
+    return Status(STATUS_NAME, "active", f"logits of labelled rows in chunks, V = {weight.shape[0]}")
 
 
 def check_objective(model: PreTrainedModel) -> None:
