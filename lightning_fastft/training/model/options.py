@@ -82,7 +82,8 @@ def _check_folders(
         check_string("adapter", adapter)
         if lora is not None:
             raise OptionError("adapter brings the configuration of its folder: remove lora, or remove adapter.")
-    if isinstance(frozen_adapters, str) or not all(isinstance(folder, str) for folder in frozen_adapters or ()):
+    is_list = frozen_adapters is None or isinstance(frozen_adapters, (list, tuple))
+    if not is_list or not all(isinstance(folder, str) for folder in frozen_adapters or ()):
         raise OptionError(f"frozen_adapters must be a list of folders, got {frozen_adapters!r}.")
     if frozen_adapters and lora is None and adapter is None:
         raise OptionError("frozen_adapters are not trained: give lora or adapter for the adapter that is.")
