@@ -251,6 +251,7 @@ def test_loftq_makes_up_for_what_nf4_loses(bases, tmp_path):
         assert json.load(file)["init_lora_weights"] is True
 
 
+@pytest.mark.slow(seconds=5)
 def test_eva_takes_the_directions_of_the_first_packs(bases, tmp_path):
     lora = {**LORA, "r": 2, "init_lora_weights": "eva", "eva_config": {"rho": 2.0}}
     module, look, _ = train(bases["untied"], tmp_path, lora=lora)
