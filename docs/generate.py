@@ -328,9 +328,17 @@ def _describe_public(name: str, value: Any) -> list[str]:
     """Return the section of one public name."""
     sections = parse_docstring(inspect.getdoc(value) or "")
     lines = [f"## {name}\n", *sections["Summary"], ""]
-    signature = inspect.signature(value.__init__ if inspect.isclass(value) else value)
     meanings = read_meanings(value)
-    options = [parameter for parameter in signature.parameters.values() if parameter.name in meanings]
+    parameters = dict(inspect.signature(value.__init__ if inspect.isclass(value) else value).parameters)
+    if meanings.get("options") == f"Options of ``{name}``.":
+        # Its base is no public name: list the base's options here.
+        del parameters["options"]
+        parameters |= {
+            key: option
+            for key, option in inspect.signature(value.__base__.__init__).parameters.items()
+            if key not in parameters
+        }
+    options = [parameter for parameter in parameters.values() if parameter.name in meanings]
     if options:
         lines += ["| option | type | default | meaning |", "|---|---|---|---|"]
         lines += [

@@ -63,6 +63,13 @@ def run_export(words: Sequence[str]) -> int:
 
     check_free(question.out)
     module, notes = _open(question)
+    if not question.is_merged:
+        if module.hparams.get("frozen_adapters"):
+            raise OptionError(
+                f"The adapters in {question.source} were trained beside frozen ones and fit only a base with those. "
+                "Add --merge to write the base with all adapters."
+            )
+        module.to_plain_lora()
     if question.server and module.has_adapters and not question.is_merged:
         from lightning_fastft.hf.read_back import check_for_vllm
 
@@ -150,11 +157,12 @@ def _open_checkpoint(question: _Question) -> tuple[FineTuner, list[str]]:
     import torch
 
     from lightning_fastft.training.fine_tuner import FineTuner
+    from lightning_fastft.training.tuner import Tuner
 
     content = _read_checkpoint(question.source)
     trained = content["fastft_base"]
     # Options of the loss belong to the run, not to the model.
-    known = inspect.signature(FineTuner.__init__).parameters
+    known = inspect.signature(Tuner.__init__).parameters
     options = {name: value for name, value in content["hyper_parameters"].items() if name in known}
     has_adapters = options.get("lora") is not None
     if question.is_merged and not has_adapters:

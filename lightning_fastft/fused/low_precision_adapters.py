@@ -239,6 +239,11 @@ def install_low_precision_adapters(
 
 def _judge(layers: dict[str, LoraLayer], *, served: dict[str, LoraLayer], compute_dtype: torch.dtype) -> Status:
     """Return the status: whether low-precision copies are needed, and for which layers."""
+    # PEFT's own forward runs variants and biases (_plain_adapter).
+    num_variants = sum(bool(layer.lora_variant) or any(layer.lora_bias.values()) for layer in served.values())
+    if num_variants == len(layers) > 0:
+        reason = f"PEFT's own forward for {num_variants} LoRA layers: a variant such as DoRA, or a bias"
+        return Status(STATUS_NAME, "inactive", reason)
     # Wrappers around routed experts have copies in another layout (moe/adapters.py).
     routed = {name: layer for name, layer in layers.items() if isinstance(layer, RoutedWrapper)}
     others = _count_types([layer for name, layer in layers.items() if name not in served and name not in routed])

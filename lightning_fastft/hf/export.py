@@ -23,6 +23,8 @@ from lightning_fastft.core.errors import (
 from lightning_fastft.hf.expert_nf4_tensor import ExpertsNF4
 from lightning_fastft.hf.families import num_decoder_layers
 from lightning_fastft.hf.loading.source import auto_class
+from lightning_fastft.hf.lora import trained_adapters
+from lightning_fastft.hf.lora_init import ADAPTER, Initial, convert_config, convert_state
 from lightning_fastft.hf.lora_targets import find_lost_names
 from lightning_fastft.hf.read_back import ADAPTER_WEIGHTS, check_read_back
 
@@ -123,13 +125,24 @@ def check_readable(model: PeftModel) -> None:
         )
 
 
-def save_adapters(model: PeftModel, folder: Path, *, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-    """Write a plain PEFT folder; stock PEFT reads the new files back before they replace the old ones.
+def save_adapters(
+    model: PeftModel,
+    folder: Path,
+    *,
+    state_dict: dict[str, torch.Tensor] | None = None,
+    initial: Initial | None = None,
+) -> None:
+    """Write the trained adapters as a plain PEFT folder; stock PEFT reads the new files back before they replace the
+    old ones.
+
+    As in PEFT, the adapter "default" is written to the folder itself, any other to a subfolder of its name. Adapters
+    that are not trained are written only where none is trained.
 
     Args:
         model: A PEFT model; it is not changed.
         folder: Created if missing; files of the same names are replaced.
         state_dict: The gathered state of a sharded model; None for the model's own state.
+        initial: The first adapters, where their initialisation changed the base; plain LoRA is written then.
 
     Raises:
         CheckpointNotSavedError: The adapters cannot be written, or differ when read back; the folder does not change.
@@ -140,13 +153,35 @@ def save_adapters(model: PeftModel, folder: Path, *, state_dict: dict[str, torch
     with saving(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with part_beside(folder, is_folder=True) as part:
-            # "auto" would ask the hub whether the vocabulary was resized, which never happens here.
-            model.save_pretrained(str(part), save_embedding_layers=False, state_dict=state_dict)
-            check_read_back(model, part, state_dict=state_dict)
-            folder.mkdir(exist_ok=True)
-            for file in sorted(part.iterdir()):
-                os.replace(file, folder / file.name)
+            with _saved_as_plain(model, initial=initial):
+                if initial is not None:
+                    state_dict = convert_state(state_dict or dict(model.named_parameters()), initial=initial)
+                names = trained_adapters(model)
+                # "auto" would ask the hub whether the vocabulary was resized, which never happens here.
+                model.save_pretrained(
+                    str(part), save_embedding_layers=False, state_dict=state_dict, selected_adapters=names
+                )
+                for name in names:
+                    place = part if name == ADAPTER else part / name
+                    check_read_back(model, place, adapter=name, state_dict=state_dict)
+            for file in sorted(path for path in part.rglob("*") if path.is_file()):
+                target = folder / file.relative_to(part)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(file, target)
         sync_folder(folder)
+
+
+@contextmanager
+def _saved_as_plain(model: PeftModel, *, initial: Initial | None) -> Iterator[None]:
+    """Give a model the configuration of converted adapters inside a block."""
+    lora: Any = model.peft_config.get(ADAPTER)
+    if initial is not None:
+        model.peft_config[ADAPTER] = convert_config(lora)
+    try:
+        yield
+    finally:
+        if initial is not None:
+            model.peft_config[ADAPTER] = lora
 
 
 def export_adapters(model: PeftModel, out: Path, *, tokenizer: PreTrainedTokenizerBase | None) -> Exported:

@@ -50,6 +50,13 @@ def tuner_layers(root: nn.Module) -> list[BaseTunerLayer]:
     return [module for module in root.modules() if isinstance(module, BaseTunerLayer)]
 
 
+def trained_adapters(model: PeftModel) -> list[str]:
+    """Return the names of the adapters with trained weights; of all adapters if none has any."""
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    names = list(model.peft_config)
+    return [name for name in names if any(f".{name}" in parameter for parameter in trained)] or names
+
+
 def add_adapters(model: PreTrainedModel, *, lora: LoraConfig, adapter_dtype: torch.dtype, seed: int = 0) -> PeftModel:
     """Return the model with LoRA adapters and a frozen base.
 
@@ -71,7 +78,6 @@ def add_adapters(model: PreTrainedModel, *, lora: LoraConfig, adapter_dtype: tor
         LoRA, arXiv 2106.09685.
     """
     from peft import TaskType, get_peft_model
-    from peft.tuners.lora import LoraLayer
 
     check_patterns(lora, [name for name, _ in model.named_modules()])
     lora, _ = copy_with_targets(model, lora)
@@ -83,12 +89,19 @@ def add_adapters(model: PreTrainedModel, *, lora: LoraConfig, adapter_dtype: tor
             adapted = get_peft_model(model, lora, autocast_adapter_dtype=adapter_dtype == torch.float32)
         except _REFUSALS as error:
             raise OptionError(f"lora does not match {type(model).__name__}: {error or repr(error)}") from error
-    for layer in adapted.modules():
+    cast_adapters(adapted, adapter_dtype)
+    return adapted
+
+
+def cast_adapters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the trained Parameters of every adapted layer."""
+    from peft.tuners.lora import LoraLayer
+
+    for layer in model.modules():
         if isinstance(layer, LoraLayer):
             for parameter in layer.parameters():
                 if parameter.requires_grad:
-                    parameter.data = parameter.data.to(adapter_dtype)
-    return adapted
+                    parameter.data = parameter.data.to(dtype)
 
 
 def parse_lora(lora: LoraConfig | Mapping[str, Any]) -> LoraConfig:
@@ -126,6 +139,11 @@ def parse_lora(lora: LoraConfig | Mapping[str, Any]) -> LoraConfig:
             "help(peft.LoraConfig)."
         )
     try:
+        if lora.get("init_lora_weights") == "loftq":
+            # PEFT asks for scipy here, which its LoftQ needs and ours does not.
+            config = LoraConfig(**{**lora, "init_lora_weights": True, "loftq_config": {}})
+            config.init_lora_weights, config.loftq_config = "loftq", dict(lora.get("loftq_config") or {})
+            return _check_fields(config)
         return _check_fields(LoraConfig(**lora))
     except OptionError:
         raise

@@ -230,10 +230,11 @@ def describe_adapters(model: PeftModel, lora: LoraConfig, *, found: DefaultTarge
     named = [targets] if isinstance(targets, str) else sorted(targets or ())
     named += sorted(lora.target_parameters or ())
     shown = f"{', '.join(named[:MOST_SHOWN])}{', ...' if len(named) > MOST_SHOWN else ''}"
+    frozen = len(model.peft_config) - 1
     skipped = "" if found is None else ", ".join(f"{number} {reason}" for reason, number in found.skipped.items())
     return (
         f"{count:,} trained weights ({count / max(1, total):.2%}), r = {lora.r} on {shown}"
-        f"{f'; without: {skipped}' if skipped else ''}"
+        f"{f'; without: {skipped}' if skipped else ''}{f'; other adapters: {frozen}' if frozen else ''}"
     )
 
 

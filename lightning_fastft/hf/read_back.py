@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
     from peft import LoraConfig, PeftModel
 
+# Parts of the names of what PEFT saves with an adapter.
+_PARTS = (".lora_", ".modules_to_save.", ".trainable_tokens_delta.")
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 # Values of max_lora_rank in vllm.config.lora.
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -36,15 +39,22 @@ _VLLM_IGNORES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def check_read_back(model: PeftModel, folder: Path, *, state_dict: Mapping[str, torch.Tensor] | None = None) -> int:
-    """Compare the adapters of a folder, as stock PEFT reads them, with the model; return the number of tensors.
+def check_read_back(
+    model: PeftModel,
+    folder: Path,
+    *,
+    adapter: str = "default",
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+) -> int:
+    """Compare an adapter of a folder, as stock PEFT reads it, with the model; return the number of tensors.
 
-    PEFT loads them onto a base without memory with the same code as onto a real base. Every tensor must have its name
-    and value, and every layer its scale.
+    PEFT loads it onto a base without memory with the same code as onto a real base. Every tensor must have its name
+    and value, copies of whole modules and rows of tokens too, and every layer its scale.
 
     Args:
         model: The PEFT model that was saved; it is not changed.
         folder: The folder that was written.
+        adapter: Name of the adapter.
         state_dict: The gathered state of a sharded model; None for the model's own state.
 
     Raises:
@@ -56,16 +66,25 @@ def check_read_back(model: PeftModel, folder: Path, *, state_dict: Mapping[str, 
     from peft import PeftModel
     from safetensors import safe_open
 
-    again = PeftModel.from_pretrained(_build_bare(model.get_base_model()), str(folder), torch_device="cpu")
+    bare = _build_bare(model.get_base_model())
+    again = PeftModel.from_pretrained(bare, str(folder), adapter_name=adapter, torch_device="cpu")
     held = dict(model.named_parameters()) if state_dict is None else state_dict
     found = dict(again.named_parameters())
-    expected = {name: tensor for name, tensor in held.items() if ".lora_" in name}
+    expected = {
+        name: tensor for name, tensor in held.items() if f".{adapter}" in name and any(part in name for part in _PARTS)
+    }
     with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
         num_written = sum(".lora_" in key for key in file.keys())  # noqa: SIM118 - safe_open is no mapping
-    wrong = [] if num_written == len(expected) else [f"{num_written} of {len(expected)} tensors"]
+    num_factors = sum(".lora_" in name for name in expected)
+    wrong = [] if num_written == num_factors else [f"{num_written} of {num_factors} tensors"]
     wrong += [name for name, tensor in expected.items() if name not in found or not _is_equal(found[name], tensor)]
-    scales = _scales(again)
-    wrong += [name for name, scale in _scales(model).items() if scales.get(name) != scale]
+    scales = _scales(again, adapter)
+    # Doubled ranks and scales of rsLoRA may differ in the last bit.
+    wrong += [
+        name
+        for name, scale in _scales(model, adapter).items()
+        if not math.isclose(scales.get(name, math.nan), scale, rel_tol=1e-12)
+    ]
     if wrong or not expected:
         raise CheckpointNotSavedError(
             f"{folder} was not written: stock PEFT reads other values than were saved: {list_names(sorted(wrong))}."
@@ -90,11 +109,13 @@ def _is_equal(found: torch.Tensor, saved: torch.Tensor) -> bool:
     return found.shape == saved.shape and torch.equal(found.detach().to(saved.dtype), saved.detach().cpu())
 
 
-def _scales(model: nn.Module) -> dict[str, dict[str, float]]:
-    """Return the scales of each adapted layer, keyed by name."""
+def _scales(model: nn.Module, adapter: str) -> dict[str, float]:
+    """Return the scale of an adapter in each layer, keyed by name."""
     layers = {id(layer) for layer in tuner_layers(model)}
     return {
-        name: dict(getattr(module, "scaling", {})) for name, module in model.named_modules() if id(module) in layers
+        name: float(module.scaling[adapter])  # type: ignore[index]
+        for name, module in model.named_modules()
+        if id(module) in layers and adapter in getattr(module, "scaling", {})
     }
 
 

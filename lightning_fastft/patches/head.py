@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -34,8 +35,8 @@ class _Targets(NamedTuple):
     num_labelled: int | torch.Tensor
 
 
-class LazyHead(nn.Linear):
-    """An output layer that returns ``LazyLogits`` for the call that a packed batch armed, else a tensor."""
+class _LazyForward:
+    """The forward of an output layer that returns ``LazyLogits`` for the call that a packed batch armed."""
 
     def forward(self, input: torch.Tensor) -> Any:
         """Return the logits, or ``LazyLogits``."""
@@ -43,8 +44,22 @@ class LazyHead(nn.Linear):
         context = link.disarm()
         # Sliced states (logits_to_keep) no longer match the rows of the context.
         if context is None or input.ndim < 2 or input.shape[:-1].numel() != context.num_tokens:
-            return super().forward(input)
+            return super().forward(input)  # type: ignore[misc]
         return LazyLogits(hidden=input, head=self, context=context)
+
+
+class LazyHead(_LazyForward, nn.Linear):
+    """An output layer that returns ``LazyLogits`` for the call that a packed batch armed, else a tensor."""
+
+
+class LazyTokenHead(_LazyForward, TrainableTokensWrapper):
+    """The same for PEFT's wrapper around a head with trained rows, whose ``weight`` has these rows in their places."""
+
+    # PEFT computes the logits without a bias.
+    bias = None
+
+
+_LAZY = (LazyHead, LazyTokenHead)
 
 
 class HeadLink:
@@ -165,19 +180,22 @@ def install_head(model: PreTrainedModel, patcher: ModelPatcher, *, output_logits
     found = _find_head(model)
     if isinstance(found, Status):
         return found
-    name, head, decoder = found
-    if type(head) is LazyHead:
+    heads, decoder = found
+    if type(heads[0]) in _LAZY:
         return Status(STATUS_NAME, "active", "installed already")
     link = HeadLink(original_loss=model.loss_function, output_logits=output_logits)
-    new = share_state(head, LazyHead)
-    patcher.replace_module(model, name, new)
-    patcher.set_attribute(new, _LINK_ATTRIBUTE, link)
+    names = {id(module): name for name, module in model.named_modules()}
+    for head in heads:
+        new = share_state(head, LazyHead if isinstance(head, nn.Linear) else LazyTokenHead)
+        patcher.replace_module(model, names[id(head)], new)
+        patcher.set_attribute(new, _LINK_ATTRIBUTE, link)
     patcher.set_attribute(model, "_loss_function", link.loss)
     # Some models call the inner decoder directly, not their base model (opt).
     for announcer in dict.fromkeys((decoder, find_decoder(model))):
         handle = announcer.register_forward_pre_hook(link.arm, with_kwargs=True)
         patcher.add_undo(handle.remove)
-    return Status(STATUS_NAME, "active", f"logits of labelled rows in chunks, V = {head.out_features}")
+    weight: Any = heads[0].weight
+    return Status(STATUS_NAME, "active", f"logits of labelled rows in chunks, V = {weight.shape[0]}")
 
 
 def check_objective(model: PreTrainedModel) -> None:
@@ -191,10 +209,10 @@ def check_objective(model: PreTrainedModel) -> None:
     """
     found = _find_head(model)
     if not isinstance(found, Status):
-        _, head, _ = found
-        if isinstance(head, LazyHead) and not vars(head)[_LINK_ATTRIBUTE].output_logits:
+        head = found[0][0]
+        if type(head) in _LAZY and not vars(head)[_LINK_ATTRIBUTE].output_logits:
             return
-        reason = "it returns tensor logits" if isinstance(head, LazyHead) else "it is not installed"
+        reason = "it returns tensor logits" if type(head) in _LAZY else "it is not installed"
         remedy = "Run packed training without output_logits and without attention='one_by_one'."
         found = Status(STATUS_NAME, "inactive", reason, remedy)
     raise UnsupportedModelError(
@@ -203,34 +221,34 @@ def check_objective(model: PreTrainedModel) -> None:
     )
 
 
-def _find_head(model: PreTrainedModel) -> tuple[str, nn.Linear, nn.Module] | Status:
-    """Return the name of the output layer, the layer, and the decoder that runs before it; or why the model is not
-    supported.
+def _find_head(model: PreTrainedModel) -> tuple[list[nn.Module], nn.Module] | Status:
+    """Return the output layer and the decoder that runs before it; or why the model is not supported.
+
+    PEFT's modules_to_save gives several layers: the original one, and the copies that are trained in its place.
     """
     head, decoder = model.get_output_embeddings(), model.base_model
     if head is None:
         return Status(STATUS_NAME, "inactive", f"{type(model).__name__} has no output layer")
-    if type(head) not in (nn.Linear, LazyHead):
-        remedy = (
-            "Remove lm_head from the adapter (target_modules, modules_to_save) to get it."
-            if "peft" in type(head).__module__
-            else ""
-        )
+    heads: list[Any] = [head]
+    if type(head) is ModulesToSaveWrapper:
+        heads = [*head.modules_to_save.values(), head.original_module]
+    other = next((layer for layer in heads if type(layer) not in (nn.Linear, TrainableTokensWrapper, *_LAZY)), None)
+    if other is not None:
+        remedy = "Remove lm_head from target_modules to get it." if "peft" in type(head).__module__ else ""
         return Status(
-            STATUS_NAME, "inactive", f"the output layer is a {type(head).__name__}, not a plain linear layer", remedy
+            STATUS_NAME, "inactive", f"the output layer is a {type(other).__name__}, not a plain linear layer", remedy
         )
-    if "forward" in vars(head):
+    if any("forward" in vars(layer) for layer in heads):
         return Status(STATUS_NAME, "inactive", "the output layer's forward was replaced on this instance")
     if decoder is model:
         return Status(STATUS_NAME, "inactive", f"{type(model).__name__} has no decoder apart from its output layer")
-    if type(head) is nn.Linear and model.loss_function is not ForCausalLMLoss:
+    if type(heads[0]) not in _LAZY and model.loss_function is not ForCausalLMLoss:
         return Status(
             STATUS_NAME,
             "inactive",
             f"the model computes its loss with {getattr(model.loss_function, '__name__', model.loss_function)}",
         )
-    name = next(name for name, module in model.named_modules() if module is head)
-    return name, head, decoder
+    return heads, decoder
 
 
 def _find_targets(logits: LazyLogits, *, labels: torch.Tensor, shift_labels: torch.Tensor | None) -> _Targets:

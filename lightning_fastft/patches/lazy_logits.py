@@ -44,11 +44,11 @@ class LazyLogits:
 
     Args:
         hidden: Last hidden states, shape (..., D).
-        head: The output layer.
+        head: The output layer, with ``weight`` and ``bias``.
         context: The batch that armed the head.
     """
 
-    def __init__(self, *, hidden: torch.Tensor, head: nn.Linear, context: BatchContext) -> None:
+    def __init__(self, *, hidden: torch.Tensor, head: Any, context: BatchContext) -> None:
         self.hidden = hidden
         self.weight = head.weight
         self.bias = head.bias

@@ -3,23 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 from torchmetrics import Metric
 
+from lightning_fastft.core.checks import check_float
 from lightning_fastft.core.errors import DataError
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.training.metrics import TokenAccuracy, TokenLoss, TokenPerplexity, logits_statistics
 from lightning_fastft.training.model.forward import call_model
+from lightning_fastft.training.model.neftune import embedding_noise
 from lightning_fastft.training.tuner import Tuner
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+# Published sizes are 5 to 15.
+LARGEST_NOISE = 1e3
 
 
 class FineTuner(Tuner):
     """Fine-tune a causal language model; the model is built in ``configure_model``, on the device of its rank.
 
     Options are those of ``Tuner``. The loss is the cross-entropy of the labelled tokens.
+
+    Args:
+        model: As in ``Tuner``.
+        neftune_noise_alpha: NEFTune: size of the noise on the embeddings in training, for example 5; per document
+            ``alpha / sqrt(length * width)``, never in validation. None for no noise.
+        options: Options of ``Tuner``.
+
+    Raises:
+        OptionError: A value is not allowed, or two options do not fit.
 
     Example:
         >>> config = {"model_type": "qwen3", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1}
@@ -30,13 +48,27 @@ class FineTuner(Tuner):
 
     trains_on_parts = True
 
+    def __init__(
+        self,
+        model: str | dict[str, Any] | PretrainedConfig | PreTrainedModel,
+        *,
+        neftune_noise_alpha: float | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(model, **options)
+        if neftune_noise_alpha is not None:
+            check_float("neftune_noise_alpha", neftune_noise_alpha, low=1e-6, high=LARGEST_NOISE)
+        self.neftune_noise_alpha = neftune_noise_alpha
+        self.save_hyperparameters({"neftune_noise_alpha": neftune_noise_alpha})
+
     def training_step(self, batch: PackedBatch | Mapping[str, Any], batch_idx: int) -> torch.Tensor:
         """Return the loss of a batch; log ``train_loss``, the mean over its labelled tokens.
 
         Cost:
             No host sync of its own.
         """
-        output = call_model(self.model, batch)
+        with self._noise(batch, batch_idx):
+            output = call_model(self.model, batch)
         if output.loss is None:
             raise DataError("The model returned no loss: the batch needs labels.")
         loss = output.loss.detach()
@@ -49,6 +81,14 @@ class FineTuner(Tuner):
         else:
             self.log("train_loss", loss, batch_size=len(batch["input_ids"]))
         return output.loss
+
+    def _noise(self, batch: PackedBatch | Mapping[str, Any], batch_idx: int) -> AbstractContextManager[None]:
+        """Return the block in which a training batch gets noise on its embeddings."""
+        if self.neftune_noise_alpha is None:
+            return nullcontext()
+        epoch, rank = (0, 0) if self._trainer is None else (self.current_epoch, self.global_rank)
+        seeds = (self._seed, epoch, batch_idx, rank)
+        return embedding_noise(self.model.get_input_embeddings(), batch, alpha=self.neftune_noise_alpha, seeds=seeds)
 
     @property
     def logged_names(self) -> frozenset[str] | None:

@@ -17,7 +17,12 @@ from lightning_fastft.packing.needs import DataNeeds
 from lightning_fastft.training.model.causal_lm import CausalLMModule
 from lightning_fastft.training.model.forward import read_logits, run_objective, sum_per_document
 from lightning_fastft.training.model.options import check_optimizer_options, collect_optimizer_hyperparameters
-from lightning_fastft.training.optimization.choice import call_factory, choose_optimizer, make_schedule
+from lightning_fastft.training.optimization.choice import (
+    call_factory,
+    choose_optimizer,
+    find_fast_parameters,
+    make_schedule,
+)
 from lightning_fastft.training.optimizer import FusedAdamW
 
 if TYPE_CHECKING:
@@ -65,6 +70,8 @@ class Tuner(CausalLMModule):
         learning_rate: Peak learning rate, at least 0; None for the optimizer's own, and 2e-4 where optimizer is None.
         weight_decay: Decay of matrices, none on vectors (norms, biases); None for the optimizer's own, and 0 where
             optimizer is None.
+        loraplus_lr_ratio: LoRA+: learning rate of B of each adapter (and of trained vectors) over learning_rate, at
+            least 1; None for one rate. The name is PEFT's.
         scheduler: "cosine", "linear" or "constant" after the warm-up, per optimizer step; or called with the optimizer,
             then without our warm-up.
         scheduler_interval: "step" or "epoch": how often a scheduler that is called with the optimizer moves.
@@ -72,8 +79,10 @@ class Tuner(CausalLMModule):
         warmup_steps: The same in optimizer steps; replaces warmup_share.
         min_learning_rate_share: Share of the peak at which "cosine" and "linear" end, in [0, 1].
         revision: Branch, tag or commit on the hub, for the model and its tokenizer.
-        accept_other_base: Whether adapters of a checkpoint are loaded onto a base whose weights differ from those that
+        accept_other_base: Whether adapters of a checkpoint or folder are loaded onto another base than the one that
             they were trained on.
+        adapter: Folder of PEFT LoRA adapters to train on, with their configuration, in place of lora.
+        frozen_adapters: Folders of more PEFT LoRA adapters: active in every forward, never trained or saved.
 
     Raises:
         OptionError: A value is not allowed, or two options do not fit.
@@ -93,6 +102,7 @@ class Tuner(CausalLMModule):
         optimizer: OptimizerCallable | None = None,
         learning_rate: float | None = None,
         weight_decay: float | None = None,
+        loraplus_lr_ratio: float | None = None,
         scheduler: Literal["cosine", "linear", "constant"] | LRSchedulerCallable = "cosine",
         scheduler_interval: Literal["step", "epoch"] = "step",
         warmup_share: float = 0.03,
@@ -100,6 +110,8 @@ class Tuner(CausalLMModule):
         min_learning_rate_share: float = 0.0,
         revision: str | None = None,
         accept_other_base: bool = False,
+        adapter: str | None = None,
+        frozen_adapters: list[str] | None = None,
     ) -> None:
         super().__init__(
             model,
@@ -112,6 +124,8 @@ class Tuner(CausalLMModule):
             master_dtype=master_dtype,
             revision=revision,
             accept_other_base=accept_other_base,
+            adapter=adapter,
+            frozen_adapters=frozen_adapters,
         )
         options: dict[str, Any] = {
             "learning_rate": learning_rate,
@@ -121,11 +135,13 @@ class Tuner(CausalLMModule):
             "warmup_share": warmup_share,
             "warmup_steps": warmup_steps,
             "min_learning_rate_share": min_learning_rate_share,
+            "loraplus_lr_ratio": loraplus_lr_ratio,
         }
-        check_optimizer_options(optimizer=optimizer, **options)
+        check_optimizer_options(optimizer=optimizer, has_adapters=self.has_adapters, **options)
         self.optimizer_factory = optimizer
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
+        self.loraplus_lr_ratio = loraplus_lr_ratio
         self.scheduler = scheduler
         self.scheduler_interval = scheduler_interval
         self.warmup_share = warmup_share
@@ -309,6 +325,9 @@ class Tuner(CausalLMModule):
             "weight_decay": self.weight_decay,
             "wants_masters": has_bf16 and self._sharding is None and self.master_dtype_name == "float32",
         }
+        if self.loraplus_lr_ratio is not None:
+            options["fast"] = find_fast_parameters(self.named_parameters())
+            options["fast_ratio"] = self.loraplus_lr_ratio
         if self.optimizer_factory is not None:
             return call_factory(self.optimizer_factory, parameters, model_name=model_name, **options)
         return choose_optimizer(parameters, trainer=self.trainer, **options)

@@ -153,12 +153,16 @@ TUNER = {
     "min_learning_rate_share": share,
     "revision": either(nothing, text),
     "accept_other_base": flag,
+    "loraplus_lr_ratio": either(nothing, number(1, 1e3)),
+    # No value of the pool is a folder.
+    "adapter": nothing,
+    "frozen_adapters": either(nothing, lambda value: isinstance(value, (list, tuple)) and not value),
 }
 weight = number(0, 1e3)
 reference = either(nothing, text)
 
 OPTIONS = {
-    "FineTuner": TUNER,
+    "FineTuner": {**TUNER, "neftune_noise_alpha": either(nothing, number(1e-6, 1e3))},
     "PreferenceTuner": {
         **TUNER,
         # Without adapters this loss needs another reference.
@@ -357,7 +361,7 @@ def test_every_public_option_has_a_range():
 @pytest.mark.parametrize(("name", "option", "kind"), list(cases()))
 def test_values_outside_of_the_range_are_refused(name, option, kind):
     make = getattr(lightning_fastft, name)
-    given = {**GIVEN.get(name, {}), **({"lora": {}} if option == "quantization" else {})}
+    given = {**GIVEN.get(name, {}), **({"lora": {}} if option in ("quantization", "loraplus_lr_ratio") else {})}
     wrong, missing = accepted(lambda value: make(**{**given, option: value}), kind)
     assert wrong == [], f"{name}({option}=...) takes these"
     assert missing == [], f"{name}({option}=...) refuses these"

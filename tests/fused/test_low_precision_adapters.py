@@ -253,7 +253,8 @@ def test_what_is_not_plain_lora_runs_pefts_own_forward(case, calls):
 @pytest.mark.parametrize("config", [{"use_dora": True}, {"lora_bias": True}])
 def test_variants_of_lora_run_pefts_own_forward(config, calls):
     arms = [build_net(**config), build_net(**config)]
-    install(arms[1])
+    status = install(arms[1])[0].status
+    assert (status.state, "PEFT's own forward" in status.reason) == ("inactive", True)
     assert_equal_results(*(run(model, make_x()) for model in arms))
     assert calls == []
 

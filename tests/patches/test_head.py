@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_fastft.core.errors import ContextError, UnsupportedModelError
@@ -179,11 +180,29 @@ def test_a_peft_model_is_served():
     assert all("lora" in name for name in ours[1])
 
 
-@pytest.mark.parametrize(
-    "config",
-    [{"modules_to_save": ["lm_head"], "target_modules": ["q_proj"]}, {"target_modules": ["q_proj", "lm_head"]}],
-)
-def test_an_adapted_output_layer_keeps_its_own_path(config):
+def test_a_copied_output_layer_is_lazy_also_while_adapters_are_off():
+    config = LoraConfig(r=4, init_lora_weights=False, modules_to_save=["lm_head"], target_modules=["q_proj"])
+    model = get_peft_model(build(), config).train()
+    with torch.no_grad():
+        model.get_base_model().lm_head.modules_to_save["default"].weight.mul_(1.5)
+    batch = make_batch(num_items=3.0)
+    expected = run(model, batch)
+    with model.disable_adapter():
+        plain = model(**batch).loss.detach()
+    patcher = ModelPatcher()
+    assert install_head(model.get_base_model(), patcher).state == "active"
+    assert_same(expected, run(model, batch))
+    check_objective(model.get_base_model())
+    with model.disable_adapter():
+        output = model(**batch)
+    assert not isinstance(output.logits, torch.Tensor)
+    assert float(output.loss) == pytest.approx(float(plain), rel=1e-5)
+    patcher.undo()
+    assert type(model.get_base_model().lm_head.original_module) is nn.Linear
+
+
+def test_an_adapted_output_layer_keeps_its_own_path():
+    config = {"target_modules": ["q_proj", "lm_head"]}
     model = get_peft_model(build(), LoraConfig(r=4, init_lora_weights=False, **config)).train()
     batch = make_batch(num_items=3.0)
     expected = run(model, batch)

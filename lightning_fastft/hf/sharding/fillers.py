@@ -72,7 +72,9 @@ def open_model(
 
 def reads_base(lora: LoraConfig) -> bool:
     """Return whether PEFT computes the adapters of this configuration from the weights of the base."""
-    return lora.use_dora or lora.init_lora_weights not in (True, False, "gaussian", "orthogonal")
+    if lora.use_dora or lora.trainable_token_indices:
+        return True
+    return lora.init_lora_weights not in (True, False, "gaussian", "orthogonal")
 
 
 class Filler:

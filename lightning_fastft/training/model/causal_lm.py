@@ -21,11 +21,13 @@ from lightning_fastft.strategies.patching import patcher_of
 from lightning_fastft.training.model.base_identity import check_adapter_names, check_base, describe_base, digest_base
 from lightning_fastft.training.model.construction import (
     STAGES,
+    AdapterFolders,
     Stage,
     Transform,
     add_lora,
     apply_transforms,
     find_mesh,
+    first_packs,
     open_frozen_model,
     open_source,
 )
@@ -39,12 +41,13 @@ from lightning_fastft.training.model.options import check_model_options, collect
 from lightning_fastft.training.model.summary import describe_model
 
 if TYPE_CHECKING:
-    from peft import LoraConfig
+    from peft import LoraConfig, PeftModel
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
     from typing_extensions import Self
 
     from lightning_fastft.hf.images import ImageEncoder
+    from lightning_fastft.hf.lora_init import Initial
     from lightning_fastft.hf.lora_targets import DefaultTargets
     from lightning_fastft.hf.sharding.fillers import Filler
 
@@ -63,6 +66,8 @@ class CausalLMModule(LightningModule):
         master_dtype: As in ``Tuner``.
         revision: As in ``Tuner``.
         accept_other_base: As in ``Tuner``.
+        adapter: As in ``Tuner``.
+        frozen_adapters: As in ``Tuner``.
 
     Raises:
         OptionError: A value is not allowed, or two options do not fit.
@@ -81,11 +86,15 @@ class CausalLMModule(LightningModule):
         master_dtype: Literal["auto", "float32", "bfloat16"],
         revision: str | None,
         accept_other_base: bool,
+        adapter: str | None,
+        frozen_adapters: list[str] | None,
     ) -> None:
         super().__init__()
         from lightning_fastft.hf.dtypes import DTYPES
         from lightning_fastft.hf.loading.source import ModelSource
         from lightning_fastft.hf.lora import parse_lora
+        from lightning_fastft.hf.lora_folders import read_adapter_config
+        from lightning_fastft.hf.lora_init import check_initialisation
 
         options: dict[str, Any] = {
             "tokenizer": tokenizer,
@@ -94,15 +103,20 @@ class CausalLMModule(LightningModule):
             "adapter_dtype": adapter_dtype,
             "master_dtype": master_dtype,
             "revision": revision,
+            "frozen_adapters": frozen_adapters,
         }
-        check_model_options(model, lora=lora, **options)
+        check_model_options(model, lora=lora, adapter=adapter, **options)
+        if adapter is not None:
+            lora = read_adapter_config(adapter)
         is_instance = isinstance(model, nn.Module)
         self.source = None if is_instance else ModelSource(model, init=init, revision=revision)
         self.lora = None if lora is None else parse_lora(lora)
         self.quantization = quantization
         self.dtype_name = dtype
         self.adapter_dtype = DTYPES[adapter_dtype]
+        check_initialisation(self.lora, quantization=quantization, adapter_dtype=self.adapter_dtype, source=self.source)
         self.master_dtype_name = master_dtype
+        self._folders = AdapterFolders(adapter, tuple(frozen_adapters or ()), accept_other_base)
         # Not a hyperparameter: a checkpoint must not carry the permission.
         self.accept_other_base = check_bool("accept_other_base", accept_other_base)
 
@@ -115,6 +129,8 @@ class CausalLMModule(LightningModule):
         self._tokenizer: Any = tokenizer_of(tokenizer)
         self._transforms: dict[str, tuple[Transform, Stage]] = {}
         self._is_built = False
+        # Where the initialisation of the adapters changed the base: its factors.
+        self._initial: Initial | None = None
         self._seed = 0
         self._base_digest = ""
         self._compute_dtype = torch.float32
@@ -245,6 +261,8 @@ class CausalLMModule(LightningModule):
 
     def _build(self, *, device: torch.device, dtype: torch.dtype, is_sharded: bool) -> Filler | None:
         """Load and adapt the model; return what fills it where it will be sharded."""
+        from lightning_fastft.hf.lora_init import changes_base, is_eva, read_initial
+
         # One seed for all ranks: adapters and random weights must be equal where nothing broadcasts them.
         seed = torch.initial_seed()
         self._seed = seed if self._trainer is None else int(self.trainer.strategy.broadcast(seed))
@@ -266,7 +284,18 @@ class CausalLMModule(LightningModule):
         self._compute_dtype = model.dtype
         if self.lora is not None:
             lora = self._name_targets(model)
-            model = add_lora(model, lora=lora, adapter_dtype=self.adapter_dtype, seed=self._seed, filler=filler)
+            model = add_lora(
+                model,
+                lora=lora,
+                adapter_dtype=self.adapter_dtype,
+                seed=self._seed,
+                filler=filler,
+                source=self.source,
+                folders=self._folders,
+            )
+            self._initial = read_initial(model) if changes_base(lora) else None
+            if is_eva(lora):
+                self._initialise_eva(model, is_sharded=is_sharded)
         self.model = apply_transforms(model, self._transforms.values(), stage="after_adapters")
         self.strict_loading = not self.has_adapters
         self._is_built = True
@@ -281,6 +310,20 @@ class CausalLMModule(LightningModule):
         if self._default_targets is not None:
             self.hparams["lora"] = {**self.hparams["lora"], "target_modules": sorted(lora.target_modules or ())}
         return lora
+
+    def _initialise_eva(self, model: PeftModel, *, is_sharded: bool) -> None:
+        """Initialise adapters from the first packs of the data module; checkpoints hold the ranks that were found."""
+        from lightning_fastft.hf.eva import initialise_eva
+        from lightning_fastft.hf.lora import describe_lora
+
+        packs = [] if self._trainer is None else first_packs(self.trainer)
+        if not packs or is_sharded:
+            raise OptionError(
+                "lora.init_lora_weights='eva' reads activations of the training data: it needs PackedDataModule in "
+                "trainer.fit, and a model that is not sharded. Use strategy='fastft' or 'fastft_ddp', or 'pissa'."
+            )
+        initialise_eva(model, packs, adapter_dtype=self.adapter_dtype, broadcast=self.trainer.strategy.broadcast)
+        self.hparams["lora"] = describe_lora(model.peft_config["default"])  # type: ignore[arg-type]
 
     def _shard(self, mesh: DeviceMesh, *, filler: Filler | None) -> None:
         """Shard the model over the ranks; adapters keep their dtype, a trained base gets masters."""
@@ -429,7 +472,12 @@ class CausalLMModule(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add which base the trained parameters belong to."""
-        checkpoint["fastft_base"] = describe_base(self.source, seed=self._seed, digest=self._base_digest)
+        from lightning_fastft.hf.lora_init import probe_initial
+
+        checkpoint["fastft_base"] = {
+            **describe_base(self.source, seed=self._seed, digest=self._base_digest),
+            "initial": probe_initial(self._initial),
+        }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse adapters that were trained on another base; a checkpoint without a digest of it is accepted.
@@ -444,9 +492,15 @@ class CausalLMModule(LightningModule):
                 digest=self._base_digest,
                 accept_other=self.accept_other_base,
             )
+        if self._initial is not None:
+            from lightning_fastft.hf.lora_init import check_initial
+
+            check_initial(checkpoint.get("fastft_base", {}).get("initial", {}), initial=self._initial)
 
     def save_pretrained(self, folder: str) -> None:
         """Write a plain PEFT adapter, or a plain transformers model where all weights are trained, and the tokenizer.
+
+        Adapters of PiSSA and OLoRA are written as plain LoRA of twice the rank, which fits the original base.
 
         Args:
             folder: Made if it is not there, by rank 0; a sharded model is gathered, so every rank makes this call.
@@ -467,7 +521,18 @@ class CausalLMModule(LightningModule):
             is_writer=self._trainer is None or self.trainer.is_global_zero,
             has_adapters=self.has_adapters,
             compute_dtype=self._compute_dtype,
+            initial=self._initial,
         )
+
+    def to_plain_lora(self) -> None:
+        """Make adapters whose initialisation changed the base plain LoRA on the original base, for an export.
+
+        The module cannot be trained afterwards. Other models do not change.
+        """
+        if self._initial is not None:
+            from lightning_fastft.hf.lora_init import as_plain_lora
+
+            self.model, self._initial = as_plain_lora(self.model, initial=self._initial), None
 
     # Generation.
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
@@ -21,11 +22,30 @@ if TYPE_CHECKING:
 
     from lightning_fastft.hf.loading.source import ModelSource
     from lightning_fastft.hf.sharding.fillers import Filler
+    from lightning_fastft.packing.document import Document
 
 Transform = Callable[[Any], Any]
 Stage = Literal["before_adapters", "after_adapters"]
 
 STAGES = ("before_adapters", "after_adapters")
+
+
+class AdapterFolders(NamedTuple):
+    """Folders of PEFT adapters that a run begins with.
+
+    Args:
+        trained: The adapter that is trained on; None to begin a new one.
+        frozen: Adapters that stay active and frozen.
+        accept_other_base: Whether their base may have another name.
+    """
+
+    trained: str | None
+    frozen: tuple[str, ...]
+    accept_other_base: bool
+
+    def all(self) -> list[str]:
+        """Return every folder."""
+        return [*([] if self.trained is None else [self.trained]), *self.frozen]
 
 
 def find_mesh(strategy: Strategy | None) -> DeviceMesh | None:
@@ -81,6 +101,18 @@ def open_frozen_model(source: str | nn.Module, *, device: torch.device, dtype: t
     return model.requires_grad_(False).eval()
 
 
+def first_packs(trainer: Trainer) -> list[list[Document]]:
+    """Return the documents of the first training packs of a Trainer's data module; none if it has no packs."""
+    from lightning_fastft.hf.eva import MOST_PACKS
+    from lightning_fastft.training.datamodule import PackedDataModule
+
+    data = getattr(trainer, "datamodule", None)
+    subset, packs = (data.subset("train"), data.packs("train")) if isinstance(data, PackedDataModule) else (None, None)
+    if subset is None or packs is None:
+        return []
+    return [[subset[int(number)] for number in packs[place]] for place in range(min(MOST_PACKS, len(packs)))]
+
+
 def apply_transforms(model: Any, transforms: Iterable[tuple[Transform, Stage]], *, stage: Stage) -> Any:
     """Return the model after the transforms of one stage."""
     for transform, wanted in transforms:
@@ -91,7 +123,14 @@ def apply_transforms(model: Any, transforms: Iterable[tuple[Transform, Stage]], 
 
 
 def add_lora(
-    model: PreTrainedModel, *, lora: LoraConfig, adapter_dtype: torch.dtype, seed: int, filler: Filler | None
+    model: PreTrainedModel,
+    *,
+    lora: LoraConfig,
+    adapter_dtype: torch.dtype,
+    seed: int,
+    filler: Filler | None,
+    source: ModelSource | None = None,
+    folders: AdapterFolders | None = None,
 ) -> PeftModel:
     """Return the PEFT model with adapters.
 
@@ -99,10 +138,25 @@ def add_lora(
     warning names them.
     """
     from lightning_fastft.hf.lora import add_adapters
+    from lightning_fastft.hf.lora_folders import add_frozen_adapters, check_adapter_base, load_adapter
+    from lightning_fastft.hf.lora_init import initialise_loftq, is_loftq
 
     compute_dtype = model.dtype
+    for folder in () if folders is None else folders.all():
+        check_adapter_base(folder, base=model, accept_other=folders.accept_other_base)  # type: ignore[union-attr]
+    with_loftq = is_loftq(lora)
+    if with_loftq:
+        # Saved adapters must not ask PEFT for LoftQ, which would quantise the base that they are loaded onto.
+        lora.init_lora_weights = True
     with nullcontext() if filler is None else filler.placeholders(model):
         adapted = add_adapters(model, lora=lora, adapter_dtype=adapter_dtype, seed=seed)
+        if folders is not None and folders.trained is not None:
+            load_adapter(adapted, folders.trained)
+        if folders is not None and folders.frozen:
+            add_frozen_adapters(adapted, folders.frozen)
+    if with_loftq:
+        assert source is not None
+        initialise_loftq(adapted, source)
     others = [
         name
         for name, parameter in adapted.named_parameters()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from lightning_fastft.hf.lora_init import Initial
 
 
 def save_model(
@@ -17,6 +20,7 @@ def save_model(
     is_writer: bool,
     has_adapters: bool,
     compute_dtype: torch.dtype,
+    initial: Initial | None = None,
 ) -> None:
     """Write adapters or a whole model, and the tokenizer.
 
@@ -28,6 +32,7 @@ def save_model(
         is_writer: Whether this rank writes.
         has_adapters: Whether adapters are trained.
         compute_dtype: Dtype of whole weights that are gathered from shards.
+        initial: The first adapters, where their initialisation changed the base; the trained ones are converted.
 
     Raises:
         UnsupportedModelError: PEFT would not read the adapters back; nothing is written.
@@ -48,7 +53,7 @@ def save_model(
     if not is_writer:
         return
     if has_peft:
-        save_adapters(model, Path(folder), state_dict=state)
+        save_adapters(model, Path(folder), state_dict=state, initial=initial)
     else:
         model.save_pretrained(folder, **({} if state is None else {"state_dict": state}))
     if tokenizer is not None:

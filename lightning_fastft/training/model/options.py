@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -37,6 +37,8 @@ def check_model_options(
     adapter_dtype: str,
     master_dtype: str,
     revision: object,
+    adapter: str | None,
+    frozen_adapters: Sequence[str] | None,
 ) -> None:
     """Check the options from which the model is built.
 
@@ -52,7 +54,7 @@ def check_model_options(
     check_tokenizer(tokenizer)
     if revision is not None:
         check_string("revision", revision)  # type: ignore[arg-type]
-    if quantization is not None and lora is None:
+    if quantization is not None and lora is None and adapter is None:
         raise OptionError(
             f"quantization={quantization!r} freezes the base, so nothing would be trained: give lora, for example "
             f"lora={{'r': 16}}."
@@ -63,12 +65,30 @@ def check_model_options(
             "FineTuner."
         )
     has_adapters = hasattr(model, "peft_config")
+    _check_folders(adapter, frozen_adapters, lora=lora, has_adapters=has_adapters)
     if lora is not None and has_adapters:
         raise OptionError("The model has PEFT adapters already: remove lora, or give the base model.")
-    if master_dtype != "auto" and (lora is not None or has_adapters):
+    if master_dtype != "auto" and (lora is not None or adapter is not None or has_adapters):
         raise OptionError(
             f"master_dtype={master_dtype!r} is for full fine-tuning; the dtype of adapters is adapter_dtype."
         )
+
+
+def _check_folders(
+    adapter: str | None, frozen_adapters: Sequence[str] | None, *, lora: object, has_adapters: bool
+) -> None:
+    """Check the options that name folders of adapters."""
+    if adapter is not None:
+        check_string("adapter", adapter)
+        if lora is not None:
+            raise OptionError("adapter brings the configuration of its folder: remove lora, or remove adapter.")
+    is_list = frozen_adapters is None or isinstance(frozen_adapters, (list, tuple))
+    if not is_list or not all(isinstance(folder, str) for folder in frozen_adapters or ()):
+        raise OptionError(f"frozen_adapters must be a list of folders, got {frozen_adapters!r}.")
+    if frozen_adapters and lora is None and adapter is None:
+        raise OptionError("frozen_adapters are not trained: give lora or adapter for the adapter that is.")
+    if adapter is not None and has_adapters:
+        raise OptionError("The model has PEFT adapters already: remove adapter, or give the base model.")
 
 
 def check_optimizer_options(
@@ -81,6 +101,8 @@ def check_optimizer_options(
     warmup_share: float,
     warmup_steps: int | None,
     min_learning_rate_share: float,
+    loraplus_lr_ratio: float | None,
+    has_adapters: bool,
 ) -> None:
     """Check the options of the optimizer and its schedule.
 
@@ -102,6 +124,12 @@ def check_optimizer_options(
         check_float("weight_decay", weight_decay, low=0.0, high=LARGEST_RATE)
     if warmup_steps is not None:
         check_int("warmup_steps", warmup_steps, low=0, high=LARGEST_STEP)
+    if loraplus_lr_ratio is not None:
+        check_float("loraplus_lr_ratio", loraplus_lr_ratio, low=1.0, high=LARGEST_RATE)
+        if not has_adapters:
+            raise OptionError(
+                "loraplus_lr_ratio is for adapters, and the whole model is trained: give lora, or remove it."
+            )
 
 
 def check_second_model(name: str, model: object) -> None:

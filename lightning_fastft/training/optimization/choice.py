@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +23,16 @@ if TYPE_CHECKING:
 DEFAULT_LEARNING_RATE = 2e-4
 
 
+def find_fast_parameters(named: Iterable[tuple[str, nn.Parameter]]) -> list[nn.Parameter]:
+    """Return the trained parameters that LoRA+ gives the larger rate: B of each adapter, and vectors, as in PEFT.
+
+    Source:
+        LoRA+, arXiv 2402.12354; the groups of peft.optimizers.create_loraplus_optimizer. PEFT gives adapters of
+        embeddings a fixed rate, here they have the plain one.
+    """
+    return [value for name, value in named if value.requires_grad and ("lora_B" in name or value.ndim == 1)]
+
+
 def choose_optimizer(
     parameters: Sequence[nn.Parameter],
     *,
@@ -30,6 +40,8 @@ def choose_optimizer(
     weight_decay: float | None,
     wants_masters: bool,
     trainer: Trainer,
+    fast: Sequence[nn.Parameter] = (),
+    fast_ratio: float = 1.0,
 ) -> Optimizer:
     """Return ``FusedAdamW`` where it can step all parameters, else torch.optim.AdamW, fused where it can be.
 
@@ -39,14 +51,19 @@ def choose_optimizer(
         weight_decay: None for 0.
         wants_masters: Whether bf16 weights that are not sharded need fp32 masters in the optimizer.
         trainer: Its strategy and loss scaler decide.
+        fast: Parameters whose rate is larger (LoRA+).
+        fast_ratio: Their rate over learning_rate.
 
     Raises:
         OptionError: The masters asked for are not possible.
     """
+    rate = DEFAULT_LEARNING_RATE if learning_rate is None else learning_rate
     groups = group_parameters(
         parameters,
-        learning_rate=DEFAULT_LEARNING_RATE if learning_rate is None else learning_rate,
+        learning_rate=rate,
         weight_decay=weight_decay or 0.0,
+        fast=fast,
+        fast_rate=rate * fast_ratio,
     )
     # Lightning's loss scaler cannot clip gradients of a fused optimizer (2.6.6).
     is_fused = all(parameter.device.type in ("cuda", "cpu") for parameter in parameters) and trainer.scaler is None
@@ -74,18 +91,32 @@ def call_factory(
     weight_decay: float | None,
     wants_masters: bool,
     model_name: str,
+    fast: Sequence[nn.Parameter] = (),
+    fast_ratio: float = 1.0,
 ) -> Optimizer:
     """Return the user's own optimizer.
 
     Raises:
-        OptionError: It refuses the parameters, or ``master_dtype`` asks for masters in the tuner's own optimizer.
+        OptionError: It refuses the parameters, ``master_dtype`` asks for masters in the tuner's own optimizer, or
+            LoRA+ has no learning rate to multiply.
     """
+    if fast and learning_rate is None:
+        raise OptionError(
+            "loraplus_lr_ratio multiplies learning_rate, which is not given beside optimizer. Set "
+            "FineTuner(learning_rate=...)."
+        )
     if wants_masters:
         raise OptionError(
             "master_dtype='float32' holds masters in FineTuner's own optimizer, and another one was given: remove it, "
             "or give FusedAdamW(..., master_weights=True) and leave master_dtype at 'auto'."
         )
-    groups = group_parameters(parameters, learning_rate=learning_rate, weight_decay=weight_decay)
+    groups = group_parameters(
+        parameters,
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        fast=fast,
+        fast_rate=None if learning_rate is None else learning_rate * fast_ratio,
+    )
     try:
         return factory(groups)
     except ValueError as error:

@@ -15,7 +15,12 @@ SCHEDULES = ("cosine", "linear", "constant")
 
 
 def group_parameters(
-    parameters: Sequence[torch.nn.Parameter], *, learning_rate: float | None = None, weight_decay: float | None = None
+    parameters: Sequence[torch.nn.Parameter],
+    *,
+    learning_rate: float | None = None,
+    weight_decay: float | None = None,
+    fast: Sequence[torch.nn.Parameter] = (),
+    fast_rate: float | None = None,
 ) -> list[dict[str, Any]]:
     """Return the groups an optimizer is called with, each parameter in exactly one.
 
@@ -23,6 +28,8 @@ def group_parameters(
         parameters: Trainable parameters.
         learning_rate: Rate of every group; None leaves the optimizer's own.
         weight_decay: Decay of matrices, with 0 for vectors (norms, biases); None leaves the optimizer's own for all.
+        fast: Those of the parameters that have a rate of their own, in groups after the others (LoRA+).
+        fast_rate: Their rate.
 
     Example:
         >>> norm, matrix = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2, 2))
@@ -30,6 +37,16 @@ def group_parameters(
         >>> [(group["weight_decay"], len(group["params"])) for group in groups]
         [(0.1, 1), (0.0, 1)]
     """
+    if fast:
+        chosen = set(fast)
+        slow = [parameter for parameter in parameters if parameter not in chosen]
+        rates = ((slow, learning_rate), (fast, fast_rate))
+        return [
+            group
+            for members, rate in rates
+            if members
+            for group in group_parameters(members, learning_rate=rate, weight_decay=weight_decay)
+        ]
     shared = {} if learning_rate is None else {"lr": learning_rate}
     if weight_decay is None:
         return [{"params": list(parameters), **shared}]

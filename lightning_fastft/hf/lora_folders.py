@@ -1,0 +1,106 @@
+"""Start from folders of PEFT adapters: continue one of them, and keep others active and frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_fastft.core.errors import DataError, OptionError, list_names
+from lightning_fastft.hf.lora import parse_lora
+from lightning_fastft.hf.lora_init import ADAPTER, changes_base
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+def read_adapter_config(folder: str) -> LoraConfig:
+    """Return the configuration of the LoRA adapters in a folder, to train them on.
+
+    Raises:
+        OptionError: The folder holds no LoRA adapters in safetensors, or their base was changed and not saved.
+    """
+    from peft import LoraConfig, PeftConfig
+
+    missing = [name for name in (CONFIG, WEIGHTS) if not (Path(folder) / name).is_file()]
+    if missing:
+        raise OptionError(
+            f"{folder} has no {' and no '.join(missing)}. Give a local folder of PEFT adapters in safetensors."
+        )
+    lora = PeftConfig.from_pretrained(folder)
+    if not isinstance(lora, LoraConfig):
+        raise OptionError(f"{folder} holds adapters of the kind {lora.peft_type}; only LoRA is trained.")
+    if changes_base(lora) or lora.init_lora_weights in ("corda", "lora_ga"):
+        raise OptionError(
+            f"{folder} holds adapters of init_lora_weights={lora.init_lora_weights!r}, which fit only a base that was "
+            "changed. Convert them with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)."
+        )
+    lora.init_lora_weights, lora.inference_mode, lora.eva_config, lora.loftq_config = True, False, None, {}
+    # PEFT writes the class of the base here; it is never imported.
+    lora.auto_mapping = None
+    return parse_lora(lora)
+
+
+def check_adapter_base(folder: str, *, base: Any, accept_other: bool) -> None:
+    """Refuse adapters of a base with another name; the last part of a path or hub id decides.
+
+    Raises:
+        OptionError: The names differ, and accept_other is False.
+    """
+    from peft import PeftConfig
+
+    trained_on, present = str(PeftConfig.from_pretrained(folder).base_model_name_or_path or ""), str(base.name_or_path)
+    if trained_on and present and Path(trained_on).name != Path(present).name and not accept_other:
+        raise OptionError(
+            f"The adapters in {folder} were trained on {trained_on}, and the base of this run is {present}. Give that "
+            "base, or accept this one with FineTuner(accept_other_base=True)."
+        )
+
+
+def load_adapter(model: PeftModel, folder: str) -> None:
+    """Load the weights of a folder into the adapter that is trained.
+
+    Raises:
+        DataError: They do not fit the model; the message names them.
+    """
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+    from peft.utils.save_and_load import load_peft_weights
+
+    state = load_peft_weights(folder, device="cpu")
+    wrong = sorted(set(state) ^ set(get_peft_model_state_dict(model, save_embedding_layers=False)))
+    if wrong:
+        raise DataError(f"The adapters in {folder} do not fit the model: {list_names(wrong)} on one side only.")
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    try:
+        set_peft_model_state_dict(model, state)
+    except RuntimeError as error:
+        raise DataError(f"The adapters in {folder} do not fit the model: {error}") from error
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(dtypes[name])
+
+
+def add_frozen_adapters(model: PeftModel, folders: Sequence[str]) -> None:
+    """Add adapters that are active in every forward and never trained or saved; they are named frozen0, frozen1, ...
+
+    Raises:
+        OptionError: A folder holds no adapters, or whole modules beside them.
+        DataError: They do not fit the model.
+    """
+    names = [f"frozen{number}" for number in range(len(folders))]
+    for name, folder in zip(names, folders):
+        lora = read_adapter_config(folder)
+        if lora.modules_to_save or lora.trainable_token_indices or model.peft_config[ADAPTER].modules_to_save:  # type: ignore[union-attr]
+            raise OptionError(
+                f"{folder} cannot be active beside the adapter that is trained, because one of them holds whole "
+                "modules or tokens. Merge it into the base first: fastft export --merge."
+            )
+        try:
+            model.load_adapter(folder, adapter_name=name, is_trainable=False, torch_device="cpu")
+        except (ValueError, RuntimeError) as error:
+            raise DataError(f"The adapters in {folder} do not fit the model: {error}") from error
+    model.base_model.set_adapter([ADAPTER, *names])
+    for parameter_name, parameter in model.named_parameters():
+        if any(f".{name}" in parameter_name for name in names):
+            parameter.requires_grad_(False)
