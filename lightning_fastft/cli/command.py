@@ -66,6 +66,10 @@ def _run(command: str, words: list[str]) -> int:
         from lightning_fastft.cli.plan import run_plan
 
         return run_plan(words)
+    if command == "init":
+        from lightning_fastft.cli.init import run_init
+
+        return run_init(words)
     if command == "export":
         from lightning_fastft.cli.export import run_export
 
@@ -80,7 +84,4 @@ def _run(command: str, words: list[str]) -> int:
         return run_bench(words)
     near = difflib.get_close_matches(command, (*TRAINER_COMMANDS, *HELP), n=1)
     advice = f" Did you mean {near[0]}?" if near else ""
-    raise OptionError(
-        f"Unknown command {command!r}.{advice} Allowed are fit, validate, test, data, doctor, plan, export, demo and "
-        "bench."
-    )
+    raise OptionError(f"Unknown command {command!r}.{advice} Allowed are {', '.join((*TRAINER_COMMANDS, *HELP))}.")

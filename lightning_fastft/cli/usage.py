@@ -5,6 +5,7 @@ from __future__ import annotations
 USAGE = """\
 fastft: fine-tune Hugging Face causal language models with PyTorch Lightning.
 
+  fastft init     --model NAME --data FILE [--gpu NAME]  write a config for a model, data and a GPU
   fastft fit      --config NAME|FILE [--key value ...]   train
   fastft validate --config NAME|FILE [--key value ...]   loss, perplexity and token accuracy on the validation data
   fastft test     --config NAME|FILE [--key value ...]   the same on the test data
@@ -23,6 +24,18 @@ All options: fastft fit --help.  Shipped configs: {configs}
 _OPTIONS_OF_FIT = "Any option of a config can be given too; all of them: fastft fit --help\n"
 # By subcommand. Those of Lightning list the options of their parser.
 HELP = {
+    "init": """\
+fastft init --model NAME --data FILE [--gpu NAME] [--method NAME] [--out FILE] [--overwrite]
+Look at the data, the model's shapes and a GPU, and write a config that fastft fit --config FILE runs.
+
+  --model NAME              hub id or folder of the model; a folder with config.json alone is enough
+  --data FILE               file or folder (.jsonl, .json, .parquet, .csv) or hub id of the training data
+  --gpu NAME                a GPU by name, for example "RTX 4090" (the GPU of this machine)
+  --method NAME             auto, qlora, lora or full (auto: lora where it fits and is about as fast, else qlora)
+  --out FILE                the config (config.yaml)
+  --overwrite               replace a config that is there
+  --data.columns.OURS YOURS names of the data's columns, for example --data.columns.prompt question
+""",
     "data": f"""\
 fastft data --config NAME|FILE [--out FOLDER] [--key value ...]
 What the data module would do, without a model and without training: formats, rejected rows, lengths, packs, an example.
