@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from lightning_fastft.core.errors import OptionError
 
 COLUMNS_OPTION = "--data.columns."
+_CHOICE = re.compile(r"argument (.+): invalid choice: (.+) \(choose from (.+)\)")
 
 
 class Arguments(argparse.ArgumentParser):
@@ -47,6 +49,9 @@ class Arguments(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise the reason as an OptionError."""
+        choice = _CHOICE.fullmatch(message)
+        if choice:
+            message = f"{choice[1]} must be one of {choice[3]}, got {choice[2]}"
         raise OptionError(f"{self.prog}: {message}. All options: {self.prog} --help.")
 
 
