@@ -60,7 +60,7 @@ def run_init(words: Sequence[str]) -> int:
         f"{steps.accumulate} per optimizer step.",
         f"  method: {recipe.method_reason}",
         f"  data: {describe_lengths(recipe.lengths, steps)}",
-        f"  an epoch: {steps.num_packs:,} packs in {-(-steps.num_packs // steps.accumulate):,} optimizer steps",
+        f"  an epoch: {steps.num_packs:,} packs in {steps.num_steps:,} optimizer steps; epochs: {steps.num_epochs}",
         *(f"  expected: {line}" for line in describe_expectation(recipe)),
         *_warn_of_weights(question.model),
         "Then:",

@@ -26,6 +26,7 @@ LORA_RANK = 16
 # Tokens of a pack and of an optimizer step; small data sets get less, so that an epoch has this many steps.
 PACK_TOKENS, STEP_TOKENS, LEAST_STEPS = 8192, 32_768, 50
 LEAST_PACK_TOKENS = 512
+EPOCHS_OF_FEW = 3
 _ROUNDED_TO = 1024
 # Validation: share of the examples, and bounds of their number and share.
 _VAL_SHARE, _LEAST_VAL, _MOST_VAL, _MOST_VAL_SHARE = 0.02, 16, 1000, 0.1
@@ -67,6 +68,16 @@ class Steps(NamedTuple):
     num_cut: int
     num_tokens: int
     val_share: float
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of an epoch."""
+        return -(-self.num_packs // self.accumulate)
+
+    @property
+    def num_epochs(self) -> int:
+        """Epochs of a run: more than one where an epoch has few steps."""
+        return 1 if self.num_steps >= LEAST_STEPS else EPOCHS_OF_FEW
 
 
 def choose_pack_tokens(length_N: np.ndarray, *, most: int) -> int:

@@ -180,9 +180,9 @@ def _trainer_lines(recipe: Recipe) -> list[str]:
         "        save_last: true",
         "  devices: 1",
         "  precision: 32-true",
-        "  max_epochs: 1",
+        f"  max_epochs: {steps.num_epochs}",
         f"  # An optimizer step has {packs}, up to {steps.accumulate * steps.max_tokens:,} tokens; an epoch has "
-        f"{-(-steps.num_packs // steps.accumulate):,} steps.",
+        f"{steps.num_steps:,} steps.",
         f"  accumulate_grad_batches: {steps.accumulate}",
         "  gradient_clip_val: 1.0",
     ]

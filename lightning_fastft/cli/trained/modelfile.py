@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import date
-from os.path import commonprefix
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -121,7 +120,7 @@ def _split(tokenizer: Any, *, one: Sequence[Message], more: Sequence[Message]) -
     lead, end = _cut(_render(tokenizer, one), _CONTENT["user"])
     _, bare_end = _cut(_render(tokenizer, one, has_prompt=False), _CONTENT["user"])
     # Some templates end with an end-of-text token instead of the prompt.
-    tail = commonprefix([end, bare_end])
+    tail = _common_start(end, bare_end)
     prompt = end[len(tail) :]
     long = _render(tokenizer, more, has_prompt=False)
     _, rest = _cut(long, _CONTENT["user"])
@@ -166,7 +165,13 @@ def _cut(text: str, content: str) -> tuple[str, str]:
 
 def _common_end(one: str, other: str) -> str:
     """Return the longest common end of two texts."""
-    return commonprefix([one[::-1], other[::-1]])[::-1]
+    return _common_start(one[::-1], other[::-1])[::-1]
+
+
+def _common_start(one: str, other: str) -> str:
+    """Return the longest common beginning of two texts."""
+    length = next((place for place, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+    return one[:length]
 
 
 def _refuse(reason: str) -> UnsupportedModelError:
