@@ -119,24 +119,7 @@ MEASURED: dict[tuple[str, Method, str], Measured] = {
 
 def write_page() -> str:
     """Return docs/which_gpu.md."""
-    lines = [
-        HEAD,
-        "# Which GPU for which model\n",
-        f"Tokens per second of one GPU, for packs of {PACK_TOKENS:,} tokens (documents of {DOCUMENT_TOKENS}), adapters "
-        f"of rank 16 and {HOST_GIB} GiB of pinned",
-        "host memory. The planner chooses which activations are kept, offloaded or recomputed.\n",
-        "- A number in **bold** is measured (`benchmarks/results.csv`, with `FusedKernels`; full fine-tuning with",
-        "  8-bit AdamW).",
-        "- All other numbers are planned from published rates, and from the shares of them that an H200 reaches. They "
-        "are for layers",
-        "  of transformers and PEFT, without `FusedKernels` and CUDA graphs, which are faster.",
-        "- `at N`: only packs of N tokens fit. `s`: frozen weights are streamed from the host. `-`: does not fit.",
-        "- LoRA of a mixture of experts adapts its attention and shared layers, not its routed experts.\n",
-        "For your own data and model: `fastft init --model NAME --data FILE --gpu NAME`; for another pack length, rank "
-        "or budget:",
-        "`fastft plan --config NAME --gpu NAME`.\n",
-    ]
-    gpus = [find_gpu(name) for name in CARDS]
+    lines, gpus = [write_head()], [find_gpu(name) for name in CARDS]
     for method in METHODS:
         lines += [
             f"## {TITLES[method]}\n",
@@ -148,6 +131,26 @@ def write_page() -> str:
             sys.stderr.write(f"{method} {lines[-1]}\n")
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
+
+
+def write_head() -> str:
+    """Return the part of the page before its tables."""
+    return f"""\
+{HEAD}
+# Which GPU for which model
+
+Tokens per second of one GPU, for packs of {PACK_TOKENS:,} tokens (documents of {DOCUMENT_TOKENS}), adapters of rank 16
+and {HOST_GIB} GiB of pinned host memory. A planner chooses which activations are kept, offloaded or recomputed.
+
+- A number in **bold** is measured (`benchmarks/results.csv`, with `FusedKernels`; full fine-tuning with 8-bit AdamW).
+- All other numbers are planned from published rates, and from the shares of them that an H200 reaches. They are for
+  layers of transformers and PEFT, without `FusedKernels` and CUDA graphs, which are faster.
+- `at N`: only packs of N tokens fit. `s`: frozen weights are streamed from the host. `-`: does not fit.
+- LoRA of a mixture of experts adapts its attention and shared layers, not its routed experts.
+
+For your own data and model: `fastft init --model NAME --data FILE --gpu NAME`. For another pack length, rank or budget:
+`fastft plan --config FILE --gpu NAME`.
+"""
 
 
 def describe_cell(model: str, method: Method, gpu: Gpu) -> str:

@@ -107,10 +107,13 @@ def _match(module: FineTuner, subset: DocumentSubset, *, question: _Question) ->
     from lightning_fastft.hf.generation import answer_prompts
     from lightning_fastft.packing.document import last_turn
 
+    tokenizer = module.tokenizer
+    if tokenizer is None:
+        raise OptionError(f"{question.request.source} has no tokenizer, which --exact-match needs. Save one there.")
     turns = [last_turn(subset[number]) for number in range(len(subset))][: question.limit]
     turns = [turn for turn in turns if turn.prompt]
     if not turns:
-        raise OptionError("--exact-match needs rows with a prompt and an answer, and every token here is trained.")
+        raise OptionError("--exact-match needs rows with a prompt, and every token here is trained. Remove it.")
     # Rows of like length share a batch.
     turns.sort(key=lambda turn: len(turn.prompt))
     num_right = 0
@@ -118,11 +121,11 @@ def _match(module: FineTuner, subset: DocumentSubset, *, question: _Question) ->
         batch = turns[start : start + question.batch_size]
         answers = answer_prompts(
             module.model,
-            tokenizer=module.tokenizer,
+            tokenizer=tokenizer,
             prompts=[turn.prompt for turn in batch],
             max_new_tokens=max(len(turn.answer) for turn in batch) + _MORE_TOKENS,
         )
-        right = module.tokenizer.batch_decode([turn.answer for turn in batch], skip_special_tokens=True)
+        right = tokenizer.batch_decode([turn.answer for turn in batch], skip_special_tokens=True)
         num_right += sum(one.strip() == other.strip() for one, other in zip(answers, right))
     return {"exact_match": num_right / len(turns), "answered": len(turns)}
 

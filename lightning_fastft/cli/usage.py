@@ -106,6 +106,7 @@ fastft push CHECKPOINT|FOLDER REPO [--yes] [--private] [--merge]
 Show the files and the model card of a repository on huggingface.co; upload them with --yes, after hf auth login.
 
   --yes                     upload
+  --dry-run                 only show, as without --yes
   --private                 make the repository private, if it is new
   --merge                   merge the adapters into the weights of the whole model
 {_OPTIONS_OF_MODELS.format(device="cpu")}""",

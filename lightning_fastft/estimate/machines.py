@@ -66,14 +66,14 @@ class Gpu(NamedTuple):
 
 
 GPUS = (
-    # Eight lanes of PCI Express.
-    Gpu("RTX 4060", 272e9, 8 * _GIB, _PCIE_4 / 2, False, "nvidia.com/en-us/geforce/graphics-cards/40-series"),
-    Gpu("RTX 4070", 504e9, 12 * _GIB, _PCIE_4, False, "NVIDIA Ada GPU Architecture, white paper"),
-    Gpu("RTX 4080", 716.8e9, 16 * _GIB, _PCIE_4, False, "NVIDIA Ada GPU Architecture, white paper"),
     Gpu("RTX 4090", 1008e9, 24 * _GIB, _PCIE_4, False, "NVIDIA Ada GPU Architecture, appendix A (white paper)"),
     Gpu(
         "RTX 5090", 1792e9, 32 * _GIB, _PCIE_5, False, "NVIDIA RTX Blackwell GPU Architecture, appendix A (white paper)"
     ),
+    # Eight lanes of PCI Express.
+    Gpu("RTX 4060", 272e9, 8 * _GIB, _PCIE_4 / 2, False, "nvidia.com/en-us/geforce/graphics-cards/40-series"),
+    Gpu("RTX 4070", 504e9, 12 * _GIB, _PCIE_4, False, "NVIDIA Ada GPU Architecture, white paper"),
+    Gpu("RTX 4080", 716.8e9, 16 * _GIB, _PCIE_4, False, "NVIDIA Ada GPU Architecture, white paper"),
     Gpu("DGX Spark (GB10)", 273e9, 119 * _GIB, 0.0, True, "docs.nvidia.com/dgx/dgx-spark/hardware.html"),
     Gpu("A100 40GB", 1555e9, 40 * _GIB, _PCIE_4, False, "nvidia.com/en-us/data-center/a100 (SXM)"),
     Gpu("A100 80GB", 2039e9, 80 * _GIB, _PCIE_4, False, "nvidia.com/en-us/data-center/a100 (SXM)"),

@@ -11,23 +11,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from lightning_fastft.core.errors import DataError
+from lightning_fastft.hf.assumed_tokenizer import make_assumed_tokenizer
 from lightning_fastft.packing.rows.formats import TUNERS, FormatOptions
 from lightning_fastft.packing.store.cache import tokenize_sources
 from lightning_fastft.training.data.options import count_processes, find_cache_dir
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from lightning_fastft.hf.loading.source import ModelSource
 
 ASSUMED_CHARACTERS = 4
 # Shipped configs for rows with completions.
 _CONFIGS = {"preference": "dpo_qwen3_8b", "labelled": "dpo_qwen3_8b", "scored": "reward_qwen3_8b"}
 _LONGEST = 2**31 - 1
-_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}{% generation %}"
-    "{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% endfor %}"
-)
 
 
 class Lengths(NamedTuple):
@@ -79,7 +74,7 @@ def measure_lengths(data: str, *, source: ModelSource, columns: Mapping[str, str
     return Lengths(np.asarray(dataset.length_N), dataset.report.num_rejected, assumption)
 
 
-def _find_tokenizer(source: ModelSource) -> tuple[PreTrainedTokenizerBase, str]:
+def _find_tokenizer(source: ModelSource) -> tuple[Any, str]:
     """Return the model's tokenizer, or one of equal pieces and the words that say so."""
     try:
         tokenizer = source.load_tokenizer()
@@ -88,19 +83,6 @@ def _find_tokenizer(source: ModelSource) -> tuple[PreTrainedTokenizerBase, str]:
         tokenizer = None
     if tokenizer is not None:
         return tokenizer, ""
-    return _make_pieces(), f"{ASSUMED_CHARACTERS} characters per token and a ChatML template"
-
-
-def _make_pieces() -> Any:
-    """Return a tokenizer that cuts a text after every few characters."""
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    core = Tokenizer(models.WordLevel({"<unk>": 0, "<eos>": 1}, unk_token="<unk>"))  # noqa: S106 - no password
-    core.pre_tokenizer = pre_tokenizers.Split(Regex(rf"[\s\S]{{1,{ASSUMED_CHARACTERS}}}"), behavior="isolated")
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        unk_token="<unk>",  # noqa: S106 - no password
-        eos_token="<eos>",  # noqa: S106 - no password
-        chat_template=_TEMPLATE,
-    )
+    return make_assumed_tokenizer(
+        ASSUMED_CHARACTERS
+    ), f"{ASSUMED_CHARACTERS} characters per token and a ChatML template"
