@@ -1,6 +1,8 @@
 """Write docs/support.md and docs/options.md from the package, and the tables of docs/numbers.md and
 docs/reliability.md from benchmarks/*.csv.
 
+docs/which_gpu.md takes minutes and has a script of its own, docs/gpu_table.py.
+
 Command: python docs/generate.py        (tests compare its output with the pages, except the timed steps of numbers.md)
 """
 

@@ -1,4 +1,4 @@
-"""The command line: ``fastft fit | validate | test | data | doctor | demo``."""
+"""The command line: ``fastft --help`` lists the commands, and each has a module of its name."""
 
 from lightning_fastft.cli.command import main
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
 
 from lightning_fastft.cli.answers import explain_missing_files
 from lightning_fastft.cli.mistakes import check_words
@@ -54,33 +55,12 @@ def _run(command: str, words: list[str]) -> int:
 
         FastFTCLI([command, *words])
         return 0
-    if command == "data":
-        from lightning_fastft.cli.data import run_data
-
-        return run_data(words)
-    if command == "doctor":
-        from lightning_fastft.cli.doctor import run_doctor
-
-        return run_doctor(words)
-    if command == "plan":
-        from lightning_fastft.cli.plan import run_plan
-
-        return run_plan(words)
-    if command == "export":
-        from lightning_fastft.cli.export import run_export
-
-        return run_export(words)
-    if command == "demo":
-        from lightning_fastft.cli.demo import run_demo
-
-        return run_demo(words)
-    if command == "bench":
-        from lightning_fastft.cli.bench import run_bench
-
-        return run_bench(words)
+    if command in HELP:
+        # Each has a module of its name.
+        run: Callable[[Sequence[str]], int] = getattr(
+            import_module(f"lightning_fastft.cli.{command}"), f"run_{command}"
+        )
+        return run(words)
     near = difflib.get_close_matches(command, (*TRAINER_COMMANDS, *HELP), n=1)
     advice = f" Did you mean {near[0]}?" if near else ""
-    raise OptionError(
-        f"Unknown command {command!r}.{advice} Allowed are fit, validate, test, data, doctor, plan, export, demo and "
-        "bench."
-    )
+    raise OptionError(f"Unknown command {command!r}.{advice} Allowed are {', '.join((*TRAINER_COMMANDS, *HELP))}.")

@@ -12,6 +12,7 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_fastft.cli.answers import explain_refusal
+from lightning_fastft.cli.command_record import CommandRecord
 from lightning_fastft.cli.imports import check_named_functions, import_policy
 from lightning_fastft.cli.outputs import SaveConfig, check_outputs
 from lightning_fastft.cli.run_length import RunLength
@@ -121,7 +122,7 @@ class FastFTCLI(LightningCLI):
                 trainer_class=FastFTTrainer,
                 trainer_defaults={
                     "strategy": "fastft",
-                    "callbacks": [*callbacks, RunLength()] if run else list(callbacks),
+                    "callbacks": [*callbacks, RunLength(), CommandRecord(words)] if run else list(callbacks),
                 },
                 seed_everything_default=1,
                 parser_class=FastFTArgumentParser,

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_fastft.activations.budgets import AUTO_VRAM_SHARE
 from lightning_fastft.cli.lightning_cli import FastFTCLI
 from lightning_fastft.cli.words import take_option
 from lightning_fastft.core.checks import check_float, check_int
 from lightning_fastft.core.errors import OptionError
+from lightning_fastft.estimate.costs import default_vram_bytes
 from lightning_fastft.estimate.machines import GPUS, Gpu, find_gpu
 from lightning_fastft.planner.picture import render_plan
 from lightning_fastft.planner.plan import StepCost, make_plan, predict, uniform_plan
@@ -69,7 +69,7 @@ def run_plan(words: Sequence[str]) -> int:
     # Each device computes the rows of its part, and of attention the heads that are its share.
     num_tokens = -(-data.max_tokens // num_parts)
     cost = _cost_of(model, gpu=question.gpu, num_tokens=num_tokens, document_tokens=document_tokens)
-    vram_bytes = _vram_bytes(question, cost)
+    vram_bytes = default_vram_bytes(question.gpu, cost) if question.vram_gib is None else int(question.vram_gib * _GIB)
     plan = make_plan(
         cost,
         vram_budget_bytes=vram_bytes,
@@ -150,19 +150,8 @@ def _cost_of(model: Tuner, *, gpu: Gpu, num_tokens: int, document_tokens: int) -
         machine=gpu,
         quantization=model.quantization,
         dtype=DTYPES.get(model.dtype_name, torch.bfloat16),
+        has_masters=model.lora is None and model.master_dtype_name == "float32" and model.dtype_name != "float32",
         **lora,
-    )
-
-
-def _vram_bytes(question: _Question, cost: StepCost) -> int:
-    if question.vram_gib is not None:
-        return int(question.vram_gib * _GIB)
-    # As at run time: the resident bytes and most of the rest. A GPU too small for them gets its share for streamed
-    # weights.
-    memory_bytes = question.gpu.memory_bytes
-    resident_bytes = min(cost.base_bytes, memory_bytes)
-    return max(
-        int(AUTO_VRAM_SHARE * memory_bytes), resident_bytes + int(AUTO_VRAM_SHARE * (memory_bytes - resident_bytes))
     )
 
 

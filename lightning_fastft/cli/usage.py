@@ -5,13 +5,17 @@ from __future__ import annotations
 USAGE = """\
 fastft: fine-tune Hugging Face causal language models with PyTorch Lightning.
 
+  fastft init     --model NAME --data FILE [--gpu NAME]  write a config for a model, data and a GPU
   fastft fit      --config NAME|FILE [--key value ...]   train
   fastft validate --config NAME|FILE [--key value ...]   loss, perplexity and token accuracy on the validation data
   fastft test     --config NAME|FILE [--key value ...]   the same on the test data
   fastft data     --config NAME|FILE [--out FOLDER]      what the data module would do, without training
   fastft doctor   --config NAME|FILE                     what is active on this machine, and why not, without training
   fastft plan     --config NAME|FILE [--gpu NAME]        the memory plan of a config and its cost, without training
-  fastft export CHECKPOINT|FOLDER OUT [--merge]          adapters or merged weights as a plain Hugging Face folder
+  fastft chat   CHECKPOINT|FOLDER [--system TEXT]        talk with a trained model
+  fastft eval   CHECKPOINT|FOLDER --data FILE            perplexity and exact match on held-out data, tasks of lm-eval
+  fastft export CHECKPOINT|FOLDER OUT [--merge]          adapters or merged weights as a folder, GGUF, or for Ollama
+  fastft push   CHECKPOINT|FOLDER REPO [--yes]           upload with a model card; without --yes only shows it
   fastft demo                                            the whole job on data that it makes itself
   fastft bench    [--workload NAME] [--out FOLDER]       speed and memory against other systems
 
@@ -21,8 +25,25 @@ transformers. --allow-import my_package adds your own package; the current folde
 All options: fastft fit --help.  Shipped configs: {configs}
 """
 _OPTIONS_OF_FIT = "Any option of a config can be given too; all of them: fastft fit --help\n"
+_OPTIONS_OF_MODELS = """\
+  --base NAME               the base model, if it has moved since training
+  --device NAME             where the model is built ({device})
+  --accept-other-base       accept a base with other weights than those of the run
+"""
 # By subcommand. Those of Lightning list the options of their parser.
 HELP = {
+    "init": """\
+fastft init --model NAME --data FILE [--gpu NAME] [--method NAME] [--out FILE] [--overwrite]
+Look at the data, the model's shapes and a GPU, and write a config that fastft fit --config FILE runs.
+
+  --model NAME              hub id or folder of the model; a folder with config.json alone is enough
+  --data FILE               file or folder (.jsonl, .json, .parquet, .csv) or hub id of the training data
+  --gpu NAME                a GPU by name, for example "RTX 4090" (the GPU of this machine)
+  --method NAME             auto, qlora, lora or full (auto: lora where it fits and is about as fast, else qlora)
+  --out FILE                the config (config.yaml)
+  --overwrite               replace a config that is there
+  --data.columns.OURS YOURS names of the data's columns, for example --data.columns.prompt question
+""",
     "data": f"""\
 fastft data --config NAME|FILE [--out FOLDER] [--key value ...]
 What the data module would do, without a model and without training: formats, rejected rows, lengths, packs, an example.
@@ -45,18 +66,50 @@ The activation plan of a config on a GPU and its cost, without weights, data or 
   --document-tokens N       average length of the document of a token (1024)
 
 {_OPTIONS_OF_FIT}""",
-    "export": """\
-fastft export CHECKPOINT|FOLDER OUT [--merge] [--base NAME] [--dtype NAME] [--device NAME] [--accept-other-base]
-              [--for vllm]
-Write the adapters of a checkpoint or of a PEFT folder as a plain Hugging Face folder, and load it again to compare.
+    "chat": f"""\
+fastft chat CHECKPOINT|FOLDER [--system TEXT] [--max-new-tokens N] [--temperature T]
+Talk with a trained model: answers appear as they are generated, /quit ends it. Lines of a pipe are answered in turn.
+Without a chat template each line is text to continue.
+
+  --system TEXT             the system message
+  --max-new-tokens N        most tokens of an answer (512)
+  --temperature T           0 takes the likeliest token (as the model's generation_config.json says)
+{_OPTIONS_OF_MODELS.format(device="the GPU, else cpu")}""",
+    "eval": f"""\
+fastft eval CHECKPOINT|FOLDER --data FILE [--exact-match] [--tasks NAMES] [--json]
+Loss, perplexity and token accuracy over the trained tokens of held-out data, packed as in validation.
+
+  --data FILE               file or folder (.jsonl, .json, .parquet, .csv) or hub id
+  --max-tokens N            length of a pack (8192)
+  --exact-match             also generate the answer of each row, and compare it as text
+  --batch-size N            rows that are answered at once (16)
+  --limit N                 most rows to answer, and most examples of a task
+  --tasks NAMES             tasks of lm-eval, separated by commas (needs: pip install 'lm-eval[hf]')
+  --json                    print one JSON object
+  --data.columns.OURS YOURS names of the data's columns, for example --data.columns.prompt question
+{_OPTIONS_OF_MODELS.format(device="the GPU, else cpu")}""",
+    "export": f"""\
+fastft export CHECKPOINT|FOLDER OUT [--merge] [--dtype NAME] [--for vllm] [--gguf TYPE] [--ollama]
+Write the adapters of a checkpoint or of a PEFT folder as a plain Hugging Face folder with a model card, and load it
+again to compare.
 
   --merge                   merge the adapters into the weights of the whole model
-  --base NAME               the base model, if it has moved since training
   --dtype NAME              of merged weights: auto, bfloat16, float16 or float32 (auto)
-  --device NAME             where the model is built (cpu)
-  --accept-other-base       accept a base with other weights than those of the run
   --for vllm                refuse adapters of which vLLM would not read a part
-""",
+  --gguf TYPE               merge, and convert with llama.cpp to q8_0, f16, bf16 or f32; exit status 3 and the command
+                            to run where llama.cpp is not found
+  --llama-cpp FOLDER        a clone of llama.cpp (convert_hf_to_gguf.py is searched on PATH)
+  --ollama                  a Modelfile beside the GGUF file, with the chat template and parameters
+{_OPTIONS_OF_MODELS.format(device="cpu")}""",
+    "push": f"""\
+fastft push CHECKPOINT|FOLDER REPO [--yes] [--private] [--merge]
+Show the files and the model card of a repository on huggingface.co; upload them with --yes, after hf auth login.
+
+  --yes                     upload
+  --dry-run                 only show, as without --yes
+  --private                 make the repository private, if it is new
+  --merge                   merge the adapters into the weights of the whole model
+{_OPTIONS_OF_MODELS.format(device="cpu")}""",
     "demo": f"""\
 fastft demo [--key value ...]
 The whole job on data that it makes itself, in runs/demo: train, validate, answer, save, load again and compare.

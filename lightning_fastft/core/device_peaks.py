@@ -57,6 +57,8 @@ PEAK_BF16_FLOPS: tuple[tuple[frozenset[str], float], ...] = tuple(
         ("rtx 4070 ti", 80.2e12),
         ("rtx 4070 super", 70.9e12),
         ("rtx 4070", 58.3e12),
+        ("rtx 4060 ti", 44.1e12),
+        ("rtx 4060", 30.2e12),
         ("rtx 5090 d", 209.5e12),
         ("rtx 5090", 209.5e12),
         ("rtx 5080", 112.6e12),

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from lightning_fastft.activations.budgets import AUTO_VRAM_SHARE
 from lightning_fastft.activations.values import ATTENTION_VALUE
 from lightning_fastft.core.checks import check_choice, check_float, check_int
 from lightning_fastft.core.errors import UnsupportedModelError
@@ -34,6 +35,8 @@ from lightning_fastft.planner.step import SegmentCost, StepCost, ValueCost
 
 # Trained adapters: fp32 master, gradient and AdamW's two moments.
 _MASTER_BYTES = 4 * 4
+# Masters of whole weights: fp32 master and moments; weight and gradient are counted in their dtype.
+_WHOLE_MASTER_BYTES = 3 * 4
 _BASE_SUFFIX = ".base_layer"
 # Bytes that AdamW and clipping move per byte of a trained tensor: the gradient twice, weight and moments in and out,
 # and low-precision copies of adapters.
@@ -50,6 +53,7 @@ def model_costs(
     lora_rank: int | None = None,
     lora_targets: str | Sequence[str] = "all-linear",
     dtype: torch.dtype = torch.bfloat16,
+    has_masters: bool = False,
 ) -> StepCost:
     """Return the estimated cost of a step over one pack, layer by layer.
 
@@ -66,6 +70,7 @@ def model_costs(
         lora_rank: Rank of the adapters of a frozen base; None trains every weight.
         lora_targets: PEFT's ``target_modules``.
         dtype: Dtype of weights and arithmetic.
+        has_masters: Whether fp32 masters of trained weights are held beside weights of lower precision.
 
     Raises:
         UnsupportedModelError: A layer does not run on the meta device.
@@ -85,7 +90,7 @@ def model_costs(
     quantized = _quantised_weights(base, skipped=head) if quantization else []
     if lora_rank is not None:
         _add_adapters(base, rank=check_int("lora_rank", lora_rank, low=1), targets=lora_targets)
-    bytes_of = _ByteCounter(quantized, has_adapters=lora_rank is not None)
+    bytes_of = _ByteCounter(quantized, has_adapters=lora_rank is not None, has_masters=has_masters)
     layers = decoder_layers(base)
     calls = _record_calls(base, layers, num_tokens=num_tokens)
     meter = Meter(machine, document_tokens=mean_document_tokens, resident=list(base.parameters()), quantized=quantized)
@@ -109,6 +114,15 @@ def model_costs(
         other_ms=_OPTIMIZER_PASSES * optimizer_bytes / machine.reached_bytes_per_s * 1e3,
         embedding_bytes=movable_embedding_bytes(base),
     )
+
+
+def default_vram_bytes(gpu: Gpu, cost: StepCost) -> int:
+    """Return the device memory that a run takes by default: what is resident, and most of the rest.
+
+    A GPU too small for the resident bytes gives all of its memory, for streamed weights.
+    """
+    resident_bytes = min(cost.base_bytes, gpu.memory_bytes)
+    return resident_bytes + int(AUTO_VRAM_SHARE * (gpu.memory_bytes - resident_bytes))
 
 
 def _build(model: PretrainedConfig | Mapping[str, Any] | ModelSource, *, dtype: torch.dtype) -> PreTrainedModel:
@@ -146,13 +160,15 @@ class _ByteCounter:
 
     Args:
         quantized: Weights stored in NF4.
-        has_adapters: Whether trained parameters have an fp32 master; otherwise gradients and moments have the dtype of
-            the weights.
+        has_adapters: Whether trained parameters are adapters: an fp32 master, its gradient and moments, and a copy in
+            the compute dtype.
+        has_masters: Whether other trained parameters have an fp32 master and moments beside a weight and gradient in
+            the compute dtype; otherwise moments have the dtype of the weights.
     """
 
-    def __init__(self, quantized: Sequence[torch.Tensor], *, has_adapters: bool) -> None:
+    def __init__(self, quantized: Sequence[torch.Tensor], *, has_adapters: bool, has_masters: bool) -> None:
         self._quantized = {id(tensor) for tensor in quantized}
-        self._has_adapters = has_adapters
+        self._has_adapters, self._has_masters = has_adapters, has_masters
 
     def all(self, parameters: Any) -> int:
         """Return the bytes of all these parameters, each counted once."""
@@ -167,8 +183,10 @@ class _ByteCounter:
             return int(parameter.numel() * NF4_BYTES_PER_WEIGHT)
         if not parameter.requires_grad:
             return parameter.numel() * parameter.element_size()
-        per_weight = _MASTER_BYTES + parameter.element_size() if self._has_adapters else 4 * parameter.element_size()
-        return parameter.numel() * per_weight
+        size = parameter.element_size()
+        if self._has_adapters:
+            return parameter.numel() * (_MASTER_BYTES + size)
+        return parameter.numel() * (_WHOLE_MASTER_BYTES + 2 * size if self._has_masters else 4 * size)
 
 
 class _Call(NamedTuple):

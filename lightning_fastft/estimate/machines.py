@@ -70,6 +70,10 @@ GPUS = (
     Gpu(
         "RTX 5090", 1792e9, 32 * _GIB, _PCIE_5, False, "NVIDIA RTX Blackwell GPU Architecture, appendix A (white paper)"
     ),
+    # Eight lanes of PCI Express.
+    Gpu("RTX 4060", 272e9, 8 * _GIB, _PCIE_4 / 2, False, "nvidia.com/en-us/geforce/graphics-cards/40-series"),
+    Gpu("RTX 4070", 504e9, 12 * _GIB, _PCIE_4, False, "NVIDIA Ada GPU Architecture, white paper"),
+    Gpu("RTX 4080", 716.8e9, 16 * _GIB, _PCIE_4, False, "NVIDIA Ada GPU Architecture, white paper"),
     Gpu("DGX Spark (GB10)", 273e9, 119 * _GIB, 0.0, True, "docs.nvidia.com/dgx/dgx-spark/hardware.html"),
     Gpu("A100 40GB", 1555e9, 40 * _GIB, _PCIE_4, False, "nvidia.com/en-us/data-center/a100 (SXM)"),
     Gpu("A100 80GB", 2039e9, 80 * _GIB, _PCIE_4, False, "nvidia.com/en-us/data-center/a100 (SXM)"),
@@ -86,6 +90,8 @@ GPUS = (
     ),
     Gpu("B200", 8000e9, 179 * _GIB, _PCIE_5, False, "nvidia.com/en-us/data-center/dgx-b200"),
 )
+# Words of the names of parts with other rates.
+_OTHER_PARTS = frozenset({"ti", "super", "d", "laptop", "mobile", "max", "mig"})
 # Words of a name that do not identify the GPU.
 _NOISE = (
     "nvidia",
@@ -122,7 +128,8 @@ def find_gpu(name: str) -> Gpu:
     wanted = _words(name)
     found = [gpu for gpu in GPUS if wanted and all(word in _words(gpu.name) for word in wanted)]
     # A driver's name has more words than the table: "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3".
-    found = found or [gpu for gpu in GPUS if wanted and all(word in wanted for word in _words(gpu.name))]
+    if not found and not _OTHER_PARTS & set(wanted):
+        found = [gpu for gpu in GPUS if wanted and all(word in wanted for word in _words(gpu.name))]
     if len(found) == 1:
         return found[0]
     known = ", ".join(gpu.name for gpu in found or GPUS)

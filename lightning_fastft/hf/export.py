@@ -184,7 +184,9 @@ def _saved_as_plain(model: PeftModel, *, initial: Initial | None) -> Iterator[No
             model.peft_config[ADAPTER] = lora
 
 
-def export_adapters(model: PeftModel, out: Path, *, tokenizer: PreTrainedTokenizerBase | None) -> Exported:
+def export_adapters(
+    model: PeftModel, out: Path, *, tokenizer: PreTrainedTokenizerBase | None, card: str = ""
+) -> Exported:
     """Write a plain PEFT folder with adapters, tokenizer and generation configuration.
 
     Then stock PEFT loads the folder onto the base, and the logits must be the same.
@@ -193,6 +195,7 @@ def export_adapters(model: PeftModel, out: Path, *, tokenizer: PreTrainedTokeniz
         model: A PEFT model; it cannot be used afterwards.
         out: A folder that does not exist.
         tokenizer: Tokenizer to write; None for none.
+        card: Text of the model card; "" for none of ours.
 
     Raises:
         OptionError: out exists.
@@ -212,7 +215,7 @@ def export_adapters(model: PeftModel, out: Path, *, tokenizer: PreTrainedTokeniz
             # The base of loaded adapters may have moved since they were saved.
             config.base_model_name_or_path = base.name_or_path or config.base_model_name_or_path
         model.save_pretrained(str(part), save_embedding_layers=False)
-        _write_companions(base, part, tokenizer)
+        _write_companions(base, part, tokenizer, card=card)
         expected = get_peft_model_state_dict(model, save_embedding_layers=False)
         found = load_file(part / ADAPTER_WEIGHTS)
         _compare_tensors(expected, found, out=out)
@@ -226,7 +229,7 @@ def export_adapters(model: PeftModel, out: Path, *, tokenizer: PreTrainedTokeniz
 
 
 def export_merged(
-    model: PeftModel | PreTrainedModel, out: Path, *, tokenizer: PreTrainedTokenizerBase | None
+    model: PeftModel | PreTrainedModel, out: Path, *, tokenizer: PreTrainedTokenizerBase | None, card: str = ""
 ) -> Exported:
     """Write a plain transformers folder with all weights, adapters merged, tokenizer and generation configuration.
 
@@ -237,6 +240,7 @@ def export_merged(
         model: A dense PEFT or transformers model; it cannot be used afterwards.
         out: A folder that does not exist.
         tokenizer: Tokenizer to write; None for none.
+        card: Text of the model card; "" for none of ours.
 
     Raises:
         OptionError: out exists.
@@ -253,7 +257,7 @@ def export_merged(
     before = _logits(merged, ids)
     with _writing(out) as part:
         merged.save_pretrained(str(part))
-        _write_companions(merged, part, tokenizer)
+        _write_companions(merged, part, tokenizer, card=card)
         again, report = auto_class(merged.config).from_pretrained(
             str(part), dtype="auto", use_safetensors=True, trust_remote_code=False, output_loading_info=True
         )
@@ -290,12 +294,14 @@ def _writing(out: Path) -> Iterator[Path]:
         sync_folder(out.parent)
 
 
-def _write_companions(model: Any, part: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Write tokenizer and generation configuration next to the weights."""
+def _write_companions(model: Any, part: Path, tokenizer: PreTrainedTokenizerBase | None, *, card: str) -> None:
+    """Write tokenizer, generation configuration and model card next to the weights."""
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(str(part))
     if tokenizer is not None:
         tokenizer.save_pretrained(str(part))
+    if card:
+        (part / "README.md").write_text(card, encoding="utf-8")
 
 
 def _probe(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:

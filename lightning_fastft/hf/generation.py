@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,40 @@ def generate_texts(
     if isinstance(prompts, str):
         raise OptionError("prompts must be a list, got a string; write [prompt].")
     rows = [encode_prompt(tokenizer, prompt) for prompt in prompts]
+    return _write_texts(model, tokenizer, rows, max_new_tokens=max_new_tokens, **options)
+
+
+@torch.no_grad()
+def answer_prompts(model: Any, *, tokenizer: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[str]:
+    """Return the greedy answer to each prompt of token ids; the mode of every module is restored.
+
+    Args:
+        model: A model with ``generate``, on any device.
+        tokenizer: Tokenizer of the model.
+        prompts: Token ids of each prompt.
+        max_new_tokens: Largest number of tokens to generate.
+
+    Raises:
+        OptionError: A prompt has no token.
+    """
+    return _write_texts(model, tokenizer, prompts, max_new_tokens=max_new_tokens, do_sample=False)
+
+
+def stream_to(write: Callable[[str], None], *, tokenizer: Any) -> Any:
+    """Return a ``streamer`` for ``generate`` that calls a function with each piece of the text of one prompt."""
+    from transformers import TextStreamer
+
+    class Streamer(TextStreamer):
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            write(text)
+
+    return Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+
+def _write_texts(
+    model: Any, tokenizer: Any, rows: Sequence[Sequence[int]], *, max_new_tokens: int, **options: Any
+) -> list[str]:
+    """Return the text that continues each row of token ids."""
     empty = [number for number, row in enumerate(rows) if not row]
     if empty:
         raise OptionError(f"Prompt {empty[0]} has no token.")

@@ -12,6 +12,18 @@ if TYPE_CHECKING:
 IGNORED_LABEL = -100
 
 
+class Turn(NamedTuple):
+    """The last trained part of an example, and everything before it.
+
+    Args:
+        prompt: Token ids; empty where the example begins with the answer.
+        answer: Token ids.
+    """
+
+    prompt: list[int]
+    answer: list[int]
+
+
 class Document(NamedTuple):
     """One tokenised example: ids and unshifted labels, each of shape (length,), -100 where nothing is trained.
 
@@ -38,3 +50,17 @@ class Document(NamedTuple):
     scores: tuple[float, ...] = ()
     log_probs: np.ndarray | None = None
     is_stepwise: bool = False
+
+
+def last_turn(document: Document) -> Turn:
+    """Return the last run of trained tokens of an example, as an answer to what precedes it.
+
+    Example:
+        >>> last_turn(Document(np.array([5, 6, 7, 8]), np.array([-100, 6, -100, 8])))
+        Turn(prompt=[5, 6, 7], answer=[8])
+    """
+    is_trained_T = document.labels != IGNORED_LABEL
+    end = len(is_trained_T) - int(np.argmax(is_trained_T[::-1]))
+    untrained = np.flatnonzero(~is_trained_T[:end])
+    begin = int(untrained[-1]) + 1 if len(untrained) else 0
+    return Turn(document.input_ids[:begin].tolist(), document.input_ids[begin:end].tolist())

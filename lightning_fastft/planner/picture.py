@@ -25,27 +25,27 @@ def render_plan(cost: StepCost, plan: Plan) -> str:
         cost: Costs of the step.
         plan: The plan for it.
     """
-    parts = [_describe_segments(plan.segments), _describe_prediction(cost, plan.prediction)]
+    parts = ["\n".join(describe_plan(plan)), _describe_prediction(cost, plan.prediction)]
     parts += [f"note: {note}" for note in plan.notes]
     return "\n".join([*parts, "", _draw_memory(plan.prediction), "", _draw_lanes(plan.prediction)])
 
 
-def _describe_segments(segments: tuple[SegmentPlan, ...]) -> str:
-    """Return one line for all segments with the same plan."""
+def describe_plan(plan: Plan) -> list[str]:
+    """Return a heading, and a line for all segments with the same treatment."""
     numbers: dict[SegmentPlan, list[int]] = {}
-    for number, plan in enumerate(segments):
-        numbers.setdefault(plan, []).append(number)
+    for number, segment in enumerate(plan.segments):
+        numbers.setdefault(segment, []).append(number)
     lines = [f"{'segments':<{_NUMBERS_WIDTH}}treatment of their activations"]
-    for plan, found in numbers.items():
+    for segment, found in numbers.items():
         first = f"{_ranges(found):<{_NUMBERS_WIDTH}}"
         lines += wrap(
-            describe_segment(plan),
+            describe_segment(segment),
             WIDTH,
             initial_indent=first,
             subsequent_indent=" " * _NUMBERS_WIDTH,
             break_long_words=False,
         )
-    return "\n".join(lines)
+    return lines
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from lightning_fastft.cli import export as run_export
 from lightning_fastft.cli.command import main
+from lightning_fastft.cli.trained import opening
 from lightning_fastft.core.errors import CheckpointNotSavedError, UnsupportedModelError
 from lightning_fastft.hf import export
 from lightning_fastft.strategies.registry import register_strategies
@@ -122,7 +122,7 @@ def test_merged_weights_are_base_plus_adapters_in_stock_transformers(name, dtype
         off = (stock.get_submodule(key).weight.double() - truth).abs()
         assert bool((off <= 2 * torch.finfo(dtype).eps * truth.abs().max()).all())
     assert AutoTokenizer.from_pretrained("out").eos_token_id == 0
-    assert sorted(path.suffix for path in folder.glob("out/*")) == [".json"] * 4 + [".safetensors"]
+    assert sorted(path.suffix for path in folder.glob("out/*")) == [".json"] * 4 + [".md", ".safetensors"]
 
 
 @pytest.mark.slow
@@ -205,8 +205,8 @@ def test_experts_with_adapters_are_merged(quantization, tmp_path, folder):
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["{checkpoint}"], "takes a source and a target"),
-        (["{checkpoint}", "out", "--merg"], "takes a source and a target"),
+        (["{checkpoint}"], "required: out"),
+        (["{checkpoint}", "out", "--merg"], "Did you mean --merge?"),
         (["{checkpoint}", "taken"], "taken already exists and is not overwritten"),
         (["{base}", "out"], "whole model"),
         (["bare", "out"], "neither a checkpoint file of a FineTuner nor a folder"),
@@ -367,13 +367,12 @@ def test_dtype_of_merged_weights_is_the_runs_then_the_files(tmp_path):
     build_tiny("qwen3").to(torch.float16).save_pretrained(tmp_path)
     base = {"model": str(tmp_path), "dtype": "auto"}
     asked = [
-        run_export._Question(tmp_path, tmp_path, True, "", dtype, torch.device("cpu"), False)
-        for dtype in ("auto", "float32")
+        opening.Request(tmp_path, torch.device("cpu"), is_merged=True, dtype=dtype) for dtype in ("auto", "float32")
     ]
-    assert run_export._merge_dtype(asked[0], base) == "float16"
-    assert run_export._merge_dtype(asked[0], {**base, "dtype": "float32"}) == "float32"
-    assert run_export._merge_dtype(asked[0], {**base, "quantization": "nf4"}) == "bfloat16"
-    assert run_export._merge_dtype(asked[1], {**base, "quantization": "nf4"}) == "float32"
+    assert opening._merge_dtype(asked[0], base) == "float16"
+    assert opening._merge_dtype(asked[0], {**base, "dtype": "float32"}) == "float32"
+    assert opening._merge_dtype(asked[0], {**base, "quantization": "nf4"}) == "bfloat16"
+    assert opening._merge_dtype(asked[1], {**base, "quantization": "nf4"}) == "float32"
 
 
 def test_a_place_that_fills_up_meanwhile_is_left_alone(tmp_path, monkeypatch):

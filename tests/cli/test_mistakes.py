@@ -15,6 +15,7 @@ from lightning_fastft.cli import mistakes
 from lightning_fastft.cli.lightning_cli import SHORT_NAMES, FastFTArgumentParser, FastFTCLI
 from lightning_fastft.cli.mistakes import check_words
 from lightning_fastft.cli.signatures import read_parameters
+from lightning_fastft.cli.usage import HELP
 from lightning_fastft.cli.words import TRAINER_COMMANDS
 from lightning_fastft.core.errors import DataError, FastFTError, OptionError
 from tests.cli.hostile_configs import BORING
@@ -27,10 +28,7 @@ OK = ["--model.model", "x", "--data.paths", "y"]
 ANSWERED = [
     ([], 0, "fastft plan"),
     (["--help"], 0, "fastft plan"),
-    *(
-        ([command, "--help"], 0, f"fastft {command}")
-        for command in ("data", "doctor", "plan", "export", "demo", "bench")
-    ),
+    *(([command, "--help"], 0, f"fastft {command}") for command in HELP),
     (["fti"], 1, "Did you mean fit?"),
     (["fit", "--config", "qlora_qwen_8b"], 1, "Did you mean qlora_qwen3_8b?"),
     (["doctor", "--config=nope.yaml"], 1, "no file and no shipped config named 'nope.yaml'"),
@@ -41,6 +39,23 @@ ANSWERED = [
     (["doctor", *CONFIG, "--data.paths", "nope.jsonl"], 1, "There is no file or folder nope.jsonl"),
     (["validate", *CONFIG, "--ckpt_path", "nope.ckpt"], 1, "there is nothing at nope.ckpt"),
     (["fit", "--ckpt_path=s3://nope.ckpt"], 1, "ckpt_path must be a local file or folder"),
+    (["init", "--modle", "x"], 1, "required: --model, --data"),
+    (["init", "--model", "x", "--data", "y", "--gpus", "x"], 1, "Did you mean --gpu?"),
+    (["init", "--model", "x", "--data", "nope.jsonl"], 1, "There is no file or folder nope.jsonl"),
+    (["init", "--model", "./nope", "--data", "y"], 1, "there is nothing at ./nope"),
+    (["init", "--model", "x", "--data", "y", "--gpu", "3090"], 1, "RTX 4090"),
+    (["init", "--model", "x", "--data", "y", "--out", "/"], 1, "--out must name a .yaml file"),
+    (["chat", "nope.ckpt"], 1, "There is nothing at nope.ckpt"),
+    (["chat", "x", "--sytem", "y"], 1, "Did you mean --system?"),
+    (["chat", ".", "--max-new-tokens", "0"], 1, "--max-new-tokens must be at least 1"),
+    (["eval", "."], 1, "needs --data FILE or --tasks"),
+    (["eval", ".", "--data", "nope.jsonl"], 1, "There is no file or folder nope.jsonl"),
+    (["eval", "nope.ckpt", "--data", "x"], 1, "There is nothing at nope.ckpt"),
+    (["push", "nope.ckpt", "me/mine"], 1, "There is nothing at nope.ckpt"),
+    (["push", ".", "me/mine"], 1, "no model's folder"),
+    (["push", ".", "a/b/c"], 1, "REPO must be owner/name"),
+    (["export", ".", "out", "--gguf", "q4"], 1, "--gguf must be one of"),
+    (["export", ".", "out", "--llama-cpp", "nope"], 1, "nope has no convert_hf_to_gguf.py"),
     (["export", "nope.ckpt", "out"], 1, "There is nothing at nope.ckpt"),
     (["export", "nope.ckpt", "out", "--merge", "--dtype", "bf16"], 1, "--dtype must be one of"),
     (["fit", "--model.lr", "1e-3"], 2, "did you mean learning_rate?"),

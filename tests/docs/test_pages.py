@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from lightning_fastft.cli.command import main
 from lightning_fastft.cli.lightning_cli import FastFTCLI
 from lightning_fastft.cli.usage import USAGE
-from lightning_fastft.cli.words import take_option
+from lightning_fastft.cli.words import CONFIG_FOLDER, take_option
 from lightning_fastft.demo.files import write_demo_files
 from lightning_fastft.demo.generator import generate_rows
 from lightning_fastft.training.fine_tuner import FineTuner
@@ -24,6 +25,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *(ROOT / "docs").glob("*.md")]
 )
+# Commands with a parser of their own.
+READERS = ("init", "chat", "eval", "export", "push")
 # Options of our own commands, which the Trainer's parser does not know.
 OWN_OPTIONS = {"plan": ("--gpu", "--vram-gib", "--host-gib", "--document-tokens"), "data": ("--out",)}
 
@@ -79,8 +82,20 @@ def test_commands_are_taken_by_the_command_line(page, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     for command, *words in commands(page):
         assert f"fastft {command}" in USAGE, command
-        if command in ("export", "demo", "bench"):
+        if command in READERS:
+            (tmp_path / "config.yaml").unlink(missing_ok=True)
+            for name in (word for word in words if word.endswith((".ckpt", ".jsonl"))):
+                (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+                (tmp_path / name).touch()
+            for name in (word for word in words if word.startswith("exported/") and word == words[0]):
+                (tmp_path / name).mkdir(parents=True, exist_ok=True)
+            if not any(name.isupper() for name in words[:1]) and words != ["--help"]:
+                import_module(f"lightning_fastft.cli.{command}")._read_question(words)
             continue
+        if command in ("demo", "bench"):
+            continue
+        # What fastft init writes.
+        (tmp_path / "config.yaml").write_text((CONFIG_FOLDER / "qlora_qwen3_8b.yaml").read_text())
         assert "--config" in words or words == ["--help"], words
         if words == ["--help"]:
             continue

@@ -196,3 +196,10 @@ def test_the_random_state_stays_as_it_was():
     torch.manual_seed(3)
     small_costs(lora_rank=4)
     assert torch.equal(torch.rand(1), expected)
+
+
+def test_masters_of_whole_weights_double_what_is_resident():
+    # 8 bytes per weight: weight, gradient and moments in bf16; 16 with fp32 masters and moments.
+    assert small_costs(has_masters=True).base_bytes == 2 * small_costs().base_bytes
+    # Adapters have masters in any case, and the base is frozen.
+    assert small_costs(lora_rank=4, has_masters=True).base_bytes == small_costs(lora_rank=4).base_bytes

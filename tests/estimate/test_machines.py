@@ -35,7 +35,14 @@ def test_every_gpu_is_found_by_its_own_name_and_says_where_its_rates_are_from(gp
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("3090", "not a GPU"), ("", "not a GPU"), ("rtx", "matches 2"), ("A100", "A100 40GB, A100 80GB")],
+    [
+        ("3090", "not a GPU"),
+        ("", "not a GPU"),
+        ("rtx", "matches 5"),
+        ("NVIDIA GeForce RTX 4070 Ti", "not a GPU"),
+        ("RTX 4090 Laptop GPU", "not a GPU"),
+        ("A100", "A100 40GB, A100 80GB"),
+    ],
 )
 def test_a_name_that_means_none_or_several_is_refused_with_the_names(name, reason):
     with pytest.raises(OptionError, match=reason):

@@ -38,6 +38,7 @@ from lightning_fastft.training.model.dtypes import (
 )
 from lightning_fastft.training.model.export import save_model
 from lightning_fastft.training.model.options import check_model_options, collect_hyperparameters
+from lightning_fastft.training.model.run_record import RUN_KEY, describe_run
 from lightning_fastft.training.model.summary import describe_model
 
 if TYPE_CHECKING:
@@ -471,13 +472,15 @@ class CausalLMModule(LightningModule):
             self.frozen_model = frozen
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add which base the trained parameters belong to."""
+        """Add which base the trained parameters belong to, and what a model card says of the run."""
         from lightning_fastft.hf.lora_init import probe_initial
 
         checkpoint["fastft_base"] = {
             **describe_base(self.source, seed=self._seed, digest=self._base_digest),
             "initial": probe_initial(self._initial),
         }
+        if self._trainer is not None:
+            checkpoint[RUN_KEY] = describe_run(self.trainer)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse adapters that were trained on another base; a checkpoint without a digest of it is accepted.

@@ -1,0 +1,125 @@
+"""``fastft chat``: talk with a trained model in the terminal, or answer the lines of a pipe."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lightning_fastft.cli.arguments import Arguments
+from lightning_fastft.cli.trained.opening import Request, add_options, check_source, find_device
+from lightning_fastft.core.checks import check_float, check_int
+from lightning_fastft.core.errors import OptionError
+
+if TYPE_CHECKING:
+    from lightning_fastft.training.fine_tuner import FineTuner
+
+QUIT = "/quit"
+_PROMPT = "> "
+
+
+class _Question(NamedTuple):
+    """The options of ``fastft chat``; temperature is None for the model's own sampling."""
+
+    request: Request
+    system: str
+    max_new_tokens: int
+    temperature: float | None
+
+
+def run_chat(words: Sequence[str]) -> int:
+    """Read lines and write an answer to each as it is generated, until ``/quit`` or the end of the input; return 0.
+
+    Args:
+        words: A checkpoint, a PEFT folder or a whole model's folder. ``--system TEXT`` begins the conversation,
+            ``--max-new-tokens N`` (512) bounds an answer, ``--temperature T`` is that of the sampling (0: none; by
+            default that of the model's generation configuration). ``--base``, ``--device`` and
+            ``--accept-other-base`` as for export.
+
+    Raises:
+        OptionError: A value is not allowed, or there is no tokenizer.
+
+    Cost:
+        One host sync per generated token.
+    """
+    question = _read_question(words)
+    from lightning_fastft.cli.trained.opening import open_trained
+
+    opened = open_trained(question.request)
+    tokenizer = opened.module.tokenizer
+    if tokenizer is None:
+        raise OptionError(f"{opened.base} has no tokenizer, which chat needs. Save one in its folder.")
+    has_template = tokenizer.chat_template is not None
+    if question.system and not has_template:
+        raise OptionError("--system needs a chat template, and the tokenizer has none. Remove --system.")
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        kind = "a chat" if has_template else "plain text to continue, as there is no chat template"
+        sys.stdout.write(f"{opened.base}: {kind}. {QUIT} ends it, Ctrl-C ends an answer.\n")
+    history: list[dict[str, str]] = [{"role": "system", "content": question.system}] if question.system else []
+    while line := _read_line(is_terminal):
+        text = line.rstrip("\n")
+        if text.strip() == QUIT:
+            break
+        if not text.strip():
+            continue
+        asked = [*history, {"role": "user", "content": text}]
+        answer = _answer(opened.module, asked if has_template else text, question=question)
+        if answer is not None and has_template:
+            history = [*asked, {"role": "assistant", "content": answer}]
+    return 0
+
+
+def _read_line(is_terminal: bool) -> str:
+    """Return the next line of the input, "" at its end."""
+    if is_terminal:
+        sys.stdout.write(_PROMPT)
+        sys.stdout.flush()
+    try:
+        return sys.stdin.readline()
+    except KeyboardInterrupt:
+        sys.stdout.write("\n")
+        return ""
+
+
+def _answer(module: FineTuner, prompt: Any, *, question: _Question) -> str | None:
+    """Write an answer while it is generated and return it; None if it was interrupted."""
+    from lightning_fastft.hf.generation import stream_to
+
+    options: dict[str, Any] = {}
+    if question.temperature is not None:
+        is_sampled = question.temperature > 0
+        options = {"do_sample": is_sampled, **({"temperature": question.temperature} if is_sampled else {})}
+    try:
+        [answer] = module.generate(
+            [prompt],
+            max_new_tokens=question.max_new_tokens,
+            streamer=stream_to(_write, tokenizer=module.tokenizer),
+            **options,
+        )
+    except KeyboardInterrupt:
+        answer = None
+    _write("\n")
+    return answer
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _read_question(words: Sequence[str]) -> _Question:
+    """Parse and check the command line."""
+    arguments = Arguments("chat")
+    arguments.add_argument("source")
+    add_options(arguments)
+    arguments.add_argument("--system", default="")
+    arguments.add_argument("--max-new-tokens", type=int, default=512)
+    arguments.add_argument("--temperature", type=float)
+    given = arguments.read(words)
+    check_int("--max-new-tokens", given.max_new_tokens, low=1)
+    if given.temperature is not None:
+        check_float("--temperature", given.temperature, low=0.0)
+    source = check_source(given.source)
+    request = Request(source, find_device(given.device), base=given.base, accepts_other_base=given.accept_other_base)
+    return _Question(request, given.system, given.max_new_tokens, given.temperature)

@@ -1,0 +1,199 @@
+"""``fastft eval``: perplexity, exact match and tasks of lm-eval of a trained model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lightning_fastft.cli.arguments import Arguments, take_columns
+from lightning_fastft.cli.trained.opening import Request, add_options, check_source, find_device
+from lightning_fastft.core.checks import check_int
+from lightning_fastft.core.errors import MissingDependencyError, OptionError
+from lightning_fastft.packing.reading.sources import check_exists
+
+if TYPE_CHECKING:
+    from lightning_fastft.packing.stream import DocumentSubset
+    from lightning_fastft.training.fine_tuner import FineTuner
+
+_PIP_LINE = "pip install 'lm-eval[hf]'"
+# An answer may be longer than the right one by this many tokens, to be seen as wrong.
+_MORE_TOKENS = 16
+
+
+class _Question(NamedTuple):
+    """The options of ``fastft eval``."""
+
+    request: Request
+    data: str
+    columns: dict[str, str]
+    max_tokens: int
+    has_exact_match: bool
+    batch_size: int
+    limit: int | None
+    tasks: list[str]
+    is_json: bool
+
+
+def run_eval(words: Sequence[str]) -> int:
+    """Print what a trained model reaches on held-out data; return 0.
+
+    Args:
+        words: A checkpoint, a PEFT folder or a whole model's folder, and ``--data FILE`` and/or ``--tasks NAMES`` of
+            lm-eval. ``--exact-match`` generates greedily and compares. ``--max-tokens N`` (8192) is the length of a
+            pack, ``--batch-size N`` (16) that of generation, ``--limit N`` the most rows to answer and the most
+            examples of a task, ``--json`` prints one JSON object. ``--data.columns.OURS YOURS``, ``--base``,
+            ``--device`` and ``--accept-other-base`` as for fit and export.
+
+    Raises:
+        OptionError: A value is not allowed.
+        DataError: The data cannot be read, or has no prompts to answer.
+        MissingDependencyError: ``--tasks`` without lm-eval.
+    """
+    question = _read_question(words)
+    from lightning_fastft.cli.trained.opening import open_trained
+
+    opened = open_trained(question.request)
+    results: dict[str, Any] = {"model": str(question.request.source)}
+    if question.data:
+        results |= _evaluate(opened.module, question)
+    if question.tasks:
+        results["tasks"] = _run_tasks(opened.module, question)
+    sys.stdout.write(json.dumps(results) + "\n" if question.is_json else _render(results))
+    return 0
+
+
+def _evaluate(module: FineTuner, question: _Question) -> dict[str, Any]:
+    """Return loss, perplexity and token accuracy of the labelled tokens, and exact matches if asked for."""
+    from lightning.pytorch import Trainer
+
+    from lightning_fastft.strategies.single_device import FastFTStrategy
+    from lightning_fastft.training.datamodule import PackedDataModule
+
+    data = PackedDataModule(
+        None,
+        test_paths=question.data,
+        columns=question.columns or None,
+        max_tokens=question.max_tokens,
+        show_progress=not question.is_json,
+    )
+    trainer = Trainer(
+        accelerator=question.request.device.type,
+        strategy=FastFTStrategy(),
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=not question.is_json,
+        enable_model_summary=False,
+    )
+    [found] = trainer.test(module, datamodule=data, verbose=False)
+    subset = data.subset("test")
+    assert subset is not None
+    results = {
+        "data": question.data,
+        "examples": len(subset),
+        "labelled_tokens": int(subset.num_labelled_N.sum()),
+        **{name.removeprefix("test_"): value for name, value in found.items()},
+    }
+    if question.has_exact_match:
+        results |= _match(module, subset, question=question)
+    return results
+
+
+def _match(module: FineTuner, subset: DocumentSubset, *, question: _Question) -> dict[str, Any]:
+    """Return the share of greedy answers that equal the text of the data, and their number."""
+    from lightning_fastft.hf.generation import answer_prompts
+    from lightning_fastft.packing.document import last_turn
+
+    tokenizer = module.tokenizer
+    if tokenizer is None:
+        raise OptionError(f"{question.request.source} has no tokenizer, which --exact-match needs. Save one there.")
+    turns = [last_turn(subset[number]) for number in range(len(subset))][: question.limit]
+    turns = [turn for turn in turns if turn.prompt]
+    if not turns:
+        raise OptionError("--exact-match needs rows with a prompt, and every token here is trained. Remove it.")
+    # Rows of like length share a batch.
+    turns.sort(key=lambda turn: len(turn.prompt))
+    num_right = 0
+    for start in range(0, len(turns), question.batch_size):
+        batch = turns[start : start + question.batch_size]
+        answers = answer_prompts(
+            module.model,
+            tokenizer=tokenizer,
+            prompts=[turn.prompt for turn in batch],
+            max_new_tokens=max(len(turn.answer) for turn in batch) + _MORE_TOKENS,
+        )
+        right = tokenizer.batch_decode([turn.answer for turn in batch], skip_special_tokens=True)
+        num_right += sum(one.strip() == other.strip() for one, other in zip(answers, right))
+    return {"exact_match": num_right / len(turns), "answered": len(turns)}
+
+
+def _run_tasks(module: FineTuner, question: _Question) -> dict[str, Any]:
+    """Return the results of lm-eval by task."""
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+
+    model = HFLM(pretrained=module.model, tokenizer=module.tokenizer, batch_size=question.batch_size)
+    found = lm_eval.simple_evaluate(model=model, tasks=question.tasks, limit=question.limit)
+    results: dict[str, Any] = found["results"]
+    return results
+
+
+def _render(results: dict[str, Any]) -> str:
+    """Return results as lines of text."""
+    lines = []
+    for name, value in results.items():
+        if name == "tasks":
+            for task, figures in value.items():
+                lines += [f"{task} {key}: {_show(figure)}" for key, figure in figures.items() if key != "alias"]
+        else:
+            lines.append(f"{name.replace('_', ' ')}: {_show(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _show(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _read_question(words: Sequence[str]) -> _Question:
+    """Parse and check the command line."""
+    columns, words = take_columns(words)
+    arguments = Arguments("eval")
+    arguments.add_argument("source")
+    add_options(arguments)
+    arguments.add_argument("--data", default="")
+    arguments.add_argument("--max-tokens", type=int, default=8192)
+    arguments.add_argument("--exact-match", action="store_true")
+    arguments.add_argument("--batch-size", type=int, default=16)
+    arguments.add_argument("--limit", type=int)
+    arguments.add_argument("--tasks", default="")
+    arguments.add_argument("--json", action="store_true")
+    given = arguments.read(words)
+    tasks = [name for name in given.tasks.split(",") if name]
+    if not given.data and not tasks:
+        raise OptionError("fastft eval needs --data FILE or --tasks NAMES of lm-eval.")
+    if given.exact_match and not given.data:
+        raise OptionError("--exact-match needs --data FILE.")
+    check_int("--max-tokens", given.max_tokens, low=2)
+    check_int("--batch-size", given.batch_size, low=1)
+    if given.limit is not None:
+        check_int("--limit", given.limit, low=1)
+    if tasks and find_spec("lm_eval") is None:
+        raise MissingDependencyError(f"--tasks needs lm-eval: {_PIP_LINE}")
+    source = check_source(given.source)
+    if given.data:
+        check_exists(given.data)
+    request = Request(source, find_device(given.device), base=given.base, accepts_other_base=given.accept_other_base)
+    return _Question(
+        request,
+        given.data,
+        columns,
+        given.max_tokens,
+        given.exact_match,
+        given.batch_size,
+        given.limit,
+        tasks,
+        given.json,
+    )

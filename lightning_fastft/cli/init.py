@@ -1,0 +1,199 @@
+"""``fastft init``: write a config for a model, data and a GPU, with the speed and memory to expect."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from lightning_fastft.cli.arguments import Arguments, take_columns
+from lightning_fastft.core.errors import OptionError, UnsupportedModelError
+from lightning_fastft.estimate.machines import Gpu, find_gpu
+from lightning_fastft.packing.reading.sources import check_exists
+
+if TYPE_CHECKING:
+    from lightning_fastft.cli.recipe.plans import Method, Planned, Steps
+    from lightning_fastft.cli.recipe.text import Recipe
+    from lightning_fastft.hf.loading.source import ModelSource
+
+_GIB = 2**30
+# Pinned host memory of another machine.
+_ASSUMED_HOST_GIB = 64
+
+
+class _Question(NamedTuple):
+    """The options of ``fastft init``; gpu is None for the one of this machine."""
+
+    model: str
+    data: str
+    columns: dict[str, str]
+    gpu: Gpu | None
+    method: str
+    out: Path
+
+
+def run_init(words: Sequence[str]) -> int:
+    """Write a config and print what to expect of it; return 0.
+
+    Args:
+        words: ``--model NAME``, ``--data PATH``, and ``--gpu NAME`` (default: the GPU of this machine), ``--method``
+            (default: LoRA where it fits and is about as fast, else QLoRA), ``--out FILE`` (config.yaml),
+            ``--overwrite`` and ``--data.columns.OURS YOURS``.
+
+    Raises:
+        OptionError: A value is not allowed, out exists, the model cannot be read, or it does not fit the GPU.
+        DataError: The data cannot be read.
+
+    Cost:
+        One pass over the data, and some seconds for the plan; the weights of the model are not read.
+    """
+    question = _read_question(words)
+    from lightning_fastft.cli.recipe.text import describe_expectation, describe_lengths, render_config
+
+    recipe = _choose(question)
+    question.out.parent.mkdir(parents=True, exist_ok=True)
+    question.out.write_text(render_config(recipe), encoding="utf-8")
+    steps = recipe.steps
+    lines = [
+        f"Wrote {question.out}: {recipe.method} of {question.model}, packs of {steps.max_tokens:,} tokens, "
+        f"{steps.accumulate} per optimizer step.",
+        f"  method: {recipe.method_reason}",
+        f"  data: {describe_lengths(recipe.lengths, steps)}",
+        f"  an epoch: {steps.num_packs:,} packs in {steps.num_steps:,} optimizer steps; epochs: {steps.num_epochs}",
+        *(f"  expected: {line}" for line in describe_expectation(recipe)),
+        *_warn_of_weights(question.model),
+        "Then:",
+        f"  fastft fit --config {question.out}",
+        f"  fastft chat {recipe.folder}/last.ckpt",
+    ]
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0
+
+
+def _read_question(words: Sequence[str]) -> _Question:
+    """Parse and check the command line, without torch."""
+    columns, words = take_columns(words)
+    arguments = Arguments("init")
+    arguments.add_argument("--model", required=True)
+    arguments.add_argument("--data", required=True)
+    arguments.add_argument("--gpu", default="")
+    arguments.add_argument("--method", choices=("auto", "qlora", "lora", "full"), default="auto")
+    arguments.add_argument("--out", default="config.yaml")
+    arguments.add_argument("--overwrite", action="store_true")
+    given = arguments.read(words)
+    check_exists(given.data)
+    _check_model(given.model)
+    out = Path(given.out)
+    if out.suffix not in (".yaml", ".yml"):
+        raise OptionError(f"--out must name a .yaml file, got {given.out}.")
+    if out.is_symlink() or (out.exists() and not (given.overwrite and out.is_file())):
+        raise OptionError(f"{out} exists and is not overwritten. Name another file with --out, or add --overwrite.")
+    return _Question(given.model, given.data, columns, find_gpu(given.gpu) if given.gpu else None, given.method, out)
+
+
+def _check_model(model: str) -> None:
+    """Refuse a path at which there is no model; what may be a hub id is not checked."""
+    path = Path(model).expanduser()
+    is_path = path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1
+    if is_path and not path.exists():
+        raise OptionError(
+            f"--model: there is nothing at {model} (searched from {Path.cwd()}). Give a name on huggingface.co or a "
+            "folder; its config.json alone is enough here."
+        )
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise OptionError(f"--model: the folder {model} has no config.json. Copy the one of the model there.")
+
+
+def _choose(question: _Question) -> Recipe:
+    """Read model and data, and choose how to train."""
+    import torch
+
+    from lightning_fastft.activations.budgets import auto_host_bytes
+    from lightning_fastft.cli.recipe.lengths import measure_lengths
+    from lightning_fastft.cli.recipe.plans import ASSUMED_MARGIN, choose_pack_tokens, count_steps, plan_run
+    from lightning_fastft.cli.recipe.text import Recipe
+    from lightning_fastft.hf.loading.source import ModelSource
+
+    source = ModelSource(question.model, init="random")
+    most = _longest_of(source)
+    gpu, host_bytes = question.gpu, _ASSUMED_HOST_GIB * _GIB
+    if gpu is None and torch.cuda.is_available():
+        gpu, host_bytes = find_gpu(torch.cuda.get_device_name()), auto_host_bytes()
+    lengths = measure_lengths(question.data, source=source, columns=question.columns)
+    length_N = lengths.length_N
+    tokens = choose_pack_tokens(length_N * ASSUMED_MARGIN if lengths.assumption else length_N, most=most)
+    planned: Planned | None = None
+    if gpu is not None:
+        planned = plan_run(
+            source,
+            gpu=gpu,
+            methods=_methods(question.method),
+            length_N=length_N,
+            max_tokens=tokens,
+            host_bytes=host_bytes,
+        )
+    steps: Steps = count_steps(length_N, max_tokens=tokens if planned is None else planned.max_tokens)
+    method = _methods(question.method)[0] if planned is None else planned.method
+    return Recipe(
+        model=question.model,
+        data=question.data,
+        columns=question.columns,
+        out=question.out,
+        method=method,
+        method_reason=_explain_method(question.method, planned, gpu=gpu),
+        has_experts=_has_experts(source),
+        lengths=lengths,
+        steps=steps,
+        gpu=gpu,
+        planned=planned,
+    )
+
+
+def _methods(name: str) -> tuple[Method, ...]:
+    """Return the methods to choose from, the preferred one first."""
+    return ("lora", "qlora") if name == "auto" else (name,)  # type: ignore[return-value]
+
+
+def _explain_method(name: str, planned: Planned | None, *, gpu: Gpu | None) -> str:
+    if name != "auto":
+        return f"{name}, as asked for."
+    if planned is None or gpu is None:
+        return "lora, because there is no GPU whose memory would ask for less."
+    if planned.method == "lora":
+        return f"lora: the base fits {gpu.name} in bf16, and 4 bits would not be faster by 5 %."
+    return f"qlora: in bf16 the base does not fit {gpu.name}, or leaves too little for activations to be as fast."
+
+
+def _longest_of(source: ModelSource) -> int:
+    """Return the longest sequence of a model; read its configuration, which may need the hub."""
+    try:
+        config = source.config
+    except OptionError as error:
+        raise OptionError(
+            f"{error} A folder with the model's config.json is enough for fastft init: --model FOLDER."
+        ) from error
+    return int(getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or 2**31 - 1)
+
+
+def _has_experts(source: ModelSource) -> bool:
+    """Return whether BincountRouter serves the experts of a model."""
+    import torch
+
+    from lightning_fastft.hf.loading.source import auto_class
+    from lightning_fastft.moe.install import find_experts
+
+    with torch.device("meta"):
+        model = auto_class(source.config).from_config(source.config, dtype=torch.bfloat16)
+    try:
+        return bool(find_experts(model))
+    except UnsupportedModelError:
+        return False
+
+
+def _warn_of_weights(model: str) -> list[str]:
+    """Return a line on weights that are missing in a local folder."""
+    folder = Path(model).expanduser()
+    if not folder.is_dir() or any(folder.glob("*.safetensors")):
+        return []
+    return [f"  note: {model} has no weights (*.safetensors): add them before fastft fit, or set model.init to random."]

@@ -1,0 +1,137 @@
+"""``fastft push``: show the files and the model card of a trained model, and upload them to the hub with ``--yes``."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from lightning_fastft.cli.arguments import Arguments
+from lightning_fastft.cli.trained.opening import Request, add_options, check_source, find_device
+from lightning_fastft.core.errors import FastFTError, OptionError
+
+CARD = "README.md"
+_REPOSITORY = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+_KIB = 1024
+
+
+class _Question(NamedTuple):
+    """The options of ``fastft push``."""
+
+    request: Request
+    repository: str
+    is_uploaded: bool
+    is_private: bool
+
+
+def run_push(words: Sequence[str]) -> int:
+    """Print the files and the model card of a repository, and upload them with ``--yes``; return 0.
+
+    Args:
+        words: A checkpoint, which is exported first, or a folder of adapters or of a whole model, which is uploaded as
+            it is; then the repository. ``--merge`` merges adapters, ``--private`` makes a new repository private,
+            ``--base``, ``--device`` and ``--accept-other-base`` as for export.
+
+    Raises:
+        OptionError: A value is not allowed, or nobody is logged in.
+        FastFTError: The hub refused.
+    """
+    question = _read_question(words)
+    source = question.request.source
+    if source.is_dir() and not question.request.is_merged:
+        return _push(source, _read_card(question), question=question)
+    from lightning_fastft.cli.trained.writing import write_trained
+
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / question.repository.rpartition("/")[2]
+        write_trained(question.request, folder)
+        return _push(folder, (folder / CARD).read_text(encoding="utf-8"), question=question)
+
+
+def _read_card(question: _Question) -> str:
+    """Return the model card of a folder: the one that is there if it was filled in, else ours."""
+    from lightning_fastft.cli.trained.card import keeps_card, read_facts, render_card
+
+    source = question.request.source
+    card = source / CARD
+    text = card.read_text(encoding="utf-8") if card.is_file() else ""
+    return text if keeps_card(text) else render_card(read_facts(source), name=question.repository.rpartition("/")[2])
+
+
+def _push(folder: Path, card: str, *, question: _Question) -> int:
+    """Print files and card; upload them in one commit if asked for."""
+    files = sorted(
+        file
+        for file in folder.rglob("*")
+        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(folder).parts)
+    )
+    names = {str(file.relative_to(folder)): file for file in files if file != folder / CARD}
+    sizes = {CARD: len(card.encode()), **{name: file.stat().st_size for name, file in names.items()}}
+    lines = [f"{question.repository}: {len(sizes)} files, {_size(sum(sizes.values()))}"]
+    lines += [f"  {_size(size):>12}  {name}" for name, size in sizes.items()]
+    sys.stdout.write("\n".join([*lines, "", card]) + "\n")
+    if not question.is_uploaded:
+        sys.stdout.write("Nothing was uploaded. Add --yes to upload.\n")
+        return 0
+    sys.stdout.write(f"Uploaded: {_upload(question, card=card, names=names)}\n")
+    return 0
+
+
+def _upload(question: _Question, *, card: str, names: dict[str, Path]) -> str:
+    """Make the repository if it is new, upload everything in one commit, and return its address."""
+    from huggingface_hub import CommitOperationAdd, HfApi, get_token
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if get_token() is None:
+        raise OptionError("Nobody is logged in to huggingface.co. Run: hf auth login")
+    operations = [CommitOperationAdd(path_in_repo=CARD, path_or_fileobj=card.encode())]
+    operations += [CommitOperationAdd(path_in_repo=name, path_or_fileobj=str(file)) for name, file in names.items()]
+    api = HfApi()
+    try:
+        address = api.create_repo(question.repository, private=question.is_private or None, exist_ok=True)
+        api.create_commit(address.repo_id, operations, commit_message="Upload with lightning_fastft")
+    except HfHubHTTPError as error:
+        raise FastFTError(f"The hub refused {question.repository}: {error}") from error
+    return str(address)
+
+
+def _size(num_bytes: int) -> str:
+    """Return a size in the unit that reads best.
+
+    Example:
+        >>> _size(900), _size(20_000), _size(3_000_000)
+        ('900 B', '19.5 KiB', '2.9 MiB')
+    """
+    if num_bytes < _KIB:
+        return f"{num_bytes} B"
+    return f"{num_bytes / _KIB:,.1f} KiB" if num_bytes < _KIB**2 else f"{num_bytes / _KIB**2:,.1f} MiB"
+
+
+def _read_question(words: Sequence[str]) -> _Question:
+    """Parse and check the command line."""
+    arguments = Arguments("push")
+    arguments.add_argument("source")
+    arguments.add_argument("repository")
+    add_options(arguments)
+    arguments.add_argument("--merge", action="store_true")
+    arguments.add_argument("--private", action="store_true")
+    arguments.add_argument("--yes", action="store_true")
+    arguments.add_argument("--dry-run", action="store_true")
+    given = arguments.read(words)
+    if not _REPOSITORY.fullmatch(given.repository):
+        raise OptionError(f"REPO must be owner/name, got {given.repository!r}.")
+    source = check_source(given.source)
+    if source.is_dir() and not any((source / name).is_file() for name in ("adapter_config.json", "config.json")):
+        raise OptionError(f"{source} has no adapter_config.json and no config.json: it is no model's folder.")
+    request = Request(
+        source,
+        find_device(given.device, default="cpu"),
+        is_merged=given.merge,
+        takes_whole=False,
+        base=given.base,
+        accepts_other_base=given.accept_other_base,
+    )
+    return _Question(request, given.repository, given.yes and not given.dry_run, given.private)

@@ -1,0 +1,88 @@
+"""Measure the examples of a data set in tokens, with the model's tokenizer or by an assumption.
+
+Axes: N examples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from lightning_fastft.core.errors import DataError
+from lightning_fastft.hf.assumed_tokenizer import make_assumed_tokenizer
+from lightning_fastft.packing.rows.formats import TUNERS, FormatOptions
+from lightning_fastft.packing.store.cache import tokenize_sources
+from lightning_fastft.training.data.options import count_processes, find_cache_dir
+
+if TYPE_CHECKING:
+    from lightning_fastft.hf.loading.source import ModelSource
+
+ASSUMED_CHARACTERS = 4
+# Shipped configs for rows with completions.
+_CONFIGS = {"preference": "dpo_qwen3_8b", "labelled": "dpo_qwen3_8b", "scored": "reward_qwen3_8b"}
+_LONGEST = 2**31 - 1
+
+
+class Lengths(NamedTuple):
+    """Lengths of the examples of a data set.
+
+    Args:
+        length_N: Tokens of each example.
+        num_rejected: Rows that cannot be trained on.
+        assumption: How tokens were counted without the tokenizer; "" if it was there.
+    """
+
+    length_N: np.ndarray
+    num_rejected: int
+    assumption: str
+
+
+def measure_lengths(data: str, *, source: ModelSource, columns: Mapping[str, str]) -> Lengths:
+    """Return the length of every example.
+
+    Args:
+        data: File, folder or hub id of the data.
+        source: The model, whose tokenizer is used where it can be read.
+        columns: Names of the data's columns by the names that a format has for them.
+
+    Raises:
+        DataError: The data cannot be read, or its rows are not for a FineTuner.
+
+    Cost:
+        One pass over the data, in several processes; the tokens are cached.
+    """
+    tokenizer, assumption = _find_tokenizer(source)
+    dataset = tokenize_sources(
+        data,
+        tokenizer=tokenizer,
+        options=FormatOptions(max_tokens=_LONGEST, columns=dict(columns) or None),
+        cache_dir=find_cache_dir(),
+        num_proc=count_processes(),
+        show_progress=True,
+    )
+    foreign = [name for name in dataset.report.rows_per_format if name in TUNERS]
+    if foreign:
+        config = _CONFIGS.get(foreign[0], "grpo_qwen3_0.6b")
+        raise DataError(
+            f"{data} has rows of format {foreign[0]}, for {TUNERS[foreign[0]]}, and fastft init writes configs of a "
+            f"FineTuner. Start from a shipped config: fastft fit --config {config} --data.paths {data}"
+        )
+    if not dataset.report.num_labelled:
+        raise DataError(f"{data} has no token to train on.")
+    return Lengths(np.asarray(dataset.length_N), dataset.report.num_rejected, assumption)
+
+
+def _find_tokenizer(source: ModelSource) -> tuple[Any, str]:
+    """Return the model's tokenizer, or one of equal pieces and the words that say so."""
+    try:
+        tokenizer = source.load_tokenizer()
+    except OSError:
+        # Neither a folder nor the cache has it, and the hub cannot be reached.
+        tokenizer = None
+    if tokenizer is not None:
+        return tokenizer, ""
+    return make_assumed_tokenizer(
+        ASSUMED_CHARACTERS
+    ), f"{ASSUMED_CHARACTERS} characters per token and a ChatML template"

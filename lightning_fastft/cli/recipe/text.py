@@ -1,0 +1,215 @@
+"""Write the config of ``fastft init`` as commented YAML."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from textwrap import wrap
+from typing import NamedTuple
+
+import numpy as np
+import yaml
+
+from lightning_fastft.cli.recipe.lengths import Lengths
+from lightning_fastft.cli.recipe.plans import LORA_RANK, Method, Planned, Steps
+from lightning_fastft.estimate.machines import Gpu
+from lightning_fastft.planner.picture import describe_plan
+
+_GIB = 2**30
+_WIDTH = 118
+METHOD_WORDS: Mapping[Method, str] = {
+    "qlora": "QLoRA: the frozen base in 4 bits (NF4), trained adapters",
+    "lora": "LoRA: the frozen base in bf16, trained adapters",
+    "full": "full fine-tuning: every weight, with fp32 masters",
+}
+
+
+class Recipe(NamedTuple):
+    """All that a config says.
+
+    Args:
+        model: Hub id or folder.
+        data: File, folder or hub id.
+        columns: Names of the data's columns by the names that a format has for them.
+        out: The config file.
+        method: How the model is trained.
+        method_reason: Why this method.
+        has_experts: Whether the model is a mixture of experts.
+        lengths: Lengths of the examples.
+        steps: Packs and steps of an epoch.
+        gpu: None for a machine without a GPU.
+        planned: Plan on the GPU; None without one.
+    """
+
+    model: str
+    data: str
+    columns: Mapping[str, str]
+    out: Path
+    method: Method
+    method_reason: str
+    has_experts: bool
+    lengths: Lengths
+    steps: Steps
+    gpu: Gpu | None
+    planned: Planned | None
+
+    @property
+    def folder(self) -> str:
+        """Folder of the checkpoints."""
+        return f"runs/{self.out.stem}"
+
+
+def describe_lengths(lengths: Lengths, steps: Steps) -> str:
+    """Return the lengths of the examples in one sentence."""
+    length_N = lengths.length_N
+    middle, high = np.percentile(length_N, [50, 99])
+    counted = f"assumed: {lengths.assumption}" if lengths.assumption else "with the model's tokenizer"
+    rejected = f"; {lengths.num_rejected:,} rows are rejected" if lengths.num_rejected else ""
+    cut = f"; {steps.num_cut:,} are cut to a pack" if steps.num_cut else ""
+    return (
+        f"{len(length_N):,} examples, {int(length_N.sum()):,} tokens ({counted}): median {middle:.0f}, 99th percentile "
+        f"{high:.0f}, longest {int(length_N.max()):,}{rejected}{cut}"
+    )
+
+
+def describe_expectation(recipe: Recipe) -> list[str]:
+    """Return the planned speed, memory and time, each in a line."""
+    planned, steps = recipe.planned, recipe.steps
+    if planned is None or recipe.gpu is None:
+        return ["not planned: there is no GPU here, and --gpu names none"]
+    seconds = planned.step_ms * steps.num_packs / 1e3
+    speed = steps.num_tokens / seconds
+    peak, base = planned.plan.prediction.peak_bytes / _GIB, planned.base_bytes / _GIB
+    host = planned.plan.prediction.host_bytes / _GIB
+    origin = "measured rates" if recipe.gpu.is_measured else "published rates"
+    return [
+        f"{speed:,.0f} tokens/s, {peak:.1f} GiB of device memory ({base:.1f} of them weights, gradients, optimizer), "
+        f"{host:.1f} GiB of pinned host memory, {_duration(seconds)} for an epoch (planned for {recipe.gpu.name} from "
+        f"{origin}, without the fused layers, which are faster)"
+    ]
+
+
+def render_config(recipe: Recipe) -> str:
+    """Return the YAML of a recipe."""
+    method, steps = recipe.method, recipe.steps
+    head = [
+        ("Purpose", f"{METHOD_WORDS[method]}. Written by fastft init; change it as you like"),
+        ("Command", f"fastft fit --config {recipe.out}"),
+        ("Hardware", recipe.gpu.name if recipe.gpu else "none planned: a CPU trains this too, slowly"),
+        ("Expected", describe_expectation(recipe)[0]),
+        ("Data", describe_lengths(recipe.lengths, steps)),
+    ]
+    lines = [line for name, text in head for line in _comment(f"{name}: {text}")]
+    lines += ["data:", "  class_path: lightning_fastft.PackedDataModule", "  init_args:"]
+    lines += [f"    paths: {_scalar(recipe.data)}"]
+    if recipe.columns:
+        lines += ["    columns:", *(f"      {ours}: {_scalar(yours)}" for ours, yours in recipe.columns.items())]
+    num_held_out = round(steps.val_share * len(recipe.lengths.length_N))
+    if num_held_out:
+        lines += [
+            f"    # Held out for validation: about {num_held_out:,} examples.",
+            f"    val_share: {steps.val_share}",
+        ]
+    lines += [
+        f"    # Length of a pack; several examples share one. An epoch has {steps.num_packs:,} packs.",
+        f"    max_tokens: {steps.max_tokens}",
+    ]
+    if steps.num_cut or recipe.lengths.assumption:
+        why = "Longer examples are cut" + (" (lengths are assumed)" if recipe.lengths.assumption else "")
+        lines += [f'    # {why}; "refuse" stops instead, "split" makes several of one.', "    too_long: truncate"]
+    if recipe.gpu:
+        lines += ["    # CUDA graphs of layers need packs of one length.", "    pad_to_max: true"]
+    lines += _model_lines(recipe)
+    lines += _trainer_lines(recipe)
+    return "\n".join(lines) + "\n"
+
+
+def _model_lines(recipe: Recipe) -> list[str]:
+    lines = [
+        "model:",
+        "  class_path: lightning_fastft.FineTuner",
+        "  init_args:",
+        f"    model: {_scalar(recipe.model)}",
+    ]
+    lines += [f"    # {recipe.method_reason}"]
+    if recipe.method == "qlora":
+        lines += ["    quantization: nf4"]
+    if recipe.method == "full" and recipe.gpu is None:
+        return [*lines, "    dtype: float32", "    learning_rate: 1.0e-5", "    weight_decay: 0.01"]
+    if recipe.method == "full":
+        return [
+            *lines,
+            "    # bf16 weights alone would round small updates away.",
+            "    dtype: bfloat16",
+            "    master_dtype: float32",
+            "    learning_rate: 1.0e-5",
+            "    weight_decay: 0.01",
+        ]
+    return [
+        *lines,
+        "    lora:",
+        f"      r: {LORA_RANK}",
+        f"      lora_alpha: {2 * LORA_RANK}",
+        "    learning_rate: 2.0e-4",
+    ]
+
+
+def _trainer_lines(recipe: Recipe) -> list[str]:
+    steps = recipe.steps
+    lines = ["trainer:"]
+    if recipe.planned:
+        plan = describe_plan(recipe.planned.plan)
+        lines += _comment("Activations, as planned (the first steps of a run are measured, and the plan made anew):", 2)
+        lines += [f"  #   {line}" for line in plan]
+    lines += ["  strategy: fastft", "  callbacks:"]
+    if recipe.has_experts:
+        lines += ["    - class_path: lightning_fastft.BincountRouter"]
+    lines += ["    - class_path: lightning_fastft.FusedKernels"]
+    if recipe.gpu:
+        lines += ["      init_args:", "        cuda_graphs: auto"]
+    names = ("GradientHealth", "FiniteGuard", "TokenThroughput", "FastFTProgressBar")
+    lines += [f"    - class_path: lightning_fastft.{name}" for name in names]
+    packs = f"{steps.accumulate} packs" if steps.accumulate > 1 else "1 pack"
+    return [
+        *lines,
+        "    # Writes last.ckpt, which fastft chat, eval, export and push read. Use a new folder for every run.",
+        "    - class_path: lightning.pytorch.callbacks.ModelCheckpoint",
+        "      init_args:",
+        f"        dirpath: {_scalar(recipe.folder)}",
+        "        save_last: true",
+        "  devices: 1",
+        "  precision: 32-true",
+        f"  max_epochs: {steps.num_epochs}",
+        f"  # An optimizer step has {packs}, up to {steps.accumulate * steps.max_tokens:,} tokens; an epoch has "
+        f"{steps.num_steps:,} steps.",
+        f"  accumulate_grad_batches: {steps.accumulate}",
+        "  gradient_clip_val: 1.0",
+    ]
+
+
+def _comment(text: str, indent: int = 0) -> list[str]:
+    """Return a text as comment lines."""
+    begin = " " * indent + "# "
+    return wrap(text, _WIDTH, initial_indent=begin, subsequent_indent=f"{begin}    ", break_long_words=False)
+
+
+def _scalar(text: str) -> str:
+    """Return a text as YAML: plain where that is safe, else in quotes."""
+    try:
+        is_plain = yaml.safe_load(text) == text and "\n" not in text and ": " not in text and " #" not in text
+    except yaml.YAMLError:
+        is_plain = False
+    return text if is_plain else json.dumps(text)
+
+
+def _duration(seconds: float) -> str:
+    """Return a time in the unit that reads best.
+
+    Example:
+        >>> _duration(42), _duration(3_000), _duration(20_000)
+        ('42 s', '50 min', '5.6 h')
+    """
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

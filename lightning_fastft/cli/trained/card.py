@@ -1,0 +1,168 @@
+"""Write the model card of a trained model: base, data, settings, final figures, versions, command."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lightning_fastft.cli.trained.opening import COMMAND_KEY, Opened
+from lightning_fastft.training.model.run_record import RUN_KEY, find_versions
+
+# Fields of adapters that a card shows where the run is not known.
+_LORA = ("r", "lora_alpha", "target_modules")
+_TAG = "lightning_fastft"
+# Left in the card that PEFT writes.
+_UNFILLED = "[More Information Needed]"
+_HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
+# Settings of a run that a card shows, in this order.
+_SHOWN = (
+    *("quantization", "dtype", "adapter_dtype", "master_dtype", "learning_rate", "weight_decay", "scheduler"),
+    *("warmup_share", "warmup_steps", "min_learning_rate_share", "loss", "beta"),
+)
+
+
+class Facts(NamedTuple):
+    """What a card says.
+
+    Args:
+        base: Name of the base model, or of the model itself.
+        kind: "adapters", "merged weights" or "all weights".
+        lora: Main fields of the adapters; empty without adapters.
+        record: A checkpoint's hyperparameters, record of the run and command; empty if they are not known.
+    """
+
+    base: str
+    kind: str
+    lora: Mapping[str, Any]
+    record: Mapping[str, Any]
+
+
+def facts_of(opened: Opened, *, kind: str) -> Facts:
+    """Return the facts of an opened model."""
+    settings = opened.record.get("hyper_parameters") or {}
+    config = next(iter(getattr(opened.module.model, "peft_config", {}).values()), None)
+    lora = settings.get("lora") or ({} if config is None else {name: getattr(config, name) for name in _LORA})
+    return Facts(opened.base, kind, lora, opened.record)
+
+
+def read_facts(folder: Path) -> Facts:
+    """Return the facts of a folder of adapters or of a whole model, from its configuration."""
+    file = folder / "adapter_config.json"
+    if not file.is_file():
+        return Facts(folder.name, "all weights", {}, {})
+    config = json.loads(file.read_text(encoding="utf-8"))
+    base = str(config.get("base_model_name_or_path") or "unknown")
+    return Facts(base, "adapters", {name: config.get(name) for name in _LORA}, {})
+
+
+def render_card(facts: Facts, *, name: str) -> str:
+    """Return the model card as Markdown.
+
+    Paths of this machine are shortened to their last part.
+
+    Args:
+        facts: What is known of the model.
+        name: Title.
+    """
+    from huggingface_hub import ModelCardData
+
+    base = _name_of(facts.base)
+    run: Mapping[str, Any] = facts.record.get(RUN_KEY) or {}
+    sources = [source for split in ("train", "val") for source in run.get("data", {}).get(split, {}).get(
+        "rows_per_source", {}
+    )]  # fmt: skip
+    metadata = ModelCardData(
+        base_model=base if _is_hub_id(facts.base) else None,
+        datasets=[source for source in sources if _is_hub_id(source)] or None,
+        library_name="peft" if facts.kind == "adapters" else "transformers",
+        pipeline_tag="text-generation",
+        tags=[_TAG, *(["lora"] if facts.kind == "adapters" else [])],
+    )
+    what = {
+        "adapters": f"LoRA adapters for {base}",
+        "merged weights": f"{base} with trained LoRA adapters merged into its weights",
+        "all weights": f"{base}, with every weight fine-tuned",
+    }[facts.kind]
+    parts = [f"---\n{metadata.to_yaml()}\n---", f"# {name}", f"{what}, trained with lightning_fastft."]
+    tables = (
+        ("Data", _describe_data(run.get("data", {}))),
+        ("Settings", _describe_settings(facts, run)),
+        ("Final figures", ((name, f"{value:.6g}") for name, value in run.get("figures", {}).items())),
+        ("Versions", (run.get("versions") or find_versions()).items()),
+    )
+    for title, rows in tables:
+        lines = [f"| {key} | {value} |" for key, value in rows]
+        if lines:
+            parts.append("\n".join([f"## {title}", "| | |", "|---|---|", *lines]))
+    command = facts.record.get(COMMAND_KEY)
+    if command:
+        parts.append(f"## Command\n```\n{_shorten_paths(command)}\n```")
+    parts.append(f"## Use\n```python\n{_use_of(facts.kind, base=base)}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+def keeps_card(text: str) -> bool:
+    """Return whether a card that is there was filled in, unlike the one that PEFT writes."""
+    return bool(text.strip()) and _UNFILLED not in text
+
+
+def _describe_data(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for split, title in (("train", "training"), ("val", "validation")):
+        found = data.get(split)
+        if found:
+            files = ", ".join(f"{_name_of(name)} ({rows:,} rows)" for name, rows in found["rows_per_source"].items())
+            where = files or "held out of the training data"
+            yield title, f"{where}: {found['examples']:,} examples, {found['tokens']:,} tokens"
+
+
+def _describe_settings(facts: Facts, run: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield how the model was trained, without values that were not set."""
+    settings = facts.record.get("hyper_parameters") or {}
+    if facts.lora:
+        fields = ((name, value) for name, value in facts.lora.items() if value not in (None, [], {}))
+        yield "LoRA", "; ".join(f"{name} {_join(value)}" for name, value in fields)
+    for name in _SHOWN:
+        if settings.get(name) not in (None, "auto"):
+            yield name, str(settings[name])
+    if run:
+        yield "packs", f"{run['data'].get('max_tokens', 'unknown')} tokens, {run['packs_per_step']} per optimizer step"
+        yield "length", f"{run['optimizer_steps']:,} optimizer steps, epoch {run['epochs']}"
+
+
+def _join(value: Any) -> str:
+    return ", ".join(sorted(map(str, value))) if isinstance(value, (list, tuple, set)) else str(value)
+
+
+def _use_of(kind: str, *, base: str) -> str:
+    if kind == "adapters":
+        return (
+            "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n\n"
+            f'base = AutoModelForCausalLM.from_pretrained("{base}", dtype="auto")\n'
+            'model = PeftModel.from_pretrained(base, "THIS_REPOSITORY")'
+        )
+    return (
+        "from transformers import AutoModelForCausalLM\n\n"
+        'model = AutoModelForCausalLM.from_pretrained("THIS_REPOSITORY", dtype="auto")'
+    )
+
+
+def _is_hub_id(name: str) -> bool:
+    return bool(_HUB_ID.match(name)) and not Path(name).exists()
+
+
+def _name_of(name: str) -> str:
+    """Return a hub id as it is, and the last part of a path."""
+    return name if _is_hub_id(name) else Path(name).name
+
+
+def _shorten_paths(command: str) -> str:
+    """Return a command with absolute paths shortened to their last part.
+
+    Example:
+        >>> _shorten_paths("fastft fit --config a/b.yaml --data.paths=/home/me/rows.jsonl")
+        'fastft fit --config a/b.yaml --data.paths=rows.jsonl'
+    """
+    return re.sub(r"(?<![\w.])[~/][^\s=,'\"]*/", "", command)

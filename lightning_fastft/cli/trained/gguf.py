@@ -1,0 +1,47 @@
+"""Convert a Hugging Face folder to GGUF with the script of llama.cpp."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from lightning_fastft.core.errors import FastFTError
+
+SCRIPT = "convert_hf_to_gguf.py"
+
+
+def name_gguf(folder: Path, type_name: str) -> Path:
+    """Return the GGUF file of a folder."""
+    return folder / f"{folder.name}-{type_name}.gguf"
+
+
+def convert_to_gguf(folder: Path, file: Path, *, type_name: str, llama_cpp: str = "") -> str:
+    """Write a GGUF file, where llama.cpp's script is found.
+
+    Args:
+        folder: A plain Hugging Face folder with all weights and a tokenizer.
+        file: The GGUF file.
+        type_name: ``--outtype`` of the script.
+        llama_cpp: A clone of llama.cpp; "" searches PATH.
+
+    Returns:
+        The command to run where the script is not found, else "".
+
+    Raises:
+        FastFTError: The script failed; the message has the end of its output.
+    """
+    found = str(Path(llama_cpp) / SCRIPT) if llama_cpp else shutil.which(SCRIPT)
+    python = [sys.executable] if found else ["python"]
+    command = [*python, found or SCRIPT, str(folder), "--outfile", str(file), "--outtype", type_name]
+    if not found:
+        return shlex.join(command)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - no shell
+    if done.returncode != 0 or not file.is_file():
+        end = " | ".join((done.stderr or done.stdout).strip().splitlines()[-3:])
+        raise FastFTError(
+            f"llama.cpp did not write {file} (exit status {done.returncode}): {end}. The folder itself is complete."
+        )
+    return ""

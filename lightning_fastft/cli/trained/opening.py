@@ -1,0 +1,285 @@
+"""Build the model of a checkpoint, of a PEFT folder or of a whole model's folder."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lightning_fastft.core.checks import local_path
+from lightning_fastft.core.errors import OptionError
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser
+
+    import torch
+
+    from lightning_fastft.training.fine_tuner import FineTuner
+
+
+# Key of a checkpoint: the command of its run.
+COMMAND_KEY = "fastft_command"
+
+
+class Request(NamedTuple):
+    """What to open, and how.
+
+    Args:
+        source: A checkpoint file, a PEFT folder or the folder of a whole model.
+        device: Where the model is built.
+        is_merged: Whether the adapters will be merged, for which a base in 4 bits is made dense.
+        is_exported: Whether the model is written, to be loaded elsewhere.
+        takes_whole: Whether a model without adapters is taken as it is, merged or not.
+        base: The base model, if it has moved since training; "" for the one of the run.
+        dtype: Dtype of merged or whole weights; "auto" for that of the run or the files.
+        accepts_other_base: Whether a base with other weights than those of the run is accepted.
+    """
+
+    source: Path
+    device: torch.device
+    is_merged: bool = False
+    is_exported: bool = False
+    takes_whole: bool = True
+    base: str = ""
+    dtype: str = "auto"
+    accepts_other_base: bool = False
+
+
+class Opened(NamedTuple):
+    """A built model, and what is known of its run.
+
+    Args:
+        module: The module with its model, in evaluation mode; adapters are not merged yet.
+        notes: Remarks for the user.
+        record: A checkpoint's hyperparameters, ``describe_run`` and command; empty for folders.
+        base: Name of the base model, or of the model itself.
+    """
+
+    module: FineTuner
+    notes: list[str]
+    record: dict[str, Any]
+    base: str
+
+
+def add_options(arguments: ArgumentParser) -> None:
+    """Add the options that all commands on checkpoints have."""
+    arguments.add_argument("--base", default="")
+    arguments.add_argument("--device", default="")
+    arguments.add_argument("--accept-other-base", action="store_true")
+
+
+def check_source(name: str) -> Path:
+    """Return the path of a checkpoint or folder, without torch.
+
+    Raises:
+        OptionError: There is nothing.
+    """
+    source = local_path(name, use="read from")
+    if not source.exists():
+        raise OptionError(
+            f"There is nothing at {source} (searched from {Path.cwd()}). Give a checkpoint or a folder of adapters."
+        )
+    return source
+
+
+def find_device(name: str, *, default: str = "auto") -> torch.device:
+    """Return the device of ``--device``; "auto" is the GPU where there is one.
+
+    Raises:
+        OptionError: It is no device of torch.
+    """
+    # Imported late: other mistakes are answered without torch.
+    import torch
+
+    name = name or default
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise OptionError(f"--device must be a device of torch, got {name!r}: {error}") from error
+
+
+def open_trained(request: Request) -> Opened:
+    """Return a module with its built model and adapters.
+
+    Raises:
+        OptionError: The source is of another kind, or its base is not known.
+        DamagedCheckpointError: The checkpoint does not match its digest.
+        ResumeError: The checkpoint does not fit the model that it names, or the base has other weights.
+    """
+    source = request.source
+    if source.is_file():
+        return _open_checkpoint(request)
+    if (source / "adapter_config.json").is_file():
+        return _open_adapters(request)
+    if (source / "meta.pt").is_file():
+        raise OptionError(
+            f"{source} is a folder with the pieces of several ranks: resume it with strategy='fastft_fsdp' and call "
+            "save_pretrained on the module."
+        )
+    if (source / "config.json").is_file() and request.takes_whole:
+        return _open_whole(request)
+    if (source / "config.json").is_file():
+        raise OptionError(f"{source} is a whole model already, so there is nothing to export.")
+    raise OptionError(
+        f"{source} is neither a checkpoint file of a FineTuner nor a folder with an adapter_config.json or a "
+        "config.json."
+    )
+
+
+def _open_checkpoint(request: Request) -> Opened:
+    """Build the model of a checkpoint and load its trained weights."""
+    import torch
+
+    from lightning_fastft.training.fine_tuner import FineTuner
+    from lightning_fastft.training.model.run_record import RUN_KEY
+
+    content = _read_checkpoint(request.source)
+    trained = content["fastft_base"]
+    # Options of the loss belong to the run, not to the model.
+    known = inspect.signature(Tuner.__init__).parameters
+    options = {name: value for name, value in content["hyper_parameters"].items() if name in known}
+    has_adapters = options.get("lora") is not None
+    is_merged = request.is_merged and has_adapters
+    if request.is_merged and not has_adapters and not request.takes_whole:
+        raise OptionError(
+            f"{request.source} has all weights and no adapters, so there is nothing to merge. Remove --merge."
+        )
+    if request.base:
+        options.update(model=request.base, init="pretrained", revision=None)
+    if "model" not in options:
+        raise OptionError(
+            f"{request.source} does not say which model it was trained on, because a loaded model was given. Add "
+            "--base NAME."
+        )
+    if request.is_exported and options["init"] == "random" and has_adapters and not is_merged:
+        raise OptionError(
+            "These adapters belong to random weights, which cannot be loaded elsewhere. Add --merge to write base and "
+            "adapters as one model."
+        )
+    if has_adapters and not any(options["lora"].get(field) for field in ("target_modules", "target_parameters")):
+        # Checkpoints hold the names of default targets. Those of earlier versions do not, whose default was all-linear.
+        options["lora"] = {**options["lora"], "target_modules": "all-linear"}
+    options["accept_other_base"] = request.accepts_other_base
+    # The master dtype of a sharded run is not needed here.
+    options["master_dtype"] = "auto"
+    notes = []
+    if not has_adapters:
+        options["dtype"] = _dtype_of(content["state_dict"])
+    elif is_merged:
+        options["dtype"] = _merge_dtype(request, options)
+    # Random weights are recreated from the seed of the run.
+    torch.manual_seed(trained["seed"])
+    module = FineTuner(**options).to(request.device)
+    if is_merged and options.get("quantization") is not None:
+        assert module.source is not None
+        notes.append(
+            f"merged into the weights of {module.source.name} dequantised from NF4 to {options['dtype']}, as in "
+            "training; they differ from the original weights by the 4-bit rounding"
+        )
+        _register_dequantise(module)
+    module.configure_model()
+    module.on_load_checkpoint(content)
+    module.load_state_dict(content["state_dict"], strict=not has_adapters)
+    # Remove low-precision copies of the adapters, so that the model computes as PEFT does.
+    module.teardown("export")
+    record = {name: content.get(name) for name in ("hyper_parameters", RUN_KEY, COMMAND_KEY)}
+    assert module.source is not None
+    return _finish(module, notes, record=record, base=module.source.name)
+
+
+def _read_checkpoint(path: Path) -> dict[str, Any]:
+    """Return the content of a checkpoint; refuse those whose model cannot be written from here."""
+    from lightning_fastft.checkpoint.files import load_file
+    from lightning_fastft.training.reward import HEAD
+
+    content = load_file(path, map_location="cpu")
+    if content.get("fastft_base") is None or "hyper_parameters" not in content:
+        raise OptionError(
+            f"{path} is not a checkpoint of a FineTuner. Save other modules with their model's save_pretrained."
+        )
+    if {f"model.{HEAD}.weight", f"model.base_model.model.{HEAD}.weight"} & content["state_dict"].keys():
+        raise OptionError(
+            f"{path} holds a reward model, whose head this command does not read. In Python: "
+            f"RewardTuner.load_from_checkpoint({str(path)!r}).save_pretrained(FOLDER) writes a sequence "
+            "classifier."
+        )
+    return content
+
+
+def _open_adapters(request: Request) -> Opened:
+    """Build the base model of a PEFT folder and add the adapters."""
+    from lightning_fastft.hf.export import open_adapters, read_base_name
+    from lightning_fastft.training.fine_tuner import FineTuner
+
+    name = request.base or read_base_name(request.source)
+    if not name:
+        raise OptionError(f"{request.source} does not say which model its adapters belong to. Add --base NAME.")
+    dtype = _merge_dtype(request, {"model": name, "dtype": "auto"})
+    tokenizer = _tokenizer_of(request.source, base=name)
+    base = FineTuner(name, tokenizer=tokenizer, dtype=dtype).to(request.device)  # type: ignore[arg-type]
+    is_quantised = _is_bnb(base)
+    if request.is_merged and is_quantised:
+        _register_dequantise(base)
+    base.configure_model()
+    module = FineTuner(open_adapters(base.model, request.source), tokenizer=base.tokenizer)
+    weights = "dequantised from 4 bits" if is_quantised else "of its files"
+    notes = [f"merged into the weights of {name} {weights}, in {dtype}"] if request.is_merged else []
+    return _finish(module, notes, record={}, base=name)
+
+
+def _open_whole(request: Request) -> Opened:
+    """Build the model of a folder in the dtype of its files."""
+    from lightning_fastft.training.fine_tuner import FineTuner
+
+    name = str(request.source)
+    dtype = _merge_dtype(request, {"model": name, "dtype": "auto"})
+    module = FineTuner(name, dtype=dtype).to(request.device)  # type: ignore[arg-type]
+    module.configure_model()
+    return _finish(module, [], record={}, base=name)
+
+
+def _finish(module: FineTuner, notes: list[str], *, record: dict[str, Any], base: str) -> Opened:
+    """Set the model to evaluation, without memory for a backward."""
+    module.model.eval()
+    module.model.requires_grad_(requires_grad=False)
+    return Opened(module, notes, record, base)
+
+
+def _register_dequantise(module: FineTuner) -> None:
+    from lightning_fastft.hf.export import dequantise
+
+    module.register_transform("dense weights to merge into", dequantise)
+
+
+def _is_bnb(module: FineTuner) -> bool:
+    """Return whether the files of a base are quantised by bitsandbytes."""
+    assert module.source is not None
+    held = getattr(module.source.config, "quantization_config", None) or {}
+    method = held.get("quant_method") if isinstance(held, dict) else getattr(held, "quant_method", None)
+    return str(getattr(method, "value", method)) in ("bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit")
+
+
+def _tokenizer_of(folder: Path, *, base: str) -> str:
+    """Return the folder of the tokenizer: that of the adapters, else that of the base."""
+    return str(folder) if (folder / "tokenizer_config.json").is_file() else base
+
+
+def _dtype_of(state_dict: dict[str, torch.Tensor]) -> str:
+    """Return the name of the most frequent floating dtype."""
+    dtypes = [value.dtype for value in state_dict.values() if value.is_floating_point()]
+    return str(max(set(dtypes), key=dtypes.count)).removeprefix("torch.")
+
+
+def _merge_dtype(request: Request, options: dict[str, Any]) -> str:
+    """Return the dtype of merged weights: the option, that of the run, that of the base's files, or bfloat16."""
+    if request.dtype != "auto" or options["dtype"] != "auto":
+        return request.dtype if request.dtype != "auto" else str(options["dtype"])
+    if options.get("quantization") is not None:
+        # The compute dtype of NF4.
+        return "bfloat16"
+    from lightning_fastft.hf.loading.source import ModelSource
+
+    held = getattr(ModelSource(options["model"], init="random").config.get_text_config(decoder=True), "dtype", None)
+    return "bfloat16" if held is None else str(held).removeprefix("torch.")

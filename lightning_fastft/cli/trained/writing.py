@@ -1,0 +1,65 @@
+"""Write an opened model with its model card as a plain Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from lightning_fastft.cli.trained.card import facts_of, render_card
+from lightning_fastft.cli.trained.opening import Opened, Request, open_trained
+from lightning_fastft.core.errors import OptionError
+from lightning_fastft.hf.export import Exported, check_free, export_adapters, export_merged
+
+Kind = Literal["adapters", "merged weights", "all weights"]
+
+
+class Written(NamedTuple):
+    """What was written.
+
+    Args:
+        opened: The model; it cannot be used afterwards.
+        kind: What the folder holds.
+        exported: Files, and the comparison with the trained model.
+        max_lora_rank: ``--max-lora-rank`` of vLLM; None unless asked for, and for whole weights.
+    """
+
+    opened: Opened
+    kind: Kind
+    exported: Exported
+    max_lora_rank: int | None
+
+
+def write_trained(request: Request, out: Path, *, is_for_vllm: bool = False) -> Written:
+    """Open a trained model, write it to a new folder, and compare what stock libraries read back.
+
+    Args:
+        request: What to open; merged as it says.
+        out: A folder that does not exist.
+        is_for_vllm: Whether adapters of which vLLM would not read a part are refused.
+
+    Raises:
+        OptionError: out exists, or the adapters belong to random weights or were trained beside frozen ones, and are
+            not merged.
+        UnsupportedModelError: vLLM would not read all of the adapters.
+        CheckpointNotSavedError: The folder cannot be written or reads back differently; it is removed.
+    """
+    check_free(out)
+    opened = open_trained(request._replace(is_exported=True))
+    module = opened.module
+    is_merged = request.is_merged and module.has_adapters
+    max_lora_rank = None
+    if not is_merged:
+        if module.hparams.get("frozen_adapters"):
+            raise OptionError(
+                f"The adapters in {request.source} were trained beside frozen ones and fit only a base with those. "
+                "Add --merge to write the base with all adapters."
+            )
+        module.to_plain_lora()
+    if is_for_vllm and module.has_adapters and not is_merged:
+        from lightning_fastft.hf.read_back import check_for_vllm
+
+        max_lora_rank = check_for_vllm(module.model)
+    kind: Kind = "merged weights" if is_merged else "adapters" if module.has_adapters else "all weights"
+    export = export_adapters if kind == "adapters" else export_merged
+    card = render_card(facts_of(opened, kind=kind), name=out.name)
+    return Written(opened, kind, export(module.model, out, tokenizer=module.tokenizer, card=card), max_lora_rank)

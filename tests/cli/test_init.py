@@ -1,0 +1,121 @@
+"""``fastft init``: the config that it writes is one that fit takes, and its numbers are those of the planner."""
+
+import json
+
+import numpy as np
+import pytest
+import yaml
+
+from lightning_fastft.cli.command import main
+from lightning_fastft.cli.lightning_cli import FastFTCLI
+from lightning_fastft.cli.recipe.plans import choose_pack_tokens, count_steps
+
+SHAPES = {
+    "model_type": "llama",
+    "vocab_size": 32_000,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+}
+ROW = {"question": "How many eggs are in two dozens?", "answer": "There are 24 eggs. " * 20}
+COLUMNS = ["--data.columns.prompt", "question", "--data.columns.completion=answer"]
+WORDS = ["init", "--model", "model", "--data", "train.jsonl", *COLUMNS]
+
+
+@pytest.fixture
+def rows(folder, monkeypatch):
+    """A model folder with a configuration alone, and data; the tokenised cache is in the folder too."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    (folder / "model").mkdir()
+    (folder / "model/config.json").write_text(json.dumps(SHAPES))
+    (folder / "train.jsonl").write_text((json.dumps(ROW) + "\n") * 300)
+    return folder
+
+
+def read(path="config.yaml"):
+    with open(path) as file:
+        return yaml.safe_load(file)
+
+
+def test_config_for_a_named_gpu_from_shapes_alone(rows, capsys):
+    assert main([*WORDS, "--gpu", "4090"]) == 0
+    text, config = capsys.readouterr().out, read()
+    data, model, trainer = config["data"]["init_args"], config["model"]["init_args"], config["trainer"]
+    assert data["columns"] == {"prompt": "question", "completion": "answer"}
+    assert data["max_tokens"] == 512
+    # The tokenizer is not there.
+    assert "assumed: 4 characters per token" in text
+    assert data["too_long"] == "truncate"
+    assert "no weights" in text
+    assert model["lora"] == {"r": 16, "lora_alpha": 32}
+    assert "quantization" not in model
+    assert data["val_share"] * 300 == pytest.approx(16, abs=0.1)
+    assert trainer["accumulate_grad_batches"] * 25 < 300
+    head = (rows / "config.yaml").read_text()
+    assert "planned for RTX 4090" in head
+    assert "kept: nothing is recomputed" in head
+    cli = FastFTCLI(["--config", "config.yaml"], run=False)
+    assert cli.model.lora.r == 16
+    assert cli.datamodule.max_tokens == 512
+
+
+def test_methods_are_written_as_asked(rows, capsys):
+    assert main([*WORDS, "--gpu", "4090", "--method", "full", "--out", "full.yaml"]) == 0
+    model = read("full.yaml")["model"]["init_args"]
+    assert (model["master_dtype"], model["dtype"]) == ("float32", "bfloat16")
+    assert "lora" not in model
+    assert main([*WORDS, "--gpu", "4090", "--method", "qlora", "--out", "full.yaml", "--overwrite"]) == 0
+    assert read("full.yaml")["model"]["init_args"]["quantization"] == "nf4"
+
+
+def test_qlora_is_chosen_where_the_base_does_not_fit_in_bf16(rows, capsys):
+    large = {**SHAPES, "hidden_size": 16_384, "intermediate_size": 32_768, "num_hidden_layers": 8}
+    large["num_attention_heads"] = 64
+    (rows / "model/config.json").write_text(json.dumps(large))
+    assert main([*WORDS, "--gpu", "4090"]) == 0
+    assert read()["model"]["init_args"]["quantization"] == "nf4"
+    assert main([*WORDS, "--gpu", "4090", "--method", "full", "--out", "full.yaml"]) == 1
+    assert "Give --method qlora" in capsys.readouterr().err
+
+
+def test_without_a_gpu_nothing_is_planned(rows, capsys):
+    assert main(WORDS) == 0
+    assert "not planned" in capsys.readouterr().out
+    assert "pad_to_max" not in read()["data"]["init_args"]
+
+
+def test_a_file_is_replaced_only_if_asked_for(rows, answer):
+    (rows / "config.yaml").write_text("mine")
+    status, text = answer(WORDS)
+    assert (status, (rows / "config.yaml").read_text()) == (1, "mine")
+    assert "--overwrite" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["--model", "nobody/nothing"], "config.json is enough"),
+        (["--data", "pairs.jsonl"], "fastft fit --config dpo_qwen3_8b"),
+        (["--gpu", "3090"], "RTX 4090"),
+    ],
+)
+def test_mistakes_say_what_to_do(words, part, rows, answer, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (rows / "pairs.jsonl").write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c" * 9}) + "\n")
+    status, text = answer([*WORDS[:5], *words])
+    assert status == 1
+    assert part in text
+
+
+def test_packs_and_steps_follow_the_lengths():
+    long_N = np.array([100] * 1000 + [9000])
+    assert choose_pack_tokens(long_N, most=40_960) == 9216
+    assert choose_pack_tokens(long_N, most=4096) == 4096
+    assert count_steps(long_N, max_tokens=4096).num_cut == 1
+    many = count_steps(np.full(100_000, 500), max_tokens=8192)
+    assert (many.accumulate, many.val_share) == (4, 0.01)
+    few = count_steps(np.full(5, 500), max_tokens=8192)
+    assert (few.accumulate, few.val_share, few.num_packs) == (1, 0.0, 1)
