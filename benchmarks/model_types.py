@@ -171,6 +171,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 16, "head_dim": 8, "state_size": 8, "n_groups": 2, "chunk_size": 4},
     "zaya": {"num_experts_per_tok": 1, "moe_router_topk": 1},
     "bamba": {**MAMBA, "attn_layer_indices": [1], "num_key_value_heads": 2, "head_dim": 16},
+    "falcon_h1": {**MAMBA, "mamba_d_ssm": 128},
+    "kimi_linear": {"linear_head_dim": 8, "linear_num_heads": 4},
     "granitemoehybrid": {**MAMBA, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 24},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"],

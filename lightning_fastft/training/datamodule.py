@@ -4,43 +4,29 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_fastft.checkpoint.lightning_internals import batch_progress
-from lightning_fastft.core.checks import check_choice, check_replaceable, check_share, check_tokenizer, tokenizer_of
-from lightning_fastft.core.errors import DataError, OptionError, ResumeError, printable
+from lightning_fastft.core.checks import check_share, check_tokenizer
+from lightning_fastft.core.errors import DataError, OptionError, ResumeError
 from lightning_fastft.packing.packs import Packs, pack_best_fit_decreasing
-from lightning_fastft.packing.reading.sources import REJECTED
 from lightning_fastft.packing.rows.formats import FormatOptions
-from lightning_fastft.packing.rows.rejects import is_rejects
 from lightning_fastft.packing.step_plan import StepPlan
-from lightning_fastft.packing.store.cache import tokenize_sources
 from lightning_fastft.packing.store.dataset import TokenizedDataset
-from lightning_fastft.packing.store.report import render_counts
 from lightning_fastft.packing.stream import DocumentSubset, PackedLoader, PlannedStream, ResumedLoader
-from lightning_fastft.training.data.images import find_image_encoder, make_document_images
-from lightning_fastft.training.data.mixtures import MixedSource, mix_sources
+from lightning_fastft.training.data.images import make_document_images
 from lightning_fastft.training.data.options import (
     check_paths,
     check_plan_options,
     check_reading_options,
     check_sources,
-    count_processes,
-    find_cache_dir,
-    find_weights,
 )
 from lightning_fastft.training.data.position import align_position, check_ranks_agree, compare_plans, describe_plan
 from lightning_fastft.training.data.resizing import Resized, plan_rest, read_resized, resize
+from lightning_fastft.training.data.splits import SplitDataModule
 from lightning_fastft.training.data.subsets import (
-    can_share_prompts,
-    check_formats,
-    check_lengths,
-    choose_held_out,
     count_items,
     find_needs,
     name_source,
@@ -51,7 +37,6 @@ from lightning_fastft.training.data.trainer_facts import (
     find_accumulation,
     find_context_size,
     find_ranks,
-    find_run_folder,
     has_trained,
     repeats_first_epoch,
     uses_cuda,
@@ -59,10 +44,8 @@ from lightning_fastft.training.data.trainer_facts import (
 
 log = logging.getLogger(__name__)
 
-SPLITS = ("train", "val", "test", "predict")
 
-
-class PackedDataModule(LightningDataModule):
+class PackedDataModule(SplitDataModule):
     """Read, tokenise, pack and plan; yield PackedBatch objects that any model takes as ``model(**batch)``.
 
     Every example is trained once per epoch; packs are shuffled by seed and epoch, ranks get equal numbers of packs of
@@ -158,7 +141,6 @@ class PackedDataModule(LightningDataModule):
         rejected_path: str | None = None,
         show_progress: bool = True,
     ) -> None:
-        super().__init__()
         check_share("val_share", val_share)
         check_plan_options(seed=seed, pad_to_max=pad_to_max, share_prompts=share_prompts)
         check_reading_options(
@@ -176,38 +158,33 @@ class PackedDataModule(LightningDataModule):
         if val_share and val_paths is not None:
             rank_zero_info(f"val_paths replaces val_share={val_share}: no training example is held out.")
             val_share = 0.0
-        self.options = FormatOptions(
-            format=format,
-            columns=columns,
-            loss_on=loss_on,
-            chat_template=chat_template,
-            add_eos=add_eos,
-            too_long=too_long,
-            max_tokens=max_tokens,
-            separator=separator,
-            step_separator=step_separator,
-            extra_columns=extra_columns,
+        super().__init__(
+            sources={"train": paths, "val": val_paths, "test": test_paths, "predict": predict_paths},
+            options=FormatOptions(
+                format=format,
+                columns=columns,
+                loss_on=loss_on,
+                chat_template=chat_template,
+                add_eos=add_eos,
+                too_long=too_long,
+                max_tokens=max_tokens,
+                separator=separator,
+                step_separator=step_separator,
+                extra_columns=extra_columns,
+            ),
+            tokenizer=tokenizer,
+            val_share=val_share,
+            share_prompts=share_prompts,
+            seed=seed,
+            cache_dir=cache_dir,
+            num_proc=num_proc,
+            max_reject_share=max_reject_share,
+            rejected_path=rejected_path,
+            show_progress=show_progress,
         )
-        self.max_tokens = max_tokens
-        self.val_share = val_share
         self.pad_to_max = pad_to_max
-        self.share_prompts = share_prompts
-        self.seed = seed
         self.num_workers = num_workers
         self.pin_memory = pin_memory
-        self.cache_dir = find_cache_dir() if cache_dir == "auto" else cache_dir
-        self.num_proc = num_proc
-        self.max_reject_share = max_reject_share
-        self.rejected_path = rejected_path
-        self.show_progress = show_progress
-        self._sources = {"train": paths, "val": val_paths, "test": test_paths, "predict": predict_paths}
-        self._given_tokenizer = tokenizer
-        self._tokenizer: Any = tokenizer_of(tokenizer)
-        self._weights = find_weights(paths)
-        self._mixture: list[MixedSource] = []
-        self._tokenized: dict[str, tuple[Any, TokenizedDataset]] = {}
-        self._subsets: dict[str, DocumentSubset] = {}
-        self._packs: dict[str, Packs] = {}
         self._plan: StepPlan | None = None
         # The position at which the rest of the run, or its next epoch, begins; and Lightning's own count there.
         self._position = 0
@@ -216,26 +193,6 @@ class PackedDataModule(LightningDataModule):
         self._resized: list[Resized] = []
         self._moves_progress = False
         self._is_model_checked = False
-
-    @property
-    def tokenizer(self) -> Any:
-        """The tokenizer given here, else the one of the LightningModule; None if neither has one."""
-        if isinstance(self._tokenizer, str):
-            from lightning_fastft.hf.loading.source import ModelSource
-
-            self._tokenizer = ModelSource(self._tokenizer).load_tokenizer()
-        if self._tokenizer is None and self.trainer is not None:
-            return getattr(self.trainer.lightning_module, "tokenizer", None)
-        return self._tokenizer
-
-    @tokenizer.setter
-    def tokenizer(self, tokenizer: Any) -> None:
-        self._given_tokenizer = tokenizer
-        self._tokenizer = tokenizer_of(tokenizer)
-
-    @property
-    def _module(self) -> LightningModule | None:
-        return None if self.trainer is None else self.trainer.lightning_module
 
     @property
     def plan(self) -> StepPlan:
@@ -251,23 +208,6 @@ class PackedDataModule(LightningDataModule):
             return self._position
         return self._position + batch_progress(self.trainer).total.processed - self._anchor
 
-    def subset(self, split: str) -> DocumentSubset | None:
-        """Return the tokenised documents of "train", "val", "test" or "predict"; None where there is no such data, or
-        before its setup.
-        """
-        return self._subsets.get(check_choice("split", split, SPLITS))
-
-    def packs(self, split: str) -> Packs | None:
-        """Return the packs of "train", "val", "test" or "predict" before whole windows and equal ranks; None where
-        there is no such data.
-        """
-        return self._packs.get(check_choice("split", split, SPLITS))
-
-    @property
-    def mixture(self) -> list[MixedSource]:
-        """What each source of a mixture has of an epoch, after ``setup("fit")``; empty without a mixture."""
-        return self._mixture
-
     def find_examples(self, index: int) -> tuple[str, list[int]]:
         """Return where the examples of one micro-batch of this rank come from, and their numbers, from 0, among those
         that were accepted there.
@@ -281,11 +221,6 @@ class PackedDataModule(LightningDataModule):
         )
         chosen_N = self._subsets["train"].index_N
         return name_source(self._sources["train"]), (number_S if chosen_N is None else chosen_N[number_S]).tolist()
-
-    def report(self, split: str) -> Any:
-        """Return the ingest report of a split; None where there is no such data of its own."""
-        entry = self._tokenized.get(check_choice("split", split, SPLITS))
-        return None if entry is None else entry[1].report
 
     def prepare_data(self) -> None:
         """Fill the tokenised cache once per node, before the other ranks read it.
@@ -444,119 +379,6 @@ class PackedDataModule(LightningDataModule):
                 plan.num_extra_packs,
             )
         return plan
-
-    # Reading.
-
-    def _splits_of(self, stage: str | None) -> list[str]:
-        """Name the splits with sources of their own that a stage reads."""
-        wanted = {
-            "fit": ["train", "val"],
-            "validate": ["train", "val"] if self.val_share else ["val"],
-            "test": ["test"],
-            "predict": ["predict"],
-        }
-        return [
-            split for split in wanted.get(str(getattr(stage, "value", stage)), []) if self._sources[split] is not None
-        ]
-
-    def _tokenize(self, split: str) -> None:
-        """Read a split once for each tokenizer."""
-        if split in self._tokenized and self._tokenized[split][0] is self.tokenizer:
-            return
-        path = self.rejected_file(split)
-        dataset = self._read_rows(split, rejected_path=path)
-        report = dataset.report
-        if path is not None and report.num_rejected:
-            rank_zero_info(
-                f"{split} data: {report.num_rejected} of {report.num_rows} rows are rejected "
-                f"({render_counts(report.rejects)}); they are in {printable(str(path))}"
-            )
-        if len(dataset) == 0:
-            raise DataError(f"The {split} data {name_source(self._sources[split])} holds no usable example.")
-        self._tokenized[split] = (self.tokenizer, dataset)
-
-    def _read_rows(
-        self, split: str, *, rejected_path: Path | None = None, stopped_path: Path | None = None
-    ) -> TokenizedDataset:
-        return tokenize_sources(
-            self._sources[split],
-            tokenizer=self.tokenizer,
-            options=self.options,
-            cache_dir=self.cache_dir,
-            num_proc=self.num_proc or count_processes(),
-            max_reject_share=self.max_reject_share,
-            rejected_path=rejected_path,
-            stopped_path=stopped_path,
-            vocab_size=getattr(self._module, "vocab_size", None),
-            images=find_image_encoder(self._given_tokenizer, module=self._module),
-            show_progress=self.show_progress,
-        )
-
-    def rejected_file(self, split: str) -> Path | None:
-        """Return the file of this split's rejected rows; None on ranks that write none."""
-        if self.trainer is not None and self.trainer.global_rank != 0:
-            return None
-        if self.rejected_path is not None:
-            path = Path(self.rejected_path)
-        elif self.trainer is not None:
-            path = find_run_folder(self.trainer) / REJECTED
-        else:
-            return None
-        path = path if split == "train" else path.with_stem(f"{path.stem}_{split}")
-        return check_replaceable("The file of rejected rows (rejected_path)", path, is_ours=is_rejects)
-
-    def _choose_subsets(self, stage: str) -> None:
-        """Take the held-out part from the training data where it is asked for, and pack what this stage needs."""
-        datasets = {split: self._tokenized[split][1] for split in self._splits_of(stage)}
-        for split, dataset in datasets.items():
-            source = name_source(self._sources[split])
-            check_formats(split, dataset, module=self._module, source=source, format=self.options.format)
-        subsets = {
-            # Predictions are of the completions that a row has.
-            split: self._make_subset(dataset, may_add=split != "predict")
-            for split, dataset in datasets.items()
-        }
-        if self.val_share and "train" in datasets:
-            is_held_out_N = choose_held_out(len(datasets["train"]), share=self.val_share, seed=self.seed)
-            subsets["train"] = self._make_subset(datasets["train"], np.flatnonzero(~is_held_out_N))
-            subsets["val"] = self._make_subset(datasets["train"], np.flatnonzero(is_held_out_N))
-        if self._weights is not None and len(subsets.get("train", ())):
-            subsets["train"] = self._mix(subsets["train"], weights=self._weights)
-        for split, subset in subsets.items():
-            held = self._subsets.get(split)
-            if held is not None and held.is_like(subset):
-                continue
-            check_lengths(split, subset, max_tokens=self.max_tokens)
-            if len(subset) == 0:
-                raise DataError(
-                    f"val_share={self.val_share} of {len(datasets['train'])} examples leaves none to {split}."
-                )
-            self._subsets[split] = subset
-            self._packs[split] = pack_best_fit_decreasing(subset.length_N, max_tokens=self.max_tokens)
-
-    def _mix(self, subset: DocumentSubset, *, weights: Mapping[str, float]) -> DocumentSubset:
-        """Return the documents that an epoch of a mixture trains, repeats included."""
-        dataset = self._tokenized["train"][1]
-        number_N = np.arange(len(dataset)) if subset.index_N is None else subset.index_N
-        source_N = np.repeat(np.arange(len(weights)), dataset.report.documents_per_entry)[number_N]
-        index_M, self._mixture = mix_sources(weights, length_N=subset.length_N, source_N=source_N, seed=self.seed)
-        for source in self._mixture:
-            rank_zero_info(f"mixture: {printable(str(source))}")
-        return self._make_subset(dataset, number_N[index_M])
-
-    def _make_subset(
-        self, dataset: TokenizedDataset, index_N: np.ndarray | None = None, *, may_add: bool = True
-    ) -> DocumentSubset:
-        """Return documents of a data set as the LightningModule needs them."""
-        if dataset.completions is None:
-            return DocumentSubset(dataset, index_N=index_N)
-        needs = find_needs(self._module)
-        return DocumentSubset(
-            dataset,
-            index_N=index_N,
-            shares_prompts=can_share_prompts(self.share_prompts, self._module, name=self._given_tokenizer),
-            adds_mismatched=may_add and needs is not None and needs.adds_mismatched,
-        )
 
     # Streams and loaders.
 

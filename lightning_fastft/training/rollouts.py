@@ -15,15 +15,12 @@ from lightning.pytorch import LightningDataModule
 from lightning_fastft.checkpoint.lightning_internals import batch_progress, take_back_batches
 from lightning_fastft.checkpoint.ranks import on_all_ranks
 from lightning_fastft.core.checks import check_bool, check_choice, check_float, check_int, check_share
-from lightning_fastft.core.errors import DataError, FastFTError, OptionError, ResumeError
-from lightning_fastft.packing.collate import PackedBatch, collate, split_document
-from lightning_fastft.packing.completions import Completions
+from lightning_fastft.core.errors import DataError, OptionError, ResumeError
+from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.document import IGNORED_LABEL, Document
-from lightning_fastft.packing.packs import pack_best_fit_decreasing, split_to_multiple
 from lightning_fastft.packing.reading.sources import open_sources
 from lightning_fastft.packing.rows.formats import FormatOptions
 from lightning_fastft.packing.step_plan import mix_bits
-from lightning_fastft.packing.stream import EMPTY_PACK_TOKENS
 from lightning_fastft.packing.tokens.formatter import Encoded, Formatter
 from lightning_fastft.training.data.options import check_source
 from lightning_fastft.training.data.rollouts import (
@@ -34,6 +31,8 @@ from lightning_fastft.training.data.rollouts import (
     read_prompt,
     to_plain,
 )
+from lightning_fastft.training.data.rounds import choose_prompts, draw_sampled, pack_round
+from lightning_fastft.training.data.sampled import check_groups, judge
 from lightning_fastft.training.data.subsets import can_share_prompts
 from lightning_fastft.training.samplers import FunctionSampler, Sampled, VllmSampler, sample_with_model
 
@@ -256,7 +255,16 @@ class RolloutDataModule(LightningDataModule):
         while True:
             if self._documents is None:
                 self._documents = self._sample_round(self._num_rounds)
-            batches = self._pack(self._documents)
+            batches = pack_round(
+                self._documents,
+                self._weights(self._documents),
+                max_tokens=self.max_tokens,
+                pad_to_max=self.pad_to_max,
+                shares_prompts=self._shares_prompts,
+                accumulate=self._accumulate,
+                seed=self.seed,
+                device=self._tuner().device,
+            )
             self._note_old(batches)
             self._num_in_round = len(batches)
             for number in range(self._num_yielded, len(batches)):
@@ -268,7 +276,9 @@ class RolloutDataModule(LightningDataModule):
     def _sample_round(self, number: int) -> list[Document]:
         """Return this rank's rollouts of a round, with rewards as scores; given completions where none are sampled."""
         world_size, rank = (1, 0) if self.trainer is None else (self.trainer.world_size, self.trainer.global_rank)
-        chosen, is_sampled = self._choose(number)[rank::world_size], self._draw(number)[rank::world_size]
+        options = {"prompts_per_round": self.prompts_per_round, "seed": self.seed}
+        chosen = choose_prompts(number, num_prompts=len(self._rows), **options)[rank::world_size]
+        is_sampled = draw_sampled(number, share=self.sampled_share, **options)[rank::world_size]
         seed = int(mix_bits(np.array([number * world_size + rank], dtype=np.uint64), seed=self.seed, stream=1)[0] >> 1)
         rollouts = iter(self._sample([index for index, drawn in zip(chosen, is_sampled) if drawn], seed=seed))
         return [next(rollouts) if drawn else self._given[index] for index, drawn in zip(chosen, is_sampled)]
@@ -287,111 +297,16 @@ class RolloutDataModule(LightningDataModule):
             temperature=self.temperature,
             seed=seed,
         )
-        self._check_groups(groups, num_prompts=len(prompts))
-        rewards = self._judge([self._rows[index] for index in chosen], groups, tokenizer=tuner.tokenizer)
+        check_groups(
+            groups,
+            num_prompts=len(prompts),
+            num_completions=self.num_completions,
+            max_new_tokens=self.max_new_tokens,
+            vocab_size=tuner.vocab_size,
+        )
+        rows = [self._rows[index] for index in chosen]
+        rewards = judge(rows, groups, rewards=self.rewards, tokenizer=tuner.tokenizer)
         return [make_rollout(prompt, group, scores) for prompt, group, scores in zip(prompts, groups, rewards)]
-
-    def _check_groups(self, groups: Sequence[Sequence[Sampled]], *, num_prompts: int) -> None:
-        """Refuse what a sampler must not return, before it reaches the device.
-
-        Raises:
-            DataError: Completions are missing or left over, or one is too long or has an impossible token.
-        """
-        counts = [len(group) for group in groups]
-        if counts != [self.num_completions] * num_prompts:
-            raise DataError(
-                f"The sampler returned {counts} completions for {num_prompts} prompts; it must return "
-                f"num_completions={self.num_completions} for each."
-            )
-        vocab_size = self._tuner().vocab_size
-        for ids in (sampled.input_ids for group in groups for sampled in group):
-            if len(ids) > self.max_new_tokens:
-                raise DataError(
-                    f"The sampler returned a completion of {len(ids)} tokens, and max_new_tokens is "
-                    f"{self.max_new_tokens}."
-                )
-            if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-                raise DataError(
-                    f"The sampler returned token ids from {min(ids)} to {max(ids)}, and the embedding has "
-                    f"{vocab_size} rows."
-                )
-
-    def _draw(self, number: int) -> list[bool]:
-        """Return for each prompt of a round whether its completions are sampled; the same for any number of ranks."""
-        place_N = np.arange(self.prompts_per_round, dtype=np.uint64) + np.uint64(number * self.prompts_per_round)
-        # The highest 53 bits, a fraction below 1 that a double holds exactly.
-        draw_N = (mix_bits(place_N, seed=self.seed, stream=-1) >> np.uint64(11)) * 2.0**-53
-        drawn: list[bool] = (draw_N < self.sampled_share).tolist()
-        return drawn
-
-    def _choose(self, number: int) -> list[int]:
-        """Return the prompts of a round: each epoch over the prompts has its own order."""
-        begin = number * self.prompts_per_round
-        chosen: list[int] = []
-        orders: dict[int, np.ndarray] = {}
-        for place in range(begin, begin + self.prompts_per_round):
-            epoch, within = divmod(place, len(self._rows))
-            if epoch not in orders:
-                key_N = mix_bits(np.arange(len(self._rows), dtype=np.uint64), seed=self.seed, stream=2 + epoch)
-                orders[epoch] = np.argsort(key_N, kind="stable")
-            chosen.append(int(orders[epoch][within]))
-        return chosen
-
-    def _judge(
-        self, rows: Sequence[Mapping[str, Any]], groups: Sequence[Sequence[Sampled]], *, tokenizer: Any
-    ) -> list[list[float]]:
-        """Return the summed rewards of each group's completions; 0 without reward functions.
-
-        Raises:
-            DataError: A reward function returned another count, or numbers that are not finite.
-        """
-        if not self.rewards:
-            return [[0.0] * len(group) for group in groups]
-        texts = [tokenizer.decode(sampled.input_ids, skip_special_tokens=True) for group in groups for sampled in group]
-        repeated = [row for row, group in zip(rows, groups) for _ in group]
-        columns = {name: [row.get(name) for row in repeated] for name in repeated[0] if name != PROMPT}
-        total = np.zeros(len(texts))
-        for reward in self.rewards:
-            values = np.asarray(
-                reward(prompts=[row[PROMPT] for row in repeated], completions=texts, **columns), dtype=np.float64
-            )
-            name = getattr(reward, "__name__", type(reward).__name__)
-            if values.shape != total.shape or not np.isfinite(values).all():
-                raise DataError(
-                    f"The reward {name} returned an array of shape {values.shape} for {len(texts)} completions, or a "
-                    "number that is not finite; it must return one finite number for each."
-                )
-            total += values
-        ends = np.cumsum([len(group) for group in groups])
-        return [part.tolist() for part in np.split(total, ends[:-1])]
-
-    def _pack(self, documents: list[Document]) -> list[PackedBatch]:
-        """Return the packs of a round on the device: as many on every rank, in whole accumulation windows."""
-        tuner, accumulate = self._tuner(), self._accumulate
-        lengths = [split_document(document, shares_prompt=self._shares_prompts) for document in documents]
-        length_N = np.array([sum(len(part.input_ids) for part in parts) for parts in lengths], dtype=np.int64)
-        packs = pack_best_fit_decreasing(length_N, max_tokens=self.max_tokens)
-        num_packs = -(-int(_gather(len(packs)).max()) // accumulate) * accumulate
-        packs = split_to_multiple(packs, length_N, multiple=num_packs)
-        # Best fit puts the longest rollouts first; every window is to have its share of them.
-        order = np.argsort(mix_bits(np.arange(num_packs, dtype=np.uint64), seed=self.seed, stream=0), kind="stable")
-        weights = np.array([packs.sum_per_pack(self._weights(documents))[number] for number in order])
-        window_RW = _gather(weights.reshape(-1, accumulate).sum(axis=1))
-        world_size, total_W = len(window_RW), window_RW.sum(axis=0)
-        batches = []
-        for place, number in enumerate(order):
-            chosen = [documents[index] for index in packs[int(number)]]
-            total = float(total_W[place // accumulate])
-            batch = collate(
-                chosen,
-                pad_to=self.max_tokens if self.pad_to_max else None if chosen else EMPTY_PACK_TOKENS,
-                num_items=total / (accumulate * world_size) if total else 1.0,
-                shares_prompts=self._shares_prompts,
-            )
-            if not chosen:
-                batch.context.completions = Completions.none()
-            batches.append(batch.to(tuner.device))
-        return batches
 
     def _weights(self, documents: Sequence[Document]) -> np.ndarray:
         """Return what each rollout counts in the mean of the loss."""
@@ -495,11 +410,6 @@ class _RoundLoader:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Ignore the state."""
-
-
-def _gather(value: Any) -> np.ndarray:
-    """Return the values of all ranks, stacked."""
-    return np.stack(on_all_ranks(lambda: np.asarray(value), error=FastFTError))
 
 
 def _old_of(batch: PackedBatch) -> torch.Tensor:

@@ -13,7 +13,7 @@ import pytest
 from tests.support.children import ROOT, thinned
 from tests.support.covering import keep_covering_cases
 
-# Two launches with Triton's interpreter as it is, two more with the plugin in force.
+# Two launches with Triton's interpreter as it is, two more with all that the plugin changes.
 SCRIPT = """
 import json
 from unittest import mock
@@ -34,7 +34,7 @@ for _ in range(2):
         with mock.patch.object(interpreter, "_patch_builtin", wraps=interpreter._patch_builtin) as exchange:
             results.append(run_ours(triton, inputs, PARTIAL))
         counts.append(exchange.call_count)
-    plugin.exchange_language_once_per_launch()
+    plugin.pytest_configure()
 is_equal = all(torch.equal(one, other) for result in results for one, other in zip(results[0], result))
 print(json.dumps({"counts": counts, "is equal": is_equal}))
 """

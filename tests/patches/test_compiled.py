@@ -21,7 +21,8 @@ LONGROPE = {
     "original_max_position_embeddings": LIMIT,
 }
 CASES = {
-    "qwen3": ({}, {}),
+    # One layer: a second one is traced as the first, and tracing is what takes long.
+    "qwen3": ({"num_hidden_layers": 1}, {}),
     # The auxiliary loss reads the mask.
     "mixtral": ({}, {"output_router_logits": True}),
     "phi3": (LONGROPE, {}),
@@ -58,15 +59,15 @@ def test_a_prepared_model_computes_the_same(name):
     for lengths in ((3, LIMIT + 1, 9), (12, 1, 20)):
         batch = make_batch(lengths)
         found = loss_and_gradients(compiled, model, batch, asked)
-        expected = loss_and_gradients(model, model, make_batch(lengths), asked)
+        expected = loss_and_gradients(model, model, plain := make_batch(lengths), asked)
         assert len(found) == len(expected) > 1
         assert max(map(relative_error, found, expected)) < 1e-6
-        assert batch.context.num_reads == 2
+        assert batch.context.num_reads == plain.context.num_reads > 0
 
 
 @pytest.mark.slow(seconds=8)
 def test_an_unprepared_model_is_refused_also_after_a_pack_of_one_document():
-    model = torch.compile(build_tiny("qwen3", attention="sdpa"), backend=BACKEND)
+    model = torch.compile(build_tiny("qwen3", attention="sdpa", num_hidden_layers=1), backend=BACKEND)
     assert model(**make_batch((9,))).loss.isfinite()
     with pytest.raises(ContextError, match="nobody prepared"):
         model(**make_batch())

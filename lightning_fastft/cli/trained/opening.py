@@ -134,6 +134,7 @@ def _open_checkpoint(request: Request) -> Opened:
 
     from lightning_fastft.training.fine_tuner import FineTuner
     from lightning_fastft.training.model.run_record import RUN_KEY
+    from lightning_fastft.training.tuner import Tuner
 
     content = _read_checkpoint(request.source)
     trained = content["fastft_base"]

@@ -110,35 +110,16 @@ def test_workers_give_what_one_process_gives(tmp_path, marked_tokenizer):
     assert set(children_of(os.getpid())) <= before
 
 
-class DyingTokenizer:
-    """Ends the process that asks it for more than the formatter's first look."""
-
-    is_fast = True
-    eos_token_id = None
-    chat_template = None
-    special_tokens_map = {}
-
-    def __init__(self):
-        # Kept when it is pickled: of the process that made it.
-        self.parent = os.getpid()
-
-    def __call__(self, text, **_):
-        if os.getpid() != self.parent:
-            os._exit(7)
-        return {"input_ids": [1, 2, 3]}
-
-    class backend_tokenizer:
-        @staticmethod
-        def to_str():
-            return '"added_tokens"'
-
-
 @pytest.mark.usefixtures("few_rows_are_enough")
-def test_dead_worker_is_an_error_and_not_a_hang():
+def test_dead_worker_is_an_error_and_not_a_hang(tmp_path, monkeypatch):
+    # Ends in the middle of its input, and needs no second to start.
+    dying = tmp_path / "python"
+    dying.write_text("#!/bin/sh\nhead -c 500 > /dev/null\nexit 7\n")
+    dying.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(dying))
     before = set(children_of(os.getpid()))
-    values = [{"text": f"row {number}"} for number in range(600)]
     with pytest.raises(DataError, match="exit code 7"):
-        tokenize_sources(values, tokenizer=DyingTokenizer(), options=FormatOptions(max_tokens=8), num_proc=2)
+        tokenize_ids(ids_rows(600), num_proc=2)
     assert set(children_of(os.getpid())) <= before
 
 

@@ -8,10 +8,10 @@ import pytest
 
 from lightning_fastft.core.errors import DataError
 from lightning_fastft.packing.rows.formats import FormatOptions
+from lightning_fastft.packing.store import ingest
 from lightning_fastft.packing.store.cache import tokenize_sources
 from lightning_fastft.packing.store.completion_store import CompletionStore
 from lightning_fastft.packing.store.dataset import TokenizedDataset, digest_file, digest_meta
-from lightning_fastft.packing.tokens import workers
 from tests.packing.conftest import build_tokenizer
 
 NAMES = ["segment_lengths.bin", "first_segment.bin", "scores.bin", "log_probs.bin"]
@@ -105,12 +105,20 @@ def test_rows_with_other_scores_are_no_duplicates():
     assert tokenize([row, {**row, "rewards": [0]}, row]).report.num_duplicates == 1
 
 
-@pytest.mark.slow
-def test_workers_give_what_one_process_gives(monkeypatch, plain_tokenizer):
-    monkeypatch.setattr(workers, "CHUNKS_ENOUGH", 2)
+def test_completions_pass_through_the_pipes_of_workers(monkeypatch):
+    """Workers are those of all data (see test_cache.py): what they get and return is pickled."""
+    run_chunks = ingest.run_chunks
+
+    def pickled(value):
+        return pickle.loads(pickle.dumps(value))
+
+    def run_pickled(chunks, *, setup, num_proc):
+        yield from map(pickled, run_chunks(map(pickled, chunks), setup=pickled(setup), num_proc=num_proc))
+
     rows = make_rows(400)
-    run = {"tokenizer": plain_tokenizer, "options": FormatOptions(max_tokens=64)}
-    assert read(tokenize_sources(rows, **run, num_proc=2)) == read(tokenize_sources(rows, **run))
+    whole = read(tokenize(rows))
+    monkeypatch.setattr(ingest, "run_chunks", run_pickled)
+    assert read(tokenize(rows)) == whole == expected(rows)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,0 +1,84 @@
+"""Completions of a sampler: checked before they reach the device, and judged by rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from lightning_fastft.core.errors import DataError
+from lightning_fastft.training.data.rollouts import PROMPT
+from lightning_fastft.training.samplers import Sampled
+
+
+def check_groups(
+    groups: Sequence[Sequence[Sampled]], *, num_prompts: int, num_completions: int, max_new_tokens: int, vocab_size: int
+) -> None:
+    """Refuse what a sampler must not return, before it reaches the device.
+
+    Args:
+        groups: Completions of each prompt.
+        num_prompts: Prompts that were given.
+        num_completions: Completions that were asked for, of each prompt.
+        max_new_tokens: Most tokens of a completion.
+        vocab_size: Rows of the embedding.
+
+    Raises:
+        DataError: Completions are missing or left over, or one is too long or has an impossible token.
+    """
+    counts = [len(group) for group in groups]
+    if counts != [num_completions] * num_prompts:
+        raise DataError(
+            f"The sampler returned {counts} completions for {num_prompts} prompts; it must return "
+            f"num_completions={num_completions} for each."
+        )
+    for ids in (sampled.input_ids for group in groups for sampled in group):
+        if len(ids) > max_new_tokens:
+            raise DataError(
+                f"The sampler returned a completion of {len(ids)} tokens, and max_new_tokens is {max_new_tokens}."
+            )
+        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+            raise DataError(
+                f"The sampler returned token ids from {min(ids)} to {max(ids)}, and the embedding has "
+                f"{vocab_size} rows."
+            )
+
+
+def judge(
+    rows: Sequence[Mapping[str, Any]],
+    groups: Sequence[Sequence[Sampled]],
+    *,
+    rewards: Sequence[Callable[..., Any]],
+    tokenizer: Any,
+) -> list[list[float]]:
+    """Return the summed rewards of each group's completions; 0 without reward functions.
+
+    Args:
+        rows: The prompt's row of each group.
+        groups: Completions of each prompt.
+        rewards: Called with the keywords prompts, completions (texts) and one list for each other column.
+        tokenizer: Decodes the completions.
+
+    Raises:
+        DataError: A reward function returned another count, or numbers that are not finite.
+    """
+    if not rewards:
+        return [[0.0] * len(group) for group in groups]
+    texts = [tokenizer.decode(sampled.input_ids, skip_special_tokens=True) for group in groups for sampled in group]
+    repeated = [row for row, group in zip(rows, groups) for _ in group]
+    columns = {name: [row.get(name) for row in repeated] for name in repeated[0] if name != PROMPT}
+    total = np.zeros(len(texts))
+    for reward in rewards:
+        values = np.asarray(
+            reward(prompts=[row[PROMPT] for row in repeated], completions=texts, **columns), dtype=np.float64
+        )
+        name = getattr(reward, "__name__", type(reward).__name__)
+        if values.shape != total.shape or not np.isfinite(values).all():
+            raise DataError(
+                f"The reward {name} returned an array of shape {values.shape} for {len(texts)} completions, or a "
+                "number that is not finite; it must return one finite number for each."
+            )
+        total += values
+    ends = np.cumsum([len(group) for group in groups])
+    return [part.tolist() for part in np.split(total, ends[:-1])]
