@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.strategies.context_worker import GPU_CASES
-from tests.support.two_ranks import run_two_ranks
+from tests.support.two_ranks import launch_two_ranks
 
 pytestmark = pytest.mark.multi_gpu
 
@@ -15,7 +15,7 @@ BOUNDS = {"float32": 1e-4, "bfloat16": 0.1}
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("context")
-    run_two_ranks("tests.strategies.context_worker", "gpu", folder)
+    launch_two_ranks("tests.strategies.context_worker", "gpu", folder)
     return torch.load(folder / "found.pt", weights_only=True)
 
 
