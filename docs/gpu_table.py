@@ -148,8 +148,8 @@ and {HOST_GIB} GiB of pinned host memory. A planner chooses which activations ar
 - `at N`: only packs of N tokens fit. `s`: frozen weights are streamed from the host. `-`: does not fit.
 - LoRA of a mixture of experts adapts its attention and shared layers, not its routed experts.
 
-For your own data and model: `fastft init --model NAME --data FILE --gpu NAME`. For another pack length, rank or budget:
-`fastft plan --config FILE --gpu NAME`.
+For your own data and model: `fastft init --model Qwen/Qwen3-8B --data train.jsonl --gpu "RTX 4090"`. For another pack
+length, rank or budget: `fastft plan --config qlora_qwen3_8b --gpu "RTX 4090"`.
 """
 
 

@@ -19,7 +19,7 @@ def read_parameters(class_path: str) -> list[str]:
 
     Example:
         >>> read_parameters("lightning_fastft.FineTuner")[:3]
-        ['model', 'tokenizer', 'quantization']
+        ['model', 'neftune_noise_alpha', 'tokenizer']
     """
     module, _, name = class_path.rpartition(".")
     file = _find_file(module)

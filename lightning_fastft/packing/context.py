@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -357,7 +358,7 @@ class BatchContext:
             lambda: build_mask_blocks(
                 self.position_T,
                 self._prefix_range_2T,
-                starts=self.start_host_S1[:-1].tolist(),
+                starts=list(accumulate(self.lengths[:-1], initial=0)),
                 prefixes=self.prefixes,
                 window=window,
                 dtype=dtype,

@@ -1,4 +1,3 @@
-import inspect
 import json
 import logging
 import os
@@ -17,6 +16,7 @@ from lightning_fastft import FineTuner, PackedDataModule
 from lightning_fastft.cli import doctor, main
 from lightning_fastft.cli.doctor import shrink_config
 from lightning_fastft.cli.lightning_cli import FastFTCLI
+from lightning_fastft.cli.signatures import read_parameters
 from lightning_fastft.cli.words import CONFIG_FOLDER, config_names, find_configs, take_option
 from lightning_fastft.core.errors import OptionError
 from tests.cli.hostile_configs import BORING
@@ -96,7 +96,7 @@ def test_help_lists_the_options_of_model_data_and_trainer(words, capsys):
     assert stop.value.code == 0
     text = capsys.readouterr().out
     for owner, key in ((FineTuner, "model"), (PackedDataModule, "data")):
-        for name in list(inspect.signature(owner).parameters):
+        for name in read_parameters(f"lightning_fastft.{owner.__name__}"):
             assert re.search(rf"^  --{key}\.{name}[ ,]", text, re.MULTILINE), f"{key}.{name}"
     assert "--trainer.max_epochs" in text
 

@@ -248,10 +248,10 @@ OPTIONS = {
         "mlp_tiles": whole(1, 1024),
     },
     "FastFTStrategy": strategy,
-    "FastFTDDPStrategy": strategy,
+    "FastFTDDPStrategy": {**strategy, "context_parallel": size},
     "FastFTFSDPStrategy": {
         **strategy,
-        **dict.fromkeys(("data_parallel_size", "tensor_parallel_size"), size),
+        **dict.fromkeys(("data_parallel_size", "tensor_parallel_size", "context_parallel"), size),
         "shard": either(choice("auto", "node"), whole(1, 2**20)),
         "gradient_sync": choice("window", "batch"),
         "save_distributed_checkpoint": flag,

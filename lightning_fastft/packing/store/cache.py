@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _LOGGER = logging.getLogger(__name__)
-# Increase it if the same rows give other tokens. Checkpoints identify their data by the fingerprint, so a change of the
-# file format alone must not change it.
+# Increase it if the same rows give other tokens: entries of the cache are found by the fingerprint.
 _FINGERPRINT_VERSION = 2
 
 
