@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lightning_fastft.cli.arguments import Arguments
 from lightning_fastft.cli.trained.opening import Request, add_options, check_source, find_device
 from lightning_fastft.core.checks import check_float, check_int
-from lightning_fastft.core.errors import OptionError
+from lightning_fastft.core.errors import OptionError, printable
 
 if TYPE_CHECKING:
     from lightning_fastft.training.fine_tuner import FineTuner
@@ -104,7 +104,8 @@ def _answer(module: FineTuner, prompt: Any, *, question: _Question) -> str | Non
 
 
 def _write(text: str) -> None:
-    sys.stdout.write(text)
+    """Write text of a model, which cannot steer the terminal."""
+    sys.stdout.write(printable(text, keeps_lines=True))
     sys.stdout.flush()
 
 

@@ -17,6 +17,7 @@ from lightning_fastft.cli.command import main
 from lightning_fastft.cli.export import WITHOUT_GGUF
 from lightning_fastft.cli.trained.opening import Request, open_trained
 from lightning_fastft.hf.generation import answer_prompts, encode_prompt
+from lightning_fastft.training.fine_tuner import FineTuner
 
 QUESTION = "Ada has 3 lamps. Day 1: finds 2. How many lamps does Ada have now?"
 
@@ -77,6 +78,15 @@ def test_chat_answers_each_line_with_the_adapters(here, say):
     begun = [{"role": "system", "content": "Be short."}, talk[0]]
     [short] = module.generate([begun], max_new_tokens=5, do_sample=False)
     assert say(f"{QUESTION}\n", CHECKPOINT, "--system", "Be short.") == f"{short}\n"
+
+
+def test_an_answer_cannot_steer_the_terminal(here, say, monkeypatch):
+    def generate(module, prompts, *, streamer, **options):
+        streamer.on_finalized_text("a\x1b[2J\nb")
+        return ["a"]
+
+    monkeypatch.setattr(FineTuner, "generate", generate)
+    assert say("hello\n", CHECKPOINT) == "a\\x1b[2J\nb\n"
 
 
 def test_without_a_chat_template_a_line_is_continued(here, say, answer, tmp_path):
