@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from benchmarks.ruler.workloads import WORKLOADS
 from lightning_fastft.cli.recipe.plans import METHODS, Method, Planned, plan_run
 from lightning_fastft.core.errors import FastFTError, OptionError
 from lightning_fastft.estimate.machines import Gpu, find_gpu
@@ -32,62 +33,38 @@ TITLES: dict[Method, str] = {
 }
 
 
-def _qwen(width: int, feed_forward: int, layers: int, heads: int, *, is_tied: bool) -> dict[str, Any]:
-    return {
-        "model_type": "qwen3",
-        "vocab_size": 151_936,
-        "hidden_size": width,
-        "intermediate_size": feed_forward,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "tie_word_embeddings": is_tied,
-    }
+def _config(workload: str, **changes: Any) -> dict[str, Any]:
+    """Return the configuration of a workload of the ruler with some values changed."""
+    return {"model_type": WORKLOADS[workload].model_type, **WORKLOADS[workload].model_config, **changes}
 
 
-def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
-    return {
-        "model_type": "gpt_oss",
-        "vocab_size": 201_088,
-        "hidden_size": 2880,
-        "intermediate_size": 2880,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "num_local_experts": experts,
-        "num_experts_per_tok": 4,
-    }
+def _qwen(width: int, feed_forward: int, layers: int, heads: int) -> dict[str, Any]:
+    return _config(
+        "qwen3-0.6b-lora",
+        hidden_size=width,
+        intermediate_size=feed_forward,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+    )
 
 
 MODELS: dict[str, dict[str, Any]] = {
-    "Qwen3-0.6B": _qwen(1024, 3072, 28, 16, is_tied=True),
-    "Qwen3-1.7B": _qwen(2048, 6144, 28, 16, is_tied=True),
-    "Qwen3-4B": _qwen(2560, 9728, 36, 32, is_tied=True),
-    "Qwen3-8B": _qwen(4096, 12_288, 36, 32, is_tied=False),
-    "Qwen3-14B": _qwen(5120, 17_408, 40, 40, is_tied=False),
-    "Qwen3-32B": _qwen(5120, 25_600, 64, 64, is_tied=False),
-    "Llama-3.3-70B": {
-        "model_type": "llama",
-        "vocab_size": 128_256,
-        "hidden_size": 8192,
-        "intermediate_size": 28_672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "tie_word_embeddings": False,
-    },
-    "Qwen3-30B-A3B": {
-        **_qwen(2048, 6144, 48, 32, is_tied=False),
-        "model_type": "qwen3_moe",
-        "num_key_value_heads": 4,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-    },
-    "gpt-oss-20b": _gpt_oss(24, 32),
-    "gpt-oss-120b": _gpt_oss(36, 128),
+    "Qwen3-0.6B": _config("qwen3-0.6b-lora"),
+    "Qwen3-1.7B": _qwen(2048, 6144, 28, 16),
+    "Qwen3-4B": _qwen(2560, 9728, 36, 32),
+    "Qwen3-8B": _config("qwen3-8b-lora"),
+    "Qwen3-14B": _config("qwen3-14b-qlora"),
+    "Qwen3-32B": _config("qwen3-32b-qlora"),
+    "Llama-3.3-70B": _config(
+        "llama-3.1-8b-lora-32k",
+        hidden_size=8192,
+        intermediate_size=28_672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+    ),
+    "Qwen3-30B-A3B": _config("qwen3-30b-a3b-lora"),
+    "gpt-oss-20b": _config("gpt-oss-20b-lora"),
+    "gpt-oss-120b": _config("gpt-oss-20b-lora", num_hidden_layers=36, num_local_experts=128),
     "Mixtral-8x7B": {
         "model_type": "mixtral",
         "vocab_size": 32_000,
