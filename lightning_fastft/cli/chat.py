@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_fastft.cli.arguments import Arguments
-from lightning_fastft.cli.trained.opening import Request, add_options, check_source, find_device
+from lightning_fastft.cli.trained.opening import Request, add_options, read_request
 from lightning_fastft.core.checks import check_float, check_int
 from lightning_fastft.core.errors import OptionError, printable
 
@@ -121,6 +121,4 @@ def _read_question(words: Sequence[str]) -> _Question:
     check_int("--max-new-tokens", given.max_new_tokens, low=1)
     if given.temperature is not None:
         check_float("--temperature", given.temperature, low=0.0)
-    source = check_source(given.source)
-    request = Request(source, find_device(given.device), base=given.base, accepts_other_base=given.accept_other_base)
-    return _Question(request, given.system, given.max_new_tokens, given.temperature)
+    return _Question(read_request(given), given.system, given.max_new_tokens, given.temperature)

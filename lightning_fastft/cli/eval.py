@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_fastft.cli.arguments import Arguments, take_columns
-from lightning_fastft.cli.trained.opening import Request, add_options, check_source, find_device
+from lightning_fastft.cli.trained.opening import Request, add_options, read_request
 from lightning_fastft.core.checks import check_int
 from lightning_fastft.core.errors import MissingDependencyError, OptionError
 from lightning_fastft.packing.reading.sources import check_exists
@@ -182,12 +182,10 @@ def _read_question(words: Sequence[str]) -> _Question:
         check_int("--limit", given.limit, low=1)
     if tasks and find_spec("lm_eval") is None:
         raise MissingDependencyError(f"--tasks needs lm-eval: {_PIP_LINE}")
-    source = check_source(given.source)
     if given.data:
         check_exists(given.data)
-    request = Request(source, find_device(given.device), base=given.base, accepts_other_base=given.accept_other_base)
     return _Question(
-        request,
+        read_request(given),
         given.data,
         columns,
         given.max_tokens,

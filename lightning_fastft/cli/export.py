@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lightning_fastft.cli.arguments import Arguments
-from lightning_fastft.cli.trained.opening import Request, add_options, check_source, find_device
+from lightning_fastft.cli.trained.opening import Request, add_options, read_request
 from lightning_fastft.core.errors import OptionError
 
 # Types of llama.cpp's converter that need no further quantisation.
@@ -125,13 +125,5 @@ def _read_question(words: Sequence[str]) -> _Question:
         )
     if given.llama_cpp and not (Path(given.llama_cpp) / "convert_hf_to_gguf.py").is_file():
         raise OptionError(f"--llama-cpp: {given.llama_cpp} has no convert_hf_to_gguf.py. Give a clone of llama.cpp.")
-    request = Request(
-        check_source(given.source),
-        find_device(given.device, default="cpu"),
-        is_merged=is_merged,
-        takes_whole=bool(gguf),
-        base=given.base,
-        dtype=given.dtype,
-        accepts_other_base=given.accept_other_base,
-    )
+    request = read_request(given, device="cpu", is_merged=is_merged, takes_whole=bool(gguf), dtype=given.dtype)
     return _Question(request, Path(given.out), given.server == "vllm", gguf, given.llama_cpp, given.ollama)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lightning_fastft.cli.arguments import Arguments
-from lightning_fastft.cli.trained.opening import Request, add_options, check_source, find_device
+from lightning_fastft.cli.trained.opening import Request, add_options, check_source, read_request
 from lightning_fastft.core.errors import FastFTError, OptionError
 
 CARD = "README.md"
@@ -126,12 +126,5 @@ def _read_question(words: Sequence[str]) -> _Question:
     source = check_source(given.source)
     if source.is_dir() and not any((source / name).is_file() for name in ("adapter_config.json", "config.json")):
         raise OptionError(f"{source} has no adapter_config.json and no config.json: it is no model's folder.")
-    request = Request(
-        source,
-        find_device(given.device, default="cpu"),
-        is_merged=given.merge,
-        takes_whole=False,
-        base=given.base,
-        accepts_other_base=given.accept_other_base,
-    )
+    request = read_request(given, device="cpu", is_merged=given.merge, takes_whole=False)
     return _Question(request, given.repository, given.yes and not given.dry_run, given.private)

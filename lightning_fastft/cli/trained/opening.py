@@ -10,7 +10,7 @@ from lightning_fastft.core.checks import local_path
 from lightning_fastft.core.errors import OptionError
 
 if TYPE_CHECKING:
-    from argparse import ArgumentParser
+    from argparse import ArgumentParser, Namespace
 
     import torch
 
@@ -98,6 +98,22 @@ def find_device(name: str, *, default: str = "auto") -> torch.device:
         return torch.device(name)
     except RuntimeError as error:
         raise OptionError(f"--device must be a device of torch, got {name!r}: {error}") from error
+
+
+def read_request(given: Namespace, *, device: str = "auto", **choices: Any) -> Request:
+    """Return the request of a parsed command line that has ``add_options``.
+
+    Args:
+        given: Its words; source is the first of them.
+        device: Device where ``--device`` is not given.
+        choices: Further fields of the request.
+
+    Raises:
+        OptionError: There is nothing at source, or ``--device`` is no device of torch.
+    """
+    source = check_source(given.source)
+    place = find_device(given.device, default=device)
+    return Request(source, place, base=given.base, accepts_other_base=given.accept_other_base, **choices)
 
 
 def open_trained(request: Request) -> Opened:
