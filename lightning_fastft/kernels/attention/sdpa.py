@@ -11,7 +11,7 @@ import torch
 
 from lightning_fastft.packing.context import BatchContext
 
-# Queries of a block. Fewer compute fewer hidden scores and launch more kernels.
+# Queries of a block. Fewer compute fewer hidden scores and launch more kernels (benchmarks/masked_attention.py).
 QUERY_ROWS = 512
 
 
