@@ -435,15 +435,15 @@ def _cell(text: str) -> str:
 
 
 def write_results() -> str:
-    """Return one table for each workload of results.csv, with the newest row of each system."""
+    """Return one table for each workload of results.csv, with the newest row of each system on each device."""
     with RESULTS.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-    tables: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
+    tables: dict[tuple[str, str], dict[tuple[str, str], dict[str, str]]] = {}
     for row in rows:
         measure = MEASURES.get((row["metric"], row["unit"]))
         if measure:
             systems = tables.setdefault((row["benchmark"], row["workload"]), {})
-            found = systems.setdefault(row["system"], {})
+            found = systems.setdefault((row["system"], short_device(row["device"])), {})
             found.update({measure: row["value"], "date": row["date"]})
             if measure == "ms per step":
                 found["n"] = row["n"]
@@ -453,14 +453,19 @@ def write_results() -> str:
         columns = [column for column in dict.fromkeys(MEASURES.values()) if column in measured]
         lines += [
             f"### {benchmark}: {workload}\n",
-            f"| system | {' | '.join(columns)} | date | steps |",
-            "|---" * (len(columns) + 3) + "|",
+            f"| system | {' | '.join(columns)} | device | date | steps |",
+            "|---" * (len(columns) + 4) + "|",
         ]
-        for system, found in systems.items():
+        for (system, device), found in systems.items():
             figures = " | ".join(format_figure(float(found[column])) if column in found else "" for column in columns)
-            lines.append(f"| {_cell(system)} | {figures} | {found['date']} | {found.get('n', '')} |")
+            lines.append(f"| {_cell(system)} | {figures} | {device} | {found['date']} | {found.get('n', '')} |")
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
+
+
+def short_device(name: str) -> str:
+    """Return the short name of a device."""
+    return name.replace("NVIDIA ", "").removeprefix("1 x ").removesuffix(" 80GB HBM3")
 
 
 def format_figure(value: float) -> str:

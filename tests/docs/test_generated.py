@@ -69,12 +69,13 @@ def measured(generate):
         for row in csv.DictReader(file):
             measure = generate.MEASURES.get((row["metric"], row["unit"]))
             figure = generate.format_figure(float(row["value"])) if measure else ""
-            found.add((f"{row['benchmark']}: {row['workload']}", row["system"], measure, figure))
+            system = (row["system"], generate.short_device(row["device"]))
+            found.add((f"{row['benchmark']}: {row['workload']}", system, measure, figure))
     return found
 
 
 def read_figures(page):
-    """Yield the figures of the results in a page, with the title of their table, their system and their column."""
+    """Yield the figures of the results in a page, with the title of their table, their system and device, and column."""
     title, columns = "", []
     for line in page.partition("<!-- results -->")[2].splitlines():
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
@@ -83,9 +84,10 @@ def read_figures(page):
         elif cells and cells[0] == "system":
             columns = cells
         elif cells and not cells[0].startswith("-"):
-            for column, figure in zip(columns[1:-2], cells[1:-2]):
+            # Device, date and number of steps end a row.
+            for column, figure in zip(columns[1:-3], cells[1:-3]):
                 if figure:
-                    yield title, cells[0].replace(r"\|", "|"), column, figure
+                    yield title, (cells[0].replace(r"\|", "|"), cells[-3]), column, figure
 
 
 def test_figures_of_the_page_are_rows_of_results(measured):
