@@ -58,15 +58,19 @@ from lightning_fastft.kernels.qk_rope.reference import RopeForm
 forms = {
     "promises": [
         RopeForm(32, 8, 128, has_norm=True),
-        RopeForm(14, 2, 80),
         RopeForm(32, 2, 128, rotary_width=64, is_interleaved=True),
+        RopeForm(16, 4, 256, rotary_width=64, has_norm=True, is_weight_wide=True, has_gate=True),
+        RopeForm(3, 1, 96, rotary_width=72, has_norm=True, is_interleaved=True),
+    ],
+    # Other widths, more heads, and other combinations.
+    "faults": [
+        RopeForm(14, 2, 80),
         RopeForm(20, 4, 128, is_interleaved=True, has_norm=True, is_weight_wide=True),
         RopeForm(96, 8, 128, rotary_width=64, has_norm=True),
-        RopeForm(3, 1, 96, rotary_width=72, has_norm=True, is_interleaved=True),
-        RopeForm(16, 4, 256, rotary_width=64, has_norm=True, is_weight_wide=True, has_gate=True),
+        RopeForm(32, 8, 64, has_norm=True),
+        RopeForm(14, 2, 192),
+        RopeForm(32, 8, 256, has_norm=True),
     ],
-    # Other widths.
-    "faults": [RopeForm(32, 8, 64, has_norm=True), RopeForm(14, 2, 192), RopeForm(32, 8, 256, has_norm=True)],
 }[sys.argv[1]]
 
 

@@ -45,7 +45,8 @@ ONES = {"num_rows", "num_columns", "num_steps", "x_stride", "residual_stride", "
 FLOATS = ("mean_scale", "eps", "weight_offset")
 for capability, dtype, weight in ((80, "fp16", "fp16"), (86, "fp32", "fp32"), (90, "bf16", "fp32")):
     for number, (num_columns, is_set) in enumerate(itertools.product((1, 13, 128, 2880, 16384), (False, True))):
-        if sys.argv[1] == "promises" and (80, 86, 90)[number % 3] != capability:
+        # Every run compiles each width once, without and with what is set in turn.
+        if sys.argv[1] == "promises" and (number % 4 not in (0, 3) or (80, 86, 90)[number % 3] != capability):
             continue
         block_rows, block_columns, num_warps = norm._tile(num_columns)
         block = {"BLOCK_T": block_rows, "BLOCK_D": block_columns}
