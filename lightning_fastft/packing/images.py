@@ -17,13 +17,13 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
-import torch
 
 from lightning_fastft.core.errors import DataError, MissingDependencyError, ShapeError
 from lightning_fastft.packing.rows.messages import IMAGE_PARTS
 from lightning_fastft.packing.rows.rejects import IMAGE_COUNT, IMAGE_UNREADABLE, IMAGE_URL, WRONG_TYPE, RowRejectedError
 
 if TYPE_CHECKING:
+    import torch
     from PIL.Image import Image
 
 # Marks the place of an image in a text, in data sets that hold images in a column (LLaVA, ShareGPT).
@@ -319,6 +319,9 @@ def merge_inputs(inputs: Sequence[ImageInputs]) -> dict[str, torch.Tensor]:
     Raises:
         ShapeError: Documents have tensors of other names or ranks.
     """
+    # Here and below, because processes that tokenise do without torch.
+    import torch
+
     names = list(inputs[0].tensors)
     merged = {}
     for name in names:
@@ -336,4 +339,6 @@ def _pad(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     missing = [size - own for size, own in zip(sizes, tensor.shape[1:])]
     if not any(missing):
         return tensor
-    return torch.nn.functional.pad(tensor, [side for size in reversed(missing) for side in (0, size)])
+    from torch.nn.functional import pad
+
+    return pad(tensor, [side for size in reversed(missing) for side in (0, size)])

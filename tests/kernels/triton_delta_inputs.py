@@ -17,13 +17,14 @@ from tests.support.kernel_harness import DEVICE, planted_faults
 def check_small(module, form, dtype=torch.float32):
     """More tokens than a block."""
     with mock.patch.object(module, "BLOCK_T", 4), mock.patch.object(module, "BLOCK_T_GATES", 4):
-        check(module, form, LENGTHS[0], dtype, device=DEVICE)
+        check(module, form, (3, 1, 2), dtype, device=DEVICE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_equals_each_document_alone(form, dtype):
-    check(triton, form, LENGTHS[2], dtype, device=DEVICE)
+    # Blocks of tokens are many programs of the interpreter; test_more_tokens_than_a_block has small ones.
+    check(triton, form, LENGTHS[0 if DEVICE == "cpu" else 2], dtype, device=DEVICE)
 
 
 @pytest.mark.parametrize("form", FORMS)

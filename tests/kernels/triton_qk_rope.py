@@ -45,7 +45,7 @@ def small_tiles(module, *, num_programs=3, num_values=1):
 
 @pytest.mark.parametrize(("form", "dtype"), FORM_AND_DTYPE)
 def test_every_form_equals_the_truth(form, dtype):
-    for num_tokens in (1, 7):
+    for num_tokens in (1, 3):
         check_against_truth(triton, num_tokens, form, dtype, device=DEVICE)
 
 
@@ -54,7 +54,7 @@ def test_every_form_equals_the_truth(form, dtype):
 @pytest.mark.parametrize("form", FORMS)
 def test_more_heads_than_a_tile_and_more_tokens_than_programs(form, num_values):
     with small_tiles(triton, num_values=num_values):
-        check_against_truth(triton, 7, form, NARROW, device=DEVICE)
+        check_against_truth(triton, 4, form, NARROW, device=DEVICE)
 
 
 # Any two of width, whole or part of it rotated, norm and order of pairs meet.
@@ -72,26 +72,35 @@ def test_width_of_a_head(head_width, is_whole, has_norm, is_interleaved):
     check_against_truth(triton, 2, form, NARROW, device=DEVICE)
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (1, 3), (7, 2), (33, 17)])
-def test_number_of_heads(num_heads, num_kv_heads):
-    for form in (LLAMA, QWEN3, INTERLEAVED):
-        check_against_truth(
-            triton, 2, form._replace(num_heads=num_heads, num_kv_heads=num_kv_heads), NARROW, device=DEVICE
-        )
+@pytest.mark.parametrize(
+    ("form", "heads"),
+    thinned(
+        (LLAMA, QWEN3, INTERLEAVED),
+        ((1, 1), (1, 3), (7, 2), (33, 17)),
+        keep=lambda form, heads: form == heads % 3 or (form, heads) == (1, 3),
+    ),
+)
+def test_number_of_heads(form, heads):
+    num_heads, num_kv_heads = heads
+    form = form._replace(num_heads=num_heads, num_kv_heads=num_kv_heads)
+    check_against_truth(triton, 2, form, NARROW, device=DEVICE)
 
 
 @pytest.mark.parametrize(
-    "kinds", [{"angle_dtype": torch.float32}, {"weight_dtype": torch.float32}, {"weight_dtype": torch.float16}]
+    ("form", "kinds"),
+    [
+        (LLAMA, {"angle_dtype": torch.float32}),
+        *((form, {"weight_dtype": dtype}) for form in (QWEN3, GEMMA) for dtype in (torch.float32, torch.float16)),
+    ],
 )
-def test_dtypes_of_angles_and_weights(kinds):
-    for form in (LLAMA, QWEN3, GEMMA):
-        check_against_truth(triton, 3, form, torch.bfloat16, device=DEVICE, **kinds)
+def test_dtypes_of_angles_and_weights(form, kinds):
+    check_against_truth(triton, 2, form, torch.bfloat16, device=DEVICE, **kinds)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_gates_stay_as_they_are(form):
     with small_tiles(triton):
-        check_gates(triton, 5, form, NARROW, device=DEVICE)
+        check_gates(triton, 2, form, NARROW, device=DEVICE)
 
 
 def test_without_eps_nothing_is_divided_by_zero():
@@ -102,12 +111,12 @@ def test_without_eps_nothing_is_divided_by_zero():
     ("form", "dtype"), thinned(FORMS, DTYPES, keep=lambda form, dtype: form % len(DTYPES) == dtype)
 )
 def test_inputs_may_be_overwritten(form, dtype):
-    check_in_place(triton, 3, form, dtype, device=DEVICE)
+    check_in_place(triton, 2, form, dtype, device=DEVICE)
 
 
 @pytest.mark.parametrize("form", SHARED_FORMS)
 def test_shares_of_key_and_value_heads_are_added_up(form):
-    check_shares(triton, 3, form, NARROW, device=DEVICE)
+    check_shares(triton, 2, form, NARROW, device=DEVICE)
     with small_tiles(triton):
         check_shares(triton, 2, form, NARROW, device=DEVICE)
 
@@ -143,7 +152,7 @@ def test_weights_have_no_gradient_where_none_is_asked_for(form):
     [QWEN3, INTERLEAVED, *(pytest.param(form, marks=pytest.mark.fault) for form in (LLAMA, GEMMA, GLM4, PARTIAL))],
 )
 def test_two_runs_are_bit_equal(form):
-    inputs = make_inputs(11, form, NARROW, device=DEVICE)
+    inputs = make_inputs(4, form, NARROW, device=DEVICE)
     first, second = (run_ours(triton, inputs, form) for _ in range(2))
     assert all(one is other is None or torch.equal(one, other) for one, other in zip(first, second))
 

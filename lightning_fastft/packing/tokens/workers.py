@@ -23,8 +23,33 @@ from lightning_fastft.packing.tokens.chunks import Chunk
 from lightning_fastft.packing.tokens.formatter import Formatter
 from lightning_fastft.packing.tokens.tokenisation import ChunkResult, Setup, tokenize_chunk
 
-# Below this (about 4,000 rows) workers take longer to start, because they import torch, than to tokenise.
+# Below this (about 4,000 rows) workers take longer to start, because they import transformers, than to tokenise.
 CHUNKS_ENOUGH = 16
+# A worker has the caller's sys.path, so that it finds the same modules and none in the current folder. The package's
+# own __init__ imports torch and Lightning, which takes longer than all the rest: it runs only if somebody, such as the
+# module of a tokenizer, asks the package for a name.
+_PROGRAM = f"""
+import sys
+from importlib.util import find_spec, module_from_spec
+
+sys.path[:] = sys.argv[1:]
+spec = find_spec("{__name__.partition(".")[0]}")
+package = sys.modules[spec.name] = module_from_spec(spec)
+
+
+def run_init(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    del package.__getattr__
+    spec.loader.exec_module(package)
+    return getattr(package, name)
+
+
+package.__getattr__ = run_init
+from {__name__} import serve_chunks
+
+serve_chunks()
+"""
 
 
 def run_chunks(chunks: Iterator[Chunk], *, setup: Setup, num_proc: int) -> Generator[ChunkResult, None, None]:
@@ -97,10 +122,8 @@ class _Worker:
     """A process that tokenises one chunk at a time."""
 
     def __init__(self, setup: bytes) -> None:
-        # Pass sys.path, so that the worker finds the same modules and none in the current folder.
-        program = f"import sys; sys.path[:] = sys.argv[1:]; from {__name__} import serve_chunks; serve_chunks()"
         self._process = subprocess.Popen(  # noqa: S603 - this interpreter, with a function of this package
-            [sys.executable, "-c", program, *sys.path],
+            [sys.executable, "-c", _PROGRAM, *sys.path],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             # Tokenizer threads in several workers would compete for the same cores.

@@ -23,6 +23,7 @@ from lightning_fastft.packing.store.dataset import digest_meta, write_beside
 from lightning_fastft.packing.tokens import workers
 from tests.packing.bad_rows import BAD_ROWS, MAX_TOKENS, NUM_GOOD, POSITIONS, VOCAB_SIZE, good_row, write_corpus
 from tests.packing.conftest import MARKED, build_tokenizer
+from tests.packing.light_tokenizer import HeavyTokenizer, LightTokenizer, as_class
 from tests.support.processes import children_of, is_there
 
 pytestmark = pytest.mark.covering
@@ -95,12 +96,13 @@ def test_there_are_thirty_kinds():
 
 
 @pytest.mark.usefixtures("few_rows_are_enough")
-def test_workers_give_what_one_process_gives(tmp_path, marked_tokenizer):
+def test_workers_give_what_one_process_gives_and_import_no_torch(tmp_path):
+    tokenizer = as_class(build_tokenizer(chat_template=MARKED), LightTokenizer)
     lines = [json.dumps(good_row("chat", number)).encode() for number in range(1500)]
     lines[0] = lines[700] = lines[1499] = b"garbage"
     (tmp_path / "rows.jsonl").write_bytes(b"\n".join(lines))
     before = set(children_of(os.getpid()))
-    run = {"tokenizer": marked_tokenizer, "options": FormatOptions(max_tokens=MAX_TOKENS)}
+    run = {"tokenizer": tokenizer, "options": FormatOptions(max_tokens=MAX_TOKENS)}
     alone = tokenize_sources(tmp_path, **run, rejected_path=tmp_path / "out" / "alone")
     shared = tokenize_sources(tmp_path, **run, rejected_path=tmp_path / "out" / "shared", num_proc=2)
     assert tokens_of(alone) == tokens_of(shared)
@@ -108,6 +110,16 @@ def test_workers_give_what_one_process_gives(tmp_path, marked_tokenizer):
     assert alone.report == shared.report
     assert (tmp_path / "out" / "alone").read_text() == (tmp_path / "out" / "shared").read_text()
     assert set(children_of(os.getpid())) <= before
+
+
+@pytest.mark.fault
+@pytest.mark.usefixtures("few_rows_are_enough")
+def test_a_tokenizer_of_a_worker_may_use_the_package():
+    values = [good_row("chat", number) for number in range(300)]
+    run = {"options": FormatOptions(max_tokens=MAX_TOKENS), "tokenizer": build_tokenizer(chat_template=MARKED)}
+    alone = tokens_of(tokenize_sources(values, **run))
+    run["tokenizer"] = as_class(run["tokenizer"], HeavyTokenizer)
+    assert tokens_of(tokenize_sources(values, **run, num_proc=2)) == alone
 
 
 @pytest.mark.usefixtures("few_rows_are_enough")
@@ -433,7 +445,7 @@ def test_packing_imports_no_heavy_library():
     code = (
         f"import sys, types; package = types.ModuleType('lightning_fastft'); package.__path__ = [{str(package)!r}]; "
         "sys.modules['lightning_fastft'] = package; import lightning_fastft.packing.store.cache; "
-        "print({'transformers', 'datasets', 'pyarrow', 'rich', 'pandas', 'lightning'} & set(sys.modules))"
+        "heavy = {'transformers', 'datasets', 'pyarrow', 'rich', 'pandas', 'lightning'}; print(heavy & set(sys.modules))"
     )
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
