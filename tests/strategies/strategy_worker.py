@@ -30,6 +30,7 @@ from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
 from lightning_fastft.strategies.registry import register_strategies
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from lightning_fastft.training.fine_tuner import FineTuner
+from lightning_fastft.training.optimizer import FusedAdamW
 from tests.support.rank_exit import leave
 from tests.support.token_weighting_worker import CONFIG, micro_batches
 from tests.support.training_parts import PlainModule, tiny_llama
@@ -326,7 +327,7 @@ def by_name(rank, folder):
     return {
         "sizes": [mesh["data_parallel"].size(), mesh["tensor_parallel"].size()],
         "strategy": type(trainer.strategy).__name__,
-        "is_fused": bool(trainer.optimizers[0].defaults["fused"]),
+        "optimizer": type(trainer.optimizers[0]).__name__,
         "statuses": [tuple(status)[:2] for status in trainer.strategy.statuses()],
         "reasons": " | ".join(status.reason for status in trainer.strategy.statuses()),
         "num_units": sum(isinstance(part, FSDPModule) for part in module.modules()),
@@ -334,11 +335,14 @@ def by_name(rank, folder):
 
 
 def checkpointed(kind, form, rank, folder, *, strategy):
-    """Four steps at once, or two from the checkpoint that those four left behind; AdamW, so that its state counts."""
+    """Four steps at once, or two from the checkpoint that those four left behind; AdamW, so that its state counts, in
+    one pass or that of torch.
+    """
     strategy_name = type(strategy).__name__
     place = Path(folder) / f"{strategy_name}-{kind}-{getattr(strategy, '_save_distributed_checkpoint', '')}"
     seed_everything(5, verbose=False)
-    module = make_tuner(kind, optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01))
+    adamw = FusedAdamW if kind == "full" else torch.optim.AdamW
+    module = make_tuner(kind, optimizer=lambda parameters: adamw(parameters, lr=0.01))
     saved = ModelCheckpoint(dirpath=place, filename="{step}", every_n_train_steps=2, save_top_k=-1)
     path = place / "step=2.ckpt"
     options = {"callbacks": [saved], "enable_checkpointing": True} if form == "uninterrupted" else {"ckpt_path": path}

@@ -89,7 +89,7 @@ def test_name_gives_data_parallelism_over_all_ranks(two_ranks):
     assert found["strategy"] == "FastFTFSDPStrategy"
     assert found["sizes"] == [2, 1]
     assert found["num_units"] == NUM_UNITS
-    assert found["is_fused"]
+    assert found["optimizer"] == "FusedAdamW"
 
 
 @pytest.mark.slow
