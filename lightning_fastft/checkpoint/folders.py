@@ -27,7 +27,12 @@ from lightning_fastft.checkpoint.atomic import part_beside
 from lightning_fastft.checkpoint.digests import hash_file
 from lightning_fastft.checkpoint.files import check_folder, commit_folder, load_file, replace_folder, save_file
 from lightning_fastft.checkpoint.ranks import on_all_ranks
-from lightning_fastft.core.errors import CheckpointNotSavedError, DamagedCheckpointError, ResumeError, UnsafeCheckpointError
+from lightning_fastft.core.errors import (
+    CheckpointNotSavedError,
+    DamagedCheckpointError,
+    ResumeError,
+    UnsafeCheckpointError,
+)
 
 # Lightning's names: without the commit record, the folder is a checkpoint of Lightning.
 METADATA = "meta.pt"
@@ -135,7 +140,7 @@ def load_folder(
     module.load_state_dict(state["state_dict"], strict=strict)
     for number, optimizer in enumerate(optimizers):
         name = f"optimizer_{number}"
-        moments = {name: get_optimizer_state_dict(module, optimizer)}
+        moments: dict[str, Any] = {name: get_optimizer_state_dict(module, optimizer)}
         _check_moments(moments[name]["state"], stored, name=name)
         load(moments, checkpoint_id=path, planner=_PlainPlanner())
         set_optimizer_state_dict(

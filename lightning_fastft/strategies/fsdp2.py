@@ -323,9 +323,7 @@ class FastFTFSDPStrategy(ContextParallelMixin, ModelParallelStrategy):
                     "configure_model. Leave the sizes at 'auto' for data parallelism over all devices, or parallelise "
                     "the model there over self.device_mesh['tensor_parallel']."
                 )
-            self._sharding = shard_model(
-                module, self.sharding_mesh, replicates_adapters=self.adapters == "replicate"
-            )
+            self._sharding = shard_model(module, self.sharding_mesh, replicates_adapters=self.adapters == "replicate")
         whole = unsharded_trained_names(module)
         if whole:
             raise OptionError(

@@ -78,10 +78,10 @@ class FusedAdamW(torch.optim.Optimizer):
 
     Cost:
         Per step and group one launch per combination of dtypes: 28 bytes read and written per fp32 parameter (16 with
-        moments in 8 bits), 2 more for a low-precision copy; clipping reads gradients once more. No host
-        synchronisation; of sharded parameters, the norm is one all-reduce of one number. 8 bytes of moments per parameter (2.03 in 8 bits), and 4 of a master, from its first step on.
-        Tables of addresses are kept, and made anew where the parameters that have gradients are others than in the step
-        before.
+        moments in 8 bits), 2 more for a low-precision copy; clipping reads gradients once more, and of sharded ones
+        all-reduces one number. No host synchronisation. 8 bytes of moments per parameter (2.03 in 8 bits), and 4 of a
+        master, from its first step on. Tables of addresses are kept, and made anew where the parameters that have
+        gradients are others than in the step before.
 
     Source:
         AdamW, arXiv 1711.05101; defaults of torch.optim.AdamW. Moments in 8 bits, arXiv 2110.02861.
@@ -420,7 +420,9 @@ class FusedAdamW(torch.optim.Optimizer):
             # Host numbers, read at once.
             counts = torch.stack([state["step"] for state in states]).tolist() if states else []
             # Counts include skipped steps, so those that are alike may still stand for other numbers of steps.
-            keys = [(count, self._skipped.cohort_of(param), self._groups_of(param)) for count, param in zip(counts, held)]
+            keys = [
+                (count, self._skipped.cohort_of(param), self._groups_of(param)) for count, param in zip(counts, held)
+            ]
             for key in dict.fromkeys(keys):
                 chosen = [index for index, other in enumerate(keys) if other == key]
                 rows = [make_row(held[i], states[i], copies.get(id(held[i]))) for i in chosen]

@@ -43,7 +43,7 @@ def gathered_weights(model: nn.Module, layers: Sequence[nn.Module], patcher: Mod
 
 
 def _frozen_bytes(unit: nn.Module, *, inner: Sequence[nn.Module]) -> int:
-    """Return the size of the sharded weights of a unit, without those of units inside it; 0 if any of them is trained."""
+    """Return the size of the sharded weights of a unit, without units inside it; 0 if one of them is trained."""
     foreign = {
         id(parameter)
         for other in inner

@@ -27,10 +27,10 @@ from lightning_fastft.training.model.construction import (
     add_lora,
     apply_transforms,
     find_mesh,
-    replicates_adapters,
     first_packs,
     open_frozen_model,
     open_source,
+    replicates_adapters,
 )
 from lightning_fastft.training.model.dtypes import (
     check_unsharded_masters,

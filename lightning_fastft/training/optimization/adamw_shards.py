@@ -50,10 +50,10 @@ def join_norms(norms: Mapping[Groups, Sequence[torch.Tensor]], *, device: torch.
         One all-reduce of one float64 number per group; no host sync.
     """
     if not any(norms):
-        held = [norm for each in norms.values() for norm in each]
-        if not held:
+        whole = [norm for held in norms.values() for norm in held]
+        if not whole:
             return torch.zeros((), device=device)
-        return held[0] if len(held) == 1 else torch.linalg.vector_norm(torch.stack(held))
+        return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
     totals = []
     for groups, held in norms.items():
         # In float64, in which the square of no fp32 number overflows, and the order of ranks changes no bit of fp32.

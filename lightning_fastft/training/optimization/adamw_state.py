@@ -101,9 +101,7 @@ def check_rules(group: Mapping[str, Any]) -> None:
         )
 
 
-def check_state(
-    number: Any, state: dict[str, Any], param: torch.Tensor, *, names: set[str], has_masters: bool
-) -> None:
+def check_state(number: Any, state: dict[str, Any], param: torch.Tensor, *, names: set[str], has_masters: bool) -> None:
     """Refuse the state of a parameter that holds other things than its steps would write."""
     found = set(state) - {MASTER, "step"}
     if is_sharded(param) and not all(is_sharded(state[name]) for name in found):

@@ -128,7 +128,8 @@ def whole_state(model, optimizer):
         found |= {f"{parameter}.{name}": tensor for name, tensor in state.items()}
     # Of copies, the whole tensor is the memory of the rank.
     return {
-        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone() for name, tensor in found.items()
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+        for name, tensor in found.items()
     }
 
 
