@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import nn
 
-from lightning_fastft.activations.frozen_weights import MovableWeights
+from lightning_fastft.activations.frozen_weights import GatheredWeights, MovableWeights
 from lightning_fastft.activations.segments import Segment
 from lightning_fastft.activations.stack import NOTCH, SegmentStack, StackOptions
 from lightning_fastft.core.checks import check_choice, check_float, check_int
@@ -60,7 +60,9 @@ class OffloadCheckpointing:
             comparison).
         weights: "stream" keeps the frozen weights of the decoder layers and the input embedding in pinned host memory
             and copies each layer to the device before its use. "auto" does so under policy "auto" if no plan fits
-            otherwise, or if the planner predicts a step at least 3 % faster. "resident" never does.
+            otherwise, or if the planner predicts a step at least 3 % faster. "resident" never does. Sharded frozen
+            weights (FSDP2) stay gathered under "resident", and under "auto" as far as policy "auto" leaves memory of
+            its budget; otherwise each use gathers them.
         mlp_tiles: Number of tiles of tokens in which dense feed-forward blocks run, so that the intermediates of only
             one tile exist at a time, for long packs. 1 disables tiles. GEMMs of fewer rows round differently, so
             gradients are not bit-equal.
@@ -137,6 +139,7 @@ class OffloadCheckpointing:
         stacks: Iterable[nn.Module] = (),
         environment: RunEnvironment | None = None,
         weights: MovableWeights | None = None,
+        gathered: GatheredWeights | None = None,
     ) -> Status:
         """Apply the policy to decoder layers until the patcher undoes it.
 
@@ -147,6 +150,7 @@ class OffloadCheckpointing:
                 key/value cache.
             environment: Environment of the run; None for a single process without a strategy.
             weights: Moves the frozen weights of the layers to the host; None if they cannot move.
+            gathered: Lets sharded frozen weights stay gathered; None if none are sharded.
 
         Returns:
             The statuses.
@@ -164,6 +168,8 @@ class OffloadCheckpointing:
             raise SwapError("There is no decoder layer to attach activation checkpointing to.")
         stacks = list(stacks)
         checkpointed = [module for module in [*layers, *stacks] if getattr(module, "gradient_checkpointing", False)]
+        if gathered is not None and self.options.weights == "resident":
+            gathered.keep(len(gathered.unit_bytes))
         if self.policy == "keep":
             if checkpointed:
                 raise OptionError(
@@ -177,6 +183,7 @@ class OffloadCheckpointing:
             self.options,
             environment=RunEnvironment() if environment is None else environment,
             weights=weights,
+            gathered=gathered if self.options.weights == "auto" else None,
         )
         self.stacks.append(stack)
         patcher.add_undo(functools.partial(self._detach, stack))

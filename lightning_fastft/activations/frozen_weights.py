@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from torch import nn
@@ -41,6 +42,30 @@ class MovableWeights(NamedTuple):
 
     stream: Callable[[CopyStreams], StreamedWeights]
     embedding_bytes: Callable[[], int]
+
+
+class GatheredWeights(NamedTuple):
+    """Units of frozen weights that are sharded over ranks, and gathered for each use unless they stay gathered.
+
+    Args:
+        unit_bytes: Device memory that each unit takes beside its shard while it is gathered.
+        keep: Lets the first units of this number stay gathered from their next use on; 0 lets none. The same number on
+            all ranks.
+        agree: Returns the least of the numbers of all ranks, which all ask at the same time.
+    """
+
+    unit_bytes: tuple[int, ...]
+    keep: Callable[[int], None]
+    agree: Callable[[int], int]
+
+    def num_within(self, num_bytes: int) -> int:
+        """Return how many units fit in this memory.
+
+        Example:
+            >>> GatheredWeights((4, 2, 2), keep=print, agree=int).num_within(6)
+            2
+        """
+        return sum(total <= num_bytes for total in accumulate(self.unit_bytes))
 
 
 class FrozenWeights:

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_fastft.activations.budgets import auto_host_bytes, auto_vram_bytes, check_not_unified, is_unified
 from lightning_fastft.activations.engine import OffloadEngine
 from lightning_fastft.activations.execution import PlanExecutor
-from lightning_fastft.activations.frozen_weights import FrozenWeights, MovableWeights
+from lightning_fastft.activations.frozen_weights import FrozenWeights, GatheredWeights, MovableWeights
 from lightning_fastft.activations.measurement import Measurement
 from lightning_fastft.activations.probe import measure_machine
 from lightning_fastft.activations.segments import KEEP, RECOMPUTE, Segment, is_random
@@ -52,6 +52,7 @@ class SegmentStack:
         options: Options of the policy.
         environment: Environment of the run.
         weights: Moves the frozen weights of the layers to the host; None if they cannot move.
+        gathered: Lets sharded frozen weights stay gathered in memory that the first plan leaves; None for none.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class SegmentStack:
         *,
         environment: RunEnvironment,
         weights: MovableWeights | None = None,
+        gathered: GatheredWeights | None = None,
     ) -> None:
         self.options = options
         self.environment = environment
@@ -73,6 +75,8 @@ class SegmentStack:
         )
         self.measurement = Measurement(layers, self.segments)
         self.weights = FrozenWeights(layers, weights)
+        self._gathered = gathered
+        self.num_gathered = 0
         self.plan: Plan | None = None
         self.cost: StepCost | None = None
         self.note = ""
@@ -163,6 +167,8 @@ class SegmentStack:
         if self._awaits_plan():
             return f"the first steps recompute and are measured; {num_layers} layers"
         parts = self.executor.describe()
+        if self.num_gathered:
+            parts.append(f"{self.num_gathered} units of sharded weights stay gathered")
         if self.plan is not None:
             found = self.plan.prediction
             parts.append(f"predicted {found.step_ms:.0f} ms, {found.peak_bytes / 2**30:.1f} GiB")
@@ -220,7 +226,18 @@ class SegmentStack:
         budget = self.options.vram_budget_bytes
         self._make_plan(device, vram_budget=auto_vram_bytes(device) if budget is None else budget)
         assert self.plan is not None
+        if self._gathered is not None:
+            self._keep_gathered(auto_vram_bytes(device) if budget is None else budget)
         self.environment.report("\n" + render_plan(self.cost, self.plan))
+
+    def _keep_gathered(self, vram_budget: int) -> None:
+        """Let weights stay gathered in the memory that the first plan leaves; later plans measure them as resident."""
+        assert self._gathered is not None
+        assert self.plan is not None
+        left = vram_budget - self.plan.prediction.peak_bytes
+        self.num_gathered = self._gathered.agree(self._gathered.num_within(left))
+        self._gathered.keep(self.num_gathered)
+        self._gathered = None
 
     def _make_plan(self, device: torch.device, *, vram_budget: int) -> None:
         """Plan and apply; lower a budget, with a warning, if its memory is not available."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from io import BytesIO
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, load, save
+from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, FileSystemReader, load, save
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -27,7 +27,12 @@ from lightning_fastft.checkpoint.atomic import part_beside
 from lightning_fastft.checkpoint.digests import hash_file
 from lightning_fastft.checkpoint.files import check_folder, commit_folder, load_file, replace_folder, save_file
 from lightning_fastft.checkpoint.ranks import on_all_ranks
-from lightning_fastft.core.errors import CheckpointNotSavedError, DamagedCheckpointError, UnsafeCheckpointError
+from lightning_fastft.core.errors import (
+    CheckpointNotSavedError,
+    DamagedCheckpointError,
+    ResumeError,
+    UnsafeCheckpointError,
+)
 
 # Lightning's names: without the commit record, the folder is a checkpoint of Lightning.
 METADATA = "meta.pt"
@@ -112,6 +117,7 @@ def load_folder(
     Raises:
         DamagedCheckpointError: On all ranks, if a file is missing or does not match its digest.
         UnsafeCheckpointError: The index or a shard has more than tensors and plain types.
+        ResumeError: An optimizer holds other tensors than the one that was saved.
 
     Cost:
         Together the ranks read the folder once more, for the digests.
@@ -128,17 +134,47 @@ def load_folder(
     on_all_ranks(check, error=DamagedCheckpointError)
     content: dict[str, Any] = load_file(path / METADATA)
     judge(content)
+    stored = FileSystemReader(path).read_metadata().state_dict_metadata if optimizers else {}
     state = {"state_dict": get_model_state_dict(module)}
     load(state, checkpoint_id=path, planner=_PlainPlanner())
     module.load_state_dict(state["state_dict"], strict=strict)
     for number, optimizer in enumerate(optimizers):
         name = f"optimizer_{number}"
-        moments = {name: get_optimizer_state_dict(module, optimizer)}
+        moments: dict[str, Any] = {name: get_optimizer_state_dict(module, optimizer)}
+        _check_moments(moments[name]["state"], stored, name=name)
         load(moments, checkpoint_id=path, planner=_PlainPlanner())
         set_optimizer_state_dict(
             module, optimizer, optim_state_dict=moments[name], options=StateDictOptions(cpu_offload=True)
         )
     return content
+
+
+def _check_moments(held: Mapping[str, Any], stored: Mapping[str, Any], *, name: str) -> None:
+    """Refuse a state of an optimizer that would lose tensors or be read as numbers of another kind: torch copies codes
+    of 8 bits into floating tensors, and leaves out what the optimizer does not hold.
+
+    Args:
+        held: State of each parameter in this run, by name.
+        stored: Entries of the index, by name.
+        name: Of the optimizer in the index.
+    """
+    kinds: dict[str, dict[str, bool]] = {}
+    for key, entry in stored.items():
+        place, _, last = key.rpartition(".")
+        if hasattr(entry, "properties"):
+            kinds.setdefault(place, {})[last] = entry.properties.dtype.is_floating_point
+    for parameter, state in held.items():
+        found = kinds.get(f"{name}.state.{parameter}")
+        own = {key: value.is_floating_point() for key, value in state.items() if isinstance(value, torch.Tensor)}
+        if found is not None and found != own:
+            raise ResumeError(
+                f"The checkpoint holds {_describe(found)} for {parameter}, and this optimizer holds {_describe(own)}. "
+                "Resume with the optimizer that wrote it, FusedAdamW with its optim_bits and master_weights."
+            )
+
+
+def _describe(kinds: Mapping[str, bool]) -> str:
+    return ", ".join(key if is_float else f"{key} as integers" for key, is_float in sorted(kinds.items()))
 
 
 def check_index(file: Path) -> None:

@@ -21,6 +21,7 @@ from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.core.run_environment import RunEnvironment
 from lightning_fastft.core.status import Status
 from lightning_fastft.hf.families import check_servable, decoder_layers, find_causal_models, find_other_models
+from lightning_fastft.hf.sharding.gathered import gathered_weights
 from lightning_fastft.mixers.install import install_mixers
 from lightning_fastft.packing.context import ONE_BY_ONE
 from lightning_fastft.patches.attention import NAME, install_attention
@@ -137,7 +138,10 @@ def _attach(
         functools.partial(_stream_weights, model, patcher), functools.partial(movable_embedding_bytes, model)
     )
     stacks = _stacks(model, layers)
-    status = checkpointing.attach(layers, patcher, stacks=stacks, environment=environment, weights=weights)
+    gathered = gathered_weights(model, layers, patcher)
+    status = checkpointing.attach(
+        layers, patcher, stacks=stacks, environment=environment, weights=weights, gathered=gathered
+    )
     segments = checkpointing.segments_of()
     install_value_points(model, layers, segments, patcher)
     if segments and checkpointing.mlp_tiles > 1:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from lightning_fastft.activations.checkpointing import OffloadCheckpointing
+    from lightning_fastft.hf.sharding.replicas import ReplicatedParameters
 
 # Precisions that Lightning's ModelParallelStrategy supports. Lightning 2.6.6 checks them for an instance, but not for a
 # strategy given by name.
@@ -60,6 +61,10 @@ class FastFTFSDPStrategy(ContextParallelMixin, ModelParallelStrategy):
             those of one machine, or a number that divides them (a multiple of context_parallel). With fewer than all,
             each group holds a copy, and gradients are reduced inside a group and then between the groups (hybrid
             sharding). Weights are then gathered over the faster links of a machine.
+        adapters: "replicate" holds LoRA factors whole on every device where nothing else is trained, with their
+            gradients and moments (16 bytes per weight), and averages their gradients in one all-reduce; layers of
+            frozen weights then reduce nothing and can stay gathered (``OffloadCheckpointing(weights=...)``). "shard"
+            shards them with their layer.
         gradient_sync: "window" reduces gradients once per optimizer step; inside an accumulation window every device
             holds the unsharded gradients of all trained weights. "batch" reduces them after each micro-batch and holds
             only shards.
@@ -72,8 +77,8 @@ class FastFTFSDPStrategy(ContextParallelMixin, ModelParallelStrategy):
             precision is not supported.
 
     Cost:
-        In each step, every layer is gathered in the forward and again in the backward; "window" adds the memory of the
-        unsharded gradients.
+        In each step, every layer is gathered in the forward and again in the backward, unless it stays gathered;
+        "window" adds the memory of the unsharded gradients.
 
     Source:
         Zero redundancy, stage 3: arXiv 1910.02054, through torch's ``fully_shard``.
@@ -95,6 +100,7 @@ class FastFTFSDPStrategy(ContextParallelMixin, ModelParallelStrategy):
         data_parallel_size: Literal["auto"] | int = "auto",
         tensor_parallel_size: Literal["auto"] | int = "auto",
         shard: Literal["auto", "node"] | int = "auto",
+        adapters: Literal["replicate", "shard"] = "replicate",
         gradient_sync: Literal["window", "batch"] = "window",
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
@@ -111,6 +117,7 @@ class FastFTFSDPStrategy(ContextParallelMixin, ModelParallelStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
+        self.adapters = check_choice("adapters", adapters, ("replicate", "shard"))
         self.gradient_sync = check_choice("gradient_sync", gradient_sync, ("window", "batch"))
         for name, size in (("data_parallel_size", data_parallel_size), ("tensor_parallel_size", tensor_parallel_size)):
             if size != "auto":
@@ -124,6 +131,7 @@ class FastFTFSDPStrategy(ContextParallelMixin, ModelParallelStrategy):
         if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta(0)):
             raise OptionError(f"timeout must be a timedelta above 0, got {timeout!r}.")
         self._sharding: Status | None = None
+        self._replicated: ReplicatedParameters | None = None
         self._sharding_mesh: DeviceMesh | None = None
 
     @property
@@ -160,9 +168,13 @@ class FastFTFSDPStrategy(ContextParallelMixin, ModelParallelStrategy):
         """
         self._shard_module()
         super().setup(trainer)
+        self._replicate()
 
     def teardown(self) -> None:
         """Tear down the parent strategies, and finish a checkpoint that is still being written."""
+        if self._replicated is not None:
+            self._replicated.release()
+            self._replicated = None
         super().teardown()
         self.checkpoint_io.teardown()
 
@@ -172,7 +184,10 @@ class FastFTFSDPStrategy(ContextParallelMixin, ModelParallelStrategy):
         from lightning_fastft.hf.sharding.state import sharded_roots
 
         assert self.model is not None
-        roots = sharded_roots(self.model) if self.gradient_sync == "window" else []
+        roots: list[Any] = [*sharded_roots(self.model)] if self.gradient_sync == "window" else []
+        if self._replicated is not None:
+            # Their gradients are whole in any case.
+            roots.append(self._replicated)
         for root in roots:
             root.set_requires_gradient_sync(False)
         try:
@@ -308,7 +323,7 @@ class FastFTFSDPStrategy(ContextParallelMixin, ModelParallelStrategy):
                     "configure_model. Leave the sizes at 'auto' for data parallelism over all devices, or parallelise "
                     "the model there over self.device_mesh['tensor_parallel']."
                 )
-            self._sharding = shard_model(module, self.sharding_mesh)
+            self._sharding = shard_model(module, self.sharding_mesh, replicates_adapters=self.adapters == "replicate")
         whole = unsharded_trained_names(module)
         if whole:
             raise OptionError(
@@ -317,6 +332,16 @@ class FastFTFSDPStrategy(ContextParallelMixin, ModelParallelStrategy):
                 f"configure_model: fully_shard(self.{whole[0].rpartition('.')[0]}, "
                 "mesh=self.device_mesh['data_parallel']), and the model itself as well."
             )
+
+    def _replicate(self) -> None:
+        """Average the gradients of trained parameters that the sharded model leaves whole, on their device."""
+        from lightning_fastft.hf.sharding.replicas import ReplicatedParameters
+        from lightning_fastft.hf.sharding.state import replicated_parameters
+
+        assert self.lightning_module is not None
+        found = replicated_parameters(self.lightning_module)
+        if found and self._replicated is None:
+            self._replicated = ReplicatedParameters(found)
 
     def _reshard(self) -> None:
         from lightning_fastft.hf.sharding.state import reshard

@@ -13,13 +13,16 @@ from lightning_fastft.core.checks import check_bool, check_choice, check_float
 from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.adamw_step.codes import num_blocks
 from lightning_fastft.kernels.adamw_step.op import SkipFlag, TensorTable, adamw_step, grad_norm
+from lightning_fastft.kernels.adamw_step.reference import local_values
 from lightning_fastft.training.optimization.adamw_parts import (
     Part,
     find_table,
     make_row,
+    mark_of,
     naming_the_alternative,
     read_options,
 )
+from lightning_fastft.training.optimization.adamw_shards import Groups, join_norms, shard_groups
 from lightning_fastft.training.optimization.adamw_state import (
     MASTER,
     OTHER_RULES,
@@ -43,6 +46,9 @@ Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 class FusedAdamW(torch.optim.Optimizer):
     """AdamW of fp32 and bf16 parameters on one device, in one pass over memory per parameter group.
 
+    Parameters are whole, or sharded over ranks (DTensor, as FSDP2 makes them): each rank steps its shards, clips by the
+    norm over all ranks, and has its share of the state, whose files are loaded by any number of ranks.
+
     State, its names and its files are those of torch.optim.AdamW, and each loads the other's; moments are fp32, also
     those of bf16 parameters, or 8 bits where asked for, in a state that no other optimizer loads. In fp32 on a CPU the
     weights are bit-equal to torch's; on CUDA they have one rounding less. A parameter without gradient is left alone,
@@ -51,8 +57,8 @@ class FusedAdamW(torch.optim.Optimizer):
     set, ``state[...]["step"]`` counts skipped steps too, until ``state_dict`` is asked.
 
     Args:
-        params: Parameters, or groups of them with options of their own. Plain contiguous tensors; fp32 or bf16; all
-            that get gradients on one device.
+        params: Parameters, or groups of them with options of their own. Plain contiguous tensors, or DTensors of such
+            shards; fp32 or bf16; all that get gradients on one device.
         lr: Learning rate from 0, a number that schedulers may change between steps; or a tensor of shape () in fp32 on
             the device of the parameters.
         betas: Shares of the old moments of gradients and of their squares, in [0, 1).
@@ -62,8 +68,9 @@ class FusedAdamW(torch.optim.Optimizer):
             the parameter as its rounded value, so that changes too small for bf16 add up. A parameter that somebody
             else has written since the last step is taken as it is then.
         optim_bits: 32, or 8 for moments in codes of 8 bits, those of bitsandbytes.optim.AdamW8bit: blocks of 256
-            values and the largest magnitude of each. Parameters of fewer than 4096 values keep fp32. A gradient that is
-            not finite spoils the moments of its block: guard the steps.
+            values and the largest magnitude of each. Parameters of fewer than 4096 values keep fp32, and so do sharded
+            ones whose rows are no multiple of 256 values, because their shards would cut blocks. A gradient that is not
+            finite spoils the moments of its block: guard the steps.
 
     Raises:
         OptionError: A number is not allowed, or a parameter or gradient is none of the above; torch.optim.AdamW takes
@@ -71,10 +78,10 @@ class FusedAdamW(torch.optim.Optimizer):
 
     Cost:
         Per step and group one launch per combination of dtypes: 28 bytes read and written per fp32 parameter (16 with
-        moments in 8 bits), 2 more for a low-precision copy; clipping reads gradients once more. No host
-        synchronisation. 8 bytes of moments per parameter (2.03 in 8 bits), and 4 of a master, from its first step on.
-        Tables of addresses are kept, and made anew where the parameters that have gradients are others than in the step
-        before.
+        moments in 8 bits), 2 more for a low-precision copy; clipping reads gradients once more, and of sharded ones
+        all-reduces one number. No host synchronisation. 8 bytes of moments per parameter (2.03 in 8 bits), and 4 of a
+        master, from its first step on. Tables of addresses are kept, and made anew where the parameters that have
+        gradients are others than in the step before.
 
     Source:
         AdamW, arXiv 1711.05101; defaults of torch.optim.AdamW. Moments in 8 bits, arXiv 2110.02861.
@@ -125,7 +132,8 @@ class FusedAdamW(torch.optim.Optimizer):
     def _forget(self) -> None:
         self._tables: dict[int, TensorTable] = {}
         # Of parameters with a master: the version in which the last step left them.
-        self._versions: dict[torch.Tensor, int] = {}
+        self._versions: dict[torch.Tensor, tuple[int, ...]] = {}
+        self._groups: dict[torch.Tensor, Groups] = {}
         self._skipped = SkippedSteps()
         self._scale: torch.Tensor | None = None
         self._norm: torch.Tensor | None = None
@@ -161,13 +169,14 @@ class FusedAdamW(torch.optim.Optimizer):
         return state[MASTER] if MASTER in state else param.detach().float()
 
     def state_bytes(self, param: torch.Tensor) -> int:
-        """Return the bytes of moments and master of a parameter."""
+        """Return the bytes of moments and master of a parameter; of a sharded one, those of this rank."""
+        num_values = local_values(param).numel()
         moments = (
-            2 * (param.numel() + 4 * num_blocks(param.numel()))
+            2 * (num_values + 4 * num_blocks(num_values))
             if is_in_8_bits(param, optim_bits=self.optim_bits)
-            else 8 * param.numel()
+            else 8 * num_values
         )
-        return moments + 4 * param.numel() * self._has_master(param)
+        return moments + 4 * num_values * self._has_master(param)
 
     def _has_master(self, param: torch.Tensor) -> bool:
         return self.master_weights and param.dtype is torch.bfloat16
@@ -251,7 +260,7 @@ class FusedAdamW(torch.optim.Optimizer):
             max_norm: Largest L2 norm of all gradients together, from 0.
 
         Returns:
-            Norm before clipping. Shape (), fp32, on the device of the parameters.
+            Norm before clipping, over all ranks. Shape (), fp32, on the device of the parameters.
 
         Raises:
             OptionError: max_norm is no such number, or a gradient cannot be stepped.
@@ -272,7 +281,7 @@ class FusedAdamW(torch.optim.Optimizer):
             OptionError: A gradient cannot be stepped.
 
         Cost:
-            Reads each gradient once; no host sync.
+            Reads each gradient once; one all-reduce of one number if they are sharded, by every rank; no host sync.
         """
         with naming_the_alternative():
             return self._norm_of(self._find_parts())
@@ -308,7 +317,7 @@ class FusedAdamW(torch.optim.Optimizer):
                 # Of a row with a master, the copy is the parameter itself.
                 written += [row.copy for row in part.table.rows if row.copy is not None and row.copy is not row.owner]
                 if self.master_weights:
-                    self._versions.update((row.owner, row.owner._version) for row in part.table.rows)
+                    self._versions.update((row.owner, mark_of(row.owner)) for row in part.table.rows)
         # A skipped step leaves masters and copies as they were: still each the other's rounded value.
         if self._on_written is not None:
             self._on_written(written)
@@ -329,12 +338,17 @@ class FusedAdamW(torch.optim.Optimizer):
             part.cohort.num_skipped = skip.num_skipped + (skip.found_inf != 0)  # type: ignore[union-attr]
 
     def _norm_of(self, parts: Sequence[Part]) -> torch.Tensor:
-        norms = [grad_norm(part.table) for part in parts]
-        if not norms:
-            return torch.zeros(
-                (), device=next((param.device for group in self.param_groups for param in group["params"]), None)
-            )
-        return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+        params = [param for group in self.param_groups for param in group["params"]]
+        # A rank without gradients takes part in what the others reduce.
+        norms: dict[Groups, list[torch.Tensor]] = {self._groups_of(param): [] for param in params}
+        for part in parts:
+            norms[part.shard_groups].append(grad_norm(part.table))
+        return join_norms(norms, device=params[0].device if params else None)
+
+    def _groups_of(self, param: torch.Tensor) -> Groups:
+        if param not in self._groups:
+            self._groups[param] = shard_groups(param)
+        return self._groups[param]
 
     def _settle(self) -> None:
         """Take skipped steps out of the counts on the host; syncs with the device if there were guarded ones."""
@@ -368,10 +382,10 @@ class FusedAdamW(torch.optim.Optimizer):
             # nothing to cast.
             if given[0]["state"].get(number):
                 self.state[param] = copy_state(
-                    given[0]["state"][number], param.device, dtypes=state_dtypes(param, optim_bits=self.optim_bits)
+                    given[0]["state"][number], param, dtypes=state_dtypes(param, optim_bits=self.optim_bits)
                 )
                 if MASTER in self.state[param]:
-                    self._versions[param] = param._version
+                    self._versions[param] = mark_of(param)
 
     def _pair_up(self, state_dict: dict[str, Any]) -> Iterator[tuple[Any, torch.Tensor]]:
         """Return the numbers of parameters in a state with the parameters that they stand for."""
@@ -386,12 +400,13 @@ class FusedAdamW(torch.optim.Optimizer):
             check_state(
                 number,
                 state_dict["state"].get(number, {}),
+                param,
                 names=set(state_dtypes(param, optim_bits=self.optim_bits)),
                 has_masters=self.master_weights,
             )
 
     def _find_parts(self) -> list[Part]:
-        """Group the parameters that have a gradient by group and steps made, each part with its table."""
+        """Group the parameters that have a gradient by group, steps made and sharding, each part with its table."""
         is_guarded = self._judge is not None or self.found_inf is not None
         copies: dict[int, torch.Tensor] = {}
         for master, copy in () if self._pairs is None else self._pairs():
@@ -405,14 +420,16 @@ class FusedAdamW(torch.optim.Optimizer):
             # Host numbers, read at once.
             counts = torch.stack([state["step"] for state in states]).tolist() if states else []
             # Counts include skipped steps, so those that are alike may still stand for other numbers of steps.
-            keys = [(count, self._skipped.cohort_of(param)) for count, param in zip(counts, held)]
+            keys = [
+                (count, self._skipped.cohort_of(param), self._groups_of(param)) for count, param in zip(counts, held)
+            ]
             for key in dict.fromkeys(keys):
                 chosen = [index for index, other in enumerate(keys) if other == key]
                 rows = [make_row(held[i], states[i], copies.get(id(held[i]))) for i in chosen]
                 table = find_table(tables, rows)
                 self._tables[id(held[chosen[0]])] = table
                 cohort = self._skipped.join([held[i] for i in chosen]) if is_guarded else None
-                parts.append(Part(group, table, int(key[0]), [states[i]["step"] for i in chosen], cohort))
+                parts.append(Part(group, table, int(key[0]), [states[i]["step"] for i in chosen], cohort, key[2]))
         if len({part.table.device for part in parts}) > 1:
             raise ShapeError(
                 f"Parameters are on {sorted({str(part.table.device) for part in parts})}; one step takes those of one "
@@ -428,6 +445,6 @@ class FusedAdamW(torch.optim.Optimizer):
         if self._has_master(param):
             if MASTER not in state:
                 state[MASTER] = param.detach().float()
-            elif self._versions.get(param, param._version) != param._version:
+            elif param in self._versions and self._versions[param] != mark_of(param):
                 state[MASTER].copy_(param)
         return state

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_fastft.hf.sharding.state import gather_state
 from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
+from lightning_fastft.training.optimizer import FusedAdamW
 from tests.strategies.strategy_worker import CLIP_NORM, make_tuner
 from tests.support.token_weighting_worker import micro_batches
 
@@ -29,7 +30,7 @@ def batches_of(rank, *, num_steps=NUM_STEPS):
 
 def train(kind, *, folder, rank, shard=2, is_folder=True, max_steps=NUM_STEPS, ckpt_path=None):
     torch.manual_seed(5)
-    module = make_tuner(kind, optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01))
+    module = make_tuner(kind, optimizer=lambda parameters: FusedAdamW(parameters, lr=0.01))
     strategy = FastFTFSDPStrategy(shard=shard, save_distributed_checkpoint=is_folder)
     trainer = pl.Trainer(
         accelerator="cpu", devices=NUM_RANKS, strategy=strategy, max_steps=NUM_STEPS, default_root_dir=folder,

@@ -1,5 +1,5 @@
 """Save with one number of ranks, resume with another: ``-m tests.strategies.resize_worker <folder> <strategy> <save or
-resume> <checkpoint>``; each rank writes what it trained.
+resume> <checkpoint> <bits of the moments>``; each rank writes what it trained.
 """
 
 import json
@@ -16,6 +16,7 @@ from lightning_fastft.strategies.ddp import FastFTDDPStrategy
 from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from lightning_fastft.training.datamodule import PackedDataModule
+from lightning_fastft.training.optimizer import FusedAdamW
 from tests.strategies.strategy_worker import make_tuner
 
 NUM_ROWS, SAVED_STEP = 60, 3
@@ -34,12 +35,12 @@ def make_rows():
 
 
 def moments_of(optimizer):
-    """First moments of all trained tensors, whole, in their order."""
+    """The state of all trained tensors, whole, in their order: moments, in 8 bits with the sizes of their blocks."""
     found = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            moment = optimizer.state[parameter]["exp_avg"]
-            found.append((moment.full_tensor() if hasattr(moment, "full_tensor") else moment).flatten().clone())
+            for _, moment in sorted(optimizer.state[parameter].items()):
+                found.append((moment.full_tensor() if hasattr(moment, "full_tensor") else moment).flatten().clone())
     return torch.cat(found)
 
 
@@ -70,12 +71,14 @@ class Watch(Callback):
             trainer.save_checkpoint(self.path)
 
 
-def main(folder, strategy, action, checkpoint):
+def main(folder, strategy, action, checkpoint, bits):
     rank, folder = int(os.environ.get("RANK", 0)), Path(folder)
     torch.manual_seed(5)
     module = make_tuner(
-        "full", optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01), tie_word_embeddings=False,
-        config={"vocab_size": 97},
+        "full", optimizer=lambda parameters: FusedAdamW(parameters, lr=0.01, optim_bits=int(bits)),
+        tie_word_embeddings=False,
+        # Rows of a whole block, whose number no number of ranks divides.
+        config={"vocab_size": 97, "hidden_size": 256 if bits == "8" else 32},
     )  # fmt: skip
     watch = Watch(checkpoint, saves=action == "save")
     trainer = pl.Trainer(

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
+from lightning_fastft.activations.frozen_weights import GatheredWeights
 from lightning_fastft.checkpoint.resume import ExactResume
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.fused import low_precision_adapters as adapters
@@ -30,6 +31,7 @@ from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
 from lightning_fastft.strategies.registry import register_strategies
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from lightning_fastft.training.fine_tuner import FineTuner
+from lightning_fastft.training.optimizer import FusedAdamW
 from tests.support.rank_exit import leave
 from tests.support.token_weighting_worker import CONFIG, micro_batches
 from tests.support.training_parts import PlainModule, tiny_llama
@@ -67,6 +69,13 @@ STRATEGIES = {"ddp": FastFTDDPStrategy, "fsdp": FastFTFSDPStrategy, "one": FastF
 # Each kind and each policy once; that policies change no bit is tested on one process.
 EQUALITY = [("full", "keep"), ("lora", "recompute"), ("nf4", "recompute")]
 DDP_EQUALITY = [*EQUALITY, ("nf4 experts", "recompute")]
+# Of a LoRA run whose layers recompute.
+FSDP_CHOICES = {
+    "default": {},
+    "sharded adapters": {"adapters": "shard"},
+    "resident": {"weights": "resident"},
+    "resident, sharded adapters": {"weights": "resident", "adapters": "shard"},
+}
 FSDP_EQUALITY = [*EQUALITY, ("full, head of its own", "keep"), ("lora, trained copies", "recompute")]
 
 
@@ -87,7 +96,7 @@ class Watch(Callback):
     """Counts what is sent in the backwards, and keeps what the parts are at the end."""
 
     def __init__(self):
-        self.num_reductions = []
+        self.num_reductions, self.num_gathers = [], []
         self.head = None
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
@@ -101,17 +110,19 @@ class Watch(Callback):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         self._counter.__exit__(None, None, None)
         self.num_reductions.append(self._counter.num_reductions)
+        self.num_gathers.append(self._counter.num_gathers)
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Counts gradient reductions: the reduce-scatters of FSDP2."""
+    """Counts gradient reductions, the reduce-scatters of FSDP2 and all-reduces of whole gradients, and gathers of units."""
 
     def __init__(self):
         super().__init__()
-        self.num_reductions = 0
+        self.num_reductions = self.num_gathers = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.num_reductions += "reduce_scatter" in str(func)
+        self.num_reductions += any(name in str(func) for name in ("reduce_scatter", "c10d.allreduce_"))
+        self.num_gathers += "c10d._allgather_base_" in str(func)
         return func(*args, **(kwargs or {}))
 
 
@@ -197,11 +208,11 @@ def trained_state(module):
     }
 
 
-def train(kind, policy, strategy_name, *, rank=0, folder=None):
+def train(kind, policy, strategy_name, *, rank=0, folder=None, weights="auto", **options):
     """The trained weights of one case, and its callbacks."""
     seed_everything(5, verbose=False)
     module = make_tuner(kind)
-    strategy = STRATEGIES[strategy_name](activations=OffloadCheckpointing(policy))
+    strategy = STRATEGIES[strategy_name](activations=OffloadCheckpointing(policy, weights=weights), **options)
     callbacks = [CountBuckets()] if strategy_name == "ddp" else [Watch()]
     fit(module, strategy=strategy, rank=rank, folder=folder, callbacks=callbacks)
     return trained_state(module), callbacks[0]
@@ -294,6 +305,10 @@ def run_fsdp(rank, folder):
         found[kind, policy] = state
         found[kind, policy, "head"] = watch.head
         found[kind, policy, "reductions"] = watch.num_reductions
+    for name, options in FSDP_CHOICES.items():
+        state, watch = train("lora", "recompute", "fsdp", rank=rank, folder=folder, **options)
+        found[name] = {"state": state, "reductions": watch.num_reductions, "gathers": watch.num_gathers}
+    found["planned"] = planned(rank, folder)
     found["every batch"] = reductions_of_every_batch(rank, folder)
     found["by name"] = by_name(rank, folder)
     for kind in ("lora", "full"):
@@ -307,6 +322,24 @@ def run_fsdp(rank, folder):
     found["validation"] = validation(rank, folder)
     found["refused"] = refused(rank, folder)
     return found
+
+
+def planned(rank, folder):
+    """Gathers of each micro-batch where ranks have room for different numbers of units, which all follow the least."""
+    seed_everything(5, verbose=False)
+    module, watch = make_tuner("lora"), Watch()
+    activations = OffloadCheckpointing("auto", vram_budget=64.0)
+    seen = []
+    real = GatheredWeights.num_within
+
+    def num_within(gathered, num_bytes):
+        seen.append(real(gathered, num_bytes))
+        return 2 + rank
+
+    with mock.patch.object(GatheredWeights, "num_within", num_within):
+        strategy = FastFTFSDPStrategy(activations=activations)
+        fit(module, strategy=strategy, rank=rank, folder=folder, callbacks=[watch], max_steps=4)
+    return {"gathers": watch.num_gathers, "fits": seen, "text": activations._last_description}
 
 
 def reductions_of_every_batch(rank, folder):
@@ -326,7 +359,7 @@ def by_name(rank, folder):
     return {
         "sizes": [mesh["data_parallel"].size(), mesh["tensor_parallel"].size()],
         "strategy": type(trainer.strategy).__name__,
-        "is_fused": bool(trainer.optimizers[0].defaults["fused"]),
+        "optimizer": type(trainer.optimizers[0]).__name__,
         "statuses": [tuple(status)[:2] for status in trainer.strategy.statuses()],
         "reasons": " | ".join(status.reason for status in trainer.strategy.statuses()),
         "num_units": sum(isinstance(part, FSDPModule) for part in module.modules()),
@@ -334,11 +367,14 @@ def by_name(rank, folder):
 
 
 def checkpointed(kind, form, rank, folder, *, strategy):
-    """Four steps at once, or two from the checkpoint that those four left behind; AdamW, so that its state counts."""
+    """Four steps at once, or two from the checkpoint that those four left behind; AdamW, so that its state counts, in
+    one pass or that of torch.
+    """
     strategy_name = type(strategy).__name__
     place = Path(folder) / f"{strategy_name}-{kind}-{getattr(strategy, '_save_distributed_checkpoint', '')}"
     seed_everything(5, verbose=False)
-    module = make_tuner(kind, optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01))
+    adamw = FusedAdamW if kind == "full" else torch.optim.AdamW
+    module = make_tuner(kind, optimizer=lambda parameters: adamw(parameters, lr=0.01))
     saved = ModelCheckpoint(dirpath=place, filename="{step}", every_n_train_steps=2, save_top_k=-1)
     path = place / "step=2.ckpt"
     options = {"callbacks": [saved], "enable_checkpointing": True} if form == "uninterrupted" else {"ckpt_path": path}

@@ -65,10 +65,39 @@ def test_two_ranks_equal_one_process_with_twice_the_accumulation(two_ranks, one_
 @pytest.mark.slow
 @pytest.mark.parametrize("case", FSDP_EQUALITY, ids=str)
 def test_gradients_are_reduced_once_per_window(two_ranks, case):
-    # One reduction per unit that trains something.
-    has_trained_root = "full" in case[0] or "copies" in case[0]
-    per_window = NUM_UNITS if has_trained_root else NUM_UNITS - 1
+    # One per unit, all of which train something; or one of all adapters.
+    per_window = NUM_UNITS if "full" in case[0] or "copies" in case[0] else 1
     assert two_ranks[(*case, "reductions")] == [0, per_window] * NUM_WINDOWS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("choice", "reductions", "gathers"),
+    [
+        # The root once, each layer in the forward and in the backward.
+        ("default", 1, [2 * NUM_UNITS - 1] * 4),
+        ("sharded adapters", NUM_UNITS - 1, [2 * NUM_UNITS - 1] * 4),
+        ("resident", 1, [NUM_UNITS, 0, 0, 0]),
+        # The shards of adapters change, so only the root stays gathered.
+        ("resident, sharded adapters", NUM_UNITS - 1, [2 * NUM_UNITS - 1, *[2 * NUM_UNITS - 2] * 3]),
+    ],
+)
+def test_frozen_units_are_gathered_as_asked_and_train_the_same(two_ranks, one_process, choice, reductions, gathers):
+    found = two_ranks[choice]
+    assert found["reductions"] == [0, reductions] * NUM_WINDOWS
+    assert found["gathers"] == gathers
+    assert difference(found["state"], one_process(("lora", "recompute"))) <= BOUND
+
+
+@pytest.mark.slow
+def test_units_stay_gathered_where_every_rank_has_room(two_ranks):
+    """After the plan, of three units the root and one layer stay gathered: one more gather of each, then two a step."""
+    found = two_ranks["planned"]
+    assert found["fits"] == [NUM_UNITS]
+    gathers = found["gathers"]
+    assert gathers[0] == 2 * NUM_UNITS - 1
+    assert gathers[-1] == 2
+    assert "2 units of sharded weights stay gathered" in found["text"]
 
 
 @pytest.mark.slow
@@ -89,7 +118,7 @@ def test_name_gives_data_parallelism_over_all_ranks(two_ranks):
     assert found["strategy"] == "FastFTFSDPStrategy"
     assert found["sizes"] == [2, 1]
     assert found["num_units"] == NUM_UNITS
-    assert found["is_fused"]
+    assert found["optimizer"] == "FusedAdamW"
 
 
 @pytest.mark.slow

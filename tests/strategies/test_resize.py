@@ -10,15 +10,23 @@ from tests.support.two_ranks import run_two_ranks
 
 pytestmark = pytest.mark.fault
 MODULE = "tests.strategies.resize_worker"
-# Saved by, and resumed by: strategy and number of ranks.
-SAVED = {"ddp": ("ddp", 2), "folder": ("fsdp", 2), "file": ("fsdp file", 2), "hybrid": ("hybrid", 4)}
+# Saved by, and resumed by: strategy and number of ranks; and the bits of the moments.
+SAVED = {
+    "ddp": ("ddp", 2, 32),
+    "folder": ("fsdp", 2, 8),
+    "wide folder": ("fsdp", 2, 32),
+    "file": ("fsdp file", 2, 32),
+    "hybrid": ("hybrid", 4, 8),
+}
 RESUMED = [
     ("ddp", "one", 1),
     ("ddp", "ddp", 3),
     ("ddp", "ddp", 4),
+    ("folder", "fsdp", 1),
     ("folder", "fsdp", 3),
     ("folder", "fsdp", 4),
     ("folder", "hybrid", 4),
+    ("wide folder", "fsdp", 3),
     ("file", "one", 1),
     ("file", "ddp", 3),
     ("file", "fsdp", 4),
@@ -39,8 +47,8 @@ def saved(tmp_path_factory):
     def look_up(name):
         if name not in done:
             folder = tmp_path_factory.mktemp(name)
-            strategy, num_ranks = SAVED[name]
-            run_two_ranks(MODULE, folder, strategy, "save", folder / "saved.ckpt", num_ranks=num_ranks)
+            strategy, num_ranks, bits = SAVED[name]
+            run_two_ranks(MODULE, folder, strategy, "save", folder / "saved.ckpt", bits, num_ranks=num_ranks)
             done[name] = folder
         return done[name]
 
@@ -50,7 +58,7 @@ def saved(tmp_path_factory):
 @pytest.mark.parametrize(("name", "strategy", "num_ranks"), RESUMED)
 def test_other_ranks_go_on_from_a_checkpoint(saved, tmp_path, name, strategy, num_ranks):
     folder = saved(name)
-    run_two_ranks(MODULE, tmp_path, strategy, "resume", folder / "saved.ckpt", num_ranks=num_ranks)
+    run_two_ranks(MODULE, tmp_path, strategy, "resume", folder / "saved.ckpt", SAVED[name][2], num_ranks=num_ranks)
     before, after = (torch.load(place / "state.pt", weights_only=True) for place in (folder, tmp_path))
     assert before["weights"].keys() == after["weights"].keys()
     assert all(torch.equal(value, after["weights"][key]) for key, value in before["weights"].items())

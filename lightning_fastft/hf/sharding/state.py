@@ -20,12 +20,24 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def unsharded_trained_names(module: nn.Module) -> list[str]:
-    """Return the trained parameters that are not sharded; nothing averages their gradients over the ranks."""
+    """Return the trained parameters outside of sharded modules; nothing averages their gradients over the ranks."""
+    inside = {id(parameter) for root in sharded_roots(module) for parameter in cast("nn.Module", root).parameters()}
     return [
         name
         for name, parameter in module.named_parameters()
-        if parameter.requires_grad and not isinstance(parameter, DTensor)
+        if parameter.requires_grad and not isinstance(parameter, DTensor) and id(parameter) not in inside
     ]
+
+
+def replicated_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Return the trained parameters inside of sharded modules that are left whole on every rank, each once."""
+    found = {
+        id(parameter): parameter
+        for root in sharded_roots(module)
+        for parameter in cast("nn.Module", root).parameters()
+        if parameter.requires_grad and not isinstance(parameter, DTensor)
+    }
+    return list(found.values())
 
 
 def sharded_roots(module: nn.Module) -> list[FSDPModule]:

@@ -32,6 +32,7 @@ def shard_model(
     filler: Filler | None = None,
     compute_dtype: torch.dtype | None = None,
     master_dtype: torch.dtype | None = None,
+    replicates_adapters: bool = False,
 ) -> Status:
     """Shard every causal language model inside model: each decoder layer is a unit, and the tensors outside of the
     layers are one more.
@@ -47,6 +48,9 @@ def shard_model(
             each weight's own. Frozen tensors that a model keeps in a wider dtype on purpose are not sharded and not
             cast.
         master_dtype: Dtype in which trained weights are held; None keeps each weight's own.
+        replicates_adapters: Whether to leave trained LoRA factors whole on every rank if nothing else is trained;
+            ``ReplicatedParameters`` averages their gradients. Units of frozen weights then have one dtype and reduce
+            nothing.
 
     Returns:
         The number of devices, the units, and the dtypes.
@@ -70,6 +74,8 @@ def shard_model(
             "fully_shard."
         )
     sharder = _Sharder(mesh, filler=filler, compute_dtype=compute_dtype, master_dtype=master_dtype)
+    # Clipping and optimizers of torch take no list of sharded and whole tensors.
+    sharder.replicates_adapters = replicates_adapters and _trains_adapters_only(model)
     sharder.units = {id(unit) for _, inner in found for unit in (*decoder_layers(inner), inner)}
     sharder.begin(model)
     with ExitStack() as stack:
@@ -102,6 +108,8 @@ class _Sharder:
         self.compute_dtype = None if compute_dtype is torch.float32 else compute_dtype
         self.master_dtype = master_dtype
         self.units: set[int] = set()
+        self.replicates_adapters = False
+        self.num_replicated = 0
         self._whole: set[nn.Parameter] = set()
         # Filled parameters that several modules share, by the id of the old one, and those that PEFT copied, by name.
         # Nothing else may keep a whole tensor alive.
@@ -150,7 +158,8 @@ class _Sharder:
             "" if self.compute_dtype is None else f", computed in {_short(self.compute_dtype)}, reduced in float32"
         )
         copies = f"{self.mesh.size(0)} copies, each over " if self.mesh.ndim == 2 else ""
-        return f"FSDP2 over {copies}{self.mesh.size(-1)} devices, {num_units} units; {held}{computed}"
+        whole = f"; {self.num_replicated:,} adapter weights whole on every device" if self.num_replicated else ""
+        return f"FSDP2 over {copies}{self.mesh.size(-1)} devices, {num_units} units; {held}{computed}{whole}"
 
     def _fill(self, module: nn.Module, *, prefix: str, owner: PreTrainedModel, filler: Filler) -> None:
         is_copy = "modules_to_save." in prefix
@@ -193,6 +202,10 @@ class _Sharder:
         # A unit computes in one dtype, so frozen tensors that are wider on purpose are not part of it.
         own = [parameter for parameter in unit.parameters() if not isinstance(parameter, DTensor)]
         self._whole |= {parameter for parameter in own if not parameter.requires_grad and self._is_wide(parameter)}
+        if self.replicates_adapters:
+            adapters = {each for name, each in unit.named_parameters() if _is_trained_factor(name, each)} - self._whole
+            self.num_replicated += sum(each.numel() for each in adapters)
+            self._whole |= adapters
         for parameter in own:
             if self.master_dtype is not None and parameter.requires_grad:
                 parameter.data = parameter.data.to(self.master_dtype)
@@ -218,13 +231,22 @@ class _Sharder:
 
 
 def _trains_adapters_only(unit: nn.Module) -> bool:
-    """Return whether only LoRA factors are trained in a unit."""
+    """Return whether only LoRA factors are trained in a unit, or a model."""
     trained = [
         name
         for name, parameter in unit.named_parameters()
         if parameter.requires_grad and not isinstance(parameter, DTensor)
     ]
-    return bool(trained) and all(".lora_A." in name or ".lora_B." in name for name in trained)
+    return bool(trained) and all(map(_is_factor, trained))
+
+
+def _is_trained_factor(name: str, parameter: nn.Parameter) -> bool:
+    """Return whether a parameter of a unit is a trained, unsharded LoRA factor."""
+    return parameter.requires_grad and _is_factor(name) and not isinstance(parameter, DTensor)
+
+
+def _is_factor(name: str) -> bool:
+    return ".lora_A." in name or ".lora_B." in name
 
 
 def _plain_name(name: str) -> str:

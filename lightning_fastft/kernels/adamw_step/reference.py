@@ -116,6 +116,13 @@ class TableGroup(NamedTuple):
     index_C: torch.Tensor
 
 
+def local_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the shard of a DTensor that this rank holds, the same object at each call; other tensors as they are."""
+    # ``to_local`` makes a new view at each call.
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
 class TensorTable:
     """The tensors of an optimizer step as addresses on their device, built once.
 
@@ -132,9 +139,9 @@ class TensorTable:
         copies: Low-precision copies for compute, bf16 or fp16, contiguous, or None for a tensor without one; None if no
             tensor has one.
         owners: Tensors whose ``grad`` is the gradient. Shapes of params; fp32, bf16 or fp16. None for params
-            themselves.
-        exp_avg_absmaxs: The largest magnitude of each block of 256 values of 8-bit first moments, shape (B,), fp32,
-            contiguous; None for a tensor with fp32 moments, and None if all tensors have fp32 moments.
+            themselves. Of a DTensor, the shard of this rank counts, and that of its gradient.
+        exp_avg_absmaxs: The largest magnitude of each block of 256 values of 8-bit first moments, B numbers of any
+            shape, fp32, contiguous; None for a tensor with fp32 moments, and None if all tensors have fp32 moments.
         exp_avg_sq_absmaxs: The same for second moments.
 
     Raises:
@@ -206,11 +213,15 @@ class TensorTable:
         Raises:
             ShapeError: A gradient has another size or dtype, is not contiguous, or is not a plain tensor on the device.
         """
-        grads = [row.owner.grad for row in self.rows]
-        for index, grad in enumerate(grads):
+        found: list[torch.Tensor | None] = []
+        for index, row in enumerate(self.rows):
+            grad = row.owner.grad
             if grad is not None:
-                _check_gradient(index, grad, self.rows[index].owner)
-        return grads
+                _check_sharding(index, grad, row.owner)
+                grad = local_values(grad)
+                _check_gradient(index, grad, row.param)
+            found.append(grad)
+        return found
 
     def is_current(self) -> bool:
         """Return whether the addresses on the device are current; compares numbers on the host."""
@@ -342,7 +353,7 @@ def _step_row(
 ) -> None:
     """Update one tensor in fp32; only the master, its copy and 8-bit moments are rounded, once each."""
     if row.exp_avg_absmax is not None and row.exp_avg_sq_absmax is not None:
-        stored = ((row.exp_avg, row.exp_avg_absmax), (row.exp_avg_sq, row.exp_avg_sq_absmax))
+        stored = ((row.exp_avg, row.exp_avg_absmax.view(-1)), (row.exp_avg_sq, row.exp_avg_sq_absmax.view(-1)))
         averages = [codes.decode(*pair, is_signed=is_signed) for pair, is_signed in zip(stored, (True, False))]
         wide = row._replace(exp_avg=averages[0], exp_avg_sq=averages[1], exp_avg_absmax=None, exp_avg_sq_absmax=None)
         _step_row(wide, grad, options, corrections)
@@ -417,7 +428,7 @@ def _check_row(index: int, row: TableRow) -> None:
         _check_memory(f"{kind}[{index}]", tensor)
     for kind, absmax_B in zip(_WRITTEN[4:], absmaxs) if torch.uint8 in average_dtypes else ():
         _check_absmax(f"{kind}[{index}]", absmax_B, param)
-    _check_like(f"owners[{index}]", owner, param, _OWNER_DTYPES)
+    _check_like(f"owners[{index}]", local_values(owner), param, _OWNER_DTYPES)
     if not owner.is_leaf:
         raise ShapeError(
             f"owners[{index}] is not a leaf tensor and gets no gradient; give the parameter whose grad autograd writes."
@@ -440,7 +451,9 @@ def _check_absmax(name: str, absmax_B: torch.Tensor | None, param: torch.Tensor)
         raise ShapeError(
             f"{name} is None, but the tensor has the other one; each 8-bit moment needs one number per block."
         )
-    check_tensor(name, absmax_B, ndim=1, dtypes=(torch.float32,))
+    if not isinstance(absmax_B, torch.Tensor):
+        raise ShapeError(f"{name} must be a tensor, got {type(absmax_B).__name__}.")
+    check_tensor(name, absmax_B, ndim=absmax_B.ndim, dtypes=(torch.float32,))
     size = codes.num_blocks(param.numel())
     if absmax_B.numel() != size or absmax_B.device != param.device:
         raise ShapeError(
@@ -451,12 +464,22 @@ def _check_absmax(name: str, absmax_B: torch.Tensor | None, param: torch.Tensor)
     _check_memory(name, absmax_B)
 
 
-def _check_gradient(index: int, grad: torch.Tensor, owner: torch.Tensor) -> None:
-    """Raise on a gradient that is not one contiguous tensor with the shape of its owner."""
-    if grad.numel() != owner.numel() or grad.device != owner.device or grad.dtype not in _OWNER_DTYPES:
+def _check_sharding(index: int, grad: torch.Tensor, owner: torch.Tensor) -> None:
+    """Raise on a gradient that is sharded in another way than its owner, such as a sum that is still partial."""
+    placements = [getattr(tensor, "placements", None) for tensor in (grad, owner)]
+    if placements[0] != placements[1]:
+        raise ShapeError(
+            f"The gradient of owners[{index}] has placements {placements[0]}, its tensor {placements[1]}; call "
+            "redistribute on the gradient."
+        )
+
+
+def _check_gradient(index: int, grad: torch.Tensor, param: torch.Tensor) -> None:
+    """Raise on a gradient that is not one contiguous tensor with the shape of its master."""
+    if grad.numel() != param.numel() or grad.device != param.device or grad.dtype not in _OWNER_DTYPES:
         raise ShapeError(
             f"The gradient of owners[{index}] is {tuple(grad.shape)}, {grad.dtype} on {grad.device}; "
-            f"it must have the shape {tuple(owner.shape)}, fp32, bf16 or fp16, on {owner.device}."
+            f"it must have the shape {tuple(param.shape)}, fp32, bf16 or fp16, on {param.device}."
         )
     _check_memory(f"The gradient of owners[{index}]", grad)
 

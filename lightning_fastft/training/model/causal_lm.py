@@ -30,6 +30,7 @@ from lightning_fastft.training.model.construction import (
     first_packs,
     open_frozen_model,
     open_source,
+    replicates_adapters,
 )
 from lightning_fastft.training.model.dtypes import (
     check_unsharded_masters,
@@ -336,7 +337,12 @@ class CausalLMModule(LightningModule):
             else resolve_sharded_masters(self.master_dtype_name, compute_dtype=self._compute_dtype)
         )
         self._sharding = shard_model(
-            self.model, mesh, filler=filler, compute_dtype=self._compute_dtype, master_dtype=master_dtype
+            self.model,
+            mesh,
+            filler=filler,
+            compute_dtype=self._compute_dtype,
+            master_dtype=master_dtype,
+            replicates_adapters=replicates_adapters(None if self._trainer is None else self.trainer.strategy),
         )
 
     def _find_patcher(self) -> ModelPatcher:

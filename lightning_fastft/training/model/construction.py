@@ -65,6 +65,11 @@ def find_mesh(strategy: Strategy | None) -> DeviceMesh | None:
     return strategy.sharding_mesh if isinstance(strategy, FastFTFSDPStrategy) else mesh["data_parallel"]
 
 
+def replicates_adapters(strategy: Strategy | None) -> bool:
+    """Return whether a strategy averages the gradients of adapters that every rank holds whole."""
+    return isinstance(strategy, FastFTFSDPStrategy) and strategy.adapters == "replicate"
+
+
 def open_source(
     source: ModelSource,
     *,

@@ -10,14 +10,15 @@ import torch
 
 from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.adamw_step.op import StepOptions, TensorTable
-from lightning_fastft.kernels.adamw_step.reference import TableRow
+from lightning_fastft.kernels.adamw_step.reference import TableRow, local_values
+from lightning_fastft.training.optimization.adamw_shards import Groups
 from lightning_fastft.training.optimization.adamw_state import ABSMAXS, MASTER, MOMENTS
 from lightning_fastft.training.optimization.skipped_steps import Cohort
 
 
 class Part(NamedTuple):
-    """The parameters of one group that have a gradient and have made the same steps; with a cohort, num_done
-    counts those that were skipped too.
+    """The parameters of one group that have a gradient, are shared by the same ranks and have made the same steps; with
+    a cohort, num_done counts those that were skipped too.
     """
 
     group: dict[str, Any]
@@ -25,15 +26,27 @@ class Part(NamedTuple):
     num_done: int
     steps: list[torch.Tensor]
     cohort: Cohort | None
+    shard_groups: Groups
 
 
 def make_row(param: torch.Tensor, state: dict[str, Any], copy: torch.Tensor | None) -> TableRow:
-    """Return what a step writes for a parameter: with a master, the parameter is the low-precision copy."""
-    param_and_copy = (state[MASTER], param) if MASTER in state else (param, copy)
-    exp_avg, exp_avg_sq = (state[name] for name in MOMENTS)
+    """Return what a step writes for a parameter, of a sharded one in this rank: with a master, the parameter is the
+    low-precision copy.
+    """
+    own = local_values(param)
+    held = {name: local_values(tensor) for name, tensor in state.items()}
+    param_and_copy = (held[MASTER], own) if MASTER in held else (own, copy)
+    exp_avg, exp_avg_sq = (held[name] for name in MOMENTS)
     return TableRow(
-        param_and_copy[0], exp_avg, exp_avg_sq, param_and_copy[1], param, *(state.get(name) for name in ABSMAXS)
+        param_and_copy[0], exp_avg, exp_avg_sq, param_and_copy[1], param, *(held.get(name) for name in ABSMAXS)
     )
+
+
+def mark_of(param: torch.Tensor) -> tuple[int, ...]:
+    """Return numbers that change when somebody writes or replaces the values of a parameter."""
+    own = local_values(param)
+    # Operators on a DTensor raise its own version, kernels that of the shard.
+    return param._version, own._version, own.data_ptr()
 
 
 def read_options(part: Part) -> StepOptions:

@@ -9,7 +9,13 @@ import torch
 
 from lightning_fastft.core.checks import check_float
 from lightning_fastft.core.errors import OptionError, ResumeError
-from lightning_fastft.kernels.adamw_step.codes import num_blocks
+from lightning_fastft.kernels.adamw_step.reference import local_values
+from lightning_fastft.training.optimization.adamw_shards import (
+    block_shape,
+    has_whole_blocks,
+    is_sharded,
+    zeros_beside,
+)
 
 DTYPES = (torch.float32, torch.bfloat16)
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -24,19 +30,22 @@ OTHER_WAYS = ("foreach", "fused", "capturable", "differentiable", "decoupled_wei
 
 
 def is_steppable(param: torch.Tensor) -> bool:
-    """Whether FusedAdamW takes a parameter: a plain, contiguous tensor in fp32 or bf16.
+    """Whether FusedAdamW takes a parameter: a plain, contiguous tensor in fp32 or bf16, or a DTensor of such shards.
 
     Example:
         >>> is_steppable(torch.nn.Parameter(torch.ones(2))), is_steppable(torch.nn.Parameter(torch.ones(2).double()))
         (True, False)
     """
+    if is_sharded(param):
+        # A sum that is still partial is no value of the parameter.
+        return not any(each.is_partial() for each in param.placements) and is_steppable(local_values(param))  # type: ignore[attr-defined]
     is_plain = type(param) in (torch.Tensor, torch.nn.Parameter) and param.layout is torch.strided
     return is_plain and param.dtype in DTYPES and param.is_contiguous()
 
 
 def is_in_8_bits(param: torch.Tensor, *, optim_bits: int) -> bool:
     """Return whether a parameter has moments in 8 bits."""
-    return optim_bits == 8 and param.numel() >= MIN_8BIT_SIZE
+    return optim_bits == 8 and param.numel() >= MIN_8BIT_SIZE and has_whole_blocks(param)
 
 
 def state_dtypes(param: torch.Tensor, *, optim_bits: int) -> dict[str, torch.dtype]:
@@ -51,9 +60,9 @@ def make_state(param: torch.Tensor, *, optim_bits: int) -> dict[str, torch.Tenso
     # The count stays on the host, where bias corrections are computed.
     state = {"step": torch.tensor(0.0, dtype=torch.float32)}
     for name, dtype in state_dtypes(param, optim_bits=optim_bits).items():
-        shape = (num_blocks(param.numel()),) if name in ABSMAXS else param.shape
+        shape = block_shape(param) if name in ABSMAXS else param.shape
         # With a largest magnitude of 0 every code means 0.
-        state[name] = torch.zeros(shape, dtype=dtype, device=param.device)
+        state[name] = zeros_beside(param, shape, dtype=dtype)
     return state
 
 
@@ -64,7 +73,7 @@ def check_group(group: dict[str, Any]) -> None:
             raise OptionError(
                 f"params[{index}] is a {type(param).__name__} of {param.dtype} and shape {tuple(param.shape)}; "
                 "FusedAdamW takes plain, contiguous "
-                "tensors in fp32 or bf16. Use torch.optim.AdamW for it."
+                "tensors in fp32 or bf16, whole or sharded. Use torch.optim.AdamW for it."
             )
     rate = group["lr"]
     if not isinstance(rate, torch.Tensor):
@@ -92,9 +101,14 @@ def check_rules(group: Mapping[str, Any]) -> None:
         )
 
 
-def check_state(number: Any, state: dict[str, Any], *, names: set[str], has_masters: bool) -> None:
+def check_state(number: Any, state: dict[str, Any], param: torch.Tensor, *, names: set[str], has_masters: bool) -> None:
     """Refuse the state of a parameter that holds other things than its steps would write."""
     found = set(state) - {MASTER, "step"}
+    if is_sharded(param) and not all(is_sharded(state[name]) for name in found):
+        raise ResumeError(
+            f"The state of parameter {number} is whole, and the parameter is sharded. Load it with "
+            "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict."
+        )
     if MASTER in state and not has_masters:
         raise ResumeError(
             f"The state of parameter {number} has an fp32 master: resume with "
@@ -104,9 +118,9 @@ def check_state(number: Any, state: dict[str, Any], *, names: set[str], has_mast
     if state and found != names and found in ({*MOMENTS}, {*MOMENTS, *ABSMAXS}):
         held, other = (8, 32) if ABSMAXS[0] in found else (32, 8)
         raise ResumeError(
-            f"The state of parameter {number} holds moments in {held} bits, and this optimizer has "
-            f"optim_bits={other}: resume with "
-            f"FusedAdamW(optim_bits={held})."
+            f"The state of parameter {number} holds moments in {held} bits, and this optimizer holds {other} bits for "
+            f"it: resume with FusedAdamW(optim_bits={held}), and sharded as it was saved if rows of the parameter are "
+            "no multiple of 256 values."
         )
     if state and (found != names or "step" not in state):
         raise ResumeError(
@@ -117,12 +131,15 @@ def check_state(number: Any, state: dict[str, Any], *, names: set[str], has_mast
 
 
 def copy_state(
-    state: dict[str, Any], device: torch.device, *, dtypes: dict[str, torch.dtype]
+    state: dict[str, Any], param: torch.Tensor, *, dtypes: dict[str, torch.dtype]
 ) -> dict[str, torch.Tensor]:
     """Return a state of one's own: the count on the host, all else on the device of its parameter."""
     copied = {"step": torch.tensor(float(state["step"]), dtype=torch.float32)}
     for name, dtype in (dtypes | ({MASTER: torch.float32} if MASTER in state else {})).items():
         copied[name] = (
-            state[name].detach().to(device=device, dtype=dtype, memory_format=torch.contiguous_format, copy=True)
+            state[name].detach().to(device=param.device, dtype=dtype, memory_format=torch.contiguous_format, copy=True)
         )
+        if name in ABSMAXS and copied[name].shape != block_shape(param):
+            # A state of an earlier version, in which magnitudes had one axis.
+            copied[name] = copied[name].view(block_shape(param))
     return copied

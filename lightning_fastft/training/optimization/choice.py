@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import nn
 
 from lightning_fastft.core.errors import OptionError
@@ -67,11 +67,11 @@ def choose_optimizer(
     )
     # Lightning's loss scaler cannot clip gradients of a fused optimizer (2.6.6).
     is_fused = all(parameter.device.type in ("cuda", "cpu") for parameter in parameters) and trainer.scaler is None
-    is_whole = (
-        isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy))
+    is_known = (
+        isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy))
         and len({parameter.device for parameter in parameters}) == 1
     )
-    is_served = is_fused and is_whole and all(map(is_steppable, parameters))
+    is_served = is_fused and is_known and all(map(is_steppable, parameters))
     if wants_masters and not is_served:
         raise OptionError(
             "master_dtype='float32' needs whole, plain bf16 or fp32 weights on one device: use "
