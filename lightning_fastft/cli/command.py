@@ -38,6 +38,11 @@ def main(args: Sequence[str] | None = None) -> int:
     if words[0] in (*HELP, *TRAINER_COMMANDS) and {"-h", "--help"} & set(words):
         sys.stdout.write(HELP.get(words[0]) or help_of(words[0]))
         return 0
+    if words == ["doctor"]:
+        from lightning_fastft.cli.machine import describe_machine
+
+        sys.stdout.write(describe_machine())
+        return 0
     try:
         if words[0] in _CONFIGURED:
             check_words(words[0], words[1:])

@@ -25,7 +25,8 @@ from lightning_fastft.cli.words import (
     find_configs,
     take_allowed_imports,
 )
-from lightning_fastft.core.errors import OptionError, printable
+from lightning_fastft.core.errors import MissingDependencyError, OptionError, printable
+from lightning_fastft.core.extras import find_extra, pip_line
 from lightning_fastft.strategies.registry import register_strategies
 from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.distillation import DistillationTuner
@@ -147,6 +148,12 @@ class FastFTCLI(LightningCLI):
                 # The parser validates some values only now.
                 self._parser(self.subcommand).error(str(error))
             raise OptionError(str(error)) from error
+        except ModuleNotFoundError as error:
+            # Lightning's loggers name the package in different ways.
+            extra = find_extra(error.name or "") or ("wandb" if "wandb" in str(error) else "")
+            if not extra:
+                raise
+            raise MissingDependencyError(f"{error!s:.100}. Install it with: {pip_line(extra)}") from error
         self._check_callbacks()
 
     def _check_callbacks(self) -> None:

@@ -164,14 +164,18 @@ def _read_config(name: str | None, line: _Line) -> bool:
             _add_section(line, head, section)
         elif section is not None:
             paths.append(None)
-    trainer = content.get("trainer")
+    _add_trainer(line, content.get("trainer"))
+    return True
+
+
+def _add_trainer(line: _Line, trainer: object) -> None:
+    """Add the section of the Trainer, and those of its strategy and callbacks."""
     if isinstance(trainer, dict):
         line.sections.append(("trainer", TRAINER_CLASS, trainer))
         for name in ("strategy", "callbacks"):
             entries = trainer.get(name)
             for entry in entries if isinstance(entries, list) else [entries]:
                 _add_section(line, f"trainer.{name}", entry)
-    return True
 
 
 def _add_section(line: _Line, key: str, entry: object) -> None:

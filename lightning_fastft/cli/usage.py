@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from lightning_fastft.cli.signatures import read_options
 from lightning_fastft.cli.words import DEFAULT_CLASSES, TRAINER_CLASS, TRAINER_DEFAULTS
+from lightning_fastft.core.extras import pip_line
 
 USAGE = """\
 fastft: fine-tune Hugging Face causal language models with PyTorch Lightning.
@@ -16,7 +17,7 @@ fastft: fine-tune Hugging Face causal language models with PyTorch Lightning.
   fastft validate --config NAME|FILE [--key value ...]   loss, perplexity and token accuracy on the validation data
   fastft test     --config NAME|FILE [--key value ...]   the same on the test data
   fastft data     --config NAME|FILE [--out FOLDER]      what the data module would do, without training
-  fastft doctor   --config NAME|FILE                     what is active on this machine, and why not, without training
+  fastft doctor   [--config NAME|FILE]                   what is active on this machine, and why not, without training
   fastft plan     --config NAME|FILE [--gpu NAME]        the memory plan of a config and its cost, without training
   fastft chat   CHECKPOINT|FOLDER [--system TEXT]        talk with a trained model
   fastft eval   CHECKPOINT|FOLDER --data FILE            perplexity and exact match on held-out data, tasks of lm-eval
@@ -79,8 +80,9 @@ What the data module would do, without a model and without training: formats, re
 
 {_OPTIONS_OF_FIT}""",
     "doctor": f"""\
-fastft doctor --config NAME|FILE [--key value ...]
-What is active on this machine, and why not: one step of a miniature of the model, without its weights and data.
+fastft doctor [--config NAME|FILE] [--key value ...]
+What this machine can do, and which extra is missing. With a config: what is active, and why not, by one step of a
+miniature of the model, without its weights and data.
 
 {_OPTIONS_OF_FIT}""",
     "plan": f"""\
@@ -111,7 +113,7 @@ Loss, perplexity and token accuracy over the trained tokens of held-out data, pa
   --exact-match             also generate the answer of each row, and compare it as text
   --batch-size N            rows that are answered at once (16)
   --limit N                 most rows to answer, and most examples of a task
-  --tasks NAMES             tasks of lm-eval, separated by commas (needs: pip install 'lm-eval[hf]')
+  --tasks NAMES             tasks of lm-eval, separated by commas (needs: {pip_line("eval")})
   --json                    print one JSON object
   --data.columns.OURS YOURS names of the data's columns, for example --data.columns.prompt question
 {_OPTIONS_OF_MODELS.format(device="the GPU, else cpu")}""",
