@@ -188,7 +188,7 @@ def _describe_hybrids() -> list[str]:
         "Hybrids have layers with a recurrent mixer. In a packed batch each mixer starts anew at every document, in "
         "the forward",
         "and in the backward (`pytest tests/mixers`). On a GPU the kernels of fla-core are needed",
-        "(`pip install 'lightning_fastft[hybrid]'`); without them, or for a mixer that has none, a packed batch raises",
+        "(`pip install 'lightning-fastft[hybrid]'`); without them, or for a mixer that has none, a packed batch raises",
         "`UnsupportedModelError`; `attention='one_by_one'` trains these families there. Gated delta rules are measured",
         "on an H200 (`python -m benchmarks.train_step run --workload qwen3.5-9b-lora`). Kernels of Kimi delta",
         "attention and of Mamba-2 were compared with each document alone on an H200",

@@ -19,6 +19,7 @@ from lightning_fastft.activations.probe import measure_machine
 from lightning_fastft.activations.segments import KEEP, RECOMPUTE, Segment, is_random
 from lightning_fastft.activations.slots import align
 from lightning_fastft.core.errors import HostMemoryError, OptionError, UnsupportedModelError
+from lightning_fastft.core.phases import phase
 from lightning_fastft.core.run_environment import RunEnvironment
 from lightning_fastft.planner.picture import render_plan
 from lightning_fastft.planner.plan import make_plan
@@ -224,7 +225,8 @@ class SegmentStack:
         )
         self.cost = cost._replace(embedding_bytes=self.weights.embedding_bytes)
         budget = self.options.vram_budget_bytes
-        self._make_plan(device, vram_budget=auto_vram_bytes(device) if budget is None else budget)
+        with phase("planning activations"):
+            self._make_plan(device, vram_budget=auto_vram_bytes(device) if budget is None else budget)
         assert self.plan is not None
         if self._gathered is not None:
             self._keep_gathered(auto_vram_bytes(device) if budget is None else budget)

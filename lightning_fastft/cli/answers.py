@@ -20,6 +20,10 @@ _MISSING = re.compile(r"the following arguments are required: ([\w., ]+)")
 _FUNCTION = re.compile(
     r'Parser key "(\w+)":(?:(?!Parser key)[\s\S])*?expects a function or a callable class: (.+?)(?:\. Got value|\n|$)'
 )
+# What a value must be, by the type that the parser expects.
+_KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+_TYPE = re.compile(r"Expected a <class '(int|float|bool)'>(?:\. Got value: (.*))?")
+_INNER_KEY = re.compile(r"Problem with given class_path '[^']+': Parser key \"([\w.]+)\": ")
 _CHOICE = re.compile(r"Expected a typing\.Literal\[([^\]]*)\](?:\. Got value: (.*))?")
 # Functions of transformers that read files of a folder or the hub.
 _READERS = ("from_pretrained", "cached_files", "cached_file")
@@ -86,7 +90,11 @@ def explain_refusal(message: str, *, options: Collection[str], program: str, con
         for line in lines[1 if key else 0 :]
         if line and not _NOISE.match(line)
     ]
-    return f"error: {where}{' '.join(kept) or message.strip()}\n{last_line}"
+    reason = " ".join(kept) or message.strip()
+    # The option of a class has a parser of its own.
+    inner = _INNER_KEY.match(reason) if key else None
+    where = f"{key[1]}.{inner[1]}: " if key and inner else where
+    return f"error: {where}{reason[inner.end() :] if inner else reason}\n{last_line}"
 
 
 def explain_missing_files(error: OSError | ValueError) -> str:
@@ -123,15 +131,19 @@ def _explain_unknown(name: str, lines: list[str], options: Collection[str]) -> s
 
 
 def _explain_choice(reason: str, lines: list[str]) -> str:
-    """Return a reason with the wrong value and the allowed choices."""
+    """Return a reason with the wrong value, and the allowed choices or the type in words."""
     found = _CHOICE.search(reason)
+    types = [line for line in lines if _TYPE.search(line)]
+    if not found and len(types) == 1:
+        found = _TYPE.search(reason)
     if not found:
         return reason
     # Nested errors come first, and the innermost one is that of the value.
     value = found[2] or next((line.partition(": ")[2] for line in lines if line.startswith("Given value: ")), None)
     has_none = "- Expected a <class 'NoneType'>" in lines and found[2] is None
     got = "" if value is None else f", got {value!r}"
-    return f"{reason[: found.start()]}must be {'None or ' if has_none else ''}one of {found[1]}{got}"
+    allowed = _KINDS.get(found[1]) or f"one of {found[1]}"
+    return f"{reason[: found.start()]}must be {'None or ' if has_none else ''}{allowed}{got}"
 
 
 def _owner_of(lines: list[str], option: str) -> str | None:

@@ -12,13 +12,13 @@ from lightning_fastft.cli.arguments import Arguments, take_columns
 from lightning_fastft.cli.trained.opening import Request, add_options, read_request
 from lightning_fastft.core.checks import check_int
 from lightning_fastft.core.errors import MissingDependencyError, OptionError
+from lightning_fastft.core.extras import pip_line
 from lightning_fastft.packing.reading.sources import check_exists
 
 if TYPE_CHECKING:
     from lightning_fastft.packing.stream import DocumentSubset
     from lightning_fastft.training.fine_tuner import FineTuner
 
-_PIP_LINE = "pip install 'lm-eval[hf]'"
 # An answer may be longer than the right one by this many tokens, to be seen as wrong.
 _MORE_TOKENS = 16
 
@@ -181,7 +181,7 @@ def _read_question(words: Sequence[str]) -> _Question:
     if given.limit is not None:
         check_int("--limit", given.limit, low=1)
     if tasks and find_spec("lm_eval") is None:
-        raise MissingDependencyError(f"--tasks needs lm-eval: {_PIP_LINE}")
+        raise MissingDependencyError(f"--tasks needs lm-eval: {pip_line('eval')}")
     if given.data:
         check_exists(given.data)
     return _Question(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -18,13 +17,16 @@ from lightning_fastft.cli.outputs import SaveConfig, check_outputs
 from lightning_fastft.cli.run_length import RunLength
 from lightning_fastft.cli.trainer import FastFTTrainer
 from lightning_fastft.cli.words import (
+    DEFAULT_CLASSES,
     TRAINER_COMMANDS,
+    TRAINER_DEFAULTS,
     check_checkpoint,
     config_names,
     find_configs,
     take_allowed_imports,
 )
-from lightning_fastft.core.errors import OptionError, printable
+from lightning_fastft.core.errors import MissingDependencyError, OptionError, printable
+from lightning_fastft.core.extras import find_extra, pip_line
 from lightning_fastft.strategies.registry import register_strategies
 from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.distillation import DistillationTuner
@@ -34,8 +36,6 @@ from lightning_fastft.training.preference import PreferenceTuner
 from lightning_fastft.training.reward import RewardTuner
 from lightning_fastft.training.rollouts import RolloutDataModule
 
-# Classes that are used if a config names none.
-DEFAULT_CLASSES: dict[str, type] = {"model": FineTuner, "data": PackedDataModule}
 # Classes that a command line may name without their module: the parser finds names of imported classes only.
 SHORT_NAMES: tuple[type, ...] = (
     FineTuner,
@@ -59,17 +59,6 @@ class FastFTArgumentParser(LightningArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Abbreviations would hide misspelt names.
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
-        self.default_classes: dict[str, type] = {}
-
-    def format_help(self, *args: Any, **kwargs: Any) -> str:
-        """Return the help including the options of the default classes; the base class lists only the Trainer's."""
-        parts = [super().format_help(*args, **kwargs)]
-        for key, owner in self.default_classes.items():
-            heading = f"--{key} is a {owner.__name__} where no other class is named:"
-            options = FastFTArgumentParser(usage=argparse.SUPPRESS, description=heading, add_help=False)
-            options.add_class_arguments(owner, key, fail_untyped=False, sub_configs=True)
-            parts.append(options.format_help())
-        return "\n".join(parts)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Write the reason and a hint to standard error and exit with status 2."""
@@ -121,7 +110,7 @@ class FastFTCLI(LightningCLI):
                 save_config_kwargs={"overwrite": True},
                 trainer_class=FastFTTrainer,
                 trainer_defaults={
-                    "strategy": "fastft",
+                    **TRAINER_DEFAULTS,
                     "callbacks": [*callbacks, RunLength(), CommandRecord(words)] if run else list(callbacks),
                 },
                 seed_everything_default=1,
@@ -138,10 +127,7 @@ class FastFTCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Set FineTuner and PackedDataModule as default classes."""
-        parser.set_defaults(
-            {key: {"class_path": f"{owner.__module__}.{owner.__qualname__}"} for key, owner in DEFAULT_CLASSES.items()}
-        )
-        parser.default_classes = DEFAULT_CLASSES  # type: ignore[attr-defined]
+        parser.set_defaults({key: {"class_path": path} for key, path in DEFAULT_CLASSES.items()})
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse the given arguments, never sys.argv."""
@@ -162,6 +148,12 @@ class FastFTCLI(LightningCLI):
                 # The parser validates some values only now.
                 self._parser(self.subcommand).error(str(error))
             raise OptionError(str(error)) from error
+        except ModuleNotFoundError as error:
+            # Lightning's loggers name the package in different ways.
+            extra = find_extra(error.name or "") or ("wandb" if "wandb" in str(error) else "")
+            if not extra:
+                raise
+            raise MissingDependencyError(f"{error!s:.100}. Install it with: {pip_line(extra)}") from error
         self._check_callbacks()
 
     def _check_callbacks(self) -> None:

@@ -14,8 +14,12 @@ from typing import Any, NamedTuple, NoReturn
 import yaml
 
 from lightning_fastft.cli.answers import explain_refusal
-from lightning_fastft.cli.signatures import read_parameters
+from lightning_fastft.cli.signatures import read_options, read_parameters
+from lightning_fastft.cli.types import find_wrong_type
+from lightning_fastft.cli.usage import parser_options
 from lightning_fastft.cli.words import (
+    DEFAULT_CLASSES,
+    TRAINER_CLASS,
     TRAINER_COMMANDS,
     check_checkpoint,
     config_names,
@@ -29,15 +33,6 @@ from lightning_fastft.packing.reading.sources import check_exists
 
 # Options that the parser does not know, by command.
 _OWN_OPTIONS = {"data": ("--out",), "plan": ("--gpu", "--vram-gib", "--host-gib", "--document-tokens")}
-_OPTIONS = ("c", "config", "data", "h", "help", "model", "print_config", "seed_everything", "trainer")
-_OPTIONS_OF = {
-    "fit": (*_OPTIONS, "ckpt_path"),
-    "demo": (*_OPTIONS, "ckpt_path"),
-    "validate": (*_OPTIONS, "ckpt_path", "verbose"),
-    "test": (*_OPTIONS, "ckpt_path", "verbose"),
-}
-_TRAINER = "lightning_fastft.cli.trainer.FastFTTrainer"
-_DEFAULTS = {"model": "lightning_fastft.FineTuner", "data": "lightning_fastft.PackedDataModule"}
 # Data that a command opens, by data module and option. Example paths of a config may be missing where doctor reads it.
 _OPENED: dict[str, dict[str, tuple[str, ...]]] = {
     "PackedDataModule": {
@@ -64,17 +59,19 @@ class _Option(NamedTuple):
 
 
 class _Line(NamedTuple):
-    """What a command line and its configs say: options, import paths of classes, and values of init_args.
+    """What a command line and its configs say: options, import paths of classes, values, and keys of sections.
 
     Args:
         options: In their order.
         classes: Import paths by "model" and "data"; None for one that only the parser can tell.
         values: By (key, name of the argument), with whether a config file has it; the last one counts.
+        sections: Of config files, in their order: the key, the class where it is one of ours, and the content.
     """
 
     options: list[_Option]
     classes: dict[str, list[str | None]]
     values: dict[tuple[str, str], tuple[Any, bool]]
+    sections: list[tuple[str, str, dict[str, Any]]]
 
 
 def check_words(command: str, words: Sequence[str]) -> None:
@@ -87,7 +84,8 @@ def check_words(command: str, words: Sequence[str]) -> None:
     Raises:
         OptionError: There is no such config or checkpoint.
         DataError: There is no such file or folder of data.
-        SystemExit: An option is unknown; the answer is written as the parser writes it.
+        SystemExit: An option or a key of a config is unknown, or a value has another type; the answer is written as
+            the parser writes it.
     """
     for name in _OWN_OPTIONS.get(command, ()):
         _, words = take_option(words, name, default="")
@@ -99,6 +97,8 @@ def check_words(command: str, words: Sequence[str]) -> None:
     line = _read_line(found)
     if line is None:
         return
+    for key, owner, content in line.sections:
+        _check_section(command, key, owner=owner, content=content)
     _check_options(command, line)
     if command in TRAINER_COMMANDS and isinstance(path := line.values.get(("", "ckpt_path"), (None,))[0], str):
         check_checkpoint(path)
@@ -107,7 +107,7 @@ def check_words(command: str, words: Sequence[str]) -> None:
 
 def _read_line(words: Sequence[str]) -> _Line | None:
     """Return what the words say, or None where only the parser can tell."""
-    line = _Line(list(_options_of(words)), {"model": [], "data": []}, {})
+    line = _Line(list(_options_of(words)), {"model": [], "data": []}, {}, [])
     for option in line.options:
         head, _, name = option.key.partition(".")
         name = name.removeprefix("init_args.")
@@ -124,7 +124,7 @@ def _read_line(words: Sequence[str]) -> _Line | None:
             line.values[head, name] = (_value_of(option), False)
     for head, paths in line.classes.items():
         if not paths:
-            paths.append(_DEFAULTS[head])
+            paths.append(DEFAULT_CLASSES[head])
     return line
 
 
@@ -147,8 +147,9 @@ def _read_config(name: str | None, line: _Line) -> bool:
     except (OSError, UnicodeError):
         return False
     content = _load(text)
-    if not isinstance(content, dict) or not set(content) <= {*_OPTIONS_OF["validate"]} - {"config", "c"}:
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         return False
+    line.sections.append(("", "", content))
     if "ckpt_path" in content:
         line.values["", "ckpt_path"] = (content["ckpt_path"], True)
     for head, paths in line.classes.items():
@@ -160,9 +161,30 @@ def _read_config(name: str | None, line: _Line) -> bool:
             line.values.update(
                 {(head, key): (value, True) for key, value in arguments.items()} if isinstance(arguments, dict) else {}
             )
+            _add_section(line, head, section)
         elif section is not None:
             paths.append(None)
+    _add_trainer(line, content.get("trainer"))
     return True
+
+
+def _add_trainer(line: _Line, trainer: object) -> None:
+    """Add the section of the Trainer, and those of its strategy and callbacks."""
+    if isinstance(trainer, dict):
+        line.sections.append(("trainer", TRAINER_CLASS, trainer))
+        for name in ("strategy", "callbacks"):
+            entries = trainer.get(name)
+            for entry in entries if isinstance(entries, list) else [entries]:
+                _add_section(line, f"trainer.{name}", entry)
+
+
+def _add_section(line: _Line, key: str, entry: object) -> None:
+    """Add the arguments of an entry that names a class of ours."""
+    if not isinstance(entry, dict) or not set(entry) <= _CLASS_KEYS or not isinstance(entry.get("init_args"), dict):
+        return
+    owner = _class_path(entry.get("class_path"))
+    if owner is not None:
+        line.sections.append((key, owner, entry["init_args"]))
 
 
 def _value_of(option: _Option) -> str | list[Any] | dict[Any, Any] | None:
@@ -187,29 +209,77 @@ def _class_path(name: object) -> str | None:
     return path if root.partition(".")[0] in ("", "lightning_fastft") and read_parameters(path) else None
 
 
+def _check_section(command: str, key: str, *, owner: str, content: dict[str, Any]) -> None:
+    """Refuse an unknown key of a section of a config file, and a value of another type than its option."""
+    options = read_options(owner) if owner else {}
+    known = options or parser_options(command)
+    for name, value in content.items():
+        if name not in known:
+            _refuse_key(command, key, name=name, owner=owner)
+        if name in options and (reason := find_wrong_type(options[name].type, value)):
+            _refuse(_locate(key, owner, name=name, reason=reason), command)
+
+
+def _refuse_key(command: str, key: str, *, name: str, owner: str) -> NoReturn:
+    """Refuse an unknown key of a config file."""
+    if key not in ("", "trainer"):
+        _refuse(
+            f"Parser key \"{key}\":\nProblem with given class_path '{owner}':\nOption '{name}' is not accepted", command
+        )
+    dotted = f"{key}.{name}".lstrip(".")
+    if command in TRAINER_COMMANDS:
+        _refuse(f"Subcommand '{command}' does not accept option '{dotted}'", command, _names_of(command))
+    group = f"Group '{key}' does not accept option '{name}'" if key else f"Option '{name}' is not accepted"
+    _refuse(group, command, _names_of(command))
+
+
+def _locate(key: str, owner: str, *, name: str, reason: str) -> str:
+    """Return the reason against a value, with its option as the parser gives it."""
+    if key == "trainer":
+        return f'Parser key "trainer.{name}":\n{reason}'
+    return f'Parser key "{key}":\nProblem with given class_path \'{owner}\':\nParser key "{name}":\n{reason}'
+
+
+def _names_of(command: str) -> list[str]:
+    return [*parser_options(command), *(f"trainer.{name}" for name in read_parameters(TRAINER_CLASS))]
+
+
 def _check_options(command: str, line: _Line) -> None:
-    known, in_trainer = _OPTIONS_OF.get(command, _OPTIONS), read_parameters(_TRAINER)
+    known, in_trainer = parser_options(command), read_parameters(TRAINER_CLASS)
     unknown: list[str] = []
     for option in line.options:
         head, _, rest = option.key.partition(".")
         name = rest.removeprefix("init_args.").partition(".")[0]
         if head not in known or (head == "trainer" and name and name not in in_trainer):
             unknown += option.words
+        elif head == "trainer":
+            _check_value(command, option, head=head, name=rest, owner=TRAINER_CLASS)
         elif head in line.classes and name and not _may_accept(name, head, line):
             owner = line.classes[head][-1]
             _refuse(
                 f"Parser key \"{head}\":\nProblem with given class_path '{owner}':\nOption '{name}' is not accepted",
                 command,
             )
+        elif head in line.classes and len(set(line.classes[head])) == 1:
+            owner = line.classes[head][-1] or ""
+            _check_value(command, option, head=head, name=rest.removeprefix("init_args."), owner=owner)
     if unknown:
-        names = [*known, *(f"trainer.{name}" for name in in_trainer)]
-        _refuse(f"unrecognized arguments: {' '.join(unknown)}", command, names)
+        _refuse(f"unrecognized arguments: {' '.join(unknown)}", command, _names_of(command))
+
+
+def _check_value(command: str, option: _Option, *, head: str, name: str, owner: str) -> None:
+    """Refuse a value of another type than its option."""
+    if name not in read_options(owner) or option.value is None or option.appends:
+        return
+    reason = find_wrong_type(read_options(owner)[name].type, _load(option.value), text=option.value)
+    if reason:
+        _refuse(_locate(head, owner, name=name, reason=reason), command)
 
 
 def _may_accept(name: str, head: str, line: _Line) -> bool:
     """Return whether one of the named classes accepts an option, or the default class before another is named."""
     return name in _CLASS_KEYS or any(
-        path is None or name in read_parameters(path) for path in (*line.classes[head], _DEFAULTS[head])
+        path is None or name in read_parameters(path) for path in (*line.classes[head], DEFAULT_CLASSES[head])
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback
@@ -10,6 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_fastft.core.errors import ResumeError
+from lightning_fastft.core.phases import begin_phase, log_phase
 from lightning_fastft.packing.describe import count, describe_epoch
 from lightning_fastft.training.datamodule import PackedDataModule
 
@@ -29,6 +31,7 @@ class RunLength(Callback):
 
     def __init__(self) -> None:
         self._has_trained = False
+        self._first_batch, self._begin = "", 0.0
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Log the plan of the data module before the model is loaded."""
@@ -85,8 +88,20 @@ class RunLength(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Record that training has started."""
+        """Record that training has started, and time its first batch."""
+        if not self._has_trained:
+            compiles = " (compiles kernels)" if trainer.strategy.root_device.type == "cuda" else ""
+            self._first_batch = f"first batch{compiles}"
+            self._begin = begin_phase(self._first_batch)
         self._has_trained = True
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Report how long the host took for the first batch; later ones cost nothing."""
+        if self._begin:
+            log_phase(self._first_batch, time.perf_counter() - self._begin)
+            self._begin = 0.0
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log that a resumed run had nothing left to train."""

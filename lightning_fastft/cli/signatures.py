@@ -1,30 +1,64 @@
-"""Read the parameters of a class from its source, without importing it."""
+"""Read the options of a class from its source, without importing it: names, types, defaults and meanings."""
 
 from __future__ import annotations
 
 import ast
+import inspect
+import re
 import sys
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
+
+_ENTRY = re.compile(r"^    \*{0,2}(\w+)(?: \([^)]*\))?: ?(.*)$")
+_REFERENCE = re.compile(r"As in \w+\.?$")
+# Sphinx roles, and code marks.
+_MARKS = re.compile(r":\w+:`~?(?:[\w.]*\.)?(\w+)`|``([^`]*)``")
+
+
+class Option(NamedTuple):
+    """An option of a class, as its source has it.
+
+    Args:
+        type: The annotation; "" where there is none.
+        default: The default as an expression; None where a value is required.
+        meaning: What the docstring says of it, in one line.
+    """
+
+    type: str
+    default: str | None
+    meaning: str
 
 
 def read_parameters(class_path: str) -> list[str]:
-    """Return the parameters of a class, with those of its base class where it passes on ``**kwargs``.
-
-    Args:
-        class_path: Import path of the class; modules that only import it are followed.
-
-    Returns:
-        The names, at most one of each; none where no source has the class.
+    """Return the names of ``read_options``.
 
     Example:
         >>> read_parameters("lightning_fastft.FineTuner")[:3]
         ['model', 'neftune_noise_alpha', 'tokenizer']
     """
+    return list(read_options(class_path))
+
+
+@cache
+def read_options(class_path: str) -> dict[str, Option]:
+    """Return the options of a class by name, with those of its base class where it passes on ``**kwargs``.
+
+    Args:
+        class_path: Import path of the class; modules that only import it are followed.
+
+    Returns:
+        At most one option of each name; none where no source has the class.
+
+    Example:
+        >>> read_options("lightning_fastft.PackedDataModule")["max_tokens"].default
+        '4096'
+    """
     module, _, name = class_path.rpartition(".")
     file = _find_file(module)
     if file is None:
-        return []
+        return {}
     tree = ast.parse(file.read_text(encoding="utf-8"))
     places = {
         alias.asname or alias.name: f"{node.module}.{alias.name}"
@@ -34,14 +68,56 @@ def read_parameters(class_path: str) -> list[str]:
     }
     found = next((node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name), None)
     if found is None:
-        return read_parameters(places[name]) if places.get(name, class_path) != class_path else []
+        return read_options(places[name]) if places.get(name, class_path) != class_path else {}
     base = found.bases[0] if found.bases else None
     base_path = places.get(base.id, f"{module}.{base.id}") if isinstance(base, ast.Name) else ""
     init = next((node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"), None)
     if init is None:
-        return read_parameters(base_path)
-    names = [argument.arg for argument in (*init.args.args[1:], *init.args.kwonlyargs)]
-    return list(dict.fromkeys(names + read_parameters(base_path))) if init.args.kwarg else names
+        return read_options(base_path)
+    meanings = {**_read_meanings(init), **_read_meanings(found)}
+    inherited = read_options(base_path) if init.args.kwarg else {}
+    own = {name: option._replace(meaning=meanings.get(name, "")) for name, option in _options_of(init).items()}
+    for name, option in own.items():
+        if name in inherited and (not option.meaning or _REFERENCE.match(option.meaning)):
+            own[name] = option._replace(meaning=inherited[name].meaning)
+    return {**own, **{name: option for name, option in inherited.items() if name not in own}}
+
+
+def _options_of(init: ast.FunctionDef) -> dict[str, Option]:
+    """Return the parameters of an ``__init__`` after self, without meanings."""
+    positional = init.args.args[1:]
+    missing = len(positional) - len(init.args.defaults)
+    pairs = [
+        *zip(positional, [*[None] * missing, *init.args.defaults]),
+        *zip(init.args.kwonlyargs, init.args.kw_defaults),
+    ]
+    return {
+        argument.arg: Option(
+            ast.unparse(argument.annotation) if argument.annotation else "",
+            ast.unparse(default) if default is not None else None,
+            "",
+        )
+        for argument, default in pairs
+    }
+
+
+def _read_meanings(node: ast.ClassDef | ast.FunctionDef) -> dict[str, str]:
+    """Return what a docstring says of each argument, in one line each."""
+    found: dict[str, list[str]] = {}
+    lines, name = inspect.cleandoc(ast.get_docstring(node) or "").partition("\nArgs:\n")[2].splitlines(), ""
+    for line in lines:
+        entry = _ENTRY.match(line)
+        if entry:
+            name = entry[1]
+            found[name] = [entry[2]]
+        elif line and not line.startswith(" "):
+            break
+        elif name:
+            found[name].append(line.strip())
+    return {
+        name: _MARKS.sub(lambda mark: mark[1] or mark[2], " ".join(filter(None, words)))
+        for name, words in found.items()
+    }
 
 
 def _find_file(module: str) -> Path | None:

@@ -1,6 +1,13 @@
-"""Help of the ``fastft`` command and of its subcommands that are not Lightning's."""
+"""Help of the ``fastft`` command and of its subcommands."""
 
 from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+
+from lightning_fastft.cli.signatures import read_options
+from lightning_fastft.cli.words import DEFAULT_CLASSES, TRAINER_CLASS, TRAINER_DEFAULTS
+from lightning_fastft.core.extras import pip_line
 
 USAGE = """\
 fastft: fine-tune Hugging Face causal language models with PyTorch Lightning.
@@ -10,7 +17,7 @@ fastft: fine-tune Hugging Face causal language models with PyTorch Lightning.
   fastft validate --config NAME|FILE [--key value ...]   loss, perplexity and token accuracy on the validation data
   fastft test     --config NAME|FILE [--key value ...]   the same on the test data
   fastft data     --config NAME|FILE [--out FOLDER]      what the data module would do, without training
-  fastft doctor   --config NAME|FILE                     what is active on this machine, and why not, without training
+  fastft doctor   [--config NAME|FILE]                   what is active on this machine, and why not, without training
   fastft plan     --config NAME|FILE [--gpu NAME]        the memory plan of a config and its cost, without training
   fastft chat   CHECKPOINT|FOLDER [--system TEXT]        talk with a trained model
   fastft eval   CHECKPOINT|FOLDER --data FILE            perplexity and exact match on held-out data, tasks of lm-eval
@@ -30,7 +37,28 @@ _OPTIONS_OF_MODELS = """\
   --device NAME             where the model is built ({device})
   --accept-other-base       accept a base with other weights than those of the run
 """
-# By subcommand. Those of Lightning list the options of their parser.
+# Options of the parser beside those of classes: what their value is, and what they mean.
+PARSER_OPTIONS = {
+    "config": ("NAME|FILE", "a shipped config or a file; a later one replaces values of an earlier one"),
+    "c": ("NAME|FILE", "the same"),
+    "help": ("", "this help; --model.help CLASS, --data.help CLASS and --trainer.callbacks.help CLASS for a class"),
+    "h": ("", "the same"),
+    "print_config": ("", "print the config after all options, and exit"),
+    "seed_everything": ("SEED", "seed of all random numbers (1)"),
+    "model": ("CLASS", f"what is trained ({DEFAULT_CLASSES['model']})"),
+    "data": ("CLASS", f"the data module ({DEFAULT_CLASSES['data']})"),
+    "trainer": ("FILE", "options of the Trainer from a file"),
+}
+CHECKPOINT_OPTIONS = {
+    "ckpt_path": ("PATH|last", "a checkpoint of an earlier run: to resume, or to validate or test"),
+    "verbose": ("BOOL", "whether the values are printed (true)"),
+}
+_PURPOSES = {
+    "fit": "Train.",
+    "validate": "Loss, perplexity and token accuracy on the validation data.",
+    "test": "Loss, perplexity and token accuracy on the test data.",
+}
+# By subcommand. Those of the Trainer are in ``help_of``.
 HELP = {
     "init": """\
 fastft init --model NAME --data FILE [--gpu NAME] [--method NAME] [--out FILE] [--overwrite]
@@ -52,8 +80,9 @@ What the data module would do, without a model and without training: formats, re
 
 {_OPTIONS_OF_FIT}""",
     "doctor": f"""\
-fastft doctor --config NAME|FILE [--key value ...]
-What is active on this machine, and why not: one step of a miniature of the model, without its weights and data.
+fastft doctor [--config NAME|FILE] [--key value ...]
+What this machine can do, and which extra is missing. With a config: what is active, and why not, by one step of a
+miniature of the model, without its weights and data.
 
 {_OPTIONS_OF_FIT}""",
     "plan": f"""\
@@ -84,7 +113,7 @@ Loss, perplexity and token accuracy over the trained tokens of held-out data, pa
   --exact-match             also generate the answer of each row, and compare it as text
   --batch-size N            rows that are answered at once (16)
   --limit N                 most rows to answer, and most examples of a task
-  --tasks NAMES             tasks of lm-eval, separated by commas (needs: pip install 'lm-eval[hf]')
+  --tasks NAMES             tasks of lm-eval, separated by commas (needs: {pip_line("eval")})
   --json                    print one JSON object
   --data.columns.OURS YOURS names of the data's columns, for example --data.columns.prompt question
 {_OPTIONS_OF_MODELS.format(device="the GPU, else cpu")}""",
@@ -125,3 +154,32 @@ Speed and memory against other systems.
 All options: python -m benchmarks.compare --help, in a clone of the repository
 """,
 }
+
+
+def parser_options(command: str) -> dict[str, tuple[str, str]]:
+    """Return the options of a command that belong to no class: what their value is, and what they mean."""
+    names = {"fit": ("ckpt_path",), "demo": ("ckpt_path",), "validate": ("ckpt_path", "verbose")}
+    names["test"] = names["validate"]
+    return {**PARSER_OPTIONS, **{name: CHECKPOINT_OPTIONS[name] for name in names.get(command, ())}}
+
+
+def help_of(command: str) -> str:
+    """Return the help of a subcommand of the Trainer: every option, read from the source of its class."""
+    lines = [f"fastft {command} --config NAME|FILE [--key value ...]", _PURPOSES[command], ""]
+    for name, (value, meaning) in parser_options(command).items():
+        dashes = "-" if len(name) == 1 else "--"
+        lines.append(f"  {f'{dashes}{name} {value}':<25} {meaning}")
+    lines.append(f"  {'--allow-import PACKAGE':<25} let options name classes of this package too; not in a file")
+    lines += ["", "Options of the Trainer:", *_describe("trainer", TRAINER_CLASS, TRAINER_DEFAULTS)]
+    for key, owner in DEFAULT_CLASSES.items():
+        lines += ["", f"Options of {owner}, where --{key} names no other class:", *_describe(key, owner, {})]
+    return "\n".join(lines) + "\n"
+
+
+def _describe(key: str, owner: str, defaults: dict[str, str]) -> Iterator[str]:
+    """Yield each option of a class with its type and default, followed by its meaning."""
+    for name, option in read_options(owner).items():
+        default = repr(defaults[name]) if name in defaults else option.default
+        kind = f" {option.type}" if option.type else ""
+        yield f"  --{key}.{name}{kind}" + (" (required)" if default is None else f" = {default}")
+        yield from textwrap.wrap(option.meaning, 110, initial_indent=" " * 6, subsequent_indent=" " * 6)

@@ -16,6 +16,10 @@ TRAINER_COMMANDS = ("fit", "validate", "test")
 ALLOW_IMPORT_OPTION = "--allow-import"
 # Values of ckpt_path that Lightning resolves itself.
 CHECKPOINT_WORDS = ("best", "last", "hpc", "registry")
+# Classes that are used where no other is named, and what differs from the Trainer's own defaults.
+DEFAULT_CLASSES = {"model": "lightning_fastft.FineTuner", "data": "lightning_fastft.PackedDataModule"}
+TRAINER_CLASS = "lightning_fastft.cli.trainer.FastFTTrainer"
+TRAINER_DEFAULTS = {"strategy": "fastft"}
 CONFIG_FOLDER = Path(__file__).parents[1] / "configs"
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -20,6 +21,7 @@ import torch
 from lightning_fastft.activations.segments import is_random
 from lightning_fastft.activations.values import SEGMENT_ATTRIBUTE
 from lightning_fastft.core.errors import SwapError
+from lightning_fastft.core.phases import log_phase
 from lightning_fastft.core.status import Status
 from lightning_fastft.fused.decoder import GRAPH_ATTRIBUTE
 from lightning_fastft.graphs.cuda_recorder import CudaRecorder, Recorder
@@ -112,6 +114,8 @@ class LayerGraphs:
         self._grads: dict[torch.Tensor, torch.Tensor] = {}
         self.reasons: Counter[str] = Counter()
         self.num_recordings = self.num_replays = 0
+        # Of the last micro-batch: each layer records its forward and its backward.
+        self._recording_seconds = 0.0
         self._last_status: Status | None = None
 
     def install(self, patcher: ModelPatcher) -> None:
@@ -165,6 +169,9 @@ class LayerGraphs:
         if context is self._context:
             return self._kind
         self._context, self._kind, self._is_watched = context, None, False
+        if self._recording_seconds:
+            log_phase("recording CUDA graphs", self._recording_seconds)
+            self._recording_seconds = 0.0
         self._shapes[hidden.shape] += 1
         if context.has_prefixes:
             self.reasons["documents continue prefixes"] += 1
@@ -278,8 +285,10 @@ class LayerGraphs:
         """
         if self._recorder is None:
             self._recorder = CudaRecorder(torch.device("cuda", torch.cuda.current_device()))
+        begin = time.perf_counter()
         try:
             again = self._recorder.record(work)
+            self._recording_seconds += time.perf_counter() - begin
             recording.held += self._memory_of(recording.layer)
             return again
         except RuntimeError as error:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from lightning_fastft.core.errors import MissingDependencyError, UnsupportedModelError
+from lightning_fastft.core.extras import pip_line
 from lightning_fastft.kernels.nf4_experts.op import dequantise_stack
 from lightning_fastft.kernels.nf4_experts.reference import BLOCK_WEIGHTS, GROUP_BLOCKS, NF4Stack
 
@@ -340,6 +341,6 @@ def _bitsandbytes() -> Any:
     try:
         import bitsandbytes.functional
     except ImportError as error:
-        message = "Experts in NF4 need bitsandbytes. Install it with: pip install 'lightning_fastft[qlora]'"
+        message = f"Experts in NF4 need bitsandbytes. Install it with: {pip_line('qlora')}"
         raise MissingDependencyError(message) from error
     return bitsandbytes.functional

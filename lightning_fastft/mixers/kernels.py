@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from lightning_fastft.core.errors import UnsupportedModelError
+from lightning_fastft.core.extras import pip_line
 from lightning_fastft.hf.mixers import Kind, MixerFamily
 from lightning_fastft.mixers import kda, mamba2
 from lightning_fastft.mixers.chunks import chunk_indices, pack_chunks
@@ -47,7 +48,7 @@ def find_kernels(family: MixerFamily) -> dict[str, Callable[..., Any]]:
     except ImportError as error:
         raise UnsupportedModelError(
             f"{family.class_name} ({family.kind}) needs the kernels of fla-core for packed documents on a GPU, and "
-            f"they cannot be imported ({error}). Install them: pip install 'lightning_fastft[hybrid]'"
+            f"they cannot be imported ({error}). Install them: {pip_line('hybrid')}"
         ) from error
     return _FUNCTIONS[family.kind]
 

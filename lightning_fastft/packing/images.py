@@ -19,6 +19,7 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 
 from lightning_fastft.core.errors import DataError, MissingDependencyError, ShapeError
+from lightning_fastft.core.extras import pip_line
 from lightning_fastft.packing.rows.messages import IMAGE_PARTS
 from lightning_fastft.packing.rows.rejects import IMAGE_COUNT, IMAGE_UNREADABLE, IMAGE_URL, WRONG_TYPE, RowRejectedError
 
@@ -289,9 +290,7 @@ def decode_image(image: ImageFile) -> Image:
     try:
         import PIL.Image
     except ImportError as error:
-        raise MissingDependencyError(
-            "Images need Pillow. Install it with: pip install 'lightning_fastft[vision]'"
-        ) from error
+        raise MissingDependencyError(f"Images need Pillow. Install it with: {pip_line('vision')}") from error
     content = image.content
     if image.path:
         try:

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_fastft.checkpoint.lightning_internals import batch_progress
 from lightning_fastft.core.checks import check_share, check_tokenizer
 from lightning_fastft.core.errors import DataError, OptionError, ResumeError
+from lightning_fastft.core.phases import phase
 from lightning_fastft.packing.packs import Packs, pack_best_fit_decreasing
 from lightning_fastft.packing.rows.formats import FormatOptions
 from lightning_fastft.packing.step_plan import StepPlan
@@ -248,7 +249,8 @@ class PackedDataModule(SplitDataModule):
             if "train" not in self._subsets:
                 raise DataError("There is no training data: paths is None.")
             self._position, self._anchor = self.position if has_trained(self.trainer) else 0, None
-            self._plan = self._make_plan()
+            with phase("planning packs"):
+                self._plan = self._make_plan()
             check_ranks_agree(self._describe_plan())
 
     def train_dataloader(self) -> ResumedLoader:

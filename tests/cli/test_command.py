@@ -31,7 +31,7 @@ from tests.cli.hostile_configs import BORING
             "model: Option 'lerning_rate' is not accepted by lightning_fastft",
             "learning_rate",
         ),
-        (["--trainer.max_steps", "many"], "trainer.max_steps: Expected a <class 'int'>. Got value: many", ""),
+        (["--trainer.max_steps", "many"], "trainer.max_steps: must be a whole number, got 'many'", ""),
         (
             ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.dirpth", "x"],
             "trainer.callbacks: Option 'dirpth'",
@@ -91,9 +91,7 @@ def test_missing_option_answers_with_the_configs_that_have_it(words, name, folde
 
 @pytest.mark.parametrize("words", [["fit", "--help"], ["validate", "-h"]])
 def test_help_lists_the_options_of_model_data_and_trainer(words, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(words)
-    assert stop.value.code == 0
+    assert main(words) == 0
     text = capsys.readouterr().out
     for owner, key in ((FineTuner, "model"), (PackedDataModule, "data")):
         for name in read_parameters(f"lightning_fastft.{owner.__name__}"):

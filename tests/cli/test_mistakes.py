@@ -15,7 +15,7 @@ from lightning_fastft.cli import mistakes
 from lightning_fastft.cli.lightning_cli import SHORT_NAMES, FastFTArgumentParser, FastFTCLI
 from lightning_fastft.cli.mistakes import check_words
 from lightning_fastft.cli.signatures import read_parameters
-from lightning_fastft.cli.usage import HELP
+from lightning_fastft.cli.usage import HELP, parser_options
 from lightning_fastft.cli.words import TRAINER_COMMANDS
 from lightning_fastft.core.errors import DataError, FastFTError, OptionError
 from tests.cli.hostile_configs import BORING
@@ -28,7 +28,7 @@ OK = ["--model.model", "x", "--data.paths", "y"]
 ANSWERED = [
     ([], 0, "fastft plan"),
     (["--help"], 0, "fastft plan"),
-    *(([command, "--help"], 0, f"fastft {command}") for command in HELP),
+    *(([command, "--help"], 0, f"fastft {command}") for command in (*HELP, *TRAINER_COMMANDS)),
     (["fti"], 1, "Did you mean fit?"),
     (["fit", "--config", "qlora_qwen_8b"], 1, "Did you mean qlora_qwen3_8b?"),
     (["doctor", "--config=nope.yaml"], 1, "no file and no shipped config named 'nope.yaml'"),
@@ -61,7 +61,29 @@ ANSWERED = [
     (["fit", "--model.lr", "1e-3"], 2, "did you mean learning_rate?"),
     (["plan", *CONFIG, "--gpu", "RTX 4090", "--model.lora_r", "8"], 2, "'lora_r' is not accepted"),
     (["demo", "--trainer.max_stps", "3"], 2, "did you mean trainer.max_steps?"),
+    (["fit", *CONFIG, "--trainer.max_steps", "abc"], 2, "trainer.max_steps: must be a whole number, got 'abc'"),
+    (["data", *CONFIG, "--data.max_tokens=1.5"], 2, "data.max_tokens: must be a whole number, got '1.5'"),
+    (["fit", *CONFIG, "--model.learning_rate", "x"], 2, "model.learning_rate: must be None or a number, got 'x'"),
+    (["fit", "--config", "top.yaml"], 2, "did you mean model?"),
+    (["plan", "--config", "trainer.yaml"], 2, "did you mean trainer.max_steps?"),
+    (["fit", "--config", "model.yaml"], 2, "did you mean learning_rate?"),
+    (["fit", "--config", "value.yaml"], 2, "must be one of 'auto', 'bfloat16', 'float16', 'float32', got 'fp8'"),
+    (["fit", "--config", "callback.yaml"], 2, "did you mean cuda_graphs?"),
 ]
+# Configs with one mistake each.
+MISTAKEN = {
+    "top": "modle: 3\n"
+    "model: {class_path: lightning_fastft.FineTuner, init_args: {model: x}}\n"
+    "data: {class_path: lightning_fastft.PackedDataModule, init_args: {paths: y}}\n",
+    "trainer": "trainer: {max_stps: 3}\n",
+    "model": "model: {class_path: lightning_fastft.FineTuner, init_args: {model: x, lerning_rate: 1}}\n",
+    "value": "model: {class_path: lightning_fastft.FineTuner, init_args: {model: x, dtype: fp8}}\n",
+    "data": "data: {class_path: lightning_fastft.PackedDataModule, init_args: {paths: y, val_share: abc}}\n",
+    "epochs": "trainer: {max_epochs: 1.5}\n",
+    "bool": "trainer: {inference_mode: perhaps}\n",
+    "callback": "trainer: {callbacks: [{class_path: lightning_fastft.FusedKernels, init_args: {cuda_graphz: 1}}]}\n",
+    "strategy": "trainer: {strategy: {class_path: lightning_fastft.FastFTStrategy, init_args: {activation: keep}}}\n",
+}
 SCRIPT = f"""
 import contextlib, io, json, sys
 sys.argv[0] = "fastft"
@@ -83,9 +105,16 @@ def run_python(arguments, folder):
     return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
 
 
+def write_mistaken(folder):
+    for name, text in MISTAKEN.items():
+        (folder / f"{name}.yaml").write_text(text)
+
+
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
-    done = run_python(["-c", SCRIPT, json.dumps([words for words, _, _ in ANSWERED])], tmp_path_factory.mktemp("empty"))
+    folder = tmp_path_factory.mktemp("mistaken")
+    write_mistaken(folder)
+    done = run_python(["-c", SCRIPT, json.dumps([words for words, _, _ in ANSWERED])], folder)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -116,6 +145,8 @@ def test_command_registers_the_strategies_for_its_trainer(folder):
     (folder / "config.yaml").write_text(BORING)
     done = run_python(["-m", "lightning_fastft", "fit", "--config", "config.yaml", "--trainer.strategy=fastft"], folder)
     assert done.returncode == 0, done.stderr
+    # What takes time is said, from the first second on.
+    assert re.search(r"^importing: \d+\.\d s$", done.stderr, re.MULTILINE)
 
 
 class _Parsed(Exception):  # noqa: N818
@@ -140,8 +171,7 @@ def parsers():
 @pytest.mark.parametrize("command", [*TRAINER_COMMANDS, "data"])
 def test_known_options_are_those_of_the_parser(command, parsers):
     names = {name.strip("-+") for action in parsers[command]._actions for name in action.option_strings}
-    known = mistakes._OPTIONS_OF.get(command, mistakes._OPTIONS)
-    assert {name.partition(".")[0] for name in names} == set(known)
+    assert {name.partition(".")[0] for name in names} == set(parser_options(command))
     trained = {name.split(".")[1] for name in names if name.startswith("trainer.")} - {"help"}
     assert trained == set(read_parameters("lightning_fastft.cli.trainer.FastFTTrainer"))
 
@@ -165,12 +195,23 @@ def test_every_parameter_of_a_class_is_read_from_its_source(owner):
         ["--config", "dpo_qwen3_8b", "--model.bta", "1"],
         [*OK, "--trainr.max_steps", "3", "--foo", "--seed", "1"],
         [*OK, "--trainer.max_step=3"],
+        [*OK, "--trainer.max_steps", "abc"],
+        [*OK, "--trainer.max_epochs=1.5"],
+        [*OK, "--trainer.benchmark", "perhaps"],
+        [*OK, "--model.warmup_share", "abc"],
+        [*OK, "--model.dtype", "fp8"],
+        [*OK, "--model.quantization", "nf5"],
+        [*OK, "--data.max_tokens", "1.5"],
+        *(["--config", f"{name}.yaml"] for name in MISTAKEN),
     ],
     ids=" ".join,
 )
-def test_unknown_option_is_answered_as_the_parser_answers(words, capsys):
+@pytest.mark.parametrize("command", ["fit", "data"])
+def test_mistake_is_answered_as_the_parser_answers(command, words, folder, capsys):
+    write_mistaken(folder)
     answers = []
-    for answer in (lambda: check_words("fit", words), lambda: FastFTCLI(["fit", *words])):
+    parse = (lambda: FastFTCLI(["fit", *words])) if command == "fit" else (lambda: FastFTCLI(words, run=False))
+    for answer in (lambda: check_words(command, words), parse):
         with pytest.raises(SystemExit) as stop:
             answer()
         assert stop.value.code == 2
@@ -224,6 +265,10 @@ FOREIGN = "data: {class_path: my_package.Data, init_args: {paths: nope.jsonl, pt
         ("fit", ["-cother.yaml", "--data.paths", "nope.jsonl"]),
         # What follows two dashes is no option.
         ("fit", [*OK, "--", "--foo"]),
+        # Values that the parser may take.
+        ("fit", [*OK, "--trainer.max_steps", "1e1", "--model.learning_rate", "1e-3", "--model.warmup_share", ".5"]),
+        ("fit", [*OK, "--trainer.max_epochs", "null", "--model.learning_rate=null", "--trainer.benchmark", "True"]),
+        ("fit", [*OK, "--trainer.precision", "bf16", "--trainer.devices", "auto", "--trainer.limit_val_batches", "x"]),
         # Files that only the parser can judge.
         ("fit", ["--config", "broken.yaml", "--data.paths", "nope.jsonl"]),
         ("fit", ["--config", "deep.yaml", "--data.paths", "nope.jsonl"]),

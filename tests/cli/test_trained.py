@@ -151,7 +151,7 @@ def test_answers_are_those_of_generate(here):
 def test_tasks_go_to_lm_eval(here, monkeypatch, capsys, answer):
     monkeypatch.setattr("lightning_fastft.cli.eval.find_spec", lambda name: None)
     status, text = answer(["eval", CHECKPOINT, "--tasks", "arc_easy"])
-    assert (status, "pip install 'lm-eval[hf]'" in text) == (1, True)
+    assert (status, "pip install 'lightning-fastft[eval]'" in text) == (1, True)
     asked = []
 
     class HFLM:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from lightning_fastft.core.errors import FastFTError
+from lightning_fastft.core.extras import pip_line
 
 SCRIPT = "convert_hf_to_gguf.py"
 
@@ -41,7 +42,10 @@ def convert_to_gguf(folder: Path, file: Path, *, type_name: str, llama_cpp: str 
     done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - no shell
     if done.returncode != 0 or not file.is_file():
         end = " | ".join((done.stderr or done.stdout).strip().splitlines()[-3:])
+        lacks = "No module named" in end
+        advice = f" Install what its script imports: {pip_line('gguf')}." if lacks else ""
         raise FastFTError(
-            f"llama.cpp did not write {file} (exit status {done.returncode}): {end}. The folder itself is complete."
+            f"llama.cpp did not write {file} (exit status {done.returncode}): {end}.{advice} The folder itself is "
+            "complete."
         )
     return ""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lightning_fastft.core.errors import DataError, MissingDependencyError, OptionError, list_names
+from lightning_fastft.core.extras import pip_line
 from lightning_fastft.hf.dtypes import default_dtype
 from lightning_fastft.hf.loading.finite_weights import check_files_finite, check_finite
 from lightning_fastft.hf.loading.initialisation import initialise
@@ -183,7 +184,7 @@ def _nf4_config(dtype: torch.dtype) -> Any:
     try:
         import bitsandbytes  # noqa: F401
     except ImportError as error:
-        message = "quantization='nf4' needs bitsandbytes. Install it with: pip install 'lightning_fastft[qlora]'"
+        message = f"quantization='nf4' needs bitsandbytes. Install it with: {pip_line('qlora')}"
         raise MissingDependencyError(message) from error
     from transformers import BitsAndBytesConfig
 

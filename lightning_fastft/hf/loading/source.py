@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_fastft.core.checks import check_choice, check_path
 from lightning_fastft.core.errors import MissingDependencyError, OptionError
+from lightning_fastft.core.extras import pip_line
 from lightning_fastft.hf.loading.safe_files import check_config, check_index
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ class ModelSource:
             reason = next((line for line in str(error).splitlines() if line.strip()), "a package is missing.")
             raise MissingDependencyError(
                 f"The processor of {self.name!r} cannot be loaded: {reason} Install what images need with: "
-                "pip install 'lightning_fastft[vision]'"
+                f"{pip_line('vision')}"
             ) from error
         except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise OptionError(f"The processor of {self.model!r} cannot be read: {error!s:.300}") from error

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from lightning_fastft.core.errors import MissingDependencyError
+from lightning_fastft.core.extras import pip_line
 from lightning_fastft.kernels.sizes import next_power_of_2
 from lightning_fastft.packing.context import BatchContext
 
@@ -82,7 +83,7 @@ def _load_attention() -> Callable[..., Any]:
         import cudnn
     except ImportError as error:
         raise MissingDependencyError(
-            "Attention backend 'cudnn' needs nvidia-cudnn-frontend: pip install 'lightning_fastft[hopper]'."
+            f"Attention backend 'cudnn' needs nvidia-cudnn-frontend: {pip_line('hopper')}."
         ) from error
     attention: Callable[..., Any] = cudnn.sdpa_torch
     return attention

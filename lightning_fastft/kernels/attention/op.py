@@ -11,6 +11,7 @@ import torch
 
 from lightning_fastft.core.checks import check_choice, check_int, check_tensor
 from lightning_fastft.core.errors import BackendError, MissingDependencyError, ShapeError
+from lightning_fastft.core.extras import pip_line
 from lightning_fastft.kernels.attention.cudnn_backend import cudnn_attention, is_cudnn_installed
 from lightning_fastft.kernels.attention.flash import MAX_HEAD_WIDTH, Collect, Remember, Shares, varlen_attention
 from lightning_fastft.kernels.attention.flex import flex_attention
@@ -243,7 +244,7 @@ def find_obstacle(backend: str, need: AttentionNeed) -> str:
             (need.has_softcap, "has no soft cap"),
             (need.has_sinks, "has no sinks"),
             (need.has_prefixes, "takes no documents that continue a prefix"),
-            (not need.has_cudnn, "needs the package nvidia-cudnn-frontend (pip install 'lightning_fastft[hopper]')"),
+            (not need.has_cudnn, f"needs the package nvidia-cudnn-frontend ({pip_line('hopper')})"),
         ),
         "flex": (
             (need.device_type not in ("cuda", "cpu"), f"does not run on {need.device_type}"),

@@ -14,6 +14,7 @@ import numpy as np
 
 from lightning_fastft.core.errors import DataError
 from lightning_fastft.core.files import sync_file
+from lightning_fastft.core.phases import phase
 from lightning_fastft.packing.images import ImageStore, ImageWriter
 from lightning_fastft.packing.reading.sources import REJECTED, Source
 from lightning_fastft.packing.rows.formats import TUNERS
@@ -124,6 +125,7 @@ class Ingest:
         per_entry = self._report.documents_per_entry = [0] * (1 + max(source.entry for source in sources))
         try:
             with (
+                phase("tokenising"),
                 _progress(sources, is_shown=show_progress) as advance,
                 closing(run_chunks(chunks, setup=self._setup, num_proc=num_proc)) as results,
             ):
@@ -303,7 +305,8 @@ def _progress(sources: list[Source], *, is_shown: bool) -> Iterator[Callable[[in
         TextColumn("rows"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("tokenise", total=sum(source.count_rows() for source in sources))
         yield lambda num_rows: progress.advance(task, num_rows)
         # Sources count lines, which are more than rows.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fastft.core.checks import check_bool, check_choice, check_float, check_int, check_path, check_share
+from lightning_fastft.core.cores import count_usable_cores
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.packing.reading.sources import is_mixture
 
@@ -94,5 +95,4 @@ def find_cache_dir() -> str:
 
 def count_processes() -> int:
     """Return one process per usable core, 8 at most."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(MAX_PROCESSES, cores)
+    return min(MAX_PROCESSES, count_usable_cores())

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_fastft.core.errors import OptionError
+from lightning_fastft.core.phases import phase
 from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
 
 if TYPE_CHECKING:
@@ -81,16 +82,17 @@ def open_source(
     is_sharded: bool,
 ) -> tuple[PreTrainedModel, Filler | None]:
     """Return a finished model; or a model that is filled while it is sharded, with what fills it."""
-    if not is_sharded:
-        from lightning_fastft.hf.loading.model import build_model
+    with phase("loading the model"):
+        if not is_sharded:
+            from lightning_fastft.hf.loading.model import build_model
 
-        return build_model(source, device=device, dtype=dtype, quantization=quantization, seed=seed), None
-    from lightning_fastft.hf.sharding.fillers import open_model, reads_base
+            return build_model(source, device=device, dtype=dtype, quantization=quantization, seed=seed), None
+        from lightning_fastft.hf.sharding.fillers import open_model, reads_base
 
-    is_read_early = lora is not None and reads_base(lora)
-    return open_model(
-        source, device=device, dtype=dtype, quantization=quantization, seed=seed, is_read_early=is_read_early
-    )
+        is_read_early = lora is not None and reads_base(lora)
+        return open_model(
+            source, device=device, dtype=dtype, quantization=quantization, seed=seed, is_read_early=is_read_early
+        )
 
 
 def open_frozen_model(source: str | nn.Module, *, device: torch.device, dtype: torch.dtype) -> nn.Module:
@@ -102,7 +104,8 @@ def open_frozen_model(source: str | nn.Module, *, device: torch.device, dtype: t
         from lightning_fastft.hf.loading.model import build_model
         from lightning_fastft.hf.loading.source import ModelSource
 
-        model = build_model(ModelSource(source, init="pretrained"), device=device, dtype=dtype)
+        with phase("loading the second model"):
+            model = build_model(ModelSource(source, init="pretrained"), device=device, dtype=dtype)
     return model.requires_grad_(False).eval()
 
 
