@@ -67,9 +67,9 @@ class ExpertLinear(NamedTuple):
     """One linear of every expert.
 
     Args:
-        weight_EIO: Weight of ``x @ weight[e]``. Shape (E, I, O); dtype of the tokens; any view with a stride of 1 along
-            I or O, or a packed weight.
-        bias_EO: Shape (E, O), dtype of the tokens; None for none.
+        weight_EIO: Weight of ``x @ weight[e]``. Shape (E, I, O); any view with a stride of 1 along I or O, or a packed
+            weight. A wider dtype than that of the tokens (fp32 masters) is cast for each product; gradients have it.
+        bias_EO: Shape (E, O), dtype of the weight; None for none.
         adapter: LoRA on the weight; None for none.
     """
 
@@ -181,7 +181,9 @@ class _Call(NamedTuple):
 
 
 class _Linear(NamedTuple):
-    """One linear in the dtype of the tokens, with contiguous factors in the layouts of the grouped products."""
+    """One linear, with contiguous factors in the layouts of the grouped products; all but the weight in the dtype of
+    the tokens.
+    """
 
     weight_EIO: torch.Tensor | PackedWeight
     bias_EO: torch.Tensor | None
@@ -368,7 +370,7 @@ def _cast_linear(
     a_ERI = None
     if a_EIR is not None and b_ERO is not None:
         a_ERI, b_ERO = _lay_out(a_EIR.transpose(1, 2), dtype=dtype), _lay_out(b_ERO, dtype=dtype)
-    return _Linear(weight_EIO, bias_EO, a_ERI, b_ERO, scale)
+    return _Linear(weight_EIO, None if bias_EO is None else bias_EO.to(dtype), a_ERI, b_ERO, scale)
 
 
 def _lay_out(factor: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
@@ -391,14 +393,20 @@ def _wanted_gradients(parameters: Sequence[torch.Tensor | None]) -> list[_Wanted
     return dense + [None if factor is None else _Wanted(factor.dtype, _is_expert_last(factor)) for factor in factors]
 
 
-def dense_weight(weight_EIO: torch.Tensor | PackedWeight) -> torch.Tensor:
-    """Return a weight as a dense tensor, valid until the next packed weight is dequantised."""
-    return weight_EIO if isinstance(weight_EIO, torch.Tensor) else weight_EIO.dense()
+def dense_weight(weight_EIO: torch.Tensor | PackedWeight, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a weight as a dense tensor, valid until the next packed weight is dequantised.
+
+    Args:
+        weight_EIO: The weight.
+        dtype: Dtype of the result; a weight in another one, an fp32 master, is cast for one product. None keeps it.
+    """
+    dense = weight_EIO if isinstance(weight_EIO, torch.Tensor) else weight_EIO.dense()
+    return dense if dtype is None else dense.to(dtype)
 
 
 def _product(x_NI: Rows, linear: _Linear, end_E: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the output of one linear, and the adapter's low-rank rows if it has an adapter."""
-    weight_EIO = dense_weight(linear.weight_EIO)
+    weight_EIO = dense_weight(linear.weight_EIO, dtype=rows_of(x_NI).dtype)
     if linear.a_ERI is None:
         return (grouped_mm(x_NI, weight_EIO, end_E, bias_EO=linear.bias_EO),)
     low_NR = grouped_mm(x_NI, linear.a_ERI.transpose(1, 2), end_E)
@@ -410,7 +418,7 @@ def _product(x_NI: Rows, linear: _Linear, end_E: torch.Tensor) -> tuple[torch.Te
 
 def _input_gradient(d_NO: Rows, linear: _Linear, end_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the gradient of a product's input, and of the adapter's low-rank rows without its scale."""
-    weight_EOI = dense_weight(linear.weight_EIO).transpose(1, 2)
+    weight_EOI = dense_weight(linear.weight_EIO, dtype=rows_of(d_NO).dtype).transpose(1, 2)
     if linear.a_ERI is None or linear.b_ERO is None:
         return grouped_mm(d_NO, weight_EOI, end_E, is_checked=False), None
     d_low_NR = grouped_mm(d_NO, linear.b_ERO.transpose(1, 2), end_E, is_checked=False)

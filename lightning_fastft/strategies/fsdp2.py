@@ -17,7 +17,8 @@ from lightning_fastft.checkpoint.ranks import on_all_ranks
 from lightning_fastft.core.checks import check_bool, check_choice, check_int, check_string, local_path
 from lightning_fastft.core.errors import CheckpointNotSavedError, DamagedCheckpointError, OptionError
 from lightning_fastft.core.status import Status
-from lightning_fastft.strategies.context_parallel import MOST_DEVICES, ContextParallelMixin
+from lightning_fastft.strategies.context_parallel import MOST_DEVICES
+from lightning_fastft.strategies.expert_parallel import ExpertParallelMixin
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true")
 
 
-class FastFTFSDPStrategy(ContextParallelMixin, ModelParallelStrategy):
+class FastFTFSDPStrategy(ExpertParallelMixin, ModelParallelStrategy):
     """Train with FSDP2: shard weights, gradients and optimizer state, and gather one decoder layer at a time.
 
     Distribution is torch's and Lightning's own. Every device is a data-parallel rank unless the sizes say otherwise. A
@@ -51,6 +52,9 @@ class FastFTFSDPStrategy(ContextParallelMixin, ModelParallelStrategy):
         context_parallel: Devices that share each pack (all-to-all over attention heads), for packs too long for one
             device; it divides the number of devices and of query heads. Batches are distributed over groups of this
             many devices.
+        expert_parallel: Devices that own the experts of each mixture-of-experts layer in equal shares, and exchange
+            tokens instead of gathering expert weights: 1, or the number of devices that shard one copy of the
+            weights (shard). It needs the callback BincountRouter.
         data_parallel_size: Number of devices over which the model is sharded and the batches are distributed, context
             groups included; "auto" is the number of devices divided by tensor_parallel_size.
         tensor_parallel_size: Number of devices that share each matrix product; "auto" is the number of devices divided
@@ -92,6 +96,7 @@ class FastFTFSDPStrategy(ContextParallelMixin, ModelParallelStrategy):
         attention: str = "auto",
         exact_resume: bool = True,
         context_parallel: int = 1,
+        expert_parallel: int = 1,
         data_parallel_size: Literal["auto"] | int = "auto",
         tensor_parallel_size: Literal["auto"] | int = "auto",
         shard: Literal["auto", "node"] | int = "auto",
@@ -105,6 +110,7 @@ class FastFTFSDPStrategy(ContextParallelMixin, ModelParallelStrategy):
             attention=attention,
             exact_resume=exact_resume,
             context_parallel=context_parallel,
+            expert_parallel=expert_parallel,
             data_parallel_size=data_parallel_size,
             tensor_parallel_size=tensor_parallel_size,
             save_distributed_checkpoint=save_distributed_checkpoint,
@@ -175,9 +181,11 @@ class FastFTFSDPStrategy(ContextParallelMixin, ModelParallelStrategy):
         roots = sharded_roots(self.model) if self.gradient_sync == "window" else []
         for root in roots:
             root.set_requires_gradient_sync(False)
+        self._is_in_window = self.gradient_sync == "window"
         try:
             yield
         finally:
+            self._is_in_window = False
             for root in roots:
                 root.set_requires_gradient_sync(True)
 
@@ -308,7 +316,7 @@ class FastFTFSDPStrategy(ContextParallelMixin, ModelParallelStrategy):
                     "configure_model. Leave the sizes at 'auto' for data parallelism over all devices, or parallelise "
                     "the model there over self.device_mesh['tensor_parallel']."
                 )
-            self._sharding = shard_model(module, self.sharding_mesh)
+            self._sharding = shard_model(module, self.sharding_mesh, owns_experts=self.expert_parallel > 1)
         whole = unsharded_trained_names(module)
         if whole:
             raise OptionError(

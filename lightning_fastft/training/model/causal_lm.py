@@ -336,7 +336,12 @@ class CausalLMModule(LightningModule):
             else resolve_sharded_masters(self.master_dtype_name, compute_dtype=self._compute_dtype)
         )
         self._sharding = shard_model(
-            self.model, mesh, filler=filler, compute_dtype=self._compute_dtype, master_dtype=master_dtype
+            self.model,
+            mesh,
+            filler=filler,
+            compute_dtype=self._compute_dtype,
+            master_dtype=master_dtype,
+            owns_experts=getattr(self.trainer.strategy, "expert_parallel", 1) > 1,
         )
 
     def _find_patcher(self) -> ModelPatcher:

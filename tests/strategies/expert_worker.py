@@ -1,0 +1,210 @@
+"""Train tiny mixture-of-experts models whose experts are sharded, gathered or owned, on two ranks: ``-m
+tests.strategies.expert_worker <fit or resume> <folder>``. Rank 0 writes what they found.
+"""
+
+import os
+import sys
+from pathlib import Path
+from unittest import mock
+
+import torch
+from lightning.pytorch import seed_everything
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+from lightning_fastft.activations.checkpointing import OffloadCheckpointing
+from lightning_fastft.callbacks.bincount_router import BincountRouter
+from lightning_fastft.core.patcher import ModelPatcher
+from lightning_fastft.hf.sharding.state import gather_state
+from lightning_fastft.moe import expert_axis
+from lightning_fastft.moe.expert_axis import AXIS_ATTRIBUTE, ExpertAxis
+from lightning_fastft.moe.install import install_bincount_router
+from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
+from lightning_fastft.strategies.single_device import FastFTStrategy
+from tests.strategies.strategy_worker import CONFIG, LORA, fit, make_tuner, trained_state
+from tests.support.tiny_models import build_tiny
+
+QWEN = {
+    "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+GPT_OSS = {
+    "model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}  # fmt: skip
+EXPERT_LORA = {
+    **LORA,
+    "target_modules": ["q_proj"],
+    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+}
+# Name -> what is trained, the policy, and whether ranks own experts.
+CASES = {
+    "qwen, sharded": (QWEN, None, "keep", False),
+    "qwen, owned": (QWEN, None, "recompute", True),
+    "qwen, lora, sharded": (QWEN, EXPERT_LORA, "recompute", False),
+    "qwen, lora, owned": (QWEN, EXPERT_LORA, "keep", True),
+    "gpt-oss, sharded": (GPT_OSS, None, "recompute", False),
+    "gpt-oss, owned": (GPT_OSS, None, "keep", True),
+    "gpt-oss, lora, owned": (GPT_OSS, EXPERT_LORA, "recompute", True),
+}
+
+
+class Watch(Callback):
+    """Keep losses, and the gradients of the first step before they are clipped."""
+
+    def __init__(self):
+        self.losses, self.gradients = [], {}
+
+    def on_before_backward(self, trainer, pl_module, loss):
+        self.losses.append(loss.detach().clone())
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        if not self.gradients:
+            self.gradients = {
+                name: whole(parameter.grad).clone()
+                for name, parameter in pl_module.named_parameters()
+                if parameter.grad is not None
+            }
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def strategy_of(name, *, num_ranks, **options):
+    _, _, policy, is_owned = CASES[name]
+    activations = OffloadCheckpointing(policy)
+    if num_ranks == 1:
+        return FastFTStrategy(activations=activations)
+    return FastFTFSDPStrategy(activations=activations, expert_parallel=num_ranks if is_owned else 1, **options)
+
+
+def train(name, *, rank=0, num_ranks=1, folder=None, optimizer=None, strategy=None, callbacks=(), **options):
+    """Losses of each window, gradients of the first step, and the trained weights of one case."""
+    config, lora, *_ = CASES[name]
+    seed_everything(5, verbose=False)
+    module = make_tuner("full", config=config, optimizer=optimizer, lora=lora, tie_word_embeddings=False)
+    watch = Watch()
+    strategy = strategy or strategy_of(name, num_ranks=num_ranks)
+    trainer = fit(
+        module, strategy=strategy, rank=rank, folder=folder, callbacks=[BincountRouter(), watch, *callbacks], **options
+    )
+    losses = torch.stack(watch.losses).view(trainer.global_step, -1).sum(dim=1)
+    if num_ranks > 1:
+        torch.distributed.all_reduce(losses)
+    return {
+        "losses": losses / num_ranks,
+        "gradients": watch.gradients,
+        "state": trained_state(module),
+        "statuses": " | ".join(status.reason for status in trainer.strategy.statuses()),
+    }
+
+
+# One layer of experts, without Lightning.
+
+TOKENS = (7, 5)
+ROUTES = ("spread", "all to the first rank", "all to one expert of the last rank")
+
+
+def skip_offset():
+    """Every rank numbers experts from 0."""
+    return mock.patch.object(ExpertAxis, "rank", property(lambda axis: 0, lambda axis, rank: None), create=True)
+
+
+def count_twice():
+    """Gradients of owned experts are not divided by the size of the axis."""
+    return mock.patch.object(
+        expert_axis._ScatterRows, "backward",
+        staticmethod(lambda ctx, grad: (None, expert_axis._gather(grad, ctx.axis))),
+    )  # fmt: skip
+
+
+def take_the_neighbours():
+    """A rank gets the sums of the tokens of the next one."""
+    real = expert_axis._sum
+    return mock.patch.object(expert_axis, "_sum", lambda rows, axis: real(rows.roll(rows.shape[0] // 2, 0), axis))
+
+
+FAULTS = (skip_offset, count_twice, take_the_neighbours)
+
+
+def make_inputs(route, hidden_size):
+    """Token states, experts and routing weights of every rank."""
+    generator = torch.Generator().manual_seed(3)
+    found = []
+    for num_tokens in TOKENS:
+        x_TD = torch.randn(num_tokens, hidden_size, generator=generator)
+        expert_TK = torch.rand(num_tokens, 4, generator=generator).topk(2).indices
+        if route == ROUTES[1]:
+            expert_TK = expert_TK % 2
+        if route == ROUTES[2]:
+            expert_TK = torch.full_like(expert_TK, 3)
+        found.append((x_TD, expert_TK, torch.rand(num_tokens, 2, generator=generator)))
+    return found
+
+
+def run_layer(experts, inputs):
+    """Outputs of some tokens, and gradients of a weighted sum of them."""
+    x_TD, expert_TK, weight_TK = (tensor.clone() for tensor in inputs)
+    x_TD.requires_grad_()
+    weight_TK.requires_grad_()
+    experts.zero_grad()
+    y_TD = experts(x_TD, expert_TK, weight_TK)
+    (y_TD * torch.linspace(-1, 1, y_TD.numel()).view_as(y_TD)).sum().backward()
+    return y_TD.detach(), x_TD.grad, weight_TK.grad
+
+
+def compare_layer(family, route, *, rank):
+    """Largest difference between owned experts on two ranks and all experts on one, relative to the largest value."""
+    models = [build_tiny(family) for _ in TOKENS]
+    for model in models:
+        install_bincount_router(model, ModelPatcher())
+    alone, owned = (model.model.layers[0].mlp.experts for model in models)
+    inputs = make_inputs(route, 32)
+    truth, sums = [], {}
+    for each in inputs:
+        truth.append(run_layer(alone, each))
+        for name, parameter in alone.named_parameters():
+            sums[name] = sums.get(name, 0) + parameter.grad.clone()
+    axis = ExpertAxis(None)
+    axis.num_rows = max(TOKENS)
+    setattr(owned, AXIS_ATTRIBUTE, axis)
+    for name, parameter in list(owned.named_parameters()):
+        setattr(owned, name, torch.nn.Parameter(parameter.detach().chunk(2)[rank].clone()))
+    pairs = list(zip(run_layer(owned, inputs[rank]), truth[rank]))
+    # Data parallelism divides the sum over all ranks by their number.
+    pairs += [(parameter.grad, sums[name].chunk(2)[rank] / 2) for name, parameter in owned.named_parameters()]
+    error = torch.stack([(own - other).abs().max() / other.abs().max().clamp(min=1e-3) for own, other in pairs]).max()
+    torch.distributed.all_reduce(error, op=torch.distributed.ReduceOp.MAX)
+    return float(error)
+
+
+def run_layers(rank):
+    found = {
+        (family, route): compare_layer(family, route, rank=rank)
+        for family in ("qwen3_moe", "gpt_oss")
+        for route in ROUTES
+    }
+    for fault in FAULTS:
+        with fault():
+            found[fault.__name__] = compare_layer("qwen3_moe", ROUTES[0], rank=rank)
+    return found
+
+
+def run_fit(rank, folder):
+    torch.distributed.init_process_group("gloo")
+    found = {"layers": run_layers(rank)}
+    for name in CASES:
+        found[name] = train(name, rank=rank, num_ranks=2, folder=folder)
+    return found
+
+
+def main(part, folder):
+    rank, folder = int(os.environ["RANK"]), Path(folder)
+    found = {"fit": run_fit}[part](rank, folder)
+    if rank == 0:
+        torch.save(found, folder / "found.pt")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
