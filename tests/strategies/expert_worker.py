@@ -1,5 +1,5 @@
 """Train tiny mixture-of-experts models whose experts are sharded, gathered or owned, on two ranks: ``-m
-tests.strategies.expert_worker <fit or resume> <folder>``. Rank 0 writes what they found.
+tests.strategies.expert_worker <part> <folder>``. Rank 0 writes what they found.
 """
 
 import os
@@ -13,8 +13,8 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.callbacks.bincount_router import BincountRouter
+from lightning_fastft.core.errors import OptionError, UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher
-from lightning_fastft.hf.sharding.state import gather_state
 from lightning_fastft.moe import expert_axis
 from lightning_fastft.moe.expert_axis import AXIS_ATTRIBUTE, ExpertAxis
 from lightning_fastft.moe.install import install_bincount_router
@@ -47,6 +47,8 @@ CASES = {
     "gpt-oss, owned": (GPT_OSS, None, "keep", True),
     "gpt-oss, lora, owned": (GPT_OSS, EXPERT_LORA, "recompute", True),
 }
+QUICK = "qwen, owned"
+SAVED = ("qwen, owned", "qwen, lora, owned", "qwen, sharded")
 
 
 class Watch(Callback):
@@ -79,17 +81,19 @@ def strategy_of(name, *, num_ranks, **options):
     return FastFTFSDPStrategy(activations=activations, expert_parallel=num_ranks if is_owned else 1, **options)
 
 
-def train(name, *, rank=0, num_ranks=1, folder=None, optimizer=None, strategy=None, callbacks=(), **options):
+def train(
+    name, *, rank=0, num_ranks=1, folder=None, optimizer=None, strategy=None, callbacks=(), dtype="float32", **options
+):
     """Losses of each window, gradients of the first step, and the trained weights of one case."""
     config, lora, *_ = CASES[name]
     seed_everything(5, verbose=False)
-    module = make_tuner("full", config=config, optimizer=optimizer, lora=lora, tie_word_embeddings=False)
+    module = make_tuner("full", config=config, optimizer=optimizer, lora=lora, tie_word_embeddings=False, dtype=dtype)
     watch = Watch()
     strategy = strategy or strategy_of(name, num_ranks=num_ranks)
     trainer = fit(
         module, strategy=strategy, rank=rank, folder=folder, callbacks=[BincountRouter(), watch, *callbacks], **options
     )
-    losses = torch.stack(watch.losses).view(trainer.global_step, -1).sum(dim=1)
+    losses = torch.stack(watch.losses).view(-1, trainer.accumulate_grad_batches).sum(dim=1)
     if num_ranks > 1:
         torch.distributed.all_reduce(losses)
     return {
@@ -191,19 +195,121 @@ def run_layers(rank):
     return found
 
 
-def run_fit(rank, folder):
+def run_quick(rank, folder):
     torch.distributed.init_process_group("gloo")
-    found = {"layers": run_layers(rank)}
-    for name in CASES:
-        found[name] = train(name, rank=rank, num_ranks=2, folder=folder)
+    return {"layers": run_layers(rank), QUICK: train(QUICK, rank=rank, num_ranks=2, folder=folder)}
+
+
+def run_all(rank, folder):
+    found = {name: train(name, rank=rank, num_ranks=2, folder=folder) for name in CASES if name != QUICK}
+    for name in SAVED:
+        for is_folder in (True, False):
+            for form in ("whole", "resumed"):
+                found[name, is_folder, form] = save_or_resume(name, form, rank, folder, is_folder=is_folder)
+    found["bf16"] = {name: train_in_bf16(name, rank, folder) for name in ("qwen, owned", "qwen, sharded")}
+    found["refused"] = {name: refusal(run) for name, run in refused_runs(rank, folder).items()}
     return found
 
 
-def main(part, folder):
+def run_copies(rank, folder):
+    """Four ranks: two copies, each over two ranks, with the data of two ranks twice."""
+    strategy = strategy_of(QUICK, num_ranks=2, shard=2)
+    return {QUICK: train(QUICK, rank=rank % 2, num_ranks=4, folder=folder, strategy=strategy)}
+
+
+def place_of(name, folder, *, is_folder):
+    return folder / f"{name.replace(', ', '-')}-{is_folder}"
+
+
+def save_or_resume(name, form, rank, folder, *, is_folder):
+    """Four steps of AdamW, or the last two of them from the checkpoint of the second; the trained weights."""
+    place = place_of(name, folder, is_folder=is_folder)
+    path = place / "step=2.ckpt"
+    saving = ModelCheckpoint(dirpath=place, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    options = {"enable_checkpointing": True} if form == "whole" else {"ckpt_path": path}
+    strategy = strategy_of(name, num_ranks=2, save_distributed_checkpoint=is_folder)
+    return train(
+        name, rank=rank, num_ranks=2, folder=folder, max_steps=4, strategy=strategy, optimizer=adamw,
+        callbacks=[saving] if form == "whole" else [], **options,
+    )["state"]  # fmt: skip
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def resume(name, path, *, rank=0, num_ranks=1, folder=None):
+    """The last two of four steps on other ranks, or with experts gathered instead of owned."""
+    return train(
+        name, rank=rank, num_ranks=num_ranks, folder=folder, max_steps=4, optimizer=adamw, ckpt_path=path
+    )["state"]  # fmt: skip
+
+
+def run_exchange(rank, folder, path):
+    """Go on from a folder of owned experts with gathered ones."""
+    return resume("qwen, sharded", path, rank=rank, num_ranks=2, folder=folder)
+
+
+class Dtypes(Callback):
+    """Dtypes of experts: what is held, its gradients, and what computes."""
+
+    def __init__(self):
+        self.found = {}
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        stack = pl_module.model.model.layers[0].mlp.experts.down_proj
+        self.found = {"held": str(stack.dtype), "gradient": str(stack.grad.dtype)}
+
+
+def train_in_bf16(name, rank, folder):
+    dtypes = Dtypes()
+    found = train(name, rank=rank, num_ranks=2, folder=folder, callbacks=[dtypes], dtype="bfloat16")
+    return {**dtypes.found, "gradients": found["gradients"]}
+
+
+def refused_runs(rank, folder):
+    """Runs that cannot be served, by name."""
+
+    def fit_dense():
+        fit(make_tuner("full"), strategy=owners(), rank=rank, folder=folder, callbacks=[BincountRouter()])
+
+    def fit_without_router():
+        module = make_tuner("full", config=QWEN, tie_word_embeddings=False)
+        fit(module, strategy=owners(), rank=rank, folder=folder)
+
+    def fit_nf4():
+        module = make_tuner("nf4 experts")
+        fit(module, strategy=FastFTFSDPStrategy(), rank=rank, folder=folder, callbacks=[BincountRouter()])
+
+    def fit_three_experts():
+        module = make_tuner("full", config={**QWEN, "num_experts": 3}, tie_word_embeddings=False)
+        fit(module, strategy=owners(), rank=rank, folder=folder, callbacks=[BincountRouter()])
+
+    return {
+        "dense": fit_dense, "no router": fit_without_router, "nf4": fit_nf4, "three experts": fit_three_experts,
+    }  # fmt: skip
+
+
+def owners():
+    return FastFTFSDPStrategy(expert_parallel=2)
+
+
+def refusal(run):
+    try:
+        run()
+    except (OptionError, UnsupportedModelError) as error:
+        return str(error)
+    return ""
+
+
+PARTS = {"quick": run_quick, "all": run_all, "copies": run_copies, "exchange": run_exchange}
+
+
+def main(part, folder, *arguments):
     rank, folder = int(os.environ["RANK"]), Path(folder)
-    found = {"fit": run_fit}[part](rank, folder)
+    found = PARTS[part](rank, folder, *arguments)
     if rank == 0:
-        torch.save(found, folder / "found.pt")
+        torch.save(found, folder / f"{part}.pt")
 
 
 if __name__ == "__main__":
