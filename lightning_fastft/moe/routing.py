@@ -196,7 +196,9 @@ class _Wanted(NamedTuple):
     """Dtype and memory order of the gradient of one parameter."""
 
     dtype: torch.dtype
-    is_expert_last: bool
+    is_expert_last: bool = False
+    # Stored as (E, O, I).
+    is_transposed: bool = False
 
 
 class _RoutedExperts(torch.autograd.Function):
@@ -238,7 +240,8 @@ class _RoutedExperts(torch.autograd.Function):
         ctx.save_for_backward(x_TD, weight_TK, *order, *held, *watched)
         if point is not None and point.session.is_last(point.last):
             return x_TD.new_full((1,), float("nan")).expand(x_TD.shape)
-        act_NF = gate_forward(_with_gate(held[0], has_gate=call.has_gate), form=call.form, is_checked=False)
+        columns_NP = _with_gate(held[0], has_gate=call.has_gate)
+        act_NF = gate_forward(columns_NP, form=call.form, end_E=order.end_E, is_checked=False)
         y_ND, *_ = _product(act_NF, second, order.end_E)
         return combine_rows(y_ND, order.place_TK, order.end_E, weight_TK=weight_TK, is_checked=False)
 
@@ -263,6 +266,7 @@ class _RoutedExperts(torch.autograd.Function):
             form=call.form,
             weight_N=weight_N,
             need_act=any(needs[_PER_LINEAR:]),
+            end_E=end_E,
             is_checked=False,
         )
         d_gate_up_NP = gate.d_gate_up_NP if call.has_gate else gate.d_gate_up_NP[:, : gate_up_NP.shape[1]]
@@ -380,6 +384,12 @@ def _lay_out(factor: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
     return factor.to(dtype).contiguous()
 
 
+def _is_transposed(weight_EIO: torch.Tensor | PackedWeight) -> bool:
+    """Return whether the memory order of an (E, I, O) weight is (E, O, I)."""
+    is_dense = isinstance(weight_EIO, torch.Tensor) and not weight_EIO.is_contiguous()
+    return is_dense and weight_EIO.transpose(1, 2).is_contiguous()  # type: ignore[union-attr]
+
+
 def _is_expert_last(factor: torch.Tensor) -> bool:
     """Return whether the memory order of an (E, R, columns) factor is (columns, R, E), as in PEFT's second factor."""
     return not factor.is_contiguous() and factor.permute(2, 1, 0).is_contiguous()
@@ -389,8 +399,11 @@ def _wanted_gradients(parameters: Sequence[torch.Tensor | None]) -> list[_Wanted
     """Return dtype and memory order of the gradients of one product's parameters."""
     weight, bias, a_EIR, b_ERO = parameters
     factors = (None if a_EIR is None else a_EIR.transpose(1, 2), b_ERO)
-    dense = [None if tensor is None else _Wanted(tensor.dtype, is_expert_last=False) for tensor in (weight, bias)]
-    return dense + [None if factor is None else _Wanted(factor.dtype, _is_expert_last(factor)) for factor in factors]
+    dense = [
+        None if weight is None else _Wanted(weight.dtype, is_transposed=_is_transposed(weight)),
+        None if bias is None else _Wanted(bias.dtype),
+    ]
+    return dense + [None if factor is None else _Wanted(factor.dtype, is_expert_last=_is_expert_last(factor)) for factor in factors]
 
 
 def dense_weight(weight_EIO: torch.Tensor | PackedWeight, *, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -456,7 +469,8 @@ def _parameter_gradients(
 
     weight, bias, a, b = (None,) * _PER_LINEAR
     if needs[0]:
-        weight = gradient(x_NI, d_NO, index=0)
+        is_transposed = wanted[0] is not None and wanted[0].is_transposed
+        weight = gradient(d_NO, x_NI, index=0).transpose(1, 2) if is_transposed else gradient(x_NI, d_NO, index=0)
     if needs[1]:
         bias = gradient(rows_of(d_NO).new_ones(d_NO.shape[0], 1), d_NO, index=1)[:, 0]
     if needs[2]:

@@ -19,6 +19,7 @@ from lightning_fastft.core.errors import CheckpointNotSavedError, DamagedCheckpo
 from lightning_fastft.core.status import Status
 from lightning_fastft.strategies.context_parallel import MOST_DEVICES
 from lightning_fastft.strategies.expert_parallel import ExpertParallelMixin
+from lightning_fastft.strategies.mesh import check_mesh
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -268,26 +269,20 @@ class FastFTFSDPStrategy(ExpertParallelMixin, ModelParallelStrategy):
         """Return the number of devices over which one copy of the weights is sharded.
 
         Raises:
-            OptionError: The number does not divide the data-parallel devices, or is combined with tensor parallelism.
+            OptionError: The sizes of the mesh do not fit each other, or are combined with tensor parallelism.
         """
         data = int(self._data_parallel_size)
         shard = {"auto": data, "node": self.num_processes}.get(str(self.shard), self.shard)
         assert isinstance(shard, int)
-        if data % shard:
+        check_mesh(
+            data, shard=shard, context_parallel=self.context_parallel, expert_parallel=self.expert_parallel
+        )
+        if self._tensor_parallel_size != 1 and (
+            shard != data or self.context_parallel > 1 or self.expert_parallel > 1
+        ):
             raise OptionError(
-                f"shard={self.shard!r} shards a copy over {shard} devices, which does not divide the {data} data "
-                "parallel devices. Use a divisor, or 'auto' for one copy over all of them."
-            )
-        if shard % self.context_parallel:
-            raise OptionError(
-                f"shard={self.shard!r} shards a copy over {shard} devices, and {self.context_parallel} share each pack "
-                f"(context_parallel). Use a multiple of {self.context_parallel} for shard."
-            )
-        if self.context_parallel > 1 and self._tensor_parallel_size != 1:
-            raise OptionError("context_parallel is not supported with tensor parallelism. Set tensor_parallel_size=1.")
-        if shard != data and self._tensor_parallel_size != 1:
-            raise OptionError(
-                "shard below the number of data parallel devices is not supported with tensor parallelism."
+                "shard, context_parallel and expert_parallel are not supported with tensor parallelism. Leave them at "
+                "their defaults, or set tensor_parallel_size=1."
             )
         return shard
 

@@ -212,9 +212,9 @@ def run_all(rank, folder):
 
 
 def run_copies(rank, folder):
-    """Four ranks: two copies, each over two ranks, with the data of two ranks twice."""
+    """Four ranks: two copies, each over two ranks, which have the data of one of two ranks."""
     strategy = strategy_of(QUICK, num_ranks=2, shard=2)
-    return {QUICK: train(QUICK, rank=rank % 2, num_ranks=4, folder=folder, strategy=strategy)}
+    return {QUICK: train(QUICK, rank=rank // 2, num_ranks=4, folder=folder, strategy=strategy, num_copies=2)}
 
 
 def place_of(name, folder, *, is_folder):
