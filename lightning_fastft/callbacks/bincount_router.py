@@ -18,8 +18,8 @@ class BincountRouter(ModelSwaps):
 
     A gather, grouped GEMMs, the gate and a weighted sum replace the experts function of transformers; routers,
     parameters and state-dict keys do not change. The callback supports training and evaluation, experts with or without
-    adapters, sharded or not, FineTuner and any other LightningModule. All changes are undone when the run ends, also after an
-    exception. A dense model is not changed, and the table says so.
+    adapters, sharded or not, FineTuner and any other LightningModule. All changes are undone when the run ends, also
+    after an exception. A dense model is not changed, and the table says so.
 
     Raises:
         UnsupportedModelError: A model has MoE layers of which none is supported; raised once the model is built.

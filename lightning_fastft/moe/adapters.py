@@ -16,8 +16,10 @@ from peft.tuners.lora.layer import ParamWrapper as PeftParamWrapper
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher, share_state
 from lightning_fastft.kernels.expert_pack.op import pack_expert_first
+from lightning_fastft.moe.expert_axis import find_axis
 from lightning_fastft.moe.routing import ExpertAdapter
 
 # Attribute of experts modules, not in the state_dict: parameter name -> the wrapper around the parameter.
@@ -35,8 +37,17 @@ class ParamWrapper(PeftParamWrapper):
     """
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Call the wrapped module, or PEFT's own forward if there is not exactly one plain adapter."""
+        """Call the wrapped module, or PEFT's own forward if there is not exactly one plain adapter.
+
+        Raises:
+            UnsupportedModelError: PEFT's own forward would need experts that other ranks own.
+        """
         if self.plain_adapter() is None:
+            if not self.disable_adapters and find_axis(self.get_base_layer()) is not None:
+                raise UnsupportedModelError(
+                    f"{self.parameter_name} has adapters that PEFT computes from the whole stack (several, merged, or "
+                    "a variant), and expert_parallel holds a share of it. Use one plain adapter, or expert_parallel=1."
+                )
             return super().forward(x, *args, **kwargs)
         self._check_forward_args(x, *args, **kwargs)
         return self.base_layer(x, *args, **kwargs)

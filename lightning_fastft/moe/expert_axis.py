@@ -1,9 +1,9 @@
 """Expert parallelism: the ranks of an axis own the experts of each layer in equal shares and exchange tokens.
 
-Every rank gets the tokens of all ranks (all-gather), runs its own experts on them, and returns each rank the sum of its
-tokens' outputs. Sizes never depend on the routing, so no count leaves the device. A token whose experts are spread over
-the axis is sent once to each rank, not once per expert: with 8 experts per token, 2 ranks get 99.6 % and 8 ranks 66 % of
-all tokens anyway.
+Every rank gets the tokens of all ranks (all-gather), runs its own experts on them, and returns to each rank the sums of
+its tokens' outputs. Sizes never depend on the routing, so no count leaves the device. A token is sent once to each
+rank, not once per expert: with 8 experts per token, an exchange by need would send each of 2 ranks 99.6 % of all tokens
+anyway, and each of 8 ranks 66 %.
 
 Axes: R rows of one rank, padded to the longest pack of the axis, T = R * ranks, K experts per token, D model width,
     E experts, N = R * K routed slots.

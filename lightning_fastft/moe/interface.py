@@ -172,7 +172,8 @@ def _read_stack(
     is_transposed = bool(getattr(module, "is_transposed", True))
     bias = getattr(module, f"{name}_bias") if getattr(module, "has_bias", False) else None
     if find_axis(module) is not None or not is_gathered:
-        weight, bias = (part.to_local() if isinstance(part, DTensor) else part for part in (weight, bias))
+        weight = weight.to_local() if isinstance(weight, DTensor) else weight
+        bias = bias.to_local() if isinstance(bias, DTensor) else bias
     if isinstance(weight, DTensor):
         raise UnsupportedModelError(
             f"experts are sharded: {type(module).__name__}.{name} is a DTensor that no FSDP module gathered for this "

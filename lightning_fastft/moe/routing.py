@@ -403,7 +403,9 @@ def _wanted_gradients(parameters: Sequence[torch.Tensor | None]) -> list[_Wanted
         None if weight is None else _Wanted(weight.dtype, is_transposed=_is_transposed(weight)),
         None if bias is None else _Wanted(bias.dtype),
     ]
-    return dense + [None if factor is None else _Wanted(factor.dtype, is_expert_last=_is_expert_last(factor)) for factor in factors]
+    return dense + [
+        None if factor is None else _Wanted(factor.dtype, is_expert_last=_is_expert_last(factor)) for factor in factors
+    ]
 
 
 def dense_weight(weight_EIO: torch.Tensor | PackedWeight, *, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Expert parallelism: the ranks over which one copy of the weights is sharded own the experts of each layer in shares.
 
-Each rank has its own packs. The experts exchange tokens inside of each layer (``moe/expert_axis.py``); all other weights
-are sharded and gathered as without it.
+Each rank has its own packs. The experts exchange tokens inside of each layer (``moe/expert_axis.py``); all other
+weights are sharded and gathered as without it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ class ExpertParallelMixin(ContextParallelMixin):
         Each micro-batch waits, on the host, for the hosts of all ranks, which agree on their longest pack.
     """
 
-    sharding_mesh: DeviceMesh
+    @property
+    def sharding_mesh(self) -> DeviceMesh:
+        """The mesh over which a model is sharded; its last axis is that of the experts."""
+        raise NotImplementedError
 
     def __init__(self, *, expert_parallel: int = 1, **kwargs: Any) -> None:
         super().__init__(**kwargs)

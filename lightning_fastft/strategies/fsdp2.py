@@ -274,12 +274,8 @@ class FastFTFSDPStrategy(ExpertParallelMixin, ModelParallelStrategy):
         data = int(self._data_parallel_size)
         shard = {"auto": data, "node": self.num_processes}.get(str(self.shard), self.shard)
         assert isinstance(shard, int)
-        check_mesh(
-            data, shard=shard, context_parallel=self.context_parallel, expert_parallel=self.expert_parallel
-        )
-        if self._tensor_parallel_size != 1 and (
-            shard != data or self.context_parallel > 1 or self.expert_parallel > 1
-        ):
+        check_mesh(data, shard=shard, context_parallel=self.context_parallel, expert_parallel=self.expert_parallel)
+        if self._tensor_parallel_size != 1 and (shard != data or self.context_parallel > 1 or self.expert_parallel > 1):
             raise OptionError(
                 "shard, context_parallel and expert_parallel are not supported with tensor parallelism. Leave them at "
                 "their defaults, or set tensor_parallel_size=1."

@@ -192,7 +192,7 @@ FAULTS = {
     "wrong stride of the gradient": "d_act_ptr + rows * {d_act_stride => num_columns}",
     "wrong stride of the output": "out_ptr + rows * {out_stride => 2 * num_columns}",
     "written before it is read": (
-        "# A value may be read by more than one thread: all have read before one of them writes. "
+        "# More than one thread may read a value: all must read before one of them writes. "
         "tl.debug_barrier(){ => \n            tl.store(out_rows[:, None] + cols[None, :], "
         "d_act.to(out_ptr.dtype.element_ty), mask=inside)}"
     ),

@@ -2,17 +2,20 @@
 tests.strategies.expert_worker <part> <folder>``. Rank 0 writes what they found.
 """
 
+import contextlib
 import os
 import sys
 from pathlib import Path
 from unittest import mock
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.callbacks.bincount_router import BincountRouter
+from lightning_fastft.callbacks.fused_kernels import FusedKernels
 from lightning_fastft.core.errors import OptionError, UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.moe import expert_axis
@@ -20,7 +23,9 @@ from lightning_fastft.moe.expert_axis import AXIS_ATTRIBUTE, ExpertAxis
 from lightning_fastft.moe.install import install_bincount_router
 from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
 from lightning_fastft.strategies.single_device import FastFTStrategy
-from tests.strategies.strategy_worker import CONFIG, LORA, fit, make_tuner, trained_state
+from lightning_fastft.training.datamodule import PackedDataModule
+from tests.strategies.context_fit_worker import MAX_TOKENS, make_rows
+from tests.strategies.strategy_worker import LORA, fit, make_tuner, trained_state
 from tests.support.tiny_models import build_tiny
 
 QWEN = {
@@ -91,8 +96,9 @@ def train(
     watch = Watch()
     strategy = strategy or strategy_of(name, num_ranks=num_ranks)
     trainer = fit(
-        module, strategy=strategy, rank=rank, folder=folder, callbacks=[BincountRouter(), watch, *callbacks], **options
-    )
+        module, strategy=strategy, rank=rank, folder=folder,
+        callbacks=[BincountRouter(), *[FusedKernels()] * (lora is not None), watch, *callbacks], **options,
+    )  # fmt: skip
     losses = torch.stack(watch.losses).view(-1, trainer.accumulate_grad_batches).sum(dim=1)
     if num_ranks > 1:
         torch.distributed.all_reduce(losses)
@@ -107,6 +113,9 @@ def train(
 # One layer of experts, without Lightning.
 
 TOKENS = (7, 5)
+FAMILIES = ("qwen3_moe", "gpt_oss")
+# Dtype of the tokens, and whether experts are fp32 masters.
+GPU_DTYPES = (("float32", False), ("bfloat16", False), ("bfloat16", True))
 ROUTES = ("spread", "all to the first rank", "all to one expert of the last rank")
 
 
@@ -154,41 +163,71 @@ def run_layer(experts, inputs):
     weight_TK.requires_grad_()
     experts.zero_grad()
     y_TD = experts(x_TD, expert_TK, weight_TK)
-    (y_TD * torch.linspace(-1, 1, y_TD.numel()).view_as(y_TD)).sum().backward()
+    d_y_TD = torch.linspace(-1, 1, y_TD.numel(), dtype=y_TD.dtype, device=y_TD.device).view_as(y_TD)
+    y_TD.backward(d_y_TD)
     return y_TD.detach(), x_TD.grad, weight_TK.grad
 
 
-def compare_layer(family, route, *, rank):
+def compare_layer(family, route, *, rank, device="cpu", dtype=torch.float32, has_masters=False):
     """Largest difference between owned experts on two ranks and all experts on one, relative to the largest value."""
-    models = [build_tiny(family) for _ in TOKENS]
+    models = [build_tiny(family).to(device, dtype) for _ in TOKENS]
     for model in models:
         install_bincount_router(model, ModelPatcher())
     alone, owned = (model.model.layers[0].mlp.experts for model in models)
-    inputs = make_inputs(route, 32)
+    inputs = [(x_TD.to(device, dtype), *(each.to(device) for each in rest)) for x_TD, *rest in make_inputs(route, 32)]
     truth, sums = [], {}
     for each in inputs:
         truth.append(run_layer(alone, each))
         for name, parameter in alone.named_parameters():
-            sums[name] = sums.get(name, 0) + parameter.grad.clone()
+            sums[name] = sums.get(name, 0) + parameter.grad.float()
     axis = ExpertAxis(None)
     axis.num_rows = max(TOKENS)
     setattr(owned, AXIS_ATTRIBUTE, axis)
     for name, parameter in list(owned.named_parameters()):
-        setattr(owned, name, torch.nn.Parameter(parameter.detach().chunk(2)[rank].clone()))
-    pairs = list(zip(run_layer(owned, inputs[rank]), truth[rank]))
+        share = parameter.detach().chunk(2)[rank].to(torch.float32 if has_masters else dtype, copy=True)
+        setattr(owned, name, torch.nn.Parameter(share))
+    if device != "cpu":
+        # Compiles kernels, and opens the communicator.
+        run_layer(owned, inputs[rank])
+    with no_host_sync(device):
+        found = run_layer(owned, inputs[rank])
+    pairs = list(zip(found, truth[rank]))
     # Data parallelism divides the sum over all ranks by their number.
     pairs += [(parameter.grad, sums[name].chunk(2)[rank] / 2) for name, parameter in owned.named_parameters()]
-    error = torch.stack([(own - other).abs().max() / other.abs().max().clamp(min=1e-3) for own, other in pairs]).max()
+    error = torch.stack(
+        [(own.float() - other).abs().max() / other.float().abs().max().clamp(min=1e-3) for own, other in pairs]
+    ).max()
     torch.distributed.all_reduce(error, op=torch.distributed.ReduceOp.MAX)
     return float(error)
 
 
-def run_layers(rank):
-    found = {
-        (family, route): compare_layer(family, route, rank=rank)
-        for family in ("qwen3_moe", "gpt_oss")
+@contextlib.contextmanager
+def no_host_sync(device):
+    """Fail on a wait for the device."""
+    if device != "cpu":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        if device != "cpu":
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def run_gpu(rank, folder):
+    torch.cuda.set_device(rank)
+    torch.distributed.init_process_group("nccl")
+    return {
+        (family, route, dtype, has_masters): compare_layer(
+            family, route, rank=rank, device=f"cuda:{rank}", dtype=getattr(torch, dtype), has_masters=has_masters
+        )
+        for family in FAMILIES
         for route in ROUTES
+        for dtype, has_masters in GPU_DTYPES
     }
+
+
+def run_layers(rank):
+    found = {(family, route): compare_layer(family, route, rank=rank) for family in FAMILIES for route in ROUTES}
     for fault in FAULTS:
         with fault():
             found[fault.__name__] = compare_layer("qwen3_moe", ROUTES[0], rank=rank)
@@ -207,6 +246,7 @@ def run_all(rank, folder):
             for form in ("whole", "resumed"):
                 found[name, is_folder, form] = save_or_resume(name, form, rank, folder, is_folder=is_folder)
     found["bf16"] = {name: train_in_bf16(name, rank, folder) for name in ("qwen, owned", "qwen, sharded")}
+    found["parts"] = [train_on_parts(folder, expert_parallel=size) for size in (1, 2)]
     found["refused"] = {name: refusal(run) for name, run in refused_runs(rank, folder).items()}
     return found
 
@@ -267,6 +307,24 @@ def train_in_bf16(name, rank, folder):
     return {**dtypes.found, "gradients": found["gradients"]}
 
 
+def train_on_parts(folder, *, expert_parallel):
+    """Trained weights and the validation loss of ranks that share each pack, and gather or own experts."""
+    seed_everything(5, verbose=False)
+    module = make_tuner("full", config=QWEN, tie_word_embeddings=False)
+    strategy = FastFTFSDPStrategy(context_parallel=2, expert_parallel=expert_parallel)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, strategy=strategy, max_steps=2, default_root_dir=folder, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, num_sanity_val_steps=0,
+        val_check_interval=2, callbacks=[BincountRouter()],
+    )  # fmt: skip
+    data = PackedDataModule(
+        make_rows(16, seed=1), val_paths=make_rows(4, seed=2), max_tokens=MAX_TOKENS, cache_dir=None, num_proc=1,
+        show_progress=False, num_workers=0,
+    )  # fmt: skip
+    trainer.fit(module, data)
+    return {"state": trained_state(module), "val_loss": trainer.callback_metrics["val_loss"]}
+
+
 def refused_runs(rank, folder):
     """Runs that cannot be served, by name."""
 
@@ -302,7 +360,7 @@ def refusal(run):
     return ""
 
 
-PARTS = {"quick": run_quick, "all": run_all, "copies": run_copies, "exchange": run_exchange}
+PARTS = {"gpu": run_gpu, "quick": run_quick, "all": run_all, "copies": run_copies, "exchange": run_exchange}
 
 
 def main(part, folder, *arguments):

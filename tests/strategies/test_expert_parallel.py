@@ -35,7 +35,7 @@ def check_same(found, truth):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("route", worker.ROUTES)
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", worker.FAMILIES)
 def test_owned_experts_compute_what_all_experts_do(ranks, family, route):
     assert ranks("quick")[0]["layers"][family, route] <= BOUND
 
@@ -62,6 +62,13 @@ def test_two_ranks_train_as_one_process(ranks, name):
 @pytest.mark.fault
 def test_two_copies_of_two_owners_train_as_one_copy(ranks):
     check_same(ranks("copies", num_ranks=4)[0][worker.QUICK], worker.train(worker.QUICK))
+
+
+@pytest.mark.fault
+def test_ranks_that_share_packs_own_experts_too(ranks):
+    gathered, owned = ranks("all")[0]["parts"]
+    assert difference(owned["state"], gathered["state"]) <= BOUND
+    assert float(owned["val_loss"]) == pytest.approx(float(gathered["val_loss"]), rel=BOUND)
 
 
 @pytest.mark.fault

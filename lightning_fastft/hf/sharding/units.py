@@ -203,7 +203,8 @@ class _Sharder:
             share = whole.detach().chunk(self.mesh.size(-1))[self.mesh.get_local_rank(self.mesh.ndim - 1)]
             dtype = self.master_dtype if self.master_dtype is not None and whole.requires_grad else whole.dtype
             # A copy, so that the stack is freed.
-            tensor = DTensor.from_local(share.to(self.mesh.device_type, dtype, copy=True), self.mesh, places, run_check=False)
+            share = share.to(self.mesh.device_type, dtype, copy=True)
+            tensor = DTensor.from_local(share, self.mesh, places, run_check=False)
             owned = nn.Parameter(tensor, requires_grad=whole.requires_grad)
             experts.register_parameter(name, owned)
             self._owned.add(owned)

@@ -51,7 +51,8 @@ def gate_forward(
         OptionError: The form or the backend is unknown, or the backend does not support this tensor.
 
     Cost:
-        Reads gate_up_NP and writes act_NF once, the rows before ``end_E[-1]`` if given; no host sync. "reference" makes fp32 copies.
+        Reads gate_up_NP and writes act_NF once, the rows before ``end_E[-1]`` if given; no host sync. "reference" makes
+        fp32 copies and takes all rows.
 
     Source:
         GLU variants, arXiv 2002.05202; clamped form: gpt-oss as in transformers.

@@ -51,6 +51,14 @@ def _divide(dividend, divisor, IS_WIDE: tl.constexpr):
 
 
 @triton.jit
+def _num_written(num_rows, last_end_ptr, HAS_END: tl.constexpr):
+    """Return the number of rows that have an expert."""
+    if HAS_END:
+        num_rows = tl.load(last_end_ptr)
+    return num_rows
+
+
+@triton.jit
 def _gate_and_slopes(raw_gate, raw_up, limit, alpha, ACTIVATION: tl.constexpr, IS_WIDE: tl.constexpr):
     """Return the activation and its derivatives by gate and by up; unused results cost nothing."""
     gate = raw_gate
@@ -166,8 +174,7 @@ def _gate_forward_kernel(
     BLOCK_F: tl.constexpr,
 ):
     """Run one program per block of rows and tile of columns."""
-    if HAS_END:
-        num_rows = tl.load(last_end_ptr)
+    num_rows = _num_written(num_rows, last_end_ptr, HAS_END)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     start = tl.program_id(1) * BLOCK_F
     inside_rows = rows < num_rows
@@ -220,8 +227,7 @@ def _gate_backward_kernel(
 
     With weights the span has all columns, so one program sums a row in a fixed order.
     """
-    if HAS_END:
-        num_rows = tl.load(last_end_ptr)
+    num_rows = _num_written(num_rows, last_end_ptr, HAS_END)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside_rows = rows < num_rows
     d_act_rows = d_act_ptr + rows * d_act_stride

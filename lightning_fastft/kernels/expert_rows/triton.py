@@ -39,11 +39,10 @@ def _gather_rows_kernel(
     """Run one program per routed slot and tile of columns."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    num_columns_here = num_columns
     if HAS_END:
-        # Without columns nothing is read or written.
+        # A row without columns is neither read nor written.
         num_columns_here = tl.where(row < tl.load(last_end_ptr), num_columns, 0)
-    else:
-        num_columns_here = num_columns
     slot = tl.load(slot_ptr + row * slot_stride).to(tl.int64)
     token = slot // K
     # An invalid slot gives NaN instead of an out-of-bounds read.
