@@ -246,6 +246,7 @@ def run_all(rank, folder):
             for form in ("whole", "resumed"):
                 found[name, is_folder, form] = save_or_resume(name, form, rank, folder, is_folder=is_folder)
     found["bf16"] = {name: train_in_bf16(name, rank, folder) for name in ("qwen, owned", "qwen, sharded")}
+    found["bf16 lora"] = train("qwen, lora, sharded", rank=rank, num_ranks=2, folder=folder, dtype="bfloat16")
     found["parts"] = [train_on_parts(folder, expert_parallel=size) for size in (1, 2)]
     found["refused"] = {name: refusal(run) for name, run in refused_runs(rank, folder).items()}
     return found

@@ -104,6 +104,12 @@ def test_owned_experts_are_fp32_masters_of_bf16_arithmetic(ranks):
 
 
 @pytest.mark.fault
+def test_sharded_adapters_on_experts_are_cast_in_each_pass(ranks):
+    found, truth = ranks("all")[0]["bf16 lora"], worker.train("qwen, lora, sharded", dtype="bfloat16")
+    assert difference(found["state"], truth["state"]) <= BOUND
+
+
+@pytest.mark.fault
 @pytest.mark.parametrize(
     ("case", "message"),
     [
