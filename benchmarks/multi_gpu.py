@@ -1,12 +1,14 @@
-r"""Measure tokens/s of DDP, FSDP2 and context parallelism against one GPU, and a model built sharded.
+r"""Measure tokens/s of DDP, FSDP2, context and expert parallelism, and a model built sharded.
 
     python -m benchmarks.multi_gpu multi --out runs/multi
     python -m benchmarks.multi_gpu multi --out runs/context --runs one context --tokens 131072 --one-document
     python -m benchmarks.multi_gpu full32b --out runs/full32b --ranks 4
+    python -m benchmarks.multi_gpu experts --out runs/experts --ranks 2
 
 "multi" trains Qwen3-8B LoRA in bf16 on 2 GPUs: DDP and FSDP2 with 8,192 tokens per GPU, "context" with a pack of so many
 tokens on both. "full32b" trains all weights of Qwen3-32B in bf16; the model is built sharded, so no rank ever holds it
-whole.
+whole. "experts" trains all weights of 12 layers of Qwen3-30B-A3B, with expert weights gathered in each layer (fsdp) and
+with experts owned in shares (experts); the losses of both must agree to 1e-3.
 
 Weights are random and the same in every run (one seed). Two GPUs and one GPU with an accumulation of two (under
 "context" one GPU without) take the same steps: their losses must agree to 1e-3. The first 8 steps repeat the same packs
@@ -42,6 +44,7 @@ from benchmarks.ruler.measure import StepClock, peak_memory_gib, summarise_ms
 from benchmarks.ruler.plans import describe_plan, parse_mode
 from benchmarks.ruler.report import read_records
 from benchmarks.ruler.workloads import IGNORED_LABEL, WORKLOADS, Pack, lora_config, make_packs
+from lightning_fastft.callbacks.bincount_router import BincountRouter
 from lightning_fastft.packing.collate import Document, PackedBatch, collate
 from lightning_fastft.strategies.ddp import FastFTDDPStrategy
 from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
@@ -49,13 +52,15 @@ from lightning_fastft.strategies.single_device import FastFTStrategy
 from lightning_fastft.training.fine_tuner import FineTuner
 
 RUNS = ("one", "accumulate", "ddp", "fsdp")
-CONTEXT = "context"
+CONTEXT, EXPERTS = "context", "experts"
 STRATEGIES = {
     "one": FastFTStrategy,
     "ddp": FastFTDDPStrategy,
     "fsdp": FastFTFSDPStrategy,
     # All ranks share each pack.
     CONTEXT: FastFTDDPStrategy,
+    # Ranks own the experts in shares.
+    EXPERTS: FastFTFSDPStrategy,
 }
 MIN_SPEEDUP = {"ddp": 1.96, "fsdp": 1.9, CONTEXT: 1.9}
 # Sums in another order, in bf16; measured from equal weights.
@@ -83,10 +88,10 @@ def main(arguments: list[str] | None = None) -> int:
         return code
     options.out.mkdir(parents=True, exist_ok=True)
     driver = Driver(options)
-    {"multi": multi, "full32b": full}[options.command](driver, options)
+    {"multi": multi, "full32b": full, EXPERTS: experts}[options.command](driver, options)
     # The latest record of every run.
     records = list({record["title"]: record for record in read_records(options.out / "raw.jsonl")}.values())
-    table = {"multi": multi_table, "full32b": full_table}[options.command](records)
+    table = {"multi": multi_table, "full32b": full_table, EXPERTS: expert_table}[options.command](records)
     (options.out / "table.txt").write_text(table + "\n", encoding="utf-8")
     print(table, flush=True)
     return 0
@@ -113,6 +118,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     two.add_argument("--ranks", type=int, default=4)
     two.add_argument("--master-dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    owners = commands.add_parser(EXPERTS, parents=[shared], help="every weight of a mixture of experts")
+    owners.add_argument("--workload", default="qwen3-30b-a3b-12l-lora", help="whose configuration is trained")
+    owners.add_argument("--ranks", type=int, default=2)
+    owners.add_argument("--master-dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    owners.add_argument("--runs", nargs="+", default=["fsdp", EXPERTS], choices=("fsdp", EXPERTS))
     three = commands.add_parser("worker", parents=[shared], help="one rank of a run")
     three.add_argument("--workload", required=True)
     three.add_argument("--strategy", required=True, choices=tuple(STRATEGIES))
@@ -243,6 +253,19 @@ def full(driver: Driver, options: argparse.Namespace) -> None:
     )
 
 
+def experts(driver: Driver, options: argparse.Namespace) -> None:
+    """Full fine-tuning of experts that are gathered in each layer, then of experts that ranks own."""
+    arguments = ["--full", "--master-dtype", options.master_dtype]
+    for strategy in options.runs:
+        driver.run(
+            f"{strategy} x{options.ranks}",
+            strategy=strategy,
+            num_ranks=options.ranks,
+            num_steps=options.steps,
+            arguments=arguments,
+        )
+
+
 def worker(options: argparse.Namespace) -> int:
     """Train as one rank; rank 0 writes the record."""
     is_cuda = options.device == "cuda"
@@ -274,8 +297,8 @@ def worker(options: argparse.Namespace) -> int:
     mode = parse_mode(options.mode)
     checkpointing = mode.checkpointing
     follow = RankCallback(record, num_steps=num_steps, num_micro=num_steps * options.accumulate, is_cuda=is_cuda)
-    context = {"context_parallel": num_sharing} if options.strategy == CONTEXT else {}
-    strategy = STRATEGIES[options.strategy](activations=checkpointing, **context)
+    sizes = {CONTEXT: {"context_parallel": num_sharing}, EXPERTS: {"expert_parallel": num_ranks}}
+    strategy = STRATEGIES[options.strategy](activations=checkpointing, **sizes.get(options.strategy, {}))
     trainer = make_trainer(
         strategy,
         follow,
@@ -286,6 +309,8 @@ def worker(options: argparse.Namespace) -> int:
         max_epochs=-1,
     )
     trainer.callbacks.extend(mode.callbacks())
+    if workload.num_experts:
+        trainer.callbacks.append(BincountRouter())
     share = Share(
         make_packs(workload),
         rank=rank // num_sharing,
@@ -530,6 +555,23 @@ def full_table(records: Sequence[dict[str, Any]]) -> str:
                 f"    bar: {len(losses)} steps, all losses finite and falling on repeated packs: "
                 f"{_verdict(all(loss == loss for loss in losses) and losses[:NUM_WARMUP][-1] < losses[0])}",
             ]
+    return "\n".join(lines)
+
+
+def expert_table(records: Sequence[dict[str, Any]]) -> str:
+    """Return tokens/s of gathered and owned experts, and whether their losses agree."""
+    lines = ["experts: tokens/s, step"]
+    lines += [f"  {record['title']:<24} {record['reason'] or short(record)}" for record in records]
+    timed = {record["strategy"]: record for record in records if not record["reason"]}
+    if {"fsdp", EXPERTS} <= timed.keys():
+        gathered, owned = timed["fsdp"], timed[EXPERTS]
+        pairs = list(zip(owned["losses"], gathered["losses"]))
+        worst = max(abs(own - other) / abs(other) for own, other in pairs)
+        ratio = owned["tokens_per_s"] / gathered["tokens_per_s"]
+        lines += [
+            f"  owned experts: {ratio:.3f} times gathered ones",
+            f"  bar: losses differ by {worst:.1e} in {len(pairs)} steps: {_verdict(worst <= LOSS_TOLERANCE)}",
+        ]
     return "\n".join(lines)
 
 

@@ -123,8 +123,9 @@ def write_support() -> str:
         "| LoRA, QLoRA, full fine-tuning | yes | yes | yes |",
         "| activations planned, offloaded | yes | yes | yes |",
         "| `FusedKernels` | yes | yes | yes |",
-        "| `BincountRouter` | yes | yes | refused: sharded experts |",
+        "| `BincountRouter` | yes | yes | yes, but for NF4 experts |",
         "| `context_parallel` | one device | yes | yes |",
+        "| `expert_parallel` | one device | - | yes |",
         "| `FusedAdamW` | yes | yes | torch.optim.AdamW |",
         "| `fastft export` of its checkpoints | yes | yes | `FineTuner.save_pretrained` |",
     ]

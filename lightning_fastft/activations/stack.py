@@ -281,8 +281,8 @@ class SegmentStack:
         """Raise if this rank may not change the plan that it cannot apply."""
         if self.environment.plans_together:
             raise OptionError(
-                f"This rank cannot apply the activation plan of its context-parallel group: {error} Set "
-                "OffloadCheckpointing(vram_budget=..., host_budget=...) to fewer GiB, or use policy 'recompute'."
+                f"This rank cannot apply the activation plan of its group, which exchanges data in each layer: {error} "
+                "Set OffloadCheckpointing(vram_budget=..., host_budget=...) to fewer GiB, or use policy 'recompute'."
             ) from error
 
     def _best_plan(self, *, vram_budget: int, host_budget: int, machine: Machine) -> Plan:

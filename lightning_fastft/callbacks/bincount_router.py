@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from lightning_fastft.callbacks.model_swaps import ModelSwaps
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
     from torch import nn
 
     from lightning_fastft.core.patcher import ModelPatcher
@@ -19,12 +18,11 @@ class BincountRouter(ModelSwaps):
 
     A gather, grouped GEMMs, the gate and a weighted sum replace the experts function of transformers; routers,
     parameters and state-dict keys do not change. The callback supports training and evaluation, experts with or without
-    adapters, FineTuner and any other LightningModule. All changes are undone when the run ends, also after an
-    exception. A dense model is not changed, and the table says so.
+    adapters, sharded or not, FineTuner and any other LightningModule. All changes are undone when the run ends, also
+    after an exception. A dense model is not changed, and the table says so.
 
     Raises:
-        UnsupportedModelError: A model has MoE layers of which none is supported, or its experts are sharded (FSDP2);
-            raised once the model is built.
+        UnsupportedModelError: A model has MoE layers of which none is supported; raised once the model is built.
 
     Example:
         >>> BincountRouter().status()
@@ -38,9 +36,3 @@ class BincountRouter(ModelSwaps):
         from lightning_fastft.moe.install import install_bincount_router
 
         return install_bincount_router(root, patcher)
-
-    def check_start(self, pl_module: pl.LightningModule) -> None:
-        """Refuse experts that were sharded after a FineTuner built its model."""
-        from lightning_fastft.moe.install import check_unsharded
-
-        check_unsharded(pl_module)

@@ -61,9 +61,6 @@ class ModelSwaps(Callback):
         """Swap modules of root through the patcher, and return the statuses."""
         raise NotImplementedError
 
-    def check_start(self, pl_module: pl.LightningModule) -> None:
-        """Called when a run starts with the swaps in place; refuse changes made since the swap."""
-
     def status(self) -> list[Status]:
         """Return the statuses for the table of the run, also after the run."""
         return self._statuses or [Status(self.status_name, "inactive", "not installed")]
@@ -80,19 +77,19 @@ class ModelSwaps(Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Install before sanity validation, after configure_model."""
-        self._start(pl_module)
+        self._install(pl_module)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Install for ``trainer.validate``."""
-        self._start(pl_module)
+        self._install(pl_module)
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Install for ``trainer.test``."""
-        self._start(pl_module)
+        self._install(pl_module)
 
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Install for ``trainer.predict``."""
-        self._start(pl_module)
+        self._install(pl_module)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Forget the run; its patcher has undone the swaps."""
@@ -106,10 +103,6 @@ class ModelSwaps(Callback):
         # A FineTuner may still have the transform of a run that ended before the model was built.
         if self._patcher is not None:
             self._install(model)
-
-    def _start(self, pl_module: pl.LightningModule) -> None:
-        self._install(pl_module)
-        self.check_start(pl_module)
 
     def _install(self, root: nn.Module) -> None:
         if self._is_installed:

@@ -14,9 +14,12 @@ from typing import Any
 import torch
 from peft.tuners.lora.layer import ParamWrapper as PeftParamWrapper
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher, share_state
 from lightning_fastft.kernels.expert_pack.op import pack_expert_first
+from lightning_fastft.moe.expert_axis import find_axis
 from lightning_fastft.moe.routing import ExpertAdapter
 
 # Attribute of experts modules, not in the state_dict: parameter name -> the wrapper around the parameter.
@@ -34,8 +37,17 @@ class ParamWrapper(PeftParamWrapper):
     """
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Call the wrapped module, or PEFT's own forward if there is not exactly one plain adapter."""
+        """Call the wrapped module, or PEFT's own forward if there is not exactly one plain adapter.
+
+        Raises:
+            UnsupportedModelError: PEFT's own forward would need experts that other ranks own.
+        """
         if self.plain_adapter() is None:
+            if not self.disable_adapters and find_axis(self.get_base_layer()) is not None:
+                raise UnsupportedModelError(
+                    f"{self.parameter_name} has adapters that PEFT computes from the whole stack (several, merged, or "
+                    "a variant), and expert_parallel holds a share of it. Use one plain adapter, or expert_parallel=1."
+                )
             return super().forward(x, *args, **kwargs)
         self._check_forward_args(x, *args, **kwargs)
         return self.base_layer(x, *args, **kwargs)
@@ -126,6 +138,7 @@ class LowPrecisionExpertAdapters:
     def __init__(self, compute_dtype: torch.dtype) -> None:
         self.compute_dtype = compute_dtype
         self._wrappers: list[PeftParamWrapper] = []
+        self._is_sharded = False
 
     def __len__(self) -> int:
         """Return the number of copies."""
@@ -134,9 +147,10 @@ class LowPrecisionExpertAdapters:
     def watch(self, model: nn.Module, patcher: ModelPatcher) -> None:
         """Attach to every wrapper around a stack, including wrappers that are swapped later.
 
-        Undoing the patcher drops the copies.
+        Undoing the patcher drops the copies. Sharded masters get none.
         """
         self._wrappers = [module for module in model.modules() if isinstance(module, PeftParamWrapper)]
+        self._is_sharded = any(isinstance(linear.weight, DTensor) for linear in self._linears())
         for wrapper in self._wrappers:
             patcher.set_attribute(wrapper, _COPIES_ATTRIBUTE, self)
         if self._wrappers:
@@ -162,10 +176,11 @@ class LowPrecisionExpertAdapters:
 
     def read(self, wrapper: PeftParamWrapper, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return current copies of lora_A and lora_B of an adapter as (E, R, columns); None if the masters have the
-        compute dtype.
+        compute dtype or are sharded.
         """
         linears = (wrapper.lora_A[name], wrapper.lora_B[name])
-        if all(linear.weight.dtype is self.compute_dtype for linear in linears):
+        # A sharded master is gathered for each pass, so no version counter tells whether a copy is stale.
+        if self._is_sharded or all(linear.weight.dtype is self.compute_dtype for linear in linears):
             return None
         a, b = (
             self._read(linear, wrapper.num_experts, is_expert_last=is_last)

@@ -98,16 +98,6 @@ def install_bincount_router(root: nn.Module, patcher: ModelPatcher) -> list[Stat
     return statuses
 
 
-def check_unsharded(root: nn.Module) -> None:
-    """Raise on experts that were sharded after the installation.
-
-    Raises:
-        UnsupportedModelError: A stack of expert weights is a DTensor.
-    """
-    for _, module in find_experts(root):
-        _check_weights(_inner_experts(module))
-
-
 class _Layer(NamedTuple):
     """A MoE layer: name, module to swap, module with the stacks, and gate form."""
 

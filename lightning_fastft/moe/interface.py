@@ -23,6 +23,7 @@ from lightning_fastft.hf.expert_nf4 import read_nf4
 from lightning_fastft.kernels.expert_gate.reference import GateForm, gate_forward
 from lightning_fastft.kernels.grouped_mm.op import choose_backend
 from lightning_fastft.moe.adapters import find_adapter
+from lightning_fastft.moe.expert_axis import RoutedTokens, find_axis, share_adapter
 from lightning_fastft.moe.routing import ExpertLinear, ExpertPoint, PackedWeight, dense_weight, run_experts
 
 NAME = "fastft"
@@ -75,7 +76,8 @@ def fastft_experts_forward(
         Weighted sum of the experts' outputs, shape and dtype of hidden_states.
 
     Raises:
-        UnsupportedModelError: The gate formula of the experts is unknown, or their weights are quantised or sharded.
+        UnsupportedModelError: The gate formula of the experts is unknown, or their weights are quantised, or sharded
+            without being gathered for this call.
 
     Cost:
         The cost of run_experts; no host sync.
@@ -98,22 +100,30 @@ def run_slots(module: nn.Module, x_ND: torch.Tensor, expert_N: torch.Tensor) -> 
 
 
 def run_module(module: nn.Module, x_TD: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:
-    """Pass the weights of an experts module to run_experts."""
-    session = find_session(module)
+    """Pass the weights of an experts module to run_experts; with expert parallelism, those of this rank's experts and
+    the tokens of all ranks of the axis.
+    """
+    session, axis = find_session(module), find_axis(module)
     with unwatched(session):
         gate_up, down = (read_linear(module, name) for name in weight_names(module))
-        # Like transformers' grouped GEMMs, ours ignore autocast and compute in the dtype of the weights.
+        num_experts = int(module.num_experts)  # type: ignore[arg-type]
+        # Like transformers' grouped GEMMs, ours ignore autocast and compute in the dtype of the weights. Owned experts
+        # may be fp32 masters, which each product casts.
+        dtype = gate_up.weight_EIO.dtype if axis is None else x_TD.dtype
+        routed = RoutedTokens(x_TD.to(dtype), expert_TK, weight_TK)
+        if axis is not None:
+            routed, num_experts = axis.gather(routed, num_experts=num_experts), num_experts // axis.size
         y_TD = run_experts(
-            x_TD.to(gate_up.weight_EIO.dtype),
-            expert_TK,
-            weight_TK,
+            *routed,
             gate_up=gate_up,
             down=down,
             form=gate_form(module),
-            num_experts=int(module.num_experts),  # type: ignore[arg-type]
+            num_experts=num_experts,
             has_gate=bool(getattr(module, "has_gate", True)),
             point=None if session is None else ExpertPoint(session, value_name(module)),
         )
+        if axis is not None:
+            y_TD = axis.scatter(y_TD, num_tokens=x_TD.shape[0])
         return y_TD.to(x_TD.dtype)
 
 
@@ -126,7 +136,7 @@ def grouped_backends(module: nn.Module) -> set[str]:
     """Return the backend of grouped GEMMs for the stacks of a module on their device."""
     picks = set()
     for name in weight_names(module):
-        weight, bias = _read_stack(module, name)
+        weight, bias = _read_stack(module, name, is_gathered=False)
         weight_EIO = dense_weight(weight)
         picks.add(
             choose_backend(weight_EIO.new_empty((1, weight_EIO.shape[1])), weight_EIO, has_addend=bias is not None)
@@ -138,23 +148,38 @@ def read_linear(module: nn.Module, name: str) -> ExpertLinear:
     """Return a linear of an experts module: its weight as (E, I, O), its bias, and its PEFT adapter.
 
     Raises:
-        UnsupportedModelError: The weight is sharded.
+        UnsupportedModelError: The weight is sharded, and neither gathered nor owned by this rank.
 
     Cost:
         Views. PEFT copies the stack if several adapters are active. Stale low-precision copies are updated.
     """
     weight, bias = _read_stack(module, name)
     adapter = find_adapter(module, name, is_transposed=bool(getattr(module, "is_transposed", True)), dtype=weight.dtype)
+    axis = find_axis(module)
+    if adapter is not None and axis is not None:
+        adapter = share_adapter(adapter, axis)
     return ExpertLinear(weight, bias, adapter)
 
 
-def _read_stack(module: nn.Module, name: str) -> tuple[torch.Tensor | PackedWeight, torch.Tensor | None]:
-    """Return the weight of one product as (E, I, O), and its bias."""
+def _read_stack(
+    module: nn.Module, name: str, *, is_gathered: bool = True
+) -> tuple[torch.Tensor | PackedWeight, torch.Tensor | None]:
+    """Return the weight of one product as (E, I, O), and its bias; of sharded experts this rank's part if they are
+    owned, or if they are not gathered yet.
+    """
     # If PEFT has computed weight plus adapter as one stack, use that stack.
     weight: torch.Tensor = getattr(module, name)
-    check_weight(module, name, weight)
     is_transposed = bool(getattr(module, "is_transposed", True))
     bias = getattr(module, f"{name}_bias") if getattr(module, "has_bias", False) else None
+    if find_axis(module) is not None or not is_gathered:
+        weight = weight.to_local() if isinstance(weight, DTensor) else weight
+        bias = bias.to_local() if isinstance(bias, DTensor) else bias
+    if isinstance(weight, DTensor):
+        raise UnsupportedModelError(
+            f"experts are sharded: {type(module).__name__}.{name} is a DTensor that no FSDP module gathered for this "
+            "call. Train with strategy='fastft_fsdp', which shards whole decoder layers, or remove BincountRouter."
+        )
+    check_weight(module, name, weight)
     packed = read_nf4(module, name, weight)
     if packed is not None:
         return packed, bias
@@ -162,17 +187,11 @@ def _read_stack(module: nn.Module, name: str) -> tuple[torch.Tensor | PackedWeig
 
 
 def check_weight(module: nn.Module, name: str, weight: torch.Tensor) -> None:
-    """Raise on a stack of expert weights that cannot be read as one plain tensor.
+    """Raise on a stack of expert weights that grouped GEMMs cannot read.
 
     Raises:
         UnsupportedModelError: Names the class, the weight and the reason.
     """
-    if isinstance(weight, DTensor):
-        raise UnsupportedModelError(
-            f"experts are sharded: {type(module).__name__}.{name} is a DTensor (FSDP2 or expert parallelism), and "
-            "grouped GEMMs need "
-            "unsharded stacks. Train on one device or with strategy='fastft_ddp', or remove BincountRouter."
-        )
     if weight.dtype not in _DTYPES or weight.ndim != 3:
         raise UnsupportedModelError(
             f"{type(module).__name__}.{name} is {tuple(weight.shape)} in {weight.dtype}; it must be (E, ., .) in bf16, "

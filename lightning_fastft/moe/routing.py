@@ -67,9 +67,9 @@ class ExpertLinear(NamedTuple):
     """One linear of every expert.
 
     Args:
-        weight_EIO: Weight of ``x @ weight[e]``. Shape (E, I, O); dtype of the tokens; any view with a stride of 1 along
-            I or O, or a packed weight.
-        bias_EO: Shape (E, O), dtype of the tokens; None for none.
+        weight_EIO: Weight of ``x @ weight[e]``. Shape (E, I, O); any view with a stride of 1 along I or O, or a packed
+            weight. A wider dtype than that of the tokens (fp32 masters) is cast for each product; gradients have it.
+        bias_EO: Shape (E, O), dtype of the weight; None for none.
         adapter: LoRA on the weight; None for none.
     """
 
@@ -181,7 +181,9 @@ class _Call(NamedTuple):
 
 
 class _Linear(NamedTuple):
-    """One linear in the dtype of the tokens, with contiguous factors in the layouts of the grouped products."""
+    """One linear, with contiguous factors in the layouts of the grouped products; all but the weight in the dtype of
+    the tokens.
+    """
 
     weight_EIO: torch.Tensor | PackedWeight
     bias_EO: torch.Tensor | None
@@ -194,7 +196,9 @@ class _Wanted(NamedTuple):
     """Dtype and memory order of the gradient of one parameter."""
 
     dtype: torch.dtype
-    is_expert_last: bool
+    is_expert_last: bool = False
+    # Stored as (E, O, I).
+    is_transposed: bool = False
 
 
 class _RoutedExperts(torch.autograd.Function):
@@ -236,7 +240,8 @@ class _RoutedExperts(torch.autograd.Function):
         ctx.save_for_backward(x_TD, weight_TK, *order, *held, *watched)
         if point is not None and point.session.is_last(point.last):
             return x_TD.new_full((1,), float("nan")).expand(x_TD.shape)
-        act_NF = gate_forward(_with_gate(held[0], has_gate=call.has_gate), form=call.form, is_checked=False)
+        columns_NP = _with_gate(held[0], has_gate=call.has_gate)
+        act_NF = gate_forward(columns_NP, form=call.form, end_E=order.end_E, is_checked=False)
         y_ND, *_ = _product(act_NF, second, order.end_E)
         return combine_rows(y_ND, order.place_TK, order.end_E, weight_TK=weight_TK, is_checked=False)
 
@@ -261,6 +266,7 @@ class _RoutedExperts(torch.autograd.Function):
             form=call.form,
             weight_N=weight_N,
             need_act=any(needs[_PER_LINEAR:]),
+            end_E=end_E,
             is_checked=False,
         )
         d_gate_up_NP = gate.d_gate_up_NP if call.has_gate else gate.d_gate_up_NP[:, : gate_up_NP.shape[1]]
@@ -368,7 +374,7 @@ def _cast_linear(
     a_ERI = None
     if a_EIR is not None and b_ERO is not None:
         a_ERI, b_ERO = _lay_out(a_EIR.transpose(1, 2), dtype=dtype), _lay_out(b_ERO, dtype=dtype)
-    return _Linear(weight_EIO, bias_EO, a_ERI, b_ERO, scale)
+    return _Linear(weight_EIO, None if bias_EO is None else bias_EO.to(dtype), a_ERI, b_ERO, scale)
 
 
 def _lay_out(factor: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
@@ -376,6 +382,12 @@ def _lay_out(factor: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
     if _is_expert_last(factor):
         return pack_expert_first(factor.permute(2, 1, 0), dtype=dtype, is_checked=False)
     return factor.to(dtype).contiguous()
+
+
+def _is_transposed(weight_EIO: torch.Tensor | PackedWeight) -> bool:
+    """Return whether the memory order of an (E, I, O) weight is (E, O, I)."""
+    is_dense = isinstance(weight_EIO, torch.Tensor) and not weight_EIO.is_contiguous()
+    return is_dense and weight_EIO.transpose(1, 2).is_contiguous()  # type: ignore[union-attr]
 
 
 def _is_expert_last(factor: torch.Tensor) -> bool:
@@ -387,18 +399,29 @@ def _wanted_gradients(parameters: Sequence[torch.Tensor | None]) -> list[_Wanted
     """Return dtype and memory order of the gradients of one product's parameters."""
     weight, bias, a_EIR, b_ERO = parameters
     factors = (None if a_EIR is None else a_EIR.transpose(1, 2), b_ERO)
-    dense = [None if tensor is None else _Wanted(tensor.dtype, is_expert_last=False) for tensor in (weight, bias)]
-    return dense + [None if factor is None else _Wanted(factor.dtype, _is_expert_last(factor)) for factor in factors]
+    dense = [
+        None if weight is None else _Wanted(weight.dtype, is_transposed=_is_transposed(weight)),
+        None if bias is None else _Wanted(bias.dtype),
+    ]
+    return dense + [
+        None if factor is None else _Wanted(factor.dtype, is_expert_last=_is_expert_last(factor)) for factor in factors
+    ]
 
 
-def dense_weight(weight_EIO: torch.Tensor | PackedWeight) -> torch.Tensor:
-    """Return a weight as a dense tensor, valid until the next packed weight is dequantised."""
-    return weight_EIO if isinstance(weight_EIO, torch.Tensor) else weight_EIO.dense()
+def dense_weight(weight_EIO: torch.Tensor | PackedWeight, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a weight as a dense tensor, valid until the next packed weight is dequantised.
+
+    Args:
+        weight_EIO: The weight.
+        dtype: Dtype of the result; a weight in another one, an fp32 master, is cast for one product. None keeps it.
+    """
+    dense = weight_EIO if isinstance(weight_EIO, torch.Tensor) else weight_EIO.dense()
+    return dense if dtype is None else dense.to(dtype)
 
 
 def _product(x_NI: Rows, linear: _Linear, end_E: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the output of one linear, and the adapter's low-rank rows if it has an adapter."""
-    weight_EIO = dense_weight(linear.weight_EIO)
+    weight_EIO = dense_weight(linear.weight_EIO, dtype=rows_of(x_NI).dtype)
     if linear.a_ERI is None:
         return (grouped_mm(x_NI, weight_EIO, end_E, bias_EO=linear.bias_EO),)
     low_NR = grouped_mm(x_NI, linear.a_ERI.transpose(1, 2), end_E)
@@ -410,7 +433,7 @@ def _product(x_NI: Rows, linear: _Linear, end_E: torch.Tensor) -> tuple[torch.Te
 
 def _input_gradient(d_NO: Rows, linear: _Linear, end_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the gradient of a product's input, and of the adapter's low-rank rows without its scale."""
-    weight_EOI = dense_weight(linear.weight_EIO).transpose(1, 2)
+    weight_EOI = dense_weight(linear.weight_EIO, dtype=rows_of(d_NO).dtype).transpose(1, 2)
     if linear.a_ERI is None or linear.b_ERO is None:
         return grouped_mm(d_NO, weight_EOI, end_E, is_checked=False), None
     d_low_NR = grouped_mm(d_NO, linear.b_ERO.transpose(1, 2), end_E, is_checked=False)
@@ -448,7 +471,8 @@ def _parameter_gradients(
 
     weight, bias, a, b = (None,) * _PER_LINEAR
     if needs[0]:
-        weight = gradient(x_NI, d_NO, index=0)
+        is_transposed = wanted[0] is not None and wanted[0].is_transposed
+        weight = gradient(d_NO, x_NI, index=0).transpose(1, 2) if is_transposed else gradient(x_NI, d_NO, index=0)
     if needs[1]:
         bias = gradient(rows_of(d_NO).new_ones(d_NO.shape[0], 1), d_NO, index=1)[:, 0]
     if needs[2]:

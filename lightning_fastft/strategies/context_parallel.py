@@ -17,6 +17,7 @@ from lightning_fastft.core.errors import ContextError, OptionError, UnsupportedM
 from lightning_fastft.core.status import Status
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.context import ONE_BY_ONE
+from lightning_fastft.strategies.mesh import check_mesh
 from lightning_fastft.strategies.mixin import FastFTStrategyMixin
 from lightning_fastft.strategies.packed_steps import find_packed_batches
 
@@ -81,11 +82,7 @@ class ContextParallelMixin(FastFTStrategyMixin):
     def _count_devices(self) -> int:
         """Return the number of devices of all machines; refuse one that context_parallel does not divide."""
         world_size: int = self.num_nodes * self.num_processes  # type: ignore[attr-defined]
-        if world_size % self.context_parallel:
-            raise OptionError(
-                f"context_parallel={self.context_parallel} does not divide the {world_size} devices. Use a divisor of "
-                f"{world_size}, or another number of devices."
-            )
+        check_mesh(world_size, context_parallel=self.context_parallel)
         return world_size
 
     def _num_shards(self) -> int:

@@ -17,7 +17,9 @@ from lightning_fastft.checkpoint.ranks import on_all_ranks
 from lightning_fastft.core.checks import check_bool, check_choice, check_int, check_string, local_path
 from lightning_fastft.core.errors import CheckpointNotSavedError, DamagedCheckpointError, OptionError
 from lightning_fastft.core.status import Status
-from lightning_fastft.strategies.context_parallel import MOST_DEVICES, ContextParallelMixin
+from lightning_fastft.strategies.context_parallel import MOST_DEVICES
+from lightning_fastft.strategies.expert_parallel import ExpertParallelMixin
+from lightning_fastft.strategies.mesh import check_mesh
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true")
 
 
-class FastFTFSDPStrategy(ContextParallelMixin, ModelParallelStrategy):
+class FastFTFSDPStrategy(ExpertParallelMixin, ModelParallelStrategy):
     """Train with FSDP2: shard weights, gradients and optimizer state, and gather one decoder layer at a time.
 
     Distribution is torch's and Lightning's own. Every device is a data-parallel rank unless the sizes say otherwise. A
@@ -52,6 +54,9 @@ class FastFTFSDPStrategy(ContextParallelMixin, ModelParallelStrategy):
         context_parallel: Devices that share each pack (all-to-all over attention heads), for packs too long for one
             device; it divides the number of devices and of query heads. Batches are distributed over groups of this
             many devices.
+        expert_parallel: Devices that own the experts of each mixture-of-experts layer in equal shares, and exchange
+            tokens instead of gathering expert weights: 1, or the number of devices that shard one copy of the
+            weights (shard). It needs the callback BincountRouter.
         data_parallel_size: Number of devices over which the model is sharded and the batches are distributed, context
             groups included; "auto" is the number of devices divided by tensor_parallel_size.
         tensor_parallel_size: Number of devices that share each matrix product; "auto" is the number of devices divided
@@ -97,6 +102,7 @@ class FastFTFSDPStrategy(ContextParallelMixin, ModelParallelStrategy):
         attention: str = "auto",
         exact_resume: bool = True,
         context_parallel: int = 1,
+        expert_parallel: int = 1,
         data_parallel_size: Literal["auto"] | int = "auto",
         tensor_parallel_size: Literal["auto"] | int = "auto",
         shard: Literal["auto", "node"] | int = "auto",
@@ -111,6 +117,7 @@ class FastFTFSDPStrategy(ContextParallelMixin, ModelParallelStrategy):
             attention=attention,
             exact_resume=exact_resume,
             context_parallel=context_parallel,
+            expert_parallel=expert_parallel,
             data_parallel_size=data_parallel_size,
             tensor_parallel_size=tensor_parallel_size,
             save_distributed_checkpoint=save_distributed_checkpoint,
@@ -190,9 +197,11 @@ class FastFTFSDPStrategy(ContextParallelMixin, ModelParallelStrategy):
             roots.append(self._replicated)
         for root in roots:
             root.set_requires_gradient_sync(False)
+        self._is_in_window = self.gradient_sync == "window"
         try:
             yield
         finally:
+            self._is_in_window = False
             for root in roots:
                 root.set_requires_gradient_sync(True)
 
@@ -275,26 +284,16 @@ class FastFTFSDPStrategy(ContextParallelMixin, ModelParallelStrategy):
         """Return the number of devices over which one copy of the weights is sharded.
 
         Raises:
-            OptionError: The number does not divide the data-parallel devices, or is combined with tensor parallelism.
+            OptionError: The sizes of the mesh do not fit each other, or are combined with tensor parallelism.
         """
         data = int(self._data_parallel_size)
         shard = {"auto": data, "node": self.num_processes}.get(str(self.shard), self.shard)
         assert isinstance(shard, int)
-        if data % shard:
+        check_mesh(data, shard=shard, context_parallel=self.context_parallel, expert_parallel=self.expert_parallel)
+        if self._tensor_parallel_size != 1 and (shard != data or self.context_parallel > 1 or self.expert_parallel > 1):
             raise OptionError(
-                f"shard={self.shard!r} shards a copy over {shard} devices, which does not divide the {data} data "
-                "parallel devices. Use a divisor, or 'auto' for one copy over all of them."
-            )
-        if shard % self.context_parallel:
-            raise OptionError(
-                f"shard={self.shard!r} shards a copy over {shard} devices, and {self.context_parallel} share each pack "
-                f"(context_parallel). Use a multiple of {self.context_parallel} for shard."
-            )
-        if self.context_parallel > 1 and self._tensor_parallel_size != 1:
-            raise OptionError("context_parallel is not supported with tensor parallelism. Set tensor_parallel_size=1.")
-        if shard != data and self._tensor_parallel_size != 1:
-            raise OptionError(
-                "shard below the number of data parallel devices is not supported with tensor parallelism."
+                "shard, context_parallel and expert_parallel are not supported with tensor parallelism. Leave them at "
+                "their defaults, or set tensor_parallel_size=1."
             )
         return shard
 
@@ -323,7 +322,12 @@ class FastFTFSDPStrategy(ContextParallelMixin, ModelParallelStrategy):
                     "configure_model. Leave the sizes at 'auto' for data parallelism over all devices, or parallelise "
                     "the model there over self.device_mesh['tensor_parallel']."
                 )
-            self._sharding = shard_model(module, self.sharding_mesh, replicates_adapters=self.adapters == "replicate")
+            self._sharding = shard_model(
+                module,
+                self.sharding_mesh,
+                replicates_adapters=self.adapters == "replicate",
+                owns_experts=self.expert_parallel > 1,
+            )
         whole = unsharded_trained_names(module)
         if whole:
             raise OptionError(

@@ -201,7 +201,7 @@ def environment_of(trainer: pl.Trainer) -> RunEnvironment:
     return RunEnvironment(
         report=rank_zero_info,
         agree=getattr(trainer.strategy, "agree", trainer.strategy.broadcast),
-        plans_together=num_parts > 1,
+        plans_together=num_parts > 1 or getattr(trainer.strategy, "expert_parallel", 1) > 1,
         num_local_ranks=trainer.num_devices,
         longest_pack=-(-longest_pack // num_parts) if isinstance(longest_pack, int) else 0,
         missing_bytes=functools.partial(_missing_bytes, trainer),

@@ -309,7 +309,7 @@ def test_a_rank_of_a_group_does_not_plan_alone():
     attached.knows(plans_together=True)
     with (
         mock.patch.object(attached.stack, "follow", side_effect=HostMemoryError("no pinned memory.")),
-        pytest.raises(OptionError, match="context-parallel group"),
+        pytest.raises(OptionError, match="exchanges data in each layer"),
     ):
         attached.until_planned()
 

@@ -633,6 +633,14 @@ def test_ranks_that_share_packs_are_compared_with_one_device():
     assert table.count("pass") == 2
 
 
+@pytest.mark.parametrize(("losses", "verdict"), [((5.0, 4.9), "pass"), ((5.0, 4.88), "FAIL")])
+def test_owned_experts_are_compared_with_gathered_ones(losses, verdict):
+    owned = _rank_record("experts x2", strategy=multi_gpu.EXPERTS, num_ranks=2, tokens_per_s=150.0, losses=losses)
+    table = multi_gpu.expert_table([_rank_record("fsdp x2", strategy="fsdp", num_ranks=2), owned])
+    assert "1.500 times" in table
+    assert verdict in table
+
+
 def test_losses_that_do_not_fall_prove_nothing():
     records = [
         _rank_record("acc", accumulate=2, losses=(5.0, 5.0)),

@@ -254,28 +254,35 @@ def test_experts_that_are_not_known_are_an_error_and_nothing_stays(tmp_path, kin
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_sharded_experts_are_refused(when, tmp_path):
+def test_sharded_experts_are_gathered_for_each_call(when, tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
     callback, module = BincountRouter(), PlainModule(build_tiny("qwen3_moe"))
     trainer = mock.Mock(callbacks=[callback])
+    ids = torch.arange(9)[None]
+    truth = module.model(ids).logits
     callback.setup(trainer, module, "fit")
     if when == "after":
         callback._transform(module)
-    fully_shard(module.model, mesh=mesh)
+    for layer in (*module.model.model.layers, module.model):
+        fully_shard(layer, mesh=mesh)
+    callback.on_fit_start(trainer, module)
+    assert distance(module.model(ids).logits, truth) <= 1e-5
+    module.model.model.layers[0].reshard()
     with pytest.raises(UnsupportedModelError, match=r"Qwen3MoeExperts\.gate_up_proj is a DTensor"):
-        callback.on_fit_start(trainer, module)
+        module.model.model.layers[0].mlp.experts(
+            torch.ones(1, 32), torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2)
+        )
     patcher_of(trainer).undo()
     assert is_plain(module)
 
 
-def test_a_tuner_under_fsdp_is_refused_by_name(tmp_path):
+def test_a_tuner_under_fsdp_is_served(tmp_path):
     module = tuner()
-    with (
-        mock.patch.dict(os.environ, {"MASTER_ADDR": "127.0.0.1"}),
-        pytest.raises(UnsupportedModelError, match="experts are sharded"),
-    ):
-        quiet_trainer(tmp_path, strategy="fastft_fsdp", callbacks=[BincountRouter()]).fit(module, packed_loader())
+    with mock.patch.dict(os.environ, {"MASTER_ADDR": "127.0.0.1"}):
+        trainer = quiet_trainer(tmp_path, strategy="fastft_fsdp", callbacks=[BincountRouter()])
+        trainer.fit(module, packed_loader())
+    assert ("expert router", "active") in {status[:2] for status in trainer.strategy.statuses()}
 
 
 def test_before_a_run_the_status_says_so():

@@ -45,7 +45,7 @@ for capability, dtype in ((80, "fp16"), (86, "fp32"), (90, "bf16")):
         if sys.argv[1] == "promises" and (number % 4 not in (1, 2) or (80, 86, 90)[number % 3] != capability):
             continue
         block = {"BLOCK_N": gate.BLOCK_ROWS, "BLOCK_F": gate.MAX_BLOCK_COLUMNS}
-        forward = {"ACTIVATION": activation, "IS_INTERLEAVED": is_interleaved, "IS_WIDE": dtype == "fp32", **block}
+        forward = {"ACTIVATION": activation, "IS_INTERLEAVED": is_interleaved, "IS_WIDE": dtype == "fp32", "HAS_END": is_interleaved, **block}
         backward = {**forward, "HAS_WEIGHT": True, "HAS_ADDEND": False, "WRITE_ACT": True, "IN_PLACE": True, "BLOCK_R": 16}
         cases = [(gate._gate_forward_kernel, forward), (gate._gate_backward_kernel, backward)]
         if activation == "silu":
@@ -55,6 +55,7 @@ for capability, dtype in ((80, "fp16"), (86, "fp32"), (90, "bf16")):
         for kernel, constants in cases:
             signature = {name: "*" + dtype if name in names else "i32" for name in kernel.arg_names}
             signature |= {"limit": "fp32", "alpha": "fp32"} | dict.fromkeys(constants, "constexpr")
+            signature["last_end_ptr"] = "*i32"
             if "d_weight_ptr" in signature:
                 signature["d_weight_ptr"] = "*fp32"
             source = ASTSource(kernel, signature, constexprs=constants)

@@ -39,10 +39,11 @@ CASES = (
 )
 for number, (capability, dtype, weight, index, wide, num_choices) in enumerate(CASES):
     block = {"K": num_choices, "BLOCK": expert_rows.MAX_BLOCK}
-    gathered = {"x_ptr": "*" + dtype, "slot_ptr": "*" + index, "y_ptr": "*" + dtype}
+    gathered = {"x_ptr": "*" + dtype, "slot_ptr": "*" + index, "last_end_ptr": "*i32", "y_ptr": "*" + dtype}
     compile_for(
         capability, expert_rows._gather_rows_kernel,
-        {**gathered, **dict.fromkeys(("x_stride", "slot_stride", "num_tokens", "num_columns"), "i32")}, **block,
+        {**gathered, **dict.fromkeys(("x_stride", "slot_stride", "num_tokens", "num_columns"), "i32")},
+        HAS_END=capability == 90, **block,
     )
     combined = {
         "y_ptr": "*" + dtype, "place_ptr": "*" + index, "last_end_ptr": "*" + index, "weight_ptr": "*" + weight, "addend_ptr": "*" + weight,

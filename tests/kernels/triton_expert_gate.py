@@ -188,11 +188,11 @@ FAULTS = {
     ),
     "columns beyond the last are read as gate": "(cols < 2 * num_columns{ => + 2})[None, :]",
     "sum of the last row not written": "mask={inside_rows => rows < num_rows - 1}) def gate_forward",
-    "wrong stride": "gate_up_NP, act_NF, {gate_up_NP.stride(0) => 2 * num_columns},",
+    "wrong stride": "end_E[-1:], act_NF, {gate_up_NP.stride(0) => 2 * num_columns},",
     "wrong stride of the gradient": "d_act_ptr + rows * {d_act_stride => num_columns}",
     "wrong stride of the output": "out_ptr + rows * {out_stride => 2 * num_columns}",
     "written before it is read": (
-        "# A value may be read by more than one thread: all have read before one of them writes. "
+        "# More than one thread may read a value: all must read before one of them writes. "
         "tl.debug_barrier(){ => \n            tl.store(out_rows[:, None] + cols[None, :], "
         "d_act.to(out_ptr.dtype.element_ty), mask=inside)}"
     ),
@@ -234,3 +234,18 @@ def check_every_part(functions):
 test_a_planted_fault_is_seen, test_without_a_fault_the_same_check_passes = planted_faults(
     triton, check_every_part, FAULTS
 )
+
+
+@pytest.mark.parametrize("num_owned", [0, 1, 8, 9])
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_behind_the_last_expert_are_not_written(form, num_owned):
+    d_act_NF, gate_up_NP, weight_N = make_inputs(9, 33, torch.bfloat16, form, device=DEVICE)
+    end_E = torch.tensor([0, num_owned], dtype=torch.int32, device=DEVICE)
+    options = {"form": form, "weight_N": weight_N, "need_act": True}
+    with fresh_memory_is_nan():
+        act_NF = triton.gate_forward(gate_up_NP, form=form, end_E=end_E)
+        ours = triton.gate_backward(d_act_NF, gate_up_NP, end_E=end_E, **options)
+    expected = triton.gate_backward(d_act_NF, gate_up_NP, **options)
+    for own, whole in zip((act_NF, *ours), (expected.act_NF, *expected)):
+        assert torch.equal(own[:num_owned], whole[:num_owned])
+        assert own[num_owned:].isnan().all()

@@ -7,7 +7,7 @@ from lightning_fastft.kernels.expert_rows import reference, triton
 from lightning_fastft.kernels.expert_sort.reference import sort_slots
 from tests.support.children import thinned
 from tests.support.kernel_harness import DEVICE, planted_faults
-from tests.support.truth import poisoned
+from tests.support.truth import fresh_memory_is_nan, poisoned
 
 TOKENS = (0, 1, 7, 64, 257)
 CHOICES = (1, 2, 4, 8)
@@ -221,8 +221,8 @@ def test_the_inputs_stay_and_two_runs_are_bit_equal():
 
 
 GATHER_FAULTS = {
-    "last column not read": "num_columns{ => - 1}, 0) value = tl.load(x_ptr",
-    "last column not written": "value, mask=cols < num_columns{ => - 1})",
+    "last column not read": "num_columns_here{ => - 1}, 0) value = tl.load(x_ptr",
+    "last column not written": "value, mask=cols < num_columns_here{ => - 1})",
     "wrong stride": "{x_TD.stride(0) => num_columns},",
     "stride of the slots lost": "row {* slot_stride => }",
     "only the first tile": "{slot = tl.load => cols = tl.arange(0, BLOCK)\n    slot = tl.load}",
@@ -251,6 +251,17 @@ COMBINE_FAULTS = {
     "last column not written": "element_ty), mask=cols < num_columns{ => - 1})",
     "only the first tile": "{num_owned = tl.load => cols = tl.arange(0, BLOCK)\n    num_owned = tl.load}",
 }
+
+
+@pytest.mark.parametrize("num_owned", [0, 1, 17, 18])
+def test_rows_behind_the_last_expert_are_not_gathered(num_owned):
+    x_TD, slot_N = rows(9, triton.MAX_BLOCK + 5, torch.float32), make_order(9, 2, 3).slot_N
+    end_E = torch.tensor([0, num_owned], dtype=torch.int32, device=DEVICE)
+    with fresh_memory_is_nan():
+        ours = triton.gather_rows(x_TD, slot_N, num_experts_per_token=2, end_E=end_E)
+    expected = triton.gather_rows(x_TD, slot_N, num_experts_per_token=2)
+    assert torch.equal(ours[:num_owned], expected[:num_owned])
+    assert ours[num_owned:].isnan().all()
 
 
 def check_every_part_of_gather(gather):

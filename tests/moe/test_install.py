@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.moe import interface as experts
-from lightning_fastft.moe.install import check_unsharded, find_experts, install_bincount_router
+from lightning_fastft.moe.install import find_experts, install_bincount_router
 from tests.support.tiny_models import MOE, MORE_MOE, VOCABULARY, build_tiny
 
 FAMILIES = (*MOE, *MORE_MOE)
@@ -335,23 +335,6 @@ def test_quantised_stacks_are_refused():
         UnsupportedModelError, match=r"layers\.1\.mlp\.experts: Qwen3MoeExperts\.down_proj .*float8_e4m3fn"
     ):
         install(model)
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_sharded_experts_are_refused(when):
-    class Sharded(torch.Tensor):
-        pass
-
-    model = build_tiny("qwen3_moe")
-    patcher = ModelPatcher()
-    if when == "after":
-        install_bincount_router(model, patcher)
-    model.model.layers[0].mlp.experts.gate_up_proj.__class__ = type("ShardedParameter", (Sharded, nn.Parameter), {})
-    with (
-        mock.patch.object(experts, "DTensor", Sharded),
-        pytest.raises(UnsupportedModelError, match="experts are sharded"),
-    ):
-        install_bincount_router(model, patcher) if when == "before" else check_unsharded(model)
 
 
 def test_a_replaced_forward_of_a_swapped_layer_is_refused():

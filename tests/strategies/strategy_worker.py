@@ -170,8 +170,8 @@ def batches_of(rank, *, world_size, num_windows=NUM_WINDOWS):
     return [batch for pair in zip(*windows) for batch in pair] * num_windows
 
 
-def fit(module, *, strategy, rank=0, folder=None, max_steps=NUM_WINDOWS, ckpt_path=None, **options):
-    """Train for some windows; the number of devices is the strategy's."""
+def fit(module, *, strategy, rank=0, folder=None, max_steps=NUM_WINDOWS, ckpt_path=None, num_copies=1, **options):
+    """Train for some windows; the number of devices is the strategy's, times that of copies."""
     world_size = 1 if isinstance(strategy, FastFTStrategy) else NUM_RANKS
     settings = {
         "gradient_clip_val": CLIP_NORM,
@@ -181,7 +181,7 @@ def fit(module, *, strategy, rank=0, folder=None, max_steps=NUM_WINDOWS, ckpt_pa
     }
     trainer = pl.Trainer(
         accelerator="cpu",
-        devices=world_size,
+        devices=world_size * num_copies,
         strategy=strategy,
         max_steps=max_steps,
         default_root_dir=folder,

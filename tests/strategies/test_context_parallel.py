@@ -150,9 +150,9 @@ class JoinedError(Exception):
 @pytest.mark.parametrize(
     ("make_strategy", "devices", "message"),
     [
-        (lambda: FastFTDDPStrategy(context_parallel=3), 4, "does not divide the 4 devices"),
-        (lambda: FastFTFSDPStrategy(context_parallel=3), 4, "does not divide the 4 devices"),
-        (lambda: FastFTFSDPStrategy(context_parallel=4, shard=2), 8, "multiple of 4 for shard"),
+        (lambda: FastFTDDPStrategy(context_parallel=3), 4, "context_parallel must be 1, 2 or 4"),
+        (lambda: FastFTFSDPStrategy(context_parallel=3), 4, "context_parallel must be 1, 2 or 4"),
+        (lambda: FastFTFSDPStrategy(context_parallel=4, shard=2), 8, "shard must be 4 or 8 with context_parallel=4"),
         (lambda: FastFTFSDPStrategy(context_parallel=2, tensor_parallel_size=2), 4, "tensor parallelism"),
         (lambda: FastFTDDPStrategy(context_parallel=0), 4, "context_parallel"),
         (lambda: FastFTDDPStrategy(context_parallel=2, attention="one_by_one"), 4, "one_by_one"),

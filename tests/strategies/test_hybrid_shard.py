@@ -55,7 +55,7 @@ def test_status_names_the_copies(found):
 
 @pytest.mark.parametrize(
     ("shard", "data", "message"),
-    [(3, 4, "does not divide"), (8, 4, "does not divide"), (0, 4, "shard"), ("host", 4, "shard")],
+    [(3, 4, "shard must be 1, 2 or 4"), (8, 4, "shard must be 1, 2 or 4"), (0, 4, "shard"), ("host", 4, "shard")],
 )
 def test_sizes_that_do_not_fit_are_refused(shard, data, message):
     with pytest.raises(OptionError, match=message):

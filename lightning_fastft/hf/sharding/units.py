@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 
 from lightning_fastft.core.errors import UnsupportedModelError, list_names
 from lightning_fastft.core.status import Status
-from lightning_fastft.hf.families import decoder_layers, find_causal_models
+from lightning_fastft.hf.expert_nf4_tensor import ExpertsNF4
+from lightning_fastft.hf.families import decoder_layers, find_causal_models, is_on_interface
 from lightning_fastft.hf.sharding.fillers import Filler
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def shard_model(
     compute_dtype: torch.dtype | None = None,
     master_dtype: torch.dtype | None = None,
     replicates_adapters: bool = False,
+    owns_experts: bool = False,
 ) -> Status:
     """Shard every causal language model inside model: each decoder layer is a unit, and the tensors outside of the
     layers are one more.
@@ -51,13 +53,16 @@ def shard_model(
         replicates_adapters: Whether to leave trained LoRA factors whole on every rank if nothing else is trained;
             ``ReplicatedParameters`` averages their gradients. Units of frozen weights then have one dtype and reduce
             nothing.
+        owns_experts: Whether stacks of experts are shards that are never gathered (expert parallelism): each rank of
+            the last axis of the mesh owns E / n of the E experts of a layer. They are no part of an FSDP unit, and
+            nothing reduces their gradients.
 
     Returns:
         The number of devices, the units, and the dtypes.
 
     Raises:
-        UnsupportedModelError: There is no language model, nothing fills a tensor, or a model keeps a trained
-            tensor wider than compute_dtype on purpose.
+        UnsupportedModelError: There is no language model, nothing fills a tensor, a model keeps a trained tensor wider
+            than compute_dtype on purpose, experts are in NF4, or they are none that ranks can own in equal shares.
         DataError: Weights of the files are not finite.
 
     Cost:
@@ -73,7 +78,9 @@ def shard_model(
             f"{type(model).__name__} holds no transformers model to shard. Shard it in configure_model with "
             "fully_shard."
         )
-    sharder = _Sharder(mesh, filler=filler, compute_dtype=compute_dtype, master_dtype=master_dtype)
+    sharder = _Sharder(
+        mesh, filler=filler, compute_dtype=compute_dtype, master_dtype=master_dtype, owns_experts=owns_experts
+    )
     # Clipping and optimizers of torch take no list of sharded and whole tensors.
     sharder.replicates_adapters = replicates_adapters and _trains_adapters_only(model)
     sharder.units = {id(unit) for _, inner in found for unit in (*decoder_layers(inner), inner)}
@@ -102,24 +109,29 @@ class _Sharder:
         filler: Filler | None,
         compute_dtype: torch.dtype | None,
         master_dtype: torch.dtype | None,
+        owns_experts: bool,
     ) -> None:
         self.mesh = mesh
+        self.owns_experts = owns_experts
         self.filler = filler
         self.compute_dtype = None if compute_dtype is torch.float32 else compute_dtype
         self.master_dtype = master_dtype
         self.units: set[int] = set()
         self.replicates_adapters = False
         self.num_replicated = 0
+        # Tensors that are no part of an FSDP unit.
         self._whole: set[nn.Parameter] = set()
+        self._owned: set[nn.Parameter] = set()
         # Filled parameters that several modules share, by the id of the old one, and those that PEFT copied, by name.
         # Nothing else may keep a whole tensor alive.
         self._shared: dict[int, nn.Parameter | None] = {}
         self._originals: dict[str, nn.Parameter] = {}
 
     def begin(self, model: nn.Module) -> None:
-        """Find the parameters that modules share. Refuse a fully trained base that keeps a tensor wider than its unit
-        would compute.
+        """Find the parameters that modules share. Refuse experts that cannot be sharded as asked, and a fully trained
+        base that keeps a tensor wider than its unit would compute.
         """
+        check_experts(model, num_owners=self.mesh.size(-1) if self.owns_experts else 1)
         places = Counter(
             id(parameter)
             for module in model.modules()
@@ -142,6 +154,8 @@ class _Sharder:
             self.visit(child, prefix=f"{prefix}{name}.", owner=owner)
         if self.filler is not None and owner is not None:
             self._fill(module, prefix=prefix, owner=owner, filler=self.filler)
+        if self.owns_experts and is_on_interface(module):
+            self._own(module)
         if hasattr(module, "original_module"):
             self._originals = {}
         if id(module) in self.units:
@@ -159,7 +173,8 @@ class _Sharder:
         )
         copies = f"{self.mesh.size(0)} copies, each over " if self.mesh.ndim == 2 else ""
         whole = f"; {self.num_replicated:,} adapter weights whole on every device" if self.num_replicated else ""
-        return f"FSDP2 over {copies}{self.mesh.size(-1)} devices, {num_units} units; {held}{computed}{whole}"
+        experts = f"; each device owns 1/{self.mesh.size(-1)} of all experts" if self.owns_experts else ""
+        return f"FSDP2 over {copies}{self.mesh.size(-1)} devices, {num_units} units; {held}{computed}{whole}{experts}"
 
     def _fill(self, module: nn.Module, *, prefix: str, owner: PreTrainedModel, filler: Filler) -> None:
         is_copy = "modules_to_save." in prefix
@@ -190,6 +205,19 @@ class _Sharder:
             if "original_module" in prefix:
                 self._originals[names[key]] = filled
 
+    def _own(self, experts: nn.Module) -> None:
+        """Keep this rank's experts of every stack, in the form in which FSDP2 would shard it."""
+        places = [*[Replicate()] * (self.mesh.ndim - 1), Shard(0)]
+        for name, whole in experts.named_parameters(recurse=False):
+            share = whole.detach().chunk(self.mesh.size(-1))[self.mesh.get_local_rank(self.mesh.ndim - 1)]
+            dtype = self.master_dtype if self.master_dtype is not None and whole.requires_grad else whole.dtype
+            # A copy, so that the stack is freed.
+            share = share.to(self.mesh.device_type, dtype, copy=True)
+            tensor = DTensor.from_local(share, self.mesh, places, run_check=False)
+            owned = nn.Parameter(tensor, requires_grad=whole.requires_grad)
+            experts.register_parameter(name, owned)
+            self._owned.add(owned)
+
     def _cut(self, unit: nn.Module) -> None:
         policy = MixedPrecisionPolicy()
         if self.compute_dtype is not None:
@@ -210,7 +238,7 @@ class _Sharder:
             if self.master_dtype is not None and parameter.requires_grad:
                 parameter.data = parameter.data.to(self.master_dtype)
             self._disguise(parameter)
-        fully_shard(unit, mesh=self.mesh, mp_policy=policy, ignored_params=self._whole or None)
+        fully_shard(unit, mesh=self.mesh, mp_policy=policy, ignored_params=self._whole | self._owned or None)
 
     def _disguise(self, parameter: nn.Parameter) -> None:
         """View the bytes of a quantised weight as a floating dtype that is never cast, because FSDP2 of older torch
@@ -228,6 +256,34 @@ class _Sharder:
     def _is_wide(self, parameter: nn.Parameter) -> bool:
         is_narrowed = self.compute_dtype is not None and parameter.is_floating_point()
         return is_narrowed and parameter.dtype.itemsize > self.compute_dtype.itemsize  # type: ignore[union-attr]
+
+
+def check_experts(model: nn.Module, *, num_owners: int) -> None:
+    """Refuse experts in NF4, and with several owners models whose experts cannot be shared out.
+
+    Raises:
+        UnsupportedModelError: The message has the line to change.
+    """
+    if any(isinstance(parameter, ExpertsNF4) for parameter in model.parameters()):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has experts in NF4, which cannot be sharded. Use strategy='fastft_ddp', or leave "
+            "quantization away."
+        )
+    if num_owners == 1:
+        return
+    found = [module for module in model.modules() if is_on_interface(module)]
+    counts = sorted({int(module.num_experts) for module in found})  # type: ignore[arg-type]
+    has_norm = any(getattr(module, "has_post_expert_norm", False) for module in found)
+    if not found or has_norm or any(count % num_owners for count in counts):
+        reason = "has no MoE layers on transformers' ExpertsInterface"
+        if found:
+            reason = f"has {', '.join(map(str, counts))} experts, which {num_owners} does not divide"
+        if has_norm:
+            reason = "has a norm behind each expert"
+        raise UnsupportedModelError(
+            f"{type(model).__name__} {reason}, so {num_owners} devices cannot own them in equal shares. Set "
+            "expert_parallel=1, or a divisor of the number of experts."
+        )
 
 
 def _trains_adapters_only(unit: nn.Module) -> bool:

@@ -21,7 +21,12 @@ _DTYPES = (*TRITON_DTYPES, torch.float64)
 
 
 def gate_forward(
-    gate_up_NP: torch.Tensor, *, form: GateForm, backend: str = "auto", is_checked: bool = True
+    gate_up_NP: torch.Tensor,
+    *,
+    form: GateForm,
+    end_E: torch.Tensor | None = None,
+    backend: str = "auto",
+    is_checked: bool = True,
 ) -> torch.Tensor:
     """Return the activation of each row, ``a(gate) * up`` in the given form.
 
@@ -32,6 +37,8 @@ def gate_forward(
         gate_up_NP: Output of the first product. Shape (N, 2 F); bf16, fp16, fp32 or float64; last axis contiguous, any
             row stride.
         form: Positions of gate and up, and the activation.
+        end_E: One past the last row of each expert, int32 or int64, its last entry at most N. Rows from that on hold
+            arbitrary values. None for all rows.
         backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first if possible, else
             the second.
         is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
@@ -44,7 +51,8 @@ def gate_forward(
         OptionError: The form or the backend is unknown, or the backend does not support this tensor.
 
     Cost:
-        Reads gate_up_NP and writes act_NF once; no host sync. "reference" makes fp32 copies.
+        Reads gate_up_NP and writes act_NF once, the rows before ``end_E[-1]`` if given; no host sync. "reference" makes
+        fp32 copies and takes all rows.
 
     Source:
         GLU variants, arXiv 2002.05202; clamped form: gpt-oss as in transformers.
@@ -56,8 +64,9 @@ def gate_forward(
     if must_check(is_checked):
         _check_gate_up(gate_up_NP)
         _check_form(form)
+        _check_end(end_E, gate_up_NP)
     with torch.no_grad():
-        return _choose(backend, gate_up_NP).gate_forward(gate_up_NP, form=form)
+        return _choose(backend, gate_up_NP).gate_forward(gate_up_NP, form=form, end_E=end_E)
 
 
 def gate_backward(
@@ -68,6 +77,7 @@ def gate_backward(
     weight_N: torch.Tensor | None = None,
     addend: LowRankRows | None = None,
     need_act: bool = False,
+    end_E: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     backend: str = "auto",
     is_checked: bool = True,
@@ -86,6 +96,7 @@ def gate_backward(
         weight_N: Routing weight of each row. Shape (N,); bf16, fp16, fp32 or float64; any stride. None for 1.
         addend: Low-rank product that is added to d_act_NF first; dtype and device of d_act_NF, any R. None for none.
         need_act: Return the activation, as in ``gate_forward``, for the gradient of the second product's weight.
+        end_E: As in ``gate_forward``, for all results.
         out: Output tensor for d_gate_up_NP: a tensor like gate_up_NP, or gate_up_NP itself, which is overwritten.
             None for new memory.
         backend: As in ``gate_forward``.
@@ -117,6 +128,7 @@ def gate_backward(
         _check_gate_up(gate_up_NP)
         _check_form(form)
         _check_d_act(d_act_NF, gate_up_NP)
+        _check_end(end_E, gate_up_NP)
         if weight_N is not None:
             _check_weight(weight_N, gate_up_NP)
         if addend is not None:
@@ -127,7 +139,14 @@ def gate_backward(
     module = _choose(backend, gate_up_NP)
     with torch.no_grad():
         return module.gate_backward(
-            d_act_NF, gate_up_NP, form=form, weight_N=weight_N, addend=addend, need_act=need_act, out=out
+            d_act_NF,
+            gate_up_NP,
+            form=form,
+            weight_N=weight_N,
+            addend=addend,
+            need_act=need_act,
+            end_E=end_E,
+            out=out,
         )
 
 
@@ -172,6 +191,17 @@ def _check_d_act(d_act_NF: torch.Tensor, gate_up_NP: torch.Tensor) -> None:
             f"{gate_up_NP.device}."
         )
     check_columns("d_act_NF", d_act_NF)
+
+
+def _check_end(end_E: torch.Tensor | None, gate_up_NP: torch.Tensor) -> None:
+    """Raise on ends that are not on the device of the rows."""
+    if end_E is None:
+        return
+    check_tensor("end_E", end_E, ndim=1, dtypes=(torch.int32, torch.int64))
+    if end_E.shape[0] < 1 or end_E.device != gate_up_NP.device:
+        raise ShapeError(
+            f"end_E has {end_E.shape[0]} entries on {end_E.device}; it needs at least one, on {gate_up_NP.device}."
+        )
 
 
 def _check_weight(weight_N: torch.Tensor, gate_up_NP: torch.Tensor) -> None:

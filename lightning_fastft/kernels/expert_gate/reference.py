@@ -68,8 +68,8 @@ class GateGradients(NamedTuple):
     d_weight_N: torch.Tensor | None
 
 
-def gate_forward(gate_up_NP: torch.Tensor, *, form: GateForm) -> torch.Tensor:
-    """Return the activation, rounded once from fp32 (float64 for float64)."""
+def gate_forward(gate_up_NP: torch.Tensor, *, form: GateForm, end_E: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the activation, rounded once from fp32 (float64 for float64); of all rows, whatever end_E is."""
     gate_NF, up_NF = split_columns(gate_up_NP.to(wide_dtype(gate_up_NP.dtype)), form)
     gate_NF, factor_NF = _clamp(gate_NF, up_NF, form)
     return (_glu(gate_NF, form) * factor_NF).to(gate_up_NP.dtype)
@@ -83,10 +83,11 @@ def gate_backward(
     weight_N: torch.Tensor | None = None,
     addend: LowRankRows | None = None,
     need_act: bool = False,
+    end_E: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> GateGradients:
     """Return the gradients of ``weight * (activation @ W)``, given the gradient of the activation without its
-    weight.
+    weight; of all rows, whatever end_E is.
     """
     dtype, wide = gate_up_NP.dtype, wide_dtype(gate_up_NP.dtype)
     raw_gate_NF, raw_up_NF = split_columns(gate_up_NP.to(wide), form)

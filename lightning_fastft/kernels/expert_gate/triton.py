@@ -51,6 +51,14 @@ def _divide(dividend, divisor, IS_WIDE: tl.constexpr):
 
 
 @triton.jit
+def _num_written(num_rows, last_end_ptr, HAS_END: tl.constexpr):
+    """Return the number of rows that have an expert."""
+    if HAS_END:
+        num_rows = tl.load(last_end_ptr)
+    return num_rows
+
+
+@triton.jit
 def _gate_and_slopes(raw_gate, raw_up, limit, alpha, ACTIVATION: tl.constexpr, IS_WIDE: tl.constexpr):
     """Return the activation and its derivatives by gate and by up; unused results cost nothing."""
     gate = raw_gate
@@ -151,6 +159,7 @@ def _low_rank_tile(
 @triton.jit
 def _gate_forward_kernel(
     gate_up_ptr,
+    last_end_ptr,
     act_ptr,
     gate_up_stride,
     num_rows,
@@ -160,10 +169,12 @@ def _gate_forward_kernel(
     ACTIVATION: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
     IS_WIDE: tl.constexpr,
+    HAS_END: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
     """Run one program per block of rows and tile of columns."""
+    num_rows = _num_written(num_rows, last_end_ptr, HAS_END)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     start = tl.program_id(1) * BLOCK_F
     inside_rows = rows < num_rows
@@ -184,6 +195,7 @@ def _gate_backward_kernel(
     weight_ptr,
     low_ptr,
     factor_ptr,
+    last_end_ptr,
     out_ptr,
     act_ptr,
     d_weight_ptr,
@@ -204,6 +216,7 @@ def _gate_backward_kernel(
     IS_WIDE: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_ADDEND: tl.constexpr,
+    HAS_END: tl.constexpr,
     WRITE_ACT: tl.constexpr,
     IN_PLACE: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -214,6 +227,7 @@ def _gate_backward_kernel(
 
     With weights the span has all columns, so one program sums a row in a fixed order.
     """
+    num_rows = _num_written(num_rows, last_end_ptr, HAS_END)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside_rows = rows < num_rows
     d_act_rows = d_act_ptr + rows * d_act_stride
@@ -270,7 +284,7 @@ def _gate_backward_kernel(
         tl.store(d_weight_ptr + rows, tl.sum(weight_terms, axis=1), mask=inside_rows)
 
 
-def gate_forward(gate_up_NP: torch.Tensor, *, form: GateForm) -> torch.Tensor:
+def gate_forward(gate_up_NP: torch.Tensor, *, form: GateForm, end_E: torch.Tensor | None = None) -> torch.Tensor:
     """Return the activation; same contract as the reference."""
     num_rows, num_columns = gate_up_NP.shape[0], gate_up_NP.shape[1] // 2
     act_NF = torch.empty(num_rows, num_columns, dtype=gate_up_NP.dtype, device=gate_up_NP.device)
@@ -279,6 +293,7 @@ def gate_forward(gate_up_NP: torch.Tensor, *, form: GateForm) -> torch.Tensor:
     block_columns = min(next_power_of_2(num_columns), MAX_BLOCK_COLUMNS)
     _gate_forward_kernel[(ceil_div(num_rows, BLOCK_ROWS), ceil_div(num_columns, block_columns))](
         gate_up_NP,
+        gate_up_NP if end_E is None else end_E[-1:],
         act_NF,
         gate_up_NP.stride(0),
         num_rows,
@@ -288,6 +303,7 @@ def gate_forward(gate_up_NP: torch.Tensor, *, form: GateForm) -> torch.Tensor:
         ACTIVATION=form.activation,
         IS_INTERLEAVED=form.is_interleaved,
         IS_WIDE=gate_up_NP.dtype is torch.float32,
+        HAS_END=end_E is not None,
         BLOCK_N=BLOCK_ROWS,
         BLOCK_F=block_columns,
         num_warps=NUM_WARPS,
@@ -303,6 +319,7 @@ def gate_backward(
     weight_N: torch.Tensor | None = None,
     addend: LowRankRows | None = None,
     need_act: bool = False,
+    end_E: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> GateGradients:
     """Return the gradients, and the activation if asked; same contract as the reference."""
@@ -322,6 +339,7 @@ def gate_backward(
         d_act_NF if weight_N is None else weight_N,
         low_NR,
         factor_RF,
+        d_act_NF if end_E is None else end_E[-1:],
         d_gate_up_NP,
         d_gate_up_NP if act_NF is None else act_NF,
         d_gate_up_NP if d_weight_N is None else d_weight_N,
@@ -342,6 +360,7 @@ def gate_backward(
         IS_WIDE=gate_up_NP.dtype is torch.float32,
         HAS_WEIGHT=weight_N is not None,
         HAS_ADDEND=addend is not None,
+        HAS_END=end_E is not None,
         WRITE_ACT=act_NF is not None,
         IN_PLACE=out is not None,
         BLOCK_N=block_rows,

@@ -24,6 +24,7 @@ def gather_rows(
     slot_N: torch.Tensor,
     *,
     num_experts_per_token: int,
+    end_E: torch.Tensor | None = None,
     backend: str = "auto",
     is_checked: bool = True,
 ) -> torch.Tensor:
@@ -36,6 +37,8 @@ def gather_rows(
         slot_N: Slots (``token * K + choice``) in the output order, as ``ExpertOrder.slot_N``. Shape (N,), int32 or
             int64; any stride.
         num_experts_per_token: K, at least 1.
+        end_E: One past the last place of each expert, as ``ExpertOrder.end_E``; int32 or int64. Rows from its last
+            entry on hold arbitrary values. None for all rows.
         backend: "triton" (CUDA only), "reference" (plain PyTorch), or "auto": "triton" on CUDA and "reference"
             elsewhere.
         is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
@@ -48,7 +51,7 @@ def gather_rows(
         OptionError: num_experts_per_token or backend is not allowed, or "triton" is asked for outside CUDA.
 
     Cost:
-        N x D values read and written once, in one launch; no host sync.
+        N x D values read and written once, in one launch, of the rows before ``end_E[-1]`` if given; no host sync.
 
     Source:
         own
@@ -62,14 +65,16 @@ def gather_rows(
         _check_rows("x_TD", x_TD)
         check_tensor("slot_N", slot_N, ndim=1, dtypes=_INDICES)
         check_int("num_experts_per_token", num_experts_per_token, low=1)
-        _check_devices(x_TD=x_TD, slot_N=slot_N)
+        if end_E is not None and check_tensor("end_E", end_E, ndim=1, dtypes=_INDICES).shape[0] < 1:
+            raise ShapeError("end_E is empty; it needs one entry per expert, at least one.")
+        _check_devices(x_TD=x_TD, slot_N=slot_N, end_E=end_E)
     if not uses_triton(backend, x_TD.device):
         with torch.no_grad():
             return reference.gather_rows(x_TD, slot_N, num_experts_per_token=num_experts_per_token)
 
     from lightning_fastft.kernels.expert_rows import triton
 
-    return triton.gather_rows(x_TD, slot_N, num_experts_per_token=num_experts_per_token)
+    return triton.gather_rows(x_TD, slot_N, num_experts_per_token=num_experts_per_token, end_E=end_E)
 
 
 def combine_rows(

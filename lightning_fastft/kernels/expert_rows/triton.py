@@ -26,23 +26,29 @@ NUM_WARPS = 4
 def _gather_rows_kernel(
     x_ptr,
     slot_ptr,
+    last_end_ptr,
     y_ptr,
     x_stride,
     slot_stride,
     num_tokens,
     num_columns,
     K: tl.constexpr,
+    HAS_END: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Run one program per routed slot and tile of columns."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    num_columns_here = num_columns
+    if HAS_END:
+        # A row without columns is neither read nor written.
+        num_columns_here = tl.where(row < tl.load(last_end_ptr), num_columns, 0)
     slot = tl.load(slot_ptr + row * slot_stride).to(tl.int64)
     token = slot // K
     # An invalid slot gives NaN instead of an out-of-bounds read.
-    num_readable = tl.where((slot >= 0) & (token < num_tokens), num_columns, 0)
+    num_readable = tl.where((slot >= 0) & (token < num_tokens), num_columns_here, 0)
     value = tl.load(x_ptr + token * x_stride + cols, mask=cols < num_readable, other=float("nan"))
-    tl.store(y_ptr + row * num_columns + cols, value, mask=cols < num_columns)
+    tl.store(y_ptr + row * num_columns + cols, value, mask=cols < num_columns_here)
 
 
 @triton.jit
@@ -88,7 +94,9 @@ def _combine_rows_kernel(
     tl.store(out_ptr + row * num_columns + cols, total.to(out_ptr.dtype.element_ty), mask=cols < num_columns)
 
 
-def gather_rows(x_TD: torch.Tensor, slot_N: torch.Tensor, *, num_experts_per_token: int) -> torch.Tensor:
+def gather_rows(
+    x_TD: torch.Tensor, slot_N: torch.Tensor, *, num_experts_per_token: int, end_E: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return the row of each slot's token; a slot outside the tokens gives a row of NaN."""
     num_slots, (num_tokens, num_columns) = slot_N.shape[0], x_TD.shape
     y_ND = torch.empty(num_slots, num_columns, dtype=x_TD.dtype, device=x_TD.device)
@@ -98,12 +106,14 @@ def gather_rows(x_TD: torch.Tensor, slot_N: torch.Tensor, *, num_experts_per_tok
     _gather_rows_kernel[(num_slots, ceil_div(num_columns, block))](
         x_TD,
         slot_N,
+        slot_N if end_E is None else end_E[-1:],
         y_ND,
         x_TD.stride(0),
         slot_N.stride(0),
         num_tokens,
         num_columns,
         K=num_experts_per_token,
+        HAS_END=end_E is not None,
         BLOCK=block,
         num_warps=NUM_WARPS,
     )

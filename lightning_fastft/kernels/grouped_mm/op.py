@@ -97,7 +97,7 @@ def grouped_mm(
         _check_forced(name, rows_of(x_NI), _why_not_torch(x_NI, weight_EIO) if name == "torch" else None)
     with plain_numbers(end_E.device.type):
         if name == "torch":
-            return _torch_product(_copy_rows(x_NI), weight_EIO, end_E, addend=addend, out_NO=out)
+            return _torch_product(_copy_rows(x_NI, end_E), weight_EIO, end_E, addend=addend, out_NO=out)
         out_NO = weight_EIO.new_empty(x_NI.shape[0], weight_EIO.shape[2]) if out is None else out
         if name == "reference":
             return reference.grouped_mm(x_NI, weight_EIO, end_E, addend=addend, out_NO=out_NO)
@@ -171,7 +171,9 @@ def grouped_weight_grad(
         )
     with plain_numbers(end_E.device.type):
         if name == "torch":
-            weighted_NI, weighted_NO = reference.weigh_rows(_copy_rows(x_NI), _copy_rows(d_NO), row_weight_N)
+            weighted_NI, weighted_NO = reference.weigh_rows(
+                _copy_rows(x_NI, end_E), _copy_rows(d_NO, end_E), row_weight_N
+            )
             grad_EIO = torch.nn.functional.grouped_mm(weighted_NI.T, weighted_NO, offs=end_E)
             return grad_EIO if scale == 1.0 else grad_EIO.mul_(scale)
         if name == "reference":
@@ -278,10 +280,10 @@ def _check_grad(
         _check_row_weight(row_weight_N, num_rows=x_NI.shape[0], like=like)
 
 
-def _copy_rows(rows: Rows) -> torch.Tensor:
-    """Return rows as a tensor of shape (N, I)."""
+def _copy_rows(rows: Rows, end_E: torch.Tensor) -> torch.Tensor:
+    """Return rows as a tensor of shape (N, I); gathered rows without an expert hold arbitrary values."""
     return (
-        gather_rows(rows.x_TI, rows.slot_N, num_experts_per_token=rows.num_slots_per_row, is_checked=False)
+        gather_rows(rows.x_TI, rows.slot_N, num_experts_per_token=rows.num_slots_per_row, end_E=end_E, is_checked=False)
         if isinstance(rows, GatheredRows)
         else rows
     )

@@ -343,6 +343,7 @@ class CausalLMModule(LightningModule):
             compute_dtype=self._compute_dtype,
             master_dtype=master_dtype,
             replicates_adapters=replicates_adapters(None if self._trainer is None else self.trainer.strategy),
+            owns_experts=getattr(self.trainer.strategy, "expert_parallel", 1) > 1,
         )
 
     def _find_patcher(self) -> ModelPatcher:

@@ -1,0 +1,182 @@
+"""Expert parallelism: the ranks of an axis own the experts of each layer in equal shares and exchange tokens.
+
+Every rank gets the tokens of all ranks (all-gather), runs its own experts on them, and returns to each rank the sums of
+its tokens' outputs. Sizes never depend on the routing, so no count leaves the device. A token is sent once to each
+rank, not once per expert: with 8 experts per token, an exchange by need would send each of 2 ranks 99.6 % of all tokens
+anyway, and each of 8 ranks 66 %.
+
+Axes: R rows of one rank, padded to the longest pack of the axis, T = R * ranks, K experts per token, D model width,
+    E experts, N = R * K routed slots.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+from lightning_fastft.core.errors import ShapeError
+from lightning_fastft.moe.routing import ExpertAdapter
+
+# Attribute of experts modules whose stacks are owned in shares, not in the state_dict: the ExpertAxis.
+AXIS_ATTRIBUTE = "fastft_expert_axis"
+
+# torch 2.13 has a new name for it.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class RoutedTokens(NamedTuple):
+    """Token states with the experts and routing weights of each token.
+
+    Args:
+        x_TD: Shape (T, D).
+        expert_TK: Shape (T, K); int64 or int32.
+        weight_TK: Shape (T, K); any floating dtype.
+    """
+
+    x_TD: torch.Tensor
+    expert_TK: torch.Tensor
+    weight_TK: torch.Tensor
+
+
+class ExpertAxis:
+    """The ranks that own the experts of each layer in equal shares: rank r of n owns the r-th E / n.
+
+    Gradients of owned experts are sums over the tokens of the whole axis, while data parallelism divides the sum over
+    all ranks by their number. So the backward divides incoming gradients by the size of the axis, and multiplies those
+    that leave for the tokens, and those of adapters, which every rank holds whole, by it again.
+
+    Args:
+        group: Process group of the axis.
+
+    Example:
+        >>> find_axis(nn.Linear(2, 2)) is None
+        True
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.size: int = dist.get_world_size(group)
+        self.rank: int = dist.get_rank(group)
+        # Tokens of the longest pack of this step on any rank; 0 where all ranks run the same tokens.
+        self.num_rows = 0
+
+    def gather(self, own: RoutedTokens, *, num_experts: int) -> RoutedTokens:
+        """Return the tokens of all ranks, with experts numbered from the first one that this rank owns; numbers outside
+        of its share are sentinels.
+
+        Args:
+            own: Tokens of this rank, at most ``num_rows``.
+            num_experts: Experts of the layer, E.
+
+        Raises:
+            ShapeError: There are more tokens than the ranks agreed on.
+
+        Cost:
+            Sends R * (D + 2 K) values to every other rank; in the backward each sends as many back. No host sync.
+        """
+        num_rows = self.num_rows or own.x_TD.shape[0]
+        num_missing = num_rows - own.x_TD.shape[0]
+        if num_missing < 0:
+            raise ShapeError(
+                f"A layer got {own.x_TD.shape[0]} tokens, and the ranks of the expert axis agreed on {num_rows}, the "
+                "longest pack of this step. Call the model once per packed batch."
+            )
+        x_RD, expert_RK, weight_RK = own
+        if num_missing:
+            x_RD, weight_RK = (functional.pad(rows, (0, 0, 0, num_missing)) for rows in (x_RD, weight_RK))
+            expert_RK = functional.pad(expert_RK, (0, 0, 0, num_missing), value=num_experts)
+        x_TD, weight_TK = _GatherRows.apply(self, x_RD, weight_RK)
+        first = self.rank * (num_experts // self.size)
+        expert_TK = _gather(expert_RK.to(torch.int32), self) - first
+        return RoutedTokens(x_TD, expert_TK, weight_TK)
+
+    def scatter(self, y_TD: torch.Tensor, *, num_tokens: int) -> torch.Tensor:
+        """Return the sum over all ranks of the outputs of this rank's tokens, shape (num_tokens, D).
+
+        Each partial sum is rounded once, and added in fp32.
+
+        Cost:
+            As gather, and one pass over T * D values.
+        """
+        y_RD: torch.Tensor = _ScatterRows.apply(self, y_TD)
+        return y_RD[:num_tokens]
+
+
+def find_axis(module: nn.Module) -> ExpertAxis | None:
+    """Return the axis of an experts module; None if it has all experts."""
+    axis: ExpertAxis | None = vars(module).get(AXIS_ATTRIBUTE)
+    return axis
+
+
+def share_adapter(adapter: ExpertAdapter, axis: ExpertAxis) -> ExpertAdapter:
+    """Return this rank's experts of an adapter that every rank holds whole.
+
+    Cost:
+        Views; the backward writes a whole gradient, 0 for the experts of other ranks.
+    """
+    num_owned = adapter.a_EIR.shape[0] // axis.size
+    a_EIR, b_ERO = (
+        _MultiplyGradient.apply(factor.narrow(0, axis.rank * num_owned, num_owned), axis.size)
+        for factor in (adapter.a_EIR, adapter.b_ERO)
+    )
+    return ExpertAdapter(a_EIR, b_ERO, adapter.scale)
+
+
+class _GatherRows(torch.autograd.Function):
+    """Gather token states and routing weights; both backward exchanges are in one node, so all ranks have one order."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, axis: ExpertAxis, x_RD: torch.Tensor, weight_RK: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.axis = axis
+        return _gather(x_RD, axis), _gather(weight_RK, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        needs = ctx.needs_input_grad[1:]
+        return None, *(_sum(grad, ctx.axis).mul_(ctx.axis.size) if need else None for grad, need in zip(grads, needs))
+
+
+class _ScatterRows(torch.autograd.Function):
+    """Sum the rows of each rank over the axis; d_y = the gathered d_sum / ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, axis: ExpertAxis, y_TD: torch.Tensor) -> torch.Tensor:
+        ctx.axis = axis
+        return _sum(y_TD, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, _gather(grads[0] / ctx.axis.size, ctx.axis)
+
+
+class _MultiplyGradient(torch.autograd.Function):
+    """Return a view; its gradient is multiplied."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, factor: int) -> torch.Tensor:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0] * ctx.factor, None
+
+
+def _gather(rows: torch.Tensor, axis: ExpertAxis) -> torch.Tensor:
+    """Return the rows of all ranks, in the order of the ranks."""
+    gathered = rows.new_empty(axis.size * rows.shape[0], rows.shape[1])
+    _all_gather(gathered, rows.contiguous(), group=axis.group)
+    return gathered
+
+
+def _sum(rows: torch.Tensor, axis: ExpertAxis) -> torch.Tensor:
+    """Return the rows of this rank, summed over all ranks."""
+    received = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received, rows.contiguous(), group=axis.group)
+    return received.view(axis.size, -1, rows.shape[1]).sum(dim=0)
