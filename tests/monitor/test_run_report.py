@@ -829,6 +829,17 @@ def test_loss_of_several_ranks_is_the_mean_over_the_labelled_tokens_of_all(two_r
 
 
 @pytest.mark.slow
+def test_samples_of_ddp_and_fsdp_are_those_of_the_model_alone(two_ranks):
+    answers = json.loads((two_ranks / "fastft_ddp" / "answers.json").read_text())
+    assert all(answers)
+    for strategy in ("fastft_ddp", "fastft_fsdp"):
+        prompts = read(two_ranks / strategy)[0]["samples"]["prompts"]
+        assert [[answer["text"] for answer in prompt["answers"]] for prompt in prompts] == [
+            [one] * 2 for one in answers
+        ]
+
+
+@pytest.mark.slow
 def test_report_of_a_run_whose_other_rank_is_gone_says_that_it_is_rank_zeros_alone(two_ranks):
     data, text = read(two_ranks / "broken")
     assert (data["outcome"]["state"], data["head"]["num_steps"]) == ("failed", GONE_AT)
