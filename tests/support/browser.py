@@ -43,9 +43,9 @@ class Browser:
 
     def __init__(self, commands, answers):
         self._commands, self._answers, self._numbers, self._session = commands, answers, itertools.count(1), None
+        self.messages = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        self.messages = []
         for domain in ("Page", "Log", "Runtime"):
             self.call(f"{domain}.enable")
 

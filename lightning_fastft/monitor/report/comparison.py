@@ -28,8 +28,8 @@ _BODY = """<!doctype html>
 <h1>{{ title }}</h1>
 <p class="soft">{{ labels | join(", ") }}</p>
 <div class="cards">
-<section class="wide"><div class="scroll"><table><tr><th></th>{% for label in labels %}<th class="number">{{ label
-  }}</th>{% endfor %}</tr>
+<section class="wide"><div class="scroll"><table><tr><th></th>{% for label in labels %}<th class="number words">{{
+  label }}</th>{% endfor %}</tr>
 {% for row in rows %}<tr><td>{{ row.name }}</td>{% for value in row.values %}
 <td class="number{% if row.form == "" %} words{% endif %}{% if loop.index0 in row.best %} best{% endif %}">{%
   if row.form == "" %}{{ value }}{% elif value is none %}&ndash;{% else %}{{ value | number(row.form) }}{% endif
@@ -40,11 +40,13 @@ _BODY = """<!doctype html>
 {% for chart in charts %}<section{% if loop.first and charts | length is odd %} class="wide"{% endif %}><h2>{{
   chart.title }}</h2>
 {{ draw_chart(chart.lines, name=chart.title, form=chart.form) }}</section>{% endfor %}
-{% if differences %}<section class="wide"><h2>What differs</h2><div class="scroll"><table><tr><th>option</th>{%
-  for label in labels %}<th>{{ label }}</th>{% endfor %}</tr>
+{% if differences or commands %}<section class="wide"><h2>What differs</h2>{% if differences %}<div class="scroll">
+<table><tr><th>option</th>{% for label in labels %}<th class="words">{{ label }}</th>{% endfor %}</tr>
 {% for name, values in differences %}<tr><td>{{ name }}</td>{% for value in values %}<td class="words">{% if value is
   none %}&ndash;{% else %}<code>{{ value }}</code>{% endif %}</td>{% endfor %}</tr>
-{% endfor %}</table></div></section>{% endif %}
+{% endfor %}</table></div>{% endif %}
+{% for label, command in commands %}<h3>{{ label }}</h3><pre class="answer">{{ command }}</pre>{% endfor
+  %}</section>{% endif %}
 </div>
 <p class="soft">From the JSON files of the runs' reports. This page loads nothing from anywhere.</p>
 </main></body></html>
@@ -113,6 +115,7 @@ def render_comparison(reports: Mapping[str, Mapping[str, Any]]) -> str:
         A self-contained HTML page without scripts, links or network addresses.
     """
     environment = make_environment()
+    commands = [(label, report["command"]) for label, report in reports.items()]
     environment.globals.update(draw_chart=draw_chart)
     return environment.from_string(_BODY).render(
         title=TITLE,
@@ -120,6 +123,7 @@ def render_comparison(reports: Mapping[str, Mapping[str, Any]]) -> str:
         rows=compare(reports),
         charts=_merge_charts({label: make_charts(report) for label, report in reports.items()}),
         differences=_find_differences(list(reports.values())),
+        commands=commands if len({command for _, command in commands}) > 1 else [],
         style=Markup(STYLE),  # noqa: S704 - a constant of this package
     )
 
@@ -184,13 +188,13 @@ def _shorten(paths: Sequence[str]) -> list[str]:
 
 
 def _rank(name: str, values: list[Any], form: str, choose: Callable[..., Any] | None) -> Row:
-    """Return a row that marks its best values, if they differ."""
+    """Return a row that marks its best values, if they differ where they are shown."""
+    shown = ["" if value is None else format(value, form) for value in values]
     known = [value for value in values if value is not None]
-    is_marked = choose is not None and len(set(known)) > 1
-    best = choose(known) if is_marked and choose is not None else None
-    return Row(
-        name, values, form, frozenset(place for place, value in enumerate(values) if is_marked and value == best)
-    )
+    if choose is None or len(set(shown) - {""}) < 2:
+        return Row(name, values, form)
+    best = format(choose(known), form)
+    return Row(name, values, form, frozenset(place for place, text in enumerate(shown) if text == best))
 
 
 def _merge_charts(charts: Mapping[str, Sequence[Chart]]) -> list[Chart]:
@@ -219,5 +223,4 @@ def _find_differences(reports: Sequence[Mapping[str, Any]]) -> list[tuple[str, l
     ]
     names = dict.fromkeys(name for found in flat for name in found)
     rows = [(name, [found.get(name) for found in flat]) for name in names]
-    rows.append(("command", [report["command"] for report in reports]))
     return [(name, values) for name, values in rows if any(value != values[0] for value in values)]

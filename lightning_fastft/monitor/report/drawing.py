@@ -35,7 +35,7 @@ def find_ticks(low: float, high: float, *, most: int, is_whole: bool = False) ->
         >>> find_ticks(0, 3, most=10, is_whole=True)
         [0.0, 1.0, 2.0, 3.0]
     """
-    if high <= low:
+    if not _is_wide(low, high):
         return [low]
     power = math.floor(math.log10((high - low) / most))
     for size in (10.0**place * factor for place in (power, power + 1) for factor in (1, 2, 5)):
@@ -96,11 +96,16 @@ def draw_chart(series: Sequence[tuple[str, Sequence[Sequence[float]]]], *, name:
     )
 
 
+def _is_wide(low: float, high: float) -> bool:
+    """Return whether labels of 12 digits can tell the ends of an axis apart."""
+    return high - low > 1e-9 * max(abs(low), abs(high))
+
+
 class _Axis:
     """Places of values on an axis, as shares of its length."""
 
     def __init__(self, low: float, high: float, *, margin: float) -> None:
-        self.is_wide = high > low
+        self.is_wide = _is_wide(low, high)
         rim = margin * (high - low) if self.is_wide else 1.0
         self.low, self.high = low - rim, high + rim
 

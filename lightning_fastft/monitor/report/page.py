@@ -189,12 +189,10 @@ to the host, {{ profile.h2d_gib | number(".2f") }} GiB to the device).
 {% for what, reason in missing %}<li>{{ what }}: {{ reason }}</li>{% endfor %}</ul></section>{% endif %}
 
 <section class="wide"><h2>How it was run</h2><div class="scroll"><pre>{{ command }}</pre></div>
-{% for title, values in options.items() %}<h3>{{ title }}</h3><div class="scroll"><table>{% for name, value in
-  values.items() %}
-<tr><td>{{ name }}</td><td class="text"><code>{{ value }}</code></td></tr>{% endfor %}</table></div>{% endfor %}
-<h3>versions</h3><div class="scroll"><table>{% for name, value in versions.items() %}<tr><td>{{ name }}</td><td
-  class="text">{{ value }}</td>
-</tr>{% endfor %}</table></div></section>
+{% for title, values in (options.items() | list) + [("versions", versions)] %}<details><summary>{{ title
+  }}</summary><div class="scroll"><table>{% for name, value in values.items() %}
+<tr><td>{{ name }}</td><td class="text"><code>{{ value }}</code></td></tr>{% endfor %}</table></div></details>{%
+  endfor %}</section>
 </div>
 <p class="soft">The same figures are in the JSON file beside this page ({{ schema }}, version {{ schema_version }}).
   This page loads nothing from

@@ -15,7 +15,7 @@ STYLE = """
   --green: #4fc98a; --orange: #f0a050; --red: #ff7b80; --violet: #bb94f5; --grey: #6e7781; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--text); font: 16px/1.5 system-ui, -apple-system, "Segoe UI",
-  Roboto, sans-serif; }
+  Roboto, sans-serif; overflow-wrap: break-word; }
 main { max-width: 1080px; margin: 0 auto; padding: 20px 16px 48px; }
 h1 { font-size: 1.5rem; line-height: 1.25; margin: 0; overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margin: 0 0
   10px; }
@@ -39,10 +39,11 @@ th, td { text-align: left; vertical-align: top; padding: 5px 12px 5px 0; border-
 td.number, th.number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; } td.bar { width:
   55%; min-width: 90px; }
 td.best { font-weight: 700; }
-td.words { white-space: normal; overflow-wrap: anywhere; min-width: 90px; max-width: 320px; }
+td.words, th.words { white-space: normal; overflow-wrap: anywhere; min-width: 76px; max-width: 320px; }
 td.text { min-width: 220px; overflow-wrap: anywhere; } .legend.inline { margin: 0; font-size: inherit; }
 pre.answer { white-space: pre-wrap; overflow-wrap: anywhere; border: 1px solid var(--line); border-radius: 6px;
-  padding: 8px 12px; margin: 4px 0 8px; } ul { margin: 6px 0; padding-left: 20px; }
+  padding: 8px 12px; margin: 4px 0 8px; } summary { cursor: pointer; padding: 4px 0; }
+ul { margin: 6px 0; padding-left: 20px; }
 code, pre { font: .84rem/1.4 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; } pre { margin: 8px 0 0; } code
   { overflow-wrap: anywhere; }
 svg { display: block; width: 100%; } .ends { display: flex; justify-content: space-between; gap: 12px; color:
@@ -61,11 +62,12 @@ svg { display: block; width: 100%; } .ends { display: flex; justify-content: spa
 .chart .y, .chart .plot, .chart .x { position: relative; } .chart .x { grid-column: 2; height: 1.7em; }
 .chart .y span { position: absolute; right: 8px; transform: translateY(-50%); white-space: nowrap; }
 .chart .x span { position: absolute; top: 3px; transform: translateX(-50%); white-space: nowrap; }
-.plot { border-left: 1px solid var(--line); border-bottom: 1px solid var(--line); }
+.plot svg { overflow: visible; } .plot { border-left: 1px solid var(--line); border-bottom: 1px solid var(--line); }
 .band { position: absolute; top: 0; bottom: 0; } .band:hover { background: linear-gradient(var(--soft), var(--soft))
   var(--at) 0 / 1px 100% no-repeat; }
 .band:hover::after { content: attr(data-tip); position: absolute; z-index: 1; top: 4px; left: calc(var(--at) + 8px);
-  width: max-content; white-space: pre; pointer-events: none; font-style: normal; color: var(--text); background:
+  width: max-content; max-width: 46vw; white-space: pre-wrap; overflow-wrap: anywhere; pointer-events:
+  none; font-style: normal; color: var(--text); background:
   var(--card); border: 1px solid var(--line); border-radius: 6px; padding: 3px 8px; box-shadow: 0 2px 8px #0003; }
 .band.late:hover::after { left: auto; right: calc(100% - var(--at) + 8px); }
 .state { font-weight: 600; } .state.active { color: var(--green); } .state.refused { color: var(--red); }
@@ -73,7 +75,9 @@ svg { display: block; width: 100%; } .ends { display: flex; justify-content: spa
 .fill { height: 14px; border-radius: 3px; background: var(--blue); margin-top: 4px; } .stack { display: flex; height:
   22px; border-radius: 4px;
   overflow: hidden; }
-.legend { display: flex; flex-wrap: wrap; gap: 4px 14px; font-size: .85rem; margin: 6px 0; } .legend i { display:
+.legend { display: flex; flex-wrap: wrap; gap: 4px 14px; font-size: .85rem; margin: 6px 0; } .legend > span {
+  min-width: 0;
+  overflow-wrap: anywhere; } .legend i { display:
   inline-block; width: 11px;
   height: 11px;
   border-radius: 2px; margin-right: 5px; }
