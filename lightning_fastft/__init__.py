@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lightning_fastft.checkpoint.resume import ExactResume
     from lightning_fastft.core.errors import FastFTError
     from lightning_fastft.core.status import Status
+    from lightning_fastft.monitor.generate_samples import GenerateSamples
     from lightning_fastft.monitor.host_waits import HostWaitDetector
     from lightning_fastft.monitor.progress_bar import FastFTProgressBar
     from lightning_fastft.monitor.run_report import RunReport
@@ -56,6 +57,7 @@ _PLACES = {
     "FineTuner": "training.fine_tuner",
     "FiniteGuard": "callbacks.finite_guard",
     "FusedKernels": "callbacks.fused_kernels",
+    "GenerateSamples": "monitor.generate_samples",
     "GradientHealth": "callbacks.gradient_health",
     "HostWaitDetector": "monitor.host_waits",
     "OffloadCheckpointing": "activations.checkpointing",
@@ -89,6 +91,7 @@ __all__ = [
     "FineTuner",
     "FiniteGuard",
     "FusedKernels",
+    "GenerateSamples",
     "GradientHealth",
     "HostWaitDetector",
     "OffloadCheckpointing",

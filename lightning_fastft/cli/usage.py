@@ -19,6 +19,7 @@ fastft: fine-tune Hugging Face causal language models with PyTorch Lightning.
   fastft data     --config NAME|FILE [--out FOLDER]      what the data module would do, without training
   fastft doctor   [--config NAME|FILE]                   what is active on this machine, and why not, without training
   fastft plan     --config NAME|FILE [--gpu NAME]        the memory plan of a config and its cost, without training
+  fastft report   RUN RUN ... [--out FILE]               compare runs by their reports
   fastft chat   CHECKPOINT|FOLDER [--system TEXT]        talk with a trained model
   fastft eval   CHECKPOINT|FOLDER --data FILE            perplexity and exact match on held-out data, tasks of lm-eval
   fastft export CHECKPOINT|FOLDER OUT [--merge]          adapters or merged weights as a folder, GGUF, or for Ollama
@@ -95,6 +96,13 @@ The activation plan of a config on a GPU and its cost, without weights, data or 
   --document-tokens N       average length of the document of a token (1024)
 
 {_OPTIONS_OF_FIT}""",
+    "report": """\
+fastft report RUN RUN [RUN ...] [--out FILE]
+Compare 2 to 12 runs that had the callback RunReport: their figures, curves, and the options that differ.
+
+  RUN                       folder of a run with one run_report.json in it or below it, or the file itself
+  --out FILE                the page (runs/comparison.html)
+""",
     "chat": f"""\
 fastft chat CHECKPOINT|FOLDER [--system TEXT] [--max-new-tokens N] [--temperature T]
 Talk with a trained model: answers appear as they are generated, /quit ends it. Lines of a pipe are answered in turn.

@@ -9,7 +9,7 @@ import numpy as np
 from markupsafe import Markup
 
 from lightning_fastft.core.errors import printable
-from lightning_fastft.monitor.report.page import STYLE, make_environment
+from lightning_fastft.monitor.report.style import STYLE, make_environment
 from lightning_fastft.packing.describe import (
     DescribableData,
     DescribableDocuments,

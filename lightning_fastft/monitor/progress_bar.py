@@ -72,6 +72,7 @@ class FastFTProgressBar(TQDMProgressBar):
         self._copies = AsyncScalarReader()
         self._shown: dict[str, float] = {}
         self._num_tokens = self._last_global_step = self._num_summed = 0
+        self._is_described = False
         # Names on the bar before a validation, and names that validations added.
         self._names_before: frozenset[str] = frozenset()
         self._validation_names: set[str] = set()
@@ -87,7 +88,23 @@ class FastFTProgressBar(TQDMProgressBar):
         self._drop()
         self._shown, self._num_tokens, self._last_global_step = {}, 0, trainer.global_step
         self._finished.clear()
+        self._is_described = False
         super().on_train_start(trainer, *args)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        """Show epoch and number of batches."""
+        self._is_described = True
+        super().on_train_epoch_start(trainer, *args)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Show epoch and number of batches in an epoch that was resumed, which Lightning does not start again."""
+        if not self._is_described:
+            self.on_train_epoch_start(trainer)
+            # Time per batch counts from here.
+            self.train_progress_bar.initial = self.train_progress_bar.n = batch_idx
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

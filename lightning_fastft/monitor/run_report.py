@@ -92,7 +92,7 @@ class RunReport(Callback):
         self._run = RunRecord()
         self._is_open = False
         self._copies = AsyncScalarReader()
-        self._validation_copies = AsyncScalarReader()
+        self._scalar_copies = AsyncScalarReader()
         self._clock: Clock | None = None
         self._last_end: Any = None
         self._last_global_step = 0
@@ -177,8 +177,14 @@ class RunReport(Callback):
         self._begin_part("forward")
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        """Mark the start of clipping and the optimizer step."""
+        """Mark the start of clipping and the optimizer step, and record its learning rates."""
         self._begin_part("optimizer")
+        for name, rate in _learning_rates(trainer, optimizer):
+            # The scheduler changes a tensor in place after this step, so the copy starts here.
+            if isinstance(rate, torch.Tensor):
+                self._scalar_copies.push((self._run.add_learning_rate, self._run.step, name), rate)
+            else:
+                self._run.add_learning_rate(self._run.step, name, float(rate))
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -223,7 +229,7 @@ class RunReport(Callback):
         if not trainer.sanity_checking:
             for name, value in trainer.callback_metrics.items():
                 if name.startswith("val") and value.numel() == 1:
-                    self._validation_copies.push((trainer.global_step, name), value)
+                    self._scalar_copies.push((self._run.add_validation, trainer.global_step, name), value)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Exclude the time between epochs."""
@@ -234,7 +240,7 @@ class RunReport(Callback):
         self._pause()
         self._close_detector()
         self._run.add_losses(self._copies.wait())
-        self._run.add_validation(self._validation_copies.wait())
+        self._run.add_scalars(self._scalar_copies.wait())
         self._run.times.poll(wait=True)
         self._run.times.finish()
         self._run.gather_ranks(trainer)
@@ -273,7 +279,7 @@ class RunReport(Callback):
         """Release device objects."""
         self._close_detector()
         self._copies.clear()
-        self._validation_copies.clear()
+        self._scalar_copies.clear()
         self._run.times.drop()
         self._clock = self._last_end = None
         self._run.plans = []
@@ -313,7 +319,7 @@ class RunReport(Callback):
 
     def _poll(self) -> None:
         self._run.add_losses(self._copies.poll())
-        self._run.add_validation(self._validation_copies.poll())
+        self._run.add_scalars(self._scalar_copies.poll())
         self._run.times.poll()
 
     # Writing.
@@ -346,6 +352,20 @@ class _QuietDetector(HostWaitDetector):
 
     def _tell(self) -> None:
         pass
+
+
+def _learning_rates(trainer: pl.Trainer, optimizer: Any) -> list[tuple[str, Any]]:
+    """Return the learning rate of each parameter group, by the name that LearningRateMonitor gives it."""
+    names = [type(found).__name__ for found in trainer.optimizers]
+    place = next((index for index, found in enumerate(trainer.optimizers) if found is optimizer), 0)
+    name = f"lr-{type(optimizer).__name__}"
+    # LearningRateMonitor numbers optimizers of one class from the second on.
+    if num_before := names[:place].count(type(optimizer).__name__):
+        name += f"-{num_before}"
+    groups = optimizer.param_groups[:MOST_VALUES]
+    if len(groups) == 1:
+        return [(f"{name}/{groups[0]['name']}" if groups[0].get("name") else name, groups[0]["lr"])]
+    return [(f"{name}/{group.get('name', f'pg{number}')}", group["lr"]) for number, group in enumerate(groups, 1)]
 
 
 def _find_plans(trainer: pl.Trainer) -> list[tuple[StepCost, Plan]]:

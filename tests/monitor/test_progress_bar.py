@@ -2,12 +2,13 @@
 
 from unittest import mock
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
 from lightning_fastft.monitor.progress_bar import FastFTProgressBar
 from lightning_fastft.strategies.registry import register_strategies
-from tests.support.training_parts import PlainModule, packed_loader, tiny_llama
+from tests.support.training_parts import PlainModule, SaveAtStep, packed_loader, tiny_llama
 
 register_strategies()
 
@@ -23,23 +24,20 @@ class RecordingBar(FastFTProgressBar):
         return shown
 
 
-def fit(tmp_path, module, bar, **options):
-    import lightning.pytorch as pl
-
+def fit(tmp_path, module, bar, *, callbacks=(), ckpt_path=None, **options):
     trainer = pl.Trainer(
         default_root_dir=tmp_path,
         accelerator="cpu",
         devices=1,
         strategy="fastft",
-        callbacks=[bar],
+        callbacks=[bar, *callbacks],
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,
-        max_epochs=1,
+        **{"max_epochs": 1, **options},
         num_sanity_val_steps=0,
-        **options,
     )
-    trainer.fit(module, packed_loader(6), packed_loader(2, seed=30))
+    trainer.fit(module, packed_loader(6), packed_loader(2, seed=30), ckpt_path=ckpt_path)
     return trainer
 
 
@@ -153,3 +151,36 @@ def test_no_host_wait_on_a_gpu():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert bar._shown == {}
+
+
+class RecordsBar(pl.Callback):
+    """Epoch, position and number of batches on the bar, before and after each batch."""
+
+    def __init__(self, bar):
+        self.bar, self.seen = bar, []
+
+    def note(self):
+        shown = self.bar.train_progress_bar
+        self.seen.append((shown.desc, shown.n, shown.total, shown.initial))
+
+    def on_train_batch_start(self, *args):
+        self.note()
+
+    def on_train_batch_end(self, *args):
+        self.note()
+
+
+def test_bar_of_an_epoch_that_is_resumed_has_epoch_position_and_total(tmp_path):
+    path, options = tmp_path / "half.ckpt", {"max_epochs": 2}
+    fit(tmp_path, PlainModule(tiny_llama()), FastFTProgressBar(), callbacks=[SaveAtStep(10, path)], **options)
+    bar = FastFTProgressBar()
+    records = RecordsBar(bar)
+    with pytest.warns(UserWarning, match="not resumable"):
+        fit(tmp_path, PlainModule(tiny_llama()), bar, callbacks=[records], ckpt_path=path, **options)
+    # Steps 11 and 12 of 2 x 6; the rate does not count the four batches of the epoch before them.
+    assert records.seen == [
+        ("Epoch 1: ", 4, 6, 4),
+        ("Epoch 1: ", 5, 6, 4),
+        ("Epoch 1: ", 5, 6, 4),
+        ("Epoch 1: ", 6, 6, 4),
+    ]

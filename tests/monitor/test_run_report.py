@@ -46,7 +46,7 @@ from tests.support.host_waits import count_host_waits
 from tests.support.training_parts import PlainModule, packed_batches, packed_loader, quiet_trainer, tiny_llama
 from tests.support.two_ranks import run_two_ranks
 
-VOID = {"meta", "rect", "line", "polyline", "br"}
+VOID = {"meta", "rect", "line", "polyline", "path", "br"}
 HOSTILE = '<script>alert("1")</script><img src=x onerror=alert(2)>'
 
 
@@ -179,7 +179,7 @@ def test_every_figure_of_the_page_is_in_the_json_and_the_heads_are_on_the_page(f
     assert set(map(float, heads)) <= set(page.figures)
     assert all(sentence in page.text for sentence in data["outcome"]["verdict"])
     assert all(status["reason"] in page.text for status in data["statuses"])
-    assert (data["schema"], data["schema_version"]) == ("lightning_fastft.run_report", 1)
+    assert (data["schema"], data["schema_version"]) == ("lightning_fastft.run_report", 2)
 
 
 def test_page_loads_nothing_and_runs_nothing(finished):
@@ -432,7 +432,9 @@ def test_resumed_run_says_from_where_it_went_on(tmp_path):
         == f"The run went on from step 5 (checkpoint {path}) to 12, and finished after 7 optimizer steps."
     )
     shown = " ".join(Page(text).text.split())
-    assert "step 5step 11" in shown
+    chart = text[text.index('aria-label="Tokens per second"') :].partition("</section>")[0]
+    steps = re.findall(r'data-tip="step (\d+): ', chart)
+    assert (steps[0], steps[-1]) == ("5", "11")
     assert "from step 5 on" in shown
 
 
@@ -824,6 +826,17 @@ def test_loss_of_several_ranks_is_the_mean_over_the_labelled_tokens_of_all(two_r
     assert data["head"]["peak_memory_gib"] == max(rank["peak_memory_gib"] for rank in data["ranks"]) > 0
     assert data["head"]["tokens_per_s"] == pytest.approx(sum(rank["tokens_per_s"] for rank in data["ranks"]))
     assert "The mean over all 2 ranks" in " ".join(Page(text).text.split())
+
+
+@pytest.mark.slow
+def test_samples_of_ddp_and_fsdp_are_those_of_the_model_alone(two_ranks):
+    answers = json.loads((two_ranks / "fastft_ddp" / "answers.json").read_text())
+    assert all(answers)
+    for strategy in ("fastft_ddp", "fastft_fsdp"):
+        prompts = read(two_ranks / strategy)[0]["samples"]["prompts"]
+        assert [[answer["text"] for answer in prompt["answers"]] for prompt in prompts] == [
+            [one] * 2 for one in answers
+        ]
 
 
 @pytest.mark.slow

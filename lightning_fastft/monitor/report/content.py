@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from lightning_fastft.activations.budgets import peak_memory_bytes
 from lightning_fastft.checkpoint.stops import RunStopped
 from lightning_fastft.core.status import Status
+from lightning_fastft.monitor.generate_samples import GenerateSamples
 from lightning_fastft.monitor.report.facts import (
     describe_checkpoints,
     describe_command,
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 SCHEMA = "lightning_fastft.run_report"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 def collect(
@@ -66,7 +68,6 @@ def collect(
             "tokens_per_s": run.times.rate(),
         }
     ]
-    step, values = run.validation
     profiled_step = None if profile_step is None else run.first_step + profile_step
     data: dict[str, Any] = {
         "schema": SCHEMA,
@@ -74,15 +75,17 @@ def collect(
         "outcome": {"state": state, **_describe_error(error)},
         "resumed": None if run.first_step == 0 else {"step": run.first_step, "checkpoint": run.source},
         "head": {**model, **_head(run, trainer, ranks=ranks)},
-        "validation": {"step": step, "metrics": [{"name": name, "value": value} for name, value in values.items()]}
-        if values
-        else None,
+        "validation": _describe_validation(run),
         "checkpoints": describe_checkpoints(trainer),
         "statuses": [status._asdict() for status in _statuses(trainer)],
         "plans": [describe_plan(cost, plan) for cost, plan in run.plans],
         "packing": run.packs.to_dict(max_tokens=find_max_tokens(trainer)),
         "data": describe_rows(trainer),
         "curves": _curves(run, trainer),
+        "samples": next(
+            (found.describe() for found in _callbacks(trainer) if isinstance(found, GenerateSamples)), None
+        ),
+        "learning_rates": _describe_learning_rates(run),
         "logged": _describe_values(run),
         "times": run.times.to_dict(is_cuda=is_cuda),
         "slowest": run.times.slowest_to_dict(first_step=run.first_step),
@@ -135,6 +138,29 @@ def _describe_values(run: RunRecord) -> list[dict[str, Any]]:
     ]
 
 
+def _describe_validation(run: RunRecord) -> dict[str, Any] | None:
+    """Return step and values of the last validation, and the curves over all of them."""
+    step, values = run.last_validation
+    if not run.validations:
+        return None
+    metrics = [{"name": name, "value": values.get(name), **curve.to_dict()} for name, curve in run.validations.items()]
+    return {"step": step, "metrics": metrics}
+
+
+def _describe_learning_rates(run: RunRecord) -> list[dict[str, Any]]:
+    """Return the different learning rates; parameter groups of an optimizer with equal rates are shown as one."""
+    found: dict[tuple[str, str], tuple[list[str], dict[str, Any]]] = {}
+    for name, curve in run.learning_rates.items():
+        described = curve.to_dict(first_step=run.first_step)
+        optimizer = name.partition("/")[0]
+        found.setdefault((optimizer, repr(described)), ([], described))[0].append(name)
+    num_rates = Counter(optimizer for optimizer, _ in found)
+    return [
+        {"name": optimizer if num_rates[optimizer] == 1 else ", ".join(names), **described}
+        for (optimizer, _), (names, described) in found.items()
+    ]
+
+
 def _num_ends(run: RunRecord) -> int:
     """Return how many steps first and final values are means of: at most a quarter of the run each."""
     return max(1, min(NUM_ENDS, run.step // 4))
@@ -174,6 +200,10 @@ def _describe_error(error: BaseException | None) -> dict[str, Any]:
         "error": None if error is None else {"type": type(error).__name__, "message": str(error)[:4000]},
         "stop": None,
     }
+
+
+def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
+    return getattr(trainer, "callbacks", [])
 
 
 def _statuses(trainer: pl.Trainer) -> list[Status]:

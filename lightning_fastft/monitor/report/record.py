@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from lightning_fastft.activations.budgets import peak_memory_bytes
 from lightning_fastft.monitor.host_waits import HostWaitDetector
 from lightning_fastft.monitor.report.copies import StepTrace
 from lightning_fastft.monitor.report.losses import StepLosses
-from lightning_fastft.monitor.report.sums import PackSums
+from lightning_fastft.monitor.report.sums import Curve, PackSums
 from lightning_fastft.monitor.report.timing import Batch, BatchTimes
 from lightning_fastft.monitor.token_throughput import GIB
 from lightning_fastft.strategies.packed_steps import find_packed_batches
@@ -40,7 +41,9 @@ class RunRecord:
         source: Checkpoint from which the run was resumed.
         losses: Loss of each optimizer step.
         values: What training logs besides the loss, by its name.
-        validation: Optimizer step and values of the last validation.
+        validations: Curve of each metric of the validations, by its name.
+        last_validation: Optimizer step and values of the last validation.
+        learning_rates: Learning rate of each optimizer step, by the names of Lightning's LearningRateMonitor.
         packs: Fill of the packs.
         times: Times of the micro-batches.
         trace: The profiled step.
@@ -60,7 +63,9 @@ class RunRecord:
     source: str | None = None
     losses: StepLosses = field(default_factory=StepLosses)
     values: dict[str, StepLosses] = field(default_factory=dict)
-    validation: tuple[int, dict[str, float]] = (0, {})
+    validations: dict[str, Curve] = field(default_factory=dict)
+    last_validation: tuple[int, dict[str, float]] = (0, {})
+    learning_rates: dict[str, Curve] = field(default_factory=dict)
     packs: PackSums = field(default_factory=PackSums)
     times: BatchTimes = field(default_factory=lambda: BatchTimes(num_warmup=_NUM_WARMUP))
     trace: StepTrace | None = None
@@ -98,11 +103,22 @@ class RunRecord:
             for name, value in zip(names, others):
                 self.values.setdefault(name, StepLosses()).add(step, value, is_last=is_last)
 
-    def add_validation(self, arrived: list[tuple[Any, torch.Tensor]]) -> None:
-        """Add values of a validation whose copies to the host are complete."""
-        for (step, name), value in arrived:
-            others = self.validation[1] if step == self.validation[0] else {}
-            self.validation = step, {**others, name: float(value)}
+    def add_scalars(self, arrived: list[tuple[Any, torch.Tensor]]) -> None:
+        """Add learning rates and values of validations whose copies to the host are complete."""
+        for (add, step, name), value in arrived:
+            add(step, name, float(value))
+
+    def add_validation(self, step: int, name: str, value: float) -> None:
+        """Add a value of the validation after an optimizer step; one that is not finite is no point of its curve."""
+        others = self.last_validation[1] if step == self.last_validation[0] else {}
+        self.last_validation = step, {**others, name: value}
+        self.validations.setdefault(name, Curve()).add(
+            step, value if math.isfinite(value) else 0.0, float(math.isfinite(value))
+        )
+
+    def add_learning_rate(self, step: int, name: str, value: float) -> None:
+        """Add the learning rate of an optimizer step."""
+        self.learning_rates.setdefault(name, Curve()).add(step, value)
 
     def gather_ranks(self, trainer: pl.Trainer) -> None:
         """Gather memory, speed and losses of all ranks; every rank must call this.

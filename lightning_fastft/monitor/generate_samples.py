@@ -1,0 +1,235 @@
+"""GenerateSamples: show what the model answers to a few prompts at each validation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import CometLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+
+from lightning_fastft.checkpoint.rng import RandomState
+from lightning_fastft.core.checks import check_int, tokenizer_of
+from lightning_fastft.core.errors import OptionError
+from lightning_fastft.core.status import Status
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+STATUS_NAME = "samples"
+# Validations whose answers are kept: the first one and the last ones.
+MOST_VALIDATIONS = 8
+
+
+class Samples(NamedTuple):
+    """Optimizer step of a validation, and the answer to each prompt."""
+
+    step: int
+    answers: list[str]
+
+
+class GenerateSamples(Callback):
+    """Generate an answer to each prompt at the end of each validation of a fit, for the loggers and RunReport.
+
+    Decoding is greedy, so that answers depend on the weights alone. Training is not changed: random states and the mode
+    of every module are restored. Rank 0 generates and the other ranks go on; with FSDP2 all ranks generate together.
+    TensorBoard, W&B, MLflow and Comet get the texts through Lightning's loggers; other loggers get none.
+
+    Args:
+        prompts: Texts that the model continues, or conversations (lists of messages with role and content) that it
+            answers with its chat template.
+        max_new_tokens: Most tokens of an answer.
+        tokenizer: Tokenizer for a LightningModule that has none; None takes that of the module, else of the DataModule.
+
+    Raises:
+        OptionError: An option is not allowed. When fit begins: no model that generates, no tokenizer, or a strategy
+            with FSDP1 or DeepSpeed, which shard the model in a way that ``generate`` cannot read.
+
+    Cost:
+        One batch of len(prompts) rows per validation, with a host sync per token and a key-value cache of
+        len(prompts) x (longest prompt + max_new_tokens) tokens.
+
+    Example:
+        >>> GenerateSamples(["Once upon a time"], max_new_tokens=32).samples
+        []
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[str] | Sequence[Sequence[Mapping[str, str]]],
+        *,
+        max_new_tokens: int = 64,
+        tokenizer: Any = None,
+    ) -> None:
+        if isinstance(prompts, str) or not prompts:
+            raise OptionError(f"prompts must be a list of at least one prompt, got {prompts!r}.")
+        for prompt in prompts:
+            _check_prompt(prompt)
+        self.prompts = list(prompts)
+        self.max_new_tokens = check_int("max_new_tokens", max_new_tokens, low=1)
+        self.tokenizer = tokenizer
+        self.samples: list[Samples] = []
+        self.num_validations = 0
+        self._status = Status(STATUS_NAME, "inactive", "no validation yet")
+
+    def status(self) -> Status:
+        """Return where the answers go."""
+        return self._status
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Check that there is a model to generate with, before training."""
+        self.samples, self.num_validations = [], 0
+        if isinstance(trainer.strategy, (FSDPStrategy, DeepSpeedStrategy)):
+            raise OptionError(
+                f"GenerateSamples cannot generate under {type(trainer.strategy).__name__}: use strategy='fastft_fsdp', "
+                "or remove the callback."
+            )
+        _find_model(pl_module)
+        self._find_tokenizer(trainer, pl_module)
+        names = [type(logger).__name__ for logger in trainer.loggers if _log_function(logger) is not None]
+        self._status = Status(
+            STATUS_NAME, "active", f"logged by {', '.join(names)}" if names else "no logger takes texts; RunReport does"
+        )
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Generate and log."""
+        if trainer.sanity_checking or trainer.state.fn != "fit":
+            return
+        # Imported on first use: callbacks must be importable without transformers.
+        from lightning_fastft.hf.generation import generate_texts
+        from lightning_fastft.hf.sharding.state import is_sharded
+
+        model = _find_model(pl_module)
+        is_shared = is_sharded(model)
+        if not (is_shared or trainer.is_global_zero):
+            return
+        device = trainer.strategy.root_device
+        before = RandomState.capture(device)
+        try:
+            # What a layer caches in inference mode could not be used by a later backward.
+            with torch.inference_mode(False), torch.no_grad():
+                answers = generate_texts(
+                    model,
+                    tokenizer=self._find_tokenizer(trainer, pl_module),
+                    prompts=self.prompts,
+                    max_new_tokens=self.max_new_tokens,
+                    do_sample=False,
+                    # Ranks whose answers have ended take part in the collectives of the others.
+                    synced_gpus=is_shared,
+                )
+        finally:
+            before.restore(device)
+        if trainer.is_global_zero:
+            self._add(trainer, Samples(trainer.global_step, answers))
+
+    def describe(self) -> dict[str, Any] | None:
+        """Return prompts and answers as plain values, the newest first; None before the first validation."""
+        if not self.samples:
+            return None
+        prompts = [
+            {
+                "prompt": _show_prompt(prompt),
+                "answers": [{"step": found.step, "text": found.answers[place]} for found in reversed(self.samples)],
+            }
+            for place, prompt in enumerate(self.prompts)
+        ]
+        return {
+            "max_new_tokens": self.max_new_tokens,
+            "num_left": self.num_validations - len(self.samples),
+            "prompts": prompts,
+        }
+
+    def _add(self, trainer: pl.Trainer, found: Samples) -> None:
+        self.samples.append(found)
+        self.num_validations += 1
+        if len(self.samples) > MOST_VALIDATIONS:
+            del self.samples[1]
+        prompts = [_show_prompt(prompt) for prompt in self.prompts]
+        for logger in trainer.loggers:
+            log = _log_function(logger)
+            if log is not None:
+                log(logger, prompts, found)
+
+    def _find_tokenizer(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Any:
+        owners = (self, pl_module, getattr(trainer, "datamodule", None))
+        tokenizer = next((found for owner in owners if (found := getattr(owner, "tokenizer", None)) is not None), None)
+        if tokenizer is None:
+            raise OptionError(
+                "GenerateSamples found no tokenizer in the LightningModule or DataModule. Give it one: "
+                "GenerateSamples(prompts, tokenizer=...)."
+            )
+        return tokenizer_of(tokenizer)
+
+
+def _check_prompt(prompt: Any) -> None:
+    if isinstance(prompt, str) and prompt:
+        return
+    is_conversation = isinstance(prompt, Sequence) and not isinstance(prompt, str) and len(prompt) > 0
+    if not is_conversation or not all(isinstance(message, Mapping) and "role" in message for message in prompt):
+        raise OptionError(
+            f"A prompt is a text, or a list of messages with role and content, got {prompt!r}. For example "
+            '[{"role": "user", "content": "What is 2 + 2?"}].'
+        )
+
+
+def _show_prompt(prompt: str | Sequence[Mapping[str, str]]) -> str:
+    """Return a prompt as text: that of its messages, in lines."""
+    if isinstance(prompt, str):
+        return prompt
+    if len(prompt) == 1:
+        return str(prompt[0].get("content", ""))
+    return "\n".join(f"{message['role']}: {message.get('content', '')}" for message in prompt)
+
+
+def _find_model(pl_module: pl.LightningModule) -> Any:
+    """Return the model of a LightningModule that generates.
+
+    Raises:
+        OptionError: There is none, or more than one.
+    """
+    from lightning_fastft.hf.families import find_causal_models
+
+    model = getattr(pl_module, "model", None)
+    if callable(getattr(model, "generate", None)):
+        return model
+    found = [model for _, model in find_causal_models(pl_module) if callable(getattr(model, "generate", None))]
+    if len(found) != 1:
+        raise OptionError(
+            f"GenerateSamples needs one transformers model that generates in {type(pl_module).__name__}, and found "
+            f"{len(found)}. Name it self.model, or remove the callback."
+        )
+    return found[0]
+
+
+def _log_tensorboard(logger: TensorBoardLogger, prompts: Sequence[str], found: Samples) -> None:
+    for number, (prompt, answer) in enumerate(zip(prompts, found.answers)):
+        logger.experiment.add_text(f"samples/{number}", f"{prompt}\n\n{answer}", found.step)
+
+
+def _log_wandb(logger: WandbLogger, prompts: Sequence[str], found: Samples) -> None:
+    rows = [[found.step, prompt, answer] for prompt, answer in zip(prompts, found.answers)]
+    logger.log_text(key="samples", columns=["step", "prompt", "answer"], data=rows, step=found.step)
+
+
+def _log_mlflow(logger: MLFlowLogger, prompts: Sequence[str], found: Samples) -> None:
+    text = "\n\n".join(f"{prompt}\n\n{answer}" for prompt, answer in zip(prompts, found.answers))
+    logger.experiment.log_text(logger.run_id, text, f"samples/step={found.step}.txt")
+
+
+def _log_comet(logger: CometLogger, prompts: Sequence[str], found: Samples) -> None:
+    for number, (prompt, answer) in enumerate(zip(prompts, found.answers)):
+        metadata = {"prompt": prompt, "number": number}
+        logger.experiment.log_text(f"{prompt}\n\n{answer}", step=found.step, metadata=metadata)
+
+
+def _log_function(logger: Any) -> Any:
+    """Return the function that gives texts to a logger; None if it takes none."""
+    functions = {
+        TensorBoardLogger: _log_tensorboard,
+        WandbLogger: _log_wandb,
+        MLFlowLogger: _log_mlflow,
+        CometLogger: _log_comet,
+    }
+    return next((function for kind, function in functions.items() if isinstance(logger, kind)), None)
