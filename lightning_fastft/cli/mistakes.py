@@ -28,7 +28,9 @@ from lightning_fastft.core.errors import printable
 from lightning_fastft.packing.reading.sources import check_exists
 
 # Options that the parser does not know, by command.
-_OWN_OPTIONS = {"data": ("--out",), "plan": ("--gpu", "--vram-gib", "--host-gib", "--document-tokens")}
+_PLAN_OPTIONS = ("--gpu", "--vram-gib", "--host-gib", "--document-tokens")
+_CLUSTER_OPTIONS = ("--gpus", "--nodes", "--node-link", "--network", "--step-ms")
+_OWN_OPTIONS = {"data": ("--out",), "plan": (*_PLAN_OPTIONS, *_CLUSTER_OPTIONS)}
 _OPTIONS = ("c", "config", "data", "h", "help", "model", "print_config", "seed_everything", "trainer")
 _OPTIONS_OF = {
     "fit": (*_OPTIONS, "ckpt_path"),
