@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from lightning_fastft.cli.cluster_plan import plan_layouts, render_layouts
 from lightning_fastft.cli.lightning_cli import FastFTCLI
 from lightning_fastft.cli.words import take_option
 from lightning_fastft.core.checks import check_float, check_int
 from lightning_fastft.core.errors import OptionError
-from lightning_fastft.estimate.costs import default_vram_bytes
+from lightning_fastft.estimate.clusters import Cluster, make_cluster
+from lightning_fastft.estimate.costs import default_vram_bytes, model_costs
 from lightning_fastft.estimate.machines import GPUS, Gpu, find_gpu
 from lightning_fastft.planner.picture import render_plan
 from lightning_fastft.planner.plan import StepCost, make_plan, predict, uniform_plan
@@ -36,6 +38,8 @@ class _Question(NamedTuple):
     vram_gib: float | None
     host_gib: float
     document_tokens: int
+    cluster: Cluster | None
+    step_ms: float | None
 
 
 def run_plan(words: Sequence[str]) -> int:
@@ -44,7 +48,9 @@ def run_plan(words: Sequence[str]) -> int:
     Args:
         words: Arguments of ``fastft fit``, and ``--gpu NAME`` (default: the local GPU), ``--vram-gib N`` (default:
             model, optimizer and 90 % of the rest), ``--host-gib N`` (64) and ``--document-tokens N`` (average length of
-            the document of a token; 1,024).
+            the document of a token; 1,024). With ``--gpus N`` a table of strategies on a cluster instead: ``--nodes``
+            (1), ``--node-link`` and ``--network`` (``make_cluster``), and ``--step-ms``, the measured time of a pack on
+            one GPU.
 
     Raises:
         OptionError: There is no local GPU and none is named, the model of the config is not a tuner of this package, or
@@ -65,10 +71,25 @@ def run_plan(words: Sequence[str]) -> int:
             "reference. The plan of a run is made from its first training steps and logged."
         )
     document_tokens = min(question.document_tokens, data.max_tokens)
+    if question.cluster is not None:
+        plans = plan_layouts(
+            question.cluster,
+            source=model.source,
+            options=_cost_options(model, document_tokens=document_tokens),
+            num_tokens=data.max_tokens,
+            num_micro=cli.trainer.accumulate_grad_batches,
+            host_bytes=int(question.host_gib * _GIB),
+            vram_bytes=None if question.vram_gib is None else int(question.vram_gib * _GIB),
+            step_ms=question.step_ms,
+        )
+        sys.stdout.write(_describe_run(model, num_tokens=data.max_tokens, document_tokens=document_tokens) + "\n")
+        sys.stdout.write(render_layouts(question.cluster, plans) + "\n")
+        return 0
     num_parts = getattr(cli.trainer.strategy, "context_parallel", 1)
     # Each device computes the rows of its part, and of attention the heads that are its share.
     num_tokens = -(-data.max_tokens // num_parts)
-    cost = _cost_of(model, gpu=question.gpu, num_tokens=num_tokens, document_tokens=document_tokens)
+    options = _cost_options(model, document_tokens=document_tokens)
+    cost = model_costs(model.source, num_tokens=num_tokens, machine=question.gpu, **options)
     vram_bytes = default_vram_bytes(question.gpu, cost) if question.vram_gib is None else int(question.vram_gib * _GIB)
     plan = make_plan(
         cost,
@@ -76,10 +97,8 @@ def run_plan(words: Sequence[str]) -> int:
         host_budget_bytes=int(question.host_gib * _GIB),
         machine=question.gpu.machine,
     )
-    training = "every weight" if model.lora is None else f"LoRA r={model.lora.r}"
-    base = "" if model.quantization is None else f" on a base in {model.quantization.upper()}"
     lines = [
-        f"{model.source.name}: {training}{base}, packs of {data.max_tokens:,} tokens, documents of {document_tokens:,}",
+        _describe_run(model, num_tokens=data.max_tokens, document_tokens=document_tokens),
         *([f"mesh: {num_parts} devices share each pack, {num_tokens:,} tokens each"] if num_parts > 1 else []),
         f"{question.gpu.name}: {_origin(question)}",
         f"budgets: {vram_bytes / _GIB:.1f} GiB of device memory for everything, {question.host_gib:.1f} GiB of pinned "
@@ -100,14 +119,40 @@ def _read_question(words: Sequence[str]) -> tuple[_Question, list[str]]:
     vram, rest = take_option(rest, "--vram-gib", default="")
     host, rest = take_option(rest, "--host-gib", default=str(DEFAULT_HOST_GIB))
     document, rest = take_option(rest, "--document-tokens", default=str(DEFAULT_DOCUMENT_TOKENS))
+    gpu = find_gpu(name or _device_here())
+    cluster, step, rest = _read_cluster(gpu, rest)
     question = _Question(
-        gpu=find_gpu(name or _device_here()),
+        gpu=gpu,
         is_here=not name,
         vram_gib=check_float("--vram-gib", _number("--vram-gib", vram), low=0.0) if vram else None,
         host_gib=check_float("--host-gib", _number("--host-gib", host), low=0.0),
         document_tokens=check_int("--document-tokens", int(_number("--document-tokens", document)), low=1),
+        cluster=cluster,
+        step_ms=check_float("--step-ms", _number("--step-ms", step), low=1e-3) if step else None,
     )
     return question, rest
+
+
+def _read_cluster(gpu: Gpu, words: Sequence[str]) -> tuple[Cluster | None, str, list[str]]:
+    """Parse the options of a cluster; return it, or None without ``--gpus``, the step's time, and other arguments."""
+    gpus, rest = take_option(words, "--gpus", default="")
+    found = {}
+    for option in ("--nodes", "--node-link", "--network", "--step-ms"):
+        found[option], rest = take_option(rest, option, default="")
+    if not gpus:
+        given = ", ".join(option for option, value in found.items() if value)
+        if given:
+            raise OptionError(f"{given} belongs to a cluster. Give the number of its GPUs too: --gpus 16.")
+        return None, "", rest
+    cluster = make_cluster(
+        gpu,
+        num_gpus=check_int("--gpus", int(_number("--gpus", gpus)), low=1),
+        num_nodes=check_int("--nodes", int(_number("--nodes", found["--nodes"] or "1")), low=1),
+        node_link=found["--node-link"],
+        network=found["--network"],
+    )
+    # The strategy of the config is for the cluster, and this process opens none.
+    return cluster, found["--step-ms"], [*rest, "--trainer.devices=1", "--trainer.num_nodes=1"]
 
 
 def _device_here() -> str:
@@ -130,29 +175,31 @@ def _has_second_model(model: Tuner) -> bool:
     return isinstance(model, DistillationTuner) and model.store is None
 
 
-def _cost_of(model: Tuner, *, gpu: Gpu, num_tokens: int, document_tokens: int) -> StepCost:
-    """Return the cost of a training step of a tuner's model, without building its weights."""
-    from lightning_fastft.estimate.costs import model_costs
+def _cost_options(model: Tuner, *, document_tokens: int) -> dict[str, Any]:
+    """Return the options of ``model_costs`` for a tuner's model."""
     from lightning_fastft.hf.dtypes import DTYPES
 
-    assert model.source is not None
-    lora = {}
+    lora: dict[str, Any] = {}
     if model.lora is not None:
         targets = model.lora.target_modules
         lora = {
             "lora_rank": model.lora.r,
             "lora_targets": targets if isinstance(targets, str) else sorted(targets or ()) or "all-linear",
         }
-    return model_costs(
-        model.source,
-        num_tokens=num_tokens,
-        mean_document_tokens=document_tokens,
-        machine=gpu,
-        quantization=model.quantization,
-        dtype=DTYPES.get(model.dtype_name, torch.bfloat16),
-        has_masters=model.lora is None and model.master_dtype_name == "float32" and model.dtype_name != "float32",
+    return {
+        "mean_document_tokens": document_tokens,
+        "quantization": model.quantization,
+        "dtype": DTYPES.get(model.dtype_name, torch.bfloat16),
+        "has_masters": model.lora is None and model.master_dtype_name == "float32" and model.dtype_name != "float32",
         **lora,
-    )
+    }
+
+
+def _describe_run(model: Tuner, *, num_tokens: int, document_tokens: int) -> str:
+    assert model.source is not None
+    training = "every weight" if model.lora is None else f"LoRA r={model.lora.r}"
+    base = "" if model.quantization is None else f" on a base in {model.quantization.upper()}"
+    return f"{model.source.name}: {training}{base}, packs of {num_tokens:,} tokens, documents of {document_tokens:,}"
 
 
 def _origin(question: _Question) -> str:

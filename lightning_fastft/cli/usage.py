@@ -94,6 +94,10 @@ The activation plan of a config on a GPU and its cost, without weights, data or 
   --vram-gib N              device memory of the run (model, optimizer and 90 % of the rest)
   --host-gib N              pinned host memory of the run (64)
   --document-tokens N       average length of the document of a token (1024)
+  --gpus N [--nodes M]      compare DDP, FSDP2, hybrid sharding, expert and context parallelism on a cluster
+  --node-link L             nvlink, pcie or GB/s of a GPU each way (the GPU's own)
+  --network L               infiniband (400 Gbit/s per GPU), ethernet (100 Gbit/s per node) or GB/s of a node each way
+  --step-ms N               measured time of one pack on one GPU; default: estimated
 
 {_OPTIONS_OF_FIT}""",
     "report": """\

@@ -84,7 +84,7 @@ def model_costs(
     check_int("num_tokens", num_tokens, low=1)
     check_float("mean_document_tokens", mean_document_tokens, low=1.0, high=float(num_tokens))
     check_choice("quantization", quantization, (None, "nf4"))
-    base = model if isinstance(model, PreTrainedModel) else _build(model, dtype=dtype)
+    base = model if isinstance(model, PreTrainedModel) else build_on_meta(model, dtype=dtype)
     set_metered_attention(base)
     head = base.get_output_embeddings()
     quantized = _quantised_weights(base, skipped=head) if quantization else []
@@ -116,6 +116,15 @@ def model_costs(
     )
 
 
+def build_on_meta(
+    model: PretrainedConfig | Mapping[str, Any] | ModelSource, *, dtype: torch.dtype = torch.bfloat16
+) -> PreTrainedModel:
+    """Return the model of a configuration on the meta device, without adapters."""
+    source = model if isinstance(model, ModelSource) else ModelSource(model, init="random")  # type: ignore[arg-type]
+    with torch.device("meta"):
+        return auto_class(source.config).from_config(source.config, dtype=dtype).train()
+
+
 def default_vram_bytes(gpu: Gpu, cost: StepCost) -> int:
     """Return the device memory that a run takes by default: what is resident, and most of the rest.
 
@@ -123,12 +132,6 @@ def default_vram_bytes(gpu: Gpu, cost: StepCost) -> int:
     """
     resident_bytes = min(cost.base_bytes, gpu.memory_bytes)
     return resident_bytes + int(AUTO_VRAM_SHARE * (gpu.memory_bytes - resident_bytes))
-
-
-def _build(model: PretrainedConfig | Mapping[str, Any] | ModelSource, *, dtype: torch.dtype) -> PreTrainedModel:
-    source = model if isinstance(model, ModelSource) else ModelSource(model, init="random")  # type: ignore[arg-type]
-    with torch.device("meta"):
-        return auto_class(source.config).from_config(source.config, dtype=dtype).train()
 
 
 def _add_adapters(model: PreTrainedModel, *, rank: int, targets: str | Sequence[str]) -> None:

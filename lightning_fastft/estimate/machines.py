@@ -18,6 +18,8 @@ COPY_SHARE = 45.6 / 64
 _GIB = 2**30
 # PCI Express x16, each way.
 _PCIE_4, _PCIE_5 = 32e9, 64e9
+# NVLink of the third, fourth and fifth generation, each way.
+_NVLINK_3, _NVLINK_4, _NVLINK_5 = 300e9, 450e9, 900e9
 
 
 class Gpu(NamedTuple):
@@ -31,6 +33,7 @@ class Gpu(NamedTuple):
         is_unified: Whether host and device share memory.
         source: Page with the figures.
         is_measured: The shares above were measured on this GPU itself.
+        nvlink_bytes_per_s: Published bandwidth to the other GPUs of a node over NVLink, each way; 0 without NVLink.
     """
 
     name: str
@@ -40,6 +43,7 @@ class Gpu(NamedTuple):
     is_unified: bool
     source: str
     is_measured: bool = False
+    nvlink_bytes_per_s: float = 0.0
 
     @property
     def bf16_flops_per_s(self) -> float:
@@ -75,10 +79,34 @@ GPUS = (
     Gpu("RTX 4070", 504e9, 12 * _GIB, _PCIE_4, False, "NVIDIA Ada GPU Architecture, white paper"),
     Gpu("RTX 4080", 716.8e9, 16 * _GIB, _PCIE_4, False, "NVIDIA Ada GPU Architecture, white paper"),
     Gpu("DGX Spark (GB10)", 273e9, 119 * _GIB, 0.0, True, "docs.nvidia.com/dgx/dgx-spark/hardware.html"),
-    Gpu("A100 40GB", 1555e9, 40 * _GIB, _PCIE_4, False, "nvidia.com/en-us/data-center/a100 (SXM)"),
-    Gpu("A100 80GB", 2039e9, 80 * _GIB, _PCIE_4, False, "nvidia.com/en-us/data-center/a100 (SXM)"),
+    Gpu(
+        "A100 40GB",
+        1555e9,
+        40 * _GIB,
+        _PCIE_4,
+        False,
+        "nvidia.com/en-us/data-center/a100 (SXM)",
+        nvlink_bytes_per_s=_NVLINK_3,
+    ),
+    Gpu(
+        "A100 80GB",
+        2039e9,
+        80 * _GIB,
+        _PCIE_4,
+        False,
+        "nvidia.com/en-us/data-center/a100 (SXM)",
+        nvlink_bytes_per_s=_NVLINK_3,
+    ),
     Gpu("L40S", 864e9, 45 * _GIB, _PCIE_4, False, "nvidia.com/en-us/data-center/l40s"),
-    Gpu("H100", 3350e9, 79 * _GIB, _PCIE_5, False, "nvidia.com/en-us/data-center/h100 (SXM)"),
+    Gpu(
+        "H100",
+        3350e9,
+        79 * _GIB,
+        _PCIE_5,
+        False,
+        "nvidia.com/en-us/data-center/h100 (SXM)",
+        nvlink_bytes_per_s=_NVLINK_4,
+    ),
     Gpu(
         "H200",
         4800e9,
@@ -87,8 +115,17 @@ GPUS = (
         False,
         "nvidia.com/en-us/data-center/h200 (SXM); shares measured",
         is_measured=True,
+        nvlink_bytes_per_s=_NVLINK_4,
     ),
-    Gpu("B200", 8000e9, 179 * _GIB, _PCIE_5, False, "nvidia.com/en-us/data-center/dgx-b200"),
+    Gpu(
+        "B200",
+        8000e9,
+        179 * _GIB,
+        _PCIE_5,
+        False,
+        "nvidia.com/en-us/data-center/dgx-b200",
+        nvlink_bytes_per_s=_NVLINK_5,
+    ),
 )
 # Words of the names of parts with other rates.
 _OTHER_PARTS = frozenset({"ti", "super", "d", "laptop", "mobile", "max", "mig"})

@@ -95,3 +95,30 @@ def test_the_mesh_of_shared_packs_is_said(plan, folder):
     )
     text = plan("--gpu", "4090", "--config", "mesh.yaml")
     assert "mesh: 2 devices share each pack, 4,096 tokens each" in text
+
+
+def test_a_cluster_is_a_table_of_strategies_with_the_fastest_marked(plan):
+    cluster = ["--gpu", "4090", "--gpus", "4", "--nodes", "2", "--trainer.devices", "4"]
+    text = plan(*cluster)
+    assert "4 x RTX 4090, 2 per node: PCIe 32 GB/s per GPU, Ethernet 12.5 GB/s per node" in text
+    rows = {line[2:28].rstrip(): line for line in text.splitlines()[4:]}
+    assert list(rows) == ["DDP", "FSDP2", "hybrid sharding", "DDP, context parallel 2", "FSDP2, context parallel 2"]
+    assert [name for name, line in rows.items() if line.startswith("*")] == ["DDP"]
+    assert "fastest; compute-bound" in rows["DDP"]
+    assert " 32,768 " in rows["DDP"]
+    assert " 16,384 " in rows["DDP, context parallel 2"]
+    # One GPU per node shares no packs. Slower links, and a step that was measured to be faster than its estimate:
+    slow = plan("--gpu", "4090", "--gpus", "2", "--nodes=2", "--network", "0.05", "--step-ms", "100")
+    assert "link-bound by the network" in slow.splitlines()[5]
+    tight = plan("--gpu", "4090", "--gpus=2", "--nodes=2", "--vram-gib", "0.1")
+    assert [line.endswith("does not fit") for line in tight.splitlines()[4:6]] == [True, True]
+    assert tight.splitlines()[-1].startswith("Nothing fits: use more GPUs")
+
+
+def test_options_of_a_cluster_that_cannot_be_answered_say_what_to_do(plan):
+    with pytest.raises(OptionError, match="--nodes belongs to a cluster"):
+        plan("--gpu", "4090", "--nodes", "2")
+    with pytest.raises(OptionError, match="--gpus must be"):
+        plan("--gpu", "4090", "--gpus", "0")
+    with pytest.raises(OptionError, match="where this run does not fit"):
+        plan("--gpu", "4090", "--gpus", "2", "--vram-gib", "0.1", "--step-ms", "5")

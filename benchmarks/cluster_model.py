@@ -1,0 +1,151 @@
+r"""Compare the predictions of ``fastft plan --gpus`` with every measured row of several GPUs in results.csv.
+
+    python -m benchmarks.cluster_model
+
+No GPU. The step on one GPU is the measured row of the same workload and mode, or the planner's estimate where there is
+none; communication and memory follow from shapes and published link rates (lightning_fastft/estimate/layouts.py). Two
+constants there come from the rows marked "used", so only the other rows test the model.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+import sys
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.results import RESULTS_PATH
+from benchmarks.ruler.workloads import WORKLOADS
+from lightning_fastft.estimate.clusters import make_cluster
+from lightning_fastft.estimate.costs import build_on_meta, model_costs
+from lightning_fastft.estimate.layouts import Layout, ModelSize, forecast, measure_model, rank_cost, scale_times
+from lightning_fastft.estimate.machines import Gpu, find_gpu
+from lightning_fastft.planner.plan import StepCost, predict, uniform_plan
+
+MAX_ERROR = 0.10
+# Of the packs of the ruler, on average over tokens.
+DOCUMENT_TOKENS = 910
+# Rows that gave RANK_WAIT and HANDLED_BYTES_PER_S.
+USED = {("2026-11-20", "ours ddp x2"), ("2026-11-22", "ours fsdp x2")}
+_SYSTEM = re.compile(r"ours (?P<full>full )?(?P<kind>ddp|fsdp|context) x(?P<gpus>\d+)")
+_WORKLOAD = re.compile(r"(?P<name>[^,]+), (?P<packs>packed|one document), (?P<tokens>\d+) tokens .*, (?P<mode>\S+)")
+_GIB = 2**30
+
+
+class Row(NamedTuple):
+    """A measured step and its prediction; memory is the peak of allocated bytes on the largest rank."""
+
+    date: str
+    workload: str
+    system: str
+    step_ms: float
+    peak_gib: float
+    predicted_ms: float
+    predicted_gib: float
+    is_used: bool
+
+    @property
+    def step_error(self) -> float:
+        """Predicted over measured time, minus 1."""
+        return self.predicted_ms / self.step_ms - 1
+
+    @property
+    def peak_error(self) -> float:
+        """Predicted over measured memory, minus 1."""
+        return self.predicted_gib / self.peak_gib - 1
+
+
+class Estimate(NamedTuple):
+    """A step by the planner, on one GPU or on each of several: ms and GiB."""
+
+    step_ms: float
+    peak_gib: float
+
+
+def main() -> int:
+    """Print the table; return 1 if a prediction is off by more than 10 %."""
+    rows = compare_rows()
+    sys.stdout.write(describe(rows) + "\n")
+    return int(any(max(abs(row.step_error), abs(row.peak_error)) > MAX_ERROR for row in rows))
+
+
+def compare_rows(path: Path = RESULTS_PATH) -> list[Row]:
+    """Return every measured step of several GPUs with its prediction."""
+    with path.open(encoding="utf-8") as file:
+        table = [row for row in csv.DictReader(file) if row["benchmark"] == "multi_gpu"]
+    rows, newest, step_ms = [], {}, 0.0
+    for row in table:
+        # The rows of a run follow each other, the step first.
+        if row["metric"] == "step":
+            step_ms = float(row["value"])
+        if not row["metric"].startswith("peak allocated"):
+            continue
+        found, date, name, system = Estimate(step_ms, float(row["value"])), row["date"], row["workload"], row["system"]
+        if system == "ours one GPU":
+            newest[name] = found
+        match, workload = _SYSTEM.fullmatch(system), _WORKLOAD.fullmatch(name)
+        if match is None or workload is None:
+            continue
+        num_gpus = int(match["gpus"])
+        layout = Layout(
+            "fsdp2" if match["kind"] == "fsdp" else "ddp", context=num_gpus if match["kind"] == "context" else 1
+        )
+        options = {"device": row["device"], "is_full": bool(match["full"])}
+        predicted = estimate(workload, layout, num_gpus=num_gpus, **options)
+        if name in newest:
+            # The mode of the row decides about compute and activations: both are taken from its own step on one GPU.
+            one, alone = newest[name], estimate(workload, Layout("ddp"), num_gpus=1, **options)
+            scaled = estimate(workload, layout, num_gpus=num_gpus, factor=one.step_ms / alone.step_ms, **options)
+            predicted = Estimate(scaled.step_ms, predicted.peak_gib + one.peak_gib - alone.peak_gib)
+        is_used = (date, system) in USED and name.startswith("qwen3-8b")
+        rows.append(Row(date, name, system, *found, *predicted, is_used))
+    return rows
+
+
+@cache
+def _costs(name: str, gpu: Gpu, *, num_tokens: int, is_full: bool) -> tuple[ModelSize, StepCost]:
+    workload = WORKLOADS[name]
+    model = build_on_meta({"model_type": workload.model_type, **workload.model_config})
+    cost = model_costs(
+        model,
+        num_tokens=num_tokens,
+        mean_document_tokens=min(DOCUMENT_TOKENS, num_tokens),
+        machine=gpu,
+        quantization=None if is_full else workload.quantization,
+        lora_rank=None if is_full else workload.lora_rank,
+    )
+    return measure_model(model, cost), cost
+
+
+def estimate(
+    workload: re.Match[str], layout: Layout, *, device: str, num_gpus: int, is_full: bool, factor: float = 1.0
+) -> Estimate:
+    """Return the planner's step of one GPU of several; times of compute are multiplied by factor."""
+    gpu = find_gpu(device.partition(" x ")[2])
+    cluster = make_cluster(gpu, num_gpus=num_gpus, num_nodes=1)
+    num_tokens = int(workload["tokens"]) // layout.context
+    size, whole = _costs(workload["name"], gpu, num_tokens=num_tokens, is_full=is_full)
+    cost = rank_cost(scale_times(whole, factor), layout, cluster, size, num_tokens=num_tokens)
+    segments = uniform_plan(len(cost.segments), workload["mode"].partition("+")[0])
+    prediction = predict(cost, segments, machine=gpu.machine)
+    step = forecast(layout, cluster, size, cost=cost, segments=segments, prediction=prediction, num_tokens=num_tokens)
+    return Estimate(step.step_ms, prediction.peak_bytes / _GIB)
+
+
+def describe(rows: Sequence[Row]) -> str:
+    """Return the rows as a table."""
+    lines = [f"{'date':<11}{'workload':<72}{'system':<18}{'step, predicted':>20}{'':>8}{'peak, predicted':>22}"]
+    lines += [
+        f"{row.date:<11}{row.workload:<72}{row.system:<18}"
+        f"{row.step_ms:>8,.0f} {row.predicted_ms:>8,.0f} ms {row.step_error:>+7.1%}"
+        f"{row.peak_gib:>9.1f} {row.predicted_gib:>7.1f} GiB {row.peak_error:>+7.1%}{' used' if row.is_used else ''}"
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""The table of ``fastft plan --gpus``: predicted speed and memory of every strategy on a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from lightning_fastft.core.errors import OptionError
+from lightning_fastft.estimate.clusters import Cluster
+from lightning_fastft.estimate.costs import build_on_meta, default_vram_bytes, model_costs
+from lightning_fastft.estimate.layouts import (
+    Forecast,
+    Layout,
+    forecast,
+    measure_model,
+    possible_layouts,
+    rank_cost,
+    scale_times,
+)
+from lightning_fastft.hf.loading.source import ModelSource
+from lightning_fastft.planner.plan import Plan, StepCost, make_plan, predict, uniform_plan
+
+_GIB = 2**30
+
+
+class LayoutPlan(NamedTuple):
+    """A layout with its prediction.
+
+    Args:
+        layout: How the work is distributed.
+        num_tokens: Tokens of an optimizer step over all GPUs.
+        peak_bytes: Peak memory of a GPU; where nothing fits, the least that was found.
+        forecast: Predicted step; None if nothing fits.
+    """
+
+    layout: Layout
+    num_tokens: int
+    peak_bytes: int
+    forecast: Forecast | None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second of all GPUs; 0 if nothing fits."""
+        return 0.0 if self.forecast is None else self.num_tokens / self.forecast.step_ms * 1e3
+
+
+def plan_layouts(
+    cluster: Cluster,
+    *,
+    source: ModelSource,
+    options: dict[str, Any],
+    num_tokens: int,
+    num_micro: int,
+    host_bytes: int,
+    vram_bytes: int | None = None,
+    step_ms: float | None = None,
+) -> list[LayoutPlan]:
+    """Return the prediction of every layout that a cluster allows.
+
+    Args:
+        cluster: GPUs and links.
+        source: The model.
+        options: Of ``model_costs``, without tokens and machine.
+        num_tokens: Tokens of a pack.
+        num_micro: Micro-batches of an optimizer step on each GPU.
+        host_bytes: Pinned host memory of a GPU.
+        vram_bytes: Device memory for everything; None for resident bytes and most of the rest.
+        step_ms: Measured time of one pack on one GPU in ms; scales the estimated times of compute.
+
+    Raises:
+        OptionError: step_ms is given and the run does not fit one GPU.
+
+    Cost:
+        Some seconds for each number of tokens per GPU.
+    """
+    model = build_on_meta(source, dtype=options["dtype"])
+    whole = model_costs(model, num_tokens=num_tokens, machine=cluster.gpu, **options)
+    size, factor = measure_model(model, whole), 1.0
+    if step_ms is not None:
+        alone = _make_plan(whole, cluster, host_bytes=host_bytes, vram_bytes=vram_bytes)
+        if alone is None:
+            raise OptionError(
+                "--step-ms is the time of a pack on one GPU, where this run does not fit. Leave it out, or give a "
+                "model that fits."
+            )
+        factor = step_ms / alone.prediction.step_ms
+    costs, found = {1: whole}, []
+    for layout in possible_layouts(cluster, size):
+        rank_tokens = -(-num_tokens // layout.context)
+        if layout.context not in costs:
+            length = min(options["mean_document_tokens"], rank_tokens)
+            costs[layout.context] = model_costs(
+                source, num_tokens=rank_tokens, machine=cluster.gpu, **{**options, "mean_document_tokens": length}
+            )
+        cost = scale_times(costs[layout.context], factor)
+        cost = rank_cost(cost, layout, cluster, size, num_tokens=rank_tokens)
+        total = num_tokens * (cluster.num_gpus // layout.context) * num_micro
+        plan = _make_plan(cost, cluster, host_bytes=host_bytes, vram_bytes=vram_bytes)
+        if plan is None:
+            least = predict(cost, uniform_plan(len(cost.segments), "recompute"), machine=cluster.gpu.machine)
+            found.append(LayoutPlan(layout, total, least.peak_bytes, None))
+            continue
+        step = forecast(
+            layout,
+            cluster,
+            size,
+            cost=cost,
+            segments=plan.segments,
+            prediction=plan.prediction,
+            num_tokens=rank_tokens,
+            num_micro=num_micro,
+        )
+        found.append(LayoutPlan(layout, total, plan.prediction.peak_bytes, step))
+    return found
+
+
+def render_layouts(cluster: Cluster, plans: Sequence[LayoutPlan]) -> str:
+    """Return the table, with the fastest layout marked and the reason of each."""
+    best = max(plans, key=lambda plan: plan.tokens_per_s)
+    width = max(len(plan.layout.name) for plan in plans)
+    links = f"{cluster.node_link} {cluster.node_bytes_per_s / 1e9:,.0f} GB/s per GPU"
+    if cluster.num_nodes > 1:
+        links += f", {cluster.network} {cluster.network_bytes_per_s / 1e9:,.1f} GB/s per node"
+    lines = [
+        f"{cluster.num_gpus} x {cluster.gpu.name}, {cluster.gpus_per_node} per node: {links} (published, each way)",
+        "",
+        f"  {'strategy':<{width}}  {'tokens/s':>11}  {'step':>10}  {'tokens/step':>12}  {'per GPU':>9}  why",
+    ]
+    for plan in plans:
+        step = "-" if plan.forecast is None else f"{plan.forecast.step_ms:,.0f} ms"
+        speed = "-" if plan.forecast is None else f"{plan.tokens_per_s:,.0f}"
+        lines.append(
+            f"{'*' if plan is best and speed != '-' else ' '} {plan.layout.name:<{width}}  {speed:>11}  {step:>10}  "
+            f"{plan.num_tokens:>12,}  {plan.peak_bytes / _GIB:>5.1f} GiB  {_reason(plan, best)}"
+        )
+    if best.forecast is None:
+        lines += ["", "Nothing fits: use more GPUs, a smaller max_tokens, or quantization: nf4."]
+    return "\n".join(lines)
+
+
+def _reason(plan: LayoutPlan, best: LayoutPlan) -> str:
+    if plan.forecast is None:
+        return "does not fit"
+    added = f"{plan.forecast.added_ms / plan.forecast.step_ms:.0%} of the step is communication"
+    bound = (
+        f"link-bound by {plan.forecast.bound}: {added}" if plan.forecast.is_link_bound else f"compute-bound: {added}"
+    )
+    return f"fastest; {bound}" if plan is best else bound
+
+
+def _make_plan(cost: StepCost, cluster: Cluster, *, host_bytes: int, vram_bytes: int | None) -> Plan | None:
+    """Return the plan of a GPU, or None if nothing fits."""
+    try:
+        return make_plan(
+            cost,
+            vram_budget_bytes=default_vram_bytes(cluster.gpu, cost) if vram_bytes is None else vram_bytes,
+            host_budget_bytes=host_bytes,
+            machine=cluster.gpu.machine,
+        )
+    except OptionError:
+        return None

@@ -1,0 +1,394 @@
+"""Predict step time and memory of a training run on many GPUs, by strategy, from the cost of a step on one GPU.
+
+Gathers and reductions run while layers compute. The exchanges of tokens (context and expert parallelism) do not,
+because the next operator waits for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lightning_fastft.estimate.clusters import Cluster, Rings
+from lightning_fastft.hf.expert_nf4 import is_stack
+from lightning_fastft.hf.families import decoder_layers
+from lightning_fastft.planner.step import Prediction, SegmentCost, SegmentPlan, StepCost
+
+# Measured on two H200s (benchmarks/results.csv, multi_gpu). DDP of LoRA exchanges almost nothing, and its step is
+# 983 ms where one GPU takes 953: every step waits for the slowest rank.
+RANK_WAIT = 1.031
+# FSDP2 of the same run gathers 30.3 GB a step, and its step takes 53 ms more than that of DDP (1,028 ms): copies into
+# and out of the messages, and the kernels of NCCL, take the device from compute.
+HANDLED_BYTES_PER_S = 30.3e9 / 53e-3
+# FSDP2 gathers the next layer while one computes.
+_GATHERED_LAYERS = 2
+# Gradients are reduced in fp32.
+_REDUCED_BYTES = 4
+# Communication that costs this share of a step makes it link-bound.
+_BOUND_SHARE = 0.15
+
+Kind = Literal["ddp", "fsdp2", "hybrid", "expert"]
+
+
+class Layout(NamedTuple):
+    """How the work is distributed.
+
+    Args:
+        kind: "ddp" holds the model on every GPU, "fsdp2" shards it over all, "hybrid" over those of a node, and
+            "expert" shards the experts over ``size`` GPUs and holds the rest on each.
+        size: GPUs of an expert-parallel group.
+        context: GPUs that share each pack.
+    """
+
+    kind: Kind
+    size: int = 1
+    context: int = 1
+
+    @property
+    def name(self) -> str:
+        """Return a short name for tables."""
+        name = {"ddp": "DDP", "fsdp2": "FSDP2", "hybrid": "hybrid sharding", "expert": "expert parallel"}[self.kind]
+        name += f" {self.size}" if self.kind == "expert" else ""
+        return name + (f", context parallel {self.context}" if self.context > 1 else "")
+
+
+class LayerSize(NamedTuple):
+    """Sizes of a decoder layer, or of the tensors outside of the layers.
+
+    Args:
+        frozen_bytes: Frozen weights as they are held (NF4: packed).
+        num_trained: Trained numbers.
+        expert_bytes: Part of frozen_bytes that belongs to routed experts.
+        num_expert_trained: Part of num_trained that belongs to routed experts.
+    """
+
+    frozen_bytes: float
+    num_trained: int
+    expert_bytes: float
+    num_expert_trained: int
+
+
+class ModelSize(NamedTuple):
+    """Sizes of a model, as a cluster exchanges and holds them.
+
+    Args:
+        layers: Decoder layers.
+        root: Everything else: embedding, head, last norm.
+        trained_itemsize: Bytes of a trained number when it is gathered: 4 for adapters, else those of the dtype.
+        state_itemsize: Bytes of a trained number with gradient and optimizer state.
+        itemsize: Bytes of an activation.
+        width: Hidden width.
+        num_heads: Query heads.
+        attention_columns: Columns of queries, keys and values of a token.
+        output_columns: Columns of the attention output of a token.
+        num_experts: Routed experts of a layer; 0 in a dense model.
+    """
+
+    layers: tuple[LayerSize, ...]
+    root: LayerSize
+    trained_itemsize: int
+    state_itemsize: float
+    itemsize: int
+    width: int
+    num_heads: int
+    attention_columns: int
+    output_columns: int
+    num_experts: int
+
+    @property
+    def parts(self) -> tuple[LayerSize, ...]:
+        """Layers and root."""
+        return (*self.layers, self.root)
+
+    def gathered_bytes(self, part: LayerSize) -> float:
+        """Return the bytes of the weights of a part when they are gathered."""
+        return part.frozen_bytes + part.num_trained * self.trained_itemsize
+
+
+class Traffic(NamedTuple):
+    """What one GPU exchanges in a step of one micro-batch.
+
+    Args:
+        forward_ms: Links, hidden under the forward: gathers.
+        backward_ms: Links, hidden under the backward: gathers and reductions.
+        handled_ms: Time that these take from compute on the device.
+        exposed_ms: Exchanges of tokens, which nothing hides.
+        bound: The link that is busy longest.
+    """
+
+    forward_ms: float = 0.0
+    backward_ms: float = 0.0
+    handled_ms: float = 0.0
+    exposed_ms: float = 0.0
+    bound: str = ""
+
+
+class Forecast(NamedTuple):
+    """Step of a layout on a cluster.
+
+    Args:
+        step_ms: Time of an optimizer step.
+        added_ms: Part of it that communication and the wait for the slowest rank add.
+        bound: The link that limits it.
+    """
+
+    step_ms: float
+    added_ms: float
+    bound: str
+
+    @property
+    def is_link_bound(self) -> bool:
+        """Whether communication adds more than 15 % of the step."""
+        return self.added_ms > _BOUND_SHARE * self.step_ms
+
+
+def measure_model(model: PreTrainedModel, cost: StepCost) -> ModelSize:
+    """Return the sizes of a model on the meta device whose adapters were added.
+
+    Args:
+        model: The model that was passed to ``model_costs``.
+        cost: What ``model_costs`` returned for it.
+    """
+    config = model.config.get_text_config(decoder=True)
+    layers = [_layer_size(layer, segment) for layer, segment in zip(decoder_layers(model), cost.segments)]
+    inside = {id(parameter) for layer in decoder_layers(model) for parameter in layer.parameters()}
+    outside = [parameter for parameter in model.parameters() if id(parameter) not in inside]
+    root_frozen = sum(p.numel() * p.element_size() for p in outside if not p.requires_grad)
+    root = LayerSize(root_frozen, sum(p.numel() for p in outside if p.requires_grad), 0.0, 0)
+    num_trained = sum(part.num_trained for part in (*layers, root))
+    frozen_bytes = sum(part.frozen_bytes for part in (*layers, root))
+    has_adapters = any(not parameter.requires_grad for parameter in model.parameters())
+    num_heads, head_width = _heads(config)
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    itemsize = torch.empty(0, dtype=model.dtype).element_size()
+    return ModelSize(
+        layers=tuple(layers),
+        root=root,
+        trained_itemsize=4 if has_adapters else itemsize,
+        state_itemsize=(cost.base_bytes - frozen_bytes) / max(1, num_trained),
+        itemsize=itemsize,
+        width=config.hidden_size,
+        num_heads=num_heads,
+        attention_columns=(num_heads + 2 * num_kv_heads) * head_width,
+        output_columns=num_heads * head_width,
+        num_experts=max((stack.shape[0] for layer in decoder_layers(model) for stack in _stacks(layer)), default=0),
+    )
+
+
+def possible_layouts(cluster: Cluster, model: ModelSize) -> Iterator[Layout]:
+    """Yield the layouts that the sizes allow; groups that exchange tokens stay inside a node."""
+    yield Layout("ddp")
+    yield Layout("fsdp2")
+    if cluster.num_nodes > 1 and cluster.gpus_per_node > 1:
+        yield Layout("hybrid")
+    sizes = [size for size in range(cluster.gpus_per_node, 1, -1) if cluster.gpus_per_node % size == 0]
+    experts = next((size for size in sizes if model.num_experts and model.num_experts % size == 0), 1)
+    if experts > 1:
+        yield Layout("expert", size=experts)
+    kinds: tuple[Kind, ...] = ("ddp", "fsdp2")
+    for context in reversed(sizes):
+        if model.num_heads % context == 0:
+            yield from (Layout(kind, context=context) for kind in kinds)
+
+
+def num_shards(layout: Layout, cluster: Cluster) -> int:
+    """Return the number of GPUs over which one copy of the dense weights is sharded."""
+    return {"fsdp2": cluster.num_gpus, "hybrid": cluster.gpus_per_node}.get(layout.kind, 1)
+
+
+def resident_bytes(layout: Layout, cluster: Cluster, model: ModelSize, *, num_tokens: int) -> int:
+    """Return the device memory that one GPU needs all the time: shards and what is gathered of them, state, messages.
+
+    Args:
+        layout: How the work is distributed.
+        cluster: Where.
+        model: Sizes of the model.
+        num_tokens: Tokens of a GPU's micro-batch.
+    """
+    shards, state = num_shards(layout, cluster), model.state_itemsize
+    if shards > 1:
+        held = sum(part.frozen_bytes + part.num_trained * state for part in model.parts) / shards
+        layer = max(model.layers, key=model.gathered_bytes)
+        # The tensors outside of the layers stay gathered through the step, and so do their gradients in the backward.
+        gathered = model.gathered_bytes(model.root) + _GATHERED_LAYERS * model.gathered_bytes(layer)
+        gradients = model.root.num_trained * model.trained_itemsize
+        gradients += layer.num_trained * (model.trained_itemsize + _REDUCED_BYTES)
+        return int(held + gathered + gradients)
+    size = layout.size
+    dense = sum(
+        part.frozen_bytes - part.expert_bytes + (part.num_trained - part.num_expert_trained) * state
+        for part in model.parts
+    )
+    experts = sum(part.expert_bytes + part.num_expert_trained * state for part in model.parts) / size
+    # Buckets of the first reduction, before gradients become views of them.
+    buckets = sum(part.num_trained for part in model.parts) * model.trained_itemsize if cluster.num_gpus > 1 else 0
+    # Inputs of all ranks, and outputs before they are reduced.
+    tokens = 2 * num_tokens * model.width * model.itemsize * size if size > 1 else 0
+    return int(dense + experts + buckets + tokens)
+
+
+def rank_cost(cost: StepCost, layout: Layout, cluster: Cluster, model: ModelSize, *, num_tokens: int) -> StepCost:
+    """Return the cost of a step for one GPU of the layout, without communication.
+
+    Args:
+        cost: Cost of a step on one GPU for the GPU's own number of tokens.
+        layout: How the work is distributed.
+        cluster: Where.
+        model: Sizes of the model.
+        num_tokens: Tokens of a GPU's micro-batch.
+    """
+    shards = num_shards(layout, cluster)
+    return cost._replace(
+        base_bytes=resident_bytes(layout, cluster, model, num_tokens=num_tokens),
+        other_ms=cost.other_ms / shards,
+        # The planner streams whole frozen weights, and shards are not whole.
+        segments=tuple(segment._replace(weight_bytes=0) for segment in cost.segments) if shards > 1 else cost.segments,
+        embedding_bytes=0 if shards > 1 else cost.embedding_bytes,
+    )
+
+
+def scale_times(cost: StepCost, factor: float) -> StepCost:
+    """Return a cost with every time multiplied, for a run whose step on one GPU was measured."""
+    segments = tuple(
+        segment._replace(
+            forward_ms=segment.forward_ms * factor,
+            backward_ms=segment.backward_ms * factor,
+            recompute_ms=segment.recompute_ms * factor,
+            values=tuple(value._replace(rebuild_ms=value.rebuild_ms * factor) for value in segment.values),
+        )
+        for segment in cost.segments
+    )
+    return cost._replace(segments=segments, head_ms=cost.head_ms * factor, other_ms=cost.other_ms * factor)
+
+
+def exchange(
+    layout: Layout,
+    cluster: Cluster,
+    model: ModelSize,
+    *,
+    num_tokens: int,
+    recomputed: Sequence[bool],
+    is_last: bool = True,
+) -> Traffic:
+    """Return what a GPU exchanges in one micro-batch.
+
+    Args:
+        layout: How the work is distributed.
+        cluster: Where.
+        model: Sizes of the model.
+        num_tokens: Tokens of a GPU's micro-batch.
+        recomputed: Whether each layer is recomputed in the backward, with its exchanges.
+        is_last: Whether gradients are reduced, as in the last micro-batch of a window.
+    """
+    ring = Rings(cluster)
+    forward = backward = handled = exposed = 0.0
+    shards = num_shards(layout, cluster)
+    if shards > 1:
+        for part in model.parts:
+            num_bytes, is_layer = model.gathered_bytes(part), part is not model.root
+            forward += ring.neighbours_ms(num_bytes, shards)
+            # The tensors outside of the layers stay gathered.
+            backward += ring.neighbours_ms(num_bytes, shards) if is_layer else 0.0
+            handled += num_bytes * (2 if is_layer else 1)
+    for part in model.parts if is_last else ():
+        num_bytes = part.num_trained * (_REDUCED_BYTES if shards > 1 else model.trained_itemsize)
+        handled += num_bytes
+        if layout.kind == "expert":
+            expert_bytes = part.num_expert_trained * model.trained_itemsize
+            num_bytes -= expert_bytes
+            backward += ring.groups_ms(expert_bytes / layout.size, layout.size, times=2)
+        if shards > 1:
+            backward += ring.neighbours_ms(num_bytes, shards)
+            backward += ring.groups_ms(num_bytes / shards, shards, times=2)
+        else:
+            backward += ring.neighbours_ms(num_bytes, cluster.num_gpus, times=2)
+    for is_recomputed in recomputed:
+        passes = 3 if is_recomputed else 2
+        if layout.context > 1:
+            columns = model.attention_columns + model.output_columns
+            exposed += ring.all_to_all_ms(num_tokens * columns * model.itemsize, layout.context, times=passes)
+        if layout.size > 1:
+            # An all-gather of the inputs and a reduce-scatter of the outputs, of all ranks of the group.
+            message = layout.size * num_tokens * model.width * model.itemsize
+            exposed += ring.neighbours_ms(message, layout.size, times=2 * passes)
+    bound = max(ring.link_ms, key=lambda link: ring.link_ms[link])
+    return Traffic(forward, backward, handled / HANDLED_BYTES_PER_S * 1e3, exposed, bound)
+
+
+def forecast(
+    layout: Layout,
+    cluster: Cluster,
+    model: ModelSize,
+    *,
+    cost: StepCost,
+    segments: Sequence[SegmentPlan],
+    prediction: Prediction,
+    num_tokens: int,
+    num_micro: int = 1,
+) -> Forecast:
+    """Return the time of an optimizer step, communication included.
+
+    In the forward and in the backward the slower one of compute and links counts, because they run at the same time.
+
+    Args:
+        layout: How the work is distributed.
+        cluster: Where.
+        model: Sizes of the model.
+        cost: What ``rank_cost`` returned.
+        segments: Plan of each layer.
+        prediction: Of that plan for that cost.
+        num_tokens: Tokens of a GPU's micro-batch.
+        num_micro: Micro-batches of an optimizer step.
+    """
+    forward_ms = sum(segment.forward_ms for segment in cost.segments)
+    backward_ms = prediction.step_ms - cost.other_ms - forward_ms
+    alone_ms = total_ms = cost.other_ms
+    for number in range(num_micro):
+        traffic = exchange(
+            layout,
+            cluster,
+            model,
+            num_tokens=num_tokens,
+            recomputed=[not segment.is_kept for segment in segments],
+            is_last=number == num_micro - 1,
+        )
+        alone_ms += forward_ms + backward_ms
+        slowdown = 1 + traffic.handled_ms / (forward_ms + backward_ms)
+        total_ms += max(forward_ms * slowdown, traffic.forward_ms) + max(backward_ms * slowdown, traffic.backward_ms)
+        total_ms += traffic.exposed_ms
+    total_ms *= RANK_WAIT if cluster.num_gpus > 1 else 1.0
+    return Forecast(total_ms, total_ms - alone_ms, traffic.bound)
+
+
+def _layer_size(layer: nn.Module, segment: SegmentCost) -> LayerSize:
+    trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    experts = _stacks(layer)
+    frozen = sum(parameter.numel() for parameter in layer.parameters() if not parameter.requires_grad)
+    num_frozen_expert = sum(parameter.numel() for parameter in experts if not parameter.requires_grad)
+    return LayerSize(
+        frozen_bytes=segment.weight_bytes,
+        num_trained=sum(parameter.numel() for parameter in trained),
+        expert_bytes=segment.weight_bytes * num_frozen_expert / max(1, frozen),
+        num_expert_trained=sum(parameter.numel() for parameter in experts if parameter.requires_grad),
+    )
+
+
+def _stacks(layer: nn.Module) -> list[nn.Parameter]:
+    """Return the stacks of routed experts' weights of a layer."""
+    return [
+        parameter
+        for module in layer.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if is_stack(module, name)
+    ]
+
+
+def _heads(config: object) -> tuple[int, int]:
+    heads = getattr(config, "num_attention_heads", 1)
+    num_heads = max(heads) if isinstance(heads, (list, tuple)) else int(heads)
+    width = getattr(config, "head_dim", None) or config.hidden_size // num_heads  # type: ignore[attr-defined]
+    return num_heads, int(width)

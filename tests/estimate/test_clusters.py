@@ -1,0 +1,184 @@
+"""Clusters: ring times by hand, sizes of models, and the measured steps of several GPUs."""
+
+import pytest
+
+from benchmarks import cluster_model
+from lightning_fastft.core.errors import OptionError
+from lightning_fastft.estimate.clusters import LINK_SHARE, NETWORK_HOP_MS, NVLINK_HOP_MS, Rings, make_cluster
+from lightning_fastft.estimate.costs import build_on_meta, model_costs
+from lightning_fastft.estimate.layouts import (
+    RANK_WAIT,
+    Layout,
+    exchange,
+    forecast,
+    measure_model,
+    possible_layouts,
+    rank_cost,
+)
+from lightning_fastft.estimate.machines import find_gpu
+from lightning_fastft.planner.plan import predict, uniform_plan
+
+H100 = find_gpu("H100")
+TOKENS = 512
+CONFIG = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_hidden_layers": 2,
+    "moe_intermediate_size": 64,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+}
+EXPERT_NUMBERS = 8 * 3 * 64 * 128
+LAYER_NUMBERS = EXPERT_NUMBERS + 128 * (128 + 2 * 32 + 128) + 8 * 128 + 2 * 128 + 2 * 16
+ROOT_NUMBERS = 2 * 512 * 128 + 128
+
+
+def cluster(num_gpus, num_nodes, **links):
+    return make_cluster(H100, num_gpus=num_gpus, num_nodes=num_nodes, **links)
+
+
+@pytest.fixture(scope="module")
+def sized():
+    """Return costs and sizes of the small model, with every weight trained and with adapters."""
+    found = {}
+    for rank in (None, 4):
+        model = build_on_meta(CONFIG)
+        cost = model_costs(model, num_tokens=TOKENS, mean_document_tokens=128, machine=H100, lora_rank=rank)
+        found[rank] = (cost, measure_model(model, cost))
+    return found
+
+
+def test_rings_move_their_share_over_the_slowest_link():
+    rings = Rings(cluster(16, 2))
+    inside = 7 / 8 * 1e9 / (LINK_SHARE * 450e9) * 1e3 + 7 * NVLINK_HOP_MS
+    assert rings.neighbours_ms(1e9, 8) == pytest.approx(inside)
+    # Eight adapters of 50 GB/s carry a ring over both nodes together.
+    across = 15 / 16 * 1e9 / (LINK_SHARE * 400e9) * 1e3 + 15 * NETWORK_HOP_MS
+    assert rings.neighbours_ms(1e9, 16, times=2) == pytest.approx(2 * across)
+    # Between groups each rank has one of them.
+    between = 1 / 2 * 1e9 / (LINK_SHARE * 50e9) * 1e3 + NETWORK_HOP_MS
+    assert rings.groups_ms(1e9, 8) == pytest.approx(between)
+    assert rings.link_ms == pytest.approx({"NVLink": inside, "InfiniBand": 2 * across + between})
+    assert rings.neighbours_ms(1e9, 1) == rings.neighbours_ms(0, 8) == 0.0
+
+
+def test_sizes_are_those_of_the_parameters(sized):
+    _, full = sized[None]
+    assert [part.num_trained for part in full.parts] == [LAYER_NUMBERS, LAYER_NUMBERS, ROOT_NUMBERS]
+    assert (full.layers[0].num_expert_trained, full.num_experts, full.itemsize) == (EXPERT_NUMBERS, 8, 2)
+    # Weight, gradient and two moments in bf16.
+    assert full.state_itemsize == pytest.approx(8)
+    _, lora = sized[4]
+    assert lora.layers[0].expert_bytes == pytest.approx(2 * EXPERT_NUMBERS)
+    assert lora.layers[0].num_trained == 4 * (2 * (128 + 128) + 2 * (128 + 32))
+    assert (lora.trained_itemsize, lora.state_itemsize) == (4, pytest.approx(18))
+
+
+def test_layouts_are_those_that_divide_the_cluster(sized):
+    _, model = sized[None]
+    names = [layout.name for layout in possible_layouts(cluster(16, 2), model)]
+    assert names[:4] == ["DDP", "FSDP2", "hybrid sharding", "expert parallel 8"]
+    assert names[-1] == "FSDP2, context parallel 8"
+    assert [layout.name for layout in possible_layouts(cluster(6, 2), model)] == ["DDP", "FSDP2", "hybrid sharding"]
+
+
+def test_each_strategy_exchanges_what_its_ring_needs(sized):
+    _, model = sized[None]
+    two = cluster(16, 2)
+    options = {"num_tokens": TOKENS, "recomputed": [True, False]}
+    rings = Rings(two)
+    ddp = exchange(Layout("ddp"), two, model, **options)
+    assert ddp.forward_ms == ddp.exposed_ms == 0.0
+    parts = (LAYER_NUMBERS, LAYER_NUMBERS, ROOT_NUMBERS)
+    assert ddp.backward_ms == pytest.approx(sum(rings.neighbours_ms(2 * part, 16, times=2) for part in parts))
+    assert exchange(Layout("ddp"), two, model, is_last=False, **options).backward_ms == 0.0
+    # Weights are gathered twice, the tensors outside of the layers once, and gradients are reduced in fp32.
+    sharded = exchange(Layout("fsdp2"), two, model, **options)
+    assert sharded.forward_ms == pytest.approx(sum(rings.neighbours_ms(2 * part, 16) for part in parts))
+    assert sharded.backward_ms == pytest.approx(
+        sum(rings.neighbours_ms(4 * part, 16) for part in parts)
+        + sum(rings.neighbours_ms(2 * part, 16) for part in parts[:2])
+    )
+    hybrid = exchange(Layout("hybrid"), two, model, **options)
+    assert hybrid.forward_ms == pytest.approx(sum(rings.neighbours_ms(2 * part, 8) for part in parts))
+    assert hybrid.backward_ms == pytest.approx(
+        sum(rings.neighbours_ms(4 * part, 8) + rings.groups_ms(4 * part / 8, 8, times=2) for part in parts)
+        + sum(rings.neighbours_ms(2 * part, 8) for part in parts[:2])
+    )
+    # Inputs and outputs of all tokens of the group, in three passes of the recomputed layer and two of the kept one.
+    experts = exchange(Layout("expert", size=8), two, model, **options)
+    assert experts.exposed_ms == pytest.approx(rings.neighbours_ms(8 * TOKENS * 128 * 2, 8, times=10))
+    # Queries, keys, values and outputs: 8 + 2 + 2 + 8 heads of 16 columns.
+    context = exchange(Layout("ddp", context=4), two, model, **options)
+    assert context.exposed_ms == pytest.approx(rings.all_to_all_ms(TOKENS * 20 * 16 * 2, 4, times=5))
+    slow = make_cluster(H100, num_gpus=16, num_nodes=2, network="0.1")
+    bounds = [exchange(Layout(*kind), slow, model, **options).bound for kind in (("fsdp2",), ("ddp", 1, 4))]
+    assert bounds == ["the network", "the network"]
+    one = cluster(8, 1)
+    assert exchange(Layout("ddp", context=4), one, model, **options).bound == "NVLink"
+
+
+def test_memory_of_a_gpu_falls_with_its_share(sized):
+    cost, model = sized[None]
+    two = cluster(16, 2)
+    held = {
+        layout.name: rank_cost(cost, layout, two, model, num_tokens=TOKENS).base_bytes
+        for layout in possible_layouts(two, model)
+    }
+    numbers = 2 * LAYER_NUMBERS + ROOT_NUMBERS
+    assert held["DDP"] == 8 * numbers + 2 * numbers
+    gathered = 2 * ROOT_NUMBERS + 2 * 2 * LAYER_NUMBERS + 2 * ROOT_NUMBERS + 6 * LAYER_NUMBERS
+    assert held["FSDP2"] == int(8 * numbers / 16 + gathered)
+    assert held["hybrid sharding"] == int(8 * numbers / 8 + gathered)
+    tokens = 2 * 8 * TOKENS * 128 * 2
+    assert held["expert parallel 8"] == 8 * (numbers - 2 * EXPERT_NUMBERS * 7 / 8) + 2 * numbers + tokens
+
+
+def test_the_slower_one_of_compute_and_links_counts(sized):
+    cost, model = sized[4]
+    found = {}
+    for network in ("infiniband", "0.01"):
+        where = cluster(16, 2, network=network)
+        own = rank_cost(cost, Layout("fsdp2"), where, model, num_tokens=TOKENS)
+        segments = uniform_plan(2, "keep")
+        prediction = predict(own, segments, machine=H100.machine)
+        options = {"cost": own, "segments": segments, "prediction": prediction, "num_tokens": TOKENS}
+        found[network] = forecast(Layout("fsdp2"), where, model, **options)
+        traffic = exchange(Layout("fsdp2"), where, model, num_tokens=TOKENS, recomputed=[False, False])
+        if network == "0.01":
+            links = own.other_ms + traffic.forward_ms + traffic.backward_ms
+            assert found[network].step_ms == pytest.approx(links * RANK_WAIT)
+            assert found[network].is_link_bound
+            two_batches = forecast(Layout("fsdp2"), where, model, num_micro=2, **options)
+            assert found[network].step_ms < two_batches.step_ms < 2 * found[network].step_ms
+        else:
+            assert prediction.step_ms * RANK_WAIT < found[network].step_ms < 2 * prediction.step_ms
+
+
+def test_links_have_names_or_rates_and_wrong_ones_are_refused():
+    assert cluster(8, 2, network="ethernet").network_bytes_per_s == 12.5e9
+    assert cluster(8, 2, node_link="pcie").network == "Ethernet"
+    assert cluster(8, 1, node_link="25").node_bytes_per_s == 25e9
+    with pytest.raises(OptionError, match="does not divide"):
+        cluster(10, 4)
+    with pytest.raises(OptionError, match=r"--network.*'wifi'"):
+        cluster(8, 2, network="wifi")
+    with pytest.raises(OptionError, match="above 0"):
+        cluster(8, 2, node_link="-5")
+    with pytest.raises(OptionError, match="no nvlink"):
+        make_cluster(find_gpu("4090"), num_gpus=2, num_nodes=1, node_link="nvlink")
+
+
+@pytest.mark.slow(seconds=12)
+def test_every_measured_step_of_several_gpus_is_predicted_within_ten_percent():
+    rows = cluster_model.compare_rows()
+    assert len(rows) >= 9
+    # Two of them gave constants of the model.
+    assert sum(row.is_used for row in rows) == 2
+    for row in rows:
+        assert abs(row.step_error) <= cluster_model.MAX_ERROR, row
+        assert abs(row.peak_error) <= cluster_model.MAX_ERROR, row
