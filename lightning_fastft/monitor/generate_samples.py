@@ -67,7 +67,7 @@ class GenerateSamples(Callback):
             raise OptionError(f"prompts must be a list of at least one prompt, got {prompts!r}.")
         for prompt in prompts:
             _check_prompt(prompt)
-        self.prompts = list(prompts)
+        self.prompts: list[Any] = list(prompts)
         self.max_new_tokens = check_int("max_new_tokens", max_new_tokens, low=1)
         self.tokenizer = tokenizer
         self.samples: list[Samples] = []
@@ -209,7 +209,7 @@ def _log_tensorboard(logger: TensorBoardLogger, prompts: Sequence[str], found: S
 
 
 def _log_wandb(logger: WandbLogger, prompts: Sequence[str], found: Samples) -> None:
-    rows = [[found.step, prompt, answer] for prompt, answer in zip(prompts, found.answers)]
+    rows: list[Any] = [[found.step, prompt, answer] for prompt, answer in zip(prompts, found.answers)]
     logger.log_text(key="samples", columns=["step", "prompt", "answer"], data=rows, step=found.step)
 
 

@@ -26,7 +26,6 @@ from tests.kernels.test_adamw_step import (
 from tests.support.kernel_harness import DEVICE, planted_faults
 
 
-
 @pytest.fixture(autouse=True)
 def _no_graph():
     with torch.no_grad():
