@@ -4,7 +4,8 @@
 #   make test-gpu    the tests that need a CUDA device             make test-gpu PY=python3         with an interpreter that has all of it already
 #   make test-faults that each fault planted in a kernel turns its tests red, and the long half of kills, damage, signals, resume and dead ranks
 #   make test-lightning LIGHTNING=FOLDER   Lightning's own tests with our strategy as the default; FOLDER is a checkout of Lightning
-#   make docs        the pages of docs/ that are generated: families, options, results
+#   make docs        the pages of docs/ that are generated: families, options, results, pictures
+#   make site        the pages as a site in build/site, with its links checked
 #   make test-seams  only the quick tests against transformers and PEFT
 
 PYTHON ?= python3
@@ -41,13 +42,17 @@ ifneq ($(shell cat $(VENV)/.dev 2>/dev/null),$(WANTED))
 .PHONY: $(VENV)/.dev
 endif
 
-.PHONY: demo docs test test-faults test-gpu test-lightning test-seams lint types tests clean
+.PHONY: demo docs site test test-faults test-gpu test-lightning test-seams lint types tests clean
 
 demo: $(SETUP)
 	$(PY) -m lightning_fastft demo
 
 docs: $(DEV_SETUP)
 	$(PY) docs/generate.py
+	$(PY) docs/pictures.py
+
+site: $(DEV_SETUP)
+	$(PY) -m mkdocs build --strict
 
 # In parallel: lint and types use one core, and the tests do not fill two to their end.
 test: $(DEV_SETUP)

@@ -64,3 +64,8 @@ def test_missing_modules_are_found_without_an_import(monkeypatch):
     assert find_extra("torch") == ""
     with pytest.raises(AssertionError):
         pip_line("no_such_extra")
+
+
+def test_table_of_the_guide_is_that_of_the_package():
+    pages = "\n".join(path.read_text() for path in (PACKAGE.parent / "docs").rglob("*.md"))
+    assert [name for name, extra in EXTRAS.items() if f"| `{name}` | {extra.enables} |" not in pages] == []

@@ -1,0 +1,224 @@
+"""Draw docs/pictures/*.svg: one picture per idea, and the chart of the README from benchmarks/results.csv.
+
+Command: python docs/pictures.py        (a test compares its output with the files)
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from html import escape
+from pathlib import Path
+
+FOLDER = Path(__file__).parent / "pictures"
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results.csv"
+WIDTH = 760
+# Fill of each kind of box on a light and on a dark page. An image follows the colour scheme of the page around it.
+COLOURS = {
+    "ink": ("#1f2328", "#e6edf3"),
+    "soft": ("#57606a", "#9da7b3"),
+    "blue": ("#b6d4fe", "#1f4d8f"),
+    "green": ("#b4e3bf", "#1f6337"),
+    "amber": ("#fbdca4", "#7a5411"),
+    "red": ("#f6c1bd", "#7d2f2a"),
+    "grey": ("#e3e7eb", "#343b44"),
+    "bold": ("#1a66d6", "#4c94ff"),
+}
+# The systems of the chart: label, system and milliseconds in results.csv. Ours and Unsloth's best are of one run.
+CHART_WORKLOAD = "qwen3-14b-qlora, packed, labels 100%"
+CHART = (
+    ("lightning_fastft", "ours keep+fused, adamw_fused", "860.694"),
+    ("Unsloth, checkpointing off", "unsloth off, adamw_8bit", "911.42"),
+    ("Unsloth, default", "unsloth unsloth, adamw_8bit", "1287.45"),
+    ("TRL, packed, with Liger", "trl recompute+liger, adamw_8bit", "1569.24"),
+    ("transformers + PEFT", "plain recompute, adamw_8bit", "2293.28"),
+)
+
+
+class Drawing:
+    """Boxes, words and arrows of one picture.
+
+    Args:
+        title: What the picture shows, for readers that do not see it.
+        height: In pixels.
+    """
+
+    def __init__(self, title: str, *, height: int) -> None:
+        self._title, self._height, self._parts = title, height, []
+
+    def box(self, x: float, y: float, width: float, height: float, kind: str, label: str = "") -> None:
+        """Draw a box with a label in its middle."""
+        self._parts.append(f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4"/>')
+        if label:
+            self.text(x + width / 2, y + height / 2 + 4.5, label, anchor="middle")
+
+    def text(self, x: float, y: float, words: str, *, kind: str = "ink", anchor: str = "start", size: int = 13) -> None:
+        """Write one line; y is its base line."""
+        self._parts.append(
+            f'<text class="{kind}" x="{x:g}" y="{y:g}" text-anchor="{anchor}" font-size="{size}">{escape(words)}</text>'
+        )
+
+    def line(
+        self, x: float, y: float, to_x: float, to_y: float, *, is_arrow: bool = False, is_dashed: bool = False
+    ) -> None:
+        """Draw a line, dashed or with an arrowhead."""
+        head = ' marker-end="url(#head)"' if is_arrow else ""
+        dashes = ' stroke-dasharray="4 3"' if is_dashed else ""
+        self._parts.append(f'<path class="line" d="M {x:g} {y:g} L {to_x:g} {to_y:g}"{head}{dashes}/>')
+
+    def render(self) -> str:
+        """Return the SVG text."""
+        fills = [[f".{name} {{ fill: {pair[number]} }}" for name, pair in COLOURS.items()] for number in range(2)]
+        strokes = [f".line {{ stroke: {COLOURS['soft'][number]}; fill: none }}" for number in range(2)]
+        style = (
+            f"text {{ font-family: system-ui, sans-serif }}\n{' '.join(fills[0])} {strokes[0]}\n"
+            f"@media (prefers-color-scheme: dark) {{ {' '.join(fills[1])} {strokes[1]} }}"
+        )
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {self._height}" width="{WIDTH}" '
+            f'height="{self._height}" role="img">\n<title>{escape(self._title)}</title>\n<style>\n{style}\n</style>\n'
+            '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
+            'orient="auto"><path class="soft" d="M 0 0 L 8 4 L 0 8 z"/></marker></defs>\n'
+            + "\n".join(self._parts)
+            + "\n</svg>\n"
+        )
+
+
+def draw_pack() -> Drawing:
+    """Draw padded rows, and the same documents in one pack."""
+    lengths, kinds, unit = (10, 4, 7, 3), ("blue", "green", "amber", "red"), 28
+    drawing = Drawing("Four documents padded to the longest, and the same documents in one pack", height=300)
+    longest, num_tokens = max(lengths), sum(lengths)
+    padding = 1 - num_tokens / (longest * len(lengths))
+    drawing.text(0, 18, f"Padded: {padding:.0%} of the computed tokens are padding")
+    for number, (length, kind) in enumerate(zip(lengths, kinds)):
+        y = 30 + 30 * number
+        drawing.box(0, y, longest * unit, 24, "grey")
+        drawing.box(0, y, length * unit, 24, kind, f"document {number + 1}")
+    drawing.text(longest * unit + 12, 77, "grey: padding", kind="soft")
+    drawing.text(0, 190, "Packed: one row, no padding between documents")
+    start = 0
+    for number, (length, kind) in enumerate(zip(lengths, kinds)):
+        drawing.box(start * unit, 202, length * unit - 2, 28, kind, f"document {number + 1}")
+        drawing.line(start * unit, 234, start * unit, 246)
+        drawing.text(start * unit + 3, 258, str(start), kind="soft")
+        start += length
+    drawing.text(start * unit + 3, 258, str(start), kind="soft")
+    drawing.text(
+        0, 284, "The offsets are built once per batch. Every layer reads them: no token sees another document."
+    )
+    return drawing
+
+
+def draw_plan() -> Drawing:
+    """Draw what becomes of each layer's activations under a budget."""
+    drawing = Drawing("Activations of each layer are kept, offloaded or recomputed within a memory budget", height=250)
+    drawing.text(0, 18, "After three measured steps the planner decides what becomes of each layer's activations:")
+    plan = ("amber",) * 3 + ("green",) * 4 + ("blue",) * 5
+    width = 60
+    for number, kind in enumerate(plan):
+        drawing.box(number * width, 34, width - 6, 44, kind, f"{number + 1}")
+    drawing.text(0, 98, "first layer", kind="soft")
+    drawing.text(len(plan) * width - 6, 98, "last layer: its backward comes first", kind="soft", anchor="end")
+    rows = (
+        ("amber", "recomputed", "cheap to compute again: takes time in the backward, no memory"),
+        ("green", "offloaded", "copied to pinned host memory while other layers compute: hidden by the compute"),
+        ("blue", "kept", "stays in device memory, as far as the budget reaches"),
+    )
+    for number, (kind, name, words) in enumerate(rows):
+        y = 118 + 28 * number
+        drawing.box(0, y, 96, 22, kind, name)
+        drawing.text(108, y + 15.5, words)
+    drawing.text(0, 232, "Gradients are bit-equal under every plan. vram_budget sets the budget in GiB.")
+    return drawing
+
+
+def draw_overlap() -> Drawing:
+    """Draw the backward with and without prefetched activations."""
+    drawing = Drawing("Copies of offloaded activations overlap with the backward of the layer before", height=270)
+    width, copy, x = 90, 70, 110
+    for y, title in ((40, "without prefetch"), (160, "with prefetch")):
+        drawing.text(0, y - 14, f"Backward {title}")
+        drawing.text(0, y + 18, "compute", kind="soft")
+        drawing.text(0, y + 50, "copy stream", kind="soft")
+    for number in range(4):
+        begin = x + number * (width + copy)
+        drawing.box(begin, 40, width - 3, 26, "blue", f"layer {4 - number}")
+        if number < 3:
+            drawing.box(begin + width, 72, copy - 3, 26, "green", f"copy {3 - number}")
+            drawing.box(begin + width, 40, copy - 3, 26, "grey", "wait")
+        begin = x + number * width
+        drawing.box(begin, 160, width - 3, 26, "blue", f"layer {4 - number}")
+        if number < 3:
+            drawing.box(begin, 192, copy - 3, 26, "green", f"copy {3 - number}")
+            drawing.line(begin + copy, 205, begin + width + 4, 190, is_arrow=True)
+    drawing.text(0, 250, "When the backward of a layer starts, the copy for the next one is already under way.")
+    return drawing
+
+
+def draw_graphs() -> Drawing:
+    """Draw a launch-bound layer, and the same layer as one CUDA graph."""
+    drawing = Drawing("Many small launches leave the GPU idle; a CUDA graph launches a layer at once", height=262)
+    x, pitch, kernel = 70, 64, 30
+    drawing.text(0, 18, "Launch-bound: the host queues each kernel, and the GPU waits for the next one")
+    drawing.text(0, 48, "host", kind="soft")
+    drawing.text(0, 82, "GPU", kind="soft")
+    for number in range(10):
+        drawing.box(x + number * pitch, 30, pitch - 4, 26, "amber", "launch" if number < 9 else "...")
+        drawing.box(x + number * pitch + pitch - 4, 64, kernel, 26, "blue")
+        drawing.box(x + number * pitch + pitch - 4 + kernel, 64, pitch - kernel, 26, "grey")
+    drawing.text(x + pitch, 110, "blue: a kernel runs; grey: idle", kind="soft")
+    drawing.text(0, 150, "CUDA graph: the layer is recorded once, then launched as a whole")
+    drawing.text(0, 180, "host", kind="soft")
+    drawing.text(0, 214, "GPU", kind="soft")
+    drawing.box(x, 162, pitch - 4, 26, "amber", "launch")
+    for number in range(10):
+        drawing.box(x + pitch - 4 + number * (kernel + 2), 196, kernel, 26, "blue")
+    drawing.text(
+        0, 250, "Layers of one shape replay their recordings; cuda_graphs='auto' records only what is launch-bound."
+    )
+    return drawing
+
+
+def draw_chart() -> Drawing:
+    """Draw the milliseconds per step of the README's first workload."""
+    drawing = Drawing("Milliseconds per training step of five systems", height=232)
+    drawing.text(0, 18, "Qwen3-14B QLoRA, 8,192 tokens a step, one NVIDIA H200: ms per step, less is better", size=14)
+    longest = max(float(value) for _, _, value in CHART)
+    for number, (label, _, value) in enumerate(CHART):
+        y, width = 34 + 38 * number, 460 * float(value) / longest
+        drawing.text(190, y + 20, label, anchor="end", kind="bold" if number == 0 else "ink")
+        drawing.box(200, y, width, 28, "bold" if number == 0 else "grey")
+        drawing.text(208 + width, y + 20, f"{float(value):,.0f}")
+    return drawing
+
+
+def check_chart() -> list[str]:
+    """Return the systems of the chart whose figure is no row of results.csv."""
+    with RESULTS.open(newline="") as file:
+        rows = {
+            (row["system"], row["value"])
+            for row in csv.DictReader(file)
+            if (row["benchmark"], row["workload"], row["metric"]) == ("train_step", CHART_WORKLOAD, "step")
+        }
+    return [label for label, system, value in CHART if (system, value) not in rows]
+
+
+PICTURES: dict[str, Callable[[], Drawing]] = {
+    "pack": draw_pack,
+    "plan": draw_plan,
+    "overlap": draw_overlap,
+    "graphs": draw_graphs,
+    "chart": draw_chart,
+}
+
+
+def main() -> None:
+    """Write the pictures."""
+    FOLDER.mkdir(exist_ok=True)
+    for name, draw in PICTURES.items():
+        (FOLDER / f"{name}.svg").write_text(draw().render())
+
+
+if __name__ == "__main__":
+    main()

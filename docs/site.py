@@ -1,0 +1,59 @@
+"""Hooks of MkDocs: pages outside of docs/ become pages of the site, and links to them stay relative.
+
+Command: mkdocs build --strict        (mkdocs.yml names this file)
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+# Pages outside of docs/, and where they are on the site.
+PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "benchmarks/README.md": "benchmarks.md",
+    "notebooks/README.md": "notebooks.md",
+}
+_LINK = re.compile(r"(\]\(|src=\")(?!\w+:|#)([^)#\"\s]+)((?:#[^)\"\s]*)?[)\"])")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages outside of docs/, and the files that pages link to."""
+    for source, place in PAGES.items():
+        files.append(File.generated(config, place, content=(ROOT / source).read_text(encoding="utf-8")))
+    for page in list(files.documentation_pages()):
+        for _, target, _ in _LINK.findall(page.content_string):
+            path = _path_of(target, place=page.src_uri)
+            if _is_plain(path) and f"files/{path}" not in files.src_uris:
+                files.append(File.generated(config, f"files/{path}", content=(ROOT / path).read_bytes()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **kwargs: Any) -> str:
+    """Point relative links at the places of the site."""
+    here = posixpath.dirname(page.file.src_uri)
+
+    def move(link: re.Match[str]) -> str:
+        path = _path_of(link[2], place=page.file.src_uri)
+        place = PAGES.get(path) or (f"files/{path}" if _is_plain(path) else path.removeprefix("docs/"))
+        return f"{link[1]}{posixpath.relpath(place, here or '.')}{link[3]}"
+
+    return _LINK.sub(move, markdown)
+
+
+def _path_of(target: str, *, place: str) -> str:
+    """Return the path in the repository of a link's target on a page of the site."""
+    source = next((source for source, page in PAGES.items() if page == place), f"docs/{place}")
+    return posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+
+
+def _is_plain(path: str) -> bool:
+    """Return whether a path is a file outside of docs/ that is no page."""
+    return path not in PAGES and not path.startswith("docs/") and (ROOT / path).is_file()

@@ -1,0 +1,65 @@
+"""The pages as a site: every link and anchor leads somewhere, and the pictures are those that their script draws."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def pictures():
+    spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs/pictures.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def build(source, place):
+    """Return the exit status of a strict build, and what it printed."""
+    program = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", source, "--site-dir", place]
+    done = subprocess.run(list(map(str, program)), cwd=ROOT, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_pictures_are_those_that_the_script_draws(pictures):
+    stored = {path.stem: path.read_text() for path in pictures.FOLDER.glob("*.svg")}
+    assert stored == {name: draw().render() for name, draw in pictures.PICTURES.items()}, "python docs/pictures.py"
+
+
+def test_the_chart_shows_rows_of_results(pictures, monkeypatch):
+    assert pictures.check_chart() == []
+    label, system, _ = pictures.CHART[0]
+    monkeypatch.setattr(pictures, "CHART", ((label, system, "1.0"), *pictures.CHART[1:]))
+    assert pictures.check_chart() == [label]
+
+
+def test_every_picture_is_on_a_page(pictures):
+    pages = "".join(path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
+    assert [name for name in pictures.PICTURES if f"pictures/{name}.svg" not in pages] == []
+
+
+def test_the_site_builds_and_all_its_links_lead_somewhere(tmp_path):
+    pytest.importorskip("material", reason="needs mkdocs-material")
+    status, printed = build(ROOT / "mkdocs.yml", tmp_path / "site")
+    assert status == 0, printed
+    index = (tmp_path / "site/index.html").read_text()
+    assert "guide.html" in index
+    assert (tmp_path / "site/pictures/chart.svg").is_file()
+    assert (tmp_path / "site/search/search_index.json").is_file()
+
+
+def test_a_link_to_nowhere_ends_the_build(tmp_path):
+    pytest.importorskip("material", reason="needs mkdocs-material")
+    (tmp_path / "pages").mkdir()
+    (tmp_path / "pages/index.md").write_text("# Page\n[nowhere](guide.md#no-such-section)\n")
+    (tmp_path / "pages/guide.md").write_text("# Guide\n")
+    config = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[0]
+    config = config.replace("docs_dir: docs", f"docs_dir: {tmp_path}/pages").replace("hooks: [docs/site.py]", "")
+    (tmp_path / "mkdocs.yml").write_text(config)
+    status, printed = build(tmp_path / "mkdocs.yml", tmp_path / "site")
+    assert status != 0
+    assert "no-such-section" in printed
