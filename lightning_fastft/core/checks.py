@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -166,12 +166,43 @@ def check_tensor(
     return tensor
 
 
-def check_columns(name: str, tensor: torch.Tensor) -> None:
-    """Refuse rows whose columns are not contiguous in memory."""
-    if tensor.shape[1] > 1 and tensor.stride(1) != 1:
-        raise ShapeError(
-            f"{name} has strides {tensor.stride()}; the last axis must be contiguous: call .contiguous() on it."
-        )
+def check_layout(
+    name: str,
+    tensor: torch.Tensor,
+    shape: Sequence[int | None],
+    *,
+    dtypes: Collection[torch.dtype] | None = None,
+    like: torch.Tensor | None = None,
+    num_strided: int = 0,
+) -> torch.Tensor:
+    """Return tensor if a kernel can read it.
+
+    Args:
+        name: Name of the argument, for the message.
+        tensor: Value of the argument.
+        shape: Size of each axis; None for any size.
+        dtypes: Allowed dtypes; None for the dtype of ``like``, or for any dtype without it.
+        like: A tensor on the required device; None for any device.
+        num_strided: Number of first axes that may have any stride; the others must be contiguous.
+
+    Raises:
+        ShapeError: The tensor has another dtype, shape or device, or is not contiguous.
+    """
+    check_tensor(name, tensor, ndim=len(shape), dtypes=(like.dtype,) if dtypes is None and like is not None else dtypes)
+    is_wrong = any(size is not None and size != given for size, given in zip(shape, tensor.shape))
+    if is_wrong or (like is not None and tensor.device != like.device):
+        sizes = ", ".join("any" if size is None else str(size) for size in shape) + "," * (len(shape) == 1)
+        place = "" if like is None else f" on {like.device}"
+        raise ShapeError(f"{name} is {tuple(tensor.shape)} on {tensor.device}; it must be ({sizes}){place}.")
+    step = 1
+    for size, stride in reversed(list(zip(tensor.shape, tensor.stride()))[num_strided:]):
+        if size > 1 and stride != step and tensor.numel():
+            axes = f"the axes after the first {num_strided}" if num_strided else "all axes"
+            raise ShapeError(
+                f"{name} has strides {tensor.stride()}; {axes} must be contiguous: call .contiguous() on it."
+            )
+        step *= size
+    return tensor
 
 
 def check_rows_apart(name: str, tensor: torch.Tensor) -> None:
@@ -181,17 +212,6 @@ def check_rows_apart(name: str, tensor: torch.Tensor) -> None:
             f"The rows of {name} overlap: strides {tensor.stride()} with {tensor.shape[1]} columns. Give memory with a "
             "place for each row."
         )
-
-
-def check_alike(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
-    """Refuse a matrix of another shape, dtype or device than another one, or with columns that are apart in memory."""
-    check_tensor(name, tensor, ndim=2, dtypes=(other.dtype,))
-    if tensor.shape != other.shape or tensor.device != other.device:
-        raise ShapeError(
-            f"{name} is {tuple(tensor.shape)} on {tensor.device}; it must be as {other_name}: {tuple(other.shape)} on "
-            f"{other.device}."
-        )
-    check_columns(name, tensor)
 
 
 def check_out(

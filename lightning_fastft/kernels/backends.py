@@ -13,6 +13,7 @@ from lightning_fastft.core.errors import OptionError
 
 BACKENDS = ("auto", "triton", "reference")
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FLOATING = (*TRITON_DTYPES, torch.float64)
 # Tests set it, so that calls inside the package, which pass is_checked=False, validate their arguments too.
 _CHECKS_EVERY_CALL = os.environ.get("FASTFT_CHECK_KERNELS") == "1"
 

@@ -5,9 +5,9 @@ import torch
 
 from lightning_fastft.core.checks import (
     check_choice,
-    check_columns,
     check_float,
     check_int,
+    check_layout,
     check_rows_apart,
     check_share,
     check_tensor,
@@ -56,11 +56,27 @@ def test_check_tensor_names_the_difference(given, message):
         check_tensor("x_TD", given, ndim=2, dtypes=(torch.int32,))
 
 
-def test_rows_whose_columns_are_apart_are_refused():
-    check_columns("x", torch.zeros(3, 4)[:, 1:3])
-    check_columns("x", torch.zeros(4, 3).T[:, :1])
-    with pytest.raises(ShapeError, match="x has strides"):
-        check_columns("x", torch.zeros(4, 3).T)
+def test_check_layout_accepts_strided_rows():
+    rows = torch.zeros(3, 4)
+    assert check_layout("x", rows[:, 1:3], (3, None), like=rows, num_strided=1).shape == (3, 2)
+    check_layout("x", torch.zeros(4, 3).T[:, :1], (None, 1), num_strided=1)
+    check_layout("x", torch.zeros(0, 4).T, (4, 0), num_strided=2)
+    check_layout("x", torch.zeros(()), (), dtypes=(torch.float32,))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (torch.zeros(4), "2 axes"),
+        (torch.zeros(4, 3).double(), "float32"),
+        (torch.zeros(4, 2), r"\(4, 2\) on cpu; it must be \(any, 3\) on cpu"),
+        (torch.zeros(4, 3, device="meta"), "meta"),
+        (torch.zeros(3, 4).T, "has strides .*first 1 must be contiguous"),
+    ],
+)
+def test_check_layout_names_the_difference(given, message):
+    with pytest.raises(ShapeError, match=message):
+        check_layout("x", given, (None, 3), like=torch.zeros(()), num_strided=1)
 
 
 def test_rows_that_overlap_are_refused():

@@ -375,7 +375,7 @@ def test_devices_without_fp8_are_named(monkeypatch):
         (torch.zeros(3, 4).double(), {}, ShapeError, "dtype"),
         (torch.zeros(4, 3).T, {}, ShapeError, "contiguous"),
         (torch.zeros(4, 0), {}, ShapeError, "no columns"),
-        (torch.zeros(4, 3), {"factor_I": torch.zeros(4)}, ShapeError, "needs 3"),
+        (torch.zeros(4, 3), {"factor_I": torch.zeros(4)}, ShapeError, "factor_I is"),
         (torch.zeros(4, 3), {"factor_I": torch.zeros(3).double()}, ShapeError, "dtype"),
         (torch.zeros(4, 3), {"factor_I": torch.zeros(6)[::2]}, ShapeError, "contiguous"),
         (torch.zeros(4, 3), {"backend": "triton"}, OptionError, "on CUDA"),
@@ -392,7 +392,7 @@ def test_rows_that_do_not_fit_are_refused(x_TI, options, error, message):
     [
         (torch.zeros(3, 128), torch.zeros(3), ShapeError, "dtype"),
         (torch.zeros(3, 96).to(FP8), torch.zeros(3), OptionError, "multiple of 64"),
-        (torch.zeros(3, 128).to(FP8), torch.zeros(4), ShapeError, "each of 3"),
+        (torch.zeros(3, 128).to(FP8), torch.zeros(4), ShapeError, "scales"),
         (torch.zeros(3, 128).to(FP8), torch.zeros(6)[::2], ShapeError, "contiguous"),
         (torch.zeros(128, 3).to(FP8).T, torch.zeros(3), ShapeError, "contiguous"),
         (torch.zeros(1, 128).to(FP8).expand(3, 128), torch.zeros(3), ShapeError, "overlap"),
@@ -412,7 +412,7 @@ def test_outputs_that_do_not_fit_are_refused(values, scale_O, error, message):
     [
         (torch.zeros(4), "per row of a weight of 6 blocks"),
         (torch.zeros(0), "per row of a weight of 6 blocks"),
-        (torch.zeros(6)[::2], "stride 2"),
+        (torch.zeros(6)[::2], "strides"),
         (torch.zeros(3).double(), "dtype"),
         (torch.zeros(3, 1), "1 axes"),
     ],
@@ -430,10 +430,10 @@ def test_scales_of_rows_that_do_not_fit_are_refused(scale_O, message):
 def test_products_that_do_not_fit_are_refused():
     rows, weight = quantise_rows(torch.zeros(3, 32)), torch.zeros(16, 32).to(FP8)
     for other in (weight[:, :16], torch.zeros(32, 16).to(FP8).T):
-        with pytest.raises(ShapeError, match="same number of columns"):
+        with pytest.raises(ShapeError, match="must be"):
             multiply(rows, other, None, dtype=torch.float32)
     for scale_O in (torch.zeros(3), torch.zeros(16).double(), torch.zeros(32)[::2]):
-        with pytest.raises(ShapeError, match="scale_O is"):
+        with pytest.raises(ShapeError, match="scale_O"):
             multiply(rows, weight, scale_O, dtype=torch.float32)
     with pytest.raises(ShapeError, match="dtype"):
         multiply(rows, weight.float(), None, dtype=torch.float32)

@@ -259,8 +259,8 @@ def test_parts_that_do_not_fit_are_refused(change, message):
         (torch.zeros(4, 96), OptionError, "multiples of 64"),
         (torch.zeros(128, 3).T, ShapeError, "contiguous"),
         (torch.zeros(3, 256)[:, ::2], ShapeError, "contiguous"),
-        (torch.zeros(1, 128).expand(3, 128), ShapeError, "at least 128"),
-        (torch.zeros(400).as_strided((3, 128), (127, 1)), ShapeError, "at least 128"),
+        (torch.zeros(1, 128).expand(3, 128), ShapeError, "contiguous|overlap"),
+        (torch.zeros(400).as_strided((3, 128), (127, 1)), ShapeError, "contiguous|overlap"),
         (torch.zeros(3, 128, device="meta"), ShapeError, "meta"),
     ],
 )
@@ -283,7 +283,7 @@ def test_options_that_do_not_fit_are_refused():
         dequantise(weight, shape=(3, 128), dtype=torch.float64)
     with pytest.raises(ShapeError, match="dtype"):
         dequantise(weight, shape=(3, 128), dtype=torch.bfloat16, out=out)
-    with pytest.raises(ShapeError, match="give an out of that shape"):
+    with pytest.raises(ShapeError, match="out is"):
         dequantise(weight, shape=(3, 128), dtype=torch.float32, out=out[:2])
     with pytest.raises(OptionError, match="backend"):
         dequantise(weight, shape=(3, 128), dtype=torch.float32, backend="cuda")
@@ -291,7 +291,7 @@ def test_options_that_do_not_fit_are_refused():
         dequantise(weight, shape=(3, 128), dtype=torch.float32, backend="triton")
     with pytest.raises(OptionError, match="2 weights and 1 outs"):
         dequantise_many([weight, weight], outs=[out])
-    with pytest.raises(ShapeError, match=r"outs\[1\] is torch.float16"):
+    with pytest.raises(ShapeError, match=r"outs\[1\] must have dtype torch.float32"):
         dequantise_many([weight, weight], outs=[out, out.half()])
     for run in (
         lambda: dequantise(None, shape=(3, 128), dtype=torch.float32),

@@ -186,36 +186,36 @@ FAULTS = {
     "gradient turned by the other column's angle": (
         "tl.fma(rotated_first, cos_first, rotated_second * {sin_second => sin_first})"
     ),
-    "second half of the angles read by neighbours": "if {not IS_INTERLEAVED => True}:",
-    "first half of the angles read by halves": "row_ptr + {NUM_PAIRS + => } cols",
+    "second half of the angles read by neighbours": "if {not FORM.is_interleaved => True}:",
+    "first half of the angles read by halves": "row_ptr + {FORM.rotary_width // 2 + => } cols",
     "neighbours swapped": "{first, second => second, first} = tl.split(",
     "results of neighbours swapped": "tl.interleave({first, second => second, first})",
-    "halves overlap": "second = tl.load(ptrs + NUM_PAIRS{ => - 1},",
-    "half of the results one column early": "tl.store(ptrs + NUM_PAIRS{ => - 1}, second",
+    "halves overlap": "second = tl.load(ptrs + FORM.rotary_width // 2{ => - 1},",
+    "half of the results one column early": "tl.store(ptrs + FORM.rotary_width // 2{ => - 1}, second",
     "columns beyond the last pair are read": (
-        "(cols < NUM_PAIRS{ => + 1})[None, :] ptrs = row_ptrs[:, None] + cols[None, :] first"
+        "(cols < FORM.rotary_width // 2{ => + 1})[None, :] ptrs = row_ptrs[:, None] + cols[None, :] first"
     ),
-    "last pair not written": "(cols < 2 * NUM_PAIRS{ => - 2})[None, :] tl.store",
-    "last half column not written": "tl.store(ptrs, first, mask=inside{ => & (cols < NUM_PAIRS - 1)[None, :]})",
+    "last pair not written": "(cols < FORM.rotary_width{ => - 2})[None, :] tl.store",
+    "last half column not written": "tl.store(ptrs, first, mask=inside{ => & (cols < FORM.rotary_width // 2 - 1)[None, :]})",
     "columns that are not rotated are not written": (
         "{tl.store(row_ptrs[:, None] + cols[None, :], rest.to(row_ptrs.dtype.element_ty), mask=inside) => pass}"
     ),
-    "last column that is not rotated is lost": "(cols < HEAD_WIDTH{ => - 1})[None, :] rest =",
-    "next head's columns are read as not rotated": "(cols < HEAD_WIDTH{ => + 1})[None, :] rest =",
+    "last column that is not rotated is lost": "(cols < FORM.head_width{ => - 1})[None, :] rest =",
+    "next head's columns are read as not rotated": "(cols < FORM.head_width{ => + 1})[None, :] rest =",
     "mean without the columns that are not rotated": "total += {tl.sum(rest_terms, axis=1) => 0.0}",
-    "mean over the padded head": "return total * (1.0 / {HEAD_WIDTH => (pair_terms.shape[1] * 2)})",
-    "eps lost": "{+ eps => })",
+    "mean over the padded head": "return total * (1.0 / {FORM.head_width => (pair_terms.shape[1] * 2)})",
+    "eps lost": "{+ FORM.eps => })",
     "heads beyond the last one divide by zero": (
         "{tl.where(inside_heads, => } tl.div_rn(tl.full(root.shape, 1.0, tl.float32), root){, 0.0) => }"
     ),
     "not rounded before the weight": "values = values{.to(dtype).to(tl.float32) => }",
     "always rounded before the weight": "if {not IS_WEIGHT_WIDE => True}:",
-    "offset of the weight lost": "return first {+ weight_offset => }, second",
-    "offset of the weight that is not rotated lost": "second + weight_offset, rest {+ weight_offset => }",
-    "weight of k is q's": "k_out_stride, {k_weight_ptr => q_weight_ptr}, cos_first",
-    "keys of one token": "k_out_ptr {+ token * k_out_stride => }",
+    "offset of the weight lost": "return first {+ FORM.weight_offset => }, second",
+    "offset of the weight that is not rotated lost": "second + FORM.weight_offset, rest {+ FORM.weight_offset => }",
+    "weight of k is q's": "k_in_ptr, k_out_ptr, {k_weight_ptr => q_weight_ptr}, angles",
+    "keys of one token": "k_out_ptr += {token => 0} * k_out_stride",
     "values of one token": "v_out_ptr {+ token * v_out_stride => }",
-    "weight of k is q's in the gradient": "k_in_ptr, k_out_ptr, {k_weight_ptr => q_weight_ptr}, k_first",
+    "weight of k is q's in the gradient": "k_in_ptr, k_out_ptr, {k_weight_ptr => q_weight_ptr}, (k_first",
     "weight not applied to the gradient": "d_first *= {weight_first => 1.0}",
     "weight not applied to the gradient that is not rotated": "d_rest *= {weight_rest => 1.0}",
     "gradient without the norm's mean": "d_second = scale * {(d_second - second * mean) => d_second}",
@@ -228,11 +228,11 @@ FAULTS = {
         "second_terms += {d_second * second => (d_second * second).to(in_ptr.dtype.element_ty).to(tl.float32)}"
     ),
     "last tile of heads lost": (
-        "out_heads = out_ptr + heads * HEAD_WIDTH{ => \n        inside_heads = inside_heads & (start + BLOCK_H "
-        "<= NUM_HEADS)} first, second"
+        "out_heads = out_ptr + heads * FORM.head_width{ => \n        inside_heads = inside_heads & (start + BLOCK_H "
+        "<= NUM_HEADS)} first, second, rest"
     ),
     "first of a program's tokens only": "token += {tl.num_programs(0) => num_tokens}",
-    "k's sum written over q's": "_store_partial(q_partial_ptr {+ HEAD_WIDTH => }, k_first",
+    "k's sum written over q's": "_store_partial(q_partial_ptr {+ FORM.head_width => }, k_first",
     "last partial sum lost": "inside = (rows < num_partials{ => - 1})[:, None]",
     "last partial sums only": "terms {+ => }= tl.load(",
     "last column of the sum lost": "tl.sum(terms, axis=0), mask=cols < num_columns{ => - 1})",
@@ -255,8 +255,8 @@ FAULTS = {
     "wrong stride of the output": "{out_TC.stride(0) => form.num_columns}, num_tokens,",
     "first share of the first columns only": "{rotated_first += share_first => }",
     "first share of the second columns only": "{rotated_second += share_second => }",
-    "first share of the rest only": "d_rest {+= => = d_rest + 0.0 *} _load_rest",
-    "shares of other heads": "d_heads = d_ptr + heads * {(NUM_SHARES * HEAD_WIDTH) => HEAD_WIDTH}",
+    "first share of the rest only": "d_rest {+= => = d_rest + 0.0 *} share_rest",
+    "shares of other heads": "d_heads = d_ptr + heads * {(NUM_SHARES * FORM.head_width) => FORM.head_width}",
     "shares of other values": "cols {// HEAD_WIDTH * (NUM_SHARES * HEAD_WIDTH) + cols % HEAD_WIDTH => }",
     "first share of the values only": (
         "total += {tl.load(ptrs + share * HEAD_WIDTH => 0.0 * tl.load(ptrs}, mask=inside)"
@@ -265,12 +265,12 @@ FAULTS = {
     "wrong stride of the values' gradient": "{d_v.stride(0) => d_q.stride(0) + 1},",
     "fp32 lost": "return first.to(tl.float32), second.to(tl.float32){ => .to(tl.float16)}",
     "written before it is read": (
-        "{tl.debug_barrier( => _store_pairs(in_heads, second, first, inside_heads, NUM_PAIRS, IS_INTERLEAVED, "
-        "BLOCK_P)\n        first, second = _load_pairs(in_heads, inside_heads, NUM_PAIRS, IS_INTERLEAVED, "
-        "BLOCK_H, BLOCK_P}) if HAS_NORM"
+        "{tl.debug_barrier( => _store_heads(in_heads, second, first, rest, inside_heads, FORM, BLOCK_P, BLOCK_REST)"
+        "\n        first, second, rest = _load_heads(in_heads, inside_heads, FORM, BLOCK_H, BLOCK_P, BLOCK_REST}) "
+        "if FORM.has_norm: scale = _reciprocal_rms(first, second, rest, inside_heads, FORM) first = _apply"
     ),
-    "gates read as queries": "in_heads = in_ptr + heads * {IN_STEP => HEAD_WIDTH}",
-    "gradient of queries over the gates": "out_heads = out_ptr + heads * {RAW_STEP => HEAD_WIDTH}",
+    "gates read as queries": "in_heads = in_ptr + heads * {IN_STEP => FORM.head_width}",
+    "gradient of queries over the gates": "out_heads = out_ptr + heads * {RAW_STEP => FORM.head_width}",
 }
 
 

@@ -10,14 +10,13 @@ from types import ModuleType
 
 import torch
 
-from lightning_fastft.core.checks import check_columns, check_rows_apart, check_tensor
+from lightning_fastft.core.checks import check_layout, check_rows_apart
 from lightning_fastft.core.errors import ShapeError
-from lightning_fastft.kernels.backends import TRITON_DTYPES, must_check, uses_triton
+from lightning_fastft.kernels.backends import FLOATING, must_check, uses_triton
 from lightning_fastft.kernels.block_diagonal import reference
 
 MAX_COLUMNS = 4096
 MAX_BLOCKS = 4
-_DTYPES = (*TRITON_DTYPES, torch.float64)
 
 
 def write_block_diagonal(
@@ -53,8 +52,7 @@ def write_block_diagonal(
                 [0., 2., 2., 0.]])
     """
     if must_check(is_checked):
-        check_tensor("out_OC", out_OC, ndim=2, dtypes=_DTYPES)
-        check_columns("out_OC", out_OC)
+        check_layout("out_OC", out_OC, (None, None), dtypes=FLOATING, num_strided=1)
         check_rows_apart("out_OC", out_OC)
         if len(blocks) > MAX_BLOCKS or out_OC.shape[1] > MAX_COLUMNS:
             raise ShapeError(
@@ -62,10 +60,7 @@ def write_block_diagonal(
                 "columns are supported."
             )
         for number, block in enumerate(blocks):
-            check_tensor(f"blocks[{number}]", block, ndim=2, dtypes=(out_OC.dtype,))
-            check_columns(f"blocks[{number}]", block)
-            if block.device != out_OC.device:
-                raise ShapeError(f"blocks[{number}] is on {block.device}, out_OC on {out_OC.device}.")
+            check_layout(f"blocks[{number}]", block, (None, None), like=out_OC, num_strided=1)
         num_rows, num_columns = (sum(block.shape[axis] for block in blocks) for axis in (0, 1))
         if num_rows != out_OC.shape[0] or num_columns > out_OC.shape[1]:
             raise ShapeError(

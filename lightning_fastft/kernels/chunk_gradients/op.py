@@ -15,13 +15,11 @@ from types import ModuleType
 
 import torch
 
-from lightning_fastft.core.checks import check_tensor
+from lightning_fastft.core.checks import check_layout
 from lightning_fastft.core.errors import ShapeError
-from lightning_fastft.kernels.backends import TRITON_DTYPES, must_check, plain_numbers, uses_triton
+from lightning_fastft.kernels.backends import FLOATING, must_check, plain_numbers, uses_triton
 from lightning_fastft.kernels.chunk_gradients import reference
 from lightning_fastft.kernels.chunk_gradients.reference import ChunkGradients
-
-_DTYPES = (*TRITON_DTYPES, torch.float64)
 
 
 def chunk_gradients(
@@ -125,36 +123,17 @@ def _check(
     d_value_TJV: torch.Tensor | None,
 ) -> None:
     """Raise on tensors that do not belong together."""
-    check_tensor("q_THK", q_THK, ndim=3, dtypes=_DTYPES)
-    check_tensor("v_TJV", v_TJV, ndim=3, dtypes=(q_THK.dtype,))
-    (num_tokens, num_heads, num_keys), num_value_heads, num_values = q_THK.shape, *v_TJV.shape[1:]
-    if num_heads == 0 or num_value_heads % num_heads or v_TJV.shape[0] != num_tokens:
-        raise ShapeError(
-            f"v_TJV is {tuple(v_TJV.shape)} for queries {tuple(q_THK.shape)}; it needs the same number of tokens, and "
-            "a multiple of their heads."
-        )
-    state_shape = (chunk_N2.shape[0], num_value_heads, num_keys, num_values)
-    expected = {
-        "k_THK": (k_THK, q_THK.shape, (q_THK.dtype,)),
-        "d_out_TJV": (d_out_TJV, v_TJV.shape, (q_THK.dtype,)),
-        "state_NJKV": (state_NJKV, state_shape, _DTYPES),
-        "d_state_NJKV": (d_state_NJKV, state_shape, _DTYPES),
-        "decay_TJ": (decay_TJ, v_TJV.shape[:2], (torch.float32, torch.float64)),
-        "start_S1": (start_S1, start_S1.shape[:1], (torch.int32, torch.int64)),
-        "chunk_N2": (chunk_N2, (chunk_N2.shape[0], 2), (torch.int32, torch.int64)),
-    }
+    num_tokens, num_heads, num_keys = check_layout("q_THK", q_THK, (None, None, None), dtypes=FLOATING).shape
+    _, num_value_heads, num_values = check_layout("v_TJV", v_TJV, (num_tokens, None, None), like=q_THK).shape
+    if num_heads == 0 or num_value_heads % num_heads:
+        raise ShapeError(f"{num_value_heads} heads of v_TJV cannot share {num_heads} heads of q_THK evenly.")
+    check_layout("k_THK", k_THK, q_THK.shape, like=q_THK)
+    check_layout("d_out_TJV", d_out_TJV, v_TJV.shape, like=q_THK)
     if d_value_TJV is not None:
-        expected["d_value_TJV"] = (d_value_TJV, v_TJV.shape, (q_THK.dtype,))
-    for name, (tensor, shape, dtypes) in expected.items():
-        check_tensor(name, tensor, ndim=len(shape), dtypes=dtypes)
-        if tensor.shape != torch.Size(shape) or tensor.device != q_THK.device:
-            raise ShapeError(
-                f"{name} is {tuple(tensor.shape)} on {tensor.device}; it must be {tuple(shape)} on {q_THK.device}."
-            )
-    for name, tensor in {
-        "q_THK": q_THK,
-        "v_TJV": v_TJV,
-        **{name: given[0] for name, given in expected.items()},
-    }.items():
-        if not tensor.is_contiguous():
-            raise ShapeError(f"{name} has strides {tensor.stride()}; it must be contiguous: call .contiguous() on it.")
+        check_layout("d_value_TJV", d_value_TJV, v_TJV.shape, like=q_THK)
+    check_layout("decay_TJ", decay_TJ, v_TJV.shape[:2], dtypes=(torch.float32, torch.float64), like=q_THK)
+    check_layout("start_S1", start_S1, (None,), dtypes=(torch.int32, torch.int64), like=q_THK)
+    check_layout("chunk_N2", chunk_N2, (None, 2), dtypes=(torch.int32, torch.int64), like=q_THK)
+    state_shape = (len(chunk_N2), num_value_heads, num_keys, num_values)
+    check_layout("state_NJKV", state_NJKV, state_shape, dtypes=FLOATING, like=q_THK)
+    check_layout("d_state_NJKV", d_state_NJKV, state_shape, dtypes=FLOATING, like=q_THK)

@@ -12,14 +12,12 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from lightning_fastft.core.checks import check_alike, check_choice, check_columns, check_out, check_tensor
+from lightning_fastft.core.checks import check_choice, check_layout, check_out
 from lightning_fastft.core.errors import OptionError, ShapeError
-from lightning_fastft.kernels.backends import TRITON_DTYPES, must_check, uses_triton
+from lightning_fastft.kernels.backends import FLOATING, must_check, uses_triton
 from lightning_fastft.kernels.delta_inputs import reference
 from lightning_fastft.kernels.delta_inputs.reference import DeltaForm, DeltaInputs, DeltaParameters
 from lightning_fastft.kernels.head_gate.op import RowGradient
-
-_DTYPES = (*TRITON_DTYPES, torch.float64)
 
 
 def make_delta_inputs(
@@ -148,7 +146,7 @@ def delta_inputs_backward(
         _check(rows_TC, parameters, position_T, form)
         _check_gradients(gradients, rows_TC, form)
         check_choice("needs_weights", needs_weights, (False, True))
-        check_alike("out", out, "rows_TC", rows_TC)
+        check_layout("out", out, rows_TC.shape, like=rows_TC, num_strided=1)
         check_out(out, may_be={}, must_not_meet=(rows_TC, *gradients))
     with torch.no_grad():
         return _choose(backend, rows_TC).delta_inputs_backward(
@@ -213,24 +211,13 @@ def _check(rows_TC: torch.Tensor, parameters: DeltaParameters, position_T: torch
     """Raise on arguments that the kernels would read wrongly."""
     if not isinstance(form, DeltaForm):
         raise OptionError(f"form must be a DeltaForm, got {type(form).__name__}.")
-    check_tensor("rows_TC", rows_TC, ndim=2, dtypes=_DTYPES)
-    check_columns("rows_TC", rows_TC)
+    check_layout("rows_TC", rows_TC, (None, None), dtypes=FLOATING, num_strided=1)
     if rows_TC.shape[1] != form.num_columns:
         raise ShapeError(f"rows_TC has {rows_TC.shape[1]} columns; the form has {form.num_columns}.")
-    check_tensor("position_T", position_T, ndim=1, dtypes=(torch.int64,))
-    check_tensor("conv_weight_NK", parameters.conv_weight_NK, ndim=2)
-    shapes = {
-        "position_T": (position_T, (rows_TC.shape[0],)),
-        "conv_weight_NK": (parameters.conv_weight_NK, (form.num_channels, parameters.conv_weight_NK.shape[1])),
-        "a_log_H": (parameters.a_log_H, (form.num_heads,)),
-        "dt_bias_H": (parameters.dt_bias_H, (form.num_heads,)),
-    }
-    for name, (tensor, shape) in shapes.items():
-        if tuple(tensor.shape) != shape or tensor.device != rows_TC.device or not tensor.is_contiguous():
-            raise ShapeError(
-                f"{name} is {tuple(tensor.shape)} on {tensor.device}; it must be {shape} on {rows_TC.device} and "
-                "contiguous."
-            )
+    check_layout("position_T", position_T, rows_TC.shape[:1], dtypes=(torch.int64,), like=rows_TC)
+    shapes = ((form.num_channels, None), (form.num_heads,), (form.num_heads,))
+    for name, weight, shape in zip(DeltaParameters._fields, parameters, shapes):
+        check_layout(name, weight, shape, dtypes=FLOATING, like=rows_TC)
 
 
 def _check_gradients(gradients: DeltaInputs, rows_TC: torch.Tensor, form: DeltaForm) -> None:
@@ -238,5 +225,4 @@ def _check_gradients(gradients: DeltaInputs, rows_TC: torch.Tensor, form: DeltaF
     queries, values = ((rows_TC.shape[0], columns.num_heads, columns.width) for columns in (form.queries, form.values))
     shapes = (queries, queries, values, values[:2], values[:2])
     for name, tensor, shape in zip(DeltaInputs._fields, gradients, shapes):
-        if tuple(tensor.shape) != shape or not tensor.is_contiguous():
-            raise ShapeError(f"The gradient of {name} is {tuple(tensor.shape)}; it must be {shape} and contiguous.")
+        check_layout(f"The gradient of {name}", tensor, shape, dtypes=FLOATING, like=rows_TC)

@@ -11,13 +11,11 @@ from types import ModuleType
 
 import torch
 
-from lightning_fastft.core.checks import check_alike, check_choice, check_columns, check_float, check_out, check_tensor
+from lightning_fastft.core.checks import check_choice, check_float, check_layout, check_out
 from lightning_fastft.core.errors import OptionError, ShapeError
-from lightning_fastft.kernels.backends import TRITON_DTYPES, must_check, uses_triton
+from lightning_fastft.kernels.backends import FLOATING, must_check, uses_triton
 from lightning_fastft.kernels.expert_gate import reference
 from lightning_fastft.kernels.expert_gate.reference import ACTIVATIONS, GateForm, GateGradients, LowRankRows
-
-_DTYPES = (*TRITON_DTYPES, torch.float64)
 
 
 def gate_forward(
@@ -127,14 +125,15 @@ def gate_backward(
     if must_check(is_checked):
         _check_gate_up(gate_up_NP)
         _check_form(form)
-        _check_d_act(d_act_NF, gate_up_NP)
         _check_end(end_E, gate_up_NP)
+        num_rows, num_columns = gate_up_NP.shape
+        check_layout("d_act_NF", d_act_NF, (num_rows, num_columns // 2), like=gate_up_NP, num_strided=1)
         if weight_N is not None:
-            _check_weight(weight_N, gate_up_NP)
+            check_layout("weight_N", weight_N, (num_rows,), dtypes=FLOATING, like=gate_up_NP, num_strided=1)
         if addend is not None:
             _check_addend(addend, d_act_NF)
         if out is not None:
-            check_alike("out", out, "gate_up_NP", gate_up_NP)
+            check_layout("out", out, gate_up_NP.shape, like=gate_up_NP, num_strided=1)
             check_out(out, may_be={"gate_up_NP": gate_up_NP}, must_not_meet=(d_act_NF, *(addend or ())))
     module = _choose(backend, gate_up_NP)
     with torch.no_grad():
@@ -172,60 +171,27 @@ def _check_form(form: GateForm) -> None:
 
 def _check_gate_up(gate_up_NP: torch.Tensor) -> None:
     """Raise on shapes, dtypes, devices and layouts that the kernels cannot read."""
-    check_tensor("gate_up_NP", gate_up_NP, ndim=2, dtypes=_DTYPES)
-    if gate_up_NP.shape[1] % 2:
+    if check_layout("gate_up_NP", gate_up_NP, (None, None), dtypes=FLOATING, num_strided=1).shape[1] % 2:
         raise ShapeError(
             f"gate_up_NP has {gate_up_NP.shape[1]} columns; gate and up have the same width, so their number must be "
             "even."
         )
-    check_columns("gate_up_NP", gate_up_NP)
-
-
-def _check_d_act(d_act_NF: torch.Tensor, gate_up_NP: torch.Tensor) -> None:
-    """Raise on a gradient that belongs to another activation."""
-    check_tensor("d_act_NF", d_act_NF, ndim=2, dtypes=(gate_up_NP.dtype,))
-    expected = (gate_up_NP.shape[0], gate_up_NP.shape[1] // 2)
-    if d_act_NF.shape != expected or d_act_NF.device != gate_up_NP.device:
-        raise ShapeError(
-            f"d_act_NF is {tuple(d_act_NF.shape)} on {d_act_NF.device}; gate_up_NP needs {expected} on "
-            f"{gate_up_NP.device}."
-        )
-    check_columns("d_act_NF", d_act_NF)
 
 
 def _check_end(end_E: torch.Tensor | None, gate_up_NP: torch.Tensor) -> None:
-    """Raise on ends that are not on the device of the rows."""
+    """Raise on ends that are none, or not on the device of the rows."""
     if end_E is None:
         return
-    check_tensor("end_E", end_E, ndim=1, dtypes=(torch.int32, torch.int64))
-    if end_E.shape[0] < 1 or end_E.device != gate_up_NP.device:
-        raise ShapeError(
-            f"end_E has {end_E.shape[0]} entries on {end_E.device}; it needs at least one, on {gate_up_NP.device}."
-        )
-
-
-def _check_weight(weight_N: torch.Tensor, gate_up_NP: torch.Tensor) -> None:
-    """Raise on weights that are not one number per row."""
-    check_tensor("weight_N", weight_N, ndim=1, dtypes=_DTYPES)
-    if weight_N.shape[0] != gate_up_NP.shape[0] or weight_N.device != gate_up_NP.device:
-        raise ShapeError(
-            f"weight_N has {weight_N.shape[0]} entries on {weight_N.device}; gate_up_NP has {gate_up_NP.shape[0]} rows "
-            f"on {gate_up_NP.device}."
-        )
+    check_layout("end_E", end_E, (None,), dtypes=(torch.int32, torch.int64), like=gate_up_NP)
+    if not end_E.shape[0]:
+        raise ShapeError("end_E is empty; it needs one entry per expert, at least one.")
 
 
 def _check_addend(addend: LowRankRows, d_act_NF: torch.Tensor) -> None:
     """Raise if the product of the factors does not have the shape of the gradient."""
     if not isinstance(addend, LowRankRows):
         raise OptionError(f"addend must be LowRankRows or None, got {type(addend).__name__}.")
-    for name, tensor in zip(("addend.low_NR", "addend.factor_RF"), addend):
-        check_tensor(name, tensor, ndim=2, dtypes=(d_act_NF.dtype,))
-        check_columns(name, tensor)
-        if tensor.device != d_act_NF.device:
-            raise ShapeError(f"{name} is on {tensor.device}, d_act_NF on {d_act_NF.device}.")
     low_NR, factor_RF = addend
-    if (low_NR.shape[0], factor_RF.shape[1]) != d_act_NF.shape or low_NR.shape[1] != factor_RF.shape[0]:
-        raise ShapeError(
-            f"addend.low_NR is {tuple(low_NR.shape)} and addend.factor_RF {tuple(factor_RF.shape)}; their product must "
-            f"be {tuple(d_act_NF.shape)}."
-        )
+    num_rows, num_columns = d_act_NF.shape
+    check_layout("addend.low_NR", low_NR, (num_rows, None), like=d_act_NF, num_strided=1)
+    check_layout("addend.factor_RF", factor_RF, (low_NR.shape[1], num_columns), like=d_act_NF, num_strided=1)

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import torch
 
-from lightning_fastft.core.checks import check_float, check_tensor, do_ranges_overlap
+from lightning_fastft.core.checks import check_float, check_layout, do_ranges_overlap
 from lightning_fastft.core.errors import ShapeError
-from lightning_fastft.kernels.backends import TRITON_DTYPES, must_check, uses_triton
+from lightning_fastft.kernels.backends import FLOATING, must_check, uses_triton
 from lightning_fastft.kernels.expert_pack import reference
-
-_FLOATING = (*TRITON_DTYPES, torch.float64)
 
 
 def pack_expert_first(
@@ -134,28 +132,12 @@ def _exchange(
 
 
 def _check(name: str, source: torch.Tensor, *, dtype: torch.dtype, scale: float, out: torch.Tensor | None) -> None:
-    """Raise on a source that the kernel would read wrongly."""
-    check_tensor(name, source, ndim=3, dtypes=_FLOATING)
-    if not source.is_contiguous():
-        raise ShapeError(
-            f"{name} has strides {source.stride()} for shape {tuple(source.shape)}; it must be contiguous: call "
-            ".contiguous() on it."
-        )
+    """Raise on a source that the kernel would read wrongly, or an output tensor that cannot hold the result."""
+    check_layout(name, source, (None, None, None), dtypes=FLOATING)
     check_float("scale", scale, low=-float("inf"))
-    if dtype not in _FLOATING:
+    if dtype not in FLOATING:
         raise ShapeError(f"dtype is {dtype}; allowed are bf16, fp16, fp32 and float64.")
     if out is not None:
-        _check_out(out, source, dtype=dtype)
-
-
-def _check_out(out: torch.Tensor, source: torch.Tensor, *, dtype: torch.dtype) -> None:
-    """Raise on an output tensor that cannot hold the result."""
-    check_tensor("out", out, ndim=3, dtypes=(dtype,))
-    if out.shape != source.shape[::-1] or out.device != source.device or not out.is_contiguous():
-        raise ShapeError(
-            f"out is {tuple(out.shape)} with strides {out.stride()} on {out.device}; it must be "
-            f"{tuple(source.shape[::-1])}, contiguous, on "
-            f"{source.device}."
-        )
-    if do_ranges_overlap(out, source):
-        raise ShapeError("out shares memory with the source. Give separate memory, or None.")
+        check_layout("out", out, source.shape[::-1], dtypes=(dtype,), like=source)
+        if do_ranges_overlap(out, source):
+            raise ShapeError("out shares memory with the source. Give separate memory, or None.")

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import torch
 
-from lightning_fastft.core.checks import check_columns, check_int, check_tensor
+from lightning_fastft.core.checks import check_int, check_layout
 from lightning_fastft.core.errors import ShapeError
-from lightning_fastft.kernels.backends import must_check, uses_triton
+from lightning_fastft.kernels.backends import FLOATING, must_check, uses_triton
 from lightning_fastft.kernels.expert_rows import reference
 
-_FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _INDICES = (torch.int32, torch.int64)
 
 
@@ -62,12 +61,11 @@ def gather_rows(
         [[3.0, 4.0], [1.0, 2.0], [1.0, 2.0], [3.0, 4.0]]
     """
     if must_check(is_checked):
-        _check_rows("x_TD", x_TD)
-        check_tensor("slot_N", slot_N, ndim=1, dtypes=_INDICES)
+        check_layout("x_TD", x_TD, (None, None), dtypes=FLOATING, num_strided=1)
+        check_layout("slot_N", slot_N, (None,), dtypes=_INDICES, like=x_TD, num_strided=1)
         check_int("num_experts_per_token", num_experts_per_token, low=1)
-        if end_E is not None and check_tensor("end_E", end_E, ndim=1, dtypes=_INDICES).shape[0] < 1:
+        if end_E is not None and not check_layout("end_E", end_E, (None,), dtypes=_INDICES, like=x_TD).shape[0]:
             raise ShapeError("end_E is empty; it needs one entry per expert, at least one.")
-        _check_devices(x_TD=x_TD, slot_N=slot_N, end_E=end_E)
     if not uses_triton(backend, x_TD.device):
         with torch.no_grad():
             return reference.gather_rows(x_TD, slot_N, num_experts_per_token=num_experts_per_token)
@@ -129,9 +127,9 @@ def combine_rows(
         [[52.0], [10.0]]
     """
     if must_check(is_checked):
-        _check_rows("y_ND", y_ND)
-        check_tensor("place_TK", place_TK, ndim=2, dtypes=_INDICES)
-        check_tensor("end_E", end_E, ndim=1, dtypes=_INDICES)
+        check_layout("y_ND", y_ND, (None, None), dtypes=FLOATING, num_strided=1)
+        check_layout("place_TK", place_TK, (None, None), dtypes=_INDICES, like=y_ND, num_strided=2)
+        check_layout("end_E", end_E, (None,), dtypes=_INDICES, like=y_ND, num_strided=1)
         if place_TK.shape[1] < 1 or place_TK.numel() < y_ND.shape[0]:
             raise ShapeError(
                 f"place_TK has shape {tuple(place_TK.shape)}, y_ND has {y_ND.shape[0]} rows; place_TK needs K of at "
@@ -139,20 +137,11 @@ def combine_rows(
             )
         if end_E.shape[0] < 1:
             raise ShapeError("end_E is empty; it needs one entry per expert, at least one.")
-        if (
-            weight_TK is not None
-            and check_tensor("weight_TK", weight_TK, ndim=2, dtypes=_FLOATING).shape != place_TK.shape
-        ):
-            raise ShapeError(
-                f"weight_TK has shape {tuple(weight_TK.shape)}, place_TK has {tuple(place_TK.shape)}; "
-                "they must be equal."
-            )
-        expected_shape = (place_TK.shape[0], y_ND.shape[1])
-        if addend_TD is not None and _check_rows("addend_TD", addend_TD).shape != expected_shape:
-            raise ShapeError(
-                f"addend_TD has shape {tuple(addend_TD.shape)}, the result has {expected_shape}; they must be equal."
-            )
-        _check_devices(y_ND=y_ND, place_TK=place_TK, end_E=end_E, weight_TK=weight_TK, addend_TD=addend_TD)
+        if weight_TK is not None:
+            check_layout("weight_TK", weight_TK, place_TK.shape, dtypes=FLOATING, like=y_ND, num_strided=2)
+        if addend_TD is not None:
+            shape = (place_TK.shape[0], y_ND.shape[1])
+            check_layout("addend_TD", addend_TD, shape, dtypes=FLOATING, like=y_ND, num_strided=1)
     if not uses_triton(backend, y_ND.device):
         with torch.no_grad():
             return reference.combine_rows(y_ND, place_TK, end_E, weight_TK=weight_TK, addend_TD=addend_TD)
@@ -160,18 +149,3 @@ def combine_rows(
     from lightning_fastft.kernels.expert_rows import triton
 
     return triton.combine_rows(y_ND, place_TK, end_E, weight_TK=weight_TK, addend_TD=addend_TD)
-
-
-def _check_rows(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor if the kernels can read its rows."""
-    check_tensor(name, tensor, ndim=2, dtypes=_FLOATING)
-    check_columns(name, tensor)
-    return tensor
-
-
-def _check_devices(**tensors: torch.Tensor | None) -> None:
-    """Raise on tensors of different devices; a kernel would read an address of another device."""
-    devices = {name: str(tensor.device) for name, tensor in tensors.items() if tensor is not None}
-    if len(set(devices.values())) > 1:
-        places = ", ".join(f"{name} on {device}" for name, device in devices.items())
-        raise ShapeError(f"All tensors must be on one device, got {places}.")

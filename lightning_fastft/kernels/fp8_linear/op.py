@@ -22,7 +22,7 @@ from types import ModuleType
 
 import torch
 
-from lightning_fastft.core.checks import check_bool, check_choice, check_columns, check_rows_apart, check_tensor
+from lightning_fastft.core.checks import check_bool, check_choice, check_layout, check_rows_apart
 from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.backends import BACKENDS, TRITON_DTYPES, must_check, uses_triton
 from lightning_fastft.kernels.fp8_linear import reference
@@ -103,19 +103,12 @@ def quantise_rows(
                 [ 0.2500,  0.0000]])
     """
     if must_check(is_checked):
-        check_tensor("x_TI", x_TI, ndim=2, dtypes=TRITON_DTYPES)
-        check_columns("x_TI", x_TI)
+        num_columns = check_layout("x_TI", x_TI, (None, None), dtypes=TRITON_DTYPES, num_strided=1).shape[1]
         check_bool("round_scales_to_power_of_2", round_scales_to_power_of_2)
-        num_columns = x_TI.shape[1]
         if num_columns == 0:
             raise ShapeError("x_TI has no columns; the scale of a row needs at least one.")
         if factor_I is not None:
-            check_tensor("factor_I", factor_I, ndim=1, dtypes=(torch.float32, torch.bfloat16))
-            if len(factor_I) != num_columns or factor_I.device != x_TI.device or not factor_I.is_contiguous():
-                raise ShapeError(
-                    f"factor_I has {len(factor_I)} entries on {factor_I.device} with stride {factor_I.stride(0)}; x_TI "
-                    f"needs {num_columns} contiguous entries on {x_TI.device}."
-                )
+            check_layout("factor_I", factor_I, (num_columns,), dtypes=(torch.float32, torch.bfloat16), like=x_TI)
     with torch.no_grad():
         return _choose(backend, x_TI.device).quantise_rows(
             x_TI, factor_I=factor_I, round_scales_to_power_of_2=round_scales_to_power_of_2
@@ -155,18 +148,12 @@ def nf4_row_scales(weights: Sequence[NF4Weight], *, scales: Sequence[torch.Tenso
     if len(weights) != len(scales):
         raise OptionError(f"There are {len(weights)} weights and {len(scales)} scales; give one for each weight.")
     for place, (weight, scale_O) in enumerate(zip(weights, scales)):
-        check_tensor(f"scales[{place}]", scale_O, ndim=1, dtypes=(torch.float32,))
+        check_layout(f"scales[{place}]", scale_O, (None,), dtypes=(torch.float32,), like=scales[0])
         _check_weight(weight)
         num_blocks = len(weight.absmax_Q)
-        if (
-            not scale_O.is_contiguous()
-            or scale_O.device != scales[0].device
-            or (num_blocks % len(scale_O) if len(scale_O) else num_blocks)
-        ):
+        if num_blocks % len(scale_O) if len(scale_O) else num_blocks:
             raise ShapeError(
-                f"scales[{place}] has {len(scale_O)} entries on {scale_O.device} with stride {scale_O.stride(0)}; give "
-                "one contiguous entry per row "
-                f"of a weight of {num_blocks} blocks, all on one device."
+                f"scales[{place}] has {len(scale_O)} entries; give one per row of a weight of {num_blocks} blocks."
             )
         # _check_parts compares with an output tensor; one expanded number serves as it.
         _check_parts(weight, scale_O[:1].expand(num_blocks * BLOCK_WEIGHTS))
@@ -227,26 +214,14 @@ def quantise_nf4(
             )
         axis = 0 if is_transposed else 1
         for place, (weight, value, scale_O) in enumerate(zip(weights, values, scales)):
-            check_tensor(f"values[{place}]", value, ndim=2, dtypes=(FP8,))
-            check_columns(f"values[{place}]", value)
+            check_layout(f"values[{place}]", value, (None, None), dtypes=(FP8,), like=values[0], num_strided=1)
             check_rows_apart(f"values[{place}]", value)
-            check_tensor(f"scales[{place}]", scale_O, ndim=1, dtypes=(torch.float32,))
             num_inputs, num_outputs = value.shape[axis], value.shape[1 - axis]
+            check_layout(f"scales[{place}]", scale_O, (num_outputs,), dtypes=(torch.float32,), like=value)
             if num_inputs % BLOCK_WEIGHTS or num_inputs != values[0].shape[axis]:
                 raise OptionError(
                     f"values[{place}] has {num_inputs} input columns, values[0] {values[0].shape[axis]}; give all "
                     f"the same multiple of {BLOCK_WEIGHTS}."
-                )
-            if (
-                value.device != values[0].device
-                or scale_O.device != value.device
-                or len(scale_O) != num_outputs
-                or not scale_O.is_contiguous()
-            ):
-                raise ShapeError(
-                    f"scales[{place}] has {len(scale_O)} entries on {scale_O.device}, values[{place}] is "
-                    f"{tuple(value.shape)} on {value.device}; give a "
-                    f"contiguous scale for each of {num_outputs} output columns, all on the same device."
                 )
             _check_weight(weight)
             _check_parts(weight, value)
@@ -295,22 +270,10 @@ def multiply(
     """
     if must_check(is_checked):
         check_choice("dtype", dtype, TRITON_DTYPES)
-        for name, tensor in (("rows.values_TI", rows.values_TI), ("weight_OI", weight_OI)):
-            check_tensor(name, tensor, ndim=2, dtypes=(FP8,))
-        if rows.values_TI.shape[1] != weight_OI.shape[1] or not (
-            rows.values_TI.is_contiguous() and weight_OI.is_contiguous()
-        ):
-            raise ShapeError(
-                f"rows are {tuple(rows.values_TI.shape)}, weight_OI is {tuple(weight_OI.shape)}; both must be "
-                "contiguous, with the same number of columns."
-            )
-        if scale_O is not None and (
-            scale_O.shape != weight_OI.shape[:1] or scale_O.dtype is not torch.float32 or not scale_O.is_contiguous()
-        ):
-            raise ShapeError(
-                f"scale_O is {tuple(scale_O.shape)} {scale_O.dtype}; weight_OI needs {tuple(weight_OI.shape[:1])} "
-                "in fp32, contiguous."
-            )
+        num_outputs, num_inputs = check_layout("weight_OI", weight_OI, (None, None), dtypes=(FP8,)).shape
+        check_layout("rows.values_TI", rows.values_TI, (None, num_inputs), like=weight_OI)
+        if scale_O is not None:
+            check_layout("scale_O", scale_O, (num_outputs,), dtypes=(torch.float32,), like=weight_OI)
     module = _choose(backend, weight_OI.device)
     if module is not reference:
         if dtype is not torch.bfloat16 or any(size % ALIGNED_COLUMNS for size in weight_OI.shape):

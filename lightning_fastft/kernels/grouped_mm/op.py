@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from lightning_fastft.core.checks import check_choice, check_float, check_int, check_tensor
+from lightning_fastft.core.checks import check_choice, check_float, check_int, check_layout, check_rows_apart
 from lightning_fastft.core.errors import OptionError, ShapeError
-from lightning_fastft.kernels.backends import must_check, plain_numbers
+from lightning_fastft.kernels.backends import FLOATING, must_check, plain_numbers
 from lightning_fastft.kernels.expert_rows.op import gather_rows
 from lightning_fastft.kernels.grouped_mm import reference
 from lightning_fastft.kernels.grouped_mm.reference import THIN_COLUMNS, GatheredRows, RowAddend, Rows, rows_of
@@ -28,7 +28,6 @@ _TORCH_GRAD_CAPABILITIES = (9,)
 # "Can't process more than 1024 groups", checked as "below 1024" (GroupMM.cu).
 _MAX_TORCH_EXPERTS = 1023
 _ALIGNMENT_BYTES = 16
-_FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def grouped_mm(
@@ -263,21 +262,21 @@ def _check_grad(
 ) -> None:
     """Raise on operands without common rows, and on numbers for which the gradient is not defined."""
     like = rows_of(x_NI)
-    _check_either("x_NI", x_NI, like=like)
-    _check_either("d_NO", d_NO, like=like)
-    _check_ends(end_E, like=like)
+    _check_rows("x_NI", x_NI, (None, None), like=like)
+    _check_rows("d_NO", d_NO, (None, None), like=like)
+    check_layout("end_E", end_E, (None,), dtypes=(torch.int32,), like=like)
     if isinstance(x_NI, GatheredRows) and isinstance(d_NO, GatheredRows) and not _have_same_slots(x_NI, d_NO):
         raise ShapeError(
             "x_NI and d_NO are gathered by different slots; both operands of a gradient need the same rows."
         )
-    if dtype not in _FLOATING or (dtype is torch.float64) != (like.dtype is torch.float64):
+    if dtype not in FLOATING or (dtype is torch.float64) != (like.dtype is torch.float64):
         raise ShapeError(
             f"dtype is {dtype} for rows in {like.dtype}; allowed are bf16, fp16 and fp32, and float64 for rows in "
             "float64."
         )
     check_float("scale", scale, low=-float("inf"))
     if row_weight_N is not None:
-        _check_row_weight(row_weight_N, num_rows=x_NI.shape[0], like=like)
+        check_layout("row_weight_N", row_weight_N, (x_NI.shape[0],), dtypes=FLOATING, like=like, num_strided=1)
 
 
 def _copy_rows(rows: Rows, end_E: torch.Tensor) -> torch.Tensor:
@@ -401,107 +400,44 @@ def _check_product(
 ) -> None:
     """Raise on arguments that a kernel would read or write wrongly."""
     like = rows_of(x_NI)
-    _check_either("x_NI", x_NI, like=like)
-    _check_like("weight_EIO", weight_EIO, ndim=3, like=like)
-    _check_ends(end_E, like=like)
-    num_experts, num_inputs, num_outputs = weight_EIO.shape
-    if end_E.shape[0] != num_experts or x_NI.shape[1] != num_inputs:
-        raise ShapeError(
-            f"weight_EIO has shape {tuple(weight_EIO.shape)}, x_NI {tuple(x_NI.shape)} and end_E {tuple(end_E.shape)}; "
-            "experts and inputs must agree."
-        )
-    if not any(stride == 1 or size <= 1 for stride, size in zip(weight_EIO.stride()[1:], weight_EIO.shape[1:])):
+    _check_rows("x_NI", x_NI, (None, None), like=like)
+    num_experts, num_inputs, num_outputs = check_layout(
+        "weight_EIO", weight_EIO, (None, x_NI.shape[1], None), like=like, num_strided=3
+    ).shape
+    check_layout("end_E", end_E, (num_experts,), dtypes=(torch.int32,), like=like)
+    if not any(stride == 1 or size <= 1 for stride, size in zip(weight_EIO.stride()[1:], (num_inputs, num_outputs))):
         raise ShapeError(
             f"weight_EIO has strides {weight_EIO.stride()}; one of its last two axes must be contiguous. Call "
             ".contiguous() once."
         )
-    if addend.bias_EO is not None:
-        _check_rows("bias_EO", addend.bias_EO, like=like, shape=(num_experts, num_outputs))
-    if (addend.low_NR is None) != (addend.low_ERO is None):
+    bias_EO, low_NR, low_ERO, _ = addend
+    if bias_EO is not None:
+        _check_rows("bias_EO", bias_EO, (num_experts, num_outputs), like=like)
+    if (low_NR is None) != (low_ERO is None):
         raise ShapeError("low_NR and low_ERO must be given together; one of them is None.")
-    if addend.low_NR is not None and addend.low_ERO is not None:
-        _check_rows(
-            "low_NR",
-            addend.low_NR,
-            like=like,
-            shape=(x_NI.shape[0], addend.low_ERO.shape[1] if addend.low_ERO.ndim == 3 else 0),
-        )
-        _check_like("low_ERO", addend.low_ERO, ndim=3, like=like)
-        if (
-            addend.low_ERO.shape[::2] != (num_experts, num_outputs)
-            or addend.low_ERO.shape[1] == 0
-            or not addend.low_ERO.is_contiguous()
-        ):
-            raise ShapeError(
-                f"low_ERO has shape {tuple(addend.low_ERO.shape)} and strides {addend.low_ERO.stride()}; it must be "
-                "contiguous, with "
-                f"{num_experts} experts, a rank above 0 and {num_outputs} outputs."
-            )
+    if low_NR is not None and low_ERO is not None:
+        rank = check_layout("low_ERO", low_ERO, (num_experts, None, num_outputs), like=like).shape[1]
+        if rank == 0:
+            raise ShapeError(f"low_ERO has shape {tuple(low_ERO.shape)}; its rank must be above 0.")
+        _check_rows("low_NR", low_NR, (x_NI.shape[0], rank), like=like)
     if out_NO is not None:
-        _check_rows("out", out_NO, like=like, shape=(x_NI.shape[0], num_outputs))
-        if out_NO.shape[0] > 1 and out_NO.stride(0) < num_outputs:
-            raise ShapeError(f"out has strides {out_NO.stride()}; its rows must not overlap.")
+        _check_rows("out", out_NO, (x_NI.shape[0], num_outputs), like=like)
+        check_rows_apart("out", out_NO)
 
 
-def _check_rows(name: str, tensor: torch.Tensor, *, like: torch.Tensor, shape: tuple[int, int] | None = None) -> None:
-    """Raise on rows of another dtype, device or shape, and on rows that are not contiguous."""
-    _check_like(name, tensor, ndim=2, like=like)
-    if shape is not None and tensor.shape != shape:
-        raise ShapeError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}.")
-    if tensor.shape[1] > 1 and tensor.stride(1) != 1:
-        raise ShapeError(f"{name} has strides {tensor.stride()}; its last axis must be contiguous.")
-
-
-def _check_either(name: str, rows: Rows, *, like: torch.Tensor) -> None:
+def _check_rows(name: str, rows: Rows, shape: tuple[int | None, int | None], *, like: torch.Tensor) -> None:
     """Raise on rows, gathered or not, that a kernel would read wrongly."""
-    _check_rows(name, rows_of(rows), like=like)
-    if isinstance(rows, GatheredRows):
-        slot_N = check_tensor(f"slot_N of {name}", rows.slot_N, ndim=1, dtypes=(torch.int32, torch.int64))
-        check_int(f"num_slots_per_row of {name}", rows.num_slots_per_row, low=1)
-        if (
-            slot_N.device != like.device
-            or not slot_N.is_contiguous()
-            or slot_N.shape[0] != rows.x_TI.shape[0] * rows.num_slots_per_row
-        ):
-            raise ShapeError(
-                f"slot_N of {name} has {slot_N.shape[0]} entries on {slot_N.device} with stride {slot_N.stride(0)}; it "
-                "must be contiguous, on "
-                f"{like.device}, with {rows.num_slots_per_row} for each of the {rows.x_TI.shape[0]} rows."
-            )
+    if rows_of(rows).is_cuda and rows_of(rows).dtype is torch.float64:
+        raise ShapeError(f"{name} is float64 on a GPU; float64 runs on a CPU only, allowed are bf16, fp16 and fp32.")
+    if not isinstance(rows, GatheredRows):
+        check_layout(name, rows, shape, dtypes={like.dtype}.intersection(FLOATING), like=like, num_strided=1)
+        return
+    _check_rows(name, rows.x_TI, shape, like=like)
+    check_int(f"num_slots_per_row of {name}", rows.num_slots_per_row, low=1)
+    num_slots = rows.x_TI.shape[0] * rows.num_slots_per_row
+    check_layout(f"slot_N of {name}", rows.slot_N, (num_slots,), dtypes=(torch.int32, torch.int64), like=like)
 
 
 def _have_same_slots(rows: GatheredRows, others: GatheredRows) -> bool:
     """Return whether the same slots index both operands."""
     return rows.slot_N is others.slot_N and rows.num_slots_per_row == others.num_slots_per_row
-
-
-def _check_row_weight(row_weight_N: torch.Tensor, *, num_rows: int, like: torch.Tensor) -> None:
-    """Raise on weights that are not one number per row on the device of the rows."""
-    check_tensor("row_weight_N", row_weight_N, ndim=1, dtypes=_FLOATING)
-    if row_weight_N.shape[0] != num_rows or row_weight_N.device != like.device:
-        raise ShapeError(
-            f"row_weight_N has {row_weight_N.shape[0]} entries on {row_weight_N.device}; x_NI has {num_rows} rows on "
-            f"{like.device}, and each "
-            "needs one."
-        )
-
-
-def _check_like(name: str, tensor: torch.Tensor, *, ndim: int, like: torch.Tensor) -> None:
-    check_tensor(name, tensor, ndim=ndim, dtypes=_FLOATING)
-    if tensor.dtype is not like.dtype or tensor.device != like.device:
-        raise ShapeError(
-            f"{name} is {tensor.dtype} on {tensor.device}, x_NI is {like.dtype} on {like.device}; cast or move one of "
-            "them."
-        )
-    if tensor.is_cuda and tensor.dtype is torch.float64:
-        raise ShapeError(
-            f"{name} is float64 on {tensor.device}; float64 runs on a CPU only, allowed are bf16, fp16 and fp32."
-        )
-
-
-def _check_ends(end_E: torch.Tensor, *, like: torch.Tensor) -> None:
-    check_tensor("end_E", end_E, ndim=1, dtypes=(torch.int32,))
-    if end_E.device != like.device or not end_E.is_contiguous():
-        raise ShapeError(
-            f"end_E is on {end_E.device} with stride {end_E.stride(0)}; it must be contiguous and on {like.device}."
-        )

@@ -11,13 +11,11 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from lightning_fastft.core.checks import check_alike, check_choice, check_columns, check_out, check_tensor
+from lightning_fastft.core.checks import check_choice, check_layout, check_out
 from lightning_fastft.core.errors import OptionError, ShapeError
-from lightning_fastft.kernels.backends import TRITON_DTYPES, must_check, uses_triton
+from lightning_fastft.kernels.backends import FLOATING, must_check, uses_triton
 from lightning_fastft.kernels.head_gate import reference
 from lightning_fastft.kernels.head_gate.reference import ACTIVATIONS, HeadGateForm, HeadGateGradients
-
-_DTYPES = (*TRITON_DTYPES, torch.float64)
 
 
 class RowGradient:
@@ -182,8 +180,8 @@ def head_gate_backward(
     """
     if must_check(is_checked):
         _check(x_THW, rows_TC, weight_W, form)
-        check_alike("d_y_TI", d_y_TI, "x_THW.flatten(1)", x_THW.flatten(1))
-        check_alike("out", out, "rows_TC", rows_TC)
+        check_layout("d_y_TI", d_y_TI, x_THW.flatten(1).shape, like=x_THW, num_strided=1)
+        check_layout("out", out, rows_TC.shape, like=rows_TC, num_strided=1)
         check_out(out, may_be={}, must_not_meet=(d_y_TI, x_THW, rows_TC, weight_W))
         if check_choice("needs_weight", needs_weight, (False, True)) and not form.has_norm:
             raise OptionError("needs_weight is True, but the form has no norm. Pass needs_weight=False.")
@@ -243,22 +241,13 @@ def _choose(backend: str, x_THW: torch.Tensor) -> ModuleType:
 
 def _check(x_THW: torch.Tensor, rows_TC: torch.Tensor, weight_W: torch.Tensor | None, form: HeadGateForm) -> None:
     """Raise on arguments that the kernels would read wrongly."""
-    check_tensor("x_THW", x_THW, ndim=3, dtypes=_DTYPES)
-    check_tensor("rows_TC", rows_TC, ndim=2, dtypes=(x_THW.dtype,))
-    check_columns("rows_TC", rows_TC)
+    check_layout("rows_TC", rows_TC, (None, None), dtypes=FLOATING, num_strided=1)
     check_choice("form.activation", form.activation, ACTIVATIONS)
     columns = form.columns
-    expected = (rows_TC.shape[0], columns.num_heads, columns.width)
-    if tuple(x_THW.shape) != expected or x_THW.device != rows_TC.device:
-        raise ShapeError(
-            f"x_THW is {tuple(x_THW.shape)} on {x_THW.device}; with these gates it must be {expected} on "
-            f"{rows_TC.device}."
-        )
-    if x_THW.numel() and x_THW.stride()[1:] != (columns.width, 1):
-        raise ShapeError(f"x_THW has strides {x_THW.stride()}; the heads of a token must be contiguous.")
+    check_layout("x_THW", x_THW, (rows_TC.shape[0], columns.num_heads, columns.width), like=rows_TC, num_strided=1)
     if columns.end > rows_TC.shape[1]:
         raise ShapeError(f"The gates end at column {columns.end}; rows_TC has {rows_TC.shape[1]}.")
     if form.has_norm is (weight_W is None):
         raise OptionError("weight_W must be given with form.has_norm, and only then.")
-    if weight_W is not None and (tuple(weight_W.shape) != (columns.width,) or not weight_W.is_contiguous()):
-        raise ShapeError(f"weight_W is {tuple(weight_W.shape)}; it must be ({columns.width},) and contiguous.")
+    if weight_W is not None:
+        check_layout("weight_W", weight_W, (columns.width,), dtypes=FLOATING, like=rows_TC)

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import torch
 
-from lightning_fastft.core.checks import check_tensor
+from lightning_fastft.core.checks import check_layout
 from lightning_fastft.core.errors import ShapeError
+from lightning_fastft.kernels.backends import TRITON_DTYPES
 from lightning_fastft.kernels.host_gather import reference
-
-_TABLE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def host_gather(weight_VD: torch.Tensor, token_T: torch.Tensor) -> torch.Tensor:
@@ -41,19 +40,14 @@ def host_gather(weight_VD: torch.Tensor, token_T: torch.Tensor) -> torch.Tensor:
         >>> host_gather(torch.tensor([[1.0], [2.0]]), torch.tensor([1, 0, 1])).flatten()
         tensor([2., 1., 2.])
     """
-    check_tensor("weight_VD", weight_VD, ndim=2, dtypes=_TABLE_DTYPES)
-    check_tensor("token_T", token_T, ndim=1, dtypes=(torch.int64, torch.int32))
+    check_layout("weight_VD", weight_VD, (None, None), dtypes=TRITON_DTYPES, num_strided=1)
+    check_layout("token_T", token_T, (None,), dtypes=(torch.int64, torch.int32))
     if weight_VD.requires_grad:
         raise ShapeError("weight_VD requires a gradient; only a frozen table can stay on the host.")
     if weight_VD.device.type != "cpu":
         raise ShapeError(
             f"weight_VD is on {weight_VD.device}; this operation reads host memory. Use torch.nn.functional.embedding "
             "for it."
-        )
-    if (weight_VD.shape[1] > 1 and weight_VD.stride(1) != 1) or not token_T.is_contiguous():
-        raise ShapeError(
-            f"weight_VD has strides {weight_VD.stride()} and token_T {token_T.stride()}; the last axis of both must be "
-            "contiguous."
         )
     if not token_T.is_cuda:
         return reference.gather_rows(weight_VD, token_T)

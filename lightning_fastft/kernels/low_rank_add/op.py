@@ -10,12 +10,9 @@ from types import ModuleType
 
 import torch
 
-from lightning_fastft.core.checks import check_alike, check_columns, check_out, check_tensor
-from lightning_fastft.core.errors import ShapeError
-from lightning_fastft.kernels.backends import TRITON_DTYPES, must_check, plain_numbers, uses_triton
+from lightning_fastft.core.checks import check_layout, check_out
+from lightning_fastft.kernels.backends import FLOATING, must_check, plain_numbers, uses_triton
 from lightning_fastft.kernels.low_rank_add import reference
-
-_DTYPES = (*TRITON_DTYPES, torch.float64)
 
 
 def add_low_rank(
@@ -69,13 +66,13 @@ def add_low_rank(
                 [  3.,  21., 201.]])
     """
     if must_check(is_checked):
-        check_tensor("base_TN", base_TN, ndim=2, dtypes=_DTYPES)
-        check_columns("base_TN", base_TN)
-        _check_factors(low_TR, factor_RN, base_TN)
+        check_layout("base_TN", base_TN, (None, None), dtypes=FLOATING, num_strided=1)
+        check_layout("low_TR", low_TR, (base_TN.shape[0], None), like=base_TN, num_strided=1)
+        check_layout("factor_RN", factor_RN, (low_TR.shape[1], base_TN.shape[1]), like=base_TN, num_strided=2)
         if residual_TN is not None:
-            check_alike("residual_TN", residual_TN, "base_TN", base_TN)
+            check_layout("residual_TN", residual_TN, base_TN.shape, like=base_TN, num_strided=1)
         if out is not None:
-            check_alike("out", out, "base_TN", base_TN)
+            check_layout("out", out, base_TN.shape, like=base_TN, num_strided=1)
             check_out(out, may_be={"base_TN": base_TN, "residual_TN": residual_TN}, must_not_meet=(low_TR, factor_RN))
     # Autocast would round the factors of the reference's products.
     with plain_numbers(base_TN.device.type):
@@ -89,17 +86,3 @@ def _choose(backend: str, base_TN: torch.Tensor) -> ModuleType:
     from lightning_fastft.kernels.low_rank_add import triton
 
     return triton
-
-
-def _check_factors(low_TR: torch.Tensor, factor_RN: torch.Tensor, base_TN: torch.Tensor) -> None:
-    """Raise if the product of the factors does not have the shape of the base."""
-    for name, tensor in (("low_TR", low_TR), ("factor_RN", factor_RN)):
-        check_tensor(name, tensor, ndim=2, dtypes=(base_TN.dtype,))
-        if tensor.device != base_TN.device:
-            raise ShapeError(f"{name} is on {tensor.device}, base_TN on {base_TN.device}.")
-    check_columns("low_TR", low_TR)
-    if (low_TR.shape[0], factor_RN.shape[1]) != base_TN.shape or low_TR.shape[1] != factor_RN.shape[0]:
-        raise ShapeError(
-            f"low_TR is {tuple(low_TR.shape)} and factor_RN {tuple(factor_RN.shape)}; their product must be "
-            f"{tuple(base_TN.shape)}."
-        )

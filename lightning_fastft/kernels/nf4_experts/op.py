@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from lightning_fastft.core.checks import check_tensor
+from lightning_fastft.core.checks import check_layout
 from lightning_fastft.core.errors import ShapeError
+from lightning_fastft.kernels.backends import TRITON_DTYPES
 from lightning_fastft.kernels.nf4_experts import reference
 from lightning_fastft.kernels.nf4_experts.reference import BLOCK_WEIGHTS, GROUP_BLOCKS, NF4Stack
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+from lightning_fastft.kernels.sizes import ceil_div
 
 
 def dequantise_stack(stack: NF4Stack, out_EX: torch.Tensor) -> torch.Tensor:
@@ -53,31 +53,17 @@ def dequantise_stack(stack: NF4Stack, out_EX: torch.Tensor) -> torch.Tensor:
 
 def _check(stack: NF4Stack, out_EX: torch.Tensor) -> None:
     """Raise on tensors that do not describe the same E x X weights."""
-    check_tensor("out_EX", out_EX, ndim=2, dtypes=_DTYPES)
-    num_experts, num_weights = out_EX.shape
+    num_experts, num_weights = check_layout("out_EX", out_EX, (None, None), dtypes=TRITON_DTYPES).shape
     if num_weights % BLOCK_WEIGHTS:
         raise ShapeError(f"out_EX has {num_weights} weights per expert; NF4 needs multiples of {BLOCK_WEIGHTS}.")
     num_blocks = num_weights // BLOCK_WEIGHTS
-    num_groups = -(-num_blocks // GROUP_BLOCKS)
     expected = (
         (torch.uint8, (num_experts, num_weights // 2)),
         (torch.uint8, (num_experts, num_blocks)),
-        (torch.float32, (num_experts, num_groups)),
+        (torch.float32, (num_experts, ceil_div(num_blocks, GROUP_BLOCKS))),
         (torch.float32, (num_experts,)),
         (torch.float32, (16,)),
         (torch.float32, (256,)),
     )
     for name, tensor, (dtype, shape) in zip(stack._fields, stack, expected):
-        if (
-            tensor.dtype is not dtype
-            or tuple(tensor.shape) != shape
-            or tensor.device != out_EX.device
-            or not tensor.is_contiguous()
-        ):
-            raise ShapeError(
-                f"{name} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device} with strides {tensor.stride()}; "
-                "for out_EX of shape "
-                f"{tuple(out_EX.shape)} on {out_EX.device} it must be {shape} {dtype} there, contiguous."
-            )
-    if not out_EX.is_contiguous():
-        raise ShapeError(f"out_EX has strides {out_EX.stride()}; it must be contiguous.")
+        check_layout(name, tensor, shape, dtypes=(dtype,), like=out_EX)

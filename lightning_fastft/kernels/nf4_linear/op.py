@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lightning_fastft.core.checks import check_choice, check_int, check_tensor
+from lightning_fastft.core.checks import check_choice, check_int, check_layout, check_rows_apart, check_tensor
 from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.backends import BACKENDS, TRITON_DTYPES, must_check, uses_triton
 from lightning_fastft.kernels.nf4_experts.reference import BLOCK_WEIGHTS, GROUP_BLOCKS
@@ -99,12 +99,7 @@ def dequantise(
         _check_weight(weight)
         out = torch.empty((num_outputs, num_inputs), dtype=dtype, device=weight.packed_C.device)
     else:
-        check_tensor("out", out, ndim=2, dtypes=(dtype,))
-        if tuple(out.shape) != (num_outputs, num_inputs):
-            raise ShapeError(
-                f"out has shape {tuple(out.shape)}, shape is {(num_outputs, num_inputs)}; give an out of that shape, "
-                "or None."
-            )
+        check_layout("out", out, (num_outputs, num_inputs), dtypes=(dtype,), num_strided=1)
     dequantise_many([weight], outs=[out], backend=backend)
     return out
 
@@ -202,19 +197,9 @@ def _check_columns(name: str, num_inputs: int) -> None:
 def _check_out(name: str, out: torch.Tensor, first: torch.Tensor) -> None:
     """Raise on an output that cannot hold rows of dense weights, or differs from the first in dtype or device."""
     check_tensor(name, out, ndim=2, dtypes=TRITON_DTYPES)
-    if out.dtype is not first.dtype or out.device != first.device:
-        raise ShapeError(
-            f"{name} is {out.dtype} on {out.device}, outs[0] {first.dtype} on {first.device}; all need the same dtype "
-            "and device."
-        )
-    num_outputs, num_inputs = out.shape
-    _check_columns(name, num_inputs)
-    if out.numel() and (out.stride(1) != 1 or (num_outputs > 1 and out.stride(0) < num_inputs)):
-        raise ShapeError(
-            f"{name} has shape {tuple(out.shape)} and strides {out.stride()}; its last axis must be contiguous and its "
-            f"rows at least {num_inputs} "
-            "elements apart."
-        )
+    _check_columns(name, out.shape[1])
+    check_layout(name, out, (None, None), like=first, num_strided=1)
+    check_rows_apart(name, out)
 
 
 def _check_weight(weight: NF4Weight) -> None:
@@ -254,14 +239,4 @@ def _check_parts(weight: NF4Weight, out_OI: torch.Tensor) -> None:
                 "must be given together."
             )
         dtype, shape = want
-        if (
-            part.dtype is not dtype
-            or tuple(part.shape) != shape
-            or part.device != out_OI.device
-            or not part.is_contiguous()
-        ):
-            raise ShapeError(
-                f"{name} is {tuple(part.shape)} {part.dtype} on {part.device} with strides {part.stride()}; for an "
-                "output of shape "
-                f"{tuple(out_OI.shape)} on {out_OI.device} it must be {shape} {dtype} there, contiguous."
-            )
+        check_layout(name, part, shape, dtypes=(dtype,), like=out_OI)

@@ -10,23 +10,13 @@ from types import ModuleType
 
 import torch
 
-from lightning_fastft.core.checks import (
-    check_choice,
-    check_columns,
-    check_float,
-    check_int,
-    check_rows_apart,
-    check_tensor,
-    do_ranges_overlap,
-    is_same_memory,
-)
+from lightning_fastft.core.checks import check_choice, check_float, check_int, check_layout, check_out
 from lightning_fastft.core.errors import OptionError, ShapeError
-from lightning_fastft.kernels.backends import TRITON_DTYPES, must_check, uses_triton
+from lightning_fastft.kernels.backends import FLOATING, TRITON_DTYPES, must_check, uses_triton
 from lightning_fastft.kernels.qk_rope import reference
 from lightning_fastft.kernels.qk_rope.reference import HeadGradients, Heads, RopeForm, RopeGradients
 
 MAX_HEAD_WIDTH = 1024
-_DTYPES = (*TRITON_DTYPES, torch.float64)
 
 
 def qk_rope_forward(
@@ -89,8 +79,9 @@ def qk_rope_forward(
         if form.has_gate:
             raise OptionError("qk_rope_forward does not support gates; call qk_rope_heads.")
         if out is not None:
-            replaceable, kept = () if form.has_norm else (qkv_TC,), (qkv_TC, cos_TW, sin_TW, q_weight_W, k_weight_W)
-            _check_out(out, qkv_TC, device=qkv_TC.device, replaceable=replaceable, kept=kept)
+            check_layout("out", out, qkv_TC.shape, like=qkv_TC, num_strided=1)
+            raw_TC, may_be = (qkv_TC, {}) if form.has_norm else (None, {"qkv_TC": qkv_TC})
+            check_out(out, may_be=may_be, must_not_meet=(raw_TC, cos_TW, sin_TW, q_weight_W, k_weight_W))
     with torch.no_grad():
         return _choose(backend, qkv_TC).qk_rope_forward(
             qkv_TC, cos_TW, sin_TW, form=form, q_weight_W=q_weight_W, k_weight_W=k_weight_W, out=out
@@ -254,8 +245,7 @@ def _check_forward(
     """Raise on inputs that the forward cannot read."""
     _check_form(form)
     _check_rows("qkv_TC", qkv_TC, form)
-    _check_angles(cos_TW, sin_TW, qkv_TC, form, device=qkv_TC.device)
-    _check_weights(q_weight_W, k_weight_W, qkv_TC, form, device=qkv_TC.device)
+    _check_angles_and_weights(qkv_TC, cos_TW, sin_TW, form, q_weight_W, k_weight_W)
 
 
 def _check_backward(
@@ -277,29 +267,27 @@ def _check_backward(
         raise OptionError(
             "needs_weight is True, but the form has no norm and therefore no weights. Pass needs_weight=False."
         )
-    raw_TC = qkv_TC if form.has_norm else None
-    given: tuple[torch.Tensor, ...]
+    kept: tuple[torch.Tensor | None, ...] = (cos_TW, sin_TW, q_weight_W, k_weight_W)
+    may_be: dict[str, torch.Tensor | None] = {"qkv_TC": qkv_TC} if form.has_norm else {}
     if isinstance(d_heads, HeadGradients):
         _check_heads(d_heads, form)
-        given, like_TC = (
-            tuple(d_heads),
-            d_heads.d_q_THW.new_empty((len(d_heads.d_q_THW), form.num_columns), device="meta"),
-        )
+        like, kept = d_heads.d_q_THW, (*kept, *d_heads)
     else:
         _check_rows("d_heads", d_heads, form)
-        given, like_TC = (d_heads,), d_heads
-    device = given[0].device
-    _check_raw(qkv_TC, like_TC, form, device=device)
-    _check_angles(cos_TW, sin_TW, like_TC, form, device=device)
-    _check_weights(q_weight_W, k_weight_W, like_TC, form, device=device)
+        like = may_be["d_heads"] = d_heads
+    _check_angles_and_weights(like, cos_TW, sin_TW, form, q_weight_W, k_weight_W)
+    shape = (len(like), form.num_columns)
+    if qkv_TC is not None:
+        check_layout("qkv_TC", qkv_TC, shape, like=like, num_strided=1)
+    elif form.has_norm:
+        raise ShapeError("qkv_TC is None; the norm's gradient needs the heads that qk_rope_forward got. Pass them.")
     if form.has_gate and (out is None or not isinstance(d_heads, HeadGradients)):
         raise OptionError("A form with gates needs HeadGradients, and an out whose gate columns are already written.")
     if out is not None:
-        replaceable: tuple[torch.Tensor | None, ...]
-        replaceable = (raw_TC,) if isinstance(d_heads, HeadGradients) else (d_heads, raw_TC)
-        replaceable = () if form.has_gate else replaceable
-        kept = (*given, raw_TC, cos_TW, sin_TW, q_weight_W, k_weight_W)
-        _check_out(out, like_TC, device=device, replaceable=replaceable, kept=kept)
+        check_layout("out", out, shape, like=like, num_strided=1)
+        if form.has_gate:
+            kept, may_be = (*kept, *may_be.values()), {}
+        check_out(out, may_be=may_be, must_not_meet=kept)
 
 
 def _check_form(form: RopeForm) -> None:
@@ -323,132 +311,46 @@ def _check_form(form: RopeForm) -> None:
 
 def _check_rows(name: str, x_TC: torch.Tensor, form: RopeForm) -> None:
     """Raise on shapes, dtypes, devices and layouts that the kernels cannot read."""
-    check_tensor(name, x_TC, ndim=2, dtypes=_DTYPES)
+    check_layout(name, x_TC, (None, None), dtypes=FLOATING, num_strided=1)
     if x_TC.shape[1] != form.num_columns:
         raise ShapeError(
             f"{name} has {x_TC.shape[1]} columns; {form.num_heads} query heads{' with gates' if form.has_gate else ''} "
             f"and twice {form.num_kv_heads} key and value heads of width {form.head_width} have {form.num_columns}. "
             "Concatenate q, k and v along the columns."
         )
-    check_columns(name, x_TC)
 
 
 def _check_heads(gradients: HeadGradients, form: RopeForm) -> None:
     """Raise on gradients of other heads and on layouts that the kernels would read wrongly."""
-    like = gradients.d_q_THW
-    for name, d_THW in gradients._asdict().items():
-        check_tensor(name, d_THW, ndim=3, dtypes=_DTYPES)
-        counts = (form.num_heads,) if d_THW is like else (form.num_kv_heads, form.num_heads)
-        if d_THW.shape[0] != like.shape[0] or d_THW.shape[1] not in counts or d_THW.shape[2] != form.head_width:
-            heads = " or ".join(map(str, counts))
-            raise ShapeError(
-                f"{name} is {tuple(d_THW.shape)}; it must be ({like.shape[0]} tokens, {heads} heads, width "
-                f"{form.head_width})."
-            )
-        if (d_THW.dtype, d_THW.device) != (like.dtype, like.device):
-            raise ShapeError(
-                f"{name} is {d_THW.dtype} on {d_THW.device}; it must match d_q_THW: {like.dtype} on {like.device}."
-            )
-        if d_THW.stride()[1:] != (form.head_width, 1):
-            raise ShapeError(
-                f"{name} has strides {d_THW.stride()}; the heads of a token must be contiguous: call .contiguous() on "
-                "it."
-            )
-    if gradients.d_k_TJW.shape != gradients.d_v_TJW.shape:
-        raise ShapeError(
-            f"d_k_TJW is {tuple(gradients.d_k_TJW.shape)} and d_v_TJW {tuple(gradients.d_v_TJW.shape)}; their shapes "
-            "must match."
-        )
+    d_q_THW, d_k_TJW, d_v_TJW = gradients
+    check_layout("d_q_THW", d_q_THW, (None, form.num_heads, form.head_width), dtypes=FLOATING, num_strided=1)
+    check_layout("d_k_TJW", d_k_TJW, (len(d_q_THW), None, form.head_width), like=d_q_THW, num_strided=1)
+    check_layout("d_v_TJW", d_v_TJW, d_k_TJW.shape, like=d_q_THW, num_strided=1)
     if form.num_heads % form.num_kv_heads:
         raise ShapeError(f"{form.num_heads} query heads cannot share {form.num_kv_heads} key heads evenly.")
-
-
-def _check_raw(qkv_TC: torch.Tensor | None, like_TC: torch.Tensor, form: RopeForm, *, device: torch.device) -> None:
-    """Raise on raw heads that do not belong to the gradient."""
-    if qkv_TC is None:
-        if form.has_norm:
-            raise ShapeError(
-                "qkv_TC is None; the gradient of the norm needs the raw heads. Pass the qkv_TC that qk_rope_forward "
-                "got."
-            )
-        return
-    _check_rows("qkv_TC", qkv_TC, form)
-    if (qkv_TC.shape, qkv_TC.dtype, qkv_TC.device) != (like_TC.shape, like_TC.dtype, device):
+    if d_k_TJW.shape[1] not in (form.num_kv_heads, form.num_heads):
         raise ShapeError(
-            f"d_heads has the shape {tuple(like_TC.shape)}, {like_TC.dtype} on {device}; it must match qkv_TC: "
-            f"{tuple(qkv_TC.shape)}, {qkv_TC.dtype} on {qkv_TC.device}."
+            f"d_k_TJW is {tuple(d_k_TJW.shape)}; it must have {form.num_kv_heads} or {form.num_heads} heads."
         )
 
 
-def _check_angles(
-    cos_TW: torch.Tensor, sin_TW: torch.Tensor, x_TC: torch.Tensor, form: RopeForm, *, device: torch.device
-) -> None:
-    """Raise on cos and sin of other tokens or other columns."""
-    expected = (x_TC.shape[0], form.num_rotated)
-    for name, angle_TW in (("cos_TW", cos_TW), ("sin_TW", sin_TW)):
-        check_tensor(name, angle_TW, ndim=2, dtypes=dict.fromkeys((x_TC.dtype, torch.float32)))
-        if angle_TW.shape != expected or angle_TW.device != device:
-            raise ShapeError(
-                f"{name} is {tuple(angle_TW.shape)} on {angle_TW.device}; it must be {expected} on {device}: one row "
-                "per token, "
-                f"one column per rotated column of a head."
-            )
-        check_columns(name, angle_TW)
-
-
-def _check_weights(
+def _check_angles_and_weights(
+    like: torch.Tensor,
+    cos_TW: torch.Tensor,
+    sin_TW: torch.Tensor,
+    form: RopeForm,
     q_weight_W: torch.Tensor | None,
     k_weight_W: torch.Tensor | None,
-    x_TC: torch.Tensor,
-    form: RopeForm,
-    *,
-    device: torch.device,
 ) -> None:
-    """Raise on weights without a norm, a norm without weights, and weights of another width."""
+    """Raise on angles and weights that do not belong to the tokens and the form."""
+    angle_dtypes = {like.dtype, torch.float32}
+    for name, angle_TW in (("cos_TW", cos_TW), ("sin_TW", sin_TW)):
+        check_layout(name, angle_TW, (len(like), form.num_rotated), dtypes=angle_dtypes, like=like, num_strided=1)
     for name, weight_W in (("q_weight_W", q_weight_W), ("k_weight_W", k_weight_W)):
-        if weight_W is None:
-            if form.has_norm:
-                raise OptionError(
-                    f"{name} is None, but the form has a norm. Pass the norm's weight, or a form with has_norm=False."
-                )
-            continue
-        if not form.has_norm:
+        if form.has_norm is (weight_W is None):
             raise OptionError(
-                f"{name} was given, but the form has no norm and would ignore it. Pass None, or a form with "
-                "has_norm=True."
+                f"{name} is {'None' if weight_W is None else 'given'}, and form.has_norm is {form.has_norm}. Pass the "
+                "weights of the norm with has_norm=True, and only then."
             )
-        check_tensor(name, weight_W, ndim=1, dtypes=dict.fromkeys((*TRITON_DTYPES, x_TC.dtype)))
-        if weight_W.shape[0] != form.head_width or weight_W.device != device:
-            raise ShapeError(
-                f"{name} has {weight_W.shape[0]} entries on {weight_W.device}; it must have head_width = "
-                f"{form.head_width} on {device}: "
-                f"a norm over all heads together is another operation."
-            )
-        if weight_W.stride(0) != 1:
-            raise ShapeError(
-                f"{name} has stride {weight_W.stride(0)}; it must be contiguous: call .contiguous() on it."
-            )
-
-
-def _check_out(
-    out: torch.Tensor,
-    like_TC: torch.Tensor,
-    *,
-    device: torch.device,
-    replaceable: tuple[torch.Tensor | None, ...],
-    kept: tuple[torch.Tensor | None, ...],
-) -> None:
-    """Raise on memory that one program would write before another has read it."""
-    check_tensor("out", out, ndim=2, dtypes=(like_TC.dtype,))
-    if out.shape != like_TC.shape or out.device != device:
-        raise ShapeError(f"out is {tuple(out.shape)} on {out.device}; it must be {tuple(like_TC.shape)} on {device}.")
-    check_columns("out", out)
-    check_rows_apart("out", out)
-    same = [other for other in replaceable if other is not None and is_same_memory(out, other)]
-    for other in kept:
-        is_replaced = any(other is one for one in same)
-        if other is not None and not is_replaced and do_ranges_overlap(out, other):
-            raise ShapeError(
-                "out shares memory with an input that must not change. Give separate memory, None, or an input "
-                "that may be overwritten."
-            )
+        if weight_W is not None:
+            check_layout(name, weight_W, (form.head_width,), dtypes={*TRITON_DTYPES, like.dtype}, like=like)

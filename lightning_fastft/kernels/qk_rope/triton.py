@@ -14,6 +14,7 @@ sums the programs in order, without atomics.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -37,110 +38,91 @@ BLOCK_SUM_COLUMNS = 8
 
 
 @triton.jit
-def _load_pairs(
+def _load_heads(
     row_ptrs,
     inside_rows,
-    NUM_PAIRS: tl.constexpr,
-    IS_INTERLEAVED: tl.constexpr,
+    FORM: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
 ):
-    """Return the first and the second column of each pair in fp32; interleaved pairs are read as one tile and split in
-    registers.
+    """Return the first and the second column of each pair, and the columns that are not rotated, in fp32.
+
+    Interleaved pairs are read as one tile and split in registers. Without unrotated columns, their tile is 0.
     """
-    if IS_INTERLEAVED:
+    if FORM.is_interleaved:
         cols = tl.arange(0, 2 * BLOCK_P)
-        inside = inside_rows[:, None] & (cols < 2 * NUM_PAIRS)[None, :]
+        inside = inside_rows[:, None] & (cols < FORM.rotary_width)[None, :]
         pairs = tl.load(row_ptrs[:, None] + cols[None, :], mask=inside, other=0.0)
         first, second = tl.split(tl.reshape(pairs, (BLOCK_H, BLOCK_P, 2)))
     else:
         cols = tl.arange(0, BLOCK_P)
-        inside = inside_rows[:, None] & (cols < NUM_PAIRS)[None, :]
+        inside = inside_rows[:, None] & (cols < FORM.rotary_width // 2)[None, :]
         ptrs = row_ptrs[:, None] + cols[None, :]
         first = tl.load(ptrs, mask=inside, other=0.0)
-        second = tl.load(ptrs + NUM_PAIRS, mask=inside, other=0.0)
-    return first.to(tl.float32), second.to(tl.float32)
+        second = tl.load(ptrs + FORM.rotary_width // 2, mask=inside, other=0.0)
+    rest = tl.zeros((BLOCK_H, BLOCK_REST), dtype=tl.float32)
+    if FORM.rotary_width < FORM.head_width:
+        cols = FORM.rotary_width + tl.arange(0, BLOCK_REST)
+        inside = inside_rows[:, None] & (cols < FORM.head_width)[None, :]
+        rest = tl.load(row_ptrs[:, None] + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+    return first.to(tl.float32), second.to(tl.float32), rest
 
 
 @triton.jit
-def _store_pairs(
-    row_ptrs, first, second, inside_rows, NUM_PAIRS: tl.constexpr, IS_INTERLEAVED: tl.constexpr, BLOCK_P: tl.constexpr
+def _store_heads(
+    row_ptrs, first, second, rest, inside_rows, FORM: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr
 ):
-    """Write the columns of each pair at the positions they were read from, rounded to the dtype of the output."""
+    """Write the columns at the positions they were read from, rounded to the dtype of the output."""
     first = first.to(row_ptrs.dtype.element_ty)
     second = second.to(row_ptrs.dtype.element_ty)
-    if IS_INTERLEAVED:
+    if FORM.is_interleaved:
         cols = tl.arange(0, 2 * BLOCK_P)
-        inside = inside_rows[:, None] & (cols < 2 * NUM_PAIRS)[None, :]
+        inside = inside_rows[:, None] & (cols < FORM.rotary_width)[None, :]
         tl.store(row_ptrs[:, None] + cols[None, :], tl.interleave(first, second), mask=inside)
     else:
         cols = tl.arange(0, BLOCK_P)
-        inside = inside_rows[:, None] & (cols < NUM_PAIRS)[None, :]
+        inside = inside_rows[:, None] & (cols < FORM.rotary_width // 2)[None, :]
         ptrs = row_ptrs[:, None] + cols[None, :]
         tl.store(ptrs, first, mask=inside)
-        tl.store(ptrs + NUM_PAIRS, second, mask=inside)
-
-
-@triton.jit
-def _load_rest(
-    row_ptrs,
-    inside_rows,
-    NUM_PAIRS: tl.constexpr,
-    HEAD_WIDTH: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
-):
-    """Return the columns that are not rotated in fp32; one column of zeros if there are none."""
-    rest = tl.zeros((BLOCK_H, BLOCK_REST), dtype=tl.float32)
-    if 2 * NUM_PAIRS < HEAD_WIDTH:
-        cols = 2 * NUM_PAIRS + tl.arange(0, BLOCK_REST)
-        inside = inside_rows[:, None] & (cols < HEAD_WIDTH)[None, :]
-        rest = tl.load(row_ptrs[:, None] + cols[None, :], mask=inside, other=0.0).to(tl.float32)
-    return rest
-
-
-@triton.jit
-def _store_rest(
-    row_ptrs, rest, inside_rows, NUM_PAIRS: tl.constexpr, HEAD_WIDTH: tl.constexpr, BLOCK_REST: tl.constexpr
-):
-    """Write the columns that are not rotated, if there are any."""
-    if 2 * NUM_PAIRS < HEAD_WIDTH:
-        cols = 2 * NUM_PAIRS + tl.arange(0, BLOCK_REST)
-        inside = inside_rows[:, None] & (cols < HEAD_WIDTH)[None, :]
+        tl.store(ptrs + FORM.rotary_width // 2, second, mask=inside)
+    if FORM.rotary_width < FORM.head_width:
+        cols = FORM.rotary_width + tl.arange(0, BLOCK_REST)
+        inside = inside_rows[:, None] & (cols < FORM.head_width)[None, :]
         tl.store(row_ptrs[:, None] + cols[None, :], rest.to(row_ptrs.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _load_angles(row_ptr, NUM_PAIRS: tl.constexpr, IS_INTERLEAVED: tl.constexpr, BLOCK_P: tl.constexpr):
+def _load_angles(row_ptr, FORM: tl.constexpr, BLOCK_P: tl.constexpr):
     """Return cos or sin of each pair's first and second column, one row.
 
     Interleaved pairs share one angle, which is in the first half.
     """
     cols = tl.arange(0, BLOCK_P)
-    inside = cols < NUM_PAIRS
+    inside = cols < FORM.rotary_width // 2
     first = tl.load(row_ptr + cols, mask=inside, other=0.0).to(tl.float32)
     second = first
-    if not IS_INTERLEAVED:
-        second = tl.load(row_ptr + NUM_PAIRS + cols, mask=inside, other=0.0).to(tl.float32)
+    if not FORM.is_interleaved:
+        second = tl.load(row_ptr + FORM.rotary_width // 2 + cols, mask=inside, other=0.0).to(tl.float32)
     return first[None, :], second[None, :]
 
 
 @triton.jit
-def _head_mean(pair_terms, rest_terms, NUM_PAIRS: tl.constexpr, HEAD_WIDTH: tl.constexpr):
+def _head_mean(pair_terms, rest_terms, FORM: tl.constexpr):
     """Return the mean over each head, given the sums of pairs and the terms of the columns that are not rotated."""
     total = tl.sum(pair_terms, axis=1)
-    if 2 * NUM_PAIRS < HEAD_WIDTH:
+    if FORM.rotary_width < FORM.head_width:
         total += tl.sum(rest_terms, axis=1)
-    return total * (1.0 / HEAD_WIDTH)
+    return total * (1.0 / FORM.head_width)
 
 
 @triton.jit
-def _reciprocal_rms(first, second, rest, inside_heads, eps, NUM_PAIRS: tl.constexpr, HEAD_WIDTH: tl.constexpr):
+def _reciprocal_rms(first, second, rest, inside_heads, FORM: tl.constexpr):
     """Return the normalising factor of each head, one column; 0, never NaN, for masked heads.
 
     It is computed once per head, so correct rounding costs little.
     """
-    root = tl.sqrt_rn(_head_mean(first * first + second * second, rest * rest, NUM_PAIRS, HEAD_WIDTH) + eps)
+    root = tl.sqrt_rn(_head_mean(first * first + second * second, rest * rest, FORM) + FORM.eps)
     return tl.where(inside_heads, tl.div_rn(tl.full(root.shape, 1.0, tl.float32), root), 0.0)[:, None]
 
 
@@ -154,15 +136,11 @@ def _apply_norm(values, scale, weight, dtype: tl.constexpr, IS_WEIGHT_WIDE: tl.c
 
 
 @triton.jit
-def _load_weight(
-    weight_ptr, weight_offset, NUM_PAIRS: tl.constexpr, HEAD_WIDTH: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr,
-):  # fmt: skip
+def _load_weight(weight_ptr, FORM: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr):
     """Return the norm's weights for the first, second and unrotated columns, one row each."""
     one_row = tl.arange(0, 1)
-    first, second = _load_pairs(weight_ptr + one_row, one_row < 1, NUM_PAIRS, IS_INTERLEAVED, 1, BLOCK_P)
-    rest = _load_rest(weight_ptr + one_row, one_row < 1, NUM_PAIRS, HEAD_WIDTH, 1, BLOCK_REST)
-    return first + weight_offset, second + weight_offset, rest + weight_offset
+    first, second, rest = _load_heads(weight_ptr + one_row, one_row < 1, FORM, 1, BLOCK_P, BLOCK_REST)
+    return first + FORM.weight_offset, second + FORM.weight_offset, rest + FORM.weight_offset
 
 
 @triton.jit
@@ -193,52 +171,39 @@ def _forward_heads(
     in_ptr,
     out_ptr,
     weight_ptr,
-    cos_first,
-    cos_second,
-    sin_first,
-    sin_second,
-    eps,
-    weight_offset,
+    angles,
     NUM_HEADS: tl.constexpr,
     IN_STEP: tl.constexpr,
-    HEAD_WIDTH: tl.constexpr,
-    NUM_PAIRS: tl.constexpr,
-    IS_INTERLEAVED: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    IS_WEIGHT_WIDE: tl.constexpr,
+    FORM: tl.constexpr,
     IN_PLACE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
     """Norm and rotate the heads of one token that share their weights."""
-    if HAS_NORM:
-        weight_first, weight_second, weight_rest = _load_weight(
-            weight_ptr, weight_offset, NUM_PAIRS, HEAD_WIDTH, IS_INTERLEAVED, BLOCK_P, BLOCK_REST
-        )
+    cos_first, cos_second, sin_first, sin_second = angles
+    if FORM.has_norm:
+        weight_first, weight_second, weight_rest = _load_weight(weight_ptr, FORM, BLOCK_P, BLOCK_REST)
 
     for start in range(0, NUM_HEADS, BLOCK_H):
         heads = start + tl.arange(0, BLOCK_H)
         inside_heads = heads < NUM_HEADS
         in_heads = in_ptr + heads * IN_STEP
-        out_heads = out_ptr + heads * HEAD_WIDTH
-        first, second = _load_pairs(in_heads, inside_heads, NUM_PAIRS, IS_INTERLEAVED, BLOCK_H, BLOCK_P)
-        rest = _load_rest(in_heads, inside_heads, NUM_PAIRS, HEAD_WIDTH, BLOCK_H, BLOCK_REST)
+        out_heads = out_ptr + heads * FORM.head_width
+        first, second, rest = _load_heads(in_heads, inside_heads, FORM, BLOCK_H, BLOCK_P, BLOCK_REST)
         if IN_PLACE:
             # More than one thread may read a value: all must read before one of them writes.
             tl.debug_barrier()
-
-        if HAS_NORM:
-            scale = _reciprocal_rms(first, second, rest, inside_heads, eps, NUM_PAIRS, HEAD_WIDTH)
-            first = _apply_norm(first, scale, weight_first, in_ptr.dtype.element_ty, IS_WEIGHT_WIDE)
-            second = _apply_norm(second, scale, weight_second, in_ptr.dtype.element_ty, IS_WEIGHT_WIDE)
-            rest = _apply_norm(rest, scale, weight_rest, in_ptr.dtype.element_ty, IS_WEIGHT_WIDE)
+        if FORM.has_norm:
+            scale = _reciprocal_rms(first, second, rest, inside_heads, FORM)
+            first = _apply_norm(first, scale, weight_first, in_ptr.dtype.element_ty, FORM.is_weight_wide)
+            second = _apply_norm(second, scale, weight_second, in_ptr.dtype.element_ty, FORM.is_weight_wide)
+            rest = _apply_norm(rest, scale, weight_rest, in_ptr.dtype.element_ty, FORM.is_weight_wide)
 
         # Explicit FMAs fix which product is rounded: the compiler's choice depended on the alignment of the rows.
         rotated_first = tl.fma(first, cos_first, -(second * sin_first))
         rotated_second = tl.fma(second, cos_second, first * sin_second)
-        _store_pairs(out_heads, rotated_first, rotated_second, inside_heads, NUM_PAIRS, IS_INTERLEAVED, BLOCK_P)
-        _store_rest(out_heads, rest, inside_heads, NUM_PAIRS, HEAD_WIDTH, BLOCK_REST)
+        _store_heads(out_heads, rotated_first, rotated_second, rest, inside_heads, FORM, BLOCK_P, BLOCK_REST)
 
 
 @triton.jit
@@ -257,16 +222,8 @@ def _forward_kernel(
     q_out_stride,
     k_out_stride,
     v_out_stride,
-    eps,
-    weight_offset,
-    NUM_HEADS: tl.constexpr,
+    FORM: tl.constexpr,
     QUERY_STEP: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_WIDTH: tl.constexpr,
-    NUM_PAIRS: tl.constexpr,
-    IS_INTERLEAVED: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    IS_WEIGHT_WIDE: tl.constexpr,
     IN_PLACE: tl.constexpr,
     COPY_VALUES: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -277,58 +234,24 @@ def _forward_kernel(
 ):
     """Run one program per token."""
     token = tl.program_id(0).to(tl.int64)
-    cos_first, cos_second = _load_angles(cos_ptr + token * cos_stride, NUM_PAIRS, IS_INTERLEAVED, BLOCK_P)
-    sin_first, sin_second = _load_angles(sin_ptr + token * sin_stride, NUM_PAIRS, IS_INTERLEAVED, BLOCK_P)
+    cos_first, cos_second = _load_angles(cos_ptr + token * cos_stride, FORM, BLOCK_P)
+    sin_first, sin_second = _load_angles(sin_ptr + token * sin_stride, FORM, BLOCK_P)
+    angles = (cos_first, cos_second, sin_first, sin_second)
     q_in_ptr = in_ptr + token * in_stride
-    k_in_ptr = q_in_ptr + NUM_HEADS * QUERY_STEP
+    k_in_ptr = q_in_ptr + FORM.num_heads * QUERY_STEP
+    q_out_ptr += token * q_out_stride
+    k_out_ptr += token * k_out_stride
     _forward_heads(
-        q_in_ptr,
-        q_out_ptr + token * q_out_stride,
-        q_weight_ptr,
-        cos_first,
-        cos_second,
-        sin_first,
-        sin_second,
-        eps,
-        weight_offset,
-        NUM_HEADS,
-        QUERY_STEP,
-        HEAD_WIDTH,
-        NUM_PAIRS,
-        IS_INTERLEAVED,
-        HAS_NORM,
-        IS_WEIGHT_WIDE,
-        IN_PLACE,
-        BLOCK_Q,
-        BLOCK_P,
+        q_in_ptr, q_out_ptr, q_weight_ptr, angles, FORM.num_heads, QUERY_STEP, FORM, IN_PLACE, BLOCK_Q, BLOCK_P,
         BLOCK_REST,
-    )
+    )  # fmt: skip
     _forward_heads(
-        k_in_ptr,
-        k_out_ptr + token * k_out_stride,
-        k_weight_ptr,
-        cos_first,
-        cos_second,
-        sin_first,
-        sin_second,
-        eps,
-        weight_offset,
-        NUM_KV_HEADS,
-        HEAD_WIDTH,
-        HEAD_WIDTH,
-        NUM_PAIRS,
-        IS_INTERLEAVED,
-        HAS_NORM,
-        IS_WEIGHT_WIDE,
-        IN_PLACE,
-        BLOCK_K,
-        BLOCK_P,
+        k_in_ptr, k_out_ptr, k_weight_ptr, angles, FORM.num_kv_heads, FORM.head_width, FORM, IN_PLACE, BLOCK_K, BLOCK_P,
         BLOCK_REST,
-    )
+    )  # fmt: skip
     if COPY_VALUES:
-        _copy_columns(
-            k_in_ptr + NUM_KV_HEADS * HEAD_WIDTH, v_out_ptr + token * v_out_stride, NUM_KV_HEADS * HEAD_WIDTH, BLOCK_V
-        )
+        num_columns: tl.constexpr = FORM.num_kv_heads * FORM.head_width
+        _copy_columns(k_in_ptr + num_columns, v_out_ptr + token * v_out_stride, num_columns, BLOCK_V)
 
 
 @triton.jit
@@ -337,22 +260,12 @@ def _backward_heads(
     in_ptr,
     out_ptr,
     weight_ptr,
-    first_terms,
-    second_terms,
-    rest_terms,
-    cos_first,
-    cos_second,
-    sin_first,
-    sin_second,
-    eps,
-    weight_offset,
+    terms,
+    angles,
     NUM_HEADS: tl.constexpr,
     RAW_STEP: tl.constexpr,
-    HEAD_WIDTH: tl.constexpr,
-    NUM_PAIRS: tl.constexpr,
-    IS_INTERLEAVED: tl.constexpr,
-    HAS_NORM: tl.constexpr,
     NUM_SHARES: tl.constexpr,
+    FORM: tl.constexpr,
     NEEDS_WEIGHT: tl.constexpr,
     IN_PLACE: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -362,28 +275,27 @@ def _backward_heads(
     """Write the gradient of the raw heads of one token that share their weights; return the sums of the weights'
     gradients with this token added.
     """
-    if HAS_NORM:
-        weight_first, weight_second, weight_rest = _load_weight(
-            weight_ptr, weight_offset, NUM_PAIRS, HEAD_WIDTH, IS_INTERLEAVED, BLOCK_P, BLOCK_REST
-        )
+    cos_first, cos_second, sin_first, sin_second = angles
+    first_terms, second_terms, rest_terms = terms
+    if FORM.has_norm:
+        weight_first, weight_second, weight_rest = _load_weight(weight_ptr, FORM, BLOCK_P, BLOCK_REST)
 
     for start in range(0, NUM_HEADS, BLOCK_H):
         heads = start + tl.arange(0, BLOCK_H)
         inside_heads = heads < NUM_HEADS
-        d_heads = d_ptr + heads * (NUM_SHARES * HEAD_WIDTH)
+        d_heads = d_ptr + heads * (NUM_SHARES * FORM.head_width)
         in_heads = in_ptr + heads * RAW_STEP
         out_heads = out_ptr + heads * RAW_STEP
-        rotated_first, rotated_second = _load_pairs(d_heads, inside_heads, NUM_PAIRS, IS_INTERLEAVED, BLOCK_H, BLOCK_P)
-        d_rest = _load_rest(d_heads, inside_heads, NUM_PAIRS, HEAD_WIDTH, BLOCK_H, BLOCK_REST)
+        rotated_first, rotated_second, d_rest = _load_heads(d_heads, inside_heads, FORM, BLOCK_H, BLOCK_P, BLOCK_REST)
         for share in tl.static_range(1, NUM_SHARES):
-            d_share = d_heads + share * HEAD_WIDTH
-            share_first, share_second = _load_pairs(d_share, inside_heads, NUM_PAIRS, IS_INTERLEAVED, BLOCK_H, BLOCK_P)
+            share_first, share_second, share_rest = _load_heads(
+                d_heads + share * FORM.head_width, inside_heads, FORM, BLOCK_H, BLOCK_P, BLOCK_REST
+            )
             rotated_first += share_first
             rotated_second += share_second
-            d_rest += _load_rest(d_share, inside_heads, NUM_PAIRS, HEAD_WIDTH, BLOCK_H, BLOCK_REST)
-        if HAS_NORM:
-            first, second = _load_pairs(in_heads, inside_heads, NUM_PAIRS, IS_INTERLEAVED, BLOCK_H, BLOCK_P)
-            rest = _load_rest(in_heads, inside_heads, NUM_PAIRS, HEAD_WIDTH, BLOCK_H, BLOCK_REST)
+            d_rest += share_rest
+        if FORM.has_norm:
+            first, second, rest = _load_heads(in_heads, inside_heads, FORM, BLOCK_H, BLOCK_P, BLOCK_REST)
         if IN_PLACE:
             # More than one thread may read a value: all must read before one of them writes.
             tl.debug_barrier()
@@ -391,8 +303,8 @@ def _backward_heads(
         # The transposed map: the inverse rotation times the factor that cos and sin may carry.
         d_first = tl.fma(rotated_first, cos_first, rotated_second * sin_second)
         d_second = tl.fma(rotated_second, cos_second, -(rotated_first * sin_first))
-        if HAS_NORM:
-            scale = _reciprocal_rms(first, second, rest, inside_heads, eps, NUM_PAIRS, HEAD_WIDTH)
+        if FORM.has_norm:
+            scale = _reciprocal_rms(first, second, rest, inside_heads, FORM)
             first *= scale
             second *= scale
             rest *= scale
@@ -403,36 +315,24 @@ def _backward_heads(
             d_first *= weight_first
             d_second *= weight_second
             d_rest *= weight_rest
-            mean = _head_mean(d_first * first + d_second * second, d_rest * rest, NUM_PAIRS, HEAD_WIDTH)[:, None]
+            mean = _head_mean(d_first * first + d_second * second, d_rest * rest, FORM)[:, None]
             d_first = scale * (d_first - first * mean)
             d_second = scale * (d_second - second * mean)
             d_rest = scale * (d_rest - rest * mean)
 
-        _store_pairs(out_heads, d_first, d_second, inside_heads, NUM_PAIRS, IS_INTERLEAVED, BLOCK_P)
-        _store_rest(out_heads, d_rest, inside_heads, NUM_PAIRS, HEAD_WIDTH, BLOCK_REST)
+        _store_heads(out_heads, d_first, d_second, d_rest, inside_heads, FORM, BLOCK_P, BLOCK_REST)
     return first_terms, second_terms, rest_terms
 
 
 @triton.jit
 def _store_partial(
-    partial_ptr,
-    first_terms,
-    second_terms,
-    rest_terms,
-    HEAD_WIDTH: tl.constexpr,
-    NUM_PAIRS: tl.constexpr,
-    IS_INTERLEAVED: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
+    partial_ptr, first, second, rest, FORM: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr
 ):
     """Write one program's sum over its tokens and heads."""
     one_row = tl.arange(0, 1)
-    first = tl.sum(first_terms, axis=0)[None, :]
-    second = tl.sum(second_terms, axis=0)[None, :]
-    _store_pairs(partial_ptr + one_row, first, second, one_row < 1, NUM_PAIRS, IS_INTERLEAVED, BLOCK_P)
-    _store_rest(
-        partial_ptr + one_row, tl.sum(rest_terms, axis=0)[None, :], one_row < 1, NUM_PAIRS, HEAD_WIDTH, BLOCK_REST
-    )
+    first, second = tl.sum(first, axis=0)[None, :], tl.sum(second, axis=0)[None, :]
+    rest = tl.sum(rest, axis=0)[None, :]
+    _store_heads(partial_ptr + one_row, first, second, rest, one_row < 1, FORM, BLOCK_P, BLOCK_REST)
 
 
 @triton.jit
@@ -455,15 +355,8 @@ def _backward_kernel(
     sin_stride,
     out_stride,
     num_tokens,
-    eps,
-    weight_offset,
-    NUM_HEADS: tl.constexpr,
+    FORM: tl.constexpr,
     QUERY_STEP: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_WIDTH: tl.constexpr,
-    NUM_PAIRS: tl.constexpr,
-    IS_INTERLEAVED: tl.constexpr,
-    HAS_NORM: tl.constexpr,
     NUM_SHARES: tl.constexpr,
     NEEDS_WEIGHT: tl.constexpr,
     IN_PLACE: tl.constexpr,
@@ -481,93 +374,35 @@ def _backward_kernel(
     k_first = tl.zeros((BLOCK_K, BLOCK_P), dtype=tl.float32)
     k_second = tl.zeros((BLOCK_K, BLOCK_P), dtype=tl.float32)
     k_rest = tl.zeros((BLOCK_K, BLOCK_REST), dtype=tl.float32)
+    num_columns: tl.constexpr = FORM.num_kv_heads * FORM.head_width
     token = tl.program_id(0).to(tl.int64)
     while token < num_tokens:
-        cos_first, cos_second = _load_angles(cos_ptr + token * cos_stride, NUM_PAIRS, IS_INTERLEAVED, BLOCK_P)
-        sin_first, sin_second = _load_angles(sin_ptr + token * sin_stride, NUM_PAIRS, IS_INTERLEAVED, BLOCK_P)
+        cos_first, cos_second = _load_angles(cos_ptr + token * cos_stride, FORM, BLOCK_P)
+        sin_first, sin_second = _load_angles(sin_ptr + token * sin_stride, FORM, BLOCK_P)
+        angles = (cos_first, cos_second, sin_first, sin_second)
         q_in_ptr = in_ptr + token * in_stride
         q_out_ptr = out_ptr + token * out_stride
-        k_in_ptr = q_in_ptr + NUM_HEADS * QUERY_STEP
-        k_out_ptr = q_out_ptr + NUM_HEADS * QUERY_STEP
+        k_in_ptr = q_in_ptr + FORM.num_heads * QUERY_STEP
+        k_out_ptr = q_out_ptr + FORM.num_heads * QUERY_STEP
         q_first, q_second, q_rest = _backward_heads(
-            d_q_ptr + token * d_q_stride,
-            q_in_ptr,
-            q_out_ptr,
-            q_weight_ptr,
-            q_first,
-            q_second,
-            q_rest,
-            cos_first,
-            cos_second,
-            sin_first,
-            sin_second,
-            eps,
-            weight_offset,
-            NUM_HEADS,
-            QUERY_STEP,
-            HEAD_WIDTH,
-            NUM_PAIRS,
-            IS_INTERLEAVED,
-            HAS_NORM,
-            1,
-            NEEDS_WEIGHT,
-            IN_PLACE,
-            BLOCK_Q,
-            BLOCK_P,
-            BLOCK_REST,
-        )
+            d_q_ptr + token * d_q_stride, q_in_ptr, q_out_ptr, q_weight_ptr, (q_first, q_second, q_rest), angles,
+            FORM.num_heads, QUERY_STEP, 1, FORM, NEEDS_WEIGHT, IN_PLACE, BLOCK_Q, BLOCK_P, BLOCK_REST,
+        )  # fmt: skip
         k_first, k_second, k_rest = _backward_heads(
-            d_k_ptr + token * d_k_stride,
-            k_in_ptr,
-            k_out_ptr,
-            k_weight_ptr,
-            k_first,
-            k_second,
-            k_rest,
-            cos_first,
-            cos_second,
-            sin_first,
-            sin_second,
-            eps,
-            weight_offset,
-            NUM_KV_HEADS,
-            HEAD_WIDTH,
-            HEAD_WIDTH,
-            NUM_PAIRS,
-            IS_INTERLEAVED,
-            HAS_NORM,
-            NUM_SHARES,
-            NEEDS_WEIGHT,
-            IN_PLACE,
-            BLOCK_K,
-            BLOCK_P,
-            BLOCK_REST,
-        )
-        v_out_ptr = k_out_ptr + NUM_KV_HEADS * HEAD_WIDTH
+            d_k_ptr + token * d_k_stride, k_in_ptr, k_out_ptr, k_weight_ptr, (k_first, k_second, k_rest), angles,
+            FORM.num_kv_heads, FORM.head_width, NUM_SHARES, FORM, NEEDS_WEIGHT, IN_PLACE, BLOCK_K, BLOCK_P, BLOCK_REST,
+        )  # fmt: skip
+        v_out_ptr = k_out_ptr + num_columns
         if NUM_SHARES > 1:
-            _add_shares(
-                d_v_ptr + token * d_v_stride, v_out_ptr, NUM_KV_HEADS * HEAD_WIDTH, HEAD_WIDTH, NUM_SHARES, BLOCK_V
-            )
+            _add_shares(d_v_ptr + token * d_v_stride, v_out_ptr, num_columns, FORM.head_width, NUM_SHARES, BLOCK_V)
         elif COPY_VALUES:
-            _copy_columns(d_v_ptr + token * d_v_stride, v_out_ptr, NUM_KV_HEADS * HEAD_WIDTH, BLOCK_V)
+            _copy_columns(d_v_ptr + token * d_v_stride, v_out_ptr, num_columns, BLOCK_V)
         token += tl.num_programs(0)
 
     if NEEDS_WEIGHT:
-        q_partial_ptr = partial_ptr + tl.program_id(0).to(tl.int64) * (2 * HEAD_WIDTH)
-        _store_partial(
-            q_partial_ptr, q_first, q_second, q_rest, HEAD_WIDTH, NUM_PAIRS, IS_INTERLEAVED, BLOCK_P, BLOCK_REST
-        )
-        _store_partial(
-            q_partial_ptr + HEAD_WIDTH,
-            k_first,
-            k_second,
-            k_rest,
-            HEAD_WIDTH,
-            NUM_PAIRS,
-            IS_INTERLEAVED,
-            BLOCK_P,
-            BLOCK_REST,
-        )
+        q_partial_ptr = partial_ptr + tl.program_id(0).to(tl.int64) * (2 * FORM.head_width)
+        _store_partial(q_partial_ptr, q_first, q_second, q_rest, FORM, BLOCK_P, BLOCK_REST)
+        _store_partial(q_partial_ptr + FORM.head_width, k_first, k_second, k_rest, FORM, BLOCK_P, BLOCK_REST)
 
 
 @triton.jit
@@ -641,11 +476,8 @@ def _write_heads(
         cos_TW.stride(0),
         sin_TW.stride(0),
         *(each.stride(0) for each in heads),
-        float(form.eps),
-        float(form.weight_offset),
         **_form_constants(form),
         **_block_sizes(form, MAX_TILE),
-        IS_WEIGHT_WIDE=form.is_weight_wide,
         IN_PLACE=out is not None,
         COPY_VALUES=not _is_same_memory(out, qkv_TC),
         num_warps=NUM_WARPS,
@@ -699,8 +531,6 @@ def qk_rope_backward(
             sin_TW.stride(0),
             out_TC.stride(0),
             num_tokens,
-            float(form.eps),
-            float(form.weight_offset),
             **_form_constants(form),
             **_block_sizes(form, MAX_TILE_BACKWARD),
             NUM_SHARES=num_shares,
@@ -731,17 +561,9 @@ def _add_partials(partial_PW: torch.Tensor) -> torch.Tensor:
     return sum_W
 
 
-def _form_constants(form: RopeForm) -> dict[str, int | bool]:
+def _form_constants(form: RopeForm) -> dict[str, Any]:
     """Return the compile-time constants of the form, shared by both kernels."""
-    return {
-        "NUM_HEADS": form.num_heads,
-        "QUERY_STEP": form.query_step,
-        "NUM_KV_HEADS": form.num_kv_heads,
-        "HEAD_WIDTH": form.head_width,
-        "NUM_PAIRS": form.num_rotated // 2,
-        "IS_INTERLEAVED": form.is_interleaved,
-        "HAS_NORM": form.has_norm,
-    }
+    return {"FORM": form._replace(rotary_width=form.num_rotated), "QUERY_STEP": form.query_step}
 
 
 def _block_sizes(form: RopeForm, max_tile: int) -> dict[str, int]:

@@ -9,12 +9,10 @@ from types import ModuleType
 
 import torch
 
-from lightning_fastft.core.checks import check_int, check_tensor
+from lightning_fastft.core.checks import check_int, check_layout
 from lightning_fastft.core.errors import ShapeError
-from lightning_fastft.kernels.backends import TRITON_DTYPES, uses_triton
+from lightning_fastft.kernels.backends import FLOATING, uses_triton
 from lightning_fastft.kernels.repeat_heads import reference
-
-_DTYPES = (*TRITON_DTYPES, torch.float64)
 
 
 def repeat_heads(x_TGW: torch.Tensor, num_heads: int, *, backend: str = "auto") -> torch.Tensor:
@@ -44,15 +42,10 @@ def repeat_heads(x_TGW: torch.Tensor, num_heads: int, *, backend: str = "auto") 
         >>> repeat_heads(torch.tensor([[[1.0], [2.0]]]), 4)[0, :, 0]
         tensor([1., 1., 2., 2.])
     """
-    check_tensor("x_TGW", x_TGW, ndim=3, dtypes=_DTYPES)
+    num_kv_heads = check_layout("x_TGW", x_TGW, (None, None, None), dtypes=FLOATING, num_strided=1).shape[1]
     check_int("num_heads", num_heads, low=1)
-    num_kv_heads, width = x_TGW.shape[1:]
     if num_kv_heads == 0 or num_heads % num_kv_heads:
         raise ShapeError(f"{num_heads} query heads cannot share the {num_kv_heads} heads of x_TGW evenly.")
-    if width and x_TGW.stride()[1:] != (width, 1) and x_TGW.numel():
-        raise ShapeError(
-            f"x_TGW has strides {x_TGW.stride()}; the heads of a token must be contiguous: call .contiguous() on it."
-        )
     with torch.no_grad():
         return _choose(backend, x_TGW).repeat_heads(x_TGW, num_heads)
 

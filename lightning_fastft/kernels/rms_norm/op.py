@@ -10,23 +10,14 @@ from types import ModuleType
 
 import torch
 
-from lightning_fastft.core.checks import (
-    check_alike,
-    check_choice,
-    check_columns,
-    check_float,
-    check_out,
-    check_tensor,
-    do_ranges_overlap,
-)
+from lightning_fastft.core.checks import check_choice, check_float, check_layout, check_out, do_ranges_overlap
 from lightning_fastft.core.errors import OptionError, ShapeError
-from lightning_fastft.kernels.backends import TRITON_DTYPES, must_check, uses_triton
+from lightning_fastft.kernels.backends import FLOATING, TRITON_DTYPES, must_check, uses_triton
 from lightning_fastft.kernels.rms_norm import reference
 from lightning_fastft.kernels.rms_norm.reference import NormForm, NormGradients, NormOutput, wide_dtype
 
 # One program holds a row from the first read to the last write.
 MAX_COLUMNS = 16_384
-_DTYPES = (*TRITON_DTYPES, torch.float64)
 
 
 def rms_norm_forward(
@@ -83,9 +74,9 @@ def rms_norm_forward(
         _check_form(form)
         _check_weight(weight_D, x_TD)
         if residual_TD is not None:
-            check_alike("residual_TD", residual_TD, "x_TD", x_TD)
+            check_layout("residual_TD", residual_TD, x_TD.shape, like=x_TD, num_strided=1)
         if out is not None:
-            check_alike("out", out, "x_TD", x_TD)
+            check_layout("out", out, x_TD.shape, like=x_TD, num_strided=1)
             check_out(out, may_be={}, must_not_meet=(x_TD, weight_D, residual_TD))
     with torch.no_grad():
         return _choose(backend, x_TD).rms_norm_forward(x_TD, weight_D, form=form, residual_TD=residual_TD, out=out)
@@ -152,13 +143,13 @@ def rms_norm_backward(
         _check_form(form)
         _check_weight(weight_D, sum_TD)
         check_choice("needs_weight", needs_weight, (False, True))
-        check_alike("d_y_TD", d_y_TD, "sum_TD", sum_TD)
+        check_layout("d_y_TD", d_y_TD, sum_TD.shape, like=sum_TD, num_strided=1)
         if d_sum_TD is not None:
-            check_alike("d_sum_TD", d_sum_TD, "sum_TD", sum_TD)
+            check_layout("d_sum_TD", d_sum_TD, sum_TD.shape, like=sum_TD, num_strided=1)
         if rstd_T is not None:
             _check_rstd("rstd_T", rstd_T, sum_TD)
         if out is not None:
-            check_alike("out", out, "sum_TD", sum_TD)
+            check_layout("out", out, sum_TD.shape, like=sum_TD, num_strided=1)
             check_out(
                 out, may_be={"d_y_TD": d_y_TD, "d_sum_TD": d_sum_TD}, must_not_meet=(sum_TD, weight_D, rstd_T, rstd_out)
             )
@@ -209,30 +200,16 @@ def _check_form(form: NormForm) -> None:
 
 def _check_rows(name: str, tensor: torch.Tensor) -> None:
     """Raise on shapes, dtypes, devices and layouts that the kernels cannot read."""
-    check_tensor(name, tensor, ndim=2, dtypes=_DTYPES)
-    if tensor.shape[1] == 0:
+    if check_layout(name, tensor, (None, None), dtypes=FLOATING, num_strided=1).shape[1] == 0:
         raise ShapeError(f"{name} has no columns; a mean needs at least one.")
-    check_columns(name, tensor)
 
 
 def _check_weight(weight_D: torch.Tensor, x_TD: torch.Tensor) -> None:
     """Raise on a weight that is not one number per column."""
-    check_tensor("weight_D", weight_D, ndim=1, dtypes=_DTYPES if x_TD.dtype is torch.float64 else TRITON_DTYPES)
-    _check_vector("weight_D", weight_D, x_TD.shape[1], x_TD)
+    dtypes = FLOATING if x_TD.dtype is torch.float64 else TRITON_DTYPES
+    check_layout("weight_D", weight_D, x_TD.shape[1:], dtypes=dtypes, like=x_TD)
 
 
 def _check_rstd(name: str, rstd_T: torch.Tensor, x_TD: torch.Tensor) -> None:
     """Raise on tensors that the forward does not return."""
-    check_tensor(name, rstd_T, ndim=1, dtypes=(wide_dtype(x_TD.dtype),))
-    _check_vector(name, rstd_T, x_TD.shape[0], x_TD)
-
-
-def _check_vector(name: str, vector: torch.Tensor, size: int, x_TD: torch.Tensor) -> None:
-    """Raise on a vector of another size, device or layout."""
-    if vector.shape[0] != size or vector.device != x_TD.device:
-        raise ShapeError(
-            f"{name} has {vector.shape[0]} entries on {vector.device}; rows of shape {tuple(x_TD.shape)} on "
-            f"{x_TD.device} need {size} entries on the same device."
-        )
-    if not vector.is_contiguous():
-        raise ShapeError(f"{name} has stride {vector.stride(0)}; it must be contiguous: call .contiguous() on it.")
+    check_layout(name, rstd_T, x_TD.shape[:1], dtypes=(wide_dtype(x_TD.dtype),), like=x_TD)

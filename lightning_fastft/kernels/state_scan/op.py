@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
-from lightning_fastft.core.checks import check_tensor
+from lightning_fastft.core.checks import check_layout
 from lightning_fastft.core.errors import ShapeError
-from lightning_fastft.kernels.backends import TRITON_DTYPES, must_check, uses_triton
+from lightning_fastft.kernels.backends import FLOATING, must_check, uses_triton
 from lightning_fastft.kernels.state_scan import reference
 from lightning_fastft.kernels.state_scan.reference import Chunks
 
-_DTYPES = (*TRITON_DTYPES, torch.float64)
 _WIDE = (torch.float32, torch.float64)
 _CHUNK_SIZES = (16, 32, 64)
 
@@ -114,34 +113,21 @@ def _check(
     chunks: Chunks,
 ) -> None:
     """Raise on arguments that the kernels would read wrongly."""
-    check_tensor("x_THW", x_THW, ndim=3, dtypes=_DTYPES)
-    check_tensor("dt_TH", dt_TH, ndim=2, dtypes=_WIDE)
-    check_tensor("b_TGN", b_TGN, ndim=3, dtypes=(x_THW.dtype,))
-    (num_tokens, num_heads, _), (num_groups, num_n) = x_THW.shape, b_TGN.shape[1:]
-    expected = {
-        "x_THW": (x_THW, x_THW.shape, x_THW.dtype),
-        "dt_TH": (dt_TH, (num_tokens, num_heads), dt_TH.dtype),
-        "a_H": (a_H, (num_heads,), dt_TH.dtype),
-        "b_TGN": (b_TGN, (num_tokens, num_groups, num_n), x_THW.dtype),
-        "c_TGN": (c_TGN, (num_tokens, num_groups, num_n), x_THW.dtype),
-        "skip_H": (skip_H, (num_heads,), dt_TH.dtype),
-        "chunks.start_S1": (chunks.start_S1, chunks.first_S1.shape, torch.int32),
-        "chunks.first_S1": (chunks.first_S1, chunks.start_S1.shape, torch.int32),
-        "chunks.index_C2": (chunks.index_C2, (len(chunks.index_C2), 2), torch.int32),
-    }
-    for name, (tensor, shape, dtype) in expected.items():
-        if tensor.shape != shape or tensor.dtype is not dtype or tensor.device != x_THW.device:
-            raise ShapeError(
-                f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; with x_THW "
-                f"{tuple(x_THW.shape)} it must be {dtype} {tuple(shape)} on {x_THW.device}."
-            )
-        # The tokens of x, b and c may have any stride.
-        if not (tensor[:1] if tensor.ndim == 3 else tensor).is_contiguous():
-            raise ShapeError(f"{name} has strides {tensor.stride()}; the axes after tokens must be contiguous.")
+    num_tokens, num_heads, _ = check_layout("x_THW", x_THW, (None, None, None), dtypes=FLOATING, num_strided=1).shape
+    check_layout("b_TGN", b_TGN, (num_tokens, None, None), like=x_THW, num_strided=1)
+    check_layout("c_TGN", c_TGN, b_TGN.shape, like=x_THW, num_strided=1)
+    check_layout("dt_TH", dt_TH, (num_tokens, num_heads), dtypes=(torch.float32, torch.float64), like=x_THW)
+    check_layout("a_H", a_H, (num_heads,), dtypes=(dt_TH.dtype,), like=x_THW)
+    check_layout("skip_H", skip_H, (num_heads,), dtypes=(dt_TH.dtype,), like=x_THW)
+    start_S1, first_S1, index_C2, size = chunks
+    check_layout("chunks.start_S1", start_S1, (None,), dtypes=(torch.int32,), like=x_THW)
+    check_layout("chunks.first_S1", first_S1, start_S1.shape, dtypes=(torch.int32,), like=x_THW)
+    check_layout("chunks.index_C2", index_C2, (None, 2), dtypes=(torch.int32,), like=x_THW)
+    num_groups = b_TGN.shape[1]
     if num_tokens == 0 or num_groups == 0 or num_heads % num_groups:
         raise ShapeError(
             f"The scan got {num_tokens} tokens and {num_heads} heads in {num_groups} groups; it needs at least one "
             "token, and the same number of heads in each group."
         )
-    if chunks.size not in _CHUNK_SIZES:
-        raise ShapeError(f"Chunks have {chunks.size} tokens; the kernels support {_CHUNK_SIZES}.")
+    if size not in _CHUNK_SIZES:
+        raise ShapeError(f"Chunks have {size} tokens; the kernels support {_CHUNK_SIZES}.")
