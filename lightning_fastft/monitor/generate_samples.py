@@ -63,7 +63,7 @@ class GenerateSamples(Callback):
         max_new_tokens: int = 64,
         tokenizer: Any = None,
     ) -> None:
-        if isinstance(prompts, str) or not prompts:
+        if not isinstance(prompts, (list, tuple)) or not prompts:
             raise OptionError(f"prompts must be a list of at least one prompt, got {prompts!r}.")
         for prompt in prompts:
             _check_prompt(prompt)

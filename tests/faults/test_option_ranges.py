@@ -251,7 +251,8 @@ OPTIONS = {
     "FastFTDDPStrategy": {**strategy, "context_parallel": size},
     "FastFTFSDPStrategy": {
         **strategy,
-        **dict.fromkeys(("data_parallel_size", "tensor_parallel_size", "context_parallel"), size),
+        **dict.fromkeys(("data_parallel_size", "tensor_parallel_size", "context_parallel", "expert_parallel"), size),
+        "adapters": choice("replicate", "shard"),
         "shard": either(choice("auto", "node"), whole(1, 2**20)),
         "gradient_sync": choice("window", "batch"),
         "save_distributed_checkpoint": flag,
@@ -275,6 +276,11 @@ OPTIONS = {
         "cuda_graphs": choice(False, True, "auto"),
         "base_compute": choice("model_dtype", "fp8", "fp8_reference"),
     },
+    "GenerateSamples": {
+        "prompts": lambda value: isinstance(value, (list, tuple)) and len(value) > 0 and all(map(text, value)),
+        "max_new_tokens": whole(1),
+        "tokenizer": LIGHTNINGS_OWN,
+    },
     "GradientHealth": {"num_steps": whole(3), "allow_zero": either(text, lambda value: value in ([], ()))},
     "HostWaitDetector": {
         "steps": lambda value: (
@@ -292,6 +298,7 @@ GIVEN = {
     **{name: {"model": CONFIG, "init": "random"} for name in ("FineTuner", "RewardTuner")},
     **{name: {"model": CONFIG, "init": "random", "lora": {}} for name in ("PreferenceTuner", "PolicyTuner")},
     "DistillationTuner": {"model": CONFIG, "init": "random", "teacher": "teacher"},
+    "GenerateSamples": {"prompts": ["a"]},
     "PackedDataModule": {"paths": "rows.jsonl"},
     "RolloutDataModule": {"prompts": "rows.jsonl"},
 }

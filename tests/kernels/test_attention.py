@@ -494,12 +494,12 @@ def test_cudnn_missing_says_what_to_install(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "cudnn", None)
     context = make_context([4])
-    with pytest.raises(MissingDependencyError, match=r"lightning_fastft\[hopper\]"):
+    with pytest.raises(MissingDependencyError, match=r"lightning-fastft\[hopper\]"):
         cudnn_backend.cudnn_attention(*make_inputs(context)[:3], context=context, scale=SCALE, window=None)
 
 
 def test_forcing_cudnn_where_only_the_package_is_missing_says_so():
-    with pytest.raises(MissingDependencyError, match=r"lightning_fastft\[hopper\]"):
+    with pytest.raises(MissingDependencyError, match=r"lightning-fastft\[hopper\]"):
         _check_forced("cudnn", H200)
     with pytest.raises(BackendError, match="has no sinks"):
         _check_forced("cudnn", H200._replace(has_sinks=True))

@@ -197,5 +197,5 @@ def test_adapter_folder_is_refused_with_the_reason(tmp_path):
 
 def test_missing_bitsandbytes_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(MissingDependencyError, match=r"lightning_fastft\[qlora\]"):
+    with pytest.raises(MissingDependencyError, match=r"lightning-fastft\[qlora\]"):
         random_model(quantization="nf4")

@@ -402,7 +402,10 @@ def test_optional_column_of_several_rows_belongs_to_the_file():
     assert len(tokenize_ids(values[:-1], extra_columns="ignore")) == 51
 
 
-def test_progress_goes_to_stderr(capfd):
+def test_progress_goes_to_stderr_if_it_is_a_terminal(capfd, monkeypatch):
+    tokenize_ids(ids_rows(30), show_progress=True)
+    assert "30/30" not in capfd.readouterr().err
+    monkeypatch.setenv("FORCE_COLOR", "1")
     tokenize_ids(ids_rows(30), show_progress=True)
     shown = capfd.readouterr()
     assert shown.out == ""
