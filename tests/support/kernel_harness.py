@@ -43,7 +43,7 @@ def planted_faults(module, check, faults, *, except_in=None, errors=AssertionErr
     """
 
     @pytest.mark.skipif(
-        DEVICE == "cuda" and module.__name__.endswith(".triton"), reason="kernels with faults write out of bounds"
+        DEVICE == "cuda", reason="kernels with faults, or with faulty addresses, write out of bounds; a CPU shows them"
     )
     @pytest.mark.parametrize("fault", faults)
     def fault_is_seen(fault, tmp_path):
