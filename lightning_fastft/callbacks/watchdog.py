@@ -52,10 +52,12 @@ class Watchdog(Callback):
 
     Time is measured between hooks of training batches. It does not count at the start, nor from the beginning of a
     validation, a save or an epoch until the next batch; a hang there is not found, but a dead or stopped rank is. A
-    rank that waits in a batch while another one saves or validates has first_steps_factor times as long. Ranks on
-    several nodes name each other if they share the folder. A run that is suspended with SIGSTOP for timeout_s is ended
-    too. On a GPU the report names the position of the host, which runs ahead of the device. POSIX only; stopped ranks
-    and child processes are found only with /proc.
+    rank that waits in a batch while another one saves or validates has first_steps_factor times as long. A run that is
+    suspended with SIGSTOP for timeout_s is ended too. On a GPU the report names the position of the host, which runs
+    ahead of the device. POSIX only; stopped ranks and child processes are found only with /proc.
+
+    Ranks on several nodes name each other if they share the folder. A node whose watchdogs are all silent for 30 s (for
+    timeout_s, if that is less) is lost: killed, stopped or cut off, also in a save or a validation.
 
     Args:
         timeout_s: Seconds without progress after which the run is ended, 1 to 86,400; must exceed the longest
@@ -232,6 +234,8 @@ class Watchdog(Callback):
             job = Job(
                 rank=trainer.global_rank,
                 num_ranks=trainer.world_size,
+                node=trainer.node_rank,
+                num_nodes=trainer.num_nodes,
                 pid=os.getpid(),
                 timeout_s=self.timeout_s,
                 first_timeout_s=self.timeout_s * self.first_steps_factor,

@@ -26,6 +26,11 @@ POLL_S = 0.25
 PUBLISH_S = 1.0
 # The states of other ranks are up to date after two of their writes.
 SETTLE_S = 2 * PUBLISH_S + POLL_S
+# A node is lost if its watchdogs write nothing for so long, or for timeout_s if that is less. A busy file server pauses
+# for seconds.
+SILENT_S = 30.0
+# The states of ranks on other nodes are read this often: all ranks read those of all others from one file server.
+LISTEN_S = 5.0
 # Time for a rank to end with its own error after another rank died.
 GRACE_S = 3.0
 _MOST_TEXT = 400
@@ -89,6 +94,9 @@ class Job(NamedTuple):
 
     rank: int
     num_ranks: int
+    # The rank's machine, and how many there are.
+    node: int
+    num_nodes: int
     pid: int
     timeout_s: float
     first_timeout_s: float
@@ -138,6 +146,11 @@ class RankWatch:
         # pipe open longer.
         self._signs = [0, *_open_process(job.pid)]
         self._stacks = ""
+        self._num_published = 0
+        # Last state of each other rank, and seconds of this process since it was new.
+        self._others: dict[int, dict[str, Any]] = {}
+        self._silent_s: dict[int, float] = {}
+        self._unread_s = 0.0
 
     def run(self) -> None:
         """Say that the watch has begun, then watch until the rank is done, dead or killed."""
@@ -155,6 +168,9 @@ class RankWatch:
             if self.condition == "gone":
                 self._end_watch()
                 return
+            if self._lost_nodes():
+                self._judge()
+                return
             if self._is_due():
                 self._read_stacks()
                 self._settle()
@@ -171,7 +187,13 @@ class RankWatch:
             return
         # The watchdog of a rank that died first has written its verdict by then, on a busy machine too.
         if self.beat.phase == Phase.FAILED and self.job.num_ranks > 1:
+            # The error may come from a node that is lost, which only time shows.
+            self._note_others()
             self._settle()
+            self._note_others()
+            while not self._verdict_path.exists() and self._are_silent() and not self._lost_nodes():
+                self._wait(PUBLISH_S)
+                self._note_others()
         else:
             self._wait(2 * POLL_S)
         if self._verdict_path.exists():
@@ -195,6 +217,9 @@ class RankWatch:
         self.idle_s = 0.0 if self.beat.num_beats != before.num_beats else self.idle_s + elapsed
         self.stopped_s = self.stopped_s + elapsed if self.condition == "stopped" else 0.0
         self._since_publish_s += elapsed
+        self._unread_s += elapsed
+        if self.job.num_nodes > 1 and self._unread_s >= min(LISTEN_S, self._silent_limit_s / 2):
+            self._note_others()
         if self._since_publish_s >= PUBLISH_S or before.phase != self.beat.phase or self.condition == "gone":
             self._publish()
 
@@ -235,6 +260,8 @@ class RankWatch:
     def _state(self) -> dict[str, Any]:
         return {
             "rank": self.job.rank,
+            "node": self.job.node,
+            "num_published": self._num_published,
             "pid": self.job.pid,
             "host": socket.gethostname(),
             "condition": self.condition,
@@ -246,6 +273,7 @@ class RankWatch:
 
     def _publish(self) -> None:
         self._since_publish_s = 0.0
+        self._num_published += 1
         path = self._state_path(self.job.rank)
         part = path.with_suffix(".part")
         # Keep watching if the folder is missing or full for a moment.
@@ -254,19 +282,62 @@ class RankWatch:
             part.replace(path)
 
     def _read_others(self) -> list[dict[str, Any]]:
-        """Return the last states of the other ranks, without ranks that are done or use another folder."""
-        found = []
+        """Return the last states of the other ranks, without ranks that are done or use another folder.
+
+        The condition of ranks on a lost node is "lost".
+        """
+        self._note_others()
+        lost = self._lost_nodes()
+        return [
+            {**state, "condition": "lost", "idle_s": self._silent_s[rank]} if state["node"] in lost else state
+            for rank, state in sorted(self._others.items())
+        ]
+
+    def _note_others(self) -> None:
+        """Read the states of the other ranks, and note for how long each has been the same."""
+        elapsed_s, self._unread_s = self._unread_s, 0.0
         for rank in range(self.job.num_ranks):
-            if rank != self.job.rank:
-                with contextlib.suppress(OSError, ValueError):
-                    found.append(json.loads(self._state_path(rank).read_text()))
-        return found
+            if rank == self.job.rank:
+                continue
+            try:
+                state = json.loads(self._state_path(rank).read_text())
+            except FileNotFoundError:
+                self._others.pop(rank, None)
+                continue
+            except (OSError, ValueError):
+                state = self._others.get(rank)
+            if state is None:
+                continue
+            is_new = rank not in self._others or state["num_published"] != self._others[rank]["num_published"]
+            # A rank that has ended has nothing to say any more.
+            is_silent = not is_new and state["condition"] != "gone"
+            self._silent_s[rank] = self._silent_s[rank] + elapsed_s if is_silent else 0.0
+            self._others[rank] = state
+
+    @property
+    def _silent_limit_s(self) -> float:
+        return max(SETTLE_S, min(SILENT_S, self.job.timeout_s))
+
+    def _are_silent(self) -> bool:
+        """Return whether a rank of another node has written nothing since its state was last read."""
+        return any(self._silent_s[rank] > 0.0 for rank, state in self._others.items() if state["node"] != self.job.node)
+
+    def _lost_nodes(self) -> set[int]:
+        """Return the other nodes all of whose watchdogs are silent."""
+        silent: set[int] = set()
+        heard = {self.job.node}
+        for rank, state in self._others.items():
+            (silent if self._silent_s[rank] >= self._silent_limit_s else heard).add(state["node"])
+        return silent - heard
 
     def _leave(self, *, keep: bool = False) -> None:
         """Remove the state file; that of a rank that left early stays until the last rank leaves."""
         if not keep:
             self._state_path(self.job.rank).unlink(missing_ok=True)
-        if all(state["condition"] == "gone" and state["phase"] == Phase.LEAVING for state in self._read_others()):
+        if all(
+            state["condition"] == "lost" or (state["condition"] == "gone" and state["phase"] == Phase.LEAVING)
+            for state in self._read_others()
+        ):
             shutil.rmtree(self.job.meeting, ignore_errors=True)
 
     # End the rank.
@@ -329,8 +400,13 @@ class RankWatch:
 
 
 def find_blamed(states: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the ranks to blame: first to die without an error, else stopped, else first to fail, else least far."""
+    """Return the ranks to blame: first to die without an error, else on a lost node, else stopped, else first to fail,
+    else least far.
+    """
     dead = [state for state in states if state["condition"] == "gone" and state["phase"] != Phase.FAILED]
+    lost = [state for state in states if state["condition"] == "lost"]
+    if lost and not dead:
+        return lost
     stopped = [state for state in states if state["condition"] == "stopped"]
     # An error is often caused by the death of another rank.
     failed = [state for state in states if state["phase"] == Phase.FAILED]
@@ -377,8 +453,17 @@ def describe(blamed: list[dict[str, Any]], states: list[dict[str, Any]], *, time
     first, many = blamed[0], len(blamed) > 1
     names = ", ".join(str(state["rank"]) for state in blamed)
     what = f"{'ranks' if many else 'rank'} {names} {_describe_condition(first, is_plural=many)}"
+    if len({state["node"] for state in states}) > 1:
+        nodes = {state["node"]: state["host"] for state in blamed}
+        where = ", ".join(f"node {node} ({host})" for node, host in nodes.items())
+        what = (
+            f"{where} {'are' if len(nodes) > 1 else 'is'} lost: {what}"
+            if first["condition"] == "lost"
+            else (f"on {where} {what}")
+        )
+    heard = "last heard " if first["condition"] == "lost" else ""
     lines = [
-        f"Watchdog: {what}, at optimizer step {first['step']} (micro-batch {first['num_batches']} of this run), "
+        f"Watchdog: {what}, {heard}at optimizer step {first['step']} (micro-batch {first['num_batches']} of this run), "
         f"{_WORDS[Phase(first['phase'])]}. "
         f"The job is ended (timeout_s={timeout_s:g}; this report: {report}).",
         *(_describe_state(state) for state in states),
@@ -390,6 +475,11 @@ def _describe_condition(state: dict[str, Any], *, is_plural: bool) -> str:
     if state["condition"] == "gone":
         after = f" after {state['text']}" if state["text"] else ": killed, crashed, or ended by its own code"
         return f"{'are' if is_plural else 'is'} dead{after}"
+    if state["condition"] == "lost":
+        return (
+            f"gave no sign of life for {state['idle_s']:.0f} s, because the machine or its network is down, or it is "
+            "stopped"
+        )
     if state["phase"] == Phase.FAILED:
         return f"failed with {state['text']}"
     if state["condition"] == "stopped":

@@ -195,6 +195,9 @@ WAITING = "barrier (/lib/torch/distributed/x.py:1)"
         ([state(0, phase=Phase.FAILED, failed_at_s=2.0), state(1, phase=Phase.FAILED, failed_at_s=1.0)], [1]),
         ([state(0, phase=Phase.FAILED, failed_at_s=2.0, condition="gone"), state(1, condition="gone")], [1]),
         ([state(0), state(1, phase=Phase.LEAVING, condition="gone")], [1]),
+        # The connection of rank 0 to a lost node failed.
+        ([state(0, phase=Phase.FAILED, condition="gone"), state(1, condition="lost")], [1]),
+        ([state(0, condition="stopped"), state(1, condition="lost"), state(2, condition="lost")], [1, 2]),
         # The end of rank 1 took rank 0 along.
         ([state(0, condition="gone", gone_at_s=2.0), state(1, condition="gone", gone_at_s=1.9)], [1]),
     ],

@@ -13,14 +13,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
+from lightning_fastft.callbacks.packed_training import PackedTraining
 from lightning_fastft.callbacks.watchdog import Watchdog
 from lightning_fastft.monitor import watch_process
 from lightning_fastft.strategies.ddp import FastFTDDPStrategy
 from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
 from tests.faults.saves import fork
 from tests.strategies.strategy_worker import Lazy
+from tests.support.processes import children_of
 from tests.support.training_parts import packed_loader, quiet_trainer
 
 NUM_RANKS = 2
@@ -38,31 +40,54 @@ class Fault(Callback):
 
     def __init__(self, kind, write, *, rank=1):
         self.kind, self.write, self.rank = kind, write, rank
+        self.first_step = kind.endswith("_in_the_first_step")
 
     def on_train_start(self, trainer, pl_module):
+        print(f"begins after step {trainer.global_step}", file=sys.stderr, flush=True)
         if trainer.world_size > 1:
             self.group = torch.distributed.new_group()
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if batch_idx == HURT_AT and self.kind == "kill_in_a_save":
+        if self.first_step and batch_idx == 0 and trainer.global_rank == self.rank:
+            self.hurt()
+        elif batch_idx == HURT_AT and self.kind.endswith("_in_a_save"):
             trainer.save_checkpoint(os.path.join(trainer.default_root_dir, "a.ckpt"))
-        elif batch_idx == HURT_AT and trainer.global_rank == self.rank:
-            os.write(self.write, b"x")
-            getattr(self, self.kind)()
+        elif batch_idx == HURT_AT and trainer.global_rank == self.rank and not self.first_step:
+            self.hurt()
         elif batch_idx == HURT_AT and self.kind == "kill_beside_one_that_is_busy":
             time.sleep(1000)
+
+    def hurt(self):
+        os.write(self.write, b"x")
+        getattr(self, self.kind)()
 
     def kill(self):
         os.kill(os.getpid(), signal.SIGKILL)
 
+    def lose_node(self, number=signal.SIGKILL):
+        """All that runs on the node of this rank gets a signal, its watchdog too."""
+        for child in children_of(os.getpid()):
+            os.kill(child, number)
+        os.kill(os.getpid(), number)
+
+    lose_node_in_the_first_step = lose_node
+
+    def stop_node(self):
+        self.lose_node(signal.SIGSTOP)
+
+    def none(self):
+        """Hurt nothing."""
+
     kill_beside_one_that_is_busy = kill
 
     def on_save_checkpoint(self, trainer, pl_module, checkpoint):
-        if self.kind != "kill_in_a_save":
+        if trainer.global_step < HURT_STEP - 1 or not self.kind.endswith("_in_a_save"):
             return
         if trainer.global_rank == self.rank:
             os.write(self.write, b"x")
-            self.kill()
+            self.kill() if self.kind == "kill_in_a_save" else self.lose_node()
+        if self.kind != "kill_in_a_save":
+            return
         try:
             torch.distributed.barrier(self.group)
         except RuntimeError:
@@ -113,17 +138,42 @@ def free_port():
         return found.getsockname()[1]
 
 
-def train(folder, *, strategy, num_ranks, callbacks, num_batches=24, max_steps=12, **options):
+def train(folder, *, strategy, num_ranks, callbacks, num_batches=24, max_steps=12, ckpt_path=None, **options):
+    options = {"accumulate_grad_batches": ACCUMULATE, **options}
+    if not strategy.startswith("fastft"):
+        callbacks = [*callbacks, PackedTraining()]
     quiet_trainer(
         folder,
         strategy=make_strategy(strategy),
         devices=num_ranks,
         callbacks=callbacks,
-        accumulate_grad_batches=ACCUMULATE,
         max_steps=max_steps,
         use_distributed_sampler=False,
         **options,
-    ).fit(Lazy(), packed_loader(num_batches))
+    ).fit(Lazy(), packed_loader(num_batches), ckpt_path=ckpt_path)
+
+
+def join(number, *, num_ranks, port, are_nodes):
+    """Set what torchrun would set for a rank; with are_nodes each rank is a node of its own."""
+    local, node = (0, number) if are_nodes else (number, 0)
+    names = {
+        "RANK": number,
+        "LOCAL_RANK": local,
+        "WORLD_SIZE": num_ranks,
+        "LOCAL_WORLD_SIZE": 1 if are_nodes else num_ranks,
+        "GROUP_RANK": node,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RUN_ID": "test",
+    }
+    os.environ |= {name: str(value) for name, value in names.items()}
+
+
+def node_options(folder, num_nodes, callbacks):
+    """Options of a job whose ranks are nodes: it saves every step, and begins with the newest checkpoint."""
+    callbacks.append(ModelCheckpoint(folder / "runs", filename="{step}", every_n_train_steps=1, save_last=True))
+    shared = {"enable_checkpointing": True, "accumulate_grad_batches": 1, "ckpt_path": "last"}
+    return {"num_ranks": 1, "num_nodes": num_nodes, **shared}
 
 
 def run_job(
@@ -138,36 +188,31 @@ def run_job(
     num_batches=(24, 24),
     limit_s=300.0,
     slow_watchdog=None,
+    are_nodes=False,
 ):
     """Run a job with one hurt rank, and return how it ended.
 
     A rank that is left after limit_s is killed, with code None. The watchdog process of rank slow_watchdog starts 5 s
-    late, as on a busy machine.
+    late, as on a busy machine. With are_nodes each rank is a node of its own (node_options); with kind "none" nothing
+    is hurt.
     """
     port = free_port()
 
     def act(number, write):
-        log = os.open(folder / f"stderr-{number}", os.O_CREAT | os.O_WRONLY)
+        log = os.open(folder / f"stderr-{number}", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
         os.dup2(log, 2)
         # Not the file in which pytest keeps what its own process says.
         sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
-        names = {
-            "RANK": number,
-            "LOCAL_RANK": number,
-            "WORLD_SIZE": num_ranks,
-            "LOCAL_WORLD_SIZE": num_ranks,
-            "GROUP_RANK": 0,
-        }
         if num_ranks > 1:
-            os.environ |= {name: str(value) for name, value in names.items()}
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test"}
+            join(number, num_ranks=num_ranks, port=port, are_nodes=are_nodes)
         if number == slow_watchdog:
             slow = folder / Path(watch_process.__file__).name
             slow.write_text(SLOW_WATCHDOG.format(path=watch_process.__file__))
             watch_process.__file__ = str(slow)
         callbacks = [Watchdog(timeout_s=timeout_s)] if watched else []
-        callbacks += [Fault(kind, write, rank=rank)] if kind != "uneven" else []
-        train(folder, strategy=strategy, num_ranks=num_ranks, callbacks=callbacks, num_batches=num_batches[number])
+        callbacks += [Fault(kind, write, rank=rank)] if hasattr(Fault, kind) or kind.endswith("_in_a_save") else []
+        options = node_options(folder, num_ranks, callbacks) if are_nodes else {"num_ranks": num_ranks}
+        train(folder, strategy=strategy, callbacks=callbacks, num_batches=num_batches[number], **options)
 
     children = [fork(lambda write, number=number: act(number, write)) for number in range(num_ranks)]
     try:
@@ -189,8 +234,8 @@ def run_job(
                 os.waitpid(child, 0)
     # The processes that watched end a moment later.
     deadline = time.monotonic() + 120
-    while list(folder.glob(".watchdog-*")) and time.monotonic() < deadline:
+    while list(folder.rglob(".watchdog-*")) and time.monotonic() < deadline:
         time.sleep(0.05)
     said = "".join((folder / f"stderr-{number}").read_text() for number in range(num_ranks))
-    reports = list(folder.glob("watchdog-*.txt"))
+    reports = list(folder.rglob("watchdog-*.txt"))
     return End(codes, seconds, said, reports[0].read_text() if len(reports) == 1 else f"{len(reports)} reports")
