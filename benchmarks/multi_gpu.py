@@ -2,6 +2,7 @@ r"""Measure tokens/s of DDP, FSDP2, context and expert parallelism, and a model 
 
     python -m benchmarks.multi_gpu multi --out runs/multi
     python -m benchmarks.multi_gpu multi --out runs/context --runs one context --tokens 131072 --one-document
+    python -m benchmarks.multi_gpu multi --out runs/resident --runs fsdp --mode keep+resident --adapters shard
     python -m benchmarks.multi_gpu full32b --out runs/full32b --ranks 4
     python -m benchmarks.multi_gpu experts --out runs/experts --ranks 2
 
@@ -108,6 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     shared.add_argument("--mode", default="offload", help="what happens to activations, as in the ruler")
     shared.add_argument("--steps", type=int, default=30)
     shared.add_argument("--budget-s", type=float, default=3600.0)
+    shared.add_argument("--adapters", default="replicate", choices=("replicate", "shard"), help="of LoRA under FSDP2")
     one = commands.add_parser("multi", parents=[shared], help="one GPU, DDP and FSDP2")
     one.add_argument("--workload", default="qwen3-8b-lora")
     one.add_argument("--ranks", type=int, default=2)
@@ -183,6 +185,8 @@ class Driver:
                 options.workload,
                 "--budget-s",
                 str(left),
+                "--adapters",
+                options.adapters,
                 *(["--one-document"] if options.one_document else []),
                 *arguments,
             ]
@@ -236,8 +240,12 @@ def multi(driver: Driver, options: argparse.Namespace) -> None:
         )
     for strategy in ("ddp", "fsdp", CONTEXT):
         if strategy in options.runs:
+            is_cut = strategy == "fsdp" and options.adapters == "shard"
             driver.run(
-                f"{strategy} x{options.ranks}", strategy=strategy, num_ranks=options.ranks, num_steps=options.steps
+                f"{strategy} x{options.ranks}{', adapters sharded' if is_cut else ''}",
+                strategy=strategy,
+                num_ranks=options.ranks,
+                num_steps=options.steps,
             )
 
 
@@ -289,6 +297,7 @@ def worker(options: argparse.Namespace) -> int:
         "num_sharing": num_sharing,
         "is_one_document": options.one_document,
         "mode": options.mode,
+        "adapters": options.adapters,
         "versions": versions(),
         "reason": "",
     }
@@ -298,7 +307,9 @@ def worker(options: argparse.Namespace) -> int:
     checkpointing = mode.checkpointing
     follow = RankCallback(record, num_steps=num_steps, num_micro=num_steps * options.accumulate, is_cuda=is_cuda)
     sizes = {CONTEXT: {"context_parallel": num_sharing}, EXPERTS: {"expert_parallel": num_ranks}}
-    strategy = STRATEGIES[options.strategy](activations=checkpointing, **sizes.get(options.strategy, {}))
+    kind = STRATEGIES[options.strategy]
+    choices = {"adapters": options.adapters} if kind is FastFTFSDPStrategy else {}
+    strategy = kind(activations=checkpointing, **choices, **sizes.get(options.strategy, {}))
     trainer = make_trainer(
         strategy,
         follow,

@@ -39,7 +39,7 @@ GRAPHS_CHECKED_STEP = CHECKED_STEP + 4
 # By then every kind of pack of the ruler's token files has been recorded: what a recording takes is paid once a run,
 # not in its steps.
 _GRAPHS_WARMUP = 16
-_ADDED = ("liger", "fused", "graphs", "graphs=auto", "fp8", "stream")
+_ADDED = ("liger", "fused", "graphs", "graphs=auto", "fp8", "stream", "resident")
 _GIB = 2**30
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -62,11 +62,13 @@ class Mode(NamedTuple):
 
 
 def parse_mode(mode: str) -> Mode:
-    """Return what a mode asks for: NAME[=VRAM_GIB][:HOST_GIB][+liger][+fused][+graphs[=auto]][+fp8][+stream][+tilesN].
+    """Return what a mode asks for: NAME[=VRAM_GIB][:HOST_GIB], with any of +liger, +fused, +graphs[=auto], +fp8,
+    +stream or +resident, and +tilesN.
 
     "fused" adds FusedKernels, "graphs" adds it with CUDA graphs, "graphs=auto" with those where the device waits for
     the host, "fp8" with frozen base products in fp8 (rows of their own: what they compute is an approximation, which
-    the judge allows for), "stream" keeps frozen weights on the host, "tilesN" runs feed-forward blocks in N tiles.
+    the judge allows for), "stream" keeps frozen weights on the host, "resident" keeps those that FSDP2 shards gathered,
+    "tilesN" runs feed-forward blocks in N tiles.
 
     Raises:
         ValueError: There is no such mode.
@@ -79,14 +81,15 @@ def parse_mode(mode: str) -> Mode:
     rest, _, host = rest.partition(":")
     name, _, vram = rest.partition("=")
     tiles = [int(part.removeprefix("tiles")) for part in added if part.removeprefix("tiles").isdecimal()]
-    if name not in POLICIES or len(tiles) + sum(part in _ADDED for part in added) != len(added):
+    is_known = len(tiles) + sum(part in _ADDED for part in added) == len(added)
+    if name not in POLICIES or not is_known or {"stream", "resident"} <= {*added}:
         raise ValueError(
-            "A mode is NAME[=VRAM_GIB][:HOST_GIB][+liger][+fused][+graphs[=auto]][+fp8][+stream][+tilesN] with "
-            f"{', '.join(POLICIES)}; got {mode!r}."
+            "A mode is NAME[=VRAM_GIB][:HOST_GIB][+liger][+fused][+graphs[=auto]][+fp8][+stream][+tilesN], or "
+            f"+resident in place of +stream, with {', '.join(POLICIES)}; got {mode!r}."
         )
     options = {**POLICIES[name], "mlp_tiles": max(tiles, default=1)}
-    if "stream" in added:
-        options["weights"] = "stream"
+    for weights in {"stream", "resident"} & {*added}:
+        options["weights"] = weights
     if options["policy"] in ("offload", "auto") or "stream" in added:
         options["host_budget"] = float(host or DEFAULT_HOST_GIB)
     if vram:

@@ -168,8 +168,10 @@ class OffloadCheckpointing:
             raise SwapError("There is no decoder layer to attach activation checkpointing to.")
         stacks = list(stacks)
         checkpointed = [module for module in [*layers, *stacks] if getattr(module, "gradient_checkpointing", False)]
+        gathered_text = ""
         if gathered is not None and self.options.weights == "resident":
             gathered.keep(len(gathered.unit_bytes))
+            gathered_text = gathered.describe(len(gathered.unit_bytes))
         if self.policy == "keep":
             if checkpointed:
                 raise OptionError(
@@ -177,7 +179,8 @@ class OffloadCheckpointing:
                     "(gradient_checkpointing_enable() was called on the model), but the policy is 'keep'. Remove that "
                     'call. To recompute, pass activations=OffloadCheckpointing("recompute").'
                 )
-            return Status(STATUS_NAME, "active", self.describe())
+            self._last_description = "; ".join([self.describe(), *([gathered_text] if gathered_text else [])])
+            return Status(STATUS_NAME, "active", self._last_description)
         stack = SegmentStack(
             layers,
             self.options,
@@ -185,6 +188,7 @@ class OffloadCheckpointing:
             weights=weights,
             gathered=gathered if self.options.weights == "auto" else None,
         )
+        stack.gathered_text = gathered_text
         self.stacks.append(stack)
         patcher.add_undo(functools.partial(self._detach, stack))
         for layer, segment in zip(layers, stack.segments):
@@ -192,7 +196,8 @@ class OffloadCheckpointing:
         for module in stacks:
             patcher.set_attribute(module, "gradient_checkpointing", True)
         taken_over = ", taken over from the model's own checkpointing" if checkpointed else ""
-        return Status(STATUS_NAME, "active", f"{self.describe()}; {len(layers)} layers{taken_over}")
+        parts = [self.describe(), f"{len(layers)} layers{taken_over}", *([gathered_text] if gathered_text else [])]
+        return Status(STATUS_NAME, "active", "; ".join(parts))
 
     def segments_of(self, number: int = -1) -> list[Segment]:
         """Return the segments of a stack, by default of the one attached last; none under policy "keep"."""

@@ -67,6 +67,16 @@ class GatheredWeights(NamedTuple):
         """
         return sum(total <= num_bytes for total in accumulate(self.unit_bytes))
 
+    def describe(self, num_kept: int) -> str:
+        """Return in one clause how many units stay gathered, and the memory that they take beside their shards.
+
+        Example:
+            >>> GatheredWeights((2**30, 2**29), keep=print, agree=int).describe(1)
+            '1 of 2 units of sharded frozen weights stay gathered (1.0 GiB)'
+        """
+        gib = sum(self.unit_bytes[:num_kept]) / 2**30
+        return f"{num_kept} of {len(self.unit_bytes)} units of sharded frozen weights stay gathered ({gib:.1f} GiB)"
+
 
 class FrozenWeights:
     """Measure the frozen weights of layers, and move them to the host at most once.

@@ -77,7 +77,8 @@ class SegmentStack:
         self.measurement = Measurement(layers, self.segments)
         self.weights = FrozenWeights(layers, weights)
         self._gathered = gathered
-        self.num_gathered = 0
+        # What the user reads of them, once it is decided.
+        self.gathered_text = ""
         self.plan: Plan | None = None
         self.cost: StepCost | None = None
         self.note = ""
@@ -162,14 +163,13 @@ class SegmentStack:
 
     def describe(self) -> str:
         """Return the current treatment in one line."""
+        gathered = [self.gathered_text] if self.gathered_text else []
         num_layers = len(self.segments)
         if self._is_always_kept:
-            return f"on a CPU every activation is kept; {num_layers} layers"
+            return "; ".join(["on a CPU every activation is kept", f"{num_layers} layers", *gathered])
         if self._awaits_plan():
-            return f"the first steps recompute and are measured; {num_layers} layers"
-        parts = self.executor.describe()
-        if self.num_gathered:
-            parts.append(f"{self.num_gathered} units of sharded weights stay gathered")
+            return "; ".join(["the first steps recompute and are measured", f"{num_layers} layers", *gathered])
+        parts = [*self.executor.describe(), *gathered]
         if self.plan is not None:
             found = self.plan.prediction
             parts.append(f"predicted {found.step_ms:.0f} ms, {found.peak_bytes / 2**30:.1f} GiB")
@@ -237,8 +237,9 @@ class SegmentStack:
         assert self._gathered is not None
         assert self.plan is not None
         left = vram_budget - self.plan.prediction.peak_bytes
-        self.num_gathered = self._gathered.agree(self._gathered.num_within(left))
-        self._gathered.keep(self.num_gathered)
+        num_kept = self._gathered.agree(self._gathered.num_within(left))
+        self._gathered.keep(num_kept)
+        self.gathered_text = self._gathered.describe(num_kept)
         self._gathered = None
 
     def _make_plan(self, device: torch.device, *, vram_budget: int) -> None:

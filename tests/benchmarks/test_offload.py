@@ -123,6 +123,7 @@ def test_a_profiled_step_on_a_gpu_shows_its_copy_and_its_wait():
         ("auto", "auto", None, plans.DEFAULT_HOST_GIB, 2, False, False),
         ("auto=14.5:32+liger", "auto", 14.5, 32.0, 2, True, False),
         ("recompute:8+stream+tiles4", "recompute", None, 8.0, 2, False, False),
+        ("keep+resident", "keep", None, None, 2, False, False),
         ("keep+fused", "keep", None, None, 2, False, True),
         ("recompute+graphs", "recompute", None, None, 2, False, True),
         ("auto+graphs=auto", "auto", None, plans.DEFAULT_HOST_GIB, 2, False, True),
@@ -139,11 +140,11 @@ def test_modes_name_policies_and_budgets(mode, policy, vram_gib, host_gib, buffe
     assert (checkpointing.policy, options.buffers, liger, fused) == (policy, buffers, wants_liger, wants_fused)
     assert options.vram_budget_bytes == (None if vram_gib is None else int(vram_gib * 2**30))
     assert options.host_budget_bytes == (None if host_gib is None else int(host_gib * 2**30))
-    assert options.weights == ("stream" if "stream" in mode else "auto")
+    assert options.weights == next((name for name in ("stream", "resident") if name in mode), "auto")
     assert checkpointing.mlp_tiles == (4 if "tiles4" in mode else 1)
 
 
-@pytest.mark.parametrize("mode", ["offloads", "keep+fast", "keep+tiles", "stream", ""])
+@pytest.mark.parametrize("mode", ["offloads", "keep+fast", "keep+tiles", "recompute+stream+resident", "stream", ""])
 def test_an_unknown_mode_is_refused(mode):
     with pytest.raises(ValueError, match="A mode is"):
         plans.parse_mode(mode)

@@ -69,12 +69,13 @@ STRATEGIES = {"ddp": FastFTDDPStrategy, "fsdp": FastFTFSDPStrategy, "one": FastF
 # Each kind and each policy once; that policies change no bit is tested on one process.
 EQUALITY = [("full", "keep"), ("lora", "recompute"), ("nf4", "recompute")]
 DDP_EQUALITY = [*EQUALITY, ("nf4 experts", "recompute")]
-# Of a LoRA run whose layers recompute.
+# Of a LoRA run, whose layers recompute unless a policy is named.
 FSDP_CHOICES = {
     "default": {},
     "sharded adapters": {"adapters": "shard"},
     "resident": {"weights": "resident"},
     "resident, sharded adapters": {"weights": "resident", "adapters": "shard"},
+    "resident, activations kept": {"weights": "resident", "policy": "keep"},
 }
 FSDP_EQUALITY = [*EQUALITY, ("full, head of its own", "keep"), ("lora, trained copies", "recompute")]
 
@@ -111,6 +112,7 @@ class Watch(Callback):
         self._counter.__exit__(None, None, None)
         self.num_reductions.append(self._counter.num_reductions)
         self.num_gathers.append(self._counter.num_gathers)
+        self.status = " | ".join(status.reason for status in trainer.strategy.statuses())
 
 
 class CollectiveCounter(TorchDispatchMode):
@@ -306,8 +308,15 @@ def run_fsdp(rank, folder):
         found[kind, policy, "head"] = watch.head
         found[kind, policy, "reductions"] = watch.num_reductions
     for name, options in FSDP_CHOICES.items():
-        state, watch = train("lora", "recompute", "fsdp", rank=rank, folder=folder, **options)
-        found[name] = {"state": state, "reductions": watch.num_reductions, "gathers": watch.num_gathers}
+        policy = options.get("policy", "recompute")
+        others = {key: value for key, value in options.items() if key != "policy"}
+        state, watch = train("lora", policy, "fsdp", rank=rank, folder=folder, **others)
+        found[name] = {
+            "state": state,
+            "reductions": watch.num_reductions,
+            "gathers": watch.num_gathers,
+            "status": watch.status,
+        }
     found["planned"] = planned(rank, folder)
     found["every batch"] = reductions_of_every_batch(rank, folder)
     found["by name"] = by_name(rank, folder)

@@ -72,18 +72,22 @@ def test_gradients_are_reduced_once_per_window(two_ranks, case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("choice", "reductions", "gathers"),
+    ("choice", "reductions", "gathers", "told"),
     [
         # The root once, each layer in the forward and in the backward.
-        ("default", 1, [2 * NUM_UNITS - 1] * 4),
-        ("sharded adapters", NUM_UNITS - 1, [2 * NUM_UNITS - 1] * 4),
-        ("resident", 1, [NUM_UNITS, 0, 0, 0]),
+        ("default", 1, [2 * NUM_UNITS - 1] * 4, ""),
+        ("sharded adapters", NUM_UNITS - 1, [2 * NUM_UNITS - 1] * 4, ""),
+        ("resident", 1, [NUM_UNITS, 0, 0, 0], "3 of 3 units"),
         # The shards of adapters change, so only the root stays gathered.
-        ("resident, sharded adapters", NUM_UNITS - 1, [2 * NUM_UNITS - 1, *[2 * NUM_UNITS - 2] * 3]),
+        ("resident, sharded adapters", NUM_UNITS - 1, [2 * NUM_UNITS - 1, *[2 * NUM_UNITS - 2] * 3], "1 of 1 units"),
+        ("resident, activations kept", 1, [NUM_UNITS, 0, 0, 0], "3 of 3 units"),
     ],
 )
-def test_frozen_units_are_gathered_as_asked_and_train_the_same(two_ranks, one_process, choice, reductions, gathers):
+def test_frozen_units_are_gathered_as_asked_and_train_the_same(
+    two_ranks, one_process, choice, reductions, gathers, told
+):
     found = two_ranks[choice]
+    assert (f"{told} of sharded frozen weights stay gathered" in found["status"]) is bool(told)
     assert found["reductions"] == [0, reductions] * NUM_WINDOWS
     assert found["gathers"] == gathers
     assert difference(found["state"], one_process(("lora", "recompute"))) <= BOUND
@@ -97,7 +101,7 @@ def test_units_stay_gathered_where_every_rank_has_room(two_ranks):
     gathers = found["gathers"]
     assert gathers[0] == 2 * NUM_UNITS - 1
     assert gathers[-1] == 2
-    assert "2 units of sharded weights stay gathered" in found["text"]
+    assert "2 of 3 units of sharded frozen weights stay gathered" in found["text"]
 
 
 @pytest.mark.slow
