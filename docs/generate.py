@@ -1,14 +1,13 @@
-"""Write docs/support.md and docs/options.md from the package, and the tables of docs/numbers.md and
-docs/reliability.md from benchmarks/*.csv.
+"""Write docs/support.md and docs/options.md from the package, and docs/numbers.md and the table of docs/reliability.md
+from benchmarks/*.csv.
 
 docs/which_gpu.md takes minutes and has a script of its own, docs/gpu_table.py.
 
-Command: python docs/generate.py        (tests compare its output with the pages, except the timed steps of numbers.md)
+Command: python docs/generate.py        (tests compare its output with the pages)
 """
 
 from __future__ import annotations
 
-import csv
 import inspect
 import re
 import sys
@@ -20,7 +19,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import lightning_fastft
-from benchmarks.model_types import BOUND, read_record
 from lightning_fastft.cli.usage import USAGE
 from lightning_fastft.cli.words import CONFIG_FOLDER, config_names
 from lightning_fastft.core.errors import FastFTError, UnsupportedModelError
@@ -36,7 +34,6 @@ from lightning_fastft.moe.install import install_bincount_router
 from lightning_fastft.packing.context import ONE_BY_ONE
 
 DOCS = Path(__file__).parent
-RESULTS = DOCS.parent / "benchmarks" / "results.csv"
 HEAD = "<!-- Written by `python docs/generate.py`; edit the package, not this file. -->\n"
 # Families that no test compares document by document: more mixtures, and families that users often request.
 MORE_FAMILIES = (
@@ -50,19 +47,6 @@ NUM_LAYERS = 4
 YES, NO = "yes", "-"
 _ENTRY = re.compile(r"^    (\*{0,2}\w+): (.*)$")
 _SECTION = re.compile(r"^(Args|Returns|Raises|Cost|Source|Example|Attributes):$")
-# Metrics of a run that the tables show: time, rate, memory, host syncs, gradient cosines, and losses to compare.
-MEASURES = {
-    ("step", "ms"): "ms per step",
-    ("tokens", "tokens/s"): "tokens/s",
-    ("examples", "examples/s"): "examples/s",
-    ("peak allocated", "GiB"): "peak GiB",
-    ("peak allocated, largest rank", "GiB"): "peak GiB",
-    ("peak reserved", "GiB"): "reserved GiB",
-    ("host waits", "per step"): "host syncs",
-    ("lowest gradient cosine", "1"): "lowest cosine",
-    ("lowest gradient cosine, judged by cosine 0.98 and norm within 10%", "1"): "lowest cosine",
-    ("check", "1"): "check",
-}
 
 
 def write_support() -> str:
@@ -134,6 +118,9 @@ def write_support() -> str:
 
 def _describe_sweep() -> list[str]:
     """Return how every causal type of transformers ended in the recorded sweep."""
+    # Modules of the repository, not of the package: its root is on the path in scripts and tests only.
+    from benchmarks.model_types import BOUND, read_record
+
     rows = read_record()
     packed = [row["model_type"] for row in rows if row["attention"] == "auto"]
     alone = [row for row in rows if row["attention"] == ONE_BY_ONE]
@@ -435,66 +422,8 @@ def _cell(text: str) -> str:
     return text.replace("|", r"\|")
 
 
-def write_results() -> str:
-    """Return one table for each workload of results.csv, with the newest row of each system on each device."""
-    with RESULTS.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    tables: dict[tuple[str, str], dict[tuple[str, str], dict[str, str]]] = {}
-    for row in rows:
-        measure = MEASURES.get((row["metric"], row["unit"]))
-        if measure:
-            systems = tables.setdefault((row["benchmark"], row["workload"]), {})
-            found = systems.setdefault((row["system"], short_device(row["device"])), {})
-            found.update({measure: row["value"], "date": row["date"]})
-            if measure == "ms per step":
-                found["n"] = row["n"]
-    lines = []
-    for (benchmark, workload), systems in tables.items():
-        measured = set().union(*systems.values())
-        columns = [column for column in dict.fromkeys(MEASURES.values()) if column in measured]
-        lines += [
-            f"### {benchmark}: {workload}\n",
-            f"| system | {' | '.join(columns)} | device | date | steps |",
-            "|---" * (len(columns) + 4) + "|",
-        ]
-        for (system, device), found in systems.items():
-            figures = " | ".join(format_figure(float(found[column])) if column in found else "" for column in columns)
-            lines.append(f"| {_cell(system)} | {figures} | {device} | {found['date']} | {found.get('n', '')} |")
-        lines.append("")
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def short_device(name: str) -> str:
-    """Return the short name of a device."""
-    return name.replace("NVIDIA ", "").removeprefix("1 x ").removesuffix(" 80GB HBM3")
-
-
-def format_figure(value: float) -> str:
-    """Return a figure with its significant digits.
-
-    Example:
-        >>> format_figure(2293.28), format_figure(14.94), format_figure(0.99983), format_figure(0.0)
-        ('2,293', '14.9', '0.9998', '0')
-    """
-    if value == int(value):
-        return f"{value:,.0f}"
-    return f"{value:,.0f}" if value >= 200 else f"{value:.1f}" if value >= 2 else f"{value:.4f}"
-
-
-def write_published() -> str:
-    """Return the table of published figures and our rows of results.csv.
-
-    `python -m benchmarks.published table` prints the same table.
-    """
-    # The module belongs to the repository, not to the package: its root is on the path in scripts and tests only.
-    from benchmarks.published_table import read_rows, render
-
-    return render(read_rows([RESULTS])) + "\n"
-
-
 def write_faults() -> str:
     """Return the table of faults.csv: how many trials ended badly in the default stack and in ours (newest rows)."""
-    # Imported late for the same reason as in write_published.
     from benchmarks.faults.table import read_rows, render_table
 
     return render_table(read_rows())
@@ -523,14 +452,11 @@ def main() -> int:
     """Write the files and return 0."""
     (DOCS / "support.md").write_text(write_support(), encoding="utf-8")
     (DOCS / "options.md").write_text(write_options(), encoding="utf-8")
-    tables = (
-        ("numbers", "published", write_published()),
-        ("numbers", "results", write_results()),
-        ("reliability", "faults", write_faults()),
-    )
-    for page, name, text in tables:
-        file = DOCS / f"{page}.md"
-        file.write_text(replace_part(file.read_text(encoding="utf-8"), name, text), encoding="utf-8")
+    from docs.numbers_page import write_numbers
+
+    (DOCS / "numbers.md").write_text(write_numbers(), encoding="utf-8")
+    file = DOCS / "reliability.md"
+    file.write_text(replace_part(file.read_text(encoding="utf-8"), "faults", write_faults()), encoding="utf-8")
     return 0
 
 

@@ -1,8 +1,5 @@
-"""docs/support.md and docs/options.md are what the package says of itself, and the figures of docs/numbers.md are
-measured ones.
-"""
+"""docs/support.md and docs/options.md are what the package says of itself, docs/numbers.md is what results.csv says."""
 
-import csv
 import importlib.util
 import re
 from pathlib import Path
@@ -62,60 +59,73 @@ def test_every_option_of_a_public_class_is_described(generate):
 
 
 @pytest.fixture(scope="module")
-def measured(generate):
-    """Figures of results.csv as the page writes them. Rows are only appended, so a figure of an older row stays true."""
-    found = set()
-    with (ROOT / "benchmarks/results.csv").open(newline="") as file:
-        for row in csv.DictReader(file):
-            measure = generate.MEASURES.get((row["metric"], row["unit"]))
-            figure = generate.format_figure(float(row["value"])) if measure else ""
-            system = (row["system"], generate.short_device(row["device"]))
-            found.add((f"{row['benchmark']}: {row['workload']}", system, measure, figure))
-    return found
+def numbers():
+    from docs import numbers_page
+
+    return numbers_page
 
 
-def read_figures(page):
-    """Yield the figures of the results in a page, with the title of their table, their system and device, and column."""
-    title, columns = "", []
-    for line in page.partition("<!-- results -->")[2].splitlines():
-        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-        if line.startswith("### "):
-            title = line.removeprefix("### ")
-        elif cells and cells[0] == "system":
-            columns = cells
-        elif cells and not cells[0].startswith("-"):
-            # Device, date and number of steps end a row.
-            for column, figure in zip(columns[1:-3], cells[1:-3]):
-                if figure:
-                    yield title, (cells[0].replace(r"\|", "|"), cells[-3]), column, figure
-
-
-def test_figures_of_the_page_are_rows_of_results(measured):
-    figures = set(read_figures((ROOT / "docs/numbers.md").read_text()))
-    assert figures - measured == set()
-    assert len(figures) > 100
-
-
-def test_a_wrong_figure_is_seen(measured):
-    page = (ROOT / "docs/numbers.md").read_text()
-    title, system, column, figure = next(read_figures(page))
-    head, mark, results = page.partition("<!-- results -->")
-    planted = head + mark + results.replace(f" {figure} ", f" {figure}9 ", 1)
-    assert (title, system, column, f"{figure}9") in set(read_figures(planted)) - measured
-
-
-def test_published_figures_stand_beside_the_stored_rows(generate):
-    part = (
-        (ROOT / "docs/numbers.md")
-        .read_text()
-        .partition("<!-- published -->\n")[2]
-        .partition("<!-- end of published -->")[0]
-    )
-    assert part == generate.write_published(), (
+def test_page_of_numbers_is_what_results_say(numbers):
+    assert (ROOT / "docs/numbers.md").read_text() == numbers.write_numbers(), (
         "results.csv or benchmarks/published_table.py has changed: python docs/generate.py"
     )
-    # A table that ends where its heading ends would pass for one without rows.
-    assert part.count("\n| ") > 10
+
+
+def find_numbers(text):
+    """Return the numbers of prose. Names with digits (Qwen3-14B, H200, 8-bit) are none."""
+    words = re.sub(r"<!--.*?-->|`[^`]*`|\]\([^)]*\)|\{\w+\}", " ", text)
+    return [word for word in re.findall(r"[^\s|(]*\d[^\s|)]*", words) if not re.match(r"[A-Za-z]|\d+-bit\b", word)]
+
+
+def test_prose_names_no_figure_of_its_own(numbers):
+    assert find_numbers(numbers.TEMPLATE) == []
+
+
+@pytest.mark.parametrize("claim", ["1.9 times", "takes 854 ms", "+3.9 %", "1.9x", "in (12 GiB)", "2026-11-22"])
+def test_a_figure_by_hand_is_seen(numbers, claim):
+    assert len(find_numbers(f"{numbers.TEMPLATE} On Qwen3-14B in 8-bit: {claim}.")) == 1
+
+
+def test_a_figure_that_changes_in_results_changes_in_tables_and_prose(numbers, tmp_path):
+    text, path = (ROOT / "benchmarks/results.csv").read_text(), tmp_path / "results.csv"
+    path.write_text(text.replace(",293.542,", ",777.542,"))
+    changed = numbers.write_numbers(path)
+    assert "takes 778 ms" in " ".join(changed.split())
+    assert "| `recompute+fused` | 8-bit | 778 |" in changed
+    assert numbers.write_numbers() == changed.replace("778", "294")
+
+
+def entry_of(numbers, label, *, order, command="a", device="NVIDIA H200", ms=100.0, workload="tiny, packed"):
+    figures = {"ms": ms, "tokens": 1e5 / ms, "allocated": 10.0}
+    return numbers.Entry("train_step", workload, label, "2026-11-26", command, device, order, figures)
+
+
+def test_headline_is_the_newest_joint_run_and_what_others_have_besides(numbers):
+    entries = [
+        entry_of(numbers, "unsloth unsloth, adamw_8bit", order=1, command="old"),
+        entry_of(numbers, "unsloth skip, adamw_8bit", order=2, command="old", device="NVIDIA H100"),
+        entry_of(numbers, "ours keep, adamw_fused", order=3, command="old", ms=90.0),
+        entry_of(numbers, "ours keep, adamw_fused", order=4, command="joint", ms=95.0),
+        entry_of(numbers, "unsloth off, adamw_8bit", order=5, command="joint"),
+        # Newer and alone, or with plain only: neither is a headline.
+        entry_of(numbers, "ours keep, adamw_fused", order=6, command="alone", ms=50.0),
+        entry_of(numbers, "ours keep, adamw_fused", order=7, command="plain", ms=51.0),
+        entry_of(numbers, "plain recompute, adamw_8bit", order=8, command="plain"),
+        entry_of(numbers, "ours keep, adamw_fused", order=9, workload="tiny, packed, labels 30%", ms=40.0),
+    ]
+    run, earlier = numbers.find_headline(entries, "tiny")
+    assert [entry.order for entry in run] == [4, 5]
+    assert [entry.order for entry in earlier] == [1, 8]
+
+
+def test_ratios_are_of_equal_moments_first_and_leave_fp8_out(numbers, monkeypatch):
+    monkeypatch.setattr(numbers, "HEADLINES", ("tiny",))
+    labels = (("ours keep+fused+fp8, adamw_fused", 10.0), ("ours keep+fused, adamw_fused", 50.0))
+    labels += (("ours keep+fused, adamw_fused_8bit", 80.0), ("unsloth off, adamw_8bit", 100.0))
+    labels += (("ours keep+fused A/A, adamw_fused", 5.0),)
+    entries = [entry_of(numbers, label, order=order, ms=ms) for order, (label, ms) in enumerate(labels)]
+    row = numbers.write_ratios(entries).splitlines()[-1]
+    assert row == "| tiny | unsloth | 1.25 |  | 2.00 | 10 against 10 |"
 
 
 def test_a_part_of_a_page_is_replaced_and_nothing_around_it(generate):
@@ -131,7 +141,7 @@ def test_a_part_of_a_page_is_replaced_and_nothing_around_it(generate):
         generate.replace_part(page, "z", "new")
 
 
-def test_figures_have_three_digits_or_more(generate):
-    assert generate.format_figure(2293.28) == "2,293"
-    assert generate.format_figure(14.94) == "14.9"
-    assert generate.format_figure(0.99983) == "0.9998"
+def test_figures_have_three_digits_or_more(numbers):
+    assert numbers.format_figure(2293.28) == "2,293"
+    assert numbers.format_figure(14.94) == "14.9"
+    assert numbers.format_figure(0.48822) == "0.488"

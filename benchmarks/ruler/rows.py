@@ -1,0 +1,77 @@
+"""The headline rows: for each name, its workload and every setting that `python -m benchmarks.compare --row NAME` runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from benchmarks.ruler.systems import SYSTEMS, settings_of
+from benchmarks.ruler.workloads import WORKLOADS
+
+# Bits of the moments: every system is measured with both.
+OPTIMIZERS = ("adamw_8bit", "adamw_fused")
+# Settings of a system in one row, in the order in which they are measured; the first is its default.
+Settings = Mapping[str, tuple[str, ...]]
+_PEERS: Settings = {
+    "unsloth": ("unsloth", "off", "skip-max"),
+    "trl": ("recompute", "keep"),
+    "trl+liger": ("recompute+liger", "keep+liger"),
+}
+_PLAIN: Settings = {"plain": ("recompute", "keep", "keep+liger")}
+# Launch-bound: the best setting runs from CUDA graphs.
+_SMALL: Settings = {**_PLAIN, "ours": ("auto+graphs=auto", "keep+graphs", "recompute+graphs"), **_PEERS}
+_LARGE: Settings = {**_PLAIN, "ours": ("auto+graphs=auto", "keep+fused", "recompute+fused"), **_PEERS}
+_MIXTURE: Settings = {
+    "plain": ("recompute+grouped_mm",),
+    "ours": ("auto+graphs=auto", "keep+graphs", "recompute+graphs"),
+    "unsloth": ("unsloth", "off"),
+}
+# Unsloth does not pack gpt-oss, so it gets padded batches, with checkpointing and without.
+_GPT_OSS: Settings = {
+    "plain": ("recompute+grouped_mm+flex",),
+    "ours": ("auto+graphs=auto", "keep+fused", "recompute+fused"),
+    "unsloth": ("unsloth+padded64", "off+padded32"),
+}
+_FULL: Settings = {**_LARGE, "unsloth": ("unsloth", "off")}
+
+
+class HeadlineRow(NamedTuple):
+    """One row.
+
+    Args:
+        workload: Of the ruler.
+        settings: Modes of each system.
+    """
+
+    workload: str
+    settings: Settings
+
+    @property
+    def is_mixture(self) -> bool:
+        """Whether `benchmarks.moe` runs its arms."""
+        return WORKLOADS[self.workload].num_experts > 0
+
+
+ROWS: Mapping[str, HeadlineRow] = {
+    "qwen3-14b-qlora": HeadlineRow(
+        "qwen3-14b-qlora", {**_LARGE, "ours": (*_LARGE["ours"], "auto=12.0:24+fused", "keep+fused+fp8")}
+    ),
+    "qwen3-0.6b-lora": HeadlineRow("qwen3-0.6b-lora", _SMALL),
+    "llama-3.1-8b-32k": HeadlineRow("llama-3.1-8b-lora-32k", _LARGE),
+    "llama-3.1-8b-32k-one-document": HeadlineRow("llama-3.1-8b-lora-32k-one-document", _LARGE),
+    "qwen3-8b-full": HeadlineRow("qwen3-8b-full", _FULL),
+    "qwen3-30b-a3b": HeadlineRow("qwen3-30b-a3b-12l-lora", _MIXTURE),
+    "gpt-oss-20b": HeadlineRow("gpt-oss-20b-12l-lora", _GPT_OSS),
+    "qwen3.5-9b": HeadlineRow(
+        "qwen3.5-9b-usual-lora",
+        {"plain": ("recompute+padded",), "ours": ("auto+graphs=auto", "keep+fused"), "unsloth": ("unsloth", "off")},
+    ),
+    "gemma-4-e4b": HeadlineRow(
+        "gemma-4-e4b-lora",
+        {"plain": ("keep+padded+sdpa",), "ours": ("auto+graphs=auto", "keep+fused"), "unsloth": ("unsloth", "off")},
+    ),
+    # On a CPU: it shows that everything runs, and measures nothing.
+    "tiny": HeadlineRow(
+        "tiny", {name: tuple(s.mode for s in settings_of(SYSTEMS[name], device="cpu")) for name in ("plain", "ours")}
+    ),
+}
