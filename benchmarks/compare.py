@@ -1,5 +1,6 @@
 r"""Compare every system that can be imported, on the same packs, weights and adapters; write a table and a chart.
 
+    python -m benchmarks.compare --row qwen3-14b-qlora
     python -m benchmarks.compare --workload qwen3-14b-qlora
     python -m benchmarks.compare --workload tiny --device cpu --systems plain ours
 
@@ -10,7 +11,8 @@ the two medians of the control differ by more than 2 %, no row and no ratio is w
 everything runs: no rows, no ratios, exit status 0 if every process ran and was checked.
 
 In OUT: raw.jsonl (every process), log.txt (their output), clocks.csv, table.txt, rows.csv (columns of results.csv),
-chart.png. A run that reached its time limit continues with the same --out: processes in raw.jsonl are not run again.
+chart.png. `--row NAME` (benchmarks/ruler/rows.py) measures a headline: its settings of every system with 8-bit and with
+32-bit moments, 200 timed steps each, and one setting of each system twice. A run that reached its time limit continues with the same --out: processes in raw.jsonl are not run again.
 """
 
 from __future__ import annotations
@@ -49,26 +51,28 @@ from benchmarks.ruler.pairs import (
     pool,
 )
 from benchmarks.ruler.report import read_records
-from benchmarks.ruler.systems import OUR_OPTIMIZERS, SYSTEMS, find_gap, missing_module, settings_of
+from benchmarks.ruler.rows import OPTIMIZERS, ROWS, width_of
+from benchmarks.ruler.systems import OUR_OPTIMIZERS, SYSTEMS, Setting, find_gap, missing_module, settings_of
 from benchmarks.ruler.workloads import WORKLOADS, WorkloadFiles, num_weights
 
 _KEY = ("workload", "system", "mode", "label_share", "optimizer", "half", "repeat", "num_steps")
 _SHARED_MEMORY = Path("/dev/shm")
+NUM_STEPS, NUM_ROW_STEPS = 30, 200
 
 
 def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
-    options = _parser().parse_args(words)
+    options = read_options(words)
     if not options.no_chart and importlib.util.find_spec("matplotlib") is None:
         raise SystemExit("compare: the chart needs matplotlib: pip install matplotlib, or add --no-chart")
     # A driver that is told to stop ends its process first: SystemExit runs through the finally of run_arms.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     stamp = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
-    out: Path = options.out or Path("runs") / "compare" / f"{options.workload}-{stamp}"
+    out: Path = options.out or Path("runs") / "compare" / f"{options.row or options.workload}-{stamp}"
     out.mkdir(parents=True, exist_ok=True)
     files = WorkloadFiles(options.root or default_root(options.workload), WORKLOADS[options.workload])
     print(f"compare: {options.workload} on {options.device}; weights in {files.folder}, results in {out}", flush=True)
-    settings, gaps = find_settings(options.systems, device=options.device)
+    settings, gaps = find_settings(options.systems, device=options.device, row=options.row)
     for name, reason in gaps.items():
         print(f"not run: {name}: {reason}", flush=True)
     run = ComparisonRun(options, files=files, out=out)
@@ -78,13 +82,26 @@ def main(arguments: list[str] | None = None) -> int:
     return _report(run, settings, gaps, command=" ".join(["python -m benchmarks.compare", *words]))
 
 
+def read_options(words: Sequence[str]) -> argparse.Namespace:
+    """Return the options; a row sets the workload, the optimizers, and how many steps are timed."""
+    options = _parser().parse_args(words)
+    row = ROWS.get(options.row)
+    if row is not None:
+        options.workload = row.workload
+    if options.device is None:
+        options.device = "cpu" if options.row == "tiny" else "cuda"
+    options.optimizers = (options.optimizer,) if options.optimizer else OPTIMIZERS if row else OPTIMIZERS[:1]
+    options.steps = options.steps or (NUM_ROW_STEPS if row else NUM_STEPS)
+    return options
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--workload", required=True, choices=[name for name, workload in WORKLOADS.items() if not workload.num_experts]
-    )
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument("--row", choices=list(ROWS), help="a headline of docs/numbers.md, all of it in one run")
+    asked.add_argument("--workload", choices=[name for name, workload in WORKLOADS.items() if not workload.num_experts])
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=list(SYSTEMS))
     parser.add_argument(
         "--root",
@@ -92,19 +109,18 @@ def _parser() -> argparse.ArgumentParser:
         help="where weights are built; by default a folder in memory where they fit, else runs/weights",
     )
     parser.add_argument("--out", type=Path, help="folder of results; by default a new one in runs/compare")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="cuda; cpu for --row tiny")
     parser.add_argument(
         "--optimizer",
-        default="adamw_8bit",
-        choices=("adamw_8bit", "adamw_fused"),
-        help="adamw_8bit: averages in 8 bits, by bitsandbytes at the peers and by FusedAdamW in ours; adamw_fused: in "
-        "32",
+        choices=OPTIMIZERS,
+        help="adamw_8bit: moments in 8 bits, by bitsandbytes at the peers and by FusedAdamW in ours; adamw_fused: in "
+        "32; by default 8 bits, and both with --row",
     )
     parser.add_argument(
         "--steps",
         type=int,
-        default=30,
-        help="timed steps of a setting, over both of its processes; 10 where one exceeds 3 s",
+        help=f"timed steps of a setting, over both of its processes; {NUM_STEPS}, {NUM_ROW_STEPS} with --row, 10 where "
+        "one exceeds 3 s",
     )
     parser.add_argument("--warmup", type=int, default=6)
     parser.add_argument("--budget-s", type=float, default=7200.0, help="for all processes together")
@@ -124,18 +140,26 @@ def default_root(workload: str) -> Path:
     return Path("runs") / "weights"
 
 
-def find_settings(systems: Iterable[str], *, device: str) -> tuple[list[tuple[str, str]], dict[str, str]]:
+def find_settings(
+    systems: Iterable[str], *, device: str, row: str | None = None
+) -> tuple[list[tuple[str, str]], dict[str, str]]:
     """Return (arm, mode) of every setting that can run here, in the order of the first pass, and why others
-    cannot, by their names.
+    cannot, by their names. A row has settings of its own.
     """
+    of_row = ROWS[row].settings if row else None
     found, gaps = [], {}
     for name in (name for name in SYSTEMS if name in set(systems)):
         system = SYSTEMS[name]
+        settings = settings_of(system, device=device)
+        if of_row is not None:
+            settings = tuple(
+                Setting(mode, needs="liger_kernel" if "liger" in mode else "") for mode in of_row.get(name, ())
+            )
         reason = find_gap(system)
         if reason:
             gaps[name] = reason
             continue
-        for setting in settings_of(system, device=device):
+        for setting in settings:
             missing = missing_module(setting)
             if missing:
                 gaps[f"{name} {setting.mode}"] = f"ModuleNotFoundError: No module named {missing!r}"
@@ -162,7 +186,7 @@ class ComparisonRun:
             options.workload,
             "",
             "",
-            optimizer=options.optimizer,
+            optimizer=options.optimizers[0],
             num_warmup=options.warmup,
             num_steps=max(1, (options.steps + 1) // 2),
         )
@@ -190,12 +214,13 @@ class ComparisonRun:
         subprocess.run([sys.executable, "-m", "benchmarks.train_step", *words], check=True)
 
     def measure(self, settings: Sequence[tuple[str, str]]) -> None:
-        """Run the first pass, the control, and all of it backwards.
+        """Run the first pass, the control, and all of it backwards; in a row, a control of each system.
 
         Args:
             settings: Arm and mode, in the order of the first pass.
         """
-        first = [self._case(system, mode) for system, mode in settings]
+        optimizers = self.options.optimizers
+        first = [self._case(system, mode, optimizer) for system, mode in settings for optimizer in optimizers]
         for number, case in enumerate(first):
             # The first case leaves the gradients that all others are judged by.
             leaves_reference = number == 0 and case.system == "plain"
@@ -203,17 +228,19 @@ class ComparisonRun:
             self._run(first[number])
         passed = [case for case in first if self._row_of(case)]
         # Ours where it is there, else whoever passed.
-        repeated = next(iter([case for case in passed if case.system == "ours"] or passed), None)
-        if repeated is not None:
-            passed.append(replace(repeated, repeat=CONTROL, is_judged=True))
+        ours_first = sorted(passed, key=lambda case: case.system != "ours")
+        firsts: dict[str, Case] = {}
+        for case in ours_first:
+            firsts.setdefault(case.system, case)
+        for case in firsts.values() if self.options.row else ours_first[:1]:
+            passed.append(replace(case, repeat=CONTROL, is_judged=True))
             self._run(passed[-1])
         for case in reversed(passed):
             if self._row_of(case):
                 self._run(replace(case, half=2, is_judged=True))
 
-    def _case(self, system: str, mode: str) -> Case:
+    def _case(self, system: str, mode: str, asked: str) -> Case:
         """Return the first process of a setting; on a GPU ours steps with its own optimizer of as many bits."""
-        asked = self.options.optimizer
         optimizer = OUR_OPTIMIZERS.get(asked, asked) if system == "ours" and self.options.device == "cuda" else asked
         return replace(self._template, system=system, mode=mode, half=1, optimizer=optimizer)
 
@@ -242,6 +269,7 @@ class ComparisonRun:
             # A process that would be cut off in the middle is left for the next call.
             budget_seconds=left if left >= self._longest_s else 0.0,
             arm_seconds=self.options.arm_s,
+            module="benchmarks.moe" if self.files.workload.num_experts else "benchmarks.train_step",
         )
         self._longest_s = max(self._longest_s, time.monotonic() - start)
 
@@ -255,12 +283,14 @@ class ComparisonRun:
         return record is not None and not record["reason"]
 
 
-def _report(run: ComparisonRun, settings: Sequence[tuple[str, str]], gaps: Mapping[str, str], *, command: str) -> int:
+def _report(run: ComparisonRun, settings: Sequence[tuple[str, ...]], gaps: Mapping[str, str], *, command: str) -> int:
     """Write table, rows and chart; return 0 where rows were written, on a CPU where everything ran."""
     device, workload = run.options.device, run.options.workload
     rows = pool(run.records(), clocks=read_clocks(run.out / "clocks.csv"))
     hardware = next((row["versions"].get("device", "cpu") for row in rows if "versions" in row), device)
     title = f"{workload}, {WORKLOADS[workload].max_tokens:,} tokens a step, {hardware}"
+    widths = [width_of({"optimizer": name}) for name in run.options.optimizers]
+    settings = [(*setting, width) for setting in settings for width in widths]
     table = f"{title}\n{comparison_table(rows, gaps, settings=settings, device=device)}"
     (run.out / "table.txt").write_text(table + "\n", encoding="utf-8")
     print(table, flush=True)

@@ -10,7 +10,8 @@ import platform
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -19,7 +20,15 @@ from typing import Any
 import torch
 
 from benchmarks.ruler import judge as judging
-from benchmarks.ruler.measure import HostWaits, StepClock, peak_memory_gib, pinned_host_gib, summarise_ms
+from benchmarks.ruler.attention import describe_attention
+from benchmarks.ruler.measure import (
+    HostWaits,
+    StepClock,
+    device_memory_gib,
+    peak_memory_gib,
+    pinned_host_gib,
+    summarise_ms,
+)
 from benchmarks.ruler.proof import TrainingProof
 from benchmarks.ruler.workloads import Pack, Workload, WorkloadFiles
 
@@ -96,7 +105,8 @@ class CaseRecorder:
     Call, in every step: ``batch_arrived`` with the batch before it is copied to the device, ``backward_done`` before
     gradients are clipped, ``step_done`` after the optimizer; stop when it returns True. Step 0 is judged on the first
     pack; the last warm-up step counts host waits and is not timed. Timed steps must prove that they train
-    (benchmarks/ruler/proof.py).
+    (benchmarks/ruler/proof.py). The whole run, from the first batch to the last timed step, is timed by the host;
+    comparisons of gradients are not part of it (``not_counted``).
 
     Args:
         case: What is measured.
@@ -120,6 +130,7 @@ class CaseRecorder:
         self._proof = TrainingProof(share=case.label_share, learning_rate=learning_rate_of(files.workload), dtype=dtype)
         self._num_timed = case.num_steps
         self._is_stopped = False
+        self._run_start, self._not_counted_s = 0.0, 0.0
         self.step = 0
         self.verdict: judging.Verdict | None = None
         self.record: dict[str, Any] = {**asdict(case), "title": case.title}
@@ -136,8 +147,9 @@ class CaseRecorder:
         return self.case.num_warmup + self.case.num_steps
 
     def pack_at(self, step: int) -> Pack:
-        """Return the pack of a step; the token file is repeated when it is used up."""
-        return self._packs[step % len(self._packs)]
+        """Return the pack of a step, always another one: when the token file is used up, its packs come renewed."""
+        num_rounds, number = divmod(step, len(self._packs))
+        return self._packs[number].renewed(num_rounds)
 
     def batch_arrived(self, batch: Any = None) -> None:
         """Count the tokens of the batch; start counting host waits in the last warm-up step.
@@ -145,31 +157,57 @@ class CaseRecorder:
         Args:
             batch: What the model is called with, on the host or on the device; a case that shows none gets no row.
         """
+        if self.step == 0:
+            self._run_start = time.perf_counter()
         self._proof.see_batch(batch)
         if self.step == self.case.num_warmup - 1:
             self._waits = HostWaits(is_cuda=self._is_cuda)
             self._waits.__enter__()
 
     def backward_done(self, model: torch.nn.Module, *, loss: torch.Tensor | None = None) -> None:
-        """Stop counting host waits; in step 0 judge the gradients of model and note the loss, in timed steps look
+        """Note the host waits so far; in step 0 judge the gradients of model and note the loss, in timed steps look
         at them.
         """
-        self.close()
+        if self._waits is not None:
+            self.record["host_waits"] = self._waits.count_so_far()
+            if self.step == 0:
+                # The judge reads gradients on the host.
+                self.close()
         if self.step >= self.case.num_warmup:
             self._proof.see_gradients(is_last=self.step == self.case.num_warmup + self._num_timed - 1)
         if self.step == 0:
+            self.record["attention"] = describe_attention(model)
             self.record["first_loss"] = None if loss is None else float(loss)
-            self._judge(model)
+            with self.not_counted():
+                self._judge(model)
 
-    def close(self) -> None:
-        """Stop counting host waits if they are being counted."""
-        if self._waits is not None:
-            self._waits.__exit__(None, None, None)
-            self.record["host_waits"], self.record["host_wait_places"] = self._waits.count, self._waits.places[:20]
-            self._waits = None
+    @contextmanager
+    def not_counted(self) -> Iterator[None]:
+        """Leave out of the time of the whole run what only the benchmark does; waits for the device at both ends."""
+        self._synchronize()
+        start = time.perf_counter()
+        yield
+        self._synchronize()
+        self._not_counted_s += time.perf_counter() - start
+
+    def _synchronize(self) -> None:
+        if self._is_cuda:
+            torch.cuda.synchronize()
+
+    def close(self) -> int | None:
+        """Stop counting host waits and return them; None if they are not being counted."""
+        if self._waits is None:
+            return None
+        waits, self._waits = self._waits, None
+        waits.__exit__(None, None, None)
+        self.record["host_wait_places"] = waits.places[:20]
+        return waits.count
 
     def step_done(self) -> bool:
         """Note the end of a step; return True when the case is over."""
+        num_waits = self.close()
+        if num_waits is not None:
+            self.record["host_waits_step"] = num_waits
         self.step += 1
         self._clock.mark()
         num_warmup = self.case.num_warmup
@@ -240,6 +278,7 @@ class CaseRecorder:
     def _finish(self) -> None:
         step_ms = self._clock.read_ms()
         self.record["timed_to"] = time.time()
+        whole_run_s = time.perf_counter() - self._run_start - self._not_counted_s
         timed = [self.pack_at(self.case.num_warmup + number) for number in range(len(step_ms))]
         num_tokens = sum(pack.input_id_T.size for pack in timed)
         num_labelled = sum(int((pack.label_T(self.case.label_share) != -100).sum()) for pack in timed)
@@ -252,6 +291,9 @@ class CaseRecorder:
             # What graphs compute in counts as free between their recordings, and is not: it stays reserved for them.
             peak_gib["allocated"] = peak_gib["reserved"]
         self.record.update(
+            whole_run_s=whole_run_s,
+            num_whole_steps=self.step,
+            device_memory_gib=device_memory_gib(is_cuda=self._is_cuda),
             ms=step_ms,
             summary=summary,
             peak_gib=peak_gib,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from benchmarks.ruler.cases import OPTIMIZERS, OUR_OPTIMIZERS, Case, CaseLog
+from benchmarks.ruler.flash_attn_stand_in import write_package
 from benchmarks.ruler.report import read_records
 
 # Less than this is not enough to import, load and warm up.
@@ -114,7 +116,10 @@ def _run_process(
         sink.write(f"\n===== {' '.join(case.title for case in cases)} =====\n".encode())
         sink.flush()
         # A session of its own, so that what a peer starts (compile workers, data loaders) ends with it.
-        process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True)
+        environment = environment_of(cases[0].system, device=device, folder=raw.parent / "flash_attn")
+        process = subprocess.Popen(
+            command, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True, env=environment
+        )
         try:
             code = process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -122,6 +127,14 @@ def _run_process(
         finally:
             _end_session(process)
     return "" if code == 0 else f"its process ended with code {code}: {_last_line(log)}"
+
+
+def environment_of(system: str, *, device: str, folder: Path) -> dict[str, str]:
+    """Return the environment of an arm; a peer on a GPU without flash-attn finds a stand-in, written to folder."""
+    path = os.environ.get("PYTHONPATH", "")
+    if system != "ours" and device == "cuda" and importlib.util.find_spec("flash_attn") is None:
+        path = os.pathsep.join(filter(None, [str(write_package(folder).resolve()), path]))
+    return {**os.environ, "PYTHONPATH": path}
 
 
 def _end_session(process: subprocess.Popen[bytes]) -> None:

@@ -59,6 +59,10 @@ class HostWaits(AbstractContextManager):
         self.count = 0
         self.places: list[str] = []
 
+    def count_so_far(self) -> int:
+        """Return the count while this is open."""
+        return self._num_full + sum(_WAIT_MESSAGE in str(w.message) for w in self._seen) if self._is_cuda else 0
+
     def __enter__(self) -> HostWaits:
         if self._is_cuda:
             self._catch = warnings.catch_warnings(record=True)
@@ -102,9 +106,10 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def summarise_ms(values: Sequence[float]) -> dict[str, float]:
-    """Return median, p10, p90 and count."""
+    """Return median, mean, p10, p90 and count."""
     return {
         "median": statistics.median(values),
+        "mean": statistics.fmean(values),
         "p10": percentile(values, 0.1),
         "p90": percentile(values, 0.9),
         "n": len(values),
@@ -118,6 +123,17 @@ def pinned_host_gib(*, is_cuda: bool) -> float:
     Memory that a system registers by itself is not in it.
     """
     return torch.cuda.host_memory_stats()["allocated_bytes.peak"] / 2**30 if is_cuda else 0.0
+
+
+def device_memory_gib(*, is_cuda: bool) -> float:
+    """Return what the driver reports in use on the device now, as nvidia-smi does, in GiB; 0 on a CPU.
+
+    It is reserved memory, the CUDA context, and what libraries allocate by themselves, of every process on the device.
+    """
+    if not is_cuda:
+        return 0.0
+    num_free, num_total = torch.cuda.mem_get_info()
+    return (num_total - num_free) / 2**30
 
 
 def peak_memory_gib(*, is_cuda: bool) -> dict[str, float]:

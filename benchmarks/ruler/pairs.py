@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 from benchmarks.ruler.clocks import median_clock_mhz
 from benchmarks.ruler.measure import summarise_ms
-from benchmarks.ruler.report import align, result_rows
-from benchmarks.ruler.systems import SYSTEMS, is_default, system_of
+from benchmarks.ruler.report import align, host_syncs_text, result_rows
+from benchmarks.ruler.rows import is_default, width_of
+from benchmarks.ruler.systems import SYSTEMS, system_of
 
 # Medians of the same case, measured twice, may differ by this much.
 MAX_CONTROL_DIFFERENCE = 0.02
@@ -20,10 +21,14 @@ CONTROL = "A/A"
 UNFINISHED = ("not started", "stopped after")
 # What pool says of a half that left no record at all.
 _NOT_RUN = "it was not run"
+# Of both processes the larger figure counts.
+_LARGER = ("host_waits", "host_waits_step", "device_memory_gib")
 _KEY = ("workload", "system", "mode", "label_share", "optimizer", "repeat")
 _HEADER = (
     "system mode (* default)",
+    "optim",
     "ms",
+    "mean",
     "first",
     "second",
     "p10",
@@ -33,10 +38,12 @@ _HEADER = (
     "lab.tok/s",
     "GiB",
     "resv",
+    "used",
     "pinned",
     "waits",
     "MHz",
     "min cos",
+    "run, s",
 )
 
 
@@ -104,7 +111,8 @@ def _pooled(
         labelled_tokens_per_s=_per_step(pair, "num_labelled") / summary["median"] * 1e3,
         peak_gib={name: max(half["peak_gib"][name] for half in pair) for name in first["peak_gib"]},
         pinned_host_gib=max(half["pinned_host_gib"] for half in pair),
-        host_waits=max((half["host_waits"] for half in pair if "host_waits" in half), default=None),
+        **{name: max((half[name] for half in pair if half.get(name) is not None), default=None) for name in _LARGER},
+        whole_run_s=max((half["whole_run_s"] for half in pair if "whole_run_s" in half), default=None),
         verdict=min((half["verdict"] for half in pair), key=lambda verdict: verdict["worst_cosine"][1]),
         clock_mhz=median_clock_mhz(clocks, [(half["timed_from"], half["timed_to"]) for half in pair]),
     )
@@ -130,18 +138,16 @@ def _per_step(pair: Sequence[Mapping[str, Any]], name: str) -> float:
 
 
 def control_of(rows: Sequence[Mapping[str, Any]]) -> Control:
-    """Return how far the two medians of the repeated case are apart."""
-    repeated = next((row for row in rows if row["repeat"]), None)
-    if repeated is None:
-        return Control("", None)
-    own = next(
-        (
-            row
-            for row in rows
-            if not row["repeat"] and (row["system"], row["mode"]) == (repeated["system"], repeated["mode"])
-        ),
-        None,
-    )
+    """Return how far the two medians of the repeated case are apart; of several, ours decides."""
+    repeated = [row for row in rows if row["repeat"]]
+    ours = [row for row in repeated if row["system"] == "ours"] or repeated
+    return _control(ours[0], rows) if ours else Control("", None)
+
+
+def _control(repeated: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Control:
+    """Return how far the medians of a repeated case and of its first measurement are apart."""
+    key = ("system", "mode", "optimizer")
+    own = next((row for row in rows if not row["repeat"] and all(row[name] == repeated[name] for name in key)), None)
     title = f"{repeated['system']} {repeated['mode']}"
     if own is None or own["reason"] or repeated["reason"]:
         return Control(title, None)
@@ -149,23 +155,26 @@ def control_of(rows: Sequence[Mapping[str, Any]]) -> Control:
     return Control(title, high / low - 1)
 
 
-def find_unfinished(rows: Sequence[Mapping[str, Any]], settings: Sequence[tuple[str, str]]) -> list[Mapping[str, Any]]:
+def find_unfinished(rows: Sequence[Mapping[str, Any]], settings: Sequence[tuple[str, ...]]) -> list[Mapping[str, Any]]:
     """Return what another run in the same folder would still measure: rows that ended early, then settings without a
     row, as system and mode.
 
     Args:
         rows: As pool returns them; the control is one of them.
-        settings: Arm and mode of everything that was to be measured.
+        settings: Arm and mode of everything that was to be measured, and the width of the moments where both are.
     """
-    present = {(row["system"], row["mode"]) for row in rows if not row["repeat"]}
+    present = {(row["system"], row["mode"], width_of(row)) for row in rows if not row["repeat"]}
     ended_early = [row for row in rows if row["reason"].partition(" process: ")[2].startswith((*UNFINISHED, _NOT_RUN))]
     return ended_early + [
-        {"system": arm, "mode": mode, "repeat": ""} for arm, mode in settings if (arm, mode) not in present
+        {"system": setting[0], "mode": setting[1], "repeat": ""}
+        for setting in settings
+        if not any(found[: len(setting)] == tuple(setting) for found in present)
     ]
 
 
-def ratios(rows: Sequence[Mapping[str, Any]], *, settings: Sequence[tuple[str, str]], device: str) -> list[str]:
-    """Return ours against every peer in tokens/s, best against best and default against default, with memory beside.
+def ratios(rows: Sequence[Mapping[str, Any]], *, settings: Sequence[tuple[str, ...]], device: str) -> list[str]:
+    """Return ours against every peer in tokens/s, best against best and default against default, with memory beside;
+    first with equal moments, where both widths were measured.
 
     The best of a system of which a setting is still to be measured is not known yet, and nothing is said of it. Nothing
     at all is said without an A/A control that passed, nor on a CPU, where ours keeps what others compute again.
@@ -180,7 +189,13 @@ def ratios(rows: Sequence[Mapping[str, Any]], *, settings: Sequence[tuple[str, s
     timed = [row for row in rows if not row["reason"] and not row["repeat"]]
     unfinished = {system_of(setting) for setting in find_unfinished(rows, settings) if not setting["repeat"]}
     lines = []
+    widths = sorted({width_of(row) for row in timed}, reverse=True)
     for name, chosen in (
+        *(
+            (f"{width} moments", [row for row in timed if width_of(row) == width])
+            for width in widths
+            if len(widths) > 1
+        ),
         ("best against best", timed),
         ("default against default", [row for row in timed if is_default(row, device=device)]),
     ):
@@ -189,7 +204,7 @@ def ratios(rows: Sequence[Mapping[str, Any]], *, settings: Sequence[tuple[str, s
             peers = [row for row in chosen if system_of(row) == system]
             if system == "ours" or not ours or not peers:
                 continue
-            if name == "best against best" and {"ours", system} & unfinished:
+            if not name.startswith("default") and {"ours", system} & unfinished:
                 lines.append(
                     f"{name}, {system}: settings of {' and '.join(sorted({'ours', system} & unfinished))} are still to "
                     "be measured"
@@ -205,7 +220,7 @@ def ratios(rows: Sequence[Mapping[str, Any]], *, settings: Sequence[tuple[str, s
 
 
 def comparison_table(
-    rows: Sequence[Mapping[str, Any]], gaps: Mapping[str, str], *, settings: Sequence[tuple[str, str]], device: str
+    rows: Sequence[Mapping[str, Any]], gaps: Mapping[str, str], *, settings: Sequence[tuple[str, ...]], device: str
 ) -> str:
     """Return the table: a line for every case that passed, fastest first, the reason of every other, the gaps, the
     control and the ratios.
@@ -221,6 +236,10 @@ def comparison_table(
     lines += [f"  no row: {row['title']}: {row['reason'][:400]}" for row in rows if row["reason"]]
     lines += [f"  not run: {name}: {reason}" for name, reason in gaps.items()]
     control = "on a CPU nothing is compared and no row is written" if device == "cpu" else control_of(rows).describe()
+    others = [_control(row, rows) for row in rows if row["repeat"] and row["system"] != "ours" and device != "cpu"]
+    lines += [
+        f"  {found.title} twice differs by {found.difference:.2%}" for found in others if found.difference is not None
+    ]
     return "\n".join(
         [*lines, f"  {control}", *(f"  {line}" for line in ratios(rows, settings=settings, device=device))]
     )
@@ -228,10 +247,12 @@ def comparison_table(
 
 def _line(row: Mapping[str, Any], *, device: str) -> tuple[str, ...]:
     summary, peak, clock = row["summary"], row["peak_gib"], row["clock_mhz"]
-    sizes_gib = (peak["allocated"], peak["reserved"], row["pinned_host_gib"])
+    sizes_gib = (peak["allocated"], peak["reserved"], row["device_memory_gib"] or 0.0, row["pinned_host_gib"])
     return (
         f"{row['title']}{' *' if is_default(row, device=device) else ''}",
+        width_of(row),
         f"{summary['median']:.1f}",
+        f"{summary['mean']:.1f}",
         *(f"{median:.1f}" for median in row["half_medians"]),
         f"{summary['p10']:.1f}",
         f"{summary['p90']:.1f}",
@@ -239,9 +260,10 @@ def _line(row: Mapping[str, Any], *, device: str) -> tuple[str, ...]:
         f"{row['tokens_per_s']:.0f}",
         f"{row['labelled_tokens_per_s']:.0f}",
         *("-" if device == "cpu" else f"{size_gib:.1f}" for size_gib in sizes_gib),
-        "-" if row["host_waits"] is None else str(row["host_waits"]),
+        host_syncs_text(dict(row)),
         "-" if clock is None else f"{clock:.0f}",
         f"{row['verdict']['worst_cosine'][1]:.5f}",
+        "-" if row["whole_run_s"] is None else f"{row['whole_run_s']:.1f}/{row['num_whole_steps']}",
     )
 
 
@@ -264,8 +286,8 @@ def comparison_rows(rows: Sequence[Mapping[str, Any]], *, command: str) -> list[
             ("SM clock", row["clock_mhz"], "MHz", row["summary"]["n"]),
             ("trained values", row["num_trained"], "1", row["summary"]["n"]),
         ]
-        if row["repeat"]:
-            figures.append(("A/A difference", control.difference * 100, "%", row["summary"]["n"]))
+        if row["repeat"] and (own_control := _control(row, rows)).difference is not None:
+            figures.append(("A/A difference", own_control.difference * 100, "%", row["summary"]["n"]))
         own += [
             {**shared, "metric": metric, "value": value, "unit": unit, "n": n}
             for metric, value, unit, n in figures

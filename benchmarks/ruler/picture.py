@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.ruler.pairs import control_of
-from benchmarks.ruler.systems import is_default, system_of
+from benchmarks.ruler.rows import is_default, width_of
+from benchmarks.ruler.systems import system_of
 
 _OURS, _PEERS, _MEMORY = "#1f6f8b", "#b9c0c6", "#e0a458"
 _MARGIN = 1.18
@@ -31,7 +32,11 @@ def draw_comparison(
     figure = Figure(figsize=(9.0, 1.9 + 0.42 * max(1, len(timed))), layout="constrained")
     speed, memory = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
     places = range(len(timed))
-    names = [f"{row['title']}{' *' if is_default(row, device=device) else ''}" for row in timed]
+    is_both = len({width_of(row) for row in timed}) > 1
+    names = [
+        f"{row['title']}{f', {width_of(row)}' if is_both else ''}{' *' if is_default(row, device=device) else ''}"
+        for row in timed
+    ]
     rates, peaks = [row["tokens_per_s"] for row in timed], [row["peak_gib"]["allocated"] for row in timed]
     speed.barh(places, rates, color=[_OURS if system_of(row) == "ours" else _PEERS for row in timed])
     memory.barh(places, peaks, color=_MEMORY)

@@ -29,6 +29,7 @@ _HEADER = (
     "lab.tok/s",
     "GiB",
     "resv",
+    "used",
     "waits",
     "min cos",
     "x plain",
@@ -100,6 +101,7 @@ def result_rows(records: Sequence[dict[str, Any]], *, command: str) -> list[dict
             ("peak allocated", record["peak_gib"]["allocated"], "GiB"),
             ("peak reserved", record["peak_gib"]["reserved"], "GiB"),
             ("host waits", record.get("host_waits", ""), "per step"),
+            *optional_figures(record),
             (f"lowest gradient cosine{_limits_text(record)}", record["verdict"]["worst_cosine"][1], "1"),
         ]
         rows += [
@@ -109,12 +111,33 @@ def result_rows(records: Sequence[dict[str, Any]], *, command: str) -> list[dict
     return rows
 
 
+def optional_figures(record: dict[str, Any]) -> list[tuple[str, Any, str]]:
+    """Return metric, value and unit of what records of older runs do not have."""
+    figures = [
+        ("step, mean", record["summary"].get("mean"), "ms"),
+        ("host waits, whole step", record.get("host_waits_step"), "per step"),
+        ("device memory", record.get("device_memory_gib"), "GiB"),
+        (f"whole run of {record.get('num_whole_steps')} steps", record.get("whole_run_s"), "s"),
+    ]
+    return [figure for figure in figures if figure[1] is not None]
+
+
+def host_syncs_text(record: dict[str, Any]) -> str:
+    """Return the host syncs of a step for a table; those to the end of the backward, marked +, where no more is known.
+
+    Example:
+        >>> host_syncs_text({"host_waits": 2, "host_waits_step": 5}), host_syncs_text({"host_waits": 2})
+        ('5', '2+')
+    """
+    whole, partial = record.get("host_waits_step"), record.get("host_waits")
+    return str(whole) if whole is not None else "-" if partial is None else f"{partial}+"
+
+
 def version_text(record: dict[str, Any]) -> str:
     """Return the versions that matter for this system."""
     versions = record.get("versions", {})
-    return "; ".join(
-        f"{package} {versions[package]}" for package in _PACKAGES.get(record["system"], ()) if package in versions
-    )
+    found = [f"{package} {versions[package]}" for package in _PACKAGES.get(record["system"], ()) if package in versions]
+    return "; ".join([*found, *([f"attention: {record['attention']}"] if record.get("attention") else [])])
 
 
 def _limits_text(record: dict[str, Any]) -> str:
@@ -174,7 +197,8 @@ def _row(record: dict[str, Any], timed: Sequence[dict[str, Any]]) -> tuple[str, 
         f"{record['labelled_tokens_per_s']:.0f}",
         f"{peak['allocated']:.1f}",
         f"{peak['reserved']:.1f}",
-        str(record.get("host_waits", "-")),
+        f"{record['device_memory_gib']:.1f}" if record.get("device_memory_gib") else "-",
+        host_syncs_text(record),
         f"{record['verdict']['worst_cosine'][1]:.5f}",
         ratio,
     )

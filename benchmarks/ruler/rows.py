@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from benchmarks.ruler.systems import SYSTEMS, settings_of
+from benchmarks.ruler.systems import SYSTEMS, settings_of, system_of
 from benchmarks.ruler.workloads import WORKLOADS
 
 # Bits of the moments: every system is measured with both.
@@ -75,3 +75,16 @@ ROWS: Mapping[str, HeadlineRow] = {
         "tiny", {name: tuple(s.mode for s in settings_of(SYSTEMS[name], device="cpu")) for name in ("plain", "ours")}
     ),
 }
+
+
+def is_default(record: Mapping[str, Any], *, device: str) -> bool:
+    """Whether a record was measured in the setting that a user of its system gets who chooses nothing."""
+    system, mode = system_of(record), record["mode"]
+    own = settings_of(SYSTEMS[system], device=device)
+    of_rows = (row.settings.get(system, ()) for row in ROWS.values() if row.workload == record["workload"])
+    return any(s.is_default and s.mode == mode for s in own) or any(modes[:1] == (mode,) for modes in of_rows)
+
+
+def width_of(record: Mapping[str, Any]) -> str:
+    """Return the width of the optimizer's moments: "8-bit" or "32-bit"."""
+    return "8-bit" if record["optimizer"].endswith("8bit") else "32-bit"

@@ -128,14 +128,6 @@ def system_of(record: Mapping[str, Any]) -> str:
     return "trl+liger" if is_liger else str(record["system"])
 
 
-def is_default(record: Mapping[str, Any], *, device: str) -> bool:
-    """Whether a record was measured in the setting that a user of its system gets who chooses nothing."""
-    return any(
-        setting.is_default and setting.mode == record["mode"]
-        for setting in settings_of(SYSTEMS[system_of(record)], device=device)
-    )
-
-
 def settings_of(system: System, *, device: str) -> tuple[Setting, ...]:
     """Return the modes of a system on a device, "cuda" or "cpu"."""
     return system.settings if device == "cuda" else system.cpu_settings

@@ -475,6 +475,21 @@ class Pack:
         self.input_id_T = input_id_T
         self.lengths = [int(length) for length in lengths]
 
+    def renewed(self, number: int) -> Pack:
+        """Return the pack with its tokens and its documents moved round by so many places; 0 is the pack itself.
+
+        Every document has other tokens, lengths and the routing of tokens stay what they are.
+
+        Example:
+            >>> pack = Pack(input_id_T=np.arange(4, 9), lengths=[2, 3]).renewed(1)
+            >>> pack.input_id_T.tolist(), pack.lengths
+            ([8, 4, 5, 6, 7], [3, 2])
+        """
+        if number == 0:
+            return self
+        places = number % len(self.lengths)
+        return Pack(input_id_T=np.roll(self.input_id_T, number), lengths=self.lengths[places:] + self.lengths[:places])
+
     def label_T(self, share: float) -> np.ndarray:
         """Return unshifted labels: the last share of every document, never its first token, at least one token
         where it has two.

@@ -33,13 +33,17 @@ def record_of(setting, *, half, ms=100.0, n=15, repeat="", reason="", **more):
     return {
         **found,
         "ms": [ms] * n,
-        "summary": {"median": ms, "p10": ms, "p90": ms, "n": n},
+        "summary": {"median": ms, "mean": ms, "p10": ms, "p90": ms, "n": n},
         "num_tokens": 8192 * n,
         "num_labelled": 8000 * n,
         "tokens_per_s": 8192 / ms * 1e3,
         "peak_gib": {"allocated": 40.0 + half, "reserved": 50.0 + half},
         "pinned_host_gib": 0.5 * half,
         "host_waits": half,
+        "host_waits_step": 10 * half,
+        "device_memory_gib": 60.0 + half,
+        "whole_run_s": 7.0 + half,
+        "num_whole_steps": 6 + n,
         "num_trained": 1000,
         "verdict": {"passed": True, "worst_cosine": ["a", 1 - half / 1000]},
         "timed_from": 10.0 * half,
@@ -72,7 +76,9 @@ def test_both_halves_are_one_sample():
         clocks=[(9.0, 345.0), (12.0, 1900.0), (13.0, 1980.0), (22.0, 1980.0), (16.0, 345.0)],
     )
     assert row["ms"] == [100.0] * 3 + [110.0] * 3
-    assert row["summary"] == {"median": 105.0, "p10": 100.0, "p90": 110.0, "n": 6}
+    assert row["summary"] == {"median": 105.0, "mean": 105.0, "p10": 100.0, "p90": 110.0, "n": 6}
+    assert (row["host_waits_step"], row["device_memory_gib"]) == (20, 62.0)
+    assert (row["whole_run_s"], row["num_whole_steps"]) == (9.0, 9)
     assert row["half_medians"] == [100.0, 110.0]
     assert row["tokens_per_s"] == pytest.approx(8192 / 0.105)
     assert row["labelled_tokens_per_s"] == pytest.approx(8000 / 0.105)
@@ -152,6 +158,10 @@ def test_rows_have_the_columns_of_results_and_every_figure(measured, tmp_path):
         "peak reserved": ("52", "GiB", "30"),
         "pinned host": ("1", "GiB", "30"),
         "host waits": ("2", "per step", "30"),
+        "host waits, whole step": ("20", "per step", "30"),
+        "device memory": ("62", "GiB", "30"),
+        "step, mean": ("100", "ms", "30"),
+        "whole run of 21 steps": ("9", "s", "30"),
         "SM clock": ("1965", "MHz", "30"),
         "trained values": ("1000", "1", "30"),
         "lowest gradient cosine": ("0.998", "1", "30"),
@@ -228,10 +238,10 @@ def test_a_table_of_a_cpu_has_no_ratio_and_no_memory(measured):
     lines = comparison_table(pool(measured), {}, settings=[], device="cpu").splitlines()
     assert lines[-1] == "  on a CPU nothing is compared and no row is written"
     header = lines[0].split("  ")
-    assert {"GiB", "resv", "pinned"} <= {name.strip() for name in header}
+    assert {"GiB", "resv", "used", "pinned"} <= {name.strip() for name in header}
     for line in lines[1:5]:
-        # GiB, reserved, pinned: no 42.0, 52.0 and 1.0.
-        assert line.split()[-6:-3] == ["-"] * 3
+        # GiB, reserved, used, pinned: no 42.0, 52.0, 62.0 and 1.0.
+        assert line.split()[-8:-4] == ["-"] * 4
 
 
 def test_table_names_what_was_refused_and_what_was_not_run(measured):
@@ -422,7 +432,7 @@ def run(processes, tmp_path):
         files.folder.mkdir(exist_ok=True)
         if has_reference:
             files.reference(1.0).touch()
-        session = compare.ComparisonRun(compare._parser().parse_args(words), files=files, out=tmp_path)
+        session = compare.ComparisonRun(compare.read_options(words), files=files, out=tmp_path)
         session.measure(settings)
         return session
 

@@ -206,6 +206,7 @@ def test_percentile_and_summary():
     assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
     assert summarise_ms([float(number) for number in range(101)]) == {
         "median": 50.0,
+        "mean": 50.0,
         "p10": 10.0,
         "p90": 90.0,
         "n": 101,

@@ -143,6 +143,7 @@ def _train(tuner: FineTuner, recorder: CaseRecorder, *, start: Mapping[str, torc
     ):
         raise ValueError(f"fp8 was asked for, and nothing computed in it: {recorder.record['fused']}")
     recorder.record["backends"] = dict(strategy.packed_steps.backends_used)
+    recorder.record["attention"] = ", ".join(sorted(strategy.packed_steps.backends_used))
 
 
 def make_trainer(strategy: Any, callback: Callback, *, max_steps: int, is_cuda: bool, **options: Any) -> Trainer:
@@ -220,14 +221,16 @@ class MeasuringCallback(Callback):
             return
         stacks = self._checkpointing.stacks
         if self._recorder.step == CHECKED_STEP and stacks and stacks[-1].plan is not None:
-            self._recorder.record["plan_check"] = check_plan(
-                pl_module, batch, self._checkpointing, is_cuda=self._is_cuda
-            )
+            with self._recorder.not_counted():
+                self._recorder.record["plan_check"] = check_plan(
+                    pl_module, batch, self._checkpointing, is_cuda=self._is_cuda
+                )
         if self._recorder.step == GRAPHS_CHECKED_STEP and self._mode.wants_graphs:
             may_be_none = self._mode.wants_graphs == "auto"
-            self._recorder.record["graphs_check"] = check_graphs(
-                pl_module, batch, is_cuda=self._is_cuda, may_be_none=may_be_none
-            )
+            with self._recorder.not_counted():
+                self._recorder.record["graphs_check"] = check_graphs(
+                    pl_module, batch, is_cuda=self._is_cuda, may_be_none=may_be_none
+                )
         self._recorder.batch_arrived(batch)
 
     def on_before_backward(self, trainer: Trainer, pl_module: FineTuner, loss: torch.Tensor) -> None:
