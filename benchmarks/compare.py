@@ -58,6 +58,8 @@ from benchmarks.ruler.workloads import WORKLOADS, WorkloadFiles, num_weights
 _KEY = ("workload", "system", "mode", "label_share", "optimizer", "half", "repeat", "num_steps")
 _SHARED_MEMORY = Path("/dev/shm")
 NUM_STEPS, NUM_ROW_STEPS = 30, 200
+# In a row as many for every system as plans and CUDA graphs take, so that whole runs have equal steps.
+NUM_WARMUP, NUM_ROW_WARMUP = 6, 16
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -92,6 +94,7 @@ def read_options(words: Sequence[str]) -> argparse.Namespace:
         options.device = "cpu" if options.row == "tiny" else "cuda"
     options.optimizers = (options.optimizer,) if options.optimizer else OPTIMIZERS if row else OPTIMIZERS[:1]
     options.steps = options.steps or (NUM_ROW_STEPS if row else NUM_STEPS)
+    options.warmup = options.warmup or (NUM_ROW_WARMUP if row else NUM_WARMUP)
     return options
 
 
@@ -122,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"timed steps of a setting, over both of its processes; {NUM_STEPS}, {NUM_ROW_STEPS} with --row, 10 where "
         "one exceeds 3 s",
     )
-    parser.add_argument("--warmup", type=int, default=6)
+    parser.add_argument("--warmup", type=int, help=f"{NUM_WARMUP}, {NUM_ROW_WARMUP} with --row")
     parser.add_argument("--budget-s", type=float, default=7200.0, help="for all processes together")
     parser.add_argument("--arm-s", type=float, default=400.0, help="most for one process")
     parser.add_argument("--no-chart", action="store_true")
@@ -148,7 +151,7 @@ def find_settings(
     """
     of_row = ROWS[row].settings if row else None
     found, gaps = [], {}
-    for name in (name for name in SYSTEMS if name in set(systems)):
+    for name in (name for name in SYSTEMS if name in set(systems) & set(SYSTEMS if of_row is None else of_row)):
         system = SYSTEMS[name]
         settings = settings_of(system, device=device)
         if of_row is not None:

@@ -234,7 +234,6 @@ def _train_ours(tuner: Any, recorder: CaseRecorder, *, adapter: dict[str, torch.
     finally:
         measure.patcher.undo()
     recorder.record["statuses"] = measure.status_table
-    recorder.record["attention"] = ", ".join(sorted(strategy.packed_steps.backends_used))
     recorder.record["router"] = [status._asdict() for status in router.status()]
     recorder.record["fused"] = [status._asdict() for callback in fused for status in callback.status()]
     recorder.record.setdefault("plan", describe_plan(mode.checkpointing))

@@ -13,6 +13,7 @@ from benchmarks import compare, results, train_step
 from benchmarks.ruler import clocks, picture, systems
 from benchmarks.ruler.cases import Case, CaseLog
 from benchmarks.ruler.pairs import CONTROL, comparison_rows, comparison_table, control_of, find_unfinished, pool, ratios
+from benchmarks.ruler.rows import ROWS, is_default
 from benchmarks.ruler.systems import SYSTEMS, Setting, System
 from benchmarks.ruler.workloads import WORKLOADS, num_weights
 
@@ -191,6 +192,33 @@ def test_ratios_compare_best_with_best_and_default_with_default():
     ]
 
 
+def test_ratios_of_a_row_compare_equal_moments_first():
+    def pair(setting, ms, optimizer):
+        return pairs_of(setting, ms, ms, optimizer=optimizer)
+
+    records = [
+        *pair(OURS, 100.0, "adamw_fused_8bit"), *pair(OURS, 80.0, "adamw_fused"),
+        *pairs_of(OURS, 99.0, 99.0, optimizer="adamw_fused_8bit", repeat=CONTROL),
+        *pair(UNSLOTH, 150.0, "adamw_8bit"), *pair(UNSLOTH, 160.0, "adamw_fused"),
+        # A peer whose times vary is told, and forbids nothing.
+        *pairs_of(UNSLOTH, 180.0, 180.0, optimizer="adamw_8bit", repeat=CONTROL),
+    ]  # fmt: skip
+    rows, settings = pool(records), [(*OURS, "8-bit"), (*OURS, "32-bit"), (*UNSLOTH, "8-bit"), (*UNSLOTH, "32-bit")]
+    found = [line.split(" in ")[0] for line in ratios(rows, settings=settings, device="cuda")]
+    assert found == [
+        "8-bit moments: ours keep+fused 1.50x unsloth off",
+        "32-bit moments: ours keep+fused 2.00x unsloth off",
+        "best against best: ours keep+fused 1.88x unsloth off",
+    ]
+    assert "unsloth off twice differs by 20.00%" in comparison_table(rows, {}, settings=settings, device="cuda")
+    differences = [row["value"] for row in comparison_rows(rows, command="x") if row["metric"] == "A/A difference"]
+    assert differences == [pytest.approx(100 / 99), pytest.approx(20.0)]
+    # One of both widths is still to be measured.
+    assert find_unfinished(rows, [*settings, ("unsloth", "unsloth", "32-bit")]) != []
+    assert find_unfinished(rows[:2] + rows[3:], settings) == []
+    assert find_unfinished(rows[1:], settings) == [{"system": "ours", "mode": "keep+fused", "repeat": ""}]
+
+
 GRAPHS = ("ours", "keep+graphs")
 
 
@@ -338,6 +366,54 @@ def test_every_system_has_one_default_and_modes_that_its_arm_knows():
         parse_mode(setting.mode)
     assert {setting.mode for setting in SYSTEMS["plain"].settings} <= set(plain.MODES)
     assert {setting.mode for name in ("trl", "trl+liger") for setting in SYSTEMS[name].settings} <= set(trl.MODES)
+
+
+@pytest.mark.parametrize("name", list(ROWS))
+def test_every_row_has_modes_that_its_arms_know(name):
+    from benchmarks import moe
+    from benchmarks.ruler.arms import plain, trl
+    from benchmarks.ruler.plans import parse_mode
+
+    row = ROWS[name]
+    # The first case leaves the reference gradients.
+    assert next(iter(row.settings)) == "plain"
+    assert set(row.settings) >= ({"plain", "ours"} if name == "tiny" else {"plain", "ours", "unsloth"})
+    for mode in row.settings["ours"]:
+        parse_mode(mode)
+    if WORKLOADS[row.workload].num_experts:
+        assert all(moe.parse_plain_mode(mode) for mode in row.settings["plain"])
+        assert all(moe.parse_unsloth_mode(mode) for mode in row.settings["unsloth"])
+    else:
+        assert {mode.partition("+padded")[0] for mode in row.settings["plain"]} <= set(plain.MODES)
+        assert {*row.settings.get("trl", ()), *row.settings.get("trl+liger", ())} <= set(trl.MODES)
+    first = {"workload": row.workload, "system": "ours", "mode": row.settings["ours"][0]}
+    assert is_default(first, device="cuda")
+    assert not is_default({**first, "mode": "recompute+fused"}, device="cuda")
+
+
+def test_a_row_has_its_workload_both_optimizers_and_enough_steps():
+    options = compare.read_options(["--row", "llama-3.1-8b-32k"])
+    assert (options.workload, options.device) == ("llama-3.1-8b-lora-32k", "cuda")
+    assert (options.optimizers, options.steps, options.warmup) == (("adamw_8bit", "adamw_fused"), 200, 16)
+    options = compare.read_options(["--workload", "tiny", "--optimizer", "adamw_fused"])
+    assert (options.optimizers, options.steps, options.warmup) == (("adamw_fused",), 30, 6)
+    with pytest.raises(SystemExit):
+        compare.read_options(["--row", "tiny", "--workload", "tiny"])
+
+
+def test_settings_of_a_row_are_its_own(monkeypatch):
+    monkeypatch.setattr(compare, "find_gap", lambda system: "")
+    monkeypatch.setattr(compare, "missing_module", lambda setting: setting.needs)
+    found, gaps = compare.find_settings(SYSTEMS, device="cuda", row="qwen3-30b-a3b")
+    assert found == [
+        ("plain", "recompute+grouped_mm"),
+        ("ours", "auto+graphs=auto"), ("ours", "keep+graphs"), ("ours", "recompute+graphs"),
+        ("unsloth", "unsloth"), ("unsloth", "off"),
+    ]  # fmt: skip
+    assert gaps == {}
+    found, gaps = compare.find_settings(SYSTEMS, device="cuda", row="qwen3-8b-full")
+    assert ("trl", "keep") in found
+    assert set(gaps) == {"plain keep+liger", "trl+liger recompute+liger", "trl+liger keep+liger"}
 
 
 def test_default_root_is_in_memory_only_where_the_weights_fit(monkeypatch, tmp_path):
@@ -531,14 +607,15 @@ def test_chart_without_matplotlib_is_refused_before_anything_runs(monkeypatch, t
     assert not (tmp_path / "out").exists()
 
 
-def check_results(out, status):
+def check_results(out, status, titles):
     """Check what a run of plain and ours on a CPU has left."""
     records = [json.loads(line) for line in (out / "raw.jsonl").read_text().splitlines()]
-    titles = ["plain recompute", "ours keep", "ours keep A/A"]
     assert [(record["title"], record["half"]) for record in records] == [(title, 1) for title in titles] + [
         (title, 2) for title in reversed(titles)
     ]
     assert {record["reason"] for record in records} == {""}
+    # Of ours the backend that ran, not its name at transformers, "fastft".
+    assert {record["attention"] for record in records} == {"sdpa"}
     assert len({record["num_trained"] for record in records}) == 1
     table = (out / "table.txt").read_text()
     assert "on a CPU nothing is compared" in table
@@ -548,7 +625,7 @@ def check_results(out, status):
     assert not (out / "rows.csv").exists()
 
 
-def test_plain_and_ours_are_compared_on_a_cpu(monkeypatch, tmp_path):
+def test_the_tiny_row_runs_on_a_cpu(monkeypatch, tmp_path):
     def in_this_process(arms, *, root, raw, device, **_):
         for cases in arms:
             train_step.main(
@@ -567,8 +644,13 @@ def test_plain_and_ours_are_compared_on_a_cpu(monkeypatch, tmp_path):
 
     monkeypatch.setattr(compare, "run_arms", in_this_process)
     monkeypatch.setattr(compare.subprocess, "run", lambda command, check: train_step.main(command[3:]))
-    words = ["--workload", "tiny", "--device", "cpu", "--systems", "plain", "ours", "--steps", "12", "--warmup", "3"]
-    check_results(tmp_path / "out", compare.main([*words, "--root", str(tmp_path), "--out", str(tmp_path / "out")]))
+    words = ["--row", "tiny", "--steps", "4", "--warmup", "2"]
+    status = compare.main([*words, "--root", str(tmp_path), "--out", str(tmp_path / "out")])
+    # Both optimizers, and a control of each system.
+    titles = ["plain recompute"] * 2 + ["ours keep"] * 2 + ["ours keep A/A", "plain recompute A/A"]
+    check_results(tmp_path / "out", status, titles)
+    records = [json.loads(line) for line in (tmp_path / "out/raw.jsonl").read_text().splitlines()]
+    assert [record["optimizer"] for record in records][:6] == ["adamw_8bit", "adamw_fused"] * 2 + ["adamw_8bit"] * 2
 
 
 @pytest.mark.fault
@@ -586,4 +668,4 @@ def test_plain_and_ours_are_compared_in_processes_of_their_own(tmp_path):
         "--out",
         str(tmp_path / "out"),
     ]
-    check_results(tmp_path / "out", compare.main(words))
+    check_results(tmp_path / "out", compare.main(words), ["plain recompute", "ours keep", "ours keep A/A"])

@@ -1,6 +1,7 @@
 import json
 import math
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -282,6 +283,48 @@ def test_recorder_times_what_was_asked_after_the_warm_up(files):
     assert record["labelled_tokens_per_s"] == pytest.approx(np.mean(labelled) / record["summary"]["median"] * 1e3)
 
 
+def test_recorder_counts_the_host_syncs_of_the_optimizer_too(files, monkeypatch):
+    class Waits:
+        count, places = 7, ["optimizer.py:1"]
+
+        def __init__(self, *, is_cuda): ...
+        def __enter__(self): ...
+        def __exit__(self, *exception): ...
+        def count_so_far(self):
+            return 2
+
+    monkeypatch.setattr(cases_module, "HostWaits", Waits)
+    recorder = _recorder(files, is_reference=True)
+    _drive(recorder)
+    assert (recorder.record["host_waits"], recorder.record["host_waits_step"]) == (2, 7)
+    assert recorder.record["host_wait_places"] == ["optimizer.py:1"]
+
+
+def test_the_whole_run_has_the_first_steps_and_not_the_judge(files, monkeypatch):
+    def slow(seconds, own):
+        def run(*arguments):
+            time.sleep(seconds)
+            return own(*arguments)
+
+        return run
+
+    recorder = _recorder(files, is_reference=True)
+    monkeypatch.setattr(recorder, "_judge", slow(1.5, recorder._judge))
+    monkeypatch.setattr(recorder, "pack_at", slow(0.02, recorder.pack_at))
+    _drive(recorder)
+    assert 0.14 <= recorder.record["whole_run_s"] < 1.5
+    assert recorder.record["num_whole_steps"] == 8
+
+
+def test_packs_are_new_in_every_step(files):
+    recorder = _recorder(files)
+    packs = [recorder.pack_at(step) for step in range(3 * TINY.num_packs)]
+    assert len({pack.input_id_T.tobytes() for pack in packs}) == len(packs)
+    for pack, again in zip(packs, packs[TINY.num_packs :]):
+        assert sorted(pack.lengths) == sorted(again.lengths)
+        assert np.array_equal(np.sort(pack.input_id_T), np.sort(again.input_id_T))
+
+
 @pytest.mark.parametrize(("half", "num_steps"), [(0, 3), (1, 2)])
 def test_recorder_takes_fewer_long_steps(half, num_steps, files, monkeypatch):
     monkeypatch.setattr(cases_module, "LONG_STEP_MS", -1.0)
@@ -422,6 +465,7 @@ def test_plain_and_ours_have_the_same_gradients_and_get_rows(records):
     written = report.result_rows(rows, command="x")
     assert {row["metric"] for row in written} == {
         "step", "tokens", "labelled tokens", "peak allocated", "peak reserved", "host waits", "lowest gradient cosine",
+        "step, mean", "host waits, whole step", "device memory", "whole run of 5 steps",
     }  # fmt: skip
     assert len(written) == 4 * 7
 

@@ -142,8 +142,6 @@ def _train(tuner: FineTuner, recorder: CaseRecorder, *, start: Mapping[str, torc
         status["name"] == FP8_STATUS and status["state"] == "active" for status in recorder.record["fused"]
     ):
         raise ValueError(f"fp8 was asked for, and nothing computed in it: {recorder.record['fused']}")
-    recorder.record["backends"] = dict(strategy.packed_steps.backends_used)
-    recorder.record["attention"] = ", ".join(sorted(strategy.packed_steps.backends_used))
 
 
 def make_trainer(strategy: Any, callback: Callback, *, max_steps: int, is_cuda: bool, **options: Any) -> Trainer:
@@ -253,6 +251,9 @@ class MeasuringCallback(Callback):
         elif self._recorder.step_done():
             self._is_over = True
             self._note_plan()
+            # Before teardown, which clears it.
+            backends = dict(trainer.strategy.packed_steps.backends_used)
+            self._recorder.record.update(backends=backends, attention=", ".join(sorted(backends)))
             if "ms" in self._recorder.record and has_host_tensors(self._checkpointing):
                 self._profile.start()
             else:
