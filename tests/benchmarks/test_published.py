@@ -279,7 +279,7 @@ OFF, ON = "every+one+dense+varlen", "once+two+dense+varlen"
 def test_rounds_are_one_row_and_their_difference_is_the_spread():
     records = [record(ON, 100.0, gib=9.0), record(f"{ON}#2", 102.0, gib=9.5)]
     merged = published.merge_rounds(records)[ON]
-    assert merged["summary"] == {"median": 101.0, "p10": 100.0, "p90": 102.0, "n": 6}
+    assert merged["summary"] == {"median": 101.0, "mean": 101.0, "p10": 100.0, "p90": 102.0, "n": 6}
     assert merged["spread"] == pytest.approx(2.0)
     assert merged["tokens_per_s"] == pytest.approx(1e6 / 101.0)
     assert merged["peak_gib"]["allocated"] == 9.5
