@@ -123,19 +123,8 @@ def _with_routings(name: str, model_type: str, config: dict[str, Any]) -> list[W
     """
     found = []
     for title, is_skewed in ((name, False), (f"{name}-skewed", True)):
-        found.append(Workload(title, model_type, config, None, is_skewed=is_skewed))
-        found.append(
-            Workload(
-                f"{title}-16k",
-                model_type,
-                config,
-                None,
-                max_tokens=16_384,
-                num_packs=24,
-                weights_of=title,
-                is_skewed=is_skewed,
-            )
-        )
+        usual = Workload(title, model_type, config, None, is_skewed=is_skewed)
+        found += [usual, replace(usual, name=f"{title}-16k", max_tokens=16_384, num_packs=24, weights_of=title)]
     return [*found, Workload(name.replace("-lora", "-qlora"), model_type, config, "nf4", weights_of=name)]
 
 
@@ -145,19 +134,12 @@ _LONGER = (("16k", 16_384, 24), ("32k", 32_768, 12), ("48k", 49_152, 8))
 
 def _with_longer(name: str, config: dict[str, Any], quantization: str | None) -> list[Workload]:
     """The workload at 8,192 tokens, and those with longer packs that share its weights."""
+    usual = Workload(name, "qwen3", config, quantization)
     longer = [
-        Workload(
-            f"{name}-{suffix}",
-            "qwen3",
-            config,
-            quantization,
-            max_tokens=max_tokens,
-            num_packs=num_packs,
-            weights_of=name,
-        )
+        replace(usual, name=f"{name}-{suffix}", max_tokens=max_tokens, num_packs=num_packs, weights_of=name)
         for suffix, max_tokens, num_packs in _LONGER
     ]
-    return [Workload(name, "qwen3", config, quantization), *longer]
+    return [usual, *longer]
 
 
 def _llama_8b() -> list[Workload]:
