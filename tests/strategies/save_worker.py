@@ -67,7 +67,7 @@ def train(kind, *, folder, gate=None, ckpt_path=None):
     module = make_tuner(
         kind, optimizer=lambda parameters: FusedAdamW(parameters, lr=0.01, optim_bits=KINDS[kind])
     )
-    saved = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=EVERY, save_top_k=2, save_last="link")
+    saved = ModelCheckpoint(folder, filename="{step}", monitor="step", mode="max", save_top_k=2, every_n_train_steps=EVERY, save_last="link")
     trainer = pl.Trainer(
         accelerator="cpu", devices=2, strategy=FastFTFSDPStrategy(), max_steps=NUM_STEPS, default_root_dir=folder,
         logger=False, enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
