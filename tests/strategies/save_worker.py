@@ -64,10 +64,10 @@ class Gate(Callback):
 def train(kind, *, folder, gate=None, ckpt_path=None):
     rank = int(os.environ["RANK"])
     torch.manual_seed(5)
-    module = make_tuner(
-        kind, optimizer=lambda parameters: FusedAdamW(parameters, lr=0.01, optim_bits=KINDS[kind])
+    module = make_tuner(kind, optimizer=lambda parameters: FusedAdamW(parameters, lr=0.01, optim_bits=KINDS[kind]))
+    saved = ModelCheckpoint(
+        folder, filename="{step}", monitor="step", mode="max", save_top_k=2, every_n_train_steps=EVERY, save_last="link"
     )
-    saved = ModelCheckpoint(folder, filename="{step}", monitor="step", mode="max", save_top_k=2, every_n_train_steps=EVERY, save_last="link")
     trainer = pl.Trainer(
         accelerator="cpu", devices=2, strategy=FastFTFSDPStrategy(), max_steps=NUM_STEPS, default_root_dir=folder,
         logger=False, enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
@@ -117,7 +117,9 @@ def main(folder):
         # Step 4 was written after step 5.
         found[kind, "resumed"] = train(kind, folder=folder / f"{kind} resumed", ckpt_path=place / "step=4.ckpt")
     found["failed"] = fails("full", folder=folder / "failed", at=EVERY, exception=CheckpointNotSavedError)
-    found["failed at the end"] = fails("full", folder=folder / "end", at=NUM_STEPS - 1, exception=CheckpointNotSavedError)
+    found["failed at the end"] = fails(
+        "full", folder=folder / "end", at=NUM_STEPS - 1, exception=CheckpointNotSavedError
+    )
     found["stopped"] = stopped("full", folder=folder / "stopped")
     torch.save(found, folder / f"found-{os.environ['RANK']}.pt")
 

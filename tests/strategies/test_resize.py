@@ -38,9 +38,7 @@ OTHERS = [
 ]
 IN_EVERY_RUN = [("folder", "fsdp", 1), ("folder", "fsdp", 3)]
 CELLS = [(name, strategy, rank + 1) for name, row in MATRIX.items() for rank, strategy in enumerate(row)] + OTHERS
-RESUMED = [
-    pytest.param(*cell, marks=pytest.mark.slow if cell in IN_EVERY_RUN else pytest.mark.fault) for cell in CELLS
-]
+RESUMED = [pytest.param(*cell, marks=pytest.mark.slow if cell in IN_EVERY_RUN else pytest.mark.fault) for cell in CELLS]
 
 
 def rows_of(folder):
