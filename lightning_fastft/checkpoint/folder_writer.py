@@ -74,7 +74,13 @@ class FolderWriter:
         with ExitStack() as stack:
             part = begin_folder(checkpoint, path, stack, holds_name=True)
             staged: dict[str, Any] = {}
-            on_all_ranks(lambda: staged.update(self._stager.stage(pieces)), error=CheckpointNotSavedError)
+
+            def stage() -> None:
+                copies = self._stager.stage(pieces)
+                assert isinstance(copies, dict), "the stager returns copies, and no future"
+                staged.update(copies)
+
+            on_all_ranks(stage, error=CheckpointNotSavedError)
             self._is_staged = True
             self._written = self._thread.submit(self._write, staged, part, path, stack.pop_all())
 
@@ -83,9 +89,14 @@ class FolderWriter:
         written = self._written
         if written is None:
             action()
-        else:
-            # Together with the save, so that an error of the action is raised as well.
-            self._written = self._thread.submit(lambda: (written.result(), action())[1])
+            return
+
+        def run() -> None:
+            # An error of the save or of the action is raised by the next save.
+            written.result()
+            action()
+
+        self._written = self._thread.submit(run)
 
     def finish(self) -> BaseException | None:
         """Wait for the save, and return its error; None if it was committed, or if there was none."""
