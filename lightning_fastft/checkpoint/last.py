@@ -49,6 +49,8 @@ def find_last(trainer: pl.Trainer) -> str | None:
         beside = _list_times(os.path.dirname(place) or ".")
         times |= {place: beside[place]} if place in beside else {}
     by_age = sorted(times, key=times.__getitem__, reverse=True)
+    if all(_is_unfinished(place) for place in by_age):
+        return None
     last = (place for place in by_age if os.path.basename(place).startswith((LAST, STOPPED)) or place in extra)
     newest = next(last, None)
     if newest is None or trainer.global_rank != 0:
@@ -130,6 +132,11 @@ def _list_times(folder: str) -> dict[str, int]:
     entries = [entry for entry in place.iterdir() if entry.suffix == _SUFFIX] if place.is_dir() else []
     shown = [entry for entry in entries if not entry.name.startswith(".") and entry.exists()]
     return {str(entry): entry.stat().st_mtime_ns for entry in shown}
+
+
+def _is_unfinished(place: str) -> bool:
+    """Return whether a path only has the name of a save that a kill ended; it is an empty folder, or a link to one."""
+    return not remote.is_remote(place) and Path(place).is_dir() and not any(Path(place).iterdir())
 
 
 def _find_damage(place: str, *, needs_digest: bool = False) -> str | None:

@@ -120,6 +120,9 @@ class FastFTStrategyMixin(_Base):
         with self._explaining_memory("save", effect="The checkpoint was not written; those before it are whole."):
             on_all_ranks(lambda: save(checkpoint, filepath, storage_options), error=CheckpointNotSavedError)
 
+    def finish_saves(self) -> None:
+        """Wait until every checkpoint is written. No-op unless overridden: saves are synchronous."""
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the state of the model.
 
