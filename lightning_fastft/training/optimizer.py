@@ -23,7 +23,13 @@ from lightning_fastft.training.optimization.adamw_parts import (
     naming_the_alternative,
     read_options,
 )
-from lightning_fastft.training.optimization.adamw_shards import Groups, first_element, join_norms, shard_groups
+from lightning_fastft.training.optimization.adamw_shards import (
+    Groups,
+    first_element,
+    is_sharded,
+    join_norms,
+    shard_groups,
+)
 from lightning_fastft.training.optimization.adamw_state import (
     MASTER,
     OTHER_RULES,
@@ -80,8 +86,8 @@ class FusedAdamW(torch.optim.Optimizer):
         rounding_seed: From 0 to 2^63 - 1.
         offload: Share of the moments, from 0 to 1, that stay in pinned host memory; those of the first parameters. A
             step copies them through three slots of 128 MiB on the device, on two copy streams. Weights, counts, norm
-            and files are those of moments on the device, for every share. Parameters of fewer than 4096 values, and
-            sharded ones, keep theirs on the device.
+            and files are those of moments on the device, for every share. Parameters of fewer than 4096 values keep
+            theirs on the device; sharded ones are refused.
 
     Raises:
         HostMemoryError: At the first step, the host has no memory for the moments.
@@ -220,6 +226,11 @@ class FusedAdamW(torch.optim.Optimizer):
         """Return what holds moments on the host; the choice of parameters is made once."""
         if self._host is None and self.offload:
             params = [param for group in self.param_groups for param in group["params"]]
+            if any(map(is_sharded, params)):
+                raise OptionError(
+                    f"offload={self.offload} takes whole parameters, and these are sharded. Remove offload: more ranks "
+                    "hold smaller shares of the moments."
+                )
             chosen = choose_offloaded(params, share=self.offload)
             self._host = HostMoments(chosen, optim_bits=self.optim_bits) if chosen else None
         return self._host

@@ -87,8 +87,8 @@ class TableRow(NamedTuple):
 
     8-bit moments have the largest magnitudes of their blocks (``codes``); fp32 moments have None. A row whose moments
     are on the meta device counts for the norm and is not stepped. A row can be a piece of its owner: ``start`` is its
-    first element in the gradient, None for a whole one. ``number`` and ``first`` identify its elements for stochastic rounding: the number of
-    the tensor, and the place of the first element in the whole tensor.
+    first element in the gradient, None for a whole one. ``number`` and ``first`` identify its elements for stochastic
+    rounding: the number of the tensor, and the place of the first element in the whole tensor.
     """
 
     param: torch.Tensor

@@ -16,7 +16,7 @@ from lightning_fastft.core.errors import HostMemoryError
 from lightning_fastft.kernels.adamw_step.codes import BLOCK, num_blocks
 from lightning_fastft.kernels.adamw_step.op import TensorTable
 from lightning_fastft.kernels.adamw_step.reference import CHUNK, TableRow
-from lightning_fastft.training.optimization.adamw_shards import block_shape, is_sharded
+from lightning_fastft.training.optimization.adamw_shards import block_shape
 from lightning_fastft.training.optimization.adamw_state import ABSMAXS, MIN_8BIT_SIZE, state_dtypes
 
 # Moments of one piece: 128 MiB take 2.7 ms at 50 GB/s, long against the launches of four copies.
@@ -136,7 +136,9 @@ class HostMoments:
         for (param, name, dtype, shape), num_bytes in zip(wanted, sizes):
             region = slab.reserve(num_bytes)
             assert region is not None
-            self._held[param][name] = region.tensor[:num_bytes].zero_().view(dtype).view(shape)
+            # A storage of its own: torch.save writes whole storages, and only one dtype of each.
+            own = torch.from_numpy(region.tensor[:num_bytes].numpy())
+            self._held[param][name] = own.zero_().view(dtype).view(shape)
         self._slab = slab
 
     def _make_slots(self, device: torch.device) -> None:
@@ -183,14 +185,14 @@ class HostMoments:
 
 
 def choose_offloaded(params: Sequence[torch.Tensor], *, share: float) -> list[torch.Tensor]:
-    """Return the first parameters that have this share of all values; small and sharded ones stay on their device.
+    """Return the first parameters that have this share of all values; small ones stay on their device.
 
     Example:
         >>> params = [torch.zeros(5000), torch.zeros(7), torch.zeros(5000)]
         >>> [len(choose_offloaded(params, share=share)) for share in (0.0, 0.5, 0.6, 1.0)]
         [0, 1, 2, 2]
     """
-    fit = [param for param in params if param.numel() >= MIN_8BIT_SIZE and not is_sharded(param)]
+    fit = [param for param in params if param.numel() >= MIN_8BIT_SIZE]
     wanted, chosen, num_values = share * sum(param.numel() for param in fit), [], 0
     for param in fit:
         if num_values >= wanted:
