@@ -162,6 +162,15 @@ class FastFTStrategyMixin(_Base):
                 f"{' '.join(faults[:1])} Resume with the model of that run, or start without ckpt_path."
             ) from error
 
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restore the optimizers; moments that one holds on the host stay there."""
+        if not any(getattr(optimizer, "offload", 0.0) for optimizer in self.optimizers):
+            super().load_optimizer_state_dict(checkpoint)
+            return
+        # Lightning would move them to the device.
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"]):
+            optimizer.load_state_dict(state)
+
     def setup_environment(self) -> None:
         """Join the other ranks, and destroy the process groups in order at exit."""
         super().setup_environment()
