@@ -56,6 +56,8 @@ class Fault(Callback):
             self.hurt()
         elif batch_idx == HURT_AT and self.kind == "kill_beside_one_that_is_busy":
             time.sleep(1000)
+        if self.kind == "slow":
+            time.sleep(0.1 if trainer.global_rank == self.rank else 0.02)
 
     def hurt(self):
         os.write(self.write, b"x")
@@ -77,6 +79,9 @@ class Fault(Callback):
 
     def none(self):
         """Hurt nothing."""
+
+    # In every micro-batch.
+    slow = none
 
     kill_beside_one_that_is_busy = kill
 
