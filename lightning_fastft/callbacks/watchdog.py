@@ -162,6 +162,7 @@ class Watchdog(Callback):
         self._step = trainer.global_step + 1
         self._beat(Phase.FORWARD)
         if self._own_times is not None:
+            self._own_times.load()
             self._own_times.begin(trainer.strategy.root_device)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
@@ -239,7 +240,12 @@ class Watchdog(Callback):
     def _start(self, trainer: pl.Trainer, folder: Path, *, run: str) -> None:
         """Start the watchdog process of this rank."""
         self._step = trainer.global_step + 1
-        self._own_times = _OwnTimes() if trainer.num_nodes > 1 else None
+        if trainer.num_nodes > 1:
+            times, device = _OwnTimes(), trainer.strategy.root_device
+            # DDP calls the module after it has broadcast its buffers, in which ranks wait for each other.
+            hook = trainer.lightning_module.register_forward_pre_hook(lambda *_: times.begin(device))
+            patcher_of(trainer).add_undo(hook.remove)
+            self._own_times = times
         meeting = folder / f".watchdog-{run}"
         meeting.mkdir(parents=True, exist_ok=True)
         # A real-time signal, because nothing else uses them; macOS has none.
@@ -305,12 +311,14 @@ class _OwnTimes:
         self._loading_s = 0.0
         self._begin: Any = None
 
-    def begin(self, device: torch.device) -> None:
+    def load(self) -> None:
         self._loading_s = 0.0 if self._ended_s is None else time.perf_counter() - self._ended_s
+
+    def begin(self, device: torch.device) -> None:
         self._begin = mark_time(device)
 
     def end(self, device: torch.device) -> None:
-        # Losses of one micro-batch may be more than one, with manual optimization.
+        # With manual optimization a micro-batch may have several backwards.
         if self._begin is not None:
             self._waiting.append((self._loading_s, self._begin, mark_time(device)))
             self._begin = None

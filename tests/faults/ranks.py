@@ -56,8 +56,6 @@ class Fault(Callback):
             self.hurt()
         elif batch_idx == HURT_AT and self.kind == "kill_beside_one_that_is_busy":
             time.sleep(1000)
-        if self.kind == "slow":
-            time.sleep(0.1 if trainer.global_rank == self.rank else 0.02)
 
     def hurt(self):
         os.write(self.write, b"x")
@@ -80,8 +78,12 @@ class Fault(Callback):
     def none(self):
         """Hurt nothing."""
 
-    # In every micro-batch.
+    # In the forward of every micro-batch.
     slow = none
+
+    def on_before_backward(self, trainer, pl_module, loss):
+        if self.kind == "slow":
+            time.sleep(0.1 if trainer.global_rank == self.rank else 0.02)
 
     kill_beside_one_that_is_busy = kill
 
@@ -194,6 +196,7 @@ def run_job(
     limit_s=300.0,
     slow_watchdog=None,
     are_nodes=False,
+    max_steps=12,
 ):
     """Run a job with one hurt rank, and return how it ended.
 
@@ -215,9 +218,12 @@ def run_job(
             slow.write_text(SLOW_WATCHDOG.format(path=watch_process.__file__))
             watch_process.__file__ = str(slow)
         callbacks = [Watchdog(timeout_s=timeout_s)] if watched else []
-        callbacks += [Fault(kind, write, rank=rank)] if hasattr(Fault, kind) or kind.endswith("_in_a_save") else []
+        fault = [Fault(kind, write, rank=rank)] if hasattr(Fault, kind) or kind.endswith("_in_a_save") else []
+        # What is slow in the forward comes before the end of it that the watchdog sees.
+        callbacks = [*fault, *callbacks] if kind == "slow" else [*callbacks, *fault]
         options = node_options(folder, num_ranks, callbacks) if are_nodes else {"num_ranks": num_ranks}
-        train(folder, strategy=strategy, callbacks=callbacks, num_batches=num_batches[number], **options)
+        options |= {"num_batches": num_batches[number], "max_steps": max_steps}
+        train(folder, strategy=strategy, callbacks=callbacks, **options)
 
     children = [fork(lambda write, number=number: act(number, write)) for number in range(num_ranks)]
     try:
