@@ -595,6 +595,9 @@ def _say(text: str) -> None:
 
 def main(argument: str) -> None:
     """Watch the rank of a job given as JSON."""
+    # SLURM signals all processes of a job. Signals to stop are for the rank, and the watch ends with it.
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     job = Job(**json.loads(argument))
     with mmap.mmap(job.record_fd, RECORD_BYTES) as memory:
         RankWatch(job, memory).run()

@@ -3,6 +3,7 @@
 import json
 import mmap
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -100,6 +101,11 @@ def test_nothing_is_left_behind_a_run_and_a_second_one_is_watched_anew(tmp_path)
 
     class Look(Callback):
         def on_train_batch_end(self, trainer, pl_module, *args):
+            # As SLURM does with all processes of a job.
+            for number in (signal.SIGUSR1, signal.SIGTERM):
+                os.kill(watchdog._process.pid, number)
+            time.sleep(0.1)
+            assert watchdog._process.poll() is None
             seen.append(
                 (
                     watchdog._process.pid,
