@@ -241,7 +241,9 @@ def run_job(
         for number, (child, read) in enumerate(children):
             os.close(read)
             if codes[number] is None:
-                os.kill(child, signal.SIGKILL)
+                # A stopped watchdog would stay.
+                for pid in (*children_of(child), child):
+                    os.kill(pid, signal.SIGKILL)
                 os.waitpid(child, 0)
     # The processes that watched end a moment later.
     deadline = time.monotonic() + 120

@@ -95,30 +95,53 @@ class SlurmCluster:
 
     def lose_node(self, number):
         """Kill the daemon of a node and all that runs below it."""
-        name = f"node{number}"
-        for entry in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if f"SLURMD_NODENAME={name}".encode() in (entry / "environ").read_bytes().split(b"\0"):
-                    os.kill(int(entry.name), signal.SIGKILL)
+        self._kill_all(f"SLURM_CONF={self.environment['SLURM_CONF']}", f"SLURMD_NODENAME=node{number}")
         self.daemons[number].kill()
         self.daemons.pop(number).wait()
+
+    @staticmethod
+    def _kill_all(*wanted):
+        """Kill the processes that have these variables in their environment."""
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if {word.encode() for word in wanted} <= set((entry / "environ").read_bytes().split(b"\0")):
+                    os.kill(int(entry.name), signal.SIGKILL)
 
     def run(self, *words, **options):
         """Run a command of SLURM and return its output."""
         done = subprocess.run(words, env=self.environment, capture_output=True, text=True, check=False, **options)
         return done.stdout.strip()
 
+    def submit(self, script, *words, environment, said):
+        """Submit a script and return the number of the job."""
+        command = ["sbatch", "--parsable", "--ntasks-per-node=1", "--output", said, script, *words]
+        given = {**environment, "SLURM_CONF": self.environment["SLURM_CONF"], "MASTER_ADDR": "127.0.0.1"}
+        done = subprocess.run(map(str, command), env=given, cwd=self.folder, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
     def state(self, job):
-        """Return the state of a job."""
+        """Return the state of a job; one that is queued again starts at once, not after two minutes."""
         words = self.run("scontrol", "show", "job", job).split()
-        return next((word.partition("=")[2] for word in words if word.startswith("JobState=")), "")
+        state = next((word.partition("=")[2] for word in words if word.startswith("JobState=")), "")
+        if state == "PENDING":
+            self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+        return state
+
+    def wait_for_end(self, job, *, limit_s=300.0):
+        """Wait until a job has ended for good, and return its state."""
+        deadline = time.monotonic() + limit_s
+        while (state := self.state(job)) not in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"):
+            if time.monotonic() > deadline:
+                return state
+            time.sleep(0.5)
+        return state
 
     def stop(self):
-        """End the daemons."""
-        self.run("scancel", "--user=root")
+        """End the jobs and the daemons, and all that they have started."""
         for daemon in reversed(list(self.daemons.values())):
             daemon.kill()
             daemon.wait()
+        self._kill_all(f"SLURM_CONF={self.environment['SLURM_CONF']}")
 
 
 @contextlib.contextmanager
