@@ -4,6 +4,7 @@ python clusters/ray_train.py --workers 16 --gpus --model Qwen/Qwen3-8B --data tr
 """
 
 import argparse
+from typing import Any
 
 import ray
 from lightning.pytorch import Trainer
@@ -15,7 +16,7 @@ from ray.train.torch import TorchTrainer
 from lightning_fastft import FastFTDDPStrategy, FineTuner, PackedDataModule, Watchdog
 
 
-def train(options):
+def train(options: dict[str, Any]) -> None:
     """Train on one worker. Ray has started the process group; all nodes have as many workers as this one."""
     context = ray.train.get_context()
     num_local = context.get_local_world_size()
@@ -37,7 +38,7 @@ def train(options):
     trainer.fit(tuner, data, ckpt_path="last")
 
 
-def main():
+def main() -> None:
     """Read the command line and run the job."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, default=2)

@@ -80,7 +80,8 @@ class Watchdog(Callback):
     Cost:
         About 20 microseconds of the host per micro-batch, with one system call, no collective and no host sync. One
         process of about 10 MiB per rank, which reads the position of its rank four times a second, and writes a
-        small file once a second. On several nodes two CUDA events per micro-batch. Three collectives at the start of the run, and about 50 ms to start the process.
+        small file once a second. On several nodes two CUDA events per micro-batch. Three collectives at the start of
+        the run, and about 50 ms to start the process.
 
     Source:
         own

@@ -342,9 +342,9 @@ class RankWatch:
         if found is not None and node == self._slow_node and node not in self._reported:
             self._reported.add(node)
             _say(
-                f"Watchdog: node {node} ({found.host}) is slow: a micro-batch takes it {found.own_s * 1e3:.0f} ms until "
-                f"the backward (loading and forward), and the other nodes {found.others_s * 1e3:.0f} ms. They wait for "
-                "it in every step.\n"
+                f"Watchdog: node {node} ({found.host}) is slow: a micro-batch takes it {found.own_s * 1e3:.0f} ms "
+                f"until the backward (loading and forward), and the other nodes {found.others_s * 1e3:.0f} ms. They "
+                "wait for it in every step.\n"
             )
         self._slow_node = node
 

@@ -115,9 +115,16 @@ def test_short_fit_leaves_its_loss_and_says_nothing_that_nobody_can_act_on(tmp_p
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "job", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
 SRUN = {
-    **{"SLURM_JOB_ID": "7", "SLURM_NTASKS": "6", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "3"},
-    **{"SLURM_STEP_NUM_NODES": "3", "SLURM_STEP_NUM_TASKS": "6", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
-    **{"SLURM_NODEID": "0", "MASTER_ADDR": "127.0.0.1"},
+    "SLURM_JOB_ID": "7",
+    "SLURM_NTASKS": "6",
+    "SLURM_NTASKS_PER_NODE": "2",
+    "SLURM_NNODES": "3",
+    "SLURM_STEP_NUM_NODES": "3",
+    "SLURM_STEP_NUM_TASKS": "6",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "MASTER_ADDR": "127.0.0.1",
 }
 
 

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "clusters"
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 # Two processes that load torch at once on two busy cores.
-START_S = 180.0
+START_S = 600.0
 
 
 class Note(Callback):
@@ -76,8 +76,13 @@ class ClusterJob:
             "model": {"class_path": "lightning_fastft.FineTuner", "init_args": model},
             "trainer": {
                 "callbacks": [{"class_path": name, "init_args": values} for name, values in callbacks.items()],
-                **{"accelerator": "cpu", "devices": 1, "max_steps": num_steps, "max_epochs": -1, "logger": False},
-                **{"default_root_dir": str(self.folder / "runs"), "enable_progress_bar": False},
+                "accelerator": "cpu",
+                "devices": 1,
+                "max_steps": num_steps,
+                "max_epochs": -1,
+                "logger": False,
+                "default_root_dir": str(self.folder / "runs"),
+                "enable_progress_bar": False,
             },
         }
         (self.folder / "config.yaml").write_text(yaml.safe_dump(config))
@@ -92,8 +97,12 @@ class ClusterJob:
         """What a user sets for a script of clusters/, and what a busy machine without a GPU needs."""
         return {
             **os.environ,
-            **{"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GPUS": "1"},
-            **{"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PORT": str(self.port)},
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "GPUS": "1",
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PORT": str(self.port),
         }
 
     def notes(self):
@@ -151,7 +160,19 @@ class Node:
         names.write_text("127.0.0.1 localhost\n10.77.0.1 node0\n10.77.0.2 node1\n")
         # ip netns exec gives each command its own mounts.
         inside = f'hostname node{self.number} && mount --bind {names} /etc/hosts && exec sh "$@"'
-        command = ["ip", "netns", "exec", self.name, "unshare", "--uts", "sh", "-c", inside, "sh", str(SCRIPTS / script)]
+        command = [
+            "ip",
+            "netns",
+            "exec",
+            self.name,
+            "unshare",
+            "--uts",
+            "sh",
+            "-c",
+            inside,
+            "sh",
+            str(SCRIPTS / script),
+        ]
         with open(self.job.folder / f"said-{self.number}", "a", encoding="utf-8") as said:
             self.process = subprocess.Popen(
                 [*command, *self.job.words, *words], cwd=self.job.folder, env=given, stdout=said, stderr=said

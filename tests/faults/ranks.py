@@ -183,6 +183,13 @@ def node_options(folder, num_nodes, callbacks):
     return {"num_ranks": 1, "num_nodes": num_nodes, **shared}
 
 
+def kill_with_children(child):
+    """A stopped watchdog would stay behind a rank that is killed."""
+    for pid in (*children_of(child), child):
+        os.kill(pid, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
 def run_job(
     folder,
     *,
@@ -241,10 +248,7 @@ def run_job(
         for number, (child, read) in enumerate(children):
             os.close(read)
             if codes[number] is None:
-                # A stopped watchdog would stay.
-                for pid in (*children_of(child), child):
-                    os.kill(pid, signal.SIGKILL)
-                os.waitpid(child, 0)
+                kill_with_children(child)
     # The processes that watched end a moment later.
     deadline = time.monotonic() + 120
     while list(folder.rglob(".watchdog-*")) and time.monotonic() < deadline:
