@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import os
 import textwrap
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,8 @@ from lightning_fastft.packing.context import BatchContext
 STATUS_NAME = "mixers"
 # Names under which the context counts its readers.
 BY_DOCUMENT, ON_KERNELS = "mixers by document", "mixers on fla"
+# Triton reads this when it compiles a product that names no precision.
+_FP32_PRODUCTS = "TRITON_F32_DEFAULT"
 # Keywords of a mixer's cache, and keywords that describe document borders, which the context replaces.
 _CACHES = ("past_key_values", "cache_params")
 _BORDERS = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
@@ -119,9 +122,12 @@ def install_mixers(model: PreTrainedModel, patcher: ModelPatcher) -> list[Status
     if family is None:
         return []
     if mixers:
-        functions = find_kernels(family) if any(parameter.is_cuda for parameter in mixers[0].parameters()) else {}
+        largest = max(mixers[0].parameters(), key=torch.Tensor.numel)
+        functions = find_kernels(family) if largest.is_cuda else {}
         for kind in {type(mixer) for mixer in mixers}:
             check_calls(kind, functions)
+        if functions and largest.dtype is torch.float32:
+            _multiply_in_fp32(patcher)
     # transformers builds the mask of mixers for the whole family, even for a model without mixers.
     patcher.add_undo(decoder.register_forward_pre_hook(_hide_mask, with_kwargs=True).remove)
     if not mixers:
@@ -139,6 +145,20 @@ def install_mixers(model: PreTrainedModel, patcher: ModelPatcher) -> list[Status
     for layer in _silent_layers(decoder, family):
         patcher.add_undo(layer.register_forward_pre_hook(_pass_context_as_mask, with_kwargs=True).remove)
     return [Status(STATUS_NAME, "active", f"{family.kind}, {len(mixers)} {family.class_name}, per document")]
+
+
+def _multiply_in_fp32(patcher: ModelPatcher) -> None:
+    """Give Triton's products of fp32 the precision of fp32: fla-core leaves it to the default, which is TF32."""
+    before = os.environ.get(_FP32_PRODUCTS)
+
+    def restore() -> None:
+        os.environ.pop(_FP32_PRODUCTS, None)
+        if before is not None:
+            os.environ[_FP32_PRODUCTS] = before
+
+    # Three products of TF32.
+    os.environ[_FP32_PRODUCTS] = "tf32x3"
+    patcher.add_undo(restore)
 
 
 def _take_context(kwargs: dict[str, Any]) -> tuple[BatchContext | None, dict[str, Any]]:
