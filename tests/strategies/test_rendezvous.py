@@ -24,8 +24,10 @@ def meet_in_vain(folder, number, *, port, strategy, write):
     join(number, num_ranks=2, port=port, are_nodes=True)
     rendezvous.NOTICE_S = 0.3
     trainer = quiet_trainer(folder, strategy=strategy, num_nodes=2)
-    with warnings.catch_warnings(record=True) as found, pytest.raises(RendezvousError) as error:
-        trainer.fit(PlainModule(tiny_llama()), packed_loader())
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        with pytest.raises(RendezvousError) as error:
+            trainer.fit(PlainModule(tiny_llama()), packed_loader())
     os.write(write, f"{error.value}\n{' '.join(str(warning.message) for warning in found)}".encode())
 
 
