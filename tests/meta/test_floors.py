@@ -30,6 +30,7 @@ PLACES = (
     ("demo/", (7, 1)),
     ("monitor/", (8, 0)),
     ("callbacks/", (8, 0)),
+    ("fabric/", (9, 0)),
     ("cli/", (10, 0)),
     ("configs/", (10, 0)),
 )
