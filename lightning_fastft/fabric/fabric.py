@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -79,12 +80,13 @@ class FastFTFabric(Fabric):
         plugins: Any = None,
         **kwargs: Any,
     ) -> None:
-        given = plugins if isinstance(plugins, list) else [] if plugins is None else [plugins]
-        if not any(isinstance(plugin, CheckpointIO) for plugin in given):
-            given = [*given, VerifiedCheckpointIO()]
         listed = callbacks if isinstance(callbacks, list) else [] if callbacks is None else [callbacks]
-        super().__init__(callbacks=list(listed), plugins=given, **kwargs)
+        super().__init__(callbacks=list(listed), plugins=plugins, **kwargs)
         check_fabric(self)
+        given = plugins if isinstance(plugins, list) else [plugins]
+        # Ours needs POSIX; Windows keeps Lightning's.
+        if os.name == "posix" and not any(isinstance(plugin, CheckpointIO) for plugin in given):
+            self.strategy.checkpoint_io = VerifiedCheckpointIO()
         self._fastft = LoopRun(
             self,
             PackedSteps(attention=attention, activations=activations or OffloadCheckpointing("auto")),

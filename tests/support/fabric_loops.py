@@ -83,7 +83,10 @@ def run_trainer(policy, **options):
 def run_fabric(policy, **options):
     model = make_model()
     fabric = FastFTFabric(
-        accelerator="cpu", activations=OffloadCheckpointing(policy), callbacks=make_callbacks(), **{"devices": 1} | options
+        accelerator="cpu",
+        activations=OffloadCheckpointing(policy),
+        callbacks=make_callbacks(),
+        **{"devices": 1} | options,
     )
     fabric.launch()
     loader = fabric.setup_datamodule(make_data(), accumulate=ACCUMULATE)
