@@ -43,6 +43,7 @@ ONLY_IN = {
     "peft": _HUGGING_FACE,
     "bitsandbytes": _HUGGING_FACE,
     "fla": ("mixers/",),
+    "litgpt": ("hf/",),
     "triton": ("kernels/*/triton.py",),
     "jsonargparse": ("cli/",),
 }
