@@ -64,6 +64,7 @@ def test_loss_and_gradients_are_those_of_the_trainer_bit_for_bit(policy):
     assert all(torch.equal(fabric_weights[name], weights[name]) for name in weights)
 
 
+@pytest.mark.slow(seconds=12)
 def test_two_ranks_train_what_two_ranks_of_the_trainer_train():
     run_two_ranks("tests.fabric.ddp_worker")
 
