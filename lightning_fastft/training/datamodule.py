@@ -12,6 +12,7 @@ from lightning_fastft.checkpoint.lightning_internals import batch_progress
 from lightning_fastft.core.checks import check_share, check_tokenizer
 from lightning_fastft.core.errors import DataError, OptionError, ResumeError
 from lightning_fastft.core.phases import phase
+from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.packs import Packs, pack_best_fit_decreasing
 from lightning_fastft.packing.rows.formats import FormatOptions
 from lightning_fastft.packing.step_plan import StepPlan
@@ -218,7 +219,7 @@ class PackedDataModule(SplitDataModule):
         """
         epoch, micro_batch = divmod(index, self.plan.num_micro_batches)
         number_S = self.plan.epoch(0 if repeats_first_epoch(self.trainer) else epoch).documents(
-            rank=find_ranks(self.trainer)[1], micro_batch=micro_batch
+            rank=find_ranks(self._run)[1], micro_batch=micro_batch
         )
         chosen_N = self._subsets["train"].index_N
         return name_source(self._sources["train"]), (number_S if chosen_N is None else chosen_N[number_S]).tolist()
@@ -228,8 +229,8 @@ class PackedDataModule(SplitDataModule):
 
         Rejected rows are written in ``setup``, when the loggers have their folders.
         """
-        if self.cache_dir is not None and self.trainer is not None and self.trainer.world_size > 1:
-            for split in self._splits_of(self.trainer.state.fn):
+        if self.cache_dir is not None and self._run is not None and self._run.world_size > 1:
+            for split in self._splits_of("fit" if self.trainer is None else self.trainer.state.fn):
                 self._read_rows(split, stopped_path=self.rejected_file(split))
 
     def setup(self, stage: str) -> None:
@@ -262,7 +263,7 @@ class PackedDataModule(SplitDataModule):
             num_workers=self.num_workers,
             pin_memory=self._pins_memory(),
             before_batch=self._check_step,
-            after_batch=self._count_by_hand,
+            after_batch=self.count_by_hand,
         )
 
     def val_dataloader(self) -> PackedLoader | list[PackedLoader]:
@@ -363,7 +364,7 @@ class PackedDataModule(SplitDataModule):
         """Return the plan of the training packs, or of some of them, for the world size and accumulation of this run or
         of another.
         """
-        world_size, accumulate = sizes or (find_ranks(self.trainer)[0], find_accumulation(self.trainer))
+        world_size, accumulate = sizes or (find_ranks(self._run)[0], find_accumulation(self._run))
         subset, packs = self._subsets["train"], packs or self._packs["train"]
         plan = StepPlan(
             packs,
@@ -391,10 +392,13 @@ class PackedDataModule(SplitDataModule):
                 self.trainer, self.plan, position=self.position, moves_progress=self._moves_progress
             )
             self._anchor, self._moves_progress = batch_progress(self.trainer).total.processed, False
+        else:
+            # No checkpoint keeps half-summed gradients: a window is trained again from its start.
+            self._position -= self._position % self.plan.num_micro_batches % self.plan.accumulate
         return PlannedStream(
             self._subsets["train"],
             self.plan,
-            rank=find_ranks(self.trainer)[1],
+            rank=find_ranks(self._run)[1],
             start=self.position,
             repeat_first_epoch=repeats_first_epoch(self.trainer),
             **self._batch_options("train"),
@@ -411,10 +415,12 @@ class PackedDataModule(SplitDataModule):
             check_prepared(self.trainer)
             self._is_model_checked = True
 
-    def _count_by_hand(self) -> None:
-        """Count a batch as trained when the next one is asked for, where no trainer counts."""
+    def count_by_hand(self, batch: PackedBatch) -> None:
+        """Count a batch as trained, where no Trainer counts: when the next one is asked for, or as soon as the loop
+        says so.
+        """
         if self.trainer is None:
-            self._position += 1
+            self._position = batch.index + 1
 
     def _evaluation_loader(self, split: str) -> PackedLoader | list[PackedLoader]:
         if split not in self._subsets:
@@ -432,7 +438,7 @@ class PackedDataModule(SplitDataModule):
         self, split: str, subset: DocumentSubset, packs: Packs, *, ranks: tuple[int, int] | None = None
     ) -> PlannedStream:
         """Return this rank's packs of some documents, in their order; ranks: how many share them, and which this is."""
-        world_size, rank = ranks or find_ranks(self.trainer)
+        world_size, rank = ranks or find_ranks(self._run)
         plan = StepPlan(
             packs,
             length_N=subset.length_N,
@@ -468,13 +474,13 @@ class PackedDataModule(SplitDataModule):
         has_images = self._subsets[split].documents.images is not None
         return {
             "pad_to": self.max_tokens if self.pad_to_max else None,
-            "pad_to_multiple_of": find_context_size(self.trainer),
+            "pad_to_multiple_of": find_context_size(self._run),
             "pad_token_id": self._pad_token_id(),
             "encode_images": make_document_images(self._given_tokenizer, module=self._module) if has_images else None,
         }
 
     def _pins_memory(self) -> bool:
-        return self.pin_memory if isinstance(self.pin_memory, bool) else uses_cuda(self.trainer)
+        return self.pin_memory if isinstance(self.pin_memory, bool) else uses_cuda(self._run)
 
     def _pad_token_id(self) -> int:
         tokenizer = self.tokenizer
