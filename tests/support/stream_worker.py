@@ -59,8 +59,12 @@ def train_and_resume(folder, *, make, save_at, **options):
 
 
 CASES = {
-    "shards": {"make": make_stream, "save_at": 50},
-    "odd shards": {"make": lambda: make_stream(num_shards=3), "save_at": 9, "trainer": {"accumulate_grad_batches": 3}},
+    "shards": {"make": make_stream, "save_at": 100, "trainer": {"max_steps": 120}},
+    "odd shards": {
+        "make": lambda: make_stream(600, num_shards=3),
+        "save_at": 80,
+        "trainer": {"accumulate_grad_batches": 3, "max_steps": 32},
+    },
     # Rank 1 has no rows left at the save, and the pass ends later.
     "uneven": {"make": uneven_stream, "save_at": 70, "trainer": {"max_steps": 140}, "num_workers": 1},
 }

@@ -231,7 +231,7 @@ def test_a_position_in_another_stream_is_refused_by_name(tmp_path):
 def test_two_ranks_read_disjoint_rows_train_as_many_batches_and_resume(tmp_path):
     run_two_ranks("tests.support.stream_worker", tmp_path)
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
-    for name, accumulate, num_rows in (("shards", 1, 900), ("odd shards", 3, 900), ("uneven", 1, 500)):
+    for name, accumulate, num_rows in (("shards", 1, 900), ("odd shards", 3, 600), ("uneven", 1, 500)):
         ranks = first[name], second[name]
         assert ranks[0]["equal"]
         assert ranks[1]["equal"]
@@ -257,6 +257,6 @@ def check_divisors(ranks, *, accumulate):
     for begin in range(0, len(whole[0]), accumulate):
         window = [entry for seen in whole for entry in seen[begin : begin + accumulate]]
         total = sum(num_labelled for *_, num_labelled in window)
-        assert {num_items for *_, num_items, _ in window} == {pytest.approx(total / (2 * accumulate))}
+        assert {num_items for *_, num_items, _ in window} == {total / (2 * accumulate)}
 
 
