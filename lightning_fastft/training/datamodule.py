@@ -170,13 +170,13 @@ class PackedDataModule(SplitDataModule):
         if val_share and val_paths is not None:
             rank_zero_info(f"val_paths replaces val_share={val_share}: no training example is held out.")
             val_share = 0.0
-        # The stream of the training data, opened by setup; the other splits are read whole.
-        self._is_streamed = streaming or is_stream(paths)
+        # Only training data; the other splits are read whole.
+        self.is_streamed = streaming or is_stream(paths)
         self._streamed_paths = paths
         self._stream: TrainingStream | None = None
         super().__init__(
             sources={
-                "train": None if self._is_streamed else paths,
+                "train": None if self.is_streamed else paths,
                 "val": val_paths,
                 "test": test_paths,
                 "predict": predict_paths,
@@ -218,7 +218,7 @@ class PackedDataModule(SplitDataModule):
     @property
     def plan(self) -> StepPlan:
         """The plan of the training micro-batches; there after ``setup("fit")``."""
-        if self._is_streamed:
+        if self.is_streamed:
             raise OptionError("A stream has no plan of an epoch: its packs are formed while it is read.")
         if self._plan is None:
             raise OptionError('There is no training plan yet; call setup("fit") first.')
@@ -274,7 +274,7 @@ class PackedDataModule(SplitDataModule):
         for split in self._splits_of(stage):
             self._tokenize(split)
         self._choose_subsets(stage)
-        if stage == "fit" and self._is_streamed:
+        if stage == "fit" and self.is_streamed:
             self._position, self._anchor = self.position if has_trained(self.trainer) else 0, None
             self._stream = self._open_stream()
         elif stage == "fit":

@@ -43,6 +43,8 @@ WHOLE_FINGERPRINT_BYTES = 2**30
 _FINGERPRINT_BLOCKS, _BLOCK_BYTES = 64, 2**20
 # File of rejected rows (data modules also write rejected_val.jsonl). It is never read as data.
 REJECTED = "rejected.jsonl"
+# Files of the hub, which are only streamed.
+HUB_URL = "hf://"
 _BATCH_ROWS = 1000
 
 
@@ -152,6 +154,8 @@ def stamp_file(path: Path) -> str:
 
 
 def _open_path(given: str) -> list[Source]:
+    if given.startswith(HUB_URL):
+        raise DataError(f"{given} is a URL, which is read as a stream. Set streaming=True.")
     if is_pattern(given):
         return [source for match in find_matches(given) for source in _open_path(str(match))]
     path = Path(given).expanduser()
@@ -170,6 +174,8 @@ def check_exists(given: str) -> None:
         DataError: There is none.
     """
     path = Path(given).expanduser()
+    if given.startswith(HUB_URL):
+        return
     if is_pattern(given):
         find_matches(given)
     elif is_local(given) and not path.is_dir() and not path.is_file():

@@ -24,12 +24,11 @@ from lightning_fastft.packing.reading.folders import (
     is_pattern,
     is_saved,
 )
-from lightning_fastft.packing.reading.sources import check_exists, load_hub
+from lightning_fastft.packing.reading.sources import HUB_URL, check_exists, load_hub
 from lightning_fastft.packing.reading.text_files import RawRow, file_kind
 
 # Readers of the datasets package, by the suffix of a file.
 _BUILDERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-HUB_URL = "hf://"
 
 
 class RowStream(Protocol):
