@@ -258,5 +258,3 @@ def check_divisors(ranks, *, accumulate):
         window = [entry for seen in whole for entry in seen[begin : begin + accumulate]]
         total = sum(num_labelled for *_, num_labelled in window)
         assert {num_items for *_, num_items, _ in window} == {total / (2 * accumulate)}
-
-
