@@ -24,7 +24,8 @@ def on_all_ranks(
     Args:
         action: The action of this rank; its result is pickled.
         error: Raised if another rank failed; a rank that failed itself raises its own error.
-        group: All ranks; None is the default group. A thread beside the training needs its own.
+        group: All ranks; None is the default group, that of the device, whose results cost a host sync. A thread
+            beside the training needs its own.
 
     Example:
         >>> on_all_ranks(lambda: 3, error=FastFTError)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -26,6 +26,8 @@ EMPTY_PACK_TOKENS = 8
 # Batches that wait for the trainer: enough to hide a few slow reads with little pinned memory.
 NUM_AHEAD = 4
 THREAD_NAME = "fastft-loader"
+# Micro-batches of an epoch whose length nobody knows. Lightning asks a loader without a length one batch ahead.
+ENDLESS = 10**9
 
 T = TypeVar("T")
 
@@ -222,7 +224,7 @@ class PackedLoader:
 
     def __init__(
         self,
-        open_stream: Callable[[], PlannedStream],
+        open_stream: Callable[[], Iterable[PackedBatch]],
         *,
         num_batches: int,
         num_workers: int = 0,

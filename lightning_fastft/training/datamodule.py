@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_fastft.checkpoint.lightning_internals import batch_progress
-from lightning_fastft.core.checks import check_share, check_tokenizer
+from lightning_fastft.core.checks import check_bool, check_share, check_tokenizer
 from lightning_fastft.core.errors import DataError, OptionError, ResumeError
 from lightning_fastft.core.phases import phase
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.packs import Packs, pack_best_fit_decreasing
+from lightning_fastft.packing.reading.streams import is_stream, open_stream
 from lightning_fastft.packing.rows.formats import FormatOptions
 from lightning_fastft.packing.step_plan import StepPlan
 from lightning_fastft.packing.store.dataset import TokenizedDataset
-from lightning_fastft.packing.stream import DocumentSubset, PackedLoader, PlannedStream, ResumedLoader
-from lightning_fastft.training.data.images import make_document_images
+from lightning_fastft.packing.stream import ENDLESS, DocumentSubset, PackedLoader, PlannedStream, ResumedLoader
+from lightning_fastft.packing.tokens.tokenisation import Setup
+from lightning_fastft.training.data.images import find_image_encoder, make_document_images
 from lightning_fastft.training.data.options import (
     check_paths,
     check_plan_options,
     check_reading_options,
     check_sources,
+    count_processes,
 )
 from lightning_fastft.training.data.position import align_position, check_ranks_agree, compare_plans, describe_plan
 from lightning_fastft.training.data.resizing import Resized, plan_rest, read_resized, resize
 from lightning_fastft.training.data.splits import SplitDataModule
+from lightning_fastft.training.data.streams import StreamOptions, TrainingStream, align_stream, check_stream_run
 from lightning_fastft.training.data.subsets import (
     count_items,
     find_needs,
@@ -59,8 +63,12 @@ class PackedDataModule(SplitDataModule):
             folder of files or of ``save_to_disk``, a glob pattern such as ``data/*.jsonl.gz``, a hub data set id, a
             list of them, rows, or a datasets.Dataset. Files of a folder or pattern are sorted by name. A mapping such
             as ``{a.jsonl: 0.7, b.jsonl: 0.3}`` mixes sources: the weights are shares of the tokens of an epoch, which
-            trains each example at least once and repeats examples of the sources whose weight asks for more.
-        val_paths: Validation data, in the same forms.
+            trains each example at least once and repeats examples of the sources whose weight asks for more. A
+            ``datasets.IterableDataset`` or a LitData ``StreamingDataset`` is read while it is trained: see streaming.
+        streaming: Read ``paths`` (also ``hf://`` URLs and a folder of LitData) while training, for data larger than
+            the disk or the memory. Packs are formed within look-ahead windows of 64 packs on each rank, passes follow
+            each other, and ``Trainer(max_steps=)`` ends the run. Weights of a mixture are then shares of the rows.
+        val_paths: Validation data, in the same forms, read whole.
         test_paths: Test data, in the same forms.
         predict_paths: Data for ``trainer.predict``, in the same forms. Packs come in the same order every time, each
             rank has its share of them, and ``batch.numbers`` are the numbers of a pack's examples, from 0, among those
@@ -120,6 +128,7 @@ class PackedDataModule(SplitDataModule):
         val_paths: str | list[str] | list[dict[str, Any]] | Any = None,
         test_paths: str | list[str] | list[dict[str, Any]] | Any = None,
         predict_paths: str | list[str] | list[dict[str, Any]] | Any = None,
+        streaming: bool = False,
         val_share: float = 0.0,
         tokenizer: str | Any = None,
         max_tokens: int = 4096,
@@ -144,6 +153,7 @@ class PackedDataModule(SplitDataModule):
         show_progress: bool = True,
     ) -> None:
         check_share("val_share", val_share)
+        check_bool("streaming", streaming)
         check_plan_options(seed=seed, pad_to_max=pad_to_max, share_prompts=share_prompts)
         check_reading_options(
             num_workers=num_workers,
@@ -160,8 +170,17 @@ class PackedDataModule(SplitDataModule):
         if val_share and val_paths is not None:
             rank_zero_info(f"val_paths replaces val_share={val_share}: no training example is held out.")
             val_share = 0.0
+        # Only training data; the other splits are read whole.
+        self.is_streamed = streaming or is_stream(paths)
+        self._streamed_paths = paths
+        self._stream: TrainingStream | None = None
         super().__init__(
-            sources={"train": paths, "val": val_paths, "test": test_paths, "predict": predict_paths},
+            sources={
+                "train": None if self.is_streamed else paths,
+                "val": val_paths,
+                "test": test_paths,
+                "predict": predict_paths,
+            },
             options=FormatOptions(
                 format=format,
                 columns=columns,
@@ -199,9 +218,16 @@ class PackedDataModule(SplitDataModule):
     @property
     def plan(self) -> StepPlan:
         """The plan of the training micro-batches; there after ``setup("fit")``."""
+        if self.is_streamed:
+            raise OptionError("A stream has no plan of an epoch: its packs are formed while it is read.")
         if self._plan is None:
             raise OptionError('There is no training plan yet; call setup("fit") first.')
         return self._plan
+
+    @property
+    def stream(self) -> TrainingStream | None:
+        """The training data that is read while it is trained; None where it is read whole, and before its setup."""
+        return self._stream
 
     @property
     def position(self) -> int:
@@ -212,11 +238,13 @@ class PackedDataModule(SplitDataModule):
 
     def find_examples(self, index: int) -> tuple[str, list[int]]:
         """Return where the examples of one micro-batch of this rank come from, and their numbers, from 0, among those
-        that were accepted there.
+        that were accepted there; of a stream no numbers.
 
         Args:
             index: Global number of the micro-batch in the plan, as ``PackedBatch.index`` has it.
         """
+        if self._stream is not None:
+            return self._stream.name, []
         epoch, micro_batch = divmod(index, self.plan.num_micro_batches)
         number_S = self.plan.epoch(0 if repeats_first_epoch(self.trainer) else epoch).documents(
             rank=find_ranks(self._run)[1], micro_batch=micro_batch
@@ -246,7 +274,10 @@ class PackedDataModule(SplitDataModule):
         for split in self._splits_of(stage):
             self._tokenize(split)
         self._choose_subsets(stage)
-        if stage == "fit":
+        if stage == "fit" and self.is_streamed:
+            self._position, self._anchor = self.position if has_trained(self.trainer) else 0, None
+            self._stream = self._open_stream()
+        elif stage == "fit":
             if "train" not in self._subsets:
                 raise DataError("There is no training data: paths is None.")
             self._position, self._anchor = self.position if has_trained(self.trainer) else 0, None
@@ -255,7 +286,15 @@ class PackedDataModule(SplitDataModule):
             check_ranks_agree(self._describe_plan())
 
     def train_dataloader(self) -> ResumedLoader:
-        """Return the planned micro-batches of this rank, from the run's position on."""
+        """Return the micro-batches of this rank, from the run's position on."""
+        if self._stream is not None:
+            # The stream has threads of its own: what ranks exchange belongs to the thread that trains.
+            return ResumedLoader(
+                self._continue_stream,
+                num_batches=ENDLESS,
+                before_batch=self._check_prepared,
+                after_batch=self.count_by_hand,
+            )
         return ResumedLoader(
             self._open_training_stream,
             # Uncut: the trainer applies limit_train_batches to this length itself.
@@ -294,7 +333,12 @@ class PackedDataModule(SplitDataModule):
     # The position.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and the description of its plan: plain numbers and strings."""
+        """Return the position and the description of its plan: plain numbers and strings.
+
+        Of a stream also the state of every rank, with the tokens that wait for a pack. All ranks must call this.
+        """
+        if self._stream is not None:
+            return self._stream.state_dict(self.position)
         if self._plan is None:
             return {}
         state = {"micro_batches": self.position, "plan": self._describe_plan()}
@@ -313,8 +357,16 @@ class PackedDataModule(SplitDataModule):
 
         Raises:
             ResumeError: The position belongs to another plan; the message names the changes. Or its sizes are others,
-                and its epochs were cut by limit_train_batches.
+                and its epochs were cut by limit_train_batches. Or it is of a stream with other settings.
         """
+        if self._stream is not None and state_dict:
+            self._position, self._anchor = self._stream.load_state_dict(state_dict), None
+            return
+        if "stream" in state_dict:
+            raise ResumeError(
+                "The checkpoint is of a run on a stream, and this data is read whole. Resume with the stream, or begin "
+                "a new run from its weights without resuming."
+            )
         if self._plan is None or not state_dict:
             return
         changes, is_sizes_only = compare_plans(state_dict["plan"], self._describe_plan())
@@ -384,6 +436,48 @@ class PackedDataModule(SplitDataModule):
         return plan
 
     # Streams and loaders.
+
+    def _open_stream(self) -> TrainingStream:
+        """Open the training data that is read while it is trained."""
+        accumulate = find_accumulation(self._run)
+        check_stream_run(self.trainer, val_share=self.val_share, accumulate=accumulate)
+        needs = find_needs(self._module)
+        if needs is not None and needs.formats:
+            raise OptionError(f"{type(self._module).__name__} needs data that is read whole. Leave streaming out.")
+        rows = open_stream(self._streamed_paths, is_streaming=True, seed=self.seed)
+        assert rows is not None
+        setup = Setup(
+            self.tokenizer,
+            self.options,
+            getattr(self._module, "vocab_size", None),
+            find_image_encoder(self._given_tokenizer, module=self._module),
+        )
+        batch_options = {
+            "pad_to": self.max_tokens if self.pad_to_max else None,
+            "pad_to_multiple_of": find_context_size(self._run),
+            "pad_token_id": self._pad_token_id(),
+        }
+        options = StreamOptions(
+            ranks=find_ranks(self._run),
+            accumulate=accumulate,
+            seed=self.seed,
+            num_proc=self.num_proc or count_processes(),
+            num_workers=self.num_workers,
+            pin_memory=self._pins_memory(),
+            max_reject_share=self.max_reject_share,
+            rejected_path=self.rejected_file("train", is_of_rank=True),
+            batch_options=batch_options,
+        )
+        return TrainingStream(rows, setup=setup, options=options)
+
+    def _continue_stream(self) -> Iterator[PackedBatch]:
+        """Go on with the stream at the position when the first batch of an epoch, or of a resumed run, is wanted."""
+        assert self._stream is not None
+        if self.trainer is not None:
+            accumulate = self._stream.options.accumulate
+            self._position = align_stream(self.trainer, position=self.position, accumulate=accumulate)
+            self._anchor = batch_progress(self.trainer).total.processed
+        return self._stream.batches(self.position)
 
     def _open_training_stream(self) -> PlannedStream:
         """Open the stream when the first batch of an epoch, or of a resumed run, is wanted."""

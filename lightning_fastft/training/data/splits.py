@@ -180,9 +180,10 @@ class SplitDataModule(LightningDataModule):
             show_progress=self.show_progress,
         )
 
-    def rejected_file(self, split: str) -> Path | None:
-        """Return the file of this split's rejected rows; None on ranks that write none."""
-        if self._run is not None and self._run.global_rank != 0:
+    def rejected_file(self, split: str, *, is_of_rank: bool = False) -> Path | None:
+        """Return the file of this split's rejected rows, or of those of this rank; None on ranks that write none."""
+        rank = 0 if self._run is None else self._run.global_rank
+        if rank and not is_of_rank:
             return None
         if self.rejected_path is not None:
             path = Path(self.rejected_path)
@@ -191,6 +192,7 @@ class SplitDataModule(LightningDataModule):
         else:
             return None
         path = path if split == "train" else path.with_stem(f"{path.stem}_{split}")
+        path = path.with_stem(f"{path.stem}_rank{rank}") if rank else path
         return check_replaceable("The file of rejected rows (rejected_path)", path, is_ours=is_rejects)
 
     def _choose_subsets(self, stage: str) -> None:
