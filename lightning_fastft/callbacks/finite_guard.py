@@ -197,7 +197,8 @@ class FiniteGuard(Callback):
 
     def _judge_run(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Status:
         """Return how this run is guarded, or why not."""
-        if not pl_module.automatic_optimization:
+        # A loop under Fabric may train a plain module, and tells this callback of each step.
+        if not getattr(pl_module, "automatic_optimization", True):
             return Status(
                 STATUS_NAME,
                 "refused",
@@ -365,7 +366,8 @@ def _describe_micro(micro: _Micro, trainer: pl.Trainer) -> str:
         source, numbers = data.find_examples(index)
         shown = ", ".join(map(str, numbers[:MOST_EXAMPLES_SHOWN]))
         more = f" and {len(numbers) - MOST_EXAMPLES_SHOWN} more" if len(numbers) > MOST_EXAMPLES_SHOWN else ""
-        parts.append(f"micro-batch {index} of the plan with examples {shown}{more} of {source}")
+        examples = f" of the plan with examples {shown}{more}" if numbers else ""
+        parts.append(f"micro-batch {index}{examples} of {source}")
     if parts:
         return ", ".join(parts)
     documents = f" ({micro.num_documents} documents)" if micro.num_documents else ""

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
+from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
+from lightning.fabric.strategies import SingleDeviceStrategy as FabricSingleDeviceStrategy
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lightning_fastft.packing.collate import PackedBatch
+
+# Strategies that hold every parameter whole.
+WHOLE = (SingleDeviceStrategy, DDPStrategy, FabricSingleDeviceStrategy, FabricDDPStrategy)
 
 
 class GradientHealth(Callback):
@@ -75,7 +80,7 @@ class GradientHealth(Callback):
         """List the trainable tensors and start to watch the optimizers."""
         self._stop_watching()
         patcher_of(trainer).add_undo(self._stop_watching)
-        if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
+        if not isinstance(trainer.strategy, WHOLE):
             reason = f"{type(trainer.strategy).__name__} may shard its parameters, and this check does not read shards"
             self._status = Status("gradient health", "refused", reason, "use one device or DDP")
             return
@@ -93,7 +98,8 @@ class GradientHealth(Callback):
                 parts[is_tower],
                 num_steps=self.num_steps,
                 is_allowed=self.is_allowed,
-                is_automatic=pl_module.automatic_optimization,
+                # A loop under Fabric may train a plain module.
+                is_automatic=getattr(pl_module, "automatic_optimization", True),
                 is_tower=is_tower,
             )
             for optimizer in trainer.optimizers

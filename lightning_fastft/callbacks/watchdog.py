@@ -7,11 +7,13 @@ import json
 import mmap
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
+from collections import deque
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -23,6 +25,7 @@ from lightning_fastft.checkpoint.resume import checkpoint_folder
 from lightning_fastft.core.checks import check_float
 from lightning_fastft.core.status import Status
 from lightning_fastft.monitor import watch_process
+from lightning_fastft.monitor.token_throughput import has_passed, mark_time, seconds_between
 from lightning_fastft.monitor.watch_process import Beat, Job, Phase
 from lightning_fastft.strategies.even_batches import check_even_batches
 from lightning_fastft.strategies.mixin import FastFTStrategyMixin
@@ -36,7 +39,9 @@ if TYPE_CHECKING:
 STATUS_NAME = "watchdog"
 # Kernels are built and plans are measured in the first three optimizer steps (OffloadCheckpointing).
 FIRST_STEPS = 3
-_OF_THIS_PROCESS = ("_process", "_memory", "_stacks")
+_OF_THIS_PROCESS = ("_process", "_memory", "_stacks", "_own_times")
+# The time of a rank is the median of this many micro-batches.
+NUM_TIMES = 20
 # One day.
 _MOST_SECONDS = 86_400.0
 
@@ -57,7 +62,10 @@ class Watchdog(Callback):
     ahead of the device. POSIX only; stopped ranks and child processes are found only with /proc.
 
     Ranks on several nodes name each other if they share the folder. A node whose watchdogs are all silent for 30 s (for
-    timeout_s, if that is less) is lost: killed, stopped or cut off, also in a save or a validation.
+    timeout_s, if that is less) is lost: killed, stopped or cut off, also in a save or a validation. A node that lost
+    the folder for as long ends its ranks. A node is named as slow, once, if its micro-batches take 1.3 times as long as
+    those of the other nodes: loading and forward, which under FSDP2 waits for the other ranks, so that only slow
+    loading shows there.
 
     Args:
         timeout_s: Seconds without progress after which the run is ended, 1 to 86,400; must exceed the longest
@@ -72,7 +80,8 @@ class Watchdog(Callback):
     Cost:
         About 20 microseconds of the host per micro-batch, with one system call, no collective and no host sync. One
         process of about 10 MiB per rank, which reads the position of its rank four times a second, and writes a
-        small file once a second. Three collectives at the start of the run, and about 50 ms to start the process.
+        small file once a second. On several nodes two CUDA events per micro-batch. Three collectives at the start of
+        the run, and about 50 ms to start the process.
 
     Source:
         own
@@ -91,6 +100,7 @@ class Watchdog(Callback):
         self._stacks: IO[bytes] | None = None
         self._num_beats = self._num_batches = self._first_step = self._step = 0
         self._is_alone = True
+        self._own_times: _OwnTimes | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop the process, which belongs to the original, from a copied or pickled callback."""
@@ -152,10 +162,15 @@ class Watchdog(Callback):
         self._num_batches += 1
         self._step = trainer.global_step + 1
         self._beat(Phase.FORWARD)
+        if self._own_times is not None:
+            self._own_times.load()
+            self._own_times.begin(trainer.strategy.root_device)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
         """Record the end of the forward."""
         self._beat(Phase.BACKWARD)
+        if self._own_times is not None:
+            self._own_times.end(trainer.strategy.root_device)
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Record the end of the backward."""
@@ -169,6 +184,8 @@ class Watchdog(Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         """Record the end of a micro-batch, and check that the watchdog process runs."""
+        if self._own_times is not None:
+            self._own_times.note()
         self._beat(Phase.BETWEEN)
         if self._process is not None and self._process.poll() is not None:
             self._statuses[0] = Status(
@@ -213,13 +230,23 @@ class Watchdog(Callback):
         if self._memory is not None:
             self._num_beats += 1
             is_first = self._step - 1 - self._first_step < FIRST_STEPS
-            watch_process.write_beat(
-                self._memory, Beat(self._num_beats, self._num_batches, self._step, phase, is_first, failed_at_s, text)
-            )
+            own_s = 0.0
+            if self._own_times is not None:
+                own_s = self._own_times.median_s
+                if phase == Phase.PAUSED:
+                    self._own_times.pause()
+            place = (self._num_beats, self._num_batches, self._step, phase, is_first)
+            watch_process.write_beat(self._memory, Beat(*place, failed_at_s, own_s, text))
 
     def _start(self, trainer: pl.Trainer, folder: Path, *, run: str) -> None:
         """Start the watchdog process of this rank."""
         self._step = trainer.global_step + 1
+        if trainer.num_nodes > 1:
+            times, device = _OwnTimes(), trainer.strategy.root_device
+            # DDP calls the module after it has broadcast its buffers, in which ranks wait for each other.
+            hook = trainer.lightning_module.register_forward_pre_hook(lambda *_: times.begin(device))
+            patcher_of(trainer).add_undo(hook.remove)
+            self._own_times = times
         meeting = folder / f".watchdog-{run}"
         meeting.mkdir(parents=True, exist_ok=True)
         # A real-time signal, because nothing else uses them; macOS has none.
@@ -271,4 +298,39 @@ class Watchdog(Callback):
             faulthandler.unregister(signal.SIGRTMAX - 1)
         self._stacks.close()
         self._memory.close()
-        self._process = self._memory = self._stacks = None
+        self._process = self._memory = self._stacks = self._own_times = None
+
+
+class _OwnTimes:
+    """Times of the last micro-batches until their backward: the wait for the batch, and the forward on the device."""
+
+    def __init__(self) -> None:
+        self.median_s = 0.0
+        self._times: deque[float] = deque(maxlen=NUM_TIMES)
+        self._waiting: deque[tuple[float, Any, Any]] = deque()
+        self._ended_s: float | None = None
+        self._loading_s = 0.0
+        self._begin: Any = None
+
+    def load(self) -> None:
+        self._loading_s = 0.0 if self._ended_s is None else time.perf_counter() - self._ended_s
+
+    def begin(self, device: torch.device) -> None:
+        self._begin = mark_time(device)
+
+    def end(self, device: torch.device) -> None:
+        # With manual optimization a micro-batch may have several backwards.
+        if self._begin is not None:
+            self._waiting.append((self._loading_s, self._begin, mark_time(device)))
+            self._begin = None
+
+    def note(self) -> None:
+        while self._waiting and has_passed(self._waiting[0][2]):
+            loading_s, begin, end = self._waiting.popleft()
+            self._times.append(loading_s + seconds_between(begin, end))
+        if len(self._times) == NUM_TIMES:
+            self.median_s = statistics.median(self._times)
+        self._ended_s = time.perf_counter()
+
+    def pause(self) -> None:
+        self._ended_s = None

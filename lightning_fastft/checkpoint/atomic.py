@@ -52,6 +52,7 @@ def sweep(folder: Path) -> None:
             place.rename(target)
         elif not _is_held(place):
             log.info("%s is removed: it is the leftover of an unfinished save.", place)
+            remove_empty(target)
             with suppress(PermissionError):
                 # In a shared folder it may belong to another user.
                 discard(place)
@@ -136,6 +137,13 @@ def _is_held(place: Path) -> bool:
     finally:
         os.close(lock)
     return False
+
+
+def remove_empty(folder: Path) -> None:
+    """Remove a folder if it is empty; it then only held the name of an unfinished save."""
+    if folder.is_dir() and not folder.is_symlink():
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def discard(place: Path) -> None:

@@ -207,7 +207,7 @@ def replace_folder(part: Path, path: Path) -> None:
         raise OSError(f"the folder {path} is not a checkpoint and is not replaced; use another name")
     if path.is_symlink() or path.is_file():
         path.unlink()
-    elif path.is_dir():
+    elif path.is_dir() and any(path.iterdir()):
         # After a kill between the two renames there is no folder at path; sweep restores the old one.
         old = new_name(path, "old")
         path.rename(old)
@@ -296,6 +296,8 @@ def _is_intact(place: Path) -> bool:
         if (place / RECORD).is_file():
             _judge_folder(place, (0, 1))
             return True
+        if not any(place.iterdir()):
+            raise _DamageError("it is empty: its save did not finish")
         return False
     with place.open("rb") as file:
         return _judge_file(file)

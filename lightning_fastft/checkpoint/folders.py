@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from lightning_fastft.checkpoint.atomic import part_beside
+from lightning_fastft.checkpoint.atomic import part_beside, remove_empty
 from lightning_fastft.checkpoint.digests import hash_file
 from lightning_fastft.checkpoint.files import check_folder, commit_folder, load_file, replace_folder, save_file
 from lightning_fastft.checkpoint.ranks import on_all_ranks
@@ -62,37 +62,78 @@ def save_folder(checkpoint: dict[str, Any], path: Path) -> None:
     Cost:
         Each rank reads its shard once more for the SHA-256, from the page cache.
     """
-    rank = dist.get_rank()
+    pieces = take_pieces(checkpoint)
+    with ExitStack() as stack:
+        part = begin_folder(checkpoint, path, stack)
+        write_folder(pieces, part, path)
+
+
+def take_pieces(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Remove the sharded states from a checkpoint and return them by their name in the index."""
     pieces = {"state_dict": checkpoint.pop("state_dict")}
     pieces.update({f"optimizer_{number}": state for number, state in enumerate(checkpoint.pop("optimizer_states", []))})
-    with ExitStack() as stack:
+    return pieces
 
-        def begin() -> str:
-            if rank != 0:
-                return ""
-            path.parent.mkdir(parents=True, exist_ok=True)
-            part = stack.enter_context(part_beside(path, is_folder=True))
-            save_file(checkpoint, part / METADATA)
-            return str(part)
 
-        part = Path(on_all_ranks(begin, error=CheckpointNotSavedError)[0])
-        try:
-            save(pieces, checkpoint_id=part)
-        except CheckpointException as error:
-            raise CheckpointNotSavedError(f"The checkpoint {path} was not saved: {error}") from error
-        own = [
-            file
-            for file in part.iterdir()
-            if file.name.startswith(f"__{rank}_") or (rank == 0 and file.name in (METADATA, _INDEX))
-        ]
-        reported = on_all_ranks(lambda: {file.name: hash_file(file) for file in own}, error=CheckpointNotSavedError)
+def begin_folder(checkpoint: dict[str, Any], path: Path, stack: ExitStack, *, holds_name: bool = False) -> Path:
+    """Create the temporary folder of a save with the rest of the checkpoint, and return it; all ranks must call this.
 
-        def end() -> None:
-            if rank == 0:
-                commit_folder(part, {name: digest for digests in reported for name, digest in digests.items()})
-                replace_folder(part, path)
+    Args:
+        checkpoint: What ``take_pieces`` left.
+        path: The folder that the temporary one will become.
+        stack: Removes the temporary folder at its end, on rank 0.
+        holds_name: Whether to create an empty folder at path, so that no other save takes its name meanwhile.
 
-        on_all_ranks(end, error=CheckpointNotSavedError)
+    Raises:
+        CheckpointNotSavedError: On all ranks.
+    """
+
+    def begin() -> str:
+        if dist.get_rank() != 0:
+            return ""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = stack.enter_context(part_beside(path, is_folder=True))
+        save_file(checkpoint, part / METADATA)
+        if holds_name and not (path.exists() or path.is_symlink()):
+            path.mkdir()
+            stack.callback(remove_empty, path)
+        return str(part)
+
+    return Path(on_all_ranks(begin, error=CheckpointNotSavedError)[0])
+
+
+def write_folder(pieces: dict[str, Any], part: Path, path: Path, *, group: dist.ProcessGroup | None = None) -> None:
+    """Write the shards, then the commit record once every rank has written, then rename; all ranks must call this.
+
+    Args:
+        pieces: Of ``take_pieces``; they must not change until this returns.
+        part: Of ``begin_folder``.
+        path: The final folder.
+        group: All ranks; None is the default group.
+
+    Raises:
+        CheckpointNotSavedError: On all ranks, with the rank that failed.
+    """
+    rank = dist.get_rank()
+    try:
+        save(pieces, checkpoint_id=part, process_group=group)
+    except CheckpointException as error:
+        raise CheckpointNotSavedError(f"The checkpoint {path} was not saved: {error}") from error
+    own = [
+        file
+        for file in part.iterdir()
+        if file.name.startswith(f"__{rank}_") or (rank == 0 and file.name in (METADATA, _INDEX))
+    ]
+    reported = on_all_ranks(
+        lambda: {file.name: hash_file(file) for file in own}, error=CheckpointNotSavedError, group=group
+    )
+
+    def end() -> None:
+        if rank == 0:
+            commit_folder(part, {name: digest for digests in reported for name, digest in digests.items()})
+            replace_folder(part, path)
+
+    on_all_ranks(end, error=CheckpointNotSavedError, group=group)
 
 
 def load_folder(

@@ -14,10 +14,11 @@ from lightning.pytorch.callbacks.on_exception_checkpoint import OnExceptionCheck
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_fastft.checkpoint import remote
 from lightning_fastft.checkpoint.files import find_damage, load_file
+from lightning_fastft.checkpoint.slurm import is_requeued
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -49,6 +50,8 @@ def find_last(trainer: pl.Trainer) -> str | None:
         beside = _list_times(os.path.dirname(place) or ".")
         times |= {place: beside[place]} if place in beside else {}
     by_age = sorted(times, key=times.__getitem__, reverse=True)
+    if all(_is_unfinished(place) for place in by_age):
+        return None
     last = (place for place in by_age if os.path.basename(place).startswith((LAST, STOPPED)) or place in extra)
     newest = next(last, None)
     if newest is None or trainer.global_rank != 0:
@@ -80,14 +83,23 @@ def with_last(launcher: _Launcher | None) -> _Launcher:
 
 
 def run_with_last(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call an entry point of the Trainer with ``ckpt_path="last"`` replaced by a path."""
+    """Call an entry point of the Trainer with ``ckpt_path="last"`` replaced by a path.
+
+    A fit without a checkpoint in a job that SLURM has requeued continues from the last one too.
+    """
     given = inspect.signature(function).bind(*args, **kwargs)
     trainer = getattr(function, "__self__", None)
-    if given.arguments.get("ckpt_path") == LAST and trainer is not None:
-        found = find_last(trainer)
-        # Without a checkpoint, Lightning warns and starts from the beginning.
-        given.arguments["ckpt_path"] = LAST if found is None else found
+    wanted = given.arguments.get("ckpt_path")
+    if trainer is not None and (wanted == LAST or (wanted is None and _continues_job(trainer))):
+        # Without a checkpoint, Lightning starts from the beginning, and warns if "last" was given.
+        given.arguments["ckpt_path"] = found = find_last(trainer) or wanted
+        if wanted is None:
+            rank_zero_info(f"SLURM requeued the job. It continues from: {found or 'the beginning (no checkpoint)'}")
     return function(*given.args, **given.kwargs)
+
+
+def _continues_job(trainer: pl.Trainer) -> bool:
+    return trainer.state.fn == TrainerFn.FITTING and is_requeued(trainer)
 
 
 class _Here(_Launcher):
@@ -130,6 +142,11 @@ def _list_times(folder: str) -> dict[str, int]:
     entries = [entry for entry in place.iterdir() if entry.suffix == _SUFFIX] if place.is_dir() else []
     shown = [entry for entry in entries if not entry.name.startswith(".") and entry.exists()]
     return {str(entry): entry.stat().st_mtime_ns for entry in shown}
+
+
+def _is_unfinished(place: str) -> bool:
+    """Return whether a path only has the name of a save that a kill ended; it is an empty folder, or a link to one."""
+    return not remote.is_remote(place) and Path(place).is_dir() and not any(Path(place).iterdir())
 
 
 def _find_damage(place: str, *, needs_digest: bool = False) -> str | None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -16,7 +15,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_fastft.checkpoint.last import STOPPED
 from lightning_fastft.checkpoint.lightning_internals import (
     batch_progress,
-    cluster_environment,
     do_nothing,
     is_in_window,
     signal_connector,
@@ -25,6 +23,7 @@ from lightning_fastft.checkpoint.lightning_internals import (
 from lightning_fastft.checkpoint.ranks import RankVote, on_all_ranks
 from lightning_fastft.checkpoint.remote import is_remote
 from lightning_fastft.checkpoint.rng import RandomState
+from lightning_fastft.checkpoint.slurm import requeue_job, requeue_signal
 from lightning_fastft.checkpoint.stops import STOP_SIGNALS, RunStopped, StopSignals
 from lightning_fastft.core.checks import check_bool, check_float
 from lightning_fastft.core.errors import FastFTError, ResumeError
@@ -79,9 +78,11 @@ class ExactResume(Callback):
     makes no progress for stop_timeout_s after SIGTERM or SIGUSR1, it prints its stacks to stderr and exits with 143 or
     138 without a save.
 
+    Under SLURM with Lightning's auto_requeue, its requeue signal (SIGUSR1) saves in the same way, and then rank 0 calls
+    ``scontrol requeue``. The requeued job continues as with ``ckpt_path="last"``, if it is given no other checkpoint.
+
     Args:
-        stop_signals: Whether to handle SIGTERM, SIGUSR1 and a first Ctrl-C during training. SLURM with automatic
-            requeueing keeps Lightning's handlers.
+        stop_signals: Whether to handle SIGTERM, SIGUSR1 and a first Ctrl-C during training.
         stop_timeout_s: Seconds without a micro-batch or validation batch, after a signal, until a hung process ends
             itself, 1 to 86,400. It must exceed the longest micro-batch. Time spent in a save does not count.
 
@@ -234,10 +235,16 @@ class ExactResume(Callback):
         # A Path would remove a slash from a URL and save into a local folder.
         path = f"{folder.rstrip('/')}/{name}" if is_remote(folder) else Path(folder) / name
         trainer.save_checkpoint(path, weights_only=False)
+        # Of our strategies: one may still write it in the background.
+        getattr(trainer.strategy, "finish_saves", do_nothing)()
         rank_zero_info(
             f"{signal.Signals(number).name}: the run was saved at optimizer step {trainer.global_step} and ends. "
             f"Resume with ckpt_path={path}"
         )
+        if number == requeue_signal(trainer):
+            # SLURM kills the other ranks as soon as one has ended, so all wait for the answer.
+            answers = on_all_ranks(lambda: requeue_job() if trainer.is_global_zero else "", error=FastFTError)
+            rank_zero_info(answers[0])
         self._has_stopped = True
         raise RunStopped(number, step=trainer.global_step, path=path)
 
@@ -271,7 +278,8 @@ class ExactResume(Callback):
         return {**collect_settings(trainer, pl_module), "seed_everything": self._seed}
 
     def _take_signals(self, trainer: pl.Trainer) -> None:
-        environment, connector = cluster_environment(trainer), signal_connector(trainer)
+        connector, requeue = signal_connector(trainer), requeue_signal(trainer)
+        signals = tuple(dict.fromkeys([*STOP_SIGNALS, *([signal.Signals(requeue)] if requeue else [])]))
         self._has_signals = False
         reason = (
             "checkpoints hold the random states of all ranks; one written inside an accumulation window resumes at its "
@@ -279,16 +287,12 @@ class ExactResume(Callback):
         )
         if not self.stop_signals:
             reason += "; signals are not handled (stop_signals=False)"
-        elif isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
-            reason += "; Lightning handles SIGTERM and the requeue signal (SLURM requeues)"
-        elif self._stops.install(
-            STOP_SIGNALS, is_ignored=lambda handler: getattr(handler, "__self__", None) is connector
-        ):
+        elif self._stops.install(signals, is_ignored=lambda handler: getattr(handler, "__self__", None) is connector):
             self._has_signals = True
             self._stops.watch(self.stop_timeout_s)
             reason += (
-                f"; {' and '.join(number.name for number in STOP_SIGNALS)} save at the next optimizer step and "
-                "end the run"
+                f"; {' and '.join(number.name for number in signals)} save at the next optimizer step and end the run"
+                + (f"; after {signal.Signals(requeue).name} SLURM requeues the job" if requeue else "")
             )
             if self._stops.install_interrupt(_INTERRUPT_ANSWER if trainer.is_global_zero else ""):
                 reason += ", and so does a first Ctrl-C"

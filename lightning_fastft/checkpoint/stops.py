@@ -58,6 +58,7 @@ class StopSignals:
         self._interrupted_s: float | None = None
         self._answer = ""
         self._process = os.getpid()
+        self._signals: tuple[int, ...] = ()
         self._wakeup: socket.socket | None = None
         self._watching: threading.Thread | None = None
         self._num_progress = 0
@@ -73,6 +74,7 @@ class StopSignals:
         """Install the handlers; return False outside of the main thread, where that is impossible."""
         if threading.current_thread() is not threading.main_thread():
             return False
+        self._signals = signals
         for number in signals:
             present = signal.getsignal(number)
             if present == self._note:
@@ -177,7 +179,7 @@ class StopSignals:
                 if not told:
                     return
                 if not number:
-                    number = next((found for found in told if found in STOP_SIGNALS), 0)
+                    number = next((found for found in told if found in self._signals), 0)
                     num_progress = self._num_progress
 
     def _end(self, number: int, limit_s: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
 import traceback
 from collections.abc import Collection
 from pathlib import Path
@@ -23,6 +24,16 @@ _FUNCTION = re.compile(
 # What a value must be, by the type that the parser expects.
 _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 _TYPE = re.compile(r"Expected a <class '(int|float|bool)'>(?:\. Got value: (.*))?")
+_NO_CLASS = re.compile(r"Expected a dot import path string: ([A-Za-z_]\w*)\b(?!\.)")
+# Modules with classes of an option, by the last part of its name.
+_CLASS_MODULES = {
+    "callbacks": ("lightning_fastft", "lightning.pytorch.callbacks"),
+    "logger": ("lightning.pytorch.loggers",),
+    "strategy": ("lightning_fastft", "lightning.pytorch.strategies"),
+    "optimizer": ("lightning_fastft", "torch.optim"),
+    "model": ("lightning_fastft",),
+    "data": ("lightning_fastft",),
+}
 _INNER_KEY = re.compile(r"Problem with given class_path '[^']+': Parser key \"([\w.]+)\": ")
 _CHOICE = re.compile(r"Expected a typing\.Literal\[([^\]]*)\](?:\. Got value: (.*))?")
 # Functions of transformers that read files of a folder or the hub.
@@ -85,6 +96,10 @@ def explain_refusal(message: str, *, options: Collection[str], program: str, con
         advice = f"hint: give a config that has it, --config NAME or FILE; shipped configs: {', '.join(configs)}\n"
         return f"error: {names} is required and was not given\n{advice}{last_line}"
 
+    unknown = _NO_CLASS.search(message)
+    if key and unknown and (near := _find_near_classes(key[1], unknown[1])):
+        return f"error: {where}there is no class {unknown[1]}\nhint: did you mean {near}?\n{last_line}"
+
     kept = [
         _explain_choice(line.removeprefix("- "), lines)
         for line in lines[1 if key else 0 :]
@@ -128,6 +143,13 @@ def _explain_unknown(name: str, lines: list[str], options: Collection[str]) -> s
     near = _find_near(name, read_parameters(owner) if owner else options)
     hint = f"hint: did you mean {near}?\n" if near else ""
     return f"{reason}{f' by {owner}' if owner else ''}\n{hint}"
+
+
+def _find_near_classes(key: str, name: str) -> str:
+    """Return the names of loaded classes that were probably meant by an option's value; "" for none."""
+    modules = [sys.modules[path] for path in _CLASS_MODULES.get(key.rpartition(".")[2], ()) if path in sys.modules]
+    known = {known for module in modules for known in getattr(module, "__all__", dir(module)) if known[:1].isupper()}
+    return " or ".join(difflib.get_close_matches(name, known, n=2, cutoff=0.7))
 
 
 def _explain_choice(reason: str, lines: list[str]) -> str:

@@ -35,6 +35,8 @@ def run_data(words: Sequence[str]) -> int:
     data, trainer = cli.datamodule, cli.trainer
     if not isinstance(data, PackedDataModule):
         raise OptionError(f"fastft data needs a PackedDataModule, but the config has {type(data).__name__}.")
+    if data.is_streamed:
+        raise OptionError("fastft data reports on all examples, which a stream does not have: give it a few files.")
     # The data module reads the tokenizer of the trainer's module; the model itself is not built.
     trainer.strategy.connect(cli.model)
     data.trainer = trainer

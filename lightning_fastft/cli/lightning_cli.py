@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_fastft.cli.answers import explain_refusal
@@ -147,7 +150,12 @@ class FastFTCLI(LightningCLI):
             if "Does not validate" in str(error):
                 # The parser validates some values only now.
                 self._parser(self.subcommand).error(str(error))
-            raise OptionError(str(error)) from error
+            raise OptionError(f"{error}{_suggest_strategy(str(error))}") from error
+        except TypeError as error:
+            # Lightning's accelerators raise it for a number of devices.
+            if "devices" not in str(error):
+                raise
+            raise OptionError(f"trainer.devices: {error}") from error
         except ModuleNotFoundError as error:
             # Lightning's loggers name the package in different ways.
             extra = find_extra(error.name or "") or ("wandb" if "wandb" in str(error) else "")
@@ -169,3 +177,10 @@ class FastFTCLI(LightningCLI):
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         """Load checkpoints as tensors and plain types only, whatever the environment sets."""
         return {**super()._prepare_subcommand_kwargs(subcommand), "weights_only": True}
+
+
+def _suggest_strategy(message: str) -> str:
+    """Return the nearest name to that of an unknown strategy, as a sentence; "" for another message."""
+    found = re.search(r"`strategy='([^']+)'`", message)
+    near = difflib.get_close_matches(found[1], StrategyRegistry.available_strategies(), n=1) if found else []
+    return f" Did you mean {near[0]}?" if near else ""

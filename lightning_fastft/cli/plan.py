@@ -190,6 +190,7 @@ def _cost_options(model: Tuner, *, document_tokens: int) -> dict[str, Any]:
         "mean_document_tokens": document_tokens,
         "quantization": model.quantization,
         "dtype": DTYPES.get(model.dtype_name, torch.bfloat16),
+        "optimizer": model.optimizer_factory,
         "has_masters": model.lora is None and model.master_dtype_name == "float32" and model.dtype_name != "float32",
         **lora,
     }

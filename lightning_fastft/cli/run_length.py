@@ -39,6 +39,9 @@ class RunLength(Callback):
         data = getattr(trainer, "datamodule", None)
         if stage != "fit" or not isinstance(data, PackedDataModule):
             return
+        if data.is_streamed:
+            rank_zero_info(f"Packs of {data.max_tokens} tokens, formed while the stream is read.")
+            return
         plan = data.plan
         num_steps = math.ceil(plan.num_micro_batches / plan.accumulate)
         is_cut = plan.num_micro_batches < plan.num_uncut_micro_batches

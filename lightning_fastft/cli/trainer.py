@@ -1,29 +1,56 @@
-"""FastFTTrainer: a Trainer for the command line with a logging interval that depends on the length of the run."""
+"""FastFTTrainer: a Trainer for the command line that chooses its logging interval and its number of nodes."""
 
 from __future__ import annotations
 
 import math
+import os
 from typing import Any, Literal
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+from lightning_fastft.core.errors import OptionError
 
 # Each logged step has a host sync, so long runs keep Lightning's interval; short runs log this many times.
 LONGEST_INTERVAL, TIMES_IN_A_RUN = 50, 10
 
 
 class FastFTTrainer(Trainer):
-    """Lightning's Trainer; with ``log_every_n_steps="auto"`` short runs log their loss too.
+    """Lightning's Trainer; with "auto" short runs log their loss too, and the launcher says how many nodes there are.
 
     Args:
         *args: As Lightning's Trainer.
+        num_nodes: Machines of the job. "auto" is the number that torchrun or srun started, and 1 without them.
         log_every_n_steps: Optimizer steps between two logged steps. "auto" is 50, or less for a short run: a tenth of
             its steps, and at least once per epoch. None is Lightning's default, 50.
         **kwargs: As Lightning's Trainer.
+
+    Raises:
+        OptionError: The launcher started several processes, and the strategy is for one device; or num_nodes is "auto",
+            and NODE_RANK says that there are several nodes but not how many.
     """
 
-    def __init__(self, *args: Any, log_every_n_steps: int | Literal["auto"] | None = "auto", **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        num_nodes: int | Literal["auto"] = "auto",
+        log_every_n_steps: int | Literal["auto"] | None = "auto",
+        **kwargs: Any,
+    ) -> None:
         self._is_auto = log_every_n_steps == "auto"
-        super().__init__(*args, log_every_n_steps=None if log_every_n_steps == "auto" else log_every_n_steps, **kwargs)
+        super().__init__(
+            *args,
+            num_nodes=_count_nodes() if num_nodes == "auto" else num_nodes,
+            log_every_n_steps=None if log_every_n_steps == "auto" else log_every_n_steps,
+            **kwargs,
+        )
+        num_processes = _count_processes()
+        if num_processes > 1 and isinstance(self.strategy, SingleDeviceStrategy):
+            raise OptionError(
+                f"The launcher started {num_processes} processes, and each would train alone and write the same files. "
+                "Add --trainer.strategy fastft_ddp (a whole model on each device) or fastft_fsdp (one model over all "
+                "devices)."
+            )
 
     @property
     def log_every_n_steps(self) -> int:
@@ -44,3 +71,25 @@ class FastFTTrainer(Trainer):
     def log_every_n_steps(self, interval: int) -> None:
         # Lightning sets the given value, or its default.
         self._log_every_n_steps = interval
+
+
+def _count_processes() -> int:
+    """Return the number of processes that torchrun or srun started for this run."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return int(os.environ.get("WORLD_SIZE", "1"))
+    return int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
+
+
+def _count_nodes() -> int:
+    """Return the number of nodes that the launcher started: torchrun, else srun."""
+    given = os.environ
+    if "TORCHELASTIC_RUN_ID" in given:
+        return int(given.get("WORLD_SIZE", "1")) // int(given.get("LOCAL_WORLD_SIZE", "1"))
+    if "SLURM_STEP_NUM_NODES" in given:
+        return int(given["SLURM_STEP_NUM_NODES"])
+    if int(given.get("NODE_RANK", "0")) > 0:
+        raise OptionError(
+            f"NODE_RANK={given['NODE_RANK']} says that there are several nodes. Give their number on each of them: "
+            "--trainer.num_nodes 2."
+        )
+    return 1

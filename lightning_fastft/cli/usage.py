@@ -24,6 +24,7 @@ fastft: fine-tune Hugging Face causal language models with PyTorch Lightning.
   fastft eval   CHECKPOINT|FOLDER --data FILE            perplexity and exact match on held-out data, tasks of lm-eval
   fastft export CHECKPOINT|FOLDER OUT [--merge]          adapters or merged weights as a folder, GGUF, or for Ollama
   fastft push   CHECKPOINT|FOLDER REPO [--yes]           upload with a model card; without --yes only shows it
+  fastft convert FOLDER OUT                              a LitGPT checkpoint as a Hugging Face folder
   fastft demo                                            the whole job on data that it makes itself
   fastft bench    [--workload NAME] [--out FOLDER]       speed and memory against other systems
 
@@ -151,6 +152,11 @@ Show the files and the model card of a repository on huggingface.co; upload them
   --private                 make the repository private, if it is new
   --merge                   merge the adapters into the weights of the whole model
 {_OPTIONS_OF_MODELS.format(device="cpu")}""",
+    "convert": """\
+fastft convert FOLDER OUT
+Write a LitGPT checkpoint (lit_model.pth, model_config.yaml, config.json, tokenizer files) as a Hugging Face folder, and
+load it with transformers. Needs litgpt, whose own converter names the weights: pip install litgpt
+""",
     "demo": f"""\
 fastft demo [--key value ...]
 The whole job on data that it makes itself, in runs/demo: train, validate, answer, save, load again and compare.

@@ -92,5 +92,9 @@ class NotTrainingError(FastFTError, RuntimeError):
     """A run does not train: gradients are missing, zero or not finite, or parameters do not move."""
 
 
+class RendezvousError(FastFTError, RuntimeError):
+    """The ranks of a job did not meet: some are missing, or the head node is not reached."""
+
+
 class MissingDependencyError(FastFTError, ImportError):
     """An optional package is required and not installed."""

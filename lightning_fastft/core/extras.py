@@ -27,6 +27,7 @@ EXTRAS = {
     "wandb": Extra(("wandb",), "Lightning's WandbLogger"),
     "gguf": Extra(("gguf", "sentencepiece"), "fastft export --gguf and --ollama, with a clone of llama.cpp"),
     "eval": Extra(("lm_eval",), "fastft eval --tasks"),
+    "litdata": Extra(("litdata",), "training data from folders of LitData"),
 }
 
 

@@ -5,11 +5,12 @@ Layers run on the meta device, so neither weights nor a GPU are needed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lightning_fastft.activations.budgets import AUTO_VRAM_SHARE
@@ -54,6 +55,7 @@ def model_costs(
     lora_targets: str | Sequence[str] = "all-linear",
     dtype: torch.dtype = torch.bfloat16,
     has_masters: bool = False,
+    optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
 ) -> StepCost:
     """Return the estimated cost of a step over one pack, layer by layer.
 
@@ -71,6 +73,8 @@ def model_costs(
         lora_targets: PEFT's ``target_modules``.
         dtype: Dtype of weights and arithmetic.
         has_masters: Whether fp32 masters of trained weights are held beside weights of lower precision.
+        optimizer: Returns the optimizer of whole weights, whose ``state_bytes`` then count instead of two moments in
+            the dtype of the weights.
 
     Raises:
         UnsupportedModelError: A layer does not run on the meta device.
@@ -91,6 +95,9 @@ def model_costs(
     if lora_rank is not None:
         _add_adapters(base, rank=check_int("lora_rank", lora_rank, low=1), targets=lora_targets)
     bytes_of = _ByteCounter(quantized, has_adapters=lora_rank is not None, has_masters=has_masters)
+    if optimizer is not None and lora_rank is None:
+        given = optimizer([parameter for parameter in base.parameters() if parameter.requires_grad])
+        bytes_of.state_bytes = getattr(given, "state_bytes", None)
     layers = decoder_layers(base)
     calls = _record_calls(base, layers, num_tokens=num_tokens)
     meter = Meter(machine, document_tokens=mean_document_tokens, resident=list(base.parameters()), quantized=quantized)
@@ -172,6 +179,8 @@ class _ByteCounter:
     def __init__(self, quantized: Sequence[torch.Tensor], *, has_adapters: bool, has_masters: bool) -> None:
         self._quantized = {id(tensor) for tensor in quantized}
         self._has_adapters, self._has_masters = has_adapters, has_masters
+        # The optimizer's own count of what it holds on the device for a parameter.
+        self.state_bytes: Callable[[nn.Parameter], int] | None = None
 
     def all(self, parameters: Any) -> int:
         """Return the bytes of all these parameters, each counted once."""
@@ -189,6 +198,8 @@ class _ByteCounter:
         size = parameter.element_size()
         if self._has_adapters:
             return parameter.numel() * (_MASTER_BYTES + size)
+        if self.state_bytes is not None:
+            return parameter.numel() * 2 * size + self.state_bytes(parameter)
         return parameter.numel() * (_WHOLE_MASTER_BYTES + 2 * size if self._has_masters else 4 * size)
 
 

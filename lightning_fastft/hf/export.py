@@ -209,7 +209,7 @@ def export_adapters(
 
     check_free(out)
     ids, before = _probe(model)
-    with _writing(out) as part:
+    with writing(out) as part:
         base: Any = model.get_base_model()
         for config in model.peft_config.values():
             # The base of loaded adapters may have moved since they were saved.
@@ -255,7 +255,7 @@ def export_merged(
     ids, before = _probe(model)
     merged, moved = (model, 0.0) if not hasattr(model, "peft_config") else _merge(model, ids, adapted=before)  # type: ignore[arg-type]
     before = _logits(merged, ids)
-    with _writing(out) as part:
+    with writing(out) as part:
         merged.save_pretrained(str(part))
         _write_companions(merged, part, tokenizer, card=card)
         again, report = auto_class(merged.config).from_pretrained(
@@ -283,7 +283,7 @@ def check_free(out: Path) -> None:
 
 
 @contextmanager
-def _writing(out: Path) -> Iterator[Path]:
+def writing(out: Path) -> Iterator[Path]:
     """Yield a temporary folder next to out; rename it to out if the block succeeds, else remove it."""
     with saving(out):
         out.parent.mkdir(parents=True, exist_ok=True)

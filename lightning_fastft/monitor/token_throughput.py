@@ -109,7 +109,7 @@ class TokenThroughput(Callback):
             self._open.step, self._open.end = trainer.global_step, mark_time(device)
             self._waiting.append(self._open)
             self._open = _Interval(step=trainer.global_step, begin=self._open.end)
-        while self._waiting and _has_passed(self._waiting[0].end):
+        while self._waiting and has_passed(self._waiting[0].end):
             self._log(trainer, device, self._waiting.popleft())
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -157,7 +157,7 @@ class TokenThroughput(Callback):
         )
 
     def _log(self, trainer: pl.Trainer, device: torch.device, interval: _Interval) -> None:
-        seconds = _seconds_between(interval.begin, interval.end)
+        seconds = seconds_between(interval.begin, interval.end)
         if seconds <= 0 or interval.num_tokens == 0:
             return
         values = {
@@ -183,11 +183,13 @@ def mark_time(device: torch.device) -> torch.cuda.Event | float:
     return event
 
 
-def _has_passed(mark: torch.cuda.Event | float) -> bool:
+def has_passed(mark: torch.cuda.Event | float) -> bool:
+    """Return whether the device has reached a mark, without a host sync."""
     return mark.query() if isinstance(mark, torch.cuda.Event) else True
 
 
-def _seconds_between(begin: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
+def seconds_between(begin: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
+    """Return the time between two marks that have passed."""
     if isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
         return begin.elapsed_time(end) / 1000.0
     assert isinstance(begin, float)

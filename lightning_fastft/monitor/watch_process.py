@@ -15,6 +15,7 @@ import select
 import shutil
 import signal
 import socket
+import statistics
 import struct
 import sys
 import time
@@ -33,8 +34,10 @@ SILENT_S = 30.0
 LISTEN_S = 5.0
 # Time for a rank to end with its own error after another rank died.
 GRACE_S = 3.0
+# A node is slow if its micro-batches take this many times as long as those of the other nodes, in two looks in a row.
+SLOW_RATIO = 1.3
 _MOST_TEXT = 400
-_LAYOUT = struct.Struct("<QQQBBdH")
+_LAYOUT = struct.Struct("<QQQBBddH")
 _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
 RECORD_BYTES = _LAYOUT.size + _MOST_TEXT
 
@@ -77,6 +80,8 @@ class Beat(NamedTuple):
         phase: Phase in the micro-batch.
         is_first: Whether this is one of the first steps of the run.
         failed_at_s: Wall-clock time of an error.
+        own_s: Median time of the last micro-batches until the backward, in which ranks do not wait for each other;
+            0 if it is not known.
         text: The error message.
     """
 
@@ -86,6 +91,7 @@ class Beat(NamedTuple):
     phase: int = Phase.PAUSED
     is_first: bool = True
     failed_at_s: float = 0.0
+    own_s: float = 0.0
     text: str = ""
 
 
@@ -113,16 +119,14 @@ def write_beat(memory: mmap.mmap, beat: Beat) -> None:
     text = beat.text.encode()[:_MOST_TEXT]
     if text:
         memory[_LAYOUT.size : _LAYOUT.size + len(text)] = text
-    _LAYOUT.pack_into(
-        memory, 0, beat.num_beats, beat.num_batches, beat.step, beat.phase, beat.is_first, beat.failed_at_s, len(text)
-    )
+    _LAYOUT.pack_into(memory, 0, *beat[:-1], len(text))
 
 
 def read_beat(memory: mmap.mmap) -> Beat:
     """Return the state of the rank."""
-    num_beats, num_batches, step, phase, is_first, failed_at_s, length = _LAYOUT.unpack_from(memory, 0)
+    num_beats, num_batches, step, phase, is_first, failed_at_s, own_s, length = _LAYOUT.unpack_from(memory, 0)
     text = memory[_LAYOUT.size : _LAYOUT.size + length].decode(errors="replace")
-    return Beat(num_beats, num_batches, step, phase, bool(is_first), failed_at_s, text)
+    return Beat(num_beats, num_batches, step, phase, bool(is_first), failed_at_s, own_s, text)
 
 
 class RankWatch:
@@ -151,6 +155,11 @@ class RankWatch:
         self._others: dict[int, dict[str, Any]] = {}
         self._silent_s: dict[int, float] = {}
         self._unread_s = 0.0
+        # Seconds for which the folder of the states has been missing.
+        self._apart_s = 0.0
+        # The node that was slow at the last look, and those that were reported.
+        self._slow_node = -1
+        self._reported: set[int] = set()
 
     def run(self) -> None:
         """Say that the watch has begun, then watch until the rank is done, dead or killed."""
@@ -168,7 +177,7 @@ class RankWatch:
             if self.condition == "gone":
                 self._end_watch()
                 return
-            if self._lost_nodes():
+            if self._lost_nodes() or self._is_cut_off():
                 self._judge()
                 return
             if self._is_due():
@@ -220,6 +229,7 @@ class RankWatch:
         self._unread_s += elapsed
         if self.job.num_nodes > 1 and self._unread_s >= min(LISTEN_S, self._silent_limit_s / 2):
             self._note_others()
+            self._compare_nodes()
         if self._since_publish_s >= PUBLISH_S or before.phase != self.beat.phase or self.condition == "gone":
             self._publish()
 
@@ -264,7 +274,7 @@ class RankWatch:
             "num_published": self._num_published,
             "pid": self.job.pid,
             "host": socket.gethostname(),
-            "condition": self.condition,
+            "condition": "cut off" if self._is_cut_off() else self.condition,
             "gone_at_s": self.gone_at_s,
             "idle_s": max(self.idle_s, self.stopped_s),
             "frames": read_frames(self._stacks),
@@ -296,6 +306,7 @@ class RankWatch:
     def _note_others(self) -> None:
         """Read the states of the other ranks, and note for how long each has been the same."""
         elapsed_s, self._unread_s = self._unread_s, 0.0
+        self._apart_s = 0.0 if Path(self.job.meeting).is_dir() else self._apart_s + elapsed_s
         for rank in range(self.job.num_ranks):
             if rank == self.job.rank:
                 continue
@@ -317,6 +328,25 @@ class RankWatch:
     @property
     def _silent_limit_s(self) -> float:
         return max(SETTLE_S, min(SILENT_S, self.job.timeout_s))
+
+    def _is_cut_off(self) -> bool:
+        """Return whether this node lost the shared folder, or the other nodes have removed it and left."""
+        return self.job.num_nodes > 1 and self.condition != "gone" and self._apart_s >= self._silent_limit_s
+
+    def _compare_nodes(self) -> None:
+        """Report a slow node once; the first rank does it for all."""
+        if self.job.rank != 0:
+            return
+        found = find_slow_node([self._state(), *self._others.values()])
+        node = -1 if found is None else found.node
+        if found is not None and node == self._slow_node and node not in self._reported:
+            self._reported.add(node)
+            _say(
+                f"Watchdog: node {node} ({found.host}) is slow: a micro-batch takes it {found.own_s * 1e3:.0f} ms "
+                f"until the backward (loading and forward), and the other nodes {found.others_s * 1e3:.0f} ms. They "
+                "wait for it in every step.\n"
+            )
+        self._slow_node = node
 
     def _are_silent(self) -> bool:
         """Return whether a rank of another node has written nothing since its state was last read."""
@@ -424,6 +454,30 @@ def find_blamed(states: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return outside or tied
 
 
+class SlowNode(NamedTuple):
+    """A node whose micro-batches take longer than those of the other nodes (medians)."""
+
+    node: int
+    host: str
+    own_s: float
+    others_s: float
+
+
+def find_slow_node(states: list[dict[str, Any]]) -> SlowNode | None:
+    """Return the slowest node if it takes SLOW_RATIO times as long as the other nodes; None if a time is unknown."""
+    nodes: dict[int, list[dict[str, Any]]] = {}
+    for state in states:
+        nodes.setdefault(state["node"], []).append(state)
+    if len(nodes) < 2 or any(not state["own_s"] for state in states):
+        return None
+    times = {node: statistics.median(state["own_s"] for state in found) for node, found in nodes.items()}
+    slowest = max(times, key=times.__getitem__)
+    others_s = statistics.median(time for node, time in times.items() if node != slowest)
+    if times[slowest] <= SLOW_RATIO * others_s:
+        return None
+    return SlowNode(slowest, nodes[slowest][0]["host"], times[slowest], others_s)
+
+
 def read_frames(stacks: str) -> list[str]:
     """Return the frames of the main thread in a faulthandler dump as "function (path:line)", innermost first.
 
@@ -480,6 +534,8 @@ def _describe_condition(state: dict[str, Any], *, is_plural: bool) -> str:
             f"gave no sign of life for {state['idle_s']:.0f} s, because the machine or its network is down, or it is "
             "stopped"
         )
+    if state["condition"] == "cut off":
+        return "lost the folder of the run, because its node is cut off or the other nodes have left it behind"
     if state["phase"] == Phase.FAILED:
         return f"failed with {state['text']}"
     if state["condition"] == "stopped":
@@ -539,6 +595,9 @@ def _say(text: str) -> None:
 
 def main(argument: str) -> None:
     """Watch the rank of a job given as JSON."""
+    # SLURM signals all processes of a job. Signals to stop are for the rank, and the watch ends with it.
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     job = Job(**json.loads(argument))
     with mmap.mmap(job.record_fd, RECORD_BYTES) as memory:
         RankWatch(job, memory).run()

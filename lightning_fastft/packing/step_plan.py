@@ -107,7 +107,7 @@ class StepPlan:
                 num_items_M=np.pad(own.num_items_M, (num_before, 0), constant_values=1.0),
             )
         pack_MR = self._rank_balanced_packs(epoch)[: self.num_micro_batches]
-        num_items_M = _window_items(
+        num_items_M = window_items(
             self.num_labelled_P[pack_MR].sum(axis=1), accumulate=self.accumulate, world_size=self.world_size
         )
         return EpochPlan(packs=self.packs, pack_MR=pack_MR, num_items_M=num_items_M)
@@ -199,8 +199,10 @@ def _cut(num_micro_batches: int, *, limit: float | None) -> int:
     return max(1, min(num_micro_batches, limit) if isinstance(limit, int) else int(num_micro_batches * limit))
 
 
-def _window_items(num_labelled_M: np.ndarray, *, accumulate: int, world_size: int) -> np.ndarray:
-    """Return labelled tokens of each micro-batch's window / (accumulate x ranks); 1 for a window without labels."""
+def window_items(num_labelled_M: np.ndarray, *, accumulate: int, world_size: int) -> np.ndarray:
+    """Return labelled tokens of each micro-batch's accumulation window / (accumulate x ranks), float64; 1 for a window
+    without labels.
+    """
     window_M = np.arange(len(num_labelled_M)) // accumulate
     total_M = np.bincount(window_M, weights=num_labelled_M)[window_M]
     return np.where(total_M > 0, total_M / (accumulate * world_size), 1.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -26,6 +26,8 @@ EMPTY_PACK_TOKENS = 8
 # Batches that wait for the trainer: enough to hide a few slow reads with little pinned memory.
 NUM_AHEAD = 4
 THREAD_NAME = "fastft-loader"
+# Micro-batches of an epoch whose length nobody knows. Lightning asks a loader without a length one batch ahead.
+ENDLESS = 10**9
 
 T = TypeVar("T")
 
@@ -201,7 +203,7 @@ class PlannedStream:
         return document._replace(image_inputs=self.encode_images(document))
 
 
-def _do_nothing() -> None:
+def _do_nothing(*_: PackedBatch) -> None:
     """Do nothing: the default hook."""
 
 
@@ -217,18 +219,18 @@ class PackedLoader:
         num_workers: 0 reads and collates on request; any other number uses one thread, up to four batches ahead.
         pin_memory: Put batches into pinned host memory.
         before_batch: Called before a batch is yielded, in the consumer's thread.
-        after_batch: Called when the next batch is requested, in the consumer's thread.
+        after_batch: Called with a batch when the next one is requested, in the consumer's thread.
     """
 
     def __init__(
         self,
-        open_stream: Callable[[], PlannedStream],
+        open_stream: Callable[[], Iterable[PackedBatch]],
         *,
         num_batches: int,
         num_workers: int = 0,
         pin_memory: bool = False,
         before_batch: Callable[[], None] = _do_nothing,
-        after_batch: Callable[[], None] = _do_nothing,
+        after_batch: Callable[[PackedBatch], None] = _do_nothing,
     ) -> None:
         self._open_stream = open_stream
         self._num_batches = num_batches
@@ -249,7 +251,7 @@ class PackedLoader:
         for batch in prefetch(batches) if self.num_workers else batches:
             self._before_batch()
             yield batch
-            self._after_batch()
+            self._after_batch(batch)
 
 
 def prefetch(batches: Iterator[T], *, num_ahead: int = NUM_AHEAD) -> Iterator[T]:

@@ -20,6 +20,7 @@ from lightning_fastft.packing.context import ONE_BY_ONE
 from lightning_fastft.strategies.mesh import check_mesh
 from lightning_fastft.strategies.mixin import FastFTStrategyMixin
 from lightning_fastft.strategies.packed_steps import find_packed_batches
+from lightning_fastft.strategies.rendezvous import explain_rendezvous
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -69,9 +70,12 @@ class ContextParallelMixin(FastFTStrategyMixin):
 
         Raises:
             OptionError: The number of devices is no multiple of context_parallel.
+            RendezvousError: The other ranks were not met in time.
         """
         world_size = self._count_devices()
-        super().setup_environment()
+        environment, num_devices = self.cluster_environment, self.num_processes  # type: ignore[attr-defined]
+        with explain_rendezvous(environment, num_ranks=world_size, num_devices=num_devices):
+            super().setup_environment()
         if self.context_parallel > 1:
             from torch.distributed.device_mesh import init_device_mesh
 

@@ -21,6 +21,26 @@ if TYPE_CHECKING:
     from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 
 
+def prepare_for_ddp(model: nn.Module, ddp_kwargs: dict[str, Any]) -> None:
+    """Exclude NF4 experts from DDP, because they are equal on every rank and cannot be broadcast.
+
+    A trained image tower has no gradients on ranks whose pack has no image, so ``find_unused_parameters`` is set.
+
+    Args:
+        model: The module that DDP will wrap.
+        ddp_kwargs: Arguments of DistributedDataParallel; changed.
+    """
+    from lightning_fastft.hf.expert_nf4_tensor import ExpertsNF4
+    from lightning_fastft.hf.families import tower_parameters
+
+    if any(parameter.requires_grad for parameter in tower_parameters(model)):
+        ddp_kwargs.setdefault("find_unused_parameters", True)
+    frozen = [name for name, parameter in model.named_parameters() if isinstance(parameter, ExpertsNF4)]
+    if frozen:
+        ignored = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *frozen]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+
+
 class FastFTDDPStrategy(ContextParallelMixin, DDPStrategy):
     """Train one whole model per device with the features of FastFTStrategy, and average gradients once per step.
 
@@ -87,20 +107,8 @@ class FastFTDDPStrategy(ContextParallelMixin, DDPStrategy):
         super().setup(trainer)
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        """Wrap the model, without its NF4 experts, which are equal on every rank and cannot be broadcast.
-
-        A trained image tower has no gradients on ranks whose pack has no image, so ``find_unused_parameters`` is set.
-        """
-        from lightning_fastft.hf.expert_nf4_tensor import ExpertsNF4
-        from lightning_fastft.hf.families import tower_parameters
-
-        if any(parameter.requires_grad for parameter in tower_parameters(model)):
-            self._ddp_kwargs.setdefault("find_unused_parameters", True)
-
-        frozen = [name for name, parameter in model.named_parameters() if isinstance(parameter, ExpertsNF4)]
-        if frozen:
-            ignored = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *frozen]
-            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+        """Wrap the model, without its NF4 experts."""
+        prepare_for_ddp(model, self._ddp_kwargs)
         return super()._setup_model(model)
 
     @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -9,8 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_fastft.activations.budgets import auto_host_bytes
 from lightning_fastft.checkpoint.files import check_file
 from lightning_fastft.checkpoint.io import VerifiedCheckpointIO, warn_of_options, warn_without_digest
 from lightning_fastft.checkpoint.ranks import on_all_ranks
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from lightning_fastft.activations.checkpointing import OffloadCheckpointing
+    from lightning_fastft.checkpoint.folder_writer import FolderWriter
     from lightning_fastft.hf.sharding.replicas import ReplicatedParameters
 
 # Precisions that Lightning's ModelParallelStrategy supports. Lightning 2.6.6 checks them for an instance, but not for a
@@ -74,6 +79,11 @@ class FastFTFSDPStrategy(ExpertParallelMixin, ModelParallelStrategy):
             holds the unsharded gradients of all trained weights. "batch" reduces them after each micro-batch and holds
             only shards.
         save_distributed_checkpoint: True writes a folder with one file per rank, False one file with the whole state.
+        async_save: Whether saves of folders during ``fit`` hold the step only while the shards are copied to host
+            memory. A thread writes them; a checkpoint counts once it is committed, and its errors are raised at the
+            next save or at the end. The next save, the end of the run and the removal of an older checkpoint wait.
+            Without room for the copies (half of the free host memory, shared by the ranks of a machine) a save is
+            synchronous, with a warning.
         process_group_backend: As in Lightning.
         timeout: As in Lightning.
 
@@ -109,6 +119,7 @@ class FastFTFSDPStrategy(ExpertParallelMixin, ModelParallelStrategy):
         adapters: Literal["replicate", "shard"] = "replicate",
         gradient_sync: Literal["window", "batch"] = "window",
         save_distributed_checkpoint: bool = True,
+        async_save: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
@@ -133,6 +144,7 @@ class FastFTFSDPStrategy(ExpertParallelMixin, ModelParallelStrategy):
             check_int("shard", shard, low=1, high=MOST_DEVICES)  # type: ignore[arg-type]
         self.shard = shard
         check_bool("save_distributed_checkpoint", save_distributed_checkpoint)
+        self.async_save = check_bool("async_save", async_save)
         if process_group_backend is not None:
             check_string("process_group_backend", process_group_backend)
         if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta(0)):
@@ -140,6 +152,7 @@ class FastFTFSDPStrategy(ExpertParallelMixin, ModelParallelStrategy):
         self._sharding: Status | None = None
         self._replicated: ReplicatedParameters | None = None
         self._sharding_mesh: DeviceMesh | None = None
+        self._writer: FolderWriter | None = None
 
     @property
     def sharding_mesh(self) -> DeviceMesh:
@@ -179,11 +192,35 @@ class FastFTFSDPStrategy(ExpertParallelMixin, ModelParallelStrategy):
 
     def teardown(self) -> None:
         """Tear down the parent strategies, and finish a checkpoint that is still being written."""
-        if self._replicated is not None:
-            self._replicated.release()
-            self._replicated = None
-        super().teardown()
-        self.checkpoint_io.teardown()
+        try:
+            self.finish_saves()
+        finally:
+            if self._writer is not None:
+                self._writer.close()
+                self._writer = None
+            if self._replicated is not None:
+                self._replicated.release()
+                self._replicated = None
+            super().teardown()
+            self.checkpoint_io.teardown()
+
+    def on_train_end(self) -> None:
+        """Wait for the last checkpoint.
+
+        Raises:
+            CheckpointNotSavedError: It was not written; on all ranks.
+        """
+        super().on_train_end()
+        self.finish_saves()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Wait for a checkpoint that is being written, and report its error beside that of the run."""
+        super().on_exception(exception)
+        writer, self._writer = self._writer, None
+        # Its process group is not destroyed, because other ranks may be gone.
+        failure = None if writer is None else writer.finish()
+        if failure is not None:
+            rank_zero_warn(f"The last checkpoint was not saved: {failure}")
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -213,8 +250,10 @@ class FastFTFSDPStrategy(ExpertParallelMixin, ModelParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Save one file, or a folder, which is renamed after all ranks have written and rank 0 has their digests.
 
+        During ``fit`` a folder is written in the background, see async_save.
+
         Raises:
-            CheckpointNotSavedError: The checkpoint was not written; on all ranks.
+            CheckpointNotSavedError: This checkpoint or the one before it was not written; on all ranks.
         """
         if (
             not (self._save_distributed_checkpoint and isinstance(self.checkpoint_io, VerifiedCheckpointIO))
@@ -228,7 +267,33 @@ class FastFTFSDPStrategy(ExpertParallelMixin, ModelParallelStrategy):
         io = self.checkpoint_io
         on_all_ranks(lambda: io.prepare(place.parent) if self.is_global_zero else None, error=CheckpointNotSavedError)
         io.own(place.parent)
-        save_folder(checkpoint, place)
+        if not (self.async_save and self._is_fitting()):
+            self.finish_saves()
+            save_folder(checkpoint, place)
+            return
+        if self._writer is None:
+            from lightning_fastft.checkpoint.folder_writer import FolderWriter
+
+            self._writer = FolderWriter(self.root_device, self._timeout)
+        self._writer.save(checkpoint, place, host_bytes=auto_host_bytes() // self.num_processes)
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Remove a checkpoint; one that is being replaced is kept until its successor is committed."""
+        remove = functools.partial(super().remove_checkpoint, filepath)
+        if self._writer is None:
+            remove()
+        else:
+            self._writer.then(remove)
+
+    def finish_saves(self) -> None:
+        """Wait until the checkpoint that is being written is committed. All ranks must call this.
+
+        Raises:
+            CheckpointNotSavedError: It was not written; on all ranks.
+        """
+        failure = None if self._writer is None else self._writer.finish()
+        if failure is not None:
+            raise failure
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load verified tensors into the shards of the model.
@@ -238,6 +303,7 @@ class FastFTFSDPStrategy(ExpertParallelMixin, ModelParallelStrategy):
             UnsafeCheckpointError: A file holds more than tensors and plain types.
             ResumeError: Settings of this run and of the checkpoint do not fit.
         """
+        self.finish_saves()
         self._reshard()
         if not isinstance(self.checkpoint_io, VerifiedCheckpointIO):
             return super().load_checkpoint(checkpoint_path, weights_only)
@@ -296,6 +362,11 @@ class FastFTFSDPStrategy(ExpertParallelMixin, ModelParallelStrategy):
                 "their defaults, or set tensor_parallel_size=1."
             )
         return shard
+
+    def _is_fitting(self) -> bool:
+        """Return whether steps follow that a save could hold; after an error, other ranks may not follow."""
+        trainer = self._fastft_trainer
+        return trainer is not None and trainer.state.fn == TrainerFn.FITTING and not trainer.interrupted
 
     def _num_shards(self) -> int:
         return self._choose_shard()

@@ -120,6 +120,9 @@ class FastFTStrategyMixin(_Base):
         with self._explaining_memory("save", effect="The checkpoint was not written; those before it are whole."):
             on_all_ranks(lambda: save(checkpoint, filepath, storage_options), error=CheckpointNotSavedError)
 
+    def finish_saves(self) -> None:
+        """Wait until every checkpoint is written. No-op unless overridden: saves are synchronous."""
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the state of the model.
 
@@ -158,6 +161,15 @@ class FastFTStrategyMixin(_Base):
                 f"The checkpoint holds the weights of another model: {len(faults)} differences, the first is "
                 f"{' '.join(faults[:1])} Resume with the model of that run, or start without ckpt_path."
             ) from error
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restore the optimizers; moments that one holds on the host stay there."""
+        if not any(getattr(optimizer, "offload", 0.0) for optimizer in self.optimizers):
+            super().load_optimizer_state_dict(checkpoint)
+            return
+        # Lightning would move them to the device.
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"]):
+            optimizer.load_state_dict(state)
 
     def setup_environment(self) -> None:
         """Join the other ranks, and destroy the process groups in order at exit."""

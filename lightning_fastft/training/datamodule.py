@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_fastft.checkpoint.lightning_internals import batch_progress
-from lightning_fastft.core.checks import check_share, check_tokenizer
+from lightning_fastft.core.checks import check_bool, check_share, check_tokenizer
 from lightning_fastft.core.errors import DataError, OptionError, ResumeError
 from lightning_fastft.core.phases import phase
+from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.packs import Packs, pack_best_fit_decreasing
+from lightning_fastft.packing.reading.streams import is_stream, open_stream
 from lightning_fastft.packing.rows.formats import FormatOptions
 from lightning_fastft.packing.step_plan import StepPlan
 from lightning_fastft.packing.store.dataset import TokenizedDataset
-from lightning_fastft.packing.stream import DocumentSubset, PackedLoader, PlannedStream, ResumedLoader
-from lightning_fastft.training.data.images import make_document_images
+from lightning_fastft.packing.stream import ENDLESS, DocumentSubset, PackedLoader, PlannedStream, ResumedLoader
+from lightning_fastft.packing.tokens.tokenisation import Setup
+from lightning_fastft.training.data.images import find_image_encoder, make_document_images
 from lightning_fastft.training.data.options import (
     check_paths,
     check_plan_options,
     check_reading_options,
     check_sources,
+    count_processes,
 )
 from lightning_fastft.training.data.position import align_position, check_ranks_agree, compare_plans, describe_plan
 from lightning_fastft.training.data.resizing import Resized, plan_rest, read_resized, resize
 from lightning_fastft.training.data.splits import SplitDataModule
+from lightning_fastft.training.data.streams import StreamOptions, TrainingStream, align_stream, check_stream_run
 from lightning_fastft.training.data.subsets import (
     count_items,
     find_needs,
@@ -58,8 +63,12 @@ class PackedDataModule(SplitDataModule):
             folder of files or of ``save_to_disk``, a glob pattern such as ``data/*.jsonl.gz``, a hub data set id, a
             list of them, rows, or a datasets.Dataset. Files of a folder or pattern are sorted by name. A mapping such
             as ``{a.jsonl: 0.7, b.jsonl: 0.3}`` mixes sources: the weights are shares of the tokens of an epoch, which
-            trains each example at least once and repeats examples of the sources whose weight asks for more.
-        val_paths: Validation data, in the same forms.
+            trains each example at least once and repeats examples of the sources whose weight asks for more. A
+            ``datasets.IterableDataset`` or a LitData ``StreamingDataset`` is read while it is trained: see streaming.
+        streaming: Read ``paths`` (also ``hf://`` URLs and a folder of LitData) while training, for data larger than
+            the disk or the memory. Packs are formed within look-ahead windows of 64 packs on each rank, passes follow
+            each other, and ``Trainer(max_steps=)`` ends the run. Weights of a mixture are then shares of the rows.
+        val_paths: Validation data, in the same forms, read whole.
         test_paths: Test data, in the same forms.
         predict_paths: Data for ``trainer.predict``, in the same forms. Packs come in the same order every time, each
             rank has its share of them, and ``batch.numbers`` are the numbers of a pack's examples, from 0, among those
@@ -119,6 +128,7 @@ class PackedDataModule(SplitDataModule):
         val_paths: str | list[str] | list[dict[str, Any]] | Any = None,
         test_paths: str | list[str] | list[dict[str, Any]] | Any = None,
         predict_paths: str | list[str] | list[dict[str, Any]] | Any = None,
+        streaming: bool = False,
         val_share: float = 0.0,
         tokenizer: str | Any = None,
         max_tokens: int = 4096,
@@ -143,6 +153,7 @@ class PackedDataModule(SplitDataModule):
         show_progress: bool = True,
     ) -> None:
         check_share("val_share", val_share)
+        check_bool("streaming", streaming)
         check_plan_options(seed=seed, pad_to_max=pad_to_max, share_prompts=share_prompts)
         check_reading_options(
             num_workers=num_workers,
@@ -159,8 +170,17 @@ class PackedDataModule(SplitDataModule):
         if val_share and val_paths is not None:
             rank_zero_info(f"val_paths replaces val_share={val_share}: no training example is held out.")
             val_share = 0.0
+        # Only training data; the other splits are read whole.
+        self.is_streamed = streaming or is_stream(paths)
+        self._streamed_paths = paths
+        self._stream: TrainingStream | None = None
         super().__init__(
-            sources={"train": paths, "val": val_paths, "test": test_paths, "predict": predict_paths},
+            sources={
+                "train": None if self.is_streamed else paths,
+                "val": val_paths,
+                "test": test_paths,
+                "predict": predict_paths,
+            },
             options=FormatOptions(
                 format=format,
                 columns=columns,
@@ -198,9 +218,16 @@ class PackedDataModule(SplitDataModule):
     @property
     def plan(self) -> StepPlan:
         """The plan of the training micro-batches; there after ``setup("fit")``."""
+        if self.is_streamed:
+            raise OptionError("A stream has no plan of an epoch: its packs are formed while it is read.")
         if self._plan is None:
             raise OptionError('There is no training plan yet; call setup("fit") first.')
         return self._plan
+
+    @property
+    def stream(self) -> TrainingStream | None:
+        """The training data that is read while it is trained; None where it is read whole, and before its setup."""
+        return self._stream
 
     @property
     def position(self) -> int:
@@ -211,14 +238,16 @@ class PackedDataModule(SplitDataModule):
 
     def find_examples(self, index: int) -> tuple[str, list[int]]:
         """Return where the examples of one micro-batch of this rank come from, and their numbers, from 0, among those
-        that were accepted there.
+        that were accepted there; of a stream no numbers.
 
         Args:
             index: Global number of the micro-batch in the plan, as ``PackedBatch.index`` has it.
         """
+        if self._stream is not None:
+            return self._stream.name, []
         epoch, micro_batch = divmod(index, self.plan.num_micro_batches)
         number_S = self.plan.epoch(0 if repeats_first_epoch(self.trainer) else epoch).documents(
-            rank=find_ranks(self.trainer)[1], micro_batch=micro_batch
+            rank=find_ranks(self._run)[1], micro_batch=micro_batch
         )
         chosen_N = self._subsets["train"].index_N
         return name_source(self._sources["train"]), (number_S if chosen_N is None else chosen_N[number_S]).tolist()
@@ -228,8 +257,8 @@ class PackedDataModule(SplitDataModule):
 
         Rejected rows are written in ``setup``, when the loggers have their folders.
         """
-        if self.cache_dir is not None and self.trainer is not None and self.trainer.world_size > 1:
-            for split in self._splits_of(self.trainer.state.fn):
+        if self.cache_dir is not None and self._run is not None and self._run.world_size > 1:
+            for split in self._splits_of("fit" if self.trainer is None else self.trainer.state.fn):
                 self._read_rows(split, stopped_path=self.rejected_file(split))
 
     def setup(self, stage: str) -> None:
@@ -245,7 +274,10 @@ class PackedDataModule(SplitDataModule):
         for split in self._splits_of(stage):
             self._tokenize(split)
         self._choose_subsets(stage)
-        if stage == "fit":
+        if stage == "fit" and self.is_streamed:
+            self._position, self._anchor = self.position if has_trained(self.trainer) else 0, None
+            self._stream = self._open_stream()
+        elif stage == "fit":
             if "train" not in self._subsets:
                 raise DataError("There is no training data: paths is None.")
             self._position, self._anchor = self.position if has_trained(self.trainer) else 0, None
@@ -254,7 +286,15 @@ class PackedDataModule(SplitDataModule):
             check_ranks_agree(self._describe_plan())
 
     def train_dataloader(self) -> ResumedLoader:
-        """Return the planned micro-batches of this rank, from the run's position on."""
+        """Return the micro-batches of this rank, from the run's position on."""
+        if self._stream is not None:
+            # The stream has threads of its own: what ranks exchange belongs to the thread that trains.
+            return ResumedLoader(
+                self._continue_stream,
+                num_batches=ENDLESS,
+                before_batch=self._check_prepared,
+                after_batch=self.count_by_hand,
+            )
         return ResumedLoader(
             self._open_training_stream,
             # Uncut: the trainer applies limit_train_batches to this length itself.
@@ -262,7 +302,7 @@ class PackedDataModule(SplitDataModule):
             num_workers=self.num_workers,
             pin_memory=self._pins_memory(),
             before_batch=self._check_step,
-            after_batch=self._count_by_hand,
+            after_batch=self.count_by_hand,
         )
 
     def val_dataloader(self) -> PackedLoader | list[PackedLoader]:
@@ -293,7 +333,12 @@ class PackedDataModule(SplitDataModule):
     # The position.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and the description of its plan: plain numbers and strings."""
+        """Return the position and the description of its plan: plain numbers and strings.
+
+        Of a stream also the state of every rank, with the tokens that wait for a pack. All ranks must call this.
+        """
+        if self._stream is not None:
+            return self._stream.state_dict(self.position)
         if self._plan is None:
             return {}
         state = {"micro_batches": self.position, "plan": self._describe_plan()}
@@ -312,17 +357,25 @@ class PackedDataModule(SplitDataModule):
 
         Raises:
             ResumeError: The position belongs to another plan; the message names the changes. Or its sizes are others,
-                and its epochs were cut by limit_train_batches.
+                and its epochs were cut by limit_train_batches. Or it is of a stream with other settings.
         """
+        if self._stream is not None and state_dict:
+            self._position, self._anchor = self._stream.load_state_dict(state_dict), None
+            return
+        if "stream" in state_dict:
+            raise ResumeError(
+                "The checkpoint is of a run on a stream, and this data is read whole. Resume with the stream, or begin "
+                "a new run from its weights without resuming."
+            )
         if self._plan is None or not state_dict:
             return
-        changes = compare_plans(state_dict["plan"], self._describe_plan())
+        changes, is_sizes_only = compare_plans(state_dict["plan"], self._describe_plan())
         position = int(state_dict["micro_batches"])
-        if not changes.lines:
+        if not changes:
             self._position, self._resized = position, read_resized(state_dict)
             if self._resized:
                 self._plan_rest()
-        elif changes.is_sizes_only:
+        elif is_sizes_only:
             length_N = self._subsets["train"].length_N
             epoch, self._resized = resize(
                 state_dict, make_plan=self._make_plan, length_N=length_N, max_tokens=self.max_tokens
@@ -363,7 +416,7 @@ class PackedDataModule(SplitDataModule):
         """Return the plan of the training packs, or of some of them, for the world size and accumulation of this run or
         of another.
         """
-        world_size, accumulate = sizes or (find_ranks(self.trainer)[0], find_accumulation(self.trainer))
+        world_size, accumulate = sizes or (find_ranks(self._run)[0], find_accumulation(self._run))
         subset, packs = self._subsets["train"], packs or self._packs["train"]
         plan = StepPlan(
             packs,
@@ -384,6 +437,48 @@ class PackedDataModule(SplitDataModule):
 
     # Streams and loaders.
 
+    def _open_stream(self) -> TrainingStream:
+        """Open the training data that is read while it is trained."""
+        accumulate = find_accumulation(self._run)
+        check_stream_run(self.trainer, val_share=self.val_share, accumulate=accumulate)
+        needs = find_needs(self._module)
+        if needs is not None and needs.formats:
+            raise OptionError(f"{type(self._module).__name__} needs data that is read whole. Leave streaming out.")
+        rows = open_stream(self._streamed_paths, is_streaming=True, seed=self.seed)
+        assert rows is not None
+        setup = Setup(
+            self.tokenizer,
+            self.options,
+            getattr(self._module, "vocab_size", None),
+            find_image_encoder(self._given_tokenizer, module=self._module),
+        )
+        batch_options = {
+            "pad_to": self.max_tokens if self.pad_to_max else None,
+            "pad_to_multiple_of": find_context_size(self._run),
+            "pad_token_id": self._pad_token_id(),
+        }
+        options = StreamOptions(
+            ranks=find_ranks(self._run),
+            accumulate=accumulate,
+            seed=self.seed,
+            num_proc=self.num_proc or count_processes(),
+            num_workers=self.num_workers,
+            pin_memory=self._pins_memory(),
+            max_reject_share=self.max_reject_share,
+            rejected_path=self.rejected_file("train", is_of_rank=True),
+            batch_options=batch_options,
+        )
+        return TrainingStream(rows, setup=setup, options=options)
+
+    def _continue_stream(self) -> Iterator[PackedBatch]:
+        """Go on with the stream at the position when the first batch of an epoch, or of a resumed run, is wanted."""
+        assert self._stream is not None
+        if self.trainer is not None:
+            accumulate = self._stream.options.accumulate
+            self._position = align_stream(self.trainer, position=self.position, accumulate=accumulate)
+            self._anchor = batch_progress(self.trainer).total.processed
+        return self._stream.batches(self.position)
+
     def _open_training_stream(self) -> PlannedStream:
         """Open the stream when the first batch of an epoch, or of a resumed run, is wanted."""
         if self.trainer is not None:
@@ -391,10 +486,13 @@ class PackedDataModule(SplitDataModule):
                 self.trainer, self.plan, position=self.position, moves_progress=self._moves_progress
             )
             self._anchor, self._moves_progress = batch_progress(self.trainer).total.processed, False
+        else:
+            # No checkpoint keeps half-summed gradients: a window is trained again from its start.
+            self._position -= self._position % self.plan.num_micro_batches % self.plan.accumulate
         return PlannedStream(
             self._subsets["train"],
             self.plan,
-            rank=find_ranks(self.trainer)[1],
+            rank=find_ranks(self._run)[1],
             start=self.position,
             repeat_first_epoch=repeats_first_epoch(self.trainer),
             **self._batch_options("train"),
@@ -411,10 +509,12 @@ class PackedDataModule(SplitDataModule):
             check_prepared(self.trainer)
             self._is_model_checked = True
 
-    def _count_by_hand(self) -> None:
-        """Count a batch as trained when the next one is asked for, where no trainer counts."""
+    def count_by_hand(self, batch: PackedBatch) -> None:
+        """Count a batch as trained, where no Trainer counts: when the next one is asked for, or as soon as the loop
+        says so.
+        """
         if self.trainer is None:
-            self._position += 1
+            self._position = batch.index + 1
 
     def _evaluation_loader(self, split: str) -> PackedLoader | list[PackedLoader]:
         if split not in self._subsets:
@@ -432,7 +532,7 @@ class PackedDataModule(SplitDataModule):
         self, split: str, subset: DocumentSubset, packs: Packs, *, ranks: tuple[int, int] | None = None
     ) -> PlannedStream:
         """Return this rank's packs of some documents, in their order; ranks: how many share them, and which this is."""
-        world_size, rank = ranks or find_ranks(self.trainer)
+        world_size, rank = ranks or find_ranks(self._run)
         plan = StepPlan(
             packs,
             length_N=subset.length_N,
@@ -468,13 +568,13 @@ class PackedDataModule(SplitDataModule):
         has_images = self._subsets[split].documents.images is not None
         return {
             "pad_to": self.max_tokens if self.pad_to_max else None,
-            "pad_to_multiple_of": find_context_size(self.trainer),
+            "pad_to_multiple_of": find_context_size(self._run),
             "pad_token_id": self._pad_token_id(),
             "encode_images": make_document_images(self._given_tokenizer, module=self._module) if has_images else None,
         }
 
     def _pins_memory(self) -> bool:
-        return self.pin_memory if isinstance(self.pin_memory, bool) else uses_cuda(self.trainer)
+        return self.pin_memory if isinstance(self.pin_memory, bool) else uses_cuda(self._run)
 
     def _pad_token_id(self) -> int:
         tokenizer = self.tokenizer

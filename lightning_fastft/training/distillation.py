@@ -234,6 +234,8 @@ class DistillationTuner(Tuner):
         data = getattr(self.trainer, "datamodule", None)
         if not isinstance(data, PackedDataModule):
             raise OptionError("store numbers the examples of a PackedDataModule: give one to the Trainer.")
+        if data.is_streamed:
+            raise OptionError("store numbers the examples of data that is read whole. Leave store or streaming out.")
         subset = data.subset(split)
         dataset = None if subset is None else subset.documents
         assert dataset is None or isinstance(dataset, TokenizedDataset)

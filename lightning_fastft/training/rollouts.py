@@ -21,6 +21,7 @@ from lightning_fastft.packing.document import IGNORED_LABEL, Document
 from lightning_fastft.packing.reading.sources import open_sources
 from lightning_fastft.packing.rows.formats import FormatOptions
 from lightning_fastft.packing.step_plan import mix_bits
+from lightning_fastft.packing.stream import ENDLESS
 from lightning_fastft.packing.tokens.formatter import Encoded, Formatter
 from lightning_fastft.training.data.options import check_source
 from lightning_fastft.training.data.rollouts import (
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
 # Samplers keep this import path.
 __all__ = ["FunctionSampler", "Reward", "RolloutDataModule", "Sampled", "VllmSampler", "sample_with_model"]
 
-# Lightning asks a loader without a length one batch ahead, which would sample before the policy's last update.
-ENDLESS = 10**9
 COMPLETION = "completion"
 
 
@@ -399,6 +398,7 @@ class _RoundLoader:
         self._open_rounds = open_rounds
 
     def __len__(self) -> int:
+        # Without a length, Lightning would ask for a batch ahead: sampled before the policy's last update.
         return ENDLESS
 
     def __iter__(self) -> Iterator[PackedBatch]:

@@ -3,6 +3,7 @@
 import json
 import mmap
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from lightning_fastft.monitor.watch_process import (
     Phase,
     descendants,
     find_blamed,
+    find_slow_node,
     read_beat,
     read_frames,
     write_beat,
@@ -99,6 +101,11 @@ def test_nothing_is_left_behind_a_run_and_a_second_one_is_watched_anew(tmp_path)
 
     class Look(Callback):
         def on_train_batch_end(self, trainer, pl_module, *args):
+            # As SLURM does with all processes of a job.
+            for number in (signal.SIGUSR1, signal.SIGTERM):
+                os.kill(watchdog._process.pid, number)
+            time.sleep(0.1)
+            assert watchdog._process.poll() is None
             seen.append(
                 (
                     watchdog._process.pid,
@@ -159,7 +166,7 @@ def test_no_step_adds_a_beat_without_a_run():
 def test_a_beat_arrives_as_it_was_written():
     with mmap.mmap(-1, watch_process.RECORD_BYTES) as memory:
         assert read_beat(memory) == Beat(is_first=False)
-        beat = Beat(7, 3, 2, Phase.FAILED, False, 12.5, "ValueError: ä")
+        beat = Beat(7, 3, 2, Phase.FAILED, False, 12.5, 0.25, "ValueError: ä")
         write_beat(memory, beat)
         assert read_beat(memory) == beat
         write_beat(memory, beat._replace(text="x" * 10_000))
@@ -204,6 +211,28 @@ WAITING = "barrier (/lib/torch/distributed/x.py:1)"
 )
 def test_who_is_to_blame(states, blamed):
     assert [found["rank"] for found in find_blamed(states)] == blamed
+
+
+@pytest.mark.parametrize(
+    ("times", "slow"),
+    [
+        # Ranks 0 and 1 are on node 0, ranks 2 and 3 on node 1, and so on.
+        ([1.0, 1.0, 1.4, 1.4], (1, 1.4, 1.0)),
+        ([1.4, 1.5, 1.0, 1.1], (0, 1.45, 1.05)),
+        ([1.0, 1.0, 1.25, 1.25], None),
+        # One slow rank of a node is no slow node.
+        ([1.0, 1.0, 1.0, 1.4], None),
+        ([1.0, 1.0, 1.0, 1.0, 2.0, 2.0], (2, 2.0, 1.0)),
+        # Not all of them have trained long enough.
+        ([1.0, 1.0, 0.0, 2.0], None),
+        ([1.0, 2.0], None),
+    ],
+)
+def test_a_slow_node_is_found_by_the_times_of_its_ranks(times, slow):
+    states = [{"node": rank // 2, "host": f"host{rank // 2}", "own_s": own_s} for rank, own_s in enumerate(times)]
+    found = find_slow_node(states)
+    assert (found and (found.node, pytest.approx(found.own_s), pytest.approx(found.others_s))) == slow
+    assert found is None or found.host == f"host{found.node}"
 
 
 def test_the_main_thread_is_read_from_a_dump():

@@ -1,8 +1,11 @@
-"""The command line's Trainer: a run of few steps leaves its loss, a long one is logged as seldom as Lightning would."""
+"""The command line's Trainer: a run of few steps leaves its loss, a long one is logged as seldom as Lightning would, and
+the launcher says how many nodes there are.
+"""
 
 import csv
 import math
 import os
+import re
 import subprocess
 import sys
 
@@ -10,6 +13,7 @@ import pytest
 
 from lightning_fastft import FineTuner
 from lightning_fastft.cli.trainer import FastFTTrainer
+from lightning_fastft.core.errors import OptionError
 from tests.support.two_ranks import ROOT
 
 QUIET = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
@@ -79,18 +83,16 @@ def test_short_fit_leaves_its_loss_and_says_nothing_that_nobody_can_act_on(tmp_p
         "1",
     ]
     words += ["--trainer.logger", "CSVLogger", "--trainer.logger.save_dir", "logs"]
-    command = [
-        sys.executable,
-        "-c",
-        "import sys; from lightning_fastft.cli import main; sys.exit(main())",
-        "fit",
-        *words,
-    ]
+    words += ["--trainer.strategy", "fastft"]
+    command = [sys.executable, "-m", "lightning_fastft", "fit", *words]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
+    # The command registers the strategy for its trainer.
     assert done.returncode == 0, done.stderr
+    # What takes time is said, from the first second on.
+    assert re.search(r"^importing: \d+\.\d s$", done.stderr, re.MULTILINE)
     with (tmp_path / "logs/lightning_logs/version_0/metrics.csv").open() as file:
         losses = [float(row["train_loss"]) for row in csv.DictReader(file) if row["train_loss"]]
     assert len(losses) >= 10
@@ -108,3 +110,46 @@ def test_short_fit_leaves_its_loss_and_says_nothing_that_nobody_can_act_on(tmp_p
     # What is ours and what Lightning says of the run is told as ever.
     assert "packed attention" in done.stderr
     assert "`max_steps=28` reached" in done.stderr
+
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "job", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
+SRUN = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_NTASKS": "6",
+    "SLURM_NTASKS_PER_NODE": "2",
+    "SLURM_NNODES": "3",
+    "SLURM_STEP_NUM_NODES": "3",
+    "SLURM_STEP_NUM_TASKS": "6",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "MASTER_ADDR": "127.0.0.1",
+}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "options", "num_nodes"),
+    [
+        (TORCHRUN, {"devices": 2}, 2),
+        ({**TORCHRUN, "WORLD_SIZE": "2"}, {"devices": 2}, 1),
+        (SRUN, {"devices": 2}, 3),
+        ({}, {"devices": 2}, 1),
+        ({"NODE_RANK": "1"}, {"devices": 1, "num_nodes": 2}, 2),
+    ],
+)
+def test_number_of_nodes_is_that_of_the_launcher(monkeypatch, launcher, options, num_nodes):
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
+    trainer = FastFTTrainer(**QUIET, strategy="ddp", **options)
+    assert trainer.num_nodes == trainer.strategy.num_nodes == num_nodes
+
+
+@pytest.mark.parametrize(
+    ("launcher", "message"),
+    [(TORCHRUN, "started 4 processes"), (SRUN, "started 6 processes"), ({"NODE_RANK": "1"}, "--trainer.num_nodes 2")],
+)
+def test_ranks_that_would_train_alone_are_refused(monkeypatch, launcher, message):
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(OptionError, match=message):
+        FastFTTrainer(**QUIET, strategy="fastft", devices=1)

@@ -20,6 +20,7 @@ DISTRIBUTIONS = {
     "wandb": {"wandb"},
     "gguf": {"gguf", "sentencepiece"},
     "eval": {"lm-eval"},
+    "litdata": {"litdata"},
 }
 
 

@@ -28,7 +28,10 @@ PAGES = sorted(
 # Commands with a parser of their own.
 READERS = ("init", "chat", "eval", "export", "push")
 # Options of our own commands, which the Trainer's parser does not know.
-OWN_OPTIONS = {"plan": ("--gpu", "--vram-gib", "--host-gib", "--document-tokens"), "data": ("--out",)}
+OWN_OPTIONS = {
+    "plan": ("--gpu", "--vram-gib", "--host-gib", "--document-tokens", "--gpus", "--nodes"),
+    "data": ("--out",),
+}
 
 
 def page_name(page):
@@ -71,6 +74,17 @@ def test_links_lead_somewhere(page):
         file = page.parent / name if name else page
         assert file.exists(), target
         assert not anchor or anchor in anchors(file), target
+
+
+def test_page_of_clusters_shows_how_to_start_every_script():
+    page = (ROOT / "docs" / "clusters.md").read_text()
+    scripts = sorted((ROOT / "clusters").iterdir())
+    assert scripts
+    for script in scripts:
+        assert f"(../clusters/{script.name})" in page
+        usage = next(line for line in script.read_text().splitlines() if f"clusters/{script.name} --" in line)
+        # Names of files and nodes differ.
+        assert usage.strip("# ").partition(f"clusters/{script.name}")[0].split("=")[0] in page
 
 
 @pytest.mark.slow

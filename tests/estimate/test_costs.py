@@ -7,6 +7,7 @@ from lightning_fastft.core.errors import OptionError, UnsupportedModelError
 from lightning_fastft.estimate.costs import model_costs
 from lightning_fastft.estimate.machines import find_gpu
 from lightning_fastft.planner.plan import make_plan, predict, uniform_plan
+from lightning_fastft.training.optimizer import FusedAdamW
 
 GIB = 2**30
 H200 = find_gpu("H200")
@@ -203,3 +204,16 @@ def test_masters_of_whole_weights_double_what_is_resident():
     assert small_costs(has_masters=True).base_bytes == 2 * small_costs().base_bytes
     # Adapters have masters in any case, and the base is frozen.
     assert small_costs(lora_rank=4, has_masters=True).base_bytes == small_costs(lora_rank=4).base_bytes
+
+
+def test_an_optimizer_counts_its_own_state():
+    plain = small_costs().base_bytes
+    wide = small_costs(optimizer=FusedAdamW).base_bytes
+    narrow, on_host = (
+        small_costs(optimizer=lambda params, share=share: FusedAdamW(params, optim_bits=8, offload=share)).base_bytes
+        for share in (0.0, 1.0)
+    )
+    # fp32 moments take 8 bytes per weight where bf16 ones take 4.
+    assert plain < wide == 1.5 * plain
+    assert on_host < narrow < plain
+    assert small_costs(lora_rank=4, optimizer=FusedAdamW).base_bytes == small_costs(lora_rank=4).base_bytes

@@ -78,6 +78,13 @@ class Fault(Callback):
     def none(self):
         """Hurt nothing."""
 
+    # In the forward of every micro-batch.
+    slow = none
+
+    def on_before_backward(self, trainer, pl_module, loss):
+        if self.kind == "slow":
+            time.sleep(0.1 if trainer.global_rank == self.rank else 0.02)
+
     kill_beside_one_that_is_busy = kill
 
     def on_save_checkpoint(self, trainer, pl_module, checkpoint):
@@ -176,6 +183,13 @@ def node_options(folder, num_nodes, callbacks):
     return {"num_ranks": 1, "num_nodes": num_nodes, **shared}
 
 
+def kill_with_children(child):
+    """A stopped watchdog would stay behind a rank that is killed."""
+    for pid in (*children_of(child), child):
+        os.kill(pid, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
 def run_job(
     folder,
     *,
@@ -189,6 +203,7 @@ def run_job(
     limit_s=300.0,
     slow_watchdog=None,
     are_nodes=False,
+    max_steps=12,
 ):
     """Run a job with one hurt rank, and return how it ended.
 
@@ -210,9 +225,12 @@ def run_job(
             slow.write_text(SLOW_WATCHDOG.format(path=watch_process.__file__))
             watch_process.__file__ = str(slow)
         callbacks = [Watchdog(timeout_s=timeout_s)] if watched else []
-        callbacks += [Fault(kind, write, rank=rank)] if hasattr(Fault, kind) or kind.endswith("_in_a_save") else []
+        fault = [Fault(kind, write, rank=rank)] if hasattr(Fault, kind) or kind.endswith("_in_a_save") else []
+        # What is slow in the forward comes before the end of it that the watchdog sees.
+        callbacks = [*fault, *callbacks] if kind == "slow" else [*callbacks, *fault]
         options = node_options(folder, num_ranks, callbacks) if are_nodes else {"num_ranks": num_ranks}
-        train(folder, strategy=strategy, callbacks=callbacks, num_batches=num_batches[number], **options)
+        options |= {"num_batches": num_batches[number], "max_steps": max_steps}
+        train(folder, strategy=strategy, callbacks=callbacks, **options)
 
     children = [fork(lambda write, number=number: act(number, write)) for number in range(num_ranks)]
     try:
@@ -230,8 +248,7 @@ def run_job(
         for number, (child, read) in enumerate(children):
             os.close(read)
             if codes[number] is None:
-                os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
+                kill_with_children(child)
     # The processes that watched end a moment later.
     deadline = time.monotonic() + 120
     while list(folder.rglob(".watchdog-*")) and time.monotonic() < deadline:

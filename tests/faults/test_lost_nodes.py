@@ -46,3 +46,13 @@ def test_a_lost_node_is_named_in_time_and_the_run_goes_on(tmp_path, kind, said):
     # The save in which the node was lost, that of step HURT_STEP - 1, counts for nothing.
     saved = {"lose_node_in_the_first_step": 0, "lose_node_in_a_save": HURT_STEP - 2}
     assert begun == saved.get(kind, HURT_AT)
+
+
+@pytest.mark.fault
+def test_a_slow_node_is_named_once(tmp_path):
+    end = run_job(tmp_path, kind="slow", timeout_s=60.0, are_nodes=True, num_batches=(160, 160), max_steps=160)
+    assert end.codes == [0, 0], end.said[-4000:]
+    (line,) = re.findall(r"Watchdog: node .* is slow.*", end.said)
+    own_ms, others_ms = map(int, re.findall(r"(\d+) ms", line))
+    assert line.startswith("Watchdog: node 1 (")
+    assert own_ms >= 100 > others_ms >= 20

@@ -256,6 +256,7 @@ OPTIONS = {
         "shard": either(choice("auto", "node"), whole(1, 2**20)),
         "gradient_sync": choice("window", "batch"),
         "save_distributed_checkpoint": flag,
+        "async_save": flag,
         "process_group_backend": either(nothing, text),
         "timeout": either(nothing, lambda value: isinstance(value, timedelta) and value > timedelta(0)),
     },

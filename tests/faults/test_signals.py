@@ -2,6 +2,7 @@
 code that says so.
 """
 
+import logging
 import os
 import random
 import signal
@@ -97,6 +98,36 @@ def test_signal_inside_a_window_waits_for_its_end(tmp_path, number):
         torch.load(tmp_path / "stopped-step=3.ckpt", weights_only=True)["PackedDataModule"]["micro_batches"]
         == 3 * ACCUMULATE
     )
+
+
+SLURM = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+
+
+@pytest.mark.parametrize("answer", ["true", "echo Requested operation not permitted >&2; false"])
+def test_slurm_job_is_requeued_after_its_save_and_continues_by_itself(tmp_path, monkeypatch, answer):
+    """With a scontrol of the test's own; tests/faults/test_clusters.py has a real one."""
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n{answer}\n')
+    scontrol.chmod(0o755)
+    whole = train("lora", "one", tmp_path / "whole", max_steps=10)
+    for name, value in {**SLURM, "PATH": f"{tmp_path}:{os.environ['PATH']}"}.items():
+        monkeypatch.setenv(name, value)
+    folder = tmp_path / "job"
+
+    def run(write):
+        logging.getLogger("lightning.pytorch").addHandler(logging.FileHandler(tmp_path / "said"))
+        train("lora", "one", folder, callbacks=[SignalToSelf(0, signal.SIGUSR1)], max_steps=10)
+
+    child, read = fork(run)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 138
+    os.close(read)
+    said = (tmp_path / "said").read_text()
+    assert (tmp_path / "asked").read_text() == "requeue 77\n"
+    expected = "SLURM requeues job 77" if answer == "true" else "did not requeue job 77: Requested operation not"
+    assert expected in said
+    assert [path.name for path in folder.glob("*.ckpt")] == ["stopped-step=3.ckpt"]
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert not differences(whole, train("lora", "one", folder, max_steps=10), after=3)
 
 
 class SignalInValidation(Callback):

@@ -2,6 +2,7 @@
 wait, no copy overwritten.
 """
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from lightning_fastft.kernels.adamw_step import reference
 from lightning_fastft.kernels.adamw_step.op import adamw_step, grad_norm
 from lightning_fastft.kernels.adamw_step.reference import StepOptions, TensorTable
+from lightning_fastft.training.optimization import host_moments
 from lightning_fastft.training.optimizer import FusedAdamW
 from tests.kernels.test_adamw_step import (
     BF16,
@@ -192,3 +194,31 @@ def test_clipping_and_a_step_never_wait():
             norm = optimizer.clip_next(1.0)
             optimizer.step()
         assert norm.isfinite(), f"step {step}"
+
+
+def run_optimizer(offload):
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(size, device="cuda").bfloat16()) for size in SIZES]
+    optimizer = FusedAdamW(params, lr=1e-2, optim_bits=8, rounding="stochastic", rounding_seed=3, offload=offload)
+    norms = []
+    for step in range(6):
+        for param in params:
+            param.grad = torch.randn_like(param)
+        # The first step pins memory and compiles.
+        with waits_are_errors() if step else contextlib.nullcontext():
+            norms.append(optimizer.clip_next(1.0))
+            optimizer.step()
+    return params, torch.stack(norms), optimizer.state_dict()["state"]
+
+
+def test_moments_on_the_host_have_the_bits_of_those_on_the_device(monkeypatch):
+    # Some twenty pieces, so that each slot is used again and again.
+    monkeypatch.setattr(host_moments, "PIECE_BYTES", 2**18)
+    (params, norms, states), *others = (run_optimizer(share) for share in (0.0, 0.5, 1.0))
+    for twins, other_norms, other_states in others:
+        assert torch.equal(norms, other_norms)
+        assert all(torch.equal(param, twin) for param, twin in zip(params, twins))
+        for number, state in states.items():
+            assert all(torch.equal(one.cpu(), other_states[number][name].cpu()) for name, one in state.items())
+    last = others[-1][2]
+    assert all(state["exp_avg"].is_cpu and state["exp_avg"].is_pinned() for state in last.values())

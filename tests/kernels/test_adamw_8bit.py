@@ -55,13 +55,14 @@ from triton.compiler import ASTSource
 from lightning_fastft.kernels.adamw_step import triton as adamw
 
 TYPES = {"address_ptr": "*i64", "grad_address_ptr": "*i64", "row_ptr": "*i32", "index_ptr": "*i32", "num_rows": "i32"}
-TYPES |= dict.fromkeys(("rate_ptr", "scale_ptr", "found_inf_ptr", "number_ptr", "table_ptr"), "*fp32")
+TYPES |= dict.fromkeys(("rate_ptr", "scale_ptr", "found_inf_ptr", "number_ptr", "table_ptr"), "*fp32") | {"seed": "i64", "step": "i32"}
 DTYPES = ((tl.float32, tl.float32, None), (tl.float32, tl.bfloat16, tl.bfloat16), (tl.bfloat16, tl.bfloat16, None))
 for capability, ((param, grad, copy), has), is_aligned in itertools.product((80, 90), zip(DTYPES, (False, True, True)), (False, True)):
     # Every run compiles each combination of dtypes once.
     if sys.argv[1] == "promises" and (is_aligned == (copy is None) or (capability == 90) != has):
         continue
     constants = {"PARAM_DTYPE": param, "GRAD_DTYPE": grad, "COPY_DTYPE": copy, "HAS_RATE": has, "HAS_SCALE": has, "HAS_SKIP": has}
+    constants["IS_STOCHASTIC"] = param is tl.bfloat16
     constants |= {"IS_ALIGNED": is_aligned, "CHUNK": adamw.CHUNK, "NUM_BLOCKS": adamw.NUM_BLOCKS}
     kernel = adamw._adamw_8bit_kernel
     signature = {name: TYPES.get(name, "fp32") for name in kernel.arg_names} | dict.fromkeys(constants, "constexpr")

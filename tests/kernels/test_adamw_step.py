@@ -42,7 +42,7 @@ from triton.compiler import ASTSource
 from lightning_fastft.kernels.adamw_step import triton as adamw
 
 TYPES = {"address_ptr": "*i64", "grad_address_ptr": "*i64", "row_ptr": "*i32", "index_ptr": "*i32", "rate_ptr": "*fp32", "scale_ptr": "*fp32"}
-TYPES |= dict.fromkeys(("found_inf_ptr", "number_ptr"), "*fp32")
+TYPES |= dict.fromkeys(("found_inf_ptr", "number_ptr"), "*fp32") | {"seed": "i64", "step": "i32"}
 TYPES |= {"partial_ptr": "*fp64", "norm_ptr": "*fp32"} | dict.fromkeys(("num_rows", "num_chunks", "num_partials"), "i32")
 
 
@@ -63,6 +63,7 @@ for capability, (param, grad, copy), is_aligned in itertools.product(
     # Every run compiles each pair of a dtype and an alignment once, without or with all that a step may have.
     for has in (False, True) if sys.argv[1] == "faults" else (is_aligned,):
         constants = {"PARAM_DTYPE": param, "COPY_DTYPE": copy, "HAS_RATE": has, "HAS_SCALE": has, "HAS_SKIP": has, **shared}
+        constants["IS_STOCHASTIC"] = has and param is tl.bfloat16
         step = compile(adamw._adamw_kernel, constants, capability)
     norm = compile(adamw._sum_squares_kernel, {"NUM_PROGRAMS": adamw.NUM_PARTIALS, **shared}, capability)
     # Vectors of 16 bytes where the host has seen that every address takes them, and nowhere else.

@@ -19,6 +19,7 @@ from tests.kernels.test_adamw_8bit import (
     make_rows,
     make_table,
 )
+from tests.kernels.test_adamw_rounding import check_rounding
 from tests.support.children import thinned
 from tests.support.kernel_harness import DEVICE, planted_faults
 
@@ -49,6 +50,10 @@ def test_other_options(change, scale):
     check_step(triton, options=OPTIONS._replace(**change), scale=scale, sizes=(300, 7, CHUNK + 37), device=DEVICE)
 
 
+def test_stochastic_rounding_equals_the_twin():
+    check_rounding(triton, is_8bit=True, device=DEVICE)
+
+
 def test_two_runs_are_bit_equal():
     runs = []
     for _ in range(2):
@@ -70,6 +75,21 @@ def test_autograd_learns_of_every_write():
         assert found == [
             None if version is None else version + (has_grad and place < 6) for place, version in enumerate(old)
         ]
+
+
+ROUNDING_FAULTS = {
+    "element lost": "first = tl.load(place_ptr + _FIRST * num_rows) {+ start => }",
+    "first element lost": "first = {tl.load(place_ptr + _FIRST * num_rows) => tl.zeros((), tl.int64)} + start",
+    "number lost": "number = zero {+ tl.load(place_ptr + _NUMBER * num_rows).to(tl.uint32) => }",
+    "step lost": "{zero + step.to(tl.uint32) => zero}, number, zero)",
+    "skipped steps counted": (
+        "{step -= tl.load(number_ptr + 2).to(tl.int32) => } if IS_ALIGNED: num_readable = tl.multiple_of"
+    ),
+    "words out of order": "tl.join(tl.join(one, {three => two}), tl.join({two => three}, four))",
+    "high half first": "tl.join({words & 0xFFFF, words >> 16 => words >> 16, words & 0xFFFF})",
+    "never outward": "values.to(tl.uint32, bitcast=True) {+ noise => }",
+    "seed cut": "options.rounding_seed {or 0 => % 2**32}",
+}
 
 
 FAULTS = {
@@ -115,4 +135,7 @@ FAULTS = {
 
 test_a_planted_fault_is_seen, test_without_a_fault_the_same_check_passes = planted_faults(
     triton, lambda module: check_every_part(module, device=DEVICE), FAULTS
+)
+test_a_planted_fault_of_rounding_is_seen, _ = planted_faults(
+    triton, lambda module: check_rounding(module, is_8bit=True, device=DEVICE), ROUNDING_FAULTS
 )

@@ -7,6 +7,7 @@ import torch
 
 from lightning_fastft.kernels.adamw_step import reference, triton
 from lightning_fastft.kernels.adamw_step.reference import CHUNK, TensorTable
+from tests.kernels.test_adamw_rounding import check_rounding
 from tests.kernels.test_adamw_step import (
     COMBINATIONS,
     OPTIONS,
@@ -93,6 +94,10 @@ def test_what_is_not_finite_passes_on_as_in_torch():
 
 def test_a_skipped_step_changes_nothing_and_is_not_counted():
     check_skip(triton, device=DEVICE)
+
+
+def test_stochastic_rounding_equals_the_twin():
+    check_rounding(triton, is_8bit=False, device=DEVICE)
 
 
 @pytest.mark.parametrize("order", [("norm", "step"), ("step", "norm")])

@@ -30,6 +30,7 @@ PLACES = (
     ("demo/", (7, 1)),
     ("monitor/", (8, 0)),
     ("callbacks/", (8, 0)),
+    ("fabric/", (9, 0)),
     ("cli/", (10, 0)),
     ("configs/", (10, 0)),
 )
@@ -42,6 +43,7 @@ ONLY_IN = {
     "peft": _HUGGING_FACE,
     "bitsandbytes": _HUGGING_FACE,
     "fla": ("mixers/",),
+    "litgpt": ("hf/",),
     "triton": ("kernels/*/triton.py",),
     "jsonargparse": ("cli/",),
 }

@@ -43,6 +43,6 @@ def test_notebook_is_stored_without_outputs_and_ends_in_an_assert(path):
 
 
 def test_all_that_are_promised_are_there():
-    promised = ["coming_from_unsloth_trl_torchtune", "moe_routing", "offload_and_planner"]
+    promised = ["cloud_template", "coming_from_unsloth_trl_torchtune", "moe_routing", "offload_and_planner"]
     promised += ["packing_and_metadata", "policy", "preference", "quick_start", "your_own_lightning_module"]
     assert [path.stem for path in NOTEBOOKS] == promised

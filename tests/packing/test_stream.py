@@ -213,7 +213,7 @@ def test_calls_around_a_batch_are_made_by_the_thread_that_takes_it():
         num_batches=3,
         num_workers=1,
         before_batch=lambda: called.append(("before", threading.get_ident())),
-        after_batch=lambda: called.append(("after", threading.get_ident())),
+        after_batch=lambda _: called.append(("after", threading.get_ident())),
     )
     for _ in loader:
         assert called[-1] == ("before", threading.get_ident())

@@ -8,23 +8,25 @@ import torch
 from tests.strategies.resize_worker import NUM_ROWS
 from tests.support.two_ranks import run_two_ranks
 
-pytestmark = pytest.mark.fault
 MODULE = "tests.strategies.resize_worker"
 # Saved by, and resumed by: strategy and number of ranks; and the bits of the moments.
 SAVED = {
+    "one": ("one", 1, 32),
     "ddp": ("ddp", 2, 32),
     "folder": ("fsdp", 2, 8),
+    "folder of four": ("fsdp", 4, 8),
     "wide folder": ("fsdp", 2, 32),
     "file": ("fsdp file", 2, 32),
     "hybrid": ("hybrid", 4, 8),
 }
-RESUMED = [
-    ("ddp", "one", 1),
-    ("ddp", "ddp", 3),
-    ("ddp", "ddp", 4),
-    ("folder", "fsdp", 1),
-    ("folder", "fsdp", 3),
-    ("folder", "fsdp", 4),
+# The table of docs/reliability.md: saved by, and the strategies of 1 to 4 ranks that go on.
+MATRIX = {
+    "one": ("one", "ddp", "ddp", "fsdp"),
+    "ddp": ("one", "ddp", "ddp", "ddp"),
+    "folder": ("fsdp",) * 4,
+    "folder of four": ("fsdp",) * 4,
+}
+OTHERS = [
     ("folder", "hybrid", 4),
     ("wide folder", "fsdp", 3),
     ("file", "one", 1),
@@ -34,6 +36,9 @@ RESUMED = [
     ("hybrid", "fsdp", 3),
     ("ddp", "fsdp file", 3),
 ]
+IN_EVERY_RUN = [("folder", "fsdp", 1), ("folder", "fsdp", 3)]
+CELLS = [(name, strategy, rank + 1) for name, row in MATRIX.items() for rank, strategy in enumerate(row)] + OTHERS
+RESUMED = [pytest.param(*cell, marks=pytest.mark.slow if cell in IN_EVERY_RUN else pytest.mark.fault) for cell in CELLS]
 
 
 def rows_of(folder):

@@ -78,6 +78,8 @@ class ModelSource:
         from transformers import AutoConfig, PretrainedConfig
 
         if isinstance(self.model, str):
+            if self.init == "pretrained":
+                refuse_litgpt(self.model)
             try:
                 check_config(
                     PretrainedConfig.get_config_dict(self.model, revision=self.revision or "main")[0], name=self.model
@@ -185,6 +187,22 @@ class ModelSource:
             ) from error
         except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise OptionError(f"The processor of {self.model!r} cannot be read: {error!s:.300}") from error
+
+
+def find_litgpt(model: str) -> Path | None:
+    """Return the file of weights if a folder holds them in LitGPT's format only."""
+    folder = Path(model)
+    found = [folder / name for name in ("lit_model.pth", "lit_model.pth.lora") if (folder / name).is_file()]
+    return found[0] if found and not any(folder.glob("*.safetensors")) else None
+
+
+def refuse_litgpt(model: str) -> None:
+    """Raise an OptionError with the command that converts a folder of LitGPT, if the model is one."""
+    if find_litgpt(model) is not None:
+        name = model.rstrip("/")
+        raise OptionError(
+            f"{model!r} is a LitGPT checkpoint. Convert it and give the new folder: fastft convert {name} {name}-hf"
+        )
 
 
 def auto_class(config: PretrainedConfig) -> Any:

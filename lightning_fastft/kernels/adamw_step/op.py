@@ -32,8 +32,11 @@ def adamw_step(
     In fp32: ``g = scale * grad; m += (1 - beta1) * (g - m); v = beta2 * v + (1 - beta2) * g * g; p -= lr * weight_decay
     * p + lr / (1 - beta1^step) * m / (sqrt(v) / sqrt(1 - beta2^step) + eps)``. "reference" subtracts the decay first,
     like torch.optim.AdamW, with the same bits on a CPU; "triton" sums both changes first and rounds once less. Master
-    and copy are rounded to nearest, the copy from the new master. A tensor without gradient does not change. NaN and
-    infinity in scale or a gradient propagate to the element, as in torch.optim.AdamW.
+    and copy are rounded to nearest, the copy from the new master. With ``options.rounding_seed`` a bf16 master becomes
+    one of the two neighbours of its new value, by random numbers of ``rounding.random_halves``.
+
+    A tensor without gradient does not change. NaN and infinity in scale or a gradient propagate to the element, as in
+    torch.optim.AdamW.
 
     Args:
         table: The tensors. Gradients are read, not changed.
@@ -57,7 +60,7 @@ def adamw_step(
         no element.
 
     Source:
-        AdamW, arXiv 1711.05101.
+        AdamW, arXiv 1711.05101. Stochastic rounding of weights, arXiv 2010.06192.
 
     Example:
         >>> param = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
@@ -140,6 +143,8 @@ def _check_options(options: StepOptions, device: torch.device) -> None:
                 f"options.{name} must be below 1, got {getattr(options, name)}; the moment would ignore every gradient."
             )
     check_float("options.eps", options.eps, low=0.0)
+    if options.rounding_seed is not None:
+        check_int("options.rounding_seed", options.rounding_seed, low=0, high=2**63 - 1)
     check_float("options.weight_decay", options.weight_decay, low=0.0)
     if isinstance(options.learning_rate, torch.Tensor):
         _check_number("options.learning_rate", options.learning_rate, device)

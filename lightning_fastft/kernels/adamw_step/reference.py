@@ -15,6 +15,7 @@ import torch
 from lightning_fastft.core.checks import check_tensor
 from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.adamw_step import codes
+from lightning_fastft.kernels.adamw_step.rounding import NUM_HALVES, random_halves, round_stochastically
 
 # 4096 elements on 8 warps: 16 of each matrix per thread, all in flight at once; a multiple of the blocks of 8-bit
 # moments. Not yet measured; candidates: python -m benchmarks.row_kernels --only adamw_step --tiles.
@@ -39,6 +40,7 @@ class StepOptions(NamedTuple):
         eps: Added to the denominator, at least 0.
         weight_decay: Decoupled decay per unit of learning rate, at least 0.
         step: Number of this step, from 1, for the bias corrections, which the host computes in float64.
+        rounding_seed: Seed of stochastic rounding of bf16 masters, from 0 to 2^63 - 1; None rounds to nearest.
 
     Source:
         AdamW, arXiv 1711.05101; defaults of torch.optim.AdamW.
@@ -54,6 +56,7 @@ class StepOptions(NamedTuple):
     beta2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 0.01
+    rounding_seed: int | None = None
 
 
 class SkipFlag(NamedTuple):
@@ -82,7 +85,10 @@ class TableRow(NamedTuple):
     """One tensor of a table: the master, its two moments, its copy or None, and the tensor whose ``grad`` is its
     gradient.
 
-    8-bit moments have the largest magnitudes of their blocks (``codes``); fp32 moments have None.
+    8-bit moments have the largest magnitudes of their blocks (``codes``); fp32 moments have None. A row whose moments
+    are on the meta device counts for the norm and is not stepped. A row can be a piece of its owner: ``start`` is its
+    first element in the gradient, None for a whole one. ``number`` and ``first`` identify its elements for stochastic
+    rounding: the number of the tensor, and the place of the first element in the whole tensor.
     """
 
     param: torch.Tensor
@@ -92,9 +98,19 @@ class TableRow(NamedTuple):
     owner: torch.Tensor
     exp_avg_absmax: torch.Tensor | None = None
     exp_avg_sq_absmax: torch.Tensor | None = None
+    number: int = 0
+    first: int = 0
+    start: int | None = None
+
+    @property
+    def is_stepped(self) -> bool:
+        """Return whether a step writes the row."""
+        return not self.exp_avg.is_meta
 
     def places(self) -> tuple[torch.Tensor | None, ...]:
         """Return the tensors that a step writes, in the order of _WRITTEN; None for a missing one."""
+        if not self.is_stepped:
+            return (self.param,)
         return self.param, self.exp_avg, self.exp_avg_sq, self.copy, self.exp_avg_absmax, self.exp_avg_sq_absmax
 
     def written(self) -> list[torch.Tensor]:
@@ -104,7 +120,7 @@ class TableRow(NamedTuple):
 
 class TableGroup(NamedTuple):
     """Chunks of all rows with one combination of dtypes, for one launch: the row of each chunk, and its index in the
-    row.
+    row; ``stepped`` has those of the rows that are stepped.
     """
 
     param_dtype: torch.dtype
@@ -114,6 +130,7 @@ class TableGroup(NamedTuple):
     rows: tuple[int, ...]
     row_C: torch.Tensor
     index_C: torch.Tensor
+    stepped: tuple[torch.Tensor, torch.Tensor]
 
 
 def local_values(tensor: torch.Tensor) -> torch.Tensor:
@@ -143,6 +160,9 @@ class TensorTable:
         exp_avg_absmaxs: The largest magnitude of each block of 256 values of 8-bit first moments, B numbers of any
             shape, fp32, contiguous; None for a tensor with fp32 moments, and None if all tensors have fp32 moments.
         exp_avg_sq_absmaxs: The same for second moments.
+        numbers: Number of each tensor for stochastic rounding; None for 0.
+        firsts: Place of the first element of each row in its whole tensor, a multiple of 8; None for 0.
+        starts: First element of a row that is a piece of its owner; None for whole ones.
 
     Raises:
         ShapeError: A shape, dtype, device or layout is wrong, tensors that are written share memory, or a gradient
@@ -150,7 +170,7 @@ class TensorTable:
         OptionError: The lists have different lengths.
 
     Cost:
-        7 numbers of 8 bytes per tensor and 2 of 4 bytes per chunk of 4096 elements on the device; sorts the tensors
+        9 numbers of 8 bytes per tensor and 2 of 4 bytes per chunk of 4096 elements on the device; sorts the tensors
         once; no host sync.
 
     Source:
@@ -176,9 +196,12 @@ class TensorTable:
         owners: Sequence[torch.Tensor] | None = None,
         exp_avg_absmaxs: Sequence[torch.Tensor | None] | None = None,
         exp_avg_sq_absmaxs: Sequence[torch.Tensor | None] | None = None,
+        numbers: Sequence[int] | None = None,
+        firsts: Sequence[int] | None = None,
+        starts: Sequence[int | None] | None = None,
     ) -> None:
-        nothing = [None] * len(params)
-        lists = {
+        nothing, zeros = [None] * len(params), [0] * len(params)
+        lists: dict[str, Sequence[object]] = {
             "params": params,
             "exp_avgs": exp_avgs,
             "exp_avg_sqs": exp_avg_sqs,
@@ -186,11 +209,14 @@ class TensorTable:
             "owners": params if owners is None else owners,
             "exp_avg_absmaxs": nothing if exp_avg_absmaxs is None else exp_avg_absmaxs,
             "exp_avg_sq_absmaxs": nothing if exp_avg_sq_absmaxs is None else exp_avg_sq_absmaxs,
+            "numbers": zeros if numbers is None else numbers,
+            "firsts": zeros if firsts is None else firsts,
+            "starts": nothing if starts is None else starts,
         }
         lengths = {name: len(entries) for name, entries in lists.items()}
         if len(set(lengths.values())) != 1:
             raise OptionError(f"Every list must have one entry per tensor, got {lengths}.")
-        self.rows = tuple(TableRow(*row) for row in zip(*lists.values()))
+        self.rows = tuple(TableRow(*row) for row in zip(*lists.values()))  # type: ignore[arg-type]
         _check_rows(self.rows)
         # The tensors that a step writes, per row, collected once because every step needs them.
         self.written = [row.written() for row in self.rows]
@@ -219,14 +245,14 @@ class TensorTable:
             if grad is not None:
                 _check_sharding(index, grad, row.owner)
                 grad = local_values(grad)
-                _check_gradient(index, grad, row.param)
+                _check_gradient(index, grad, local_values(row.owner), row.param.device)
             found.append(grad)
         return found
 
     def is_current(self) -> bool:
         """Return whether the addresses on the device are current; compares numbers on the host."""
         grads = self.gradients()
-        return self._layout == self._read_layout(grads) and self._grad_addresses == _read_addresses(grads)
+        return self._layout == self._read_layout(grads) and self._grad_addresses == _read_addresses(grads, self.rows)
 
     def refresh(self) -> None:
         """Copy the addresses that have changed to the device, without a host sync.
@@ -239,7 +265,7 @@ class TensorTable:
             gradients have moved.
         """
         grads = self.gradients()
-        layout, addresses = self._read_layout(grads), _read_addresses(grads)
+        layout, addresses = self._read_layout(grads), _read_addresses(grads, self.rows)
         is_new = layout != self._layout
         if is_new:
             # A tensor may have changed since the table was built.
@@ -258,12 +284,14 @@ class TensorTable:
         self.device = self.rows[0].param.device if self.rows else self.device
         columns = [
             [row.param.data_ptr() for row in self.rows],
-            [row.exp_avg.data_ptr() for row in self.rows],
-            [row.exp_avg_sq.data_ptr() for row in self.rows],
+            [row.exp_avg.data_ptr() if row.is_stepped else 0 for row in self.rows],
+            [row.exp_avg_sq.data_ptr() if row.is_stepped else 0 for row in self.rows],
             [0 if row.copy is None else row.copy.data_ptr() for row in self.rows],
             [row.param.numel() for row in self.rows],
             [0 if row.exp_avg_absmax is None else row.exp_avg_absmax.data_ptr() for row in self.rows],
             [0 if row.exp_avg_sq_absmax is None else row.exp_avg_sq_absmax.data_ptr() for row in self.rows],
+            [row.number for row in self.rows],
+            [row.first for row in self.rows],
         ]
         self.address_AR = _send(torch.tensor(columns, dtype=torch.int64), self.device)
         has_codes = any(row.exp_avg_absmax is not None for row in self.rows)
@@ -289,7 +317,12 @@ class TensorTable:
         row_C = torch.tensor(rows, dtype=torch.int32).repeat_interleave(num_chunks_R)
         first_R = num_chunks_R.cumsum(0) - num_chunks_R
         index_C = (torch.arange(len(row_C)) - first_R.repeat_interleave(num_chunks_R)).to(torch.int32)
-        return TableGroup(*key, tuple(rows), _send(row_C, self.device), _send(index_C, self.device))
+        sent = _send(row_C, self.device), _send(index_C, self.device)
+        stepped = sent
+        if not all(self.rows[row].is_stepped for row in rows):
+            chosen_C = torch.tensor([row.is_stepped for row in self.rows])[row_C.long()]
+            stepped = _send(row_C[chosen_C], self.device), _send(index_C[chosen_C], self.device)
+        return TableGroup(*key, tuple(rows), *sent, stepped)
 
 
 def adamw_step(
@@ -301,9 +334,11 @@ def adamw_step(
     """
     corrections = bias_corrections(options) if skip is None else _corrections_on_device(options, skip)
     for row, grad in zip(table.rows, table.gradients()):
-        if grad is not None:
-            grad = grad.float()
-            _step_row_unless(row, grad if scale is None else grad * scale, options, corrections, skip=skip)
+        if grad is not None and row.is_stepped:
+            grad = grad.float() if row.start is None else _piece_of(grad, row).float()
+            step = options.step if skip is None else options.step - skip.num_skipped
+            grad = grad if scale is None else grad * scale
+            _step_row_unless(row, grad, options, corrections, step=step, skip=skip)
 
 
 def grad_norm(table: TensorTable) -> torch.Tensor:
@@ -337,26 +372,32 @@ def _step_row_unless(
     options: StepOptions,
     corrections: Sequence[float | torch.Tensor],
     *,
+    step: int | torch.Tensor,
     skip: SkipFlag | None,
 ) -> None:
     """Update one tensor, and restore its values if the flag skips the step; no host sync."""
     written = [] if skip is None else row.written()
     before = [tensor.clone() for tensor in written]
-    _step_row(row, grad, options, corrections)
+    _step_row(row, grad, options, corrections, step=step)
     for tensor, old in zip(written, before):
         assert skip is not None
         tensor.copy_(torch.where(skip.found_inf == 0, tensor, old))
 
 
 def _step_row(
-    row: TableRow, grad: torch.Tensor, options: StepOptions, corrections: Sequence[float | torch.Tensor]
+    row: TableRow,
+    grad: torch.Tensor,
+    options: StepOptions,
+    corrections: Sequence[float | torch.Tensor],
+    *,
+    step: int | torch.Tensor,
 ) -> None:
     """Update one tensor in fp32; only the master, its copy and 8-bit moments are rounded, once each."""
     if row.exp_avg_absmax is not None and row.exp_avg_sq_absmax is not None:
         stored = ((row.exp_avg, row.exp_avg_absmax.view(-1)), (row.exp_avg_sq, row.exp_avg_sq_absmax.view(-1)))
         averages = [codes.decode(*pair, is_signed=is_signed) for pair, is_signed in zip(stored, (True, False))]
         wide = row._replace(exp_avg=averages[0], exp_avg_sq=averages[1], exp_avg_absmax=None, exp_avg_sq_absmax=None)
-        _step_row(wide, grad, options, corrections)
+        _step_row(wide, grad, options, corrections, step=step)
         for pair, average, is_signed in zip(stored, averages, (True, False)):
             for tensor, new in zip(pair, codes.encode(average, is_signed=is_signed)):
                 tensor.copy_(new)
@@ -372,7 +413,11 @@ def _step_row(
     else:
         param.addcdiv_(row.exp_avg, denominator, value=-rate / correction)
     # An fp32 master is its own fp32 copy.
-    row.param.copy_(param)
+    if options.rounding_seed is None or row.param.dtype is torch.float32:
+        row.param.copy_(param)
+    else:
+        noise = random_halves(param.shape, seed=options.rounding_seed, step=step, number=row.number, first=row.first)
+        row.param.copy_(round_stochastically(param, noise.to(param.device)))
     if row.copy is not None:
         row.copy.copy_(row.param)
 
@@ -382,9 +427,18 @@ def _send(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
-def _read_addresses(grads: Sequence[torch.Tensor | None]) -> list[int]:
-    """Return the address of each gradient, 0 for none."""
-    return [0 if grad is None else grad.data_ptr() for grad in grads]
+def _piece_of(grad: torch.Tensor, row: TableRow) -> torch.Tensor:
+    """Return the part of a gradient that belongs to a row, in the shape of the row."""
+    start = row.start or 0
+    return grad.view(-1)[start : start + row.param.numel()].view(row.param.shape)
+
+
+def _read_addresses(grads: Sequence[torch.Tensor | None], rows: Sequence[TableRow]) -> list[int]:
+    """Return the address of each row's gradient, 0 for none."""
+    return [
+        0 if grad is None else grad.data_ptr() + (row.start or 0) * grad.element_size()
+        for grad, row in zip(grads, rows)
+    ]
 
 
 def _dtypes(
@@ -414,21 +468,33 @@ def _check_rows(rows: Sequence[TableRow]) -> None:
 
 def _check_row(index: int, row: TableRow) -> None:
     """Raise on tensors whose elements a flat walk over memory would mismatch."""
-    param, exp_avg, exp_avg_sq, copy, owner, *absmaxs = row
+    param, exp_avg, exp_avg_sq, copy, owner, *absmaxs = row[:7]
     average_dtypes = (torch.float32,) if absmaxs == [None, None] else (torch.uint8,)
     if not isinstance(param, torch.Tensor):
         raise ShapeError(f"params[{index}] must be a tensor, got {type(param).__name__}.")
+    averages = (("exp_avgs", exp_avg, average_dtypes), ("exp_avg_sqs", exp_avg_sq, average_dtypes))
+    if row.first % NUM_HALVES:
+        raise ShapeError(
+            f"firsts[{index}] is {row.first}; random numbers come in groups of {NUM_HALVES}, so a shard or piece must "
+            f"start at a multiple of {NUM_HALVES}."
+        )
     for kind, tensor, dtypes in (
         ("params", param, _PARAM_DTYPES),
-        ("exp_avgs", exp_avg, average_dtypes),
-        ("exp_avg_sqs", exp_avg_sq, average_dtypes),
+        *(averages if row.is_stepped else ()),
         *(() if copy is None else (("copies", copy, _COPY_DTYPES),)),
     ):
         _check_like(f"{kind}[{index}]", tensor, param, dtypes)
         _check_memory(f"{kind}[{index}]", tensor)
     for kind, absmax_B in zip(_WRITTEN[4:], absmaxs) if torch.uint8 in average_dtypes else ():
         _check_absmax(f"{kind}[{index}]", absmax_B, param)
-    _check_like(f"owners[{index}]", local_values(owner), param, _OWNER_DTYPES)
+    own = local_values(owner)
+    if row.start is None:
+        _check_like(f"owners[{index}]", own, param, _OWNER_DTYPES)
+    elif row.start + param.numel() > own.numel() or own.device != param.device or own.dtype not in _OWNER_DTYPES:
+        raise ShapeError(
+            f"owners[{index}] is {tuple(own.shape)} on {own.device}; its row needs {param.numel()} elements from "
+            f"{row.start} on, on {param.device}."
+        )
     if not owner.is_leaf:
         raise ShapeError(
             f"owners[{index}] is not a leaf tensor and gets no gradient; give the parameter whose grad autograd writes."
@@ -474,12 +540,12 @@ def _check_sharding(index: int, grad: torch.Tensor, owner: torch.Tensor) -> None
         )
 
 
-def _check_gradient(index: int, grad: torch.Tensor, param: torch.Tensor) -> None:
-    """Raise on a gradient that is not one contiguous tensor with the shape of its master."""
-    if grad.numel() != param.numel() or grad.device != param.device or grad.dtype not in _OWNER_DTYPES:
+def _check_gradient(index: int, grad: torch.Tensor, param: torch.Tensor, device: torch.device) -> None:
+    """Raise on a gradient that is not one contiguous tensor with the shape of its owner."""
+    if grad.numel() != param.numel() or grad.device != device or grad.dtype not in _OWNER_DTYPES:
         raise ShapeError(
             f"The gradient of owners[{index}] is {tuple(grad.shape)}, {grad.dtype} on {grad.device}; "
-            f"it must have the shape {tuple(param.shape)}, fp32, bf16 or fp16, on {param.device}."
+            f"it must have the shape {tuple(param.shape)}, fp32, bf16 or fp16, on {device}."
         )
     _check_memory(f"The gradient of owners[{index}]", grad)
 

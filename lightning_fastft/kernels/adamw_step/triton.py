@@ -26,6 +26,7 @@ from lightning_fastft.kernels.adamw_step.reference import (
     bias_corrections,
     bias_corrections_on_device,
 )
+from lightning_fastft.kernels.adamw_step.rounding import NUM_HALVES
 
 NUM_WARPS = 8
 # 1024 programs of 8 warps fill 128 multiprocessors; a fixed number, so that sums have the same order on every device.
@@ -45,6 +46,9 @@ _COPY = tl.constexpr(3)
 _SIZE = tl.constexpr(4)
 _EXP_AVG_ABSMAX = tl.constexpr(5)
 _EXP_AVG_SQ_ABSMAX = tl.constexpr(6)
+_NUMBER = tl.constexpr(7)
+_FIRST = tl.constexpr(8)
+_NUM_HALVES = tl.constexpr(NUM_HALVES)
 _ALIGNMENT = tl.constexpr(ALIGNMENT)
 # Above the number of elements of any tensor, and a multiple of every vector width.
 _EVERYTHING = tl.constexpr(2**62)
@@ -82,6 +86,26 @@ def _find_chunk(
 
 
 @triton.jit
+def _random_halves(place_ptr, num_rows, seed, step, start, NUM: tl.constexpr):
+    """Return NUM random numbers of 16 bits for the elements of a row from start on, as ``rounding.random_halves``."""
+    first = tl.load(place_ptr + _FIRST * num_rows) + start
+    group = (first // _NUM_HALVES + tl.arange(0, NUM // _NUM_HALVES)).to(tl.uint32)
+    zero = tl.zeros_like(group)
+    number = zero + tl.load(place_ptr + _NUMBER * num_rows).to(tl.uint32)
+    one, two, three, four = tl.philox(seed, group, zero + step.to(tl.uint32), number, zero)
+    words = tl.join(tl.join(one, three), tl.join(two, four))
+    return tl.reshape(tl.join(words & 0xFFFF, words >> 16), (NUM,))
+
+
+@triton.jit
+def _round_stochastically(values, noise):
+    """Return fp32 values as neighbours in bf16; the lower bits of a value are the probability of the outer one."""
+    rounded = ((values.to(tl.uint32, bitcast=True) + noise) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    # NaN and infinity differ from themselves, or times 0 from 0.
+    return tl.where(values * 0.0 == 0.0, rounded, values).to(tl.bfloat16)
+
+
+@triton.jit(do_not_specialize=["seed", "step"])
 def _adamw_kernel(
     address_ptr,
     grad_address_ptr,
@@ -92,6 +116,8 @@ def _adamw_kernel(
     found_inf_ptr,
     number_ptr,
     num_rows,
+    seed,
+    step,
     rate,
     decay,
     beta1,
@@ -106,6 +132,7 @@ def _adamw_kernel(
     HAS_RATE: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_SKIP: tl.constexpr,
+    IS_STOCHASTIC: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -121,6 +148,7 @@ def _adamw_kernel(
         inside = inside & (offs < tl.where(tl.load(found_inf_ptr) == 0.0, _EVERYTHING, 0))
         rate = tl.load(number_ptr)
         root_correction = tl.load(number_ptr + 1)
+        step -= tl.load(number_ptr + 2).to(tl.int32)
     place_ptr = address_ptr + row
     param_ptrs = _load_pointer(place_ptr + _PARAM * num_rows, PARAM_DTYPE, IS_ALIGNED) + offs
     avg_ptrs = _load_pointer(place_ptr + _EXP_AVG * num_rows, tl.float32, IS_ALIGNED) + offs
@@ -145,7 +173,11 @@ def _adamw_kernel(
     # Sum both changes before the update of the master: one rounding at its magnitude instead of two.
     param -= decay * param + rate * tl.div_rn(avg, denominator)
 
-    rounded = param.to(PARAM_DTYPE)
+    if IS_STOCHASTIC:
+        first = tl.load(index_ptr + tl.program_id(0)).to(tl.int64) * BLOCK
+        rounded = _round_stochastically(param, _random_halves(place_ptr, num_rows, seed, step, first, BLOCK))
+    else:
+        rounded = param.to(PARAM_DTYPE)
     tl.store(param_ptrs, rounded, mask=inside)
     tl.store(avg_ptrs, avg, mask=inside)
     tl.store(square_ptrs, square, mask=inside)
@@ -201,7 +233,7 @@ def _inverse(absmax):
     return tl.where(absmax > 0.0, 1.0 / absmax, 0.0)[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed", "step"])
 def _adamw_8bit_kernel(
     address_ptr,
     grad_address_ptr,
@@ -213,6 +245,8 @@ def _adamw_8bit_kernel(
     number_ptr,
     table_ptr,
     num_rows,
+    seed,
+    step,
     rate,
     decay,
     beta1,
@@ -227,6 +261,7 @@ def _adamw_8bit_kernel(
     HAS_RATE: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_SKIP: tl.constexpr,
+    IS_STOCHASTIC: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
@@ -245,6 +280,7 @@ def _adamw_8bit_kernel(
         num_readable = tl.where(tl.load(found_inf_ptr) == 0.0, num_readable, 0)
         rate = tl.load(number_ptr)
         root_correction = tl.load(number_ptr + 1)
+        step -= tl.load(number_ptr + 2).to(tl.int32)
     if IS_ALIGNED:
         num_readable = tl.multiple_of(num_readable, _ALIGNMENT)
     blocks = tl.arange(0, NUM_BLOCKS)
@@ -286,7 +322,11 @@ def _adamw_8bit_kernel(
     avg_absmax = tl.max(tl.abs(avg), axis=1)
     square_absmax = tl.max(square, axis=1)
 
-    rounded = param.to(PARAM_DTYPE)
+    if IS_STOCHASTIC:
+        noise = _random_halves(place_ptr, num_rows, seed, step, start, NUM_BLOCKS * _WIDTH)
+        rounded = _round_stochastically(param, tl.reshape(noise, (NUM_BLOCKS, _WIDTH)))
+    else:
+        rounded = param.to(PARAM_DTYPE)
     tl.store(param_ptrs, rounded, mask=inside)
     tl.store(avg_ptrs, _encode_signed(avg * _inverse(avg_absmax), table_ptr), mask=inside)
     tl.store(square_ptrs, _encode_unsigned(square * _inverse(square_absmax), table_ptr), mask=inside)
@@ -343,23 +383,24 @@ def adamw_step(
     correction, root_correction = bias_corrections(options)
     rate_tensor = options.learning_rate if isinstance(options.learning_rate, torch.Tensor) else None
     learning_rate = 1.0 if isinstance(options.learning_rate, torch.Tensor) else options.learning_rate
-    numbers_2 = None if skip is None else _numbers_on_device(options, skip, learning_rate=learning_rate)
+    numbers_3 = None if skip is None else _numbers_on_device(options, skip, learning_rate=learning_rate)
     for group, is_aligned in zip(table.groups, table.aligned):
-        num_chunks = len(group.row_C)
+        num_chunks = len(group.stepped[0])
         if num_chunks == 0:
             continue
         given = (
             table.address_AR,
             table.grad_address_R,
-            group.row_C,
-            group.index_C,
+            *group.stepped,
             table.address_AR if rate_tensor is None else rate_tensor,
             table.address_AR if scale is None else scale,
             table.address_AR if skip is None else skip.found_inf,
-            table.address_AR if numbers_2 is None else numbers_2,
+            table.address_AR if numbers_3 is None else numbers_3,
         )
         numbers = (
             len(table.rows),
+            options.rounding_seed or 0,
+            options.step,
             float(learning_rate / correction),
             float(learning_rate * options.weight_decay),
             float(options.beta1),
@@ -376,6 +417,7 @@ def adamw_step(
             "HAS_RATE": rate_tensor is not None,
             "HAS_SCALE": scale is not None,
             "HAS_SKIP": skip is not None,
+            "IS_STOCHASTIC": options.rounding_seed is not None and group.param_dtype is torch.bfloat16,
             "IS_ALIGNED": is_aligned,
         }
         if group.average_dtype is torch.uint8:
@@ -398,12 +440,13 @@ def adamw_step(
 
 
 def _numbers_on_device(options: StepOptions, skip: SkipFlag, *, learning_rate: float) -> torch.Tensor:
-    """Return rate and root_correction of the kernel, computed in float64 on the device; shape (2,), fp32.
+    """Return rate and root_correction of the kernel, computed in float64 on the device, and the number of skipped
+    steps; shape (3,), fp32.
 
     Without a flag the host computes them the same way.
     """
     correction, root_correction = bias_corrections_on_device(options, skip.num_skipped)
-    return torch.stack([learning_rate / correction, root_correction]).float()
+    return torch.stack([learning_rate / correction, root_correction, skip.num_skipped]).float()
 
 
 def grad_norm(table: TensorTable) -> torch.Tensor:

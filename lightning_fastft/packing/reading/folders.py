@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import json
 import logging
 import os
 from collections.abc import Iterable, Iterator
@@ -34,6 +35,8 @@ _OTHER_DATA = (
 )
 # Files of datasets.Dataset.save_to_disk.
 SAVED, SAVED_SPLITS = "state.json", "dataset_dict.json"
+# Written by litdata.optimize into its folder.
+LITDATA_INDEX = "index.json"
 # Names in the error on a pattern that matches nothing.
 _MAX_NAMES = 12
 
@@ -53,6 +56,17 @@ def is_local(given: str) -> bool:
 def is_saved(folder: Path) -> bool:
     """Return whether ``datasets`` saved a data set, or its splits, into a folder."""
     return (folder / SAVED).is_file() or (folder / SAVED_SPLITS).is_file()
+
+
+def is_litdata(folder: Path) -> bool:
+    """Return whether ``litdata.optimize`` wrote a folder."""
+    index = folder / LITDATA_INDEX
+    if not index.is_file():
+        return False
+    try:
+        return "chunks" in json.loads(index.read_bytes())
+    except ValueError:
+        return False
 
 
 def find_in_folder(path: Path, *, given: str) -> list[Path]:

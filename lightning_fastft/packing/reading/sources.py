@@ -21,6 +21,7 @@ from lightning_fastft.packing.reading.folders import (
     SUFFIXES,
     find_in_folder,
     find_matches,
+    is_litdata,
     is_local,
     is_pattern,
     is_saved,
@@ -42,6 +43,8 @@ WHOLE_FINGERPRINT_BYTES = 2**30
 _FINGERPRINT_BLOCKS, _BLOCK_BYTES = 64, 2**20
 # File of rejected rows (data modules also write rejected_val.jsonl). It is never read as data.
 REJECTED = "rejected.jsonl"
+# Files of the hub, which are only streamed.
+HUB_URL = "hf://"
 _BATCH_ROWS = 1000
 
 
@@ -151,6 +154,8 @@ def stamp_file(path: Path) -> str:
 
 
 def _open_path(given: str) -> list[Source]:
+    if given.startswith(HUB_URL):
+        raise DataError(f"{given} is a URL, which is read as a stream. Set streaming=True.")
     if is_pattern(given):
         return [source for match in find_matches(given) for source in _open_path(str(match))]
     path = Path(given).expanduser()
@@ -159,7 +164,7 @@ def _open_path(given: str) -> list[Source]:
     if path.is_file():
         return [_open_file(path)]
     check_exists(given)
-    return [_open_hub(given)]
+    return [_open_dataset(load_hub(given), name=printable(given))]
 
 
 def check_exists(given: str) -> None:
@@ -169,6 +174,8 @@ def check_exists(given: str) -> None:
         DataError: There is none.
     """
     path = Path(given).expanduser()
+    if given.startswith(HUB_URL):
+        return
     if is_pattern(given):
         find_matches(given)
     elif is_local(given) and not path.is_dir() and not path.is_file():
@@ -183,6 +190,8 @@ def _open_folder(path: Path, *, given: str) -> list[Source]:
             f"{given} is a saved data set with the splits {', '.join(splits)}. Give the folder of one of them, for "
             f"example {path / first}."
         )
+    if is_litdata(path):
+        raise DataError(f"{given} is a folder of LitData, which is read as a stream. Set streaming=True.")
     if is_saved(path):
         return [_open_saved(path)]
     return [_open_file(file) for file in find_in_folder(path, given=given)]
@@ -265,7 +274,12 @@ def _open_saved(path: Path) -> Source:
         ) from error
 
 
-def _open_hub(given: str) -> Source:
+def load_hub(given: str, *, is_streaming: bool = False) -> Any:
+    """Return the hub data set of "owner/name", "owner/name:config" or "owner/name:config:split".
+
+    Raises:
+        DataError: There is none, or the name is that of a reader.
+    """
     import datasets
     from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 
@@ -278,12 +292,11 @@ def _open_hub(given: str) -> Source:
         )
     config, _, split = rest.partition(":")
     try:
-        dataset = datasets.load_dataset(name, config or None, split=split or "train")
+        return datasets.load_dataset(name, config or None, split=split or "train", streaming=is_streaming)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise DataError(
             f"{given} is neither a file or folder (searched from {Path.cwd()}) nor an available hub data set: {error}"
         ) from error
-    return _open_dataset(dataset, name=printable(given))
 
 
 def _open_dataset(dataset: Any, *, name: str) -> Source:
@@ -291,7 +304,8 @@ def _open_dataset(dataset: Any, *, name: str) -> Source:
         raise DataError(f"{name} has the splits {', '.join(dataset)}. Give one of them.")
     if not hasattr(dataset, "num_rows"):
         raise DataError(
-            f"{name} is a streaming data set, but packs are planned over all examples. Load it without streaming."
+            f"{name} is a stream, which only the option paths can be, and alone. Load it without streaming, or join "
+            "streams with datasets.interleave_datasets."
         )
     if dataset.num_rows == 0:
         raise DataError(f"{name} is empty: 0 rows.")

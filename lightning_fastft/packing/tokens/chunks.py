@@ -62,8 +62,8 @@ def make_chunks(sources: Iterable[Source], *, formatter: Formatter, options: For
             names = {name for required, optional in COLUMNS.values() for name in required + optional}
             wanted = frozenset((options.columns or {}).get(name, name) for name in names) | names
         rows = source.read(wanted)
-        first = _take_first_rows(rows)
-        format, expected = _learn_format(source, first, options=options)
+        first = take_first_rows(rows)
+        format, expected = learn_format(source, first, options=options)
         if format is not None:
             formatter.check_can_serve(format, file=source.name)
             first_of_kind.setdefault(format in TUNERS, (source.name, format))
@@ -74,11 +74,12 @@ def make_chunks(sources: Iterable[Source], *, formatter: Formatter, options: For
                     "scored. Train them one after the other, or give format."
                 )
         yield Chunk(source.name, format, expected, first, True, source.counts, source.folder)
-        for more in _split_rows(rows):
+        for more in split_rows(rows):
             yield Chunk(source.name, format, expected, more, False, source.counts, source.folder)
 
 
-def _take_first_rows(rows: Iterator[RawRow]) -> list[RawRow]:
+def take_first_rows(rows: Iterator[RawRow]) -> list[RawRow]:
+    """Return the rows that determine the format of a source."""
     first, num_rows = [], 0
     for row in rows:
         first.append(row)
@@ -88,20 +89,21 @@ def _take_first_rows(rows: Iterator[RawRow]) -> list[RawRow]:
     return first
 
 
-def _split_rows(rows: Iterator[RawRow]) -> Iterator[list[RawRow]]:
+def split_rows(rows: Iterator[RawRow], *, num_rows: int = _CHUNK_ROWS) -> Iterator[list[RawRow]]:
+    """Yield the rows in lists of ``num_rows``, or fewer where they are long."""
     chunk: list[RawRow] = []
     num_bytes = 0
     for row in rows:
         chunk.append(row)
         num_bytes += len(row.raw) if isinstance(row.raw, bytes) else 0
-        if len(chunk) == _CHUNK_ROWS or num_bytes > _CHUNK_BYTES:
+        if len(chunk) == num_rows or num_bytes > _CHUNK_BYTES:
             yield chunk
             chunk, num_bytes = [], 0
     if chunk:
         yield chunk
 
 
-def _learn_format(
+def learn_format(
     source: Source, first: list[RawRow], *, options: FormatOptions
 ) -> tuple[str | None, frozenset[str] | None]:
     """Return the most frequent format of the first rows, and the expected columns of the source (None for any)."""

@@ -12,6 +12,7 @@ from lightning_fastft.core.checks import check_bool, check_choice, check_float, 
 from lightning_fastft.core.cores import count_usable_cores
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.packing.reading.sources import is_mixture
+from lightning_fastft.packing.reading.streams import is_stream
 
 MAX_PROCESSES = 8
 # More than any machine has cores: a larger number is a slip.
@@ -25,7 +26,9 @@ def check_sources(sources: Mapping[str, object]) -> None:
 
 
 def check_paths(paths: object) -> None:
-    """Check the training data, which may be a mixture: a mapping from sources to weights."""
+    """Check the training data, which may be a stream, or a mixture: a mapping from sources to weights."""
+    if is_stream(paths):
+        return
     if not is_mixture(paths):
         check_source("paths", paths)
         return

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_fastft.core.checks import check_choice, check_replaceable, tokenizer_of
@@ -31,7 +31,7 @@ from lightning_fastft.training.data.subsets import (
     find_needs,
     name_source,
 )
-from lightning_fastft.training.data.trainer_facts import find_run_folder
+from lightning_fastft.training.data.trainer_facts import LoopFacts, find_run_folder
 
 SPLITS = ("train", "val", "test", "predict")
 
@@ -87,6 +87,8 @@ class SplitDataModule(LightningDataModule):
         self._tokenized: dict[str, tuple[Any, TokenizedDataset]] = {}
         self._subsets: dict[str, DocumentSubset] = {}
         self._packs: dict[str, Packs] = {}
+        # Of a loop that has no Trainer, such as one under Fabric.
+        self.loop: LoopFacts | None = None
 
     @property
     def tokenizer(self) -> Any:
@@ -95,9 +97,7 @@ class SplitDataModule(LightningDataModule):
             from lightning_fastft.hf.loading.source import ModelSource
 
             self._tokenizer = ModelSource(self._tokenizer).load_tokenizer()
-        if self._tokenizer is None and self.trainer is not None:
-            return getattr(self.trainer.lightning_module, "tokenizer", None)
-        return self._tokenizer
+        return getattr(self._module, "tokenizer", None) if self._tokenizer is None else self._tokenizer
 
     @tokenizer.setter
     def tokenizer(self, tokenizer: Any) -> None:
@@ -106,7 +106,12 @@ class SplitDataModule(LightningDataModule):
 
     @property
     def _module(self) -> LightningModule | None:
-        return None if self.trainer is None else self.trainer.lightning_module
+        return None if self._run is None else self._run.lightning_module
+
+    @property
+    def _run(self) -> Trainer | LoopFacts | None:
+        """The Trainer, else the facts of the user's own loop."""
+        return self.loop if self.trainer is None else self.trainer
 
     def subset(self, split: str) -> DocumentSubset | None:
         """Return the tokenised documents of "train", "val", "test" or "predict"; None where there is no such data, or
@@ -175,9 +180,10 @@ class SplitDataModule(LightningDataModule):
             show_progress=self.show_progress,
         )
 
-    def rejected_file(self, split: str) -> Path | None:
-        """Return the file of this split's rejected rows; None on ranks that write none."""
-        if self.trainer is not None and self.trainer.global_rank != 0:
+    def rejected_file(self, split: str, *, is_of_rank: bool = False) -> Path | None:
+        """Return the file of this split's rejected rows, or of those of this rank; None on ranks that write none."""
+        rank = 0 if self._run is None else self._run.global_rank
+        if rank and not is_of_rank:
             return None
         if self.rejected_path is not None:
             path = Path(self.rejected_path)
@@ -186,6 +192,7 @@ class SplitDataModule(LightningDataModule):
         else:
             return None
         path = path if split == "train" else path.with_stem(f"{path.stem}_{split}")
+        path = path.with_stem(f"{path.stem}_rank{rank}") if rank else path
         return check_replaceable("The file of rejected rows (rejected_path)", path, is_ours=is_rejects)
 
     def _choose_subsets(self, stage: str) -> None:

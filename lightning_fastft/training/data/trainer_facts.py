@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Trainer
@@ -15,7 +16,25 @@ from lightning_fastft.checkpoint.lightning_internals import batch_progress
 from lightning_fastft.core.errors import ContextError, OptionError
 
 
-def find_ranks(trainer: Trainer | None) -> tuple[int, int]:
+class LoopFacts(NamedTuple):
+    """What a DataModule reads from a run whose loop is the user's own, under the names that a Trainer has.
+
+    Args:
+        world_size: Processes that train.
+        global_rank: Number of this one.
+        accumulate_grad_batches: Micro-batches of an optimizer step.
+        strategy: Has ``root_device``.
+        lightning_module: The module that is trained; None if it is not known yet.
+    """
+
+    world_size: int
+    global_rank: int
+    accumulate_grad_batches: int
+    strategy: Any
+    lightning_module: Any
+
+
+def find_ranks(trainer: Trainer | LoopFacts | None) -> tuple[int, int]:
     """Return how many processes train different data, and which of them this one is."""
     if trainer is None:
         return 1, 0
@@ -28,12 +47,12 @@ def find_ranks(trainer: Trainer | None) -> tuple[int, int]:
     return trainer.world_size // size, trainer.global_rank // size
 
 
-def find_context_size(trainer: Trainer | None) -> int:
+def find_context_size(trainer: Trainer | LoopFacts | None) -> int:
     """Return the number of processes that share each pack: ``context_parallel`` of the strategy."""
     return 1 if trainer is None else int(getattr(trainer.strategy, "context_parallel", 1))
 
 
-def find_accumulation(trainer: Trainer | None) -> int:
+def find_accumulation(trainer: Trainer | LoopFacts | None) -> int:
     """Return the micro-batches of an accumulation window.
 
     Raises:
@@ -61,7 +80,7 @@ def repeats_first_epoch(trainer: Trainer | None) -> bool:
     return getattr(trainer, "overfit_batches", 0) > 0
 
 
-def uses_cuda(trainer: Trainer | None) -> bool:
+def uses_cuda(trainer: Trainer | LoopFacts | None) -> bool:
     """Return whether the run computes on CUDA; without a Trainer, whether it could."""
     return torch.cuda.is_available() if trainer is None else trainer.strategy.root_device.type == "cuda"
 

@@ -93,7 +93,7 @@ class CausalLMModule(LightningModule):
     ) -> None:
         super().__init__()
         from lightning_fastft.hf.dtypes import DTYPES
-        from lightning_fastft.hf.loading.source import ModelSource
+        from lightning_fastft.hf.loading.source import ModelSource, refuse_litgpt
         from lightning_fastft.hf.lora import parse_lora
         from lightning_fastft.hf.lora_folders import read_adapter_config
         from lightning_fastft.hf.lora_init import check_initialisation
@@ -112,6 +112,8 @@ class CausalLMModule(LightningModule):
             lora = read_adapter_config(adapter)
         is_instance = isinstance(model, nn.Module)
         self.source = None if is_instance else ModelSource(model, init=init, revision=revision)
+        if isinstance(model, str) and init == "pretrained":
+            refuse_litgpt(model)
         self.lora = None if lora is None else parse_lora(lora)
         self.quantization = quantization
         self.dtype_name = dtype

@@ -13,12 +13,13 @@ from lightning_fastft.kernels.adamw_step.op import StepOptions, TensorTable
 from lightning_fastft.kernels.adamw_step.reference import TableRow, local_values
 from lightning_fastft.training.optimization.adamw_shards import Groups
 from lightning_fastft.training.optimization.adamw_state import ABSMAXS, MASTER, MOMENTS
+from lightning_fastft.training.optimization.host_moments import Piece
 from lightning_fastft.training.optimization.skipped_steps import Cohort
 
 
 class Part(NamedTuple):
     """The parameters of one group that have a gradient, are shared by the same ranks and have made the same steps; with
-    a cohort, num_done counts those that were skipped too.
+    a cohort, num_done counts those that were skipped too. Pieces are of rows whose moments are on the host.
     """
 
     group: dict[str, Any]
@@ -27,18 +28,22 @@ class Part(NamedTuple):
     steps: list[torch.Tensor]
     cohort: Cohort | None
     shard_groups: Groups
+    pieces: list[Piece]
 
 
-def make_row(param: torch.Tensor, state: dict[str, Any], copy: torch.Tensor | None) -> TableRow:
+def make_row(
+    param: torch.Tensor, state: dict[str, Any], copy: torch.Tensor | None, *, number: int, first: int
+) -> TableRow:
     """Return what a step writes for a parameter, of a sharded one in this rank: with a master, the parameter is the
-    low-precision copy.
+    low-precision copy. Number and first element place its random numbers.
     """
     own = local_values(param)
     held = {name: local_values(tensor) for name, tensor in state.items()}
     param_and_copy = (held[MASTER], own) if MASTER in held else (own, copy)
     exp_avg, exp_avg_sq = (held[name] for name in MOMENTS)
+    absmaxs = [held.get(name) for name in ABSMAXS]
     return TableRow(
-        param_and_copy[0], exp_avg, exp_avg_sq, param_and_copy[1], param, *(held.get(name) for name in ABSMAXS)
+        param_and_copy[0], exp_avg, exp_avg_sq, param_and_copy[1], param, absmaxs[0], absmaxs[1], number, first
     )
 
 
@@ -49,7 +54,7 @@ def mark_of(param: torch.Tensor) -> tuple[int, ...]:
     return param._version, own._version, own.data_ptr()
 
 
-def read_options(part: Part) -> StepOptions:
+def read_options(part: Part, *, rounding_seed: int | None) -> StepOptions:
     """Return the numbers of a part's next step."""
     group, rate = part.group, part.group["lr"]
     if isinstance(rate, torch.Tensor) and rate.device.type == "cpu":
@@ -62,6 +67,7 @@ def read_options(part: Part) -> StepOptions:
         beta2=beta2,
         eps=group["eps"],
         weight_decay=group["weight_decay"],
+        rounding_seed=rounding_seed,
     )
 
 
@@ -72,10 +78,11 @@ def find_table(tables: dict[int, TensorTable], rows: list[TableRow]) -> TensorTa
     if (
         table is not None
         and len(kept) == len(rows)
-        and all(one is other for pair in zip(kept, rows) for one, other in zip(*pair))
+        and all(one is other for pair in zip(kept, rows) for one, other in zip(*(row[:7] for row in pair)))
+        and all(one[7:] == other[7:] for one, other in zip(kept, rows))
     ):
         return table
-    params, exp_avgs, exp_avg_sqs, copies, owners, *absmaxs = zip(*rows)
+    params, exp_avgs, exp_avg_sqs, copies, owners, *absmaxs, numbers, firsts, _ = zip(*rows)
     return TensorTable(
         params,
         exp_avgs=exp_avgs,
@@ -84,6 +91,8 @@ def find_table(tables: dict[int, TensorTable], rows: list[TableRow]) -> TensorTa
         owners=owners,
         exp_avg_absmaxs=absmaxs[0],
         exp_avg_sq_absmaxs=absmaxs[1],
+        numbers=numbers,
+        firsts=firsts,
     )
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lightning_fastft.core.errors import ShapeError
 from lightning_fastft.kernels.adamw_step.codes import BLOCK, num_blocks
 
 if TYPE_CHECKING:
@@ -77,6 +78,28 @@ def has_whole_blocks(param: torch.Tensor) -> bool:
     # A subclass of Shard has another order of rows.
     is_by_rows = all(each.is_replicate() or (type(each) is Shard and each.dim == 0) for each in placements)
     return is_by_rows and _row_size(param) % BLOCK == 0
+
+
+def first_element(param: torch.Tensor) -> int:
+    """Return the place in the whole parameter of the first element that this rank holds; 0 for a whole one.
+
+    Raises:
+        ShapeError: Shards are not blocks of whole rows.
+    """
+    if not is_sharded(param):
+        return 0
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    placements = param.placements  # type: ignore[attr-defined]
+    if not all(each.is_replicate() or (type(each) is Shard and each.dim == 0) for each in placements):
+        raise ShapeError(f"Stochastic rounding takes parameters sharded by rows, got {placements}.")
+    shape, offsets = compute_local_shape_and_global_offset(
+        param.shape,
+        param.device_mesh,  # type: ignore[attr-defined]
+        placements,
+    )
+    return offsets[0] * _row_size(param) if math.prod(shape) else 0
 
 
 def block_shape(param: torch.Tensor) -> tuple[int, ...]:

@@ -195,7 +195,8 @@ def test_hub_data_set_is_asked_for_by_name_config_and_split(monkeypatch):
 
     asked = []
 
-    def load(name, config, *, split):
+    def load(name, config, *, split, streaming):
+        assert not streaming
         asked.append((name, config, split))
         return datasets.Dataset.from_list(VALUES)
 
@@ -215,7 +216,7 @@ def test_hub_data_set_is_asked_for_by_name_config_and_split(monkeypatch):
 def test_hub_data_set_that_cannot_be_had_names_both_readings(monkeypatch):
     import datasets
 
-    def load(name, config, *, split):
+    def load(name, config, *, split, streaming):
         raise ConnectionError("offline")
 
     monkeypatch.setattr(datasets, "load_dataset", load)

@@ -1,0 +1,36 @@
+"""``fastft convert``: a LitGPT checkpoint as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_fastft.cli.arguments import Arguments
+
+_MIB = 2**20
+
+
+def run_convert(words: Sequence[str]) -> int:
+    """Convert a LitGPT checkpoint folder, and print what was written.
+
+    Args:
+        words: The folder of LitGPT, then the folder to write.
+
+    Raises:
+        FastFTError: As ``convert_litgpt``.
+    """
+    arguments = Arguments("convert")
+    arguments.add_argument("source")
+    arguments.add_argument("out")
+    given = arguments.read(words)
+    from lightning_fastft.hf.loading.litgpt import convert_litgpt
+
+    found = convert_litgpt(Path(given.source), Path(given.out))
+    tokenizer = "the tokenizer is included" if found.has_tokenizer else "without a tokenizer: the folder has none"
+    sys.stdout.write(
+        f"Wrote {found.model} to {given.out}: {found.num_tensors} tensors, {found.num_bytes / _MIB:,.1f} MiB.\n"
+        f"  {tokenizer}\n  read back by transformers: every weight is there\n"
+        f"Then: fastft fit --config CONFIG --model.model {given.out}\n"
+    )
+    return 0

@@ -1,0 +1,267 @@
+"""One run of a user's own loop, with the attributes of a Trainer that the callbacks of this package read."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+from lightning.fabric.strategies import DDPStrategy
+from lightning.fabric.wrappers import _unwrap_compiled
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_fastft.core.errors import ContextError, NotTrainingError, OptionError
+from lightning_fastft.core.status import Status, render_status_table
+from lightning_fastft.strategies.ddp import prepare_for_ddp
+from lightning_fastft.strategies.packed_steps import PackedStep, PackedSteps, environment_of
+from lightning_fastft.strategies.patching import patcher_of
+from lightning_fastft.training.optimizer import FusedAdamW
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    import torch
+    from lightning.fabric import Fabric
+    from lightning.pytorch.callbacks import Callback
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from lightning_fastft.core.patcher import ModelPatcher
+    from lightning_fastft.training.datamodule import PackedDataModule
+
+
+class LoopRun:
+    """One run of a FastFTFabric. The callbacks get it as their Trainer, and it has the attributes that they read."""
+
+    scaler = None
+    precision = "32-true"
+    gradient_clip_val = gradient_clip_algorithm = None
+
+    def __init__(self, fabric: Fabric, packed_steps: PackedSteps, callbacks: list[Callback]) -> None:
+        self.callbacks = callbacks
+        self.datamodule: PackedDataModule | None = None
+        self.lightning_module: Any = None
+        self.optimizers: list[Optimizer] = []
+        self.global_step = 0
+        self.fabric = fabric
+        self._packed_steps = packed_steps
+        self._given = tuple(callbacks)
+        self._copies: Any = None
+        self._batch: Any = None
+        self._step: PackedStep | None = None
+        self._batch_idx = 0
+        self._was_called = self._has_backward = self._is_judged = False
+
+    strategy = property(lambda self: self.fabric.strategy)
+    world_size = property(lambda self: self.fabric.world_size)
+    global_rank = property(lambda self: self.fabric.global_rank)
+    num_devices = property(lambda self: getattr(self.fabric.strategy, "num_processes", 1))
+
+    def statuses(self) -> list[Status]:
+        """Return the statuses of packed training, of a FineTuner, and of the callbacks."""
+        if self.lightning_module is None:
+            return []
+        found = self._packed_steps.statuses()
+        found += getattr(self.lightning_module, "statuses", list)()
+        if self._copies is not None:
+            found.append(self._copies.status)
+        for callback in self._given:
+            status = cast("Any", callback).status()
+            found += [status] if isinstance(status, Status) else status
+        return found
+
+    def install(self, module: nn.Module, set_up: Callable[[], Any], optimizers: list[Optimizer]) -> Any:
+        """Change the module, have Fabric set it up, and start the callbacks; a failure undoes all."""
+        if self.lightning_module is not None:
+            raise OptionError(
+                f"{type(self.lightning_module).__name__} is set up already, and one module is trained. Put several "
+                "models into one nn.Module, or call fabric.close() before the next."
+            )
+        self.lightning_module = module = _unwrap_compiled(module)[0]
+        try:
+            patcher = self._patch(module)
+            result = set_up()
+            self._start(result[0] if isinstance(result, tuple) else result, patcher)
+            if optimizers:
+                self.watch(optimizers)
+        except BaseException as error:
+            self.end(error)
+            raise
+        rank_zero_info("\n" + render_status_table(self.statuses()))
+        return result
+
+    def _patch(self, module: nn.Module) -> ModelPatcher:
+        self._call("setup", "fit")
+        patcher = patcher_of(self._as_trainer())
+        if isinstance(self.strategy, DDPStrategy):
+            prepare_for_ddp(module, self.strategy._ddp_kwargs)
+        self._packed_steps.install(module, patcher, environment_of(self._as_trainer()))
+        # A FineTuner has made its own.
+        self._copies = getattr(module, "low_precision_adapters", None) or _install_copies(module, patcher)
+        return patcher
+
+    def _start(self, wrapped: Any, patcher: ModelPatcher) -> None:
+        """Start what needs the module on its device."""
+
+        def note_call(*_: Any) -> None:
+            self._was_called = True
+
+        patcher.add_undo(wrapped._forward_module.register_forward_pre_hook(note_call).remove)
+        if self.datamodule is not None and self.datamodule.loop is not None:
+            self.datamodule.loop = self.datamodule.loop._replace(lightning_module=self.lightning_module)
+        self._call("on_fit_start")
+        self._packed_steps.check_documents()
+        self._packed_steps.place(self.strategy.root_device)
+        self.refresh()
+
+    def watch(self, optimizers: list[Optimizer]) -> None:
+        """Have the callbacks follow the steps of optimizers."""
+        if self.lightning_module is None:
+            raise OptionError("fabric.setup(module) comes before fabric.setup_optimizers(optimizer).")
+        if self.optimizers:
+            raise OptionError("Optimizers are set up already: give all of them to one call of fabric.setup.")
+        patcher = patcher_of(self._as_trainer())
+        self.optimizers = optimizers
+        for optimizer in optimizers:
+            if isinstance(optimizer, FusedAdamW):
+                patcher.add_undo(optimizer.release)
+                if self._copies is not None:
+                    optimizer.attach_copies(self._copies.pairs, on_written=self._copies.mark_written)
+            patcher.add_undo(optimizer.register_step_pre_hook(self._begin_step).remove)
+        self._call("on_train_start")
+        # After those of the callbacks.
+        for optimizer in optimizers:
+            patcher.add_undo(optimizer.register_step_post_hook(self._end_step).remove)
+
+    def begin(self, batch: Any) -> None:
+        """Take note of a batch that is handed to the loop."""
+        if self.lightning_module is None:
+            raise ContextError(
+                "No model is set up for the packed batches of this loader: call model, optimizer = "
+                "fabric.setup(model, optimizer) before the loop."
+            )
+        self._batch, self._step, self._was_called = batch, self._packed_steps.begin(batch), False
+
+    def finish_batch(self) -> None:
+        """Judge a batch that had a forward and no backward, as in a validation."""
+        if self._step is not None and self._was_called and self.lightning_module is not None:
+            self._step.check_read(self.lightning_module, where="the loop")
+        self._batch = self._step = None
+
+    def before_backward(self, loss: torch.Tensor) -> None:
+        """Judge the batch of a loss before its backward."""
+        if self.lightning_module is None or not self.optimizers:
+            raise OptionError(
+                "fabric.backward comes before fabric.setup: call model, optimizer = fabric.setup(model, optimizer)."
+            )
+        if self.world_size > 1 and self._batch is not None and not self._was_called:
+            raise ContextError(
+                f"{type(self.lightning_module).__name__} was called past DDP, so its gradients would differ between "
+                "ranks: call the module that fabric.setup returned."
+            )
+        if not self._has_backward:
+            self._packed_steps.check_training_mode()
+        if self._step is not None:
+            self._step.check_read(self.lightning_module, where="the loop")
+        batch, self._batch, self._step = self._batch, None, None
+        if batch is not None:
+            self._call("on_train_batch_start", batch, self._batch_idx)
+            self._batch_idx += 1
+            if self.datamodule is not None and getattr(batch, "index", -1) >= 0:
+                self.datamodule.count_by_hand(batch)
+        self._call("on_before_backward", loss)
+        self._has_backward = True
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Have the callbacks look at the gradients, once per step."""
+        if not self._is_judged:
+            self._is_judged = True
+            self._call("on_before_optimizer_step", optimizer)
+
+    def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Mapping[str, Any]) -> None:
+        if any(argument is not None for argument in (*args[1:], *kwargs.values())):
+            raise OptionError("optimizer.step(closure) is not supported here: call fabric.backward, then step().")
+        if not self._has_backward:
+            raise NotTrainingError(
+                f"{type(optimizer).__name__}.step() without fabric.backward(loss) since the last step: gradients of "
+                "loss.backward() were judged by nobody. Call fabric.backward(loss)."
+            )
+        self.before_step(optimizer)
+
+    def _end_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._copies is not None:
+            self._copies.refresh(is_after_step=True)
+        if optimizer is self.optimizers[-1]:
+            self.global_step += 1
+            self._has_backward = False
+        self._is_judged = False
+        self._call("on_train_batch_end", None, None, self._batch_idx)
+
+    def make_whole(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state whose weights have no padding for adapters."""
+        whole = dict(state)
+        for key, value in state.items():
+            module = _unwrap_compiled(value)[0]
+            if self.lightning_module is not None and getattr(module, "module", module) is self.lightning_module:
+                checkpoint = {"state_dict": value.state_dict()}
+                self._call("on_save_checkpoint", checkpoint)
+                whole[key] = checkpoint["state_dict"]
+        return whole
+
+    def refresh(self) -> None:
+        """Make low-precision copies of adapters equal to their masters."""
+        if self._copies is not None:
+            self._copies.refresh()
+
+    def end(self, error: BaseException | None) -> None:
+        """Undo everything; without an error, judge the last steps before."""
+        if self.lightning_module is None:
+            return
+        try:
+            if error is None:
+                self._call("on_train_end")
+            else:
+                self._call("on_exception", error)
+        finally:
+            # The first of them undoes the patches.
+            self._call("teardown", "fit")
+            self.callbacks[:] = self._given
+            self.lightning_module = self._copies = self._batch = self._step = None
+            self.optimizers = []
+            self._has_backward = self._is_judged = False
+
+    def _call(self, hook: str, *args: Any) -> None:
+        for callback in list(self.callbacks):
+            getattr(callback, hook)(self._as_trainer(), self.lightning_module, *args)
+
+    def _as_trainer(self) -> pl.Trainer:
+        return cast("pl.Trainer", self)
+
+
+class NotingLoader:
+    """Hand the batches of a loader to the loop, on its device, and tell the run."""
+
+    def __init__(self, loader: Any, run: LoopRun) -> None:
+        self._loader, self._run = loader, run
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            moved = self._run.fabric.to_device(batch)
+            self._run.begin(moved)
+            yield moved
+            self._run.finish_batch()
+
+
+def _install_copies(module: nn.Module, patcher: ModelPatcher) -> Any:
+    """Give fp32 adapters on a base of lower precision copies to compute with; None without a transformers model."""
+    if "transformers.modeling_utils" not in sys.modules:
+        return None
+    from lightning_fastft.fused.low_precision_adapters import install_low_precision_adapters
+    from lightning_fastft.hf.families import find_causal_models
+
+    models = find_causal_models(module)
+    if not models:
+        return None
+    return install_low_precision_adapters(module, patcher, compute_dtype=models[0][1].dtype)

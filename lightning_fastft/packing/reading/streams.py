@@ -1,0 +1,267 @@
+"""Rows of corpora larger than disk: ``datasets.IterableDataset`` and LitData's ``StreamingDataset``.
+
+A stream is read row by row, from its beginning or from a state that was saved behind a row. Each rank reads its own
+shards. ``datasets`` and ``litdata`` keep the position; where they cannot, rows are read again and skipped.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+from lightning_fastft.core.errors import DataError, OptionError, printable
+from lightning_fastft.core.extras import pip_line
+from lightning_fastft.packing.reading.folders import (
+    SUFFIXES,
+    find_in_folder,
+    find_matches,
+    is_litdata,
+    is_pattern,
+    is_saved,
+)
+from lightning_fastft.packing.reading.sources import HUB_URL, check_exists, load_hub
+from lightning_fastft.packing.reading.text_files import RawRow, file_kind
+
+# Readers of the datasets package, by the suffix of a file.
+_BUILDERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+
+
+class RowStream(Protocol):
+    """Rows that are read once, in order."""
+
+    name: str
+    # Column names if all rows share them; None if each row has its own.
+    columns: tuple[str, ...] | None
+    # Whether a position is restored without reading the rows before it again.
+    has_state: bool
+
+    def split(self, *, rank: int, world_size: int) -> RowStream:
+        """Return the rows of one rank; those of all ranks are disjoint, and together they are all rows."""
+
+    def read(self, *, epoch: int, state: str, num_behind: int) -> Iterator[RawRow]:
+        """Yield the rows of a pass behind ``num_behind`` rows, whose ``state`` was saved there ("" for none)."""
+
+    def save(self, *, num_behind: int) -> str:
+        """Return the state behind the row that was yielded last; "" where there is none."""
+
+
+class HubStream:
+    """Read a ``datasets.IterableDataset``; its own state_dict is the position.
+
+    A shuffle buffer is no part of that state. With one, rows before a position are read again and skipped.
+    """
+
+    def __init__(self, dataset: Any, *, name: str) -> None:
+        # A copy, because reading sets its epoch and its state.
+        self._dataset = copy.copy(dataset)
+        self.name = name
+        self.columns = None if dataset.column_names is None else tuple(dataset.column_names)
+        self.has_state = not _has_buffer(dataset)
+
+    def split(self, *, rank: int, world_size: int) -> HubStream:
+        """Return the shards of one rank; every world_size-th row where the shards do not divide."""
+        from datasets.distributed import split_dataset_by_node
+
+        if world_size == 1:
+            return self
+        return HubStream(split_dataset_by_node(self._dataset, rank=rank, world_size=world_size), name=self.name)
+
+    def read(self, *, epoch: int, state: str, num_behind: int) -> Iterator[RawRow]:
+        """Yield the rows of a pass behind a position."""
+        self._dataset.set_epoch(epoch)
+        self._dataset.load_state_dict(json.loads(state) if state else None)
+        rows = iter(self._dataset)
+        if not state:
+            _skip(rows, num_behind, name=self.name)
+        yield from _number_rows(rows, num_behind=num_behind, name=self.name)
+
+    def save(self, *, num_behind: int) -> str:
+        """Return the data set's state as JSON."""
+        return json.dumps(self._dataset.state_dict(), default=_as_plain) if self.has_state else ""
+
+
+class ChunkStream:
+    """Read a LitData ``StreamingDataset``; samples are dicts, or arrays of token ids."""
+
+    has_state = True
+
+    def __init__(self, dataset: Any, *, name: str) -> None:
+        self._dataset = copy.copy(dataset)
+        self.name = name
+        self.columns: tuple[str, ...] | None = None
+
+    def split(self, *, rank: int, world_size: int) -> ChunkStream:
+        """Return the chunks of one rank."""
+        found = ChunkStream(self._dataset, name=self.name)
+        # LitData reads the ranks when the data set is built, where the launcher may not have started them yet, and
+        # counts ranks that share their data as different ones.
+        environment = copy.copy(self._dataset.distributed_env)
+        environment.world_size, environment.global_rank = world_size, rank
+        found._dataset.distributed_env, found._dataset.shuffler = environment, None
+        found._dataset.set_drop_last(False)
+        return found
+
+    def read(self, *, epoch: int, state: str, num_behind: int) -> Iterator[RawRow]:
+        """Yield the rows of a pass behind a position."""
+        self._dataset.reset_state_dict()
+        self._dataset.set_epoch(epoch + 1)
+        if state:
+            self._dataset.load_state_dict(json.loads(state))
+        yield from _number_rows(iter(self._dataset), num_behind=num_behind, name=self.name)
+
+    def save(self, *, num_behind: int) -> str:
+        """Return the data set's state as JSON."""
+        found = self._dataset.state_dict(num_samples_yielded=num_behind, num_workers=1, batch_size=1)
+        return json.dumps(found, default=_as_plain)
+
+
+def open_stream(source: Any, *, is_streaming: bool, seed: int) -> RowStream | None:
+    """Return the stream of a source; None for a source that is read whole.
+
+    Args:
+        source: A datasets.IterableDataset or a litdata.StreamingDataset. With is_streaming also a hub id
+            ("owner/name:config:split"), an ``hf://`` URL, a file, a folder, a glob pattern, a folder of LitData, a list
+            of them, or a mapping from them to weights, which are shares of the rows.
+        is_streaming: Whether paths are streamed.
+        seed: Of the shuffle of a LitData folder, and of a mixture.
+
+    Raises:
+        DataError: There is no such data.
+        OptionError: The source cannot be streamed.
+    """
+    if is_hub_stream(source):
+        return HubStream(source, name="stream")
+    if _is_instance(source, "litdata", "StreamingDataset"):
+        return ChunkStream(source, name="stream")
+    if not is_streaming:
+        return None
+    name = " and ".join(map(str, source)) if isinstance(source, (list, tuple, Mapping)) else str(source)
+    if isinstance(source, (str, Path)) and is_litdata(Path(source).expanduser()):
+        return ChunkStream(_open_litdata(Path(source).expanduser(), seed=seed), name=printable(name))
+    paths = list(source) if isinstance(source, (list, tuple, Mapping)) else [source]
+    wrong = next((path for path in paths if not isinstance(path, (str, Path)) or is_litdata(Path(path))), None)
+    if wrong is not None or not paths:
+        raise OptionError(
+            f"streaming=True reads paths, hub ids and hf:// URLs, or one folder of LitData, got {wrong!r:.80}. Give "
+            "rows and data sets in memory with streaming=False."
+        )
+    import datasets
+
+    opened = [_load(str(path)) for path in paths]
+    if isinstance(source, Mapping):
+        total = sum(source.values())
+        shares = [weight / total for weight in source.values()]
+        mixed = datasets.interleave_datasets(opened, probabilities=shares, seed=seed, stopping_strategy="all_exhausted")
+        return HubStream(mixed, name=printable(name))
+    return HubStream(opened[0] if len(opened) == 1 else datasets.concatenate_datasets(opened), name=printable(name))
+
+
+def is_hub_stream(source: object) -> bool:
+    """Return whether an object is a ``datasets.IterableDataset``; nothing is imported."""
+    return _is_instance(source, "datasets", "IterableDataset")
+
+
+def is_stream(source: object) -> bool:
+    """Return whether an object is a stream of rows; nothing is imported."""
+    return is_hub_stream(source) or _is_instance(source, "litdata", "StreamingDataset")
+
+
+def _is_instance(value: object, module: str, name: str) -> bool:
+    loaded = sys.modules.get(module)
+    kind = None if loaded is None else getattr(loaded, name, None)
+    return isinstance(kind, type) and isinstance(value, kind)
+
+
+def _open_litdata(folder: Path, *, seed: int) -> Any:
+    try:
+        from litdata import StreamingDataset
+    except ImportError as error:
+        raise OptionError(f"{folder} is a folder of LitData, which needs litdata: {pip_line('litdata')}") from error
+    return StreamingDataset(str(folder), shuffle=True, seed=seed)
+
+
+def _load(given: str) -> Any:
+    """Return the IterableDataset of a path, a URL or a hub id."""
+    import datasets
+
+    if given.startswith(HUB_URL):
+        files = [given]
+    else:
+        check_exists(given)
+        path = Path(given).expanduser()
+        if is_pattern(given):
+            files = [str(match) for match in find_matches(given)]
+        elif path.is_dir() and is_saved(path):
+            return datasets.load_from_disk(str(path)).to_iterable_dataset()
+        elif path.is_dir():
+            files = [str(file) for file in find_in_folder(path, given=given)]
+        elif path.is_file():
+            files = [str(path)]
+        else:
+            return load_hub(given, is_streaming=True)
+    kinds = sorted({file_kind(Path(file)) for file in files})
+    builders = {_BUILDERS.get(kind, "") for kind in kinds}
+    if len(builders) != 1 or "" in builders:
+        raise DataError(
+            f"{given} has files that end in {', '.join(kind or '(nothing)' for kind in kinds)}. A stream reads files "
+            f"of one kind: {', '.join(SUFFIXES)}."
+        )
+    try:
+        return datasets.load_dataset(builders.pop(), data_files=files, split="train", streaming=True)
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        raise DataError(f"{given} cannot be streamed: {error}") from error
+
+
+def _has_buffer(dataset: Any) -> bool:
+    """Return whether rows pass a shuffle buffer, which no state of ``datasets`` holds."""
+    from datasets.iterable_dataset import BufferShuffledExamplesIterable
+
+    waiting = [dataset._ex_iterable]
+    while waiting:
+        stage = waiting.pop()
+        if isinstance(stage, BufferShuffledExamplesIterable):
+            return True
+        waiting += [stage.ex_iterable] if hasattr(stage, "ex_iterable") else getattr(stage, "ex_iterables", [])
+    return False
+
+
+def _skip(rows: Iterator[Any], num_rows: int, *, name: str) -> None:
+    num_found = sum(1 for _ in islice(rows, num_rows))
+    if num_found < num_rows:
+        raise DataError(f"{name} has {num_found} rows on this rank, and the checkpoint is behind row {num_rows}.")
+
+
+def _number_rows(rows: Iterator[Any], *, num_behind: int, name: str) -> Iterator[RawRow]:
+    number = num_behind
+    try:
+        for number, row in enumerate(rows, start=num_behind + 1):
+            found, num_absent = _drop_absent(row if isinstance(row, Mapping) else {"input_ids": row})
+            yield RawRow(number, found, num_absent)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise DataError(f"{name} cannot be read after row {number}: {error}") from error
+
+
+def _drop_absent(row: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    """Return a row with lists in place of arrays and without nulls in nested dicts, and the number of these nulls."""
+    num_absent = 0
+
+    def clean(value: Any) -> Any:
+        nonlocal num_absent
+        if isinstance(value, Mapping):
+            num_absent += sum(entry is None for entry in value.values())
+            return {name: clean(entry) for name, entry in value.items() if entry is not None}
+        if isinstance(value, list) and value and not isinstance(value[0], (int, float, str)):
+            return [clean(entry) for entry in value]
+        return value.tolist() if hasattr(value, "tolist") else value
+
+    return {name: clean(value) for name, value in row.items()}, num_absent
+
+
+def _as_plain(value: Any) -> Any:
+    """Return a number or list in place of a NumPy scalar or array."""
+    return value.tolist()

@@ -1,0 +1,273 @@
+"""Pack a stream of rows within look-ahead windows: the rows of some packs are read, and packed among themselves.
+
+Axes: P packs of a window, M micro-batches of one rank, R ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from typing import NamedTuple
+
+import numpy as np
+
+from lightning_fastft.core.errors import DataError
+from lightning_fastft.packing.document import IGNORED_LABEL, Document
+from lightning_fastft.packing.packs import pack_best_fit_decreasing
+from lightning_fastft.packing.reading.sources import Source
+from lightning_fastft.packing.reading.streams import RowStream
+from lightning_fastft.packing.rows.formats import TUNERS, FormatOptions
+from lightning_fastft.packing.rows.rejects import Reject
+from lightning_fastft.packing.step_plan import mix_bits
+from lightning_fastft.packing.store.ingest import check_share_of_rejects
+from lightning_fastft.packing.store.report import IngestReport
+from lightning_fastft.packing.tokens.chunks import Chunk, learn_format, split_rows, take_first_rows
+from lightning_fastft.packing.tokens.formatter import Formatter
+from lightning_fastft.packing.tokens.tokenisation import ChunkResult, Setup
+from lightning_fastft.packing.tokens.workers import run_chunks
+
+# Packs of a window on each rank: best fit among the rows of 64 packs fills them as well as among all rows.
+PACKS_AHEAD = 64
+# Rows that are tokenised at once: a window ends between two such chunks.
+CHUNK_ROWS = 64
+# The share of rejected rows is judged from this many rows on; before that, of this many.
+ENOUGH_ROWS = 1000
+
+
+class ReadState(NamedTuple):
+    """Where a window begins: everything from which the rest of a pass is read again, bit for bit.
+
+    Args:
+        epoch: The pass over the stream, from 0.
+        source: State of the stream; "" for its beginning, or where the stream keeps none.
+        num_rows: Rows of this pass that are behind, on this rank.
+        carried: Documents that were read and not packed yet.
+        rejects: Rejected rows of this pass by reason.
+        is_at_end: Whether the stream has no more rows.
+    """
+
+    epoch: int = 0
+    source: str = ""
+    num_rows: int = 0
+    carried: tuple[Document, ...] = ()
+    rejects: Mapping[str, int] = {}
+    is_at_end: bool = False
+
+
+class Window(NamedTuple):
+    """The packs of a window on one rank.
+
+    Args:
+        begin: Where its reading begins.
+        packs: Documents of each pack, the dearest pack first.
+        num_labelled: Labelled tokens of each pack, without the first token of each document.
+        rejects: Rows that were rejected while it was read.
+        digest: Of the tokens and labels, in the order of the packs.
+        is_last: Whether the pass has no other window on this rank.
+    """
+
+    begin: ReadState
+    packs: list[list[Document]]
+    num_labelled: list[int]
+    rejects: list[Reject]
+    digest: str
+    is_last: bool
+
+
+class RowFormat(NamedTuple):
+    """The format of a stream's rows and its expected columns (None for any), as its first rows show them."""
+
+    format: str | None
+    expected: frozenset[str] | None
+    # Equal on ranks that read the same stream.
+    digest: str
+
+
+def find_row_format(stream: RowStream, *, setup: Setup) -> RowFormat:
+    """Return the format that the first rows of a stream show.
+
+    Raises:
+        DataError: The stream has no rows, or rows of an unknown format, or of one that the tokenizer cannot encode.
+        OptionError: The options do not fit the format, or rows have completions that are compared.
+    """
+    options = setup.options
+    source = Source(
+        stream.name,
+        "",
+        lambda _: stream.read(epoch=0, state="", num_behind=0),
+        stream.columns,
+        lambda: 0,
+    )
+    first = take_first_rows(source.read(None))
+    format, expected = learn_format(source, first, options=options)
+    if format in TUNERS:
+        raise DataError(
+            f"{stream.name} has rows of format {format}, and a stream serves rows without completions. Load them "
+            "without streaming."
+        )
+    if format is not None:
+        formatter = Formatter(setup.tokenizer, options=options, vocab_size=setup.vocab_size, images=setup.images)
+        formatter.check_can_serve(format, file=stream.name)
+    return RowFormat(format, expected, hashlib.sha256(repr(first).encode("utf-8", "backslashreplace")).hexdigest())
+
+
+class WindowReader:
+    """Read the windows of one rank.
+
+    Args:
+        stream: The rows of this rank.
+        found: Their format.
+        setup: Tokenizer and options.
+        num_proc: Processes that tokenise.
+        num_packs: Packs of a window.
+        max_reject_share: Largest share of rejected rows.
+    """
+
+    def __init__(
+        self,
+        stream: RowStream,
+        *,
+        found: RowFormat,
+        setup: Setup,
+        num_proc: int,
+        num_packs: int,
+        max_reject_share: float,
+    ) -> None:
+        self._stream = stream
+        self._found = found
+        self._setup = setup
+        self._num_proc = num_proc
+        self._num_packs = num_packs
+        self._max_reject_share = max_reject_share
+
+    def read(self, begin: ReadState) -> Iterator[Window]:
+        """Yield the windows of a pass from a state on: ``num_packs`` packs each, and what is left in the last ones.
+
+        The fullest packs of a window are trained; documents of the others are carried into the next window.
+
+        Raises:
+            DataError: A row has an impossible token id, is too long, or has images; or too many rows are rejected.
+
+        Cost:
+            Holds the tokens of about two windows: this one, and the one that waits for the training.
+        """
+        max_tokens = self._setup.options.max_tokens
+        states: deque[tuple[str, int]] = deque()
+        with closing(
+            run_chunks(self._make_chunks(begin, states=states), setup=self._setup, num_proc=self._num_proc)
+        ) as results:
+            state = begin
+            while not (state.is_at_end and not state.carried):
+                window_begin, documents, rejects = state, list(state.carried), list[Reject]()
+                num_tokens = sum(len(document.input_ids) for document in documents)
+                while num_tokens < self._num_packs * max_tokens and not state.is_at_end:
+                    result = next(results, None)
+                    if result is None:
+                        state = state._replace(is_at_end=True)
+                        self._check_rejects(state, rejects)
+                        break
+                    found = list(_split_documents(result, options=self._setup.options))
+                    documents += found
+                    num_tokens += len(result.id_T)
+                    rejects += result.rejects
+                    source, num_rows = states.popleft()
+                    counts = Counter(state.rejects) + Counter(reject.reason for reject in result.rejects)
+                    state = state._replace(source=source, num_rows=num_rows, rejects=dict(counts))
+                    self._check_rejects(state, rejects)
+                packs, carried = _choose_packs(documents, num_packs=self._num_packs, max_tokens=max_tokens)
+                state = state._replace(carried=tuple(carried))
+                yield Window(
+                    begin=window_begin,
+                    packs=packs,
+                    num_labelled=[sum(_count_labelled(document) for document in pack) for pack in packs],
+                    rejects=rejects,
+                    digest=_digest(packs),
+                    is_last=state.is_at_end and not carried,
+                )
+
+    def _make_chunks(self, begin: ReadState, *, states: deque[tuple[str, int]]) -> Iterator[Chunk]:
+        """Yield chunks of rows, and note the stream's state behind each."""
+        if begin.is_at_end:
+            return
+        rows = self._stream.read(epoch=begin.epoch, state=begin.source, num_behind=begin.num_rows)
+        for chunk in split_rows(rows, num_rows=CHUNK_ROWS):
+            states.append((self._stream.save(num_behind=chunk[-1].line), chunk[-1].line))
+            yield Chunk(self._stream.name, self._found.format, self._found.expected, chunk, False, "row")
+
+    def _check_rejects(self, state: ReadState, rejects: list[Reject]) -> None:
+        """Stop where too many rows of the pass are rejected."""
+        num_rows = state.num_rows if state.is_at_end else max(state.num_rows, ENOUGH_ROWS)
+        report = IngestReport(num_rows=num_rows, rejects=dict(state.rejects))
+        first = f"row {rejects[0].line}: {rejects[0].reason} ({rejects[0].detail})" if rejects else ""
+        check_share_of_rejects(report, most=self._max_reject_share, written=None, first=first)
+
+
+def order_packs(window_R: Mapping[int, list[int]], *, accumulate: int, seed: int, number: int) -> np.ndarray:
+    """Return the pack of each micro-batch of a window, the same on all ranks, int64, shape (M,).
+
+    Packs that a rank does not have are empty, so that all ranks train as many. The packs of a micro-batch have like
+    costs, because every rank numbers its own from the dearest one.
+
+    Args:
+        window_R: Labelled tokens of each pack, by rank.
+        accumulate: M is a multiple of it.
+        seed: As number, decides the order.
+        number: Global micro-batch at which the window begins.
+    """
+    num_packs = max(map(len, window_R.values()))
+    num_micro_batches = -(-num_packs // accumulate) * accumulate
+    key_M = mix_bits(np.arange(num_micro_batches, dtype=np.uint64), seed=seed, stream=number)
+    return np.argsort(key_M, kind="stable")
+
+
+def _split_documents(result: ChunkResult, *, options: FormatOptions) -> Iterator[Document]:
+    """Yield the examples of a chunk; refuse what a stream cannot hold."""
+    if result.impossible is not None:
+        line, error = result.impossible
+        raise DataError(f"{result.place(line)}: {error}.")
+    if result.counts["num_too_long"] and options.too_long == "refuse":
+        num_tokens, line = result.longest
+        raise DataError(
+            f"{result.place(line)} has {num_tokens} tokens, and max_tokens is {options.max_tokens}. A stream cannot be "
+            "searched for its longest row: use too_long='truncate' (keeps the beginning) or too_long='split' (makes "
+            "several examples), or raise max_tokens."
+        )
+    if any(result.images_N):
+        raise DataError(f"{result.source} has rows with images, which are not streamed. Load them without streaming.")
+    start = 0
+    for length in result.length_N.tolist():
+        ids = result.id_T[start : start + length].astype(np.int64)
+        yield Document(ids, np.where(result.is_trained_T[start : start + length], ids, IGNORED_LABEL))
+        start += length
+
+
+def _choose_packs(
+    documents: list[Document], *, num_packs: int, max_tokens: int
+) -> tuple[list[list[Document]], list[Document]]:
+    """Return the fullest packs of the documents, the dearest first, and the documents of the others in their order."""
+    if not documents:
+        return [], []
+    length_N = np.array([len(document.input_ids) for document in documents], dtype=np.int64)
+    packs = pack_best_fit_decreasing(length_N, max_tokens=max_tokens)
+    fullest_P = np.argsort(-packs.sum_per_pack(length_N), kind="stable")
+    cost_P = packs.sum_per_pack(length_N * length_N)
+    chosen = sorted(fullest_P[:num_packs].tolist(), key=lambda number: (-cost_P[number], number))
+    left = sorted(int(document) for number in fullest_P[num_packs:] for document in packs[int(number)])
+    return [[documents[index] for index in packs[number]] for number in chosen], [documents[index] for index in left]
+
+
+def _count_labelled(document: Document) -> int:
+    return int((document.labels[1:] != IGNORED_LABEL).sum())
+
+
+def _digest(packs: list[list[Document]]) -> str:
+    digest = hashlib.sha256()
+    for pack in packs:
+        digest.update(f"{len(pack)}\n".encode())
+        for document in pack:
+            digest.update(f"{len(document.input_ids)}\n".encode())
+            digest.update(document.input_ids.tobytes())
+            digest.update(document.labels.tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,66 @@
+"""Join the other ranks of a job, and say what is missing if they do not come."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from torch import distributed as dist
+
+from lightning_fastft.core.errors import RendezvousError
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins import ClusterEnvironment
+
+# torch itself writes nothing until its time limit, 30 minutes by default.
+NOTICE_S = 30.0
+
+
+@contextlib.contextmanager
+def explain_rendezvous(environment: ClusterEnvironment, *, num_ranks: int, num_devices: int) -> Iterator[None]:
+    """Warn if the ranks of a job have not met after 30 s, and explain a rendezvous that fails.
+
+    Args:
+        environment: Tells rank, node and address of this process.
+        num_ranks: Ranks of the job.
+        num_devices: Ranks of each node.
+
+    Raises:
+        RendezvousError: Ranks are missing, the head node is not reached, or its port is taken.
+    """
+    node, local = environment.node_rank(), environment.local_rank()
+    place = f"{environment.main_address}:{environment.main_port}"
+    where = f"rank {node * num_devices + local} of {num_ranks}, on node {node}, with MASTER_ADDR:MASTER_PORT={place}"
+    notice = threading.Timer(NOTICE_S, _warn_of_waiting, [where])
+    notice.daemon = True
+    if local == 0 and num_ranks > 1:
+        notice.start()
+    try:
+        yield
+    except dist.DistError as error:
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise RendezvousError(f"The ranks of the job did not meet ({where}): {reason}. {_remedy(reason)}") from error
+    finally:
+        notice.cancel()
+
+
+def _warn_of_waiting(where: str) -> None:
+    warnings.warn(f"Still waiting for the other ranks of the job ({where}).", stacklevel=1)
+
+
+def _remedy(reason: str) -> str:
+    """Return what to do about the reason that torch gives."""
+    if "EADDRINUSE" in reason:
+        return "Another process has the port: set another MASTER_PORT on every node."
+    if "trying to connect" in reason:
+        return (
+            "Check that node 0 runs the job, that this is its address and port on every node, and that its firewall "
+            "lets them in."
+        )
+    return (
+        "Start the same command on every node, with the same number of nodes and devices and its own node rank; if "
+        "nodes start late, give the strategy a longer timeout."
+    )

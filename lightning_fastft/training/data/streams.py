@@ -1,0 +1,338 @@
+"""Training data that is read as a stream: the same micro-batches on all ranks, and a position that resumes exactly.
+
+Axes: M micro-batches of a window.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_fastft.checkpoint.lightning_internals import batch_progress, take_back_batches
+from lightning_fastft.checkpoint.ranks import on_all_ranks
+from lightning_fastft.core.errors import DataError, OptionError, ResumeError
+from lightning_fastft.packing.collate import PackedBatch, collate
+from lightning_fastft.packing.document import Document
+from lightning_fastft.packing.reading.streams import RowStream
+from lightning_fastft.packing.rows.rejects import Reject
+from lightning_fastft.packing.step_plan import window_items
+from lightning_fastft.packing.stream import EMPTY_PACK_TOKENS, prefetch
+from lightning_fastft.packing.tokens.tokenisation import Setup
+from lightning_fastft.packing.windows import (
+    PACKS_AHEAD,
+    ReadState,
+    RowFormat,
+    Window,
+    WindowReader,
+    find_row_format,
+    order_packs,
+)
+from lightning_fastft.training.data.position import check_ranks_agree, compare_plans
+from lightning_fastft.training.data.rollouts import from_plain, to_plain
+from lightning_fastft.training.data.trainer_facts import repeats_first_epoch
+
+# Goes up when the same rows give other packs.
+STREAM_VERSION = 1
+
+
+class _Started(NamedTuple):
+    """A window of which micro-batches were handed out: where it begins in the run, and on this rank in the stream."""
+
+    position: int
+    begin: ReadState
+    digest: str
+
+
+class StreamOptions(NamedTuple):
+    """What a TrainingStream takes from its data module and its trainer; see PackedDataModule.
+
+    Args:
+        ranks: Processes that train different data, and which of them this one is.
+        accumulate: Micro-batches of an accumulation window.
+        seed: Decides the order of the packs of a window.
+        num_proc: Processes that tokenise.
+        num_workers: 0 reads and collates on request, any other number ahead of the training.
+        pin_memory: Whether batches are pinned.
+        max_reject_share: Largest share of rejected rows.
+        rejected_path: File of this rank's rejected rows; None for none.
+        batch_options: Keyword arguments of ``collate``.
+    """
+
+    ranks: tuple[int, int]
+    accumulate: int
+    seed: int
+    num_proc: int
+    num_workers: int
+    pin_memory: bool
+    max_reject_share: float
+    rejected_path: Path | None
+    batch_options: dict[str, Any]
+
+
+class TrainingStream:
+    """Yield packed micro-batches of a stream, pass after pass, as many on every rank.
+
+    The ranks exchange the labelled tokens of their packs once per look-ahead window, on the host: a window's loss is
+    the mean over all ranks' tokens, as with planned data. A rank whose rows end first trains empty packs until the pass
+    ends on all of them.
+
+    Args:
+        stream: All rows; each rank reads its share.
+        setup: Tokenizer and options.
+        options: Of the run.
+
+    Raises:
+        DataError: The first rows cannot be trained, or ranks read different streams.
+    """
+
+    def __init__(self, stream: RowStream, *, setup: Setup, options: StreamOptions) -> None:
+        self.name = stream.name
+        self.options = options
+        self._max_tokens = setup.options.max_tokens
+        self._num_packs = -(-PACKS_AHEAD // options.accumulate) * options.accumulate
+        self._has_state = stream.has_state
+        found = find_row_format(stream, setup=setup)
+        self._check_agreement(found)
+        world_size, rank = options.ranks
+        self._reader = WindowReader(
+            stream.split(rank=rank, world_size=world_size),
+            found=found,
+            setup=setup,
+            num_proc=options.num_proc,
+            num_packs=self._num_packs,
+            max_reject_share=options.max_reject_share,
+        )
+        # The window of the position and those after it; before the first batch of a run there is none.
+        self._started: list[_Started] = []
+        self._group: Any = None
+        # Whether the file of rejected rows has rows of this run.
+        self._keeps_rejects = self._has_told_rejects = False
+
+    def describe(self) -> dict[str, Any]:
+        """Return the settings without which a position has no meaning, under the names that a user sets."""
+        return {
+            "stream_version": STREAM_VERSION,
+            "max_tokens": self._max_tokens,
+            "seed": self.options.seed,
+            "world_size": self.options.ranks[0],
+            "accumulate_grad_batches": self.options.accumulate,
+        }
+
+    def state_dict(self, position: int) -> dict[str, Any]:
+        """Return the position and the beginning of its window on every rank. All ranks must call this.
+
+        Args:
+            position: Micro-batches of this rank that are trained.
+        """
+        started = self._find(position)
+        own = None if started is None else _to_plain(started)
+        ranks = on_all_ranks(lambda: (self.options.ranks[1], own), error=ResumeError, group=self._group)
+        saved = [state for _, state in sorted(dict(ranks).items())]
+        return {"micro_batches": position, "stream": self.describe(), "ranks": [] if None in saved else saved}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> int:
+        """Take up the state of a checkpoint, and return its position.
+
+        Raises:
+            ResumeError: It is of data that was read whole, or of a stream with other settings.
+        """
+        if "stream" not in state_dict:
+            raise ResumeError(
+                f"The checkpoint is of a run on data that was read whole, and {self.name} is a stream. Resume with the "
+                "data of the checkpoint, or begin a new run from its weights without resuming."
+            )
+        changes, _ = compare_plans(state_dict["stream"], self.describe())
+        if changes:
+            raise ResumeError(
+                f"The checkpoint is at micro-batch {state_dict['micro_batches']} of another stream: {changes}. Each "
+                "rank has read its own shards and keeps its own position in them. Resume with the values of the "
+                "checkpoint, or begin a new run from its weights without resuming."
+            )
+        ranks = state_dict["ranks"]
+        self._started = [_from_plain(ranks[self.options.ranks[1]])] if ranks else []
+        if self._started and not self._has_state:
+            rank_zero_info(
+                f"{self.name} keeps no position behind its shuffle buffer: {self._started[0].begin.num_rows} rows are "
+                "read again and skipped."
+            )
+        return int(state_dict["micro_batches"])
+
+    def batches(self, position: int) -> Iterator[PackedBatch]:
+        """Yield micro-batches from a position on, without end.
+
+        Raises:
+            DataError: The stream holds no usable example, or a rank cannot read it.
+            ResumeError: The stream yields other rows than before the checkpoint.
+        """
+        world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if self._group is None and world_size > 1:
+            # On the host: the exchange must not wait for the device.
+            self._group = dist.new_group(backend="gloo")
+        started = self._find(position) or _Started(0, ReadState(), "")
+        self._started, self._keeps_rejects = [], self._keeps_rejects or position > 0
+        state, number, expected = started.begin, started.position, started.digest
+        while True:
+            num_before = number
+            for order, window, num_items_M in self._windows(state, number=number, expected=expected):
+                self._started.append(_Started(number, window.begin, window.digest))
+                self._write_rejects(window.rejects, is_new=number >= position)
+                yield from self._collate(order, window, num_items_M, number=number, skipped=max(0, position - number))
+                number, expected = number + len(order), ""
+            if number == num_before and not state.num_rows:
+                raise DataError(f"The stream {self.name} holds no usable example.")
+            state, expected = ReadState(epoch=state.epoch + 1), ""
+            rank_zero_info(f"{self.name} is read; pass {state.epoch + 1} begins at micro-batch {number}.")
+
+    def _windows(
+        self, begin: ReadState, *, number: int, expected: str
+    ) -> Iterator[tuple[np.ndarray, Window, np.ndarray]]:
+        """Yield order, window and divisors of the windows of a pass, until it ends on all ranks."""
+        accumulate, (world_size, _) = self.options.accumulate, self.options.ranks
+        windows = self._reader.read(begin)
+        if self.options.num_workers:
+            windows = prefetch(windows, num_ahead=1)
+        nothing = Window(begin._replace(is_at_end=True, carried=()), [], [], [], "", True)
+        with closing(windows):  # type: ignore[type-var]
+            while True:
+                taken: list[Window] = []
+                take = functools.partial(self._take, windows, default=nothing, expected=expected, taken=taken)
+                shares = on_all_ranks(take, error=DataError, group=self._group)
+                (window,) = taken
+                # Ranks that share their data report the same packs.
+                labelled_R = {rank: num_labelled for rank, num_labelled, _ in shares}
+                if any(labelled_R.values()):
+                    order = order_packs(labelled_R, accumulate=accumulate, seed=self.options.seed, number=number)
+                    total_M = np.zeros(len(order))
+                    for num_labelled in labelled_R.values():
+                        total_M[: len(num_labelled)] += num_labelled
+                    yield order, window, window_items(total_M[order], accumulate=accumulate, world_size=world_size)
+                    number, expected = number + len(order), ""
+                if all(is_last for _, _, is_last in shares):
+                    return
+
+    def _take(
+        self, windows: Iterator[Window], *, default: Window, expected: str, taken: list[Window]
+    ) -> tuple[int, list[int], bool]:
+        """Append the next window, and return what the other ranks need to know of it."""
+        window = next(windows, default)
+        _check_same(window, expected=expected, name=self.name)
+        taken.append(window)
+        return self.options.ranks[1], window.num_labelled, window.is_last
+
+    def _collate(
+        self, order: np.ndarray, window: Window, num_items_M: np.ndarray, *, number: int, skipped: int
+    ) -> Iterator[PackedBatch]:
+        """Yield the micro-batches of a window from one on."""
+
+        def make() -> Iterator[PackedBatch]:
+            for place in range(skipped, len(order)):
+                pack = int(order[place])
+                documents: list[Document] = window.packs[pack] if pack < len(window.packs) else []
+                options = dict(self.options.batch_options)
+                if not documents and options["pad_to"] is None:
+                    options["pad_to"] = EMPTY_PACK_TOKENS
+                batch = collate(documents, num_items=float(num_items_M[place]), index=number + place, **options)
+                yield batch.pin_memory() if self.options.pin_memory and torch.cuda.is_available() else batch
+
+        return prefetch(make()) if self.options.num_workers else make()
+
+    def _find(self, position: int) -> _Started | None:
+        """Return the window of a position, and forget those before it."""
+        while len(self._started) > 1 and self._started[1].position <= position:
+            self._started.pop(0)
+        return self._started[0] if self._started else None
+
+    def _write_rejects(self, rejects: list[Reject], *, is_new: bool) -> None:
+        """Append rejected rows to their file, which a new run replaces; those of a window read again are in it."""
+        path = self.options.rejected_path
+        if path is None or not rejects or not is_new:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a" if self._keeps_rejects else "w", encoding="utf-8") as file:
+            file.writelines(f"{reject.to_json()}\n" for reject in rejects)
+        if not self._has_told_rejects:
+            rank_zero_info(f"Rows of {self.name} are rejected, the first for: {rejects[0].reason}. They are in {path}")
+        self._keeps_rejects = self._has_told_rejects = True
+
+    def _check_agreement(self, found: RowFormat) -> None:
+        try:
+            check_ranks_agree({"first rows": found.digest})
+        except DataError as error:
+            raise DataError(
+                f"Ranks see different first rows of {self.name}. Give all of them the whole stream, not split by rank, "
+                "and shuffle it with a seed."
+            ) from error
+
+
+def align_stream(trainer: Trainer, *, position: int, accumulate: int) -> int:
+    """Take back the micro-batches of an unfinished accumulation window, and return the position.
+
+    No checkpoint keeps half-summed gradients, so they are trained again.
+    """
+    num_replayed = batch_progress(trainer).current.ready % accumulate
+    take_back_batches(trainer, num_replayed)
+    return position - num_replayed
+
+
+def check_stream_run(trainer: Trainer | None, *, val_share: float, accumulate: int) -> None:
+    """Check that a run can train on a stream.
+
+    Raises:
+        OptionError: Its length is not known, or an option needs all examples.
+    """
+    if val_share:
+        raise OptionError("val_share holds out a share of all examples, which a stream does not know. Give val_paths.")
+    if trainer is None:
+        return
+    limit = trainer.limit_train_batches
+    has_limit = isinstance(limit, int) and trainer.max_epochs is not None and trainer.max_epochs > 0
+    if repeats_first_epoch(trainer):
+        raise OptionError("overfit_batches repeats the batches of an epoch, which a stream does not have. Remove it.")
+    if trainer.max_steps < 0 and not has_limit:
+        raise OptionError(
+            "The length of an epoch of a stream is unknown. Say when the run ends: --trainer.max_steps N."
+        )
+    if isinstance(limit, int) and limit % accumulate:
+        raise OptionError(
+            f"limit_train_batches={limit} cuts an accumulation window of the stream: give a multiple of "
+            f"accumulate_grad_batches={accumulate}."
+        )
+
+
+def _check_same(window: Window, *, expected: str, name: str) -> None:
+    """Raise ResumeError if a window that was begun before the checkpoint holds other rows now."""
+    if expected and window.digest != expected:
+        raise ResumeError(
+            f"{name} does not go on where the checkpoint was written: row {window.begin.num_rows + 1} and those after "
+            "it give other tokens than before. The data, its order (a shuffle without a seed), the tokenizer or the "
+            "options of the rows have changed. Resume with those of the checkpoint, or begin a new run from its "
+            "weights without resuming."
+        )
+
+
+def _to_plain(started: _Started) -> dict[str, Any]:
+    """Return a window's beginning as tensors and plain types, for a checkpoint."""
+    begin = started.begin
+    return {
+        **begin._asdict(),
+        "carried": [to_plain(document) for document in begin.carried],
+        "rejects": dict(begin.rejects),
+        "position": started.position,
+        "digest": started.digest,
+    }
+
+
+def _from_plain(values: Mapping[str, Any]) -> _Started:
+    """Return the window's beginning of ``_to_plain``."""
+    carried = tuple(from_plain(document) for document in values["carried"])
+    begin = {name: values[name] for name in ReadState._fields} | {"carried": carried}
+    return _Started(int(values["position"]), ReadState(**begin), str(values["digest"]))

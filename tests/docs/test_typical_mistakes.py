@@ -1,0 +1,70 @@
+"""The table of typical mistakes in docs/troubleshooting.md: each line is typed, and answered as it says."""
+
+import json
+import re
+import shlex
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_fastft.cli import main
+from lightning_fastft.demo.files import write_demo_files
+from lightning_fastft.demo.generator import generate_rows
+
+PAGE = Path(__file__).parents[2] / "docs/troubleshooting.md"
+SECTION = re.search(r"^## Typical mistakes.*?(?=^## )", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)[0]
+MISTAKES = re.findall(r"^\| `([^`]+)` \| (.+) \|$", SECTION, flags=re.MULTILINE)
+CONFIG = """
+model: {class_path: lightning_fastft.FineTuner, init_args: {model: model, init: random}}
+data:
+  class_path: lightning_fastft.PackedDataModule
+  init_args: {paths: train.jsonl, max_tokens: 512, num_proc: 1, cache_dir: null}
+trainer: {accelerator: cpu, strategy: fastft, max_steps: 1, logger: false, enable_checkpointing: false,
+          enable_progress_bar: false}
+"""
+# What takes its first use: PEFT, transformers' model classes.
+FIRST_USES = ("--model.lora.target_modules", "--ckpt_path run.yaml")
+
+
+def write_rows(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module")
+def working_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("typical")
+    write_demo_files(generate_rows(num_train=40, num_validation=4), folder, vocab_size=320)
+    (folder / "run.yaml").write_text(CONFIG)
+    (folder / "broken.yaml").write_text("trainer: [\n")
+    (folder / "foreign.yaml").write_text("model: {class_path: my_package.Model}\n")
+    (folder / "empty.jsonl").write_text("")
+    (folder / "data.zip").write_text("x")
+    (folder / "bad.jsonl").write_text('{"text": }\n')
+    write_rows(folder / "odd.jsonl", {"question": "a", "answer": "b"})
+    write_rows(folder / "long.jsonl", {"text": "word " * 500})
+    write_rows(folder / "pair.jsonl", {"prompt": "a", "chosen": "b", "rejected": "c"})
+    return folder
+
+
+def test_table_has_forty_lines():
+    assert len(MISTAKES) >= 40
+    assert len({words for words, _ in MISTAKES}) == len(MISTAKES)
+
+
+@pytest.mark.fault
+def test_each_mistake_is_answered_as_the_page_says(working_folder, monkeypatch, capsys):
+    monkeypatch.chdir(working_folder)
+    wrong = []
+    for number, (line, expected) in enumerate(MISTAKES):
+        begin = time.process_time()
+        try:
+            status = main(shlex.split(line))
+        except SystemExit as stop:
+            status = stop.code
+        taken_s = time.process_time() - begin
+        said = capsys.readouterr().err
+        is_quick = taken_s <= 1 or number < 4 or any(part in line for part in FIRST_USES)
+        if not status or expected not in said or "Traceback" in said or not is_quick:
+            wrong.append((line, status, round(taken_s, 1), said[-300:]))
+    assert wrong == []

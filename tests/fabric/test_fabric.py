@@ -1,0 +1,257 @@
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import ModelParallelStrategy
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_fastft import (
+    FineTuner,
+    FiniteGuard,
+    FusedKernels,
+    GradientHealth,
+    OffloadCheckpointing,
+)
+from lightning_fastft.core.errors import ContextError, DamagedCheckpointError, NotTrainingError, OptionError
+from lightning_fastft.fabric import FastFTFabric
+from lightning_fastft.optim import FusedAdamW
+from tests.support.fabric_loops import (
+    ACCUMULATE,
+    make_data,
+    make_model,
+    make_optimizer,
+    run_fabric,
+    run_trainer,
+    trained,
+)
+from tests.support.two_ranks import run_two_ranks
+
+
+def open_fabric(**options):
+    fabric = FastFTFabric(accelerator="cpu", devices=1, **options)
+    fabric.launch()
+    return fabric
+
+
+@pytest.fixture
+def loop():
+    """A fabric with a dense model, its optimizer and a loader, before any step."""
+    fabric = open_fabric(callbacks=[FusedKernels(), FiniteGuard(max_skips=2, check_every_n_steps=1)])
+    plain, data = make_model("qwen3"), make_data()
+    loader = fabric.setup_datamodule(data)
+    with fabric:
+        model, optimizer = fabric.setup(plain, make_optimizer(plain))
+        yield SimpleNamespace(fabric=fabric, plain=plain, data=data, model=model, optimizer=optimizer, loader=loader)
+
+
+def step(loop, batch, *, factor=1.0):
+    loss = loop.model(**batch).loss * factor
+    loop.fabric.backward(loss)
+    loop.fabric.clip_gradients(loop.model, loop.optimizer, max_norm=1.0)
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("policy", ["keep", "recompute"])
+def test_loss_and_gradients_are_those_of_the_trainer_bit_for_bit(policy):
+    losses, gradients, weights = run_trainer(policy)
+    fabric_losses, fabric_gradients, fabric_weights = run_fabric(policy)
+    assert fabric_losses == losses
+    assert gradients.keys() == fabric_gradients.keys() != {}.keys()
+    assert all(torch.equal(fabric_gradients[name], gradients[name]) for name in gradients)
+    assert all(torch.equal(fabric_weights[name], weights[name]) for name in weights)
+
+
+@pytest.mark.slow(seconds=12)
+def test_two_ranks_train_what_two_ranks_of_the_trainer_train():
+    run_two_ranks("tests.fabric.ddp_worker")
+
+
+def test_close_leaves_the_model_as_it_was():
+    model = make_model()
+
+    def look():
+        return [(name, type(module), sorted(vars(module))) for name, module in model.named_modules()], model.config
+
+    before = look()
+    fabric = open_fabric(callbacks=[FusedKernels()], activations=OffloadCheckpointing("recompute"))
+    fabric.setup(model, make_optimizer(model))
+    assert look() != before
+    fabric.close()
+    fabric.close()
+    assert look() == before
+    assert fabric.statuses() == []
+    # The next run of the same fabric.
+    fabric.setup(model, make_optimizer(model))
+    fabric.close()
+    assert look() == before
+
+
+def test_a_fine_tuner_trains_under_fabric():
+    tuner = FineTuner(make_model("qwen3", has_adapters=False), lora={"r": 4})
+    tuner.configure_model()
+    fabric, data = open_fabric(callbacks=[GradientHealth()]), make_data()
+    loader = fabric.setup_datamodule(data)
+    before = trained(tuner.model)
+    with fabric:
+        model, optimizer = fabric.setup(tuner, make_optimizer(tuner))
+        for number, batch in enumerate(itertools.islice(loader, 4)):
+            fabric.backward(model.training_step(batch, number))
+            optimizer.step()
+            optimizer.zero_grad()
+    after = trained(tuner.model)
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_checkpoint_resumes_the_run_and_damage_is_found(tmp_path, loop):
+    batches = iter(loop.loader)
+    for batch in itertools.islice(batches, 2):
+        step(loop, batch)
+    path = tmp_path / "run.ckpt"
+    state = {"model": loop.model, "optimizer": loop.optimizer, "data": loop.data}
+    loop.fabric.save(path, state)
+    assert loop.data.state_dict()["micro_batches"] == 2
+    step(loop, next(batches))
+    trained_on = trained(loop.plain)
+    loop.fabric.load(path, state)
+    step(loop, next(iter(loop.loader)))
+    assert all(torch.equal(trained_on[name], weight) for name, weight in trained(loop.plain).items())
+
+    with pytest.raises(OptionError, match="filter"):
+        loop.fabric.save(path, state, filter={"modell": lambda *_: True})
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DamagedCheckpointError):
+        loop.fabric.load(path, state)
+
+
+def test_a_resumed_run_begins_at_an_accumulation_window():
+    data = make_data()
+    fabric = open_fabric()
+    loader = fabric.setup_datamodule(data, accumulate=ACCUMULATE)
+    model = make_model("qwen3")
+    with fabric:
+        wrapped, _ = fabric.setup(model, make_optimizer(model))
+        indices = []
+        for batch in itertools.islice(loader, 3):
+            fabric.backward(wrapped(**batch).loss / ACCUMULATE)
+            indices.append(batch.index)
+        assert next(iter(loader)).index == indices[2] == 2
+
+
+def test_the_guard_skips_steps_that_are_not_finite_and_stops(loop):
+    batches = iter(loop.loader)
+    before = trained(loop.plain)
+    step(loop, next(batches), factor=float("nan"))
+    assert all(torch.equal(before[name], weight) for name, weight in trained(loop.plain).items())
+    with pytest.warns(UserWarning, match="Optimizer step 1 was skipped.*micro-batch 0 of the plan"):
+        step(loop, next(batches))
+    assert not all(torch.equal(before[name], weight) for name, weight in trained(loop.plain).items())
+    with pytest.raises(NotTrainingError, match="max_skips=2"):  # noqa: PT012
+        step(loop, next(batches), factor=float("inf"))
+        loop.fabric.close()
+
+
+class TestMisuse:
+    def test_a_batch_whose_context_is_dropped(self, loop):
+        batch = next(iter(loop.loader))
+        loss = loop.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+        with pytest.raises(ContextError, match="documents saw each other"):
+            loop.fabric.backward(loss)
+
+    def test_a_batch_whose_context_is_dropped_in_an_evaluation(self, loop):
+        batches = iter(loop.loader)
+        with torch.no_grad():
+            loop.model(input_ids=next(batches)["input_ids"])
+        with pytest.raises(ContextError, match="documents saw each other"):
+            next(batches)
+
+    def test_a_loader_before_the_model(self):
+        fabric = open_fabric()
+        loader = fabric.setup_datamodule(make_data())
+        with pytest.raises(ContextError, match=r"fabric\.setup"):
+            next(iter(loader))
+
+    def test_a_backward_before_the_model_or_its_optimizer(self):
+        fabric, model = open_fabric(), make_model("qwen3")
+        with pytest.raises(OptionError, match=r"fabric\.setup"):
+            fabric.backward(torch.ones((), requires_grad=True))
+        with fabric:
+            fabric.setup(model)
+            with pytest.raises(OptionError, match=r"fabric\.setup"):
+                fabric.backward(torch.ones((), requires_grad=True))
+
+    def test_a_step_without_a_backward_of_the_fabric(self, loop):
+        loop.model(**next(iter(loop.loader))).loss.backward()
+        with pytest.raises(NotTrainingError, match=r"fabric\.backward"):
+            loop.optimizer.step()
+
+    def test_a_step_with_a_closure(self, loop):
+        with pytest.raises(OptionError, match="closure"):
+            loop.optimizer.step(lambda: None)
+
+    def test_a_second_model(self, loop):
+        with pytest.raises(OptionError, match="set up already"):
+            loop.fabric.setup(make_model("qwen3"))
+
+    def test_an_optimizer_before_its_model(self):
+        model = make_model("qwen3")
+        with pytest.raises(OptionError, match=r"fabric\.setup"):
+            open_fabric().setup_optimizers(make_optimizer(model))
+
+    @pytest.mark.parametrize(
+        ("options", "named"),
+        [
+            ({"strategy": ModelParallelStrategy(lambda model, _: model)}, "fastft_fsdp"),
+            ({"precision": "bf16-mixed"}, "bf16-mixed"),
+            ({"precision": "bf16-true"}, "bf16-true"),
+            ({"callbacks": [ModelCheckpoint()]}, "ModelCheckpoint"),
+            ({"attention": "flash"}, "attention"),
+        ],
+    )
+    def test_options_that_do_not_fit(self, options, named):
+        with pytest.raises(OptionError, match=named):
+            FastFTFabric(accelerator="cpu", devices=1, **options)
+
+    def test_a_failed_setup_leaves_the_model_and_the_fabric(self, monkeypatch):
+        fabric, model = open_fabric(callbacks=[FusedKernels()]), make_model("qwen3")
+        kinds = [type(module) for module in model.modules()]
+        with monkeypatch.context() as patch:
+            patch.setattr(Fabric, "setup", lambda *_, **__: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                fabric.setup(model)
+        assert [type(module) for module in model.modules()] == kinds
+        with fabric:
+            fabric.setup(model)
+
+
+def test_setup_in_two_calls_takes_torch_optimizers():
+    model = make_model("qwen3")
+    fabric = open_fabric(callbacks=[FiniteGuard()])
+    loader = fabric.setup_datamodule(make_data())
+    with fabric:
+        wrapped = fabric.setup_module(model)
+        optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
+        batches, before = iter(loader), trained(model)
+        fabric.backward(wrapped(**next(batches)).loss * float("nan"))
+        fabric.clip_gradients(wrapped, optimizer, max_norm=1.0, error_if_nonfinite=False)
+        optimizer.step()
+        assert all(torch.equal(before[name], weight) for name, weight in trained(model).items())
+        with pytest.warns(UserWarning, match="Optimizer step 1 was skipped"):
+            fabric.close()
+
+
+def test_fused_adamw_clips_in_its_step(loop):
+    batch = next(iter(loop.loader))
+    loop.fabric.backward(loop.model(**batch).loss)
+    gradients = {name: each.grad.clone() for name, each in loop.plain.named_parameters() if each.grad is not None}
+    norm = loop.fabric.clip_gradients(loop.model, loop.optimizer, max_norm=1e-3)
+    assert isinstance(loop.optimizer.optimizer, FusedAdamW)
+    torch.testing.assert_close(norm, torch.nn.utils.get_total_norm(list(gradients.values())))
+    loop.optimizer.step()
+    assert all(
+        torch.equal(gradients[name], each.grad) for name, each in loop.plain.named_parameters() if name in gradients
+    )
