@@ -11,7 +11,7 @@ from torch import nn
 from lightning_fastft.activations.probe import Memory, SavedBytesProbe, StepProbe, make_clock, scale_cost
 from lightning_fastft.activations.segments import KEEP, RECOMPUTE, Segment, SegmentObserver
 from lightning_fastft.activations.slots import align
-from lightning_fastft.planner.step import StepCost
+from lightning_fastft.planner.step import SegmentPlan, StepCost
 
 _NOT_BEGUN, _COUNT_SAVED, _WARM_UP, _TIME_STEP, _DONE = range(5)
 
@@ -27,20 +27,32 @@ class Measurement:
     Args:
         layers: Decoder layers, in order.
         segments: Their segments.
+        measures_gap: Whether reserved memory counts: the second forward then frees the allocator's cache first.
+
+    ``lean`` is the plan of the segments that are not kept; all recompute, from inputs on the device or on the host.
 
     Cost:
         Three steps in which every other segment is recomputed; ``read`` has one device sync.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], segments: Sequence[Segment]) -> None:
+    def __init__(self, layers: Sequence[nn.Module], segments: Sequence[Segment], *, measures_gap: bool = False) -> None:
         self._segments = segments
+        self._measures_gap = measures_gap
         self._kinds = _kinds(layers)
+        self.lean: Sequence[SegmentPlan] = [RECOMPUTE] * len(segments)
+        # Reserved memory beyond what the timed step had allocated.
+        self.gap_bytes = 0
         self._phase = _NOT_BEGUN
         # Sizes of the hidden states of the packs in which bytes and times were measured.
         self._counted_bytes = self._timed_bytes = 0
         self._saved: SavedBytesProbe | None = None
         self._step: StepProbe | None = None
         self._previous: Any = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the first forward has begun."""
+        return self._phase > _NOT_BEGUN
 
     @property
     def is_running(self) -> bool:
@@ -51,6 +63,15 @@ class Measurement:
     def is_done(self) -> bool:
         """Whether the costs can be read, or were read."""
         return self._phase == _DONE
+
+    @property
+    def counted(self) -> set[int]:
+        """The segments that the first forward keeps: the last of each kind, whose backward comes first."""
+        return set({kind: index for index, kind in enumerate(self._kinds)}.values())
+
+    def memory(self, device: torch.device) -> Memory:
+        """Return the memory of a device."""
+        return Memory(device)
 
     def restart(self) -> None:
         """Measure again from the next forward on."""
@@ -70,8 +91,10 @@ class Measurement:
         elif self._phase == _COUNT_SAVED:
             self._phase = _WARM_UP
             self._observe(None)
-            for segment in self._segments:
-                segment.plan = RECOMPUTE
+            self._recompute()
+            if self._measures_gap:
+                # What loading left in the allocator is no gap of a step.
+                self.memory(device).free_cache()
             self._previous = make_clock(device).now()
         elif self._phase == _WARM_UP:
             self._phase = _TIME_STEP
@@ -81,6 +104,7 @@ class Measurement:
             self._step.step_ends()
             if self._step.has_backward:
                 self._observe(None)
+                self.gap_bytes = self._step.gap_bytes
                 self._phase = _DONE
                 return True
             self._begin_timing(device, num_bytes=num_bytes)
@@ -108,18 +132,22 @@ class Measurement:
         return scale_cost(cost, longest_bytes / self._timed_bytes, input_bytes=align(longest_bytes))
 
     def _begin_count(self, device: torch.device, *, num_bytes: int) -> None:
-        """Keep the last segment of each kind, whose backward comes first, for one forward."""
+        """Keep the last segment of each kind for one forward."""
         self._counted_bytes = num_bytes
-        self._saved = SavedBytesProbe(Memory(device))
-        last_of_kind = {kind: index for index, kind in enumerate(self._kinds)}
-        for index in last_of_kind.values():
+        self._saved = SavedBytesProbe(self.memory(device))
+        self._recompute()
+        for index in self.counted:
             self._segments[index].plan = KEEP
             self._segments[index].observer = self._saved
 
     def _begin_timing(self, device: torch.device, *, num_bytes: int) -> None:
         self._timed_bytes = num_bytes
-        self._step = StepProbe(make_clock(device), Memory(device), previous=self._previous)
+        self._step = StepProbe(make_clock(device), self.memory(device), previous=self._previous)
         self._observe(self._step)
+
+    def _recompute(self) -> None:
+        for segment, plan in zip(self._segments, self.lean):
+            segment.plan = plan
 
     def _is_counted(self) -> bool:
         assert self._saved is not None

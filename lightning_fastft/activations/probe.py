@@ -82,6 +82,19 @@ class Memory:
         """Return the peak bytes allocated since the reset."""
         return torch.cuda.max_memory_allocated(self._device) if self.is_counted else 0
 
+    def reserved(self) -> int:
+        """Return the bytes that the allocator has reserved."""
+        return torch.cuda.memory_reserved(self._device) if self.is_counted else 0
+
+    def free_cache(self) -> None:
+        """Return the unused blocks to the device, with a device sync."""
+        if self.is_counted:
+            torch.cuda.empty_cache()
+
+    def num_retries(self) -> int:
+        """Return how often the allocator was at its limit and had to free its cache to go on."""
+        return int(torch.cuda.memory_stats(self._device)["num_alloc_retries"]) if self.is_counted else 0
+
 
 class SavedBytesProbe(SegmentObserver):
     """Measure the memory that autograd saves for a kept segment: keep one segment of each kind for one forward.
@@ -139,6 +152,9 @@ class StepProbe(SegmentObserver):
         self.base_bytes = 0
         self._head_bytes = 0
         self.head_peak_bytes = 0
+        # Memory that the allocator had reserved at the end of the step, beyond the most that was allocated.
+        self.gap_bytes = 0
+        self._most_bytes = 0
         self._awaited: set[int] = set()
         self._reached: set[int] = set()
 
@@ -157,7 +173,7 @@ class StepProbe(SegmentObserver):
     def forward_ends(self, segment: Segment) -> None:
         """Record the end of a forward; the head follows the last one."""
         self._note("forward end", segment)
-        self._forward_peak[segment.index] = self._memory.peak() - self._entry_bytes
+        self._forward_peak[segment.index] = self._peak() - self._entry_bytes
         self._head_bytes = self._memory.start_peak()
 
     def backward_awaited(self, segment: Segment) -> None:
@@ -168,7 +184,7 @@ class StepProbe(SegmentObserver):
         """Record that the backward has reached a segment, and the peak of the segment after it."""
         self._note("backward", segment)
         if self._backward_segment is None:
-            self.head_peak_bytes = self._memory.peak() - self._head_bytes
+            self.head_peak_bytes = self._peak() - self._head_bytes
         else:
             self._end_backward()
         self._entry_bytes = self._memory.start_peak()
@@ -198,6 +214,7 @@ class StepProbe(SegmentObserver):
         self._moments["step end", 0] = self._clock.now()
         if self._backward_segment is not None:
             self._end_backward()
+        self.gap_bytes = max(0, self._memory.reserved() - self._most_bytes)
 
     def read(
         self,
@@ -286,8 +303,13 @@ class StepProbe(SegmentObserver):
 
     def _end_backward(self) -> None:
         assert self._backward_segment is not None
-        self._backward_peak[self._backward_segment] = self._memory.peak() - self._entry_bytes
+        self._backward_peak[self._backward_segment] = self._peak() - self._entry_bytes
         self._backward_segment = None
+
+    def _peak(self) -> int:
+        peak = self._memory.peak()
+        self._most_bytes = max(self._most_bytes, peak)
+        return peak
 
     def _note(self, what: str, segment: Segment) -> None:
         self._moments[what, segment.index] = self._clock.now()
