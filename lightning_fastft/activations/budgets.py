@@ -41,15 +41,20 @@ def auto_host_bytes() -> int:
         return UNKNOWN_BYTES
 
 
+def device_bytes(device: torch.device) -> int:
+    """Return the memory of a CUDA device."""
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
 def cap_memory(device: torch.device, num_bytes: int) -> Callable[[], None]:
     """Cap the memory that this process reserves on a device; return what lifts the cap.
 
     At the cap the allocator returns its unused blocks to the device, and only then fails. The allocator gets expandable
     segments, which leave few of them, unless the user has set the allocator (PYTORCH_ALLOC_CONF). A lower cap that is
-    in effect stays. Without CUDA nothing happens.
+    in effect stays.
 
     Args:
-        device: The device of this process.
+        device: The CUDA device of this process.
         num_bytes: Most bytes that the caching allocator reserves. The CUDA context and the buffers of NCCL are not
             among them.
 
@@ -59,10 +64,8 @@ def cap_memory(device: torch.device, num_bytes: int) -> Callable[[], None]:
     Cost:
         Frees the cached blocks, with one device sync.
     """
-    if device.type != "cuda":
-        return _do_nothing
     torch.cuda.empty_cache()
-    reserved, total = torch.cuda.memory_reserved(device), torch.cuda.get_device_properties(device).total_memory
+    reserved = torch.cuda.memory_reserved(device)
     if reserved > num_bytes:
         raise OptionError(
             f"vram_budget is {num_bytes / 2**30:.2f} GiB, and this process holds {reserved / 2**30:.2f} GiB on "
@@ -71,7 +74,7 @@ def cap_memory(device: torch.device, num_bytes: int) -> Callable[[], None]:
         )
     before = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(device)
     is_expandable = _expand_segments(True)
-    torch.cuda.set_per_process_memory_fraction(min(before, num_bytes / total), device)
+    torch.cuda.set_per_process_memory_fraction(min(before, num_bytes / device_bytes(device)), device)
 
     def lift() -> None:
         torch.cuda.set_per_process_memory_fraction(before, device)
@@ -79,10 +82,6 @@ def cap_memory(device: torch.device, num_bytes: int) -> Callable[[], None]:
             _expand_segments(False)
 
     return lift
-
-
-def _do_nothing() -> None:
-    pass
 
 
 def _expand_segments(is_expandable: bool) -> bool:
@@ -94,14 +93,6 @@ def _expand_segments(is_expandable: bool) -> bool:
     set_options = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     (set_options or torch.cuda.memory._set_allocator_settings)(f"expandable_segments:{is_expandable}")
     return True
-
-
-def describe_memory(device: torch.device) -> str:
-    """Return what the allocator has reserved and allocated at most since its statistics were reset; "" without CUDA."""
-    if device.type != "cuda":
-        return ""
-    reserved, allocated = torch.cuda.max_memory_reserved(device), torch.cuda.max_memory_allocated(device)
-    return f"peak {reserved / 2**30:.2f} GiB reserved, {allocated / 2**30:.2f} allocated"
 
 
 def peak_reserved_bytes(device: torch.device) -> int:

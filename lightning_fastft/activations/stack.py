@@ -319,8 +319,8 @@ class SegmentStack:
                 raise
             self._make_plan(device, vram_budget=budget)
             self.environment.report(
-                f"activations: no plan leaves the {gap / 2**30:.2f} GiB free that the allocator reserves beyond what is "
-                "allocated; it returns them to the device in each step, which waits for that"
+                f"activations: no plan leaves room for the {gap / 2**30:.2f} GiB that the allocator reserves beyond "
+                "what is allocated; it returns them to the device in each step, with a device sync"
             )
             return budget
         return budget - gap

@@ -1,4 +1,4 @@
-"""Keep a run within its budget of device memory: the plan of the first steps, from shapes, and a watch on later ones."""
+"""Keep a run within its budget of device memory: plan the first steps from shapes, and watch the later ones."""
 
 from __future__ import annotations
 

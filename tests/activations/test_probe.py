@@ -28,6 +28,8 @@ NUM_LAYERS, WIDTH, TOKENS = 3, 16, 40
 INPUT_BYTES = TOKENS * WIDTH * 4
 FORWARD_MS, BACKWARD_MS, HEAD_MS, OTHER_MS = 3.0, 7.0, 11.0, 5.0
 MIB = 2**20
+# What the fake allocator reserves beyond the most that was allocated.
+UNUSED_BYTES = 3 * MIB
 
 
 class Device:
@@ -37,13 +39,14 @@ class Device:
 
     def __init__(self):
         self.ms = 0.0
-        self.num_bytes = self.most = 0
+        self.num_bytes = self.most = self.num_reserved = 0
 
     def work(self, *, ms=0.0, transient=0, held=0):
         self.ms += ms
         self.most = max(self.most, self.num_bytes + transient)
         self.num_bytes += held
         self.most = max(self.most, self.num_bytes)
+        self.num_reserved = max(self.num_reserved, self.most + UNUSED_BYTES)
 
     def now(self):
         return self.ms
@@ -57,6 +60,9 @@ class Device:
     def start_peak(self):
         self.most = self.num_bytes
         return self.num_bytes
+
+    def reserved(self):
+        return self.num_reserved
 
     def peak(self):
         return self.most
