@@ -154,6 +154,13 @@ _LLAMA_8B = {
         "original_max_position_embeddings": 8192,
     },
 }
+_LLAMA_70B = {
+    **_LLAMA_8B,
+    "hidden_size": 8192,
+    "intermediate_size": 28_672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
 _TINY = {
     "vocab_size": 160,
     "hidden_size": 64,
@@ -342,6 +349,7 @@ WORKLOADS = {
         Workload("qwen3-0.6b-full", "qwen3", _QWEN3_06B, None, weights_of="qwen3-0.6b-lora", is_full=True),
         Workload("llama-3.2-1b-lora", "llama", _LLAMA_1B, None),
         *_llama_8b(),
+        Workload("llama-3.3-70b-qlora", "llama", _LLAMA_70B, "nf4"),
         *_with_routings("qwen3-30b-a3b-12l-lora", "qwen3_moe", _qwen3_moe(layers=12)),
         *_with_routings("qwen3-30b-a3b-lora", "qwen3_moe", _qwen3_moe(layers=48)),
         *_with_routings("gpt-oss-20b-12l-lora", "gpt_oss", _gpt_oss(layers=12)),
