@@ -242,7 +242,9 @@ def small_cards(session: Session, options: argparse.Namespace) -> None:
 
 
 def _capped(name: str, run: Run, cap_gib: float, session: Session, options: argparse.Namespace) -> dict[str, Any]:
-    if session.is_cuda:
+    # The strategy caps a model that is built on the device and then streamed, once its weights are on the host.
+    is_built_within = "+stream" not in run.mode
+    if session.is_cuda and is_built_within:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(min(1.0, cap_gib * 2**30 / total))
@@ -251,10 +253,9 @@ def _capped(name: str, run: Run, cap_gib: float, session: Session, options: argp
     record = rig.measure(run, deadline=session.deadline)
     record["cap_gib"] = cap_gib
     if session.is_cuda:
-        # The build and the warm-up had the same cap; the largest of all is what the card must have.
-        record["reserved_gib"] = max(
-            torch.cuda.max_memory_reserved() / 2**30, record.get("peak_gib_warmup", {}).get("reserved", 0.0)
-        )
+        # The largest of all is what the card must have.
+        parts = ["peak_gib", "peak_gib_warmup", *(["peak_gib_load"] if is_built_within else [])]
+        record["reserved_gib"] = max(record.get(part, {}).get("reserved", 0.0) for part in parts)
         torch.cuda.set_per_process_memory_fraction(1.0)
     if not record["reason"] and not options.without_reference:
         # The same packs and adapters with all of the device's memory.
@@ -435,11 +436,12 @@ def cards_table(records: Sequence[dict[str, Any]]) -> str:
         if record["reason"]:
             lines.append(f"{head}: FAILED: {record['reason']}")
         else:
-            reserved = record.get("reserved_gib", 0.0)
+            reserved, loading = record.get("reserved_gib", 0.0), record.get("peak_gib_load", {}).get("reserved", 0.0)
             lines.append(
                 f"{head}: {record['tokens_per_s']:.0f} tokens/s, {record['peak_gib']['allocated']:.2f}, "
                 f"{reserved:.2f}, {record['losses'][0]:.3f}, {record['losses'][-1]:.3f}, "
-                f"{record['gradient_norm']:.3g}: {_verdict(reserved <= record['cap_gib'])}"
+                f"{record['gradient_norm']:.3g}; loading reserved {loading:.2f}: "
+                f"{_verdict(reserved <= 1.02 * record['cap_gib'])}; {record['description']['text']}"
             )
     return "\n".join(lines)
 

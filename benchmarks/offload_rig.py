@@ -237,7 +237,10 @@ class RunCallback(Callback):
         return self._run.num_warmup + self._num_timed
 
     def on_train_start(self, trainer: Trainer, pl_module: FineTuner) -> None:
-        """Put adapters, layers and delays in place."""
+        """Put adapters, layers and delays in place; what loading took is known."""
+        if self._rig.is_cuda:
+            self._record["peak_gib_load"] = peak_memory_gib(is_cuda=True)
+            torch.cuda.reset_peak_memory_stats()
         self._rig.install_liger(self.patcher)
         self._rig.restore()
         if self._run.delay_ms:

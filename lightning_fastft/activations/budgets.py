@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -49,9 +50,8 @@ def device_bytes(device: torch.device) -> int:
 def cap_memory(device: torch.device, num_bytes: int) -> Callable[[], None]:
     """Cap the memory that this process reserves on a device; return what lifts the cap.
 
-    At the cap the allocator returns its unused blocks to the device, and only then fails. The allocator gets expandable
-    segments, which leave few of them, unless the user has set the allocator (PYTORCH_ALLOC_CONF). A lower cap that is
-    in effect stays.
+    At the cap the allocator returns its unused blocks to the device, and only then fails. A lower cap that is in effect
+    stays.
 
     Args:
         device: The CUDA device of this process.
@@ -69,30 +69,29 @@ def cap_memory(device: torch.device, num_bytes: int) -> Callable[[], None]:
     if reserved > num_bytes:
         raise OptionError(
             f"vram_budget is {num_bytes / 2**30:.2f} GiB, and this process holds {reserved / 2**30:.2f} GiB on "
-            f"{device} before the run starts. Free them (a model given to the Trainer may be on the CPU), or raise "
+            f"{device} before the first step. Free them (a model given to the Trainer may be on the CPU), or raise "
             "vram_budget."
         )
     before = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(device)
-    is_expandable = _expand_segments(True)
     torch.cuda.set_per_process_memory_fraction(min(before, num_bytes / device_bytes(device)), device)
-
-    def lift() -> None:
-        torch.cuda.set_per_process_memory_fraction(before, device)
-        if is_expandable:
-            _expand_segments(False)
-
-    return lift
+    return functools.partial(torch.cuda.set_per_process_memory_fraction, before, device)
 
 
-def _expand_segments(is_expandable: bool) -> bool:
-    """Let the allocator use expandable segments, or not; return False if it was left alone."""
+def expand_segments() -> Callable[[], None] | None:
+    """Give the allocator of CUDA segments that grow and shrink, so that little of what it reserves is unused.
+
+    Returns:
+        What ends it; None if the allocator is left alone, because the user has set it (PYTORCH_ALLOC_CONF), it is
+        another one, or the platform lacks it.
+    """
     is_set_by_user = any(os.environ.get(name) for name in _ALLOCATOR_VARIABLES)
     if is_set_by_user or sys.platform == "win32" or torch.cuda.get_allocator_backend() != "native":
-        return False
+        return None
     # Later torch has it under this name, and warns of the old one.
     set_options = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    (set_options or torch.cuda.memory._set_allocator_settings)(f"expandable_segments:{is_expandable}")
-    return True
+    set_options = set_options or torch.cuda.memory._set_allocator_settings
+    set_options("expandable_segments:True")
+    return functools.partial(set_options, "expandable_segments:False")
 
 
 def peak_reserved_bytes(device: torch.device) -> int:

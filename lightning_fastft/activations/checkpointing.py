@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import nn
 
-from lightning_fastft.activations.budgets import cap_memory, device_bytes, peak_memory_bytes
+from lightning_fastft.activations.budgets import cap_memory, device_bytes, expand_segments, peak_memory_bytes
 from lightning_fastft.activations.frozen_weights import GatheredWeights, MovableWeights
 from lightning_fastft.activations.segments import Segment
 from lightning_fastft.activations.stack import NOTCH, SegmentStack, StackOptions
@@ -55,7 +55,8 @@ class OffloadCheckpointing:
             three steps and measures them; then it keeps on the device what costs most to recompute, offloads what
             hides under compute, and recomputes the rest. On a CPU "auto" keeps everything.
         vram_budget: Device memory, in GiB, that the process may reserve under "auto", loading and the first steps
-            included; our strategies cap the allocator at it. The CUDA context and NCCL's buffers are not part of it.
+            included (with weights="stream" from the first step on); our strategies cap the allocator at it. The CUDA
+            context and NCCL's buffers are not part of it.
             "auto" is the memory of the process plus 90 % of the free memory, without a cap.
         host_budget: Pinned host memory of each rank, in GiB; "auto" is half of the host's available memory, shared by
             its ranks.
@@ -113,14 +114,18 @@ class OffloadCheckpointing:
                 "'recompute'."
             )
         self.stacks: list[SegmentStack] = []
-        # The device whose allocator is capped at the budget.
+        # Whether the allocator was given expandable segments, and the device that is capped at the budget.
+        self._has_segments = False
         self._capped_device: torch.device | None = None
         self._last_description = self.describe()
 
     def __getstate__(self) -> dict[str, Any]:
         """Keep only the options in a copy or pickle; streams and pinned memory stay with the original."""
         alone = object.__new__(type(self))
-        vars(alone).update(vars(self) | {"stacks": [], "_capped_device": None, "_last_description": self.describe()})
+        vars(alone).update(
+            vars(self)
+            | {"stacks": [], "_has_segments": False, "_capped_device": None, "_last_description": self.describe()}
+        )
         return vars(alone)
 
     def __repr__(self) -> str:
@@ -233,18 +238,25 @@ class OffloadCheckpointing:
         ]
 
     def cap(self, device: torch.device, patcher: Patcher) -> None:
-        """Cap the memory that this process reserves on a device at ``vram_budget``, until the patcher undoes it.
+        """Keep the memory that this process reserves on a device within ``vram_budget``, until the patcher undoes it.
 
-        No-op without a budget, without CUDA, and if the device has no more memory than that.
+        Call it before the model is built, and again once it is placed: with weights="stream" a model is built on the
+        device, and the cap begins when its weights are on the host. No-op without a budget, without CUDA, and if the
+        device has no more memory than that.
 
         Raises:
             OptionError: The process has reserved more already.
         """
-        budget = self.options.vram_budget_bytes
+        budget, is_moving = self.options.vram_budget_bytes, self.options.weights == "stream" and not self.stacks
         if budget is None or device.type != "cuda" or budget >= device_bytes(device):
             return
-        patcher.add_undo(cap_memory(device, budget))
-        patcher.set_attribute(self, "_capped_device", device)
+        if not self._has_segments:
+            patcher.set_attribute(self, "_has_segments", True)
+            if (restore := expand_segments()) is not None:
+                patcher.add_undo(restore)
+        if not is_moving and self._capped_device is None:
+            patcher.add_undo(cap_memory(device, budget))
+            patcher.set_attribute(self, "_capped_device", device)
 
     def place(self, device: torch.device) -> None:
         """Move frozen weights to the host if requested; called once the model is on its device, else in the first

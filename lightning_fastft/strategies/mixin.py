@@ -209,6 +209,7 @@ class FastFTStrategyMixin(_Base):
             if trainer.state.fn == TrainerFn.FITTING:
                 self.packed_steps.check_documents()
             self.packed_steps.place(self.root_device)
+            self.checkpointing.cap(self.root_device, self._patcher)
 
     def teardown(self) -> None:
         """Undo the remaining patches, then tear down the parent strategy."""
@@ -353,7 +354,8 @@ class FastFTStrategyMixin(_Base):
             place = f"{place}{rank}, at optimizer step {trainer.global_step + 1}"
         plan = self.checkpointing.status().reason
         remedy = (
-            "The model does not fit: raise vram_budget, or use quantization='nf4' or a larger device"
+            "The model does not fit: raise vram_budget, use OffloadCheckpointing(weights='stream'), whose cap begins "
+            "when the weights are on the host, or a quantised base (quantization='nf4')"
             if effect == _NOTHING_TRAINED
             else f"The batch was not changed: {self.checkpointing.remedy()}"
         )

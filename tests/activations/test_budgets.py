@@ -41,24 +41,40 @@ def calls(monkeypatch):
     return seen
 
 
-def test_a_cap_frees_the_cache_expands_segments_and_is_lifted(calls):
-    lift = budgets.cap_memory(DEVICE, 8 * GIB)
-    assert calls == ["empty_cache", "expandable_segments:True", 0.1]
-    calls.clear()
-    lift()
-    assert calls == [1.0, "expandable_segments:False"]
+WHOLE = ["expandable_segments:True", "empty_cache", 0.1, 1.0, "expandable_segments:False"]
+
+
+@pytest.mark.parametrize("weights", ["auto", "resident"])
+def test_a_run_expands_segments_and_is_capped_until_it_ends(calls, weights):
+    checkpointing, patcher = OffloadCheckpointing("auto", vram_budget=8, weights=weights), ModelPatcher()
+    checkpointing.cap(DEVICE, patcher)
+    checkpointing.cap(DEVICE, patcher)
+    patcher.undo()
+    assert calls == WHOLE
+
+
+def test_a_model_that_is_streamed_is_capped_when_its_weights_are_on_the_host(calls):
+    checkpointing, patcher = OffloadCheckpointing("auto", vram_budget=8, weights="stream"), ModelPatcher()
+    checkpointing.cap(DEVICE, patcher)
+    assert calls == WHOLE[:1]
+    checkpointing.stacks.append(object())
+    checkpointing.cap(DEVICE, patcher)
+    checkpointing.stacks.clear()
+    patcher.undo()
+    assert calls == WHOLE
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_settings_of_the_user_stay(calls, monkeypatch, name):
     monkeypatch.setenv(name, "max_split_size_mb:512")
-    budgets.cap_memory(DEVICE, 8 * GIB)()
-    assert calls == ["empty_cache", 0.1, 1.0]
+    assert budgets.expand_segments() is None
+    assert not calls
 
 
 def test_another_allocator_and_a_lower_cap_stay(calls, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.05)
+    assert budgets.expand_segments() is None
     budgets.cap_memory(DEVICE, 8 * GIB)()
     assert calls == ["empty_cache", 0.05, 0.05]
 
@@ -97,6 +113,9 @@ class Capped(OffloadCheckpointing):
         self.events.append(f"cap {device}")
         patcher.add_undo(lambda: self.events.append("lift"))
 
+    def place(self, device):
+        self.events.append("place")
+
     def attach(self, *args, **options):
         self.events.append("attach")
         return super().attach(*args, **options)
@@ -133,7 +152,7 @@ def fit(folder, *, fails):
 
 
 def test_a_run_is_capped_before_its_model_is_built_until_it_ends(tmp_path):
-    assert fit(tmp_path, fails=False) == ["cap cpu", "load", "attach", "lift"]
+    assert fit(tmp_path, fails=False) == ["cap cpu", "load", "attach", "place", "cap cpu", "lift", "lift"]
 
 
 def test_a_model_that_does_not_load_within_the_budget_names_it(tmp_path):

@@ -27,7 +27,6 @@ CONFIG = {
     "tie_word_embeddings": False,
 }
 NUM_STEPS = 9
-MIB = 2**20
 
 
 class Peaks(Callback):
@@ -64,10 +63,10 @@ def free(tmp_path_factory):
     return fit(tmp_path_factory.mktemp("free"))
 
 
-@pytest.mark.parametrize("share", [0.9, 0.6, 0.5])
-def test_a_whole_run_stays_within_its_budget(tmp_path, free, share):
+@pytest.mark.parametrize(("share", "weights"), [(0.5, "auto"), (0.25, "auto"), (0.12, "stream")])
+def test_a_whole_run_stays_within_its_budget(tmp_path, free, share, weights):
     budget = int(share * free.reserved)
-    found = fit(tmp_path, vram_budget=budget / 2**30)
+    found = fit(tmp_path, vram_budget=budget / 2**30, weights=weights)
     assert found.reserved <= budget
     assert found.losses == pytest.approx(free.losses, rel=1e-3)
     memory = next(status for status in found.statuses if status.name == "device memory")
