@@ -259,7 +259,8 @@ def _capped(name: str, run: Run, cap_gib: float, session: Session, options: argp
         torch.cuda.set_per_process_memory_fraction(1.0)
     if not record["reason"] and not options.without_reference:
         # The same packs and adapters with all of the device's memory.
-        mode = "recompute+fused" if "+fused" in run.mode else "recompute"
+        layers = [part for part in run.mode.split("+")[1:] if part.startswith(("fused", "tiles"))]
+        mode = "+".join(["recompute", *layers])
         reference = rig.measure(Run(mode, run.num_tokens, num_steps=LEAST_STEPS, num_profiles=0))
         record["reference"] = {"reason": reference["reason"], "losses": reference.get("losses", [])}
         record["reason"] = reference["reason"] or disagreement(record, reference)
