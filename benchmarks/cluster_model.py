@@ -89,15 +89,17 @@ def compare_rows(path: Path = RESULTS_PATH) -> list[Row]:
         match, workload = _SYSTEM.fullmatch(system), _WORKLOAD.fullmatch(name)
         if match is None or workload is None:
             continue
-        num_gpus = int(match["gpus"])
+        num_gpus, alone_name = int(match["gpus"]), name.removesuffix("+resident")
         layout = Layout(
-            "fsdp2" if match["kind"] == "fsdp" else "ddp", context=num_gpus if match["kind"] == "context" else 1
+            "fsdp2" if match["kind"] == "fsdp" else "ddp",
+            context=num_gpus if match["kind"] == "context" else 1,
+            is_resident=name != alone_name,
         )
         options = {"device": row["device"], "is_full": bool(match["full"])}
         predicted = estimate(workload, layout, num_gpus=num_gpus, **options)
-        if name in newest:
+        if alone_name in newest:
             # The mode of the row decides about compute and activations: both are taken from its own step on one GPU.
-            one, alone = newest[name], estimate(workload, Layout("ddp"), num_gpus=1, **options)
+            one, alone = newest[alone_name], estimate(workload, Layout("ddp"), num_gpus=1, **options)
             scaled = estimate(workload, layout, num_gpus=num_gpus, factor=one.step_ms / alone.step_ms, **options)
             predicted = Estimate(scaled.step_ms, predicted.peak_gib + one.peak_gib - alone.peak_gib)
         is_used = (date, system) in USED and name.startswith("qwen3-8b")

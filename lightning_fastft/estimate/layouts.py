@@ -42,17 +42,20 @@ class Layout(NamedTuple):
             "expert" shards the experts over ``size`` GPUs and holds the rest on each.
         size: GPUs of an expert-parallel group.
         context: GPUs that share each pack.
+        is_resident: Whether the frozen weights of "fsdp2" stay gathered on every GPU, next to its shard.
     """
 
     kind: Kind
     size: int = 1
     context: int = 1
+    is_resident: bool = False
 
     @property
     def name(self) -> str:
         """Return a short name for tables."""
         name = {"ddp": "DDP", "fsdp2": "FSDP2", "hybrid": "hybrid sharding", "expert": "expert parallel"}[self.kind]
         name += f" {self.size}" if self.kind == "expert" else ""
+        name += ", frozen gathered" if self.is_resident else ""
         return name + (f", context parallel {self.context}" if self.context > 1 else "")
 
 
@@ -104,9 +107,9 @@ class ModelSize(NamedTuple):
         """Layers and root."""
         return (*self.layers, self.root)
 
-    def gathered_bytes(self, part: LayerSize) -> float:
-        """Return the bytes of the weights of a part when they are gathered."""
-        return part.frozen_bytes + part.num_trained * self.trained_itemsize
+    def gathered_bytes(self, part: LayerSize, *, is_resident: bool = False) -> float:
+        """Return the bytes of the weights of a part that are gathered for each use."""
+        return (0 if is_resident else part.frozen_bytes) + part.num_trained * self.trained_itemsize
 
 
 class Traffic(NamedTuple):
@@ -183,6 +186,8 @@ def possible_layouts(cluster: Cluster, model: ModelSize) -> Iterator[Layout]:
     """Yield the layouts that the sizes allow; groups that exchange tokens stay inside a node."""
     yield Layout("ddp")
     yield Layout("fsdp2")
+    if any(layer.frozen_bytes for layer in model.layers):
+        yield Layout("fsdp2", is_resident=True)
     if cluster.num_nodes > 1 and cluster.gpus_per_node > 1:
         yield Layout("hybrid")
     sizes = [size for size in range(cluster.gpus_per_node, 1, -1) if cluster.gpus_per_node % size == 0]
@@ -212,9 +217,11 @@ def resident_bytes(layout: Layout, cluster: Cluster, model: ModelSize, *, num_to
     shards, state = num_shards(layout, cluster), model.state_itemsize
     if shards > 1:
         held = sum(part.frozen_bytes + part.num_trained * state for part in model.parts) / shards
+        held += sum(layer.frozen_bytes for layer in model.layers) if layout.is_resident else 0.0
         layer = max(model.layers, key=model.gathered_bytes)
         # The tensors outside of the layers stay gathered through the step, and so do their gradients in the backward.
-        gathered = model.gathered_bytes(model.root) + _GATHERED_LAYERS * model.gathered_bytes(layer)
+        gathered = model.gathered_bytes(model.root)
+        gathered += _GATHERED_LAYERS * model.gathered_bytes(layer, is_resident=layout.is_resident)
         gradients = model.root.num_trained * model.trained_itemsize
         gradients += layer.num_trained * (model.trained_itemsize + _REDUCED_BYTES)
         return int(held + gathered + gradients)
@@ -289,7 +296,8 @@ def exchange(
     shards = num_shards(layout, cluster)
     if shards > 1:
         for part in model.parts:
-            num_bytes, is_layer = model.gathered_bytes(part), part is not model.root
+            is_layer = part is not model.root
+            num_bytes = model.gathered_bytes(part, is_resident=layout.is_resident and is_layer)
             forward += ring.neighbours_ms(num_bytes, shards)
             # The tensors outside of the layers stay gathered.
             backward += ring.neighbours_ms(num_bytes, shards) if is_layer else 0.0

@@ -6,6 +6,7 @@ Axes: T tokens of the pack, D model width.
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import inspect
 import textwrap
@@ -119,9 +120,12 @@ def install_mixers(model: PreTrainedModel, patcher: ModelPatcher) -> list[Status
     if family is None:
         return []
     if mixers:
-        functions = find_kernels(family) if any(parameter.is_cuda for parameter in mixers[0].parameters()) else {}
+        largest = max(mixers[0].parameters(), key=torch.Tensor.numel)
+        functions = find_kernels(family) if largest.is_cuda else {}
         for kind in {type(mixer) for mixer in mixers}:
             check_calls(kind, functions)
+        if functions and largest.dtype is torch.float32:
+            _multiply_in_fp32(patcher)
     # transformers builds the mask of mixers for the whole family, even for a model without mixers.
     patcher.add_undo(decoder.register_forward_pre_hook(_hide_mask, with_kwargs=True).remove)
     if not mixers:
@@ -139,6 +143,16 @@ def install_mixers(model: PreTrainedModel, patcher: ModelPatcher) -> list[Status
     for layer in _silent_layers(decoder, family):
         patcher.add_undo(layer.register_forward_pre_hook(_pass_context_as_mask, with_kwargs=True).remove)
     return [Status(STATUS_NAME, "active", f"{family.kind}, {len(mixers)} {family.class_name}, per document")]
+
+
+def _multiply_in_fp32(patcher: ModelPatcher) -> None:
+    """Give Triton's products of float32 the precision of float32: fla-core leaves it to the default, which is TF32."""
+    from triton import knobs
+
+    language = contextlib.ExitStack()
+    language.enter_context(knobs.language.scope())
+    knobs.language.fp32_default = "tf32x3"
+    patcher.add_undo(language.close)
 
 
 def _take_context(kwargs: dict[str, Any]) -> tuple[BatchContext | None, dict[str, Any]]:

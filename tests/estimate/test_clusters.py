@@ -122,6 +122,21 @@ def test_each_strategy_exchanges_what_its_ring_needs(sized):
     assert exchange(Layout("ddp", context=4), one, model, **options).bound == "NVLink"
 
 
+def test_frozen_layers_that_stay_gathered_cost_memory_and_no_exchange(sized):
+    cost, model = sized[4]
+    two, options = cluster(16, 2), {"num_tokens": TOKENS}
+    sharded, resident = Layout("fsdp2"), Layout("fsdp2", is_resident=True)
+    assert resident in possible_layouts(two, model)
+    assert resident not in possible_layouts(two, sized[None][1])
+    times = [exchange(layout, two, model, recomputed=[False] * 2, **options) for layout in (sharded, resident)]
+    frozen_ms = sum(Rings(two).neighbours_ms(layer.frozen_bytes, 16) for layer in model.layers)
+    latency_ms = 2 * 15 * NETWORK_HOP_MS
+    assert times[0].forward_ms - times[1].forward_ms == pytest.approx(frozen_ms - latency_ms)
+    held = [rank_cost(cost, layout, two, model, **options).base_bytes for layout in (sharded, resident)]
+    # Both layers, in place of the two that are gathered at a time.
+    assert held[1] == pytest.approx(held[0], abs=1)
+
+
 def test_memory_of_a_gpu_falls_with_its_share(sized):
     cost, model = sized[None]
     two = cluster(16, 2)

@@ -36,8 +36,8 @@ NAMES = (
 )
 # One of each kind of mixer.
 KINDS = ("lfm2", "qwen3_5_text", "kimi_linear", "bamba")
-# The kernels multiply float32 in TF32, and so may PyTorch: twice its error is allowed, or this where it has less.
-BOUND = 5e-3
+# Sums of float32 in another order, through two layers and their backward.
+BOUND = 1e-4
 
 
 @pytest.fixture(autouse=True)
@@ -54,17 +54,13 @@ def build(name):
     return model, find_mixers(model, mixer_family(model))
 
 
-def run_alone(model, *, num_items, in_tf32):
+def run_alone(model, *, num_items):
     """Logits and gradients by transformers' PyTorch code, each document in a forward of its own."""
     logits = []
-    torch.backends.cuda.matmul.allow_tf32 = in_tf32
-    try:
-        for document in make_documents(LENGTHS):
-            ids, labels = (torch.as_tensor(x, device="cuda") for x in (document.input_ids, document.labels))
-            logits.append(model(input_ids=ids[None], use_cache=False).logits[0])
-            (summed_loss(logits[-1], labels) / num_items).backward()
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = False
+    for document in make_documents(LENGTHS):
+        ids, labels = (torch.as_tensor(x, device="cuda") for x in (document.input_ids, document.labels))
+        logits.append(model(input_ids=ids[None], use_cache=False).logits[0])
+        (summed_loss(logits[-1], labels) / num_items).backward()
     return {"logits": torch.cat(logits).detach(), **take_gradients(model)}
 
 
@@ -106,16 +102,12 @@ def compare(model, mixers, *, policy):
     for mixer in mixers:
         # transformers would take fla-core's kernels for the documents too.
         mixer.forward = functools.partial(without_kernels(type(mixer).forward), mixer)
-    truth, plain = (run_alone(model, num_items=batch.context.num_items, in_tf32=x) for x in (False, True))
+    truth = run_alone(model, num_items=batch.context.num_items)
     found = {"logits": logits, **gradients}
     assert found.keys() == truth.keys()
-    too_far = {
-        name: (error, by_plain)
-        for name, true in truth.items()
-        if (error := relative_error(found[name], true))
-        > max(2 * (by_plain := relative_error(plain[name], true)), BOUND)
-    }
-    assert not too_far, too_far
+    errors = {name: relative_error(found[name], true) for name, true in truth.items()}
+    print(f"largest error {max(errors.values()):.2g}")
+    assert max(errors.values()) < BOUND, {name: error for name, error in errors.items() if error >= BOUND}
     return gradients
 
 

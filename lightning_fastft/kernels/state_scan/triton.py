@@ -445,6 +445,9 @@ def scan_backward(
         *strides,
         **sizes,
         num_warps=GRADIENT_WARPS,
+        # A product fused with the sum that follows rounds differently in the threads that hold the same sum
+        # (triton-lang/triton#7264), and they write it to the same place.
+        enable_fp_fusion=False,
     )
     heads = _heads_per_program(num_heads // num_groups)
     d_b_parts, d_c_parts = (dt_TH.new_empty(num_tokens, num_heads // heads, num_n) for _ in range(2))
