@@ -191,12 +191,10 @@ def _describe_hybrids() -> list[str]:
         "and in the backward (`pytest tests/mixers`). On a GPU the kernels of fla-core are needed",
         "(`pip install 'lightning-fastft[hybrid]'`); without them, or for a mixer that has none, a packed batch raises",
         "`UnsupportedModelError`; `attention='one_by_one'` trains these families there. Gated delta rules are measured",
-        "on an H200 (`python -m benchmarks.train_step run --workload qwen3.5-9b-lora`). Kernels of Kimi delta",
-        "attention and of Mamba-2 were compared with each document alone on an H200",
-        "(`pytest tests/gpu/test_mixers_gpu.py`); their speed is not measured. In fp32 the tests of Qwen3.5 and",
-        "Qwen3-Next in that file were up to 1.2 % off there (0.5 % is allowed): the kernels multiply in TF32. In\n"
-        "Triton's interpreter, whose products are exact, they agree within 8e-6. Train these families in bf16, the\n"
-        "default, where their layers are as exact as PyTorch's.\n",
+        "on an H200 (`python -m benchmarks.train_step run --workload qwen3.5-9b-lora`); the speed of Kimi delta",
+        "attention and of Mamba-2 is not measured. On an H100, outputs and gradients of a pack in fp32 differ from",
+        "those of each document alone by at most 1.2e-4 (`pytest tests/gpu/test_mixers_gpu.py`). There fla-core's",
+        "kernels multiply fp32 in three products of TF32; with one, Triton's default, they were up to 1.2 % off.\n",
         "| mixer | families | CPU | GPU |",
         "|---|---|---|---|",
         *(

@@ -89,24 +89,29 @@ def test_events_of_a_trace_become_kernels_and_large_copies():
 
 @pytest.mark.gpu
 def test_a_profiled_step_on_a_gpu_shows_its_copy_and_its_wait():
-    host = torch.empty(64 * MIB, dtype=torch.uint8).pin_memory()
-    device = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+    # The copy takes milliseconds, so that a product starts beside it on a busy host too.
+    host = torch.empty(512 * MIB, dtype=torch.uint8).pin_memory()
+    device = torch.empty(512 * MIB, dtype=torch.uint8, device="cuda")
     square = torch.randn(1024, 1024, device="cuda")
     side, event = torch.cuda.Stream(), torch.cuda.Event()
-    square @ square
+
+    def step():
+        with torch.cuda.stream(side):
+            device.copy_(host, non_blocking=True)
+            event.record()
+        square @ square
+        torch.cuda.current_stream().wait_event(event)
+        square @ square
+
+    step()
     profile = copies.StepProfile(is_cuda=True)
     profile.start()
-    square @ square
-    with torch.cuda.stream(side):
-        device.copy_(host, non_blocking=True)
-        event.record()
-    torch.cuda.current_stream().wait_event(event)
-    square @ square
+    step()
     trace = profile.stop()
     use = copy_use(trace.kernels, trace.copies)
     assert use.num_h2d == 1
-    assert use.h2d_gib == pytest.approx(64 / 1024)
-    # The product is shorter than the copy, so the second one waited.
+    assert use.h2d_gib == pytest.approx(0.5)
+    # The first product ran beside the copy and is shorter, so the second one waited.
     assert 0 < use.exposed_ms < use.h2d_ms
 
 

@@ -36,8 +36,8 @@ NAMES = (
 )
 # One of each kind of mixer.
 KINDS = ("lfm2", "qwen3_5_text", "kimi_linear", "bamba")
-# Sums of float32 in another order, through two layers and their backward.
-BOUND = 1e-4
+# Sums of float32 in another order, through two layers and their backward; products in TF32 are off by 1e-2.
+BOUND = 2e-4
 
 
 @pytest.fixture(autouse=True)
