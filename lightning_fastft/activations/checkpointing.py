@@ -100,14 +100,15 @@ class OffloadCheckpointing:
                 "weights='stream' frees device memory, and policy 'keep' fills it with activations: use policy 'auto' "
                 "with vram_budget."
             )
+        self.mlp_tiles = check_int("mlp_tiles", mlp_tiles, low=1, high=1024)
         self.options = StackOptions(
             policy=policy,
             vram_budget_bytes=_read_gib("vram_budget", vram_budget),
             host_budget_bytes=_read_gib("host_budget", host_budget),
             buffers=check_int("buffers", buffers, low=1, high=8),
             weights=weights,
+            mlp_tiles=self.mlp_tiles,
         )
-        self.mlp_tiles = check_int("mlp_tiles", mlp_tiles, low=1, high=1024)
         if policy == "keep" and mlp_tiles > 1:
             raise OptionError(
                 f"mlp_tiles={mlp_tiles} recomputes blocks in the backward, which policy 'keep' forbids: use 'auto' or "

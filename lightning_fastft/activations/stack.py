@@ -20,6 +20,7 @@ from lightning_fastft.activations.segments import KEEP, RECOMPUTE, Segment, is_r
 from lightning_fastft.activations.slots import align
 from lightning_fastft.activations.vram_budget import (
     BudgetWatch,
+    check_feasible,
     choose_first_plan,
     least_peak_bytes,
     predict_cost,
@@ -46,6 +47,7 @@ class StackOptions(NamedTuple):
     weights: str = "auto"
     is_serial: bool = False
     is_poisoned: bool = False
+    mlp_tiles: int = 1
 
 
 class SegmentStack:
@@ -249,14 +251,14 @@ class SegmentStack:
             weight_bytes=self.weights.layer_bytes,
             embedding_bytes=self.weights.embedding_bytes,
         )
-        choose = functools.partial(
-            choose_first_plan,
-            self._predicted,
-            counted=self.measurement.counted,
-            vram_budget_bytes=budget,
-            host_budget_bytes=self._host_budget(),
-            buffers=self.options.buffers,
-        )
+        budgets = {
+            "vram_budget_bytes": budget,
+            "host_budget_bytes": self._host_budget(),
+            "buffers": self.options.buffers,
+        }
+        column_bytes = self._longest_bytes // hidden.shape[-1] // self.options.mlp_tiles
+        check_feasible(self._predicted, self._layers, column_bytes=column_bytes, streaming=self._streaming, **budgets)
+        choose = functools.partial(choose_first_plan, self._predicted, counted=self.measurement.counted, **budgets)
         first = choose(streaming=self._streaming)
         if first.is_streamed and self.weights.streamed is None and not self._stream_first(hidden.device):
             first = choose(streaming=self._streaming)

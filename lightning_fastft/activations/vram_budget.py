@@ -11,6 +11,7 @@ from torch import nn
 from lightning_fastft.activations.probe import Memory
 from lightning_fastft.activations.segments import KEEP
 from lightning_fastft.activations.slots import align
+from lightning_fastft.core.errors import OptionError
 from lightning_fastft.planner.prediction import StepModel
 from lightning_fastft.planner.step import Machine, SegmentCost, SegmentPlan, StepCost, uniform_plan
 
@@ -161,6 +162,47 @@ def least_peak_bytes(cost: StepCost, *, host_budget_bytes: int, buffers: int, st
     return min(plan.peak_bytes for plan in found)
 
 
+def check_feasible(
+    cost: StepCost,
+    layers: Sequence[nn.Module],
+    *,
+    column_bytes: int,
+    vram_budget_bytes: int,
+    host_budget_bytes: int,
+    buffers: int,
+    streaming: Sequence[bool],
+) -> None:
+    """Refuse a budget that no step can keep, before the first one runs.
+
+    What any backward holds counts: the outputs of a layer's linear modules once, and no temporary memory. A budget
+    between that and the prediction is tried, because predicted peaks are upper bounds.
+
+    Args:
+        cost: Predicted costs.
+        layers: Decoder layers, in order.
+        column_bytes: Size of one value of each token that a layer computes at a time.
+        vram_budget_bytes: Device memory.
+        host_budget_bytes: Pinned host memory.
+        buffers: Number of staging slots.
+        streaming: Whether frozen weights are streamed: the possible answers.
+
+    Raises:
+        OptionError: The message has the memory of the leanest plan.
+    """
+    segments = tuple(
+        segment._replace(saved_bytes=column_bytes * _linear_width(layer), forward_peak_bytes=0, backward_peak_bytes=0)
+        for segment, layer in zip(cost.segments, layers)
+    )
+    certain = cost._replace(segments=segments, head_peak_bytes=0)
+    options = {"host_budget_bytes": host_budget_bytes, "buffers": buffers, "streaming": streaming}
+    if least_peak_bytes(certain, **options) > vram_budget_bytes:
+        least = least_peak_bytes(cost, **options)
+        raise OptionError(
+            f"vram_budget is {vram_budget_bytes / 2**30:.2f} GiB, and the leanest plan for this model and these packs "
+            f"takes about {least / 2**30:.2f} GiB. Raise vram_budget, or use a smaller max_tokens or mlp_tiles=8."
+        )
+
+
 def _plans(
     cost: StepCost, counted: set[int], *, host_budget_bytes: int, buffers: int, streaming: Sequence[bool]
 ) -> Iterator[FirstPlan]:
@@ -181,15 +223,17 @@ def _plans(
 
 def _output_width(layer: nn.Module) -> int:
     """Return the values per token that the linear layers and expert stacks of a decoder layer put out."""
-    width = 0
-    for name, module in layer.named_modules():
-        if "lora_" in name:
-            continue
-        if isinstance(module, nn.Linear):
-            width += module.out_features
-        width += sum(
-            min(parameter.shape[0], _EXPERTS_PER_TOKEN) * max(parameter.shape[1:])
-            for parameter in module.parameters(recurse=False)
-            if parameter.ndim == 3
-        )
-    return width
+    return _linear_width(layer) + sum(
+        min(parameter.shape[0], _EXPERTS_PER_TOKEN) * max(parameter.shape[1:])
+        for name, parameter in layer.named_parameters()
+        if parameter.ndim == 3 and "lora_" not in name
+    )
+
+
+def _linear_width(layer: nn.Module) -> int:
+    """Return the values per token that the linear layers of a decoder layer put out, without adapters."""
+    return sum(
+        module.out_features
+        for name, module in layer.named_modules()
+        if isinstance(module, nn.Linear) and "lora_" not in name
+    )

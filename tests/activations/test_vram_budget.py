@@ -11,8 +11,14 @@ from lightning_fastft.activations import measurement as measurement_module
 from lightning_fastft.activations import stack as stack_module
 from lightning_fastft.activations.probe import Memory
 from lightning_fastft.activations.segments import RECOMPUTE
-from lightning_fastft.activations.vram_budget import BudgetWatch, choose_first_plan, least_peak_bytes, predict_cost
-from lightning_fastft.core.errors import HostMemoryError
+from lightning_fastft.activations.vram_budget import (
+    BudgetWatch,
+    check_feasible,
+    choose_first_plan,
+    least_peak_bytes,
+    predict_cost,
+)
+from lightning_fastft.core.errors import HostMemoryError, OptionError
 from lightning_fastft.planner import plan as planner
 from lightning_fastft.planner.step import uniform_plan
 from tests.activations.test_stack import GIB, Attached, fast_machine  # noqa: F401
@@ -138,6 +144,33 @@ def test_least_peak_is_that_of_the_leanest_plan_without_a_kept_layer():
     least = least_peak_bytes(cost, host_budget_bytes=GIB, buffers=2, streaming=(False, True))
     assert least < choose(cost, 0).peak_bytes
     assert least < least_peak_bytes(cost, host_budget_bytes=GIB, buffers=2, streaming=(False,))
+
+
+def test_a_budget_below_what_any_backward_holds_is_refused_with_the_memory_of_the_leanest_plan():
+    layers = [nn.ModuleDict({"up": nn.Linear(D, F), "down": nn.Linear(F, D)}) for _ in range(6)]
+    # Weights that stay, of which a slot for each of three layers, one layer's input, and two staging slots for inputs.
+    cost = cost_of(base=64 * MIB)
+    input_bytes = cost.segments[0].input_bytes
+    certain = cost.base_bytes - 6 * 2 * MIB - MIB + 3 * 2 * MIB + 3 * input_bytes + 8 * T * 4 * (F + D)
+    options = {"column_bytes": 8 * T * 4, "host_budget_bytes": GIB, "buffers": 2, "streaming": (False, True)}
+    check_feasible(cost, layers, vram_budget_bytes=certain, **options)
+    least = least_peak_bytes(cost, host_budget_bytes=GIB, buffers=2, streaming=(False, True))
+    assert least > certain
+    with pytest.raises(OptionError, match=rf"vram_budget is 0\.\d\d GiB.* about {least / GIB:.2f} GiB"):
+        check_feasible(cost, layers, vram_budget_bytes=certain - 1, **options)
+    # Tiles hold a part of them.
+    check_feasible(cost, layers, vram_budget_bytes=certain - 1, **(options | {"column_bytes": 2 * T * 4}))
+
+
+def test_an_infeasible_budget_is_refused_before_the_first_layer_runs(allocator):
+    allocator.base_bytes = 10 * MIB
+    attached = Attached(adapted(), vram_budget=1e-3, host_budget=1)
+    ran = []
+    attached.model.get_submodule("base_model.model.model.layers.0.mlp").register_forward_hook(lambda *_: ran.append(1))
+    with pytest.raises(OptionError, match="leanest plan"):
+        attached.step()
+    assert not ran
+    assert attached.stack.weights.streamed is None
 
 
 def test_a_watch_lowers_the_memory_of_plans_at_the_limit_and_ends():
