@@ -85,7 +85,9 @@ class SegmentStack:
             self.segments, buffers=options.buffers, is_serial=options.is_serial, is_poisoned=options.is_poisoned
         )
         has_budget = options.vram_budget_bytes is not None
-        self.measurement = Measurement(layers, self.segments, measures_gap=has_budget)
+        self.measurement = Measurement(
+            layers, self.segments, measures_gap=has_budget, find_streams=lambda: self.executor.streams
+        )
         self._layers, self._vocab_size = layers, vocab_size
         self.weights = FrozenWeights(layers, weights)
         self._gathered = gathered
@@ -251,14 +253,24 @@ class SegmentStack:
             weight_bytes=self.weights.layer_bytes,
             embedding_bytes=self.weights.embedding_bytes,
         )
-        budgets = {
-            "vram_budget_bytes": budget,
-            "host_budget_bytes": self._host_budget(),
-            "buffers": self.options.buffers,
-        }
-        column_bytes = self._longest_bytes // hidden.shape[-1] // self.options.mlp_tiles
-        check_feasible(self._predicted, self._layers, column_bytes=column_bytes, streaming=self._streaming, **budgets)
-        choose = functools.partial(choose_first_plan, self._predicted, counted=self.measurement.counted, **budgets)
+        host_bytes, buffers, predicted = self._host_budget(), self.options.buffers, self._predicted
+        check_feasible(
+            predicted,
+            self._layers,
+            column_bytes=self._longest_bytes // hidden.shape[-1] // self.options.mlp_tiles,
+            vram_budget_bytes=budget,
+            host_budget_bytes=host_bytes,
+            buffers=buffers,
+            streaming=self._streaming,
+        )
+        choose = functools.partial(
+            choose_first_plan,
+            predicted,
+            counted=self.measurement.counted,
+            vram_budget_bytes=budget,
+            host_budget_bytes=host_bytes,
+            buffers=buffers,
+        )
         first = choose(streaming=self._streaming)
         if first.is_streamed and self.weights.streamed is None and not self._stream_first(hidden.device):
             first = choose(streaming=self._streaming)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -194,9 +195,11 @@ def check_feasible(
         for segment, layer in zip(cost.segments, layers)
     )
     certain = cost._replace(segments=segments, head_peak_bytes=0)
-    options = {"host_budget_bytes": host_budget_bytes, "buffers": buffers, "streaming": streaming}
-    if least_peak_bytes(certain, **options) > vram_budget_bytes:
-        least = least_peak_bytes(cost, **options)
+    least_of = functools.partial(
+        least_peak_bytes, host_budget_bytes=host_budget_bytes, buffers=buffers, streaming=streaming
+    )
+    if least_of(certain) > vram_budget_bytes:
+        least = least_of(cost)
         raise OptionError(
             f"vram_budget is {vram_budget_bytes / 2**30:.2f} GiB, and the leanest plan for this model and these packs "
             f"takes about {least / 2**30:.2f} GiB. Raise vram_budget, or use a smaller max_tokens or mlp_tiles=8."
