@@ -74,6 +74,7 @@ FIRST_CAPABILITY = {"fp8_linear": 89}
 # What the scripts of some tests are given; the others take a lane, or nothing.
 ARGUMENTS = {
     "test_compile": json.dumps(CASES[:1]),
+    "test_fp8_linear": json.dumps([(89, "bf16", "bf16", True, True)]),
     "test_divergence": json.dumps([(86, "fp16", name, True, 0) for name in ("_divergence_kernel", "_rest_kernel")]),
 }
 CHUNK_GRADIENTS = """
@@ -100,10 +101,7 @@ def compile_scripts():
         if "\nCOMPILE_SCRIPT = " not in path.read_text():
             continue
         module = importlib.import_module(f"tests.kernels.{path.stem}")
-        if path.stem == "test_fp8_linear":
-            yield from ((module.COMPILE_SCRIPT, (json.dumps([case]),)) for case in module.COMPILED)
-        else:
-            yield module.COMPILE_SCRIPT, (ARGUMENTS.get(path.stem, "promises"),)
+        yield module.COMPILE_SCRIPT, (ARGUMENTS.get(path.stem, "promises"),)
 
 
 def known_kernels():
