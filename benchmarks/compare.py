@@ -39,6 +39,7 @@ from benchmarks.results import append_rows
 from benchmarks.ruler.cases import Case
 from benchmarks.ruler.clocks import ClockLog, read_clocks
 from benchmarks.ruler.driver import LEAST_SECONDS, run_arms
+from benchmarks.ruler.model_configs import num_weights
 from benchmarks.ruler.pairs import (
     CONTROL,
     UNFINISHED,
@@ -50,7 +51,7 @@ from benchmarks.ruler.pairs import (
 )
 from benchmarks.ruler.report import read_records
 from benchmarks.ruler.systems import OUR_OPTIMIZERS, SYSTEMS, find_gap, missing_module, settings_of
-from benchmarks.ruler.workloads import WORKLOADS, WorkloadFiles, num_weights
+from benchmarks.ruler.workloads import WORKLOADS, WorkloadFiles
 
 _KEY = ("workload", "system", "mode", "label_share", "optimizer", "half", "repeat", "num_steps")
 _SHARED_MEMORY = Path("/dev/shm")

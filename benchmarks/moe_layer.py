@@ -33,10 +33,11 @@ from torch import nn
 
 from benchmarks.results import append_rows
 from benchmarks.ruler import judge as judging
+from benchmarks.ruler.building import busiest_share, num_busy
 from benchmarks.ruler.cases import case_failures, drop_frames, versions
 from benchmarks.ruler.measure import HostWaits, StepClock, peak_memory_gib, summarise_ms
 from benchmarks.ruler.report import read_records
-from benchmarks.ruler.workloads import ATTENTION_MODULES, EXPERT_PARAMETERS, busiest_share, num_busy
+from benchmarks.ruler.workloads import ATTENTION_MODULES, EXPERT_PARAMETERS
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.moe.install import install_bincount_router
 

@@ -45,11 +45,12 @@ from benchmarks import moe_layer, published_table, published_waits
 from benchmarks.published_arms import PublishedFiles, all_combinations, parse_combination, run_combinations
 from benchmarks.published_padded import TRADITIONAL, run_packed, run_padded
 from benchmarks.results import RESULTS_PATH, append_rows
+from benchmarks.ruler.building import build
 from benchmarks.ruler.cases import Case, CaseLog, base_dtype
 from benchmarks.ruler.driver import LEAST_SECONDS, run_arms
 from benchmarks.ruler.measure import summarise_ms
 from benchmarks.ruler.report import read_records, render_table, result_rows
-from benchmarks.ruler.workloads import WORKLOADS, build
+from benchmarks.ruler.workloads import WORKLOADS
 
 # What a case that was not measured says when it is worth another try.
 UNFINISHED = ("not started", "stopped after", "its process")

@@ -74,8 +74,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _build(options: argparse.Namespace) -> int:
+    from benchmarks.ruler.building import build
     from benchmarks.ruler.cases import base_dtype
-    from benchmarks.ruler.workloads import WORKLOADS, build
+    from benchmarks.ruler.workloads import WORKLOADS
 
     for name in options.workload:
         seconds = build(

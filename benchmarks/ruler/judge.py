@@ -4,7 +4,7 @@ Each trainable tensor is compared with the same tensor of the plain arm (the fir
 cosine at least 0.999 and norm within 2 %. Gradients may be bf16 or fp32 where they were made; they are compared as
 float64 sums of fp32 values, so that the comparison adds no rounding of its own. On the
 ruler's weights the errors of bf16 arithmetic (other orders of summation, 0.4 % per rounding) stay inside these limits
-(see ``_condition`` in workloads.py); a system outside of the limits gets no row.
+(see ``_condition`` in building.py); a system outside of the limits gets no row.
 
 Modes with "+fp8" compute an approximation: a product of e4m3 numbers is 3.7 % off by its norm, more than the limits
 above allow to any gradient. They have wider limits, cosine at least 0.98 and norm within 10 %, which are in the

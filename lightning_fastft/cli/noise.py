@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 # Each pattern matches one message. Seen with torch 2.13, lightning 2.6.6, transformers 5.23, peft 0.21.2 and
 # bitsandbytes 0.50.2; a message that changes in another version is shown.
@@ -40,18 +41,11 @@ def without_noise() -> Iterator[None]:
         for category, words in _WARNINGS:
             warnings.filterwarnings("ignore", message=words, category=category)
         for name, beginning in _LOGGED:
-            log, has_other_words = logging.getLogger(name), _BeginsOtherwise(beginning)
+            log, has_other_words = logging.getLogger(name), partial(_begins_otherwise, beginning)
             log.addFilter(has_other_words)
             undo.callback(log.removeFilter, has_other_words)
         yield
 
 
-class _BeginsOtherwise(logging.Filter):
-    """Drop log records that start with a text."""
-
-    def __init__(self, beginning: str) -> None:
-        super().__init__()
-        self._beginning = beginning
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith(self._beginning)
+def _begins_otherwise(beginning: str, record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(beginning)

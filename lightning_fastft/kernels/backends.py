@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import ModuleType
 
 import torch
 
@@ -77,3 +79,20 @@ def uses_triton(backend: str, device: torch.device, *, dtype: torch.dtype | None
         given = f"{device}" if dtype is None else f"{dtype} on {device}"
         raise OptionError(f"Backend 'triton' takes {takes} on CUDA, got {given}; use 'reference' or 'auto' there.")
     return is_able and backend != "reference"
+
+
+def choose_module(reference: ModuleType, backend: str, x: torch.Tensor, *, any_dtype: bool = False) -> ModuleType:
+    """Return the module that runs: ``triton`` in the folder of ``reference``, imported on first use, or ``reference``.
+
+    Args:
+        reference: Module ``reference`` of the operation's folder.
+        backend: As in ``uses_triton``.
+        x: A tensor on the device of all, with the dtype that matters.
+        any_dtype: The kernel supports every dtype of its reference.
+
+    Raises:
+        OptionError: As ``uses_triton``.
+    """
+    if not uses_triton(backend, x.device, dtype=None if any_dtype else x.dtype):
+        return reference
+    return importlib.import_module(f"{reference.__package__}.triton")

@@ -6,9 +6,9 @@ Axes: T tokens of the pack, D model width.
 from __future__ import annotations
 
 import ast
-import contextlib
 import functools
 import inspect
+import os
 import textwrap
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +28,8 @@ from lightning_fastft.packing.context import BatchContext
 STATUS_NAME = "mixers"
 # Names under which the context counts its readers.
 BY_DOCUMENT, ON_KERNELS = "mixers by document", "mixers on fla"
+# Triton reads this when it compiles a product that names no precision.
+_FP32_PRODUCTS = "TRITON_F32_DEFAULT"
 # Keywords of a mixer's cache, and keywords that describe document borders, which the context replaces.
 _CACHES = ("past_key_values", "cache_params")
 _BORDERS = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
@@ -146,13 +148,17 @@ def install_mixers(model: PreTrainedModel, patcher: ModelPatcher) -> list[Status
 
 
 def _multiply_in_fp32(patcher: ModelPatcher) -> None:
-    """Give Triton's products of float32 the precision of float32: fla-core leaves it to the default, which is TF32."""
-    from triton import knobs
+    """Give Triton's products of fp32 the precision of fp32: fla-core leaves it to the default, which is TF32."""
+    before = os.environ.get(_FP32_PRODUCTS)
 
-    language = contextlib.ExitStack()
-    language.enter_context(knobs.language.scope())
-    knobs.language.fp32_default = "tf32x3"
-    patcher.add_undo(language.close)
+    def restore() -> None:
+        os.environ.pop(_FP32_PRODUCTS, None)
+        if before is not None:
+            os.environ[_FP32_PRODUCTS] = before
+
+    # Three products of TF32.
+    os.environ[_FP32_PRODUCTS] = "tf32x3"
+    patcher.add_undo(restore)
 
 
 def _take_context(kwargs: dict[str, Any]) -> tuple[BatchContext | None, dict[str, Any]]:

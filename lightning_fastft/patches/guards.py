@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -52,7 +53,7 @@ def install_guards(model: PreTrainedModel, patcher: ModelPatcher) -> ReadGuard:
     if mixer_family(model) is not None:
         _hook(decoder, patcher, before=_refuse_prefixes)
     if scales:
-        _hook(decoder, patcher, before=_ScaleGuard(type(model).__name__, limit=min(scales)))
+        _hook(decoder, patcher, before=partial(_refuse_scaled, type(model).__name__, min(scales)))
     return guard
 
 
@@ -67,7 +68,7 @@ def refuse_packed_batches(model: PreTrainedModel, patcher: ModelPatcher) -> None
         return
     # A wrapper may call model.forward, which skips the model's hooks, and a model may not pass keywords to its decoder.
     for module in dict.fromkeys((model, model.base_model)):
-        _hook(module, patcher, before=_Refusal(type(model).__name__))
+        _hook(module, patcher, before=partial(_refuse_packs, type(model).__name__))
 
 
 class ReadGuard:
@@ -126,38 +127,27 @@ class ReadGuard:
         )
 
 
-class _ScaleGuard:
-    """Forward pre-hook of a decoder whose attention scales queries by their position in the pack (Llama 4).
+def _refuse_scaled(name: str, limit: float, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise on long packs, in a forward pre-hook of a decoder that scales queries by their position (Llama 4).
 
-    The scale is 1 up to a limit.
+    The scale is 1 up to the limit.
     """
-
-    def __init__(self, name: str, *, limit: float) -> None:
-        self._name = name
-        self._limit = limit
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        context = kwargs.get("context")
-        if isinstance(context, BatchContext) and context.num_documents > 1 and context.num_tokens >= self._limit:
-            raise UnsupportedModelError(
-                f"{self._name} scales attention by the position in the row from {self._limit:.0f} tokens on "
-                f"(attn_temperature_tuning), and the pack has {context.num_tokens}: later documents would get a wrong "
-                f"scale. Set PackedDataModule(max_tokens={self._limit - 1:.0f}), or use attention='one_by_one'."
-            )
+    context = kwargs.get("context")
+    if isinstance(context, BatchContext) and context.num_documents > 1 and context.num_tokens >= limit:
+        raise UnsupportedModelError(
+            f"{name} scales attention by the position in the row from {limit:.0f} tokens on (attn_temperature_tuning), "
+            f"and the pack has {context.num_tokens}: later documents would get a wrong scale. Set "
+            f"PackedDataModule(max_tokens={limit - 1:.0f}), or use attention='one_by_one'."
+        )
 
 
-class _Refusal:
-    """Forward pre-hook that raises on packed batches."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if isinstance(kwargs.get("context"), BatchContext):
-            raise UnsupportedModelError(
-                f"{self._name} got a packed batch, but packing supports only causal language models. Give it padded "
-                f"rows from your own data module, or load the model with AutoModelForCausalLM."
-            )
+def _refuse_packs(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise on packed batches, in a forward pre-hook."""
+    if isinstance(kwargs.get("context"), BatchContext):
+        raise UnsupportedModelError(
+            f"{name} got a packed batch, but packing supports only causal language models. Give it padded rows from "
+            "your own data module, or load the model with AutoModelForCausalLM."
+        )
 
 
 def _refuse_prefixes(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

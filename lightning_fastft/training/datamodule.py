@@ -316,13 +316,13 @@ class PackedDataModule(SplitDataModule):
         """
         if self._plan is None or not state_dict:
             return
-        changes = compare_plans(state_dict["plan"], self._describe_plan())
+        changes, is_sizes_only = compare_plans(state_dict["plan"], self._describe_plan())
         position = int(state_dict["micro_batches"])
-        if not changes.lines:
+        if not changes:
             self._position, self._resized = position, read_resized(state_dict)
             if self._resized:
                 self._plan_rest()
-        elif changes.is_sizes_only:
+        elif is_sizes_only:
             length_N = self._subsets["train"].length_N
             epoch, self._resized = resize(
                 state_dict, make_plan=self._make_plan, length_N=length_N, max_tokens=self.max_tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_fastft.core.errors import DataError, MissingDependencyError, OptionError
 
@@ -18,22 +18,6 @@ class Sampled(NamedTuple):
 
     input_ids: list[int]
     log_probs: list[float] | None = None
-
-
-class Sampler(Protocol):
-    """Sample completions with the current policy or student."""
-
-    def __call__(
-        self,
-        tuner: Tuner,
-        prompts: Sequence[Sequence[int]],
-        *,
-        num_completions: int,
-        max_new_tokens: int,
-        temperature: float,
-        seed: int,
-    ) -> list[list[Sampled]]:
-        """Return num_completions completions of each prompt."""
 
 
 def sample_with_model(

@@ -12,9 +12,10 @@ import pytest
 from benchmarks import compare, results, train_step
 from benchmarks.ruler import clocks, picture, systems
 from benchmarks.ruler.cases import Case, CaseLog
+from benchmarks.ruler.model_configs import num_weights
 from benchmarks.ruler.pairs import CONTROL, comparison_rows, comparison_table, control_of, find_unfinished, pool, ratios
 from benchmarks.ruler.systems import SYSTEMS, Setting, System
-from benchmarks.ruler.workloads import WORKLOADS, num_weights
+from benchmarks.ruler.workloads import WORKLOADS
 
 OURS, PLAIN, UNSLOTH = ("ours", "keep+fused"), ("plain", "recompute"), ("unsloth", "off")
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from benchmarks.ruler import judge, report
+from benchmarks.ruler.building import build
 from benchmarks.ruler.cases import Case, CaseLog
 from benchmarks.ruler.driver import parse_arm
 from benchmarks.ruler.plans import parse_mode
-from benchmarks.ruler.workloads import WORKLOADS, WorkloadFiles, build
+from benchmarks.ruler.workloads import WORKLOADS, WorkloadFiles
 from lightning_fastft.callbacks.fused_kernels import FusedKernels
 
 

@@ -15,9 +15,11 @@ from safetensors.torch import load_file, save_file
 from benchmarks import step_profile
 from benchmarks.ruler import judge, proof, report, tensors, workloads
 from benchmarks.ruler.arms import ours, plain, sft
+from benchmarks.ruler.building import build
 from benchmarks.ruler.cases import FULL_LEARNING_RATE, LEARNING_RATE, Case, CaseLog, learning_rate_of
 from benchmarks.ruler.driver import parse_arm
-from benchmarks.ruler.workloads import WORKLOADS, WorkloadFiles, build, lora_config, num_weights
+from benchmarks.ruler.model_configs import num_weights
+from benchmarks.ruler.workloads import WORKLOADS, WorkloadFiles, lora_config
 from lightning_fastft.training.fine_tuner import FineTuner
 
 FULL = WORKLOADS["tiny-full"]
@@ -90,8 +92,8 @@ def change_model(monkeypatch):
 
 
 def test_workloads_that_are_built_stay_what_they_are():
-    assert "is_full" not in workloads._fingerprint(WORKLOADS["qwen3-8b-lora"])
-    assert workloads._fingerprint(WORKLOADS["qwen3-8b-full"])["is_full"] is True
+    assert "is_full" not in workloads.fingerprint(WORKLOADS["qwen3-8b-lora"])
+    assert workloads.fingerprint(WORKLOADS["qwen3-8b-full"])["is_full"] is True
 
 
 def test_full_workloads_share_the_weights_of_the_adapters_and_nothing_else(root, files):

@@ -12,9 +12,10 @@ import torch
 
 from benchmarks import moe, moe_layer
 from benchmarks.ruler import driver, judge, report
+from benchmarks.ruler.building import build, busiest_share, num_busy
 from benchmarks.ruler.cases import Case, CaseLog
 from benchmarks.ruler.driver import parse_arm
-from benchmarks.ruler.workloads import WORKLOADS, WorkloadFiles, build, busiest_share, make_packs, num_busy
+from benchmarks.ruler.workloads import WORKLOADS, WorkloadFiles, make_packs
 from lightning_fastft.core.patcher import ModelPatcher
 from tests.support.host_waits import count_host_waits
 

@@ -8,7 +8,8 @@ import torch
 from benchmarks import multi_gpu, offload, offload_front, offload_rig
 from benchmarks.offload_rig import Rig, Run, disagreement, exposed_ms
 from benchmarks.ruler import plans
-from benchmarks.ruler.workloads import WORKLOADS, WorkloadFiles, build, plan_packs, read_lengths
+from benchmarks.ruler.building import build
+from benchmarks.ruler.workloads import WORKLOADS, WorkloadFiles, plan_packs, read_lengths
 from lightning_fastft.monitor.report import copies
 from lightning_fastft.monitor.report.copies import Copy, Kernel, copy_use, read_events
 from lightning_fastft.planner.step import Machine, SegmentCost, StepCost, ValueCost, uniform_plan

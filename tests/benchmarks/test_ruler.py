@@ -10,6 +10,7 @@ from benchmarks import packed_metadata, results
 from benchmarks.ruler import cases as cases_module
 from benchmarks.ruler import judge, liger_layers, report
 from benchmarks.ruler.arms import sft
+from benchmarks.ruler.building import build
 from benchmarks.ruler.cases import Case, CaseLog, CaseRecorder, run_case
 from benchmarks.ruler.driver import parse_arm, run_arms
 from benchmarks.ruler.measure import HostWaits, StepClock, percentile, summarise_ms
@@ -17,7 +18,6 @@ from benchmarks.ruler.workloads import (
     WORKLOADS,
     Pack,
     WorkloadFiles,
-    build,
     generate_lengths,
     make_packs,
     plan_packs,

@@ -9,8 +9,9 @@ from transformers import DataCollatorWithFlattening
 
 from benchmarks.ruler import report
 from benchmarks.ruler.arms import ours, plain
+from benchmarks.ruler.building import build
 from benchmarks.ruler.cases import Case, CaseLog
-from benchmarks.ruler.workloads import WORKLOADS, Pack, WorkloadFiles, build
+from benchmarks.ruler.workloads import WORKLOADS, Pack, WorkloadFiles
 
 TINY = WORKLOADS["tiny"]
 NUM_TENSORS = 28

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from benchmarks import tuners
-from benchmarks.ruler.workloads import WORKLOADS, build
+from benchmarks.ruler.building import build
+from benchmarks.ruler.workloads import WORKLOADS
 
 
 @pytest.mark.parametrize("task", ["dpo", "grpo", "distill"])

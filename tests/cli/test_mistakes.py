@@ -18,7 +18,6 @@ from lightning_fastft.cli.signatures import read_parameters
 from lightning_fastft.cli.usage import HELP, parser_options
 from lightning_fastft.cli.words import TRAINER_COMMANDS
 from lightning_fastft.core.errors import DataError, FastFTError, OptionError
-from tests.cli.hostile_configs import BORING
 
 ROOT = Path(lightning_fastft.__file__).parents[1]
 HEAVY = {"torch", "lightning", "transformers", "peft", "bitsandbytes", "datasets", "jsonargparse", "numpy"}
@@ -138,15 +137,6 @@ def test_command_does_not_load_torch_with_the_package(program, tmp_path):
     imported = set(re.findall(r"\|\s*(\w+)$", done.stderr, re.MULTILINE))
     assert "lightning_fastft" in imported
     assert not HEAVY & imported
-
-
-@pytest.mark.slow(seconds=10)
-def test_command_registers_the_strategies_for_its_trainer(folder):
-    (folder / "config.yaml").write_text(BORING)
-    done = run_python(["-m", "lightning_fastft", "fit", "--config", "config.yaml", "--trainer.strategy=fastft"], folder)
-    assert done.returncode == 0, done.stderr
-    # What takes time is said, from the first second on.
-    assert re.search(r"^importing: \d+\.\d s$", done.stderr, re.MULTILINE)
 
 
 class _Parsed(Exception):  # noqa: N818

@@ -1,10 +1,13 @@
 """Which of kernel and twin runs: as named, else the kernel where it can."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from lightning_fastft.core.errors import OptionError
-from lightning_fastft.kernels.backends import uses_triton
+from lightning_fastft.kernels.backends import choose_module, uses_triton
+from lightning_fastft.kernels.repeat_heads import reference
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -36,3 +39,18 @@ def test_the_kernel_runs_where_it_can_unless_the_twin_is_named(backend, device, 
 def test_a_named_kernel_that_cannot_run_is_refused(backend, device, dtype, message):
     with pytest.raises(OptionError, match=message):
         uses_triton(backend, device, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "any_dtype", "name"),
+    [
+        (CPU, torch.bfloat16, False, "reference"),
+        (CUDA, torch.bfloat16, False, "triton"),
+        (CUDA, torch.float64, False, "reference"),
+        (CUDA, torch.float64, True, "triton"),
+    ],
+)
+def test_the_module_next_to_the_reference_is_chosen(device, dtype, any_dtype, name):
+    pytest.importorskip("triton")
+    module = choose_module(reference, "auto", SimpleNamespace(device=device, dtype=dtype), any_dtype=any_dtype)
+    assert module.__name__ == f"lightning_fastft.kernels.repeat_heads.{name}"

@@ -77,6 +77,18 @@ ARGUMENTS = {
     "test_fp8_linear": json.dumps([(89, "bf16", "bf16", True, True)]),
     "test_divergence": json.dumps([(86, "fp16", name, True, 0) for name in ("_divergence_kernel", "_rest_kernel")]),
 }
+ROW_SCALES = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from lightning_fastft.kernels.fp8_linear import triton as fp8
+
+constants = {"NUM_BLOCKS": 64, "GROUP": 256, "LARGEST": 448.0, "LEAST_PEAK": 1e-12}
+constants |= {"ROWS": fp8.SCALE_ROWS, "CHUNK": fp8.SCALE_BLOCKS}
+signature = {"weight": ("*u8", "*u8", *["*fp32"] * 4), "scale_ptr": "*fp32", "num_rows": "i32"}
+source = ASTSource(fp8._row_scales_kernel, signature | dict.fromkeys(constants, "constexpr"), constexprs=constants)
+triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
+"""
 CHUNK_GRADIENTS = """
 import triton
 from triton.backends.compiler import GPUTarget
@@ -97,6 +109,7 @@ triton.compile(ASTSource(kernel, signature, constexprs=constants), target=GPUTar
 def compile_scripts():
     """Yield each script that compiles kernels, with its arguments."""
     yield CHUNK_GRADIENTS, ()
+    yield ROW_SCALES, ()
     for path in sorted(Path(__file__).parent.glob("test_*.py")):
         if "\nCOMPILE_SCRIPT = " not in path.read_text():
             continue
@@ -110,7 +123,7 @@ def known_kernels():
     return {
         (path.parent.name, name)
         for path in folder.glob("*/triton.py")
-        for name in re.findall(r"^@triton\.jit\ndef (\w+_kernel)\(", path.read_text(), re.MULTILINE)
+        for name in re.findall(r"^@triton\.jit.*\ndef (\w+_kernel)\(", path.read_text(), re.MULTILINE)
     }
 
 

@@ -1,6 +1,7 @@
 """Hybrids: packed documents against each document alone, and the faults that such a comparison must find."""
 
 import copy
+import os
 import pickle
 
 import pytest
@@ -274,3 +275,18 @@ def test_a_hybrid_trains_under_the_strategy(name, options, tmp_path):
     after = module.state_dict()
     assert all(not torch.equal(before[key], after[key]) for key in before if ".conv" in key)
     assert not any("forward" in vars(mixer) for mixer in mixers_of(module.model))
+
+
+def test_kernels_multiply_fp32_in_fp32_until_the_change_is_undone(monkeypatch):
+    """No GPU is needed: what Triton reads when it compiles is set, and put back."""
+    monkeypatch.setattr(install, "find_kernels", lambda family: dict.fromkeys(["any"]))
+    monkeypatch.setattr(install, "check_calls", lambda kind, functions: None)
+    monkeypatch.setenv("TRITON_F32_DEFAULT", "ieee")
+    for dtype, expected in ((torch.float32, "tf32x3"), (torch.bfloat16, "ieee")):
+        model = build_tiny("qwen3_5_text").to(dtype)
+        with monkeypatch.context() as on_gpu:
+            on_gpu.setattr(torch.Tensor, "is_cuda", True, raising=False)
+            install_mixers(model, patcher := ModelPatcher())
+        assert os.environ["TRITON_F32_DEFAULT"] == expected
+        patcher.undo()
+        assert os.environ["TRITON_F32_DEFAULT"] == "ieee"

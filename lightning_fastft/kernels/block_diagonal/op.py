@@ -6,13 +6,12 @@ Axes: O rows of all blocks together, C columns of the matrix.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
 
 import torch
 
 from lightning_fastft.core.checks import check_layout, check_rows_apart
 from lightning_fastft.core.errors import ShapeError
-from lightning_fastft.kernels.backends import FLOATING, must_check, uses_triton
+from lightning_fastft.kernels.backends import FLOATING, choose_module, must_check
 from lightning_fastft.kernels.block_diagonal import reference
 
 MAX_COLUMNS = 4096
@@ -67,13 +66,4 @@ def write_block_diagonal(
                 f"The blocks have {num_rows} rows and {num_columns} columns together; out_OC is {tuple(out_OC.shape)}."
             )
     with torch.no_grad():
-        _choose(backend, out_OC).write_block_diagonal(out_OC, blocks)
-
-
-def _choose(backend: str, out_OC: torch.Tensor) -> ModuleType:
-    """Return the module of the backend."""
-    if not uses_triton(backend, out_OC.device, dtype=out_OC.dtype):
-        return reference
-    from lightning_fastft.kernels.block_diagonal import triton
-
-    return triton
+        choose_module(reference, backend, out_OC).write_block_diagonal(out_OC, blocks)

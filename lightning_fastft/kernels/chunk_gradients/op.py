@@ -11,13 +11,11 @@ The function is not differentiable; the autograd Functions of mixers call it.
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
 
 from lightning_fastft.core.checks import check_layout
 from lightning_fastft.core.errors import ShapeError
-from lightning_fastft.kernels.backends import FLOATING, must_check, plain_numbers, uses_triton
+from lightning_fastft.kernels.backends import FLOATING, choose_module, must_check, plain_numbers
 from lightning_fastft.kernels.chunk_gradients import reference
 from lightning_fastft.kernels.chunk_gradients.reference import ChunkGradients
 
@@ -86,7 +84,7 @@ def chunk_gradients(
     if must_check(is_checked):
         _check(q_THK, k_THK, v_TJV, d_out_TJV, state_NJKV, d_state_NJKV, decay_TJ, start_S1, chunk_N2, d_value_TJV)
     with plain_numbers(q_THK.device.type):
-        return _choose(backend, q_THK).chunk_gradients(
+        return choose_module(reference, backend, q_THK).chunk_gradients(
             q_THK,
             k_THK,
             v_TJV,
@@ -99,15 +97,6 @@ def chunk_gradients(
             scale=scale,
             d_value_TJV=d_value_TJV,
         )
-
-
-def _choose(backend: str, q_THK: torch.Tensor) -> ModuleType:
-    """Return the module of the backend."""
-    if not uses_triton(backend, q_THK.device, dtype=q_THK.dtype):
-        return reference
-    from lightning_fastft.kernels.chunk_gradients import triton
-
-    return triton
 
 
 def _check(

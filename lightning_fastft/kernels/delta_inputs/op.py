@@ -6,7 +6,6 @@ Axes: T tokens, C columns of the fused projection, G query and key heads, H valu
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_fastft.core.checks import check_choice, check_layout, check_out
 from lightning_fastft.core.errors import OptionError, ShapeError
-from lightning_fastft.kernels.backends import FLOATING, must_check, uses_triton
+from lightning_fastft.kernels.backends import FLOATING, choose_module, must_check
 from lightning_fastft.kernels.delta_inputs import reference
 from lightning_fastft.kernels.delta_inputs.reference import DeltaForm, DeltaInputs, DeltaParameters
 from lightning_fastft.kernels.head_gate.op import RowGradient
@@ -96,7 +95,9 @@ def delta_inputs_forward(
     if must_check(is_checked):
         _check(rows_TC, parameters, position_T, form)
     with torch.no_grad():
-        return _choose(backend, rows_TC).delta_inputs_forward(rows_TC, parameters, position_T, form=form)
+        return choose_module(reference, backend, rows_TC).delta_inputs_forward(
+            rows_TC, parameters, position_T, form=form
+        )
 
 
 def delta_inputs_backward(
@@ -149,7 +150,7 @@ def delta_inputs_backward(
         check_layout("out", out, rows_TC.shape, like=rows_TC, num_strided=1)
         check_out(out, may_be={}, must_not_meet=(rows_TC, *gradients))
     with torch.no_grad():
-        return _choose(backend, rows_TC).delta_inputs_backward(
+        return choose_module(reference, backend, rows_TC).delta_inputs_backward(
             gradients, rows_TC, parameters, position_T, form=form, needs_weights=needs_weights, out=out
         )
 
@@ -196,15 +197,6 @@ class _DeltaInputs(torch.autograd.Function):
             for d, weight, need in zip(gradients or weights, weights, needs)
         )
         return d_rows_TC if needs_rows else None, *d_weights, None, None, None
-
-
-def _choose(backend: str, rows_TC: torch.Tensor) -> ModuleType:
-    """Return the module of the backend."""
-    if not uses_triton(backend, rows_TC.device, dtype=rows_TC.dtype):
-        return reference
-    from lightning_fastft.kernels.delta_inputs import triton
-
-    return triton
 
 
 def _check(rows_TC: torch.Tensor, parameters: DeltaParameters, position_T: torch.Tensor, form: DeltaForm) -> None:

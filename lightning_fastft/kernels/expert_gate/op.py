@@ -7,13 +7,11 @@ Neither function is differentiable; the autograd Functions of layers call them.
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
 
 from lightning_fastft.core.checks import check_choice, check_float, check_layout, check_out
 from lightning_fastft.core.errors import OptionError, ShapeError
-from lightning_fastft.kernels.backends import FLOATING, must_check, uses_triton
+from lightning_fastft.kernels.backends import FLOATING, choose_module, must_check
 from lightning_fastft.kernels.expert_gate import reference
 from lightning_fastft.kernels.expert_gate.reference import ACTIVATIONS, GateForm, GateGradients, LowRankRows
 
@@ -64,7 +62,7 @@ def gate_forward(
         _check_form(form)
         _check_end(end_E, gate_up_NP)
     with torch.no_grad():
-        return _choose(backend, gate_up_NP).gate_forward(gate_up_NP, form=form, end_E=end_E)
+        return choose_module(reference, backend, gate_up_NP).gate_forward(gate_up_NP, form=form, end_E=end_E)
 
 
 def gate_backward(
@@ -135,7 +133,7 @@ def gate_backward(
         if out is not None:
             check_layout("out", out, gate_up_NP.shape, like=gate_up_NP, num_strided=1)
             check_out(out, may_be={"gate_up_NP": gate_up_NP}, must_not_meet=(d_act_NF, *(addend or ())))
-    module = _choose(backend, gate_up_NP)
+    module = choose_module(reference, backend, gate_up_NP)
     with torch.no_grad():
         return module.gate_backward(
             d_act_NF,
@@ -147,15 +145,6 @@ def gate_backward(
             end_E=end_E,
             out=out,
         )
-
-
-def _choose(backend: str, gate_up_NP: torch.Tensor) -> ModuleType:
-    """Return the module of the backend."""
-    if not uses_triton(backend, gate_up_NP.device, dtype=gate_up_NP.dtype):
-        return reference
-    from lightning_fastft.kernels.expert_gate import triton
-
-    return triton
 
 
 def _check_form(form: GateForm) -> None:

@@ -18,13 +18,12 @@ a graph.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
 
 import torch
 
 from lightning_fastft.core.checks import check_bool, check_choice, check_layout, check_rows_apart
 from lightning_fastft.core.errors import OptionError, ShapeError
-from lightning_fastft.kernels.backends import BACKENDS, TRITON_DTYPES, must_check, uses_triton
+from lightning_fastft.kernels.backends import BACKENDS, TRITON_DTYPES, choose_module, must_check
 from lightning_fastft.kernels.fp8_linear import reference
 from lightning_fastft.kernels.fp8_linear.reference import FP8, Fp8Rows
 from lightning_fastft.kernels.nf4_experts.reference import BLOCK_WEIGHTS
@@ -110,7 +109,7 @@ def quantise_rows(
         if factor_I is not None:
             check_layout("factor_I", factor_I, (num_columns,), dtypes=(torch.float32, torch.bfloat16), like=x_TI)
     with torch.no_grad():
-        return _choose(backend, x_TI.device).quantise_rows(
+        return choose_module(reference, backend, x_TI, any_dtype=True).quantise_rows(
             x_TI, factor_I=factor_I, round_scales_to_power_of_2=round_scales_to_power_of_2
         )
 
@@ -159,7 +158,7 @@ def nf4_row_scales(weights: Sequence[NF4Weight], *, scales: Sequence[torch.Tenso
         _check_parts(weight, scale_O[:1].expand(num_blocks * BLOCK_WEIGHTS))
     if scales:
         with torch.no_grad():
-            _choose(backend, scales[0].device).nf4_row_scales(weights, scales)
+            choose_module(reference, backend, scales[0], any_dtype=True).nf4_row_scales(weights, scales)
 
 
 def quantise_nf4(
@@ -227,7 +226,9 @@ def quantise_nf4(
             _check_parts(weight, value)
     if values:
         with torch.no_grad():
-            _choose(backend, values[0].device).quantise_nf4(weights, values, scales, is_transposed=is_transposed)
+            choose_module(reference, backend, values[0], any_dtype=True).quantise_nf4(
+                weights, values, scales, is_transposed=is_transposed
+            )
 
 
 def multiply(
@@ -274,7 +275,7 @@ def multiply(
         check_layout("rows.values_TI", rows.values_TI, (None, num_inputs), like=weight_OI)
         if scale_O is not None:
             check_layout("scale_O", scale_O, (num_outputs,), dtypes=(torch.float32,), like=weight_OI)
-    module = _choose(backend, weight_OI.device)
+    module = choose_module(reference, backend, weight_OI, any_dtype=True)
     if module is not reference:
         if dtype is not torch.bfloat16 or any(size % ALIGNED_COLUMNS for size in weight_OI.shape):
             raise OptionError(
@@ -285,12 +286,3 @@ def multiply(
             return rows.values_TI.new_empty(0, weight_OI.shape[0], dtype=dtype)
     with torch.no_grad():
         return module.multiply(rows, weight_OI, scale_O, dtype=dtype)
-
-
-def _choose(backend: str, device: torch.device) -> ModuleType:
-    """Return the module of the backend."""
-    if not uses_triton(backend, device):
-        return reference
-    from lightning_fastft.kernels.fp8_linear import triton
-
-    return triton

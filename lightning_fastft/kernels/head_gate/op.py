@@ -5,7 +5,6 @@ Axes: T tokens, C columns of the fused projection that holds the gates, H heads,
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_fastft.core.checks import check_choice, check_layout, check_out
 from lightning_fastft.core.errors import OptionError, ShapeError
-from lightning_fastft.kernels.backends import FLOATING, must_check, uses_triton
+from lightning_fastft.kernels.backends import FLOATING, choose_module, must_check
 from lightning_fastft.kernels.head_gate import reference
 from lightning_fastft.kernels.head_gate.reference import ACTIVATIONS, HeadGateForm, HeadGateGradients
 
@@ -122,7 +121,7 @@ def head_gate_forward(
     if must_check(is_checked):
         _check(x_THW, rows_TC, weight_W, form)
     with torch.no_grad():
-        return _choose(backend, x_THW).head_gate_forward(x_THW, rows_TC, weight_W, form=form)
+        return choose_module(reference, backend, x_THW).head_gate_forward(x_THW, rows_TC, weight_W, form=form)
 
 
 def head_gate_backward(
@@ -186,7 +185,7 @@ def head_gate_backward(
         if check_choice("needs_weight", needs_weight, (False, True)) and not form.has_norm:
             raise OptionError("needs_weight is True, but the form has no norm. Pass needs_weight=False.")
     with torch.no_grad():
-        return _choose(backend, x_THW).head_gate_backward(
+        return choose_module(reference, backend, x_THW).head_gate_backward(
             d_y_TI, x_THW, rows_TC, weight_W, form=form, needs_weight=needs_weight, out=out
         )
 
@@ -228,15 +227,6 @@ class _GateHeads(torch.autograd.Function):
         if weight_W is not None and d_weight_W is not None:
             d_weight_W = d_weight_W.to(weight_W.dtype)
         return gradients.d_x_THW, None, d_weight_W, None, None
-
-
-def _choose(backend: str, x_THW: torch.Tensor) -> ModuleType:
-    """Return the module of the backend."""
-    if not uses_triton(backend, x_THW.device, dtype=x_THW.dtype):
-        return reference
-    from lightning_fastft.kernels.head_gate import triton
-
-    return triton
 
 
 def _check(x_THW: torch.Tensor, rows_TC: torch.Tensor, weight_W: torch.Tensor | None, form: HeadGateForm) -> None:

@@ -6,12 +6,10 @@ The function is not differentiable; the autograd Functions of layers call it.
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
 
 from lightning_fastft.core.checks import check_layout, check_out
-from lightning_fastft.kernels.backends import FLOATING, must_check, plain_numbers, uses_triton
+from lightning_fastft.kernels.backends import FLOATING, choose_module, must_check, plain_numbers
 from lightning_fastft.kernels.low_rank_add import reference
 
 
@@ -76,13 +74,6 @@ def add_low_rank(
             check_out(out, may_be={"base_TN": base_TN, "residual_TN": residual_TN}, must_not_meet=(low_TR, factor_RN))
     # Autocast would round the factors of the reference's products.
     with plain_numbers(base_TN.device.type):
-        return _choose(backend, base_TN).add_low_rank(base_TN, low_TR, factor_RN, residual_TN=residual_TN, out=out)
-
-
-def _choose(backend: str, base_TN: torch.Tensor) -> ModuleType:
-    """Return the module of the backend."""
-    if not uses_triton(backend, base_TN.device, dtype=base_TN.dtype):
-        return reference
-    from lightning_fastft.kernels.low_rank_add import triton
-
-    return triton
+        return choose_module(reference, backend, base_TN).add_low_rank(
+            base_TN, low_TR, factor_RN, residual_TN=residual_TN, out=out
+        )

@@ -7,14 +7,13 @@ Axes: O output columns and I input columns of a weight, (O, I) in memory; C = O 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from lightning_fastft.core.checks import check_choice, check_int, check_layout, check_rows_apart, check_tensor
 from lightning_fastft.core.errors import OptionError, ShapeError
-from lightning_fastft.kernels.backends import BACKENDS, TRITON_DTYPES, must_check, uses_triton
+from lightning_fastft.kernels.backends import BACKENDS, TRITON_DTYPES, choose_module, must_check
 from lightning_fastft.kernels.nf4_experts.reference import BLOCK_WEIGHTS, GROUP_BLOCKS
 from lightning_fastft.kernels.nf4_linear import reference
 from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
@@ -148,7 +147,7 @@ def dequantise_many(
     if not outs:
         return
     with torch.no_grad():
-        _choose(backend, outs[0]).dequantise_many(weights, outs)
+        choose_module(reference, backend, outs[0], any_dtype=True).dequantise_many(weights, outs)
 
 
 def _is_served(weight: torch.Tensor, state: Any) -> bool:
@@ -164,15 +163,6 @@ def _is_served(weight: torch.Tensor, state: Any) -> bool:
     return all(part.dtype is torch.float32 for part in floats) and all(
         part.is_contiguous() for part in (weight, state.absmax, *floats)
     )
-
-
-def _choose(backend: str, out_OI: torch.Tensor) -> ModuleType:
-    """Return the module of the backend."""
-    if not uses_triton(backend, out_OI.device):
-        return reference
-    from lightning_fastft.kernels.nf4_linear import triton
-
-    return triton
 
 
 def _check_size(shape: tuple[int, int]) -> tuple[int, int]:

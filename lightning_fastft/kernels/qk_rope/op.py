@@ -6,13 +6,11 @@ Neither function is differentiable; the autograd Functions of layers call them.
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
 
 from lightning_fastft.core.checks import check_choice, check_float, check_int, check_layout, check_out
 from lightning_fastft.core.errors import OptionError, ShapeError
-from lightning_fastft.kernels.backends import FLOATING, TRITON_DTYPES, must_check, uses_triton
+from lightning_fastft.kernels.backends import FLOATING, TRITON_DTYPES, choose_module, must_check
 from lightning_fastft.kernels.qk_rope import reference
 from lightning_fastft.kernels.qk_rope.reference import HeadGradients, Heads, RopeForm, RopeGradients
 
@@ -83,7 +81,7 @@ def qk_rope_forward(
             raw_TC, may_be = (qkv_TC, {}) if form.has_norm else (None, {"qkv_TC": qkv_TC})
             check_out(out, may_be=may_be, must_not_meet=(raw_TC, cos_TW, sin_TW, q_weight_W, k_weight_W))
     with torch.no_grad():
-        return _choose(backend, qkv_TC).qk_rope_forward(
+        return choose_module(reference, backend, qkv_TC).qk_rope_forward(
             qkv_TC, cos_TW, sin_TW, form=form, q_weight_W=q_weight_W, k_weight_W=k_weight_W, out=out
         )
 
@@ -137,7 +135,7 @@ def qk_rope_heads(
     if must_check(is_checked):
         _check_forward(qkv_TC, cos_TW, sin_TW, form, q_weight_W, k_weight_W)
     with torch.no_grad():
-        return _choose(backend, qkv_TC).qk_rope_heads(
+        return choose_module(reference, backend, qkv_TC).qk_rope_heads(
             qkv_TC, cos_TW, sin_TW, form=form, q_weight_W=q_weight_W, k_weight_W=k_weight_W
         )
 
@@ -212,7 +210,7 @@ def qk_rope_backward(
     raw_TC = qkv_TC if form.has_norm else None
     first = d_heads.d_q_THW if isinstance(d_heads, HeadGradients) else d_heads
     with torch.no_grad():
-        return _choose(backend, first).qk_rope_backward(
+        return choose_module(reference, backend, first).qk_rope_backward(
             d_heads,
             raw_TC,
             cos_TW,
@@ -223,15 +221,6 @@ def qk_rope_backward(
             needs_weight=needs_weight,
             out=out,
         )
-
-
-def _choose(backend: str, x_TC: torch.Tensor) -> ModuleType:
-    """Return the module of the backend."""
-    if not uses_triton(backend, x_TC.device, dtype=x_TC.dtype):
-        return reference
-    from lightning_fastft.kernels.qk_rope import triton
-
-    return triton
 
 
 def _check_forward(

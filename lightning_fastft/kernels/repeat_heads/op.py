@@ -5,13 +5,11 @@ Axes: T tokens, H query heads, G key/value heads, W width of a head.
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
 
 from lightning_fastft.core.checks import check_int, check_layout
 from lightning_fastft.core.errors import ShapeError
-from lightning_fastft.kernels.backends import FLOATING, uses_triton
+from lightning_fastft.kernels.backends import FLOATING, choose_module
 from lightning_fastft.kernels.repeat_heads import reference
 
 
@@ -47,13 +45,4 @@ def repeat_heads(x_TGW: torch.Tensor, num_heads: int, *, backend: str = "auto") 
     if num_kv_heads == 0 or num_heads % num_kv_heads:
         raise ShapeError(f"{num_heads} query heads cannot share the {num_kv_heads} heads of x_TGW evenly.")
     with torch.no_grad():
-        return _choose(backend, x_TGW).repeat_heads(x_TGW, num_heads)
-
-
-def _choose(backend: str, x_TGW: torch.Tensor) -> ModuleType:
-    """Return the module of the backend."""
-    if not uses_triton(backend, x_TGW.device, dtype=x_TGW.dtype):
-        return reference
-    from lightning_fastft.kernels.repeat_heads import triton
-
-    return triton
+        return choose_module(reference, backend, x_TGW).repeat_heads(x_TGW, num_heads)

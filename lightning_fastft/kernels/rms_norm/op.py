@@ -12,7 +12,7 @@ import torch
 
 from lightning_fastft.core.checks import check_choice, check_float, check_layout, check_out, do_ranges_overlap
 from lightning_fastft.core.errors import OptionError, ShapeError
-from lightning_fastft.kernels.backends import FLOATING, TRITON_DTYPES, must_check, uses_triton
+from lightning_fastft.kernels.backends import FLOATING, TRITON_DTYPES, choose_module, must_check
 from lightning_fastft.kernels.rms_norm import reference
 from lightning_fastft.kernels.rms_norm.reference import NormForm, NormGradients, NormOutput, wide_dtype
 
@@ -182,11 +182,7 @@ def _choose(backend: str, x_TD: torch.Tensor) -> ModuleType:
             f"The rows have {x_TD.shape[1]} columns, the kernel supports at most {MAX_COLUMNS}; use backend "
             "'reference' for wider rows."
         )
-    if not uses_triton(backend, x_TD.device, dtype=x_TD.dtype):
-        return reference
-    from lightning_fastft.kernels.rms_norm import triton
-
-    return triton
+    return choose_module(reference, backend, x_TD)
 
 
 def _check_form(form: NormForm) -> None:

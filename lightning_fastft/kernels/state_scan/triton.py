@@ -23,8 +23,6 @@ With ``s_t`` the sum of ``dt a`` from the chunk's first token to t, ``s`` the su
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -37,17 +35,6 @@ MIN_BLOCK, MAX_BLOCK = 16, 64
 # Number of heads whose gradients of B and C one program sums; PyTorch sums the fp32 partials.
 MAX_HEADS_PER_PROGRAM = 8
 STATE_WARPS, OUTPUT_WARPS, GRADIENT_WARPS = 4, 4, 8
-
-
-class ScanGradients(NamedTuple):
-    """Gradients of the inputs of a scan, each like its input; dt, a and skip in fp32."""
-
-    d_x_THW: torch.Tensor
-    d_dt_TH: torch.Tensor
-    d_a_H: torch.Tensor
-    d_b_TGN: torch.Tensor
-    d_c_TGN: torch.Tensor
-    d_skip_H: torch.Tensor
 
 
 @triton.jit
@@ -417,8 +404,11 @@ def scan_backward(
     skip_H: torch.Tensor,
     *,
     chunks: Chunks,
-) -> ScanGradients:
-    """Return the gradients of all inputs; d_y_THW is contiguous."""
+) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of x, dt, a, b, c and skip, each like its input, but dt, a and skip in fp32.
+
+    d_y_THW is contiguous.
+    """
     sizes = _sizes(x_THW, b_TGN, chunks=chunks)
     (num_tokens, num_heads, _), (_, num_groups, num_n) = x_THW.shape, b_TGN.shape
     num_chunks = len(chunks.index_C2)
@@ -469,7 +459,7 @@ def scan_backward(
     d_b_TGN, d_c_TGN = (
         parts.view(num_tokens, num_groups, -1, num_n).sum(2).to(b_TGN.dtype) for parts in (d_b_parts, d_c_parts)
     )
-    return ScanGradients(d_x_THW, d_dt_TH, d_a_CH.sum(0), d_b_TGN, d_c_TGN, d_skip_CH.sum(0))
+    return d_x_THW, d_dt_TH, d_a_CH.sum(0), d_b_TGN, d_c_TGN, d_skip_CH.sum(0)
 
 
 def _states(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
@@ -25,17 +25,6 @@ BY_CONTENT = "tokens:"
 SIZES, EPOCH_SIZE = ("world_size", "accumulate_grad_batches"), "micro_batches_per_epoch"
 
 
-class PlanChanges(NamedTuple):
-    """How the plan of a checkpoint differs from that of the run."""
-
-    lines: list[str]
-    is_sizes_only: bool
-
-    def __str__(self) -> str:
-        """Return the changes in words."""
-        return "; ".join(self.lines)
-
-
 def describe_plan(plan: StepPlan, *, content_digest: str, **options: Any) -> dict[str, Any]:
     """Return the settings without which a position has no meaning, under the names that a user sets.
 
@@ -54,8 +43,11 @@ def describe_plan(plan: StepPlan, *, content_digest: str, **options: Any) -> dic
     }
 
 
-def compare_plans(saved: Mapping[str, Any], current: Mapping[str, Any]) -> PlanChanges:
-    """Return what changed between the descriptions of two plans; warn where data cannot be compared."""
+def compare_plans(saved: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[str, bool]:
+    """Return in words what changed between the descriptions of two plans, and whether only sizes did.
+
+    Warn where data cannot be compared.
+    """
     if "data" in saved and not str(saved["data"]).startswith(BY_CONTENT):
         rank_zero_warn(
             "The checkpoint names its data by path and time, as older versions did. It cannot be checked that the data "
@@ -64,7 +56,7 @@ def compare_plans(saved: Mapping[str, Any], current: Mapping[str, Any]) -> PlanC
         saved = {**saved, "data": current["data"]}
     changed = [name for name, value in current.items() if saved.get(name) != value]
     lines = [f"{name} was {saved.get(name)!r} and is {current[name]!r}" for name in changed]
-    return PlanChanges(lines, bool(set(changed) & {*SIZES}) and set(changed) <= {*SIZES, EPOCH_SIZE})
+    return "; ".join(lines), bool(set(changed) & {*SIZES}) and set(changed) <= {*SIZES, EPOCH_SIZE}
 
 
 def check_ranks_agree(description: Mapping[str, Any]) -> None:

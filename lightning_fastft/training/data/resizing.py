@@ -5,8 +5,8 @@ Axes: N documents of the training data.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,22 +25,20 @@ class Resized(NamedTuple):
     micro_batches: int
 
 
-class MakePlan(Protocol):
-    """Plan packs of the training data."""
-
-    def __call__(self, *, sizes: tuple[int, int] | None = None, packs: Packs | None = None) -> StepPlan:
-        """Return the plan of some packs, or of all, for a world size and an accumulation, or for those of this run."""
-
-
 def plan_rest(
-    resized: Sequence[Resized], *, sizes: tuple[int, int], make_plan: MakePlan, length_N: np.ndarray, max_tokens: int
+    resized: Sequence[Resized],
+    *,
+    sizes: tuple[int, int],
+    make_plan: Callable[..., StepPlan],
+    length_N: np.ndarray,
+    max_tokens: int,
 ) -> StepPlan:
     """Return the plan of the documents that earlier runs with other sizes left of an epoch.
 
     Args:
         resized: The earlier runs, in their order.
         sizes: World size and accumulation of the plan.
-        make_plan: Plans packs.
+        make_plan: Plans packs (all by default) for sizes (those of this run by default).
         length_N: Tokens of each document.
         max_tokens: Length of a pack.
     """
@@ -60,7 +58,7 @@ def read_resized(state_dict: Mapping[str, Any]) -> list[Resized]:
 
 
 def resize(
-    state_dict: Mapping[str, Any], *, make_plan: MakePlan, length_N: np.ndarray, max_tokens: int
+    state_dict: Mapping[str, Any], *, make_plan: Callable[..., StepPlan], length_N: np.ndarray, max_tokens: int
 ) -> tuple[int, list[Resized]]:
     """Return the epoch of a checkpoint of other sizes, and what was trained of it; empty at its start.
 
