@@ -65,7 +65,7 @@ cards)
   # A process each: the cap holds from the first byte on.
   for card in ${CARDS:-qwen3-8b-qlora=8 qwen3-14b-qlora=12 qwen3-32b-qlora=24}; do
     # shellcheck disable=SC2086
-    offload small-cards --cards "$card" --tokens "${TOKENS:-8192}" --modes ${MODES:-auto auto+stream+tiles8}
+    offload small-cards --cards "$card" --tokens "${TOKENS:-8192}" --modes ${MODES:-auto:64+fused auto:64+fused+stream+tiles8}
   done
   ;;
 multi | full32b)

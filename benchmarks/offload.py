@@ -35,7 +35,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 
 from benchmarks import offload_front
-from benchmarks.offload_rig import FULL_HOST_PLAN, Rig, Run, disagreement, exposed_ms
+from benchmarks.offload_rig import FULL_HOST_PLAN, LEAST_STEPS, Rig, Run, disagreement, exposed_ms
 from benchmarks.results import append_rows
 from benchmarks.ruler.cases import CaseLog
 from benchmarks.ruler.report import read_records
@@ -84,7 +84,10 @@ def _parser() -> argparse.ArgumentParser:
     three = commands.add_parser("small-cards", parents=[shared], help="training under a hard cap on device memory")
     three.add_argument("--cards", nargs="+", metavar="WORKLOAD=GIB", required=True)
     three.add_argument("--tokens", type=int, default=8192)
-    three.add_argument("--modes", nargs="+", default=["auto"], help="tried in order until one trains")
+    three.add_argument(
+        "--modes", nargs="+", default=["auto:64+fused"], help='tried in order until one trains; "auto" gets the budget'
+    )
+    three.add_argument("--without-reference", action="store_true", help="compare no losses with recompute, uncapped")
     three.add_argument("--optimizer", default="adamw_8bit", choices=("adamw_8bit", "adamw_fused"))
     offload_front.add_arguments(commands, shared)
     return parser
@@ -226,30 +229,41 @@ def overlap(session: Session, options: argparse.Namespace) -> None:
 
 
 def small_cards(session: Session, options: argparse.Namespace) -> None:
-    """Build and train each model with the allocator capped; the first mode that trains counts."""
+    """Build and train each model with the allocator capped at the budget; the first mode that trains counts."""
     for text in options.cards:
         name, _, gib = text.partition("=")
         cap_gib = float(gib)
         for mode in options.modes:
-            run = Run(mode, options.tokens, num_steps=options.steps, num_profiles=0)
+            budgeted = f"auto={cap_gib:g}{mode.removeprefix('auto')}" if mode.startswith(("auto:", "auto+")) else mode
+            run = Run(budgeted, options.tokens, num_steps=options.steps, num_profiles=0, checks_plan=False)
             record = session.find(name, run) or session.write(_capped(name, run, cap_gib, session, options))
             if not record["reason"]:
                 break
 
 
 def _capped(name: str, run: Run, cap_gib: float, session: Session, options: argparse.Namespace) -> dict[str, Any]:
-    if session.is_cuda:
+    # The strategy caps a model that is built on the device and then streamed, once its weights are on the host.
+    is_built_within = "+stream" not in run.mode
+    if session.is_cuda and is_built_within:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(min(1.0, cap_gib * 2**30 / total))
     rig = Rig(WORKLOADS[name], is_cuda=session.is_cuda, optimizer=options.optimizer)
+    # The cap of a device that has no more memory: a budget that is not kept fails.
     record = rig.measure(run, deadline=session.deadline)
     record["cap_gib"] = cap_gib
     if session.is_cuda:
-        # The build and the warm-up had the same cap; the largest of all is what the card must have.
-        record["reserved_gib"] = max(
-            torch.cuda.max_memory_reserved() / 2**30, record.get("peak_gib_warmup", {}).get("reserved", 0.0)
-        )
+        # The largest of all is what the card must have.
+        parts = ["peak_gib", "peak_gib_warmup", *(["peak_gib_load"] if is_built_within else [])]
+        record["reserved_gib"] = max(record.get(part, {}).get("reserved", 0.0) for part in parts)
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    if not record["reason"] and not options.without_reference:
+        # The same packs and adapters with all of the device's memory.
+        layers = [part for part in run.mode.split("+")[1:] if part.startswith(("fused", "tiles"))]
+        mode = "+".join(["recompute", *layers])
+        reference = rig.measure(Run(mode, run.num_tokens, num_steps=LEAST_STEPS, num_profiles=0))
+        record["reference"] = {"reason": reference["reason"], "losses": reference.get("losses", [])}
+        record["reason"] = reference["reason"] or disagreement(record, reference)
     rig.close()
     return record
 
@@ -413,18 +427,22 @@ def overlap_table(records: Sequence[dict[str, Any]]) -> str:
 
 
 def cards_table(records: Sequence[dict[str, Any]]) -> str:
-    """Return tokens/s and memory under each cap."""
-    lines = ["small cards: cap GiB, mode, tokens/s, peak allocated and reserved GiB"]
+    """Return tokens/s, memory, losses and the norm of the first gradients under each cap."""
+    lines = [
+        "small cards: cap GiB, mode, tokens/s, peak allocated and reserved GiB, first and last loss, norm of the first "
+        "gradients (none is zero; losses are those of recompute without a cap)"
+    ]
     for record in records:
         head = f"  {record['workload']} {record['num_tokens']} within {record['cap_gib']:g} GiB, {record['title']}"
         if record["reason"]:
             lines.append(f"{head}: FAILED: {record['reason']}")
         else:
-            reserved = record.get("reserved_gib", 0.0)
+            reserved, loading = record.get("reserved_gib", 0.0), record.get("peak_gib_load", {}).get("reserved", 0.0)
             lines.append(
                 f"{head}: {record['tokens_per_s']:.0f} tokens/s, {record['peak_gib']['allocated']:.2f}, "
-                f"{reserved:.2f}: "
-                f"{_verdict(reserved <= record['cap_gib'])}"
+                f"{reserved:.2f}, {record['losses'][0]:.3f}, {record['losses'][-1]:.3f}, "
+                f"{record['gradient_norm']:.3g}; loading reserved {loading:.2f}: "
+                f"{_verdict(reserved <= 1.02 * record['cap_gib'])}; {record['description']['text']}"
             )
     return "\n".join(lines)
 

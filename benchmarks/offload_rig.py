@@ -57,6 +57,8 @@ class Run:
         delay_ms: How long the host sleeps before each decoder layer.
         is_serial: Copy on the compute stream: the control.
         plan: FULL_HOST_PLAN replaces the plan of "auto"; empty for none.
+        checks_plan: Whether gradients under the plan of "auto" are compared with those of recompute, which a capped
+            device may have no memory for.
     """
 
     mode: str
@@ -67,6 +69,7 @@ class Run:
     delay_ms: float = 0.0
     is_serial: bool = False
     plan: str = ""
+    checks_plan: bool = True
 
     @property
     def title(self) -> str:
@@ -234,7 +237,10 @@ class RunCallback(Callback):
         return self._run.num_warmup + self._num_timed
 
     def on_train_start(self, trainer: Trainer, pl_module: FineTuner) -> None:
-        """Put adapters, layers and delays in place."""
+        """Put adapters, layers and delays in place; what loading took is known."""
+        if self._rig.is_cuda:
+            self._record["peak_gib_load"] = peak_memory_gib(is_cuda=True)
+            torch.cuda.reset_peak_memory_stats()
         self._rig.install_liger(self.patcher)
         self._rig.restore()
         if self._run.delay_ms:
@@ -247,6 +253,7 @@ class RunCallback(Callback):
             self._step == CHECKED_STEP
             and self._checkpointing.stacks
             and self._checkpointing.stacks[-1].plan is not None
+            and self._run.checks_plan
         ):
             stack = self._checkpointing.stacks[-1]
             if self._run.plan:

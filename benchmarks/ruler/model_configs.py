@@ -57,6 +57,13 @@ LLAMA_8B = {
         "original_max_position_embeddings": 8192,
     },
 }
+LLAMA_70B = {
+    **LLAMA_8B,
+    "hidden_size": 8192,
+    "intermediate_size": 28_672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
 TINY = {
     "vocab_size": 160,
     "hidden_size": 64,

@@ -1,8 +1,11 @@
-"""Memory budgets for "auto" on a device and its host, and the peak memory in use."""
+"""Memory budgets on a device and its host, the cap that keeps a process within one, and the peak memory in use."""
 
 from __future__ import annotations
 
+import functools
+import os
 import sys
+from collections.abc import Callable
 
 import torch
 
@@ -13,6 +16,7 @@ AUTO_VRAM_SHARE = 0.9
 AUTO_HOST_SHARE = 0.5
 # Budget for a device without a counting allocator.
 UNKNOWN_BYTES = 2**62
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def auto_vram_bytes(device: torch.device) -> int:
@@ -36,6 +40,63 @@ def auto_host_bytes() -> int:
         return int(AUTO_HOST_SHARE * int(fields["MemAvailable"].split()[0]) * 1024)
     except (OSError, KeyError):
         return UNKNOWN_BYTES
+
+
+def device_bytes(device: torch.device) -> int:
+    """Return the memory of a CUDA device."""
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
+def cap_memory(device: torch.device, num_bytes: int) -> Callable[[], None]:
+    """Cap the memory that this process reserves on a device; return what lifts the cap.
+
+    At the cap the allocator returns its unused blocks to the device, and only then fails. A lower cap that is in effect
+    stays.
+
+    Args:
+        device: The CUDA device of this process.
+        num_bytes: Most bytes that the caching allocator reserves. The CUDA context and the buffers of NCCL are not
+            among them.
+
+    Raises:
+        OptionError: The process has reserved more already.
+
+    Cost:
+        Frees the cached blocks, with one device sync.
+    """
+    torch.cuda.empty_cache()
+    reserved = torch.cuda.memory_reserved(device)
+    if reserved > num_bytes:
+        raise OptionError(
+            f"vram_budget is {num_bytes / 2**30:.2f} GiB, and this process holds {reserved / 2**30:.2f} GiB on "
+            f"{device} before the first step. Free them (a model given to the Trainer may be on the CPU), or raise "
+            "vram_budget."
+        )
+    before = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(device)
+    torch.cuda.set_per_process_memory_fraction(min(before, num_bytes / device_bytes(device)), device)
+    return functools.partial(torch.cuda.set_per_process_memory_fraction, before, device)
+
+
+def expand_segments() -> Callable[[], None] | None:
+    """Give the allocator of CUDA segments that grow and shrink, so that little of what it reserves is unused.
+
+    Returns:
+        What ends it; None if the allocator is left alone, because the user has set it (PYTORCH_ALLOC_CONF), it is
+        another one, or the platform lacks it.
+    """
+    is_set_by_user = any(os.environ.get(name) for name in _ALLOCATOR_VARIABLES)
+    if is_set_by_user or sys.platform == "win32" or torch.cuda.get_allocator_backend() != "native":
+        return None
+    # Later torch has it under this name, and warns of the old one.
+    set_options = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    set_options = set_options or torch.cuda.memory._set_allocator_settings
+    set_options("expandable_segments:True")
+    return functools.partial(set_options, "expandable_segments:False")
+
+
+def peak_reserved_bytes(device: torch.device) -> int:
+    """Return the peak that the device's allocator has reserved; 0 without CUDA."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
 
 
 def peak_memory_bytes(device: torch.device) -> int:

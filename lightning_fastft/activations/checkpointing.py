@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import nn
 
+from lightning_fastft.activations.budgets import cap_memory, device_bytes, expand_segments, peak_memory_bytes
 from lightning_fastft.activations.frozen_weights import GatheredWeights, MovableWeights
 from lightning_fastft.activations.segments import Segment
 from lightning_fastft.activations.stack import NOTCH, SegmentStack, StackOptions
@@ -21,6 +22,7 @@ from lightning_fastft.core.status import Status
 Policy = Literal["auto", "keep", "offload", "recompute"]
 _POLICIES = ("auto", "keep", "offload", "recompute")
 STATUS_NAME = "activations"
+MEMORY_STATUS = "device memory"
 # One pebibyte; a larger value was probably given in bytes.
 _MOST_GIB = float(2**20)
 
@@ -52,8 +54,10 @@ class OffloadCheckpointing:
             the backward. "offload" does the same with the inputs in pinned host memory. "auto" recomputes in the first
             three steps and measures them; then it keeps on the device what costs most to recompute, offloads what
             hides under compute, and recomputes the rest. On a CPU "auto" keeps everything.
-        vram_budget: Device memory, in GiB, for everything under "auto"; "auto" is the memory of the process plus 90 %
-            of the free memory.
+        vram_budget: Device memory, in GiB, that the process may reserve under "auto", loading and the first steps
+            included (with weights="stream" from the first step on); our strategies cap the allocator at it. The CUDA
+            context and NCCL's buffers are not part of it.
+            "auto" is the memory of the process plus 90 % of the free memory, without a cap.
         host_budget: Pinned host memory of each rank, in GiB; "auto" is half of the host's available memory, shared by
             its ranks.
         buffers: Number of staging slots: 2 fetches one layer ahead, more fetch further ahead, 1 copies serially (for
@@ -96,26 +100,33 @@ class OffloadCheckpointing:
                 "weights='stream' frees device memory, and policy 'keep' fills it with activations: use policy 'auto' "
                 "with vram_budget."
             )
+        self.mlp_tiles = check_int("mlp_tiles", mlp_tiles, low=1, high=1024)
         self.options = StackOptions(
             policy=policy,
             vram_budget_bytes=_read_gib("vram_budget", vram_budget),
             host_budget_bytes=_read_gib("host_budget", host_budget),
             buffers=check_int("buffers", buffers, low=1, high=8),
             weights=weights,
+            mlp_tiles=self.mlp_tiles,
         )
-        self.mlp_tiles = check_int("mlp_tiles", mlp_tiles, low=1, high=1024)
         if policy == "keep" and mlp_tiles > 1:
             raise OptionError(
                 f"mlp_tiles={mlp_tiles} recomputes blocks in the backward, which policy 'keep' forbids: use 'auto' or "
                 "'recompute'."
             )
         self.stacks: list[SegmentStack] = []
+        # Whether the allocator was given expandable segments, and the device that is capped at the budget.
+        self._has_segments = False
+        self._capped_device: torch.device | None = None
         self._last_description = self.describe()
 
     def __getstate__(self) -> dict[str, Any]:
         """Keep only the options in a copy or pickle; streams and pinned memory stay with the original."""
         alone = object.__new__(type(self))
-        vars(alone).update(vars(self) | {"stacks": [], "_last_description": self.describe()})
+        vars(alone).update(
+            vars(self)
+            | {"stacks": [], "_has_segments": False, "_capped_device": None, "_last_description": self.describe()}
+        )
         return vars(alone)
 
     def __repr__(self) -> str:
@@ -140,6 +151,7 @@ class OffloadCheckpointing:
         environment: RunEnvironment | None = None,
         weights: MovableWeights | None = None,
         gathered: GatheredWeights | None = None,
+        vocab_size: int = 0,
     ) -> Status:
         """Apply the policy to decoder layers until the patcher undoes it.
 
@@ -151,6 +163,7 @@ class OffloadCheckpointing:
             environment: Environment of the run; None for a single process without a strategy.
             weights: Moves the frozen weights of the layers to the host; None if they cannot move.
             gathered: Lets sharded frozen weights stay gathered; None if none are sharded.
+            vocab_size: Columns of the logits, to predict the memory of the first steps; 0 if unknown.
 
         Returns:
             The statuses.
@@ -187,6 +200,7 @@ class OffloadCheckpointing:
             environment=RunEnvironment() if environment is None else environment,
             weights=weights,
             gathered=gathered if self.options.weights == "auto" else None,
+            vocab_size=vocab_size,
         )
         stack.gathered_text = gathered_text
         self.stacks.append(stack)
@@ -210,9 +224,12 @@ class OffloadCheckpointing:
         return Status(STATUS_NAME, "active", self._last_description)
 
     def statuses(self) -> list[Status]:
-        """Return the current statuses of activations and, if streamed, of frozen weights and the embedding."""
+        """Return the current statuses of activations, of frozen weights and the embedding if they are streamed, and of
+        device memory if it is capped.
+        """
         return [
             self.status(),
+            *([] if self._capped_device is None else [self._describe_cap(self._capped_device)]),
             *(
                 status
                 for stack in self.stacks
@@ -220,6 +237,27 @@ class OffloadCheckpointing:
                 for status in stack.weights.streamed.statuses
             ),
         ]
+
+    def cap(self, device: torch.device, patcher: Patcher) -> None:
+        """Keep the memory that this process reserves on a device within ``vram_budget``, until the patcher undoes it.
+
+        Call it before the model is built, and again once it is placed: with weights="stream" a model is built on the
+        device, and the cap begins when its weights are on the host. No-op without a budget, without CUDA, and if the
+        device has no more memory than that.
+
+        Raises:
+            OptionError: The process has reserved more already.
+        """
+        budget, is_moving = self.options.vram_budget_bytes, self.options.weights == "stream" and not self.stacks
+        if budget is None or device.type != "cuda" or budget >= device_bytes(device):
+            return
+        if not self._has_segments:
+            patcher.set_attribute(self, "_has_segments", True)
+            if (restore := expand_segments()) is not None:
+                patcher.add_undo(restore)
+        if not is_moving and self._capped_device is None:
+            patcher.add_undo(cap_memory(device, budget))
+            patcher.set_attribute(self, "_capped_device", device)
 
     def place(self, device: torch.device) -> None:
         """Move frozen weights to the host if requested; called once the model is on its device, else in the first
@@ -236,7 +274,10 @@ class OffloadCheckpointing:
         """Return the options for a restart after the device ran out of memory; None if policy "auto" has none left."""
         peaks = [stack.plan.prediction.peak_bytes for stack in self.stacks if stack.plan is not None]
         if peaks:
-            return f"OffloadCheckpointing('auto', vram_budget={NOTCH * max(peaks) / 2**30:.1f})"
+            # A device has less memory than planned for; a cap can be raised.
+            budget = self.options.vram_budget_bytes if self._capped_device is not None else None
+            next_bytes = NOTCH * max(peaks) if budget is None else budget / NOTCH
+            return f"OffloadCheckpointing('auto', vram_budget={next_bytes / 2**30:.1f})"
         if any(stack.can_stream for stack in self.stacks):
             return "OffloadCheckpointing('auto', weights='stream')"
         if any(stack.weights.streamed is not None for stack in self.stacks) and self.mlp_tiles == 1:
@@ -257,13 +298,15 @@ class OffloadCheckpointing:
         return f"start again with {shorter if leaner is None else f'{leaner}, or with {shorter}'}"
 
     def describe_budget(self) -> str:
-        """Return the budgets as given."""
+        """Return the budgets as given, and the least budget of the device if one was given."""
         vram, host = self.options.vram_budget_bytes, self.options.host_budget_bytes
         shown = {
             name: "auto" if value is None else f"{value / 2**30:.1f} GiB"
             for name, value in (("vram_budget", vram), ("host_budget", host))
         }
-        return ", ".join(f"{name} {value}" for name, value in shown.items())
+        text = ", ".join(f"{name} {value}" for name, value in shown.items())
+        least = [] if vram is None else [found for stack in self.stacks if (found := stack.least_bytes) is not None]
+        return f"{text} (the leanest plan takes about {max(least) / 2**30:.1f} GiB)" if least else text
 
     def check_training_mode(self, layers: Sequence[nn.Module]) -> None:
         """Refuse trained layers in evaluation mode, because transformers does not recompute them.
@@ -284,6 +327,12 @@ class OffloadCheckpointing:
                 "transformers recomputes nothing. transformers loads models in that mode and Lightning keeps it. Call "
                 ".train() on the model once after loading it, or .requires_grad_(False) if it is not trained."
             )
+
+    def _describe_cap(self, device: torch.device) -> Status:
+        budget, reserved = self.options.vram_budget_bytes, torch.cuda.max_memory_reserved(device)
+        assert budget is not None
+        peaks = f"peak {reserved / 2**30:.2f} GiB reserved, {peak_memory_bytes(device) / 2**30:.2f} allocated"
+        return Status(MEMORY_STATUS, "active", f"capped at vram_budget, {budget / 2**30:.2f} GiB reserved; {peaks}")
 
     def _detach(self, stack: SegmentStack) -> None:
         self.status()

@@ -76,6 +76,11 @@ class PlanExecutor:
             self._streams = self.make_copy_streams(device)
         return self._streams
 
+    @property
+    def streams(self) -> CopyStreams | None:
+        """The copy streams; None if there are none yet."""
+        return self._streams
+
     def describe(self) -> list[str]:
         """Return short texts for the kept layers, offloaded tensors and held values of the present plan."""
         kept = sum(segment.plan.is_kept for segment in self._segments)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,8 @@ from torch import nn
 from lightning_fastft.activations.probe import Memory, SavedBytesProbe, StepProbe, make_clock, scale_cost
 from lightning_fastft.activations.segments import KEEP, RECOMPUTE, Segment, SegmentObserver
 from lightning_fastft.activations.slots import align
-from lightning_fastft.planner.step import StepCost
+from lightning_fastft.activations.streams import CopyStreams
+from lightning_fastft.planner.step import SegmentPlan, StepCost
 
 _NOT_BEGUN, _COUNT_SAVED, _WARM_UP, _TIME_STEP, _DONE = range(5)
 
@@ -20,27 +21,49 @@ class Measurement:
     """Measure one step in three forwards: count saved bytes, warm up, and time.
 
     The first forward keeps the last segment of each kind and counts what it saves. The second one compiles kernels and
-    fills the allocator, and it finds the last value point of each segment. The third one, with its backward, is timed.
-    An interrupted forward or backward is measured again. A longer pack does not restart the measurement, so that all
-    ranks end it at the same forward; ``read`` scales the costs instead.
+    fills the allocator, and it finds the last value point of each segment. The third one, with its backward, is timed;
+    the second one is timed too, and the shorter time of each part counts, because a step alone may be disturbed. Waits
+    for copies are no part of these times. An interrupted forward or backward is measured again. A longer pack does not
+    restart the measurement, so that all ranks end it at the same forward; ``read`` scales the costs instead.
 
     Args:
         layers: Decoder layers, in order.
         segments: Their segments.
+        measures_gap: Whether reserved memory counts: the second forward then frees the allocator's cache first.
+        find_streams: Returns the copy streams that compute may wait for; None if there are none.
+
+    ``lean`` is the plan of the segments that are not kept; all recompute, from inputs on the device or on the host.
 
     Cost:
         Three steps in which every other segment is recomputed; ``read`` has one device sync.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], segments: Sequence[Segment]) -> None:
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        segments: Sequence[Segment],
+        *,
+        measures_gap: bool = False,
+        find_streams: Callable[[], CopyStreams | None] = lambda: None,
+    ) -> None:
         self._segments = segments
+        self._find_streams = find_streams
+        self._measures_gap = measures_gap
         self._kinds = _kinds(layers)
+        self.lean: Sequence[SegmentPlan] = [RECOMPUTE] * len(segments)
+        # Reserved memory beyond what the timed step had allocated.
+        self.gap_bytes = 0
         self._phase = _NOT_BEGUN
         # Sizes of the hidden states of the packs in which bytes and times were measured.
-        self._counted_bytes = self._timed_bytes = 0
+        self._counted_bytes = self._warm_bytes = self._timed_bytes = 0
         self._saved: SavedBytesProbe | None = None
+        self._warm: StepProbe | None = None
         self._step: StepProbe | None = None
-        self._previous: Any = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the first forward has begun."""
+        return self._phase > _NOT_BEGUN
 
     @property
     def is_running(self) -> bool:
@@ -51,6 +74,15 @@ class Measurement:
     def is_done(self) -> bool:
         """Whether the costs can be read, or were read."""
         return self._phase == _DONE
+
+    @property
+    def counted(self) -> set[int]:
+        """The segments that the first forward keeps: the last of each kind, whose backward comes first."""
+        return set({kind: index for index, kind in enumerate(self._kinds)}.values())
+
+    def memory(self, device: torch.device) -> Memory:
+        """Return the memory of a device."""
+        return Memory(device)
 
     def restart(self) -> None:
         """Measure again from the next forward on."""
@@ -69,11 +101,15 @@ class Measurement:
             self._begin_count(device, num_bytes=num_bytes)
         elif self._phase == _COUNT_SAVED:
             self._phase = _WARM_UP
-            self._observe(None)
-            for segment in self._segments:
-                segment.plan = RECOMPUTE
-            self._previous = make_clock(device).now()
+            self._recompute()
+            if self._measures_gap:
+                # What loading left in the allocator is no gap of a step.
+                self.memory(device).free_cache()
+            self._warm, self._warm_bytes = StepProbe(make_clock(device), self.memory(device)), num_bytes
+            self._observe(self._warm)
         elif self._phase == _WARM_UP:
+            assert self._warm is not None
+            self._warm.step_ends()
             self._phase = _TIME_STEP
             self._begin_timing(device, num_bytes=num_bytes)
         elif self._phase == _TIME_STEP:
@@ -81,6 +117,7 @@ class Measurement:
             self._step.step_ends()
             if self._step.has_backward:
                 self._observe(None)
+                self.gap_bytes = self._step.gap_bytes
                 self._phase = _DONE
                 return True
             self._begin_timing(device, num_bytes=num_bytes)
@@ -104,22 +141,27 @@ class Measurement:
             extra_bytes=extra_bytes,
             weight_bytes=weight_bytes,
         )
-        self._step = None
+        self._step = self._warm = None
         return scale_cost(cost, longest_bytes / self._timed_bytes, input_bytes=align(longest_bytes))
 
     def _begin_count(self, device: torch.device, *, num_bytes: int) -> None:
-        """Keep the last segment of each kind, whose backward comes first, for one forward."""
+        """Keep the last segment of each kind for one forward."""
         self._counted_bytes = num_bytes
-        self._saved = SavedBytesProbe(Memory(device))
-        last_of_kind = {kind: index for index, kind in enumerate(self._kinds)}
-        for index in last_of_kind.values():
+        self._saved = SavedBytesProbe(self.memory(device))
+        self._recompute()
+        for index in self.counted:
             self._segments[index].plan = KEEP
             self._segments[index].observer = self._saved
 
     def _begin_timing(self, device: torch.device, *, num_bytes: int) -> None:
         self._timed_bytes = num_bytes
-        self._step = StepProbe(make_clock(device), Memory(device), previous=self._previous)
+        previous = self._warm if self._warm_bytes == num_bytes else None
+        self._step = StepProbe(make_clock(device), self.memory(device), previous=previous)
         self._observe(self._step)
+
+    def _recompute(self) -> None:
+        for segment, plan in zip(self._segments, self.lean):
+            segment.plan = plan
 
     def _is_counted(self) -> bool:
         assert self._saved is not None
@@ -128,6 +170,9 @@ class Measurement:
     def _observe(self, observer: SegmentObserver | None) -> None:
         for segment in self._segments:
             segment.observer = observer
+        streams = self._find_streams()
+        if streams is not None:
+            streams.waits = observer.waits if isinstance(observer, StepProbe) else None
 
 
 def _kinds(layers: Sequence[nn.Module]) -> list[int]:

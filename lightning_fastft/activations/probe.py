@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -82,6 +83,19 @@ class Memory:
         """Return the peak bytes allocated since the reset."""
         return torch.cuda.max_memory_allocated(self._device) if self.is_counted else 0
 
+    def reserved(self) -> int:
+        """Return the bytes that the allocator has reserved."""
+        return torch.cuda.memory_reserved(self._device) if self.is_counted else 0
+
+    def free_cache(self) -> None:
+        """Return the unused blocks to the device, with a device sync."""
+        if self.is_counted:
+            torch.cuda.empty_cache()
+
+    def num_retries(self) -> int:
+        """Return how often the allocator was at its limit and had to free its cache to go on."""
+        return int(torch.cuda.memory_stats(self._device)["num_alloc_retries"]) if self.is_counted else 0
+
 
 class SavedBytesProbe(SegmentObserver):
     """Measure the memory that autograd saves for a kept segment: keep one segment of each kind for one forward.
@@ -118,18 +132,50 @@ class SavedBytesProbe(SegmentObserver):
         self.saved_bytes[segment.index] = self._memory.allocated() - before if self._memory.is_counted else counted
 
 
+class _Times(NamedTuple):
+    """Times of a step in ms, by segment where it is a list, without waits for copies."""
+
+    forward: list[float]
+    backward: list[float]
+    recompute: list[float]
+    values: list[dict[str, float]]
+    head: float
+    other: float
+
+    def shorter(self, step: _Times) -> _Times:
+        """Return the shorter time of each part of two steps."""
+        values = [
+            {name: min(ms, others.get(name, ms)) for name, ms in mine.items()}
+            for mine, others in zip(self.values, step.values)
+        ]
+        return _Times(
+            list(map(min, self.forward, step.forward)),
+            list(map(min, self.backward, step.backward)),
+            list(map(min, self.recompute, step.recompute)),
+            values,
+            min(self.head, step.head),
+            min(self.other, step.other),
+        )
+
+
 class StepProbe(SegmentObserver):
     """Record times and memory of a forward and backward in which every segment is recomputed.
 
     Args:
         clock: Clock of the device.
         memory: Memory of the device.
-        previous: Start of the previous forward; None if unknown.
+        previous: Probe of the same work in the step before; the shorter time of each part counts. None for none.
+
+    ``waits`` has the start and end of each wait of compute for a copy. They count for no segment, since the planner
+    adds the waits of a plan itself.
     """
 
-    def __init__(self, clock: Clock, memory: Memory, *, previous: Any = None) -> None:
+    def __init__(self, clock: Clock, memory: Memory, *, previous: StepProbe | None = None) -> None:
         self._clock, self._memory = clock, memory
         self._previous = previous
+        self.waits: list[tuple[Any, Any]] = []
+        # Start of each wait from the start of the step, and its length; read once.
+        self._waited_ms: list[tuple[float, float]] | None = None
         self._moments: dict[tuple[str, int], Any] = {}
         self._values: dict[int, dict[str, list[Any]]] = defaultdict(dict)
         self._forward_peak: dict[int, int] = {}
@@ -139,6 +185,9 @@ class StepProbe(SegmentObserver):
         self.base_bytes = 0
         self._head_bytes = 0
         self.head_peak_bytes = 0
+        # Memory that the allocator had reserved at the end of the step, beyond the most that was allocated.
+        self.gap_bytes = 0
+        self._most_bytes = 0
         self._awaited: set[int] = set()
         self._reached: set[int] = set()
 
@@ -157,7 +206,7 @@ class StepProbe(SegmentObserver):
     def forward_ends(self, segment: Segment) -> None:
         """Record the end of a forward; the head follows the last one."""
         self._note("forward end", segment)
-        self._forward_peak[segment.index] = self._memory.peak() - self._entry_bytes
+        self._forward_peak[segment.index] = self._peak() - self._entry_bytes
         self._head_bytes = self._memory.start_peak()
 
     def backward_awaited(self, segment: Segment) -> None:
@@ -168,7 +217,7 @@ class StepProbe(SegmentObserver):
         """Record that the backward has reached a segment, and the peak of the segment after it."""
         self._note("backward", segment)
         if self._backward_segment is None:
-            self.head_peak_bytes = self._memory.peak() - self._head_bytes
+            self.head_peak_bytes = self._peak() - self._head_bytes
         else:
             self._end_backward()
         self._entry_bytes = self._memory.start_peak()
@@ -198,6 +247,7 @@ class StepProbe(SegmentObserver):
         self._moments["step end", 0] = self._clock.now()
         if self._backward_segment is not None:
             self._end_backward()
+        self.gap_bytes = max(0, self._memory.reserved() - self._most_bytes)
 
     def read(
         self,
@@ -220,46 +270,57 @@ class StepProbe(SegmentObserver):
         Cost:
             One device sync.
         """
-        backward = self._backward_times(len(segments))
+        times = self._times(segments)
+        if self._previous is not None and self._previous.has_backward:
+            times = times.shorter(self._previous._times(segments))
         costs = [
             self._segment_cost(
-                segment, backward_ms=backward[segment.index], input_bytes=input_bytes, saved=saved_bytes
+                segment,
+                times=times,
+                input_bytes=input_bytes,
+                saved_bytes=max(0, saved_bytes(segment.index) - input_bytes),
             )._replace(weight_bytes=weight)
             for segment, weight in zip(segments, weight_bytes)
         ]
-        last = segments[-1].index
-        head_ms = self._between(("forward end", last), ("backward", last))
-        total = self._between(("forward", 0), ("step end", 0))
-        if self._previous is not None:
-            # Work between two steps (a validation, a save) does not count: take the shorter of two.
-            total = min(total, self._clock.ms_between(self._previous, self._moments["forward", 0]))
-        known = head_ms + sum(cost.forward_ms + cost.backward_ms + cost.recompute_ms for cost in costs)
         return StepCost(
             segments=tuple(costs),
             base_bytes=max(0, self.base_bytes - input_bytes) + extra_bytes,
             head_peak_bytes=self.head_peak_bytes,
-            head_ms=head_ms,
-            other_ms=max(0.0, total - known),
+            head_ms=times.head,
+            other_ms=times.other,
         )
 
-    def _segment_cost(
-        self, segment: Segment, *, backward_ms: float, input_bytes: int, saved: Callable[[int], int]
-    ) -> SegmentCost:
+    def _times(self, segments: Sequence[Segment]) -> _Times:
+        indices, last = [segment.index for segment in segments], segments[-1].index
+        forward = [self._between(("forward", index), ("forward end", index)) for index in indices]
+        recompute = [self._between(("replay", index), ("replay end", index)) for index in indices]
+        backward = self._backward_times(len(segments))
+        values = [
+            {
+                name: sum(self._clock.ms_between(begin, end) for begin, end in moments)
+                for name, (_, moments) in self._values[index].items()
+            }
+            for index in indices
+        ]
+        head = self._between(("forward end", last), ("backward", last))
+        total = self._between(("forward", 0), ("step end", 0))
+        other = max(0.0, total - head - sum(forward) - sum(recompute) - sum(backward))
+        return _Times(forward, backward, recompute, values, head, other)
+
+    def _segment_cost(self, segment: Segment, *, times: _Times, input_bytes: int, saved_bytes: int) -> SegmentCost:
         index = segment.index
-        saved_bytes = max(0, saved(index) - input_bytes)
-        values = []
-        for name, (num_bytes, moments) in self._values[index].items():
+        values = [
+            ValueCost(name, num_bytes, times.values[index][name])
+            for name, (num_bytes, _) in self._values[index].items()
             # The last point is never recomputed, so holding its value saves nothing.
-            if segment.last_point is None or not name.startswith(segment.last_point):
-                values.append(
-                    ValueCost(name, num_bytes, sum(self._clock.ms_between(begin, end) for begin, end in moments))
-                )
+            if segment.last_point is None or not name.startswith(segment.last_point)
+        ]
         return SegmentCost(
             input_bytes=input_bytes,
             saved_bytes=saved_bytes,
-            forward_ms=self._between(("forward", index), ("forward end", index)),
-            backward_ms=backward_ms,
-            recompute_ms=self._between(("replay", index), ("replay end", index)),
+            forward_ms=times.forward[index],
+            backward_ms=times.backward[index],
+            recompute_ms=times.recompute[index],
             values=tuple(values),
             forward_peak_bytes=self._forward_peak.get(index, 0),
             backward_peak_bytes=max(0, self._backward_peak.get(index, 0) - saved_bytes),
@@ -269,25 +330,36 @@ class StepProbe(SegmentObserver):
     def _backward_times(self, num_segments: int) -> list[float]:
         """Return the backward time of each segment without recompute.
 
-        The end of the first segments is not observed; they take the mean of the others.
+        The end of the first segments is not observed; they take the median of the others.
         """
         found: dict[int, float] = {}
         for index in range(1, num_segments):
             if ("backward", index) in self._moments and ("backward", index - 1) in self._moments:
                 whole = self._between(("backward", index), ("backward", index - 1))
                 found[index] = max(0.0, whole - self._between(("replay", index), ("replay end", index)))
-        mean = sum(found.values()) / len(found) if found else 0.0
-        return [found.get(index, mean) for index in range(num_segments)]
+        usual = statistics.median(found.values()) if found else 0.0
+        return [found.get(index, usual) for index in range(num_segments)]
 
     def _between(self, begin: tuple[str, int], end: tuple[str, int]) -> float:
         if begin not in self._moments or end not in self._moments:
             return 0.0
-        return max(0.0, self._clock.ms_between(self._moments[begin], self._moments[end]))
+        start, stop = (self._clock.ms_between(self._moments["forward", 0], self._moments[key]) for key in (begin, end))
+        if self._waited_ms is None:
+            self._waited_ms = [
+                (self._clock.ms_between(self._moments["forward", 0], before), self._clock.ms_between(before, after))
+                for before, after in self.waits
+            ]
+        return max(0.0, stop - start - sum(length for moment, length in self._waited_ms if start <= moment < stop))
 
     def _end_backward(self) -> None:
         assert self._backward_segment is not None
-        self._backward_peak[self._backward_segment] = self._memory.peak() - self._entry_bytes
+        self._backward_peak[self._backward_segment] = self._peak() - self._entry_bytes
         self._backward_segment = None
+
+    def _peak(self) -> int:
+        peak = self._memory.peak()
+        self._most_bytes = max(self._most_bytes, peak)
+        return peak
 
     def _note(self, what: str, segment: Segment) -> None:
         self._moments[what, segment.index] = self._clock.now()

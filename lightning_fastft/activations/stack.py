@@ -18,6 +18,13 @@ from lightning_fastft.activations.measurement import Measurement
 from lightning_fastft.activations.probe import measure_machine
 from lightning_fastft.activations.segments import KEEP, RECOMPUTE, Segment, is_random
 from lightning_fastft.activations.slots import align
+from lightning_fastft.activations.vram_budget import (
+    BudgetWatch,
+    check_feasible,
+    choose_first_plan,
+    least_peak_bytes,
+    predict_cost,
+)
 from lightning_fastft.core.errors import HostMemoryError, OptionError, UnsupportedModelError
 from lightning_fastft.core.phases import phase
 from lightning_fastft.core.run_environment import RunEnvironment
@@ -40,6 +47,7 @@ class StackOptions(NamedTuple):
     weights: str = "auto"
     is_serial: bool = False
     is_poisoned: bool = False
+    mlp_tiles: int = 1
 
 
 class SegmentStack:
@@ -54,6 +62,7 @@ class SegmentStack:
         environment: Environment of the run.
         weights: Moves the frozen weights of the layers to the host; None if they cannot move.
         gathered: Lets sharded frozen weights stay gathered in memory that the first plan leaves; None for none.
+        vocab_size: Columns of the logits, for the memory of the first steps.
     """
 
     def __init__(
@@ -64,6 +73,7 @@ class SegmentStack:
         environment: RunEnvironment,
         weights: MovableWeights | None = None,
         gathered: GatheredWeights | None = None,
+        vocab_size: int = 0,
     ) -> None:
         self.options = options
         self.environment = environment
@@ -74,13 +84,20 @@ class SegmentStack:
         self.executor = PlanExecutor(
             self.segments, buffers=options.buffers, is_serial=options.is_serial, is_poisoned=options.is_poisoned
         )
-        self.measurement = Measurement(layers, self.segments)
+        has_budget = options.vram_budget_bytes is not None
+        self.measurement = Measurement(
+            layers, self.segments, measures_gap=has_budget, find_streams=lambda: self.executor.streams
+        )
+        self._layers, self._vocab_size = layers, vocab_size
         self.weights = FrozenWeights(layers, weights)
         self._gathered = gathered
         # What the user reads of them, once it is decided.
         self.gathered_text = ""
         self.plan: Plan | None = None
         self.cost: StepCost | None = None
+        # Predicted from shapes, until a step is measured.
+        self._predicted: StepCost | None = None
+        self._watch = BudgetWatch(options.vram_budget_bytes) if options.vram_budget_bytes is not None else None
         self.note = ""
         self.segments[0].on_forward = self.begin_forward
         for segment in self.segments:
@@ -111,7 +128,7 @@ class SegmentStack:
         if self.options.policy == "offload" and is_longer:
             self._offload_inputs(hidden.device)
         if self.options.policy == "auto" and not self._is_always_kept:
-            self._measure(hidden.device, num_bytes=num_bytes, is_longer=is_longer)
+            self._measure(hidden, num_bytes=num_bytes, is_longer=is_longer)
 
     def place(self, device: torch.device) -> None:
         """Store the device of the model, and move frozen weights to the host once if requested.
@@ -161,6 +178,17 @@ class SegmentStack:
         is_allowed = self.options.weights == "auto" and self.weights.can_move
         return is_measuring and is_allowed and not is_unified(self._device)
 
+    @property
+    def least_bytes(self) -> int | None:
+        """Device memory of the leanest plan, with what the allocator reserves beyond it; None if nothing is known."""
+        cost = self.cost or self._predicted
+        if cost is None:
+            return None
+        peak_bytes = least_peak_bytes(
+            cost, host_budget_bytes=self._host_budget(), buffers=self.options.buffers, streaming=self._streaming
+        )
+        return peak_bytes + self.measurement.gap_bytes
+
     def describe(self) -> str:
         """Return the current treatment in one line."""
         gathered = [self.gathered_text] if self.gathered_text else []
@@ -203,9 +231,63 @@ class SegmentStack:
             self.note = f"host_budget has room for {num_hosted} of {most} inputs"
             self.environment.report(f"activations: {self.note}; the others stay on the device")
 
-    def _measure(self, device: torch.device, *, num_bytes: int, is_longer: bool) -> None:
+    @property
+    def _streaming(self) -> tuple[bool, ...]:
+        """Whether plans stream the frozen weights: the possible answers."""
+        if self.weights.streamed is not None:
+            return (True,)
+        is_allowed = self.options.weights == "auto" and self.weights.can_move and not is_unified(self._device)
+        return (False, True) if is_allowed else (False,)
+
+    def _begin_first_steps(self, hidden: torch.Tensor) -> None:
+        """Choose the plan of the measured steps from shapes, so that they stay within the budget."""
+        budget, memory = self.options.vram_budget_bytes, self.measurement.memory(hidden.device)
+        if budget is None or not memory.is_counted:
+            return
+        self._predicted = predict_cost(
+            self._layers,
+            hidden,
+            longest_bytes=self._longest_bytes,
+            base_bytes=memory.allocated() - hidden.numel() * hidden.element_size() + self._extra_bytes(),
+            vocab_size=self._vocab_size,
+            weight_bytes=self.weights.layer_bytes,
+            embedding_bytes=self.weights.embedding_bytes,
+        )
+        host_bytes, buffers, predicted = self._host_budget(), self.options.buffers, self._predicted
+        check_feasible(
+            predicted,
+            self._layers,
+            column_bytes=self._longest_bytes // hidden.shape[-1] // self.options.mlp_tiles,
+            vram_budget_bytes=budget,
+            host_budget_bytes=host_bytes,
+            buffers=buffers,
+            streaming=self._streaming,
+        )
+        choose = functools.partial(
+            choose_first_plan,
+            predicted,
+            counted=self.measurement.counted,
+            vram_budget_bytes=budget,
+            host_budget_bytes=host_bytes,
+            buffers=buffers,
+        )
+        first = choose(streaming=self._streaming)
+        if first.is_streamed and self.weights.streamed is None and not self._stream_first(hidden.device):
+            first = choose(streaming=self._streaming)
+        self.measurement.lean = first.segments
+        self.follow(first.segments, device=hidden.device)
+        self.environment.report(
+            f"activations: the first steps recompute, {first.describe()}: predicted at most "
+            f"{first.peak_bytes / 2**30:.1f} of {budget / 2**30:.1f} GiB"
+        )
+
+    def _extra_bytes(self) -> int:
+        """Return the memory that will be in use and is not yet; streamed weights count as resident."""
+        return self.environment.missing_bytes() + self.weights.absent_bytes
+
+    def _measure(self, hidden: torch.Tensor, *, num_bytes: int, is_longer: bool) -> None:
         """Advance the measurement, and plan when it is complete; measure again if packs grew after the plan."""
-        self._device = device
+        device = self._device = hidden.device
         if is_longer and self.measurement.is_done:
             self.environment.report(
                 f"activations: packs grew to {align(self._longest_bytes) / 2**20:.1f} MiB of hidden states; measuring "
@@ -214,23 +296,65 @@ class SegmentStack:
             self.executor.close_engine()
             self.measurement.restart()
             self.plan = None
+        if not self.measurement.has_begun:
+            self._begin_first_steps(hidden)
         if self.measurement.begin_forward(device, num_bytes=num_bytes):
             self._plan_measured_step(device)
+        else:
+            self._correct_plan(device)
 
     def _plan_measured_step(self, device: torch.device) -> None:
-        # Streamed weights count as resident here; the plan subtracts them.
-        extra_bytes = self.environment.missing_bytes() + self.weights.absent_bytes
+        # Streamed weights count as resident here; the plan subtracts them, and adds the staging slots.
+        staging_bytes = sum(slot.num_bytes for slot in self.engine.slots) if self.engine is not None else 0
         cost = self.measurement.read(
-            longest_bytes=self._longest_bytes, extra_bytes=extra_bytes, weight_bytes=self.weights.layer_bytes
+            longest_bytes=self._longest_bytes,
+            extra_bytes=self._extra_bytes() - staging_bytes,
+            weight_bytes=self.weights.layer_bytes,
         )
         self.cost = cost._replace(embedding_bytes=self.weights.embedding_bytes)
-        budget = self.options.vram_budget_bytes
         with phase("planning activations"):
-            self._make_plan(device, vram_budget=auto_vram_bytes(device) if budget is None else budget)
+            capacity = self._plan_within_budget(device)
         assert self.plan is not None
         if self._gathered is not None:
-            self._keep_gathered(auto_vram_bytes(device) if budget is None else budget)
+            self._keep_gathered(capacity)
         self.environment.report("\n" + render_plan(self.cost, self.plan))
+
+    def _plan_within_budget(self, device: torch.device) -> int:
+        """Plan for the budget without what the allocator reserves beyond what is allocated; return the capacity."""
+        budget, gap = self.options.vram_budget_bytes, self.measurement.gap_bytes
+        if budget is None:
+            capacity = auto_vram_bytes(device)
+            self._make_plan(device, vram_budget=capacity)
+            return capacity
+        try:
+            self._make_plan(device, vram_budget=max(0, budget - gap))
+        except OptionError:
+            if not gap:
+                raise
+            self._make_plan(device, vram_budget=budget)
+            self.environment.report(
+                f"activations: no plan leaves room for the {gap / 2**30:.2f} GiB that the allocator reserves beyond "
+                "what is allocated; it returns them to the device in each step, with a device sync"
+            )
+            return budget
+        return budget - gap
+
+    def _correct_plan(self, device: torch.device) -> None:
+        """Plan for less if steps reach the budget."""
+        # Ranks that plan together must all plan again, and one rank cannot know that another is at its limit.
+        if self._watch is None or self.plan is None or self.environment.plans_together:
+            return
+        memory = self.measurement.memory(device)
+        lowered = self._watch.lowered_bytes(self.plan.prediction.peak_bytes, memory)
+        if lowered is None:
+            return
+        try:
+            self._make_plan(device, vram_budget=lowered)
+        except OptionError:
+            self._watch.stop()
+            return
+        memory.free_cache()
+        self.environment.report(f"activations: steps reached the budget; planned again for {lowered / 2**30:.1f} GiB")
 
     def _keep_gathered(self, vram_budget: int) -> None:
         """Let weights stay gathered in the memory that the first plan leaves; later plans measure them as resident."""
@@ -333,8 +457,12 @@ class SegmentStack:
         """Move the frozen weights to the host because the first steps do not fit with them on the device."""
         self.measurement.restart()
         gc.collect()
+        return self._stream_first(self._device)
+
+    def _stream_first(self, device: torch.device) -> bool:
+        """Move the frozen weights to the host before the first plan; return whether they moved."""
         try:
-            self._stream(self._device)
+            self._stream(device)
         except (HostMemoryError, OptionError, UnsupportedModelError) as error:
             self.weights.move = None
             self.environment.report(

@@ -13,9 +13,13 @@ class Mark(Protocol):
 
 
 class CopyStreams(Protocol):
-    """A copy stream in each direction, and the compute stream that is current when a method is called."""
+    """A copy stream in each direction, and the compute stream that is current when a method is called.
+
+    While ``waits`` is a list, each wait of compute is appended to it as two events, before and after.
+    """
 
     device: torch.device
+    waits: list[tuple[Any, Any]] | None
 
     def mark_compute(self) -> Mark:
         """Return a mark after all work queued on the compute stream."""
@@ -60,6 +64,7 @@ class CudaCopyStreams:
     def __init__(self, device: torch.device, *, is_serial: bool = False) -> None:
         self.device = device
         self.is_serial = is_serial
+        self.waits: list[tuple[Any, Any]] | None = None
         self.out_stream = torch.cuda.Stream(device)
         self.in_stream = torch.cuda.Stream(device)
 
@@ -69,7 +74,11 @@ class CudaCopyStreams:
 
     def wait_compute(self, mark: Any) -> None:
         """Let the current stream wait for the event."""
-        torch.cuda.current_stream(self.device).wait_event(mark)
+        stream = torch.cuda.current_stream(self.device)
+        before = self._record(stream, is_timed=True) if self.waits is not None else None
+        stream.wait_event(mark)
+        if self.waits is not None:
+            self.waits.append((before, self._record(stream, is_timed=True)))
 
     def copy_out(self, host: torch.Tensor, device: torch.Tensor, *, after: Sequence[Any]) -> torch.cuda.Event:
         """Copy on the outward stream."""
@@ -94,8 +103,8 @@ class CudaCopyStreams:
             target.copy_(source, non_blocking=True)
         return self._record(stream)
 
-    def _record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        event = torch.cuda.Event()
+    def _record(self, stream: torch.cuda.Stream, *, is_timed: bool = False) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=is_timed)
         event.record(stream)
         return event
 
@@ -105,6 +114,7 @@ class ImmediateStreams:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device or torch.device("cpu")
+        self.waits: list[tuple[Any, Any]] | None = None
 
     def mark_compute(self) -> None:
         """Return a mark that has passed."""

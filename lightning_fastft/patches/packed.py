@@ -140,7 +140,13 @@ def _attach(
     stacks = _stacks(model, layers)
     gathered = gathered_weights(model, layers, patcher)
     status = checkpointing.attach(
-        layers, patcher, stacks=stacks, environment=environment, weights=weights, gathered=gathered
+        layers,
+        patcher,
+        stacks=stacks,
+        environment=environment,
+        weights=weights,
+        gathered=gathered,
+        vocab_size=model.config.get_text_config(decoder=True).vocab_size,
     )
     segments = checkpointing.segments_of()
     install_value_points(model, layers, segments, patcher)

@@ -47,6 +47,9 @@ else:
     _Base = object
 
 
+_NOTHING_TRAINED = "Nothing was trained."
+
+
 class FastFTStrategyMixin(_Base):
     """Install packed training in ``setup``, check every packed step before its backward, undo all in ``teardown``.
 
@@ -172,9 +175,27 @@ class FastFTStrategyMixin(_Base):
             optimizer.load_state_dict(state)
 
     def setup_environment(self) -> None:
-        """Join the other ranks, and destroy the process groups in order at exit."""
+        """Join the other ranks, destroy the process groups in order at exit, and cap the device memory at its budget.
+
+        Raises:
+            OptionError: The process holds more device memory than the budget.
+        """
         super().setup_environment()
         destroy_groups_at_exit()
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        if trainer is not None:
+            # Before the model is built.
+            self.checkpointing.cap(self.root_device, patcher_of(trainer))
+
+    @contextlib.contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Build the model in this block; explain an out-of-memory error.
+
+        Raises:
+            DeviceMemoryError: The message has the budget.
+        """
+        with self._explaining_memory("load", effect=_NOTHING_TRAINED), super().tensor_init_context(empty_init):
+            yield
 
     def on_exception(self, exception: BaseException) -> None:
         """Keep the process groups after an error; a run that a signal stopped destroys them, on all ranks."""
@@ -195,10 +216,12 @@ class FastFTStrategyMixin(_Base):
             if isinstance(callback, ExactResume):
                 self._patcher.add_undo(functools.partial(callback.release_signals, trainer))
         self.packed_steps.install(self.lightning_module, self._patcher, environment_of(trainer))
-        super().setup(trainer)
-        if trainer.state.fn == TrainerFn.FITTING:
-            self.packed_steps.check_documents()
-        self.packed_steps.place(self.root_device)
+        with self._explaining_memory("setup", effect=_NOTHING_TRAINED):
+            super().setup(trainer)
+            if trainer.state.fn == TrainerFn.FITTING:
+                self.packed_steps.check_documents()
+            self.packed_steps.place(self.root_device)
+            self.checkpointing.cap(self.root_device, self._patcher)
 
     def teardown(self) -> None:
         """Undo the remaining patches, then tear down the parent strategy."""
@@ -342,10 +365,16 @@ class FastFTStrategyMixin(_Base):
             rank = f" on rank {trainer.global_rank}" if trainer.world_size > 1 else ""
             place = f"{place}{rank}, at optimizer step {trainer.global_step + 1}"
         plan = self.checkpointing.status().reason
+        remedy = (
+            "The model does not fit: raise vram_budget, use OffloadCheckpointing(weights='stream'), whose cap begins "
+            "when the weights are on the host, or a quantised base (quantization='nf4')"
+            if effect == _NOTHING_TRAINED
+            else f"The batch was not changed: {self.checkpointing.remedy()}"
+        )
         return DeviceMemoryError(
             f"The {where} ran out of memory on {place}. {effect} Activations: {plan}. Budget: "
             f"{self.checkpointing.describe_budget()}; "
-            f"{describe_peak(self.root_device)}. The batch was not changed: {self.checkpointing.remedy()}. "
+            f"{describe_peak(self.root_device)}. {remedy}. "
             f"({reason if isinstance(reason, str) else _first_line(reason)})"
         )
 

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -28,6 +29,8 @@ NUM_LAYERS, WIDTH, TOKENS = 3, 16, 40
 INPUT_BYTES = TOKENS * WIDTH * 4
 FORWARD_MS, BACKWARD_MS, HEAD_MS, OTHER_MS = 3.0, 7.0, 11.0, 5.0
 MIB = 2**20
+# What the fake allocator reserves beyond the most that was allocated.
+UNUSED_BYTES = 3 * MIB
 
 
 class Device:
@@ -37,13 +40,14 @@ class Device:
 
     def __init__(self):
         self.ms = 0.0
-        self.num_bytes = self.most = 0
+        self.num_bytes = self.most = self.num_reserved = 0
 
     def work(self, *, ms=0.0, transient=0, held=0):
         self.ms += ms
         self.most = max(self.most, self.num_bytes + transient)
         self.num_bytes += held
         self.most = max(self.most, self.num_bytes)
+        self.num_reserved = max(self.num_reserved, self.most + UNUSED_BYTES)
 
     def now(self):
         return self.ms
@@ -57,6 +61,9 @@ class Device:
     def start_peak(self):
         self.most = self.num_bytes
         return self.num_bytes
+
+    def reserved(self):
+        return self.num_reserved
 
     def peak(self):
         return self.most
@@ -192,10 +199,7 @@ def test_peaks_are_transients_above_what_is_resident():
 
 def test_what_happens_between_two_steps_is_no_part_of_a_step():
     rig = Rig()
-    previous = rig.device.now()
-    rig.forward().backward()
-    rig.device.work(ms=OTHER_MS)
-    probe = StepProbe(rig.device, rig.device, previous=previous)
+    probe = StepProbe(rig.device, rig.device, previous=rig.timed_step())
     rig.observe(probe)
     rig.forward().backward()
     rig.device.work(ms=OTHER_MS)
@@ -203,6 +207,53 @@ def test_what_happens_between_two_steps_is_no_part_of_a_step():
     rig.device.work(ms=10_000.0)
     probe.step_ends()
     assert rig.read(probe).other_ms == OTHER_MS
+
+
+def test_a_disturbed_layer_takes_its_time_of_the_step_before():
+    """Stalls in a forward and a recompute of the first step, in another forward and the head of the second."""
+    rig = Rig()
+    work = rig.device.work
+    stalls = iter(500.0 if number in (1, 7, 14, 15) else 0.0 for number in range(100))
+    with mock.patch.object(rig.device, "work", lambda *, ms=0.0, **kwargs: work(ms=ms + next(stalls), **kwargs)):
+        cost = rig.read(rig.timed_step(previous=rig.timed_step()))
+    assert rig.device.ms > 4 * 500
+    assert {segment.forward_ms for segment in cost.segments} == {FORWARD_MS}
+    assert {segment.backward_ms for segment in cost.segments} == {BACKWARD_MS}
+    assert (cost.head_ms, cost.other_ms) == (HEAD_MS, OTHER_MS)
+
+
+def test_a_step_before_that_ended_in_an_exception_does_not_count():
+    rig = Rig()
+    broken = StepProbe(rig.device, rig.device)
+    rig.observe(broken)
+    rig.forward()
+    cost = rig.read(rig.timed_step(previous=broken))
+    assert cost.head_ms == HEAD_MS
+    assert {segment.backward_ms for segment in cost.segments} == {BACKWARD_MS}
+
+
+def test_waits_for_copies_count_for_no_part_of_the_step():
+    rig = Rig()
+    probe = StepProbe(rig.device, rig.device)
+    work = rig.device.work
+
+    def wait_and_work(**kwargs):
+        before = rig.device.now()
+        work(ms=30.0)
+        probe.waits.append((before, rig.device.now()))
+        work(**kwargs)
+
+    rig.observe(probe)
+    with mock.patch.object(rig.device, "work", wait_and_work):
+        rig.forward().backward()
+        rig.device.work(ms=OTHER_MS)
+    probe.step_ends()
+    cost = rig.read(probe)
+    for segment in cost.segments:
+        assert (segment.forward_ms, segment.recompute_ms, segment.backward_ms) == (
+            FORWARD_MS, FORWARD_MS, BACKWARD_MS
+        )  # fmt: skip
+    assert (cost.head_ms, cost.other_ms) == (HEAD_MS, OTHER_MS)
 
 
 def test_a_step_that_was_not_finished_says_so():

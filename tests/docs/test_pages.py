@@ -106,7 +106,7 @@ def test_commands_are_taken_by_the_command_line(page, tmp_path, monkeypatch):
             if not any(name.isupper() for name in words[:1]) and words != ["--help"]:
                 import_module(f"lightning_fastft.cli.{command}")._read_question(words)
             continue
-        if command in ("demo", "bench"):
+        if command in ("demo", "bench", "convert"):
             continue
         # What fastft init writes.
         (tmp_path / "config.yaml").write_text((CONFIG_FOLDER / "qlora_qwen3_8b.yaml").read_text())

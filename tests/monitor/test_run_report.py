@@ -858,7 +858,7 @@ def test_ranks_that_noted_different_steps_are_told(tmp_path):
     def gather(self, own_V):
         other = StepLosses()
         other.add(0, 1.0, is_last=True)
-        return torch.stack([own_V, torch.cat([own_V[:2], torch.from_numpy(other.to_array())])])
+        return torch.stack([own_V, torch.cat([own_V[:3], torch.from_numpy(other.to_array())])])
 
     with mock.patch.object(FastFTStrategy, "all_gather", gather), mock.patch.object(pl.Trainer, "world_size", 2):
         fit(tmp_path)

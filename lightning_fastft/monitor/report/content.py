@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_fastft.activations.budgets import peak_memory_bytes
+from lightning_fastft.activations.budgets import peak_memory_bytes, peak_reserved_bytes
 from lightning_fastft.checkpoint.stops import RunStopped
 from lightning_fastft.core.status import Status
 from lightning_fastft.monitor.generate_samples import GenerateSamples
@@ -65,6 +65,7 @@ def collect(
         {
             "rank": trainer.global_rank,
             "peak_memory_gib": peak_memory_bytes(run.device) / GIB,
+            "reserved_memory_gib": peak_reserved_bytes(run.device) / GIB,
             "tokens_per_s": run.times.rate(),
         }
     ]
@@ -116,6 +117,7 @@ def _head(run: RunRecord, trainer: pl.Trainer, *, ranks: list[dict[str, Any]]) -
         "num_batches": run.num_batches,
         "tokens_per_s": sum(rates) if all(rate is not None for rate in rates) else None,
         "peak_memory_gib": max(rank["peak_memory_gib"] for rank in ranks),
+        "reserved_memory_gib": max(rank["reserved_memory_gib"] for rank in ranks),
         "memory_of": "device, highest rank" if is_cuda else "process, from its start",
         "num_loss_steps": num_ends,
         "first_step_loss": run.losses.first(1),

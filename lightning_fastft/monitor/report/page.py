@@ -28,8 +28,9 @@ _BODY = """<!doctype html>
 <div class="tiles">
 <div class="tile"><b>{{ head.tokens_per_s | number(",.0f") }}</b><span>tokens/s{% if head.num_ranks > 1 %}, all ranks{%
   endif %}</span></div>
-<div class="tile"><b>{{ head.peak_memory_gib | number(",.2f") }} GiB</b><span>peak memory ({{ head.memory_of
-  }})</span></div>
+<div class="tile"><b>{{ head.peak_memory_gib | number(",.2f") }} GiB</b><span>peak memory{%
+  if head.reserved_memory_gib %}, {{ head.reserved_memory_gib | number(",.2f") }} reserved{% endif %}
+  ({{ head.memory_of }})</span></div>
 <div class="tile"><b>{{ head.final_loss | number(".4g") }}</b><span>loss{% if head.first_loss is not none %},
 mean of the last {{ head.num_loss_steps | number("d") }}
 {{ "step" if head.num_loss_steps == 1 else "steps" }}; of the first {{ head.first_loss | number(".4g") }}{% endif

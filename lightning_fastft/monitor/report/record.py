@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from lightning_fastft.activations.budgets import peak_memory_bytes
+from lightning_fastft.activations.budgets import peak_memory_bytes, peak_reserved_bytes
 from lightning_fastft.monitor.host_waits import HostWaitDetector
 from lightning_fastft.monitor.report.copies import StepTrace
 from lightning_fastft.monitor.report.losses import StepLosses
@@ -128,7 +128,14 @@ class RunRecord:
         """
         # The array has the same size on every rank, whatever the number of recorded steps.
         own_V = np.concatenate(
-            [[peak_memory_bytes(self.device) / GIB, self.times.rate() or 0.0], self.losses.to_array()]
+            [
+                [
+                    peak_memory_bytes(self.device) / GIB,
+                    peak_reserved_bytes(self.device) / GIB,
+                    self.times.rate() or 0.0,
+                ],
+                self.losses.to_array(),
+            ]
         )
         all_RV = own_V[None]
         if trainer.world_size > 1:
@@ -138,8 +145,8 @@ class RunRecord:
                 .cpu()
                 .numpy()
             )
-            self.why_alone = "" if self.losses.take_mean(all_RV[:, 2:]) else "the ranks recorded different steps"
+            self.why_alone = "" if self.losses.take_mean(all_RV[:, 3:]) else "the ranks recorded different steps"
         self.ranks = [
-            {"rank": rank, "peak_memory_gib": peak, "tokens_per_s": rate or None}
-            for rank, (peak, rate) in enumerate(all_RV[:, :2].tolist())
+            {"rank": rank, "peak_memory_gib": peak, "reserved_memory_gib": reserved, "tokens_per_s": rate or None}
+            for rank, (peak, reserved, rate) in enumerate(all_RV[:, :3].tolist())
         ]

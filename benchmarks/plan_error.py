@@ -1,0 +1,220 @@
+r"""Compare the predictions of ``fastft plan`` with every measured step of one GPU in results.csv.
+
+    python -m benchmarks.plan_error
+
+No GPU. Each row is predicted from published rates (lightning_fastft/estimate), with the options of its run; no constant
+comes from these rows. What a run used and the estimate does not know is named in the last column. The last lines count
+the rows within 10 %, with and without such options.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.cluster_model import DOCUMENT_TOKENS, MAX_ERROR
+from benchmarks.results import RESULTS_PATH
+from benchmarks.ruler.workloads import WORKLOADS
+from lightning_fastft.core.errors import FastFTError
+from lightning_fastft.estimate.costs import build_on_meta, default_vram_bytes, model_costs
+from lightning_fastft.estimate.machines import Gpu, find_gpu
+from lightning_fastft.planner.plan import StepCost, make_plan, predict, uniform_plan
+
+BENCHMARKS = ("train_step", "compare", "moe", "multi_gpu", "offload front", "offload buffers", "offload small-cards")
+# Host memory of a plan that names none, in GiB.
+DEFAULT_HOST_GIB = 64.0
+_SYSTEM = re.compile(
+    r"ours (?P<kind>keep|recompute|offload|auto)(=(?P<vram>[\d.]+))?(:(?P<host>[\d.]+))?(?P<parts>(\+[\w=]+)*)"
+    r"( A/A)?(, (?P<optimizer>\w+))?"
+)
+_GIB = 2**30
+# What a run may use and the estimate does not know; it has the layers of transformers with PEFT, operator by operator.
+UNKNOWN = {
+    "fp8": "fp8 products",
+    "fused": "fused layers",
+    "graphs": "fused layers in graphs",
+    "liger": "fused kernels of Liger",
+    "tiles": "tiles",
+}
+
+
+class Row(NamedTuple):
+    """A measured step and its prediction, with allocated memory; NaN where the row has none."""
+
+    date: str
+    workload: str
+    system: str
+    gpu: str
+    step_ms: float
+    peak_gib: float
+    predicted_ms: float
+    predicted_gib: float
+    unknown: str
+
+    @property
+    def step_error(self) -> float:
+        """Predicted over measured time, minus 1."""
+        return self.predicted_ms / self.step_ms - 1
+
+    @property
+    def peak_error(self) -> float:
+        """Predicted over measured memory, minus 1."""
+        return self.predicted_gib / self.peak_gib - 1
+
+    @property
+    def is_off(self) -> bool:
+        """Whether time or memory is off by more than 10 %."""
+        return abs(self.step_error) > MAX_ERROR or abs(self.peak_error) > MAX_ERROR
+
+
+def main() -> int:
+    """Print the table; return 1 if a row that the estimate fully knows is off by more than 10 %."""
+    rows, skipped = compare_rows()
+    sys.stdout.write(describe(rows, skipped) + "\n")
+    return int(any(row.is_off for row in rows if not row.unknown))
+
+
+def compare_rows(path: Path = RESULTS_PATH) -> tuple[list[Row], list[str]]:
+    """Return every measured step of one GPU with its prediction, and one line for each that has none."""
+    rows, skipped = [], []
+    for measured, peak_gib in _measured(path):
+        title = f"{measured['date']} {measured['workload']}: {measured['system']}"
+        match, name = _SYSTEM.fullmatch(measured["system"]), measured["workload"].partition(",")[0]
+        if match is None or name not in WORKLOADS:
+            skipped.append(f"{title}: no mode of the planner")
+            continue
+        gpu = find_gpu(measured["device"].removeprefix("1 x "))
+        tokens = re.search(r"(\d+) tokens", measured["workload"])
+        num_tokens = int(tokens[1]) if tokens else WORKLOADS[name].max_tokens
+        try:
+            predicted = _predict(name, match, gpu, num_tokens=num_tokens, cap=_cap(measured["command"], name))
+        except FastFTError as error:
+            skipped.append(f"{title}: {error}")
+            continue
+        unknown = _unknown(measured["workload"], match)
+        step_ms = float(measured["value"])
+        facts = (measured["date"], measured["workload"], measured["system"], gpu.name, step_ms, peak_gib)
+        rows.append(Row(*facts, *predicted, unknown))
+    return rows, skipped
+
+
+def describe(rows: Sequence[Row], skipped: Sequence[str]) -> str:
+    """Return the rows as a table, those without a prediction, and a summary."""
+    lines = [
+        f"{row.date:<11}{row.gpu:<6}{row.workload:<66}{row.system:<54}"
+        f"{row.step_ms:>7,.0f} {row.predicted_ms:>7,.0f} ms {row.step_error:>+7.1%}"
+        f"{row.peak_gib:>8.1f} {row.predicted_gib:>7.1f} GiB {row.peak_error:>+7.1%}"
+        f"{'  OFF' if row.is_off else '     '}{f'  not known: {row.unknown}' if row.unknown else ''}"
+        for row in rows
+    ]
+    lines += [f"not predicted: {text}" for text in skipped]
+    for title, chosen in (
+        ("all rows", rows),
+        ("rows of which all is known", [row for row in rows if not row.unknown]),
+    ):
+        if chosen:
+            errors = [abs(row.step_error) for row in chosen]
+            lines.append(
+                f"{title}: {sum(error <= MAX_ERROR for error in errors)} of {len(chosen)} steps within "
+                f"{MAX_ERROR:.0%}, median error {statistics.median(errors):.1%}, largest {max(errors):.1%}; memory: "
+                f"{sum(abs(row.peak_error) <= MAX_ERROR for row in chosen)} of "
+                f"{sum(row.peak_gib == row.peak_gib for row in chosen)} within {MAX_ERROR:.0%}"
+            )
+    return "\n".join(lines)
+
+
+def _measured(path: Path) -> Iterator[tuple[dict[str, str], float]]:
+    """Yield the row of each step of ours on one GPU, with the allocated GiB of the same run."""
+    with path.open(encoding="utf-8") as file:
+        table = [row for row in csv.DictReader(file) if row["benchmark"] in BENCHMARKS]
+    for place, row in enumerate(table):
+        is_alone = row["benchmark"] != "multi_gpu" or row["system"] == "ours one GPU"
+        if row["metric"] != "step" or not row["system"].startswith("ours") or not is_alone:
+            continue
+        # The rows of a run follow each other, the step first.
+        run = []
+        for other in table[place + 1 :]:
+            if other["metric"] == "step" or (other["workload"], other["system"]) != (row["workload"], row["system"]):
+                break
+            run.append(other)
+        peaks = [float(other["value"]) for other in run if other["metric"].startswith("peak allocated")]
+        if row["benchmark"] == "multi_gpu":
+            row = {**row, "system": f"ours {row['workload'].rpartition(', ')[2]}"}
+        yield row, peaks[0] if peaks else float("nan")
+
+
+def _cap(command: str, name: str) -> float | None:
+    """Return the GiB that the command of a run on a small card allows."""
+    found = re.search(rf"{re.escape(name)}=([\d.]+)", command)
+    return float(found[1]) if found else None
+
+
+@cache
+def _cost(name: str, gpu: Gpu, *, num_tokens: int) -> StepCost:
+    workload = WORKLOADS[name]
+    lengths = workload.document_lengths
+    mean = sum(length**2 for length in lengths) / sum(lengths) if lengths else DOCUMENT_TOKENS
+    return model_costs(
+        build_on_meta({"model_type": workload.model_type, **workload.model_config}),
+        num_tokens=num_tokens,
+        mean_document_tokens=min(mean, num_tokens),
+        machine=gpu,
+        quantization=None if workload.is_full else workload.quantization,
+        lora_rank=None if workload.is_full else workload.lora_rank,
+        lora_targets=workload.target_modules,
+    )
+
+
+@cache
+def _predict_mode(
+    name: str, gpu: Gpu, *, num_tokens: int, kind: str, vram_gib: float | None, host_gib: float, is_streamed: bool
+) -> tuple[float, float]:
+    cost = _cost(name, gpu, num_tokens=num_tokens)
+    if kind == "auto":
+        found = make_plan(
+            cost,
+            vram_budget_bytes=default_vram_bytes(gpu, cost) if vram_gib is None else int(vram_gib * _GIB),
+            host_budget_bytes=int(host_gib * _GIB),
+            machine=gpu.machine,
+            weights="stream" if is_streamed else "auto",
+        ).prediction
+    else:
+        segments = [segment._replace(is_streamed=is_streamed) for segment in uniform_plan(len(cost.segments), kind)]
+        found = predict(cost, segments, machine=gpu.machine)
+    return found.step_ms, found.peak_bytes / _GIB
+
+
+def _predict(name: str, match: re.Match[str], gpu: Gpu, *, num_tokens: int, cap: float | None) -> tuple[float, float]:
+    """Return ms and GiB of a mode."""
+    return _predict_mode(
+        name,
+        gpu,
+        num_tokens=num_tokens,
+        kind=match["kind"],
+        vram_gib=float(match["vram"]) if match["vram"] else cap,
+        host_gib=float(match["host"]) if match["host"] else DEFAULT_HOST_GIB,
+        is_streamed="+stream" in match["parts"],
+    )
+
+
+def _unknown(workload: str, match: re.Match[str]) -> str:
+    """Return what the run used and the estimate does not know."""
+    parts = match["parts"]
+    found = [text for part, text in UNKNOWN.items() if f"+{part}" in parts]
+    if "labels" in workload and "labels 100%" not in workload:
+        found.append("unlabelled tokens, which the head skips")
+    if match["optimizer"] == "adamw_8bit":
+        found.append("an optimizer of one launch per tensor")
+    if "0.6b" in workload and "graphs" not in parts:
+        found.append("launches, which bind a small model")
+    return "; ".join(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,242 @@
+"""Keep a run within its budget of device memory: plan the first steps from shapes, and watch the later ones."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from lightning_fastft.activations.probe import Memory
+from lightning_fastft.activations.segments import KEEP
+from lightning_fastft.activations.slots import align
+from lightning_fastft.core.errors import OptionError
+from lightning_fastft.planner.prediction import StepModel
+from lightning_fastft.planner.step import Machine, SegmentCost, SegmentPlan, StepCost, uniform_plan
+
+# Memory that a layer of transformers with PEFT holds for its backward, per byte that its linear layers put out; 2.7 was
+# measured for an 8B model, and fused layers hold about 1.
+_SAVED_PER_OUTPUT = 3
+# Hidden states between linear layers: norms, residuals, their copies.
+_HIDDEN_PER_LAYER = 4
+# Experts that a token is routed to, at most.
+_EXPERTS_PER_TOKEN = 8
+# Rows of logits that the head computes at a time.
+_HEAD_ROWS = 2048
+# The memory of a plan depends on no rate.
+_ANY_MACHINE = Machine("any", 1.0, 1.0)
+# Steps after a plan in which the allocator is watched, the share of its memory for the next plan, and how many follow.
+_WATCHED_STEPS = 3
+_CORRECTION = 0.95
+_MAX_CORRECTIONS = 3
+
+
+class BudgetWatch:
+    """Detect steps that reach the limit of the allocator, which then syncs with the device and frees its cache.
+
+    Args:
+        budget_bytes: Memory that may be reserved.
+    """
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._budget_bytes = budget_bytes
+        self._num_steps = self._num_retries = self._num_corrections = 0
+
+    def lowered_bytes(self, peak_bytes: int, memory: Memory) -> int | None:
+        """Return the memory for the next plan if steps of this one are at the limit; None to keep it.
+
+        Call it before each step.
+
+        Args:
+            peak_bytes: Predicted peak of the plan.
+            memory: Memory of the device.
+
+        Cost:
+            Reads the allocator's statistics in the first steps of a plan; no host sync.
+        """
+        if self._num_steps > _WATCHED_STEPS:
+            return None
+        num_before, self._num_retries = self._num_retries, memory.num_retries()
+        self._num_steps += 1
+        # The first step still frees what the measured ones left.
+        is_pressed = self._num_retries > num_before or memory.reserved() > self._budget_bytes
+        if self._num_steps == 1 or not is_pressed or self._num_corrections == _MAX_CORRECTIONS:
+            return None
+        self._num_corrections += 1
+        self._num_steps = 0
+        return int(peak_bytes * _CORRECTION)
+
+    def stop(self) -> None:
+        """Watch no further step."""
+        self._num_corrections = _MAX_CORRECTIONS
+
+
+class FirstPlan(NamedTuple):
+    """Plan of the first steps.
+
+    Args:
+        segments: Treatment of each segment: recompute, with inputs on the device or on the host.
+        is_streamed: Whether frozen weights are streamed.
+        peak_bytes: Predicted peak, an upper bound.
+    """
+
+    segments: tuple[SegmentPlan, ...]
+    is_streamed: bool
+    peak_bytes: int
+
+    def describe(self) -> str:
+        """Return where inputs and frozen weights are, as a clause."""
+        place = "the host" if any(segment.input_place == "host" for segment in self.segments) else "the device"
+        return f"with layer inputs on {place}{' and streamed weights' if self.is_streamed else ''}"
+
+
+def predict_cost(
+    layers: Sequence[nn.Module],
+    hidden: torch.Tensor,
+    *,
+    longest_bytes: int,
+    base_bytes: int,
+    vocab_size: int,
+    weight_bytes: Sequence[int],
+    embedding_bytes: int,
+) -> StepCost:
+    """Return the memory of a step as predicted from shapes, without times; peaks are upper bounds.
+
+    Args:
+        layers: Decoder layers, in order.
+        hidden: Hidden states of a pack; only width and dtype are read.
+        longest_bytes: Size of the hidden states of the longest pack.
+        base_bytes: Memory in use all the time, with all weights, without gradients that do not exist yet.
+        vocab_size: Columns of the logits.
+        weight_bytes: Size of the frozen weights of each layer.
+        embedding_bytes: Size of the input embedding that moves with streamed weights.
+    """
+    width, element_size = hidden.shape[-1], hidden.element_size()
+    num_tokens = longest_bytes // (width * element_size)
+    gradient_bytes = sum(
+        parameter.numel() * parameter.element_size()
+        for layer in layers
+        for parameter in layer.parameters()
+        if parameter.requires_grad and parameter.grad is None
+    )
+    segments = []
+    for layer, num_weight_bytes in zip(layers, weight_bytes):
+        out_bytes = num_tokens * element_size * (_output_width(layer) + _HIDDEN_PER_LAYER * width)
+        sizes = align(longest_bytes), _SAVED_PER_OUTPUT * out_bytes
+        segments.append(SegmentCost(*sizes, 0.0, 0.0, 0.0, (), out_bytes, out_bytes, num_weight_bytes))
+    # Last hidden states, norm, gradient and an fp32 copy; one chunk of logits.
+    head_bytes = num_tokens * width * (4 * element_size + 4) + min(num_tokens, _HEAD_ROWS) * vocab_size * element_size
+    return StepCost(tuple(segments), base_bytes + gradient_bytes, head_bytes, 0.0, 0.0, embedding_bytes)
+
+
+def choose_first_plan(
+    cost: StepCost,
+    *,
+    counted: set[int],
+    vram_budget_bytes: int,
+    host_budget_bytes: int,
+    buffers: int,
+    streaming: Sequence[bool],
+) -> FirstPlan:
+    """Return the first plan that is predicted to fit, else the one with the least peak.
+
+    Inputs stay on the device, or go to the host, or weights are streamed too.
+
+    Args:
+        cost: Predicted costs.
+        counted: Segments that the first forward keeps.
+        vram_budget_bytes: Device memory.
+        host_budget_bytes: Pinned host memory.
+        buffers: Number of staging slots.
+        streaming: Whether frozen weights are streamed: the possible answers, best first.
+    """
+    found = list(_plans(cost, counted, host_budget_bytes=host_budget_bytes, buffers=buffers, streaming=streaming))
+    fitting = (plan for plan in found if plan.peak_bytes <= vram_budget_bytes)
+    return next(fitting, min(found, key=lambda plan: plan.peak_bytes))
+
+
+def least_peak_bytes(cost: StepCost, *, host_budget_bytes: int, buffers: int, streaming: Sequence[bool]) -> int:
+    """Return the least peak of the plans that recompute everything; arguments as in ``choose_first_plan``."""
+    found = _plans(cost, set(), host_budget_bytes=host_budget_bytes, buffers=buffers, streaming=streaming)
+    return min(plan.peak_bytes for plan in found)
+
+
+def check_feasible(
+    cost: StepCost,
+    layers: Sequence[nn.Module],
+    *,
+    column_bytes: int,
+    vram_budget_bytes: int,
+    host_budget_bytes: int,
+    buffers: int,
+    streaming: Sequence[bool],
+) -> None:
+    """Refuse a budget that no step can keep, before the first one runs.
+
+    What any backward holds counts: the outputs of a layer's linear modules once, and no temporary memory. A budget
+    between that and the prediction is tried, because predicted peaks are upper bounds.
+
+    Args:
+        cost: Predicted costs.
+        layers: Decoder layers, in order.
+        column_bytes: Size of one value of each token that a layer computes at a time.
+        vram_budget_bytes: Device memory.
+        host_budget_bytes: Pinned host memory.
+        buffers: Number of staging slots.
+        streaming: Whether frozen weights are streamed: the possible answers.
+
+    Raises:
+        OptionError: The message has the memory of the leanest plan.
+    """
+    segments = tuple(
+        segment._replace(saved_bytes=column_bytes * _linear_width(layer), forward_peak_bytes=0, backward_peak_bytes=0)
+        for segment, layer in zip(cost.segments, layers)
+    )
+    certain = cost._replace(segments=segments, head_peak_bytes=0)
+    least_of = functools.partial(
+        least_peak_bytes, host_budget_bytes=host_budget_bytes, buffers=buffers, streaming=streaming
+    )
+    if least_of(certain) > vram_budget_bytes:
+        least = least_of(cost)
+        raise OptionError(
+            f"vram_budget is {vram_budget_bytes / 2**30:.2f} GiB, and the leanest plan for this model and these packs "
+            f"takes about {least / 2**30:.2f} GiB. Raise vram_budget, or use a smaller max_tokens or mlp_tiles=8."
+        )
+
+
+def _plans(
+    cost: StepCost, counted: set[int], *, host_budget_bytes: int, buffers: int, streaming: Sequence[bool]
+) -> Iterator[FirstPlan]:
+    """Yield the plans whose host memory suffices; at least the first one."""
+    model = StepModel(cost, machine=_ANY_MACHINE, buffers=buffers)
+    for number, is_streamed in enumerate(streaming):
+        for kind in ("recompute", "offload"):
+            plan = uniform_plan(len(cost.segments), kind)
+            streamed = [segment._replace(is_streamed=is_streamed) for segment in plan]
+            kept = [
+                KEEP._replace(is_streamed=is_streamed) if index in counted else segment
+                for index, segment in enumerate(streamed)
+            ]
+            lean = model.footprint(streamed)
+            if lean.host_bytes <= host_budget_bytes or (number == 0 and kind == "recompute"):
+                yield FirstPlan(plan, is_streamed, max(lean.peak_bytes, model.footprint(kept).peak_bytes))
+
+
+def _output_width(layer: nn.Module) -> int:
+    """Return the values per token that the linear layers and expert stacks of a decoder layer put out."""
+    return _linear_width(layer) + sum(
+        min(parameter.shape[0], _EXPERTS_PER_TOKEN) * max(parameter.shape[1:])
+        for name, parameter in layer.named_parameters()
+        if parameter.ndim == 3 and "lora_" not in name
+    )
+
+
+def _linear_width(layer: nn.Module) -> int:
+    """Return the values per token that the linear layers of a decoder layer put out, without adapters."""
+    return sum(
+        module.out_features
+        for name, module in layer.named_modules()
+        if isinstance(module, nn.Linear) and "lora_" not in name
+    )

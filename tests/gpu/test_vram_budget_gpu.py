@@ -1,0 +1,119 @@
+"""A budget of device memory on a GPU: the whole run stays within it, with the losses of a run without one."""
+
+import gc
+import re
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from lightning_fastft.activations.checkpointing import OffloadCheckpointing
+from lightning_fastft.core.errors import OptionError
+from lightning_fastft.core.memory_error import DeviceMemoryError
+from lightning_fastft.packing.collate import collate
+from lightning_fastft.strategies.single_device import FastFTStrategy
+from lightning_fastft.training.fine_tuner import FineTuner
+from tests.support.packs import make_documents
+from tests.support.training_parts import quiet_trainer
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning:lightning.*")]
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 4096,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": False,
+}
+NUM_STEPS = 9
+
+
+class Peaks(Callback):
+    """Keep losses, the most that was reserved, and the memory of the leanest plan as it is known in the first step.
+
+    Args:
+        counts_loading: Whether what is reserved before training counts.
+    """
+
+    def __init__(self, *, counts_loading=True):
+        self.losses, self.reserved, self.statuses, self.least_bytes = [], 0, [], None
+        self._counts_loading = counts_loading
+
+    def on_train_start(self, trainer, pl_module):
+        if not self._counts_loading:
+            torch.cuda.reset_peak_memory_stats()
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.losses.append(float(outputs["loss"]))
+        self.reserved = max(self.reserved, torch.cuda.max_memory_reserved())
+        self.statuses = trainer.strategy.statuses()
+        self.least_bytes = self.least_bytes or trainer.strategy.checkpointing.stacks[-1].least_bytes
+        assert all(torch.any(item.grad != 0) for item in pl_module.parameters() if item.requires_grad)
+
+
+def fit(folder, *, num_steps=NUM_STEPS, **activations):
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    torch.manual_seed(0)
+    lora = {"r": 8, "init_lora_weights": False}
+    tuner = FineTuner(CONFIG, init="random", dtype="bfloat16", lora=lora, scheduler="constant", learning_rate=1e-4)
+    # A model whose weights are streamed is built on the device first, before its cap.
+    peaks = Peaks(counts_loading=activations.get("weights") != "stream")
+    batch = collate(make_documents((2000, 1500, 500, 96)))
+    loader = torch.utils.data.DataLoader([batch] * NUM_STEPS, batch_size=None, collate_fn=lambda batch: batch)
+    strategy = FastFTStrategy(activations=OffloadCheckpointing("auto", host_budget=2, **activations))
+    trainer = quiet_trainer(folder, accelerator="gpu", strategy=strategy, max_steps=num_steps, callbacks=[peaks])
+    trainer.fit(tuner, loader)
+    return peaks
+
+
+@pytest.fixture(scope="module")
+def free(tmp_path_factory):
+    return fit(tmp_path_factory.mktemp("free"))
+
+
+@pytest.fixture(scope="module")
+def least_bytes(tmp_path_factory, free):
+    """Memory of the leanest plan, which streams the weights."""
+    ample = fit(tmp_path_factory.mktemp("ample"), num_steps=1, vram_budget=free.reserved / 2**30, weights="stream")
+    assert ample.losses == pytest.approx(free.losses[:1], rel=1e-3)
+    return ample.least_bytes
+
+
+def check_within(found, budget, free):
+    assert found.reserved <= budget
+    assert found.losses == pytest.approx(free.losses, rel=1e-3)
+    memory = next(status for status in found.statuses if status.name == "device memory")
+    assert "capped at vram_budget" in memory.reason
+    assert torch.cuda.get_per_process_memory_fraction() == 1.0
+
+
+@pytest.mark.parametrize("share", [0.5, 0.25])
+def test_a_whole_run_stays_within_its_budget(tmp_path, free, share):
+    budget = int(share * free.reserved)
+    check_within(fit(tmp_path, vram_budget=budget / 2**30), budget, free)
+
+
+def test_a_run_with_streamed_weights_stays_within_the_memory_of_its_leanest_plan(tmp_path, free, least_bytes):
+    found = fit(tmp_path, vram_budget=least_bytes / 2**30, weights="stream")
+    check_within(found, least_bytes, free)
+    # It is a tight budget: less than a fifth of what a run without one takes.
+    assert least_bytes < 0.2 * free.reserved
+
+
+def test_an_infeasible_budget_is_refused_before_the_first_step(tmp_path, least_bytes):
+    with pytest.raises(OptionError, match="leanest plan") as refused:
+        fit(tmp_path, vram_budget=0.35 * least_bytes / 2**30, weights="stream")
+    (gib,) = re.findall(r"takes about (\S+) GiB", str(refused.value))
+    assert float(gib) == pytest.approx(least_bytes / 2**30, rel=0.02)
+    assert torch.cuda.get_per_process_memory_fraction() == 1.0
+
+
+def test_a_budget_that_cannot_hold_the_model_ends_in_an_error_that_names_it(tmp_path):
+    with pytest.raises(DeviceMemoryError, match=r"ran out of memory on cuda:0.*vram_budget 0\.3 GiB"):
+        fit(tmp_path, vram_budget=0.3)
+    assert torch.cuda.get_per_process_memory_fraction() == 1.0
