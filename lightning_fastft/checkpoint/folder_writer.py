@@ -13,7 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+# Not through DefaultStager, which in torch 2.11 drops its copies after each use and then fails in the next one.
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.utils._pytree import tree_leaves
 
 from lightning_fastft.checkpoint.folders import begin_folder, save_folder, take_pieces, write_folder
@@ -39,13 +41,8 @@ class FolderWriter:
     """
 
     def __init__(self, device: torch.device, timeout: timedelta | None) -> None:
-        on_gpu = device.type == "cuda"
-        self._device = device
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu
-            )
-        )
+        self._device, self._on_gpu = device, device.type == "cuda"
+        self._stager = StateDictStager(pin_memory=self._on_gpu)
         self._is_staged = False
         # The collectives of the thread must not mix with those of the training.
         self._group = dist.new_group(backend="gloo", timeout=timeout)
@@ -76,9 +73,9 @@ class FolderWriter:
             staged: dict[str, Any] = {}
 
             def stage() -> None:
-                copies = self._stager.stage(pieces)
-                assert isinstance(copies, dict), "the stager returns copies, and no future"
-                staged.update(copies)
+                staged.update(self._stager.stage(pieces, non_blocking=self._on_gpu))
+                if self._on_gpu:
+                    torch.cuda.synchronize(self._device)
 
             on_all_ranks(stage, error=CheckpointNotSavedError)
             self._is_staged = True

@@ -19,7 +19,7 @@ def test_copies_are_pinned_and_hold_the_values_of_the_call(tmp_path, gate):  # n
     module = torch.nn.ParameterList([torch.randn(size, device="cuda") for size in (2, 3, 700, 100_000)] * 25)
     seen = []
     stage = writer._stager.stage
-    writer._stager.stage = lambda pieces: seen.append(stage(pieces)) or seen[-1]
+    writer._stager.stage = lambda pieces, **options: seen.append(stage(pieces, **options)) or seen[-1]
     for number in range(3):
         gate.clear()
         before = [parameter.detach().clone() for parameter in module]
