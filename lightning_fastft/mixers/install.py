@@ -122,11 +122,11 @@ def install_mixers(model: PreTrainedModel, patcher: ModelPatcher) -> list[Status
     if family is None:
         return []
     if mixers:
-        largest = max(mixers[0].parameters(), key=torch.Tensor.numel)
-        functions = find_kernels(family) if largest.is_cuda else {}
+        functions = find_kernels(family) if any(parameter.is_cuda for parameter in mixers[0].parameters()) else {}
         for kind in {type(mixer) for mixer in mixers}:
             check_calls(kind, functions)
-        if functions and largest.dtype is torch.float32:
+        # Vectors and adapters may be wider than what is multiplied.
+        if functions and max(mixers[0].parameters(), key=torch.Tensor.numel).dtype is torch.float32:
             _multiply_in_fp32(patcher)
     # transformers builds the mask of mixers for the whole family, even for a model without mixers.
     patcher.add_undo(decoder.register_forward_pre_hook(_hide_mask, with_kwargs=True).remove)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
@@ -366,7 +366,9 @@ class FastFTFSDPStrategy(ExpertParallelMixin, ModelParallelStrategy):
     def _is_fitting(self) -> bool:
         """Return whether steps follow that a save could hold; after an error, other ranks may not follow."""
         trainer = self._fastft_trainer
-        return trainer is not None and trainer.state.fn == TrainerFn.FITTING and not trainer.interrupted
+        if trainer is None or trainer.interrupted or trainer.state.status != TrainerStatus.RUNNING:
+            return False
+        return trainer.state.fn == TrainerFn.FITTING
 
     def _num_shards(self) -> int:
         return self._choose_shard()

@@ -231,6 +231,7 @@ OPTIONS = {
         "too_long": choice("refuse", "truncate", "split"),
         "pad_to_max": flag,
         "share_prompts": choice("auto", True, False),
+        "streaming": flag,
         "seed": whole(0, 2**64 - 1),
         "num_workers": whole(0, 1024),
         "pin_memory": choice("auto", True, False),

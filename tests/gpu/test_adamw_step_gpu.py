@@ -208,17 +208,20 @@ def run_optimizer(offload):
         with waits_are_errors() if step else contextlib.nullcontext():
             norms.append(optimizer.clip_next(1.0))
             optimizer.step()
-    return params, torch.stack(norms), optimizer.state_dict()["state"]
+    states = optimizer.state_dict()["state"]
+    # Here, because the memory is unpinned when the optimizer is gone.
+    on_host = [state["exp_avg"].is_cpu and state["exp_avg"].is_pinned() for state in states.values()]
+    return params, torch.stack(norms), states, on_host
 
 
 def test_moments_on_the_host_have_the_bits_of_those_on_the_device(monkeypatch):
     # Some twenty pieces, so that each slot is used again and again.
     monkeypatch.setattr(host_moments, "PIECE_BYTES", 2**18)
-    (params, norms, states), *others = (run_optimizer(share) for share in (0.0, 0.5, 1.0))
-    for twins, other_norms, other_states in others:
+    (params, norms, states, on_host), *others = (run_optimizer(share) for share in (0.0, 0.5, 1.0))
+    assert not any(on_host)
+    for twins, other_norms, other_states, _ in others:
         assert torch.equal(norms, other_norms)
         assert all(torch.equal(param, twin) for param, twin in zip(params, twins))
         for number, state in states.items():
             assert all(torch.equal(one.cpu(), other_states[number][name].cpu()) for name, one in state.items())
-    last = others[-1][2]
-    assert all(state["exp_avg"].is_cpu and state["exp_avg"].is_pinned() for state in last.values())
+    assert all(others[-1][3])
