@@ -32,6 +32,8 @@ DOCUMENT_TOKENS = 910
 USED = {("2026-11-20", "ours ddp x2"), ("2026-11-22", "ours fsdp x2")}
 _SYSTEM = re.compile(r"ours (?P<full>full )?(?P<kind>ddp|fsdp|context) x(?P<gpus>\d+)")
 _WORKLOAD = re.compile(r"(?P<name>[^,]+), (?P<packs>packed|one document), (?P<tokens>\d+) tokens .*, (?P<mode>\S+)")
+# Every weight trained on one GPU, by the ruler, with the default optimizer.
+_FULL = re.compile(r"(?P<model>.+)-full, packed, labels 100%: ours (?P<mode>\S+), adamw_fused")
 _GIB = 2**30
 
 
@@ -75,7 +77,7 @@ def main() -> int:
 def compare_rows(path: Path = RESULTS_PATH) -> list[Row]:
     """Return every measured step of several GPUs with its prediction."""
     with path.open(encoding="utf-8") as file:
-        table = [row for row in csv.DictReader(file) if row["benchmark"] == "multi_gpu"]
+        table = [row for row in csv.DictReader(file) if row["benchmark"] in ("multi_gpu", "train_step")]
     rows, newest, step_ms = [], {}, 0.0
     for row in table:
         # The rows of a run follow each other, the step first.
@@ -86,6 +88,8 @@ def compare_rows(path: Path = RESULTS_PATH) -> list[Row]:
         found, date, name, system = Estimate(step_ms, float(row["value"])), row["date"], row["workload"], row["system"]
         if system == "ours one GPU":
             newest[name] = found
+        elif full := _FULL.fullmatch(f"{name}: {system}"):
+            newest[f"{full['model']} {full['mode']}"] = found
         match, workload = _SYSTEM.fullmatch(system), _WORKLOAD.fullmatch(name)
         if match is None or workload is None:
             continue
@@ -97,6 +101,8 @@ def compare_rows(path: Path = RESULTS_PATH) -> list[Row]:
         )
         options = {"device": row["device"], "is_full": bool(match["full"])}
         predicted = estimate(workload, layout, num_gpus=num_gpus, **options)
+        if match["full"]:
+            alone_name = f"{workload['name'].rpartition('-')[0]} {workload['mode']}"
         if alone_name in newest:
             # The mode of the row decides about compute and activations: both are taken from its own step on one GPU.
             one, alone = newest[alone_name], estimate(workload, Layout("ddp"), num_gpus=1, **options)
