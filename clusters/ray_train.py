@@ -7,7 +7,7 @@ import argparse
 from typing import Any
 
 import ray
-from lightning.pytorch import Trainer
+from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.lightning import RayLightningEnvironment
@@ -18,6 +18,8 @@ from lightning_fastft import FastFTDDPStrategy, FineTuner, PackedDataModule, Wat
 
 def train(options: dict[str, Any]) -> None:
     """Train on one worker. Ray has started the process group; all nodes have as many workers as this one."""
+    # A job that starts again draws the adapters' first values again.
+    seed_everything(options["seed"], verbose=False)
     context = ray.train.get_context()
     num_local = context.get_local_world_size()
     trainer = Trainer(
@@ -49,6 +51,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--save", type=int, default=100, help="optimizer steps between two checkpoints")
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of a pack")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--init", default="pretrained")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--failures", type=int, default=10, help="failures after which the job is given up")
