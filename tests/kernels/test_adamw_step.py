@@ -577,7 +577,7 @@ REFERENCE_FAULTS = {
     "average lost": "row.exp_avg.{lerp_(grad, 1 - options.beta1 => copy_(grad})",
     "betas swapped": "value=1 - options.{beta2 => beta1}",
     "copy of the old master": "row.param.copy_(param){ => if row.copy is None else None}",
-    "narrow master not written": "{row.param.copy_(param) => }",
+    "narrow master not written": "{row.param.copy_(param) => pass}",
     "copy lost": "if row.copy is {not None => row.param}: row",
     "learning rate on the device not corrected": "rate {/ correction => } * row.exp_avg",
     "flag not read": "{torch.where(skip.found_inf == 0, tensor, old) => tensor}",
