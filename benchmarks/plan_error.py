@@ -16,9 +16,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
-from benchmarks.cluster_model import DOCUMENT_TOKENS, MAX_ERROR
+from benchmarks.cluster_model import DOCUMENT_TOKENS, MAX_ERROR, Row
 from benchmarks.results import RESULTS_PATH
 from benchmarks.ruler.workloads import WORKLOADS
 from lightning_fastft.core.errors import FastFTError
@@ -42,35 +41,6 @@ UNKNOWN = {
     "liger": "fused kernels of Liger",
     "tiles": "tiles",
 }
-
-
-class Row(NamedTuple):
-    """A measured step and its prediction, with allocated memory; NaN where the row has none."""
-
-    date: str
-    workload: str
-    system: str
-    gpu: str
-    step_ms: float
-    peak_gib: float
-    predicted_ms: float
-    predicted_gib: float
-    unknown: str
-
-    @property
-    def step_error(self) -> float:
-        """Predicted over measured time, minus 1."""
-        return self.predicted_ms / self.step_ms - 1
-
-    @property
-    def peak_error(self) -> float:
-        """Predicted over measured memory, minus 1."""
-        return self.predicted_gib / self.peak_gib - 1
-
-    @property
-    def is_off(self) -> bool:
-        """Whether time or memory is off by more than 10 %."""
-        return abs(self.step_error) > MAX_ERROR or abs(self.peak_error) > MAX_ERROR
 
 
 def main() -> int:
@@ -98,9 +68,8 @@ def compare_rows(path: Path = RESULTS_PATH) -> tuple[list[Row], list[str]]:
             skipped.append(f"{title}: {error}")
             continue
         unknown = _unknown(measured["workload"], match)
-        step_ms = float(measured["value"])
-        facts = (measured["date"], measured["workload"], measured["system"], gpu.name, step_ms, peak_gib)
-        rows.append(Row(*facts, *predicted, unknown))
+        facts = (measured["date"], measured["workload"], measured["system"], float(measured["value"]), peak_gib)
+        rows.append(Row(*facts, *predicted, gpu=gpu.name, unknown=unknown))
     return rows, skipped
 
 
