@@ -1,0 +1,36 @@
+"""The table of predictions for one GPU: on rows of results.csv whose runs the estimate knows, and on others."""
+
+import csv
+
+import pytest
+
+from benchmarks.plan_error import compare_rows, describe
+from benchmarks.results import RESULTS_PATH
+
+WORKLOAD = "qwen3-8b-qlora, packed, 16384 tokens"
+SYSTEMS = ("ours recompute", "ours offload", "ours offload1")
+
+
+@pytest.mark.slow(seconds=4)
+def test_each_row_is_predicted_or_said_to_be_left_out(tmp_path):
+    with RESULTS_PATH.open(encoding="utf-8") as file:
+        table = [row for row in csv.DictReader(file) if row["workload"] == WORKLOAD and row["system"] in SYSTEMS]
+    # The same run as if its layers had been fused.
+    table += [{**row, "system": "ours recompute+fused"} for row in table if row["system"] == "ours recompute"]
+    path = tmp_path / "rows.csv"
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, table[0])
+        writer.writeheader()
+        writer.writerows(table)
+    rows, skipped = compare_rows(path)
+    assert [(row.system, row.unknown) for row in rows] == [
+        ("ours recompute", ""),
+        ("ours offload", ""),
+        ("ours recompute+fused", "fused layers"),
+    ]
+    assert len(skipped) == 1
+    assert "offload1" in skipped[0]
+    assert not any(row.is_off for row in rows)
+    # Less memory for activations on the host, and predicted from different segments.
+    assert rows[0].predicted_gib > rows[1].predicted_gib + 3
+    assert "of which all is known: 2 of 2 steps" in describe(rows, skipped)
