@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from lightning_fastft.checkpoint import ranks
+from lightning_fastft.checkpoint.files import find_damage
 from lightning_fastft.checkpoint.stops import RunStopped
 from lightning_fastft.strategies.ddp import FastFTDDPStrategy
 from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
 from lightning_fastft.strategies.packed_steps import environment_of
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from lightning_fastft.training.fine_tuner import FineTuner
+from tests.checkpoint.test_folder_writer import gate  # noqa: F401
 from tests.strategies.test_model_after_run import RaiseAt
 from tests.support.token_weighting_worker import CONFIG
 from tests.support.training_parts import VOCAB_SIZE, PlainModule, packed_loader, quiet_trainer, tiny_llama
@@ -78,6 +80,14 @@ def test_checkpoints_are_loaded_from_the_path_of_rank_zero(tmp_path, name):
 def test_checkpoints_that_all_ranks_write_go_to_the_path_of_rank_zero(tmp_path, name):
     fit_on_another_rank(tmp_path, name).save_checkpoint(tmp_path / "own.ckpt")
     assert [place.name for place in tmp_path.iterdir() if place.suffix == ".ckpt"] == ["right.ckpt"]
+
+
+def test_a_save_after_a_fit_is_complete_when_it_returns(tmp_path, gate):  # noqa: F811
+    """No step follows that a save in the background would not hold, and nothing waits for one."""
+    fit_on_another_rank(tmp_path, "fastft_fsdp, a folder").save_checkpoint(tmp_path / "right.ckpt")
+    damage = find_damage(tmp_path / "right.ckpt")
+    gate.set()
+    assert damage is None
 
 
 def test_a_checkpoint_is_read_without_a_module(tmp_path):
