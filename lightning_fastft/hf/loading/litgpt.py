@@ -83,7 +83,7 @@ def convert_litgpt(folder: Path, out: Path) -> Converted:
 def _check_files(folder: Path) -> None:
     """Refuse a folder that cannot be converted, before anything is loaded."""
     if find_litgpt(str(folder)) is None:
-        raise OptionError(f"{folder} is not a LitGPT checkpoint: it has no {WEIGHTS}.")
+        raise OptionError(f"{folder} is no LitGPT checkpoint: it has no {WEIGHTS}.")
     if not (folder / WEIGHTS).is_file():
         raise OptionError(
             f"{folder} has only LoRA weights ({LORA_WEIGHTS}). Merge them first: litgpt merge_lora {folder}"
