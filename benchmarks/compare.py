@@ -59,7 +59,7 @@ from benchmarks.ruler.workloads import WORKLOADS, WorkloadFiles
 _KEY = ("workload", "system", "mode", "label_share", "optimizer", "half", "repeat", "num_steps")
 _SHARED_MEMORY = Path("/dev/shm")
 NUM_STEPS, NUM_ROW_STEPS = 30, 200
-# In a row as many for every system as plans and CUDA graphs take, so that whole runs have equal steps.
+# In a row, every system gets as many as plans and CUDA graphs need, so that runs have equal numbers of steps.
 NUM_WARMUP, NUM_ROW_WARMUP = 6, 16
 
 

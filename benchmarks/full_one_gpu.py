@@ -62,7 +62,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 class Packs(torch.utils.data.IterableDataset[PackedBatch]):
-    """New packs of random tokens, without end."""
+    """An endless stream of new packs of random tokens."""
 
     def __init__(self, *, num_tokens: int, document_tokens: int, vocab_size: int) -> None:
         self.num_tokens, self.document_tokens, self.vocab_size = num_tokens, document_tokens, vocab_size
@@ -93,7 +93,7 @@ class StepClock(Callback):
         self.losses.append(loss.detach().clone())
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
-        """Record a mark behind a step."""
+        """Record a mark after a step."""
         if trainer.global_step == self._num_steps:
             return
         self._num_steps = trainer.global_step
@@ -174,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--document-tokens", type=int, default=1024)
     parser.add_argument("--accumulate", type=int, default=2, help="packs of an optimizer step")
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--warmup", type=int, default=2, help="steps behind the first that are not counted")
+    parser.add_argument("--warmup", type=int, default=2, help="untimed steps after the first")
     parser.add_argument("--policy", default="recompute", choices=("auto", "recompute", "offload", "keep"))
     parser.add_argument("--vram-gib", type=lambda text: text if text == "auto" else float(text), default="auto")
     parser.add_argument("--host-gib", type=lambda text: text if text == "auto" else float(text), default="auto")

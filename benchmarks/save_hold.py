@@ -1,4 +1,4 @@
-r"""Measure how long a sharded checkpoint holds the step under FSDP2: written at once, and in the background.
+r"""Measure how long a sharded checkpoint blocks the step under FSDP2: synchronously, and in the background.
 
     torchrun --standalone --nproc_per_node=2 -m benchmarks.save_hold --device cpu --width 512 --layers 8
     torchrun --standalone --nproc_per_node=2 -m benchmarks.save_hold --width 4096 --layers 12 --out runs/saves
@@ -40,7 +40,7 @@ MODES = {"at once": False, "background": True}
 
 
 class Saves(Callback):
-    """Save every few steps, and keep the milliseconds of saves and of steps.
+    """Save every few steps, and record the milliseconds of saves and of steps.
 
     Args:
         path: Of the checkpoint.
@@ -58,7 +58,7 @@ class Saves(Callback):
         self._begin = now(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        """Stop the clock of a step; save, and keep how long that took."""
+        """Stop the clock of a step; save, and record the time of the save."""
         if trainer.global_step > 2:
             self.step_ms[self._follows_save].append(1e3 * (now(trainer) - self._begin))
         self._follows_save = trainer.global_step % self.every == 0

@@ -1,4 +1,4 @@
-"""Train with Ray Train: every worker runs a Trainer of ours, and a failed job starts again from its newest checkpoint.
+"""Train with Ray Train: every worker runs a Trainer, and a failed job restarts from its newest checkpoint.
 
 python clusters/ray_train.py --workers 16 --gpus --model Qwen/Qwen3-8B --data train.jsonl --out /shared/runs/first
 """
@@ -17,8 +17,8 @@ from lightning_fastft import FastFTDDPStrategy, FineTuner, PackedDataModule, Wat
 
 
 def train(options: dict[str, Any]) -> None:
-    """Train on one worker. Ray has started the process group; all nodes have as many workers as this one."""
-    # A job that starts again draws the adapters' first values again.
+    """Train on one worker. Ray has started the process group; all nodes have equally many workers."""
+    # Seed, so that a restarted job draws the same initial adapters.
     seed_everything(options["seed"], verbose=False)
     context = ray.train.get_context()
     num_local = context.get_local_world_size()
@@ -36,7 +36,7 @@ def train(options: dict[str, Any]) -> None:
     )
     tuner = FineTuner(options["model"], lora={"r": 16}, init=options["init"], dtype=options["dtype"])
     data = PackedDataModule(options["data"], max_tokens=options["tokens"])
-    # ckpt_path="last" begins anew in an empty folder.
+    # ckpt_path="last" starts from the beginning in an empty folder.
     trainer.fit(tuner, data, ckpt_path="last")
 
 

@@ -181,7 +181,7 @@ def _describe_hybrids() -> list[str]:
         "on an H200 (`python -m benchmarks.train_step run --workload qwen3.5-9b-lora`); the speed of Kimi delta",
         "attention and of Mamba-2 is not measured. On an H100, outputs and gradients of a pack in fp32 differ from",
         "those of each document alone by at most 1.2e-4 (`pytest tests/gpu/test_mixers_gpu.py`). There fla-core's",
-        "kernels multiply fp32 in three products of TF32; with one, Triton's default, they were up to 1.2 % off.\n",
+        "kernels multiply fp32 as TF32x3; with plain TF32, Triton's default, the error was up to 1.2 %.\n",
         "| mixer | families | CPU | GPU |",
         "|---|---|---|---|",
         *(

@@ -1,6 +1,7 @@
 """Return docs/numbers.md: tables of benchmarks/results.csv, and the prose around them with figures of its rows.
 
-`python docs/generate.py` writes the page. No figure is written by hand: prose names one as {name} (FIGURES).
+`python docs/generate.py` writes the page. No figure is written by hand: the prose refers to figures as {name}
+(FIGURES).
 """
 
 from __future__ import annotations
@@ -46,50 +47,49 @@ Every figure on this page is in [benchmarks/results.csv](../benchmarks/results.c
 what is timed. Models have their real shapes and random weights. torchtune and Axolotl were not run.
 
 ## Headlines
-Each workload has the newest run that measured ours with another system, and below it, marked \\*, the newest rows of
-the other systems' other settings, which are of earlier runs on the same GPU. Settings are named as in
-[benchmarks/README.md](../benchmarks/README.md#one-command): `keep`, `recompute` and `auto` say what happens to
-activations, Unsloth's `unsloth` is its default and `off` its checkpointing switched off. Graphs compute in reserved
-memory, so rows with `graphs` give it as allocated. Host syncs with a + were counted from the arrival of a batch to
-the end of its backward, without the optimizer. *Device memory* is what the driver reports in use, as nvidia-smi does;
-older rows have none. The number in the last column is that of the command below. `python -m benchmarks.compare --row
-NAME` measures all systems of a workload in one run.
+For each workload, the table has the newest run that measured ours with another system. Rows marked \\* are the newest
+rows of the other systems' other settings, from earlier runs on the same GPU. Settings are named as in
+[benchmarks/README.md](../benchmarks/README.md#one-command): `keep`, `recompute` and `auto` are policies for
+activations, `unsloth` is Unsloth's default, and `off` is Unsloth without checkpointing. CUDA graphs use reserved
+memory, so rows with `graphs` show it as allocated. Host syncs with a + were counted from the arrival of a batch to
+the end of its backward, without the optimizer. *Device memory* is the memory in use that nvidia-smi
+reports; older rows lack it. The number in the last column refers to the commands below the table. `python -m
+benchmarks.compare --row NAME` measures all systems of a workload in one run.
 
 {headlines}
 
 ### Relative to other systems, in the same run
-Tokens (or examples) per second of our fastest setting over those of the other system's fastest, first among settings
-with moments of the same width, then among all. A base in fp8 is an approximation, and is left out.
+Tokens (or examples) per second of our fastest setting, divided by those of the other system's fastest: first among
+settings with moments of the same width, then among all. A base in fp8 is an approximation and is excluded.
 
 {ratios}
 
-### Where ours is slower, or needs more
+### Where ours is slower, or needs more memory
 Without CUDA graphs, Python launches the kernels of a small model one by one: Qwen3-0.6B takes {eager_ms} ms and
 {eager_gib} GiB with activations recomputed, Unsloth's default {unsloth_small_ms} ms and {unsloth_small_gib} GiB.
-Layers from graphs take {graph_ms} ms and {graph_gib} GiB. With all activations kept, Qwen3-14B needs {keep_gib} GiB;
-Unsloth's default needs {unsloth_gib} GiB, and a budget brings ours to {budget_gib} GiB. With every weight of Qwen3-8B
-trained, ours needs {full_gib} GiB, Unsloth {unsloth_full_gib}.
+With CUDA graphs, ours takes {graph_ms} ms and {graph_gib} GiB. With all activations kept, Qwen3-14B needs
+{keep_gib} GiB; Unsloth's default needs {unsloth_gib} GiB, and a budget brings ours to {budget_gib} GiB.
+With every weight of Qwen3-8B trained, ours needs {full_gib} GiB, Unsloth {unsloth_full_gib}.
 
 ## The front of time against memory
 Budgets of GPU memory (`auto=GIB`), offload and recompute against the two settings of Unsloth, newest rows. The last
 figure compares the step with the straight line between Unsloth's two points at the same allocated memory (its
-default, where ours needs less). *Predicted* is what the planner expected before it followed the plan. Gradients are
-bit-equal under every plan. `python -m benchmarks.offload plot
-benchmarks/results.csv` draws the front.
+default, where ours needs less). *Predicted* is the planner's prediction before the run followed the plan. Gradients are
+bit-equal under every plan. `python -m benchmarks.offload plot benchmarks/results.csv` draws the front.
 
 {front}
 
 ## Published figures and ours
 Ablations of the three optimisations that this package started from: metadata of a pack built once, two staging
-buffers for offload, and routing by one count. A gain is in steps/s, with one of them on and off. Rows of different
+buffers for offload, and routing by one count. A gain compares steps/s with one of them on and off. Rows of different
 GPUs are never compared. `python -m benchmarks.published table` prints the same table;
 [benchmarks/README.md](../benchmarks/README.md#published-figures) says how the runs get equal inputs.
 
 {published}
 ## Several GPUs
-`strategy="fastft_ddp"` and `strategy="fastft_fsdp"`; memory is that of the rank with the most. *Times one GPU*
-compares tokens per second with the newest row of one GPU of the same kind on the same workload. Rows whose packs are
-repeated are older: every step trained the same packs. `fastft plan` predicts these rows; `python -m
+`strategy="fastft_ddp"` and `strategy="fastft_fsdp"`; memory is the maximum over ranks. *Times one GPU*
+compares tokens per second with the newest row of one GPU of the same kind on the same workload. In older
+rows, marked as repeated, every step trained the same packs. `fastft plan` predicts these rows; `python -m
 benchmarks.cluster_model` prints its errors.
 
 {gpus}
@@ -127,18 +127,18 @@ class Entry:
 
     @property
     def optimizer(self) -> str:
-        """As in the ruler; empty where the row does not say."""
+        """Name of the optimizer, as in the ruler; empty if the row has none."""
         _, mark, name = self.label.partition(", adamw")
         return f"adamw{name}" if mark else ""
 
     @property
     def run(self) -> tuple[str, str, str]:
-        """What rows of one run share."""
+        """Key of a run, equal for its rows."""
         return (self.date, self.command, self.device)
 
     @property
     def rate(self) -> float:
-        """Tokens per second, or examples where the row has no tokens."""
+        """Tokens per second, or examples if the row has no tokens."""
         return self.figures.get("tokens", self.figures.get("examples", 0.0))
 
 
@@ -178,7 +178,7 @@ def newest(entries: Iterable[Entry], key: Callable[[Entry], object]) -> list[Ent
 
 
 def find_headline(entries: Sequence[Entry], workload: str) -> tuple[list[Entry], list[Entry]]:
-    """Return the newest run that measured ours with another system, and what else other systems have on that GPU.
+    """Return the newest run that measured ours with another system, and the other systems' other rows on that GPU.
 
     A run with Unsloth or TRL comes before one with plain transformers only.
     """
@@ -239,7 +239,9 @@ def write_ratios(entries: Sequence[Entry]) -> str:
 
 
 def _best_pair(run: Sequence[Entry], other: str, bits: str | None) -> list[Entry]:
-    """Return our fastest entry and the other system's, of those with moments so wide; nothing where one has none."""
+    """Return our fastest entry and the other system's, among those with moments of that width; empty if one has
+    none.
+    """
     found = [[e for e in run if e.system == name and bits in (None, BITS.get(e.optimizer))] for name in ("ours", other)]
     return [max(own, key=lambda e: e.rate) for own in found] if all(found) else []
 
@@ -270,7 +272,7 @@ def write_front(entries: Sequence[Entry]) -> str:
 
 
 def _line_at(line: Sequence[Entry], entry: Entry) -> float:
-    """Return the time of Unsloth's straight line at the memory of an entry, ms; its ends go on level."""
+    """Return the time of Unsloth's straight line at the memory of an entry, ms; constant beyond its ends."""
     low, high = (pick(line, key=lambda e: e.figures["allocated"]) for pick in (min, max))
     span = high.figures["allocated"] - low.figures["allocated"]
     share = (entry.figures["allocated"] - low.figures["allocated"]) / span if span else 0.0
@@ -379,7 +381,7 @@ def _of(run: Iterable[Entry], systems: Sequence[str]) -> bool:
 
 
 def _card(entry: Entry) -> str:
-    """Return the kind of GPU, without how many."""
+    """Return the kind of GPU, without their number."""
     return short_device(entry.device).rpartition(" x ")[2]
 
 

@@ -36,7 +36,7 @@ CHART = (
 
 
 class Drawing:
-    """Boxes, words and arrows of one picture.
+    """Boxes, text and arrows of one picture.
 
     Args:
         title: What the picture shows, for readers that do not see it.
@@ -111,7 +111,7 @@ def draw_pack() -> Drawing:
 
 
 def draw_plan() -> Drawing:
-    """Draw what becomes of each layer's activations under a budget."""
+    """Draw which activations are kept, offloaded or recomputed under a budget."""
     drawing = Drawing("Activations of each layer are kept, offloaded or recomputed within a memory budget", height=250)
     drawing.text(0, 18, "After three measured steps the planner decides what becomes of each layer's activations:")
     plan = ("amber",) * 3 + ("green",) * 4 + ("blue",) * 5
@@ -194,7 +194,7 @@ def draw_chart() -> Drawing:
 
 
 def check_chart() -> list[str]:
-    """Return the systems of the chart whose figure is no row of results.csv."""
+    """Return the systems of the chart whose figure is not in results.csv."""
     with RESULTS.open(newline="") as file:
         rows = {
             (row["system"], row["value"])

@@ -37,7 +37,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **kwargs: Any) -> str:
-    """Point relative links at the places of the site."""
+    """Rewrite relative links for the site."""
     here = posixpath.dirname(page.file.src_uri)
 
     def move(link: re.Match[str]) -> str:
@@ -55,5 +55,5 @@ def _path_of(target: str, *, place: str) -> str:
 
 
 def _is_plain(path: str) -> bool:
-    """Return whether a path is a file outside of docs/ that is no page."""
+    """Return whether a path is a file outside of docs/ that is not a page."""
     return path not in PAGES and not path.startswith("docs/") and (ROOT / path).is_file()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 VERSION = "2.8.3"
-# What `importlib.metadata` says of the package, so that nobody takes it for the real one.
+# Summary in `importlib.metadata`, which marks the package as a stand-in.
 SUMMARY = "stand-in of lightning_fastft's benchmarks: FA2 kernels of torch"
 _METADATA = f"Metadata-Version: 2.1\nName: flash-attn\nVersion: {VERSION}\nSummary: {SUMMARY}\n"
 _NAMES = "flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache"
@@ -147,7 +147,7 @@ def _per_document(
     causal: bool,
     window: tuple[int | None, int | None],
 ) -> torch.Tensor:
-    """Return what the kernels compute, by SDPA; the last query of a document is aligned with its last key."""
+    """Return the result of the kernels, computed by SDPA; the last query of a document is aligned with its last key."""
     found = []
     for number in range(len(starts_q) - 1):
         rows, keys = slice(*starts_q[number : number + 2].tolist()), slice(*starts_k[number : number + 2].tolist())

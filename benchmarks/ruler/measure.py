@@ -128,7 +128,7 @@ def pinned_host_gib(*, is_cuda: bool) -> float:
 def device_memory_gib(*, is_cuda: bool) -> float:
     """Return what the driver reports in use on the device now, as nvidia-smi does, in GiB; 0 on a CPU.
 
-    It is reserved memory, the CUDA context, and what libraries allocate by themselves, of every process on the device.
+    It is reserved memory, the CUDA context, and the own allocations of libraries, of every process on the device.
     """
     if not is_cuda:
         return 0.0

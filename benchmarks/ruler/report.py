@@ -112,7 +112,7 @@ def result_rows(records: Sequence[dict[str, Any]], *, command: str) -> list[dict
 
 
 def optional_figures(record: dict[str, Any]) -> list[tuple[str, Any, str]]:
-    """Return metric, value and unit of what records of older runs do not have."""
+    """Return metric, value and unit of the figures that records of older runs lack."""
     figures = [
         ("step, mean", record["summary"].get("mean"), "ms"),
         ("host waits, whole step", record.get("host_waits_step"), "per step"),

@@ -70,7 +70,7 @@ ROWS: Mapping[str, HeadlineRow] = {
         "gemma-4-e4b-lora",
         {"plain": ("keep+padded+sdpa",), "ours": ("auto+graphs=auto", "keep+fused"), "unsloth": ("unsloth", "off")},
     ),
-    # On a CPU: it shows that everything runs, and measures nothing.
+    # On a CPU, as a smoke test without meaningful times.
     "tiny": HeadlineRow(
         "tiny", {name: tuple(s.mode for s in settings_of(SYSTEMS[name], device="cpu")) for name in ("plain", "ours")}
     ),
@@ -78,7 +78,7 @@ ROWS: Mapping[str, HeadlineRow] = {
 
 
 def is_default(record: Mapping[str, Any], *, device: str) -> bool:
-    """Whether a record was measured in the setting that a user of its system gets who chooses nothing."""
+    """Whether a record was measured in the default setting of its system."""
     system, mode = system_of(record), record["mode"]
     own = settings_of(SYSTEMS[system], device=device)
     of_rows = (row.settings.get(system, ()) for row in ROWS.values() if row.workload == record["workload"])

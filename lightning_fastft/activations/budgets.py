@@ -48,15 +48,13 @@ def device_bytes(device: torch.device) -> int:
 
 
 def cap_memory(device: torch.device, num_bytes: int) -> Callable[[], None]:
-    """Cap the memory that this process reserves on a device; return what lifts the cap.
+    """Cap the memory that this process reserves on a device; return a function that lifts the cap.
 
-    At the cap the allocator returns its unused blocks to the device, and only then fails. A lower cap that is in effect
-    stays.
+    At the cap the allocator first returns its unused blocks to the device, then fails. A lower existing cap is kept.
 
     Args:
         device: The CUDA device of this process.
-        num_bytes: Most bytes that the caching allocator reserves. The CUDA context and the buffers of NCCL are not
-            among them.
+        num_bytes: Limit of the caching allocator, in bytes. The CUDA context and NCCL's buffers do not count.
 
     Raises:
         OptionError: The process has reserved more already.
@@ -78,16 +76,16 @@ def cap_memory(device: torch.device, num_bytes: int) -> Callable[[], None]:
 
 
 def expand_segments() -> Callable[[], None] | None:
-    """Give the allocator of CUDA segments that grow and shrink, so that little of what it reserves is unused.
+    """Enable expandable segments in the CUDA allocator, so that little reserved memory is unused.
 
     Returns:
-        What ends it; None if the allocator is left alone, because the user has set it (PYTORCH_ALLOC_CONF), it is
-        another one, or the platform lacks it.
+        A function that disables them again; None if nothing changed, because the user has set PYTORCH_ALLOC_CONF,
+        another allocator is in use, or the platform lacks expandable segments.
     """
     is_set_by_user = any(os.environ.get(name) for name in _ALLOCATOR_VARIABLES)
     if is_set_by_user or sys.platform == "win32" or torch.cuda.get_allocator_backend() != "native":
         return None
-    # Later torch has it under this name, and warns of the old one.
+    # Newer versions of torch use this name, and warn about the old one.
     set_options = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     set_options = set_options or torch.cuda.memory._set_allocator_settings
     set_options("expandable_segments:True")
@@ -95,7 +93,7 @@ def expand_segments() -> Callable[[], None] | None:
 
 
 def peak_reserved_bytes(device: torch.device) -> int:
-    """Return the peak that the device's allocator has reserved; 0 without CUDA."""
+    """Return the peak reserved memory of a device, in bytes; 0 without CUDA."""
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
 
 

@@ -274,7 +274,7 @@ class OffloadCheckpointing:
         """Return the options for a restart after the device ran out of memory; None if policy "auto" has none left."""
         peaks = [stack.plan.prediction.peak_bytes for stack in self.stacks if stack.plan is not None]
         if peaks:
-            # A device has less memory than planned for; a cap can be raised.
+            # A full device has less memory than planned, so plan for less; a cap can be raised.
             budget = self.options.vram_budget_bytes if self._capped_device is not None else None
             next_bytes = NOTCH * max(peaks) if budget is None else budget / NOTCH
             return f"OffloadCheckpointing('auto', vram_budget={next_bytes / 2**30:.1f})"
@@ -298,7 +298,7 @@ class OffloadCheckpointing:
         return f"start again with {shorter if leaner is None else f'{leaner}, or with {shorter}'}"
 
     def describe_budget(self) -> str:
-        """Return the budgets as given, and the least budget of the device if one was given."""
+        """Return the given budgets; with a vram_budget, also the memory of the leanest plan."""
         vram, host = self.options.vram_budget_bytes, self.options.host_budget_bytes
         shown = {
             name: "auto" if value is None else f"{value / 2**30:.1f} GiB"

@@ -48,10 +48,9 @@ class GatheredWeights(NamedTuple):
     """Units of frozen weights that are sharded over ranks, and gathered for each use unless they stay gathered.
 
     Args:
-        unit_bytes: Device memory that each unit takes beside its shard while it is gathered.
-        keep: Lets the first units of this number stay gathered from their next use on; 0 lets none. The same number on
-            all ranks.
-        agree: Returns the least of the numbers of all ranks, which all ask at the same time.
+        unit_bytes: Device memory of each unit while it is gathered, in addition to its shard.
+        keep: Keeps the first units gathered from their next use on, given their number; equal on all ranks.
+        agree: Returns the minimum of a number over all ranks, a collective.
     """
 
     unit_bytes: tuple[int, ...]
@@ -68,7 +67,7 @@ class GatheredWeights(NamedTuple):
         return sum(total <= num_bytes for total in accumulate(self.unit_bytes))
 
     def describe(self, num_kept: int) -> str:
-        """Return in one clause how many units stay gathered, and the memory that they take beside their shards.
+        """Return as a clause how many units stay gathered, and their memory in addition to their shards.
 
         Example:
             >>> GatheredWeights((2**30, 2**29), keep=print, agree=int).describe(1)

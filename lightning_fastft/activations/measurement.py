@@ -22,9 +22,9 @@ class Measurement:
 
     The first forward keeps the last segment of each kind and counts what it saves. The second one compiles kernels and
     fills the allocator, and it finds the last value point of each segment. The third one, with its backward, is timed;
-    the second one is timed too, and the shorter time of each part counts, because a step alone may be disturbed. Waits
-    for copies are no part of these times. An interrupted forward or backward is measured again. A longer pack does not
-    restart the measurement, so that all ranks end it at the same forward; ``read`` scales the costs instead.
+    the second one is timed too, and the shorter time of each part counts, because a step alone may be disturbed. These
+    times exclude waits for copies. An interrupted forward or backward is measured again. A longer pack does not restart
+    the measurement, so that all ranks end it at the same forward; ``read`` scales the costs instead.
 
     Args:
         layers: Decoder layers, in order.
@@ -103,7 +103,7 @@ class Measurement:
             self._phase = _WARM_UP
             self._recompute()
             if self._measures_gap:
-                # What loading left in the allocator is no gap of a step.
+                # Memory that loading left in the allocator is not part of the gap of a step.
                 self.memory(device).free_cache()
             self._warm, self._warm_bytes = StepProbe(make_clock(device), self.memory(device)), num_bytes
             self._observe(self._warm)

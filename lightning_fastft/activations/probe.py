@@ -164,9 +164,9 @@ class StepProbe(SegmentObserver):
     Args:
         clock: Clock of the device.
         memory: Memory of the device.
-        previous: Probe of the same work in the step before; the shorter time of each part counts. None for none.
+        previous: Probe of the same work in the previous step, or None; the shorter time of each part counts.
 
-    ``waits`` has the start and end of each wait of compute for a copy. They count for no segment, since the planner
+    ``waits`` has the start and end of each wait of compute for a copy. Segment times exclude them, because the planner
     adds the waits of a plan itself.
     """
 
@@ -185,7 +185,7 @@ class StepProbe(SegmentObserver):
         self.base_bytes = 0
         self._head_bytes = 0
         self.head_peak_bytes = 0
-        # Memory that the allocator had reserved at the end of the step, beyond the most that was allocated.
+        # Reserved memory at the end of the step, minus the peak of allocated memory.
         self.gap_bytes = 0
         self._most_bytes = 0
         self._awaited: set[int] = set()

@@ -61,7 +61,8 @@ class SegmentStack:
         options: Options of the policy.
         environment: Environment of the run.
         weights: Moves the frozen weights of the layers to the host; None if they cannot move.
-        gathered: Lets sharded frozen weights stay gathered in memory that the first plan leaves; None for none.
+        gathered: Sharded frozen weights, which may stay gathered in memory that the first plan leaves; None without
+            any.
         vocab_size: Columns of the logits, for the memory of the first steps.
     """
 
@@ -91,7 +92,7 @@ class SegmentStack:
         self._layers, self._vocab_size = layers, vocab_size
         self.weights = FrozenWeights(layers, weights)
         self._gathered = gathered
-        # What the user reads of them, once it is decided.
+        # Their description for the user, once it is decided.
         self.gathered_text = ""
         self.plan: Plan | None = None
         self.cost: StepCost | None = None
@@ -180,7 +181,7 @@ class SegmentStack:
 
     @property
     def least_bytes(self) -> int | None:
-        """Device memory of the leanest plan, with what the allocator reserves beyond it; None if nothing is known."""
+        """Device memory of the leanest plan, including reserved but unallocated memory; None if unknown."""
         cost = self.cost or self._predicted
         if cost is None:
             return None
@@ -233,7 +234,7 @@ class SegmentStack:
 
     @property
     def _streaming(self) -> tuple[bool, ...]:
-        """Whether plans stream the frozen weights: the possible answers."""
+        """Allowed values of whether a plan streams the frozen weights."""
         if self.weights.streamed is not None:
             return (True,)
         is_allowed = self.options.weights == "auto" and self.weights.can_move and not is_unified(self._device)
@@ -282,7 +283,7 @@ class SegmentStack:
         )
 
     def _extra_bytes(self) -> int:
-        """Return the memory that will be in use and is not yet; streamed weights count as resident."""
+        """Return the memory that is still to be allocated; streamed weights count as resident."""
         return self.environment.missing_bytes() + self.weights.absent_bytes
 
     def _measure(self, hidden: torch.Tensor, *, num_bytes: int, is_longer: bool) -> None:
@@ -320,7 +321,7 @@ class SegmentStack:
         self.environment.report("\n" + render_plan(self.cost, self.plan))
 
     def _plan_within_budget(self, device: torch.device) -> int:
-        """Plan for the budget without what the allocator reserves beyond what is allocated; return the capacity."""
+        """Plan for the budget minus reserved but unallocated memory; return the capacity."""
         budget, gap = self.options.vram_budget_bytes, self.measurement.gap_bytes
         if budget is None:
             capacity = auto_vram_bytes(device)
@@ -333,8 +334,8 @@ class SegmentStack:
                 raise
             self._make_plan(device, vram_budget=budget)
             self.environment.report(
-                f"activations: no plan leaves room for the {gap / 2**30:.2f} GiB that the allocator reserves beyond "
-                "what is allocated; it returns them to the device in each step, with a device sync"
+                f"activations: no plan leaves room for the {gap / 2**30:.2f} GiB of reserved but unallocated memory; "
+                "the allocator returns it to the device in each step, with a device sync"
             )
             return budget
         return budget - gap
@@ -357,7 +358,7 @@ class SegmentStack:
         self.environment.report(f"activations: steps reached the budget; planned again for {lowered / 2**30:.1f} GiB")
 
     def _keep_gathered(self, vram_budget: int) -> None:
-        """Let weights stay gathered in the memory that the first plan leaves; later plans measure them as resident."""
+        """Keep weights gathered in memory that the first plan leaves; later plans measure them as resident."""
         assert self._gathered is not None
         assert self.plan is not None
         left = vram_budget - self.plan.prediction.peak_bytes

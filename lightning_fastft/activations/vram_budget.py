@@ -16,18 +16,18 @@ from lightning_fastft.core.errors import OptionError
 from lightning_fastft.planner.prediction import StepModel
 from lightning_fastft.planner.step import Machine, SegmentCost, SegmentPlan, StepCost, uniform_plan
 
-# Memory that a layer of transformers with PEFT holds for its backward, per byte that its linear layers put out; 2.7 was
-# measured for an 8B model, and fused layers hold about 1.
+# Memory that a transformers layer with PEFT saves for its backward, per output byte of its linear layers: 2.7 measured
+# for an 8B model. Fused layers save about 1.
 _SAVED_PER_OUTPUT = 3
 # Hidden states between linear layers: norms, residuals, their copies.
 _HIDDEN_PER_LAYER = 4
-# Experts that a token is routed to, at most.
+# Upper bound of the experts per token.
 _EXPERTS_PER_TOKEN = 8
 # Rows of logits that the head computes at a time.
 _HEAD_ROWS = 2048
-# The memory of a plan depends on no rate.
+# Predicted memory does not depend on the speed of the machine.
 _ANY_MACHINE = Machine("any", 1.0, 1.0)
-# Steps after a plan in which the allocator is watched, the share of its memory for the next plan, and how many follow.
+# Steps watched after each plan, the share of its memory for the next plan, and the maximum number of new plans.
 _WATCHED_STEPS = 3
 _CORRECTION = 0.95
 _MAX_CORRECTIONS = 3
@@ -60,7 +60,7 @@ class BudgetWatch:
             return None
         num_before, self._num_retries = self._num_retries, memory.num_retries()
         self._num_steps += 1
-        # The first step still frees what the measured ones left.
+        # The first step still frees memory of the measured steps.
         is_pressed = self._num_retries > num_before or memory.reserved() > self._budget_bytes
         if self._num_steps == 1 or not is_pressed or self._num_corrections == _MAX_CORRECTIONS:
             return None
@@ -108,7 +108,7 @@ def predict_cost(
         layers: Decoder layers, in order.
         hidden: Hidden states of a pack; only width and dtype are read.
         longest_bytes: Size of the hidden states of the longest pack.
-        base_bytes: Memory in use all the time, with all weights, without gradients that do not exist yet.
+        base_bytes: Memory in use throughout: all weights, but no gradients that are not allocated yet.
         vocab_size: Columns of the logits.
         weight_bytes: Size of the frozen weights of each layer.
         embedding_bytes: Size of the input embedding that moves with streamed weights.
@@ -150,7 +150,7 @@ def choose_first_plan(
         vram_budget_bytes: Device memory.
         host_budget_bytes: Pinned host memory.
         buffers: Number of staging slots.
-        streaming: Whether frozen weights are streamed: the possible answers, best first.
+        streaming: Allowed values of whether frozen weights are streamed, best first.
     """
     found = list(_plans(cost, counted, host_budget_bytes=host_budget_bytes, buffers=buffers, streaming=streaming))
     fitting = (plan for plan in found if plan.peak_bytes <= vram_budget_bytes)
@@ -175,8 +175,8 @@ def check_feasible(
 ) -> None:
     """Refuse a budget that no step can keep, before the first one runs.
 
-    What any backward holds counts: the outputs of a layer's linear modules once, and no temporary memory. A budget
-    between that and the prediction is tried, because predicted peaks are upper bounds.
+    The check counts only memory that every backward needs: the outputs of a layer's linear modules once, without
+    temporary memory. A budget between this bound and the prediction is tried, because predicted peaks are upper bounds.
 
     Args:
         cost: Predicted costs.
@@ -185,10 +185,10 @@ def check_feasible(
         vram_budget_bytes: Device memory.
         host_budget_bytes: Pinned host memory.
         buffers: Number of staging slots.
-        streaming: Whether frozen weights are streamed: the possible answers.
+        streaming: Allowed values of whether frozen weights are streamed.
 
     Raises:
-        OptionError: The message has the memory of the leanest plan.
+        OptionError: No step can keep the budget; the message has the memory of the leanest plan.
     """
     segments = tuple(
         segment._replace(saved_bytes=column_bytes * _linear_width(layer), forward_peak_bytes=0, backward_peak_bytes=0)
@@ -225,7 +225,7 @@ def _plans(
 
 
 def _output_width(layer: nn.Module) -> int:
-    """Return the values per token that the linear layers and expert stacks of a decoder layer put out."""
+    """Return the output values per token of the linear layers and expert stacks of a decoder layer."""
     return _linear_width(layer) + sum(
         min(parameter.shape[0], _EXPERTS_PER_TOKEN) * max(parameter.shape[1:])
         for name, parameter in layer.named_parameters()
@@ -234,7 +234,7 @@ def _output_width(layer: nn.Module) -> int:
 
 
 def _linear_width(layer: nn.Module) -> int:
-    """Return the values per token that the linear layers of a decoder layer put out, without adapters."""
+    """Return the output values per token of the linear layers of a decoder layer, without adapters."""
     return sum(
         module.out_features
         for name, module in layer.named_modules()

@@ -197,7 +197,7 @@ class FiniteGuard(Callback):
 
     def _judge_run(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Status:
         """Return how this run is guarded, or why not."""
-        # A loop under Fabric may train a plain module, and tells this callback of each step.
+        # A loop under Fabric may train a plain module, and reports each step to this callback.
         if not getattr(pl_module, "automatic_optimization", True):
             return Status(
                 STATUS_NAME,

@@ -1,4 +1,4 @@
-"""Write checkpoints of sharded models in a thread, while training goes on."""
+"""Write checkpoints of sharded models in a background thread during training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-# Not through DefaultStager, which in torch 2.11 drops its copies after each use and then fails in the next one.
+# DefaultStager of torch 2.11 drops its copies after each save and fails in the next one.
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.utils._pytree import tree_leaves
 
@@ -26,12 +26,12 @@ from lightning_fastft.core.errors import CheckpointNotSavedError
 class FolderWriter:
     """Copy the shards of a save to host memory, and write them in a thread; one save at a time.
 
-    The commit record and the rename come last, after every rank has written. Until then an empty folder holds the name,
-    so that Lightning counts it as taken; nothing loads it. Every rank must call each method in the same order.
+    The commit record and the rename follow once every rank has written. Until then an empty folder reserves the name,
+    so that Lightning chooses another one; nothing loads it. Every rank must call each method in the same order.
 
     Args:
-        device: Of the shards. For CUDA the copies are in pinned memory, and the step waits only for them.
-        timeout: Of the process group of the thread; None is torch's default.
+        device: Device of the shards. For CUDA the copies are in pinned memory, and the step waits only for them.
+        timeout: Timeout of the thread's process group; None is torch's default.
 
     Cost:
         Host memory for the shards of this rank from the first save until ``close``.
@@ -46,20 +46,20 @@ class FolderWriter:
         self._is_staged = False
         # The collectives of the thread must not mix with those of the training.
         self._group = dist.new_group(backend="gloo", timeout=timeout)
-        # The current device belongs to a thread.
+        # Each thread has its own current device.
         self._thread = ThreadPoolExecutor(1, "fastft-save", functools.partial(_use_device, device))
         self._written: Future[None] | None = None
 
     def save(self, checkpoint: dict[str, Any], path: Path, *, host_bytes: int) -> None:
-        """Start a save, after the one before it has finished; later changes of the tensors are not seen.
+        """Wait for the previous save and start one; later changes of the tensors do not affect it.
 
         Args:
             checkpoint: As for ``save_folder``.
             path: The same on all ranks; a shared folder.
-            host_bytes: Memory of the host for the copies of this rank. With less, the save is not in the background.
+            host_bytes: Host memory available for the copies of this rank. If they need more, the save is synchronous.
 
         Raises:
-            CheckpointNotSavedError: On all ranks: of this save before it writes, or of the one before it.
+            CheckpointNotSavedError: This save failed before it wrote, or the previous one failed; on all ranks.
         """
         failure = self.finish()
         if failure is not None:
@@ -112,7 +112,7 @@ class FolderWriter:
             write_folder(pieces, part, path, group=self._group)
 
     def _has_room(self, checkpoint: dict[str, Any], host_bytes: int) -> bool:
-        """Return whether every rank has memory for its copies; once it has, they are kept."""
+        """Return whether every rank has memory for its copies; allocated copies are reused."""
         if self._is_staged:
             return True
         states = [checkpoint["state_dict"], checkpoint.get("optimizer_states", [])]

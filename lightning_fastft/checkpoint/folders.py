@@ -57,7 +57,8 @@ def save_folder(checkpoint: dict[str, Any], path: Path) -> None:
         path: The same on all ranks; a shared folder.
 
     Raises:
-        CheckpointNotSavedError: On all ranks, with the rank that failed. An earlier checkpoint at path is untouched.
+        CheckpointNotSavedError: A rank failed; raised on all ranks, with its number. An earlier
+            checkpoint at path is untouched.
 
     Cost:
         Each rank reads its shard once more for the SHA-256, from the page cache.
@@ -79,10 +80,10 @@ def begin_folder(checkpoint: dict[str, Any], path: Path, stack: ExitStack, *, ho
     """Create the temporary folder of a save with the rest of the checkpoint, and return it; all ranks must call this.
 
     Args:
-        checkpoint: What ``take_pieces`` left.
+        checkpoint: The checkpoint after ``take_pieces``, without its shards.
         path: The folder that the temporary one will become.
-        stack: Removes the temporary folder at its end, on rank 0.
-        holds_name: Whether to create an empty folder at path, so that no other save takes its name meanwhile.
+        stack: Exit stack that removes the temporary folder on rank 0.
+        holds_name: Whether to create an empty folder at path, which reserves the name until the rename.
 
     Raises:
         CheckpointNotSavedError: On all ranks.
@@ -106,13 +107,13 @@ def write_folder(pieces: dict[str, Any], part: Path, path: Path, *, group: dist.
     """Write the shards, then the commit record once every rank has written, then rename; all ranks must call this.
 
     Args:
-        pieces: Of ``take_pieces``; they must not change until this returns.
-        part: Of ``begin_folder``.
+        pieces: Shards from ``take_pieces``; they must not change until this returns.
+        part: Temporary folder from ``begin_folder``.
         path: The final folder.
         group: All ranks; None is the default group.
 
     Raises:
-        CheckpointNotSavedError: On all ranks, with the rank that failed.
+        CheckpointNotSavedError: A rank failed; raised on all ranks, with its number.
     """
     rank = dist.get_rank()
     try:
@@ -158,7 +159,7 @@ def load_folder(
     Raises:
         DamagedCheckpointError: On all ranks, if a file is missing or does not match its digest.
         UnsafeCheckpointError: The index or a shard has more than tensors and plain types.
-        ResumeError: An optimizer holds other tensors than the one that was saved.
+        ResumeError: The tensors of an optimizer differ from the saved ones.
 
     Cost:
         Together the ranks read the folder once more, for the digests.
@@ -191,13 +192,14 @@ def load_folder(
 
 
 def _check_moments(held: Mapping[str, Any], stored: Mapping[str, Any], *, name: str) -> None:
-    """Refuse a state of an optimizer that would lose tensors or be read as numbers of another kind: torch copies codes
-    of 8 bits into floating tensors, and leaves out what the optimizer does not hold.
+    """Refuse an optimizer state whose tensors would be dropped or misread.
+
+    torch copies 8-bit codes into floating-point tensors, and skips tensors that the optimizer does not hold.
 
     Args:
         held: State of each parameter in this run, by name.
         stored: Entries of the index, by name.
-        name: Of the optimizer in the index.
+        name: Name of the optimizer in the index.
     """
     kinds: dict[str, dict[str, bool]] = {}
     for key, entry in stored.items():

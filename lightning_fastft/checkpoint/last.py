@@ -145,7 +145,7 @@ def _list_times(folder: str) -> dict[str, int]:
 
 
 def _is_unfinished(place: str) -> bool:
-    """Return whether a path only has the name of a save that a kill ended; it is an empty folder, or a link to one."""
+    """Return whether a path is the empty folder of a save that was killed, or a link to one."""
     return not remote.is_remote(place) and Path(place).is_dir() and not any(Path(place).iterdir())
 
 

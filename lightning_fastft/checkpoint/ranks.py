@@ -24,8 +24,8 @@ def on_all_ranks(
     Args:
         action: The action of this rank; its result is pickled.
         error: Raised if another rank failed; a rank that failed itself raises its own error.
-        group: All ranks; None is the default group, that of the device, whose results cost a host sync. A thread
-            beside the training needs its own.
+        group: Process group of all ranks; None is the default group, whose results cost a host sync. A background
+            thread needs its own group.
 
     Example:
         >>> on_all_ranks(lambda: 3, error=FastFTError)

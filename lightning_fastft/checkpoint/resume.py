@@ -235,7 +235,7 @@ class ExactResume(Callback):
         # A Path would remove a slash from a URL and save into a local folder.
         path = f"{folder.rstrip('/')}/{name}" if is_remote(folder) else Path(folder) / name
         trainer.save_checkpoint(path, weights_only=False)
-        # Of our strategies: one may still write it in the background.
+        # Our strategies may still be writing it in the background.
         getattr(trainer.strategy, "finish_saves", do_nothing)()
         rank_zero_info(
             f"{signal.Signals(number).name}: the run was saved at optimizer step {trainer.global_step} and ends. "

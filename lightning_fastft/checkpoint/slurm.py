@@ -30,7 +30,7 @@ def is_requeued(trainer: pl.Trainer) -> bool:
 
 
 def requeue_job() -> str:
-    """Ask SLURM to end this job and to queue it again; return what came of it."""
+    """Ask SLURM to end this job and to queue it again; return the outcome as a sentence."""
     job = os.environ["SLURM_JOB_ID"]
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     if array is not None:

@@ -29,7 +29,7 @@ class LayoutPlan(NamedTuple):
     Args:
         layout: How the work is distributed.
         num_tokens: Tokens of an optimizer step over all GPUs.
-        peak_bytes: Peak memory of a GPU; where nothing fits, the least that was found.
+        peak_bytes: Peak memory of a GPU; if nothing fits, the smallest peak that was found.
         forecast: Predicted step; None if nothing fits.
     """
 
@@ -60,7 +60,7 @@ def plan_layouts(
     Args:
         cluster: GPUs and links.
         source: The model.
-        options: Of ``model_costs``, without tokens and machine.
+        options: Options of ``model_costs``, without tokens and machine.
         num_tokens: Tokens of a pack.
         num_micro: Micro-batches of an optimizer step on each GPU.
         host_bytes: Pinned host memory of a GPU.
@@ -80,7 +80,7 @@ def plan_layouts(
         alone = _make_plan(whole, cluster, host_bytes=host_bytes, vram_bytes=vram_bytes)
         if alone is None:
             raise OptionError(
-                "--step-ms is the time of a pack on one GPU, where this run does not fit. Leave it out, or give a "
+                "--step-ms is the time of a pack on one GPU, where this run does not fit. Remove it, or give a "
                 "model that fits."
             )
         factor = step_ms / alone.prediction.step_ms

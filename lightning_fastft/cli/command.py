@@ -19,7 +19,7 @@ from lightning_fastft.core.cores import FreeCores
 from lightning_fastft.core.errors import FastFTError, OptionError, printable
 from lightning_fastft.core.phases import LOGGER, phase
 
-# libgomp's, in turns of its loop.
+# libgomp's spin count, in iterations.
 _SPIN_COUNT = "10000"
 # Commands that take the options of a config.
 _CONFIGURED = (*TRAINER_COMMANDS, "data", "doctor", "plan", "demo")
@@ -74,7 +74,7 @@ def _run(command: str, words: list[str]) -> int:
 
 
 def _import_command(command: str) -> Callable[[Sequence[str]], int]:
-    """Return what runs a command; each has imports that the others do not need."""
+    """Return the function that runs a command; each has imports that the others do not need."""
     if command in TRAINER_COMMANDS:
         from lightning_fastft.cli.lightning_cli import FastFTCLI
 

@@ -12,7 +12,7 @@ _MIB = 2**20
 
 
 def run_convert(words: Sequence[str]) -> int:
-    """Convert a LitGPT checkpoint folder, and print what was written.
+    """Convert a LitGPT checkpoint folder, and print a summary.
 
     Args:
         words: The folder of LitGPT, then the folder to write.

@@ -36,7 +36,7 @@ def run_data(words: Sequence[str]) -> int:
     if not isinstance(data, PackedDataModule):
         raise OptionError(f"fastft data needs a PackedDataModule, but the config has {type(data).__name__}.")
     if data.is_streamed:
-        raise OptionError("fastft data reports on all examples, which a stream does not have: give it a few files.")
+        raise OptionError("fastft data reads all examples, and a stream has no end: give it a few files.")
     # The data module reads the tokenizer of the trainer's module; the model itself is not built.
     trainer.strategy.connect(cli.model)
     data.trainer = trainer

@@ -61,13 +61,13 @@ class _Option(NamedTuple):
 
 
 class _Line(NamedTuple):
-    """What a command line and its configs say: options, import paths of classes, values, and keys of sections.
+    """Contents of a command line and its configs: options, import paths of classes, values, and keys of sections.
 
     Args:
         options: In their order.
         classes: Import paths by "model" and "data"; None for one that only the parser can tell.
         values: By (key, name of the argument), with whether a config file has it; the last one counts.
-        sections: Of config files, in their order: the key, the class where it is one of ours, and the content.
+        sections: Of config files, in their order: the key, the class if it is one of ours, and the content.
     """
 
     options: list[_Option]
@@ -236,7 +236,7 @@ def _refuse_key(command: str, key: str, *, name: str, owner: str) -> NoReturn:
 
 
 def _locate(key: str, owner: str, *, name: str, reason: str) -> str:
-    """Return the reason against a value, with its option as the parser gives it."""
+    """Return the error for a value, with its option as in the parser's messages."""
     if key == "trainer":
         return f'Parser key "trainer.{name}":\n{reason}'
     return f'Parser key "{key}":\nProblem with given class_path \'{owner}\':\nParser key "{name}":\n{reason}'

@@ -12,7 +12,7 @@ from lightning_fastft.core.phases import LOGGER
 
 # Shorter phases are not shown.
 SHORTEST_SECONDS = 0.2
-# What launchers set, as Lightning reads it.
+# Rank variables of launchers, as Lightning reads them.
 _RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 _ERASE_LINE = "\r\x1b[K"
 
@@ -33,7 +33,7 @@ def shown_phases() -> Iterator[None]:
 
 
 class _Phases(logging.Handler):
-    """Write a line per finished phase; on a terminal, also the name of one that has begun."""
+    """Write a line per finished phase; on a terminal, also the name of the current phase."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not _is_first_rank():

@@ -18,12 +18,12 @@ _MARKS = re.compile(r":\w+:`~?(?:[\w.]*\.)?(\w+)`|``([^`]*)``")
 
 
 class Option(NamedTuple):
-    """An option of a class, as its source has it.
+    """An option of a class, read from its source.
 
     Args:
-        type: The annotation; "" where there is none.
-        default: The default as an expression; None where a value is required.
-        meaning: What the docstring says of it, in one line.
+        type: The annotation; "" if there is none.
+        default: The default as an expression; None if a value is required.
+        meaning: Its description in the docstring, in one line.
     """
 
     type: str
@@ -43,13 +43,13 @@ def read_parameters(class_path: str) -> list[str]:
 
 @cache
 def read_options(class_path: str) -> dict[str, Option]:
-    """Return the options of a class by name, with those of its base class where it passes on ``**kwargs``.
+    """Return the options of a class by name, with those of its base class if it passes on ``**kwargs``.
 
     Args:
         class_path: Import path of the class; modules that only import it are followed.
 
     Returns:
-        At most one option of each name; none where no source has the class.
+        At most one option per name; none if no source has the class.
 
     Example:
         >>> read_options("lightning_fastft.PackedDataModule")["max_tokens"].default
@@ -102,7 +102,7 @@ def _options_of(init: ast.FunctionDef) -> dict[str, Option]:
 
 
 def _read_meanings(node: ast.ClassDef | ast.FunctionDef) -> dict[str, str]:
-    """Return what a docstring says of each argument, in one line each."""
+    """Return the description of each argument in a docstring, in one line each."""
     found: dict[str, list[str]] = {}
     lines, name = inspect.cleandoc(ast.get_docstring(node) or "").partition("\nArgs:\n")[2].splitlines(), ""
     for line in lines:

@@ -16,7 +16,7 @@ LONGEST_INTERVAL, TIMES_IN_A_RUN = 50, 10
 
 
 class FastFTTrainer(Trainer):
-    """Lightning's Trainer; with "auto" short runs log their loss too, and the launcher says how many nodes there are.
+    """Lightning's Trainer; with "auto" short runs log their loss too, and the launcher sets the number of nodes.
 
     Args:
         *args: As Lightning's Trainer.

@@ -1,4 +1,4 @@
-"""Judge values by the annotation of their option, where both are simple."""
+"""Check values against the annotation of their option, if both are simple."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _NAMES = {"int": int, "float": float, "bool": bool}
 
 
 def find_wrong_type(annotation: str, value: Any, *, text: str | None = None) -> str:
-    """Return the parser's reason against a value that certainly is of another type; "" for all others.
+    """Return the parser's error for a value that certainly has another type; "" for all others.
 
     Args:
         annotation: Source of the annotation. Whole numbers, numbers, truth values and literals, with or without None,
-            are judged.
+            are checked.
         value: The value of the YAML text.
         text: The text itself on a command line; None in a file.
 
@@ -39,7 +39,7 @@ def find_wrong_type(annotation: str, value: Any, *, text: str | None = None) -> 
 
 
 def _judge(kind: Any, value: Any) -> tuple[str, bool]:
-    """Return what is expected, and whether a value is certainly something else."""
+    """Return the expected type in words, and whether a value certainly has another."""
     is_word = isinstance(value, str) and value.lower() not in _SPECIAL
     if isinstance(kind, ast.Subscript):
         choices = ast.literal_eval(kind.slice)

@@ -39,7 +39,7 @@ _OPTIONS_OF_MODELS = """\
   --device NAME             where the model is built ({device})
   --accept-other-base       accept a base with other weights than those of the run
 """
-# Options of the parser beside those of classes: what their value is, and what they mean.
+# Options of the parser, in addition to those of classes: form of the value, and meaning.
 PARSER_OPTIONS = {
     "config": ("NAME|FILE", "a shipped config or a file; a later one replaces values of an earlier one"),
     "c": ("NAME|FILE", "the same"),
@@ -175,7 +175,7 @@ All options: python -m benchmarks.compare --help, in a clone of the repository
 
 
 def parser_options(command: str) -> dict[str, tuple[str, str]]:
-    """Return the options of a command that belong to no class: what their value is, and what they mean."""
+    """Return the options of a command that belong to no class: form of the value, and meaning."""
     names = {"fit": ("ckpt_path",), "demo": ("ckpt_path",), "validate": ("ckpt_path", "verbose")}
     names["test"] = names["validate"]
     return {**PARSER_OPTIONS, **{name: CHECKPOINT_OPTIONS[name] for name in names.get(command, ())}}

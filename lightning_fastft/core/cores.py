@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-# A shorter measurement says little: /proc/stat counts in hundredths of a second.
+# A shorter measurement is inaccurate: /proc/stat counts in hundredths of a second.
 SHORTEST_SECONDS = 0.3
 
 
@@ -42,7 +42,7 @@ class FreeCores:
     def count(self) -> int:
         """Return the free cores, this process's own share included: at least one, at most the usable ones.
 
-        Where the time was short, or there is no ``/proc/stat``, all usable cores count as free.
+        If the time was too short, or there is no ``/proc/stat``, all usable cores count as free.
         """
         usable, idle = count_usable_cores(self._root), self._read_idle()
         seconds = time.perf_counter() - self._begin
@@ -83,7 +83,7 @@ def _cgroup_folders(root: Path) -> list[Path]:
             continue
         base = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
         folder = base / path.strip("/")
-        # Inside a container the path may be that of the host, and only the base is there.
+        # Inside a container the path may be the one of the host, and only the base exists.
         folders += [place for place in (folder, *folder.parents) if place == base or base in place.parents]
     return folders
 

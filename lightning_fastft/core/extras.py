@@ -43,7 +43,7 @@ def pip_line(*extras: str) -> str:
 
 
 def missing_modules(extra: str) -> list[str]:
-    """Return the modules of an extra that are not installed; nothing is imported."""
+    """Return the modules of an extra that are not installed, without importing any."""
     return [name for name in EXTRAS[extra].modules if find_spec(name) is None]
 
 

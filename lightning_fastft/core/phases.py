@@ -29,7 +29,7 @@ def phase(name: str) -> Iterator[None]:
 
 
 def begin_phase(name: str) -> float:
-    """Log that a phase begins; return the time, as ``time.perf_counter`` has it."""
+    """Log that a phase begins; return the time of ``time.perf_counter``."""
     LOGGER.info(name, extra={"is_begin": True})
     return time.perf_counter()
 

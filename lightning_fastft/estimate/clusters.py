@@ -100,7 +100,7 @@ class Rings:
     A ring moves (n - 1) / n of a message over each link, and an all-reduce is two of them.
 
     Args:
-        cluster: Where.
+        cluster: The cluster.
     """
 
     def __init__(self, cluster: Cluster) -> None:

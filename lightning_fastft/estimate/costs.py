@@ -179,7 +179,7 @@ class _ByteCounter:
     def __init__(self, quantized: Sequence[torch.Tensor], *, has_adapters: bool, has_masters: bool) -> None:
         self._quantized = {id(tensor) for tensor in quantized}
         self._has_adapters, self._has_masters = has_adapters, has_masters
-        # The optimizer's own count of what it holds on the device for a parameter.
+        # The optimizer reports its device memory per parameter.
         self.state_bytes: Callable[[nn.Parameter], int] | None = None
 
     def all(self, parameters: Any) -> int:

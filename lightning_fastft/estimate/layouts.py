@@ -22,7 +22,7 @@ from lightning_fastft.planner.step import Prediction, SegmentCost, SegmentPlan, 
 # 983 ms where one GPU takes 953: every step waits for the slowest rank.
 RANK_WAIT = 1.031
 # FSDP2 of the same run gathers 30.3 GB a step, and its step takes 53 ms more than that of DDP (1,028 ms): copies into
-# and out of the messages, and the kernels of NCCL, take the device from compute.
+# and out of the messages, and the kernels of NCCL, slow down compute.
 HANDLED_BYTES_PER_S = 30.3e9 / 53e-3
 # FSDP2 gathers the next layer while one computes.
 _GATHERED_LAYERS = 2
@@ -116,10 +116,10 @@ class Traffic(NamedTuple):
     """What one GPU exchanges in a step of one micro-batch.
 
     Args:
-        forward_ms: Links, hidden under the forward: gathers.
-        backward_ms: Links, hidden under the backward: gathers and reductions.
-        handled_ms: Time that these take from compute on the device.
-        exposed_ms: Exchanges of tokens, which nothing hides.
+        forward_ms: Time of the links that overlaps with the forward: gathers.
+        backward_ms: Time of the links that overlaps with the backward: gathers and reductions.
+        handled_ms: Time by which these delay compute on the device.
+        exposed_ms: Exchanges of tokens, which do not overlap with compute.
         bound: The link that is busy longest.
     """
 
@@ -206,11 +206,11 @@ def num_shards(layout: Layout, cluster: Cluster) -> int:
 
 
 def resident_bytes(layout: Layout, cluster: Cluster, model: ModelSize, *, num_tokens: int) -> int:
-    """Return the device memory that one GPU needs all the time: shards and what is gathered of them, state, messages.
+    """Return the device memory that one GPU needs throughout: shards and what is gathered of them, state, messages.
 
     Args:
         layout: How the work is distributed.
-        cluster: Where.
+        cluster: GPUs and links.
         model: Sizes of the model.
         num_tokens: Tokens of a GPU's micro-batch.
     """
@@ -244,7 +244,7 @@ def rank_cost(cost: StepCost, layout: Layout, cluster: Cluster, model: ModelSize
     Args:
         cost: Cost of a step on one GPU for the GPU's own number of tokens.
         layout: How the work is distributed.
-        cluster: Where.
+        cluster: GPUs and links.
         model: Sizes of the model.
         num_tokens: Tokens of a GPU's micro-batch.
     """
@@ -285,7 +285,7 @@ def exchange(
 
     Args:
         layout: How the work is distributed.
-        cluster: Where.
+        cluster: GPUs and links.
         model: Sizes of the model.
         num_tokens: Tokens of a GPU's micro-batch.
         recomputed: Whether each layer is recomputed in the backward, with its exchanges.
@@ -344,7 +344,7 @@ def forecast(
 
     Args:
         layout: How the work is distributed.
-        cluster: Where.
+        cluster: GPUs and links.
         model: Sizes of the model.
         cost: What ``rank_cost`` returned.
         segments: Plan of each layer.

@@ -1,4 +1,9 @@
-"""Lightning Fabric: the parts of this package in a loop of the user's own."""
+"""Run packed training in a user's own Lightning Fabric loop, without a Trainer.
+
+A model, its optimizers and a ``PackedDataModule`` enter ``FastFTFabric``; the wrapped model, the optimizers and a
+loader of packed batches leave. ``fabric`` has ``FastFTFabric``, which overrides the methods of Fabric; ``loop_run``
+installs packed training on the model, calls the callbacks and undoes every change on ``close``. Read ``fabric`` first.
+"""
 
 from lightning_fastft.fabric.fabric import FastFTFabric
 

@@ -38,27 +38,27 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-# The callbacks whose hooks a loop of this kind can call; the others need a Trainer.
+# Callbacks whose hooks a Fabric loop can call; the others need a Trainer.
 CALLBACKS = (FusedKernels, BincountRouter, FiniteGuard, GradientHealth)
 
 
 class FastFTFabric(Fabric):
     """Lightning Fabric whose ``setup`` installs packed training on the model, until ``close``.
 
-    The loop is the user's own. ``setup`` changes the model as ``strategy="fastft"`` and ``"fastft_ddp"`` do, and the
-    callbacks of this package that are given do here what they do under a Trainer. Losses and gradients are those of a
-    Trainer. ``backward`` refuses a packed batch that no attention layer read; ``save`` and ``load`` write and verify
-    checkpoints as the strategies do. Use it in a ``with`` block, or call ``close``: the model is then as before.
+    ``setup`` changes the model as ``strategy="fastft"`` and ``"fastft_ddp"`` do. Callbacks of this package work as
+    under a Trainer, and losses and gradients are the same. ``backward`` refuses a packed batch that no attention layer
+    read; ``save`` and ``load`` write and verify checkpoints as the strategies do. Use it in a ``with`` block, or call
+    ``close``, which restores the model.
 
-    Dtypes belong to the model (``from_pretrained(..., dtype=torch.bfloat16)``); the precision of Fabric stays
-    "32-true". fp32 adapters on a base of lower precision get low-precision copies, as in FineTuner.
+    Set dtypes on the model (``from_pretrained(..., dtype=torch.bfloat16)``); the precision of Fabric stays "32-true".
+    fp32 adapters on a base of lower precision get low-precision copies, as in FineTuner.
 
     Args:
         attention: As in FastFTStrategy.
         activations: As in FastFTStrategy.
         callbacks: FusedKernels, BincountRouter, FiniteGuard, GradientHealth, and any objects with hooks of Fabric.
         plugins: As in Fabric; checkpoints are written by VerifiedCheckpointIO unless another CheckpointIO is given.
-        **kwargs: Other arguments of Fabric. ``strategy`` is one device or "ddp".
+        **kwargs: Other arguments of Fabric. ``strategy`` is a single-device strategy or "ddp".
 
     Raises:
         OptionError: The strategy shards or splits the model, the precision changes dtypes, or a callback needs a
@@ -102,7 +102,7 @@ class FastFTFabric(Fabric):
         self._fastft.end(error)
 
     def close(self) -> None:
-        """End the run: judge the steps that are left, and undo every change of the model. A second call does nothing.
+        """End the run: check the remaining steps, and undo every change to the model. A second call does nothing.
 
         Raises:
             NotTrainingError: From a callback, about the last steps.
@@ -110,11 +110,11 @@ class FastFTFabric(Fabric):
         self._fastft.end(None)
 
     def statuses(self) -> list[Status]:
-        """Return what is active and why not, as in the table that ``setup`` logs."""
+        """Return the statuses of the table that ``setup`` logs."""
         return self._fastft.statuses()
 
     def launch(self, function: Callable[..., Any] = lambda _: None, *args: Any, **kwargs: Any) -> Any:
-        """Start the processes as Fabric does; they leave their groups in order at exit."""
+        """Start the processes as Fabric does; process groups are destroyed in order at exit."""
         result = super().launch(function, *args, **kwargs)
         destroy_groups_at_exit()
         return result
@@ -131,11 +131,11 @@ class FastFTFabric(Fabric):
         )
 
     def setup_module(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Do what ``setup`` does, without an optimizer."""
+        """Set up a module as ``setup`` does, without an optimizer."""
         return self._fastft.install(module, lambda: super(FastFTFabric, self).setup_module(module, *args, **kwargs), [])
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
-        """Set up optimizers of the module that is set up already."""
+        """Set up the optimizers of a module that is already set up."""
         result = super().setup_optimizers(*optimizers)
         self._fastft.watch(list(optimizers))
         return result
@@ -144,12 +144,12 @@ class FastFTFabric(Fabric):
         """Read, pack and plan the data of this rank, and return the loader of its training batches.
 
         Call it before ``setup``, so that the planner knows the longest pack, unless the data need the tokenizer of the
-        module. Save ``data`` in the state of a checkpoint to resume at its position. Of a window, divide each loss by
+        module. Save ``data`` in the state of a checkpoint to resume at its position. Divide each loss by
         ``accumulate``.
 
         Args:
-            data: Its validation loader goes to ``setup_dataloaders``.
-            accumulate: Micro-batches of an optimizer step, from 1.
+            data: The data; pass its validation loader to ``setup_dataloaders``.
+            accumulate: Micro-batches per optimizer step, at least 1.
 
         Raises:
             DataError: There is nothing to train, or ranks read different data.
@@ -179,25 +179,25 @@ class FastFTFabric(Fabric):
         return loaders[0] if len(loaders) == 1 else loaders
 
     def backward(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run the backward of a loss, after its batch has been judged.
+        """Check the batch of a loss, then run the backward.
 
         Raises:
-            ContextError: No attention layer read the packed batch, or the model was called past DDP.
+            ContextError: No attention layer read the packed batch, or the module was called without its DDP wrapper.
             OptionError: No module or no optimizer is set up.
         """
         self._fastft.before_backward(tensor)
         super().backward(tensor, *args, **kwargs)
 
     def clip_gradients(self, module: Any, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor | None:
-        """Clip as Fabric does; by its 2-norm, FusedAdamW clips in the pass of its next step, without a host sync.
+        """Clip gradients as Fabric does. With a 2-norm, FusedAdamW clips in its next step, without a host sync.
 
-        ``error_if_nonfinite`` has no effect there: give FiniteGuard, which skips such steps.
+        ``error_if_nonfinite`` then has no effect: use FiniteGuard, which skips such steps.
         """
         inner = _unwrap_objects(optimizer)
         max_norm = kwargs.get("max_norm")
         if isinstance(inner, FusedAdamW) and max_norm is not None and not args and kwargs.get("norm_type", 2) == 2:
             return inner.clip_next(float(max_norm))
-        # Clipping turns infinity into a number, so the callbacks look at the gradients before.
+        # Clipping hides infinite gradients, so the callbacks check them first.
         self._fastft.before_step(inner)
         return super().clip_gradients(module, optimizer, *args, **kwargs)
 
@@ -232,7 +232,7 @@ class FastFTFabric(Fabric):
 
 
 def check_fabric(fabric: Fabric) -> None:
-    """Refuse what cannot be exact here, by name."""
+    """Refuse strategies, precisions and callbacks that are not supported here."""
     strategy = fabric.strategy
     if type(strategy) not in (SingleDeviceStrategy, DDPStrategy):
         raise OptionError(
@@ -242,7 +242,7 @@ def check_fabric(fabric: Fabric) -> None:
     precision = strategy.precision.precision
     if precision != "32-true":
         raise OptionError(
-            f"precision={precision!r} would change the dtypes of fused layers and adapters. Leave it out, and load the "
+            f"precision={precision!r} would change the dtypes of fused layers and adapters. Remove it, and load the "
             "model in its dtype: from_pretrained(..., dtype=torch.bfloat16)."
         )
     for callback in fabric._callbacks:

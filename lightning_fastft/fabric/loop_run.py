@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class LoopRun:
-    """One run of a FastFTFabric. The callbacks get it as their Trainer, and it has the attributes that they read."""
+    """One run of a FastFTFabric, passed to the callbacks as their Trainer."""
 
     scaler = None
     precision = "32-true"
@@ -95,7 +95,7 @@ class LoopRun:
         if isinstance(self.strategy, DDPStrategy):
             prepare_for_ddp(module, self.strategy._ddp_kwargs)
         self._packed_steps.install(module, patcher, environment_of(self._as_trainer()))
-        # A FineTuner has made its own.
+        # A FineTuner brings its own copies.
         self._copies = getattr(module, "low_precision_adapters", None) or _install_copies(module, patcher)
         return patcher
 
@@ -114,7 +114,7 @@ class LoopRun:
         self.refresh()
 
     def watch(self, optimizers: list[Optimizer]) -> None:
-        """Have the callbacks follow the steps of optimizers."""
+        """Call the hooks of callbacks around the steps of optimizers."""
         if self.lightning_module is None:
             raise OptionError("fabric.setup(module) comes before fabric.setup_optimizers(optimizer).")
         if self.optimizers:
@@ -128,12 +128,12 @@ class LoopRun:
                     optimizer.attach_copies(self._copies.pairs, on_written=self._copies.mark_written)
             patcher.add_undo(optimizer.register_step_pre_hook(self._begin_step).remove)
         self._call("on_train_start")
-        # After those of the callbacks.
+        # These hooks run after those of the callbacks.
         for optimizer in optimizers:
             patcher.add_undo(optimizer.register_step_post_hook(self._end_step).remove)
 
     def begin(self, batch: Any) -> None:
-        """Take note of a batch that is handed to the loop."""
+        """Record a batch that the loop receives."""
         if self.lightning_module is None:
             raise ContextError(
                 "No model is set up for the packed batches of this loader: call model, optimizer = "
@@ -142,13 +142,13 @@ class LoopRun:
         self._batch, self._step, self._was_called = batch, self._packed_steps.begin(batch), False
 
     def finish_batch(self) -> None:
-        """Judge a batch that had a forward and no backward, as in a validation."""
+        """Check a batch that had a forward and no backward, as in validation."""
         if self._step is not None and self._was_called and self.lightning_module is not None:
             self._step.check_read(self.lightning_module, where="the loop")
         self._batch = self._step = None
 
     def before_backward(self, loss: torch.Tensor) -> None:
-        """Judge the batch of a loss before its backward."""
+        """Check the batch of a loss before its backward."""
         if self.lightning_module is None or not self.optimizers:
             raise OptionError(
                 "fabric.backward comes before fabric.setup: call model, optimizer = fabric.setup(model, optimizer)."
@@ -172,7 +172,7 @@ class LoopRun:
         self._has_backward = True
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Have the callbacks look at the gradients, once per step."""
+        """Let the callbacks check the gradients, once per step."""
         if not self._is_judged:
             self._is_judged = True
             self._call("on_before_optimizer_step", optimizer)
@@ -182,8 +182,8 @@ class LoopRun:
             raise OptionError("optimizer.step(closure) is not supported here: call fabric.backward, then step().")
         if not self._has_backward:
             raise NotTrainingError(
-                f"{type(optimizer).__name__}.step() without fabric.backward(loss) since the last step: gradients of "
-                "loss.backward() were judged by nobody. Call fabric.backward(loss)."
+                f"{type(optimizer).__name__}.step() without fabric.backward(loss) since the last step: loss.backward() "
+                "skips the checks of the batch. Call fabric.backward(loss)."
             )
         self.before_step(optimizer)
 
@@ -213,7 +213,7 @@ class LoopRun:
             self._copies.refresh()
 
     def end(self, error: BaseException | None) -> None:
-        """Undo everything; without an error, judge the last steps before."""
+        """Check the last steps unless there was an error, then undo every change."""
         if self.lightning_module is None:
             return
         try:
@@ -222,7 +222,7 @@ class LoopRun:
             else:
                 self._call("on_exception", error)
         finally:
-            # The first of them undoes the patches.
+            # The first callback undoes the patches.
             self._call("teardown", "fit")
             self.callbacks[:] = self._given
             self.lightning_module = self._copies = self._batch = self._step = None
@@ -238,7 +238,7 @@ class LoopRun:
 
 
 class NotingLoader:
-    """Hand the batches of a loader to the loop, on its device, and tell the run."""
+    """Yield the batches of a loader on the device, and record each in the run."""
 
     def __init__(self, loader: Any, run: LoopRun) -> None:
         self._loader, self._run = loader, run
@@ -255,7 +255,7 @@ class NotingLoader:
 
 
 def _install_copies(module: nn.Module, patcher: ModelPatcher) -> Any:
-    """Give fp32 adapters on a base of lower precision copies to compute with; None without a transformers model."""
+    """Create low-precision copies of fp32 adapters on a base of lower precision; None without a transformers model."""
     if "transformers.modeling_utils" not in sys.modules:
         return None
     from lightning_fastft.fused.low_precision_adapters import install_low_precision_adapters

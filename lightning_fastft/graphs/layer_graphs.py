@@ -114,7 +114,7 @@ class LayerGraphs:
         self._grads: dict[torch.Tensor, torch.Tensor] = {}
         self.reasons: Counter[str] = Counter()
         self.num_recordings = self.num_replays = 0
-        # Of the last micro-batch: each layer records its forward and its backward.
+        # State of the last micro-batch: each layer records its forward and its backward.
         self._recording_seconds = 0.0
         self._last_status: Status | None = None
 

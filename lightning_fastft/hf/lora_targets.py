@@ -198,7 +198,7 @@ def refuse_unknown_targets(model: nn.Module, lora: LoraConfig) -> None:
     given = lora.target_modules if isinstance(lora.target_modules, (list, set, tuple)) else ()
     unknown = [target for target in given if target not in modules and _stays_a_module(model, target)]
     if isinstance(lora.target_modules, str) and re.fullmatch(r"[\w.-]+", lora.target_modules):
-        # A text is a pattern for whole names; a plain word that matches none is a slip.
+        # A string is a pattern for whole names; a plain word without a match is probably a typo.
         target = lora.target_modules
         matched = target == ALL_LINEAR or any(re.fullmatch(target, name) for name, _ in model.named_modules())
         unknown = [] if matched else [target]

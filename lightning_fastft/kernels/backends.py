@@ -87,7 +87,7 @@ def choose_module(reference: ModuleType, backend: str, x: torch.Tensor, *, any_d
     Args:
         reference: Module ``reference`` of the operation's folder.
         backend: As in ``uses_triton``.
-        x: A tensor on the device of all, with the dtype that matters.
+        x: A tensor with the device and dtype of the operation.
         any_dtype: The kernel supports every dtype of its reference.
 
     Raises:

@@ -31,8 +31,8 @@ def delta_rule(
     ``S[t] = exp(g) S[t - 1] + k (beta (v - k^T exp(g) S[t - 1]))^T`` and ``out = S^T q / sqrt(width)``.
 
     Args:
-        q_TGW: Queries of unit length. Shape (T, G, W); bf16, fp16, or fp32 (multiplied as Triton's default says, which
-            ``install_mixers`` sets).
+        q_TGW: Queries of unit length. Shape (T, G, W); bf16, fp16, or fp32 (multiplied in Triton's default precision,
+            which ``install_mixers`` sets).
         k_TGW: Keys of unit length, like q_TGW.
         v_THW: Values. Shape (T, H, W), H a multiple of G; dtype of q_TGW.
         g_TH: Natural logarithms of the decays. Shape (T, H), fp32.

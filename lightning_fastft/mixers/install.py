@@ -28,7 +28,7 @@ from lightning_fastft.packing.context import BatchContext
 STATUS_NAME = "mixers"
 # Names under which the context counts its readers.
 BY_DOCUMENT, ON_KERNELS = "mixers by document", "mixers on fla"
-# Triton reads this when it compiles a product that names no precision.
+# Triton reads this when it compiles a tl.dot without an explicit precision.
 _FP32_PRODUCTS = "TRITON_F32_DEFAULT"
 # Keywords of a mixer's cache, and keywords that describe document borders, which the context replaces.
 _CACHES = ("past_key_values", "cache_params")
@@ -125,7 +125,7 @@ def install_mixers(model: PreTrainedModel, patcher: ModelPatcher) -> list[Status
         functions = find_kernels(family) if any(parameter.is_cuda for parameter in mixers[0].parameters()) else {}
         for kind in {type(mixer) for mixer in mixers}:
             check_calls(kind, functions)
-        # Vectors and adapters may be wider than what is multiplied.
+        # Read the dtype of the largest weight: vectors and adapters may have a wider one.
         if functions and max(mixers[0].parameters(), key=torch.Tensor.numel).dtype is torch.float32:
             _multiply_in_fp32(patcher)
     # transformers builds the mask of mixers for the whole family, even for a model without mixers.
@@ -148,7 +148,7 @@ def install_mixers(model: PreTrainedModel, patcher: ModelPatcher) -> list[Status
 
 
 def _multiply_in_fp32(patcher: ModelPatcher) -> None:
-    """Give Triton's products of fp32 the precision of fp32: fla-core leaves it to the default, which is TF32."""
+    """Multiply fp32 in fp32 precision in Triton's kernels; fla-core leaves it at the default, TF32."""
     before = os.environ.get(_FP32_PRODUCTS)
 
     def restore() -> None:
@@ -156,7 +156,7 @@ def _multiply_in_fp32(patcher: ModelPatcher) -> None:
         if before is not None:
             os.environ[_FP32_PRODUCTS] = before
 
-    # Three products of TF32.
+    # TF32x3: three TF32 products per fp32 product.
     os.environ[_FP32_PRODUCTS] = "tf32x3"
     patcher.add_undo(restore)
 

@@ -24,7 +24,7 @@ from lightning_fastft.moe.routing import ExpertAdapter
 # Attribute of experts modules whose stacks are owned in shares, not in the state_dict: the ExpertAxis.
 AXIS_ATTRIBUTE = "fastft_expert_axis"
 
-# torch 2.13 has a new name for it.
+# torch 2.13 renamed it.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -61,7 +61,7 @@ class ExpertAxis:
         self.group = group
         self.size: int = dist.get_world_size(group)
         self.rank: int = dist.get_rank(group)
-        # Tokens of the longest pack of this step on any rank; 0 where all ranks run the same tokens.
+        # Tokens of the longest pack of this step on any rank; 0 if all ranks run the same tokens.
         self.num_rows = 0
 
     def gather(self, own: RoutedTokens, *, num_experts: int) -> RoutedTokens:

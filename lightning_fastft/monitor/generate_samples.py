@@ -34,18 +34,19 @@ class GenerateSamples(Callback):
     """Generate an answer to each prompt at the end of each validation of a fit, for the loggers and RunReport.
 
     Decoding is greedy, so that answers depend on the weights alone. Training is not changed: random states and the mode
-    of every module are restored. Rank 0 generates and the other ranks go on; with FSDP2 all ranks generate together.
-    TensorBoard, W&B, MLflow and Comet get the texts through Lightning's loggers; other loggers get none.
+    of every module are restored. Rank 0 generates while the other ranks continue; with FSDP2 all ranks generate
+    together. TensorBoard, W&B, MLflow and Comet get the texts through Lightning's loggers; other loggers get none.
 
     Args:
         prompts: Texts that the model continues, or conversations (lists of messages with role and content) that it
             answers with its chat template.
         max_new_tokens: Most tokens of an answer.
-        tokenizer: Tokenizer for a LightningModule that has none; None takes that of the module, else of the DataModule.
+        tokenizer: Tokenizer for a LightningModule that has none; None uses the one of the module, else of the
+            DataModule.
 
     Raises:
-        OptionError: An option is not allowed. When fit begins: no model that generates, no tokenizer, or a strategy
-            with FSDP1 or DeepSpeed, which shard the model in a way that ``generate`` cannot read.
+        OptionError: An option is not allowed. When fit begins: there is no model that generates, no tokenizer, or the
+            strategy is FSDP1 or DeepSpeed, whose shards ``generate`` cannot read.
 
     Cost:
         One batch of len(prompts) rows per validation, with a host sync per token and a key-value cache of
@@ -75,7 +76,7 @@ class GenerateSamples(Callback):
         self._status = Status(STATUS_NAME, "inactive", "no validation yet")
 
     def status(self) -> Status:
-        """Return where the answers go."""
+        """Return the status, which names the loggers that get the answers."""
         return self._status
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -108,7 +109,7 @@ class GenerateSamples(Callback):
         device = trainer.strategy.root_device
         before = RandomState.capture(device)
         try:
-            # What a layer caches in inference mode could not be used by a later backward.
+            # A later backward could not use tensors that a layer caches in inference mode.
             with torch.inference_mode(False), torch.no_grad():
                 answers = generate_texts(
                     model,
@@ -187,7 +188,7 @@ def _find_model(pl_module: pl.LightningModule) -> Any:
     """Return the model of a LightningModule that generates.
 
     Raises:
-        OptionError: There is none, or more than one.
+        OptionError: There is no such model, or more than one.
     """
     from lightning_fastft.hf.families import find_causal_models
 

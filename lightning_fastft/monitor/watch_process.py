@@ -27,14 +27,15 @@ POLL_S = 0.25
 PUBLISH_S = 1.0
 # The states of other ranks are up to date after two of their writes.
 SETTLE_S = 2 * PUBLISH_S + POLL_S
-# A node is lost if its watchdogs write nothing for so long, or for timeout_s if that is less. A busy file server pauses
-# for seconds.
+# A node is lost if its watchdogs write nothing for this long, or for timeout_s if that is less. A busy file server may
+# pause for seconds.
 SILENT_S = 30.0
-# The states of ranks on other nodes are read this often: all ranks read those of all others from one file server.
+# Interval of reading the states of other nodes: every rank reads those of all others from one file server.
 LISTEN_S = 5.0
 # Time for a rank to end with its own error after another rank died.
 GRACE_S = 3.0
-# A node is slow if its micro-batches take this many times as long as those of the other nodes, in two looks in a row.
+# A node is slow if its micro-batches take this many times as long as those of the other nodes, in two consecutive
+# checks.
 SLOW_RATIO = 1.3
 _MOST_TEXT = 400
 _LAYOUT = struct.Struct("<QQQBBddH")
@@ -157,7 +158,7 @@ class RankWatch:
         self._unread_s = 0.0
         # Seconds for which the folder of the states has been missing.
         self._apart_s = 0.0
-        # The node that was slow at the last look, and those that were reported.
+        # The node that was slow at the last check, and those that were reported.
         self._slow_node = -1
         self._reported: set[int] = set()
 
@@ -196,7 +197,7 @@ class RankWatch:
             return
         # The watchdog of a rank that died first has written its verdict by then, on a busy machine too.
         if self.beat.phase == Phase.FAILED and self.job.num_ranks > 1:
-            # The error may come from a node that is lost, which only time shows.
+            # A lost node may have caused the error, which shows only later.
             self._note_others()
             self._settle()
             self._note_others()
@@ -320,7 +321,7 @@ class RankWatch:
             if state is None:
                 continue
             is_new = rank not in self._others or state["num_published"] != self._others[rank]["num_published"]
-            # A rank that has ended has nothing to say any more.
+            # A rank that has ended writes no more states.
             is_silent = not is_new and state["condition"] != "gone"
             self._silent_s[rank] = self._silent_s[rank] + elapsed_s if is_silent else 0.0
             self._others[rank] = state
@@ -342,9 +343,9 @@ class RankWatch:
         if found is not None and node == self._slow_node and node not in self._reported:
             self._reported.add(node)
             _say(
-                f"Watchdog: node {node} ({found.host}) is slow: a micro-batch takes it {found.own_s * 1e3:.0f} ms "
-                f"until the backward (loading and forward), and the other nodes {found.others_s * 1e3:.0f} ms. They "
-                "wait for it in every step.\n"
+                f"Watchdog: node {node} ({found.host}) is slow: a micro-batch takes {found.own_s * 1e3:.0f} ms until "
+                f"the backward (loading and forward), and {found.others_s * 1e3:.0f} ms on the other nodes, which wait "
+                "for it in every step.\n"
             )
         self._slow_node = node
 
@@ -431,7 +432,7 @@ class RankWatch:
 
 def find_blamed(states: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the ranks to blame: first to die without an error, else on a lost node, else stopped, else first to fail,
-    else least far.
+    else with the least progress.
     """
     dead = [state for state in states if state["condition"] == "gone" and state["phase"] != Phase.FAILED]
     lost = [state for state in states if state["condition"] == "lost"]
@@ -535,7 +536,7 @@ def _describe_condition(state: dict[str, Any], *, is_plural: bool) -> str:
             "stopped"
         )
     if state["condition"] == "cut off":
-        return "lost the folder of the run, because its node is cut off or the other nodes have left it behind"
+        return "lost the folder of the run, because its node is cut off or the other nodes went on without it"
     if state["phase"] == Phase.FAILED:
         return f"failed with {state['text']}"
     if state["condition"] == "stopped":
@@ -595,7 +596,7 @@ def _say(text: str) -> None:
 
 def main(argument: str) -> None:
     """Watch the rank of a job given as JSON."""
-    # SLURM signals all processes of a job. Signals to stop are for the rank, and the watch ends with it.
+    # SLURM signals all processes of a job. The rank handles the signals to stop, and the watchdog ends with it.
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     job = Job(**json.loads(argument))

@@ -26,7 +26,7 @@ EMPTY_PACK_TOKENS = 8
 # Batches that wait for the trainer: enough to hide a few slow reads with little pinned memory.
 NUM_AHEAD = 4
 THREAD_NAME = "fastft-loader"
-# Micro-batches of an epoch whose length nobody knows. Lightning asks a loader without a length one batch ahead.
+# Number of micro-batches of an epoch of unknown length. Lightning reads one batch ahead from a loader without a length.
 ENDLESS = 10**9
 
 T = TypeVar("T")

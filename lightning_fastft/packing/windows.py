@@ -1,4 +1,4 @@
-"""Pack a stream of rows within look-ahead windows: the rows of some packs are read, and packed among themselves.
+"""Pack a stream of rows within look-ahead windows: rows for several packs are read ahead and packed together.
 
 Axes: P packs of a window, M micro-batches of one rank, R ranks.
 """
@@ -28,22 +28,22 @@ from lightning_fastft.packing.tokens.formatter import Formatter
 from lightning_fastft.packing.tokens.tokenisation import ChunkResult, Setup
 from lightning_fastft.packing.tokens.workers import run_chunks
 
-# Packs of a window on each rank: best fit among the rows of 64 packs fills them as well as among all rows.
+# Packs of a window on each rank: best fit over the rows of 64 packs fills them as well as over all rows.
 PACKS_AHEAD = 64
-# Rows that are tokenised at once: a window ends between two such chunks.
+# Rows per tokenised chunk. A window ends between two chunks.
 CHUNK_ROWS = 64
-# The share of rejected rows is judged from this many rows on; before that, of this many.
+# The share of rejected rows is computed over at least this many rows.
 ENOUGH_ROWS = 1000
 
 
 class ReadState(NamedTuple):
-    """Where a window begins: everything from which the rest of a pass is read again, bit for bit.
+    """Beginning of a window: the state from which the rest of a pass is read again, bit for bit.
 
     Args:
         epoch: The pass over the stream, from 0.
-        source: State of the stream; "" for its beginning, or where the stream keeps none.
-        num_rows: Rows of this pass that are behind, on this rank.
-        carried: Documents that were read and not packed yet.
+        source: State of the stream; "" for its beginning, or if the stream keeps none.
+        num_rows: Rows of this pass that this rank has read.
+        carried: Documents that were read but not packed yet.
         rejects: Rejected rows of this pass by reason.
         is_at_end: Whether the stream has no more rows.
     """
@@ -60,11 +60,11 @@ class Window(NamedTuple):
     """The packs of a window on one rank.
 
     Args:
-        begin: Where its reading begins.
-        packs: Documents of each pack, the dearest pack first.
+        begin: The beginning of the window.
+        packs: Documents of each pack, the most expensive pack first.
         num_labelled: Labelled tokens of each pack, without the first token of each document.
-        rejects: Rows that were rejected while it was read.
-        digest: Of the tokens and labels, in the order of the packs.
+        rejects: Rows of the window that were rejected.
+        digest: Digest of the tokens and labels, in the order of the packs.
         is_last: Whether the pass has no other window on this rank.
     """
 
@@ -77,7 +77,7 @@ class Window(NamedTuple):
 
 
 class RowFormat(NamedTuple):
-    """The format of a stream's rows and its expected columns (None for any), as its first rows show them."""
+    """The format of a stream's rows and its expected columns (None for any), detected from the first rows."""
 
     format: str | None
     expected: frozenset[str] | None
@@ -86,7 +86,7 @@ class RowFormat(NamedTuple):
 
 
 def find_row_format(stream: RowStream, *, setup: Setup) -> RowFormat:
-    """Return the format that the first rows of a stream show.
+    """Detect the format of a stream from its first rows.
 
     Raises:
         DataError: The stream has no rows, or rows of an unknown format, or of one that the tokenizer cannot encode.
@@ -104,7 +104,7 @@ def find_row_format(stream: RowStream, *, setup: Setup) -> RowFormat:
     format, expected = learn_format(source, first, options=options)
     if format in TUNERS:
         raise DataError(
-            f"{stream.name} has rows of format {format}, and a stream serves rows without completions. Load them "
+            f"{stream.name} has rows of format {format}. Streaming supports only rows without completions. Load them "
             "without streaming."
         )
     if format is not None:
@@ -121,8 +121,8 @@ class WindowReader:
         found: Their format.
         setup: Tokenizer and options.
         num_proc: Processes that tokenise.
-        num_packs: Packs of a window.
-        max_reject_share: Largest share of rejected rows.
+        num_packs: Packs per window.
+        max_reject_share: Largest allowed share of rejected rows.
     """
 
     def __init__(
@@ -143,7 +143,8 @@ class WindowReader:
         self._max_reject_share = max_reject_share
 
     def read(self, begin: ReadState) -> Iterator[Window]:
-        """Yield the windows of a pass from a state on: ``num_packs`` packs each, and what is left in the last ones.
+        """Yield the windows of a pass from a state on: ``num_packs`` packs each, and the remaining packs in the last
+        ones.
 
         The fullest packs of a window are trained; documents of the others are carried into the next window.
 
@@ -151,7 +152,7 @@ class WindowReader:
             DataError: A row has an impossible token id, is too long, or has images; or too many rows are rejected.
 
         Cost:
-            Holds the tokens of about two windows: this one, and the one that waits for the training.
+            Holds the tokens of about two windows: the one being read, and the one being trained.
         """
         max_tokens = self._setup.options.max_tokens
         states: deque[tuple[str, int]] = deque()
@@ -188,7 +189,7 @@ class WindowReader:
                 )
 
     def _make_chunks(self, begin: ReadState, *, states: deque[tuple[str, int]]) -> Iterator[Chunk]:
-        """Yield chunks of rows, and note the stream's state behind each."""
+        """Yield chunks of rows, and record the stream's state after each."""
         if begin.is_at_end:
             return
         rows = self._stream.read(epoch=begin.epoch, state=begin.source, num_behind=begin.num_rows)
@@ -207,13 +208,13 @@ class WindowReader:
 def order_packs(window_R: Mapping[int, list[int]], *, accumulate: int, seed: int, number: int) -> np.ndarray:
     """Return the pack of each micro-batch of a window, the same on all ranks, int64, shape (M,).
 
-    Packs that a rank does not have are empty, so that all ranks train as many. The packs of a micro-batch have like
-    costs, because every rank numbers its own from the dearest one.
+    Missing packs of a rank are empty, so that all ranks train equally many. The packs of a micro-batch have similar
+    costs, because every rank sorts its packs, the most expensive one first.
 
     Args:
         window_R: Labelled tokens of each pack, by rank.
-        accumulate: M is a multiple of it.
-        seed: As number, decides the order.
+        accumulate: Micro-batches per optimizer step; M is a multiple of it.
+        seed: Determines the order, together with number.
         number: Global micro-batch at which the window begins.
     """
     num_packs = max(map(len, window_R.values()))
@@ -223,7 +224,7 @@ def order_packs(window_R: Mapping[int, list[int]], *, accumulate: int, seed: int
 
 
 def _split_documents(result: ChunkResult, *, options: FormatOptions) -> Iterator[Document]:
-    """Yield the examples of a chunk; refuse what a stream cannot hold."""
+    """Yield the examples of a chunk; refuse rows that streaming does not support."""
     if result.impossible is not None:
         line, error = result.impossible
         raise DataError(f"{result.place(line)}: {error}.")
@@ -246,7 +247,7 @@ def _split_documents(result: ChunkResult, *, options: FormatOptions) -> Iterator
 def _choose_packs(
     documents: list[Document], *, num_packs: int, max_tokens: int
 ) -> tuple[list[list[Document]], list[Document]]:
-    """Return the fullest packs of the documents, the dearest first, and the documents of the others in their order."""
+    """Return the fullest packs, the most expensive first, and the documents of the others in their order."""
     if not documents:
         return [], []
     length_N = np.array([len(document.input_ids) for document in documents], dtype=np.int64)

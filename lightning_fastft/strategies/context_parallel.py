@@ -70,7 +70,7 @@ class ContextParallelMixin(FastFTStrategyMixin):
 
         Raises:
             OptionError: The number of devices is no multiple of context_parallel.
-            RendezvousError: The other ranks were not met in time.
+            RendezvousError: The other ranks did not join in time.
         """
         world_size = self._count_devices()
         environment, num_devices = self.cluster_environment, self.num_processes  # type: ignore[attr-defined]

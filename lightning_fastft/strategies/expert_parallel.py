@@ -1,4 +1,4 @@
-"""Expert parallelism: the ranks over which one copy of the weights is sharded own the experts of each layer in shares.
+"""Expert parallelism: the ranks that shard one copy of the weights each own a share of the experts of each layer.
 
 Each rank has its own packs. The experts exchange tokens inside of each layer (``moe/expert_axis.py``); all other
 weights are sharded and gathered as without it.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lightning_fastft.core.patcher import ModelPatcher
     from lightning_fastft.moe.expert_axis import ExpertAxis
 
-# Of the callback whose experts function exchanges tokens.
+# Status name of the callback whose experts function exchanges tokens.
 _ROUTER_STATUS = "expert router"
 
 
@@ -33,17 +33,17 @@ class ExpertParallelMixin(ContextParallelMixin):
     """Give the experts of a sharded model their axis; for strategies that shard over ``sharding_mesh``.
 
     Owned experts are shards that are never gathered, in the same mesh and form in which FSDP2 would shard them. So
-    checkpoints, clipping and optimizers do not differ. Only the reduction over several copies is made here.
+    checkpoints, clipping and optimizers do not differ. This class only reduces gradients over several copies.
 
     Args:
         expert_parallel: Devices that own the experts of each layer in equal shares.
         **kwargs: Arguments of the parent strategies.
 
     Raises:
-        OptionError: expert_parallel is no number above 0.
+        OptionError: expert_parallel is not a positive number.
 
     Cost:
-        Each micro-batch waits, on the host, for the hosts of all ranks, which agree on their longest pack.
+        Each micro-batch waits on the host until all ranks agree on their longest pack.
     """
 
     @property
@@ -119,7 +119,7 @@ class ExpertParallelMixin(ContextParallelMixin):
         self._axis = None
 
     def on_exception(self, exception: BaseException) -> None:
-        """Wait for no other rank after an error."""
+        """Stop waiting for other ranks after an error."""
         self._vote.drop()
         super().on_exception(exception)
 

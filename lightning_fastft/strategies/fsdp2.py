@@ -214,7 +214,7 @@ class FastFTFSDPStrategy(ExpertParallelMixin, ModelParallelStrategy):
         self.finish_saves()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Wait for a checkpoint that is being written, and report its error beside that of the run."""
+        """Wait for a checkpoint that is being written, and report its error in addition to that of the run."""
         super().on_exception(exception)
         writer, self._writer = self._writer, None
         # Its process group is not destroyed, because other ranks may be gone.
@@ -364,7 +364,9 @@ class FastFTFSDPStrategy(ExpertParallelMixin, ModelParallelStrategy):
         return shard
 
     def _is_fitting(self) -> bool:
-        """Return whether steps follow that a save could hold; after an error, other ranks may not follow."""
+        """Return whether training steps follow, during which a save can run; after an error, other ranks may not take
+        part.
+        """
         trainer = self._fastft_trainer
         if trainer is None or trainer.interrupted or trainer.state.status != TrainerStatus.RUNNING:
             return False

@@ -1,4 +1,4 @@
-"""Sizes of the mesh of a run: which of them fit a number of devices."""
+"""Check that the mesh sizes of a run fit its devices."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from lightning_fastft.core.errors import OptionError
 def check_mesh(num_devices: int, *, context_parallel: int, shard: int | None = None, expert_parallel: int = 1) -> None:
     """Check that the sizes of a mesh fit the devices.
 
-    Copies of the weights are what is left: ``num_devices / shard``.
+    The number of copies of the weights is ``num_devices / shard``.
 
     Args:
         num_devices: Data-parallel devices of all machines.
-        context_parallel: Devices that share each pack; a divisor of shard, or of the devices where nothing is sharded.
+        context_parallel: Devices that share each pack; a divisor of shard, or of the devices if nothing is sharded.
         shard: Devices that shard one copy of the weights, a divisor of the devices; None if nothing is sharded.
         expert_parallel: Devices that own the experts in shares: 1 or shard.
 

@@ -1,4 +1,4 @@
-"""Join the other ranks of a job, and say what is missing if they do not come."""
+"""Join the other ranks of a job, and report what to check if they do not join."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def explain_rendezvous(environment: ClusterEnvironment, *, num_ranks: int, num_d
     """Warn if the ranks of a job have not met after 30 s, and explain a rendezvous that fails.
 
     Args:
-        environment: Tells rank, node and address of this process.
+        environment: Provides rank, node and address of this process.
         num_ranks: Ranks of the job.
         num_devices: Ranks of each node.
 

@@ -66,8 +66,8 @@ class PackedDataModule(SplitDataModule):
             trains each example at least once and repeats examples of the sources whose weight asks for more. A
             ``datasets.IterableDataset`` or a LitData ``StreamingDataset`` is read while it is trained: see streaming.
         streaming: Read ``paths`` (also ``hf://`` URLs and a folder of LitData) while training, for data larger than
-            the disk or the memory. Packs are formed within look-ahead windows of 64 packs on each rank, passes follow
-            each other, and ``Trainer(max_steps=)`` ends the run. Weights of a mixture are then shares of the rows.
+            the disk or the memory. Packs are formed within look-ahead windows of 64 packs on each rank, passes repeat,
+            and ``Trainer(max_steps=)`` ends the run. Weights of a mixture are then shares of the rows.
         val_paths: Validation data, in the same forms, read whole.
         test_paths: Test data, in the same forms.
         predict_paths: Data for ``trainer.predict``, in the same forms. Packs come in the same order every time, each
@@ -226,7 +226,7 @@ class PackedDataModule(SplitDataModule):
 
     @property
     def stream(self) -> TrainingStream | None:
-        """The training data that is read while it is trained; None where it is read whole, and before its setup."""
+        """The streamed training data; None before setup, and if the data is read whole."""
         return self._stream
 
     @property
@@ -238,7 +238,7 @@ class PackedDataModule(SplitDataModule):
 
     def find_examples(self, index: int) -> tuple[str, list[int]]:
         """Return where the examples of one micro-batch of this rank come from, and their numbers, from 0, among those
-        that were accepted there; of a stream no numbers.
+        that were accepted there; a stream has no numbers.
 
         Args:
             index: Global number of the micro-batch in the plan, as ``PackedBatch.index`` has it.
@@ -288,7 +288,7 @@ class PackedDataModule(SplitDataModule):
     def train_dataloader(self) -> ResumedLoader:
         """Return the micro-batches of this rank, from the run's position on."""
         if self._stream is not None:
-            # The stream has threads of its own: what ranks exchange belongs to the thread that trains.
+            # The stream has its own threads; collectives run in the training thread.
             return ResumedLoader(
                 self._continue_stream,
                 num_batches=ENDLESS,
@@ -335,7 +335,7 @@ class PackedDataModule(SplitDataModule):
     def state_dict(self) -> dict[str, Any]:
         """Return the position and the description of its plan: plain numbers and strings.
 
-        Of a stream also the state of every rank, with the tokens that wait for a pack. All ranks must call this.
+        For a stream, also the state of every rank, with the tokens that wait for a pack. All ranks must call this.
         """
         if self._stream is not None:
             return self._stream.state_dict(self.position)
@@ -356,8 +356,8 @@ class PackedDataModule(SplitDataModule):
             state_dict: The result of state_dict when the checkpoint was written.
 
         Raises:
-            ResumeError: The position belongs to another plan; the message names the changes. Or its sizes are others,
-                and its epochs were cut by limit_train_batches. Or it is of a stream with other settings.
+            ResumeError: The position belongs to another plan or stream, and the message names the changes; or sizes
+                changed and limit_train_batches cut its epochs.
         """
         if self._stream is not None and state_dict:
             self._position, self._anchor = self._stream.load_state_dict(state_dict), None
@@ -438,12 +438,12 @@ class PackedDataModule(SplitDataModule):
     # Streams and loaders.
 
     def _open_stream(self) -> TrainingStream:
-        """Open the training data that is read while it is trained."""
+        """Open the streamed training data."""
         accumulate = find_accumulation(self._run)
         check_stream_run(self.trainer, val_share=self.val_share, accumulate=accumulate)
         needs = find_needs(self._module)
         if needs is not None and needs.formats:
-            raise OptionError(f"{type(self._module).__name__} needs data that is read whole. Leave streaming out.")
+            raise OptionError(f"{type(self._module).__name__} needs data that is read whole. Remove streaming.")
         rows = open_stream(self._streamed_paths, is_streaming=True, seed=self.seed)
         assert rows is not None
         setup = Setup(
@@ -471,7 +471,7 @@ class PackedDataModule(SplitDataModule):
         return TrainingStream(rows, setup=setup, options=options)
 
     def _continue_stream(self) -> Iterator[PackedBatch]:
-        """Go on with the stream at the position when the first batch of an epoch, or of a resumed run, is wanted."""
+        """Continue the stream at the position when the first batch of an epoch, or of a resumed run, is requested."""
         assert self._stream is not None
         if self.trainer is not None:
             accumulate = self._stream.options.accumulate
@@ -487,7 +487,7 @@ class PackedDataModule(SplitDataModule):
             )
             self._anchor, self._moves_progress = batch_progress(self.trainer).total.processed, False
         else:
-            # No checkpoint keeps half-summed gradients: a window is trained again from its start.
+            # Checkpoints hold no partial gradients: a window is trained again from its start.
             self._position -= self._position % self.plan.num_micro_batches % self.plan.accumulate
         return PlannedStream(
             self._subsets["train"],
@@ -510,8 +510,8 @@ class PackedDataModule(SplitDataModule):
             self._is_model_checked = True
 
     def count_by_hand(self, batch: PackedBatch) -> None:
-        """Count a batch as trained, where no Trainer counts: when the next one is asked for, or as soon as the loop
-        says so.
+        """Count a batch as trained without a Trainer: when the next one is requested, or as soon as the loop reports
+        it.
         """
         if self.trainer is None:
             self._position = batch.index + 1

@@ -1,4 +1,4 @@
-"""The cap on what a process reserves: its order of calls, what the user has set, and how it is lifted."""
+"""The cap on reserved memory: its order of calls, settings of the user, and how it is lifted."""
 
 import sys
 from types import SimpleNamespace
@@ -107,7 +107,7 @@ def test_nothing_is_capped_without_a_budget_that_limits_a_gpu(calls, options, de
 
 
 class Capped(OffloadCheckpointing):
-    """Notes when it is capped, and when the cap is lifted."""
+    """Records when the cap is set and lifted."""
 
     def cap(self, device, patcher):
         self.events.append(f"cap {device}")

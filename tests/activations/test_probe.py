@@ -29,7 +29,7 @@ NUM_LAYERS, WIDTH, TOKENS = 3, 16, 40
 INPUT_BYTES = TOKENS * WIDTH * 4
 FORWARD_MS, BACKWARD_MS, HEAD_MS, OTHER_MS = 3.0, 7.0, 11.0, 5.0
 MIB = 2**20
-# What the fake allocator reserves beyond the most that was allocated.
+# Reserved memory of the fake allocator beyond the peak of allocated memory.
 UNUSED_BYTES = 3 * MIB
 
 

@@ -1,5 +1,5 @@
-"""A budget of device memory on a fake allocator: the plan of the first steps, room for what the allocator reserves, and
-plans that are made again at the limit.
+"""A budget of device memory on a fake allocator: the plan of the first steps, room for reserved but unallocated memory,
+and new plans at the limit.
 """
 
 import pytest
@@ -30,7 +30,7 @@ T, D, F = 128, 32, 96
 
 
 class Allocator(Memory):
-    """An allocator that counts only what a test says."""
+    """An allocator whose counts a test sets."""
 
     base_bytes = gap_bytes = retries = 0
     freed = 0
@@ -158,7 +158,7 @@ def test_a_budget_below_what_any_backward_holds_is_refused_with_the_memory_of_th
     assert least > certain
     with pytest.raises(OptionError, match=rf"vram_budget is 0\.\d\d GiB.* about {least / GIB:.2f} GiB"):
         check_feasible(cost, layers, vram_budget_bytes=certain - 1, **options)
-    # Tiles hold a part of them.
+    # Tiles save only a part of the outputs.
     check_feasible(cost, layers, vram_budget_bytes=certain - 1, **(options | {"column_bytes": 2 * T * 4}))
 
 
@@ -239,7 +239,7 @@ def test_the_plan_leaves_what_the_allocator_reserves_beyond_what_is_allocated(al
     monkeypatch.setattr(stack_module, "make_plan", make_plan)
     allocator.base_bytes, allocator.gap_bytes = 100 * MIB, 200 * MIB
     Attached(vram_budget=1, host_budget=0).until_planned()
-    # The second forward frees what loading left in the cache.
+    # The second forward frees memory that loading left in the cache.
     assert (capacities, allocator.freed) == ([GIB - 200 * MIB], 1)
     capacities.clear()
     allocator.gap_bytes = 1000 * MIB

@@ -201,7 +201,7 @@ def test_ratios_of_a_row_compare_equal_moments_first():
         *pair(OURS, 80.0, "adamw_fused"), *pair(OURS, 100.0, "adamw_fused_8bit"),
         *pairs_of(OURS, 99.0, 99.0, optimizer="adamw_fused_8bit", repeat=CONTROL),
         *pair(UNSLOTH, 150.0, "adamw_8bit"), *pair(UNSLOTH, 160.0, "adamw_fused"),
-        # A peer whose times vary is told, and forbids nothing.
+        # A peer with varying times is reported, and does not block the result.
         *pairs_of(UNSLOTH, 180.0, 180.0, optimizer="adamw_8bit", repeat=CONTROL),
     ]  # fmt: skip
     rows, settings = pool(records), [(*OURS, "8-bit"), (*OURS, "32-bit"), (*UNSLOTH, "8-bit"), (*UNSLOTH, "32-bit")]
@@ -214,7 +214,7 @@ def test_ratios_of_a_row_compare_equal_moments_first():
     assert "unsloth off twice differs by 20.00%" in comparison_table(rows, {}, settings=settings, device="cuda")
     differences = [row["value"] for row in comparison_rows(rows, command="x") if row["metric"] == "A/A difference"]
     assert differences == [pytest.approx(100 / 99), pytest.approx(20.0)]
-    # One of both widths is still to be measured.
+    # One of the two widths is not measured yet.
     assert find_unfinished(rows, [*settings, ("unsloth", "unsloth", "32-bit")]) != []
     assert find_unfinished(rows[:2] + rows[3:], settings) == []
     assert find_unfinished(rows[1:], settings) == [{"system": "ours", "mode": "keep+fused", "repeat": ""}]
@@ -615,7 +615,7 @@ def check_results(out, status, titles):
         (title, 2) for title in reversed(titles)
     ]
     assert {record["reason"] for record in records} == {""}
-    # Of ours the backend that ran, not its name at transformers, "fastft".
+    # For our system, the backend that ran, not "fastft", its name in transformers.
     assert {record["attention"] for record in records} == {"sdpa"}
     assert len({record["num_trained"] for record in records}) == 1
     table = (out / "table.txt").read_text()

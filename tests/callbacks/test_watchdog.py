@@ -220,10 +220,10 @@ def test_who_is_to_blame(states, blamed):
         ([1.0, 1.0, 1.4, 1.4], (1, 1.4, 1.0)),
         ([1.4, 1.5, 1.0, 1.1], (0, 1.45, 1.05)),
         ([1.0, 1.0, 1.25, 1.25], None),
-        # One slow rank of a node is no slow node.
+        # One slow rank does not make its node slow.
         ([1.0, 1.0, 1.0, 1.4], None),
         ([1.0, 1.0, 1.0, 1.0, 2.0, 2.0], (2, 2.0, 1.0)),
-        # Not all of them have trained long enough.
+        # Some ranks have too few measured micro-batches.
         ([1.0, 1.0, 0.0, 2.0], None),
         ([1.0, 2.0], None),
     ],

@@ -1,4 +1,4 @@
-"""FolderWriter on one rank: a save holds the values of its call, one runs at a time, and no error of one is lost."""
+"""FolderWriter on one rank: a save holds the values of its call, saves run one at a time, and no error is lost."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ PLENTY = 2**40
 
 @pytest.fixture
 def gate(monkeypatch):
-    """What a writer waits for before it writes a folder."""
+    """An event that a writer waits for before it writes a folder."""
     opened = threading.Event()
     write = folder_writer.write_folder
 

@@ -91,7 +91,7 @@ def test_short_fit_leaves_its_loss_and_says_nothing_that_nobody_can_act_on(tmp_p
     )
     # The command registers the strategy for its trainer.
     assert done.returncode == 0, done.stderr
-    # What takes time is said, from the first second on.
+    # Phases are reported from the first second on.
     assert re.search(r"^importing: \d+\.\d s$", done.stderr, re.MULTILINE)
     with (tmp_path / "logs/lightning_logs/version_0/metrics.csv").open() as file:
         losses = [float(row["train_loss"]) for row in csv.DictReader(file) if row["train_loss"]]

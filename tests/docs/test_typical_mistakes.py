@@ -23,7 +23,7 @@ data:
 trainer: {accelerator: cpu, strategy: fastft, max_steps: 1, logger: false, enable_checkpointing: false,
           enable_progress_bar: false}
 """
-# What takes its first use: PEFT, transformers' model classes.
+# Modules that are imported on first use: PEFT, transformers' model classes.
 FIRST_USES = ("--model.lora.target_modules", "--ckpt_path run.yaml")
 
 

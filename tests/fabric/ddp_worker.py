@@ -1,4 +1,4 @@
-"""Two gloo ranks: a loop under Fabric trains what the Trainer trains; run by ``test_fabric.py``."""
+"""Two gloo ranks: a loop under Fabric trains the same weights as the Trainer; run by ``test_fabric.py``."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def check_misuse():
         batch = next(iter(loader))
         with pytest.raises(ContextError, match="past DDP"):
             fabric.backward(model(**batch).loss)
-        # Rank 0 alone writes, and cannot.
+        # Only rank 0 writes, and its write fails.
         with pytest.raises(CheckpointNotSavedError):
             fabric.save("/proc/none/run.ckpt", {"model": wrapped})
 

@@ -1,6 +1,6 @@
 """Two nodes on one machine: network namespaces with a link between them, in which the scripts of clusters/ start a job.
 
-What runs on a node is a process of its namespace, so a node can be killed, stopped and cut off as a whole.
+Processes of a node run in its namespace, so a node can be killed, stopped and cut off as a whole.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from tests.faults.ranks import free_port
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "clusters"
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
-# Two processes that load torch at once on two busy cores.
+# Time for two processes to load torch at once on two busy cores.
 START_S = 600.0
 
 
@@ -34,7 +34,7 @@ class Note(Callback):
 
     Args:
         path: The file.
-        pause_s: Seconds that a micro-batch takes longer.
+        pause_s: Extra seconds of each micro-batch.
         slow_rank: A rank that takes ten times as long.
     """
 
@@ -57,7 +57,7 @@ class Note(Callback):
 
 
 class ClusterJob:
-    """A job that trains a tiny FineTuner in a folder, saves every step and notes what it does."""
+    """A job that trains a tiny FineTuner in a folder, saves every step and records its progress."""
 
     def __init__(self, folder, *, num_steps=40, pause_s=0.2, timeout_s=5.0, slow_rank=-1):
         self.folder, self.port = Path(folder), free_port()
@@ -89,12 +89,12 @@ class ClusterJob:
 
     @property
     def words(self):
-        """What a user appends to a script of clusters/."""
+        """Arguments that a user appends to a script of clusters/."""
         return ["--config", str(self.folder / "config.yaml"), "--allow-import", "tests"]
 
     @property
     def environment(self):
-        """What a user sets for a script of clusters/, and what a busy machine without a GPU needs."""
+        """Variables that a user sets for a script of clusters/, and those for a busy machine without a GPU."""
         return {
             **os.environ,
             "PYTHONPATH": str(ROOT),
@@ -106,12 +106,12 @@ class ClusterJob:
         }
 
     def notes(self):
-        """Return what rank 0 has noted so far."""
+        """Return the notes of rank 0 so far."""
         path = self.folder / "notes"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def wait_for(self, is_there, *, limit_s=START_S):
-        """Wait until the notes are as wanted, and return them."""
+        """Wait until the notes meet a condition, and return them."""
         deadline = time.monotonic() + limit_s
         while not is_there(self.notes()):
             assert time.monotonic() < deadline, f"{self.notes()[-3:]}\n{self.said()}"
@@ -183,7 +183,7 @@ class Node:
         return [int(pid) for pid in _run("ip", "netns", "pids", self.name).split()]
 
     def signal_all(self, number):
-        """Send a signal to all that runs on the node."""
+        """Send a signal to all processes of the node."""
         for pid in self.pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -204,7 +204,7 @@ class Node:
             pytest.fail(self.job.said())
 
     def remove(self):
-        """Kill what is left, and remove the namespace."""
+        """Kill the remaining processes, and remove the namespace."""
         self.signal_all(signal.SIGKILL)
         if self.process is not None:
             self.process.wait()

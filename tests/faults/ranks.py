@@ -65,7 +65,7 @@ class Fault(Callback):
         os.kill(os.getpid(), signal.SIGKILL)
 
     def lose_node(self, number=signal.SIGKILL):
-        """All that runs on the node of this rank gets a signal, its watchdog too."""
+        """Send a signal to all processes on the node of this rank, including its watchdog."""
         for child in children_of(os.getpid()):
             os.kill(child, number)
         os.kill(os.getpid(), number)
@@ -208,8 +208,8 @@ def run_job(
     """Run a job with one hurt rank, and return how it ended.
 
     A rank that is left after limit_s is killed, with code None. The watchdog process of rank slow_watchdog starts 5 s
-    late, as on a busy machine. With are_nodes each rank is a node of its own (node_options); with kind "none" nothing
-    is hurt.
+    late, as on a busy machine. With are_nodes each rank is a node of its own (node_options); with kind "none" there is
+    no fault.
     """
     port = free_port()
 
@@ -226,7 +226,7 @@ def run_job(
             watch_process.__file__ = str(slow)
         callbacks = [Watchdog(timeout_s=timeout_s)] if watched else []
         fault = [Fault(kind, write, rank=rank)] if hasattr(Fault, kind) or kind.endswith("_in_a_save") else []
-        # What is slow in the forward comes before the end of it that the watchdog sees.
+        # The pause is in the forward, before the end of the forward that the watchdog records.
         callbacks = [*fault, *callbacks] if kind == "slow" else [*callbacks, *fault]
         options = node_options(folder, num_ranks, callbacks) if are_nodes else {"num_ranks": num_ranks}
         options |= {"num_batches": num_batches[number], "max_steps": max_steps}

@@ -47,7 +47,7 @@ class SlurmCluster:
     """Two nodes, node0 and node1, that share this machine.
 
     Args:
-        folder: Where the daemons keep their files.
+        folder: Folder for the files of the daemons.
     """
 
     def __init__(self, folder):
@@ -94,7 +94,7 @@ class SlurmCluster:
         self._start("slurmd", "-D", "-N", f"node{number}", key=number)
 
     def lose_node(self, number):
-        """Kill the daemon of a node and all that runs below it."""
+        """Kill the daemon of a node and all its child processes."""
         self._kill_all(f"SLURM_CONF={self.environment['SLURM_CONF']}", f"SLURMD_NODENAME=node{number}")
         self.daemons[number].kill()
         self.daemons.pop(number).wait()
@@ -137,7 +137,7 @@ class SlurmCluster:
         return state
 
     def stop(self):
-        """End the jobs and the daemons, and all that they have started."""
+        """End the jobs, the daemons, and all their child processes."""
         for daemon in reversed(list(self.daemons.values())):
             daemon.kill()
             daemon.wait()

@@ -1,4 +1,5 @@
-"""Jobs over two nodes by the scripts of clusters/: they train, go on after a loss by themselves, and say who was lost.
+"""Jobs over two nodes by the scripts of clusters/: they train, continue after a loss by themselves, and name the lost
+node.
 
 The nodes of torchrun and of plain processes are network namespaces, those of SLURM are two slurmd.
 """
@@ -21,13 +22,22 @@ from tests.faults.nodes import SCRIPTS, START_S, ClusterJob, two_nodes
 from tests.faults.slurm import slurm_cluster
 
 pytestmark = pytest.mark.fault
-# A lost agent is found in seconds, not in 15, and the others do not wait 30 for more.
+# Detect a lost agent in 3 s, not in 15, and wait 5 s for more nodes, not 30.
 RDZV = "join_timeout=600,keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=5"
 LOST = "Watchdog: node 1 (node1) is lost: rank 1 gave no sign of life for"
 
 
 def reports(job):
     return "".join(path.read_text() for path in (job.folder / "runs").glob("watchdog-*.txt"))
+
+
+@contextlib.contextmanager
+def started_nodes(job, script, **variables):
+    """Yield two nodes after a script starts on each."""
+    with two_nodes(job) as nodes:
+        for node in nodes:
+            node.start(script, **variables)
+        yield nodes
 
 
 def check_steps(job, num_steps):
@@ -40,9 +50,7 @@ def check_steps(job, num_steps):
 @pytest.mark.parametrize("script", ["torchrun.sh", "plain.sh"])
 def test_two_nodes_train_one_model(tmp_path, script):
     job = ClusterJob(tmp_path, num_steps=6, pause_s=0.0, timeout_s=60.0)
-    with two_nodes(job) as nodes:
-        for node in nodes:
-            node.start(script)
+    with started_nodes(job, script) as nodes:
         assert [node.end() for node in nodes] == [0, 0], job.said()
     assert job.starts() == [(0, 2)]
     check_steps(job, 6)
@@ -50,9 +58,7 @@ def test_two_nodes_train_one_model(tmp_path, script):
 
 def test_a_job_goes_on_without_a_lost_node_and_takes_it_back(tmp_path):
     job = ClusterJob(tmp_path, num_steps=60)
-    with two_nodes(job) as nodes:
-        for node in nodes:
-            node.start("elastic.sh", RDZV=RDZV)
+    with started_nodes(job, "elastic.sh", RDZV=RDZV) as nodes:
         job.wait_for_step(6)
         nodes[1].signal_all(signal.SIGKILL)
         nodes[1].process.wait()
@@ -71,9 +77,7 @@ def test_a_job_goes_on_without_a_lost_node_and_takes_it_back(tmp_path):
 
 def test_a_node_that_is_cut_off_is_left_behind_and_ends_itself(tmp_path):
     job = ClusterJob(tmp_path, num_steps=30)
-    with two_nodes(job) as nodes:
-        for node in nodes:
-            node.start("elastic.sh", RDZV=RDZV)
+    with started_nodes(job, "elastic.sh", RDZV=RDZV) as nodes:
         job.wait_for_step(6)
         nodes[1].cut_off()
         assert nodes[0].end() == 0, job.said()
@@ -98,7 +102,7 @@ def test_slurm_requeues_a_saved_job_which_goes_on_bit_for_bit(tmp_path):
             number = slurm.submit(SCRIPTS / "slurm.sh", *job.words, environment=job.environment, said=said)
             if is_stopped:
                 job.wait_for_step(6)
-                # As --signal=USR1@120 does; a second one changes nothing.
+                # The same as --signal=USR1@120; a second signal has no effect.
                 for _ in range(2):
                     slurm.run("scancel", "--signal=USR1", number)
             assert slurm.wait_for_end(number) == "COMPLETED", job.said()

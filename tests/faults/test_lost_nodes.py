@@ -1,6 +1,6 @@
-"""R17: a job that loses a node ends in time with the node named, and goes on from its newest intact checkpoint.
+"""R17: a job that loses a node ends in time, names the node, and continues from its newest intact checkpoint.
 
-Each rank is a node with a watchdog of its own, and a lost node takes its watchdog along.
+Each rank is a node with its own watchdog, and a lost node loses its watchdog too.
 """
 
 import re
@@ -11,7 +11,7 @@ from lightning_fastft.monitor.watch_process import LISTEN_S, SETTLE_S
 from tests.faults.ranks import HURT_AT, HURT_STEP, run_job
 
 TIMEOUT_S = 5.0
-# What is silent is found between two looks at it, and then the rank has some time to end with its own error.
+# A silent rank is found at the next check, and then has some time to end with its own error.
 LIMIT_S = TIMEOUT_S + LISTEN_S + SETTLE_S + 10.0
 LOST = r"Watchdog: node 1 \(.+\) is lost: rank 1 gave no sign of life for \d+ s"
 
@@ -43,7 +43,7 @@ def test_a_lost_node_is_named_in_time_and_the_run_goes_on(tmp_path, kind, said):
     assert again.codes == [0, 0], again.said[-4000:]
     assert sorted(path.name for path in (tmp_path / "runs").glob("*.ckpt")) == ["last.ckpt", "step=12.ckpt"]
     (begun,) = {int(step) for step in re.findall(r"begins after step (\d+)", again.said)}
-    # The save in which the node was lost, that of step HURT_STEP - 1, counts for nothing.
+    # The save in which the node was lost, that of step HURT_STEP - 1, does not count.
     saved = {"lose_node_in_the_first_step": 0, "lose_node_in_a_save": HURT_STEP - 2}
     assert begun == saved.get(kind, HURT_AT)
 

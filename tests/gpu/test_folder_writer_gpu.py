@@ -1,5 +1,5 @@
-"""Saves in the background from a GPU: copies in pinned memory, of tensors far smaller than a page too, hold the values
-of the call while the next steps run.
+"""Saves in the background from a GPU: pinned copies, also of tensors far smaller than a page, hold the values of the
+call while the next steps run.
 """
 
 import pytest

@@ -32,7 +32,7 @@ NUM_STEPS = 9
 
 
 class Peaks(Callback):
-    """Keep losses, the most that was reserved, and the memory of the leanest plan as it is known in the first step.
+    """Record losses, the peak reserved memory, and the memory of the leanest plan in the first step.
 
     Args:
         counts_loading: Whether what is reserved before training counts.
@@ -61,7 +61,7 @@ def fit(folder, *, num_steps=NUM_STEPS, **activations):
     torch.manual_seed(0)
     lora = {"r": 8, "init_lora_weights": False}
     tuner = FineTuner(CONFIG, init="random", dtype="bfloat16", lora=lora, scheduler="constant", learning_rate=1e-4)
-    # A model whose weights are streamed is built on the device first, before its cap.
+    # A model with streamed weights is built on the device first, before the cap.
     peaks = Peaks(counts_loading=activations.get("weights") != "stream")
     batch = collate(make_documents((2000, 1500, 500, 96)))
     loader = torch.utils.data.DataLoader([batch] * NUM_STEPS, batch_size=None, collate_fn=lambda batch: batch)
@@ -101,7 +101,7 @@ def test_a_whole_run_stays_within_its_budget(tmp_path, free, share):
 def test_a_run_with_streamed_weights_stays_within_the_memory_of_its_leanest_plan(tmp_path, free, least_bytes):
     found = fit(tmp_path, vram_budget=least_bytes / 2**30, weights="stream")
     check_within(found, least_bytes, free)
-    # It is a tight budget: less than a fifth of what a run without one takes.
+    # The budget is tight: less than a fifth of the memory of a run without one.
     assert least_bytes < 0.2 * free.reserved
 
 

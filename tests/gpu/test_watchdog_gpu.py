@@ -18,7 +18,7 @@ def test_own_time_is_that_of_the_device_without_a_host_sync():
         for _ in range(NUM_TIMES):
             times.load()
             times.begin(device)
-            # About 25 ms at 2 GHz, which the host does not wait for.
+            # About 25 ms at 2 GHz, without a host sync.
             torch.cuda._sleep(50_000_000)
             times.end(device)
             times.note()

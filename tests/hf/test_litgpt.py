@@ -1,6 +1,4 @@
-"""LitGPT folders: refused by name, and converted with LitGPT's own converter, which stands for itself here: the
-double of it on the path writes the file that it writes.
-"""
+"""LitGPT folders are refused by name and converted; a fake of LitGPT's converter writes the same file."""
 
 import sys
 

@@ -17,7 +17,7 @@ SIZE = 2 * CHUNK + 301
 
 
 def make_table(starts=(0, SIZE), *, number=5, is_8bit=False, dtype=torch.bfloat16, device="cpu"):
-    """A tensor in the middle of a run as pieces that begin at the starts; its values and its table."""
+    """A tensor in the middle of a run, in pieces that begin at the starts; its values and its table."""
     torch.manual_seed(3)
     param = torch.randn(SIZE).to(device, dtype)
     param.grad = torch.randn(SIZE).to(device, dtype)

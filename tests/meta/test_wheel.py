@@ -19,7 +19,7 @@ from setuptools import build_meta
 folder = sys.argv[1]  # a build replaces sys.argv
 print(build_meta.build_sdist(folder), build_meta.build_wheel(folder))
 """
-# Files of the package that are no modules.
+# Files of the package that are not modules.
 DATA = {
     "lightning_fastft/py.typed",
     *(f"lightning_fastft/configs/{path.name}" for path in (ROOT / "lightning_fastft/configs").glob("*.yaml")),

@@ -187,7 +187,7 @@ def compare_layer(family, route, *, rank, device="cpu", dtype=torch.float32, has
         share = parameter.detach().chunk(2)[rank].to(torch.float32 if has_masters else dtype, copy=True)
         setattr(owned, name, torch.nn.Parameter(share))
     if device != "cpu":
-        # Compiles kernels, and opens the communicator.
+        # Compile kernels and open the communicator before.
         run_layer(owned, inputs[rank])
     with no_host_sync(device):
         found = run_layer(owned, inputs[rank])
@@ -203,7 +203,7 @@ def compare_layer(family, route, *, rank, device="cpu", dtype=torch.float32, has
 
 @contextlib.contextmanager
 def no_host_sync(device):
-    """Fail on a wait for the device."""
+    """Fail on a host sync."""
     if device != "cpu":
         torch.cuda.set_sync_debug_mode("error")
     try:
@@ -287,12 +287,12 @@ def resume(name, path, *, rank=0, num_ranks=1, folder=None):
 
 
 def run_exchange(rank, folder, path):
-    """Go on from a folder of owned experts with gathered ones."""
+    """Resume from a folder of owned experts with gathered ones."""
     return resume("qwen, sharded", path, rank=rank, num_ranks=2, folder=folder)
 
 
 class Dtypes(Callback):
-    """Dtypes of experts: what is held, its gradients, and what computes."""
+    """Dtypes of experts: of their weights, their gradients and their computation."""
 
     def __init__(self):
         self.found = {}
@@ -327,7 +327,7 @@ def train_on_parts(folder, *, expert_parallel):
 
 
 def refused_runs(rank, folder):
-    """Runs that cannot be served, by name."""
+    """Runs that are refused, by name."""
 
     def fit_dense():
         fit(make_tuner("full"), strategy=owners(), rank=rank, folder=folder, callbacks=[BincountRouter()])

@@ -1,5 +1,5 @@
 """Save with one number of ranks, resume with another: ``-m tests.strategies.resize_worker <folder> <strategy> <save or
-resume> <checkpoint> <bits of the moments>``; each rank writes what it trained.
+resume> <checkpoint> <bits of the moments>``; each rank writes the examples that it trained.
 """
 
 import json
@@ -77,7 +77,7 @@ def main(folder, strategy, action, checkpoint, bits):
     module = make_tuner(
         "full", optimizer=lambda parameters: FusedAdamW(parameters, lr=0.01, optim_bits=int(bits)),
         tie_word_embeddings=False,
-        # Rows of a whole block, whose number no number of ranks divides.
+        # Rows of one whole block; their number is not divisible by the numbers of ranks.
         config={"vocab_size": 97, "hidden_size": 256 if bits == "8" else 32},
     )  # fmt: skip
     watch = Watch(checkpoint, saves=action == "save")

@@ -31,8 +31,8 @@ real_write = folder_writer.write_folder
 
 
 class Gate(Callback):
-    """Let the second rank write the shards of a save only after the step that follows it, and look before that; or let
-    both take their time, and stop one of them meanwhile.
+    """Delay the shards of the second rank until after the step that follows a save, and check the folder before; or
+    delay both ranks, and stop one of them meanwhile.
     """
 
     def __init__(self, folder, *, stops=None):
@@ -80,7 +80,7 @@ def train(kind, *, folder, gate=None, ckpt_path=None):
 
 
 def fails(kind, *, folder, at, exception):
-    """The error of a run in which the second rank cannot write the save of a step, and what is left."""
+    """The error of a run in which the second rank cannot write a save, and the remaining files."""
 
     class Full(Gate):
         def write(self, pieces, part, path, **options):
@@ -98,7 +98,7 @@ def fails(kind, *, folder, at, exception):
 
 
 def stopped(kind, *, folder):
-    """What a run leaves that SIGTERM stops while a save is being written."""
+    """Files of a run that SIGTERM stops while a save is being written."""
     try:
         train(kind, folder=folder, gate=Gate(folder, stops=os.environ["RANK"] == "0"))
     except RunStopped as stop:

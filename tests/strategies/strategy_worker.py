@@ -69,7 +69,7 @@ STRATEGIES = {"ddp": FastFTDDPStrategy, "fsdp": FastFTFSDPStrategy, "one": FastF
 # Each kind and each policy once; that policies change no bit is tested on one process.
 EQUALITY = [("full", "keep"), ("lora", "recompute"), ("nf4", "recompute")]
 DDP_EQUALITY = [*EQUALITY, ("nf4 experts", "recompute")]
-# Of a LoRA run, whose layers recompute unless a policy is named.
+# Options of a LoRA run, whose layers recompute unless a policy is named.
 FSDP_CHOICES = {
     "default": {},
     "sharded adapters": {"adapters": "shard"},
@@ -334,7 +334,7 @@ def run_fsdp(rank, folder):
 
 
 def planned(rank, folder):
-    """Gathers of each micro-batch where ranks have room for different numbers of units, which all follow the least."""
+    """Gathers of each micro-batch where ranks have room for different numbers of units, which all use the minimum."""
     seed_everything(5, verbose=False)
     module, watch = make_tuner("lora"), Watch()
     activations = OffloadCheckpointing("auto", vram_budget=64.0)

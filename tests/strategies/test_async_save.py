@@ -1,5 +1,5 @@
-"""Checkpoints of shards are written while training goes on: they hold the step that they name, and count only when
-every rank has written.
+"""Checkpoints of shards are written during training: they hold the step in their name, and count only when every rank
+has written.
 """
 
 import pytest

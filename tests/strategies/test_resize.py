@@ -19,7 +19,7 @@ SAVED = {
     "file": ("fsdp file", 2, 32),
     "hybrid": ("hybrid", 4, 8),
 }
-# The table of docs/reliability.md: saved by, and the strategies of 1 to 4 ranks that go on.
+# The table of docs/reliability.md: saved by, and the strategies of 1 to 4 ranks that resume.
 MATRIX = {
     "one": ("one", "ddp", "ddp", "fsdp"),
     "ddp": ("one", "ddp", "ddp", "ddp"),

@@ -22,7 +22,7 @@ def open_browser(folder):
     to_read, to_write = os.pipe(), os.pipe()
     options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
     offline = ["--host-resolver-rules=MAP * ~NOTFOUND", "--disable-background-networking", "--disable-sync"]
-    # Chromium reads commands from descriptor 3 and answers on 4.
+    # Chromium reads commands from descriptor 3 and replies on 4.
     words = [find_browser(), *options, *offline, "--remote-debugging-pipe", f"--user-data-dir={folder}"]
     script = f'exec 3<&{to_read[0]} 4>&{to_write[1]}; exec "$@"'
     process = subprocess.Popen(

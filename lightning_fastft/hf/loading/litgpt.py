@@ -1,4 +1,4 @@
-"""LitGPT checkpoint folders: refuse them by name where a Hugging Face folder is read, and convert them to one."""
+"""Convert LitGPT checkpoint folders to Hugging Face folders, and refuse them by name elsewhere."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from lightning_fastft.hf.export import check_free, writing
 from lightning_fastft.hf.loading.source import ModelSource, auto_class, find_litgpt
 
 WEIGHTS, LORA_WEIGHTS = "lit_model.pth", "lit_model.pth.lora"
-# Of LitGPT alone; everything else in its folders is of the original model.
+# Files that only LitGPT writes; the others in its folders come from the original model.
 _OWN_FILES = ("*.pth", "*.lora", "*.bin", "model_config.yaml", "hyperparameters.yaml", "prompt_style.json", "*.jsonl")
 _INPUTS = ("embed_tokens.weight", "embed_in.weight", "wte.weight")
 _OUTPUTS = ("lm_head.weight", "embed_out.weight")
 
 
 class Converted(NamedTuple):
-    """What was written.
+    """Result of a conversion.
 
     Args:
         model: Name of the transformers class.
         num_tensors: Tensors in the safetensors files.
-        num_bytes: Their bytes.
+        num_bytes: Size of these tensors.
         has_tokenizer: Whether the folder had tokenizer files.
     """
 
@@ -50,14 +50,14 @@ def convert_litgpt(folder: Path, out: Path) -> Converted:
     """Write a LitGPT checkpoint as a Hugging Face folder: safetensors, config.json and the tokenizer's files.
 
     LitGPT's own converter makes the names of the weights; dtypes and values do not change. transformers then loads the
-    folder, and each weight of the model must be there.
+    folder, and every weight of the model must be present.
 
     Args:
         folder: Has lit_model.pth, model_config.yaml, and the config.json of the original model.
         out: A new folder.
 
     Raises:
-        OptionError: The folder is none of LitGPT, lacks a file, or out exists.
+        OptionError: The folder is not a LitGPT checkpoint, lacks a file, or out exists.
         MissingDependencyError: litgpt is not installed; the message has the command.
         UnsafeCheckpointError: lit_model.pth holds more than tensors and plain types, so loading it could run code.
         DataError: The weights do not fit config.json; nothing is written.
@@ -113,18 +113,18 @@ def _convert(folder: Path, part: Path) -> dict[str, torch.Tensor]:
     from litgpt.scripts.convert_lit_checkpoint import convert_lit_checkpoint
 
     with part_beside(part / "litgpt", is_folder=True) as scratch:
-        # It prints its arguments.
+        # The converter prints its arguments.
         with redirect_stdout(io.StringIO()):
             convert_lit_checkpoint(checkpoint_dir=folder, output_dir=scratch)
         state: dict[str, torch.Tensor] = torch.load(scratch / "model.pth", map_location="cpu", weights_only=True)
-    # Each tensor with memory of its own, because safetensors refuses to share it.
+    # Copy each tensor, because safetensors refuses shared memory.
     state = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}
     save_torch_state_dict(state, str(part))
     return state
 
 
 def _write_config(folder: Path, part: Path, state: dict[str, torch.Tensor]) -> None:
-    """Write config.json with the dtype of the weights, and without the tie of a head that was trained by itself."""
+    """Write config.json with the dtype of the weights, and without tying a head that was trained separately."""
     content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     held = {name.rpartition(".")[0].rpartition(".")[2] + ".weight": tensor for name, tensor in state.items()}
     inputs, outputs = (next((held[name] for name in names if name in held), None) for names in (_INPUTS, _OUTPUTS))
@@ -136,7 +136,9 @@ def _write_config(folder: Path, part: Path, state: dict[str, torch.Tensor]) -> N
 
 
 def _read_back(part: Path, folder: Path) -> Any:
-    """Return the model that transformers loads from the new folder; refuse one with other weights than were written."""
+    """Return the model that transformers loads from the new folder; refuse one whose weights differ from those
+    written.
+    """
     config = ModelSource(str(part / "config.json"), init="random").config
     try:
         model, info = auto_class(config).from_pretrained(str(part), output_loading_info=True)

@@ -197,7 +197,7 @@ def find_litgpt(model: str) -> Path | None:
 
 
 def refuse_litgpt(model: str) -> None:
-    """Raise an OptionError with the command that converts a folder of LitGPT, if the model is one."""
+    """Raise an OptionError with the conversion command if the model is a LitGPT folder."""
     if find_litgpt(model) is not None:
         name = model.rstrip("/")
         raise OptionError(

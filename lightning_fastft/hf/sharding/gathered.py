@@ -1,4 +1,4 @@
-"""Units of frozen weights that stay gathered: FSDP2 then sends nothing for them."""
+"""Units of frozen weights that stay gathered, so that FSDP2 communicates nothing for them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from lightning_fastft.core.patcher import ModelPatcher
 
 
 def gathered_weights(model: nn.Module, layers: Sequence[nn.Module], patcher: ModelPatcher) -> GatheredWeights | None:
-    """Return how the frozen units of a sharded model stay gathered; None if there are none.
+    """Return the frozen units of a sharded model that can stay gathered; None if there are none.
 
-    The unit of the model itself, with embedding and head, comes first: its gather at the start of a step hides under
-    nothing. Units with trained weights are left out, because their shards change in each step.
+    The unit of the model itself, with embedding and head, comes first: no compute overlaps with its gather at the start
+    of a step. Units with trained weights are skipped, because their shards change in each step.
 
     Args:
         model: A transformers model, whole or sharded.
         layers: Its decoder layers.
-        patcher: Its undo shards every unit, and lets FSDP2 gather for each use again.
+        patcher: Undoing it shards every unit, and FSDP2 gathers for each use again.
 
     Cost:
-        A unit that stays gathered takes its whole size beside its shard, and is gathered once, and once more after a
+        A unit that stays gathered takes its whole size in addition to its shard. It is gathered once, and again after a
         checkpoint. Until then every forward and every backward gathers it.
     """
     units = [module for module in (model, *layers) if isinstance(module, FSDPModule)]
@@ -57,7 +57,7 @@ def _frozen_bytes(unit: nn.Module, *, inner: Sequence[nn.Module]) -> int:
 
 
 def _keep(units: Sequence[FSDPModule], num_kept: int, *, root: nn.Module) -> None:
-    """Let the first units stay gathered, and the others be sharded after each use, as FSDP2 does from the start."""
+    """Keep the first units gathered, and shard the others after each use, as FSDP2 does from the start."""
     for number, unit in enumerate(units):
         is_kept = number < num_kept
         # FSDP2 never shards its root between forward and backward.
@@ -72,7 +72,7 @@ def _release(units: Sequence[FSDPModule], *, root: nn.Module) -> None:
 
 
 def _agree(number: int) -> int:
-    """Return the least of the numbers of all ranks: a rank that gathers alone would hang."""
+    """Return the minimum over all ranks: a rank that gathers alone would hang."""
     found: list[int | None] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(found, number)
     return min(each for each in found if each is not None)

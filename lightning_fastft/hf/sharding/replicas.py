@@ -11,8 +11,8 @@ from torch import nn
 class ReplicatedParameters:
     """Keep parameters equal on all ranks: their values from rank 0 once, then the mean of their gradients.
 
-    One all-reduce in fp32 at the end of a backward that syncs takes all of them. Every rank takes part in it with all
-    parameters: one without a gradient on this rank counts as zeros, and gets the mean of the others.
+    One fp32 all-reduce at the end of a backward that syncs covers all of them. Every rank contributes every parameter:
+    a missing gradient counts as zeros, and is set to the mean.
 
     Args:
         parameters: Trained parameters, the same on all ranks.
@@ -28,7 +28,7 @@ class ReplicatedParameters:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = list(parameters)
         self._syncs = True
-        # The backward whose end will reduce; one that raised never gets there.
+        # The backward that will reduce at its end; a backward that raises never does.
         self._queued_for: int | None = None
         self._handles = [each.register_post_accumulate_grad_hook(self._queue) for each in self._parameters]
         with torch.no_grad():
@@ -42,13 +42,13 @@ class ReplicatedParameters:
         self._syncs = syncs
 
     def release(self) -> None:
-        """Leave the parameters; a second call does nothing."""
+        """Remove the hooks; a second call does nothing."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def _queue(self, parameter: torch.Tensor) -> None:
-        """Have the end of this backward reduce, once; FSDP2 does the same for its root."""
+        """Reduce once at the end of this backward, as FSDP2 does for its root."""
         task = torch._C._current_graph_task_id()
         if self._syncs and task != self._queued_for:
             self._queued_for = task

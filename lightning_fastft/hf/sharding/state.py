@@ -27,7 +27,7 @@ def unsharded_trained_names(module: nn.Module) -> list[str]:
 
 
 def replicated_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Return the trained parameters inside of sharded modules that are left whole on every rank, each once."""
+    """Return the trained parameters inside of sharded modules that are whole on every rank, each once."""
     found = {
         id(parameter): parameter
         for root in sharded_roots(module)

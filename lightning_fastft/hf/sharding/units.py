@@ -50,7 +50,7 @@ def shard_model(
             each weight's own. Frozen tensors that a model keeps in a wider dtype on purpose are not sharded and not
             cast.
         master_dtype: Dtype in which trained weights are held; None keeps each weight's own.
-        replicates_adapters: Whether to leave trained LoRA factors whole on every rank if nothing else is trained;
+        replicates_adapters: Whether to keep trained LoRA factors whole on every rank if nothing else is trained;
             ``ReplicatedParameters`` averages their gradients. Units of frozen weights then have one dtype and reduce
             nothing.
         owns_experts: Whether stacks of experts are shards that are never gathered (expert parallelism): each rank of
@@ -62,7 +62,7 @@ def shard_model(
 
     Raises:
         UnsupportedModelError: There is no language model, nothing fills a tensor, a model keeps a trained tensor wider
-            than compute_dtype on purpose, experts are in NF4, or they are none that ranks can own in equal shares.
+            than compute_dtype on purpose, experts are in NF4, or ranks cannot own them in equal shares.
         DataError: Weights of the files are not finite.
 
     Cost:
@@ -81,7 +81,7 @@ def shard_model(
     sharder = _Sharder(
         mesh, filler=filler, compute_dtype=compute_dtype, master_dtype=master_dtype, owns_experts=owns_experts
     )
-    # Clipping and optimizers of torch take no list of sharded and whole tensors.
+    # torch's clipping and optimizers do not accept sharded and whole tensors together.
     sharder.replicates_adapters = replicates_adapters and _trains_adapters_only(model)
     sharder.units = {id(unit) for _, inner in found for unit in (*decoder_layers(inner), inner)}
     sharder.begin(model)
@@ -119,7 +119,7 @@ class _Sharder:
         self.units: set[int] = set()
         self.replicates_adapters = False
         self.num_replicated = 0
-        # Tensors that are no part of an FSDP unit.
+        # Tensors outside of the FSDP units.
         self._whole: set[nn.Parameter] = set()
         self._owned: set[nn.Parameter] = set()
         # Filled parameters that several modules share, by the id of the old one, and those that PEFT copied, by name.
@@ -259,7 +259,7 @@ class _Sharder:
 
 
 def check_experts(model: nn.Module, *, num_owners: int) -> None:
-    """Refuse experts in NF4, and with several owners models whose experts cannot be shared out.
+    """Refuse experts in NF4; with several owners, also models whose experts cannot be split.
 
     Raises:
         UnsupportedModelError: The message has the line to change.

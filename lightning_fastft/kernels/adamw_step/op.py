@@ -32,8 +32,8 @@ def adamw_step(
     In fp32: ``g = scale * grad; m += (1 - beta1) * (g - m); v = beta2 * v + (1 - beta2) * g * g; p -= lr * weight_decay
     * p + lr / (1 - beta1^step) * m / (sqrt(v) / sqrt(1 - beta2^step) + eps)``. "reference" subtracts the decay first,
     like torch.optim.AdamW, with the same bits on a CPU; "triton" sums both changes first and rounds once less. Master
-    and copy are rounded to nearest, the copy from the new master. With ``options.rounding_seed`` a bf16 master becomes
-    one of the two neighbours of its new value, by random numbers of ``rounding.random_halves``.
+    and copy are rounded to nearest, the copy from the new master. With ``options.rounding_seed`` a bf16 master is
+    rounded stochastically, with random numbers of ``rounding.random_halves``.
 
     A tensor without gradient does not change. NaN and infinity in scale or a gradient propagate to the element, as in
     torch.optim.AdamW.

@@ -156,7 +156,7 @@ class TensorTable:
         copies: Low-precision copies for compute, bf16 or fp16, contiguous, or None for a tensor without one; None if no
             tensor has one.
         owners: Tensors whose ``grad`` is the gradient. Shapes of params; fp32, bf16 or fp16. None for params
-            themselves. Of a DTensor, the shard of this rank counts, and that of its gradient.
+            themselves. A DTensor is read as the shard of this rank, and so is its gradient.
         exp_avg_absmaxs: The largest magnitude of each block of 256 values of 8-bit first moments, B numbers of any
             shape, fp32, contiguous; None for a tensor with fp32 moments, and None if all tensors have fp32 moments.
         exp_avg_sq_absmaxs: The same for second moments.

@@ -1,8 +1,8 @@
-"""Stochastic rounding of fp32 to bf16 with random numbers that depend on their place alone.
+"""Stochastic rounding of fp32 to bf16 with counter-based random numbers.
 
 The random numbers are Philox 4x32 with 10 rounds. The counter is (group of 8 elements, step, number of the tensor, 0),
-the key is the seed. Each of the four words serves two elements, the low half first. So the same seed, step and place
-give the same bits on every device, in every split over ranks and pieces, and after a resume.
+the key is the seed. Each of the four words serves two elements, the low half first. The same seed, step and element
+therefore give the same bits on every device, for every sharding, and after a resume.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def random_halves(
         seed: From 0 to 2^63 - 1.
         step: Number of the step; a tensor of shape () stays on its device.
         number: Number of the tensor.
-        first: Place of the first element in its whole tensor, a multiple of 8.
+        first: Index of the first element in its whole tensor, a multiple of 8.
 
     Returns:
         Numbers from 0 to 65535. int32, on the device of step.
@@ -72,10 +72,10 @@ def philox(counter: Sequence[torch.Tensor], *, seed: int) -> tuple[torch.Tensor,
 
 
 def round_stochastically(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Return each value as one of its two neighbours in bf16, the nearer one more often, so that the mean is the value.
+    """Round each value up or down to bf16 at random, so that the expected result is the value.
 
     Args:
-        values: Any shape, fp32. A value that bf16 has, NaN and infinity stay as they are.
+        values: Any shape, fp32. Values of bf16, NaN and infinity do not change.
         noise: Uniform from 0 to 65535. Shape of values, int32.
 
     Example:

@@ -99,9 +99,9 @@ def _random_halves(place_ptr, num_rows, seed, step, start, NUM: tl.constexpr):
 
 @triton.jit
 def _round_stochastically(values, noise):
-    """Return fp32 values as neighbours in bf16; the lower bits of a value are the probability of the outer one."""
+    """Round fp32 values stochastically to bf16; the lower 16 bits are the probability of rounding away from zero."""
     rounded = ((values.to(tl.uint32, bitcast=True) + noise) & 0xFFFF0000).to(tl.float32, bitcast=True)
-    # NaN and infinity differ from themselves, or times 0 from 0.
+    # False for NaN and infinity, which are kept.
     return tl.where(values * 0.0 == 0.0, rounded, values).to(tl.bfloat16)
 
 

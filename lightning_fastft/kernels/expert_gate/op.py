@@ -33,8 +33,8 @@ def gate_forward(
         gate_up_NP: Output of the first product. Shape (N, 2 F); bf16, fp16, fp32 or float64; last axis contiguous, any
             row stride.
         form: Positions of gate and up, and the activation.
-        end_E: One past the last row of each expert, int32 or int64, its last entry at most N. Rows from that on hold
-            arbitrary values. None for all rows.
+        end_E: One past the last row of each expert, int32 or int64, its last entry at most N. Later rows hold arbitrary
+            values. None for all rows.
         backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first if possible, else
             the second.
         is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
@@ -168,7 +168,7 @@ def _check_gate_up(gate_up_NP: torch.Tensor) -> None:
 
 
 def _check_end(end_E: torch.Tensor | None, gate_up_NP: torch.Tensor) -> None:
-    """Raise on ends that are none, or not on the device of the rows."""
+    """Raise on invalid ends, or ends on another device than the rows."""
     if end_E is None:
         return
     check_layout("end_E", end_E, (None,), dtypes=(torch.int32, torch.int64), like=gate_up_NP)

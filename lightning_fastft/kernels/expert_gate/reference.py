@@ -69,7 +69,7 @@ class GateGradients(NamedTuple):
 
 
 def gate_forward(gate_up_NP: torch.Tensor, *, form: GateForm, end_E: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the activation, rounded once from fp32 (float64 for float64); of all rows, whatever end_E is."""
+    """Return the activation, rounded once from fp32 (float64 for float64); for all rows; end_E is ignored."""
     gate_NF, up_NF = split_columns(gate_up_NP.to(wide_dtype(gate_up_NP.dtype)), form)
     gate_NF, factor_NF = _clamp(gate_NF, up_NF, form)
     return (_glu(gate_NF, form) * factor_NF).to(gate_up_NP.dtype)
@@ -87,7 +87,7 @@ def gate_backward(
     out: torch.Tensor | None = None,
 ) -> GateGradients:
     """Return the gradients of ``weight * (activation @ W)``, given the gradient of the activation without its
-    weight; of all rows, whatever end_E is.
+    weight; for all rows; end_E is ignored.
     """
     dtype, wide = gate_up_NP.dtype, wide_dtype(gate_up_NP.dtype)
     raw_gate_NF, raw_up_NF = split_columns(gate_up_NP.to(wide), form)

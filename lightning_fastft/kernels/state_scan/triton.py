@@ -435,8 +435,8 @@ def scan_backward(
         *strides,
         **sizes,
         num_warps=GRADIENT_WARPS,
-        # A product fused with the sum that follows rounds differently in the threads that hold the same sum
-        # (triton-lang/triton#7264), and they write it to the same place.
+        # A fused multiply-add rounds differently in threads that hold the same sum (triton-lang/triton#7264), and these
+        # threads write to the same place.
         enable_fp_fusion=False,
     )
     heads = _heads_per_program(num_heads // num_groups)

@@ -1,4 +1,4 @@
-"""Charts of a run, from the data of its report: which lines they have, and what is said under them."""
+"""Charts of a run, from the data of its report: their lines and notes."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _chart_logged(values: Mapping[str, Any], head: Mapping[str, Any], of_rank_0:
 
 
 def _describe_points(curve: Mapping[str, Any], value: str, plural: str) -> str:
-    """Say what a point of a curve is."""
+    """Return a sentence about the points of a curve."""
     number = curve["values_per_point"]
     if number == 1:
         return f"Each point is one {value}."

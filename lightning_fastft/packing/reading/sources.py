@@ -278,7 +278,7 @@ def load_hub(given: str, *, is_streaming: bool = False) -> Any:
     """Return the hub data set of "owner/name", "owner/name:config" or "owner/name:config:split".
 
     Raises:
-        DataError: There is none, or the name is that of a reader.
+        DataError: There is no such data set, or the name is the name of a reader.
     """
     import datasets
     from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
@@ -304,7 +304,7 @@ def _open_dataset(dataset: Any, *, name: str) -> Source:
         raise DataError(f"{name} has the splits {', '.join(dataset)}. Give one of them.")
     if not hasattr(dataset, "num_rows"):
         raise DataError(
-            f"{name} is a stream, which only the option paths can be, and alone. Load it without streaming, or join "
+            f"{name} is a stream: only the option paths accepts one, and only one. Load it without streaming, or join "
             "streams with datasets.interleave_datasets."
         )
     if dataset.num_rows == 0:

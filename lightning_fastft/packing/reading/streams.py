@@ -1,6 +1,6 @@
 """Rows of corpora larger than disk: ``datasets.IterableDataset`` and LitData's ``StreamingDataset``.
 
-A stream is read row by row, from its beginning or from a state that was saved behind a row. Each rank reads its own
+A stream is read row by row, from its beginning or from a state that was saved after a row. Each rank reads its own
 shards. ``datasets`` and ``litdata`` keep the position; where they cannot, rows are read again and skipped.
 """
 
@@ -44,16 +44,16 @@ class RowStream(Protocol):
         """Return the rows of one rank; those of all ranks are disjoint, and together they are all rows."""
 
     def read(self, *, epoch: int, state: str, num_behind: int) -> Iterator[RawRow]:
-        """Yield the rows of a pass behind ``num_behind`` rows, whose ``state`` was saved there ("" for none)."""
+        """Yield the rows of a pass after the first ``num_behind`` rows; ``state`` was saved there ("" for none)."""
 
     def save(self, *, num_behind: int) -> str:
-        """Return the state behind the row that was yielded last; "" where there is none."""
+        """Return the state after the last yielded row; "" if there is none."""
 
 
 class HubStream:
     """Read a ``datasets.IterableDataset``; its own state_dict is the position.
 
-    A shuffle buffer is no part of that state. With one, rows before a position are read again and skipped.
+    That state does not include a shuffle buffer. With one, rows before a position are read again and skipped.
     """
 
     def __init__(self, dataset: Any, *, name: str) -> None:
@@ -64,7 +64,7 @@ class HubStream:
         self.has_state = not _has_buffer(dataset)
 
     def split(self, *, rank: int, world_size: int) -> HubStream:
-        """Return the shards of one rank; every world_size-th row where the shards do not divide."""
+        """Return the shards of one rank, or every world_size-th row if the shards do not divide evenly."""
         from datasets.distributed import split_dataset_by_node
 
         if world_size == 1:
@@ -72,7 +72,7 @@ class HubStream:
         return HubStream(split_dataset_by_node(self._dataset, rank=rank, world_size=world_size), name=self.name)
 
     def read(self, *, epoch: int, state: str, num_behind: int) -> Iterator[RawRow]:
-        """Yield the rows of a pass behind a position."""
+        """Yield the rows of a pass after a position."""
         self._dataset.set_epoch(epoch)
         self._dataset.load_state_dict(json.loads(state) if state else None)
         rows = iter(self._dataset)
@@ -98,8 +98,8 @@ class ChunkStream:
     def split(self, *, rank: int, world_size: int) -> ChunkStream:
         """Return the chunks of one rank."""
         found = ChunkStream(self._dataset, name=self.name)
-        # LitData reads the ranks when the data set is built, where the launcher may not have started them yet, and
-        # counts ranks that share their data as different ones.
+        # LitData reads the ranks when the data set is built, perhaps before the launcher starts them, and treats ranks
+        # that share their data as different ranks.
         environment = copy.copy(self._dataset.distributed_env)
         environment.world_size, environment.global_rank = world_size, rank
         found._dataset.distributed_env, found._dataset.shuffler = environment, None
@@ -107,7 +107,7 @@ class ChunkStream:
         return found
 
     def read(self, *, epoch: int, state: str, num_behind: int) -> Iterator[RawRow]:
-        """Yield the rows of a pass behind a position."""
+        """Yield the rows of a pass after a position."""
         self._dataset.reset_state_dict()
         self._dataset.set_epoch(epoch + 1)
         if state:
@@ -128,7 +128,7 @@ def open_stream(source: Any, *, is_streaming: bool, seed: int) -> RowStream | No
             ("owner/name:config:split"), an ``hf://`` URL, a file, a folder, a glob pattern, a folder of LitData, a list
             of them, or a mapping from them to weights, which are shares of the rows.
         is_streaming: Whether paths are streamed.
-        seed: Of the shuffle of a LitData folder, and of a mixture.
+        seed: Seed of the shuffle of a LitData folder, and of a mixture.
 
     Raises:
         DataError: There is no such data.
@@ -162,12 +162,12 @@ def open_stream(source: Any, *, is_streaming: bool, seed: int) -> RowStream | No
 
 
 def is_hub_stream(source: object) -> bool:
-    """Return whether an object is a ``datasets.IterableDataset``; nothing is imported."""
+    """Return whether an object is a ``datasets.IterableDataset``, without importing datasets."""
     return _is_instance(source, "datasets", "IterableDataset")
 
 
 def is_stream(source: object) -> bool:
-    """Return whether an object is a stream of rows; nothing is imported."""
+    """Return whether an object is a stream of rows, without importing its library."""
     return is_hub_stream(source) or _is_instance(source, "litdata", "StreamingDataset")
 
 
@@ -218,7 +218,7 @@ def _load(given: str) -> Any:
 
 
 def _has_buffer(dataset: Any) -> bool:
-    """Return whether rows pass a shuffle buffer, which no state of ``datasets`` holds."""
+    """Return whether rows pass a shuffle buffer, which the state of ``datasets`` does not include."""
     from datasets.iterable_dataset import BufferShuffledExamplesIterable
 
     waiting = [dataset._ex_iterable]
@@ -233,7 +233,9 @@ def _has_buffer(dataset: Any) -> bool:
 def _skip(rows: Iterator[Any], num_rows: int, *, name: str) -> None:
     num_found = sum(1 for _ in islice(rows, num_rows))
     if num_found < num_rows:
-        raise DataError(f"{name} has {num_found} rows on this rank, and the checkpoint is behind row {num_rows}.")
+        raise DataError(
+            f"{name} has {num_found} rows on this rank, and the checkpoint was written after row {num_rows}."
+        )
 
 
 def _number_rows(rows: Iterator[Any], *, num_behind: int, name: str) -> Iterator[RawRow]:

@@ -90,7 +90,7 @@ def take_first_rows(rows: Iterator[RawRow]) -> list[RawRow]:
 
 
 def split_rows(rows: Iterator[RawRow], *, num_rows: int = _CHUNK_ROWS) -> Iterator[list[RawRow]]:
-    """Yield the rows in lists of ``num_rows``, or fewer where they are long."""
+    """Yield the rows in lists of ``num_rows``, or fewer if they are long."""
     chunk: list[RawRow] = []
     num_bytes = 0
     for row in rows:

@@ -26,8 +26,8 @@ from lightning_fastft.packing.tokens.tokenisation import ChunkResult, Setup, tok
 # Below this (about 4,000 rows) workers take longer to start, because they import transformers, than to tokenise.
 CHUNKS_ENOUGH = 16
 # A worker has the caller's sys.path, so that it finds the same modules and none in the current folder. The package's
-# own __init__ imports torch and Lightning, which takes longer than all the rest: it runs only if somebody, such as the
-# module of a tokenizer, asks the package for a name.
+# own __init__ imports torch and Lightning, which takes longer than all the rest: it runs only if code, such as the
+# module of a tokenizer, reads a name of the package.
 _PROGRAM = f"""
 import sys
 from importlib.util import find_spec, module_from_spec

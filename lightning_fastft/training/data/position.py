@@ -44,7 +44,7 @@ def describe_plan(plan: StepPlan, *, content_digest: str, **options: Any) -> dic
 
 
 def compare_plans(saved: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[str, bool]:
-    """Return in words what changed between the descriptions of two plans, and whether only sizes did.
+    """Describe the differences of two plan descriptions; return also whether only sizes differ.
 
     Warn where data cannot be compared.
     """

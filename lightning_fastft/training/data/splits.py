@@ -87,7 +87,7 @@ class SplitDataModule(LightningDataModule):
         self._tokenized: dict[str, tuple[Any, TokenizedDataset]] = {}
         self._subsets: dict[str, DocumentSubset] = {}
         self._packs: dict[str, Packs] = {}
-        # Of a loop that has no Trainer, such as one under Fabric.
+        # Facts of a loop without a Trainer, such as one under Fabric.
         self.loop: LoopFacts | None = None
 
     @property

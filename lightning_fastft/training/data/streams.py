@@ -40,12 +40,12 @@ from lightning_fastft.training.data.position import check_ranks_agree, compare_p
 from lightning_fastft.training.data.rollouts import from_plain, to_plain
 from lightning_fastft.training.data.trainer_facts import repeats_first_epoch
 
-# Goes up when the same rows give other packs.
+# Increased whenever the same rows give different packs.
 STREAM_VERSION = 1
 
 
 class _Started(NamedTuple):
-    """A window of which micro-batches were handed out: where it begins in the run, and on this rank in the stream."""
+    """A window with yielded micro-batches: its beginning in the run, and in this rank's stream."""
 
     position: int
     begin: ReadState
@@ -53,16 +53,16 @@ class _Started(NamedTuple):
 
 
 class StreamOptions(NamedTuple):
-    """What a TrainingStream takes from its data module and its trainer; see PackedDataModule.
+    """Options of a TrainingStream from its data module and its trainer; see PackedDataModule.
 
     Args:
-        ranks: Processes that train different data, and which of them this one is.
+        ranks: Number of ranks that train different data, and the index of this one.
         accumulate: Micro-batches of an accumulation window.
-        seed: Decides the order of the packs of a window.
+        seed: Determines the order of the packs of a window.
         num_proc: Processes that tokenise.
-        num_workers: 0 reads and collates on request, any other number ahead of the training.
+        num_workers: 0 reads and collates on request; any other number reads ahead in threads.
         pin_memory: Whether batches are pinned.
-        max_reject_share: Largest share of rejected rows.
+        max_reject_share: Largest allowed share of rejected rows.
         rejected_path: File of this rank's rejected rows; None for none.
         batch_options: Keyword arguments of ``collate``.
     """
@@ -79,16 +79,16 @@ class StreamOptions(NamedTuple):
 
 
 class TrainingStream:
-    """Yield packed micro-batches of a stream, pass after pass, as many on every rank.
+    """Yield packed micro-batches of a stream, pass after pass, equally many on every rank.
 
     The ranks exchange the labelled tokens of their packs once per look-ahead window, on the host: a window's loss is
     the mean over all ranks' tokens, as with planned data. A rank whose rows end first trains empty packs until the pass
-    ends on all of them.
+    ends on all ranks.
 
     Args:
         stream: All rows; each rank reads its share.
         setup: Tokenizer and options.
-        options: Of the run.
+        options: Options of the run.
 
     Raises:
         DataError: The first rows cannot be trained, or ranks read different streams.
@@ -111,14 +111,14 @@ class TrainingStream:
             num_packs=self._num_packs,
             max_reject_share=options.max_reject_share,
         )
-        # The window of the position and those after it; before the first batch of a run there is none.
+        # The window of the position and later ones; empty before the first batch of a run.
         self._started: list[_Started] = []
         self._group: Any = None
-        # Whether the file of rejected rows has rows of this run.
+        # Whether the file of rejected rows was begun in this run.
         self._keeps_rejects = self._has_told_rejects = False
 
     def describe(self) -> dict[str, Any]:
-        """Return the settings without which a position has no meaning, under the names that a user sets."""
+        """Return the settings that a position depends on, under the names that a user sets."""
         return {
             "stream_version": STREAM_VERSION,
             "max_tokens": self._max_tokens,
@@ -131,7 +131,7 @@ class TrainingStream:
         """Return the position and the beginning of its window on every rank. All ranks must call this.
 
         Args:
-            position: Micro-batches of this rank that are trained.
+            position: Micro-batches that this rank has trained.
         """
         started = self._find(position)
         own = None if started is None else _to_plain(started)
@@ -140,10 +140,10 @@ class TrainingStream:
         return {"micro_batches": position, "stream": self.describe(), "ranks": [] if None in saved else saved}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> int:
-        """Take up the state of a checkpoint, and return its position.
+        """Restore the state of a checkpoint, and return its position.
 
         Raises:
-            ResumeError: It is of data that was read whole, or of a stream with other settings.
+            ResumeError: The checkpoint is of data that was read whole, or of a stream with other settings.
         """
         if "stream" not in state_dict:
             raise ResumeError(
@@ -161,8 +161,8 @@ class TrainingStream:
         self._started = [_from_plain(ranks[self.options.ranks[1]])] if ranks else []
         if self._started and not self._has_state:
             rank_zero_info(
-                f"{self.name} keeps no position behind its shuffle buffer: {self._started[0].begin.num_rows} rows are "
-                "read again and skipped."
+                f"{self.name} has a shuffle buffer, which keeps no position: {self._started[0].begin.num_rows} rows "
+                "are read again and skipped."
             )
         return int(state_dict["micro_batches"])
 
@@ -171,11 +171,11 @@ class TrainingStream:
 
         Raises:
             DataError: The stream holds no usable example, or a rank cannot read it.
-            ResumeError: The stream yields other rows than before the checkpoint.
+            ResumeError: The stream yields different rows than before the checkpoint.
         """
         world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         if self._group is None and world_size > 1:
-            # On the host: the exchange must not wait for the device.
+            # The exchange runs on the host, because it must not wait for the device.
             self._group = dist.new_group(backend="gloo")
         started = self._find(position) or _Started(0, ReadState(), "")
         self._started, self._keeps_rejects = [], self._keeps_rejects or position > 0
@@ -190,7 +190,7 @@ class TrainingStream:
             if number == num_before and not state.num_rows:
                 raise DataError(f"The stream {self.name} holds no usable example.")
             state, expected = ReadState(epoch=state.epoch + 1), ""
-            rank_zero_info(f"{self.name} is read; pass {state.epoch + 1} begins at micro-batch {number}.")
+            rank_zero_info(f"{self.name} is exhausted; pass {state.epoch + 1} begins at micro-batch {number}.")
 
     def _windows(
         self, begin: ReadState, *, number: int, expected: str
@@ -222,7 +222,7 @@ class TrainingStream:
     def _take(
         self, windows: Iterator[Window], *, default: Window, expected: str, taken: list[Window]
     ) -> tuple[int, list[int], bool]:
-        """Append the next window, and return what the other ranks need to know of it."""
+        """Append the next window, and return its summary for the other ranks."""
         window = next(windows, default)
         _check_same(window, expected=expected, name=self.name)
         taken.append(window)
@@ -231,7 +231,7 @@ class TrainingStream:
     def _collate(
         self, order: np.ndarray, window: Window, num_items_M: np.ndarray, *, number: int, skipped: int
     ) -> Iterator[PackedBatch]:
-        """Yield the micro-batches of a window from one on."""
+        """Yield the micro-batches of a window, starting at the given one."""
 
         def make() -> Iterator[PackedBatch]:
             for place in range(skipped, len(order)):
@@ -246,13 +246,13 @@ class TrainingStream:
         return prefetch(make()) if self.options.num_workers else make()
 
     def _find(self, position: int) -> _Started | None:
-        """Return the window of a position, and forget those before it."""
+        """Return the window of a position, and drop those before it."""
         while len(self._started) > 1 and self._started[1].position <= position:
             self._started.pop(0)
         return self._started[0] if self._started else None
 
     def _write_rejects(self, rejects: list[Reject], *, is_new: bool) -> None:
-        """Append rejected rows to their file, which a new run replaces; those of a window read again are in it."""
+        """Append rejected rows to their file, which a new run replaces; a window that is read again adds none."""
         path = self.options.rejected_path
         if path is None or not rejects or not is_new:
             return
@@ -274,9 +274,9 @@ class TrainingStream:
 
 
 def align_stream(trainer: Trainer, *, position: int, accumulate: int) -> int:
-    """Take back the micro-batches of an unfinished accumulation window, and return the position.
+    """Return the position without the micro-batches of an unfinished accumulation window.
 
-    No checkpoint keeps half-summed gradients, so they are trained again.
+    Checkpoints hold no partial gradients, so these micro-batches are trained again.
     """
     num_replayed = batch_progress(trainer).current.ready % accumulate
     take_back_batches(trainer, num_replayed)
@@ -290,7 +290,7 @@ def check_stream_run(trainer: Trainer | None, *, val_share: float, accumulate: i
         OptionError: Its length is not known, or an option needs all examples.
     """
     if val_share:
-        raise OptionError("val_share holds out a share of all examples, which a stream does not know. Give val_paths.")
+        raise OptionError("val_share needs the number of examples, which is unknown for a stream. Give val_paths.")
     if trainer is None:
         return
     limit = trainer.limit_train_batches
@@ -312,8 +312,8 @@ def _check_same(window: Window, *, expected: str, name: str) -> None:
     """Raise ResumeError if a window that was begun before the checkpoint holds other rows now."""
     if expected and window.digest != expected:
         raise ResumeError(
-            f"{name} does not go on where the checkpoint was written: row {window.begin.num_rows + 1} and those after "
-            "it give other tokens than before. The data, its order (a shuffle without a seed), the tokenizer or the "
+            f"{name} does not continue where the checkpoint was written: row {window.begin.num_rows + 1} and later "
+            "rows give other tokens than before. The data, its order (a shuffle without a seed), the tokenizer or the "
             "options of the rows have changed. Resume with those of the checkpoint, or begin a new run from its "
             "weights without resuming."
         )
@@ -332,7 +332,7 @@ def _to_plain(started: _Started) -> dict[str, Any]:
 
 
 def _from_plain(values: Mapping[str, Any]) -> _Started:
-    """Return the window's beginning of ``_to_plain``."""
+    """Return the window's beginning from the result of ``_to_plain``."""
     carried = tuple(from_plain(document) for document in values["carried"])
     begin = {name: values[name] for name in ReadState._fields} | {"carried": carried}
     return _Started(int(values["position"]), ReadState(**begin), str(values["digest"]))

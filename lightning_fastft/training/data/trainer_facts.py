@@ -17,12 +17,12 @@ from lightning_fastft.core.errors import ContextError, OptionError
 
 
 class LoopFacts(NamedTuple):
-    """What a DataModule reads from a run whose loop is the user's own, under the names that a Trainer has.
+    """Facts of a custom training loop that a DataModule reads, under the names of a Trainer.
 
     Args:
-        world_size: Processes that train.
-        global_rank: Number of this one.
-        accumulate_grad_batches: Micro-batches of an optimizer step.
+        world_size: Number of ranks.
+        global_rank: Index of this rank.
+        accumulate_grad_batches: Micro-batches per optimizer step.
         strategy: Has ``root_device``.
         lightning_module: The module that is trained; None if it is not known yet.
     """

@@ -1,7 +1,6 @@
-"""FusedAdamW on sharded parameters (DTensor): the ranks that share a tensor, and 8-bit moments of which no shard cuts a
-block.
+"""FusedAdamW on sharded parameters (DTensor): norms over the ranks of a tensor, and 8-bit moments in whole blocks.
 
-A step writes the shard of its rank. Only the norm of all gradients needs the other ranks.
+A step writes the shards of its rank. Only the norm of all gradients needs other ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from lightning_fastft.kernels.adamw_step.codes import BLOCK, num_blocks
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# The groups of ranks over which a tensor is sharded, one per axis of its mesh; copies of it are in none of them.
+# The groups of ranks over which a tensor is sharded, one per axis of its mesh; groups of copies are not included.
 Groups = tuple["ProcessGroup", ...]
 
 
@@ -44,8 +43,8 @@ def join_norms(norms: Mapping[Groups, Sequence[torch.Tensor]], *, device: torch.
 
     Args:
         norms: Norms by the groups that share the gradients, shape (), fp32; the same keys in the same order on all
-            ranks, also where a rank has no norm.
-        device: Device of the result, which may have no norm.
+            ranks, also if a rank has no norm.
+        device: Device of the result; norms may be empty.
 
     Cost:
         One all-reduce of one float64 number per group; no host sync.
@@ -57,7 +56,7 @@ def join_norms(norms: Mapping[Groups, Sequence[torch.Tensor]], *, device: torch.
         return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
     totals = []
     for groups, held in norms.items():
-        # In float64, in which the square of no fp32 number overflows, and the order of ranks changes no bit of fp32.
+        # In float64 squares of fp32 numbers cannot overflow, and the order of ranks does not change the fp32 result.
         squares = [norm.double().square() for norm in held]
         total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
         for group in groups:
@@ -67,21 +66,21 @@ def join_norms(norms: Mapping[Groups, Sequence[torch.Tensor]], *, device: torch.
 
 
 def has_whole_blocks(param: torch.Tensor) -> bool:
-    """Return whether any number of ranks can share the 8-bit moments of a parameter: its shards are rows, and each row
-    is a number of blocks. Of whole parameters nothing is asked.
+    """Return whether any number of ranks can shard the 8-bit moments of a parameter: it is whole, or sharded by rows of
+    whole blocks.
     """
     if not is_sharded(param):
         return True
     from torch.distributed.tensor import Shard
 
     placements = param.placements  # type: ignore[attr-defined]
-    # A subclass of Shard has another order of rows.
+    # Subclasses of Shard order rows differently.
     is_by_rows = all(each.is_replicate() or (type(each) is Shard and each.dim == 0) for each in placements)
     return is_by_rows and _row_size(param) % BLOCK == 0
 
 
 def first_element(param: torch.Tensor) -> int:
-    """Return the place in the whole parameter of the first element that this rank holds; 0 for a whole one.
+    """Return the index in the whole parameter of the first element on this rank; 0 for a whole parameter.
 
     Raises:
         ShapeError: Shards are not blocks of whole rows.
@@ -93,7 +92,7 @@ def first_element(param: torch.Tensor) -> int:
 
     placements = param.placements  # type: ignore[attr-defined]
     if not all(each.is_replicate() or (type(each) is Shard and each.dim == 0) for each in placements):
-        raise ShapeError(f"Stochastic rounding takes parameters sharded by rows, got {placements}.")
+        raise ShapeError(f"Stochastic rounding needs parameters sharded by rows, got {placements}.")
     shape, offsets = compute_local_shape_and_global_offset(
         param.shape,
         param.device_mesh,  # type: ignore[attr-defined]
@@ -103,8 +102,8 @@ def first_element(param: torch.Tensor) -> int:
 
 
 def block_shape(param: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of the largest magnitudes of a parameter's blocks: by rows where rows are whole blocks, so that
-    magnitudes are sharded as their moments are.
+    """Return the shape of the largest magnitudes of a parameter's blocks: by rows if rows are whole blocks, so that
+    magnitudes are sharded like their moments.
 
     Example:
         >>> block_shape(torch.ones(8, 512)), block_shape(torch.ones(8, 48))

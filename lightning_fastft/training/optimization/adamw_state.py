@@ -37,7 +37,7 @@ def is_steppable(param: torch.Tensor) -> bool:
         (True, False)
     """
     if is_sharded(param):
-        # A sum that is still partial is no value of the parameter.
+        # A partial sum is not the value of the parameter.
         return not any(each.is_partial() for each in param.placements) and is_steppable(local_values(param))  # type: ignore[attr-defined]
     is_plain = type(param) in (torch.Tensor, torch.nn.Parameter) and param.layout is torch.strided
     return is_plain and param.dtype in DTYPES and param.is_contiguous()
@@ -140,6 +140,6 @@ def copy_state(
             state[name].detach().to(device=param.device, dtype=dtype, memory_format=torch.contiguous_format, copy=True)
         )
         if name in ABSMAXS and copied[name].shape != block_shape(param):
-            # A state of an earlier version, in which magnitudes had one axis.
+            # States of earlier versions have magnitudes with one axis.
             copied[name] = copied[name].view(block_shape(param))
     return copied

@@ -19,7 +19,7 @@ from lightning_fastft.kernels.adamw_step.reference import CHUNK, TableRow
 from lightning_fastft.training.optimization.adamw_shards import block_shape
 from lightning_fastft.training.optimization.adamw_state import ABSMAXS, MIN_8BIT_SIZE, state_dtypes
 
-# Moments of one piece: 128 MiB take 2.7 ms at 50 GB/s, long against the launches of four copies.
+# Moments of one piece: 128 MiB take 2.7 ms at 50 GB/s, much longer than the launches of four copies.
 PIECE_BYTES = 2**27
 # One slot is copied in, one is stepped, one is copied out.
 NUM_SLOTS = 3
@@ -51,10 +51,10 @@ class HostMoments:
         self.release()
 
     def release(self) -> None:
-        """Free the slots and tables after all copies; a later step makes them anew.
+        """Free the slots and tables after all copies; a later step creates them again.
 
         Cost:
-            One host sync if steps were made.
+            One host sync after a step.
         """
         self.synchronize()
         self._slots: list[torch.Tensor] = []
@@ -72,7 +72,7 @@ class HostMoments:
         return NUM_SLOTS * self._slot_bytes() if param is next(iter(self._held)) else 0
 
     def take(self, state: dict[str, torch.Tensor], param: torch.Tensor) -> None:
-        """Put the host tensors of a parameter into its state; moments that the state has elsewhere are copied.
+        """Put the host tensors of a parameter into its state; moments on another device are copied.
 
         Raises:
             HostMemoryError: The memory cannot be allocated or pinned.
@@ -154,7 +154,7 @@ class HostMoments:
         pieces = []
         for start in range(0, num_values, step):
             end = min(start + step, num_values)
-            # Pieces in the order of steps take turns.
+            # Consecutive pieces use the slots in turn.
             slot, self._num_pieces = self._num_pieces % NUM_SLOTS, self._num_pieces + 1
             pairs, placed, offset = [], {}, 0
             for name, whole in held.items():
@@ -185,7 +185,7 @@ class HostMoments:
 
 
 def choose_offloaded(params: Sequence[torch.Tensor], *, share: float) -> list[torch.Tensor]:
-    """Return the first parameters that have this share of all values; small ones stay on their device.
+    """Return the first parameters that hold this share of all values; small ones stay on their device.
 
     Example:
         >>> params = [torch.zeros(5000), torch.zeros(7), torch.zeros(5000)]

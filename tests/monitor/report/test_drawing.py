@@ -31,7 +31,7 @@ def test_ticks_of_steps_are_whole():
     assert find_ticks(0, 2, most=6, is_whole=True) == [0, 1, 2]
     assert find_ticks(7, 2400, most=6, is_whole=True) == [500, 1000, 1500, 2000]
     assert find_ticks(5, 5, most=6) == [5]
-    # Rounding is no range.
+    # Rounding errors are not a range.
     assert find_ticks(1999.0, 1999.0 + 1e-8, most=6) == [1999.0]
 
 

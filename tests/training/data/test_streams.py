@@ -242,7 +242,7 @@ def test_two_ranks_read_disjoint_rows_train_as_many_batches_and_resume(tmp_path)
         check_divisors(ranks, accumulate=accumulate)
         seen = [row for pair in zip(ranks[0]["whole"], ranks[1]["whole"]) for _, rows, *_ in pair for row in rows]
         assert len(set(seen)) == num_rows
-        # The second pass begins behind the last row of the first.
+        # The second pass begins after the last row of the first.
         assert len(set(seen[:num_rows])) == num_rows
     assert "ZeroDivisionError" in first["broken"]
     assert "rank 0: " in second["broken"]

@@ -18,8 +18,8 @@ from lightning_fastft.core.errors import OptionError, ResumeError
 from lightning_fastft.training.optimizer import FusedAdamW
 from tests.support.host_waits import count_host_waits
 
-# Rows that two ranks share unevenly, one row, none, a vector; in 8 bits: rows of one and of two blocks, and rows that
-# blocks would cut.
+# Rows that divide unevenly over two ranks, one row, none, a vector; in 8 bits: rows of one and of two blocks, and rows
+# that are not whole blocks.
 SHAPES = ((5, 3), (1, 4), (0, 4), (7,), (33, 256), (8, 512), (600, 16))
 OPTIONS = {"lr": 0.05, "betas": (0.8, 0.95), "weight_decay": 0.1}
 MAX_NORM = 0.5
@@ -126,7 +126,7 @@ def whole_state(model, optimizer):
     found = {name: value.detach() for name, value in model.named_parameters()}
     for parameter, state in get_optimizer_state_dict(model, optimizer)["state"].items():
         found |= {f"{parameter}.{name}": tensor for name, tensor in state.items()}
-    # Of copies, the whole tensor is the memory of the rank.
+    # For copies, each rank holds the whole tensor.
     return {
         name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
         for name, tensor in found.items()

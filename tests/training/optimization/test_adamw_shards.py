@@ -29,7 +29,7 @@ def test_norm_is_that_of_the_whole_gradients_on_every_rank(found, mesh, case):
             truth = torch.linalg.vector_norm(torch.cat([grad.double().flatten() for grad in grads]))
             assert truth > MAX_NORM
             assert_within_bound("norm", norms[step - 1], plain=whole[step - 1], truth=truth, dtype=torch.float32)
-        # One rank has the NaN, and all skip.
+        # One rank has a NaN, and all ranks skip.
         assert norms[SKIPPED_STEP - 1].isnan()
 
 

@@ -105,7 +105,7 @@ def test_a_run_goes_on_from_a_file_across_the_option(first, late_streams):
     params, optimizer = make(kind, offload=first)
     run(params, optimizer, range(4))
     resumed = make(kind, offload=1.0 - first)
-    # One that has made steps takes the state too.
+    # An optimizer that has made steps loads the state too.
     run(*resumed, range(1))
     write(resumed[0], params)
     resumed[1].load_state_dict(through_a_file(optimizer.state_dict()))
@@ -119,7 +119,7 @@ def test_a_moved_copied_or_released_state_goes_on(late_streams):
     run(*plain, range(3))
     run(*ours, range(3))
     ours[1].release()
-    # As Lightning moves a state: other tensors in the place of those on the host.
+    # Lightning moves a state in the same way: it replaces the host tensors.
     for state in ours[1].state.values():
         state.update({name: tensor.clone() for name, tensor in state.items()})
     copied = copy.deepcopy(ours)
@@ -150,7 +150,7 @@ def test_a_step_has_no_host_sync():
             optimizer.clip_next(1.0)
             optimizer.step()
         counts.append(waits.count)
-    # On a CPU the counts of steps, which are on the host, are not told from device tensors.
+    # On a CPU the step counts on the host cannot be distinguished from device tensors.
     assert counts[0] == counts[1]
     assert set(counts[0]) == {"tolist"}
 
