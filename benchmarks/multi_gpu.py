@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import signal
 import subprocess
@@ -51,6 +52,7 @@ from lightning_fastft.strategies.ddp import FastFTDDPStrategy
 from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from lightning_fastft.training.fine_tuner import FineTuner
+from lightning_fastft.training.optimizer import FusedAdamW
 
 RUNS = ("one", "accumulate", "ddp", "fsdp")
 CONTEXT, EXPERTS = "context", "experts"
@@ -119,10 +121,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     two.add_argument("--ranks", type=int, default=4)
     two.add_argument("--master-dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    two.add_argument("--optim-bits", type=int, default=32, choices=(8, 32), help="of the moments")
     owners = commands.add_parser(EXPERTS, parents=[shared], help="every weight of a mixture of experts")
     owners.add_argument("--workload", default="qwen3-30b-a3b-12l-lora", help="whose configuration is trained")
     owners.add_argument("--ranks", type=int, default=2)
     owners.add_argument("--master-dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    owners.add_argument("--optim-bits", type=int, default=32, choices=(8, 32), help="of the moments")
     owners.add_argument("--runs", nargs="+", default=["fsdp", EXPERTS], choices=("fsdp", EXPERTS))
     three = commands.add_parser("worker", parents=[shared], help="one rank of a run")
     three.add_argument("--workload", required=True)
@@ -130,6 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     three.add_argument("--accumulate", type=int, default=1)
     three.add_argument("--full", action="store_true")
     three.add_argument("--master-dtype", default="auto")
+    three.add_argument("--optim-bits", type=int, default=32)
     three.add_argument("--title", required=True)
     return parser
 
@@ -252,7 +257,7 @@ def multi(driver: Driver, options: argparse.Namespace) -> None:
 
 def full(driver: Driver, options: argparse.Namespace) -> None:
     """Full fine-tuning under FSDP2."""
-    arguments = ["--full", "--master-dtype", options.master_dtype]
+    arguments = ["--full", "--master-dtype", options.master_dtype, "--optim-bits", str(options.optim_bits)]
     driver.run(
         f"full fsdp x{options.ranks}",
         strategy="fsdp",
@@ -264,7 +269,7 @@ def full(driver: Driver, options: argparse.Namespace) -> None:
 
 def experts(driver: Driver, options: argparse.Namespace) -> None:
     """Full fine-tuning of experts that are gathered in each layer, then of experts that ranks own."""
-    arguments = ["--full", "--master-dtype", options.master_dtype]
+    arguments = ["--full", "--master-dtype", options.master_dtype, "--optim-bits", str(options.optim_bits)]
     for strategy in options.runs:
         driver.run(
             f"{strategy} x{options.ranks}",
@@ -296,6 +301,7 @@ def worker(options: argparse.Namespace) -> int:
         "accumulate": options.accumulate,
         "num_tokens": options.tokens,
         "num_warmup": options.warmup,
+        "optim_bits": options.optim_bits,
         "num_sharing": num_sharing,
         "is_one_document": options.one_document,
         "mode": options.mode,
@@ -304,7 +310,7 @@ def worker(options: argparse.Namespace) -> int:
         "reason": "",
     }
     num_steps = options.warmup + options.steps
-    tuner = make_tuner(workload, is_cuda=is_cuda, is_full=options.full, master_dtype=options.master_dtype)
+    tuner = make_tuner(workload, options)
     mode = parse_mode(options.mode)
     checkpointing = mode.checkpointing
     follow = RankCallback(record, num_steps=num_steps, num_micro=num_steps * options.accumulate, is_cuda=is_cuda)
@@ -342,24 +348,26 @@ def worker(options: argparse.Namespace) -> int:
     return 0
 
 
-def make_tuner(workload: Any, *, is_cuda: bool, is_full: bool, master_dtype: str) -> FineTuner:
+def make_tuner(workload: Any, options: argparse.Namespace) -> FineTuner:
     """Return a FineTuner with random weights: adapters on a frozen base, or every weight trained."""
-    if is_full:
-        options: dict[str, Any] = {
+    is_cuda = options.device == "cuda"
+    if options.full:
+        choices: dict[str, Any] = {
             "learning_rate": FULL_LEARNING_RATE,
-            "master_dtype": master_dtype if is_cuda else "auto",
+            "master_dtype": options.master_dtype if is_cuda else "auto",
+            "optimizer": functools.partial(FusedAdamW, optim_bits=options.optim_bits),
         }
     else:
         lora = lora_config(workload)
         lora.init_lora_weights = False
-        options = {"lora": lora, "learning_rate": LORA_LEARNING_RATE, "quantization": workload.quantization}
+        choices = {"lora": lora, "learning_rate": LORA_LEARNING_RATE, "quantization": workload.quantization}
     return FineTuner(
         {"model_type": workload.model_type, **workload.model_config},
         init="random",
         dtype="bfloat16" if is_cuda else "float32",
         scheduler="constant",
         warmup_share=0.0,
-        **options,
+        **choices,
     )
 
 
@@ -489,7 +497,8 @@ def result_rows(record: dict[str, Any], *, command: str) -> list[dict[str, Any]]
     kind = "one document" if record["is_one_document"] else "packed"
     shared = {
         "benchmark": "multi_gpu",
-        "workload": f"{record['workload']}, {kind}, {record['num_tokens']} tokens a pack, {record['mode']}",
+        "workload": f"{record['workload']}, {kind}, {record['num_tokens']} tokens a pack, {record['mode']}"
+        + (", moments in 8 bits" if record["optim_bits"] == 8 else ""),
         "system": f"ours {record['title']}",
         "version": "; ".join(
             f"{name} {found[name]}" for name in ("lightning_fastft", "torch", "transformers") if name in found

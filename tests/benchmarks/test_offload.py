@@ -611,6 +611,7 @@ def _rank_record(title, *, strategy="one", accumulate=1, tokens_per_s=100.0, los
         "workload": "w",
         "num_tokens": 8,
         "num_warmup": 8,
+        "optim_bits": 32,
         "num_sharing": num_ranks if strategy == multi_gpu.CONTEXT else 1,
         "is_one_document": False,
         "mode": "offload",
