@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher, share_state
-from lightning_fastft.kernels.expert_pack.op import pack_expert_first
+from lightning_fastft.kernels.expert_pack.op import exchange_ends
 from lightning_fastft.moe.expert_axis import find_axis
 from lightning_fastft.moe.routing import ExpertAdapter
 
@@ -113,7 +113,7 @@ class _FactorCopy:
     def copy_master(self) -> None:
         """Copy the master again."""
         if self.is_expert_last:
-            pack_expert_first(self.master_view(), out=self.tensor)
+            exchange_ends(self.master_view(), out=self.tensor)
         else:
             with torch.no_grad():
                 self.tensor.copy_(self.master_view())

@@ -12,7 +12,7 @@ from lightning_fastft.kernels.delta_inputs.op import delta_inputs_forward
 from lightning_fastft.kernels.delta_inputs.reference import DeltaForm, DeltaParameters
 from lightning_fastft.kernels.expert_gate.op import gate_backward, gate_forward
 from lightning_fastft.kernels.expert_gate.reference import GateForm
-from lightning_fastft.kernels.expert_pack.op import pack_expert_first, unpack_expert_last
+from lightning_fastft.kernels.expert_pack.op import exchange_ends
 from lightning_fastft.kernels.expert_rows.op import combine_rows, gather_rows
 from lightning_fastft.kernels.expert_sort.op import sort_by_expert
 from lightning_fastft.kernels.fp8_linear.op import multiply, quantise_rows
@@ -66,8 +66,7 @@ CALLS = {
     gather_rows: ((rows(3, 4), torch.tensor([2, 0, 1])), {"num_experts_per_token": 1}),
     combine_rows: ((rows(3, 4), PLACE_TK, END_E), {"weight_TK": rows(3, 1)}),
     sort_by_expert: ((PLACE_TK,), {"num_experts": 3}),
-    pack_expert_first: ((rows(3, 4, 2),), {"scale": 2.0}),
-    unpack_expert_last: ((rows(3, 4, 2),), {"scale": 2.0}),
+    exchange_ends: ((rows(3, 4, 2),), {}),
     state_scan: (
         (rows(3, 2, 4), rows(3, 2).abs(), -rows(2).abs(), rows(3, 1, 5), rows(3, 1, 5), rows(2)),
         {"chunks": CHUNKS},
