@@ -10,17 +10,11 @@ from peft import LoraConfig, get_peft_model
 
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.fused.low_precision_adapters import install_low_precision_adapters
-from lightning_fastft.kernels.cross_entropy import reference
 from lightning_fastft.kernels.cross_entropy.op import labelled_cross_entropy, labelled_log_probs, token_statistics
 from lightning_fastft.kernels.divergence.op import TAILS, labelled_divergence, labelled_topk_divergence
-from lightning_fastft.kernels.divergence.reference import (
-    KINDS,
-    labelled_divergence_reference,
-    labelled_topk_divergence_reference,
-)
+from lightning_fastft.kernels.divergence.reference import KINDS
 from lightning_fastft.kernels.logit_rows import Head
 from lightning_fastft.kernels.lora_linear.op import lora_addmm
-from lightning_fastft.kernels.lora_linear.reference import lora_addmm_reference
 from lightning_fastft.packing.collate import collate
 from lightning_fastft.packing.document import Document
 from lightning_fastft.patches.attention import install_attention
@@ -28,6 +22,13 @@ from lightning_fastft.patches.head import _is_untouched_view, install_head
 from lightning_fastft.patches.lazy_logits import LazyLogits
 from tests.support.children import run_on_device
 from tests.support.host_waits import waits_are_errors
+from tests.support.loss_twins import (
+    cross_entropy_twin,
+    divergence_twin,
+    log_probs_twin,
+    lora_addmm_twin,
+    topk_divergence_twin,
+)
 from tests.support.tiny_models import VOCABULARY, build_tiny
 from tests.support.truth import assert_within_bound
 
@@ -61,9 +62,7 @@ def test_loss_and_every_gradient_equal_the_truth(dtype, case):
 
     def gradients_of_reference(wide):
         cast = [tensor.detach().to(wide).requires_grad_() for tensor in inputs]
-        loss = reference.labelled_cross_entropy_reference(
-            *cast[:2], bias_V=cast[2] if bias_V is not None else None, **arguments
-        )
+        loss = cross_entropy_twin(*cast[:2], bias_V=cast[2] if bias_V is not None else None, **arguments)
         return torch.autograd.grad(loss, cast, torch.tensor(1024.0, device="cuda", dtype=loss.dtype)), loss
 
     (truth, true_loss), (plain, plain_loss) = gradients_of_reference(torch.float64), gradients_of_reference(dtype)
@@ -116,11 +115,7 @@ def test_rows_of_log_probs_and_divergences_equal_the_truth_without_a_host_wait(n
         functions = (labelled_log_probs, labelled_divergence, labelled_topk_divergence)
         return run(*(functools.partial(function, **counted) for function in functions), inputs)
 
-    twins = (
-        reference.labelled_log_probs_reference,
-        labelled_divergence_reference,
-        labelled_topk_divergence_reference,
-    )
+    twins = (log_probs_twin, divergence_twin, topk_divergence_twin)
     truth = run(*twins, [tensor.detach().double().requires_grad_() for tensor in inputs])
     plain = run(*twins, inputs)
     # Kernels are compiled by the first call.
@@ -144,8 +139,8 @@ def test_the_low_rank_part_equals_the_truth(dtype):
         out = function(*tensors, scale=2.0, **kwargs)
         return [out.detach(), *torch.autograd.grad(out, tensors, d_out.to(out.dtype))]
 
-    truth = run(lora_addmm_reference, [tensor.double() for tensor in inputs])
-    plain = run(lora_addmm_reference, inputs)
+    truth = run(lora_addmm_twin, [tensor.double() for tensor in inputs])
+    plain = run(lora_addmm_twin, inputs)
     ours = run(lora_addmm, masters, copy_a_RD=inputs[2], copy_b_NR=inputs[3])
     assert [tensor.dtype for tensor in ours] == [dtype, dtype, dtype, torch.float32, torch.float32]
     for name, one, other, true in zip(("out", "base", "x", "a_RD", "b_NR"), ours, plain, truth):

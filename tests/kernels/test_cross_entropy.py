@@ -9,6 +9,7 @@ from lightning_fastft.kernels import logit_rows
 from lightning_fastft.kernels.cross_entropy import op, reference
 from lightning_fastft.kernels.cross_entropy.op import labelled_cross_entropy, labelled_log_probs, token_statistics
 from tests.support.kernel_harness import load_with_fault, planted_faults
+from tests.support.loss_twins import cross_entropy_twin, log_probs_twin
 from tests.support.truth import Watch, assert_within_bound, one_unit, poisoned
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +38,7 @@ def run_reference(hidden_TD, weight_VD, bias_V, *, dtype, loss_factor=1.0, **arg
         None if tensor is None else tensor.detach().to(dtype).requires_grad_()
         for tensor in (hidden_TD, weight_VD, bias_V)
     ]
-    loss = reference.labelled_cross_entropy_reference(*inputs[:2], bias_V=inputs[2], **arguments)
+    loss = cross_entropy_twin(*inputs[:2], bias_V=inputs[2], **arguments)
     (loss * loss_factor).backward()
     return [loss.detach(), *(None if tensor is None else tensor.grad for tensor in inputs)]
 
@@ -137,7 +138,7 @@ def check_log_probs(
             None if tensor is None else tensor.detach().to(wide).requires_grad_()
             for tensor in (hidden_TD, weight_VD, bias_V)
         ]
-        log_prob_R, entropy_R = reference.labelled_log_probs_reference(
+        log_prob_R, entropy_R = log_probs_twin(
             *inputs[:2], bias_V=inputs[2], row_R=row_R[:num_rows], target_R=target_R[:num_rows], **options
         )
         log_prob_R.backward(d_log_prob_R[:num_rows].to(log_prob_R.dtype))

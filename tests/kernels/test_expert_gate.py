@@ -403,7 +403,7 @@ REFERENCE_FAULTS = {
     "sum with the low-rank product rounded": (
         "{ => (}d_act_NF + addend.low_NR.to(wide) @ addend.factor_RF.to(wide){ => ).to(dtype).to(wide)}"
     ),
-    "fp32 lost": "return {torch.float64 if dtype is torch.float64 else torch.float32 => dtype}",
+    "fp32 lost": "import wide_dtype{ => ; wide_dtype = lambda dtype: dtype}",
 }
 
 

@@ -410,7 +410,7 @@ REFERENCE_FAULTS = {
     "the sum is normed before it is rounded": (
         "wide_TD = {sum_TD.to(wide => x_TD.to(wide) + (0 if residual_TD is None else residual_TD})"
     ),
-    "fp32 lost": "return {torch.float64 if dtype is torch.float64 else torch.float32 => dtype}",
+    "fp32 lost": "import wide_dtype{ => ; wide_dtype = lambda dtype: dtype}",
     "root taken for a constant": "{(d_normed_TD - normed_TD * along_T[:, None]) => d_normed_TD}",
     "second factor of the root lost": "along_T[:, None]) {* rstd_T[:, None] => }",
     "share along the row is the sum": "(d_normed_TD * normed_TD).{mean => sum}(dim=1)",

@@ -22,8 +22,9 @@ from lightning_fastft.fused.linears import (
     rows_for,
     rows_gradients,
 )
+from lightning_fastft.kernels.backends import wide_dtype
 from lightning_fastft.kernels.rms_norm.op import rms_norm_forward
-from lightning_fastft.kernels.rms_norm.reference import NormForm, shifted_weight, wide_dtype
+from lightning_fastft.kernels.rms_norm.reference import NormForm, shifted_weight
 
 QKV_VALUE, OUT_VALUE = "self_attn.qkv", "self_attn.o_proj"
 

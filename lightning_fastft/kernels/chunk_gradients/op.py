@@ -54,16 +54,11 @@ def chunk_gradients(
         chunk_N2: Document of each chunk and index of the chunk in it, in pack order. Shape (N, 2), int32 or int64.
         scale: Factor on the queries.
         d_value_TJV: Gradient of v_TJV if values are ``u - w state``; None otherwise.
-        backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first if possible, else
-            the second.
-        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
+        backend: As in ``choose_module``; "triton" does not take float64.
+        is_checked: As in ``must_check``.
 
     Returns:
         gradients: Queries, keys and w in the dtype of q_THK; decays in fp32, as gradients of natural logarithms.
-
-    Raises:
-        ShapeError: A shape, dtype, device or layout is wrong.
-        OptionError: The backend is unknown, or does not support these tensors.
 
     Cost:
         Reads values, states and their gradients once per 64 columns of K, and writes each gradient once. No host sync.

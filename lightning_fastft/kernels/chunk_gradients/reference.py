@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from lightning_fastft.kernels.backends import wide_dtype
+
 # Tokens of a chunk.
 CHUNK = 64
 
@@ -45,7 +47,7 @@ def chunk_gradients(
     d_value_TJV: torch.Tensor | None = None,
 ) -> ChunkGradients:
     """Return the gradients, computed in fp32 (float64 for float64) and rounded once."""
-    wide = torch.float64 if q_THK.dtype is torch.float64 else torch.float32
+    wide = wide_dtype(q_THK.dtype)
     num_members = v_TJV.shape[1] // q_THK.shape[1]
     # Repeat the heads of queries and keys to the number of value heads.
     q_TJK, k_TJK = (x.to(wide).repeat_interleave(num_members, dim=1) for x in (q_THK, k_THK))

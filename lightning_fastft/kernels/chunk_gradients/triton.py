@@ -6,10 +6,6 @@ Triton 3.4 to 3.7.0 multiplies the transpose of a computed tile wrongly on Hoppe
 640).
 """
 
-# Parameters of a jit body have no Python types.
-# mypy: disallow-untyped-defs=False
-# ruff: noqa: ANN001, ANN202
-
 from __future__ import annotations
 
 import torch

@@ -16,9 +16,10 @@ from torch.autograd.function import once_differentiable
 from lightning_fastft.core.checks import check_tensor
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.kernels import logit_rows
+from lightning_fastft.kernels.backends import wide_dtype
 from lightning_fastft.kernels.cross_entropy import reference
 from lightning_fastft.kernels.cross_entropy.reference import RowLosses
-from lightning_fastft.kernels.logit_rows import DEFAULT_CHUNK_ROWS, Chunk, Head, LabelledRows, wide_dtype
+from lightning_fastft.kernels.logit_rows import DEFAULT_CHUNK_ROWS, Chunk, Head, LabelledRows
 
 
 class LogProbs(NamedTuple):
@@ -78,7 +79,6 @@ def labelled_cross_entropy(
         and gradients of 0.
 
     Raises:
-        ShapeError: Shapes or dtypes do not match.
         OptionError: num_rows, num_items, softcap or chunk_rows is out of range.
 
     Cost:
@@ -171,7 +171,6 @@ def labelled_log_probs(
         entropy_R: The same for ``-sum p log p``; None unless asked for.
 
     Raises:
-        ShapeError: Shapes or dtypes do not match.
         OptionError: num_rows, softcap or chunk_rows is out of range.
 
     Cost:

@@ -35,16 +35,11 @@ def gate_forward(
         form: Positions of gate and up, and the activation.
         end_E: One past the last row of each expert, int32 or int64, its last entry at most N. Later rows hold arbitrary
             values. None for all rows.
-        backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first if possible, else
-            the second.
-        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
+        backend: As in ``choose_module``; "triton" does not take float64.
+        is_checked: As in ``must_check``.
 
     Returns:
         act_NF: Shape (N, F), contiguous, dtype and device of gate_up_NP, no graph.
-
-    Raises:
-        ShapeError: A shape, dtype or layout is wrong.
-        OptionError: The form or the backend is unknown, or the backend does not support this tensor.
 
     Cost:
         Reads gate_up_NP and writes act_NF once, the rows before ``end_E[-1]`` if given; no host sync. "reference" makes
@@ -96,7 +91,7 @@ def gate_backward(
         out: Output tensor for d_gate_up_NP: a tensor like gate_up_NP, or gate_up_NP itself, which is overwritten.
             None for new memory.
         backend: As in ``gate_forward``.
-        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
+        is_checked: As in ``must_check``.
 
     Returns:
         d_gate_up_NP: Gradient of gate_up_NP, in its dtype and order of columns; contiguous, or ``out``.
@@ -106,7 +101,6 @@ def gate_backward(
 
     Raises:
         ShapeError: A shape, dtype, device or layout is wrong, or ``out`` overlaps an input without being gate_up_NP.
-        OptionError: The form or the backend is unknown, or the backend does not support these tensors.
 
     Cost:
         Reads d_act_NF and gate_up_NP once, writes d_gate_up_NP (and act_NF) once; no host sync. An addend costs 2 N R F

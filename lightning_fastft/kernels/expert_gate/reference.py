@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from lightning_fastft.kernels.backends import wide_dtype
+
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "clamped")
 # tanh-GELU: u = sqrt(2 / pi) * (gate + 0.044715 * gate^3), arXiv 1606.08415.
 TANH_SCALE = math.sqrt(2.0 / math.pi)
@@ -120,11 +122,6 @@ def split_columns(gate_up_NP: torch.Tensor, form: GateForm) -> tuple[torch.Tenso
         return gate_up_NP[:, ::2], gate_up_NP[:, 1::2]
     num_columns = gate_up_NP.shape[1] // 2
     return gate_up_NP[:, :num_columns], gate_up_NP[:, num_columns:]
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the arithmetic."""
-    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def _clamp(gate_NF: torch.Tensor, up_NF: torch.Tensor, form: GateForm) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,10 +8,6 @@ without a sum over rows the columns are spread over programs (python -m benchmar
 of rows" is the form that walks).
 """
 
-# Parameters of a jit body have no Python types.
-# mypy: disallow-untyped-defs=False
-# ruff: noqa: ANN001, ANN202
-
 from __future__ import annotations
 
 import torch

@@ -38,22 +38,17 @@ def gather_rows(
         num_experts_per_token: K, at least 1.
         end_E: One past the last place of each expert, as ``ExpertOrder.end_E``; int32 or int64. Rows from its last
             entry on hold arbitrary values. None for all rows.
-        backend: "triton" (CUDA only), "reference" (plain PyTorch), or "auto": "triton" on CUDA and "reference"
-            elsewhere.
-        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
+        backend: As in ``choose_module``.
+        is_checked: As in ``must_check``.
 
     Returns:
         y_ND: Shape (N, D), contiguous; dtype and device of x_TD; no gradient.
 
     Raises:
-        ShapeError: A shape, dtype, device or layout is wrong.
         OptionError: num_experts_per_token or backend is not allowed, or "triton" is asked for outside CUDA.
 
     Cost:
         N x D values read and written once, in one launch, of the rows before ``end_E[-1]`` if given; no host sync.
-
-    Source:
-        own
 
     Example:
         >>> x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -102,23 +97,15 @@ def combine_rows(
         weight_TK: Routing weights. Shape (T, K); any floating dtype; any strides; None for weights of 1.
         addend_TD: Added to each token, such as the output of a shared expert. Shape (T, D); any floating dtype; last
             axis contiguous; None for none.
-        backend: "triton" (CUDA only), "reference" (plain PyTorch), or "auto": "triton" on CUDA and "reference"
-            elsewhere. Both are bit-equal.
-        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
+        backend: As in ``choose_module``; both are bit-equal.
+        is_checked: As in ``must_check``.
 
     Returns:
         Shape (T, D), contiguous; dtype and device of y_ND; no gradient.
 
-    Raises:
-        ShapeError: A shape, dtype, device or layout is wrong.
-        OptionError: backend is not allowed, or "triton" is asked for outside CUDA.
-
     Cost:
         Triton: each row of y_ND with an expert is read once, the result written once, in one launch; no atomics, no
             host sync.
-
-    Source:
-        own
 
     Example:
         >>> y = torch.tensor([[1.0], [10.0], [100.0], [float("nan")]])

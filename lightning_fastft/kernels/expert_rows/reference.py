@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from lightning_fastft.kernels.backends import wide_dtype
+
 
 def gather_rows(x_TD: torch.Tensor, slot_N: torch.Tensor, *, num_experts_per_token: int) -> torch.Tensor:
     """Return ``x_TD[slot_N // K]``.
@@ -31,7 +33,7 @@ def combine_rows(
     Arithmetic is fp32 (float64 for float64 rows). A place from end_E[-1] on contributes exactly 0, whatever its row and
     weight hold.
     """
-    wide = torch.float64 if y_ND.dtype is torch.float64 else torch.float32
+    wide = wide_dtype(y_ND.dtype)
     num_tokens, num_choices = place_TK.shape
     sum_TD = torch.zeros(num_tokens, y_ND.shape[1], dtype=wide, device=y_ND.device)
     for choice in range(num_choices):

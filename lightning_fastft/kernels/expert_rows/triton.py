@@ -5,10 +5,6 @@ Axes: T tokens of the pack, K experts per token, N routed slots (T * K), E exper
     program per row and tile).
 """
 
-# Parameters of a jit body have no Python types.
-# mypy: disallow-untyped-defs=False
-# ruff: noqa: ANN001, ANN202
-
 from __future__ import annotations
 
 import torch

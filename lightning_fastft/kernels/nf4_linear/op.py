@@ -113,7 +113,7 @@ def dequantise_many(
         outs: Output tensors, one per weight: as ``out`` of ``dequantise``, all of one dtype on one device. They may be
             views of one buffer; no two may share an element.
         backend: As in ``dequantise``.
-        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
+        is_checked: As in ``must_check``.
 
     Raises:
         OptionError: The columns of an output are not a multiple of 64, the numbers of weights and outputs differ, or
@@ -123,9 +123,6 @@ def dequantise_many(
     Cost:
         The cost of ``dequantise`` for each weight, in one launch per four weights. A separate program is compiled for
         each number of weights and each combination of their columns.
-
-    Source:
-        own
 
     Example:
         >>> packed, table = torch.full((32,), 0xF0, dtype=torch.uint8), torch.linspace(-1.0, 1.0, 16)

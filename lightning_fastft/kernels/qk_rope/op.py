@@ -47,9 +47,8 @@ def qk_rope_forward(
         k_weight_W: As q_weight_W, for the key heads.
         out: Output tensor: a tensor like qkv_TC, or qkv_TC itself if the form has no norm (the norm's gradient needs
             the raw heads). None for new memory.
-        backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first if possible, else
-            the second.
-        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
+        backend: As in ``choose_module``; "triton" does not take float64.
+        is_checked: As in ``must_check``.
 
     Returns:
         qkv_TC: Shape, dtype and device of the input; contiguous, or ``out``; no graph.
@@ -99,32 +98,16 @@ def qk_rope_heads(
 ) -> Heads:
     """Return normed and rotated queries and keys, and unchanged values, in three contiguous tensors for attention.
 
-    The values are equal to the result of ``qk_rope_forward``.
-
-    Args:
-        qkv_TC: As in ``qk_rope_forward``, with gates if the form has them.
-        cos_TW: As in ``qk_rope_forward``.
-        sin_TW: As cos_TW.
-        form: Positions of the heads, whether they are normed, and how columns are paired.
-        q_weight_W: As in ``qk_rope_forward``.
-        k_weight_W: As q_weight_W, for the key heads.
-        backend: As in ``qk_rope_forward``.
-        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
+    Takes the arguments of ``qk_rope_forward``, and gates in qkv_TC if the form has them; the values are equal to its
+    result.
 
     Returns:
         q_THW: Shape (T, num_heads, head_width), dtype and device of qkv_TC; contiguous; no graph.
         k_TGW: Shape (T, num_kv_heads, head_width).
         v_TGW: As k_TGW.
 
-    Raises:
-        ShapeError: As in ``qk_rope_forward``.
-        OptionError: As in ``qk_rope_forward``.
-
     Cost:
         Reads and writes qkv_TC once; no host sync. "reference" makes fp32 copies.
-
-    Source:
-        As ``qk_rope_forward``.
 
     Example:
         >>> form = RopeForm(num_heads=1, num_kv_heads=1, head_width=2)
@@ -175,7 +158,7 @@ def qk_rope_backward(
             which is overwritten. None for new memory. A form with gates needs a tensor that is not an input; the
             gate columns are not touched.
         backend: As in ``qk_rope_forward``.
-        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
+        is_checked: As in ``must_check``.
 
     Returns:
         d_raw_TC: Gradient of the forward's input, shape (T, C), dtype and device of d_heads; contiguous, or ``out``.
@@ -192,9 +175,6 @@ def qk_rope_backward(
         Reads d_heads (and the raw query and key heads) and writes d_raw_TC once; in place, the value heads are not
         touched. No host sync. needs_weight: at most 8 KiB x head_width of partial sums, read once more. "reference"
         makes fp32 copies.
-
-    Source:
-        The chain rule.
 
     Example:
         >>> form = RopeForm(num_heads=1, num_kv_heads=1, head_width=2)

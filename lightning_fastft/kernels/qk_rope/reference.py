@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from lightning_fastft.kernels.backends import wide_dtype
+
 
 class RopeForm(NamedTuple):
     """Layout of the heads in the fused projection, their norm, and which of their columns are rotated.
@@ -211,11 +213,6 @@ def qk_rope_backward(
         d_THW = scale_T * (d_THW - x_THW * (d_THW * x_THW).mean(dim=2, keepdim=True))
     out = torch.empty(d_qkv_TC.shape, dtype=dtype, device=d_qkv_TC.device) if out is None else out
     return RopeGradients(_write(d_THW, d_qkv_TC, form, out), d_q_weight_W, d_k_weight_W)
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the arithmetic."""
-    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def _split_gated(rows_TC: torch.Tensor, form: RopeForm) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,10 +7,6 @@ or not read at all in place. For the gradients of weights, each program sums its
 sums the programs in order, without atomics.
 """
 
-# Parameters of a jit body have no Python types.
-# mypy: disallow-untyped-defs=False
-# ruff: noqa: ANN001, ANN202
-
 from __future__ import annotations
 
 from collections.abc import Sequence

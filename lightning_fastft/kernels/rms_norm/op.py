@@ -12,9 +12,9 @@ import torch
 
 from lightning_fastft.core.checks import check_choice, check_float, check_layout, check_out, do_ranges_overlap
 from lightning_fastft.core.errors import OptionError, ShapeError
-from lightning_fastft.kernels.backends import FLOATING, TRITON_DTYPES, choose_module, must_check
+from lightning_fastft.kernels.backends import FLOATING, TRITON_DTYPES, choose_module, must_check, wide_dtype
 from lightning_fastft.kernels.rms_norm import reference
-from lightning_fastft.kernels.rms_norm.reference import NormForm, NormGradients, NormOutput, wide_dtype
+from lightning_fastft.kernels.rms_norm.reference import NormForm, NormGradients, NormOutput
 
 # One program holds a row from the first read to the last write.
 MAX_COLUMNS = 16_384
@@ -43,9 +43,8 @@ def rms_norm_forward(
         form: Variant of RMSNorm, with eps.
         residual_TD: Residual stream that x_TD is added to. Like x_TD, any row stride; None to norm x_TD itself.
         out: Output tensor for y_TD: like x_TD, any row stride, in memory that no input shares. None for new memory.
-        backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch, any D), or "auto": the first if possible,
-            else the second.
-        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
+        backend: As in ``choose_module``; "triton" does not take float64, "reference" any D.
+        is_checked: As in ``must_check``.
 
     Returns:
         y_TD: Shape (T, D), dtype and device of x_TD, no graph; contiguous, or ``out``.
@@ -55,7 +54,6 @@ def rms_norm_forward(
     Raises:
         ShapeError: A shape, dtype, device or layout is wrong, D is above 16,384 and the backend is not "reference", or
             ``out`` overlaps an input.
-        OptionError: The form or the backend is unknown, or the backend does not support these tensors.
 
     Cost:
         Reads x_TD (and residual_TD) and writes y_TD (and sum_TD) once; no host sync. "reference" makes fp32
@@ -114,7 +112,7 @@ def rms_norm_backward(
         rstd_out: Output tensor for rstd_T of ``rms_norm_forward``, for a caller that did not keep it. Shape (T,),
             contiguous, fp32 (float64 for float64), separate memory; None to discard it.
         backend: As in ``rms_norm_forward``.
-        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
+        is_checked: As in ``must_check``.
 
     Returns:
         d_x_TD: Shape (T, D), dtype and device of sum_TD; contiguous, or ``out``.
@@ -124,14 +122,10 @@ def rms_norm_backward(
     Raises:
         ShapeError: A shape, dtype, device or layout is wrong, D is above 16,384 and the backend is not "reference", or
             ``out`` or ``rstd_out`` overlaps an input without being d_y_TD or d_sum_TD.
-        OptionError: The form or the backend is unknown, or the backend does not support these tensors.
 
     Cost:
         Reads d_y_TD, sum_TD (and d_sum_TD) and writes d_x_TD once; no host sync. With needs_weight a second
         launch over at most 512 partial sums of D fp32 values. "reference" makes fp32 copies.
-
-    Source:
-        The chain rule.
 
     Example:
         >>> ones, weight = torch.ones(1, 2), torch.tensor([1.0, 3.0])

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from lightning_fastft.kernels.backends import wide_dtype
+
 
 class NormForm(NamedTuple):
     """Variant of RMSNorm that a model family uses.
@@ -95,11 +97,6 @@ def rms_norm_backward(
     if d_sum_TD is not None:
         d_x_TD = d_x_TD + d_sum_TD.to(wide)
     return NormGradients(d_x_TD.to(sum_TD.dtype) if out is None else out.copy_(d_x_TD), d_weight_D)
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the arithmetic."""
-    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def _reciprocal_root(wide_TD: torch.Tensor, form: NormForm) -> torch.Tensor:

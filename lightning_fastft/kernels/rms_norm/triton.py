@@ -7,10 +7,6 @@ and writes d_x. Only the gradient of the weight sums over rows: each program sum
 second launch sums the programs in a fixed order.
 """
 
-# Parameters of a jit body have no Python types.
-# mypy: disallow-untyped-defs=False
-# ruff: noqa: ANN001, ANN202
-
 from __future__ import annotations
 
 import torch
