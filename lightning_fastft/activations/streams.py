@@ -7,9 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
-
-class Mark(Protocol):
-    """A position in a stream."""
+# A position in a stream: a CUDA event, or None where copies are immediate.
+Mark = Any
 
 
 class CopyStreams(Protocol):
@@ -54,11 +53,7 @@ class CudaCopyStreams:
 
     Sources and targets are flat, contiguous byte tensors, so every copy is one asynchronous memcpy; host tensors must
     be pinned. The caching allocator is not informed: the caller keeps a source alive until compute has waited for its
-    copy.
-
-    Args:
-        device: A CUDA device.
-        is_serial: Copy on the compute stream.
+    copy. is_serial copies on the compute stream.
     """
 
     def __init__(self, device: torch.device, *, is_serial: bool = False) -> None:
