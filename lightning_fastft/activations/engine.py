@@ -20,15 +20,7 @@ _POISON_BYTE = 0xFF  # NaN in every floating dtype
 
 
 class HostAllocation:
-    """A tensor in pinned memory; its memory is freed when the allocation is garbage-collected.
-
-    Args:
-        engine: The engine that copies.
-        group: The group of the tensor's segment.
-        region: The memory of its bytes.
-        tensor: The tensor, for its shape, strides and dtype.
-        done: Mark after the copy to the host.
-    """
+    """A tensor in pinned memory; its memory is freed when the allocation is garbage-collected."""
 
     __slots__ = (
         "__weakref__",

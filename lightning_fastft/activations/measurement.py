@@ -90,12 +90,7 @@ class Measurement:
         self._phase = _NOT_BEGUN
 
     def begin_forward(self, device: torch.device, *, num_bytes: int) -> bool:
-        """Prepare the segments for the forward that begins now; return whether the timed step has just ended.
-
-        Args:
-            device: Device of the segments.
-            num_bytes: Size of the hidden states of this forward.
-        """
+        """Prepare the segments for the forward that begins now; return whether the timed step has just ended."""
         if self._phase == _NOT_BEGUN or (self._phase == _COUNT_SAVED and not self._is_counted()):
             self._phase = _COUNT_SAVED
             self._begin_count(device, num_bytes=num_bytes)
@@ -126,10 +121,7 @@ class Measurement:
     def read(self, *, longest_bytes: int, extra_bytes: int, weight_bytes: Sequence[int]) -> StepCost:
         """Return the costs of a step with the longest pack.
 
-        Args:
-            longest_bytes: Size of the hidden states of the longest pack.
-            extra_bytes: Memory that will be in use later and is not yet.
-            weight_bytes: Size of the frozen weights of each segment.
+        extra_bytes will be in use later and are not yet.
         """
         assert self._step is not None
         assert self._saved is not None

@@ -59,11 +59,7 @@ class CudaClock:
 
 
 class Memory:
-    """Memory allocated on a device; zeros without a counting allocator (CPU).
-
-    Args:
-        device: The device.
-    """
+    """Memory allocated on a device; zeros without a counting allocator (CPU)."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -98,11 +94,7 @@ class Memory:
 
 
 class SavedBytesProbe(SegmentObserver):
-    """Measure the memory that autograd saves for a kept segment: keep one segment of each kind for one forward.
-
-    Args:
-        memory: Memory of the device.
-    """
+    """Measure the memory that autograd saves for a kept segment: keep one segment of each kind for one forward."""
 
     def __init__(self, memory: Memory) -> None:
         self.saved_bytes: dict[int, int] = {}
@@ -161,10 +153,7 @@ class _Times(NamedTuple):
 class StepProbe(SegmentObserver):
     """Record times and memory of a forward and backward in which every segment is recomputed.
 
-    Args:
-        clock: Clock of the device.
-        memory: Memory of the device.
-        previous: Probe of the same work in the previous step, or None; the shorter time of each part counts.
+    Of two probes of the same work, the previous one and this, the shorter time of each part counts.
 
     ``waits`` has the start and end of each wait of compute for a copy. Segment times exclude them, because the planner
     adds the waits of a plan itself.
@@ -366,13 +355,7 @@ class StepProbe(SegmentObserver):
 
 
 def scale_cost(cost: StepCost, factor: float, *, input_bytes: int) -> StepCost:
-    """Return the costs of a step for another pack length: times, activations and transients scale, weights do not.
-
-    Args:
-        cost: Measured costs.
-        factor: The other length divided by the measured length.
-        input_bytes: Size of the hidden states at the other length.
-    """
+    """Return the costs of a step for another pack length: times, activations and transients scale, weights do not."""
     if factor == 1:
         return cost
     segments = tuple(

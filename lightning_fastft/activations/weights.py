@@ -183,11 +183,8 @@ class WeightStreamer:
     def use(self, index: int, *, direction: int) -> None:
         """Make a layer available to compute, and start the copy of the next layer.
 
-        No-op for the layer in use, so that a recompute inside its backward does not change the direction.
-
-        Args:
-            index: The layer that compute reads next.
-            direction: 1 in a forward, -1 in a backward.
+        No-op for the layer in use, so that a recompute inside its backward does not change the direction. direction is
+        1 in a forward, -1 in a backward.
 
         Raises:
             SwapError: The streamer is not attached, or a tensor of the layer was moved or replaced.

@@ -149,10 +149,6 @@ def commit_folder(folder: Path, digests: Mapping[str, Digest] | None = None) -> 
 def read_record(folder: Path, *, origin: str = "") -> dict[str, Digest]:
     """Return the digests of a folder by file name.
 
-    Args:
-        folder: A folder of ``commit_folder``.
-        origin: The URL that the record was downloaded from, for messages.
-
     Raises:
         DamagedCheckpointError: There is no commit record, or it is damaged.
     """
@@ -177,10 +173,6 @@ def check_folder(folder: Path, *, share: tuple[int, int] = (0, 1), origin: str =
 
 def newest_intact(folder: Path, *, but: Path | None = None) -> Path | None:
     """Return the newest checkpoint of a folder that matches its digest; None if there is none.
-
-    Args:
-        folder: The folder to search, without its subfolders (except checkpoint folders).
-        but: A checkpoint to skip.
 
     Cost:
         Reads the intact checkpoint and every newer damaged one.
@@ -220,9 +212,7 @@ def replace_folder(part: Path, path: Path) -> None:
 def find_damage(place: Path, *, needs_digest: bool = False) -> str | None:
     """Return a description of the damage of a checkpoint; None if it is intact.
 
-    Args:
-        place: A file or a folder.
-        needs_digest: Whether a checkpoint without a digest counts as damaged.
+    needs_digest: a checkpoint without a digest counts as damaged.
     """
     try:
         has_digest = _is_intact(place)

@@ -195,11 +195,6 @@ def _check_moments(held: Mapping[str, Any], stored: Mapping[str, Any], *, name: 
     """Refuse an optimizer state whose tensors would be dropped or misread.
 
     torch copies 8-bit codes into floating-point tensors, and skips tensors that the optimizer does not hold.
-
-    Args:
-        held: State of each parameter in this run, by name.
-        stored: Entries of the index, by name.
-        name: Name of the optimizer in the index.
     """
     kinds: dict[str, dict[str, bool]] = {}
     for key, entry in stored.items():

@@ -25,11 +25,6 @@ _STANDARD_ERROR = 2
 class RunStopped(SystemExit):
     """Raised to end a run that received a signal and was saved at an optimizer step.
 
-    Args:
-        number: The signal; the exit code is 128 more.
-        step: Optimizer step of the checkpoint.
-        path: The checkpoint; a str if it is a URL.
-
     Example:
         >>> RunStopped(signal.SIGTERM, step=3, path=Path("stopped-step=3.ckpt")).code
         143

@@ -218,9 +218,6 @@ def describe_machine() -> str:
 def shrink_config(config: dict[str, Any]) -> dict[str, Any]:
     """Return a small configuration of the same family; head shapes, windows and layer types are unchanged.
 
-    Args:
-        config: A transformers configuration as a dictionary.
-
     Example:
         >>> small = shrink_config({"num_hidden_layers": 36, "head_dim": 128, "vocab_size": 151936})
         >>> small["num_hidden_layers"], small["head_dim"], small["vocab_size"]

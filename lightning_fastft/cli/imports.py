@@ -129,10 +129,6 @@ def check_named_functions(config: Any, allowed: Sequence[str] = ()) -> None:
     A class is created only if its type fits, but a function would be called with arguments of the config, and allowed
     packages have functions that load code. Call this before anything of the config is created.
 
-    Args:
-        config: The parsed config.
-        allowed: Import paths named on the command line.
-
     Raises:
         OptionError: A function is named; the message has its option.
     """

@@ -71,10 +71,7 @@ def install_fused_layers(root: nn.Module, patcher: ModelPatcher, *, awaits_copie
 def install_fp8_base(root: nn.Module, patcher: ModelPatcher, *, is_emulated: bool = False) -> list[Fp8Base]:
     """Compute the frozen base products of the fused layers of every model inside root in fp8.
 
-    Args:
-        root: The module given to install_fused_layers.
-        patcher: Records the changes.
-        is_emulated: Compute in plain PyTorch, on any device.
+    is_emulated computes in plain PyTorch, on any device.
 
     Returns:
         One ``Fp8Base`` per model with fused layers.

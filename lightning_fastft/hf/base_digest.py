@@ -23,9 +23,6 @@ def digest_files(paths: Sequence[str | Path]) -> str:
     It detects another model, other weights of the same model, and a truncated or shifted file. It does not detect a
     change of a few bytes between the sampled blocks. The same weights split into other files have another digest.
 
-    Args:
-        paths: safetensors files.
-
     Cost:
         Reads the header and at most 16 blocks of 16 KiB of each file.
 

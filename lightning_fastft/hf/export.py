@@ -189,13 +189,8 @@ def export_adapters(
 ) -> Exported:
     """Write a plain PEFT folder with adapters, tokenizer and generation configuration.
 
-    Then stock PEFT loads the folder onto the base, and the logits must be the same.
-
-    Args:
-        model: A PEFT model; it cannot be used afterwards.
-        out: A folder that does not exist.
-        tokenizer: Tokenizer to write; None for none.
-        card: Text of the model card; "" for none of ours.
+    Then stock PEFT loads the folder onto the base, and the logits must be the same. The model cannot be used
+    afterwards.
 
     Raises:
         OptionError: out exists.
@@ -234,13 +229,7 @@ def export_merged(
     """Write a plain transformers folder with all weights, adapters merged, tokenizer and generation configuration.
 
     Stock transformers reads it back: keys, dtypes and logits must be the same, and logits must match the adapters
-    within the rounding of the dtype.
-
-    Args:
-        model: A dense PEFT or transformers model; it cannot be used afterwards.
-        out: A folder that does not exist.
-        tokenizer: Tokenizer to write; None for none.
-        card: Text of the model card; "" for none of ours.
+    within the rounding of the dtype. The model must be dense, and cannot be used afterwards.
 
     Raises:
         OptionError: out exists.

@@ -42,12 +42,6 @@ def generate_texts(
 def answer_prompts(model: Any, *, tokenizer: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[str]:
     """Return the greedy answer to each prompt of token ids; the mode of every module is restored.
 
-    Args:
-        model: A model with ``generate``, on any device.
-        tokenizer: Tokenizer of the model.
-        prompts: Token ids of each prompt.
-        max_new_tokens: Largest number of tokens to generate.
-
     Raises:
         OptionError: A prompt has no token.
     """

@@ -130,10 +130,6 @@ class ImageEncoder:
 class DocumentImages:
     """Compute the image inputs of a document for the model, and the positions of its tokens.
 
-    Args:
-        encoder: The processor.
-        config: Configuration of the model.
-
     Raises:
         UnsupportedModelError: Images of this family are not supported.
     """

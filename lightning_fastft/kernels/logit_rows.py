@@ -297,9 +297,7 @@ def check_rows(head: Head, rows: LabelledRows) -> None:
 def check_head(head: Head, *, name: str = "") -> None:
     """Raise if the states and the output layer do not match.
 
-    Args:
-        head: The head to check.
-        name: Prefix of the tensor names in an error, for example "teacher ".
+    name is a prefix of the tensor names in an error, for example "teacher ".
     """
     check_tensor(f"{name}hidden_TD", head.hidden_TD, ndim=2, dtypes=FLOATING)
     check_tensor(f"{name}weight_VD", head.weight_VD, ndim=2, dtypes=FLOATING)

@@ -128,12 +128,6 @@ def render_data_page(
 
     All texts are escaped, and control characters are shown as escapes.
 
-    Args:
-        datamodule: A PackedDataModule after ``setup("fit")``.
-        rejects: For each split, the file of its rejected rows and what is in it.
-        world_size: Number of data-parallel ranks.
-        accumulate: Micro-batches per optimizer step.
-
     Returns:
         A self-contained HTML page without scripts, links or network addresses.
     """

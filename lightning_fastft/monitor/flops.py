@@ -81,10 +81,6 @@ def count_flops(model: nn.Module, layers: list[nn.Module]) -> ModelFlops:
     gradient of its input; a trained weight also costs its own gradient. Layers below the first trained weight have no
     backward.
 
-    Args:
-        model: A transformers causal language model, with or without adapters.
-        layers: Its decoder layers, in order.
-
     Cost:
         One walk over the modules on the host; no device work.
 

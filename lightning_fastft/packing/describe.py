@@ -105,12 +105,6 @@ def describe_data(
 def describe_epoch(*, num_packs: int, num_extra_packs: int, world_size: int, accumulate: int) -> str:
     """Return a line on the number of packs and optimizer steps of an epoch.
 
-    Args:
-        num_packs: Packs per epoch, including packs added by splitting.
-        num_extra_packs: Packs added by splitting.
-        world_size: Ranks; each takes one pack per micro-batch.
-        accumulate: Micro-batches per optimizer step.
-
     Example:
         >>> describe_epoch(num_packs=12, num_extra_packs=2, world_size=1, accumulate=4).partition(" (1 rank")[0]
         'an epoch trains 12 packs (10 packed, 2 more by splitting) in 3 optimizer steps of 4 packs'
@@ -132,11 +126,6 @@ def count(number: int, noun: str) -> str:
 def render_example(document: Document, tokenizer: Any, *, marks: tuple[str, str] = MARKS) -> str:
     """Return the text of an example with its trained tokens between marks; ids if there is no tokenizer.
 
-    Args:
-        document: Ids and unshifted labels; the first token is never trained.
-        tokenizer: Decodes the ids; None shows the ids.
-        marks: Text before and after trained tokens.
-
     Example:
         >>> render_example(Document(np.array([5, 6, 7]), np.array([-100, 6, 7])), None)
         '5 ⟦6 7⟧'
@@ -148,12 +137,6 @@ def render_completions(
     document: Document, tokenizer: Any, *, formats: Collection[str], marks: tuple[str, str] = MARKS
 ) -> str:
     """Return the prompt and the completions of an example as text, each under its name, trained tokens between marks.
-
-    Args:
-        document: An example with completions.
-        tokenizer: Decodes the ids; None shows the ids.
-        formats: Formats of the data set: "preference" alone names chosen and rejected.
-        marks: Text before and after trained tokens.
 
     Example:
         >>> ids, labels = np.array([5, 6, 7]), np.array([-100, 6, 7])
@@ -177,10 +160,6 @@ def render_completions(
 def name_segments(document: Document, *, formats: Collection[str]) -> list[tuple[str, np.ndarray, np.ndarray]]:
     """Return the parts of an example: names, ids, and which tokens are trained; one part without a name if it has no
     completions.
-
-    Args:
-        document: Ids and unshifted labels.
-        formats: Formats of the data set.
     """
     is_trained_T = _find_trained(document)
     if not document.segment_lengths:
@@ -213,13 +192,7 @@ def _find_trained(document: Document) -> np.ndarray:
 
 
 def split_runs(id_T: np.ndarray, is_trained_T: np.ndarray, tokenizer: Any) -> list[tuple[bool, str]]:
-    """Return the text of tokens in runs that are trained or not, without control characters.
-
-    Args:
-        id_T: Token ids.
-        is_trained_T: Which of them are trained.
-        tokenizer: Decodes the ids; None shows the ids.
-    """
+    """Return the text of tokens in runs that are trained or not, without control characters."""
     ids, is_trained, runs = id_T.tolist(), is_trained_T.tolist(), []
     for trained, run in groupby(range(len(ids)), key=is_trained.__getitem__):
         part = [ids[number] for number in run]
@@ -311,11 +284,7 @@ def _describe_split(
 def describe_split_epoch(subset: DescribableDocuments, packs: Packs, *, world_size: int, accumulate: int | None) -> str:
     """Return a line on the packs and optimizer steps of an epoch of a split; "" if there is nothing to say.
 
-    Args:
-        subset: Documents of the split.
-        packs: Their packs.
-        world_size: Number of data-parallel ranks.
-        accumulate: Micro-batches per optimizer step; None for evaluation.
+    accumulate is None for evaluation.
     """
     num_all = len(split_to_multiple(packs, subset.length_N, multiple=world_size * (accumulate or 1)))
     num_extra = num_all - len(packs)

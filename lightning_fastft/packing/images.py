@@ -119,11 +119,7 @@ class ImageStore:
 
 
 class ImageWriter:
-    """Write the payload of an ImageStore, example by example.
-
-    Args:
-        file: Gets the payload.
-    """
+    """Write the payload of an ImageStore, example by example."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file

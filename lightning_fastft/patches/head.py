@@ -63,12 +63,7 @@ _LAZY = (LazyHead, LazyTokenHead)
 
 
 class HeadLink:
-    """Connect the three patches of one model: the hook that gets the context, the head, and the loss function.
-
-    Args:
-        original_loss: The loss function of the model.
-        output_logits: Return tensor logits for every packed batch.
-    """
+    """Connect the three patches of one model: the hook that gets the context, the head, and the loss function."""
 
     def __init__(self, *, original_loss: Callable[..., torch.Tensor], output_logits: bool) -> None:
         self.original_loss = original_loss

@@ -47,10 +47,7 @@ class HeadShares:
 def norm_head_columns(qkv_TC: torch.Tensor, q_norm: Norm, k_norm: Norm) -> torch.Tensor:
     """Return the projection with its queries and its keys normed, each over the columns of all heads of a token.
 
-    Args:
-        qkv_TC: Raw projection.
-        q_norm: Norm of the queries; the size of its weight is their number of columns.
-        k_norm: Norm of the keys, which follow.
+    The keys follow the queries, whose number is the size of their weight.
 
     Cost:
         Two calls of rms_norm_forward, and a copy of the values; saves the raw projection. About 1 % of a layer.

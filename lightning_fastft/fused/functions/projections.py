@@ -34,11 +34,7 @@ def norm_project(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the projection of the normed rows, shape (T, C), and the rows themselves for the residual stream.
 
-    Args:
-        x_TD: Residual stream.
-        norm: Norm before the projections; None for none.
-        fused_linear: The projections.
-        session: Of the open segment; None outside a plan.
+    Without a norm the rows are projected as they are.
 
     Cost:
         That of rms_norm_forward and product; saves x_TD, the adapters' low-rank rows and low-precision factors, and
@@ -60,13 +56,6 @@ def project_add(
 ) -> torch.Tensor:
     """Return ``residual + factor * projection of x``.
 
-    Args:
-        x_TI: Output of attention.
-        residual_TD: Residual stream.
-        fused_linear: The projection.
-        factor: Residual multiplier of the family (Granite).
-        session: Of the open segment; None outside a plan.
-
     Cost:
         That of product, and with a factor a pass over the gradient of the output; saves x_TI if a parameter is trained,
         the adapter's low-rank rows and low-precision factors, and a trained weight.
@@ -78,13 +67,6 @@ def project_norm_add(
     x_TI: torch.Tensor, residual_TD: torch.Tensor, norm: Norm, fused_linear: FusedLinear, *, session: Session | None
 ) -> torch.Tensor:
     """Return ``residual + norm(projection of x)``, for families that also norm the output of a block.
-
-    Args:
-        x_TI: Output of attention.
-        residual_TD: Residual stream.
-        norm: Norm after the projection.
-        fused_linear: The projection.
-        session: Of the open segment; None outside a plan.
 
     Cost:
         That of product and rms_norm_forward, and one addition; saves the projection, x_TI if a parameter is trained,

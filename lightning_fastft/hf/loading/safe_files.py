@@ -106,10 +106,6 @@ def check_index(path: str, *, name: str) -> None:
     transformers joins the names to the folder, so a name with ``..`` would leave it. It reads a name that does not end
     in .safetensors as a pickle.
 
-    Args:
-        path: The ``model.safetensors.index.json``.
-        name: Source of the model, for the message.
-
     Raises:
         DataError: The index cannot be read, or names another kind of file or a file outside its folder.
     """
@@ -129,11 +125,6 @@ def check_index(path: str, *, name: str) -> None:
 
 def check_headers(paths: Sequence[str], *, name: str, is_quantised: bool) -> None:
     """Raise on weight files whose headers do not describe their bytes, and on integer tensors for floating weights.
-
-    Args:
-        paths: The safetensors files.
-        name: Source of the model, for the message.
-        is_quantised: Whether the configuration declares quantised weights, whose codes are integers.
 
     Raises:
         DataError: A header is invalid, or a tensor has a dtype that weights cannot have.

@@ -150,21 +150,9 @@ def labelled_log_probs(
 ) -> LogProbs:
     """Return the log-probability of each row's target under the softmax of the row's logits.
 
-    Takes the arguments of ``labelled_cross_entropy``. Differentiable in hidden_TD, weight_VD and bias_V; the entropy is
-    a metric without gradient. The gradient of a log-probability is kept undivided and multiplied by the incoming
-    gradient in fp32, so a small one does not underflow in fp16.
-
-    Args:
-        hidden_TD: As in ``labelled_cross_entropy``, like all arguments that are not described here.
-        weight_VD: Weight of the head.
-        row_R: Rows of hidden_TD.
-        target_R: Token of each row, int64; -100 gives 0, without gradient.
-        num_rows: Number of labelled rows.
-        bias_V: Bias of the head.
-        scale: Factor on the logits.
-        softcap: Soft cap of the scaled logits.
-        with_entropy: Return the entropies too.
-        chunk_rows: Rows of logits in memory at a time.
+    Takes the arguments of ``labelled_cross_entropy``; a target of -100 gives 0, without gradient. Differentiable in
+    hidden_TD, weight_VD and bias_V; the entropy is a metric without gradient. The gradient of a log-probability is kept
+    undivided and multiplied by the incoming gradient in fp32, so a small one does not underflow in fp16.
 
     Returns:
         log_prob_R: Shape (R,), fp32 (float64 for float64 states); 0 from num_rows on.

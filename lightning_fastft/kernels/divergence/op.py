@@ -115,14 +115,6 @@ def likeliest_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the most likely tokens of each row in descending order, and their log-probabilities, for a stored teacher.
 
-    Args:
-        head: Hidden states and output layer.
-        row_R: Rows of the states, int64; rows from num_rows on are padding.
-        num_rows: Number of labelled rows.
-        top_k: Number of tokens per row, at most V.
-        temperature: Divides the logits, after their soft cap.
-        chunk_rows: Rows of logits in memory at a time.
-
     Returns:
         Tokens, int64, and log-probabilities, fp32, both (R, K); 0 from num_rows on.
 

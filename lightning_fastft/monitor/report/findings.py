@@ -60,14 +60,7 @@ def describe_plan(cost: StepCost, plan: Plan) -> dict[str, Any]:
 
 
 def describe_profile(trace: StepTrace | None, *, step: int | None, is_cuda: bool, why_not: str) -> dict[str, Any]:
-    """Return the profiled step: times, copies and their overlap, streams, and the longest kernels.
-
-    Args:
-        trace: None if no step was profiled.
-        step: The step chosen for the profile; None for none.
-        is_cuda: Whether the run was on a GPU; a CPU has no copies.
-        why_not: Why no step was profiled, if known.
-    """
+    """Return the profiled step: times, copies and their overlap, streams, and the longest kernels."""
     if trace is None or not trace.kernels:
         asked = (
             "No step was asked for: profile_step is None."

@@ -144,12 +144,6 @@ def join_completions(
     The prompt is the longest beginning that all share and in which nothing is trained. So prompt and completion
     together are the tokens of the conversation alone, also if a template renders the prompt differently in some.
 
-    Args:
-        ids: Tokens of each conversation.
-        is_trained: Its trained flags.
-        scores: One number per conversation.
-        must_differ: Whether two equal conversations are an error.
-
     Raises:
         RowRejectedError: Nothing is shared, or a conversation has no trained token.
     """

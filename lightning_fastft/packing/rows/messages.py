@@ -37,11 +37,6 @@ def check_messages(value: object, *, column: str = "messages", needs_assistant: 
     An untrained message has ``weight`` 0. A message of another role than the assistant's has ``weight`` 1 if a flag
     asks to train it; other messages have no weight.
 
-    Args:
-        value: The value of the row.
-        column: The column of the value, for the message.
-        needs_assistant: Whether at least one assistant message is required.
-
     Raises:
         RowRejectedError: The value is not a list of messages with known roles and text.
     """

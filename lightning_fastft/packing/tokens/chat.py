@@ -77,12 +77,6 @@ class ChatRenderer:
     Templates run in the sandbox of transformers, without access to Python and with ranges of at most 100,000. A
     template that takes more than two seconds of CPU time for one conversation stops the run with a DataError. Its
     memory is not limited.
-
-    Args:
-        tokenizer: Applies the template.
-        template: Jinja text of the template.
-        loss_on: "completion" or "all".
-        notes: Counts how turns were located.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, template: str, loss_on: str, notes: Counter[str]) -> None:

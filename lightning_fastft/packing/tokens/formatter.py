@@ -117,11 +117,6 @@ class Formatter:
     ) -> list[Encoded | RowRejectedError | TokenIdError]:
         """Return the tokens of each row, or the error that rejects it.
 
-        Args:
-            rows: Columns under the names of the format.
-            format: Format of all rows.
-            folder: Paths of images are relative to it.
-
         Cost:
             One tokenizer call for all rows. A chat template is rendered once per row (or completion), and once more per
             turn if it has no generation marks; the prompt is tokenised once per completion. Each image is decoded and

@@ -35,10 +35,6 @@ def find_image_encoder(given: Any, *, module: LightningModule | None) -> ImageEn
 def make_document_images(given: Any, *, module: LightningModule | None) -> DocumentImages:
     """Return the function from a document's images to inputs of the model.
 
-    Args:
-        given: The option ``tokenizer``.
-        module: The LightningModule; None without a Trainer.
-
     Raises:
         UnsupportedModelError: The model's family has images of a kind that is not supported.
         OptionError: There is no processor, or no model that gives the positions of images.

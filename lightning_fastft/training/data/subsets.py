@@ -42,13 +42,6 @@ def check_formats(
 ) -> None:
     """Check that the LightningModule trains on the rows of a data set.
 
-    Args:
-        split: Name of the split.
-        dataset: Its rows.
-        module: None without a Trainer.
-        source: Name of the data.
-        format: The option ``format``.
-
     Raises:
         DataError: A tuner for completions got plain rows, or another module got rows with completions.
     """
