@@ -263,13 +263,11 @@ def repeat_heads(triton):
 def rms_norm(triton):
     for form in (NormForm(), NormForm(weight_offset=1.0, is_weight_wide=True)):
         for dtype in DTYPES:
-            x, residual, d_y, d_sum = (numbers(5, 13, dtype=dtype) for _ in range(4))
-            weight = numbers(13, dtype=dtype)
-            output = triton.rms_norm_forward(x, weight, form=form, residual_TD=residual)
+            x, d_y, addend = (numbers(5, 13, dtype=dtype) for _ in range(3))
+            weight, rstd = numbers(13, dtype=dtype), numbers(5)
             triton.rms_norm_forward(x, weight, form=form)
-            for rstd in (output.rstd_T, None):
-                triton.rms_norm_backward(d_y, output.sum_TD, weight, rstd, form=form, d_sum_TD=d_sum, needs_weight=True)
-            triton.rms_norm_backward(d_y, output.sum_TD, weight, output.rstd_T, form=form, needs_weight=False, out=d_y)
+            triton.rms_norm_backward(d_y, x, weight, form=form, addend_TD=addend, needs_weight=True, rstd_out=rstd)
+            triton.rms_norm_backward(d_y, x, weight, form=form, needs_weight=False, out=d_y)
 
 
 def chunk_gradients(triton):

@@ -43,7 +43,7 @@ def rows(*shape):
 # The first argument is the one that `test_checks_by_default` gives another number of axes.
 CALLS = {
     rms_norm_forward: ((rows(3, 4), rows(4)), {"form": NORM}),
-    rms_norm_backward: ((rows(3, 4), rows(3, 4) + 1, rows(4), None), {"form": NORM, "needs_weight": True}),
+    rms_norm_backward: ((rows(3, 4), rows(3, 4) + 1, rows(4)), {"form": NORM, "needs_weight": True}),
     qk_rope_forward: ((rows(3, 16), rows(3, 4), rows(3, 4)), {"form": ROPE}),
     qk_rope_heads: ((rows(3, 16), rows(3, 4), rows(3, 4)), {"form": ROPE}),
     qk_rope_backward: ((rows(3, 16), None, rows(3, 4), rows(3, 4)), {"form": ROPE, "needs_weight": False}),

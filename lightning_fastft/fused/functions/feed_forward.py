@@ -166,7 +166,7 @@ class _FeedForwardBetweenNorms(torch.autograd.Function):
         ctx.save_for_backward(x_TD, weight_D, post_weight_D, gate_up_TP, out_TD, *low, *watched)
         if session is not None and session.is_last(POST_NORM_POINT):
             return unneeded(x_TD, x_TD.shape[-1])
-        return rms_norm_forward(out_TD, post_weight_D, form=post_form, is_checked=False).y_TD.add_(x_TD)
+        return rms_norm_forward(out_TD, post_weight_D, form=post_form, is_checked=False).add_(x_TD)
 
     @staticmethod
     @once_differentiable

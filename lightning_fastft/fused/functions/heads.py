@@ -109,7 +109,6 @@ class _NormHeadColumns(torch.autograd.Function):
                 d_out_TC[:, columns],
                 qkv_TC[:, columns],
                 weight_I,
-                None,
                 form=form,
                 needs_weight=needs_weight,
                 out=d_out_TC[:, columns],

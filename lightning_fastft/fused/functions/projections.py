@@ -177,7 +177,7 @@ class _ProjectNormAdd(torch.autograd.Function):
         saved_x = (x_TI,) if any(ctx.needs_input_grad[6:]) else ()
         ctx.save_for_backward(out_TD, weight_D, *low, *fused_linear.watched_tensors(), *saved_x)
         # Round before the addition, as the model does.
-        return rms_norm_forward(out_TD, weight_D, form=form, is_checked=False).y_TD.add_(residual_TD)
+        return rms_norm_forward(out_TD, weight_D, form=form, is_checked=False).add_(residual_TD)
 
     @staticmethod
     @once_differentiable
@@ -224,9 +224,7 @@ def project_normed(
         if weight_D is None or form is None:
             return as_value(product(fused_linear, x_TD))
         rows = rows_for(fused_linear, x_TD)
-        return as_value(
-            product(fused_linear, rms_norm_forward(x_TD, weight_D, form=form, out=rows, is_checked=False).y_TD)
-        )
+        return as_value(product(fused_linear, rms_norm_forward(x_TD, weight_D, form=form, out=rows, is_checked=False)))
 
     return planned_value(session, name, compute)
 
@@ -268,7 +266,7 @@ def normed_gradients(
             fused_linear, x_TD, d_y_TC, low_TR, d_low_TR, needs=needs_tensors, factor_I=factor_D
         )
     elif any(needs_tensors):
-        h_TD = rms_norm_forward(x_TD, weight_D, form=form, is_checked=False).y_TD
+        h_TD = rms_norm_forward(x_TD, weight_D, form=form, is_checked=False)
         gradients = parameter_gradients(fused_linear, h_TD, d_y_TC, low_TR, d_low_TR, needs=needs_tensors)
     return (*of_norm, *gradients)
 
