@@ -729,7 +729,7 @@ def rope_forward(num_rows: int, width: int) -> Callable[[str], Run]:
     """Norm and rotation of q and k beside a copy of v."""
 
     def make(device: str) -> Run:
-        from lightning_fastft.kernels.qk_rope.reference import RopeForm
+        from lightning_fastft.kernels.qk_rope.reference import Rope, RopeForm
 
         head_width, num_heads, num_kv_heads = head_sizes(width)
         form = RopeForm(num_heads=num_heads, num_kv_heads=num_kv_heads, head_width=head_width, has_norm=True)
@@ -737,9 +737,8 @@ def rope_forward(num_rows: int, width: int) -> Callable[[str], Run]:
         angle_TW = torch.rand(num_rows, head_width, device=device)
         cos_TW, sin_TW = angle_TW.cos().to(narrow(device)), angle_TW.sin().to(narrow(device))
         q_weight_W, k_weight_W = _randn(head_width, device=device), _randn(head_width, device=device)
-        return lambda module: [
-            *module.qk_rope_heads(qkv_TC, cos_TW, sin_TW, form=form, q_weight_W=q_weight_W, k_weight_W=k_weight_W)
-        ]
+        rope = Rope(cos_TW, sin_TW, q_weight_W, k_weight_W, form)
+        return lambda module: [*module.qk_rope_heads(qkv_TC, rope)]
 
     return make
 

@@ -22,7 +22,7 @@ from lightning_fastft.kernels.expert_gate.reference import GateForm, LowRankRows
 from lightning_fastft.kernels.grouped_mm.reference import GatheredRows, RowAddend
 from lightning_fastft.kernels.nf4_experts.reference import NF4Stack
 from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
-from lightning_fastft.kernels.qk_rope.reference import HeadGradients, RopeForm
+from lightning_fastft.kernels.qk_rope.reference import HeadGradients, Rope, RopeForm
 from lightning_fastft.kernels.rms_norm.reference import NormForm
 
 PACKAGE = Path(__file__).parents[2] / "lightning_fastft"
@@ -242,17 +242,15 @@ def qk_rope(triton):
         for dtype in DTYPES:
             qkv, d_qkv = (numbers(5, form.num_columns, dtype=dtype) for _ in range(2))
             cos, sin = (numbers(5, form.num_rotated, dtype=dtype) for _ in range(2))
-            weights = {
-                f"{name}_weight_W": numbers(form.head_width, dtype=dtype) if form.has_norm else None for name in "qk"
-            }
-            triton.qk_rope_forward(qkv, cos, sin, form=form, **weights)
-            triton.qk_rope_heads(qkv, cos, sin, form=form, **weights)
-            triton.qk_rope_forward(qkv.clone(), cos, sin, form=form, out=qkv.clone(), **weights)
+            weights = [numbers(form.head_width, dtype=dtype) if form.has_norm else None for _ in range(2)]
+            rope = Rope(cos, sin, *weights, form)
+            triton.qk_rope_heads(qkv, rope)
             raw = qkv if form.has_norm else None
-            triton.qk_rope_backward(d_qkv, raw, cos, sin, form=form, needs_weight=form.has_norm, **weights)
+            heads = HeadGradients(*d_qkv.unflatten(1, (-1, form.head_width)).split(form.head_counts, dim=1))
             shares = HeadGradients(*(numbers(5, form.num_heads, form.head_width, dtype=dtype) for _ in range(3)))
-            triton.qk_rope_backward(shares, raw, cos, sin, form=form, needs_weight=form.has_norm, **weights)
-            triton.qk_rope_backward(d_qkv, raw, cos, sin, form=form, needs_weight=False, out=d_qkv, **weights)
+            for d_heads in (heads, shares):
+                triton.qk_rope_backward(d_heads, raw, rope, needs_weight=form.has_norm)
+            triton.qk_rope_backward(heads, raw, rope, needs_weight=False)
 
 
 def repeat_heads(triton):

@@ -5,7 +5,7 @@ Axes: T tokens, C columns of q, k and v side by side, H query heads, G key/value
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -13,19 +13,9 @@ from torch.autograd.function import once_differentiable
 from lightning_fastft.fused.functions.rows import Grads, Norm
 from lightning_fastft.kernels.head_gate.op import RowGradient
 from lightning_fastft.kernels.qk_rope.op import qk_rope_backward, qk_rope_heads
-from lightning_fastft.kernels.qk_rope.reference import HeadGradients, RopeForm
+from lightning_fastft.kernels.qk_rope.reference import HeadGradients, Rope, RopeForm
 from lightning_fastft.kernels.rms_norm.op import rms_norm_backward, rms_norm_forward
 from lightning_fastft.kernels.rms_norm.reference import NormForm
-
-
-class Rope(NamedTuple):
-    """The step from raw projections to queries and keys: angles of shape (T, W), weights of the norms, and the form."""
-
-    cos_TW: torch.Tensor
-    sin_TW: torch.Tensor
-    q_weight_W: torch.Tensor | None
-    k_weight_W: torch.Tensor | None
-    form: RopeForm
 
 
 class HeadShares:
@@ -137,9 +127,7 @@ class _SplitHeads(torch.autograd.Function):
         # Keys and values have no gradient here if attention passes shares.
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(cos_TW, sin_TW, *((qkv_TC, q_weight_W, k_weight_W) if form.has_norm else ()))
-        heads = qk_rope_heads(
-            qkv_TC, cos_TW, sin_TW, form=form, q_weight_W=q_weight_W, k_weight_W=k_weight_W, is_checked=False
-        )
+        heads = qk_rope_heads(qkv_TC, Rope(cos_TW, sin_TW, q_weight_W, k_weight_W, form), is_checked=False)
         return heads.q_THW, heads.k_TGW, heads.v_TGW
 
     @staticmethod
@@ -158,11 +146,7 @@ class _SplitHeads(torch.autograd.Function):
         gradients = qk_rope_backward(
             found,
             qkv_TC,
-            cos_TW,
-            sin_TW,
-            form=ctx.form,
-            q_weight_W=q_weight_W,
-            k_weight_W=k_weight_W,
+            Rope(cos_TW, sin_TW, q_weight_W, k_weight_W, ctx.form),
             needs_weight=needs_weight,
             out=d_raw_TC,
             is_checked=False,
