@@ -86,7 +86,6 @@ def gate_backward(
     addend: LowRankRows | None = None,
     need_act: bool = False,
     end_E: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
 ) -> GateGradients:
     """Return the gradients of ``weight * (activation @ W)``, given the gradient of the activation without its
     weight; for all rows; end_E is ignored.
@@ -109,7 +108,7 @@ def gate_backward(
         # torch.clamp passes the gradient of a value on its bound.
         d_gate_NF = torch.where(raw_gate_NF <= form.limit, d_gate_NF, 0.0)
         d_up_NF = torch.where(raw_up_NF.abs() <= form.limit, d_up_NF, 0.0)
-    d_gate_up_NP = torch.empty(gate_up_NP.shape, dtype=dtype, device=gate_up_NP.device) if out is None else out
+    d_gate_up_NP = torch.empty(gate_up_NP.shape, dtype=dtype, device=gate_up_NP.device)
     d_gate_view_NF, d_up_view_NF = split_columns(d_gate_up_NP, form)
     d_gate_view_NF.copy_(d_gate_NF)
     d_up_view_NF.copy_(d_up_NF)

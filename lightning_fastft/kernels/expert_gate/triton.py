@@ -214,7 +214,6 @@ def _gate_backward_kernel(
     HAS_ADDEND: tl.constexpr,
     HAS_END: tl.constexpr,
     WRITE_ACT: tl.constexpr,
-    IN_PLACE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_F: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -256,9 +255,6 @@ def _gate_backward_kernel(
         d_act = tl.load(d_act_rows[:, None] + cols[None, :], mask=inside, other=0.0).to(tl.float32)
         if HAS_ADDEND:
             d_act += addend
-        if IN_PLACE:
-            # More than one thread may read a value: all must read before one of them writes.
-            tl.debug_barrier()
         act, gate_slope, up_slope = _gate_and_slopes(gate, up, limit, alpha, ACTIVATION, IS_WIDE)
         if HAS_WEIGHT:
             weight_terms += d_act * act
@@ -316,12 +312,11 @@ def gate_backward(
     addend: LowRankRows | None = None,
     need_act: bool = False,
     end_E: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
 ) -> GateGradients:
     """Return the gradients, and the activation if asked; same contract as the reference."""
     num_rows, num_columns = d_act_NF.shape
     device = gate_up_NP.device
-    d_gate_up_NP = torch.empty(gate_up_NP.shape, dtype=gate_up_NP.dtype, device=device) if out is None else out
+    d_gate_up_NP = torch.empty(gate_up_NP.shape, dtype=gate_up_NP.dtype, device=device)
     act_NF = torch.empty(num_rows, num_columns, dtype=gate_up_NP.dtype, device=device) if need_act else None
     d_weight_N = None if weight_N is None else torch.empty(num_rows, dtype=torch.float32, device=device)
     if num_rows == 0:
@@ -358,7 +353,6 @@ def gate_backward(
         HAS_ADDEND=addend is not None,
         HAS_END=end_E is not None,
         WRITE_ACT=act_NF is not None,
-        IN_PLACE=out is not None,
         BLOCK_N=block_rows,
         BLOCK_F=block_columns,
         BLOCK_R=block_ranks,
