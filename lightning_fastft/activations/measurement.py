@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_fastft.activations.probe import Memory, SavedBytesProbe, StepProbe, make_clock, scale_cost
+from lightning_fastft.activations.probe import Meter, SavedBytesProbe, StepProbe, scale_cost
 from lightning_fastft.activations.segments import KEEP, RECOMPUTE, Segment, SegmentObserver
 from lightning_fastft.activations.slots import align
 from lightning_fastft.activations.streams import CopyStreams
@@ -80,9 +80,9 @@ class Measurement:
         """The segments that the first forward keeps: the last of each kind, whose backward comes first."""
         return set({kind: index for index, kind in enumerate(self._kinds)}.values())
 
-    def memory(self, device: torch.device) -> Memory:
-        """Return the memory of a device."""
-        return Memory(device)
+    def meter(self, device: torch.device) -> Meter:
+        """Return the clock and the allocator of a device."""
+        return Meter(device)
 
     def restart(self) -> None:
         """Measure again from the next forward on."""
@@ -99,8 +99,8 @@ class Measurement:
             self._recompute()
             if self._measures_gap:
                 # Memory that loading left in the allocator is not part of the gap of a step.
-                self.memory(device).free_cache()
-            self._warm, self._warm_bytes = StepProbe(make_clock(device), self.memory(device)), num_bytes
+                self.meter(device).free_cache()
+            self._warm, self._warm_bytes = StepProbe(self.meter(device)), num_bytes
             self._observe(self._warm)
         elif self._phase == _WARM_UP:
             assert self._warm is not None
@@ -139,7 +139,7 @@ class Measurement:
     def _begin_count(self, device: torch.device, *, num_bytes: int) -> None:
         """Keep the last segment of each kind for one forward."""
         self._counted_bytes = num_bytes
-        self._saved = SavedBytesProbe(self.memory(device))
+        self._saved = SavedBytesProbe(self.meter(device))
         self._recompute()
         for index in self.counted:
             self._segments[index].plan = KEEP
@@ -148,7 +148,7 @@ class Measurement:
     def _begin_timing(self, device: torch.device, *, num_bytes: int) -> None:
         self._timed_bytes = num_bytes
         previous = self._warm if self._warm_bytes == num_bytes else None
-        self._step = StepProbe(make_clock(device), self.memory(device), previous=previous)
+        self._step = StepProbe(self.meter(device), previous=previous)
         self._observe(self._step)
 
     def _recompute(self) -> None:

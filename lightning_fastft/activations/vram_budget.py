@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from lightning_fastft.activations.probe import Memory
+from lightning_fastft.activations.probe import Meter
 from lightning_fastft.activations.segments import KEEP
 from lightning_fastft.activations.slots import align
 from lightning_fastft.core.errors import OptionError
@@ -40,7 +40,7 @@ class BudgetWatch:
         self._budget_bytes = budget_bytes
         self._num_steps = self._num_retries = self._num_corrections = 0
 
-    def lowered_bytes(self, peak_bytes: int, memory: Memory) -> int | None:
+    def lowered_bytes(self, peak_bytes: int, meter: Meter) -> int | None:
         """Return the memory for the next plan if steps of this one are at the limit; None to keep it.
 
         Call it before each step.
@@ -50,10 +50,10 @@ class BudgetWatch:
         """
         if self._num_steps > _WATCHED_STEPS:
             return None
-        num_before, self._num_retries = self._num_retries, memory.num_retries()
+        num_before, self._num_retries = self._num_retries, meter.num_retries()
         self._num_steps += 1
         # The first step still frees memory of the measured steps.
-        is_pressed = self._num_retries > num_before or memory.reserved() > self._budget_bytes
+        is_pressed = self._num_retries > num_before or meter.reserved() > self._budget_bytes
         if self._num_steps == 1 or not is_pressed or self._num_corrections == _MAX_CORRECTIONS:
             return None
         self._num_corrections += 1
