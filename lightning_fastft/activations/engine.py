@@ -131,9 +131,7 @@ class OffloadEngine:
     def store(self, group: Group, tensor: torch.Tensor) -> HostAllocation | None:
         """Start copying a tensor to the host.
 
-        Args:
-            group: The segment it belongs to.
-            tensor: A tensor on the device of the streams. It must not be modified afterwards.
+        The tensor, on the device of the streams, must not be modified afterwards.
 
         Returns:
             The allocation for ``load``; None if the tensor stays on the device, because the slab is full or the tensor

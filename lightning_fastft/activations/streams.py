@@ -39,9 +39,7 @@ class CopyStreams(Protocol):
 def make_copy_streams(device: torch.device, *, is_serial: bool = False) -> CopyStreams:
     """Return the streams of a device: two streams on CUDA, immediate copies elsewhere.
 
-    Args:
-        device: Device of the compute stream.
-        is_serial: Copy on the compute stream without overlap, for comparison in measurements.
+    is_serial copies on the compute stream without overlap, for comparison in measurements.
     """
     if device.type == "cuda":
         return CudaCopyStreams(device, is_serial=is_serial)

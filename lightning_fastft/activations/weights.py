@@ -153,10 +153,8 @@ class WeightStreamer:
         """Restore every tensor with its own memory; a second call does nothing.
 
         It can be called at any time, also after an exception in a step. Autograd graphs built before cannot run their
-        backward afterwards.
-
-        Args:
-            device: Target device; None for the compute device, or for host memory, with a warning, if they do not fit.
+        backward afterwards. Without a device it is the compute device, or host memory, with a warning, if they do not
+        fit there.
 
         Cost:
             One copy of all tensors, with a host sync.

@@ -83,8 +83,7 @@ DENIED_PATHS = (
 def import_policy(allowed: Sequence[str] = ()) -> Iterator[None]:
     """Restrict the imports of a config while the block runs; paths in allowed are removed again afterwards.
 
-    Args:
-        allowed: Import paths named on the command line, in addition to ``ALLOWED_PATHS``.
+    Those are named on the command line, in addition to ``ALLOWED_PATHS``.
 
     Raises:
         OptionError: A path can never be allowed.

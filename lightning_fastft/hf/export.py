@@ -136,13 +136,8 @@ def save_adapters(
     old ones.
 
     As in PEFT, the adapter "default" is written to the folder itself, any other to a subfolder of its name. Adapters
-    that are not trained are written only where none is trained.
-
-    Args:
-        model: A PEFT model; it is not changed.
-        folder: Created if missing; files of the same names are replaced.
-        state_dict: The gathered state of a sharded model; None for the model's own state.
-        initial: The first adapters, where their initialisation changed the base; plain LoRA is written then.
+    that are not trained are written only where none is trained. The state_dict is the gathered one of a sharded model.
+    ``initial`` are the first adapters where their initialisation changed the base; plain LoRA is written then.
 
     Raises:
         CheckpointNotSavedError: The adapters cannot be written, or differ when read back; the folder does not change.

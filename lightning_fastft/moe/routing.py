@@ -411,9 +411,7 @@ def _wanted_gradients(parameters: Sequence[torch.Tensor | None]) -> list[_Wanted
 def dense_weight(weight_EIO: torch.Tensor | PackedWeight, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return a weight as a dense tensor, valid until the next packed weight is dequantised.
 
-    Args:
-        weight_EIO: The weight.
-        dtype: Dtype of the result; a weight in another one, an fp32 master, is cast for one product. None keeps it.
+    A weight in another dtype than asked for, an fp32 master, is cast for one product.
     """
     dense = weight_EIO if isinstance(weight_EIO, torch.Tensor) else weight_EIO.dense()
     return dense if dtype is None else dense.to(dtype)

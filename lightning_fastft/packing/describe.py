@@ -62,11 +62,8 @@ def describe_data(
 ) -> str:
     """Return rows per format, rejects, lengths, packs and fill of each split, and one example, as text.
 
-    Args:
-        datamodule: A PackedDataModule after ``setup("fit")`` (and ``setup("test")`` to include the test data).
-        world_size: Number of data-parallel ranks.
-        accumulate: Micro-batches per optimizer step.
-        is_terminal: True underlines trained tokens with escape codes; False puts them between ⟦ and ⟧.
+    It describes the splits that are set up. On a terminal trained tokens are underlined with escape codes; else they
+    are between ⟦ and ⟧.
 
     Raises:
         DataError: The data module is not set up.

@@ -50,11 +50,8 @@ def split_heads(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return queries (T, H, W), keys and values (T, G, W), rotated, and normed if the family does so.
 
-    Args:
-        qkv_TC: Raw projection.
-        rope: Turns it into heads.
-        shares: Source of the gradients of keys and values in the backward; if it has none, autograd's are used.
-        row_gradient: Source of the gradient of a projection with gates, their columns written by ``gate_heads``.
+    ``shares`` and ``row_gradient`` are sources of gradients in the backward: of keys and values, where it has any, and
+    of the columns of a projection with gates, which ``gate_heads`` writes.
 
     Cost:
         That of qk_rope_heads; saves the raw projection if it is normed.

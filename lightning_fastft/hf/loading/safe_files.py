@@ -37,11 +37,8 @@ def check_config(content: Mapping[str, Any], *, name: str) -> None:
     """Raise on sizes that no model has, on kernels from repositories, and on weight files named by the configuration.
 
     The check runs before transformers builds the configuration object, because some families build a list of all layers
-    there.
-
-    Args:
-        content: The content of a configuration file; its parts (text, vision) are checked too.
-        name: Source of the configuration, for the message.
+    there. Parts of a
+    configuration (text, vision) are checked too.
 
     Raises:
         OptionError: A size is not an integer within bounds, an implementation is a repository, whose code would be

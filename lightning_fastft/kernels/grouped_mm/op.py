@@ -184,12 +184,8 @@ def choose_backend(x_NI: Rows, weight_EIO: torch.Tensor, *, has_addend: bool = F
 
     On a CPU it is "reference". On CUDA it is "torch" if its kernel supports the tensors (bf16 on compute capability 9.x
     or 10.x, strides and sizes in multiples of 16 bytes), there are more than 64 output columns, and on 9.x nothing is
-    added; else "triton".
-
-    Args:
-        x_NI: Rows sorted by expert, shape (N, I); only dtype, device and layout matter.
-        weight_EIO: One matrix per expert, shape (E, I, O).
-        has_addend: A bias or a low-rank product will be added.
+    added; else "triton". Only dtype, device and layout of the rows matter; has_addend says that a bias or a low-rank
+    product will be added.
 
     Returns:
         "torch", "triton" or "reference".
@@ -217,12 +213,6 @@ def choose_grad_backend(x_NI: Rows, d_NO: Rows, *, num_experts: int, dtype: torc
 
     The rules of choose_backend apply, with "torch" on compute capability 9.x only (on 10.x it gives experts without
     rows a gradient), and only if neither operand is thin.
-
-    Args:
-        x_NI: Inputs of the product, shape (N, I); only dtype, device and layout matter.
-        d_NO: Gradient of the product, shape (N, O).
-        num_experts: Experts, E.
-        dtype: Dtype of the gradient; None for the dtype of x_NI.
 
     Returns:
         "torch", "triton" or "reference".

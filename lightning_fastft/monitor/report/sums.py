@@ -141,8 +141,7 @@ class PackSums:
     def to_dict(self, *, max_tokens: int | None) -> dict[str, Any] | None:
         """Return plain values for JSON; None where there was no pack.
 
-        Args:
-            max_tokens: Most tokens of a pack; None if unknown, and then fill is None too.
+        Without max_tokens, the most tokens of a pack, fill is None too.
         """
         if not self.num_packs:
             return None

@@ -56,9 +56,7 @@ class Turns(NamedTuple):
 def read_completions(row: Mapping[str, Any], *, format: str) -> Texts | Turns:
     """Return the prompt, the completions and the scores of a row.
 
-    Args:
-        row: Columns under the names of the format.
-        format: "preference", "labelled", "scored" or "rollouts"; rollouts as ids have a function of their own.
+    Rollouts as ids have a function of their own.
 
     Raises:
         RowRejectedError: A value has a wrong type, or prompt and completions cannot be told apart.

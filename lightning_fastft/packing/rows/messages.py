@@ -53,9 +53,8 @@ def check_messages(value: object, *, column: str = "messages", needs_assistant: 
 def read_conversation(value: object, *, system: object = None) -> list[dict[str, Any]]:
     """Return a ShareGPT conversation, ``{"from": "human", "value": "..."}``, as messages.
 
-    Args:
-        value: The value of the row; turns with ``role`` and ``content`` are messages already.
-        system: Value of the row's system column, which becomes the first message; None or "" for none.
+    Turns with ``role`` and ``content`` are messages already. The value of the row's system column, if any, becomes the
+    first message.
 
     Raises:
         RowRejectedError: The value is not a list of turns with known speakers and text.

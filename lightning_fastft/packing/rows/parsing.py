@@ -35,9 +35,6 @@ def parse_row(raw: Raw) -> dict[str, Any]:
     A line must be one strict JSON object: no duplicate keys, NaN, Infinity, NUL or lone surrogates. A leading byte
     order mark and a trailing carriage return are removed.
 
-    Args:
-        raw: A line as bytes without its line feed, or a parsed row.
-
     Returns:
         A dict with string keys.
 

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 def find_image_encoder(given: Any, *, module: LightningModule | None) -> ImageEncoder | None:
     """Return the processor of images; None if there is none.
 
-    Args:
-        given: The option ``tokenizer``.
-        module: Its ``processor`` or ``image_encoder`` is used where nothing was given.
+    The option ``tokenizer`` is used, else the ``processor`` or ``image_encoder`` of the module.
     """
     from lightning_fastft.hf.images import ImageEncoder
     from lightning_fastft.hf.loading.source import ModelSource
