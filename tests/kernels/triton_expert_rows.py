@@ -224,7 +224,7 @@ COMBINE_FAULTS = {
     "sentinel counted": "is_owned = {(place >= 0) & (place < num_owned) => place >= 0}",
     "end one too high": "place < num_owned{ => + 1})",
     "end one too low": "place < num_owned{ => - 1})",
-    "end of the first expert": "end_E[{-1: => :1}]",
+    "end of the first expert": "place_TK, end_E[{-1: => :1}]",
     "weight of a sentinel read": "mask={is_owned => place >= 0}, other=0.0",
     "fp32 sum lost": "total {+= value => = (total + value).to(out_ptr.dtype.element_ty).to(WIDE)}",
     "fp32 product lost": "value ={ => (} weight.to(WIDE) * value{ => ).to(out_ptr.dtype.element_ty).to(WIDE)}",

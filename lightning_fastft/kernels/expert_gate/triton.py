@@ -200,7 +200,6 @@ def _gate_backward_kernel(
     weight_stride,
     low_stride,
     factor_stride,
-    out_stride,
     num_rows,
     num_columns,
     num_ranks,
@@ -227,7 +226,7 @@ def _gate_backward_kernel(
     inside_rows = rows < num_rows
     d_act_rows = d_act_ptr + rows * d_act_stride
     gate_up_rows = gate_up_ptr + rows * gate_up_stride
-    out_rows = out_ptr + rows * out_stride
+    out_rows = out_ptr + rows * (2 * num_columns)
     act_rows = act_ptr + rows * num_columns
     low_rows = low_ptr + rows * low_stride
     if HAS_WEIGHT:
@@ -339,7 +338,6 @@ def gate_backward(
         0 if weight_N is None else weight_N.stride(0),
         0 if addend is None else low_NR.stride(0),
         0 if addend is None else factor_RF.stride(0),
-        d_gate_up_NP.stride(0),
         num_rows,
         num_columns,
         0 if addend is None else low_NR.shape[1],
