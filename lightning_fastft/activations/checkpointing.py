@@ -204,9 +204,9 @@ class OffloadCheckpointing:
         parts = [self.describe(), f"{len(layers)} layers{taken_over}", *([gathered_text] if gathered_text else [])]
         return Status(STATUS_NAME, "active", "; ".join(parts))
 
-    def segments_of(self, number: int = -1) -> list[Segment]:
-        """Return the segments of a stack, by default of the one attached last; none under policy "keep"."""
-        return self.stacks[number].segments if self.stacks else []
+    def last_segments(self) -> list[Segment]:
+        """Return the segments of the stack attached last; none under policy "keep"."""
+        return self.stacks[-1].segments if self.stacks else []
 
     def status(self) -> Status:
         """Return the current statuses, with the plan."""

@@ -440,8 +440,7 @@ class PackedDataModule(SplitDataModule):
         needs = find_needs(self._module)
         if needs is not None and needs.formats:
             raise OptionError(f"{type(self._module).__name__} needs data that is read whole. Remove streaming.")
-        rows = open_stream(self._streamed_paths, is_streaming=True, seed=self.seed)
-        assert rows is not None
+        rows = open_stream(self._streamed_paths, seed=self.seed)
         setup = Setup(
             self.tokenizer,
             self.options,

@@ -120,14 +120,13 @@ class ChunkStream:
         return json.dumps(found, default=_as_plain)
 
 
-def open_stream(source: Any, *, is_streaming: bool, seed: int) -> RowStream | None:
-    """Return the stream of a source; None for a source that is read whole.
+def open_stream(source: Any, *, seed: int) -> RowStream:
+    """Return the stream of a source.
 
     Args:
-        source: A datasets.IterableDataset or a litdata.StreamingDataset. With is_streaming also a hub id
-            ("owner/name:config:split"), an ``hf://`` URL, a file, a folder, a glob pattern, a folder of LitData, a list
-            of them, or a mapping from them to weights, which are shares of the rows.
-        is_streaming: Whether paths are streamed.
+        source: A datasets.IterableDataset or a litdata.StreamingDataset. A hub id ("owner/name:config:split"),
+            an ``hf://`` URL, a file, a folder, a glob pattern, a folder of LitData, a list of them, or a mapping from
+            them to weights, which are shares of the rows.
         seed: Seed of the shuffle of a LitData folder, and of a mixture.
 
     Raises:
@@ -138,8 +137,6 @@ def open_stream(source: Any, *, is_streaming: bool, seed: int) -> RowStream | No
         return HubStream(source, name="stream")
     if _is_instance(source, "litdata", "StreamingDataset"):
         return ChunkStream(source, name="stream")
-    if not is_streaming:
-        return None
     name = " and ".join(map(str, source)) if isinstance(source, (list, tuple, Mapping)) else str(source)
     if isinstance(source, (str, Path)) and is_litdata(Path(source).expanduser()):
         return ChunkStream(_open_litdata(Path(source).expanduser(), seed=seed), name=printable(name))
