@@ -286,8 +286,8 @@ def check_gates(functions, num_tokens, form, dtype, **kinds):
         queries = torch.stack([queries, torch.full_like(queries, value)], dim=2)
         return torch.cat([queries.flatten(1), rows_TC[:, num_queries:]], dim=1)
 
-    raw_TC, out_TC = with_gates(qkv_TC, float("nan")), torch.full_like(with_gates(qkv_TC, 0), float("nan"))
-    out_TC.copy_(with_gates(torch.full_like(qkv_TC, float("nan")), 7.0))
+    raw_TC = with_gates(qkv_TC, float("nan"))
+    out_TC = poisoned(with_gates(torch.full_like(qkv_TC, float("nan")), 7.0))
     heads, expected_heads = (
         functions.qk_rope_heads(rows, Rope(*others, each))
         for rows, each in ((poisoned(raw_TC), gated), (poisoned(qkv_TC), form))
