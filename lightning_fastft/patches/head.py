@@ -137,14 +137,11 @@ class HeadLink:
             # A number stays on the host; kernels take it as an argument.
             num_items = num_items.to(logits.device, non_blocking=True)
         head = logits.as_head()
-        arguments: dict[str, Any] = {
-            "row_R": targets.row_R, "target_R": targets.target_R, "num_rows": targets.num_rows, "bias_V": head.bias_V,
-            "scale": head.scale, "softcap": head.softcap,
-        }  # fmt: skip
+        rows: dict[str, Any] = {"row_R": targets.row_R, "target_R": targets.target_R, "num_rows": targets.num_rows}
         if torch.is_grad_enabled():
-            loss = labelled_cross_entropy(head.hidden_TD, head.weight_VD, num_items=num_items, **arguments)
+            loss = labelled_cross_entropy(head, **rows, num_items=num_items)
         else:
-            nll_sum, num_correct = token_statistics(head.hidden_TD, head.weight_VD, **arguments)
+            nll_sum, num_correct = token_statistics(head, **rows)
             logits.statistics = TokenStatistics(nll_sum, num_correct, targets.num_labelled)
             loss = nll_sum / num_items
         return loss if part is None else sum_over_parts(loss, part=part)

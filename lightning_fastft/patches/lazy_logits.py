@@ -104,16 +104,11 @@ class LazyLogits:
     def log_probs(self, *, temperature: float = 1.0, with_entropy: bool = False) -> LogProbs:
         """Return the log-probability of each labelled row's target, and the entropy of the row if asked."""
         self._check_whole()
-        head = self.as_head().with_temperature(temperature)
         return labelled_log_probs(
-            head.hidden_TD,
-            head.weight_VD,
+            self.as_head().with_temperature(temperature),
             row_R=self.context.labelled_row_R,
             target_R=self.context.labelled_target_R,
             num_rows=self.context.num_labelled,
-            bias_V=head.bias_V,
-            scale=head.scale,
-            softcap=head.softcap,
             with_entropy=with_entropy,
         )
 

@@ -7,19 +7,18 @@ import torch
 from lightning_fastft.kernels.backends import wide_dtype
 from lightning_fastft.kernels.cross_entropy.reference import IGNORED_TARGET, scale_and_cap
 from lightning_fastft.kernels.divergence.reference import kl
-from lightning_fastft.kernels.logit_rows import Head
 
 
-def cross_entropy_twin(hidden_TD, weight_VD, *, row_R, target_R, num_items, bias_V=None, scale=1.0, softcap=None):
+def cross_entropy_twin(head, *, row_R, target_R, num_items):
     """The summed cross-entropy of the rows, divided by num_items; soft cap as in Gemma 2 (arXiv 2408.00118)."""
-    logits_RV = _logits(Head(hidden_TD, weight_VD, bias_V, scale, softcap), row_R)
+    logits_RV = _logits(head, row_R)
     loss = torch.nn.functional.cross_entropy(logits_RV, target_R, ignore_index=IGNORED_TARGET, reduction="sum")
     return loss / num_items
 
 
-def log_probs_twin(hidden_TD, weight_VD, *, row_R, target_R, bias_V=None, scale=1.0, softcap=None):
+def log_probs_twin(head, *, row_R, target_R):
     """The log-probability of each row's target and the entropy of each row."""
-    logits_RV = _logits(Head(hidden_TD, weight_VD, bias_V, scale, softcap), row_R)
+    logits_RV = _logits(head, row_R)
     log_prob_R = -torch.nn.functional.cross_entropy(logits_RV, target_R, ignore_index=IGNORED_TARGET, reduction="none")
     entropy_R = torch.distributions.Categorical(logits=logits_RV, validate_args=False).entropy()
     return log_prob_R, torch.where(target_R == IGNORED_TARGET, 0.0, entropy_R)
