@@ -92,8 +92,8 @@ class OffloadEngine:
         No host sync, no allocation and no ``record_stream`` in a step that fits these sizes.
 
     Example:
-        >>> from lightning_fastft.activations.streams import ImmediateStreams
-        >>> engine = OffloadEngine(ImmediateStreams(), host_bytes=4096, slot_bytes=1024)
+        >>> from lightning_fastft.activations.streams import CopyStreams
+        >>> engine = OffloadEngine(CopyStreams(), host_bytes=4096, slot_bytes=1024)
         >>> allocation = engine.store(engine.open_group(), torch.arange(3.0))
         >>> engine.load(allocation)
         tensor([0., 1., 2.])

@@ -63,9 +63,9 @@ class WeightStreamer:
         backward. No host sync except in attach and detach.
 
     Example:
-        >>> from lightning_fastft.activations.streams import ImmediateStreams
+        >>> from lightning_fastft.activations.streams import CopyStreams
         >>> layers = [[torch.full((2,), float(k))] for k in range(4)]
-        >>> streamer = WeightStreamer(layers, streams=ImmediateStreams(), num_slots=2)
+        >>> streamer = WeightStreamer(layers, streams=CopyStreams(), num_slots=2)
         >>> streamer.attach()
         >>> for k in range(4):
         ...     streamer.use(k, direction=1)

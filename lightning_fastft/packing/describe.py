@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from itertools import groupby, pairwise
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from lightning_fastft.packing.document import IGNORED_LABEL, Document
 from lightning_fastft.packing.packs import Packs, split_to_multiple
 from lightning_fastft.packing.store.report import IngestReport
 
+if TYPE_CHECKING:
+    from lightning_fastft.packing.stream import DocumentSubset
+
 MARKS = ("⟦", "⟧")
 UNDERLINE = ("\x1b[4m", "\x1b[24m")
 NUM_BINS = 12
@@ -21,19 +24,6 @@ BAR_WIDTH = 40
 MAX_SHOWN_TOKENS = 512
 # Names of the scores of formats with completions.
 SCORE_NAMES = {"labelled": "label", "scored": "score", "rollouts": "reward"}
-
-
-class DescribableDocuments(Protocol):
-    """Documents of one split, numbered from 0: index_N are their numbers in the whole data set, None for all."""
-
-    documents: Any
-    index_N: np.ndarray | None
-    length_N: np.ndarray
-    num_labelled_N: np.ndarray
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, number: int) -> Document: ...
 
 
 class DescribableData(Protocol):
@@ -47,7 +37,7 @@ class DescribableData(Protocol):
     def tokenizer(self) -> Any:
         """The tokenizer; None shows ids instead of text."""
 
-    def subset(self, split: str) -> DescribableDocuments | None:
+    def subset(self, split: str) -> DocumentSubset | None:
         """Return the documents of "train", "val" or "test"."""
 
     def packs(self, split: str) -> Packs | None:
@@ -249,7 +239,7 @@ def count_lengths(length_N: np.ndarray) -> list[tuple[int, int, int]]:
 
 def _describe_split(
     split: str,
-    subset: DescribableDocuments,
+    subset: DocumentSubset,
     packs: Packs,
     *,
     report: IngestReport | None,
@@ -278,7 +268,7 @@ def _describe_split(
     return "\n".join(filter(None, lines))
 
 
-def describe_split_epoch(subset: DescribableDocuments, packs: Packs, *, world_size: int, accumulate: int | None) -> str:
+def describe_split_epoch(subset: DocumentSubset, packs: Packs, *, world_size: int, accumulate: int | None) -> str:
     """Return a line on the packs and optimizer steps of an epoch of a split; "" if there is nothing to say.
 
     accumulate is None for evaluation.
@@ -297,9 +287,10 @@ def describe_split_epoch(subset: DescribableDocuments, packs: Packs, *, world_si
     )
 
 
-def _describe_sharing(subset: DescribableDocuments) -> str:
+def _describe_sharing(subset: DocumentSubset) -> str:
     """Return a line on the tokens of packs that hold each prompt once, and of packs that repeat it."""
     store, chosen_N = subset.documents.completions, slice(None) if subset.index_N is None else subset.index_N
+    assert store is not None
     num_completions_N, num_prompt_N = store.num_completions_N[chosen_N], store.num_prompt_tokens_N[chosen_N]
     num_completions = int(num_completions_N.sum())
     if store.is_stepwise_N[chosen_N].all():

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lightning_fastft.core.errors import DataError, OptionError, printable
 from lightning_fastft.core.extras import pip_line
@@ -31,35 +31,18 @@ from lightning_fastft.packing.reading.text_files import RawRow, file_kind
 _BUILDERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
-class RowStream(Protocol):
-    """Rows that are read once, in order."""
-
-    name: str
-    # Column names if all rows share them; None if each row has its own.
-    columns: tuple[str, ...] | None
-    # Whether a position is restored without reading the rows before it again.
-    has_state: bool
-
-    def split(self, *, rank: int, world_size: int) -> RowStream:
-        """Return the rows of one rank; those of all ranks are disjoint, and together they are all rows."""
-
-    def read(self, *, epoch: int, state: str, num_behind: int) -> Iterator[RawRow]:
-        """Yield the rows of a pass after the first ``num_behind`` rows; ``state`` was saved there ("" for none)."""
-
-    def save(self, *, num_behind: int) -> str:
-        """Return the state after the last yielded row; "" if there is none."""
-
-
 class HubStream:
     """Read a ``datasets.IterableDataset``; its own state_dict is the position.
 
-    That state does not include a shuffle buffer. With one, rows before a position are read again and skipped.
+    ``has_state`` says whether a position is restored without reading the rows before it again. That state does not
+    include a shuffle buffer. With one, rows before a position are read again and skipped.
     """
 
     def __init__(self, dataset: Any, *, name: str) -> None:
         # A copy, because reading sets its epoch and its state.
         self._dataset = copy.copy(dataset)
         self.name = name
+        # None if each row has its own columns.
         self.columns = None if dataset.column_names is None else tuple(dataset.column_names)
         self.has_state = not _has_buffer(dataset)
 
@@ -118,6 +101,9 @@ class ChunkStream:
         """Return the data set's state as JSON."""
         found = self._dataset.state_dict(num_samples_yielded=num_behind, num_workers=1, batch_size=1)
         return json.dumps(found, default=_as_plain)
+
+
+RowStream = HubStream | ChunkStream
 
 
 def open_stream(source: Any, *, seed: int) -> RowStream:
