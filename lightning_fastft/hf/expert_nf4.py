@@ -165,11 +165,6 @@ class QuantisedWeight:
 def read_nf4(module: nn.Module, name: str, weight: torch.Tensor) -> QuantisedWeight | None:
     """Return the handle of a stack in NF4; None for any other weight.
 
-    Args:
-        module: The experts module.
-        name: Name of the weight in the module.
-        weight: The parameter with this name, inside PEFT's adapters.
-
     Raises:
         UnsupportedModelError: The stack is trained.
     """

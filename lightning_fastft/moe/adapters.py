@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher, share_state
-from lightning_fastft.kernels.expert_pack.op import pack_expert_first
+from lightning_fastft.kernels.expert_pack.op import exchange_ends
 from lightning_fastft.moe.expert_axis import find_axis
 from lightning_fastft.moe.routing import ExpertAdapter
 
@@ -113,7 +113,7 @@ class _FactorCopy:
     def copy_master(self) -> None:
         """Copy the master again."""
         if self.is_expert_last:
-            pack_expert_first(self.master_view(), out=self.tensor)
+            exchange_ends(self.master_view(), out=self.tensor)
         else:
             with torch.no_grad():
                 self.tensor.copy_(self.master_view())
@@ -216,11 +216,6 @@ def install_expert_adapters(model: nn.Module, patcher: ModelPatcher, *, experts:
 
     It supports exactly one active adapter that is neither merged nor disabled; otherwise PEFT's own forward runs.
 
-    Args:
-        model: A PEFT model, or a module around one.
-        patcher: Records the swaps.
-        experts: Modules whose experts function is ours.
-
     Returns:
         The number of swapped wrappers.
 
@@ -248,11 +243,7 @@ def install_expert_adapters(model: nn.Module, patcher: ModelPatcher, *, experts:
 def find_adapter(experts: nn.Module, name: str, *, is_transposed: bool, dtype: torch.dtype) -> ExpertAdapter | None:
     """Return the adapter on a stack of an experts module; None without one, or if PEFT's own forward must run.
 
-    Args:
-        experts: The module that holds the stack.
-        name: The stack's name in it.
-        is_transposed: Whether the stack is stored as (E, I, O) instead of (E, O, I).
-        dtype: Dtype of the stack and its GEMMs.
+    is_transposed: the stack is stored as (E, I, O) instead of (E, O, I).
 
     Cost:
         Views, and updates of missing or stale low-precision copies.

@@ -61,11 +61,7 @@ def install_bincount_router(root: nn.Module, patcher: ModelPatcher) -> list[Stat
 
     Only these instances change: another model with the same configuration object keeps its experts. Routers, recorded
     logits, the auxiliary loss, parameters and state-dict keys do not change. Until the patcher undoes this,
-    ``set_experts_implementation`` does not affect the experts.
-
-    Args:
-        root: Any module: a model, a PEFT model, a LightningModule around them.
-        patcher: Records every change.
+    ``set_experts_implementation`` does not affect the experts. root may be any module around a model.
 
     Returns:
         One status "expert router" per model: active, or inactive if the model has no MoE layers.

@@ -18,6 +18,7 @@ from lightning_fastft.checkpoint.stops import RunStopped
 from lightning_fastft.core.async_reader import AsyncScalarReader
 from lightning_fastft.core.checks import check_int, check_replaceable
 from lightning_fastft.core.errors import OptionError
+from lightning_fastft.core.marks import mark_time
 from lightning_fastft.core.status import Status
 from lightning_fastft.monitor.host_waits import HostWaitDetector
 from lightning_fastft.monitor.report.content import SCHEMA, collect
@@ -25,7 +26,6 @@ from lightning_fastft.monitor.report.copies import StepProfile
 from lightning_fastft.monitor.report.record import RunRecord
 from lightning_fastft.monitor.report.timing import EPOCH_START, RECORDED, Clock
 from lightning_fastft.monitor.report.verdict import summarize
-from lightning_fastft.monitor.token_throughput import mark_time
 from lightning_fastft.strategies.patching import patcher_of
 
 if TYPE_CHECKING:

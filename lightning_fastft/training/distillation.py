@@ -380,12 +380,6 @@ class DistillationTuner(Tuner):
 def check_same_tokens(ours: Any, theirs: Any, *, teacher: str, num_compared: int | None) -> None:
     """Check that each token of the student has the same number in the teacher's tokenizer.
 
-    Args:
-        ours: Tokenizer of the student.
-        theirs: Tokenizer of the teacher.
-        teacher: Name of the teacher.
-        num_compared: Numbers from here on are not compared; None compares all.
-
     Raises:
         OptionError: One has another number, or none.
     """

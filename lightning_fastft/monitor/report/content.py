@@ -49,16 +49,7 @@ def collect(
     state: str,
     error: BaseException | None,
 ) -> dict[str, Any]:
-    """Return the content of the report as plain values for JSON, without secrets.
-
-    Args:
-        run: The measurements of the run.
-        trainer: Its Trainer.
-        pl_module: Its module.
-        profile_step: Optimizer step of this fit that was to be profiled; None for none.
-        state: "finished", "stopped", "interrupted" or "failed".
-        error: The exception that ended the run.
-    """
+    """Return the content of the report as plain values for JSON, without secrets."""
     is_cuda = run.device.type == "cuda"
     model = describe_model(pl_module)
     ranks = run.ranks or [

@@ -417,10 +417,7 @@ class CausalLMModule(LightningModule):
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Self:
         """Return the module of a checkpoint, with Lightning's options; a URL of this package's checkpoints is verified.
 
-        Args:
-            checkpoint_path: A local file, an open file, or the URL that ModelCheckpoint saved to.
-            *args: Passed to Lightning.
-            **kwargs: Passed to Lightning.
+        The path is a local file, an open file, or the URL that ModelCheckpoint saved to.
 
         Raises:
             OptionError: The checkpoint is a local folder, as several ranks write it.
