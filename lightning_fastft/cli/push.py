@@ -63,6 +63,9 @@ def _read_card(question: _Question) -> str:
 
 def _push(folder: Path, card: str, *, question: _Question) -> int:
     """Print files and card; upload them in one commit if asked for."""
+    from lightning_fastft.cli.trained.card import REPOSITORY
+
+    card = card.replace(REPOSITORY, question.repository)
     files = sorted(
         file
         for file in folder.rglob("*")
