@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning.pytorch import LightningModule
 
 from lightning_fastft.callbacks.model_swaps import ModelSwaps
@@ -94,8 +93,9 @@ class FusedKernels(ModelSwaps):
         from lightning_fastft.fused.install import install_fp8_base, install_fused_layers
         from lightning_fastft.graphs.install import install_layer_graphs
         from lightning_fastft.graphs.layer_graphs import STATUS_NAME as GRAPHS_STATUS
+        from lightning_fastft.hf.families import find_compiled
 
-        compiled = _find_compiled(root)
+        compiled = find_compiled(root)
         if compiled:
             reason = f"torch.compile traces {compiled} as a whole, and a traced layer runs transformers' forward"
             return [Status(self.status_name, "refused", reason, "compile only parts of your own beside the model")]
@@ -135,20 +135,3 @@ class FusedKernels(ModelSwaps):
         """Write contiguous weights, without the padding for their adapters."""
         for weight_buffer in self._weight_buffers:
             weight_buffer.make_whole(checkpoint.get("state_dict", {}))
-
-
-def _find_compiled(root: nn.Module) -> str:
-    """Return what torch.compile compiles together with a transformers model inside root; "" for nothing."""
-    from lightning_fastft.hf.families import find_causal_models
-
-    models = [model for _, model in find_causal_models(root)]
-    for name, module in root.named_modules():
-        # Lightning unwraps a compiled LightningModule, and keeps how it was compiled.
-        is_compiled = (
-            isinstance(module, torch._dynamo.OptimizedModule)
-            or module._compiled_call_impl is not None
-            or getattr(module, "_compiler_ctx", None) is not None
-        )
-        if is_compiled and any(part is model for model in models for part in module.modules()):
-            return name or type(module).__name__
-    return ""

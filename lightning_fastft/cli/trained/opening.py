@@ -6,6 +6,7 @@ import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lightning_fastft.cli.words import name_checkpoint
 from lightning_fastft.core.checks import local_path
 from lightning_fastft.core.errors import OptionError
 
@@ -79,6 +80,8 @@ def check_source(name: str) -> Path:
         raise OptionError(
             f"There is nothing at {source} (searched from {Path.cwd()}). Give a checkpoint or a folder of adapters."
         )
+    if not (source / "config.json").is_file() and (inside := name_checkpoint(source)):
+        raise OptionError(f"{source} is a folder with checkpoints. Name one of them: {inside}")
     return source
 
 
