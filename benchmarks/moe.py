@@ -52,7 +52,7 @@ from benchmarks.ruler.cases import Case, CaseLog, CaseRecorder, base_dtype, quan
 from benchmarks.ruler.driver import parse_arm, run_arms
 from benchmarks.ruler.judge import load_adapter
 from benchmarks.ruler.pairs import UNFINISHED
-from benchmarks.ruler.plans import describe_plan, least_warmup, parse_mode
+from benchmarks.ruler.plans import SHIPPED, describe_plan, least_warmup, parse_mode
 from benchmarks.ruler.report import read_records, render_table, result_rows
 from benchmarks.ruler.workloads import ATTENTION_MODULES, EXPERT_PARAMETERS, WORKLOADS, Pack, WorkloadFiles, lora_config
 
@@ -216,6 +216,9 @@ def _train_ours(tuner: Any, recorder: CaseRecorder, *, adapter: dict[str, torch.
     from lightning_fastft.callbacks.bincount_router import BincountRouter
     from lightning_fastft.strategies.single_device import FastFTStrategy
 
+    if recorder.case.mode == SHIPPED:
+        ours.train_shipped(tuner, recorder, start=adapter, is_cuda=is_cuda)
+        return
     mode = parse_mode(recorder.case.mode)
     measure = ours.MeasuringCallback(recorder, adapter=adapter, mode=mode, is_cuda=is_cuda)
     strategy, router = FastFTStrategy(activations=mode.checkpointing), BincountRouter()
@@ -336,7 +339,7 @@ def run_padded_cases(
             trainer.train_dataset = _batches_data_set(groups, share=recorder.case.label_share)
             trainer._signature_columns = ["input_ids", "labels"]
             trainer.data_collator = collate
-            trainer.optimizer = trainer.lr_scheduler = None
+            sft.set_optimizer(trainer, recorder.case.optimizer, is_cuda=is_cuda)
             try:
                 trainer.train()
             finally:

@@ -159,4 +159,4 @@ def _note_missing(cases: Sequence[Case], *, raw: Path, num_before: int, reason: 
 
 
 def _key(record: dict[str, object]) -> tuple[object, ...]:
-    return tuple(record[name] for name in ("workload", "system", "mode", "label_share", "optimizer"))
+    return tuple(record[name] for name in ("workload", "system", "mode", "label_share", "optimizer", "repeat"))

@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
-
-# An import that compiles kernels or asks a driver takes a minute at worst.
-IMPORT_SECONDS = 180.0
-# The package itself needs these; where they are broken, every process says so.
-_ALWAYS_THERE = ("lightning_fastft", "transformers", "peft")
 
 
 class Setting(NamedTuple):
@@ -136,37 +129,15 @@ def settings_of(system: System, *, device: str) -> tuple[Setting, ...]:
 def find_gap(system: System) -> str:
     """Return why a system cannot run here, with the line that installs it; empty when it can.
 
-    It is imported in a process of its own: Unsloth and Liger change torch and transformers for the process that imports
-    them.
+    The process of an arm says itself which import fails.
     """
     packages = [module.partition(".")[0] for module in system.modules]
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         return f"ModuleNotFoundError: No module named {missing[0]!r}; {system.pip}"
-    peers = [module for module in system.modules if module not in _ALWAYS_THERE]
-    error = _import_error(peers) if peers else ""
-    if error:
-        return f"{error}; {system.pip}"
-    return "" if system.arm else f"it can be imported and has no arm: {system.why_no_arm}"
+    return "" if system.arm else f"it has no arm: {system.why_no_arm}"
 
 
 def missing_module(setting: Setting) -> str:
     """Return the module that a setting needs and that is not installed; empty when there is none."""
     return setting.needs if setting.needs and importlib.util.find_spec(setting.needs) is None else ""
-
-
-def _import_error(modules: Sequence[str]) -> str:
-    """Return the last line of what an import of these modules ends in; empty when it succeeds."""
-    program = "; ".join(f"import {module}" for module in modules)
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=IMPORT_SECONDS
-        )
-    except subprocess.TimeoutExpired:
-        return f"its import took longer than {IMPORT_SECONDS:.0f} s"
-    lines = [line for line in done.stderr.splitlines() if line.strip()]
-    return (
-        ""
-        if done.returncode == 0
-        else (lines[-1].strip()[:300] if lines else f"its import ended with code {done.returncode}")
-    )

@@ -38,6 +38,8 @@ def training_arguments(case: Case, *, files: WorkloadFiles, is_cuda: bool) -> di
         "max_length": files.workload.max_tokens,
         "packing": True,
         "bf16": is_cuda,
+        # Batches are collated ahead of the step, as ours are.
+        **({"dataloader_num_workers": 1, "dataloader_prefetch_factor": 8} if is_cuda else {}),
         "seed": 3407,
         **({} if is_cuda else {"use_cpu": True}),
     }
@@ -53,7 +55,7 @@ def seed_documents(num_documents: int = 64) -> Any:
 
 
 def run_cases(cases: list[Case], *, trainer: Any, files: WorkloadFiles, log: CaseLog, is_cuda: bool) -> None:
-    """Train every case with one trainer; cases differ in their label share only."""
+    """Train every case with one trainer; cases differ in their label share and their optimizer only."""
     packs = files.read_packs()
     start = files.read_trained()
     driver = _install_driver(trainer)
@@ -66,7 +68,7 @@ def run_cases(cases: list[Case], *, trainer: Any, files: WorkloadFiles, log: Cas
             rows = [recorder.pack_at(step) for step in range(recorder.num_total)]
             trainer.train_dataset = _data_set(rows, share=recorder.case.label_share)
             trainer._signature_columns = ["input_ids", "labels", "seq_lengths"]
-            trainer.optimizer = trainer.lr_scheduler = None
+            set_optimizer(trainer, recorder.case.optimizer, is_cuda=is_cuda)
             driver.expected = _expected(rows[0], share=recorder.case.label_share)
             try:
                 trainer.train()
@@ -75,6 +77,15 @@ def run_cases(cases: list[Case], *, trainer: Any, files: WorkloadFiles, log: Cas
 
         run_case(recorder, body, log=log)
         trainer.model.zero_grad(set_to_none=True)
+
+
+def set_optimizer(trainer: Any, name: str, *, is_cuda: bool) -> None:
+    """Let the next call of train make the optimizer of a case."""
+    from transformers.training_args import OptimizerNames
+
+    trainer.optimizer = trainer.lr_scheduler = None
+    if is_cuda:
+        trainer.args.optim = OptimizerNames(OPTIMIZERS[name])
 
 
 def describe_model(model: torch.nn.Module) -> str:
@@ -133,7 +144,8 @@ def _install_driver(trainer: Any) -> Any:
         if recorder.step == 0:
             recorder.record["batch"] = check_batch(inputs, driver.expected)
             # Only now has the trainer switched its checkpointing on or off.
-            recorder.record["trained"] = describe_model(model)
+            own = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+            recorder.record["trained"] = f"{describe_model(model)}; {type(own).__module__}.{type(own).__name__}"
             print(f"{recorder.case.title}: {recorder.record['trained']}", flush=True)
         recorder.batch_arrived(inputs)
         loss = own_step(model, inputs, *arguments, **keywords)
