@@ -434,13 +434,13 @@ def make_optimizer(
     if name == "adamw_8bit" and is_cuda:
         from bitsandbytes.optim import AdamW8bit
 
-        return AdamW8bit(list(parameters), lr=learning_rate)
-    return torch.optim.AdamW(list(parameters), lr=learning_rate, fused=is_cuda)
+        return AdamW8bit(list(parameters), lr=learning_rate, weight_decay=0.0)
+    return torch.optim.AdamW(list(parameters), lr=learning_rate, weight_decay=0.0, fused=is_cuda)
 
 
 def learning_rate_of(workload: Workload) -> float:
     """Return the peak learning rate that every system trains a workload with."""
-    return FULL_LEARNING_RATE if workload.is_full else LEARNING_RATE
+    return workload.learning_rate or (FULL_LEARNING_RATE if workload.is_full else LEARNING_RATE)
 
 
 def base_dtype(*, is_cuda: bool) -> torch.dtype:

@@ -75,7 +75,7 @@ ROWS: Mapping[str, HeadlineRow] = {
         {"plain": ("keep+padded+sdpa",), "ours": ("auto+graphs=auto", "keep+fused"), "unsloth": ("unsloth", "off")},
     ),
     # On a CPU, as a smoke test without meaningful times.
-    "tiny": HeadlineRow("tiny", {"plain": ("recompute",), "ours": ("shipped", "keep"), "trl": ("recompute",)}),
+    "tiny": HeadlineRow("tiny", {"plain": ("recompute",), "ours": ("shipped", "keep")}),
 }
 
 

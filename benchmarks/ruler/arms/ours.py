@@ -67,7 +67,14 @@ SHIPPED_CONFIGS: Mapping[str, str] = {
 }
 
 
-def run(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str) -> None:
+def run(
+    cases: list[Case],
+    *,
+    files: WorkloadFiles,
+    log: CaseLog,
+    device: str,
+    recorder: type[CaseRecorder] = CaseRecorder,
+) -> None:
     """Run the cases one after the other on one FineTuner; each has a Trainer of its own.
 
     Args:
@@ -75,24 +82,25 @@ def run(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str) -
         files: Its folder.
         log: Where records go.
         device: "cuda" or "cpu".
+        recorder: What follows a case.
     """
     is_cuda, packs, start = device == "cuda", files.read_packs(), files.read_trained()
     # The only reference to the model between cases, so that a model that is not wanted any more leaves the device.
     held: dict[str, FineTuner] = {}
 
-    def body(recorder: CaseRecorder) -> None:
-        name = recorder.case.optimizer
+    def body(one: CaseRecorder) -> None:
+        name = one.case.optimizer
         if not held:
             # A tuner and what trained it refer to each other: without this the next model would stand beside the last.
             gc.collect()
             held["tuner"] = make_tuner(files, optimizer=name, is_cuda=is_cuda)
         held["tuner"].optimizer_factory = optimizer_factory(name, is_cuda=is_cuda)
-        _train(held["tuner"], recorder, start=start, is_cuda=is_cuda)
+        _train(held["tuner"], one, start=start, is_cuda=is_cuda)
         held["tuner"].zero_grad(set_to_none=True)
 
     for case in cases:
         case = replace(case, num_warmup=max(case.num_warmup, least_warmup(case.mode)))
-        if "error" in run_case(CaseRecorder(case, files=files, packs=packs, is_cuda=is_cuda), body, log=log):
+        if "error" in run_case(recorder(case, files=files, packs=packs, is_cuda=is_cuda), body, log=log):
             # Whatever a failed fit left behind is not trusted.
             held.clear()
 
@@ -106,6 +114,8 @@ def make_tuner(files: WorkloadFiles, *, optimizer: str, is_cuda: bool) -> FineTu
         dtype="bfloat16" if is_cuda else "float32",
         optimizer=optimizer_factory(optimizer, is_cuda=is_cuda),
         learning_rate=learning_rate_of(files.workload),
+        scheduler="constant",
+        warmup_share=0.0,
     )
     # Lightning moves the module to the host when a fit ends; the next case wants it where it is.
     tuner.cpu = lambda: tuner  # type: ignore[method-assign]

@@ -26,7 +26,7 @@ def training_arguments(case: Case, *, files: WorkloadFiles, is_cuda: bool) -> di
         "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": 1,
         "max_steps": case.num_warmup + case.num_steps,
-        "warmup_steps": 2,
+        "lr_scheduler_type": "constant",
         "learning_rate": learning_rate_of(files.workload),
         "max_grad_norm": MAX_GRADIENT_NORM,
         "optim": OPTIMIZERS[case.optimizer] if is_cuda else "adamw_torch",
@@ -54,13 +54,21 @@ def seed_documents(num_documents: int = 64) -> Any:
     )
 
 
-def run_cases(cases: list[Case], *, trainer: Any, files: WorkloadFiles, log: CaseLog, is_cuda: bool) -> None:
+def run_cases(
+    cases: list[Case],
+    *,
+    trainer: Any,
+    files: WorkloadFiles,
+    log: CaseLog,
+    is_cuda: bool,
+    recorder: type[CaseRecorder] = CaseRecorder,
+) -> None:
     """Train every case with one trainer; cases differ in their label share and their optimizer only."""
     packs = files.read_packs()
     start = files.read_trained()
     driver = _install_driver(trainer)
     for case in cases:
-        recorder = CaseRecorder(case, files=files, packs=packs, is_cuda=is_cuda)
+        one = recorder(case, files=files, packs=packs, is_cuda=is_cuda)
 
         def body(recorder: CaseRecorder) -> None:
             load_start(trainer.model, start)
@@ -75,7 +83,7 @@ def run_cases(cases: list[Case], *, trainer: Any, files: WorkloadFiles, log: Cas
             finally:
                 driver.recorder = None
 
-        run_case(recorder, body, log=log)
+        run_case(one, body, log=log)
         trainer.model.zero_grad(set_to_none=True)
 
 
