@@ -390,7 +390,7 @@ def _report_cpu(rows: Sequence[Mapping[str, Any]], *, is_finished: bool) -> int:
     failed = [row["title"] for row in rows if row["reason"]]
     if is_finished and not failed and any(row["repeat"] for row in rows):
         print(
-            f"everything ran: {len(rows)} cases in two processes each, gradients judged; no row is written on a CPU",
+            f"everything ran: {len(rows)} cases, gradients judged; no row is written on a CPU",
             flush=True,
         )
         return 0
