@@ -57,13 +57,13 @@ from benchmarks.ruler.pairs import (
     pool,
 )
 from benchmarks.ruler.report import read_records
-from benchmarks.ruler.rows import OPTIMIZERS, ROWS, width_of
+from benchmarks.ruler.rows import NUM_ROW_STEPS, OPTIMIZERS, ROWS, width_of
 from benchmarks.ruler.systems import OUR_OPTIMIZERS, SYSTEMS, Setting, find_gap, missing_module, settings_of, system_of
 from benchmarks.ruler.workloads import WORKLOADS, WorkloadFiles
 
 _KEY = ("workload", "system", "mode", "label_share", "optimizer", "half", "repeat")
 _SHARED_MEMORY = Path("/dev/shm")
-NUM_STEPS, NUM_ROW_STEPS = 30, 200
+NUM_STEPS = 30
 NUM_WARMUP = 6
 
 
@@ -89,7 +89,26 @@ def main(arguments: list[str] | None = None) -> int:
     run.build()
     with ClockLog(out / "clocks.csv"):
         run.measure(chosen)
-    return _report(run, settings, gaps, command=" ".join(["python -m benchmarks.compare", *words]))
+    return _report(run, settings, gaps, command=describe_command(words))
+
+
+def describe_command(words: Sequence[str]) -> str:
+    """Return the command for rows and logs, without folders of this machine.
+
+    Example:
+        >>> describe_command(["--row", "tiny", "--root", "/dev/shm/x", "--out", "/tmp/y", "--resume", "/tmp/a.jsonl.gz"])
+        'python -m benchmarks.compare --row tiny --root ROOT --out runs --resume a.jsonl.gz'
+    """
+    shown, option = ["python -m benchmarks.compare"], ""
+    for word in words:
+        if word.startswith("--"):
+            option = word
+        elif option == "--resume":
+            word = Path(word).name
+        else:
+            word = {"--root": "ROOT", "--out": "runs"}.get(option, word)
+        shown.append(word)
+    return " ".join(shown)
 
 
 def read_options(words: Sequence[str]) -> argparse.Namespace:
@@ -185,8 +204,10 @@ def find_settings(
     """
     of_row = ROWS[row].settings if row else None
     found, gaps = [], {}
-    for name in (name for name in SYSTEMS if name in set(systems) & set(SYSTEMS if of_row is None else of_row)):
+    for name in (name for name in SYSTEMS if name in set(systems)):
         system = SYSTEMS[name]
+        if of_row is not None and name not in of_row and system.arm:
+            continue
         settings = settings_of(system, device=device)
         if of_row is not None:
             settings = tuple(

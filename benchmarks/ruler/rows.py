@@ -10,6 +10,8 @@ from benchmarks.ruler.workloads import WORKLOADS
 
 # Bits of the moments: every system is measured with both.
 OPTIMIZERS = ("adamw_8bit", "adamw_fused")
+# Timed steps of a setting; a row with fewer is called short.
+NUM_ROW_STEPS = 200
 # Settings of a system in one row, in the order in which they are measured; the first is its default.
 Settings = Mapping[str, tuple[str, ...]]
 _PEERS: Settings = {

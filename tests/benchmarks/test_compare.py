@@ -11,63 +11,18 @@ import pytest
 
 from benchmarks import compare, results, train_step
 from benchmarks.ruler import clocks, logs, picture, systems
-from benchmarks.ruler.cases import Case, CaseLog
+from benchmarks.ruler.cases import CaseLog
 from benchmarks.ruler.model_configs import num_weights
 from benchmarks.ruler.pairs import CONTROL, comparison_rows, comparison_table, control_of, find_unfinished, pool, ratios
 from benchmarks.ruler.rows import ROWS, is_default
 from benchmarks.ruler.systems import SYSTEMS, Setting, System
 from benchmarks.ruler.workloads import WORKLOADS
-
-OURS, PLAIN, UNSLOTH = ("ours", "keep+fused"), ("plain", "recompute"), ("unsloth", "off")
-
-
-def record_of(setting, *, half, ms=100.0, n=15, repeat="", reason="", **more):
-    """Return what one process of a case leaves."""
-    case = Case("qwen3-14b-qlora", *setting, half=half, repeat=repeat, num_steps=n)
-    found = {
-        **vars(case),
-        "title": case.title,
-        "reason": reason,
-        "versions": {"torch": "2.11.0", "device": "NVIDIA H200"},
-    }
-    if reason:
-        return {**found, **more}
-    return {
-        **found,
-        "ms": [ms] * n,
-        "summary": {"median": ms, "mean": ms, "p10": ms, "p90": ms, "n": n},
-        "num_tokens": 8192 * n,
-        "num_labelled": 8000 * n,
-        "tokens_per_s": 8192 / ms * 1e3,
-        "peak_gib": {"allocated": 40.0 + half, "reserved": 50.0 + half},
-        "pinned_host_gib": 0.5 * half,
-        "host_waits": half,
-        "host_waits_step": 10 * half,
-        "device_memory_gib": 60.0 + half,
-        "is_fresh": True,
-        "whole_run_s": 7.0 + half,
-        "num_whole_steps": 6 + n,
-        "num_trained": 1000,
-        "verdict": {"passed": True, "worst_cosine": ["a", 1 - half / 1000]},
-        "timed_from": 10.0 * half,
-        "timed_to": 10.0 * half + 5,
-        **more,
-    }
-
-
-def pairs_of(setting, first_ms, second_ms, **more):
-    return [record_of(setting, half=1, ms=first_ms, **more), record_of(setting, half=2, ms=second_ms, **more)]
+from tests.support.comparison import OURS, PLAIN, UNSLOTH, pairs_of, record_of, records_of_a_run
 
 
 @pytest.fixture
 def measured():
-    """Return the records of ours, of ours once more, of plain and of a peer."""
-    return [
-        *pairs_of(OURS, 100.0, 100.0),
-        *pairs_of(OURS, 101.0, 101.0, repeat=CONTROL),
-        *pairs_of(PLAIN, 250.0, 240.0),
-        *pairs_of(UNSLOTH, 150.0, 152.0),
-    ]
+    return records_of_a_run()
 
 
 # Pooling
@@ -331,6 +286,12 @@ def test_a_system_without_an_arm_is_named_with_the_reason(tmp_path, monkeypatch)
     gap = systems.find_gap(System(arm="", modules=("sound_peer",), pip="", why_no_arm="it is young"))
     assert gap == "it has no arm: it is young"
     assert "sound_peer" not in sys.modules
+
+
+def test_a_row_names_the_systems_that_pip_does_not_install_here():
+    gaps = compare.find_settings(SYSTEMS, device="cpu", row="tiny")[1]
+    assert {name for name in gaps if not SYSTEMS[name].arm} == {*systems.CONFLICTS}
+    assert gaps["axolotl"].startswith("it has no arm: 0.21.0: torch<")
 
 
 def test_settings_are_found_in_order_and_those_without_their_module_are_named(monkeypatch):
