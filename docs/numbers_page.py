@@ -98,7 +98,7 @@ checks.
 Budgets of GPU memory (`auto=GIB`), offload and recompute against the two settings of Unsloth, newest rows. The last
 figure compares the step with the straight line between Unsloth's two points at the same allocated memory (its
 default, where ours needs less). *Predicted* is the planner's prediction before the run followed the plan. Gradients are
-bit-equal under every plan. `python -m benchmarks.offload plot benchmarks/results.csv` draws the front.
+bit-equal under every plan.
 
 {front}
 
@@ -120,8 +120,7 @@ benchmarks.cluster_model` prints its errors.
 ## All other rows
 [benchmarks/results.csv](../benchmarks/results.csv) has a row for each figure: {num_rows} of {num_commands} commands,
 with versions, spread and number of steps. [benchmarks/README.md](../benchmarks/README.md) lists the scripts: single
-layers of experts, row kernels, packing, masked attention, small cards, training curves, faults. `python -m
-benchmarks.roofline` relates the newest steps to the limits of the GPU.
+layers of experts, row kernels, packing, masked attention, small cards, training curves, faults.
 """
 
 
