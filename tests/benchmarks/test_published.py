@@ -1,7 +1,4 @@
-import os
 import shlex
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -633,47 +630,3 @@ def test_a_layer_with_other_results_has_no_waits_to_tell(tmp_path, monkeypatch):
     published.main(["waits", "--out", str(tmp_path), "--device", "cpu", "--shapes", "tiny-qwen3"])
     assert "tiny-qwen3 published    no row" in (tmp_path / "table.txt").read_text()
     assert "a layer of tiny-qwen3, 64 tokens,published" not in (tmp_path / "rows.csv").read_text().replace('"', "")
-
-
-# Everything, in processes
-
-
-@pytest.mark.fault
-def test_the_script_of_the_gpu_runs_on_a_cpu(tmp_path):
-    out = tmp_path / "out"
-    settings = {
-        "DEVICE": "cpu",
-        "OUT": str(out),
-        "ROOT": str(tmp_path / "root"),
-        "PYTHON": sys.executable,
-        "STEPS": "4",
-        "BUDGET_S": "600",
-    }
-    command = ["bash", "benchmarks/gpu_published.sh"]
-    found = subprocess.run(
-        command,
-        cwd=REPOSITORY,
-        env={**os.environ, **settings},
-        capture_output=True,
-        text=True,
-        timeout=660,
-        check=False,
-    )
-    assert found.returncode == 0, found.stdout
-    assert found.stdout.count("code 0") == 6, found.stdout
-    for text in ("host waits, cpu", "x the real tokens/s", "both together", "all three together"):
-        assert text in found.stdout
-    assert "no row" not in found.stdout
-    assert "not started" not in found.stdout
-    files = {path.name for path in out.iterdir()}
-    assert files >= {"raw.jsonl", "rows.csv", "table.txt", "published.md", "driver.log", "log.txt"}
-    assert len(files) <= 8
-    # Two shapes in four arms; six modes beside a padded loop; four combinations and ten, twice each; nothing is
-    # measured again for the mask.
-    assert len(read_records(out / "raw.jsonl")) == 2 * 4 + 6 + 2 * 4 + 2 * 10
-    # The table is that of results.csv, in which every published figure has ours beside it; what this run measured on a
-    # CPU is not in it.
-    table = (out / "published.md").read_text()
-    assert "| optimisation | published | source | ours | GPU, date | command |" in table
-    assert "| all three |" in table
-    assert "| not measured |" not in table

@@ -49,8 +49,7 @@ class Tiles(NamedTuple):
 # on those devices.
 PRODUCT_TILES_MANY = Tiles(rows=128, inputs=64, outputs=128, num_warps=8, num_stages=3)
 PRODUCT_TILES_FEW = Tiles(rows=64, inputs=64, outputs=128, num_warps=4, num_stages=3)
-# For devices whose programs may use 160 KiB (8.0, 9.0, 10.0): on an H200 0.67 to 0.94 of the time of the tiles above
-# (benchmarks/grouped_mm.py --adapters).
+# For devices whose programs may use 160 KiB (8.0, 9.0, 10.0): on an H200 0.67 to 0.94 of the time of the tiles above.
 PRODUCT_TILES_LARGE = Tiles(rows=128, inputs=64, outputs=256, num_warps=8, num_stages=3)
 LARGE_SHARED_BYTES = 160 * 1024
 # Thin results: rows are read once, in tiles as deep as fit, with two loads in flight in each of three programs of a
