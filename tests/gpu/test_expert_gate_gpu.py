@@ -2,17 +2,14 @@
 wait, no copies.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from lightning_fastft.core.errors import OptionError
-from lightning_fastft.kernels.expert_gate import reference
+from lightning_fastft.kernels.expert_gate import op, reference
 from lightning_fastft.kernels.expert_gate.op import gate_backward, gate_forward
 from lightning_fastft.kernels.expert_gate.reference import GateForm
 from tests.kernels.test_expert_gate import (
-    PublicEntries,
     check_against_truth,
     check_in_place,
     check_rows_of_nan_stay_alone,
@@ -22,7 +19,6 @@ from tests.support.children import run_on_device
 from tests.support.host_waits import waits_are_errors
 
 pytestmark = pytest.mark.gpu
-ROOT = Path(__file__).parents[2]
 NUM_ROWS = 16_411
 # Qwen3-30B-A3B, gpt-oss, Gemma 4 and a width that fits no tile.
 CASES = (
@@ -40,9 +36,9 @@ def test_the_triton_kernels_pass_their_tests_on_the_device():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("form", "num_columns"), CASES)
 def test_values_and_every_gradient_equal_the_truth_at_real_widths(form, num_columns, dtype):
-    check_against_truth(PublicEntries, 2053, num_columns, dtype, form, device="cuda")
-    check_in_place(PublicEntries, NUM_ROWS, num_columns, dtype, form, device="cuda")
-    check_rows_of_nan_stay_alone(PublicEntries, dtype, form, device="cuda")
+    check_against_truth(op, 2053, num_columns, dtype, form, device="cuda")
+    check_in_place(op, NUM_ROWS, num_columns, dtype, form, device="cuda")
+    check_rows_of_nan_stay_alone(op, dtype, form, device="cuda")
 
 
 @pytest.mark.parametrize(("form", "num_columns"), CASES)

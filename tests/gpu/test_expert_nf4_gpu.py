@@ -3,7 +3,6 @@ dense stack.
 """
 
 import copy
-from pathlib import Path
 
 import bitsandbytes.functional as bnb
 import pytest
@@ -22,7 +21,6 @@ from tests.support.nf4_stacks import check, make_truth
 from tests.support.tiny_models import VOCABULARY, build_tiny
 
 pytestmark = pytest.mark.gpu
-ROOT = Path(__file__).parents[2]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Experts and their stack: Qwen3-30B-A3B gate_up and down (fewer experts), gpt-oss, more than 2^31 weights.
 SIZES = [(16, 1536, 2048), (16, 2048, 768), (4, 2880, 5760), (700, 1536, 2048)]

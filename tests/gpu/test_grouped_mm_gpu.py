@@ -2,8 +2,6 @@
 the low-rank product.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -15,7 +13,6 @@ from tests.support.children import run_on_device
 from tests.support.host_waits import waits_are_errors
 
 pytestmark = pytest.mark.gpu
-ROOT = Path(__file__).parents[2]
 # Skewed, with experts without rows at both ends and within, single rows, and borders that no tile knows.
 COUNTS = (0, 1500, 1, 0, 700, 127, 129, 64, 0, 333, 1, 2, 900, 128, 256, 0)
 BACKENDS = ("auto", "torch", "triton")

@@ -1,7 +1,6 @@
 """The loss head and the adapters on a CUDA device: kernels against the truth, no host wait, memory."""
 
 import functools
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,7 +31,6 @@ from tests.support.tiny_models import VOCABULARY, build_tiny
 from tests.support.truth import assert_within_bound
 
 pytestmark = pytest.mark.gpu
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("file", ["triton_cross_entropy.py", "triton_divergence.py"])

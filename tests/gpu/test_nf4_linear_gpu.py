@@ -2,8 +2,6 @@
 output.
 """
 
-from pathlib import Path
-
 import bitsandbytes as bnb
 import pytest
 import torch
@@ -15,7 +13,6 @@ from tests.support.children import run_on_device
 from tests.support.host_waits import waits_are_errors
 
 pytestmark = pytest.mark.gpu
-ROOT = Path(__file__).parents[2]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # What one launch writes in a layer: q, k and v, gate and up, o and down of Qwen3-14B and of gpt-oss.
 LAYERS = [

@@ -2,19 +2,16 @@
 wait, no copies.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from lightning_fastft.core.errors import OptionError, ShapeError
-from lightning_fastft.kernels.rms_norm import reference
+from lightning_fastft.kernels.rms_norm import op, reference
 from lightning_fastft.kernels.rms_norm.op import MAX_COLUMNS, rms_norm_backward, rms_norm_forward
 from tests.kernels.test_rms_norm import (
     GEMMA,
     GPT_OSS,
     LLAMA,
-    PublicEntries,
     check_against_truth,
     check_in_place,
     check_rows_of_nan_stay_alone,
@@ -25,7 +22,6 @@ from tests.support.children import run_on_device
 from tests.support.host_waits import waits_are_errors
 
 pytestmark = pytest.mark.gpu
-ROOT = Path(__file__).parents[2]
 # A head of Qwen3, Qwen3-30B-A3B, gpt-oss, Llama-3 8B, Gemma 3 27B, the widest row; rows that fit no block.
 CASES = (
     (LLAMA, 100_003, 128),
@@ -44,13 +40,13 @@ def test_the_triton_kernels_pass_their_tests_on_the_device():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("form", "num_rows", "num_columns"), CASES)
 def test_values_and_every_gradient_equal_the_truth_at_real_widths(form, num_rows, num_columns, dtype):
-    check_against_truth(PublicEntries, num_rows, num_columns, dtype, form, device="cuda")
+    check_against_truth(op, num_rows, num_columns, dtype, form, device="cuda")
     check_against_truth(
-        PublicEntries, 65, num_columns, dtype, form, device="cuda", weight_dtype=torch.float32, is_rstd_given=False
+        op, 65, num_columns, dtype, form, device="cuda", weight_dtype=torch.float32, is_rstd_given=False
     )
-    check_in_place(PublicEntries, num_rows, num_columns, dtype, form, device="cuda")
-    check_rows_of_nan_stay_alone(PublicEntries, dtype, form, device="cuda")
-    check_without_the_weight(PublicEntries, dtype, form, device="cuda")
+    check_in_place(op, num_rows, num_columns, dtype, form, device="cuda")
+    check_rows_of_nan_stay_alone(op, dtype, form, device="cuda")
+    check_without_the_weight(op, dtype, form, device="cuda")
 
 
 @pytest.mark.parametrize(("form", "num_rows", "num_columns"), CASES)

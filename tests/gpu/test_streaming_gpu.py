@@ -4,7 +4,6 @@ memory really goes.
 
 import functools
 import gc
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,7 +25,6 @@ from tests.support.children import run_on_device
 from tests.support.packs import make_batch
 
 pytestmark = pytest.mark.gpu
-ROOT = Path(__file__).parents[2]
 DEVICE = torch.device("cuda", 0)
 LENGTHS = (130, 1, 257, 64, 37)
 # About a millisecond on one H200.

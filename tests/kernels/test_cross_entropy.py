@@ -1,4 +1,3 @@
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -11,7 +10,6 @@ from lightning_fastft.kernels.cross_entropy.op import labelled_cross_entropy, la
 from tests.support.kernel_harness import load_with_fault, planted_faults
 from tests.support.truth import Watch, assert_within_bound, one_unit, poisoned
 
-ROOT = Path(__file__).parents[2]
 NUM_TOKENS, WIDTH, VOCABULARY = 41, 12, 29
 
 
