@@ -5,8 +5,7 @@ wait, no copies.
 import pytest
 import torch
 
-from lightning_fastft.core.errors import OptionError
-from lightning_fastft.kernels.expert_gate import op, reference
+from lightning_fastft.kernels.expert_gate import op
 from lightning_fastft.kernels.expert_gate.op import gate_backward, gate_forward
 from lightning_fastft.kernels.expert_gate.reference import GateForm
 from tests.kernels.test_expert_gate import (
@@ -15,7 +14,6 @@ from tests.kernels.test_expert_gate import (
     check_rows_of_nan_stay_alone,
     make_inputs,
 )
-from tests.support.children import run_on_device
 from tests.support.host_waits import waits_are_errors
 
 pytestmark = pytest.mark.gpu
@@ -27,10 +25,6 @@ CASES = (
     (GateForm(activation="gelu_tanh"), 704),
     (GateForm(is_interleaved=True, activation="gelu"), 1411),
 )
-
-
-def test_the_triton_kernels_pass_their_tests_on_the_device():
-    run_on_device("triton_expert_gate.py")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -65,15 +59,3 @@ def test_overwriting_the_input_takes_no_memory(form, num_columns):
     gate_backward(d_act_NF, gate_up_NP, form=form, weight_N=weight_N, out=gate_up_NP)
     # d_weight, rounded up by the allocator.
     assert torch.cuda.max_memory_allocated() - before <= NUM_ROWS * 4 + 2**20
-
-
-def test_a_forced_reference_is_obeyed_and_float64_takes_it():
-    d_act_NF, gate_up_NP, weight_N = make_inputs(65, 33, torch.float32, GateForm(), device="cuda")
-    arguments = {"form": GateForm(), "weight_N": weight_N}
-    forced = gate_backward(d_act_NF, gate_up_NP, backend="reference", **arguments)
-    expected = reference.gate_backward(d_act_NF, gate_up_NP, **arguments)
-    assert torch.equal(forced.d_gate_up_NP, expected.d_gate_up_NP)
-    wide = gate_backward(d_act_NF.double(), gate_up_NP.double(), **arguments)
-    assert wide.d_weight_N.dtype is torch.float64
-    with pytest.raises(OptionError, match="float64"):
-        gate_backward(d_act_NF.double(), gate_up_NP.double(), backend="triton", **arguments)

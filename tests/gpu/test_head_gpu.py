@@ -25,17 +25,11 @@ from lightning_fastft.packing.document import Document
 from lightning_fastft.patches.attention import install_attention
 from lightning_fastft.patches.head import _is_untouched_view, install_head
 from lightning_fastft.patches.lazy_logits import LazyLogits
-from tests.support.children import run_on_device
 from tests.support.host_waits import waits_are_errors
 from tests.support.tiny_models import VOCABULARY, build_tiny
 from tests.support.truth import assert_within_bound
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.mark.parametrize("file", ["triton_cross_entropy.py", "triton_divergence.py"])
-def test_the_triton_kernels_pass_their_tests_on_the_device(file):
-    run_on_device(file)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

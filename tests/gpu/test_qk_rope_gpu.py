@@ -5,8 +5,7 @@ host wait, no copies.
 import pytest
 import torch
 
-from lightning_fastft.core.errors import OptionError
-from lightning_fastft.kernels.qk_rope import op, reference
+from lightning_fastft.kernels.qk_rope import op
 from lightning_fastft.kernels.qk_rope.op import qk_rope_backward, qk_rope_forward
 from lightning_fastft.kernels.qk_rope.reference import RopeForm
 from tests.kernels.test_qk_rope import (
@@ -18,7 +17,6 @@ from tests.kernels.test_qk_rope import (
     make_inputs,
     run_ours,
 )
-from tests.support.children import run_on_device
 from tests.support.host_waits import waits_are_errors
 
 pytestmark = pytest.mark.gpu
@@ -37,10 +35,6 @@ CASES = (
     RopeForm(7, 3, 96, rotary_width=70, has_norm=True, is_interleaved=True),
     RopeForm(5, 1, 192, has_norm=True),
 )
-
-
-def test_the_triton_kernels_pass_their_tests_on_the_device():
-    run_on_device("triton_qk_rope.py")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -87,16 +81,3 @@ def test_overwriting_the_input_takes_no_memory(form):
     qk_rope_backward(d_qkv_TC, qkv_TC, cos_TW, sin_TW, needs_weight=form.has_norm, out=d_qkv_TC, **arguments)
     # Partial sums of the weights' gradients, rounded up by the allocator.
     assert torch.cuda.max_memory_allocated() - before <= 1024 * 2 * form.head_width * 4 + 2**20
-
-
-def test_a_forced_reference_is_obeyed_and_float64_takes_it():
-    form = CASES[1]
-    inputs = make_inputs(65, form, torch.float32, device="cuda")
-    forced = run_ours(op, inputs, form, backend="reference")
-    expected = run_ours(reference, inputs, form)
-    assert torch.equal(forced[1], expected[1])
-    assert torch.equal(forced[2], expected[2])
-    wide = tuple(one.double() for one in inputs)
-    assert run_ours(op, wide, form)[2].dtype is torch.float64
-    with pytest.raises(OptionError, match="float64"):
-        run_ours(op, wide, form, backend="triton")

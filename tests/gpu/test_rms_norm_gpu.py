@@ -5,8 +5,7 @@ wait, no copies.
 import pytest
 import torch
 
-from lightning_fastft.core.errors import OptionError, ShapeError
-from lightning_fastft.kernels.rms_norm import op, reference
+from lightning_fastft.kernels.rms_norm import op
 from lightning_fastft.kernels.rms_norm.op import MAX_COLUMNS, rms_norm_backward, rms_norm_forward
 from tests.kernels.test_rms_norm import (
     GEMMA,
@@ -18,7 +17,6 @@ from tests.kernels.test_rms_norm import (
     check_without_the_weight,
     make_inputs,
 )
-from tests.support.children import run_on_device
 from tests.support.host_waits import waits_are_errors
 
 pytestmark = pytest.mark.gpu
@@ -31,10 +29,6 @@ CASES = (
     (GEMMA, 4_099, 5376),
     (LLAMA, 1_031, MAX_COLUMNS),
 )
-
-
-def test_the_triton_kernels_pass_their_tests_on_the_device():
-    run_on_device("triton_rms_norm.py")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -71,18 +65,3 @@ def test_overwriting_a_gradient_takes_no_memory(form, num_rows, num_columns):
     before = torch.cuda.memory_allocated()
     rms_norm_backward(d_y_TD, x_TD, weight_D, rstd_T, form=form, d_sum_TD=d_sum_TD, needs_weight=False, out=d_sum_TD)
     assert torch.cuda.max_memory_allocated() == before
-
-
-def test_a_forced_reference_is_obeyed_float64_takes_it_and_wider_rows_ask_for_it():
-    x_TD, residual_TD, weight_D, d_y_TD, _ = make_inputs(65, 33, torch.float32, LLAMA, device="cuda")
-    forced = rms_norm_forward(x_TD, weight_D, form=LLAMA, residual_TD=residual_TD, backend="reference")
-    expected = reference.rms_norm_forward(x_TD, weight_D, form=LLAMA, residual_TD=residual_TD)
-    assert all(torch.equal(one, other) for one, other in zip(forced, expected))
-    x_TD, d_y_TD = x_TD.double(), d_y_TD.double()
-    wide = rms_norm_backward(d_y_TD, x_TD, weight_D, None, form=LLAMA, needs_weight=True)
-    assert wide.d_weight_D.dtype is torch.float64
-    with pytest.raises(OptionError, match="float64"):
-        rms_norm_forward(x_TD, weight_D, form=LLAMA, backend="triton")
-    wider_TD = torch.ones(3, MAX_COLUMNS + 1, device="cuda")
-    with pytest.raises(ShapeError, match="reference"):
-        rms_norm_forward(wider_TD, wider_TD[0], form=LLAMA)
