@@ -641,6 +641,7 @@ class HugeGradient(Callback):
         self.is_finite = all(bool(value.isfinite().all()) for value in state)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("value", [3e38, -1e25, 1e20])
 @pytest.mark.parametrize(
     "make",

@@ -196,6 +196,7 @@ def test_every_parameter_of_a_class_is_read_from_its_source(owner):
     assert names <= set(read) <= names | {"needs_reference"}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "words",
     [

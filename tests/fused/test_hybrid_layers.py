@@ -79,6 +79,7 @@ def test_every_family_of_the_table_is_compared():
     assert kinds == {name for name, form in LAYERS.items() if form.delta_projections}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("trained", ["lora", "full"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loss_and_gradients_equal_the_layers_own(family, trained, monkeypatch):

@@ -75,6 +75,7 @@ def check(fused_linear, num_rows, *, tolerance=1e-6, **options):
     assert all(torch.equal(one, other) for one, other in zip(found, again))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("num_rows", [1, MANY - 1, MANY, MANY + 17])
 @pytest.mark.parametrize("has_room", [False, True])
 def test_outputs_and_gradients_are_those_of_the_definition(num_rows, has_room):
@@ -127,6 +128,7 @@ def check_apart(fused_linear, num_rows, *, is_whole, tolerance=1e-6):
 
 # Ranks that fill whole steps of the product and ranks that do not; packed weights, and dense ones with few rows and
 # many.
+@pytest.mark.covering
 @pytest.mark.parametrize("rank", [3, 8, 17])
 @pytest.mark.parametrize(
     ("num_rows", "is_packed", "is_whole"), [(31, False, False), (32, False, True), (1, True, True)]
@@ -150,6 +152,7 @@ def test_a_layer_that_is_trained_or_as_wide_as_its_rows_keeps_its_adapter_apart(
     check_apart(make_down(num_outputs=25), 64, is_whole=False)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("factor", [1.0, 0.22])
 @pytest.mark.parametrize("rank", [None, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -490,6 +493,7 @@ def test_trained_weights_stay_where_they_are():
 
 
 # Columns that make whole words of 8 bytes and columns that do not; weights whose rows are apart.
+@pytest.mark.covering
 @pytest.mark.parametrize(("num_inputs", "stride"), [(24, 0), (24, 8), (24, 3), (21, 0)])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3), (torch.float64, 1e-14)]
@@ -534,6 +538,7 @@ def without_adapters(part):
     return part._replace(a_RI=None, b_OR=None, copy_a_RI=None, copy_b_OR=None)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3), (torch.float64, 1e-14)]
 )

@@ -15,7 +15,6 @@ from lightning_fastft.hf.families import FAMILIES, decoder_layers
 from lightning_fastft.kernels.attention.op import packed_attention
 from lightning_fastft.packing.context import BatchContext
 from lightning_fastft.patches.attention import install_attention
-from tests.support.children import run_on_device
 from tests.support.packs import make_batch
 from tests.support.tiny_models import MOE, TINY, build_tiny
 
@@ -276,10 +275,6 @@ def test_another_document_changes_nothing(backend):
     assert difference[rows].max() > 0
     difference[rows] = 0
     assert difference.max() == 0
-
-
-def test_the_kernel_that_repeats_heads_passes_its_tests_on_the_device():
-    run_on_device("triton_repeat_heads.py")
 
 
 @pytest.mark.parametrize("has_sink", [False, True])

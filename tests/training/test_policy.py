@@ -57,6 +57,7 @@ def loss_alone(tuner, documents, *, kl_weight=0.0, uses_sampler=True):
     return sum(means) / len(means)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("shares_prompts", [True, False])
 @pytest.mark.parametrize(
     "options",

@@ -52,6 +52,7 @@ def pair_losses_alone(tuner, documents):
     return found
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("shares_prompts", [True, False])
 @pytest.mark.parametrize("loss", PAIRED)
 def test_packed_pairs_are_computed_as_each_completion_alone(loss, shares_prompts):

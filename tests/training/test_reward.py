@@ -20,6 +20,7 @@ def scores_alone(tuner, documents):
     return found
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("lora", [True, False])
 @pytest.mark.parametrize(
     "options", [{}, {"read": "mean"}, {"center_weight": 0.1}, {"loss": "scalar"}], ids=lambda x: "-".join(map(str, x))

@@ -20,6 +20,7 @@ CONFIG = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("shard_size", ["1GB", "40KB"])
 def test_files_with_values_that_are_not_finite_are_refused_by_name(tmp_path, value, shard_size):

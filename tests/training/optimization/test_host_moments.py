@@ -88,6 +88,7 @@ def through_a_file(state):
     return torch.load(io.BytesIO(file.getvalue()))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("share", "late_streams"), [(0.5, 5), (1.0, None)], indirect=["late_streams"])
 def test_every_share_has_the_numbers_and_files_of_moments_on_the_device(kind, share, late_streams):
