@@ -208,8 +208,7 @@ def test_gradients_are_never_read_on_the_host():
             give_gradients(step, params)
             optimizer.clip_next(1.0)
             optimizer.step()
-    # The count of steps is kept on the host: one read of all of them per group and call.
-    assert dict(waits.count) == {"tolist": 2 * 2 * 2}
+    assert not waits.count
 
 
 # State.

@@ -451,7 +451,7 @@ def _numbers_on_device(options: StepOptions, skip: SkipFlag, *, learning_rate: f
 
 def grad_norm(table: TensorTable) -> torch.Tensor:
     """Return the L2 norm of all gradients together; same contract as the reference."""
-    table.refresh()
+    table.refresh(only_gradients=True)
     num_programs = [min(len(group.row_C), NUM_PARTIALS) for group in table.groups]
     if not any(num_programs):
         return torch.zeros((), dtype=torch.float32, device=table.device)
