@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from lightning_fastft.core.checks import is_same_memory
+from lightning_fastft.kernels.launch import launch
 from lightning_fastft.kernels.rms_norm.reference import NormForm, NormGradients, NormOutput
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
@@ -195,7 +196,9 @@ def rms_norm_forward(
     if num_rows == 0:
         return NormOutput(y_TD, sum_TD, rstd_T)
     block_rows, block_columns, num_warps = _tile(num_columns)
-    _rms_norm_forward_kernel[(ceil_div(num_rows, block_rows),)](
+    launch(
+        _rms_norm_forward_kernel,
+        (ceil_div(num_rows, block_rows),),
         x_TD,
         x_TD if residual_TD is None else residual_TD,
         weight_D,
@@ -244,7 +247,9 @@ def rms_norm_backward(
     partial_PD = (
         torch.empty(num_programs, num_columns, dtype=torch.float32, device=sum_TD.device) if needs_weight else None
     )
-    _rms_norm_backward_kernel[(num_programs,)](
+    launch(
+        _rms_norm_backward_kernel,
+        (num_programs,),
         d_y_TD,
         sum_TD,
         d_y_TD if d_sum_TD is None else d_sum_TD,
