@@ -82,13 +82,13 @@ class _Room:
         if copies[0].is_cuda and torch.cuda.is_current_stream_capturing():
             # Each replay of a CUDA graph must write what an optimizer step changes, and the capture writes nothing.
             return True
-        written = self._written
-        if len(written) == len(copies) and all(
-            reference() is copy and version == copy._version for (reference, version), copy in zip(written, copies)
-        ):
-            return False
-        self._written = [(weakref.ref(copy), copy._version) for copy in copies] if are_tracked else []
-        return True
+        written, self._written = self._written, []
+        if not are_tracked:
+            return True
+        self._written = [(weakref.ref(copy), copy._version) for copy in copies]
+        return len(written) != len(copies) or any(
+            reference() is not copy or version != copy._version for (reference, version), copy in zip(written, copies)
+        )
 
 
 class FusedWeightBuffer:

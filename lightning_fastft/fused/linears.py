@@ -86,6 +86,11 @@ class FusedLinear(_Linears):
         return _slices([part.rank for part in self.parts])
 
     @functools.cached_property
+    def scales(self) -> list[float]:
+        """Different factors on the low-rank products."""
+        return list({part.scale for part in self.parts if part.rank})
+
+    @functools.cached_property
     def rides_along(self) -> bool:
         """Whether the GEMM of the weights can include the adapters."""
         return self.base is None and rides_along(self.parts)
@@ -177,10 +182,9 @@ def low_rank_rows(fused_linear: FusedLinear, x_TI: torch.Tensor) -> torch.Tensor
     if a_RI is None:
         return None
     low_TR = x_TI.new_empty(x_TI.shape[0], a_RI.shape[0])
-    scales = {part.scale for part in fused_linear.parts if part.rank}
-    if len(scales) == 1:
+    if len(fused_linear.scales) == 1:
         # The usual case: one product.
-        return torch.addmm(low_TR, x_TI, a_RI.T, beta=0.0, alpha=scales.pop(), out=low_TR)
+        return torch.addmm(low_TR, x_TI, a_RI.T, beta=0.0, alpha=fused_linear.scales[0], out=low_TR)
     for part, ranks in zip(fused_linear.parts, fused_linear.ranks):
         if part.rank:
             out = low_TR[:, ranks]
@@ -228,15 +232,11 @@ def rows_gradients_apart(
         d_low_TR = low_rows_gradient(fused_linear, d_TO)
         return _base_gradient(fused_linear, d_TO), d_low_TR, a_RI
     d_rows = d_TO @ fused_linear.dense.with_adapters(fused_linear.parts, dtype=d_TO.dtype)
-    d_low_TR = torch.cat(
-        [
-            d_rows[:, num_inputs:][:, ranks] * part.scale
-            for part, ranks in zip(fused_linear.parts, fused_linear.ranks)
-            if part.rank
-        ],
-        dim=1,
-    )
-    return d_rows[:, :num_inputs], d_low_TR, a_RI
+    d_x_TI, d_low_TR = d_rows[:, :num_inputs], d_rows[:, num_inputs : num_inputs + fused_linear.num_ranks]
+    if len(fused_linear.scales) == 1:
+        return d_x_TI, d_low_TR * fused_linear.scales[0], a_RI
+    pieces = d_low_TR.split([part.rank for part in fused_linear.parts], dim=1)
+    return d_x_TI, torch.cat([piece * part.scale for piece, part in zip(pieces, fused_linear.parts)], dim=1), a_RI
 
 
 def low_rows_gradient(fused_linear: FusedLinear, d_TO: torch.Tensor) -> torch.Tensor | None:
@@ -245,6 +245,9 @@ def low_rows_gradient(fused_linear: FusedLinear, d_TO: torch.Tensor) -> torch.Te
     if not fused_linear.num_ranks:
         return None
     d_low_TR = d_TO.new_empty(d_TO.shape[0], fused_linear.num_ranks)
+    if len(parts) == 1 and parts[0].copy_b_OR is not None:
+        torch.addmm(d_low_TR, d_TO, parts[0].copy_b_OR, beta=0.0, alpha=parts[0].scale, out=d_low_TR)
+        return d_low_TR
     for part, columns, ranks in zip(parts, fused_linear.columns, fused_linear.ranks):
         if part.copy_b_OR is not None:
             out = d_low_TR[:, ranks]
@@ -285,14 +288,17 @@ def parameter_gradients(
         d_a = wide_product(d_low_TR.T, x_TI, dtype=_master_dtype(parts))
         if factor_I is not None:
             d_a.mul_(factor_I)
+    # A single layer has no views, which cost the host microseconds.
+    is_single = len(parts) == 1
     for place, (part, columns, ranks) in enumerate(zip(parts, fused_linear.columns, fused_linear.ranks)):
         needs_weight, needs_bias, needs_a, needs_b = needs[place * TENSORS_PER_LAYER : (place + 1) * TENSORS_PER_LAYER]
-        d_piece = d_TO[:, columns]
+        d_piece = d_TO if is_single else d_TO[:, columns]
         found.append(d_piece.T @ x_TI if needs_weight else None)
         found.append(d_piece.sum(0) if needs_bias else None)
-        found.append(d_a[ranks] if needs_a and d_a is not None else None)
+        found.append((d_a if is_single else d_a[ranks]) if needs_a and d_a is not None else None)
         if needs_b and low_TR is not None and part.b_OR is not None:
-            found.append(wide_product(d_piece.T, low_TR[:, ranks], dtype=part.b_OR.dtype))
+            low_piece = low_TR if is_single else low_TR[:, ranks]
+            found.append(wide_product(d_piece.T, low_piece, dtype=part.b_OR.dtype))
         else:
             found.append(None)
     return found

@@ -566,7 +566,7 @@ class FusedAdamW(torch.optim.Optimizer):
         self, given: Sequence[tuple[torch.Tensor, dict[str, Any], torch.Tensor | None]]
     ) -> tuple[list[TableRow], list[Piece]]:
         """Return the rows of parameters, and the pieces of those whose moments are on the host."""
-        if not self._places:
+        if any(param not in self._places for param, _, _ in given):
             params = chain.from_iterable(group["params"] for group in self.param_groups)
             is_stochastic = self.rounding == "stochastic"
             self._places = {

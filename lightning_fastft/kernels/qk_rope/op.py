@@ -10,7 +10,7 @@ import torch
 
 from lightning_fastft.core.checks import check_choice, check_float, check_int, check_layout, check_out
 from lightning_fastft.core.errors import OptionError, ShapeError
-from lightning_fastft.kernels.backends import FLOATING, TRITON_DTYPES, choose_module, must_check
+from lightning_fastft.kernels.backends import FLOATING, TRITON_DTYPES, choose_module, must_check, no_graph
 from lightning_fastft.kernels.qk_rope import reference
 from lightning_fastft.kernels.qk_rope.reference import HeadGradients, Heads, RopeForm, RopeGradients
 
@@ -80,7 +80,7 @@ def qk_rope_forward(
             check_layout("out", out, qkv_TC.shape, like=qkv_TC, num_strided=1)
             raw_TC, may_be = (qkv_TC, {}) if form.has_norm else (None, {"qkv_TC": qkv_TC})
             check_out(out, may_be=may_be, must_not_meet=(raw_TC, cos_TW, sin_TW, q_weight_W, k_weight_W))
-    with torch.no_grad():
+    with no_graph():
         return choose_module(reference, backend, qkv_TC).qk_rope_forward(
             qkv_TC, cos_TW, sin_TW, form=form, q_weight_W=q_weight_W, k_weight_W=k_weight_W, out=out
         )
@@ -134,7 +134,7 @@ def qk_rope_heads(
     """
     if must_check(is_checked):
         _check_forward(qkv_TC, cos_TW, sin_TW, form, q_weight_W, k_weight_W)
-    with torch.no_grad():
+    with no_graph():
         return choose_module(reference, backend, qkv_TC).qk_rope_heads(
             qkv_TC, cos_TW, sin_TW, form=form, q_weight_W=q_weight_W, k_weight_W=k_weight_W
         )
@@ -209,7 +209,7 @@ def qk_rope_backward(
         )
     raw_TC = qkv_TC if form.has_norm else None
     first = d_heads.d_q_THW if isinstance(d_heads, HeadGradients) else d_heads
-    with torch.no_grad():
+    with no_graph():
         return choose_module(reference, backend, first).qk_rope_backward(
             d_heads,
             raw_TC,

@@ -12,7 +12,7 @@ import torch
 
 from lightning_fastft.core.checks import check_choice, check_float, check_layout, check_out, do_ranges_overlap
 from lightning_fastft.core.errors import OptionError, ShapeError
-from lightning_fastft.kernels.backends import FLOATING, TRITON_DTYPES, choose_module, must_check
+from lightning_fastft.kernels.backends import FLOATING, TRITON_DTYPES, choose_module, must_check, no_graph
 from lightning_fastft.kernels.rms_norm import reference
 from lightning_fastft.kernels.rms_norm.reference import NormForm, NormGradients, NormOutput, wide_dtype
 
@@ -78,7 +78,7 @@ def rms_norm_forward(
         if out is not None:
             check_layout("out", out, x_TD.shape, like=x_TD, num_strided=1)
             check_out(out, may_be={}, must_not_meet=(x_TD, weight_D, residual_TD))
-    with torch.no_grad():
+    with no_graph():
         return _choose(backend, x_TD).rms_norm_forward(x_TD, weight_D, form=form, residual_TD=residual_TD, out=out)
 
 
@@ -161,7 +161,7 @@ def rms_norm_backward(
                 if other is not None
             ):
                 raise ShapeError("rstd_out shares memory with an input. Give separate memory, or None.")
-    with torch.no_grad():
+    with no_graph():
         return _choose(backend, sum_TD).rms_norm_backward(
             d_y_TD,
             sum_TD,
