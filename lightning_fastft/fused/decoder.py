@@ -28,9 +28,9 @@ from lightning_fastft.fused.layer_parts import (
     Parts,
     block_activation,
     find_delta_rule,
+    find_parts,
     form_of,
     has_own_mixer,
-    read_parts,
 )
 from lightning_fastft.fused.linears import FusedLinear
 from lightning_fastft.kernels.expert_gate.reference import GateForm
@@ -199,8 +199,7 @@ def _read_call(layer: Any, x: torch.Tensor, cache: object, angles: object, optio
             return None
         if form.scales_late_queries and _longest(x, options) > _num_unscaled(config):
             return None
-    found = read_parts(layer, dtype=x.dtype)
-    return None if isinstance(found, str) else found
+    return find_parts(layer, dtype=x.dtype)
 
 
 def _longest(x_BSD: torch.Tensor, options: dict[str, Any]) -> int:

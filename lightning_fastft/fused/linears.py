@@ -5,11 +5,13 @@ Axes: T rows, I input columns, O output columns of all layers together, R adapte
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from lightning_fastft.core.checks import is_same_memory
 from lightning_fastft.fused.dense_weights import DenseWeights, rides_along
 from lightning_fastft.fused.linear_parts import TENSORS_PER_LAYER, LinearPart
 from lightning_fastft.kernels.lora_linear.op import wide_product
@@ -41,7 +43,13 @@ class Product(NamedTuple):
     low_TR: torch.Tensor | None
 
 
-class FusedLinear(NamedTuple):
+class _Linears(NamedTuple):
+    parts: tuple[LinearPart, ...]
+    dense: DenseWeights
+    base: BaseWeight | None = None
+
+
+class FusedLinear(_Linears):
     """Linear layers that read the same rows.
 
     Args:
@@ -50,29 +58,66 @@ class FusedLinear(NamedTuple):
         base: Computes the products with the weights; None to compute them in the dtype of the rows.
     """
 
-    parts: tuple[LinearPart, ...]
-    dense: DenseWeights
-    base: BaseWeight | None = None
+    # The properties are computed once: a FusedLinear serves many steps.
 
-    @property
+    @functools.cached_property
     def num_inputs(self) -> int:
         """Columns of the rows that the layers read."""
         return self.parts[0].num_inputs
 
-    def tensors(self) -> list[torch.Tensor | None]:
-        """Return the tensors that autograd tracks, TENSORS_PER_LAYER for each layer."""
-        return [tensor for part in self.parts for tensor in part.tensors()]
+    @functools.cached_property
+    def num_ranks(self) -> int:
+        """Ranks of all adapters together."""
+        return sum(part.rank for part in self.parts)
 
-    def watched_tensors(self) -> list[torch.Tensor]:
-        """Return tensors that the gradients read and an optimizer step writes.
+    @functools.cached_property
+    def max_rank(self) -> int:
+        """The largest rank of an adapter."""
+        return max(part.rank for part in self.parts)
+
+    @functools.cached_property
+    def columns(self) -> list[slice]:
+        """Output columns of each layer."""
+        return _slices([part.num_outputs for part in self.parts])
+
+    @functools.cached_property
+    def ranks(self) -> list[slice]:
+        """Low-rank columns of each layer."""
+        return _slices([part.rank for part in self.parts])
+
+    @functools.cached_property
+    def scales(self) -> list[float]:
+        """Different factors on the low-rank products."""
+        return list({part.scale for part in self.parts if part.rank})
+
+    @functools.cached_property
+    def rides_along(self) -> bool:
+        """Whether the GEMM of the weights can include the adapters."""
+        return self.base is None and rides_along(self.parts)
+
+    @functools.cached_property
+    def is_trained(self) -> bool:
+        """Whether the weight of a layer is trained."""
+        return any(part.weight.requires_grad for part in self.parts)
+
+    @functools.cached_property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """The tensors that autograd tracks, TENSORS_PER_LAYER for each layer."""
+        return tuple(tensor for part in self.parts for tensor in part.tensors())
+
+    @functools.cached_property
+    def watched_tensors(self) -> tuple[torch.Tensor, ...]:
+        """Tensors that the gradients read and an optimizer step writes.
 
         Autograd saves them, so that a write before the backward is an error. Frozen weights are not included, because
         streaming overwrites their slots.
         """
-        return [getattr(part, name) for part in self.parts for name in _watched_names(part)]
+        return tuple(getattr(part, name) for part in self.parts for name in _watched_names(part))
 
     def with_watched(self, tensors: Sequence[torch.Tensor]) -> FusedLinear:
         """Return the same layers with the saved tensors of watched_tensors."""
+        if all(map(is_same_memory, tensors, self.watched_tensors)):
+            return self
         rest = iter(tensors)
         parts = []
         for part in self.parts:
@@ -85,7 +130,7 @@ def rows_for(fused_linear: FusedLinear, like_TI: torch.Tensor) -> torch.Tensor:
     """Return memory for rows, shape (T, I), that product reads without a copy; it may have room for low-rank rows."""
     if not _has_augmented(fused_linear, like_TI.shape[0]):
         return torch.empty_like(like_TI, memory_format=torch.contiguous_format)
-    return fused_linear.dense.rows.give(like_TI, num_ranks=sum(part.rank for part in fused_linear.parts))
+    return fused_linear.dense.rows.give(like_TI, num_ranks=fused_linear.num_ranks)
 
 
 def gradients_for(fused_linear: FusedLinear, like_TO: torch.Tensor) -> torch.Tensor:
@@ -94,7 +139,7 @@ def gradients_for(fused_linear: FusedLinear, like_TO: torch.Tensor) -> torch.Ten
     Each row has room for the low-rank rows of one layer with the largest rank of these. A ``BaseWeight`` does not use
     it. Only the memory returned last has this room; other gradients are copied if they need it.
     """
-    num_ranks = 0 if fused_linear.base is not None else max(part.rank for part in fused_linear.parts)
+    num_ranks = 0 if fused_linear.base is not None else fused_linear.max_rank
     return fused_linear.dense.gradients.give(like_TO, num_ranks=num_ranks)
 
 
@@ -119,7 +164,7 @@ def product(
         return Product(_base_product(fused_linear, x_TI, addend_TO=addend_TO, factor=factor), None)
     y_TO = _base_product(fused_linear, x_TI, addend_TO=None, factor=factor)
     added_TR = low_TR if factor == 1.0 else low_TR * factor
-    for part, columns, ranks in zip(fused_linear.parts, _columns(fused_linear.parts), _ranks(fused_linear.parts)):
+    for part, columns, ranks in zip(fused_linear.parts, fused_linear.columns, fused_linear.ranks):
         if part.copy_b_OR is not None:
             piece_TO = y_TO[:, columns]
             add_low_rank(
@@ -134,13 +179,13 @@ def low_rank_rows(fused_linear: FusedLinear, x_TI: torch.Tensor) -> torch.Tensor
     if a_RI is None:
         return None
     low_TR = x_TI.new_empty(x_TI.shape[0], a_RI.shape[0])
-    groups = [(ranks, part.scale) for part, ranks in zip(fused_linear.parts, _ranks(fused_linear.parts)) if part.rank]
-    if len({scale for _, scale in groups}) == 1:
+    if len(fused_linear.scales) == 1:
         # The usual case: one product.
-        groups = [(slice(None), groups[0][1])]
-    for ranks, scale in groups:
-        out = low_TR[:, ranks]
-        torch.addmm(out, x_TI, a_RI[ranks].T, beta=0.0, alpha=scale, out=out)
+        return torch.addmm(low_TR, x_TI, a_RI.T, beta=0.0, alpha=fused_linear.scales[0], out=low_TR)
+    for part, ranks in zip(fused_linear.parts, fused_linear.ranks):
+        if part.rank:
+            out = low_TR[:, ranks]
+            torch.addmm(out, x_TI, a_RI[ranks].T, beta=0.0, alpha=part.scale, out=out)
     return low_TR
 
 
@@ -184,25 +229,23 @@ def rows_gradients_apart(
         d_low_TR = low_rows_gradient(fused_linear, d_TO)
         return _base_gradient(fused_linear, d_TO), d_low_TR, a_RI
     d_rows = d_TO @ fused_linear.dense.with_adapters(fused_linear.parts, dtype=d_TO.dtype)
-    d_low_TR = torch.cat(
-        [
-            d_rows[:, num_inputs:][:, ranks] * part.scale
-            for part, ranks in zip(fused_linear.parts, _ranks(fused_linear.parts))
-            if part.rank
-        ],
-        dim=1,
-    )
-    return d_rows[:, :num_inputs], d_low_TR, a_RI
+    d_x_TI, d_low_TR = d_rows[:, :num_inputs], d_rows[:, num_inputs : num_inputs + fused_linear.num_ranks]
+    if len(fused_linear.scales) == 1:
+        return d_x_TI, d_low_TR * fused_linear.scales[0], a_RI
+    pieces = d_low_TR.split([part.rank for part in fused_linear.parts], dim=1)
+    return d_x_TI, torch.cat([piece * part.scale for piece, part in zip(pieces, fused_linear.parts)], dim=1), a_RI
 
 
 def low_rows_gradient(fused_linear: FusedLinear, d_TO: torch.Tensor) -> torch.Tensor | None:
     """Return the gradient of the adapters' low-rank rows, with their scales; None without adapters."""
     parts = fused_linear.parts
-    num_ranks = sum(part.rank for part in parts)
-    if not num_ranks:
+    if not fused_linear.num_ranks:
         return None
-    d_low_TR = d_TO.new_empty(d_TO.shape[0], num_ranks)
-    for part, columns, ranks in zip(parts, _columns(parts), _ranks(parts)):
+    d_low_TR = d_TO.new_empty(d_TO.shape[0], fused_linear.num_ranks)
+    if len(parts) == 1 and parts[0].copy_b_OR is not None:
+        torch.addmm(d_low_TR, d_TO, parts[0].copy_b_OR, beta=0.0, alpha=parts[0].scale, out=d_low_TR)
+        return d_low_TR
+    for part, columns, ranks in zip(parts, fused_linear.columns, fused_linear.ranks):
         if part.copy_b_OR is not None:
             out = d_low_TR[:, ranks]
             torch.addmm(out, d_TO[:, columns], part.copy_b_OR, beta=0.0, alpha=part.scale, out=out)
@@ -242,14 +285,17 @@ def parameter_gradients(
         d_a = wide_product(d_low_TR.T, x_TI, dtype=_master_dtype(parts))
         if factor_I is not None:
             d_a.mul_(factor_I)
-    for place, (part, columns, ranks) in enumerate(zip(parts, _columns(parts), _ranks(parts))):
+    # A single layer has no views, which cost the host microseconds.
+    is_single = len(parts) == 1
+    for place, (part, columns, ranks) in enumerate(zip(parts, fused_linear.columns, fused_linear.ranks)):
         needs_weight, needs_bias, needs_a, needs_b = needs[place * TENSORS_PER_LAYER : (place + 1) * TENSORS_PER_LAYER]
-        d_piece = d_TO[:, columns]
+        d_piece = d_TO if is_single else d_TO[:, columns]
         found.append(d_piece.T @ x_TI if needs_weight else None)
         found.append(d_piece.sum(0) if needs_bias else None)
-        found.append(d_a[ranks] if needs_a and d_a is not None else None)
+        found.append((d_a if is_single else d_a[ranks]) if needs_a and d_a is not None else None)
         if needs_b and low_TR is not None and part.b_OR is not None:
-            found.append(wide_product(d_piece.T, low_TR[:, ranks], dtype=part.b_OR.dtype))
+            low_piece = low_TR if is_single else low_TR[:, ranks]
+            found.append(wide_product(d_piece.T, low_piece, dtype=part.b_OR.dtype))
         else:
             found.append(None)
     return found
@@ -262,14 +308,11 @@ def _has_augmented(fused_linear: FusedLinear, num_rows: int) -> bool:
     many. A second GEMM for B would read and write the whole output again: 0.4 of 2.4 ms for 17,408 x 5,120 on an H200.
     The products of a ``BaseWeight`` never include adapters.
     """
-    parts = fused_linear.parts
-    if fused_linear.base is not None or not rides_along(parts):
+    if not fused_linear.rides_along:
         return False
-    if parts[0].is_packed or fused_linear.dense.has_room_beside(parts):
+    if fused_linear.parts[0].is_packed or fused_linear.dense.has_room_beside(fused_linear.parts):
         return True
-    return num_rows >= _COPIED_FROM_ROWS_PER_INPUT * fused_linear.num_inputs and not any(
-        part.weight.requires_grad for part in parts
-    )
+    return num_rows >= _COPIED_FROM_ROWS_PER_INPUT * fused_linear.num_inputs and not fused_linear.is_trained
 
 
 def _has_appended(fused_linear: FusedLinear, d_TO: torch.Tensor) -> bool:
@@ -317,10 +360,10 @@ def _base_product(
         summand, beta = (x_TI.new_empty(1), 0.0) if addend_TO is None else (addend_TO, 1.0)
         y_TO = torch.addmm(summand, x_TI, weight_OI.T, beta=beta, alpha=factor)
     else:
-        y_TO = x_TI.new_empty(x_TI.shape[0], sum(part.num_outputs for part in fused_linear.parts))
+        y_TO = x_TI.new_empty(x_TI.shape[0], fused_linear.columns[-1].stop)
         for columns, weight_OI in pieces:
             torch.mm(x_TI, weight_OI.T, out=y_TO[:, columns])
-    _add_bias(y_TO, fused_linear.parts, factor=factor)
+    _add_bias(y_TO, fused_linear, factor=factor)
     return y_TO
 
 
@@ -358,8 +401,8 @@ def _biased_product(x_TI: torch.Tensor, weight_OI: torch.Tensor, parts: Sequence
     return torch.addmm(biases[0] if len(biases) == 1 else torch.cat(biases), x_TI, weight_OI.T)
 
 
-def _add_bias(y_TO: torch.Tensor, parts: Sequence[LinearPart], *, factor: float) -> None:
-    for part, columns in zip(parts, _columns(parts)):
+def _add_bias(y_TO: torch.Tensor, fused_linear: FusedLinear, *, factor: float) -> None:
+    for part, columns in zip(fused_linear.parts, fused_linear.columns):
         if part.bias is not None:
             y_TO[:, columns].add_(part.bias, alpha=factor)
 
@@ -369,7 +412,7 @@ def _dense_pieces(fused_linear: FusedLinear, x: torch.Tensor) -> list[tuple[slic
     parts = fused_linear.parts
     if parts[0].is_packed:
         return [(slice(None), fused_linear.dense.gather(parts, num_inputs=fused_linear.num_inputs, dtype=x.dtype))]
-    return [(columns, part.weight) for columns, part in zip(_columns(parts), parts)]
+    return [(columns, part.weight) for columns, part in zip(fused_linear.columns, parts)]
 
 
 def fuse_linears(parts: Sequence[LinearPart | str], dense: DenseWeights) -> FusedLinear | str:
@@ -389,14 +432,6 @@ def fuse_linears(parts: Sequence[LinearPart | str], dense: DenseWeights) -> Fuse
 def _watched_names(part: LinearPart) -> list[str]:
     trained = ["weight"] if part.weight.requires_grad else []
     return trained if part.copy_a_RI is None else [*trained, "copy_a_RI", "copy_b_OR"]
-
-
-def _columns(parts: Sequence[LinearPart]) -> list[slice]:
-    return _slices([part.num_outputs for part in parts])
-
-
-def _ranks(parts: Sequence[LinearPart]) -> list[slice]:
-    return _slices([part.rank for part in parts])
 
 
 def _slices(sizes: Sequence[int]) -> list[slice]:

@@ -610,3 +610,53 @@ def test_a_planted_fault_is_seen(fault, monkeypatch):
     monkeypatch.setattr(*FAULTS[fault])
     with pytest.raises(AssertionError):
         check(make_joint(), MANY)
+
+
+def with_copies(fused_linear, dtype):
+    """The layers with masters in another dtype, and copies of them."""
+    parts = [
+        part._replace(
+            a_RI=None if part.a_RI is None else part.a_RI.to(dtype),
+            b_OR=None if part.b_OR is None else part.b_OR.to(dtype),
+        )
+        for part in fused_linear.parts
+    ]
+    return fused_linear._replace(parts=tuple(parts))
+
+
+@pytest.mark.parametrize(("make", "name"), [(make_joint, "copy_b_OR"), (make_down, "copy_a_RI")])
+def test_adapters_are_written_next_to_their_weights_when_they_have_changed(make, name):
+    plain = make()
+    tracked = with_copies(plain, torch.float64)
+    assert plain.dense.fuse_buffer(plain.parts) is not None
+    memory = plain.dense.settled(plain.parts)
+
+    def read(fused_linear):
+        parts = fused_linear.parts
+        if name == "copy_b_OR":
+            return fused_linear.dense.with_adapters(parts, dtype=torch.float32)
+        return fused_linear.dense.above_adapter(parts[0], parts[0].copy_a_RI)
+
+    expected = read(tracked).clone()
+    memory_before = memory.clone()
+    # What is written once more would repair this.
+    room = memory[:, plain.num_inputs :] if name == "copy_b_OR" else memory[plain.parts[0].num_outputs :]
+    room.fill_(7.0)
+    assert not torch.equal(read(tracked), expected)
+    # Optimizers write a master in the compute dtype without a trace.
+    assert torch.equal(read(plain), expected)
+    assert torch.equal(memory, memory_before)
+    read(tracked)
+    copy = next(getattr(part, name) for part in tracked.parts if getattr(part, name) is not None)
+    with torch.no_grad():
+        copy.add_(1.0)
+    changed = read(tracked)
+    assert not torch.equal(changed, expected)
+    room.fill_(7.0)
+    # Equal values in another tensor may be another adapter's.
+    others = tuple(
+        part if getattr(part, name) is None else part._replace(**{name: getattr(part, name).clone()})
+        for part in tracked.parts
+    )
+    changed = changed.clone()
+    assert torch.equal(read(tracked._replace(parts=others)), read(plain))

@@ -52,7 +52,7 @@ def norm_feed_forward(
     call = _FeedForwardCall(gate_up, down, norm.form, form, session, factor)
 
     def run(call: _FeedForwardCall) -> torch.Tensor:
-        return _NormFeedForward.apply(call, x_TD, norm.weight_D, *gate_up.tensors(), *down.tensors())
+        return _NormFeedForward.apply(call, x_TD, norm.weight_D, *gate_up.tensors, *down.tensors)
 
     return _run_block(run, call, point=DOWN_VALUE)
 
@@ -78,7 +78,7 @@ def feed_forward_between_norms(
 
     def run(call: _FeedForwardCall) -> torch.Tensor:
         return _FeedForwardBetweenNorms.apply(
-            call, post_norm.form, x_TD, weight_D, post_norm.weight_D, *gate_up.tensors(), *down.tensors()
+            call, post_norm.form, x_TD, weight_D, post_norm.weight_D, *gate_up.tensors, *down.tensors
         )  # fmt: skip
 
     return _run_block(run, call, point=POST_NORM_POINT)
@@ -113,7 +113,7 @@ class _NormFeedForward(torch.autograd.Function):
         gate_up_TP, *low = project_normed(session, GATE_UP_VALUE, call.gate_up, x_TD, weight_D, form=call.norm_form)
         # Without the session, which belongs to a forward.
         ctx.call, ctx.num_low = call._replace(session=None), len(low)
-        saved = (x_TD, weight_D, gate_up_TP, *low, *call.gate_up.watched_tensors(), *call.down.watched_tensors())
+        saved = (x_TD, weight_D, gate_up_TP, *low, *call.gate_up.watched_tensors, *call.down.watched_tensors)
         if session is not None:
             # Every run of a layer must save the same number of tensors, even one that ends here.
             ctx.save_for_backward(*saved)
@@ -162,7 +162,7 @@ class _FeedForwardBetweenNorms(torch.autograd.Function):
         )
         # Without the session, which belongs to a forward.
         ctx.call, ctx.post_form, ctx.num_low = call._replace(session=None), post_form, len(low)
-        watched = (*call.gate_up.watched_tensors(), *call.down.watched_tensors())
+        watched = (*call.gate_up.watched_tensors, *call.down.watched_tensors)
         ctx.save_for_backward(x_TD, weight_D, post_weight_D, gate_up_TP, out_TD, *low, *watched)
         if session is not None and session.is_last(POST_NORM_POINT):
             return unneeded(x_TD, x_TD.shape[-1])
@@ -223,13 +223,13 @@ def _block_gradients(
     ``others`` holds num_low low-rank rows of gate_up, the watched tensors of both projections, and, if they were saved,
     the low-rank rows of down. d_x_TD is the gradient of the residual stream.
     """
-    num_first = num_low + len(call.gate_up.watched_tensors())
-    num_watched = num_first + len(call.down.watched_tensors())
+    num_first = num_low + len(call.gate_up.watched_tensors)
+    num_watched = num_first + len(call.down.watched_tensors)
     gate_up, down = (
         call.gate_up.with_watched(others[num_low:num_first]),
         call.down.with_watched(others[num_first:num_watched]),
     )
-    num_needs = 2 + len(gate_up.tensors())
+    num_needs = 2 + len(gate_up.tensors)
     d_act_TF, d_low_TR, a_RF = rows_gradients_apart(down, d_out_TD)
     # The gate's backward reads these rows next, so it adds the gradient from the adapter.
     addend = None if d_low_TR is None or a_RF is None else LowRankRows(d_low_TR, contiguous_rows(a_RF))
@@ -238,7 +238,7 @@ def _block_gradients(
     )
     del d_act_TF, addend
     d_gate_up_TP = gate.d_gate_up_NP
-    d_down: list[torch.Tensor | None] = [None] * len(down.tensors())
+    d_down: list[torch.Tensor | None] = [None] * len(down.tensors)
     if gate.act_NF is not None:
         # They were saved if the layer ran without a session; else they cost one thin GEMM.
         low_TR = others[num_watched] if len(others) > num_watched else low_rank_rows(down, gate.act_NF)

@@ -42,7 +42,7 @@ def norm_project(
     """
     x_TD = contiguous_rows(x_TD)
     weight_D, form = (None, None) if norm is None else norm
-    out = _NormProject.apply(fused_linear, form, session, x_TD, weight_D, *fused_linear.tensors())
+    out = _NormProject.apply(fused_linear, form, session, x_TD, weight_D, *fused_linear.tensors)
     return out if isinstance(out, tuple) else (out, x_TD)
 
 
@@ -60,7 +60,7 @@ def project_add(
         That of product, and with a factor a pass over the gradient of the output; saves x_TI if a parameter is trained,
         the adapter's low-rank rows and low-precision factors, and a trained weight.
     """
-    return _ProjectAdd.apply(fused_linear, factor, session, x_TI, residual_TD, *fused_linear.tensors())
+    return _ProjectAdd.apply(fused_linear, factor, session, x_TI, residual_TD, *fused_linear.tensors)
 
 
 def project_norm_add(
@@ -73,7 +73,7 @@ def project_norm_add(
         the adapter's low-rank rows and low-precision factors, and a trained weight.
     """
     return _ProjectNormAdd.apply(
-        fused_linear, norm.form, session, x_TI, residual_TD, norm.weight_D, *fused_linear.tensors()
+        fused_linear, norm.form, session, x_TI, residual_TD, norm.weight_D, *fused_linear.tensors
     )
 
 
@@ -97,7 +97,7 @@ class _NormProject(torch.autograd.Function):
 
         y_TC, *low = project_normed(session, QKV_VALUE, fused_linear, x_TD, weight_D, form=form)
         ctx.fused_linear, ctx.form, ctx.num_low = fused_linear, form, len(low)
-        ctx.save_for_backward(x_TD, weight_D, *low, *fused_linear.watched_tensors())
+        ctx.save_for_backward(x_TD, weight_D, *low, *fused_linear.watched_tensors)
         return (y_TC, x_TD) if ctx.needs_input_grad[3] else y_TC
 
     @staticmethod
@@ -134,7 +134,7 @@ class _ProjectAdd(torch.autograd.Function):
         )
         ctx.fused_linear, ctx.factor, ctx.num_low = fused_linear, factor, len(low)
         saved_x = (x_TI,) if any(ctx.needs_input_grad[5:]) else ()
-        ctx.save_for_backward(*low, *fused_linear.watched_tensors(), *saved_x)
+        ctx.save_for_backward(*low, *fused_linear.watched_tensors, *saved_x)
         return y_TD
 
     @staticmethod
@@ -175,7 +175,7 @@ class _ProjectNormAdd(torch.autograd.Function):
         out_TD, *low = planned_value(session, OUT_VALUE, lambda: as_value(product(fused_linear, x_TI)))
         ctx.fused_linear, ctx.form, ctx.num_low = fused_linear, form, len(low)
         saved_x = (x_TI,) if any(ctx.needs_input_grad[6:]) else ()
-        ctx.save_for_backward(out_TD, weight_D, *low, *fused_linear.watched_tensors(), *saved_x)
+        ctx.save_for_backward(out_TD, weight_D, *low, *fused_linear.watched_tensors, *saved_x)
         # Round before the addition, as the model does.
         return rms_norm_forward(out_TD, weight_D, form=form, is_checked=False).add_(residual_TD)
 

@@ -11,7 +11,7 @@ import torch
 
 from lightning_fastft.core.checks import check_choice, check_float, check_layout
 from lightning_fastft.core.errors import OptionError, ShapeError
-from lightning_fastft.kernels.backends import FLOATING, choose_module, must_check
+from lightning_fastft.kernels.backends import FLOATING, choose_module, must_check, no_graph
 from lightning_fastft.kernels.expert_gate import reference
 from lightning_fastft.kernels.expert_gate.reference import ACTIVATIONS, GateForm, GateGradients, LowRankRows
 
@@ -56,7 +56,7 @@ def gate_forward(
         _check_gate_up(gate_up_NP)
         _check_form(form)
         _check_end(end_E, gate_up_NP)
-    with torch.no_grad():
+    with no_graph():
         return choose_module(reference, backend, gate_up_NP).gate_forward(gate_up_NP, form=form, end_E=end_E)
 
 
@@ -119,7 +119,7 @@ def gate_backward(
         if addend is not None:
             _check_addend(addend, d_act_NF)
     module = choose_module(reference, backend, gate_up_NP)
-    with torch.no_grad():
+    with no_graph():
         return module.gate_backward(
             d_act_NF,
             gate_up_NP,

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from lightning_fastft.kernels.expert_gate.reference import TANH_CUBE, TANH_SCALE, GateForm, GateGradients, LowRankRows
+from lightning_fastft.kernels.launch import launch
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
 # 8 rows x 256 columns on 4 warps: two 16-byte reads per thread and matrix in bf16, and no idle column at widths of 768
@@ -282,7 +283,9 @@ def gate_forward(gate_up_NP: torch.Tensor, *, form: GateForm, end_E: torch.Tenso
     if act_NF.numel() == 0:
         return act_NF
     block_columns = min(next_power_of_2(num_columns), MAX_BLOCK_COLUMNS)
-    _gate_forward_kernel[(ceil_div(num_rows, BLOCK_ROWS), ceil_div(num_columns, block_columns))](
+    launch(
+        _gate_forward_kernel,
+        (ceil_div(num_rows, BLOCK_ROWS), ceil_div(num_columns, block_columns)),
         gate_up_NP,
         gate_up_NP if end_E is None else end_E[-1:],
         act_NF,
@@ -323,7 +326,9 @@ def gate_backward(
     block_rows, block_columns, block_ranks = _backward_blocks(num_columns, addend)
     low_NR, factor_RF = (d_act_NF, d_act_NF) if addend is None else addend
     num_spans = 1 if weight_N is not None else max(ceil_div(num_columns, block_columns), 1)
-    _gate_backward_kernel[(ceil_div(num_rows, block_rows), num_spans)](
+    launch(
+        _gate_backward_kernel,
+        (ceil_div(num_rows, block_rows), num_spans),
         d_act_NF,
         gate_up_NP,
         d_act_NF if weight_N is None else weight_N,

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from lightning_fastft.kernels.fp8_linear.reference import FP8, LARGEST, LEAST_PEAK, Fp8Rows
+from lightning_fastft.kernels.launch import launch
 from lightning_fastft.kernels.nf4_experts.reference import BLOCK_WEIGHTS, GROUP_BLOCKS
 from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
 from lightning_fastft.kernels.nf4_linear.triton import block_scale
@@ -220,7 +221,9 @@ def quantise_rows(x_TI: torch.Tensor, *, factor_I: torch.Tensor | None, round_sc
     scale_T = torch.empty(num_rows, dtype=torch.float32, device=x_TI.device)
     growth = 1 if num_columns <= MAX_TILES * TILE_COLUMNS else 2
     if num_rows:
-        _quantise_rows_kernel[(num_rows,)](
+        launch(
+            _quantise_rows_kernel,
+            (num_rows,),
             x_TI,
             x_TI if factor_I is None else factor_I,
             values_TI,
@@ -243,7 +246,9 @@ def nf4_row_scales(weights: Sequence[NF4Weight], scales: Sequence[torch.Tensor])
     for weight, scale_O in zip(weights, scales):
         num_blocks = len(weight.absmax_Q)
         if num_blocks and len(scale_O):
-            _row_scales_kernel[(ceil_div(len(scale_O), SCALE_ROWS),)](
+            launch(
+                _row_scales_kernel,
+                (ceil_div(len(scale_O), SCALE_ROWS),),
                 _parts(weight),
                 scale_O,
                 len(scale_O),
@@ -272,7 +277,9 @@ def _launch(filled: Sequence[tuple[NF4Weight, torch.Tensor, torch.Tensor]], *, i
     num_rows = tuple(len(scale_O) for _, _, scale_O in filled)
     block_rows = TRANSPOSED_BLOCK_ROWS if is_transposed else BLOCK_ROWS
     num_blocks = filled[0][1].shape[0 if is_transposed else 1] // BLOCK_WEIGHTS
-    _quantise_nf4_kernel[(sum(ceil_div(count, block_rows) for count in num_rows), ceil_div(num_blocks, CHUNK_BLOCKS))](
+    launch(
+        _quantise_nf4_kernel,
+        (sum(ceil_div(count, block_rows) for count in num_rows), ceil_div(num_blocks, CHUNK_BLOCKS)),
         tuple(_parts(weight) for weight, _, _ in filled),
         tuple(value for _, value, _ in filled),
         tuple(scale_O for _, _, scale_O in filled),

@@ -12,7 +12,7 @@ import torch
 
 from lightning_fastft.core.checks import check_choice, check_float, check_layout, check_out, do_ranges_overlap
 from lightning_fastft.core.errors import OptionError, ShapeError
-from lightning_fastft.kernels.backends import FLOATING, TRITON_DTYPES, choose_module, must_check, wide_dtype
+from lightning_fastft.kernels.backends import FLOATING, TRITON_DTYPES, choose_module, must_check, no_graph, wide_dtype
 from lightning_fastft.kernels.rms_norm import reference
 from lightning_fastft.kernels.rms_norm.reference import NormForm, NormGradients
 
@@ -67,7 +67,7 @@ def rms_norm_forward(
         if out is not None:
             check_layout("out", out, x_TD.shape, like=x_TD, num_strided=1)
             check_out(out, may_be={}, must_not_meet=(x_TD, weight_D))
-    with torch.no_grad():
+    with no_graph():
         return _choose(backend, x_TD).rms_norm_forward(x_TD, weight_D, form=form, out=out)
 
 
@@ -137,7 +137,7 @@ def rms_norm_backward(
             others = (other for other in (d_y_TD, x_TD, weight_D, addend_TD) if other is not None)
             if any(do_ranges_overlap(rstd_out, other) for other in others):
                 raise ShapeError("rstd_out shares memory with an input. Give separate memory, or None.")
-    with torch.no_grad():
+    with no_graph():
         return _choose(backend, x_TD).rms_norm_backward(
             d_y_TD,
             x_TD,

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from lightning_fastft.core.checks import is_same_memory
+from lightning_fastft.kernels.launch import launch
 from lightning_fastft.kernels.rms_norm.reference import NormForm, NormGradients
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
@@ -163,7 +164,9 @@ def rms_norm_forward(
     if num_rows == 0:
         return y_TD
     block_rows, block_columns, num_warps = _tile(num_columns)
-    _rms_norm_forward_kernel[(ceil_div(num_rows, block_rows),)](
+    launch(
+        _rms_norm_forward_kernel,
+        (ceil_div(num_rows, block_rows),),
         x_TD,
         weight_D,
         y_TD,
@@ -206,7 +209,9 @@ def rms_norm_backward(
     partial_PD = (
         torch.empty(num_programs, num_columns, dtype=torch.float32, device=x_TD.device) if needs_weight else None
     )
-    _rms_norm_backward_kernel[(num_programs,)](
+    launch(
+        _rms_norm_backward_kernel,
+        (num_programs,),
         d_y_TD,
         x_TD,
         d_y_TD if addend_TD is None else addend_TD,
