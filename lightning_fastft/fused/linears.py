@@ -22,7 +22,7 @@ _COPIED_FROM_ROWS_PER_INPUT = 2
 
 
 class BaseWeight(Protocol):
-    """Frozen weights of layers that read the same rows, in a format that computes its own products.
+    """Weights of layers that read the same rows, in a format that computes its own products.
 
     Biases and adapters are not included.
     """
@@ -30,8 +30,14 @@ class BaseWeight(Protocol):
     def forward_product(self, parts: Sequence[LinearPart], x_TI: torch.Tensor) -> torch.Tensor:
         """Return ``x @ W^T`` of all layers, concatenated, in the dtype of the rows and in new memory."""
 
-    def backward_product(self, parts: Sequence[LinearPart], d_TO: torch.Tensor) -> torch.Tensor:
-        """Return ``d @ W``, in the dtype of the rows and in new memory."""
+    def quantise_gradient(self, parts: Sequence[LinearPart], d_TO: torch.Tensor) -> Any:
+        """Return the gradient of the output as the other products read it."""
+
+    def backward_product(self, parts: Sequence[LinearPart], d: Any, *, dtype: torch.dtype) -> torch.Tensor:
+        """Return ``d @ W``, in this dtype and in new memory."""
+
+    def weight_gradient(self, parts: Sequence[LinearPart], d: Any, x_TI: torch.Tensor) -> torch.Tensor:
+        """Return ``d^T @ x`` of all layers, below each other, in the dtype of the rows and in new memory."""
 
 
 class Product(NamedTuple):
@@ -147,26 +153,36 @@ def low_rank_rows(fused_linear: FusedLinear, x_TI: torch.Tensor) -> torch.Tensor
     return low_TR
 
 
+def quantised_gradient(fused_linear: FusedLinear, d_TO: torch.Tensor, *, needs: Sequence[bool]) -> Any:
+    """Return the gradient of an output for the ``d`` of rows_gradients and parameter_gradients, which then share it.
+
+    None if they read the rows themselves, or only one of them reads a quantised gradient.
+    """
+    if fused_linear.base is None or not any(needs[::TENSORS_PER_LAYER]):
+        return None
+    return fused_linear.base.quantise_gradient(fused_linear.parts, d_TO)
+
+
 def rows_gradients(
-    fused_linear: FusedLinear, d_TO: torch.Tensor, *, needs_x: bool
+    fused_linear: FusedLinear, d_TO: torch.Tensor, *, needs_x: bool, d: Any = None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return the gradient of the rows, None if not needed, and the result of low_rows_gradient.
 
-    The rows of the first result may have any stride.
+    The rows of the first result may have any stride. ``d`` is the result of quantised_gradient.
 
     Cost:
         2 T I O FLOP and those of the adapters; one GEMM gives both if the adapters are part of the base's GEMM.
     """
     if not needs_x:
         return None, low_rows_gradient(fused_linear, d_TO)
-    d_x_TI, d_low_TR, a_RI = rows_gradients_apart(fused_linear, d_TO)
+    d_x_TI, d_low_TR, a_RI = rows_gradients_apart(fused_linear, d_TO, d=d)
     if d_low_TR is not None and a_RI is not None:
         add_low_rank(d_x_TI, d_low_TR, a_RI, out=d_x_TI, is_checked=False)
     return d_x_TI, d_low_TR
 
 
 def rows_gradients_apart(
-    fused_linear: FusedLinear, d_TO: torch.Tensor
+    fused_linear: FusedLinear, d_TO: torch.Tensor, *, d: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return the gradient of the rows without the part of the adapters, the result of low_rows_gradient, and all A.
 
@@ -185,7 +201,7 @@ def rows_gradients_apart(
     a_RI = _joint_a(fused_linear.parts)
     if not _has_augmented(fused_linear, num_rows):
         d_low_TR = low_rows_gradient(fused_linear, d_TO)
-        return _base_gradient(fused_linear, d_TO), d_low_TR, a_RI
+        return _base_gradient(fused_linear, d_TO, d=d), d_low_TR, a_RI
     d_rows = d_TO @ fused_linear.dense.with_adapters(fused_linear.parts, dtype=d_TO.dtype)
     d_low_TR = torch.cat(
         [
@@ -221,6 +237,7 @@ def parameter_gradients(
     *,
     needs: Sequence[bool],
     factor_I: torch.Tensor | None = None,
+    d: Any = None,
 ) -> list[torch.Tensor | None]:
     """Return the gradients of FusedLinear.tensors in the dtypes of the parameters; None where not needed.
 
@@ -233,9 +250,10 @@ def parameter_gradients(
         needs: Whether each gradient is needed, in the order of FusedLinear.tensors.
         factor_I: Factor of the columns of x_TI in the rows that the product read; None for 1. Not allowed if the
             gradient of a weight is needed.
+        d: Result of quantised_gradient.
 
     Cost:
-        2 T I FLOP per rank and trained column; no host sync.
+        2 T I FLOP per rank and trained column; no host sync. A ``BaseWeight`` has one GEMM for all trained weights.
     """
     parts, found = fused_linear.parts, []
     d_a = None
@@ -245,10 +263,11 @@ def parameter_gradients(
         d_a = wide_product(d_low_TR.T, x_TI, dtype=_master_dtype(parts))
         if factor_I is not None:
             d_a.mul_(factor_I)
+    d_weights = _weight_gradients(fused_linear, x_TI, d_TO, needs=needs[::TENSORS_PER_LAYER], d=d)
     for place, (part, columns, ranks) in enumerate(zip(parts, _columns(parts), _ranks(parts))):
-        needs_weight, needs_bias, needs_a, needs_b = needs[place * TENSORS_PER_LAYER : (place + 1) * TENSORS_PER_LAYER]
+        _, needs_bias, needs_a, needs_b = needs[place * TENSORS_PER_LAYER : (place + 1) * TENSORS_PER_LAYER]
         d_piece = d_TO[:, columns]
-        found.append(d_piece.T @ x_TI if needs_weight else None)
+        found.append(d_weights[place])
         found.append(d_piece.sum(0) if needs_bias else None)
         found.append(d_a[ranks] if needs_a and d_a is not None else None)
         if needs_b and low_TR is not None and part.b_OR is not None:
@@ -256,6 +275,19 @@ def parameter_gradients(
         else:
             found.append(None)
     return found
+
+
+def _weight_gradients(
+    fused_linear: FusedLinear, x_TI: torch.Tensor, d_TO: torch.Tensor, *, needs: Sequence[bool], d: Any
+) -> list[torch.Tensor | None]:
+    """Return the gradient of the weight of each layer, None where not needed."""
+    parts, base = fused_linear.parts, fused_linear.base
+    columns = _columns(parts)
+    if base is None or not any(needs):
+        return [d_TO[:, each].T @ x_TI if is_needed else None for each, is_needed in zip(columns, needs)]
+    d = base.quantise_gradient(parts, d_TO) if d is None else d
+    d_weight_OI = base.weight_gradient(parts, d, x_TI)
+    return [d_weight_OI[each] if is_needed else None for each, is_needed in zip(columns, needs)]
 
 
 def _has_augmented(fused_linear: FusedLinear, num_rows: int) -> bool:
@@ -327,10 +359,11 @@ def _base_product(
     return y_TO
 
 
-def _base_gradient(fused_linear: FusedLinear, d_TO: torch.Tensor) -> torch.Tensor:
+def _base_gradient(fused_linear: FusedLinear, d_TO: torch.Tensor, *, d: Any) -> torch.Tensor:
     """Return ``d @ W`` of every layer, summed."""
-    if fused_linear.base is not None:
-        return fused_linear.base.backward_product(fused_linear.parts, d_TO)
+    parts, base = fused_linear.parts, fused_linear.base
+    if base is not None:
+        return base.backward_product(parts, base.quantise_gradient(parts, d_TO) if d is None else d, dtype=d_TO.dtype)
     d_x_TI: torch.Tensor | None = None
     for columns, weight_OI in _dense_pieces(fused_linear, d_TO):
         d_piece = d_TO[:, columns]

@@ -20,6 +20,7 @@ from lightning_fastft.fused.linears import (
     low_rank_rows,
     parameter_gradients,
     product,
+    quantised_gradient,
     rows_gradients_apart,
 )
 from lightning_fastft.kernels.expert_gate.op import gate_backward, gate_forward
@@ -248,7 +249,8 @@ def _block_gradients(
         call.down.with_watched(others[num_first:num_watched]),
     )
     num_needs = 2 + len(gate_up.tensors())
-    d_act_TF, d_low_TR, a_RF = rows_gradients_apart(down, d_out_TD)
+    d = quantised_gradient(down, d_out_TD, needs=needs[num_needs:])
+    d_act_TF, d_low_TR, a_RF = rows_gradients_apart(down, d_out_TD, d=d)
     # The gate's backward reads these rows next, so it adds the gradient from the adapter.
     addend = None if d_low_TR is None or a_RF is None else LowRankRows(d_low_TR, contiguous_rows(a_RF))
     gate = gate_backward(
@@ -260,8 +262,8 @@ def _block_gradients(
     if gate.act_NF is not None:
         # They were saved if the layer ran without a session; else they cost one thin GEMM.
         low_TR = others[num_watched] if len(others) > num_watched else low_rank_rows(down, gate.act_NF)
-        d_down = parameter_gradients(down, gate.act_NF, d_out_TD, low_TR, d_low_TR, needs=needs[num_needs:])
-    del gate, d_out_TD
+        d_down = parameter_gradients(down, gate.act_NF, d_out_TD, low_TR, d_low_TR, needs=needs[num_needs:], d=d)
+    del gate, d_out_TD, d
     return (
         *normed_gradients(
             gate_up,
