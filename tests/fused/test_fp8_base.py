@@ -66,9 +66,10 @@ def weights_of(model):
 # The numbers.
 
 
+@pytest.mark.parametrize("trained", ["lora", "full"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_loss_and_gradients_are_as_near_as_fp8_is(family):
-    model = make(family)
+def test_loss_and_gradients_are_as_near_as_fp8_is(family, trained):
+    model = make(family, trained)
     plain = copy.deepcopy(model)
     _, base = in_fp8(model)
     install_packed_training(plain, ModelPatcher())
@@ -90,12 +91,13 @@ def test_loss_and_gradients_are_as_near_as_fp8_is(family):
     assert max(cosines) < 0.99999
 
 
+@pytest.mark.parametrize("trained", ["lora", "full"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_with_rows_left_as_they_are_it_is_the_layer_of_the_rounded_weights(family, monkeypatch):
+def test_with_rows_left_as_they_are_it_is_the_layer_of_the_rounded_weights(family, trained, monkeypatch):
     """Everything but the rounding of rows: weights, both layouts, scales, order of columns, adapters, biases and
     residuals, to the last digits.
     """
-    model = make(family)
+    model = make(family, trained)
     plain = copy.deepcopy(model)
     with torch.no_grad():
         for layer in layers_of(plain):
@@ -114,6 +116,11 @@ def test_with_rows_left_as_they_are_it_is_the_layer_of_the_rounded_weights(famil
         fp8_base,
         "multiply",
         lambda rows, weight, scale, **options: (rows.values_TI @ weight.float().T) * (1.0 if scale is None else scale),
+    )
+    monkeypatch.setattr(
+        fp8_base,
+        "weight_gradient",
+        lambda d, x, scale_O, **options: (d.values_TI / scale_O).T @ x.values_TI,
     )
     in_fp8(model)
     install_packed_training(plain, ModelPatcher())
@@ -139,7 +146,93 @@ def test_products_are_those_of_rounded_rows_and_weights():
     expected = rounded(x_TI).double() @ rounded(dense_OI, is_weight=True).double().T
     assert relative_error(weight.forward_product(parts, x_TI), expected) <= 1e-6
     expected = (rounded(d_TO * scale_O) / scale_O).double() @ rounded(dense_OI, is_weight=True).double()
-    assert relative_error(weight.backward_product(parts, d_TO), expected) <= 1e-6
+    d = weight.quantise_gradient(parts, d_TO)
+    assert relative_error(weight.backward_product(parts, d, dtype=d_TO.dtype), expected) <= 1e-6
+
+
+def test_the_gradient_of_a_trained_weight_is_that_of_the_rows_that_the_other_products_read():
+    model = make(trained="full")
+    in_fp8(model)
+    step(model, make_batch(BATCH))
+    weight, layer = weights_of(model)[2], layers_of(model)[0]
+    parts = [read_part(module, dtype=torch.float32) for module in (layer.mlp.gate_proj, layer.mlp.up_proj)]
+    dense_OI = torch.cat([part.weight for part in parts])
+    x_TI, d_TO = torch.randn(7, 64), torch.randn(7, len(dense_OI))
+    scale_O = weight_rows(dense_OI).scale_T
+    x, d = rounded(x_TI, is_weight=True), rounded(d_TO * scale_O, is_weight=True) / scale_O
+    gradient = weight.quantise_gradient(parts, d_TO)
+    dense = rounded(dense_OI, is_weight=True)
+    assert relative_error(weight.forward_product(parts, x_TI), x.double() @ dense.double().T) <= 1e-6
+    assert relative_error(weight.backward_product(parts, gradient, dtype=x.dtype), d.double() @ dense.double()) <= 1e-6
+    assert relative_error(weight.weight_gradient(parts, gradient, x_TI), d.double().T @ x.double()) <= 1e-6
+
+
+@pytest.mark.parametrize("num_batches", [1, 3])
+def test_gradients_of_several_batches_add_up(num_batches):
+    model = make(trained="full")
+    in_fp8(model)
+    batches = [make_batch(BATCH, seed=seed) for seed in range(num_batches)]
+    pieces = [step(model, batch) for batch in batches]
+    for batch in batches:
+        model(**batch).loss.backward()
+    for name, parameter in model.named_parameters():
+        total = pieces[0][name]
+        for piece in pieces[1:]:
+            total = total + piece[name]
+        assert torch.equal(parameter.grad, total), name
+
+
+class _Unseen(torch.optim.SGD):
+    """Writes weights as bitsandbytes does: no version counter shows it."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data.add_(parameter.grad, alpha=-group["lr"])
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, _Unseen])
+def test_weights_are_quantised_once_per_step_after_it(optimizer, monkeypatch):
+    model = make(trained="full")
+    twin = copy.deepcopy(model)
+    _, base = in_fp8(model)
+    given, real = [], fp8_base.quantise_rows
+    monkeypatch.setattr(
+        fp8_base, "quantise_rows", lambda x, **options: given.append(isinstance(x, nn.Parameter)) or real(x, **options)
+    )
+    steps = optimizer(model.parameters(), lr=0.05)
+    for number in range(3):
+        for seed in range(2):
+            model(**make_batch(BATCH, seed=10 * number + seed)).loss.backward()
+        steps.step()
+        base.refresh()
+        model.zero_grad()
+        assert sum(given) == 14 * (number + 2)
+    twin.load_state_dict(model.state_dict())
+    in_fp8(twin)
+    found, expected = step(model, make_batch(BATCH)), step(twin, make_batch(BATCH))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_trained_weights_hold_one_byte_each_and_share_the_memory_of_the_transpose():
+    model = make(trained="full")
+    _, base = in_fp8(model)
+    step(model, make_batch(BATCH))
+    places = [tensor.data_ptr() for weight in weights_of(model) for tensor in weight.memory()]
+    narrow = [tensor for weight in weights_of(model) for tensor in weight.memory() if tensor.itemsize == 1]
+    num_weights = sum(
+        module.weight.numel()
+        for layer in layers_of(model)
+        for module in layer.modules()
+        if isinstance(module, nn.Linear)
+    )
+    assert sum(tensor.numel() for tensor in narrow) == num_weights
+    (buffer,) = base.memory()
+    assert buffer.numel() == 2 * 128 * 64
+    base.refresh()
+    assert [tensor.data_ptr() for weight in weights_of(model) for tensor in weight.memory()] == places
 
 
 @pytest.mark.parametrize("adapter_dtype", [torch.bfloat16, torch.float32])
@@ -264,28 +357,13 @@ def _write_larger_rows(weight):
 # Who computes.
 
 
-def test_trained_weights_stay_as_they_are():
-    model = make(trained="full")
-    plain = copy.deepcopy(model)
-    _, base = in_fp8(model)
-    install_packed_training(plain, ModelPatcher())
-    fuse(plain)
-    found, expected = step(model, make_batch(BATCH)), step(plain, make_batch(BATCH))
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
-    assert base.status() == (
-        "fp8 base",
-        "inactive",
-        "the weights are trained; products run in the dtype of the model",
-        "",
-    )
-
-
-def test_one_trained_layer_leaves_its_product_alone():
+def test_a_trained_layer_beside_frozen_ones_leaves_its_product_alone():
     model = make()
     layers_of(model)[1].mlp.up_proj.base_layer.weight.requires_grad_(True)
     _, base = in_fp8(model)
     step(model, make_batch(BATCH))
-    assert base.status().reason == "7 products of 2 layers in e4m3, in plain PyTorch, 1 not: the weights are trained"
+    reason = "trained and frozen layers read the same rows"
+    assert base.status().reason == f"7 products of 2 layers in e4m3, in plain PyTorch, 1 not: {reason}"
 
 
 def test_merged_adapters_compute_in_the_dtype_of_the_model_and_come_back():
@@ -357,8 +435,9 @@ def test_what_cannot_compute_in_fp8_runs_as_ever_and_the_table_says_why(change, 
 # What stays.
 
 
-def test_undo_leaves_nothing_and_names_stay():
-    model = make()
+@pytest.mark.parametrize("trained", ["lora", "full"])
+def test_undo_leaves_nothing_and_names_stay(trained):
+    model = make(trained=trained)
     install_packed_training(model, ModelPatcher())
     before = {name: set(vars(module)) for name, module in model.named_modules()}
     state, logits = model.state_dict(), logits_of(model)
@@ -377,9 +456,10 @@ def test_undo_leaves_nothing_and_names_stay():
     assert torch.equal(logits_of(model), logits)
 
 
+@pytest.mark.parametrize("trained", ["lora", "full"])
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copied_or_pickled_model_stands_alone(duplicate):
-    model = make()
+def test_a_copied_or_pickled_model_stands_alone(duplicate, trained):
+    model = make(trained=trained)
     in_fp8(model)
     expected = step(model, make_batch(BATCH))
     twin = duplicate(model)

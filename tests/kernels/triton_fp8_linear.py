@@ -10,7 +10,17 @@ from triton.runtime import interpreter
 
 from lightning_fastft.kernels.fp8_linear import reference, triton
 from lightning_fastft.kernels.fp8_linear.reference import FP8
-from tests.kernels.test_fp8_linear import check_nf4, check_rows, check_rows_both_ways, make_cases, make_rows, write_nf4
+from tests.kernels.test_fp8_linear import (
+    check_balance,
+    check_nf4,
+    check_rows,
+    check_rows_both_ways,
+    check_transpose,
+    make_cases,
+    make_operands,
+    make_rows,
+    write_nf4,
+)
 from tests.support.kernel_harness import DEVICE, planted_faults
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -110,6 +120,56 @@ def test_the_plain_twin_writes_the_same_bits(is_transposed):
     assert torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])
 
+
+# The gradient of a weight.
+
+
+# Around a tile of both axes and a block of scales; the rows of an operand are a multiple of 16.
+@pytest.mark.parametrize("size", [(1, 1), (37, 19), (128, 128), (129, 257), (1025, 3), (3, 1030)])
+def test_shifts_and_transposes(size):
+    num_rows, num_columns = size
+    d, x, factor_O = make_operands(num_rows, num_columns, 16, device=DEVICE)
+    check_balance(triton.balance, d, x, factor_O)
+    found, plain = (module.balance(d.scale_T, x.scale_T, factor_O) for module in (triton, reference))
+    assert all(torch.equal(one, other) for one, other in zip(found, plain))
+    num_written = -(-num_rows // 16) * 16
+    for shift_T in (None, found.shift_d_T):
+        check_transpose(triton.transpose, d.values_TI, shift_T, num_written=num_written)
+
+
+def test_a_transpose_of_columns_of_wider_rows():
+    d, _, _ = make_operands(20, 64, 16, device=DEVICE)
+    check_transpose(triton.transpose, d.values_TI[:, 16:48], None, num_written=32)
+
+
+GRADIENT_FAULTS = {
+    "largest exponent of the first block": "range(0, {num_rows => BLOCK}, BLOCK)",
+    "half of it left": "_power(exponent - {half => half - half})",
+    "outside counts": "of_x = _exponent(tl.load(scale_x_ptr + start + places, mask=held, other={0.0 => 3e38}))",
+    "factor twice": "_power(top {- => +} of_factor)",
+    "scales of the first block": "places += tl.program_id(0) * BLOCK{ => * 0}",
+    "shift of another row": "tl.load(shift_ptr + rows{ => - rows}, mask",
+    "not transposed": "{tl.trans(value) => value}",
+    "wrong stride": "cols[:, None] * {out_stride => num_rows} + rows",
+    "rest not cleared": "(rows < {out_stride => num_rows})[None, :]",
+    "last column lost": "(cols < num_columns{ => - 1})[:, None]",
+    "rows next to each other": "{values_TI.stride(0) => num_columns},",
+    "shift lost": "value = value.to(tl.float8e4nv, bitcast=True).to(tl.float32){ * shift[:, None] => }",
+}
+
+
+def check_every_gradient(module):
+    d, x, factor_O = make_operands(1040, 129, 16, device=DEVICE)
+    # The largest of all is behind the first block.
+    x.scale_T[-1] = x.scale_T.max() * 2.0**30
+    check_balance(module.balance, d, x, factor_O)
+    shift_T = reference.balance(d.scale_T, x.scale_T, factor_O).shift_d_T[:37]
+    check_transpose(module.transpose, d.values_TI[:37, 1:], shift_T, num_written=48)
+
+
+test_a_planted_fault_in_gradients_is_seen, test_in_gradients_the_same_check_passes = planted_faults(
+    triton, check_every_gradient, GRADIENT_FAULTS
+)
 
 ROW_FAULTS = {
     "peak of the last tile": "peaks = tl.{maximum(peaks, tl.abs(value) => abs(value})",

@@ -311,9 +311,7 @@ def _raw_gradients(
         found_TD = found_TD + d_x_TD
     gradients: list[torch.Tensor | None] = [None] * len(needs)
     if any(needs):
-        gradients = parameter_gradients(
-            fused_linear, x_TD, d_y_TC, low[0] if low else None, d_low_TR, needs=needs, d=d
-        )
+        gradients = parameter_gradients(fused_linear, x_TD, d_y_TC, low[0] if low else None, d_low_TR, needs=needs, d=d)
     return found_TD, None, *gradients
 
 

@@ -5,11 +5,11 @@ the whole sum. Backward, ``d_x = d_y @ W``: the sum runs over output columns, so
 before its rows are quantised. Both passes read the same fp8 weight, so the backward is the gradient of the forward that
 ran.
 
-Gradient of the weight, ``d_W = d_y^T @ x``: the sum runs over rows, so the scales of rows have to leave the operands. Both
-were rounded to powers of 2 when the rows were quantised, so the numbers of the other two products serve here too: they
-are transposed, and each row is shifted by its exponent. A shift rounds nothing, unless a row contributes so little that
-its numbers fall below the range of e4m3. Each operand takes half of the exponent of both scales, and the largest one is
-a factor of the whole sum.
+Gradient of the weight, ``d_W = d_y^T @ x``: the sum runs over rows, so the scales of rows cannot be factors of the sum.
+Both are powers of 2 here, so the e4m3 numbers of the other two products serve a third time: they are transposed, and
+each row is shifted by its exponent. A shift rounds nothing, unless a row contributes so little that its numbers fall
+below the range of e4m3. Each operand takes half of the exponent of both scales; the largest exponent is a factor of the
+whole sum.
 
 Scales of weights are powers of 2. bf16 holds them exactly, which halves the bytes read per number of d_y. They cost a
 number no digit, only up to one of the 18 bits that the range of e4m3 spans. Gradients are e4m3 too: each row has its
