@@ -6,13 +6,15 @@ import functools
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.callbacks.fused_kernels import FusedKernels
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.fused.fp8_base import FP8_ATTRIBUTE
 from lightning_fastft.strategies.single_device import FastFTStrategy
-from tests.callbacks.test_fused_kernels import CONFIG, MODES, count_own, fit, is_plain, movement, tuner
+from tests.callbacks.test_fused_kernels import CONFIG, MODES, count_own, fit, is_plain, movement, trained, tuner
+from tests.support.training_parts import packed_batches, packed_loader, quiet_trainer
 
 ACTIVE = ("fp8 base", "active", "8 products of 2 layers in e4m3, in plain PyTorch", "")
 
@@ -21,8 +23,8 @@ def has_fp8(module):
     return any(FP8_ATTRIBUTE in vars(part) for part in module.modules())
 
 
-@pytest.mark.parametrize("mode", ["lora", "qlora"])
-def test_a_fit_in_fp8_moves_the_adapters_nearly_as_one_without_it(tmp_path, mode):
+@pytest.mark.parametrize("mode", ["lora", "qlora", "full"])
+def test_a_fit_in_fp8_moves_what_is_trained_nearly_as_one_without_it(tmp_path, mode):
     moves = {}
     for base in ("model_dtype", "fp8_reference"):
         # Small steps add up gradients of one place; with large ones, runs that differ in a last digit end in different
@@ -56,7 +58,7 @@ def test_without_a_device_that_has_fp8_it_is_inactive_and_changes_no_bit(tmp_pat
     assert all(torch.equal(value, found["fp8"][name]) for name, value in found["model_dtype"].items())
 
 
-@pytest.mark.parametrize("mode", ["lora", "qlora"])
+@pytest.mark.parametrize("mode", ["lora", "qlora", "full"])
 def test_activation_policies_change_no_bit_in_fp8(tmp_path, mode):
     found = {}
     for policy in ("keep", "recompute", "offload"):
@@ -85,8 +87,49 @@ def test_streamed_weights_compute_in_fp8_with_the_same_bits(tmp_path, mode):
     assert all(torch.equal(value, found["stream"][name]) for name, value in found["resident"].items())
 
 
-def test_everything_is_undone_after_an_exception(tmp_path):
-    callback, module = FusedKernels(base_compute="fp8_reference"), tuner(**MODES["lora"])
+class Unseen(torch.optim.SGD):
+    """Writes weights as bitsandbytes does: no version counter shows it."""
+
+    def step(self, closure=None):
+        loss = closure()
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.data.add_(parameter.grad, alpha=-self.param_groups[0]["lr"])
+        return loss
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_weights_are_quantised_after_steps_that_no_version_counter_shows(tmp_path, accumulate):
+    found = {}
+    for optimizer in (torch.optim.SGD, Unseen):
+        module = tuner(**MODES["full"], optimizer=functools.partial(optimizer, lr=0.2))
+        fused = FusedKernels(base_compute="fp8_reference")
+        _, found[optimizer], table = fit(module, tmp_path, fused, accumulate_grad_batches=accumulate)
+        assert ACTIVE in table
+    assert all(torch.equal(value, found[Unseen][name]) for name, value in found[torch.optim.SGD].items())
+
+
+def test_a_resumed_fit_of_trained_weights_ends_with_the_same_bits(tmp_path):
+    def run(ckpt_path=None):
+        module = tuner(**MODES["full"])
+        saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
+        callbacks = [FusedKernels(base_compute="fp8_reference"), saving]
+        trainer = quiet_trainer(
+            tmp_path, strategy="fastft", callbacks=callbacks, max_steps=4, enable_checkpointing=True
+        )
+        # A plain loader begins anew when a run is resumed, so all packs are equal.
+        loader = torch.utils.data.DataLoader(packed_batches(1) * 4, batch_size=None)
+        trainer.fit(module, loader, packed_loader(1), ckpt_path=ckpt_path)
+        return trained(module)
+
+    whole = run()
+    resumed = run(tmp_path / "step=2.ckpt")
+    assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
+
+
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_everything_is_undone_after_an_exception(tmp_path, mode):
+    callback, module = FusedKernels(base_compute="fp8_reference"), tuner(**MODES[mode])
 
     def fail(*_, **__):
         raise RuntimeError("planted")
