@@ -610,6 +610,8 @@ def _rank_record(title, *, strategy="one", accumulate=1, tokens_per_s=100.0, los
         "build_s": 2.0,
         "workload": "w",
         "num_tokens": 8,
+        "num_warmup": 8,
+        "optim_bits": 32,
         "num_sharing": num_ranks if strategy == multi_gpu.CONTEXT else 1,
         "is_one_document": False,
         "mode": "offload",
@@ -660,7 +662,7 @@ def test_losses_that_do_not_fall_prove_nothing():
 
 def test_every_rank_gets_its_own_packs_and_the_window_divides_the_loss():
     packs = multi_gpu.make_packs(TINY)[:8]
-    shares = [multi_gpu.Share(packs, rank=rank, num_ranks=2, accumulate=2) for rank in range(2)]
+    shares = [multi_gpu.Share(packs, rank=rank, num_ranks=2, accumulate=2, num_warmup=8) for rank in range(2)]
     seen = [share.batch(number)["input_ids"][0] for number in range(2) for share in shares]
     assert all(torch.equal(ids, torch.from_numpy(pack.input_id_T)) for ids, pack in zip(seen, packs))
     # Steps of the warm-up repeat their packs; the first timed step, of micro-batches 16 and 17, has the next four.
