@@ -128,10 +128,11 @@ class FusedKernels(ModelSwaps):
             self._weight_buffers = fuse_weight_buffers(pl_module, self._patcher)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Quantise trained weights after each optimizer step."""
+        """Quantise trained weights now, so that the activation plan counts them, and after each optimizer step."""
         if self._patcher is None:
             return
         for base in self._fp8:
+            base.prepare()
             for optimizer in trainer.optimizers:
                 hook = optimizer.register_step_post_hook(functools.partial(_refresh, base))
                 self._patcher.add_undo(hook.remove)

@@ -35,8 +35,9 @@ from lightning_fastft.kernels.fp8_linear.op import (
 )
 from lightning_fastft.kernels.fp8_linear.reference import FP8, Fp8Rows
 from lightning_fastft.kernels.nf4_linear.op import read_params4bit
+from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
 
-STATUS_NAME = "fp8 base"
+STATUS_NAME = "fp8 products"
 # An instance attribute, so no state_dict has it.
 FP8_ATTRIBUTE = "fastft_fp8_base"
 # q, k and v; output; gate and up; down.
@@ -74,7 +75,7 @@ def in_fp8(
 
 
 def refresh_written(layer: nn.Module) -> None:
-    """Quantise trained weights of a layer again if they were written; recorded graphs do not look at them.
+    """Quantise the weights of a layer again if they were written; recorded graphs do not look at them.
 
     Cost:
         A few microseconds of the host.
@@ -125,6 +126,18 @@ class Fp8Base:
         for layer in self._layers:
             for weight in vars(layer).get(FP8_ATTRIBUTE, ()):
                 weight.release()
+
+    def prepare(self) -> None:
+        """Quantise trained weights before the first step, so that a plan of activations counts their memory.
+
+        Cost:
+            As refresh.
+        """
+        for layer in self._layers:
+            found = self._read(layer)
+            for fused_linear in () if isinstance(found, str) else found:
+                if fused_linear is not None and isinstance(fused_linear.base, Fp8Weight):
+                    fused_linear.base.prepare(fused_linear.parts)
 
     def refresh(self) -> None:
         """Quantise all trained weights that were quantised before; call it after each optimizer step.
@@ -208,8 +221,8 @@ class Fp8Weight:
         self.owner = owner
         # Why the weights do not compute in fp8, empty if they do; None before the first read.
         self.reason: str | None = None
-        # The trained weights whose copies are held, in order.
-        self._trained: tuple[torch.Tensor, ...] = ()
+        # The weights whose copies or scales are held, in order.
+        self._weights: tuple[torch.Tensor, ...] = ()
         # Identities of the weights at the last read and at each copy.
         self._key: tuple[Any, ...] = ()
         self._forward_key: tuple[Any, ...] | None = None
@@ -251,17 +264,30 @@ class Fp8Weight:
         self._key = (*_marks([part.weight for part in parts]), wraps)
         return ""
 
+    def prepare(self, parts: Sequence[LinearPart]) -> None:
+        """Quantise trained weights, and allocate the memory of their transpose."""
+        if _are_trained(parts):
+            forward_OI, _ = self._read(parts, is_transposed=False)
+            self.owner.buffer(forward_OI.numel(), forward_OI.device)
+
     def refresh(self, *, only_if_written: bool = False) -> None:
-        """Quantise trained weights again in the same memory.
+        """Quantise weights again in the same memory.
 
         Args:
-            only_if_written: Skip weights whose version counters and addresses are those of the last time.
+            only_if_written: Skip weights whose version counters and addresses are those of the last time. Otherwise
+                skip frozen weights.
         """
-        marks = tuple(_marks(self._trained))
-        if not marks or (only_if_written and self._forward_key == (*marks, *self._key[len(marks) :])):
+        weights, marks = self._weights, tuple(_marks(self._weights))
+        key = (*marks, *self._key[len(marks) :])
+        if not weights or (self._forward_key == key if only_if_written else not weights[0].requires_grad):
             return
-        self._key = (*marks, *self._key[len(marks) :])
-        self._quantise(self._trained)
+        self._key = key
+        if type(weights[0]) is not nn.Parameter:
+            self._find_scales(weights)
+            return
+        forward_OI, _ = self._quantise(weights)
+        if self._backward is not None:
+            self._transpose(forward_OI)
 
     def forward_product(self, parts: Sequence[LinearPart], x_TI: torch.Tensor) -> torch.Tensor:
         """Return ``x @ W^T``.
@@ -321,7 +347,7 @@ class Fp8Weight:
     def release(self) -> None:
         """Free the memory; it is allocated again when needed."""
         self._scales = self._forward = self._backward = self._forward_key = self._backward_key = None
-        self._trained = ()
+        self._weights = ()
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop the fp8 weights from a copy or pickle; a copied model quantises its own."""
@@ -338,17 +364,21 @@ class Fp8Weight:
                 forward_OI, scales = self._quantise([part.weight for part in parts])
             if not is_transposed:
                 return forward_OI, scales
-            options: dict[str, Any] = {"backend": self.owner.backend, "is_checked": False}
             if _are_trained(parts):
                 # The weights change with each step, so a copy of their own would save little.
                 buffer = self.owner.buffer(forward_OI.numel(), forward_OI.device)
-                return transpose(forward_OI, out_IT=buffer.view(forward_OI.T.shape), **options), scales
-            backward_IO = self._backward
-            if backward_IO is None or self._backward_key != self._forward_key:
-                backward_IO = _memory(self._backward, forward_OI.T.shape, forward_OI.device)
-                self._backward = transpose(forward_OI, out_IT=backward_IO, **options)
-                self._backward_key = self._forward_key
-            return backward_IO, scales
+                out_IT = buffer.view(forward_OI.T.shape)
+                return transpose(forward_OI, out_IT=out_IT, backend=self.owner.backend, is_checked=False), scales
+            if self._backward is None or self._backward_key != self._forward_key:
+                return self._transpose(forward_OI), scales
+            return self._backward, scales
+
+    def _transpose(self, forward_OI: torch.Tensor) -> torch.Tensor:
+        """Write the transpose of frozen dense weights, in the held memory if it fits."""
+        with torch.inference_mode(mode=False), torch.no_grad():
+            out_IT = self._backward = _memory(self._backward, forward_OI.T.shape, forward_OI.device)
+            self._backward_key = self._forward_key
+            return transpose(forward_OI, out_IT=out_IT, backend=self.owner.backend, is_checked=False)
 
     def _quantise(self, weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, _Scales]:
         """Write dense weights in e4m3 and their scales, in the held memory if it fits."""
@@ -364,8 +394,7 @@ class Fp8Weight:
                     backend=self.owner.backend,
                     is_checked=False,
                 )
-            self._trained = tuple(weights) if weights[0].requires_grad else ()
-            return forward_OI, self._set_scales(scale_O)
+            return forward_OI, self._set_scales(scale_O, weights)
 
     def _read_scales(self, parts: Sequence[LinearPart]) -> _Scales:
         """Return the scales of the weights."""
@@ -378,16 +407,14 @@ class Fp8Weight:
         num_inputs = int(parts[0].base.in_features)  # type: ignore[arg-type]
         sizes = [part.num_outputs for part in parts]
         device, num_outputs = parts[0].weight.device, sum(sizes)
-        weights = [weight for weight in (read_params4bit(part.weight) for part in parts) if weight is not None]
+        weights = [part.weight for part in parts]
         scales = self._scales
         if scales is None or self._forward_key != self._key:
-            scale_O = torch.empty(num_outputs, dtype=torch.float32, device=device)
-            nf4_row_scales(weights, scales=scale_O.split(sizes), backend=self.owner.backend)
-            scales = self._set_scales(scale_O)
+            scales = self._find_scales(weights)
         shape = (num_inputs, num_outputs) if is_transposed else (num_outputs, num_inputs)
         values = self.owner.buffer(num_inputs * num_outputs, device).view(shape)
         quantise_nf4(
-            weights,
+            _read_nf4(weights),
             values=values.split(sizes, dim=1 if is_transposed else 0),
             scales=scales.scale_O.split(sizes),
             is_transposed=is_transposed,
@@ -396,12 +423,25 @@ class Fp8Weight:
         )
         return values, scales
 
-    def _set_scales(self, scale_O: torch.Tensor) -> _Scales:
-        """Compute the scales of the present weights."""
+    def _find_scales(self, weights: Sequence[torch.Tensor]) -> _Scales:
+        """Compute the scales of NF4 weights."""
+        with torch.inference_mode(mode=False), torch.no_grad():
+            found = _read_nf4(weights)
+            sizes = [weight.quant_state.shape[0] for weight in weights]  # type: ignore[attr-defined]
+            scale_O = torch.empty(sum(sizes), dtype=torch.float32, device=weights[0].device)
+            nf4_row_scales(found, scales=scale_O.split(sizes), backend=self.owner.backend)
+            return self._set_scales(scale_O, weights)
+
+    def _set_scales(self, scale_O: torch.Tensor, weights: Sequence[torch.Tensor]) -> _Scales:
+        """Hold the scales of the present weights."""
         held = self._scales or (None, None)
         self._scales = _Scales(_put(held[0], scale_O), _put(held[1], scale_O.to(torch.bfloat16)))
-        self._forward_key = self._key
+        self._forward_key, self._weights = self._key, tuple(weights)
         return self._scales
+
+
+def _read_nf4(weights: Sequence[torch.Tensor]) -> list[NF4Weight]:
+    return [found for found in map(read_params4bit, weights) if found is not None]
 
 
 def _marks(weights: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:

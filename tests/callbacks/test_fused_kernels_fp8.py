@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.callbacks.fused_kernels import FusedKernels
@@ -16,7 +16,7 @@ from lightning_fastft.strategies.single_device import FastFTStrategy
 from tests.callbacks.test_fused_kernels import CONFIG, MODES, count_own, fit, is_plain, movement, trained, tuner
 from tests.support.training_parts import packed_batches, packed_loader, quiet_trainer
 
-ACTIVE = ("fp8 base", "active", "8 products of 2 layers in e4m3, in plain PyTorch", "")
+ACTIVE = ("fp8 products", "active", "8 products of 2 layers in e4m3, in plain PyTorch", "")
 
 
 def has_fp8(module):
@@ -54,7 +54,7 @@ def test_without_a_device_that_has_fp8_it_is_inactive_and_changes_no_bit(tmp_pat
     for base in ("model_dtype", "fp8"):
         _, found[base], table = fit(tuner(**MODES["lora in bf16"]), tmp_path, FusedKernels(base_compute=base))
     reason = "fp8 products need a CUDA device of compute capability 8.9 or higher, and the weights are on cpu"
-    assert ("fp8 base", "inactive", f"{reason}; products run in the dtype of the model", "") in table
+    assert ("fp8 products", "inactive", f"{reason}; products run in the dtype of the model", "") in table
     assert all(torch.equal(value, found["fp8"][name]) for name, value in found["model_dtype"].items())
 
 
@@ -107,6 +107,30 @@ def test_weights_are_quantised_after_steps_that_no_version_counter_shows(tmp_pat
         _, found[optimizer], table = fit(module, tmp_path, fused, accumulate_grad_batches=accumulate)
         assert ACTIVE in table
     assert all(torch.equal(value, found[Unseen][name]) for name, value in found[torch.optim.SGD].items())
+
+
+def test_trained_weights_are_quantised_before_the_first_step_is_measured(tmp_path):
+    """A plan takes what the first forward allocates for saved activations."""
+    held = []
+
+    class Look(Callback):
+        def on_train_batch_start(self, trainer, pl_module, *_):
+            weights = [weight for part in pl_module.modules() for weight in vars(part).get(FP8_ATTRIBUTE, ())]
+            tensors = [tensor for weight in weights for tensor in (*weight.memory(), *weight.owner.memory())]
+            held.append({tensor.data_ptr(): tensor.nbytes for tensor in tensors})
+
+    module = tuner(**MODES["full"])
+    trainer = quiet_trainer(
+        tmp_path,
+        strategy="fastft",
+        callbacks=[FusedKernels(base_compute="fp8_reference"), Look()],
+        max_steps=3,
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(module, packed_loader(3))
+    assert len(held) == 3
+    assert len(held[0]) == 3 * 8 + 1
+    assert all(each == held[0] for each in held)
 
 
 def test_a_resumed_fit_of_trained_weights_ends_with_the_same_bits(tmp_path):

@@ -331,18 +331,18 @@ def test_scales_of_nf4_weights_that_are_written_anew_are_found_anew():
     other = copy.deepcopy(model)
     for module in other.modules():
         if isinstance(module, bitsandbytes.nn.Linear4bit):
-            _write_larger_rows(module.weight)
+            write_larger_rows(module.weight)
     in_fp8(model)
     in_fp8(other)
     step(model, make_batch(BATCH))
     for module in model.modules():
         if isinstance(module, bitsandbytes.nn.Linear4bit):
-            _write_larger_rows(module.weight)
+            write_larger_rows(module.weight)
     found, expected = step(model, make_batch(BATCH)), step(other, make_batch(BATCH))
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def _write_larger_rows(weight):
+def write_larger_rows(weight):
     """Write an NF4 weight in its place whose rows are 1, 2, 4, ... times what they were, so that other scales fit."""
     state = weight.quant_state
     dense_OI = dequantize_4bit(weight.data, state)
@@ -428,7 +428,7 @@ def test_what_cannot_compute_in_fp8_runs_as_ever_and_the_table_says_why(change, 
         )
         assert status.reason.endswith((reason, reason.replace("72 x 64", "64 x 72")))
         return
-    assert status == ("fp8 base", "inactive", f"{reason}; products run in the dtype of the model", "")
+    assert status == ("fp8 products", "inactive", f"{reason}; products run in the dtype of the model", "")
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
