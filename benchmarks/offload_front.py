@@ -42,7 +42,7 @@ UNSLOTH = ("unsloth:unsloth", "unsloth:off")
 _LAYERS = {
     "": ("transformers' layers", "tab:gray"),
     "liger": ("Liger's layers", "tab:cyan"),
-    "fp8": ("fused layers, fp8 base", "tab:purple"),
+    "fp8": ("fused layers, fp8 products", "tab:purple"),
     "graphs": ("fused layers, CUDA graphs", "tab:green"),
     "fused": ("fused layers", "tab:blue"),
 }
