@@ -9,7 +9,7 @@ Axes: T rows of I columns, one program per row, whose tiles stay in registers be
 
 # Parameters of a jit body have no Python types.
 # mypy: disallow-untyped-defs=False
-# ruff: noqa: ANN001, ANN202
+# ruff: noqa: ANN001, ANN201, ANN202
 
 from __future__ import annotations
 
@@ -59,6 +59,19 @@ def _round_up_to_power_of_2(scale):
 
 
 @triton.jit
+def row_scale(peak, ROUND_SCALES: tl.constexpr, LARGEST: tl.constexpr, LEAST_PEAK: tl.constexpr):
+    """Return the scale of a row by its largest number, and the factor that its numbers are cast with."""
+    peak = tl.maximum(peak, LEAST_PEAK)
+    largest = tl.full(peak.shape, LARGEST, tl.float32)
+    scale = tl.div_rn(peak, largest)
+    inverse = tl.div_rn(largest, peak)
+    if ROUND_SCALES:
+        scale = _round_up_to_power_of_2(scale)
+        inverse = tl.div_rn(tl.full(peak.shape, 1.0, tl.float32), scale)
+    return scale, inverse
+
+
+@triton.jit
 def _quantise_rows_kernel(
     x_ptr,
     factor_ptr,
@@ -87,13 +100,7 @@ def _quantise_rows_kernel(
     for index in tl.static_range(NUM_TILES):
         value = _scaled(tiles[index], factor_ptr, index * TILE + tile_cols, num_columns, HAS_FACTOR)
         peaks = tl.maximum(peaks, tl.abs(value))
-    peak = tl.maximum(tl.max(peaks, axis=0), LEAST_PEAK)
-    largest = tl.full(peak.shape, LARGEST, tl.float32)
-    scale = tl.div_rn(peak, largest)
-    inverse = tl.div_rn(largest, peak)
-    if ROUND_SCALES:
-        scale = _round_up_to_power_of_2(scale)
-        inverse = tl.div_rn(tl.full(peak.shape, 1.0, tl.float32), scale)
+    scale, inverse = row_scale(tl.max(peaks, axis=0), ROUND_SCALES, LARGEST, LEAST_PEAK)
     tl.store(scale_ptr + row, scale)
     for index in tl.static_range(NUM_TILES):
         cols = index * TILE + tile_cols
@@ -306,13 +313,8 @@ def quantise_rows(
 ) -> Fp8Rows:
     """Return rows in e4m3; same contract as the reference."""
     num_rows, num_columns = x_TI.shape
-    if out is None:
-        out = Fp8Rows(
-            torch.empty(num_rows, num_columns, dtype=FP8, device=x_TI.device),
-            torch.empty(num_rows, dtype=torch.float32, device=x_TI.device),
-        )
+    out = new_rows(num_rows, num_columns, device=x_TI.device) if out is None else out
     values_TI, scale_T = out
-    growth = 1 if num_columns <= MAX_TILES * TILE_COLUMNS else 2
     if num_rows:
         _quantise_rows_kernel[(num_rows,)](
             x_TI,
@@ -325,11 +327,27 @@ def quantise_rows(
             ROUND_SCALES=round_scales_to_power_of_2,
             LARGEST=LARGEST,
             LEAST_PEAK=LEAST_PEAK,
-            NUM_TILES=ceil_div(num_columns, growth * TILE_COLUMNS),
-            TILE=growth * TILE_COLUMNS,
-            num_warps=growth * NUM_WARPS,
+            **row_tiles(num_columns),
         )
     return out
+
+
+def new_rows(num_rows: int, num_columns: int, *, device: torch.device) -> Fp8Rows:
+    """Return memory for rows."""
+    return Fp8Rows(
+        torch.empty(num_rows, num_columns, dtype=FP8, device=device),
+        torch.empty(num_rows, dtype=torch.float32, device=device),
+    )
+
+
+def row_tiles(num_columns: int) -> dict[str, int]:
+    """Return how a program holds a row in registers."""
+    growth = 1 if num_columns <= MAX_TILES * TILE_COLUMNS else 2
+    return {
+        "NUM_TILES": ceil_div(num_columns, growth * TILE_COLUMNS),
+        "TILE": growth * TILE_COLUMNS,
+        "num_warps": growth * NUM_WARPS,
+    }
 
 
 def transpose(values_TI: torch.Tensor, *, shift_T: torch.Tensor | None, out_IT: torch.Tensor) -> None:

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from lightning_fastft.kernels.fp8_linear.reference import Fp8Rows, quantise_rows
+
 
 class NormForm(NamedTuple):
     """Variant of RMSNorm that a model family uses.
@@ -66,6 +68,14 @@ def rms_norm_forward(
         normed_TD = normed_TD.to(dtype).to(wide)
     y_TD = normed_TD * shifted_weight(weight_D, wide, form)
     return NormOutput(y_TD.to(dtype) if out is None else out.copy_(y_TD), sum_TD, rstd_T)
+
+
+def rms_norm_quantised(
+    x_TD: torch.Tensor, weight_D: torch.Tensor, *, form: NormForm, round_scales_to_power_of_2: bool
+) -> Fp8Rows:
+    """Return the rounded norm in e4m3."""
+    y_TD = rms_norm_forward(x_TD, weight_D, form=form).y_TD
+    return quantise_rows(y_TD, factor_I=None, round_scales_to_power_of_2=round_scales_to_power_of_2)
 
 
 def rms_norm_backward(

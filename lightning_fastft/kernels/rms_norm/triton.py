@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 
 from lightning_fastft.core.checks import is_same_memory
+from lightning_fastft.kernels.fp8_linear.reference import LARGEST, LEAST_PEAK, Fp8Rows
+from lightning_fastft.kernels.fp8_linear.triton import new_rows, row_scale
 from lightning_fastft.kernels.rms_norm.reference import NormForm, NormGradients, NormOutput
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
@@ -62,6 +64,7 @@ def _rms_norm_forward_kernel(
     y_ptr,
     sum_ptr,
     rstd_ptr,
+    scale_ptr,
     x_stride,
     residual_stride,
     y_stride,
@@ -72,10 +75,17 @@ def _rms_norm_forward_kernel(
     weight_offset,
     HAS_RESIDUAL: tl.constexpr,
     IS_WEIGHT_WIDE: tl.constexpr,
+    IS_QUANTISED: tl.constexpr,
+    ROUND_SCALES: tl.constexpr,
+    LARGEST: tl.constexpr,
+    LEAST_PEAK: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Run one program per block of rows; masked columns are 0 and add nothing to a sum."""
+    """Run one program per block of rows; masked columns are 0 and add nothing to a sum.
+
+    Quantised rows are written in e4m3 with their scales, without their reciprocal roots.
+    """
     rows = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     cols = tl.arange(0, BLOCK_D)
     inside_rows = rows < num_rows
@@ -96,13 +106,16 @@ def _rms_norm_forward_kernel(
     rstd = _reciprocal_root(row, mean_scale, eps)
     normed = row * rstd[:, None]
     if not IS_WEIGHT_WIDE:
-        normed = normed.to(y_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(
-        y_ptr + rows[:, None] * y_stride + cols[None, :],
-        (normed * weight[None, :]).to(y_ptr.dtype.element_ty),
-        mask=inside,
-    )
-    tl.store(rstd_ptr + rows, rstd, mask=inside_rows)
+        normed = normed.to(x_ptr.dtype.element_ty).to(tl.float32)
+    y = (normed * weight[None, :]).to(x_ptr.dtype.element_ty)
+    if IS_QUANTISED:
+        y = y.to(tl.float32)
+        scale, inverse = row_scale(tl.max(tl.abs(y), axis=1), ROUND_SCALES, LARGEST, LEAST_PEAK)
+        y = (y * inverse[:, None]).to(y_ptr.dtype.element_ty)
+        tl.store(scale_ptr + rows, scale, mask=inside_rows)
+    else:
+        tl.store(rstd_ptr + rows, rstd, mask=inside_rows)
+    tl.store(y_ptr + rows[:, None] * y_stride + cols[None, :], y, mask=inside)
 
 
 @triton.jit
@@ -188,12 +201,50 @@ def rms_norm_forward(
     out: torch.Tensor | None = None,
 ) -> NormOutput:
     """Return the norm, the sum and the reciprocal roots; same contract as the reference."""
+    y_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device) if out is None else out
+    sum_TD = x_TD if residual_TD is None else torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
+    rstd_T = torch.empty(len(x_TD), dtype=torch.float32, device=x_TD.device)
+    _launch_forward(
+        x_TD, weight_D, form=form, residual_TD=residual_TD, y_TD=y_TD, sum_TD=sum_TD, rstd_T=rstd_T, scale_T=None
+    )
+    return NormOutput(y_TD, sum_TD, rstd_T)
+
+
+def rms_norm_quantised(
+    x_TD: torch.Tensor, weight_D: torch.Tensor, *, form: NormForm, round_scales_to_power_of_2: bool
+) -> Fp8Rows:
+    """Return the norm in e4m3; same contract as the reference."""
+    out = new_rows(*x_TD.shape, device=x_TD.device)
+    _launch_forward(
+        x_TD,
+        weight_D,
+        form=form,
+        residual_TD=None,
+        y_TD=out.values_TI,
+        sum_TD=x_TD,
+        rstd_T=None,
+        scale_T=out.scale_T,
+        round_scales=round_scales_to_power_of_2,
+    )
+    return out
+
+
+def _launch_forward(
+    x_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    *,
+    form: NormForm,
+    residual_TD: torch.Tensor | None,
+    y_TD: torch.Tensor,
+    sum_TD: torch.Tensor,
+    rstd_T: torch.Tensor | None,
+    scale_T: torch.Tensor | None,
+    round_scales: bool = False,
+) -> None:
+    """Write y, the sum, and the reciprocal roots or the scales."""
     num_rows, num_columns = x_TD.shape
-    y_TD = torch.empty(num_rows, num_columns, dtype=x_TD.dtype, device=x_TD.device) if out is None else out
-    sum_TD = x_TD if residual_TD is None else torch.empty(num_rows, num_columns, dtype=x_TD.dtype, device=x_TD.device)
-    rstd_T = torch.empty(num_rows, dtype=torch.float32, device=x_TD.device)
     if num_rows == 0:
-        return NormOutput(y_TD, sum_TD, rstd_T)
+        return
     block_rows, block_columns, num_warps = _tile(num_columns)
     _rms_norm_forward_kernel[(ceil_div(num_rows, block_rows),)](
         x_TD,
@@ -201,7 +252,8 @@ def rms_norm_forward(
         weight_D,
         y_TD,
         sum_TD,
-        rstd_T,
+        scale_T if rstd_T is None else rstd_T,
+        rstd_T if scale_T is None else scale_T,
         x_TD.stride(0),
         0 if residual_TD is None else residual_TD.stride(0),
         y_TD.stride(0),
@@ -212,11 +264,14 @@ def rms_norm_forward(
         float(form.weight_offset),
         HAS_RESIDUAL=residual_TD is not None,
         IS_WEIGHT_WIDE=form.is_weight_wide,
+        IS_QUANTISED=scale_T is not None,
+        ROUND_SCALES=round_scales,
+        LARGEST=LARGEST,
+        LEAST_PEAK=LEAST_PEAK,
         BLOCK_T=block_rows,
         BLOCK_D=block_columns,
         num_warps=num_warps,
     )
-    return NormOutput(y_TD, sum_TD, rstd_T)
 
 
 def rms_norm_backward(
