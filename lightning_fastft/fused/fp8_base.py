@@ -23,6 +23,8 @@ from lightning_fastft.core.status import Status
 from lightning_fastft.fused.linear_parts import LinearPart
 from lightning_fastft.fused.linears import FusedLinear
 from lightning_fastft.kernels.backends import TRITON_DTYPES
+from lightning_fastft.kernels.expert_gate.op import gate_backward_quantised, gate_forward_quantised
+from lightning_fastft.kernels.expert_gate.reference import GateForm, QuantisedGateGradients
 from lightning_fastft.kernels.fp8_linear.op import (
     ALIGNED_COLUMNS,
     find_obstacle,
@@ -36,6 +38,8 @@ from lightning_fastft.kernels.fp8_linear.op import (
 from lightning_fastft.kernels.fp8_linear.reference import FP8, Fp8Rows
 from lightning_fastft.kernels.nf4_linear.op import read_params4bit
 from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
+from lightning_fastft.kernels.rms_norm.op import rms_norm_quantised
+from lightning_fastft.kernels.rms_norm.reference import NormForm
 
 STATUS_NAME = "fp8 products"
 # An instance attribute, so no state_dict has it.
@@ -100,7 +104,13 @@ class Fp8Base:
         generation. Scales take six bytes per output column. Products that do not compute in fp8 use no memory.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], *, read: Callable[[nn.Module], object], is_emulated: bool) -> None:
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        *,
+        read: Callable[[nn.Module], Sequence[FusedLinear | None] | str],
+        is_emulated: bool,
+    ) -> None:
         self.is_emulated = is_emulated
         self._layers = list(layers)
         self._read = read
@@ -289,16 +299,47 @@ class Fp8Weight:
         if self._backward is not None:
             self._transpose(forward_OI)
 
-    def forward_product(self, parts: Sequence[LinearPart], x_TI: torch.Tensor) -> torch.Tensor:
+    def quantises(self, parts: Sequence[LinearPart]) -> bool:
+        """Return whether the products read quantised rows, which the kernel that computes the rows may write.
+
+        Adapters read the rows themselves.
+        """
+        return _are_trained(parts) and not any(part.rank for part in parts)
+
+    def quantised_norm(
+        self, parts: Sequence[LinearPart], x_TI: torch.Tensor, weight_I: torch.Tensor, form: NormForm
+    ) -> Fp8Rows:
+        """Return normed rows as the products read them; costs rms_norm_quantised."""
+        return rms_norm_quantised(x_TI, weight_I, form=form, round_scales_to_power_of_2=True, is_checked=False)
+
+    def quantised_gate(self, parts: Sequence[LinearPart], gate_up_TP: torch.Tensor, form: GateForm) -> Fp8Rows:
+        """Return gated rows as the products read them; costs gate_forward_quantised."""
+        return gate_forward_quantised(gate_up_TP, form=form, round_scales_to_power_of_2=True, is_checked=False)
+
+    def quantised_gate_gradients(
+        self, parts: Sequence[LinearPart], d_act_TF: torch.Tensor, gate_up_TP: torch.Tensor, form: GateForm
+    ) -> QuantisedGateGradients:
+        """Return the gradient of gate_up and gated rows as the products read them; costs gate_backward_quantised."""
+        return gate_backward_quantised(
+            d_act_TF,
+            gate_up_TP,
+            form=form,
+            factor_P=self._read_scales(parts).factor_O,
+            round_scales_to_power_of_2=True,
+            need_act=True,
+            is_checked=False,
+        )
+
+    def forward_product(self, parts: Sequence[LinearPart], x_TI: torch.Tensor | Fp8Rows) -> torch.Tensor:
         """Return ``x @ W^T``.
 
         Cost:
-            Reads the rows and writes them in e4m3; packed weights cost quantise_nf4. No host sync.
+            Reads the rows and writes them in e4m3, unless they are; packed weights cost quantise_nf4. No host sync.
         """
         self.owner.begin()
         weight_OI, scales = self._read(parts, is_transposed=False)
-        rows = self._quantise_input(parts, x_TI)
-        return multiply(rows, weight_OI, scales.scale_O, dtype=x_TI.dtype, backend=self.owner.backend, is_checked=False)
+        rows, dtype = self._quantise_input(parts, x_TI)
+        return multiply(rows, weight_OI, scales.scale_O, dtype=dtype, backend=self.owner.backend, is_checked=False)
 
     def quantise_gradient(self, parts: Sequence[LinearPart], d_TO: torch.Tensor) -> Fp8Rows:
         """Return the gradient of the output as the other two products read it, times the scales of the weights.
@@ -323,22 +364,26 @@ class Fp8Weight:
         weight_IO, _ = self._read(parts, is_transposed=True)
         return multiply(d, weight_IO, None, dtype=dtype, backend=self.owner.backend, is_checked=False)
 
-    def weight_gradient(self, parts: Sequence[LinearPart], d: Fp8Rows, x_TI: torch.Tensor) -> torch.Tensor:
+    def weight_gradient(self, parts: Sequence[LinearPart], d: Fp8Rows, x_TI: torch.Tensor | Fp8Rows) -> torch.Tensor:
         """Return ``d^T @ x`` of all layers, below each other, from the same e4m3 rows as the forward.
 
         Cost:
-            Reads the rows and writes them in e4m3, then weight_gradient. No host sync.
+            Reads the rows and writes them in e4m3, unless they are, then weight_gradient. No host sync.
         """
-        rows, scales = self._quantise_input(parts, x_TI), self._read_scales(parts)
-        return weight_gradient(d, rows, scales.scale_O, dtype=x_TI.dtype, backend=self.owner.backend, is_checked=False)
+        (rows, dtype), scales = self._quantise_input(parts, x_TI), self._read_scales(parts)
+        return weight_gradient(d, rows, scales.scale_O, dtype=dtype, backend=self.owner.backend, is_checked=False)
 
-    def _quantise_input(self, parts: Sequence[LinearPart], x_TI: torch.Tensor) -> Fp8Rows:
-        return quantise_rows(
+    def _quantise_input(self, parts: Sequence[LinearPart], x_TI: torch.Tensor | Fp8Rows) -> tuple[Fp8Rows, torch.dtype]:
+        """Return rows in e4m3, and the dtype that they had."""
+        if isinstance(x_TI, Fp8Rows):
+            return x_TI, parts[0].weight.dtype
+        rows = quantise_rows(
             _in_rows(x_TI),
             round_scales_to_power_of_2=_are_trained(parts),
             backend=self.owner.backend,
             is_checked=False,
         )
+        return rows, x_TI.dtype
 
     def memory(self) -> list[torch.Tensor]:
         """Return the held tensors, whose addresses stay the same until release."""

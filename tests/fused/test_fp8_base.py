@@ -4,6 +4,7 @@ nothing left behind.
 
 import copy
 import pickle
+from collections import Counter
 
 import bitsandbytes
 import pytest
@@ -112,6 +113,7 @@ def test_with_rows_left_as_they_are_it_is_the_layer_of_the_rounded_weights(famil
         return Fp8Rows(x_TI if factor_I is None else x_TI * factor_I, torch.ones(len(x_TI)))
 
     monkeypatch.setattr(fp8_base, "quantise_rows", wide_rows)
+    monkeypatch.setattr(fp8_base.Fp8Weight, "quantises", lambda *_: False)
     monkeypatch.setattr(
         fp8_base,
         "multiply",
@@ -165,6 +167,27 @@ def test_the_gradient_of_a_trained_weight_is_that_of_the_rows_that_the_other_pro
     assert relative_error(weight.forward_product(parts, x_TI), x.double() @ dense.double().T) <= 1e-6
     assert relative_error(weight.backward_product(parts, gradient, dtype=x.dtype), d.double() @ dense.double()) <= 1e-6
     assert relative_error(weight.weight_gradient(parts, gradient, x_TI), d.double().T @ x.double()) <= 1e-6
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "gemma2", "qwen2"])
+def test_kernels_that_quantise_what_they_compute_change_no_bit(family, monkeypatch):
+    model = make(family, "full")
+    in_fp8(model)
+    calls = []
+    for name in ("rms_norm_quantised", "gate_forward_quantised", "gate_backward_quantised"):
+        real = getattr(fp8_base, name)
+        monkeypatch.setattr(
+            fp8_base, name, lambda *args, name=name, real=real, **options: calls.append(name) or real(*args, **options)
+        )
+    found = step(model, make_batch(BATCH))
+    num_calls = dict(Counter(calls))
+    monkeypatch.setattr(fp8_base.Fp8Weight, "quantises", lambda *_: False)
+    apart = step(model, make_batch(BATCH))
+    assert len(calls) == sum(num_calls.values())
+    assert all(torch.equal(found[name], value) for name, value in apart.items())
+    # Norms before qkv and before the block, forward and backward; gpt-oss has a block of experts.
+    blocks = {} if family == "gpt_oss" else {"gate_forward_quantised": 2, "gate_backward_quantised": 2}
+    assert num_calls == {"rms_norm_quantised": 4 if family == "gpt_oss" else 8, **blocks}
 
 
 @pytest.mark.parametrize("num_batches", [1, 3])

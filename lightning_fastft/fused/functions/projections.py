@@ -20,9 +20,11 @@ from lightning_fastft.fused.linears import (
     parameter_gradients,
     product,
     quantised_gradient,
+    quantised_norm,
     rows_for,
     rows_gradients,
 )
+from lightning_fastft.kernels.fp8_linear.reference import Fp8Rows
 from lightning_fastft.kernels.rms_norm.op import rms_norm_forward
 from lightning_fastft.kernels.rms_norm.reference import NormForm, shifted_weight, wide_dtype
 
@@ -243,6 +245,9 @@ def project_normed(
     def compute() -> tuple[torch.Tensor, ...]:
         if weight_D is None or form is None:
             return as_value(product(fused_linear, x_TD))
+        quantised = quantised_norm(fused_linear, x_TD, weight_D, form=form)
+        if quantised is not None:
+            return as_value(product(fused_linear, quantised))
         rows = rows_for(fused_linear, x_TD)
         return as_value(
             product(fused_linear, rms_norm_forward(x_TD, weight_D, form=form, out=rows, is_checked=False).y_TD)
@@ -254,7 +259,7 @@ def project_normed(
 def normed_gradients(
     fused_linear: FusedLinear,
     low: Sequence[torch.Tensor],
-    d_y_TC: torch.Tensor,
+    d_y_TC: torch.Tensor | Fp8Rows,
     d_x_TD: torch.Tensor | None,
     x_TD: torch.Tensor,
     weight_D: torch.Tensor | None,
@@ -289,15 +294,16 @@ def normed_gradients(
             fused_linear, x_TD, d_y_TC, low_TR, d_low_TR, needs=needs_tensors, factor_I=factor_D
         )
     elif any(needs_tensors):
-        h_TD = rms_norm_forward(x_TD, weight_D, form=form, is_checked=False).y_TD
-        gradients = parameter_gradients(fused_linear, h_TD, d_y_TC, low_TR, d_low_TR, needs=needs_tensors, d=d)
+        quantised = quantised_norm(fused_linear, x_TD, weight_D, form=form)
+        h = rms_norm_forward(x_TD, weight_D, form=form, is_checked=False).y_TD if quantised is None else quantised
+        gradients = parameter_gradients(fused_linear, h, d_y_TC, low_TR, d_low_TR, needs=needs_tensors, d=d)
     return (*of_norm, *gradients)
 
 
 def _raw_gradients(
     fused_linear: FusedLinear,
     low: Sequence[torch.Tensor],
-    d_y_TC: torch.Tensor,
+    d_y_TC: torch.Tensor | Fp8Rows,
     d_x_TD: torch.Tensor | None,
     x_TD: torch.Tensor,
     *,
