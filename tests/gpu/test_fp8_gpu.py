@@ -4,6 +4,7 @@ layers with frozen and with trained weights, no waits.
 
 import copy
 import functools
+from contextlib import nullcontext
 
 import bitsandbytes as bnb
 import pytest
@@ -13,6 +14,14 @@ from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.fused import fp8_base
 from lightning_fastft.fused.fp8_base import FP8_ATTRIBUTE
 from lightning_fastft.fused.install import install_fp8_base
+from lightning_fastft.graphs.install import install_layer_graphs
+from lightning_fastft.kernels.expert_gate.op import (
+    gate_backward,
+    gate_backward_quantised,
+    gate_forward,
+    gate_forward_quantised,
+)
+from lightning_fastft.kernels.expert_gate.reference import GateForm
 from lightning_fastft.kernels.fp8_linear.op import (
     find_obstacle,
     multiply,
@@ -23,6 +32,8 @@ from lightning_fastft.kernels.fp8_linear.op import (
 )
 from lightning_fastft.kernels.fp8_linear.reference import FP8
 from lightning_fastft.kernels.nf4_linear.op import read_params4bit
+from lightning_fastft.kernels.rms_norm.op import rms_norm_forward, rms_norm_quantised
+from lightning_fastft.kernels.rms_norm.reference import NormForm
 from lightning_fastft.patches.packed import install_packed_training
 from tests.kernels.test_fp8_linear import make_operands
 from tests.support.children import run_on_device
@@ -230,6 +241,60 @@ def test_layers_equal_the_emulated_ones_and_are_near_those_of_bf16(kind):
     assert all(one <= 1.25 * other for one, other in zip(apart, yardstick))
     # As far from bf16 as the formula is.
     assert from_bf16 == pytest.approx(emulated_from_bf16, rel=0.1)
+
+
+# Rows and widths of Qwen3-8B, of Qwen3-14B, whose tiles are twice as large, and of a small model.
+@pytest.mark.parametrize("size", [(2048, 4096, 12288), (513, 5120, 17408), (100, 1024, 3072)])
+def test_kernels_that_quantise_what_they_compute_have_the_same_bits_and_never_wait(size):
+    num_rows, width, num_columns = size
+    x_TD = torch.randn(num_rows, width, device="cuda").bfloat16()
+    weight_D = torch.rand(width, device="cuda").bfloat16()
+    gate_up_TP = torch.randn(num_rows, 2 * num_columns, device="cuda").bfloat16()
+    d_act_TF = torch.randn(num_rows, num_columns, device="cuda").bfloat16()
+    factor_P = (2.0 ** torch.randint(-9, -3, (2 * num_columns,), device="cuda")).bfloat16()
+    rounds = {"round_scales_to_power_of_2": True}
+    for is_cold in (True, False):
+        with nullcontext() if is_cold else waits_are_errors():
+            norm = rms_norm_quantised(x_TD, weight_D, form=NormForm(), **rounds)
+            gate = gate_forward_quantised(gate_up_TP, form=GateForm(), **rounds)
+            gradients = gate_backward_quantised(
+                d_act_TF, gate_up_TP, form=GateForm(), factor_P=factor_P, need_act=True, **rounds
+            )
+    y_TD = rms_norm_forward(x_TD, weight_D, form=NormForm()).y_TD
+    apart = gate_backward(d_act_TF, gate_up_TP, form=GateForm(), need_act=True)
+    pairs = [
+        (norm, quantise_rows(y_TD, **rounds)),
+        (gate, quantise_rows(gate_forward(gate_up_TP, form=GateForm()), **rounds)),
+        (gradients.d_gate_up, quantise_rows(apart.d_gate_up_NP, factor_I=factor_P, **rounds)),
+        (gradients.act, quantise_rows(apart.act_NF, **rounds)),
+    ]
+    for found, expected in pairs:
+        assert torch.equal(found.values_TI.view(torch.uint8), expected.values_TI.view(torch.uint8))
+        assert torch.equal(found.scale_T, expected.scale_T)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_graphs_have_the_bits_of_layers_without_and_read_weights_that_are_written(kind):
+    model = make_model(kind)
+    found = []
+    for is_recorded in (True, False):
+        each = fused(model, base=False)
+        graphs = install_layer_graphs(each, ModelPatcher())[0] if is_recorded else None
+        losses = []
+        for number in range(6):
+            batch = make_batch(LENGTHS, seed=number % 2).to("cuda")
+            # Gradients are in memory of the graphs.
+            losses.append({name: value.clone() for name, value in step(each, batch).items()})
+            with torch.no_grad():
+                for name, parameter in each.named_parameters():
+                    # What is trained, and frozen dense weights that are loaded in their place.
+                    if parameter.requires_grad or ("down_proj" in name and parameter.is_floating_point()):
+                        parameter.mul_(1.1)
+        if graphs is not None:
+            assert graphs.num_replays == 3 * 4, graphs.reasons
+        found.append(losses)
+    for own, other in zip(*found, strict=True):
+        assert all(torch.equal(own[name], value) for name, value in other.items())
 
 
 @pytest.mark.parametrize("kind", KINDS)
