@@ -75,6 +75,9 @@ CONSTANTS = {
         "TRANSPOSED_BLOCK_ROWS",
         "CHUNK_BLOCKS",
         "NUM_WEIGHT_WARPS",
+        "TILE_T",
+        "TILE_I",
+        "NUM_TRANSPOSE_WARPS",
     ),
     "low_rank_add": ("BLOCK_ROWS", "BLOCK_COLUMNS", "NUM_WARPS", "TRANSPOSED", "MAX_BLOCK_RANKS"),
     "adamw_step": ("CHUNK", "NUM_WARPS", "NUM_PARTIALS", "NUM_BLOCKS", "NUM_WARPS_8BIT"),
@@ -101,12 +104,12 @@ CANDIDATES = {
     "block_diagonal": ("512,4", "1024,4", "4096,4", "8192,4", "8192,8"),
     "nf4_linear": ("256,4", "1024,4", "512,8", "1024,8"),
     "fp8_linear": (
-        "2048,8,32,64,64,32,4",
-        "4096,8,4,64,128,8,4",
-        "1024,4,16,32,256,4,4",
-        "2048,8,8,64,128,4,8",
-        "2048,8,8,128,128,2,4",
-        "2048,8,4,32,128,8,4",
+        "2048,8,32,64,64,32,4,128,64,4",
+        "4096,8,4,64,128,8,4,64,128,4",
+        "1024,4,16,32,256,4,4,64,64,4",
+        "2048,8,8,64,128,4,8,128,128,4",
+        "2048,8,8,128,128,2,4,256,64,8",
+        "2048,8,4,32,128,8,4,64,64,2",
     ),
     # Rows, columns, warps, both orders of the product.
     "low_rank_add": tuple(
@@ -539,6 +542,13 @@ def weight_cases(sizes: Sizes) -> list[Case]:
             rows * (3 * outputs + 4) + 2 * outputs,
             fp8_rows(rows, outputs, has_factor=True),
         ),
+        Case(
+            "fp8_linear",
+            "fp8_linear transpose, shifted",
+            f"{rows} x {outputs}",
+            rows * (2 * outputs + 4),
+            fp8_transpose(rows, outputs),
+        ),
         Case("fp8_linear", "fp8_linear NF4", f"{outputs} x {width}", fp8_bytes, nf4_to_fp8(outputs, width)),
         Case(
             "fp8_linear",
@@ -837,6 +847,25 @@ def fp8_rows(num_rows: int, width: int, *, has_factor: bool = False) -> Callable
         def run(module: Any) -> Sequence[torch.Tensor | None]:
             rows = module.quantise_rows(x_TI, factor_I=factor_I, round_scales_to_power_of_2=False)
             return [_comparable(rows.values_TI), rows.scale_T]
+
+        return run
+
+    return make
+
+
+def fp8_transpose(num_rows: int, width: int) -> Callable[[str], Run]:
+    """The transpose of rows in e4m3, each times a power of 2, as the gradient of a weight reads it."""
+
+    def make(device: str) -> Run:
+        from lightning_fastft.kernels.fp8_linear import reference
+
+        values_TI = _randn(num_rows, width, device=device).to(reference.FP8)
+        shift_T = torch.randint(-6, 1, (num_rows,), device=device).float().exp2()
+        out_IT = torch.empty(width, num_rows, dtype=reference.FP8, device=device)
+
+        def run(module: Any) -> Sequence[torch.Tensor | None]:
+            module.transpose(values_TI, shift_T=shift_T, out_IT=out_IT)
+            return [_comparable(out_IT)]
 
         return run
 

@@ -48,7 +48,7 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 class Mode(NamedTuple):
     """What a mode asks for: an activation policy, Liger's layers, our fused layers, those from CUDA graphs, and
-    those with an fp8 base.
+    those with fp8 products.
     """
 
     checkpointing: OffloadCheckpointing
@@ -68,7 +68,7 @@ def parse_mode(mode: str) -> Mode:
     +stream or +resident, and +tilesN.
 
     "fused" adds FusedKernels, "graphs" adds it with CUDA graphs, "graphs=auto" with those where the device waits for
-    the host, "fp8" with frozen base products in fp8 (rows of their own: what they compute is an approximation, which
+    the host, "fp8" with products in fp8 (rows of their own: what they compute is an approximation, which
     the judge allows for), "stream" keeps frozen weights on the host, "resident" keeps those that FSDP2 shards gathered,
     "tilesN" runs feed-forward blocks in N tiles. "shipped" is what the shipped configs ask for.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule
@@ -46,14 +47,16 @@ class FusedKernels(ModelSwaps):
             between steps, also in validation. "auto": record only if training is launch-bound in two micro-batches
             after the first ones and the memory suffices (within ``vram_budget`` if one is given). If recording fails,
             a warning is logged and the layers run without graphs.
-        base_compute: How products with frozen weights are computed, in the forward and in the gradient of the input.
-            "model_dtype": in the dtype of the model. "fp8": in e4m3 with one scale per row, per output column and per
-            row of gradients. This is an approximation (about 3.7 % of a product's norm), so the loss follows the bf16
-            loss closely but not exactly. Adapters, norms, attention, embeddings, the head and all trained weights keep
-            their dtype. Requires a bf16 model on Ada, Hopper or Blackwell; otherwise the layers run in the dtype of the
-            model and the table says so. NF4 weights are converted on use, dense weights once, for two more bytes per
-            weight; files, merging and generation read the original weights. "fp8_reference": the same numbers in plain
-            PyTorch on any device, slowly, to compare loss curves.
+        base_compute: How products with the weights of linear layers are computed: in the forward, in the gradient of
+            the input and, if the weights are trained, in their gradient. "model_dtype": in the dtype of the model.
+            "fp8": in e4m3 with one scale per row, per output column and per row of gradients. This is an approximation
+            (about 3.7 % of a product's norm), so the loss follows the bf16 loss closely but not exactly. Adapters,
+            norms, attention, embeddings and the head keep their dtype, and so do trained weights, their gradients and
+            the optimizer. Requires a bf16 model on Ada, Hopper or Blackwell; otherwise the layers run in the dtype of
+            the model and the table says so. NF4 weights are converted on use; frozen dense weights once, for two more
+            bytes per weight; trained weights after each optimizer step, for one more byte. Files, merging and
+            generation read the original weights. "fp8_reference": the same numbers in plain PyTorch on any device,
+            slowly, to compare loss curves.
 
     Raises:
         OptionError: cuda_graphs or base_compute has another value.
@@ -124,6 +127,16 @@ class FusedKernels(ModelSwaps):
         if self._patcher is not None and self.is_installed and self.base_compute == "model_dtype":
             self._weight_buffers = fuse_weight_buffers(pl_module, self._patcher)
 
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Quantise trained weights now, so that the activation plan counts them, and after each optimizer step."""
+        if self._patcher is None:
+            return
+        for base in self._fp8:
+            base.prepare()
+            for optimizer in trainer.optimizers:
+                hook = optimizer.register_step_post_hook(functools.partial(_refresh, base))
+                self._patcher.add_undo(hook.remove)
+
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Make the weights contiguous again, because they may be merged or written next."""
         for weight_buffer in self._weight_buffers:
@@ -135,3 +148,7 @@ class FusedKernels(ModelSwaps):
         """Write contiguous weights, without the padding for their adapters."""
         for weight_buffer in self._weight_buffers:
             weight_buffer.make_whole(checkpoint.get("state_dict", {}))
+
+
+def _refresh(base: Fp8Base, *_: Any) -> None:
+    base.refresh()

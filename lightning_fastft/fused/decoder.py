@@ -18,6 +18,7 @@ from torch import nn
 from lightning_fastft.activations.segments import Session, unwatched
 from lightning_fastft.activations.values import SEGMENT_ATTRIBUTE, find_session
 from lightning_fastft.fused.delta_mixers import mix_delta
+from lightning_fastft.fused.fp8_base import refresh_written
 from lightning_fastft.fused.functions.feed_forward import feed_forward_between_norms, norm_feed_forward
 from lightning_fastft.fused.functions.heads import HeadShares, norm_head_columns, split_heads
 from lightning_fastft.fused.functions.projections import norm_project, project_add, project_norm_add
@@ -56,7 +57,10 @@ class FusedLayer:
         """Run the layer, or its graph; overridden because transformers begins checkpointing in ``__call__``."""
         graph = vars(self).get(GRAPH_ATTRIBUTE)
         run = super().__call__  # type: ignore[misc]
-        return run(*args, **kwargs) if graph is None else graph.call(run, *args, **kwargs)
+        if graph is None:
+            return run(*args, **kwargs)
+        refresh_written(self)  # type: ignore[arg-type]
+        return graph.call(run, *args, **kwargs)
 
     def forward(
         self,

@@ -14,8 +14,11 @@ import torch
 from lightning_fastft.core.checks import is_same_memory
 from lightning_fastft.fused.dense_weights import DenseWeights, rides_along
 from lightning_fastft.fused.linear_parts import TENSORS_PER_LAYER, LinearPart
+from lightning_fastft.kernels.expert_gate.reference import GateForm, QuantisedGateGradients
+from lightning_fastft.kernels.fp8_linear.reference import Fp8Rows
 from lightning_fastft.kernels.lora_linear.op import wide_product
 from lightning_fastft.kernels.low_rank_add.op import add_low_rank
+from lightning_fastft.kernels.rms_norm.reference import NormForm
 
 # From this many rows per input column on, dense weights are copied next to their adapters. That saves 6 bytes per row
 # and output (one more write and read of the output, and one more read of its gradient); the two copies cost 8 bytes per
@@ -24,16 +27,38 @@ _COPIED_FROM_ROWS_PER_INPUT = 2
 
 
 class BaseWeight(Protocol):
-    """Frozen weights of layers that read the same rows, in a format that computes its own products.
+    """Weights of layers that read the same rows, in a format that computes its own products.
 
     Biases and adapters are not included.
     """
 
-    def forward_product(self, parts: Sequence[LinearPart], x_TI: torch.Tensor) -> torch.Tensor:
+    def quantises(self, parts: Sequence[LinearPart]) -> bool:
+        """Return whether the products read quantised rows, which the kernel that computes the rows may write."""
+
+    def quantised_norm(
+        self, parts: Sequence[LinearPart], x_TI: torch.Tensor, weight_I: torch.Tensor, form: NormForm
+    ) -> Fp8Rows:
+        """Return normed rows as the products read them."""
+
+    def quantised_gate(self, parts: Sequence[LinearPart], gate_up_TP: torch.Tensor, form: GateForm) -> Fp8Rows:
+        """Return gated rows as the products read them."""
+
+    def quantised_gate_gradients(
+        self, parts: Sequence[LinearPart], d_act_TF: torch.Tensor, gate_up_TP: torch.Tensor, form: GateForm
+    ) -> QuantisedGateGradients:
+        """Return the gradient of gate_up, the output of these layers, and gated rows, as the products read them."""
+
+    def forward_product(self, parts: Sequence[LinearPart], x_TI: torch.Tensor | Fp8Rows) -> torch.Tensor:
         """Return ``x @ W^T`` of all layers, concatenated, in the dtype of the rows and in new memory."""
 
-    def backward_product(self, parts: Sequence[LinearPart], d_TO: torch.Tensor) -> torch.Tensor:
-        """Return ``d @ W``, in the dtype of the rows and in new memory."""
+    def quantise_gradient(self, parts: Sequence[LinearPart], d_TO: torch.Tensor) -> Any:
+        """Return the gradient of the output as the other products read it."""
+
+    def backward_product(self, parts: Sequence[LinearPart], d: Any, *, dtype: torch.dtype) -> torch.Tensor:
+        """Return ``d @ W``, in this dtype and in new memory."""
+
+    def weight_gradient(self, parts: Sequence[LinearPart], d: Any, x_TI: torch.Tensor | Fp8Rows) -> torch.Tensor:
+        """Return ``d^T @ x`` of all layers, below each other, in the dtype of the rows and in new memory."""
 
 
 class Product(NamedTuple):
@@ -133,6 +158,35 @@ def rows_for(fused_linear: FusedLinear, like_TI: torch.Tensor) -> torch.Tensor:
     return fused_linear.dense.rows.give(like_TI, num_ranks=fused_linear.num_ranks)
 
 
+def quantised_norm(
+    fused_linear: FusedLinear, x_TI: torch.Tensor, weight_I: torch.Tensor, *, form: NormForm
+) -> Fp8Rows | None:
+    """Return normed rows for product and parameter_gradients, in one kernel; None if they read other rows."""
+    parts, base = fused_linear.parts, fused_linear.base
+    return None if base is None or not base.quantises(parts) else base.quantised_norm(parts, x_TI, weight_I, form)
+
+
+def quantised_gate(fused_linear: FusedLinear, gate_up_TP: torch.Tensor, *, form: GateForm) -> Fp8Rows | None:
+    """Return gated rows for product and parameter_gradients, in one kernel; None if they read other rows."""
+    parts, base = fused_linear.parts, fused_linear.base
+    return None if base is None or not base.quantises(parts) else base.quantised_gate(parts, gate_up_TP, form)
+
+
+def quantised_gate_gradients(
+    gate_up: FusedLinear, down: FusedLinear, d_act_TF: torch.Tensor, gate_up_TP: torch.Tensor, *, form: GateForm
+) -> QuantisedGateGradients | None:
+    """Return the gradient of gate_up's output for rows_gradients and parameter_gradients of gate_up, and gated rows for
+    those of down, in one kernel; None if they read others.
+    """
+    parts, base = gate_up.parts, gate_up.base
+    if base is None or down.base is None or not (base.quantises(parts) and down.base.quantises(down.parts)):
+        return None
+    # The gradient of a bias is a sum of rows before they are quantised.
+    if any(part.bias is not None for part in parts):
+        return None
+    return base.quantised_gate_gradients(parts, d_act_TF, gate_up_TP, form)
+
+
 def gradients_for(fused_linear: FusedLinear, like_TO: torch.Tensor) -> torch.Tensor:
     """Return memory for gradients of an output, shape (T, O), that rows_gradients reads without a copy.
 
@@ -144,12 +198,16 @@ def gradients_for(fused_linear: FusedLinear, like_TO: torch.Tensor) -> torch.Ten
 
 
 def product(
-    fused_linear: FusedLinear, x_TI: torch.Tensor, *, addend_TO: torch.Tensor | None = None, factor: float = 1.0
+    fused_linear: FusedLinear,
+    x_TI: torch.Tensor | Fp8Rows,
+    *,
+    addend_TO: torch.Tensor | None = None,
+    factor: float = 1.0,
 ) -> Product:
     """Return ``x @ W^T + bias + scale * (x @ A^T) @ B^T`` of all layers, concatenated.
 
-    Rows in memory of rows_for are not copied, and the room after them is written. addend_TO is for a single layer; only
-    with it there is a factor of the product.
+    Rows are 2-D, or the result of quantised_norm or quantised_gate. Those in memory of rows_for are not copied, and the
+    room after them is written. addend_TO is for a single layer; only with it there is a factor of the product.
 
     Cost:
         2 T I O FLOP and those of the adapters; no host sync. All layers share one GEMM if they are packed, in a fused
@@ -157,6 +215,8 @@ def product(
         layer has its own. One GEMM without addend_TO also adds the biases; otherwise they cost a pass over the output,
         and so do an adapter outside of the GEMM and addend_TO.
     """
+    if isinstance(x_TI, Fp8Rows):
+        return Product(_base_product(fused_linear, x_TI, addend_TO=addend_TO, factor=factor), None)
     if addend_TO is None and _has_augmented(fused_linear, x_TI.shape[0]):
         return _augmented_product(fused_linear, x_TI)
     low_TR = low_rank_rows(fused_linear, x_TI)
@@ -173,10 +233,10 @@ def product(
     return Product(y_TO, low_TR)
 
 
-def low_rank_rows(fused_linear: FusedLinear, x_TI: torch.Tensor) -> torch.Tensor | None:
+def low_rank_rows(fused_linear: FusedLinear, x_TI: torch.Tensor | Fp8Rows) -> torch.Tensor | None:
     """Return the low-rank rows of the adapters with their scales, shape (T, R), rounded once; None without adapters."""
     a_RI = _joint_a(fused_linear.parts)
-    if a_RI is None:
+    if a_RI is None or isinstance(x_TI, Fp8Rows):
         return None
     low_TR = x_TI.new_empty(x_TI.shape[0], a_RI.shape[0])
     if len(fused_linear.scales) == 1:
@@ -189,26 +249,38 @@ def low_rank_rows(fused_linear: FusedLinear, x_TI: torch.Tensor) -> torch.Tensor
     return low_TR
 
 
+def quantised_gradient(fused_linear: FusedLinear, d_TO: torch.Tensor | Fp8Rows, *, needs: Sequence[bool]) -> Any:
+    """Return the gradient of an output for the ``d`` of rows_gradients and parameter_gradients, which then share it.
+
+    None if they read the rows themselves, or only one of them reads a quantised gradient.
+    """
+    if isinstance(d_TO, Fp8Rows):
+        return d_TO
+    if fused_linear.base is None or not any(needs[::TENSORS_PER_LAYER]):
+        return None
+    return fused_linear.base.quantise_gradient(fused_linear.parts, d_TO)
+
+
 def rows_gradients(
-    fused_linear: FusedLinear, d_TO: torch.Tensor, *, needs_x: bool
+    fused_linear: FusedLinear, d_TO: torch.Tensor | Fp8Rows, *, needs_x: bool, d: Any = None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return the gradient of the rows, None if not needed, and the result of low_rows_gradient.
 
-    The rows of the first result may have any stride.
+    The rows of the first result may have any stride. ``d`` is the result of quantised_gradient.
 
     Cost:
         2 T I O FLOP and those of the adapters; one GEMM gives both if the adapters are part of the base's GEMM.
     """
     if not needs_x:
         return None, low_rows_gradient(fused_linear, d_TO)
-    d_x_TI, d_low_TR, a_RI = rows_gradients_apart(fused_linear, d_TO)
+    d_x_TI, d_low_TR, a_RI = rows_gradients_apart(fused_linear, d_TO, d=d)
     if d_low_TR is not None and a_RI is not None:
         add_low_rank(d_x_TI, d_low_TR, a_RI, out=d_x_TI, is_checked=False)
     return d_x_TI, d_low_TR
 
 
 def rows_gradients_apart(
-    fused_linear: FusedLinear, d_TO: torch.Tensor
+    fused_linear: FusedLinear, d_TO: torch.Tensor | Fp8Rows, *, d: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return the gradient of the rows without the part of the adapters, the result of low_rows_gradient, and all A.
 
@@ -219,6 +291,8 @@ def rows_gradients_apart(
         That of rows_gradients without that product. For a single layer with far fewer outputs than inputs, a copy of
         d_TO if its rows have no room, and of a dense weight outside of a fused buffer; both cost less than that pass.
     """
+    if isinstance(d_TO, Fp8Rows):
+        return _base_gradient(fused_linear, d_TO, d=d_TO), None, None
     num_rows, num_inputs = d_TO.shape[0], fused_linear.num_inputs
     if _has_appended(fused_linear, d_TO):
         d_low_TR = low_rows_gradient(fused_linear, d_TO)
@@ -227,7 +301,7 @@ def rows_gradients_apart(
     a_RI = _joint_a(fused_linear.parts)
     if not _has_augmented(fused_linear, num_rows):
         d_low_TR = low_rows_gradient(fused_linear, d_TO)
-        return _base_gradient(fused_linear, d_TO), d_low_TR, a_RI
+        return _base_gradient(fused_linear, d_TO, d=d), d_low_TR, a_RI
     d_rows = d_TO @ fused_linear.dense.with_adapters(fused_linear.parts, dtype=d_TO.dtype)
     d_x_TI, d_low_TR = d_rows[:, :num_inputs], d_rows[:, num_inputs : num_inputs + fused_linear.num_ranks]
     if len(fused_linear.scales) == 1:
@@ -236,10 +310,10 @@ def rows_gradients_apart(
     return d_x_TI, torch.cat([piece * part.scale for piece, part in zip(pieces, fused_linear.parts)], dim=1), a_RI
 
 
-def low_rows_gradient(fused_linear: FusedLinear, d_TO: torch.Tensor) -> torch.Tensor | None:
+def low_rows_gradient(fused_linear: FusedLinear, d_TO: torch.Tensor | Fp8Rows) -> torch.Tensor | None:
     """Return the gradient of the adapters' low-rank rows, with their scales; None without adapters."""
     parts = fused_linear.parts
-    if not fused_linear.num_ranks:
+    if not fused_linear.num_ranks or isinstance(d_TO, Fp8Rows):
         return None
     d_low_TR = d_TO.new_empty(d_TO.shape[0], fused_linear.num_ranks)
     if len(parts) == 1 and parts[0].copy_b_OR is not None:
@@ -254,13 +328,14 @@ def low_rows_gradient(fused_linear: FusedLinear, d_TO: torch.Tensor) -> torch.Te
 
 def parameter_gradients(
     fused_linear: FusedLinear,
-    x_TI: torch.Tensor,
-    d_TO: torch.Tensor,
+    x_TI: torch.Tensor | Fp8Rows,
+    d_TO: torch.Tensor | Fp8Rows,
     low_TR: torch.Tensor | None,
     d_low_TR: torch.Tensor | None,
     *,
     needs: Sequence[bool],
     factor_I: torch.Tensor | None = None,
+    d: Any = None,
 ) -> list[torch.Tensor | None]:
     """Return the gradients of FusedLinear.tensors in the dtypes of the parameters; None where not needed.
 
@@ -273,32 +348,63 @@ def parameter_gradients(
         needs: Whether each gradient is needed, in the order of FusedLinear.tensors.
         factor_I: Factor of the columns of x_TI in the rows that the product read; None for 1. Not allowed if the
             gradient of a weight is needed.
+        d: Result of quantised_gradient.
 
     Cost:
-        2 T I FLOP per rank and trained column; no host sync.
+        2 T I FLOP per rank and trained column; no host sync. A ``BaseWeight`` has one GEMM for all trained weights.
     """
     parts, found = fused_linear.parts, []
     d_a = None
     if any(needs[2::TENSORS_PER_LAYER]):
         assert d_low_TR is not None
+        assert isinstance(x_TI, torch.Tensor)
         # One GEMM for all layers; the gradient of each layer is a block of its rows.
         d_a = wide_product(d_low_TR.T, x_TI, dtype=_master_dtype(parts))
         if factor_I is not None:
             d_a.mul_(factor_I)
-    # A single layer has no views, which cost the host microseconds.
-    is_single = len(parts) == 1
+    d_weights = _weight_gradients(fused_linear, x_TI, d_TO, needs=needs[::TENSORS_PER_LAYER], d=d)
     for place, (part, columns, ranks) in enumerate(zip(parts, fused_linear.columns, fused_linear.ranks)):
-        needs_weight, needs_bias, needs_a, needs_b = needs[place * TENSORS_PER_LAYER : (place + 1) * TENSORS_PER_LAYER]
-        d_piece = d_TO if is_single else d_TO[:, columns]
-        found.append(d_piece.T @ x_TI if needs_weight else None)
-        found.append(d_piece.sum(0) if needs_bias else None)
-        found.append((d_a if is_single else d_a[ranks]) if needs_a and d_a is not None else None)
-        if needs_b and low_TR is not None and part.b_OR is not None:
-            low_piece = low_TR if is_single else low_TR[:, ranks]
-            found.append(wide_product(d_piece.T, low_piece, dtype=part.b_OR.dtype))
+        _, needs_bias, needs_a, needs_b = needs[place * TENSORS_PER_LAYER : (place + 1) * TENSORS_PER_LAYER]
+        d_piece = _piece(d_TO, columns, parts) if isinstance(d_TO, torch.Tensor) else None
+        found.append(d_weights[place])
+        found.append(d_piece.sum(0) if needs_bias and d_piece is not None else None)
+        found.append((d_a if len(parts) == 1 else d_a[ranks]) if needs_a and d_a is not None else None)
+        if needs_b and low_TR is not None and part.b_OR is not None and d_piece is not None:
+            found.append(wide_product(d_piece.T, _piece(low_TR, ranks, parts), dtype=part.b_OR.dtype))
         else:
             found.append(None)
     return found
+
+
+def _weight_gradients(
+    fused_linear: FusedLinear,
+    x_TI: torch.Tensor | Fp8Rows,
+    d_TO: torch.Tensor | Fp8Rows,
+    *,
+    needs: Sequence[bool],
+    d: Any,
+) -> list[torch.Tensor | None]:
+    """Return the gradient of the weight of each layer, None where not needed."""
+    parts, base = fused_linear.parts, fused_linear.base
+    if not any(needs):
+        return [None] * len(parts)
+    if base is None:
+        assert isinstance(d_TO, torch.Tensor)
+        assert isinstance(x_TI, torch.Tensor)
+        return [
+            _piece(d_TO, columns, parts).T @ x_TI if is_needed else None
+            for columns, is_needed in zip(fused_linear.columns, needs)
+        ]
+    if d is None:
+        assert isinstance(d_TO, torch.Tensor)
+        d = base.quantise_gradient(parts, d_TO)
+    d_weight_OI = base.weight_gradient(parts, d, x_TI)
+    return [d_weight_OI[rows] if is_needed else None for rows, is_needed in zip(fused_linear.columns, needs)]
+
+
+def _piece(rows: torch.Tensor, columns: slice, parts: Sequence[LinearPart]) -> torch.Tensor:
+    """Return the columns of one layer; those of a single layer without a view, which costs the host microseconds."""
+    return rows if len(parts) == 1 else rows[:, columns]
 
 
 def _has_augmented(fused_linear: FusedLinear, num_rows: int) -> bool:
@@ -343,19 +449,22 @@ def _appended_gradient(fused_linear: FusedLinear, d_TO: torch.Tensor, d_low_TR: 
 
 
 def _base_product(
-    fused_linear: FusedLinear, x_TI: torch.Tensor, *, addend_TO: torch.Tensor | None, factor: float
+    fused_linear: FusedLinear, x_TI: torch.Tensor | Fp8Rows, *, addend_TO: torch.Tensor | None, factor: float
 ) -> torch.Tensor:
     """Return ``factor * (x @ W^T + bias)`` of all layers, concatenated, plus the addend of a single layer."""
-    pieces = [] if fused_linear.base is not None else _dense_pieces(fused_linear, x_TI)
-    if len(pieces) == 1 and addend_TO is None and factor == 1.0:
-        return _biased_product(x_TI, pieces[0][1], fused_linear.parts)
     if fused_linear.base is not None:
         y_TO = fused_linear.base.forward_product(fused_linear.parts, x_TI)
         if factor != 1.0:
             y_TO.mul_(factor)
         if addend_TO is not None:
             y_TO.add_(addend_TO)
-    elif addend_TO is not None or factor != 1.0:
+        _add_bias(y_TO, fused_linear, factor=factor)
+        return y_TO
+    assert isinstance(x_TI, torch.Tensor)
+    pieces = _dense_pieces(fused_linear, x_TI)
+    if len(pieces) == 1 and addend_TO is None and factor == 1.0:
+        return _biased_product(x_TI, pieces[0][1], fused_linear.parts)
+    if addend_TO is not None or factor != 1.0:
         ((_, weight_OI),) = pieces
         summand, beta = (x_TI.new_empty(1), 0.0) if addend_TO is None else (addend_TO, 1.0)
         y_TO = torch.addmm(summand, x_TI, weight_OI.T, beta=beta, alpha=factor)
@@ -367,10 +476,14 @@ def _base_product(
     return y_TO
 
 
-def _base_gradient(fused_linear: FusedLinear, d_TO: torch.Tensor) -> torch.Tensor:
+def _base_gradient(fused_linear: FusedLinear, d_TO: torch.Tensor | Fp8Rows, *, d: Any) -> torch.Tensor:
     """Return ``d @ W`` of every layer, summed."""
-    if fused_linear.base is not None:
-        return fused_linear.base.backward_product(fused_linear.parts, d_TO)
+    parts, base = fused_linear.parts, fused_linear.base
+    if isinstance(d_TO, Fp8Rows):
+        assert base is not None
+        return base.backward_product(parts, d_TO, dtype=parts[0].weight.dtype)
+    if base is not None:
+        return base.backward_product(parts, base.quantise_gradient(parts, d_TO) if d is None else d, dtype=d_TO.dtype)
     d_x_TI: torch.Tensor | None = None
     for columns, weight_OI in _dense_pieces(fused_linear, d_TO):
         d_piece = d_TO[:, columns]

@@ -217,7 +217,7 @@ def test_layers_count_as_fused_whole_and_graphs_say_why_not():
     assert statuses["fused layers"].state == "active"
     assert statuses["layer graphs"].state == "inactive"
     assert "gated delta rule" in statuses["layer graphs"].reason
-    assert "fp8 base" not in statuses
+    assert "fp8 products" not in statuses
 
 
 def carry_the_state(monkeypatch):

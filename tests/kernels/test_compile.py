@@ -5,7 +5,6 @@ Public functions of each ``triton.py`` are called as training calls them; their 
 """
 
 import importlib
-import json
 import re
 from pathlib import Path
 from unittest import mock
@@ -159,6 +158,67 @@ def test_expert_gate(capability, dtype, activation, is_interleaved, num_ranks):
         module.gate_forward(gate_up, form=form, end_E=end_E)
         weights = None if num_ranks == 16 else weight
         module.gate_backward(d_act, gate_up, form=form, weight_N=weights, addend=addend, need_act=True)
+
+    with compiled_for(capability) as compiled:
+        launch()
+    assert compiled.keys() == {"_gate_forward_kernel", "_gate_backward_kernel"}
+
+
+# GPUs that have e4m3.
+FP8_GPUS = pytest.mark.parametrize(
+    ("capability", "dtype"),
+    [(89, FP16), (90, BF16)] + [pytest.param(*gpu, marks=pytest.mark.fault) for gpu in ((100, FP32), (120, BF16))],
+)
+
+
+@FP8_GPUS
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize("num_columns", [2048, 12_288])
+def test_quantised_expert_gate(capability, dtype, activation, is_interleaved, num_columns):
+    module, form = module_of("expert_gate"), GateForm(is_interleaved, activation)
+    d_act, gate_up, _ = gate_cases.make_inputs(64, num_columns, dtype, form)
+    factor, options = torch.empty(2 * num_columns), {"form": form, "round_scales_to_power_of_2": True}
+
+    def launch():
+        module.gate_forward_quantised(gate_up, **options)
+        for need_act in (False, True):
+            module.gate_backward_quantised(d_act, gate_up, factor_P=factor, need_act=need_act, **options)
+
+    with compiled_for(capability) as compiled:
+        launch()
+    assert compiled.keys() == kernel_names(module) - {"_gate_forward_kernel", "_gate_backward_kernel"}
+
+
+@FP8_GPUS
+@pytest.mark.parametrize("num_columns", [13, 128, 5120])
+@pytest.mark.parametrize("rounds", [False, True])
+def test_quantised_rms_norm(capability, dtype, num_columns, rounds):
+    module, form = module_of("rms_norm"), NormForm()
+    x, weight, *_ = norm_cases.make_inputs(64, num_columns, dtype, form)
+    with compiled_for(capability) as compiled:
+        module.rms_norm_quantised(x, weight, form=form, round_scales_to_power_of_2=rounds)
+    assert compiled.keys() == {"_rms_norm_forward_kernel"}
+
+
+@FP8_GPUS
+@pytest.mark.parametrize("num_columns", [2048, 34_816])
+@pytest.mark.parametrize("is_set", [False, True])
+def test_fp8_linear(capability, dtype, num_columns, is_set):
+    module = module_of("fp8_linear")
+    scale, factor = torch.empty(64), torch.empty(num_columns)
+    nested = [torch.empty(-(-num_columns // 256)), torch.empty(()), torch.empty(16), torch.empty(256)]
+    scales = torch.empty(num_columns, dtype=torch.uint8 if is_set else FP32)
+    weight = NF4Weight(torch.empty(64 * num_columns // 2, dtype=torch.uint8), scales, *nested)
+    values, turned = (torch.empty(size, dtype=module.FP8) for size in ((64, num_columns), (num_columns, 64)))
+
+    def launch():
+        x, given = torch.empty(64, num_columns, dtype=dtype), factor if is_set else None
+        module.quantise_rows(x, factor_I=given, round_scales_to_power_of_2=is_set)
+        module.nf4_row_scales([weight], [scale])
+        module.quantise_nf4([weight], [turned if is_set else values], [scale], is_transposed=is_set)
+        module.balance(scale, scale, factor)
+        module.transpose(values, shift_T=scale if is_set else None, out_IT=turned)
 
     compile_launches(module, capability, launch)
 
@@ -412,22 +472,7 @@ def test_state_scan(capability, dtype, num_states, width):
 
 
 # Kernels whose tests have scripts of their own, by the room that each belongs to.
-ROW_SCALES = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from lightning_fastft.kernels.fp8_linear import triton as fp8
-
-constants = {"NUM_BLOCKS": 64, "GROUP": 256, "LARGEST": 448.0, "LEAST_PEAK": 1e-12}
-constants |= {"ROWS": fp8.SCALE_ROWS, "CHUNK": fp8.SCALE_BLOCKS}
-signature = {"weight": ("*u8", "*u8", *["*fp32"] * 4), "scale_ptr": "*fp32", "num_rows": "i32"}
-source = ASTSource(fp8._row_scales_kernel, signature | dict.fromkeys(constants, "constexpr"), constexprs=constants)
-triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
-"""
-SCRIPTS = {
-    "adamw_step": (("test_adamw_step", "promises"), ("test_adamw_8bit", "promises")),
-    "fp8_linear": (("test_fp8_linear", json.dumps([(89, "bf16", "bf16", True, True)])), (ROW_SCALES,)),
-}
+SCRIPTS = {"adamw_step": (("test_adamw_step", "promises"), ("test_adamw_8bit", "promises"))}
 
 
 @pytest.mark.fault
@@ -442,14 +487,12 @@ def test_kernels_with_scripts_compile_for_every_gpu(room, monkeypatch):
     def compile_for_all(source, target, options):
         if source.fn.fn.__name__ not in seen:
             seen.add(source.fn.fn.__name__)
-            for capability in (gpu for gpu in SHARED_KIB if room != "fp8_linear" or gpu >= 89):
+            for capability in SHARED_KIB:
                 compiled = compile_one(source, target=GPUTarget("cuda", capability, 32), options=options)
                 assert compiled.metadata.shared <= SHARED_KIB[capability] * 1024
         return compile_one(source, target=target, options=options)
 
     monkeypatch.setattr(triton, "compile", compile_for_all)
-    for script, *arguments in SCRIPTS[room]:
-        if script.startswith("test_"):
-            script = importlib.import_module(f"tests.kernels.{script}").COMPILE_SCRIPT
-        compile_kernels(script, *arguments)
+    for file, *arguments in SCRIPTS[room]:
+        compile_kernels(importlib.import_module(f"tests.kernels.{file}").COMPILE_SCRIPT, *arguments)
     assert seen == kernel_names(module_of(room))

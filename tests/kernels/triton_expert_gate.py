@@ -100,7 +100,7 @@ FAULTS = {
     "no gradient on the bound": "raw_gate <{= => } limit, gate_slope",
     "no gradient of up on its bound": "tl.abs(raw_up) <{= => } limit",
     "columns swapped": "{gate, up => up, gate} = tl.split(",
-    "gradients of the columns swapped": "tl.interleave({d_gate, d_up => d_up, d_gate})",
+    "gradients of the columns swapped": "tl.interleave({d_gate, d_up => d_up, d_gate}), mask=inside_pairs) else: out_ptrs",
     "halves overlap": "up = tl.load(ptrs + num_columns{ => - 1},",
     "weight not applied": "d_act *= {weight => 1.0}",
     "weight of the first row": "weight_ptr + rows * {weight_stride => 0}",
@@ -122,7 +122,7 @@ FAULTS = {
         "tl.store(act_ptrs, act.to(act_ptr.dtype.element_ty), mask=inside{ => & (cols < num_columns - 1)[None, :]})"
     ),
     "columns beyond the last are read as gate": "(cols < 2 * num_columns{ => + 2})[None, :]",
-    "sum of the last row not written": "mask={inside_rows => rows < num_rows - 1}) def gate_forward",
+    "sum of the last row not written": "mask={inside_rows => rows < num_rows - 1}) @triton.jit def _gate_forward_quantised_kernel",
     "wrong stride": "end_E[-1:], act_NF, {gate_up_NP.stride(0) => 2 * num_columns},",
     "wrong stride of the gradient": "d_act_ptr + rows * {d_act_stride => num_columns}",
     "low-rank product lost": "d_act += {addend => 0.0}",

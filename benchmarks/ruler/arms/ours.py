@@ -3,7 +3,7 @@
 Modes: "keep", "recompute", "offload" (two staging buffers), "offload1" (one), "auto", "auto=14.5" (device memory in
 GiB; ":32" after it is the host's), each with "+fused" (FusedKernels), "+graphs" (the same with CUDA graphs),
 "+graphs=auto" (graphs if launch-bound), "shipped" (the shipped config of the workload through the CLI, with all its
-callbacks and PackedDataModule), "+fp8" (FusedKernels with frozen base products in fp8, checked with wider
+callbacks and PackedDataModule), "+fp8" (FusedKernels with products in fp8, checked with wider
 limits: benchmarks/ruler/judge.py), "+stream" (frozen weights on the host), "+tiles8" (feed-forward blocks in 8 tiles) and
 "+liger" (Liger's norms and SwiGLU, swapped in per instance); benchmarks/ruler/plans.py. If a workload trains all
 weights, FineTuner gets no lora, and AdamW keeps its moments in bf16 unless it has 8-bit moments. Gradients of recorded
