@@ -161,6 +161,7 @@ NAMED_RUNS = {
     "0.6b-metadata": NamedRun("qwen3-0.6b-lora", ("varlen/once", "varlen/every-layer", "sdpa/every-layer-loop")),
     "30b-a3b": NamedRun("qwen3-30b-a3b-12l-lora", ("ours keep+graphs", "unsloth off")),
     "8b-full": NamedRun("qwen3-8b-full", ("ours keep+fused", "unsloth off")),
+    "8b-fp8": NamedRun("qwen3-8b-full", ("ours recompute+fused+fp8", "ours recompute+fused")),
     "32k": NamedRun("llama-3.1-8b-lora-32k", ("ours keep+fused", "unsloth off")),
     "32k-one-document": NamedRun("llama-3.1-8b-lora-32k-one-document", ("ours keep+fused", "unsloth off")),
     "gpt-oss": NamedRun("gpt-oss-20b-12l-lora", ("ours keep+fused", "unsloth unsloth+padded64")),
