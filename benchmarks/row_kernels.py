@@ -172,7 +172,7 @@ FORMS = {
     "cross_entropy": {
         "two reductions a tile": Form(
             [
-                ("    # Keep logits in the cache", "    # Differences of logits first", _TWO_REDUCTIONS),
+                ("    # Keep logits in the cache", "    # Subtract logits first", _TWO_REDUCTIONS),
                 ("        best_column = tl.min(tl.where(lane", "        tl.store(correct_ptr", ""),
                 *_NO_HINTS,
             ],

@@ -152,8 +152,10 @@ class Watchdog(Callback):
             self._statuses.append(check_even_batches(trainer))
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stop the clock while loaders are built."""
+        """Stop the clock until the next training batch: loaders are built, or a validation runs."""
         self._beat(Phase.PAUSED)
+
+    on_train_epoch_end = on_validation_start = on_train_epoch_start
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -195,14 +197,6 @@ class Watchdog(Callback):
             )
             rank_zero_warn(f"Watchdog: {self._statuses[0].reason}.")
             self._stop()
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stop the clock until the next batch."""
-        self._beat(Phase.PAUSED)
-
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stop the clock until the next training batch."""
-        self._beat(Phase.PAUSED)
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

@@ -115,9 +115,7 @@ class TokenThroughput(Callback):
         """Drop the current interval."""
         self._open = None
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Drop the current interval."""
-        self._open = None
+    on_train_epoch_end = on_validation_start
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log the remaining intervals, with a host sync."""

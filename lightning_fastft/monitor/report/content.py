@@ -32,6 +32,7 @@ from lightning_fastft.monitor.report.record import RunRecord
 from lightning_fastft.monitor.report.verdict import judge
 from lightning_fastft.monitor.token_throughput import GIB
 from lightning_fastft.strategies.packed_steps import collect_statuses
+from lightning_fastft.strategies.patching import callbacks_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -75,7 +76,7 @@ def collect(
         "data": describe_rows(trainer),
         "curves": _curves(run, trainer),
         "samples": next(
-            (found.describe() for found in _callbacks(trainer) if isinstance(found, GenerateSamples)), None
+            (found.describe() for found in callbacks_of(trainer) if isinstance(found, GenerateSamples)), None
         ),
         "learning_rates": _describe_learning_rates(run),
         "logged": _describe_values(run),
@@ -193,10 +194,6 @@ def _describe_error(error: BaseException | None) -> dict[str, Any]:
         "error": None if error is None else {"type": type(error).__name__, "message": str(error)[:4000]},
         "stop": None,
     }
-
-
-def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
-    return getattr(trainer, "callbacks", [])
 
 
 def _statuses(trainer: pl.Trainer) -> list[Status]:
