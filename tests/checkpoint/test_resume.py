@@ -242,7 +242,7 @@ def test_wider_model_is_refused_with_the_difference(tmp_path, kind):
         )
 
     fit(tmp_path, make(32)).save_checkpoint(tmp_path / "a.ckpt")
-    with pytest.raises(ResumeError, match=r"another model.*size mismatch"):
+    with pytest.raises(ResumeError, match=r"another model.*another shape"):
         fit(tmp_path, make(64), ckpt_path=tmp_path / "a.ckpt")
 
 
