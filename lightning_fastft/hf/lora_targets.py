@@ -243,8 +243,11 @@ def describe_adapters(model: PeftModel, lora: LoraConfig, *, found: DefaultTarge
     shown = f"{', '.join(named[:MOST_SHOWN])}{', ...' if len(named) > MOST_SHOWN else ''}"
     frozen = len(model.peft_config) - 1
     skipped = "" if found is None else ", ".join(f"{number} {reason}" for reason, number in found.skipped.items())
+    variants = [name for name, is_on in (("rsLoRA", lora.use_rslora), ("DoRA", lora.use_dora)) if is_on]
+    variants += [str(lora.init_lora_weights)] if isinstance(lora.init_lora_weights, str) else []
     return (
         f"{count:,} trained weights ({count / max(1, total):.2%}), r = {lora.r} on {shown}"
+        f"{'; ' if variants else ''}{', '.join(variants)}"
         f"{f'; without: {skipped}' if skipped else ''}{f'; other adapters: {frozen}' if frozen else ''}"
     )
 
