@@ -2,7 +2,7 @@ r"""Compare every system that can be imported, on the same packs, weights and ad
 
     python -m benchmarks.compare --row qwen3-14b-qlora
     python -m benchmarks.compare --workload qwen3-14b-qlora
-    python -m benchmarks.compare --workload tiny --device cpu --systems plain ours
+    python -m benchmarks.compare --workload tiny --device cpu --arms plain ours
 
 The script builds missing files, reports every system that cannot run with its error, and measures the others in two
 passes, A B C | C B A, and A' at the end: half of the timed steps of a setting in each. A' repeats our default setting as
@@ -136,6 +136,7 @@ def _parser() -> argparse.ArgumentParser:
     asked.add_argument("--workload", choices=[name for name, workload in WORKLOADS.items() if not workload.num_experts])
     parser.add_argument(
         "--arms",
+        "--systems",
         nargs="+",
         default=list(SYSTEMS),
         metavar="SYSTEM[:MODE]",
@@ -166,7 +167,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--steps",
         type=int,
-        help=f"timed steps of a setting, over both of its processes; {NUM_STEPS}, {NUM_ROW_STEPS} with --row, 10 where "
+        help=f"timed steps of a setting, over all passes; {NUM_STEPS}, {NUM_ROW_STEPS} with --row, 10 where "
         "one exceeds 3 s",
     )
     parser.add_argument("--warmup", type=int, default=NUM_WARMUP, help="ours takes as many as plans and graphs need")
