@@ -89,7 +89,8 @@ def main(arguments: list[str] | None = None) -> int:
     run.build()
     with ClockLog(out / "clocks.csv"):
         run.measure(chosen)
-    return _report(run, settings, gaps, command=describe_command(words))
+    wanted = settings if options.row else of_named_systems(settings, options.arms)
+    return _report(run, wanted, gaps, command=describe_command(words))
 
 
 def describe_command(words: Sequence[str]) -> str:
@@ -236,6 +237,17 @@ def is_chosen(setting: tuple[str, str], arms: Iterable[str]) -> bool:
     """
     name = system_of({"system": setting[0], "mode": setting[1]})
     return name in arms or f"{name}:{setting[1]}" in arms
+
+
+def of_named_systems(settings: Iterable[tuple[str, str]], arms: Iterable[str]) -> list[tuple[str, str]]:
+    """Return all settings of the systems that --arms names: the best of a system is known only when all are measured.
+
+    Example:
+        >>> of_named_systems([("ours", "keep"), ("ours", "recompute"), ("trl", "recompute")], ["ours:keep"])
+        [('ours', 'keep'), ('ours', 'recompute')]
+    """
+    named = {arm.partition(":")[0] for arm in arms}
+    return [setting for setting in settings if system_of({"system": setting[0], "mode": setting[1]}) in named]
 
 
 class ComparisonRun:
