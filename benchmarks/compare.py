@@ -2,7 +2,7 @@ r"""Compare every system that can be imported, on the same packs, weights and ad
 
     python -m benchmarks.compare --row qwen3-14b-qlora
     python -m benchmarks.compare --workload qwen3-14b-qlora
-    python -m benchmarks.compare --workload tiny --device cpu --systems plain ours
+    python -m benchmarks.compare --workload tiny --device cpu --arms plain ours
 
 The script builds missing files, reports every system that cannot run with its error, and measures the others in two
 passes, A B C | C B A, and A' at the end: half of the timed steps of a setting in each. A' repeats our default setting as
@@ -89,7 +89,8 @@ def main(arguments: list[str] | None = None) -> int:
     run.build()
     with ClockLog(out / "clocks.csv"):
         run.measure(chosen)
-    return _report(run, settings, gaps, command=describe_command(words))
+    wanted = settings if options.row else of_named_systems(settings, options.arms)
+    return _report(run, wanted, gaps, command=describe_command(words))
 
 
 def describe_command(words: Sequence[str]) -> str:
@@ -136,6 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     asked.add_argument("--workload", choices=[name for name, workload in WORKLOADS.items() if not workload.num_experts])
     parser.add_argument(
         "--arms",
+        "--systems",
         nargs="+",
         default=list(SYSTEMS),
         metavar="SYSTEM[:MODE]",
@@ -166,7 +168,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--steps",
         type=int,
-        help=f"timed steps of a setting, over both of its processes; {NUM_STEPS}, {NUM_ROW_STEPS} with --row, 10 where "
+        help=f"timed steps of a setting, over all passes; {NUM_STEPS}, {NUM_ROW_STEPS} with --row, 10 where "
         "one exceeds 3 s",
     )
     parser.add_argument("--warmup", type=int, default=NUM_WARMUP, help="ours takes as many as plans and graphs need")
@@ -235,6 +237,17 @@ def is_chosen(setting: tuple[str, str], arms: Iterable[str]) -> bool:
     """
     name = system_of({"system": setting[0], "mode": setting[1]})
     return name in arms or f"{name}:{setting[1]}" in arms
+
+
+def of_named_systems(settings: Iterable[tuple[str, str]], arms: Iterable[str]) -> list[tuple[str, str]]:
+    """Return all settings of the systems that --arms names: the best of a system is known only when all are measured.
+
+    Example:
+        >>> of_named_systems([("ours", "keep"), ("ours", "recompute"), ("trl", "recompute")], ["ours:keep"])
+        [('ours', 'keep'), ('ours', 'recompute')]
+    """
+    named = {arm.partition(":")[0] for arm in arms}
+    return [setting for setting in settings if system_of({"system": setting[0], "mode": setting[1]}) in named]
 
 
 class ComparisonRun:

@@ -274,7 +274,3 @@ def _front_line(record: dict[str, Any]) -> str:
         f"{summary['n']:>3} {peak:>7.2f} | {told} | "
         f"{exposed:>7} {host:>8}  {equal}"
     )
-
-
-def _peak_of(record: dict[str, Any]) -> float:
-    return float(record["peak_gib"]["allocated"])

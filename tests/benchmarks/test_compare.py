@@ -574,6 +574,21 @@ def test_a_log_gives_the_rows_again(run, tmp_path):
     assert log.path.stat().st_size < 3000
 
 
+@pytest.mark.parametrize(("arms", "num_wanted"), [(["plain", "ours"], 2), (["ours:keep"], 1)])
+def test_systems_that_arms_do_not_name_are_not_missed(arms, num_wanted, monkeypatch, processes, tmp_path):
+    monkeypatch.setattr(compare, "find_gap", lambda system: "" if system.arm else "no arm")
+    monkeypatch.setattr(compare, "missing_module", lambda setting: "")
+    monkeypatch.setattr(compare.ComparisonRun, "build", lambda self: None)
+    seen = []
+    monkeypatch.setattr(compare, "_report", lambda run, settings, gaps, command: seen.append(settings))
+    (tmp_path / "tiny").mkdir()
+    words = ["--workload", "tiny", "--device", "cpu", "--no-chart", "--root", str(tmp_path), "--out", str(tmp_path)]
+    compare.main([*words, "--arms", *arms])
+    compare.main(["--row", "tiny", *words[2:], "--arms", *arms])
+    # A row lacks what another call still has to measure.
+    assert [len(settings) for settings in seen] == [num_wanted, 3]
+
+
 def test_a_setting_without_a_record_is_not_finished(run, processes, capsys):
     compare._report(run(PLAIN, OURS), [PLAIN, OURS, UNSLOTH], {}, command="x")
     assert "not finished: the same command with --out" in capsys.readouterr().out
