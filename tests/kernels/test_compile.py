@@ -70,7 +70,7 @@ def test_cross_entropy_compiles_and_fits_consumer_cards():
 # Compute capabilities of A100, RTX 30, RTX 40 and L40S, H100 and H200, B200, RTX 50, and their shared memory in KiB.
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 # fp8 begins with compute capability 8.9.
-FIRST_CAPABILITY = {"fp8_linear": 89}
+FIRST_CAPABILITY = {"fp8_linear": 89, "_gate_forward_quantised_kernel": 89, "_gate_backward_quantised_kernel": 89}
 # What the scripts of some tests are given; the others take a lane, or nothing.
 ARGUMENTS = {
     "test_compile": json.dumps(CASES[:1]),
@@ -140,7 +140,7 @@ def test_every_kernel_compiles_for_every_gpu_and_fits_its_shared_memory(monkeypa
         if (room, name) not in seen:
             seen.add((room, name))
             for capability, num_kib in SHARED_KIB.items():
-                if capability < FIRST_CAPABILITY.get(room, 0):
+                if capability < FIRST_CAPABILITY.get(name, FIRST_CAPABILITY.get(room, 0)):
                     continue
                 compiled = compile_one(source, target=GPUTarget("cuda", capability, 32), options=options)
                 if compiled.metadata.shared > num_kib * 1024:

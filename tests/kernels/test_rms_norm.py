@@ -50,11 +50,15 @@ for capability, dtype, weight in ((80, "fp16", "fp16"), (86, "fp32", "fp32"), (9
             continue
         block_rows, block_columns, num_warps = norm._tile(num_columns)
         block = {"BLOCK_T": block_rows, "BLOCK_D": block_columns}
-        forward = {"HAS_RESIDUAL": is_set, "IS_WEIGHT_WIDE": is_set, **block}
+        # Written in e4m3, without a residual: from Ada on.
+        is_quantised = not is_set and capability == 90
+        scales = {"IS_QUANTISED": is_quantised, "ROUND_SCALES": True, "LARGEST": 448.0, "LEAST_PEAK": 2.0**-100}
+        forward = {"HAS_RESIDUAL": is_set, "IS_WEIGHT_WIDE": is_set, **scales, **block}
         backward = {"HAS_D_SUM": is_set, "HAS_RSTD": not is_set, "WRITE_RSTD": is_set, "NEEDS_WEIGHT": is_set, "IN_PLACE": is_set, **block}
         for kernel, constants in ((norm._rms_norm_forward_kernel, forward), (norm._rms_norm_backward_kernel, backward)):
             signature = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(FLOATS, "fp32")
-            signature |= dict.fromkeys(POINTERS, "*" + dtype) | dict.fromkeys(("rstd_ptr", "rstd_out_ptr", "partial_ptr"), "*fp32")
+            signature |= dict.fromkeys(POINTERS, "*" + dtype) | dict.fromkeys(("rstd_ptr", "scale_ptr", "rstd_out_ptr", "partial_ptr"), "*fp32")
+            signature["y_ptr"] = "*fp8e4nv" if is_quantised else "*" + dtype
             signature["weight_ptr"] = "*" + weight
             # An integer that is 1 when a kernel is launched is a constant to the compiler.
             constants |= dict.fromkeys(ONES & set(kernel.arg_names), 1) if num_columns == 1 else {}
