@@ -40,6 +40,7 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from lightning_fastft.kernels.expert_gate import triton as gate
 from lightning_fastft.kernels.fp8_linear import triton as fp8
 
 DIVISIBLE = [["tt.divisibility", 16]]
@@ -69,6 +70,27 @@ for capability, dtype, factor_dtype, is_transposed, is_nested in json.loads(sys.
     source = ASTSource(fp8._quantise_nf4_kernel, signature, constexprs=constants, attrs=aligned)
     options = {"num_warps": fp8.NUM_WEIGHT_WARPS, "enable_fp_fusion": False}
     nf4 = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    for kernel, constants in (
+        (fp8._balance_kernel, {"BLOCK": fp8.BALANCE_BLOCK}),
+        (fp8._transpose_kernel, {"HAS_SHIFT": True, "TILE_T": fp8.TILE_T, "TILE_I": fp8.TILE_I}),
+    ):
+        signature = {name: "*fp32" if name.endswith("_ptr") else "i32" for name in kernel.arg_names}
+        if kernel is fp8._transpose_kernel:
+            signature |= dict.fromkeys(("values_ptr", "out_ptr"), "*u8")
+        source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constexprs=constants)
+        triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": fp8.NUM_TRANSPOSE_WARPS})
+    # The kernels that quantise what they compute, for rows of 12,288 columns.
+    held, walked = {**fp8.row_tiles(12288)}, {"TILE": gate.WALK_COLUMNS, "NEED_ACT": True, "num_warps": gate.WALK_WARPS}
+    for kernel, tiles in ((gate._gate_forward_quantised_kernel, held), (gate._gate_backward_quantised_kernel, walked)):
+        options = {"num_warps": tiles.pop("num_warps")}
+        constants = {"ACTIVATION": "silu", "IS_INTERLEAVED": is_transposed, "IS_WIDE": dtype == "fp32", "ROUND_SCALES": True, "LARGEST": 448.0, "LEAST_PEAK": 2.0**-100, **tiles}
+        types = {"limit": "fp32", "alpha": "fp32"} | dict.fromkeys(("gate_up_ptr", "d_act_ptr"), "*" + dtype)
+        types |= dict.fromkeys(("values_ptr", "d_values_ptr"), "*fp8e4nv") | {"factor_ptr": "*bf16"}
+        types |= dict.fromkeys(("scale_ptr", "d_scale_ptr"), "*fp32") | dict.fromkeys(constants, "constexpr")
+        source = ASTSource(kernel, {name: types.get(name, "i32") for name in kernel.arg_names}, constexprs=constants)
+        gated = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        assert "cvt.rn.satfinite.e4m3x2.f32" in gated.asm["ptx"]
+        assert gated.metadata.shared <= 99 * 1024
     for compiled in (rows, nf4):
         ptx = compiled.asm["ptx"]
         print(json.dumps({

@@ -113,10 +113,10 @@ def rms_norm_quantised(
         own.
 
     Example:
-        >>> x, weight = torch.tensor([[2.0, 2.0]]), torch.tensor([1.0, 3.0])
+        >>> x, weight = torch.tensor([[2.0, 2.0]]), torch.tensor([1.0, 2.0])
         >>> rows = rms_norm_quantised(x, weight, form=NormForm(eps=0.0))
         >>> rows.values_TI.float() * rows.scale_T[:, None]
-        tensor([[1., 3.]])
+        tensor([[1., 2.]])
     """
     if must_check(is_checked):
         check_layout("x_TD", x_TD, (None, None), dtypes=TRITON_DTYPES, num_strided=1)
