@@ -654,5 +654,5 @@ def test_adapters_are_written_next_to_their_weights_when_they_have_changed(make,
         for _ in range(0 if old is None else old._version):
             new.add_(0.0)
         others.append(part._replace(**{name: new}))
-    found = read(tracked._replace(parts=tuple(others))).clone()
-    assert torch.equal(found, read(plain._replace(parts=tuple(others))))
+    other = tracked._replace(parts=tuple(others))
+    assert torch.equal(read(other), read(other._replace(dense=DenseWeights())))
