@@ -94,6 +94,10 @@ def unwrap(model):
     layers_of(model)[0].self_attn.q_proj = projection(model).base_layer
 
 
+def disable_one(model):
+    projection(model)._disable_adapters = True
+
+
 def activate_another(model):
     model.add_adapter("other", model.peft_config["default"])
     model.set_adapter("other")
@@ -110,6 +114,7 @@ CHANGES = {
     "a master in other memory": move_master,
     "another scale": rescale,
     "adapters disabled": lambda model: model.disable_adapter_layers(),
+    "one adapter disabled": disable_one,
     "adapters merged": lambda model: model.merge_adapter(),
     "another active adapter": activate_another,
     "a write to a base weight": write_base,
@@ -140,7 +145,7 @@ def test_a_change_between_two_calls_is_seen(change):
     assert not torch.equal(found.float(), before.float())
 
 
-def test_a_weight_that_is_trained_from_now_on_gets_its_gradient():
+def test_a_weight_that_is_trained_from_now_on_gets_its_gradient_and_must_not_be_written_before():
     model = make_model()
     batch = {"input_ids": IDS, "labels": IDS, "use_cache": False}
     model(**batch).loss.backward()
@@ -149,3 +154,8 @@ def test_a_weight_that_is_trained_from_now_on_gets_its_gradient():
     weight.requires_grad_()
     model(**batch).loss.backward()
     assert weight.grad.abs().sum() > 0
+    loss = model(**batch).loss
+    with torch.no_grad():
+        weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        loss.backward()

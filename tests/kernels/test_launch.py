@@ -83,6 +83,13 @@ def test_arguments_of_another_kind_are_compiled_for(other):
     assert kernel.num_compiled == 2
 
 
+def test_1_is_compiled_for_apart_from_other_odd_numbers():
+    kernel = Kernel()
+    for size in (33, 1, 33, 1):
+        launch(kernel, (1,), ROWS, size, 0.5, **OPTIONS)
+    assert kernel.num_compiled == 2
+
+
 def test_an_interpreted_kernel_runs_at_every_launch():
     kernel = Kernel(is_interpreted=True)
     for _ in range(3):

@@ -689,6 +689,19 @@ def test_a_change_between_steps_is_seen(change, is_after_clipping):
     assert_same_params(ours, theirs)
 
 
+def test_steps_that_are_skipped_after_a_save_are_not_counted():
+    params = make_params()
+    optimizer = fused_adamw(params)
+    is_bad = torch.zeros(())
+    optimizer.attach_guard(lambda norm: is_bad.clone())
+    for step, bad in enumerate((0.0, 1.0, 0.0, 1.0)):
+        give_gradients(step, params)
+        is_bad.fill_(bad)
+        optimizer.step()
+        counts = {int(entry["step"]) for entry in optimizer.state_dict()["state"].values()}
+        assert counts == {1 + step // 2}
+
+
 # Tables, closures, copies.
 
 
