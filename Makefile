@@ -111,7 +111,7 @@ $(VENV)/transformers-%/.done: | $(DEV_SETUP)
 	$(PY) -m venv --without-pip $(@D)
 	$(PY) -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" > \
 	  "$$($(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/all_else.pth"
-	$(PY) -m pip --python $(@D)/bin/python install $(PIP_OPTIONS) transformers==$*
+	$(@D)/bin/python -m pip install $(PIP_OPTIONS) transformers==$*
 	@touch $@
 
 clean:
