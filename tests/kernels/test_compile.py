@@ -227,7 +227,7 @@ def test_fp8_linear(capability, dtype, num_columns, is_set):
 @pytest.mark.parametrize("out_dtype", [FP32, BF16])
 def test_expert_pack(capability, dtype, out_dtype):
     module = module_of("expert_pack")
-    source, out = torch.empty(128, 16, 128, dtype=dtype), torch.empty(128, 16, 128, dtype=out_dtype)
+    source, out = torch.empty(512, 4, 512, dtype=dtype), torch.empty(512, 4, 512, dtype=out_dtype)
     (kernel,) = compile_launches(module, capability, lambda: module.exchange_ends(source, out=out))
     # Four programs or more of a consumer card's 99 KiB; both sides in 8 bytes or more at once.
     assert 0 < kernel.metadata.shared <= 24 * 1024

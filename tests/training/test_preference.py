@@ -165,8 +165,6 @@ def test_predictions_of_labelled_rows_are_of_no_other_completions(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"loss": "dpo"}, "loss"),
-        ({"beta": 0.0}, "beta"),
         ({"loss": "hinge", "label_smoothing": 0.1}, "label_smoothing"),
         ({"loss": "robust"}, "label_smoothing"),
         ({"lora": None}, "stored"),
