@@ -88,7 +88,7 @@ def rms_norm_quantised(
     backend: str = "auto",
     is_checked: bool = True,
 ) -> Fp8Rows:
-    """Return ``quantise_rows(rms_norm_forward(x, weight).y)`` bit for bit, in one kernel.
+    """Return ``quantise_rows(rms_norm_forward(x, weight))`` bit for bit, in one kernel.
 
     Args:
         x_TD: As in ``rms_norm_forward``; bf16, fp16 or fp32.
@@ -113,10 +113,10 @@ def rms_norm_quantised(
         own.
 
     Example:
-        >>> x, weight = torch.tensor([[2.0, 2.0]]), torch.tensor([1.0, 3.0])
+        >>> x, weight = torch.tensor([[2.0, 2.0]]), torch.tensor([1.0, 2.0])
         >>> rows = rms_norm_quantised(x, weight, form=NormForm(eps=0.0))
         >>> rows.values_TI.float() * rows.scale_T[:, None]
-        tensor([[1., 3.]])
+        tensor([[1., 2.]])
     """
     if must_check(is_checked):
         check_layout("x_TD", x_TD, (None, None), dtypes=TRITON_DTYPES, num_strided=1)
