@@ -88,7 +88,7 @@ def rms_norm_quantised(
     backend: str = "auto",
     is_checked: bool = True,
 ) -> Fp8Rows:
-    """Return ``quantise_rows(rms_norm_forward(x, weight).y)`` bit for bit, in one kernel.
+    """Return ``quantise_rows(rms_norm_forward(x, weight))`` bit for bit, in one kernel.
 
     Args:
         x_TD: As in ``rms_norm_forward``; bf16, fp16 or fp32.
