@@ -20,12 +20,13 @@ from lightning_fastft.estimate.machines import Gpu
 ATTENTION_NAME = "fastft_metered"
 # Attribute of an attention module that ran: its window, None if it sees the whole document.
 WINDOW_ATTRIBUTE = "fastft_metered_window"
-# All shares were measured on one H200 (measured.md). Causal flash attention, forward and backward, by document length:
-# 133 / 124, 273 / 231 and 325 / 289 of the published 989.5 TFLOP/s in bf16.
+# All shares were measured on one H200 (measured.md). Causal attention, forward and backward, by document length, as a
+# share of the published 989.5 TFLOP/s in bf16: torch's flash attention, and cuDNN for documents of 8192 and more.
 _ATTENTION_SHARES = (
     (512, 133 / 989.5, 124 / 989.5),
     (2048, 273 / 989.5, 231 / 989.5),
-    (8192, 325 / 989.5, 289 / 989.5),
+    (8192, 438 / 989.5, 489 / 989.5),
+    (32768, 556 / 989.5, 503 / 989.5),
 )
 # Rate of heads of width 64 relative to heads of 128 (84 of 133 TFLOP/s at documents of 512).
 _NARROW_HEAD_SHARE = 84 / 133
