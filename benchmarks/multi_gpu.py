@@ -319,9 +319,11 @@ def worker(options: argparse.Namespace) -> int:
     mode = parse_mode(options.mode)
     checkpointing = mode.checkpointing
     follow = RankCallback(record, num_steps=num_steps, num_micro=num_steps * options.accumulate, is_cuda=is_cuda)
+    num_owners = options.expert_parallel or num_ranks
     sizes = {
         CONTEXT: {"context_parallel": num_sharing},
-        EXPERTS: {"expert_parallel": options.expert_parallel or num_ranks},
+        # Ranks that share a set of experts share one copy of all weights.
+        EXPERTS: {"expert_parallel": num_owners, "shard": num_owners},
     }
     kind = STRATEGIES[options.strategy]
     choices = {"adapters": options.adapters} if kind is FastFTFSDPStrategy else {}
