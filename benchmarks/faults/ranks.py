@@ -137,7 +137,8 @@ def run_rank(options: argparse.Namespace) -> None:
     torch.manual_seed(0)
     (pack,) = make_packs(replace(workload, max_tokens=options.tokens, num_packs=1))
     batch = collate([Document(ids, labels) for ids, labels in pack.documents(1.0)])
-    saves = ModelCheckpoint(folder / "runs", filename="{step}", every_n_train_steps=SAVE_EVERY, save_top_k=-1)
+    # Found by ckpt_path="last", each.
+    saves = ModelCheckpoint(folder / "runs", filename="last-{step}", every_n_train_steps=SAVE_EVERY, save_top_k=-1)
     train(
         folder,
         strategy="fastft_fsdp",
@@ -229,7 +230,7 @@ def _hurt(options: argparse.Namespace, kind: str) -> str:
 def _resume(options: argparse.Namespace, kind: str, num_ranks: int) -> tuple[str, dict[int, float]]:
     """Return how a job resumed, and its losses by step."""
     folder = options.folder / kind
-    saved = [int(path.stem.partition("=")[2]) for path in (folder / "runs").glob("step=*.ckpt")]
+    saved = [int(path.stem.partition("=")[2]) for path in (folder / "runs").glob("last-step=*.ckpt")]
     codes = _finish(_spawn(options, kind, num_ranks, fault="none"), _START_LIMIT_S)
     said = "".join(path.read_text(errors="replace") for path in folder.glob("none-*.log"))
     begun = {int(step) for step in re.findall(r"begins after step (\d+)", said)}
