@@ -220,6 +220,8 @@ def _hurt(options: argparse.Namespace, kind: str) -> str:
         return f"rank 1 was not hurt, exit codes {codes}"
     if None in codes or 0 in codes:
         return f"exit codes {codes} after {seconds:.1f} s"
+    # The processes that watched end a moment later.
+    _wait(lambda: not list(folder.rglob(".watchdog-*")), END_LIMITS_S[kind])
     reports = [path.read_text(encoding="utf-8") for path in folder.rglob("watchdog-*.txt")]
     if len(reports) != 1 or f"Watchdog: {BLAMED[kind]}" not in reports[0]:
         return f"{len(reports)} reports, which do not say: {BLAMED[kind]}"
