@@ -68,12 +68,7 @@ SHIPPED_CONFIGS: Mapping[str, str] = {
 
 
 def run(
-    cases: list[Case],
-    *,
-    files: WorkloadFiles,
-    log: CaseLog,
-    device: str,
-    recorder: type[CaseRecorder] = CaseRecorder,
+    cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str, recorder: type[CaseRecorder] = CaseRecorder
 ) -> None:
     """Run the cases one after the other on one FineTuner; each has a Trainer of its own.
 
