@@ -1,4 +1,4 @@
-"""Hooks of MkDocs: pages outside of docs/ become pages of the site, and links to them stay relative.
+"""Hooks of MkDocs: pages outside of docs/ become pages of the site, and links between pages show their titles.
 
 Command: mkdocs build --strict        (mkdocs.yml names this file)
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ PAGES = {
     "benchmarks/README.md": "benchmarks.md",
     "notebooks/README.md": "notebooks.md",
 }
+_LABEL = re.compile(r"\[([\w./-]+(?:\.md|/))(?=\]\(([^)#\s]+\.md)[)#])")
 _LINK = re.compile(r"(\]\(|src=\")(?!\w+:|#)([^)#\"\s]+)((?:#[^)\"\s]*)?[)\"])")
 
 
@@ -36,16 +38,32 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, page: Any, **kwargs: Any) -> str:
-    """Rewrite relative links for the site."""
+def on_page_markdown(markdown: str, page: Any, config: Any, **kwargs: Any) -> str:
+    """Rewrite relative links for the site, and links that show the path of a page to show its title."""
     here = posixpath.dirname(page.file.src_uri)
+    titles = dict(_titles_of(config.nav))
+
+    def name(link: re.Match[str]) -> str:
+        path = _path_of(link[2], place=page.file.src_uri)
+        title = titles.get(PAGES.get(path, path.removeprefix("docs/")))
+        return f"[{title}" if title else link[0]
 
     def move(link: re.Match[str]) -> str:
         path = _path_of(link[2], place=page.file.src_uri)
         place = PAGES.get(path) or (f"files/{path}" if _is_plain(path) else path.removeprefix("docs/"))
         return f"{link[1]}{posixpath.relpath(place, here or '.')}{link[3]}"
 
-    return _LINK.sub(move, markdown)
+    return _LINK.sub(move, _LABEL.sub(name, markdown))
+
+
+def _titles_of(nav: Any) -> Iterator[tuple[str, str]]:
+    """Yield the places of pages and their titles in the navigation."""
+    for entry in nav or ():
+        for title, place in entry.items():
+            if isinstance(place, str):
+                yield place, title
+            else:
+                yield from _titles_of(place)
 
 
 def _path_of(target: str, *, place: str) -> str:

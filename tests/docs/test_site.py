@@ -66,7 +66,8 @@ def test_the_site_builds_and_all_its_links_lead_somewhere(tmp_path):
     status, printed = build(ROOT / "mkdocs.yml", tmp_path / "site")
     assert status == 0, printed
     index = (tmp_path / "site/index.html").read_text()
-    assert "guide.html" in index
+    assert '<a href="guide.html">Guide</a>' in index
+    assert not re.search(r"<a [^>]*>[\w./]*\.md</a>", index + (tmp_path / "site/numbers.html").read_text())
     assert (tmp_path / "site/pictures/chart.svg").is_file()
     assert (tmp_path / "site/search/search_index.json").is_file()
 
