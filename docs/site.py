@@ -5,6 +5,7 @@ Command: mkdocs build --strict        (mkdocs.yml names this file)
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "benchmarks/README.md": "benchmarks.md",
     "notebooks/README.md": "notebooks.md",
+    **{f"notebooks/{path.name}": f"notebooks/{path.stem}.md" for path in sorted((ROOT / "notebooks").glob("*.ipynb"))},
 }
 _LABEL = re.compile(r"\[([\w./-]+(?:\.md|/))(?=\]\(([^)#\s]+\.md)[)#])")
 _LINK = re.compile(r"(\]\(|src=\")(?!\w+:|#)([^)#\"\s]+)((?:#[^)\"\s]*)?[)\"])")
@@ -29,7 +31,8 @@ _LINK = re.compile(r"(\]\(|src=\")(?!\w+:|#)([^)#\"\s]+)((?:#[^)\"\s]*)?[)\"])")
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages outside of docs/, and the files that pages link to."""
     for source, place in PAGES.items():
-        files.append(File.generated(config, place, content=(ROOT / source).read_text(encoding="utf-8")))
+        text = (ROOT / source).read_text(encoding="utf-8")
+        files.append(File.generated(config, place, content=_render(text) if source.endswith(".ipynb") else text))
     for page in list(files.documentation_pages()):
         for _, target, _ in _LINK.findall(page.content_string):
             path = _path_of(target, place=page.src_uri)
@@ -54,6 +57,12 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **kwargs: Any) -> st
         return f"{link[1]}{posixpath.relpath(place, here or '.')}{link[3]}"
 
     return _LINK.sub(move, _LABEL.sub(name, markdown))
+
+
+def _render(notebook: str) -> str:
+    """Return the cells of a notebook as Markdown."""
+    cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(notebook)["cells"]]
+    return "\n\n".join(f"```python\n{text}\n```" if kind == "code" else text for kind, text in cells)
 
 
 def _titles_of(nav: Any) -> Iterator[tuple[str, str]]:
