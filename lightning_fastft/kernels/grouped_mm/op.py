@@ -6,14 +6,25 @@ Axes: N rows, sorted by expert, E experts, I input columns, O output columns, R 
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from lightning_fastft.core.checks import check_choice, check_float, check_int, check_layout, check_rows_apart
 from lightning_fastft.core.errors import OptionError, ShapeError
-from lightning_fastft.kernels.backends import FLOATING, must_check, plain_numbers
+from lightning_fastft.kernels.backends import FLOATING, TRITON_DTYPES, choose_module, must_check, plain_numbers
 from lightning_fastft.kernels.expert_rows.op import gather_rows
+from lightning_fastft.kernels.fp8_linear.op import ALIGNED_COLUMNS
+from lightning_fastft.kernels.fp8_linear.reference import FP8
 from lightning_fastft.kernels.grouped_mm import reference
-from lightning_fastft.kernels.grouped_mm.reference import THIN_COLUMNS, GatheredRows, RowAddend, Rows, rows_of
+from lightning_fastft.kernels.grouped_mm.reference import (
+    THIN_COLUMNS,
+    Fp8Scales,
+    GatheredRows,
+    RowAddend,
+    Rows,
+    rows_of,
+)
 
 BACKENDS = ("auto", "torch", "triton", "reference")
 # torch's grouped GEMM reached 637 to 694 TFLOP/s on an H200, 0.9 of a dense product, but an addend costs one more pass
@@ -103,6 +114,71 @@ def grouped_mm(
         from lightning_fastft.kernels.grouped_mm import triton
 
         return triton.grouped_mm(x_NI, weight_EIO, end_E, addend=addend, out_NO=out_NO)
+
+
+def grouped_mm_fp8(
+    x_NI: Rows,
+    weight_EOI: torch.Tensor,
+    end_E: torch.Tensor,
+    *,
+    scales: Fp8Scales,
+    dtype: torch.dtype,
+    bias_EO: torch.Tensor | None = None,
+    low_NR: torch.Tensor | None = None,
+    low_ERO: torch.Tensor | None = None,
+    low_scale: float = 1.0,
+    backend: str = "auto",
+    is_checked: bool = True,
+) -> torch.Tensor:
+    """Return ``grouped_mm`` of e4m3 rows and matrices; their scales are factors of each sum.
+
+    ``y[n] = x_scale[n] * weight_scale[e(n)] * x[n] @ weight[e(n)]^T`` plus the bias and the scaled low-rank product of
+    ``grouped_mm``, rounded once. Rows from end_E[-1] on are not written and hold arbitrary values.
+
+    Args:
+        x_NI: Rows as in ``grouped_mm``, e4m3.
+        weight_EOI: One matrix per expert. Shape (E, O, I), e4m3, contiguous; O and I multiples of 16.
+        end_E: As in ``grouped_mm``.
+        scales: Factor on each row of the tensor that holds the rows, and on each matrix.
+        dtype: Dtype of the result and of the addend: bf16, fp16 or fp32.
+        bias_EO: As in ``grouped_mm``, in dtype.
+        low_NR: As in ``grouped_mm``, in dtype.
+        low_ERO: As in ``grouped_mm``, in dtype.
+        low_scale: As in ``grouped_mm``; 0 skips the low-rank product.
+        backend: As in ``choose_module``.
+        is_checked: As in ``must_check``.
+
+    Returns:
+        Shape (N, O), contiguous, in dtype; no gradient.
+
+    Raises:
+        ShapeError: Shapes, dtypes, devices or layouts do not match.
+        OptionError: backend is unknown or cannot run these tensors, low_scale is not finite, or O or I is not a
+            multiple of 16.
+
+    Cost:
+        2 N I O FLOP in fp8; reads rows and weights and writes the result once. No host sync with "triton"; "reference"
+        reads end_E on the host, and multiplies fp32 copies.
+
+    Source:
+        own; e4m3: arXiv 2209.05433
+
+    Example:
+        >>> x, weight = (torch.full(shape, 0.5).to(torch.float8_e4m3fn) for shape in ((2, 16), (2, 16, 16)))
+        >>> scales = Fp8Scales(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0]))
+        >>> ends = torch.tensor([1, 2], dtype=torch.int32)
+        >>> grouped_mm_fp8(x, weight, ends, scales=scales, dtype=torch.bfloat16)[:, 0]
+        tensor([ 4., 32.], dtype=torch.bfloat16)
+    """
+    addend = RowAddend(bias_EO, low_NR, low_ERO, low_scale)
+    if must_check(is_checked):
+        check_float("low_scale", low_scale, low=-float("inf"))
+        _check_fp8(x_NI, weight_EOI, end_E, scales=scales, dtype=dtype, addend=addend)
+    with plain_numbers(end_E.device.type):
+        out_NO = weight_EOI.new_empty(x_NI.shape[0], weight_EOI.shape[1], dtype=dtype)
+        return choose_module(reference, backend, out_NO).grouped_mm(
+            x_NI, weight_EOI.transpose(1, 2), end_E, addend=addend, out_NO=out_NO, scales=scales
+        )
 
 
 def grouped_weight_grad(
@@ -385,12 +461,23 @@ def _check_product(
     num_experts, num_inputs, num_outputs = check_layout(
         "weight_EIO", weight_EIO, (None, x_NI.shape[1], None), like=like, num_strided=3
     ).shape
-    check_layout("end_E", end_E, (num_experts,), dtypes=(torch.int32,), like=like)
     if not any(stride == 1 or size <= 1 for stride, size in zip(weight_EIO.stride()[1:], (num_inputs, num_outputs))):
         raise ShapeError(
             f"weight_EIO has strides {weight_EIO.stride()}; one of its last two axes must be contiguous. Call "
             ".contiguous() once."
         )
+    _check_borders(end_E, addend, sizes=(x_NI.shape[0], num_experts, num_outputs), like=like)
+    if out_NO is not None:
+        _check_rows("out", out_NO, (x_NI.shape[0], num_outputs), like=like)
+        check_rows_apart("out", out_NO)
+
+
+def _check_borders(end_E: torch.Tensor, addend: RowAddend, *, sizes: tuple[int, int, int], like: torch.Tensor) -> None:
+    """Raise on the ends of N rows for E experts, and on an addend of O columns, that a kernel would read wrongly; like
+    has the dtype of the addend.
+    """
+    num_rows, num_experts, num_outputs = sizes
+    check_layout("end_E", end_E, (num_experts,), dtypes=(torch.int32,), like=like)
     bias_EO, low_NR, low_ERO, _ = addend
     if bias_EO is not None:
         _check_rows("bias_EO", bias_EO, (num_experts, num_outputs), like=like)
@@ -400,20 +487,54 @@ def _check_product(
         rank = check_layout("low_ERO", low_ERO, (num_experts, None, num_outputs), like=like).shape[1]
         if rank == 0:
             raise ShapeError(f"low_ERO has shape {tuple(low_ERO.shape)}; its rank must be above 0.")
-        _check_rows("low_NR", low_NR, (x_NI.shape[0], rank), like=like)
-    if out_NO is not None:
-        _check_rows("out", out_NO, (x_NI.shape[0], num_outputs), like=like)
-        check_rows_apart("out", out_NO)
+        _check_rows("low_NR", low_NR, (num_rows, rank), like=like)
 
 
-def _check_rows(name: str, rows: Rows, shape: tuple[int | None, int | None], *, like: torch.Tensor) -> None:
+def _check_fp8(
+    x_NI: Rows,
+    weight_EOI: torch.Tensor,
+    end_E: torch.Tensor,
+    *,
+    scales: Fp8Scales,
+    dtype: torch.dtype,
+    addend: RowAddend,
+) -> None:
+    """Raise on arguments of a product in e4m3 that a kernel would read wrongly."""
+    check_choice("dtype", dtype, TRITON_DTYPES)
+    num_experts, num_outputs, num_inputs = check_layout(
+        "weight_EOI", weight_EOI, (None, None, None), dtypes=(FP8,)
+    ).shape
+    _check_rows("x_NI", x_NI, (None, num_inputs), like=weight_EOI, dtypes=(FP8,))
+    for name, scale, size in (
+        ("x", scales.x_scale_T, len(rows_of(x_NI))),
+        ("weight", scales.weight_scale_E, num_experts),
+    ):
+        check_layout(f"scale of {name}", scale, (size,), dtypes=(torch.float32,), like=weight_EOI)
+    _check_borders(
+        end_E, addend, sizes=(x_NI.shape[0], num_experts, num_outputs), like=weight_EOI.new_empty(0, dtype=dtype)
+    )
+    if num_outputs % ALIGNED_COLUMNS or num_inputs % ALIGNED_COLUMNS:
+        raise OptionError(
+            f"Products in fp8 need multiples of {ALIGNED_COLUMNS} columns, and a matrix is {num_outputs} x "
+            f"{num_inputs}."
+        )
+
+
+def _check_rows(
+    name: str,
+    rows: Rows,
+    shape: tuple[int | None, int | None],
+    *,
+    like: torch.Tensor,
+    dtypes: Collection[torch.dtype] = FLOATING,
+) -> None:
     """Raise on rows, gathered or not, that a kernel would read wrongly."""
     if rows_of(rows).is_cuda and rows_of(rows).dtype is torch.float64:
         raise ShapeError(f"{name} is float64 on a GPU; float64 runs on a CPU only, allowed are bf16, fp16 and fp32.")
     if not isinstance(rows, GatheredRows):
-        check_layout(name, rows, shape, dtypes={like.dtype}.intersection(FLOATING), like=like, num_strided=1)
+        check_layout(name, rows, shape, dtypes={like.dtype}.intersection(dtypes), like=like, num_strided=1)
         return
-    _check_rows(name, rows.x_TI, shape, like=like)
+    _check_rows(name, rows.x_TI, shape, like=like, dtypes=dtypes)
     check_int(f"num_slots_per_row of {name}", rows.num_slots_per_row, low=1)
     num_slots = rows.x_TI.shape[0] * rows.num_slots_per_row
     check_layout(f"slot_N of {name}", rows.slot_N, (num_slots,), dtypes=(torch.int32, torch.int64), like=like)
