@@ -24,6 +24,7 @@ from lightning_fastft.kernels.expert_gate.reference import GateForm, gate_forwar
 from lightning_fastft.kernels.grouped_mm.op import choose_backend
 from lightning_fastft.moe.adapters import find_adapter
 from lightning_fastft.moe.expert_axis import RoutedTokens, find_axis, share_adapter
+from lightning_fastft.moe.fp8_experts import read_fp8
 from lightning_fastft.moe.routing import ExpertLinear, ExpertPoint, PackedWeight, dense_weight, run_experts
 
 NAME = "fastft"
@@ -140,7 +141,8 @@ def grouped_backends(module: nn.Module) -> set[str]:
 
 
 def read_linear(module: nn.Module, name: str) -> ExpertLinear:
-    """Return a linear of an experts module: its weight as (E, I, O), its bias, and its PEFT adapter.
+    """Return a linear of an experts module: its weight as (E, I, O), its bias, its PEFT adapter, and the weight in
+    fp8 if it computes so.
 
     Raises:
         UnsupportedModelError: The weight is sharded, and neither gathered nor owned by this rank.
@@ -153,7 +155,7 @@ def read_linear(module: nn.Module, name: str) -> ExpertLinear:
     axis = find_axis(module)
     if adapter is not None and axis is not None:
         adapter = share_adapter(adapter, axis)
-    return ExpertLinear(weight, bias, adapter)
+    return ExpertLinear(weight, bias, adapter, read_fp8(module, name))
 
 
 def _read_stack(
