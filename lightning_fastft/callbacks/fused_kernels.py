@@ -83,7 +83,8 @@ class FusedKernels(ModelSwaps):
         return [
             *super().status(),
             *(weight_buffer.status() for weight_buffer in self._weight_buffers),
-            *(base.status() for base in (*self._fp8, *self._fp8_experts)),
+            *(base.status() for base in self._fp8),
+            *(experts.status() for experts in self._fp8_experts),
             *(graphs.status() for graphs in self._graphs),
         ]
 

@@ -442,7 +442,7 @@ def _product(x_NI: Rows, linear: _Linear, end_E: torch.Tensor) -> tuple[torch.Te
     if linear.a_ERI is None:
         return (_multiply(x_NI, linear, end_E, bias_EO=linear.bias_EO),)
     low_NR = grouped_mm(x_NI, linear.a_ERI.transpose(1, 2), end_E)
-    addend = {"low_NR": low_NR, "low_ERO": linear.b_ERO, "low_scale": linear.scale}
+    addend: dict[str, Any] = {"low_NR": low_NR, "low_ERO": linear.b_ERO, "low_scale": linear.scale}
     return _multiply(x_NI, linear, end_E, bias_EO=linear.bias_EO, **addend), low_NR
 
 
@@ -463,7 +463,7 @@ def _input_gradient(d_NO: Rows, linear: _Linear, end_E: torch.Tensor) -> tuple[t
     if linear.a_ERI is None or linear.b_ERO is None:
         return _multiply(d_NO, linear, end_E, is_backward=True), None
     d_low_NR = grouped_mm(d_NO, linear.b_ERO.transpose(1, 2), end_E, is_checked=False)
-    addend = {"low_NR": d_low_NR, "low_ERO": linear.a_ERI, "low_scale": linear.scale}
+    addend: dict[str, Any] = {"low_NR": d_low_NR, "low_ERO": linear.a_ERI, "low_scale": linear.scale}
     return _multiply(d_NO, linear, end_E, is_backward=True, **addend), d_low_NR
 
 
