@@ -227,7 +227,7 @@ def measure(name: str, product: Product, *, device: str) -> Iterator[dict[str, A
         record: dict[str, Any] = {"product": name, "arm": arm}
         try:
             record["error"] = error_of(product, run(), has_addend="rank" in arm)
-        except (RuntimeError, ValueError) as error:
+        except launch_errors() as error:
             yield {**record, "reason": f"{type(error).__name__}: {str(error)[:200]}"}
             continue
         if not record["error"] <= LIMITS[arm.split()[0]]:
@@ -280,21 +280,40 @@ def compile_candidates(work: Sequence[tuple[Shape, str, tuple[int, ...]]]) -> No
     """Launch candidates on a few rows, so that they are on disk when they are timed; one that fails is met again."""
     made: dict[Shape, Product] = {}
     for shape, kind, tiles in work:
-        small = shape._replace(num_experts=16)
-        if small not in made:
-            made[small] = make_product(small, num_tokens=64, device="cuda")
+        if shape not in made:
+            made[shape] = _few_rows(shape)
         try:
-            run_tiles(made[small], kind, tiles)
-        except (RuntimeError, ValueError) as error:
+            run_tiles(made[shape], kind, tiles)
+        except launch_errors() as error:
             print(f"{kind} {tiles}: {type(error).__name__}: {str(error)[:100]}", flush=True)
     torch.cuda.synchronize()
+
+
+def _few_rows(shape: Shape) -> Product:
+    """Return operands of a few rows whose experts share one matrix, for which the same code is compiled."""
+    num_experts = shape.num_experts
+    small = make_product(shape._replace(num_experts=shape.num_chosen), num_tokens=64, device="cuda")
+    low_ERO = torch.zeros(num_experts, RANK, shape.num_outputs, dtype=torch.bfloat16, device="cuda")
+    return small._replace(
+        weight_EIO=small.weight_EIO[:1].expand(num_experts, -1, -1),
+        weight_EOI_fp8=small.weight_EOI_fp8[:1].expand(num_experts, -1, -1),
+        end_E=torch.cat([small.end_E, small.end_E[-1:].expand(num_experts - shape.num_chosen)]),
+        addend=small.addend._replace(low_ERO=low_ERO),
+        scales=small.scales._replace(weight_scale_E=small.scales.weight_scale_E[:1].expand(num_experts).contiguous()),
+    )
+
+
+def launch_errors() -> tuple[type[Exception], ...]:
+    """Return what a kernel raises that does not fit the device or cannot be compiled."""
+    from triton.errors import TritonError
+
+    return (RuntimeError, ValueError, TritonError)
 
 
 def compile_in_parallel(shapes: Sequence[Shape], *, num_processes: int) -> None:
     """Compile all candidates for some shapes."""
     kinds = {
-        (shape.is_gathered, shape.is_backward, shape.num_inputs % 128): shape._replace(num_experts=16)
-        for shape in shapes
+        (shape.num_experts, shape.is_gathered, shape.is_backward, shape.num_inputs % 256): shape for shape in shapes
     }
     work = [(shape, kind, tiles) for shape in kinds.values() for kind in CANDIDATES for tiles in CANDIDATES[kind]]
     context = multiprocessing.get_context("spawn")
@@ -324,7 +343,7 @@ def sweep(name: str, product: Product, kind: str) -> Iterator[dict[str, Any]]:
                 times = times_ms(lambda: run_tiles(product, kind, tiles, group=group), device="cuda", num_runs=10)  # noqa: B023
                 record |= {"p50": quantile(times, 0.5), "tflops": product.num_flop / quantile(times, 0.5) / 1e9}
                 best = min(best, (record["p50"], tiles), key=lambda pair: pair[0])
-        except (RuntimeError, ValueError) as error:
+        except launch_errors() as error:
             record["reason"] = f"{type(error).__name__}: {str(error)[:80]}"
         yield record
         if not choices and orders_left is None:
