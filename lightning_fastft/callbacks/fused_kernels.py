@@ -54,9 +54,9 @@ class FusedKernels(ModelSwaps):
             (about 3.7 % of a product's norm), so the loss follows the bf16 loss closely but not exactly. Adapters,
             norms, attention, embeddings and the head keep their dtype, and so do trained weights, their gradients and
             the optimizer. Frozen experts that BincountRouter runs compute in e4m3 too, with one scale per expert.
-            Requires a bf16 model on Ada, Hopper or Blackwell; otherwise the layers run in the dtype of
-            the model and the table says so. NF4 weights are converted on use; frozen dense weights and experts once,
-            for two more bytes per weight; trained weights after each optimizer step, for one more byte. Files, merging and
+            Requires a bf16 model on Ada, Hopper or Blackwell; otherwise the layers run in the dtype of the model and
+            the table says so. NF4 weights are converted on use; frozen dense weights and experts once, for two more
+            bytes per weight; trained weights after each optimizer step, for one more byte. Files, merging and
             generation read the original weights. "fp8_reference": the same numbers in plain PyTorch on any device,
             slowly, to compare loss curves.
 
