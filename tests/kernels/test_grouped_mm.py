@@ -612,6 +612,16 @@ def test_our_kernel_adds_where_that_was_measured_to_be_faster(pretend_cuda, capa
     assert (choose_backend(x_NI, weight_EIO, has_addend=True), choose_backend(x_NI, weight_EIO)) == (expected, "torch")
 
 
+@pytest.mark.parametrize(("capability", "expected"), [((9, 0), "triton"), ((10, 0), "torch")])
+def test_our_kernel_gathers_where_that_was_measured_to_be_faster(pretend_cuda, capability, expected):
+    pretend_cuda[:] = capability
+    x_TI, slot_N = empty(32, 80), torch.zeros(64, dtype=torch.int64, device="cuda")
+    weights = {columns: empty(4, 80, columns) for columns in (1536, 2880, 2888)}
+    picks = [choose_backend(GatheredRows(x_TI, slot_N, 2), weight_EIO) for weight_EIO in weights.values()]
+    assert picks == [expected, expected, "torch"]
+    assert choose_backend(empty(64, 80), weights[1536]) == "torch"
+
+
 def test_a_backend_that_would_wait_or_be_wrong_is_refused(pretend_cuda):
     end_E = torch.empty(4, dtype=torch.int32, device="cuda")
     x_NI, weight_EIO, d_NO = empty(64, 16), empty(4, 16, 24), empty(64, 24)

@@ -28,9 +28,14 @@ from lightning_fastft.kernels.grouped_mm.reference import (
 
 BACKENDS = ("auto", "torch", "triton", "reference")
 # torch's grouped GEMM reached 637 to 694 TFLOP/s on an H200, 0.9 of a dense product, but an addend costs one more pass
-# over its result. Our kernel adds in its only pass and took 0.74 to 0.98 of that time on the H200;
-# it is not measured on other GPUs. python -m benchmarks.moe_layer times whole layers with both.
-_ADDEND_CAPABILITIES = (9,)
+# over its result, and gathered rows one before it. Our kernel adds and gathers in its only pass. With an addend it took
+# 0.74 to 0.98 of torch's time on the H200; it is not measured on other GPUs. python -m benchmarks.moe_layer times whole
+# layers with both.
+_ONE_PASS_CAPABILITIES = (9,)
+# Wider products of gathered rows gain more from torch's grouped GEMM than the copy costs. On an H100 with 8,192 tokens,
+# where a layer's copy took 0.13 to 0.16 ms, ours took 0.02 to 0.13 ms more than torch's GEMM alone with 768 to 2,880
+# columns, and 0.19 ms more with 5,760. python -m benchmarks.grouped_products.
+_GATHERED_COLUMNS = 2880
 # CUTLASS kernels exist for these major compute capabilities; on others torch loops over experts on the host, with host
 # syncs (GroupedMMUtils.h).
 _TORCH_CAPABILITIES = (9, 10)
@@ -260,8 +265,8 @@ def choose_backend(x_NI: Rows, weight_EIO: torch.Tensor, *, has_addend: bool = F
 
     On a CPU it is "reference". On CUDA it is "torch" if its kernel supports the tensors (bf16 on compute capability 9.x
     or 10.x, strides and sizes in multiples of 16 bytes), there are more than 64 output columns, and on 9.x nothing is
-    added; else "triton". Only dtype, device and layout of the rows matter; has_addend says that a bias or a low-rank
-    product will be added.
+    added and rows are in order or there are more than 2,880 output columns; else "triton". Only dtype, device, layout
+    and order of the rows matter; has_addend says that a bias or a low-rank product will be added.
 
     Returns:
         "torch", "triton" or "reference".
@@ -279,7 +284,8 @@ def choose_backend(x_NI: Rows, weight_EIO: torch.Tensor, *, has_addend: bool = F
     # 0.06 ms (H200).
     if weight_EIO.shape[2] <= THIN_COLUMNS:
         return "triton"
-    if has_addend and torch.cuda.get_device_capability(weight_EIO.device)[0] in _ADDEND_CAPABILITIES:
+    is_copied = isinstance(x_NI, GatheredRows) and weight_EIO.shape[2] <= _GATHERED_COLUMNS
+    if (has_addend or is_copied) and torch.cuda.get_device_capability(weight_EIO.device)[0] in _ONE_PASS_CAPABILITIES:
         return "triton"
     return "triton" if _why_not_torch(x_NI, weight_EIO) else "torch"
 
