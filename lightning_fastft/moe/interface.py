@@ -22,7 +22,7 @@ from lightning_fastft.hf.activation_functions import activation_name
 from lightning_fastft.hf.expert_nf4 import read_nf4, stack_names
 from lightning_fastft.kernels.expert_gate.reference import GateForm, gate_forward
 from lightning_fastft.kernels.grouped_mm.op import choose_backend
-from lightning_fastft.kernels.grouped_mm.reference import GatheredRows, Rows
+from lightning_fastft.kernels.grouped_mm.reference import GatheredRows
 from lightning_fastft.moe.adapters import find_adapter
 from lightning_fastft.moe.expert_axis import RoutedTokens, find_axis, share_adapter
 from lightning_fastft.moe.fp8_experts import read_fp8
@@ -135,9 +135,10 @@ def grouped_backends(module: nn.Module) -> set[str]:
     for name in stack_names(module):
         weight, bias = _read_stack(module, name, is_gathered=False)
         weight_EIO = dense_weight(weight)
-        rows: Rows = weight_EIO.new_empty((1, weight_EIO.shape[1]))
-        if name != "down_proj":
-            rows = GatheredRows(rows, weight_EIO.new_empty(1, dtype=torch.int64), 1)
+        x_TI = weight_EIO.new_empty((1, weight_EIO.shape[1]))
+        # Only the first product gathers its rows.
+        slot_N = weight_EIO.new_empty(1, dtype=torch.int64)
+        rows = x_TI if name == "down_proj" else GatheredRows(x_TI, slot_N, 1)
         picks.add(choose_backend(rows, weight_EIO, has_addend=bias is not None))
     return picks
 

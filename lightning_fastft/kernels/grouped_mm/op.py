@@ -32,9 +32,10 @@ BACKENDS = ("auto", "torch", "triton", "reference")
 # 0.74 to 0.98 of torch's time on the H200; it is not measured on other GPUs. python -m benchmarks.moe_layer times whole
 # layers with both.
 _ONE_PASS_CAPABILITIES = (9,)
-# Wider products of gathered rows gain more from torch's grouped GEMM than the copy costs. On an H100 with 8,192 tokens,
-# where a layer's copy took 0.13 to 0.16 ms, ours took 0.02 to 0.13 ms more than torch's GEMM alone with 768 to 2,880
-# columns, and 0.19 ms more with 5,760. python -m benchmarks.grouped_products.
+# Wider products of gathered rows gain more from torch's grouped GEMM than the copy costs. On an H100 with 8,192 tokens
+# ours took 0.02 to 0.13 ms more than torch's GEMM alone with 768 to 2,880 columns, and 0.19 ms more with 5,760
+# (python -m benchmarks.grouped_products). The copy was not timed alone: 0.13 to 0.16 ms is the time of a bf16 layer
+# without its products, less that of the same layer in fp8, which copies no rows (python -m benchmarks.moe_layer).
 _GATHERED_COLUMNS = 2880
 # CUTLASS kernels exist for these major compute capabilities; on others torch loops over experts on the host, with host
 # syncs (GroupedMMUtils.h).
