@@ -28,6 +28,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -144,9 +145,7 @@ def _write_bpe(folder: Path, *, data: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def run_start(
-    system: str, start: str, options: argparse.Namespace, *, texts: Path, seconds: float
-) -> dict[str, Any]:
+def run_start(system: str, start: str, options: argparse.Namespace, *, texts: Path, seconds: float) -> dict[str, Any]:
     """Start one system in a fresh process and return its record; "reason" says why it has no times."""
     from benchmarks.ruler.driver import end_session, environment_of
 
@@ -171,7 +170,12 @@ def run_start(
         "--max-tokens": options.max_tokens, "--steps": options.steps,
         **({"--profile": options.out.resolve() / f"{name}.txt"} if start == "profile" else {}),
     }  # fmt: skip
-    command = [sys.executable, "-m", "benchmarks.first_step_arms", *(str(word) for pair in words.items() for word in pair)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.first_step_arms",
+        *(str(word) for pair in words.items() for word in pair),
+    ]
     with (options.out / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(
             [*command, "--start", repr(time.monotonic())],
@@ -209,7 +213,7 @@ def find_steady(step_ends: Sequence[float]) -> tuple[float, int]:
         >>> find_steady([0.0, 3.0, 6.0, 9.0, 12.0, 13.0, 14.0, 15.0, 16.0, 17.0, 18.0])
         (1.0, 2)
     """
-    seconds = [after - before for before, after in zip(step_ends, step_ends[1:])]
+    seconds = [after - before for before, after in pairwise(step_ends)]
     steady = statistics.median(seconds[-WINDOW:])
     for place in range(len(seconds)):
         if abs(statistics.median(seconds[place : place + WINDOW]) - steady) <= TOLERANCE * steady:
@@ -236,7 +240,8 @@ def result_rows(records: Sequence[dict[str, Any]], *, command: str) -> list[dict
         }
         marks = record["marks"]
         rows += [
-            {**shared, "metric": f"time to {name.replace('_', ' ')}", "value": marks[name], "unit": "s"} for name in MARKS
+            {**shared, "metric": f"time to {name.replace('_', ' ')}", "value": marks[name], "unit": "s"}
+            for name in MARKS
         ]
         rows += [
             {**shared, "metric": "steady step", "value": record["steady_step_s"] * 1e3, "unit": "ms", "n": WINDOW},

@@ -55,7 +55,6 @@ from lightning_fastft.training.fine_tuner import FineTuner
 from lightning_fastft.training.optimizer import FusedAdamW
 
 
-
 def run(
     cases: list[Case],
     *,
