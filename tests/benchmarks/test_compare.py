@@ -6,6 +6,7 @@ import csv
 import json
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -539,6 +540,21 @@ def test_time_is_kept_for_the_control_of_a_call_that_is_cut_short(run, processes
         ("ours keep+fused", "not started: no time"),
         ("ours keep+fused A/A", ""),
     }
+
+
+def test_time_for_one_case_and_the_start_of_its_process_is_kept_after_ours(run, processes, monkeypatch):
+    clock_s, budgets, stand_in = [0.0], {}, compare.run_arms
+
+    def run_arms(arms, *, budget_seconds, **options):
+        budgets[arms[0][0].title] = budget_seconds
+        clock_s[0] += 120
+        stand_in(arms, budget_seconds=budget_seconds, **options)
+
+    monkeypatch.setattr(compare, "run_arms", run_arms)
+    monkeypatch.setattr(compare, "time", SimpleNamespace(monotonic=lambda: clock_s[0]))
+    run(OURS, AUTO, ("unsloth", "off"), passes="1")
+    # Of 120 s for two cases, half is that of one case; the start of a process may take 45 s more.
+    assert budgets == {"ours keep+fused": 940, "unsloth off": 1000 - 120 - 105, "ours keep+fused A/A": 1000 - 240}
 
 
 # More than one call
