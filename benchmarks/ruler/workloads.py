@@ -344,6 +344,22 @@ def make_packs(workload: Workload) -> list[Pack]:
     ]
 
 
+def make_ragged(packs: Sequence[Pack]) -> list[Pack]:
+    """Return the first pack, and the others without their last document, so that they have many lengths.
+
+    Example:
+        >>> packs = [Pack(input_id_T=np.arange(9), lengths=lengths) for lengths in ([4, 5], [6, 3], [9])]
+        >>> [pack.input_id_T.size for pack in make_ragged(packs)]
+        [9, 6, 9]
+    """
+    ends = [pack.input_id_T.size - (pack.lengths[-1] if len(pack.lengths) > 1 else 0) for pack in packs[1:]]
+    shorter = [
+        Pack(input_id_T=pack.input_id_T[:end], lengths=pack.lengths[:-1] or pack.lengths)
+        for pack, end in zip(packs[1:], ends, strict=True)
+    ]
+    return [*packs[:1], *shorter]
+
+
 class WorkloadFiles:
     """The folder of a built workload.
 
