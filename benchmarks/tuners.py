@@ -50,7 +50,7 @@ METRICS = {
     "allocated_gib": ("peak allocated", "GiB"),
     "reserved_gib": ("peak reserved", "GiB"),
     "check": ("check", "1"),
-    "host_waits": ("host waits", "per step"),
+    "host_waits": ("host waits, whole step", "per step"),
 }
 # Kept apart from the driver's log by this mark.
 RECORD = "RECORD "

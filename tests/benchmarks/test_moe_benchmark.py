@@ -4,6 +4,7 @@ from dataclasses import asdict
 from types import SimpleNamespace
 
 import numpy as np
+import peft
 import pytest
 import torch
 
@@ -555,6 +556,35 @@ def test_whole_steps_of_plain_and_ours_have_the_same_gradients_and_get_rows(
     again = run_moe(name, *arms)
     assert "arm:" not in again
     assert again.strip() in first
+
+
+@pytest.mark.fault
+def test_a_mixture_of_hybrid_layers_has_the_gradients_of_padded_documents(tmp_path):
+    """Packed, plain layers would carry states over; the reference pads documents instead."""
+    workload = WORKLOADS["tiny-qwen3.5-moe"]
+    build(workload, root=tmp_path, device="cpu", dtype=torch.float32)
+    files, log = WorkloadFiles(tmp_path, workload), CaseLog(tmp_path / "raw.jsonl")
+    template = Case(workload.name, "", "", num_warmup=2, num_steps=2)
+    for run, text in (
+        (moe.run_plain, "plain:recompute+padded,recompute+eager"),
+        (moe.run_ours, "ours:keep+fused/adamw_fused"),
+    ):
+        run(parse_arm(text, template=template), files=files, log=log, device="cpu")
+    padded_plain, packed_plain, ours = report.read_records(tmp_path / "raw.jsonl")
+    assert (padded_plain["reason"], ours["reason"]) == ("", "")
+    assert ours["verdict"]["worst_cosine"][1] > 0.99999
+    assert "cosine" in packed_plain["reason"]
+
+
+def test_adapters_of_shared_experts_are_taken_off():
+    block = torch.nn.ModuleDict({"shared_expert": torch.nn.ModuleDict({"down_proj": torch.nn.Linear(3, 2)})})
+    experts = torch.nn.ModuleDict({"down_proj": torch.nn.Linear(3, 2)})
+    model = torch.nn.ModuleDict({"mlp": block, "experts": experts})
+    own = block["shared_expert"]["down_proj"]
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["down_proj"]), model)
+    assert moe.drop_shared_adapters(model) == ["mlp.shared_expert.down_proj"]
+    assert block["shared_expert"]["down_proj"] is own
+    assert [name.split(".")[0] for name, _ in model.named_parameters() if "lora_A" in name] == ["experts"]
 
 
 def run_arm_here(cases, *, root, raw, device, module, **_):
