@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, Trainer
 
+from benchmarks.results import append_rows
 from benchmarks.training_curves import read_tokenizer
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.callbacks.fused_kernels import FusedKernels
@@ -224,6 +225,34 @@ def judge(results: Mapping[str, Sequence[Result]]) -> tuple[list[str], bool]:
     return lines, are_met
 
 
+def result_rows(results: Mapping[str, Sequence[Result]], *, command: str, device: str) -> list[dict[str, Any]]:
+    """Return rows for results.csv: per arm the mean over the seeds, and the furthest from plain of the same seed."""
+    rows: list[dict[str, Any]] = []
+    for name, title in (("last_loss", f"mean of the last {NUM_LAST} losses"), ("test_loss", "test loss")):
+        plain = [getattr(result, name) for result in results["plain"]]
+        for arm, each in results.items():
+            found = [getattr(result, name) for result in each]
+            if arm == "plain":
+                further = f"{title}, seeds apart", max(found) - min(found)
+            else:
+                further = f"{title}, furthest from plain", max((abs(x - y) for x, y in zip(found, plain)), default=0.0)
+            shared = {
+                "benchmark": "fp8_training",
+                "workload": f"qwen3 of 8 layers, every weight, {len(each[0].losses)} steps",
+                "system": arm,
+                "version": f"torch {torch.__version__.partition('+')[0]}",
+                "n": len(found),
+                "unit": "nats",
+                "command": command,
+                "device": device,
+            }
+            rows += [
+                {**shared, "metric": metric, "value": value}
+                for metric, value in ((title, sum(found) / len(found)), further)
+            ]
+    return rows
+
+
 def make_recipe(options: argparse.Namespace, folder: Path, *, seed: int) -> Recipe:
     """Write the model of a seed, and pack its text."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -250,7 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--tokenizer", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True, help="folder for ARM_SEED.json and verdicts.txt")
+    parser.add_argument("--out", type=Path, required=True, help="folder for ARM_SEED.json, verdicts.txt and rows.csv")
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=1000)
@@ -273,9 +302,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     files = {arm: [options.out / f"{arm}_{seed}.json" for seed in range(options.seeds)] for arm in ARMS}
     if not all(file.exists() for each in files.values() for file in each):
         return 0
-    lines, are_met = judge(
-        {arm: [Result(**json.loads(file.read_text(encoding="utf-8"))) for file in each] for arm, each in files.items()}
-    )
+    results = {
+        arm: [Result(**json.loads(file.read_text(encoding="utf-8"))) for file in each] for arm, each in files.items()
+    }
+    lines, are_met = judge(results)
+    device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
+    command = "python -m benchmarks.fp8_training " + " ".join(sys.argv[1:] if arguments is None else arguments)
+    append_rows(result_rows(results, command=command, device=device), path=options.out / "rows.csv")
     (options.out / "verdicts.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))
     return int(not are_met)

@@ -420,7 +420,7 @@ def main(arguments: list[str] | None = None) -> int:
         if name in options.products
     }
     if options.tiles:
-        compile_in_parallel(list(shapes.values()), num_processes=max(1, (os.cpu_count() or 2) - 2))
+        compile_in_parallel(list(shapes.values()), num_processes=max(1, len(os.sched_getaffinity(0)) - 2))
         print(f"compiled, {deadline - time.monotonic():.0f} s left", flush=True)
     records: list[dict[str, Any]] = []
     for name, shape in shapes.items():

@@ -11,7 +11,7 @@ and on both stacks of expert weights. Modes:
 
 - ``plain``: recompute or keep, with +eager, +grouped_mm or +published (the experts function of transformers; without
   one its own default); +flex for FlexAttention where the family has sinks (its default, eager attention, builds every
-  score of the pack).
+  score of the pack); +padded as in the ruler, for hybrids.
 - ``ours``: as in the ruler; BincountRouter is always there, FusedKernels with +fused.
 - ``unsloth``: unsloth (its default) and off; +paddedN for models that it never packs: length-grouped batches of N
   documents, right-padded. The checked step has the documents of the first pack. Then all documents of the token file
@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-import itertools
 import json
 import os
 import signal
@@ -45,20 +44,20 @@ if __name__ == "__main__" and '"system": "unsloth"' in " ".join(sys.argv):
     # It patches torch and transformers when it is imported, and wants to come before them.
     import unsloth  # noqa: F401
 
-import numpy as np
 import torch
 
+from benchmarks.ruler.arms.padded import parse_unsloth_mode, run_padded_cases
 from benchmarks.ruler.cases import Case, CaseLog, CaseRecorder, base_dtype, quantization_config, run_case
 from benchmarks.ruler.driver import parse_arm, run_arms
+from benchmarks.ruler.fla_gradient import install_fla_gradient
 from benchmarks.ruler.judge import load_adapter
 from benchmarks.ruler.pairs import UNFINISHED
 from benchmarks.ruler.plans import SHIPPED, describe_plan, least_warmup, parse_mode
 from benchmarks.ruler.report import read_records, render_table, result_rows
-from benchmarks.ruler.workloads import ATTENTION_MODULES, EXPERT_PARAMETERS, WORKLOADS, Pack, WorkloadFiles, lora_config
+from benchmarks.ruler.workloads import EXPERT_PARAMETERS, WORKLOADS, Pack, WorkloadFiles, lora_config
 
 # What tells one case from another.
 _KEY = ("workload", "system", "mode", "label_share", "optimizer")
-_GOLDEN = (5**0.5 - 1) / 2
 
 
 # The plain arm
@@ -72,7 +71,7 @@ def parse_plain_mode(mode: str) -> tuple[bool, str | None, bool]:
         ValueError: There is no such mode.
 
     Example:
-        >>> parse_plain_mode("recompute+eager")
+        >>> parse_plain_mode("recompute+eager+padded")
         (False, 'eager', False)
     """
     from benchmarks.moe_layer import PUBLISHED
@@ -80,10 +79,14 @@ def parse_plain_mode(mode: str) -> tuple[bool, str | None, bool]:
     names = {"eager": "eager", "grouped_mm": "grouped_mm", "published": PUBLISHED}
     name, *added = mode.split("+")
     experts = [names[part] for part in added if part in names]
-    if name not in ("recompute", "keep") or len(experts) > 1 or len(experts) + added.count("flex") != len(added):
+    if (
+        name not in ("recompute", "keep")
+        or len(experts) > 1
+        or len(experts) + sum(part in ("flex", "padded") for part in added) != len(added)
+    ):
         raise ValueError(
-            "A mode of plain is recompute or keep, with one of +eager, +grouped_mm, +published, and +flex; got "
-            f"{mode!r}."
+            "A mode of plain is recompute or keep, with one of +eager, +grouped_mm, +published, and +flex or +padded; "
+            f"got {mode!r}."
         )
     return name == "keep", experts[0] if experts else None, "flex" in added
 
@@ -94,6 +97,8 @@ def run_plain(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: 
     from benchmarks.ruler.arms import plain
 
     register_published()
+    if files.workload.is_hybrid:
+        install_fla_gradient()
     modes = [parse_plain_mode(case.mode) for case in cases]
     is_cuda, packs, adapter = device == "cuda", files.read_packs(), files.read_adapter()
     model = _load_plain(files, device=device)
@@ -110,7 +115,8 @@ def run_plain(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: 
         def body(recorder: CaseRecorder, *, is_kept: bool = is_kept) -> None:
             load_adapter(model, adapter)
             plain.set_checkpointing(model, enabled=not is_kept)
-            plain.train(model, recorder, device=device)
+            loop = plain.train_padded if "padded" in recorder.case.mode.split("+") else plain.train
+            loop(model, recorder, device=device)
 
         run_case(recorder, body, log=log)
         model.zero_grad(set_to_none=True)
@@ -235,27 +241,6 @@ def _train_ours(tuner: Any, recorder: CaseRecorder, *, adapter: dict[str, torch.
 # Unsloth
 
 
-def parse_unsloth_mode(mode: str) -> tuple[str, int]:
-    """Return the mode of the ruler's arm, and documents in a padded batch; 0 to pack.
-
-    Raises:
-        ValueError: There is no such mode.
-
-    Example:
-        >>> parse_unsloth_mode("off+padded32")
-        ('off', 32)
-    """
-    name, _, added = mode.partition("+")
-    size = added.removeprefix("padded")
-    if name not in ("unsloth", "off", "skip-auto", "skip-max") or (
-        added and not (added.startswith("padded") and size.isdecimal() and int(size))
-    ):
-        raise ValueError(
-            f"A mode of unsloth is unsloth, off, skip-auto or skip-max, and +paddedN with N documents; got {mode!r}."
-        )
-    return name, int(size) if added else 0
-
-
 def run_unsloth(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str) -> None:
     """Run cases of one mode on one trainer, with adapters on the experts asked for as its documentation does."""
     from benchmarks.ruler.arms import sft
@@ -266,6 +251,8 @@ def run_unsloth(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device
 
     name, batch_size = parse_unsloth_mode(cases[0].mode)
     workload, is_cuda = files.workload, device == "cuda"
+    if workload.is_hybrid:
+        install_fla_gradient()
     model, tokenizer = FastLanguageModel.from_pretrained(
         str(files.model),
         max_seq_length=workload.max_tokens,
@@ -274,8 +261,11 @@ def run_unsloth(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device
         local_files_only=True,
     )
     model = add_adapters(
-        model, workload, target_modules=[*ATTENTION_MODULES, *EXPERT_PARAMETERS.values()], mode=MODES[name]
+        model, workload, target_modules=[*workload.target_modules, *EXPERT_PARAMETERS.values()], mode=MODES[name]
     )
+    dropped = drop_shared_adapters(model)
+    if dropped:
+        print("unsloth trains no adapters of the ruler's, taken off:", dropped[:3], len(dropped), flush=True)
     print("unsloth trains, in layer 0:", json.dumps(trained_in_layer(model, 0)), flush=True)
     arguments = {**sft.training_arguments(cases[0], files=files, is_cuda=is_cuda), "packing": not batch_size}
     trainer = SFTTrainer(
@@ -285,9 +275,28 @@ def run_unsloth(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device
         args=SFTConfig(**arguments, dataset_text_field="text", dataset_num_proc=1),
     )
     if batch_size:
-        run_padded_cases(cases, trainer=trainer, files=files, log=log, is_cuda=is_cuda, batch_size=batch_size)
+        run_padded_cases(
+            cases,
+            trainer=trainer,
+            files=files,
+            log=log,
+            is_cuda=is_cuda,
+            batch_size=batch_size,
+            recorder=_recorder,
+        )
     else:
         sft.run_cases(cases, trainer=trainer, files=files, log=log, is_cuda=is_cuda)
+
+
+def drop_shared_adapters(model: torch.nn.Module) -> list[str]:
+    """Take adapters off shared experts, whose projections have the names of the experts' stacks; return their names."""
+    found = [
+        name for name, module in model.named_modules() if ".shared_expert." in name and hasattr(module, "base_layer")
+    ]
+    for name in found:
+        parent, _, own = name.rpartition(".")
+        setattr(model.get_submodule(parent), own, model.get_submodule(name).base_layer)
+    return found
 
 
 def trained_in_layer(model: torch.nn.Module, number: int) -> dict[str, list[int]]:
@@ -296,112 +305,6 @@ def trained_in_layer(model: torch.nn.Module, number: int) -> dict[str, list[int]
     return {
         name: list(tensor.shape) for name, tensor in model.named_parameters() if tensor.requires_grad and start in name
     }
-
-
-def run_padded_cases(
-    cases: list[Case], *, trainer: Any, files: WorkloadFiles, log: CaseLog, is_cuda: bool, batch_size: int
-) -> None:
-    """Train on padded batches with the trainer's own collator, model, loss and step.
-
-    A row of the data set is a whole batch, so that the judged one may have as many documents as the first pack.
-    """
-    from benchmarks.ruler.arms import sft
-
-    driver, adapter, packs = sft._install_driver(trainer), files.read_adapter(), files.read_packs()
-    own_collator, seen = trainer.data_collator, set()
-    for case in cases:
-        groups = padded_batches(packs, batch_size=batch_size, num_warmup=case.num_warmup, num_steps=case.num_steps)
-        case = replace(case, num_steps=len(groups) - case.num_warmup)
-        recorder = _recorder(case, files=files, packs=groups, is_cuda=is_cuda)
-        recorder.record["real_share"] = real_share(groups[case.num_warmup :])
-
-        def collate(rows: list[dict[str, Any]], *, case: Case = case) -> dict[str, Any]:
-            ((_, ids), (_, labels)) = sorted(rows[0].items())
-            batch = own_collator([{"input_ids": one, "labels": other} for one, other in zip(ids, labels)])
-            if case not in seen:
-                check_padded(batch, [(np.asarray(one), np.asarray(other)) for one, other in zip(ids, labels)])
-                seen.add(case)
-            return batch
-
-        def body(recorder: CaseRecorder, *, groups: list[Pack] = groups, collate: Callable[..., Any] = collate) -> None:
-            load_adapter(trainer.model, adapter)
-            driver.recorder, driver.expected = recorder, {}
-            trainer.train_dataset = _batches_data_set(groups, share=recorder.case.label_share)
-            trainer._signature_columns = ["input_ids", "labels"]
-            trainer.data_collator = collate
-            sft.set_optimizer(trainer, recorder.case.optimizer, is_cuda=is_cuda)
-            try:
-                trainer.train()
-            finally:
-                driver.recorder = None
-
-        run_case(recorder, body, log=log)
-        trainer.model.zero_grad(set_to_none=True)
-
-
-def _batches_data_set(groups: Sequence[Pack], *, share: float) -> Any:
-    from datasets import Dataset
-
-    documents = [group.documents(share) for group in groups]
-    return Dataset.from_dict(
-        {
-            name: [[pair[place].tolist() for pair in group] for group in documents]
-            for place, name in enumerate(("input_ids", "labels"))
-        }
-    )
-
-
-def padded_batches(packs: Sequence[Pack], *, batch_size: int, num_warmup: int, num_steps: int) -> list[Pack]:
-    """Return the documents of each step, one after the other as a Pack: the first pack's, then length-grouped batches.
-
-    Args:
-        packs: Packs of the token file; all their documents are grouped.
-        batch_size: Documents in a batch; the batch of the shortest ones may have fewer.
-        num_warmup: Steps before the first timed one, the judged one with them.
-        num_steps: Most timed steps; no batch is timed twice.
-    """
-    documents = [pack.input_id_T[start:end] for pack in packs for start, end in pack.borders()]
-    documents.sort(key=len, reverse=True)
-    groups = [documents[start : start + batch_size] for start in range(0, len(documents), batch_size)]
-    made = [Pack(input_id_T=np.concatenate(group), lengths=[len(ids) for ids in group]) for group in groups]
-    # Steps of the golden ratio from the middle: every beginning of the order is spread over all lengths, and 10 batches
-    # have their mean within 10 %.
-    places = (int((0.5 + number * _GOLDEN) % 1 * len(made)) for number in itertools.count())
-    order: dict[int, None] = {}
-    while len(order) < len(made):
-        order[next(places)] = None
-    spread = [made[place] for place in order]
-    # The longest one is met before the clock runs: what it allocates and compiles is no part of a timed step.
-    warmup = [made[0], *itertools.islice(itertools.cycle(spread), max(0, num_warmup - 2))][: num_warmup - 1]
-    return [packs[0], *warmup, *spread[:num_steps]]
-
-
-def real_share(groups: Sequence[Pack]) -> float:
-    """Return the share of real tokens in padded batches."""
-    padded = sum(len(group.lengths) * max(group.lengths) for group in groups)
-    return sum(group.input_id_T.size for group in groups) / max(1, padded)
-
-
-def check_padded(batch: dict[str, Any], documents: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-    """Check that a collator padded the given documents and nothing else.
-
-    Raises:
-        ValueError: Tokens, labels or mask are not those of the documents.
-    """
-    ids, labels, mask = (batch[name].cpu().numpy() for name in ("input_ids", "labels", "attention_mask"))
-    if ids.shape[0] != len(documents):
-        raise ValueError(f"The trainer's batch has {ids.shape[0]} rows for {len(documents)} documents.")
-    for row, (own_ids, own_labels) in enumerate(documents):
-        length = len(own_ids)
-        # The first label of a document is no target of anything.
-        same = np.array_equal(ids[row, :length], own_ids) and np.array_equal(labels[row, 1:length], own_labels[1:])
-        if (
-            not same
-            or mask[row].sum() != length
-            or not mask[row, :length].all()
-            or (labels[row, length:] != -100).any()
-        ):
-            raise ValueError(f"Row {row} of the trainer's batch is not document {row} with padding behind it.")
 
 
 # One process, one run, the table

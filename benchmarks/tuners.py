@@ -16,6 +16,7 @@ prompts instead of sharing them. TRL and Unsloth train as many rows in a step as
 and a completion of a group one row. Every system starts from the same adapters and prints a check: the mean loss of the
 same first examples, for "grpo" the gradient norm of the first two groups ("trl:16" trains just these in its first
 step). Figures count only where checks agree. Steps end at CUDA events; 4 warm-up steps, then 20.
+Ours also counts host syncs in the last warm-up step, by torch's debug mode.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ METRICS = {
     "allocated_gib": ("peak allocated", "GiB"),
     "reserved_gib": ("peak reserved", "GiB"),
     "check": ("check", "1"),
+    "host_waits": ("host waits, whole step", "per step"),
 }
 # Kept apart from the driver's log by this mark.
 RECORD = "RECORD "
@@ -228,8 +230,19 @@ class StepClock:
         self.num_timed, self.num_total = num_steps, NUM_WARMUP + num_steps
         self.num_examples: list[int] = []
         self.gradient_norm = 0.0
+        self.host_waits: int | None = None
+        self.host_wait_places: list[str] = []
+        self._waits: Any = None
         self._is_cuda = is_cuda
         self._marks: list[Any] = []
+
+    def step_begins(self) -> None:
+        """Count host syncs in the last warm-up step, until it is done."""
+        from benchmarks.ruler.measure import HostWaits
+
+        if len(self._marks) == NUM_WARMUP - 1:
+            self._waits = HostWaits(is_cuda=self._is_cuda)
+            self._waits.__enter__()
 
     def note_gradients(self, parameters: Any) -> None:
         """Keep the norm of the first step's gradients."""
@@ -243,6 +256,9 @@ class StepClock:
         """Note the end of a step, and return whether it was the last."""
         import torch
 
+        if self._waits is not None:
+            self._waits.__exit__(None, None, None)
+            self.host_waits, self.host_wait_places, self._waits = self._waits.count, self._waits.places, None
         if self._is_cuda:
             mark = torch.cuda.Event(enable_timing=True)
             mark.record()
@@ -254,8 +270,8 @@ class StepClock:
         self.num_examples.append(num_examples)
         return len(self._marks) >= self.num_total
 
-    def record(self) -> dict[str, float]:
-        """Return time per step and examples per second of the timed steps."""
+    def record(self) -> dict[str, Any]:
+        """Return time per step and examples per second of the timed steps, and host syncs where they were counted."""
         import torch
 
         first, last = self._marks[NUM_WARMUP - 1], self._marks[-1]
@@ -265,7 +281,9 @@ class StepClock:
         else:
             seconds = last - first
         timed = self.num_examples[NUM_WARMUP:]
+        counted = {"host_waits": self.host_waits, "host_wait_places": self.host_wait_places}
         return {
+            **({} if self.host_waits is None else counted),
             "step_ms": 1e3 * seconds / len(timed),
             "examples_per_s": sum(timed) / seconds,
             "gradient_norm": self.gradient_norm,
@@ -367,6 +385,9 @@ def _load_callback(start: Any) -> Any:
 
 def _clock_callback(clock: StepClock, *, start: Any) -> Any:
     class Measure(type(_load_callback(start))):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            clock.step_begins()
+
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
             clock.note_gradients(pl_module.parameters())
 

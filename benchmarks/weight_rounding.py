@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.results import append_rows
 from lightning_fastft.training.optimizer import FusedAdamW
 
 NUM_LAST = 20
@@ -89,11 +90,35 @@ def judge(curves: dict[str, list[list[float]]]) -> tuple[list[str], bool]:
     return lines, is_within["stochastic"] and not is_within["nearest"]
 
 
+def result_rows(curves: dict[str, list[list[float]]], *, command: str, device: str) -> list[dict[str, Any]]:
+    """Return rows for results.csv: per arm the mean final loss, and the furthest from masters of the same seed."""
+    finals = {arm: [sum(run[-NUM_LAST:]) / NUM_LAST for run in runs] for arm, runs in curves.items()}
+    masters, rows = finals["masters"], []
+    for arm, losses in finals.items():
+        shared = {
+            "benchmark": "weight_rounding",
+            "workload": f"llama of 2 layers, every weight, {len(curves[arm][0])} steps",
+            "system": arm,
+            "version": f"torch {torch.__version__.partition('+')[0]}",
+            "n": len(losses),
+            "unit": "nats",
+            "command": command,
+            "device": device,
+        }
+        rows.append({**shared, "metric": f"mean of the last {NUM_LAST} losses", "value": sum(losses) / len(losses)})
+        if arm == "masters":
+            further = "seeds apart", max(losses) - min(losses)
+        else:
+            further = "furthest from masters", max(abs(one - other) for one, other in zip(losses, masters))
+        rows.append({**shared, "metric": further[0], "value": further[1]})
+    return rows
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train, write the curves, print the verdicts; 1 where the bar or the control is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True, help="folder for losses.csv and verdicts.txt")
+    parser.add_argument("--out", type=Path, required=True, help="folder for losses.csv, verdicts.txt and rows.csv")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rows", type=int, default=8, help="rows of a step")
@@ -105,6 +130,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     curves = {arm: [train(arm, text, seed=seed, options=options) for seed in range(options.seeds)] for arm in ARMS}
     lines, is_met = judge(curves)
     options.out.mkdir(parents=True, exist_ok=True)
+    device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
+    command = "python -m benchmarks.weight_rounding " + " ".join(sys.argv[1:] if arguments is None else arguments)
+    append_rows(result_rows(curves, command=command, device=device), path=options.out / "rows.csv")
     (options.out / "verdicts.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     with (options.out / "losses.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)

@@ -142,6 +142,13 @@ TINY_QWEN35 = {
     "linear_value_head_dim": 16,
     "max_position_embeddings": 1024,
 }
+TINY_QWEN35_MOE = {
+    **{key: value for key, value in TINY_QWEN35.items() if key != "intermediate_size"},
+    "num_experts": 32,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+}
 # Five windows, then one global layer of wide heads; the last layers share keys and values of earlier ones.
 GEMMA4_E4B = {
     "vocab_size": 262_144,

@@ -41,7 +41,7 @@ GRAPHS_CHECKED_STEP = CHECKED_STEP + 4
 # By then every kind of pack of the ruler's token files has been recorded: what a recording takes is paid once a run,
 # not in its steps.
 _GRAPHS_WARMUP = 16
-_ADDED = ("liger", "fused", "graphs", "graphs=auto", "fp8", "stream", "resident")
+_ADDED = ("liger", "fused", "graphs", "graphs=auto", "fp8", "stream", "resident", "ragged")
 _GIB = 2**30
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -65,12 +65,12 @@ class Mode(NamedTuple):
 
 def parse_mode(mode: str) -> Mode:
     """Return what a mode asks for: NAME[=VRAM_GIB][:HOST_GIB], with any of +liger, +fused, +graphs[=auto], +fp8,
-    +stream or +resident, and +tilesN.
+    +stream or +resident, +ragged and +tilesN.
 
     "fused" adds FusedKernels, "graphs" adds it with CUDA graphs, "graphs=auto" with those where the device waits for
     the host, "fp8" with products in fp8 (rows of their own: what they compute is an approximation, which
     the judge allows for), "stream" keeps frozen weights on the host, "resident" keeps those that FSDP2 shards gathered,
-    "tilesN" runs feed-forward blocks in N tiles. "shipped" is what the shipped configs ask for.
+    "tilesN" runs feed-forward blocks in N tiles, "ragged" trains packs of many lengths after the first. "shipped" is what the shipped configs ask for.
 
     Raises:
         ValueError: There is no such mode.
@@ -86,7 +86,7 @@ def parse_mode(mode: str) -> Mode:
     is_known = len(tiles) + sum(part in _ADDED for part in added) == len(added)
     if name not in POLICIES or not is_known or {"stream", "resident"} <= {*added}:
         raise ValueError(
-            "A mode is NAME[=VRAM_GIB][:HOST_GIB][+liger][+fused][+graphs[=auto]][+fp8][+stream][+tilesN], or "
+            "A mode is NAME[=VRAM_GIB][:HOST_GIB][+liger][+fused][+graphs[=auto]][+fp8][+stream][+ragged][+tilesN], or "
             f"+resident in place of +stream, with {', '.join(POLICIES)}; got {mode!r}."
         )
     options = {**POLICIES[name], "mlp_tiles": max(tiles, default=1)}

@@ -74,7 +74,19 @@ ROWS: Mapping[str, HeadlineRow] = {
     ),
     "gemma-4-e4b": HeadlineRow(
         "gemma-4-e4b-lora",
-        {"plain": ("keep+padded+sdpa",), "ours": ("auto+graphs=auto", "keep+fused"), "unsloth": ("unsloth", "off")},
+        {
+            "plain": ("keep+padded+sdpa", "recompute+padded+sdpa"),
+            "ours": ("auto+graphs=auto", "keep+fused"),
+            "unsloth": ("unsloth", "off"),
+        },
+    ),
+    "qwen3.5-35b-a3b": HeadlineRow(
+        "qwen3.5-35b-a3b-12l-usual-lora",
+        {
+            "plain": ("recompute+padded+grouped_mm",),
+            "ours": ("auto+graphs=auto", "keep+fused"),
+            "unsloth": ("unsloth", "off"),
+        },
     ),
     # On a CPU, as a smoke test without meaningful times.
     "tiny": HeadlineRow("tiny", {"plain": ("recompute",), "ours": ("shipped", "keep")}),

@@ -33,6 +33,7 @@ from benchmarks.ruler.model_configs import (
     TINY_GPT_OSS,
     TINY_MOE,
     TINY_QWEN35,
+    TINY_QWEN35_MOE,
     gpt_oss,
     qwen3_moe,
 )
@@ -192,6 +193,8 @@ WORKLOADS = {
         Workload("qwen3.5-9b-full", "qwen3_5_text", QWEN35_9B, None, weights_of="qwen3.5-9b-lora", is_full=True),
         Workload("gemma-4-e4b-lora", "gemma4_text", GEMMA4_E4B, None),
         Workload("qwen3.5-35b-a3b-12l-lora", "qwen3_5_moe_text", QWEN35_35B_12L, None, more_targets=MIXER_MODULES),
+        # As above: adapters on attention and experts.
+        Workload("qwen3.5-35b-a3b-12l-usual-lora", "qwen3_5_moe_text", QWEN35_35B_12L, None),
         *(
             _tiny(f"{name}{'-skewed' if is_skewed else ''}", model_type, config, is_skewed=is_skewed)
             for name, model_type, config in (
@@ -204,6 +207,7 @@ WORKLOADS = {
         _tiny("tiny", "qwen3", TINY),
         _tiny("tiny-long", "qwen3", TINY, max_tokens=512, num_packs=6, weights_of="tiny"),
         _tiny("tiny-qwen3.5", "qwen3_5_text", TINY_QWEN35, more_targets=MIXER_MODULES),
+        _tiny("tiny-qwen3.5-moe", "qwen3_5_moe_text", TINY_QWEN35_MOE),
         _tiny("tiny-gemma4", "gemma4_text", TINY_GEMMA4),
         _tiny("tiny-full", "qwen3", TINY, lora_rank=16, lora_alpha=16, weights_of="tiny", is_full=True),
         _tiny("tiny-qlora", "qwen3", TINY, "nf4"),
@@ -338,6 +342,22 @@ def make_packs(workload: Workload) -> list[Pack]:
         )
         for number, plan in enumerate(plans)
     ]
+
+
+def make_ragged(packs: Sequence[Pack]) -> list[Pack]:
+    """Return the first pack, and the others without their last document, so that they have many lengths.
+
+    Example:
+        >>> packs = [Pack(input_id_T=np.arange(9), lengths=lengths) for lengths in ([4, 5], [6, 3], [9])]
+        >>> [pack.input_id_T.size for pack in make_ragged(packs)]
+        [9, 6, 9]
+    """
+    ends = [pack.input_id_T.size - (pack.lengths[-1] if len(pack.lengths) > 1 else 0) for pack in packs[1:]]
+    shorter = [
+        Pack(input_id_T=pack.input_id_T[:end], lengths=pack.lengths[:-1] or pack.lengths)
+        for pack, end in zip(packs[1:], ends, strict=True)
+    ]
+    return [*packs[:1], *shorter]
 
 
 class WorkloadFiles:

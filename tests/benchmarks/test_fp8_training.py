@@ -31,6 +31,18 @@ def test_an_arm_outside_the_seeds_or_a_control_within_them_misses(missed):
     assert [line.split()[2] for line in lines if line.startswith("MISSED")] == [*missed] * 2
 
 
+def test_rows_are_means_over_seeds_and_the_furthest_from_plain_of_the_same_seed():
+    found = results(ours=0.0, fp8=-0.015, control=0.1)
+    found["fp8"][1] = Result([2.04] * 60, 2.04)
+    rows = fp8_training.result_rows(found, command="", device="cpu")
+    values = {(row["system"], row["metric"]): row["value"] for row in rows}
+    assert values["plain", "test loss"] == pytest.approx(2.01)
+    assert values["plain", "test loss, seeds apart"] == pytest.approx(0.02)
+    assert values["fp8", "test loss, furthest from plain"] == pytest.approx(0.03)
+    assert values["fp8", "mean of the last 50 losses"] == pytest.approx((1.985 + 2.04 + 2.005) / 3)
+    assert {row["n"] for row in rows} == {3}
+
+
 def test_last_losses_are_those_of_the_last_steps():
     assert Result([9.0] * 50 + [1.0] * 50, 0.0).last_loss == 1.0
 
@@ -49,6 +61,7 @@ def test_three_steps_of_every_arm(tmp_path, monkeypatch, capsys):
     words = [*map(str, given), "--max-tokens", "128", "--learning-rate", "0.01"]
     assert fp8_training.main([*words, "--arms", "plain"]) == 0
     assert not (tmp_path / "out" / "verdicts.txt").exists()
+    assert not (tmp_path / "out" / "rows.csv").exists()
     fp8_training.main([*words, "--arms", "ours", "fp8", "control"])
     found = {
         arm: [Result(**json.loads((tmp_path / "out" / f"{arm}_{seed}.json").read_text())) for seed in range(2)]

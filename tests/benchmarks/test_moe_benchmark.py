@@ -4,11 +4,13 @@ from dataclasses import asdict
 from types import SimpleNamespace
 
 import numpy as np
+import peft
 import pytest
 import torch
 
 from benchmarks import moe, moe_layer
 from benchmarks.ruler import driver, judge, report
+from benchmarks.ruler.arms import padded
 from benchmarks.ruler.building import build, busiest_share, num_busy
 from benchmarks.ruler.cases import Case, CaseLog
 from benchmarks.ruler.driver import parse_arm
@@ -355,21 +357,21 @@ def test_modes_are_read_and_others_refused():
 
 def test_padded_batches_hold_every_document_once_and_are_spread_over_lengths():
     packs = make_packs(WORKLOADS["gpt-oss-20b-12l-lora"])
-    groups = moe.padded_batches(packs, batch_size=16, num_warmup=6, num_steps=10_000)
+    groups = padded.padded_batches(packs, batch_size=16, num_warmup=6, num_steps=10_000)
     assert groups[0] is packs[0]
     timed = groups[6:]
     lengths = sorted(length for pack in packs for length in pack.lengths)
     assert sorted(length for group in timed for length in group.lengths) == lengths
     assert sum(group.input_id_T.size for group in timed) == 48 * 8192
     assert all(len(group.lengths) == 16 for group in timed if min(group.lengths) > min(lengths))
-    assert moe.real_share(timed) > 0.9
-    assert moe.real_share(packs) < 0.5
+    assert padded.real_share(timed) > 0.9
+    assert padded.real_share(packs) < 0.5
     # Ten of the batches have nearly the mean length of all.
     mean = np.mean([group.input_id_T.size for group in timed])
     assert abs(np.mean([group.input_id_T.size for group in timed[:10]]) / mean - 1) < 0.1
     # The longest is met while warming up.
     assert max(groups[1].lengths) == max(lengths)
-    assert len(moe.padded_batches(packs, batch_size=16, num_warmup=6, num_steps=10)) == 16
+    assert len(padded.padded_batches(packs, batch_size=16, num_warmup=6, num_steps=10)) == 16
 
 
 def pad(rows):
@@ -386,15 +388,15 @@ def pad(rows):
 def test_check_padded_refuses_what_is_not_the_documents():
     documents = make_packs(WORKLOADS["tiny-moe"])[0].documents(1.0)
     batch = pad([{"input_ids": ids.tolist(), "labels": labels.tolist()} for ids, labels in documents])
-    moe.check_padded(batch, documents)
+    padded.check_padded(batch, documents)
     row = min(range(len(documents)), key=lambda number: len(documents[number][0]))
     for name in ("input_ids", "labels", "attention_mask"):
         wrong = {**batch, name: batch[name].clone()}
         wrong[name][row, 1 if name != "attention_mask" else -1] += 1
         with pytest.raises(ValueError, match=f"Row {row}"):
-            moe.check_padded(wrong, documents)
+            padded.check_padded(wrong, documents)
     with pytest.raises(ValueError, match="documents"):
-        moe.check_padded({name: value[:-1] for name, value in batch.items()}, documents)
+        padded.check_padded({name: value[:-1] for name, value in batch.items()}, documents)
 
 
 class Trainer:
@@ -447,12 +449,12 @@ def test_padded_batches_have_the_gradients_of_the_packed_step(reference, tmp_pat
     assert record["reason"] == ""
     assert record["verdict"]["worst_cosine"][1] > 0.99999
     assert record["summary"]["n"] == 5
-    timed = moe.padded_batches(reference.read_packs(), batch_size=4, num_warmup=3, num_steps=5)[3:]
+    timed = padded.padded_batches(reference.read_packs(), batch_size=4, num_warmup=3, num_steps=5)[3:]
     # Real tokens of all timed steps over the time of all timed steps.
     assert record["tokens_per_s"] == pytest.approx(
         sum(group.input_id_T.size for group in timed) / sum(record["ms"]) * 1e3
     )
-    assert record["real_share"] == pytest.approx(moe.real_share(timed))
+    assert record["real_share"] == pytest.approx(padded.real_share(timed))
 
 
 def test_padded_batches_of_other_tokens_or_without_a_mask_are_refused(reference, tmp_path):
@@ -554,6 +556,35 @@ def test_whole_steps_of_plain_and_ours_have_the_same_gradients_and_get_rows(
     again = run_moe(name, *arms)
     assert "arm:" not in again
     assert again.strip() in first
+
+
+@pytest.mark.fault
+def test_a_mixture_of_hybrid_layers_has_the_gradients_of_padded_documents(tmp_path):
+    """Packed, plain layers would carry states over; the reference pads documents instead."""
+    workload = WORKLOADS["tiny-qwen3.5-moe"]
+    build(workload, root=tmp_path, device="cpu", dtype=torch.float32)
+    files, log = WorkloadFiles(tmp_path, workload), CaseLog(tmp_path / "raw.jsonl")
+    template = Case(workload.name, "", "", num_warmup=2, num_steps=2)
+    for run, text in (
+        (moe.run_plain, "plain:recompute+padded,recompute+eager"),
+        (moe.run_ours, "ours:keep+fused/adamw_fused"),
+    ):
+        run(parse_arm(text, template=template), files=files, log=log, device="cpu")
+    padded_plain, packed_plain, ours = report.read_records(tmp_path / "raw.jsonl")
+    assert (padded_plain["reason"], ours["reason"]) == ("", "")
+    assert ours["verdict"]["worst_cosine"][1] > 0.99999
+    assert "cosine" in packed_plain["reason"]
+
+
+def test_adapters_of_shared_experts_are_taken_off():
+    block = torch.nn.ModuleDict({"shared_expert": torch.nn.ModuleDict({"down_proj": torch.nn.Linear(3, 2)})})
+    experts = torch.nn.ModuleDict({"down_proj": torch.nn.Linear(3, 2)})
+    model = torch.nn.ModuleDict({"mlp": block, "experts": experts})
+    own = block["shared_expert"]["down_proj"]
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["down_proj"]), model)
+    assert moe.drop_shared_adapters(model) == ["mlp.shared_expert.down_proj"]
+    assert block["shared_expert"]["down_proj"] is own
+    assert [name.split(".")[0] for name, _ in model.named_parameters() if "lora_A" in name] == ["experts"]
 
 
 def run_arm_here(cases, *, root, raw, device, module, **_):

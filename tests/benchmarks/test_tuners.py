@@ -35,4 +35,5 @@ def test_an_arm_is_measured_and_written(tmp_path, monkeypatch, capsys):
     assert abs(good["check"] - 0.69) < 0.02
     assert "error" in bad
     assert "ours:keep" in capsys.readouterr().out
-    assert (tmp_path / "out" / "rows.csv").read_text().count(",ours:keep,") == 5
+    assert (tmp_path / "out" / "rows.csv").read_text().count(",ours:keep,") == 6
+    assert good["host_waits"] == 0

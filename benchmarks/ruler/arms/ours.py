@@ -4,7 +4,8 @@ Modes: "keep", "recompute", "offload" (two staging buffers), "offload1" (one), "
 GiB; ":32" after it is the host's), each with "+fused" (FusedKernels), "+graphs" (the same with CUDA graphs),
 "+graphs=auto" (graphs if launch-bound), "shipped" (the shipped config of the workload through the CLI, with all its
 callbacks and PackedDataModule), "+fp8" (FusedKernels with products in fp8, checked with wider
-limits: benchmarks/ruler/judge.py), "+stream" (frozen weights on the host), "+tiles8" (feed-forward blocks in 8 tiles) and
+limits: benchmarks/ruler/judge.py), "+stream" (frozen weights on the host), "+tiles8" (feed-forward blocks in 8 tiles), "+ragged"
+(all packs but the first lack their last document, as PackedDataModule's without pad_to_max) and
 "+liger" (Liger's norms and SwiGLU, swapped in per instance); benchmarks/ruler/plans.py. If a workload trains all
 weights, FineTuner gets no lora, and AdamW keeps its moments in bf16 unless it has 8-bit moments. Gradients of recorded
 layers are compared with those of eager layers. Under "auto" the checked step is one that is measured for the plan, so
@@ -40,7 +41,7 @@ from benchmarks.ruler.plans import (
     least_warmup,
     parse_mode,
 )
-from benchmarks.ruler.workloads import SHIPPED_CONFIGS, Pack, WorkloadFiles, lora_config
+from benchmarks.ruler.workloads import SHIPPED_CONFIGS, Pack, WorkloadFiles, lora_config, make_ragged
 from lightning_fastft.callbacks.fused_kernels import FusedKernels
 from lightning_fastft.cli.lightning_cli import FastFTCLI
 from lightning_fastft.core.patcher import ModelPatcher
@@ -83,7 +84,8 @@ def run(
 
     for case in cases:
         case = replace(case, num_warmup=max(case.num_warmup, least_warmup(case.mode)))
-        if "error" in run_case(recorder(case, files=files, packs=packs, is_cuda=is_cuda), body, log=log):
+        given = make_ragged(packs) if "ragged" in case.mode.split("+") else packs
+        if "error" in run_case(recorder(case, files=files, packs=given, is_cuda=is_cuda), body, log=log):
             # Whatever a failed fit left behind is not trusted.
             held.clear()
 

@@ -66,7 +66,7 @@ def run_cases(
     """Train every case with one trainer; cases differ in their label share and their optimizer only."""
     packs = files.read_packs()
     start = files.read_trained()
-    driver = _install_driver(trainer)
+    driver = install_driver(trainer)
     for case in cases:
         one = recorder(case, files=files, packs=packs, is_cuda=is_cuda)
 
@@ -127,7 +127,7 @@ def _expected(pack: Pack, *, share: float) -> dict[str, np.ndarray]:
     return {"input_ids": pack.input_id_T, "labels": pack.label_T(share), "position_ids": pack.position_T()}
 
 
-def _install_driver(trainer: Any) -> Any:
+def install_driver(trainer: Any) -> Any:
     """Add the measuring callback and stand in the way of training_step, once per trainer."""
     from transformers import TrainerCallback
 

@@ -1,7 +1,8 @@
 """The Unsloth arm, through its public functions only: FastLanguageModel and the SFTTrainer it prepares.
 
 Modes: "unsloth" (its default checkpointing with offload), "off" (no checkpointing), "skip-auto" and "skip-max" (its
-default, with layers skipped by its planner). Full fine-tuning follows its documentation, full_finetuning=True without
+default, with layers skipped by its planner), each with "+paddedN" for models that it never packs: length-grouped
+batches of N documents, padded at the right (benchmarks/ruler/arms/padded.py). Full fine-tuning follows its documentation, full_finetuning=True without
 get_peft_model, and has the first two modes.
 """
 
@@ -15,6 +16,7 @@ import unsloth  # noqa: F401
 from unsloth import FastLanguageModel
 
 from benchmarks.ruler.arms import sft
+from benchmarks.ruler.arms.padded import parse_unsloth_mode, run_padded_cases
 from benchmarks.ruler.cases import Case, CaseLog, CaseRecorder, base_dtype
 from benchmarks.ruler.fla_gradient import install_fla_gradient
 from benchmarks.ruler.workloads import TARGET_MODULES, Workload, WorkloadFiles
@@ -48,7 +50,8 @@ def run(
     """Run cases of one mode on one trainer."""
     from trl import SFTConfig, SFTTrainer
 
-    workload, is_cuda, mode = files.workload, device == "cuda", MODES[cases[0].mode]
+    name, batch_size = parse_unsloth_mode(cases[0].mode)
+    workload, is_cuda, mode = files.workload, device == "cuda", MODES[name]
     if workload.is_full and "checkpoint_skip_layers" in mode:
         raise ValueError(
             f"{cases[0].mode!r} leaves layers out by an option of get_peft_model, which is not called where all "
@@ -64,7 +67,7 @@ def run(
         local_files_only=True,
         **({"full_finetuning": True, **mode} if workload.is_full else {}),
     )
-    arguments = sft.training_arguments(cases[0], files=files, is_cuda=is_cuda)
+    arguments = {**sft.training_arguments(cases[0], files=files, is_cuda=is_cuda), "packing": not batch_size}
     if workload.is_full:
         if not mode["use_gradient_checkpointing"]:
             # TRL's own default, which would switch it on again when training begins.
@@ -77,4 +80,8 @@ def run(
         train_dataset=sft.seed_documents(),
         args=SFTConfig(**arguments, dataset_text_field="text", dataset_num_proc=1),
     )
-    sft.run_cases(cases, trainer=trainer, files=files, log=log, is_cuda=is_cuda, recorder=recorder)
+    given: dict[str, Any] = {"trainer": trainer, "files": files, "log": log, "is_cuda": is_cuda, "recorder": recorder}
+    if batch_size:
+        run_padded_cases(cases, batch_size=batch_size, **given)
+    else:
+        sft.run_cases(cases, **given)
