@@ -118,7 +118,8 @@ class DenseWeights:
     def __init__(self) -> None:
         self.rows, self.gradients = PaddedBuffer(), PaddedBuffer()
         self._buffers: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
-        # By the address of the first weight. The parameters own the memory; giving them other memory frees it.
+        # By storage, which also tensors on the meta device have. The parameters own the memory; giving them other memory
+        # frees it.
         self._rooms: dict[int, _Room] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -227,7 +228,7 @@ class DenseWeights:
                 weight.data = place
                 first += weight.shape[0]
         addresses = tuple(weight.data_ptr() for weight in weights)
-        self._rooms[addresses[0]] = _Room(num_rows, num_columns, memory.untyped_storage().nbytes(), addresses)
+        self._rooms[_storage_id(memory)] = _Room(num_rows, num_columns, memory.untyped_storage().nbytes(), addresses)
         return FusedWeightBuffer(weights, memory)
 
     def settled(self, parts: Sequence[LinearPart]) -> torch.Tensor | None:
@@ -246,7 +247,7 @@ class DenseWeights:
 
     def _room_of(self, parts: Sequence[LinearPart]) -> _Room | None:
         """Return the room of weights in a fused buffer."""
-        room = self._rooms.get(parts[0].weight.data_ptr())
+        room = self._rooms.get(_storage_id(parts[0].weight))
         if room is None or len(parts) != len(room.addresses):
             return None
         for part, address in zip(parts, room.addresses):
@@ -260,7 +261,7 @@ class DenseWeights:
 
         As ``.data``, because a write into the room changes no weight and must not change its version counter.
         """
-        room = self._rooms[parts[0].weight.data_ptr()]
+        room = self._rooms[_storage_id(parts[0].weight)]
         return parts[0].weight.data.as_strided((room.num_rows, room.num_columns), (room.num_columns, 1), 0)
 
 
@@ -277,6 +278,10 @@ def rides_along(parts: Sequence[LinearPart]) -> bool:
 
 def _num_ranks(parts: Sequence[LinearPart]) -> int:
     return sum(part.rank for part in parts)
+
+
+def _storage_id(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _has_own_memory(weight: torch.Tensor) -> bool:

@@ -12,6 +12,7 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
 from lightning_fastft.activations.values import find_session, unneeded, value_name
+from lightning_fastft.core.autocast import is_autocast_on
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.core.patcher import ModelPatcher, share_state
 from lightning_fastft.core.status import Status
@@ -292,7 +293,7 @@ def _plain_adapter(layer: PeftLinear, x: torch.Tensor, *, adapters: LowPrecision
     name = names[0]
     linears, dtype = (layer.lora_A[name], layer.lora_B[name]), adapters.compute_dtype
     is_plain = name not in layer.lora_variant and not layer.lora_bias.get(name, False)
-    is_plain = is_plain and x.dtype is dtype and not torch.is_autocast_enabled(x.device.type)
+    is_plain = is_plain and x.dtype is dtype and not is_autocast_on(x.device.type)
     # A hook or another class on lora_A or lora_B is an extension that must run.
     is_plain = is_plain and all(
         type(linear) is nn.Linear and not linear._forward_hooks and not linear._forward_pre_hooks for linear in linears

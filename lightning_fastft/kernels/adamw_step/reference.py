@@ -16,6 +16,7 @@ from lightning_fastft.core.checks import check_tensor
 from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.adamw_step import codes
 from lightning_fastft.kernels.adamw_step.rounding import NUM_HALVES, random_halves, round_stochastically
+from lightning_fastft.kernels.backends import one_kernel
 
 # 4096 elements on 8 warps: 16 of each matrix per thread, all in flight at once; a multiple of the blocks of 8-bit
 # moments. Not yet measured; candidates: python -m benchmarks.row_kernels --only adamw_step --tiles.
@@ -325,6 +326,7 @@ class TensorTable:
         return TableGroup(*key, tuple(rows), *sent, stepped)
 
 
+@one_kernel
 def adamw_step(
     table: TensorTable, *, options: StepOptions, scale: torch.Tensor | None = None, skip: SkipFlag | None = None
 ) -> None:
@@ -341,6 +343,7 @@ def adamw_step(
             _step_row_unless(row, grad, options, corrections, step=step, skip=skip)
 
 
+@one_kernel
 def grad_norm(table: TensorTable) -> torch.Tensor:
     """Return the L2 norm of all gradients together, from sums in float64."""
     sums = [grad.double().square().sum() for grad in table.gradients() if grad is not None]

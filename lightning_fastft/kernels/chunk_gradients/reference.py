@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from lightning_fastft.kernels.backends import one_kernel
+
 # Tokens of a chunk.
 CHUNK = 64
 
@@ -30,6 +32,7 @@ class ChunkGradients(NamedTuple):
     d_decay_TJ: torch.Tensor
 
 
+@one_kernel
 def chunk_gradients(
     q_THK: torch.Tensor,
     k_THK: torch.Tensor,

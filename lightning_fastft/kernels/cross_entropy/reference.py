@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from lightning_fastft.kernels.backends import one_kernel
+
 IGNORED_TARGET = -100
 
 
@@ -78,6 +80,7 @@ def labelled_log_probs_reference(
     return log_prob_R, torch.where(target_R == IGNORED_TARGET, 0.0, entropy_R)
 
 
+@one_kernel
 def row_losses(
     logits_RV: torch.Tensor,
     target_R: torch.Tensor,

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from lightning_fastft.kernels.backends import one_kernel
 from lightning_fastft.kernels.cross_entropy.reference import scale_and_cap
 from lightning_fastft.kernels.logit_rows import Head, wide_dtype
 
@@ -72,6 +73,7 @@ def labelled_topk_divergence_reference(
     return kl(log_p_RK, log_q_RK) + teacher_rest_R * (teacher_rest_R.log() - log_rest_R)
 
 
+@one_kernel
 def row_divergences(
     logits_RV: torch.Tensor, teacher_RV: torch.Tensor, *, form: DivergenceForm, writes_gradient: bool
 ) -> torch.Tensor:
@@ -99,6 +101,7 @@ def row_divergences(
     return divergence_R
 
 
+@one_kernel
 def rest_rows(
     logits_RV: torch.Tensor,
     highest_R: torch.Tensor,

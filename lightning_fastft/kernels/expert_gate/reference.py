@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from lightning_fastft.kernels.backends import one_kernel
+
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "clamped")
 # tanh-GELU: u = sqrt(2 / pi) * (gate + 0.044715 * gate^3), arXiv 1606.08415.
 TANH_SCALE = math.sqrt(2.0 / math.pi)
@@ -68,6 +70,7 @@ class GateGradients(NamedTuple):
     d_weight_N: torch.Tensor | None
 
 
+@one_kernel
 def gate_forward(gate_up_NP: torch.Tensor, *, form: GateForm, end_E: torch.Tensor | None = None) -> torch.Tensor:
     """Return the activation, rounded once from fp32 (float64 for float64); for all rows; end_E is ignored."""
     gate_NF, up_NF = split_columns(gate_up_NP.to(wide_dtype(gate_up_NP.dtype)), form)
@@ -75,6 +78,7 @@ def gate_forward(gate_up_NP: torch.Tensor, *, form: GateForm, end_E: torch.Tenso
     return (_glu(gate_NF, form) * factor_NF).to(gate_up_NP.dtype)
 
 
+@one_kernel
 def gate_backward(
     d_act_NF: torch.Tensor,
     gate_up_NP: torch.Tensor,

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import torch
 
+from lightning_fastft.kernels.backends import one_kernel
 
+
+@one_kernel
 def exchange_ends(source: torch.Tensor, *, scale: float, out: torch.Tensor) -> torch.Tensor:
     """Write ``out[k, j, i] = scale * source[i, j, k]``; the product is fp32 (float64 for float64), rounded once."""
     moved = source.permute(2, 1, 0)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from lightning_fastft.kernels.backends import one_kernel
 from lightning_fastft.kernels.nf4_linear import reference as nf4_linear
 from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
 
@@ -33,6 +34,7 @@ class Fp8Rows(NamedTuple):
     scale_T: torch.Tensor
 
 
+@one_kernel
 def quantise_rows(x_TI: torch.Tensor, *, factor_I: torch.Tensor | None, round_scales_to_power_of_2: bool) -> Fp8Rows:
     """Return ``x * factor`` by rows, each scaled so that its largest number fits e4m3; arithmetic in fp32, one
     rounding to e4m3.
@@ -48,6 +50,7 @@ def quantise_rows(x_TI: torch.Tensor, *, factor_I: torch.Tensor | None, round_sc
     return Fp8Rows((wide_TI * inverse_T[:, None]).to(FP8), scale_T)
 
 
+@one_kernel
 def nf4_row_scales(weights: Sequence[NF4Weight], scales: Sequence[torch.Tensor]) -> None:
     """Write the scales of the rows of each weight.
 
@@ -59,6 +62,7 @@ def nf4_row_scales(weights: Sequence[NF4Weight], scales: Sequence[torch.Tensor])
             scale_O.copy_(_round_up_to_power_of_2(peak_O / torch.full_like(peak_O, LARGEST)))
 
 
+@one_kernel
 def quantise_nf4(
     weights: Sequence[NF4Weight], values: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], *, is_transposed: bool
 ) -> None:
@@ -72,6 +76,7 @@ def quantise_nf4(
         value.copy_(narrow_OI.T if is_transposed else narrow_OI)
 
 
+@one_kernel
 def multiply(
     rows: Fp8Rows, weight_OI: torch.Tensor, scale_O: torch.Tensor | None, *, dtype: torch.dtype
 ) -> torch.Tensor:

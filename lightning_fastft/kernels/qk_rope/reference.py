@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from lightning_fastft.kernels.backends import one_kernel
+
 
 class RopeForm(NamedTuple):
     """Layout of the heads in the fused projection, their norm, and which of their columns are rotated.
@@ -117,6 +119,7 @@ class RopeGradients(NamedTuple):
     d_k_weight_W: torch.Tensor | None
 
 
+@one_kernel
 def qk_rope_forward(
     qkv_TC: torch.Tensor,
     cos_TW: torch.Tensor,
@@ -143,6 +146,7 @@ def qk_rope_forward(
     return _write(x_THW, qkv_TC, form, out)
 
 
+@one_kernel
 def qk_rope_heads(
     qkv_TC: torch.Tensor,
     cos_TW: torch.Tensor,
@@ -160,6 +164,7 @@ def qk_rope_heads(
     return Heads(*(x_THW.contiguous() for x_THW in heads))
 
 
+@one_kernel
 def qk_rope_backward(
     d_heads: torch.Tensor | HeadGradients,
     qkv_TC: torch.Tensor | None,

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from lightning_fastft.kernels.backends import one_kernel
+
 
 class NormForm(NamedTuple):
     """Variant of RMSNorm that a model family uses.
@@ -48,6 +50,7 @@ class NormGradients(NamedTuple):
     d_weight_D: torch.Tensor | None
 
 
+@one_kernel
 def rms_norm_forward(
     x_TD: torch.Tensor,
     weight_D: torch.Tensor,
@@ -68,6 +71,7 @@ def rms_norm_forward(
     return NormOutput(y_TD.to(dtype) if out is None else out.copy_(y_TD), sum_TD, rstd_T)
 
 
+@one_kernel
 def rms_norm_backward(
     d_y_TD: torch.Tensor,
     sum_TD: torch.Tensor,
