@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.results import RESULTS_PATH
-from benchmarks.ruler.workloads import WORKLOADS
+from benchmarks.ruler.workloads import WORKLOADS, lora_config
 from lightning_fastft.estimate.clusters import make_cluster
-from lightning_fastft.estimate.costs import build_on_meta, model_costs
+from lightning_fastft.estimate.costs import Swaps, build_on_meta, model_costs
 from lightning_fastft.estimate.layouts import Layout, ModelSize, forecast, measure_model, rank_cost, scale_times
 from lightning_fastft.estimate.machines import Gpu, find_gpu
 from lightning_fastft.planner.plan import StepCost, predict, uniform_plan
@@ -128,7 +128,7 @@ def compare_rows(path: Path = RESULTS_PATH) -> list[Row]:
 
 
 @cache
-def _costs(name: str, gpu: Gpu, *, num_tokens: int, is_full: bool) -> tuple[ModelSize, StepCost]:
+def _costs(name: str, gpu: Gpu, *, num_tokens: int, is_full: bool, is_fused: bool) -> tuple[ModelSize, StepCost]:
     workload = WORKLOADS[name]
     model = build_on_meta({"model_type": workload.model_type, **workload.model_config})
     cost = model_costs(
@@ -137,7 +137,8 @@ def _costs(name: str, gpu: Gpu, *, num_tokens: int, is_full: bool) -> tuple[Mode
         mean_document_tokens=min(DOCUMENT_TOKENS, num_tokens),
         machine=gpu,
         quantization=None if is_full else workload.quantization,
-        lora_rank=None if is_full else workload.lora_rank,
+        lora=None if is_full else lora_config(workload),
+        swaps=Swaps(is_fused=is_fused),
     )
     return measure_model(model, cost), cost
 
@@ -149,7 +150,8 @@ def estimate(
     gpu = find_gpu(device.partition(" x ")[2])
     cluster = make_cluster(gpu, num_gpus=num_gpus, num_nodes=1)
     num_tokens = int(workload["tokens"]) // layout.context
-    size, whole = _costs(workload["name"], gpu, num_tokens=num_tokens, is_full=is_full)
+    is_fused = "+fused" in workload["mode"] or "+graphs" in workload["mode"]
+    size, whole = _costs(workload["name"], gpu, num_tokens=num_tokens, is_full=is_full, is_fused=is_fused)
     cost = rank_cost(scale_times(whole, factor), layout, cluster, size, num_tokens=num_tokens)
     segments = uniform_plan(len(cost.segments), workload["mode"].partition("+")[0])
     prediction = predict(cost, segments, machine=gpu.machine)

@@ -10,6 +10,7 @@ the rows within 10 %, with and without such options.
 from __future__ import annotations
 
 import csv
+import functools
 import re
 import statistics
 import sys
@@ -19,28 +20,23 @@ from pathlib import Path
 
 from benchmarks.cluster_model import DOCUMENT_TOKENS, MAX_ERROR, Row
 from benchmarks.results import RESULTS_PATH
-from benchmarks.ruler.workloads import WORKLOADS
+from benchmarks.ruler.workloads import WORKLOADS, lora_config
 from lightning_fastft.core.errors import FastFTError
-from lightning_fastft.estimate.costs import build_on_meta, default_vram_bytes, model_costs
+from lightning_fastft.estimate.costs import Swaps, build_on_meta, default_vram_bytes, model_costs
 from lightning_fastft.estimate.machines import Gpu, find_gpu
 from lightning_fastft.planner.plan import StepCost, make_plan, predict, uniform_plan
+from lightning_fastft.training.optimizer import FusedAdamW
 
 BENCHMARKS = ("train_step", "compare", "moe", "multi_gpu", "offload front", "offload buffers", "offload small-cards")
 # Host memory of a plan that names none, in GiB.
 DEFAULT_HOST_GIB = 64.0
 _SYSTEM = re.compile(
-    r"ours (?P<kind>keep|recompute|offload|auto)(=(?P<vram>[\d.]+))?(:(?P<host>[\d.]+))?(?P<parts>(\+[\w=]+)*)"
+    r"ours (?P<kind>keep|recompute|offload|auto)(?P<buffers>1?)(=(?P<vram>[\d.]+))?(:(?P<host>[\d.]+))?(?P<parts>(\+[\w=]+)*)"
     r"( A/A)?(, (?P<optimizer>\w+))?"
 )
 _GIB = 2**30
-# What a run may use and the estimate does not know; it has the layers of transformers with PEFT, operator by operator.
-UNKNOWN = {
-    "fp8": "fp8 products",
-    "fused": "fused layers",
-    "graphs": "fused layers in graphs",
-    "liger": "fused kernels of Liger",
-    "tiles": "tiles",
-}
+# What a run may use and the estimate does not know.
+UNKNOWN = {"liger": "fused kernels of Liger"}
 
 
 def main() -> int:
@@ -63,7 +59,8 @@ def compare_rows(path: Path = RESULTS_PATH) -> tuple[list[Row], list[str]]:
         tokens = re.search(r"(\d+) tokens", measured["workload"])
         num_tokens = int(tokens[1]) if tokens else WORKLOADS[name].max_tokens
         try:
-            predicted = _predict(name, match, gpu, num_tokens=num_tokens, cap=_cap(measured["command"], name))
+            vram_gib = float(match["vram"]) if match["vram"] else _cap(measured["command"], name)
+            predicted = _predict(measured["workload"], match, gpu, num_tokens=num_tokens, vram_gib=vram_gib)
         except FastFTError as error:
             skipped.append(f"{title}: {error}")
             continue
@@ -125,9 +122,11 @@ def _cap(command: str, name: str) -> float | None:
 
 
 @cache
-def _cost(name: str, gpu: Gpu, *, num_tokens: int) -> StepCost:
+def _cost(
+    name: str, gpu: Gpu, *, num_tokens: int, is_one: bool, swaps: Swaps, optimizer: str, label_share: float
+) -> StepCost:
     workload = WORKLOADS[name]
-    lengths = workload.document_lengths
+    lengths = (num_tokens,) if is_one else workload.document_lengths
     mean = sum(length**2 for length in lengths) / sum(lengths) if lengths else DOCUMENT_TOKENS
     return model_costs(
         build_on_meta({"model_type": workload.model_type, **workload.model_config}),
@@ -135,53 +134,57 @@ def _cost(name: str, gpu: Gpu, *, num_tokens: int) -> StepCost:
         mean_document_tokens=min(mean, num_tokens),
         machine=gpu,
         quantization=None if workload.is_full else workload.quantization,
-        lora_rank=None if workload.is_full else workload.lora_rank,
-        lora_targets=workload.target_modules,
+        lora=lora_config(workload),
+        optimizer=functools.partial(FusedAdamW, optim_bits=8) if optimizer.endswith("8bit") else None,
+        swaps=swaps,
+        label_share=label_share,
     )
 
 
-@cache
-def _predict_mode(
-    name: str, gpu: Gpu, *, num_tokens: int, kind: str, vram_gib: float | None, host_gib: float, is_streamed: bool
+def _predict(
+    workload: str, match: re.Match[str], gpu: Gpu, *, num_tokens: int, vram_gib: float | None
 ) -> tuple[float, float]:
-    cost = _cost(name, gpu, num_tokens=num_tokens)
+    """Return ms and GiB of a mode."""
+    parts, kind = match["parts"], match["kind"]
+    tiles, labels = re.search(r"\+tiles(\d+)", parts), re.search(r"labels (\d+)%", workload)
+    swaps = Swaps(
+        is_fused=any(part in parts for part in ("+fused", "+graphs", "+fp8")),
+        is_graphed="+graphs" in parts,
+        is_fp8="+fp8" in parts,
+        mlp_tiles=int(tiles[1]) if tiles else 1,
+    )
+    cost = _cost(
+        workload.partition(",")[0],
+        gpu,
+        num_tokens=num_tokens,
+        is_one=", one document," in workload,
+        swaps=swaps,
+        optimizer=match["optimizer"] or "",
+        label_share=int(labels[1]) / 100 if labels else 1.0,
+    )
+    is_streamed = "+stream" in parts
+    buffers = int(match["buffers"] or 2)
     if kind == "auto":
         found = make_plan(
             cost,
             vram_budget_bytes=default_vram_bytes(gpu, cost) if vram_gib is None else int(vram_gib * _GIB),
-            host_budget_bytes=int(host_gib * _GIB),
+            host_budget_bytes=int(float(match["host"] or DEFAULT_HOST_GIB) * _GIB),
             machine=gpu.machine,
+            buffers=buffers,
             weights="stream" if is_streamed else "auto",
         ).prediction
     else:
         segments = [segment._replace(is_streamed=is_streamed) for segment in uniform_plan(len(cost.segments), kind)]
-        found = predict(cost, segments, machine=gpu.machine)
+        found = predict(cost, segments, machine=gpu.machine, buffers=buffers)
     return found.step_ms, found.peak_bytes / _GIB
-
-
-def _predict(name: str, match: re.Match[str], gpu: Gpu, *, num_tokens: int, cap: float | None) -> tuple[float, float]:
-    """Return ms and GiB of a mode."""
-    return _predict_mode(
-        name,
-        gpu,
-        num_tokens=num_tokens,
-        kind=match["kind"],
-        vram_gib=float(match["vram"]) if match["vram"] else cap,
-        host_gib=float(match["host"]) if match["host"] else DEFAULT_HOST_GIB,
-        is_streamed="+stream" in match["parts"],
-    )
 
 
 def _unknown(workload: str, match: re.Match[str]) -> str:
     """Return what the run used and the estimate does not know."""
     parts = match["parts"]
     found = [text for part, text in UNKNOWN.items() if f"+{part}" in parts]
-    if "labels" in workload and "labels 100%" not in workload:
-        found.append("unlabelled tokens, which the head skips")
     if match["optimizer"] == "adamw_8bit":
         found.append("an optimizer of one launch per tensor")
-    if "0.6b" in workload and "graphs" not in parts:
-        found.append("launches, which bind a small model")
     return "; ".join(found)
 
 

@@ -375,12 +375,14 @@ def forecast(
 def _layer_size(layer: nn.Module, segment: SegmentCost) -> LayerSize:
     trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     experts = _stacks(layer)
-    frozen = sum(parameter.numel() for parameter in layer.parameters() if not parameter.requires_grad)
-    num_frozen_expert = sum(parameter.numel() for parameter in experts if not parameter.requires_grad)
+    frozen_experts = [parameter for parameter in experts if not parameter.requires_grad]
     return LayerSize(
         frozen_bytes=segment.weight_bytes,
         num_trained=sum(parameter.numel() for parameter in trained),
-        expert_bytes=segment.weight_bytes * num_frozen_expert / max(1, frozen),
+        # NF4 numel() is the logical size; use held_bytes for memory.
+        expert_bytes=sum(
+            getattr(stack, "held_bytes", stack.numel() * stack.element_size()) for stack in frozen_experts
+        ),
         num_expert_trained=sum(parameter.numel() for parameter in experts if parameter.requires_grad),
     )
 

@@ -1,4 +1,4 @@
-"""Meter modules on the meta device: estimate the time and memory of their operators on a GPU from published rates."""
+"""Meter a step on the meta device: estimate the time and memory of its kernels on a GPU from published rates."""
 
 from __future__ import annotations
 
@@ -8,101 +8,80 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
-from transformers import AttentionInterface
 
+from lightning_fastft.activations.probe import Memory
 from lightning_fastft.estimate.machines import Gpu
+from lightning_fastft.kernels.attention.op import CUDNN_HEAD_WIDTH, CUDNN_MIN_DOCUMENT_LENGTH
+from lightning_fastft.kernels.backends import KernelMode
+from lightning_fastft.kernels.grouped_mm.reference import THIN_COLUMNS
 
-ATTENTION_NAME = "fastft_metered"
-# Attribute of an attention module that ran: its window, None if it sees the whole document.
-WINDOW_ATTRIBUTE = "fastft_metered_window"
-# All shares were measured on one H200 (measured.md). Causal flash attention, forward and backward, by document length:
-# 133 / 124, 273 / 231 and 325 / 289 of the published 989.5 TFLOP/s in bf16.
-_ATTENTION_SHARES = (
-    (512, 133 / 989.5, 124 / 989.5),
-    (2048, 273 / 989.5, 231 / 989.5),
-    (8192, 325 / 989.5, 289 / 989.5),
-)
-# Rate of heads of width 64 relative to heads of 128 (84 of 133 TFLOP/s at documents of 512).
+# All shares were measured on one H200 (measured.md). Causal attention, forward and backward, by document length, in
+# TFLOP/s of the published 989.5 in bf16: flash attention, and cuDNN for long documents.
+_FLASH_RATES = ((512, 133, 124), (2048, 273, 231), (8192, 325, 289), (32_768, 350, 317))
+_CUDNN_RATES = ((2048, 291, 236), (8192, 438, 489), (32_768, 556, 503))
+_PEAK_TFLOPS = 989.5
+# Rate of heads of width 64 relative to heads of 128: 84 of 133 TFLOP/s forward, at documents of 512.
 _NARROW_HEAD_SHARE = 84 / 133
 # Dequantisation by bitsandbytes: 13.2 G weights twice in 32 ms, 2.5 bytes each, relative to 4.3 TB/s.
-_NF4_SHARE = 0.48
-NF4_BYTES_PER_WEIGHT = 0.5 + 1 / 64 + 4 / (64 * 256)
-# Eager element-wise operators, relative to 4.3 TB/s: fitted to Qwen3-14B QLoRA, 8,192 tokens, all kept
-# (benchmarks/results.csv: 1,234 ms).
-_ELEMENTWISE_SHARE = 0.8
-# Host time per operator of transformers and PEFT, Python included: fitted to Qwen3-0.6B LoRA, all kept, which is
-# launch-bound (265 ms for 28 layers of some 215 operators). Another host may be several times faster.
-_HOST_MS_PER_OPERATOR = 0.04
+_BITSANDBYTES_SHARE = 0.48
+# Kernels that are no products, relative to 4.3 TB/s: row_kernels in benchmarks/results.csv (2.8 to 4.0 TB/s), and eager
+# element-wise operators, fitted to Qwen3-14B QLoRA with all activations kept (1,234 ms).
+_ROWS_SHARE = 0.8
+# Products with the rows scaled to fp8, relative to bf16: 1,281 and 778 TFLOP/s for 8,192 x 17,408 x 5,120.
+_FP8_SPEEDUP = 1281 / 778
+# Grouped products of experts, relative to a dense one and, where a result or an operand is as thin as the rank of an
+# adapter, to 4.3 TB/s: 637 of 698 TFLOP/s, and 0.1 ms for 32,768 x 2,880 values.
+_GROUPED_SHARE, _THIN_SHARE = 0.9, 0.45
+# Time from the end of a kernel to the start of the next one.
+_KERNEL_MS = 0.002
 # The backward of attention computes two and a half times the products of its forward.
 _BACKWARD_PRODUCTS = 2.5
+# Flash attention sums the gradient of the queries in fp32, in rows padded to this many per document.
+_FLASH_ROWS = 128
+_ATEN = torch.ops.aten
+_ATTENTION = (_ATEN._flash_attention_forward, _ATEN._flash_attention_backward)
 
 
 class Reading(NamedTuple):
-    """Time on the device in ms, and number of launched operators."""
+    """Time on the device in ms, and number of launched kernels."""
 
     device_ms: float
-    num_operators: int
+    num_kernels: int
 
     def since(self, start: Reading) -> Reading:
         """Return the difference to an earlier reading."""
-        return Reading(self.device_ms - start.device_ms, self.num_operators - start.num_operators)
-
-    def ms(self) -> float:
-        """Return elapsed time: device time, or host time if launch-bound."""
-        return max(self.device_ms, self.num_operators * _HOST_MS_PER_OPERATOR)
+        return Reading(self.device_ms - start.device_ms, self.num_kernels - start.num_kernels)
 
 
-class Meter(TorchDispatchMode):
-    """Sum the estimated GPU time and memory of operators on the meta device.
+class Meter(KernelMode):
+    """Sum the estimated GPU time and memory of kernels on the meta device.
 
-    The time of a product is its FLOPs at the sustained rate or its bytes at the memory rate, whichever is longer. The
-    time of another operator is its bytes at the memory rate; views and allocations take no time. NF4 weights are
-    dequantised before each product, into memory that is freed after it.
+    A kernel is an operator, or a call of a function marked ``one_kernel``, which counts as a whole. A product takes its
+    FLOPs at the sustained rate or its bytes at the memory rate, whichever is longer; any other kernel its bytes. Views
+    and allocations take no time.
 
     Args:
         gpu: Rates.
         document_tokens: Document length, for the cost of attention.
         resident: Tensors that always exist; not counted as live memory.
-        quantized: Weights stored in NF4.
     """
 
-    def __init__(
-        self,
-        gpu: Gpu,
-        *,
-        document_tokens: float,
-        resident: Collection[torch.Tensor] = (),
-        quantized: Collection[torch.Tensor] = (),
-    ) -> None:
+    def __init__(self, gpu: Gpu, *, document_tokens: float, resident: Collection[torch.Tensor] = ()) -> None:
         super().__init__()
-        self.num_keys = document_tokens / 2
         self.live_bytes = self.peak_bytes = 0
-        # Called with the readings before and after an attention operator, and the bytes of its output.
-        self.on_attention: Callable[[Reading, Reading, int], None] | None = None
         self._gpu, self._document_tokens = gpu, document_tokens
         # Weak references keep a storage's id from being reused, without keeping its memory.
         self._resident = {_storage_of(tensor): StorageWeakRef(tensor.untyped_storage()) for tensor in resident}
-        self._quantized = {_storage_of(tensor) for tensor in quantized}
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._device_ms, self._num_operators = 0.0, 0
-
-    def ignore(self, tensor: torch.Tensor) -> None:
-        """Do not count a tensor as live memory."""
-        self._resident[_storage_of(tensor)] = StorageWeakRef(tensor.untyped_storage())
+        self._device_ms, self._num_kernels = 0.0, 0
 
     def read(self) -> Reading:
         """Return the sums so far."""
-        return Reading(self._device_ms, self._num_operators)
-
-    def limit_window(self, window: int | None) -> None:
-        """Limit the keys per query from now on; None for the whole document."""
-        mean = self._document_tokens / 2
-        self.num_keys = mean if window is None else min(mean, float(window))
+        return Reading(self._device_ms, self._num_kernels)
 
     def start_peak(self) -> int:
         """Start a new peak; return the live bytes."""
@@ -110,63 +89,90 @@ class Meter(TorchDispatchMode):
         self.peak_bytes = self.live_bytes
         return self.live_bytes
 
+    def run_kernel(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a function as one kernel, which reads its arguments and writes its result once."""
+        with _disable_current_modes():
+            out = function(*args, **kwargs)
+        read = {name: value for name, value in kwargs.items() if not name.startswith("out")}
+        inputs, outputs = _tensors((args, read)), _tensors(out)
+        count = _KERNEL_FLOPS.get(function.__name__)
+        flops, share = (0.0, _ROWS_SHARE) if count is None else count(*args, **kwargs)
+        self._charge(sum(map(_num_bytes, (*inputs, *outputs))), flops, share=share)
+        for tensor in outputs:
+            # The reference may return views of memory that the kernel does not have.
+            self._track(tensor, num_bytes=_num_bytes(tensor))
+        self._note_peak()
+        return out
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operator on the meta device and add its cost."""
         kwargs = kwargs or {}
-        before = self.read()
         out = func(*args, **kwargs)
-        inputs = [item for item in tree_iter((args, kwargs)) if isinstance(item, torch.Tensor)]
-        outputs = [item for item in tree_iter(out) if isinstance(item, torch.Tensor)]
-        extra_bytes = self._charge(func, (args, kwargs), out, inputs, outputs)
+        inputs, outputs = _tensors((args, kwargs)), _tensors(out)
+        extra_bytes = self._charge_operator(func, (args, kwargs), out, inputs, outputs)
         for tensor in outputs:
-            self._track(tensor)
-        self._drop_dead()
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes + extra_bytes)
-        if self.on_attention is not None and func is torch.ops.aten._scaled_dot_product_flash_attention.default:
-            self.on_attention(before, self.read(), _num_bytes(out[0]) + _num_bytes(out[1]))
+            self._track(tensor, num_bytes=tensor.untyped_storage().nbytes())
+        self._note_peak(extra_bytes)
         return out
 
-    def _charge(
+    def _charge_operator(
         self, func: Any, given: tuple[Any, Any], out: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
     ) -> int:
         """Add the time of an operator; return the bytes of its temporary memory."""
         if not _is_work(func, inputs, outputs):
             return 0
-        self._num_operators += 1
         packet = func._overloadpacket
-        if packet in (
-            torch.ops.aten._scaled_dot_product_flash_attention,
-            torch.ops.aten._scaled_dot_product_flash_attention_backward,
-        ):
-            self._device_ms += self._attention_ms(packet, inputs)
-            return 0
-        num_bytes = sum(map(_num_bytes, (*inputs, *outputs)))
+        if packet in _ATTENTION:
+            return self._charge_attention(packet, *given)
+        if packet is getattr(torch.ops.bitsandbytes, "gemm_4bit", None):
+            # The weight is dequantised into memory that is freed after a dense product.
+            num_weights = inputs[0].shape[-1] * out.shape[-1]
+            dense_bytes = num_weights * out.element_size()
+            self._charge(num_weights // 2 + dense_bytes, 0.0, share=_BITSANDBYTES_SHARE)
+            self._charge(0, 2.0 * out.numel() * inputs[0].shape[-1], share=1.0)
+            return dense_bytes
         flops = _count_flops(packet, *given, out)
-        memory_ms = num_bytes / (self._gpu.reached_bytes_per_s * (1.0 if flops else _ELEMENTWISE_SHARE)) * 1e3
-        self._device_ms += max(memory_ms, flops / self._gpu.sustained_flops_per_s * 1e3)
-        dense_bytes = sum(_num_bytes(tensor) for tensor in inputs if flops and _storage_of(tensor) in self._quantized)
-        if dense_bytes:
-            packed_bytes = dense_bytes / 2 * NF4_BYTES_PER_WEIGHT
-            self._device_ms += (dense_bytes + packed_bytes) / (_NF4_SHARE * self._gpu.reached_bytes_per_s) * 1e3
-        return dense_bytes
+        share = 1.0 if flops else _BITSANDBYTES_SHARE if func.namespace == "bitsandbytes" else _ROWS_SHARE
+        self._charge(sum(map(_num_bytes, (*inputs, *outputs))), flops, share=share)
+        return 0
 
-    def _attention_ms(self, packet: Any, inputs: list[torch.Tensor]) -> float:
-        is_backward = packet is torch.ops.aten._scaled_dot_product_flash_attention_backward
-        query = inputs[1] if is_backward else inputs[0]
-        _, num_heads, num_tokens, width = query.shape
-        flops = 4.0 * num_heads * width * num_tokens * self.num_keys * (_BACKWARD_PRODUCTS if is_backward else 1.0)
-        share = _attention_share(2 * self.num_keys, is_backward=is_backward) * (
-            _NARROW_HEAD_SHARE if width <= 64 else 1.0
-        )
-        return flops / (share * self._gpu.bf16_flops_per_s) * 1e3
+    def _charge_attention(self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """Add the time of attention, which sees half of a document on average, or its window."""
+        is_backward = packet is _ATEN._flash_attention_backward
+        query = args[1] if is_backward else args[0]
+        num_tokens, num_heads, width = query.shape
+        window = kwargs.get("window_size_left", -1)
+        mean_keys = self._document_tokens / 2
+        num_keys = mean_keys if window is None or window < 0 else min(mean_keys, window + 1.0)
+        flops = 4.0 * num_heads * width * num_tokens * num_keys * (_BACKWARD_PRODUCTS if is_backward else 1.0)
+        is_long = self._document_tokens >= CUDNN_MIN_DOCUMENT_LENGTH and num_keys == mean_keys
+        has_cudnn = is_long and width == CUDNN_HEAD_WIDTH
+        tflops = _attention_tflops(_CUDNN_RATES if has_cudnn else _FLASH_RATES, 2 * num_keys, is_backward=is_backward)
+        share = tflops / _PEAK_TFLOPS * (_NARROW_HEAD_SHARE if width <= 64 else 1.0)
+        self._device_ms += flops / (share * self._gpu.bf16_flops_per_s) * 1e3
+        self._num_kernels += 1
+        num_documents = num_tokens / self._document_tokens
+        return int(4 * (num_tokens + _FLASH_ROWS * num_documents) * num_heads * width) if is_backward else 0
 
-    def _track(self, tensor: torch.Tensor) -> None:
+    def _charge(self, num_bytes: int, flops: float, *, share: float) -> None:
+        memory_ms = num_bytes / (share * self._gpu.reached_bytes_per_s) * 1e3
+        self._device_ms += _KERNEL_MS + max(memory_ms, flops / self._gpu.sustained_flops_per_s * 1e3)
+        self._num_kernels += 1
+
+    def _track(self, tensor: torch.Tensor, *, num_bytes: int) -> None:
         storage, key = tensor.untyped_storage(), _storage_of(tensor)
+        if key in self._live and self._live[key][0].expired():
+            # New memory has the id of memory that was freed.
+            self.live_bytes -= self._live.pop(key)[1]
         if key not in self._live and key not in self._resident:
-            self._live[key] = (StorageWeakRef(storage), storage.nbytes())
-            self.live_bytes += storage.nbytes()
+            self._live[key] = (StorageWeakRef(storage), num_bytes)
+            self.live_bytes += num_bytes
+
+    def _note_peak(self, extra_bytes: int = 0) -> None:
+        self._drop_dead()
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + extra_bytes)
 
     def _drop_dead(self) -> None:
         dead = [key for key, (reference, _) in self._live.items() if reference.expired()]
@@ -174,54 +180,113 @@ class Meter(TorchDispatchMode):
             self.live_bytes -= self._live.pop(key)[1]
 
 
-def set_metered_attention(model: nn.Module) -> None:
-    """Set the attention of a model to an operator that the meter knows, without masks."""
-    AttentionInterface.register(ATTENTION_NAME, _attend)
-    model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
+class MeteredClock:
+    """Clock of a meter.
+
+    Args:
+        meter: The meter.
+        host_ms_per_kernel: Read the time in which the host launches kernels; None for the time of the device.
+    """
+
+    def __init__(self, meter: Meter, *, host_ms_per_kernel: float | None = None) -> None:
+        self._meter, self.host_ms_per_kernel = meter, host_ms_per_kernel
+
+    def now(self) -> Reading:
+        """Read the meter."""
+        return self._meter.read()
+
+    def ms_between(self, begin: Reading, end: Reading) -> float:
+        """Return the difference."""
+        passed = end.since(begin)
+        host_ms = self.host_ms_per_kernel
+        return passed.device_ms if host_ms is None else passed.num_kernels * host_ms
 
 
-def _attend(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: object = None,
-    **options: object,
-) -> tuple[torch.Tensor, None]:
-    """Compute attention, with the signature of transformers; on the meta device only shapes matter."""
-    vars(module)[WINDOW_ATTRIBUTE] = options.get("sliding_window")
-    value_width = value.shape[-1]
-    if value_width < query.shape[-1]:
-        value = nn.functional.pad(value, (0, query.shape[-1] - value_width))
-    out = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0]
-    return out[..., :value_width].transpose(1, 2), None
+class MeteredMemory(Memory):
+    """Memory that a meter counts."""
+
+    def __init__(self, meter: Meter) -> None:
+        super().__init__(torch.device("meta"))
+        self._meter, self.is_counted = meter, True
+
+    def allocated(self) -> int:
+        """Return the live bytes."""
+        self._meter._drop_dead()
+        return self._meter.live_bytes
+
+    def start_peak(self) -> int:
+        """Start a new peak; return the live bytes."""
+        return self._meter.start_peak()
+
+    def peak(self) -> int:
+        """Return the peak since then."""
+        return self._meter.peak_bytes
+
+    def reserved(self) -> int:
+        """Return 0: there is no allocator."""
+        return 0
+
+
+def _product_flops(x_NI: Any, weight_EIO: torch.Tensor, *_: Any, **__: Any) -> tuple[float, float]:
+    num_inputs, num_outputs = weight_EIO.shape[1:]
+    return _grouped(x_NI.shape[0], num_inputs, num_outputs)
+
+
+def _gradient_flops(x_NI: Any, d_NO: Any, *_: Any, **__: Any) -> tuple[float, float]:
+    return _grouped(x_NI.shape[0], x_NI.shape[1], d_NO.shape[1])
+
+
+def _grouped(num_rows: int, num_inputs: int, num_outputs: int) -> tuple[float, float]:
+    is_thin = min(num_inputs, num_outputs) <= THIN_COLUMNS
+    return 2.0 * num_rows * num_inputs * num_outputs / _GROUPED_SHARE, _THIN_SHARE if is_thin else _ROWS_SHARE
+
+
+def _fp8_flops(rows: Any, weight_OI: torch.Tensor, *_: Any, **__: Any) -> tuple[float, float]:
+    return 2.0 * rows.values_TI.shape[0] * weight_OI.numel() / _FP8_SPEEDUP, _ROWS_SHARE
+
+
+# By name of the reference, the FLOPs of a kernel that is a product, as many dense bf16 ones take the same time, and its
+# share of the bandwidth.
+_KERNEL_FLOPS: dict[str, Callable[..., tuple[float, float]]] = {
+    "grouped_mm": _product_flops,
+    "grouped_weight_grad": _gradient_flops,
+    "multiply": _fp8_flops,
+}
 
 
 def _is_work(func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
     """Return whether an operator reads or writes elements, unlike views and allocations."""
     name = func._schema.name.split("::")[-1]
-    if name.startswith(("empty", "new_empty")) or name in ("detach", "_unsafe_view", "lift_fresh") or not outputs:
+    if name.startswith(("empty", "new_empty")) or name in ("detach", "_unsafe_view", "lift_fresh", "set_"):
         return False
-    return not func.is_view
+    return bool(outputs) and not func.is_view
 
 
 def _count_flops(packet: Any, args: Any, kwargs: Any, out: Any) -> float:
-    if packet is torch.ops.aten._grouped_mm:
+    if packet is _ATEN._grouped_mm:
         first, second = args[0], args[1]
-        return 2.0 * math.prod(first.shape[-2:]) * second.shape[-1]
+        # Rows times a matrix each, or rows of each expert times each other.
+        return 2.0 * math.prod(first.shape[-2:]) * second.shape[-1] / _GROUPED_SHARE
     count = flop_registry.get(packet)
-    return 0.0 if count is None else float(count(*args, **kwargs, out_val=out))
+    # The count of a product takes no dtype of its result.
+    operands = [arg for arg in args if not isinstance(arg, torch.dtype)]
+    given = {name: value for name, value in kwargs.items() if name not in ("out", "out_dtype")}
+    return 0.0 if count is None else float(count(*operands, **given, out_val=out))
 
 
-def _attention_share(document_tokens: float, *, is_backward: bool) -> float:
-    """Return the share at a document length, interpolated between measured lengths on a logarithmic scale."""
+def _attention_tflops(rates: tuple[tuple[int, int, int], ...], document_tokens: float, *, is_backward: bool) -> float:
+    """Return the rate at a document length, interpolated between measured lengths on a logarithmic scale."""
     column = 2 if is_backward else 1
-    length = min(max(document_tokens, _ATTENTION_SHARES[0][0]), _ATTENTION_SHARES[-1][0])
-    for low, high in pairwise(_ATTENTION_SHARES):
+    length = min(max(document_tokens, rates[0][0]), rates[-1][0])
+    for low, high in pairwise(rates):
         if length <= high[0]:
             weight = math.log2(length / low[0]) / math.log2(high[0] / low[0])
             return low[column] + weight * (high[column] - low[column])
-    return _ATTENTION_SHARES[-1][column]
+    return float(rates[-1][column])
+
+
+def _tensors(found: Any) -> list[torch.Tensor]:
+    return [item for item in tree_iter(found) if isinstance(item, torch.Tensor)]
 
 
 def _storage_of(tensor: torch.Tensor) -> int:

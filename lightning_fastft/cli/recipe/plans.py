@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from lightning_fastft.core.errors import OptionError
-from lightning_fastft.estimate.costs import default_vram_bytes, model_costs
+from lightning_fastft.estimate.costs import Swaps, default_vram_bytes, model_costs
 from lightning_fastft.packing.packs import pack_best_fit_decreasing
 from lightning_fastft.planner.plan import Plan, make_plan
 
@@ -165,15 +165,18 @@ def token_mean_length(length_N: np.ndarray, *, max_tokens: int) -> float:
 def _plan(
     source: ModelSource, gpu: Gpu, method: Method, *, length_N: np.ndarray, max_tokens: int, host_bytes: int
 ) -> Planned:
+    from peft import LoraConfig
+
     cost = model_costs(
         source,
         num_tokens=max_tokens,
         mean_document_tokens=token_mean_length(length_N, max_tokens=max_tokens),
         machine=gpu,
         quantization="nf4" if method == "qlora" else None,
-        lora_rank=None if method == "full" else LORA_RANK,
+        lora=None if method == "full" else LoraConfig(r=LORA_RANK),
         dtype=torch.bfloat16,
         has_masters=method == "full",
+        swaps=Swaps(is_graphed="auto"),
     )
     plan = make_plan(
         cost,
