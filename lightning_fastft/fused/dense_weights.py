@@ -118,7 +118,7 @@ class DenseWeights:
     def __init__(self) -> None:
         self.rows, self.gradients = PaddedBuffer(), PaddedBuffer()
         self._buffers: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
-        # By storage, which also tensors on the meta device have. The parameters own the memory; giving them other memory
+        # By storage, which tensors on the meta device have too. The parameters own the memory; giving them other memory
         # frees it.
         self._rooms: dict[int, _Room] = {}
 

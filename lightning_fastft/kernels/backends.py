@@ -17,7 +17,8 @@ from lightning_fastft.core.autocast import autocast_off, is_autocast_on
 from lightning_fastft.core.checks import check_choice
 from lightning_fastft.core.errors import OptionError
 
-_P, _T = ParamSpec("_P"), TypeVar("_T")
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 BACKENDS = ("auto", "triton", "reference")
 # Shapes on the meta device are those of a run on a GPU.
 GPU_TYPES = ("cuda", "meta")
