@@ -169,7 +169,7 @@ FORMS = {
     "cross_entropy": {
         "two reductions a tile": Form(
             [
-                ("    # Keep logits in the cache", "    # Differences of logits first", _TWO_REDUCTIONS),
+                ("    # Keep logits in the cache", "    # Subtract logits first", _TWO_REDUCTIONS),
                 ("        best_column = tl.min(tl.where(lane", "        tl.store(correct_ptr", ""),
                 *_NO_HINTS,
             ],
@@ -435,12 +435,10 @@ def all_cases(sizes: Sizes) -> list[Case]:
 def row_cases(sizes: Sizes) -> list[Case]:
     """Return what is done to the rows of tokens."""
     rows, width, expert_width = sizes[:3]
-    states, roots, gates, weight = 2 * rows * width, 4 * rows, 2 * rows * expert_width, 2 * width
+    states, gates, weight = 2 * rows * width, 2 * rows * expert_width, 2 * width
     norms: dict[str, tuple[int, Callable[[str], Run]]] = {
-        "forward": (2 * states + roots + weight, norm_forward(rows, width, has_residual=False)),
-        "forward, residual": (4 * states + roots + weight, norm_forward(rows, width, has_residual=True)),
+        "forward": (2 * states + weight, norm_forward(rows, width)),
         "backward": (4 * states + weight, norm_backward(rows, width)),
-        "backward, roots kept": (4 * states + roots + weight, norm_backward(rows, width, has_roots=True)),
         "backward, weight trained": (4 * states + 3 * weight, norm_backward(rows, width, needs_weight=True)),
     }
     products: dict[str, tuple[int, Callable[[str], Run]]] = {
@@ -596,33 +594,28 @@ def _randn(*shape: int, device: str) -> torch.Tensor:
     return torch.randn(*shape, dtype=narrow(device), device=device)
 
 
-def norm_forward(num_rows: int, width: int, *, has_residual: bool) -> Callable[[str], Run]:
-    """Norm of rows, or of their sum with a residual."""
+def norm_forward(num_rows: int, width: int) -> Callable[[str], Run]:
+    """Norm of rows."""
 
     def make(device: str) -> Run:
         from lightning_fastft.kernels.rms_norm.reference import NormForm
 
         x_TD, weight_D = _randn(num_rows, width, device=device), _randn(width, device=device)
-        residual_TD = _randn(num_rows, width, device=device) if has_residual else None
-        return lambda module: module.rms_norm_forward(x_TD, weight_D, form=NormForm(), residual_TD=residual_TD)
+        return lambda module: [module.rms_norm_forward(x_TD, weight_D, form=NormForm())]
 
     return make
 
 
-def norm_backward(
-    num_rows: int, width: int, *, has_roots: bool = False, needs_weight: bool = False
-) -> Callable[[str], Run]:
-    """Gradient of rows added to that of the sum, and of the weight; roots computed again or kept."""
+def norm_backward(num_rows: int, width: int, *, needs_weight: bool = False) -> Callable[[str], Run]:
+    """Gradient of rows added to that of the residual stream, and of the weight."""
 
     def make(device: str) -> Run:
-        from lightning_fastft.kernels.rms_norm import reference
         from lightning_fastft.kernels.rms_norm.reference import NormForm
 
-        d_y_TD, sum_TD, d_sum_TD = (_randn(num_rows, width, device=device) for _ in range(3))
+        d_y_TD, x_TD, addend_TD = (_randn(num_rows, width, device=device) for _ in range(3))
         weight_D = _randn(width, device=device)
-        rstd_T = reference.rms_norm_forward(sum_TD, weight_D, form=NormForm()).rstd_T if has_roots else None
         return lambda module: module.rms_norm_backward(
-            d_y_TD, sum_TD, weight_D, rstd_T, form=NormForm(), d_sum_TD=d_sum_TD, needs_weight=needs_weight
+            d_y_TD, x_TD, weight_D, form=NormForm(), addend_TD=addend_TD, needs_weight=needs_weight
         )
 
     return make
@@ -736,7 +729,7 @@ def rope_forward(num_rows: int, width: int) -> Callable[[str], Run]:
     """Norm and rotation of q and k beside a copy of v."""
 
     def make(device: str) -> Run:
-        from lightning_fastft.kernels.qk_rope.reference import RopeForm
+        from lightning_fastft.kernels.qk_rope.reference import Rope, RopeForm
 
         head_width, num_heads, num_kv_heads = head_sizes(width)
         form = RopeForm(num_heads=num_heads, num_kv_heads=num_kv_heads, head_width=head_width, has_norm=True)
@@ -744,9 +737,8 @@ def rope_forward(num_rows: int, width: int) -> Callable[[str], Run]:
         angle_TW = torch.rand(num_rows, head_width, device=device)
         cos_TW, sin_TW = angle_TW.cos().to(narrow(device)), angle_TW.sin().to(narrow(device))
         q_weight_W, k_weight_W = _randn(head_width, device=device), _randn(head_width, device=device)
-        return lambda module: [
-            *module.qk_rope_heads(qkv_TC, cos_TW, sin_TW, form=form, q_weight_W=q_weight_W, k_weight_W=k_weight_W)
-        ]
+        rope = Rope(cos_TW, sin_TW, q_weight_W, k_weight_W, form)
+        return lambda module: [*module.qk_rope_heads(qkv_TC, rope)]
 
     return make
 

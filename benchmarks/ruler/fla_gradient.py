@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lightning_fastft.kernels.chunk_gradients.op import chunk_gradients
-from lightning_fastft.kernels.chunk_gradients.reference import CHUNK
+from lightning_fastft.kernels.chunk_gradients.reference import CHUNK, ChunkInputs
 
 
 def install_fla_gradient() -> bool:
@@ -46,11 +46,7 @@ def _gradients(
         cu_seqlens = torch.arange(num_rows + 1, device=q.device, dtype=torch.int32) * num_tokens
         places = torch.arange(num_rows * num_chunks, device=q.device, dtype=torch.int32)
         chunk_indices = torch.stack([places // num_chunks, places % num_chunks], dim=1)
-    found = chunk_gradients(
-        *(x.flatten(0, 1).contiguous() for x in (q, k, v, do, h, dh, g)),
-        start_S1=cu_seqlens,
-        chunk_N2=chunk_indices,
-        scale=scale,
-        d_value_TJV=dv.flatten(0, 1).contiguous(),
-    )
+    rows = (x.flatten(0, 1).contiguous() for x in (q, k, v, do, h, dh, g))
+    d_value = dv.flatten(0, 1).contiguous()
+    found = chunk_gradients(ChunkInputs(*rows, cu_seqlens, chunk_indices, scale, d_value_TJV=d_value))
     return tuple(x.unflatten(0, (num_rows, num_tokens)) for x in found if x is not None)

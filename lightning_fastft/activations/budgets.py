@@ -51,10 +51,7 @@ def cap_memory(device: torch.device, num_bytes: int) -> Callable[[], None]:
     """Cap the memory that this process reserves on a device; return a function that lifts the cap.
 
     At the cap the allocator first returns its unused blocks to the device, then fails. A lower existing cap is kept.
-
-    Args:
-        device: The CUDA device of this process.
-        num_bytes: Limit of the caching allocator, in bytes. The CUDA context and NCCL's buffers do not count.
+    The limit is that of the caching allocator; the CUDA context and NCCL's buffers do not count.
 
     Raises:
         OptionError: The process has reserved more already.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from lightning_fastft.activations.segments import Segment
 from lightning_fastft.activations.stack import NOTCH, SegmentStack, StackOptions
 from lightning_fastft.core.checks import check_choice, check_float, check_int
 from lightning_fastft.core.errors import OptionError, SwapError
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.core.run_environment import RunEnvironment
 from lightning_fastft.core.status import Status
 
@@ -27,16 +28,6 @@ MEMORY_STATUS = "device memory"
 _MOST_GIB = float(2**20)
 
 logger = logging.getLogger(__name__)
-
-
-class Patcher(Protocol):
-    """Records and undoes changes of instances, such as lightning_fastft.core.patcher.ModelPatcher."""
-
-    def set_attribute(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute of one instance and remember the old value."""
-
-    def add_undo(self, undo: Callable[[], None]) -> None:
-        """Record how to undo another change."""
 
 
 class OffloadCheckpointing:
@@ -145,7 +136,7 @@ class OffloadCheckpointing:
     def attach(
         self,
         layers: Sequence[nn.Module],
-        patcher: Patcher,
+        patcher: ModelPatcher,
         *,
         stacks: Iterable[nn.Module] = (),
         environment: RunEnvironment | None = None,
@@ -213,9 +204,9 @@ class OffloadCheckpointing:
         parts = [self.describe(), f"{len(layers)} layers{taken_over}", *([gathered_text] if gathered_text else [])]
         return Status(STATUS_NAME, "active", "; ".join(parts))
 
-    def segments_of(self, number: int = -1) -> list[Segment]:
-        """Return the segments of a stack, by default of the one attached last; none under policy "keep"."""
-        return self.stacks[number].segments if self.stacks else []
+    def last_segments(self) -> list[Segment]:
+        """Return the segments of the stack attached last; none under policy "keep"."""
+        return self.stacks[-1].segments if self.stacks else []
 
     def status(self) -> Status:
         """Return the current statuses, with the plan."""
@@ -238,7 +229,7 @@ class OffloadCheckpointing:
             ),
         ]
 
-    def cap(self, device: torch.device, patcher: Patcher) -> None:
+    def cap(self, device: torch.device, patcher: ModelPatcher) -> None:
         """Keep the memory that this process reserves on a device within ``vram_budget``, until the patcher undoes it.
 
         Call it before the model is built, and again once it is placed: with weights="stream" a model is built on the
@@ -340,7 +331,7 @@ class OffloadCheckpointing:
         self.stacks.remove(stack)
 
 
-def _take_over(layer: nn.Module, run: Callable[..., Any], patcher: Patcher) -> None:
+def _take_over(layer: nn.Module, run: Callable[..., Any], patcher: ModelPatcher) -> None:
     """Route the calls of a layer through its segment."""
     if hasattr(layer, "gradient_checkpointing"):
         patcher.set_attribute(layer, "_gradient_checkpointing_func", run)

@@ -20,15 +20,7 @@ _POISON_BYTE = 0xFF  # NaN in every floating dtype
 
 
 class HostAllocation:
-    """A tensor in pinned memory; its memory is freed when the allocation is garbage-collected.
-
-    Args:
-        engine: The engine that copies.
-        group: The group of the tensor's segment.
-        region: The memory of its bytes.
-        tensor: The tensor, for its shape, strides and dtype.
-        done: Mark after the copy to the host.
-    """
+    """A tensor in pinned memory; its memory is freed when the allocation is garbage-collected."""
 
     __slots__ = (
         "__weakref__",
@@ -100,8 +92,8 @@ class OffloadEngine:
         No host sync, no allocation and no ``record_stream`` in a step that fits these sizes.
 
     Example:
-        >>> from lightning_fastft.activations.streams import ImmediateStreams
-        >>> engine = OffloadEngine(ImmediateStreams(), host_bytes=4096, slot_bytes=1024)
+        >>> from lightning_fastft.activations.streams import CopyStreams
+        >>> engine = OffloadEngine(CopyStreams(), host_bytes=4096, slot_bytes=1024)
         >>> allocation = engine.store(engine.open_group(), torch.arange(3.0))
         >>> engine.load(allocation)
         tensor([0., 1., 2.])
@@ -139,9 +131,7 @@ class OffloadEngine:
     def store(self, group: Group, tensor: torch.Tensor) -> HostAllocation | None:
         """Start copying a tensor to the host.
 
-        Args:
-            group: The segment it belongs to.
-            tensor: A tensor on the device of the streams. It must not be modified afterwards.
+        The tensor, on the device of the streams, must not be modified afterwards.
 
         Returns:
             The allocation for ``load``; None if the tensor stays on the device, because the slab is full or the tensor

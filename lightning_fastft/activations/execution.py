@@ -16,11 +16,7 @@ from lightning_fastft.planner.step import SegmentPlan, StepCost
 class PlanExecutor:
     """Apply plans to the segments of a model, and own the offload engine and the copy streams.
 
-    Args:
-        segments: All segments, in order.
-        buffers: Number of staging slots of the engine.
-        is_serial: Whether copies and compute take turns.
-        is_poisoned: Whether the engine fills each freed slot with NaN, for tests.
+    is_poisoned fills each freed slot with NaN, for tests.
     """
 
     def __init__(self, segments: Sequence[Segment], *, buffers: int, is_serial: bool, is_poisoned: bool) -> None:
@@ -38,11 +34,7 @@ class PlanExecutor:
     ) -> None:
         """Apply a plan from the next forward on, with a new engine for its sizes.
 
-        Args:
-            plan: One entry per segment.
-            device: Device of the segments.
-            input_bytes: Size of the input of a segment.
-            cost: Sizes of the values in the plan; None if only inputs are offloaded.
+        cost has the sizes of the values in the plan; None if only inputs are offloaded.
 
         Raises:
             HostMemoryError: Pinned memory cannot be allocated; every segment is then recomputed.

@@ -78,12 +78,7 @@ class GatheredWeights(NamedTuple):
 
 
 class FrozenWeights:
-    """Measure the frozen weights of layers, and move them to the host at most once.
-
-    Args:
-        layers: Decoder layers, in order.
-        movable: Functions that move the weights; None if they cannot move.
-    """
+    """Measure the frozen weights of layers, and move them to the host at most once."""
 
     def __init__(self, layers: Sequence[nn.Module], movable: MovableWeights | None) -> None:
         self.layer_bytes = [frozen_bytes(layer) for layer in layers]

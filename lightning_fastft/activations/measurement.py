@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_fastft.activations.probe import Memory, SavedBytesProbe, StepProbe, make_clock, scale_cost
+from lightning_fastft.activations.probe import Meter, SavedBytesProbe, StepProbe, scale_cost
 from lightning_fastft.activations.segments import KEEP, RECOMPUTE, Segment, SegmentObserver
 from lightning_fastft.activations.slots import align
 from lightning_fastft.activations.streams import CopyStreams
@@ -80,9 +80,9 @@ class Measurement:
         """The segments that the first forward keeps: the last of each kind, whose backward comes first."""
         return set({kind: index for index, kind in enumerate(self._kinds)}.values())
 
-    def memory(self, device: torch.device) -> Memory:
-        """Return the memory of a device."""
-        return Memory(device)
+    def meter(self, device: torch.device) -> Meter:
+        """Return the clock and the allocator of a device."""
+        return Meter(device)
 
     def restart(self) -> None:
         """Measure again from the next forward on."""
@@ -90,12 +90,7 @@ class Measurement:
         self._phase = _NOT_BEGUN
 
     def begin_forward(self, device: torch.device, *, num_bytes: int) -> bool:
-        """Prepare the segments for the forward that begins now; return whether the timed step has just ended.
-
-        Args:
-            device: Device of the segments.
-            num_bytes: Size of the hidden states of this forward.
-        """
+        """Prepare the segments for the forward that begins now; return whether the timed step has just ended."""
         if self._phase == _NOT_BEGUN or (self._phase == _COUNT_SAVED and not self._is_counted()):
             self._phase = _COUNT_SAVED
             self._begin_count(device, num_bytes=num_bytes)
@@ -104,8 +99,8 @@ class Measurement:
             self._recompute()
             if self._measures_gap:
                 # Memory that loading left in the allocator is not part of the gap of a step.
-                self.memory(device).free_cache()
-            self._warm, self._warm_bytes = StepProbe(make_clock(device), self.memory(device)), num_bytes
+                self.meter(device).free_cache()
+            self._warm, self._warm_bytes = StepProbe(self.meter(device)), num_bytes
             self._observe(self._warm)
         elif self._phase == _WARM_UP:
             assert self._warm is not None
@@ -126,10 +121,7 @@ class Measurement:
     def read(self, *, longest_bytes: int, extra_bytes: int, weight_bytes: Sequence[int]) -> StepCost:
         """Return the costs of a step with the longest pack.
 
-        Args:
-            longest_bytes: Size of the hidden states of the longest pack.
-            extra_bytes: Memory that will be in use later and is not yet.
-            weight_bytes: Size of the frozen weights of each segment.
+        extra_bytes will be in use later and are not yet.
         """
         assert self._step is not None
         assert self._saved is not None
@@ -147,7 +139,7 @@ class Measurement:
     def _begin_count(self, device: torch.device, *, num_bytes: int) -> None:
         """Keep the last segment of each kind for one forward."""
         self._counted_bytes = num_bytes
-        self._saved = SavedBytesProbe(self.memory(device))
+        self._saved = SavedBytesProbe(self.meter(device))
         self._recompute()
         for index in self.counted:
             self._segments[index].plan = KEEP
@@ -156,7 +148,7 @@ class Measurement:
     def _begin_timing(self, device: torch.device, *, num_bytes: int) -> None:
         self._timed_bytes = num_bytes
         previous = self._warm if self._warm_bytes == num_bytes else None
-        self._step = StepProbe(make_clock(device), self.memory(device), previous=previous)
+        self._step = StepProbe(self.meter(device), previous=previous)
         self._observe(self._step)
 
     def _recompute(self) -> None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from lightning_fastft.activations.segments import Segment, SegmentObserver, Tensors
 from lightning_fastft.activations.slots import align
+from lightning_fastft.core.marks import Mark, has_passed, mark_time, ms_between
 from lightning_fastft.planner.step import Machine, SegmentCost, StepCost, ValueCost
 
 # Large enough for full copy speed, small enough to pin in 0.1 s.
@@ -21,53 +21,21 @@ _BANDWIDTH_BYTES = 64 * 2**20
 _BANDWIDTH_COPIES = 6
 
 
-class Clock(Protocol):
-    """Clock of a device whose times are read later."""
-
-    def now(self) -> Any:
-        """Record a time."""
-
-    def ms_between(self, begin: Any, end: Any) -> float:
-        """Return the milliseconds between two times; syncs with the later one."""
-
-
-class HostClock:
-    """Host clock, for devices that compute synchronously."""
-
-    def now(self) -> float:
-        """Return the current time in seconds."""
-        return time.perf_counter()
-
-    def ms_between(self, begin: float, end: float) -> float:
-        """Return the difference."""
-        return (end - begin) * 1e3
-
-
-class CudaClock:
-    """Events on the current stream."""
-
-    def now(self) -> torch.cuda.Event:
-        """Record an event."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def ms_between(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """Synchronize with the later event and return the difference."""
-        end.synchronize()
-        return begin.elapsed_time(end)
-
-
-class Memory:
-    """Memory allocated on a device; zeros without a counting allocator (CPU).
-
-    Args:
-        device: The device.
-    """
+class Meter:
+    """Clock of a device, whose times are read later, and its allocator; zeros without a counting allocator (CPU)."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.is_counted = device.type == "cuda"
+
+    def now(self) -> Mark:
+        """Mark a time."""
+        return mark_time(self._device)
+
+    def ms_between(self, begin: Mark, end: Mark) -> float:
+        """Return the milliseconds between two times; syncs with the later one."""
+        has_passed(end, wait=True)
+        return ms_between(begin, end)
 
     def allocated(self) -> int:
         """Return the bytes allocated now."""
@@ -98,15 +66,11 @@ class Memory:
 
 
 class SavedBytesProbe(SegmentObserver):
-    """Measure the memory that autograd saves for a kept segment: keep one segment of each kind for one forward.
+    """Measure the memory that autograd saves for a kept segment: keep one segment of each kind for one forward."""
 
-    Args:
-        memory: Memory of the device.
-    """
-
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, meter: Meter) -> None:
         self.saved_bytes: dict[int, int] = {}
-        self._memory = memory
+        self._meter = meter
 
     def around_kept(self, segment: Segment) -> AbstractContextManager[None]:
         """Count while the segment's forward runs."""
@@ -123,13 +87,13 @@ class SavedBytesProbe(SegmentObserver):
             # Without a backward, an operator that saves its own output would never be freed.
             return tensor.detach()
 
-        before = self._memory.allocated()
+        before = self._meter.allocated()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
         counted = sum(storages.values())
         # The allocator also counts tensors that functions hold without saving them; the output belongs to the next
         # segment.
-        self.saved_bytes[segment.index] = self._memory.allocated() - before if self._memory.is_counted else counted
+        self.saved_bytes[segment.index] = self._meter.allocated() - before if self._meter.is_counted else counted
 
 
 class _Times(NamedTuple):
@@ -161,17 +125,14 @@ class _Times(NamedTuple):
 class StepProbe(SegmentObserver):
     """Record times and memory of a forward and backward in which every segment is recomputed.
 
-    Args:
-        clock: Clock of the device.
-        memory: Memory of the device.
-        previous: Probe of the same work in the previous step, or None; the shorter time of each part counts.
+    Of two probes of the same work, the previous one and this, the shorter time of each part counts.
 
     ``waits`` has the start and end of each wait of compute for a copy. Segment times exclude them, because the planner
     adds the waits of a plan itself.
     """
 
-    def __init__(self, clock: Clock, memory: Memory, *, previous: StepProbe | None = None) -> None:
-        self._clock, self._memory = clock, memory
+    def __init__(self, meter: Meter, *, previous: StepProbe | None = None) -> None:
+        self._meter = meter
         self._previous = previous
         self.waits: list[tuple[Any, Any]] = []
         # Start of each wait from the start of the step, and its length; read once.
@@ -198,7 +159,7 @@ class StepProbe(SegmentObserver):
 
     def forward_begins(self, segment: Segment) -> None:
         """Record the start of a forward."""
-        self._entry_bytes = self._memory.start_peak()
+        self._entry_bytes = self._meter.start_peak()
         if segment.index == 0:
             self.base_bytes = self._entry_bytes
         self._note("forward", segment)
@@ -207,7 +168,7 @@ class StepProbe(SegmentObserver):
         """Record the end of a forward; the head follows the last one."""
         self._note("forward end", segment)
         self._forward_peak[segment.index] = self._peak() - self._entry_bytes
-        self._head_bytes = self._memory.start_peak()
+        self._head_bytes = self._meter.start_peak()
 
     def backward_awaited(self, segment: Segment) -> None:
         """Record that the backward will reach a segment."""
@@ -220,7 +181,7 @@ class StepProbe(SegmentObserver):
             self.head_peak_bytes = self._peak() - self._head_bytes
         else:
             self._end_backward()
-        self._entry_bytes = self._memory.start_peak()
+        self._entry_bytes = self._meter.start_peak()
         self._backward_segment = segment.index
         self._reached.add(segment.index)
 
@@ -234,20 +195,20 @@ class StepProbe(SegmentObserver):
 
     def value_begins(self, segment: Segment, name: str) -> None:
         """Record the start of a value."""
-        self._values[segment.index].setdefault(name, [0, []])[1].append([self._clock.now(), None])
+        self._values[segment.index].setdefault(name, [0, []])[1].append([self._meter.now(), None])
 
     def value_ends(self, segment: Segment, name: str, tensors: Tensors) -> None:
         """Record the end and size of a value."""
         entry = self._values[segment.index][name]
         entry[0] += sum(align(tensor.numel() * tensor.element_size()) for tensor in tensors)
-        entry[1][-1][1] = self._clock.now()
+        entry[1][-1][1] = self._meter.now()
 
     def step_ends(self) -> None:
         """Record the start of the next forward, which ends this step."""
-        self._moments["step end", 0] = self._clock.now()
+        self._moments["step end", 0] = self._meter.now()
         if self._backward_segment is not None:
             self._end_backward()
-        self.gap_bytes = max(0, self._memory.reserved() - self._most_bytes)
+        self.gap_bytes = max(0, self._meter.reserved() - self._most_bytes)
 
     def read(
         self,
@@ -297,7 +258,7 @@ class StepProbe(SegmentObserver):
         backward = self._backward_times(len(segments))
         values = [
             {
-                name: sum(self._clock.ms_between(begin, end) for begin, end in moments)
+                name: sum(self._meter.ms_between(begin, end) for begin, end in moments)
                 for name, (_, moments) in self._values[index].items()
             }
             for index in indices
@@ -343,10 +304,10 @@ class StepProbe(SegmentObserver):
     def _between(self, begin: tuple[str, int], end: tuple[str, int]) -> float:
         if begin not in self._moments or end not in self._moments:
             return 0.0
-        start, stop = (self._clock.ms_between(self._moments["forward", 0], self._moments[key]) for key in (begin, end))
+        start, stop = (self._meter.ms_between(self._moments["forward", 0], self._moments[key]) for key in (begin, end))
         if self._waited_ms is None:
             self._waited_ms = [
-                (self._clock.ms_between(self._moments["forward", 0], before), self._clock.ms_between(before, after))
+                (self._meter.ms_between(self._moments["forward", 0], before), self._meter.ms_between(before, after))
                 for before, after in self.waits
             ]
         return max(0.0, stop - start - sum(length for moment, length in self._waited_ms if start <= moment < stop))
@@ -357,22 +318,16 @@ class StepProbe(SegmentObserver):
         self._backward_segment = None
 
     def _peak(self) -> int:
-        peak = self._memory.peak()
+        peak = self._meter.peak()
         self._most_bytes = max(self._most_bytes, peak)
         return peak
 
     def _note(self, what: str, segment: Segment) -> None:
-        self._moments[what, segment.index] = self._clock.now()
+        self._moments[what, segment.index] = self._meter.now()
 
 
 def scale_cost(cost: StepCost, factor: float, *, input_bytes: int) -> StepCost:
-    """Return the costs of a step for another pack length: times, activations and transients scale, weights do not.
-
-    Args:
-        cost: Measured costs.
-        factor: The other length divided by the measured length.
-        input_bytes: Size of the hidden states at the other length.
-    """
+    """Return the costs of a step for another pack length: times, activations and transients scale, weights do not."""
     if factor == 1:
         return cost
     segments = tuple(
@@ -395,11 +350,6 @@ def scale_cost(cost: StepCost, factor: float, *, input_bytes: int) -> StepCost:
     return cost._replace(
         segments=segments, head_peak_bytes=round(cost.head_peak_bytes * factor), head_ms=cost.head_ms * factor
     )
-
-
-def make_clock(device: torch.device) -> Clock:
-    """Return the clock of a device."""
-    return CudaClock() if device.type == "cuda" else HostClock()
 
 
 def measure_machine(device: torch.device) -> Machine:

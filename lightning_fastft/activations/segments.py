@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -195,19 +195,13 @@ def _hidden_states(function: Callable[..., Any], args: tuple[Any, ...]) -> torch
 
 
 class Session:
-    """A forward of a segment, and its recompute in the backward.
-
-    Args:
-        segment: The segment.
-        engine: The offload engine; None without offload.
-        group: The host tensors of the segment in this forward.
-    """
+    """A forward of a segment, and its recompute in the backward."""
 
     def __init__(self, segment: Segment, *, engine: OffloadEngine | None, group: Group | None) -> None:
         self.segment = segment
         self.is_replay = False
         self._engine, self._group = engine, group
-        self._held: dict[str, tuple[_Held, ...]] = {}
+        self._held: dict[str, tuple[Callable[[], torch.Tensor], ...]] = {}
         self._counts: Counter[str] = Counter()
         self._num_runs = 0
         self._choice: _RememberedChoice | None = None
@@ -260,7 +254,7 @@ class Session:
         key = self._key(name)
         if self.is_replay:
             held = self._held.pop(key, None)
-            return compute() if held is None else tuple(item.get() for item in held)
+            return compute() if held is None else tuple(read() for read in held)
         observer = self.segment.observer
         if observer is not None and not is_always_held:
             observer.value_begins(self.segment, name)
@@ -335,7 +329,8 @@ class Session:
         self._counts[name] += 1
         return f"{name}#{self._counts[name]}"
 
-    def _hold(self, tensor: torch.Tensor, *, name: str, place: str) -> _Held:
+    def _hold(self, tensor: torch.Tensor, *, name: str, place: str) -> Callable[[], torch.Tensor]:
+        """Store a tensor as planned; return a function that reads it."""
         tensor = tensor.detach()
         if (
             place == "host"
@@ -345,8 +340,8 @@ class Session:
         ):
             allocation = self._engine.store(self._group, tensor)
             if allocation is not None:
-                return _HeldOnHost(self._engine, allocation)
-        return _HeldOnDevice(tensor, name=name)
+                return partial(self._engine.load, allocation)
+        return partial(_unchanged, tensor, name, tensor._version)
 
 
 class InnerSession(Session):
@@ -357,34 +352,14 @@ class InnerSession(Session):
         return compute()
 
 
-class _Held(Protocol):
-    def get(self) -> torch.Tensor:
-        """Return the tensor."""
-
-
-class _HeldOnDevice:
-    """A tensor kept in place, with its version counter to detect writes."""
-
-    def __init__(self, tensor: torch.Tensor, *, name: str) -> None:
-        self._tensor, self._name, self._version = tensor, name, tensor._version
-
-    def get(self) -> torch.Tensor:
-        if self._tensor._version != self._version:
-            raise SwapError(
-                f"{self._name} was kept for the backward and then written to in place by the model. Keep or recompute "
-                "whole layers: OffloadCheckpointing('keep') or 'recompute'."
-            )
-        return self._tensor
-
-
-class _HeldOnHost:
-    """A tensor in pinned memory."""
-
-    def __init__(self, engine: OffloadEngine, allocation: HostAllocation) -> None:
-        self._engine, self._allocation = engine, allocation
-
-    def get(self) -> torch.Tensor:
-        return self._engine.load(self._allocation)
+def _unchanged(tensor: torch.Tensor, name: str, version: int) -> torch.Tensor:
+    """Return a tensor that was kept on the device, unless it was written to since."""
+    if tensor._version != version:
+        raise SwapError(
+            f"{name} was kept for the backward and then written to in place by the model. Keep or recompute whole "
+            "layers: OffloadCheckpointing('keep') or 'recompute'."
+        )
+    return tensor
 
 
 class _RememberedChoice(TorchFunctionMode):

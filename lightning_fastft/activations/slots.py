@@ -56,10 +56,6 @@ class PinnedSlab:
 
     PyTorch's own pinned allocator rounds every block up to a power of two; this one rounds each region up to 512 bytes.
 
-    Args:
-        num_bytes: Size.
-        device: The device of the copies; memory is pinned only for CUDA.
-
     Raises:
         HostMemoryError: The memory cannot be allocated or pinned.
 
@@ -168,12 +164,7 @@ def _unregister(pinned: torch.Tensor) -> None:
 
 
 class StagingSlot:
-    """A fixed block of device memory for the host tensors of one segment.
-
-    Args:
-        num_bytes: Size.
-        streams: The streams that copy into it.
-    """
+    """A fixed block of device memory for the host tensors of one segment."""
 
     def __init__(self, num_bytes: int, *, streams: CopyStreams) -> None:
         self.num_bytes = num_bytes

@@ -242,14 +242,14 @@ class SegmentStack:
 
     def _begin_first_steps(self, hidden: torch.Tensor) -> None:
         """Choose the plan of the measured steps from shapes, so that they stay within the budget."""
-        budget, memory = self.options.vram_budget_bytes, self.measurement.memory(hidden.device)
-        if budget is None or not memory.is_counted:
+        budget, meter = self.options.vram_budget_bytes, self.measurement.meter(hidden.device)
+        if budget is None or not meter.is_counted:
             return
         self._predicted = predict_cost(
             self._layers,
             hidden,
             longest_bytes=self._longest_bytes,
-            base_bytes=memory.allocated() - hidden.numel() * hidden.element_size() + self._extra_bytes(),
+            base_bytes=meter.allocated() - hidden.numel() * hidden.element_size() + self._extra_bytes(),
             vocab_size=self._vocab_size,
             weight_bytes=self.weights.layer_bytes,
             embedding_bytes=self.weights.embedding_bytes,
@@ -345,8 +345,8 @@ class SegmentStack:
         # Ranks that plan together must all plan again, and one rank cannot know that another is at its limit.
         if self._watch is None or self.plan is None or self.environment.plans_together:
             return
-        memory = self.measurement.memory(device)
-        lowered = self._watch.lowered_bytes(self.plan.prediction.peak_bytes, memory)
+        meter = self.measurement.meter(device)
+        lowered = self._watch.lowered_bytes(self.plan.prediction.peak_bytes, meter)
         if lowered is None:
             return
         try:
@@ -354,7 +354,7 @@ class SegmentStack:
         except OptionError:
             self._watch.stop()
             return
-        memory.free_cache()
+        meter.free_cache()
         self.environment.report(f"activations: steps reached the budget; planned again for {lowered / 2**30:.1f} GiB")
 
     def _keep_gathered(self, vram_budget: int) -> None:

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+# A position in a stream: a CUDA event, or None where copies are immediate.
+Mark = Any
 
-class Mark(Protocol):
-    """A position in a stream."""
 
-
-class CopyStreams(Protocol):
+class CopyStreams:
     """A copy stream in each direction, and the compute stream that is current when a method is called.
 
-    While ``waits`` is a list, each wait of compute is appended to it as two events, before and after.
+    This class is for devices that share host memory: each copy is done when the method returns, and every mark has
+    passed. While ``waits`` is a list, each wait of compute is appended to it as two events, before and after.
     """
 
-    device: torch.device
-    waits: list[tuple[Any, Any]] | None
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.device = device or torch.device("cpu")
+        self.waits: list[tuple[Any, Any]] | None = None
 
     def mark_compute(self) -> Mark:
         """Return a mark after all work queued on the compute stream."""
@@ -29,42 +30,27 @@ class CopyStreams(Protocol):
 
     def copy_out(self, host: torch.Tensor, device: torch.Tensor, *, after: Sequence[Mark]) -> Mark:
         """Copy device bytes to the host after the marks; return a mark after the copy."""
+        host.copy_(device)
 
     def copy_in(self, device: torch.Tensor, host: torch.Tensor, *, after: Sequence[Mark]) -> Mark:
         """Copy host bytes to the device after the marks; return a mark after the copy."""
+        device.copy_(host)
 
     def synchronize(self) -> None:
         """Synchronize the host with both streams; for teardown only."""
 
 
-def make_copy_streams(device: torch.device, *, is_serial: bool = False) -> CopyStreams:
-    """Return the streams of a device: two streams on CUDA, immediate copies elsewhere.
-
-    Args:
-        device: Device of the compute stream.
-        is_serial: Copy on the compute stream without overlap, for comparison in measurements.
-    """
-    if device.type == "cuda":
-        return CudaCopyStreams(device, is_serial=is_serial)
-    return ImmediateStreams(device)
-
-
-class CudaCopyStreams:
+class CudaCopyStreams(CopyStreams):
     """Two CUDA streams ordered by events.
 
     Sources and targets are flat, contiguous byte tensors, so every copy is one asynchronous memcpy; host tensors must
     be pinned. The caching allocator is not informed: the caller keeps a source alive until compute has waited for its
-    copy.
-
-    Args:
-        device: A CUDA device.
-        is_serial: Copy on the compute stream.
+    copy. is_serial copies on the compute stream.
     """
 
     def __init__(self, device: torch.device, *, is_serial: bool = False) -> None:
-        self.device = device
+        super().__init__(device)
         self.is_serial = is_serial
-        self.waits: list[tuple[Any, Any]] | None = None
         self.out_stream = torch.cuda.Stream(device)
         self.in_stream = torch.cuda.Stream(device)
 
@@ -109,26 +95,11 @@ class CudaCopyStreams:
         return event
 
 
-class ImmediateStreams:
-    """CopyStreams of a device that shares host memory: each copy is done when the method returns."""
+def make_copy_streams(device: torch.device, *, is_serial: bool = False) -> CopyStreams:
+    """Return the streams of a device: two streams on CUDA, immediate copies elsewhere.
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        self.device = device or torch.device("cpu")
-        self.waits: list[tuple[Any, Any]] | None = None
-
-    def mark_compute(self) -> None:
-        """Return a mark that has passed."""
-
-    def wait_compute(self, mark: Any) -> None:
-        """Do nothing: the mark has passed."""
-
-    def copy_out(self, host: torch.Tensor, device: torch.Tensor, *, after: Sequence[Any]) -> None:
-        """Copy now."""
-        host.copy_(device)
-
-    def copy_in(self, device: torch.Tensor, host: torch.Tensor, *, after: Sequence[Any]) -> None:
-        """Copy now."""
-        device.copy_(host)
-
-    def synchronize(self) -> None:
-        """Do nothing: no copy is in flight."""
+    is_serial copies on the compute stream without overlap, for comparison in measurements.
+    """
+    if device.type == "cuda":
+        return CudaCopyStreams(device, is_serial=is_serial)
+    return CopyStreams(device)

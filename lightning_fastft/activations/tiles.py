@@ -37,12 +37,6 @@ def install_tiles(
     intermediates (gate, up, their product and gradients) of only one tile exist at a time. A recomputed layer does no
     extra work: its recompute ends before the block, and each tile is recomputed before its backward.
 
-    Args:
-        layers: Decoder layers.
-        segments: One per layer.
-        patcher: Records the changes.
-        num_tiles: Number of tiles of a pack, at least 2.
-
     Returns:
         The number of tiled blocks; blocks of experts are not tiled.
 

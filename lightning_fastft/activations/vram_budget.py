@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from lightning_fastft.activations.probe import Memory
+from lightning_fastft.activations.probe import Meter
 from lightning_fastft.activations.segments import KEEP
 from lightning_fastft.activations.slots import align
 from lightning_fastft.core.errors import OptionError
@@ -34,34 +34,26 @@ _MAX_CORRECTIONS = 3
 
 
 class BudgetWatch:
-    """Detect steps that reach the limit of the allocator, which then syncs with the device and frees its cache.
-
-    Args:
-        budget_bytes: Memory that may be reserved.
-    """
+    """Detect steps that reach the limit of the allocator, which then syncs with the device and frees its cache."""
 
     def __init__(self, budget_bytes: int) -> None:
         self._budget_bytes = budget_bytes
         self._num_steps = self._num_retries = self._num_corrections = 0
 
-    def lowered_bytes(self, peak_bytes: int, memory: Memory) -> int | None:
+    def lowered_bytes(self, peak_bytes: int, meter: Meter) -> int | None:
         """Return the memory for the next plan if steps of this one are at the limit; None to keep it.
 
         Call it before each step.
-
-        Args:
-            peak_bytes: Predicted peak of the plan.
-            memory: Memory of the device.
 
         Cost:
             Reads the allocator's statistics in the first steps of a plan; no host sync.
         """
         if self._num_steps > _WATCHED_STEPS:
             return None
-        num_before, self._num_retries = self._num_retries, memory.num_retries()
+        num_before, self._num_retries = self._num_retries, meter.num_retries()
         self._num_steps += 1
         # The first step still frees memory of the measured steps.
-        is_pressed = self._num_retries > num_before or memory.reserved() > self._budget_bytes
+        is_pressed = self._num_retries > num_before or meter.reserved() > self._budget_bytes
         if self._num_steps == 1 or not is_pressed or self._num_corrections == _MAX_CORRECTIONS:
             return None
         self._num_corrections += 1
@@ -142,15 +134,8 @@ def choose_first_plan(
 ) -> FirstPlan:
     """Return the first plan that is predicted to fit, else the one with the least peak.
 
-    Inputs stay on the device, or go to the host, or weights are streamed too.
-
-    Args:
-        cost: Predicted costs.
-        counted: Segments that the first forward keeps.
-        vram_budget_bytes: Device memory.
-        host_budget_bytes: Pinned host memory.
-        buffers: Number of staging slots.
-        streaming: Allowed values of whether frozen weights are streamed, best first.
+    Inputs stay on the device, or go to the host, or weights are streamed too. streaming lists whether frozen weights
+    may be streamed, best first.
     """
     found = list(_plans(cost, counted, host_budget_bytes=host_budget_bytes, buffers=buffers, streaming=streaming))
     fitting = (plan for plan in found if plan.peak_bytes <= vram_budget_bytes)
@@ -177,15 +162,7 @@ def check_feasible(
 
     The check counts only memory that every backward needs: the outputs of a layer's linear modules once, without
     temporary memory. A budget between this bound and the prediction is tried, because predicted peaks are upper bounds.
-
-    Args:
-        cost: Predicted costs.
-        layers: Decoder layers, in order.
-        column_bytes: Size of one value of each token that a layer computes at a time.
-        vram_budget_bytes: Device memory.
-        host_budget_bytes: Pinned host memory.
-        buffers: Number of staging slots.
-        streaming: Allowed values of whether frozen weights are streamed.
+    column_bytes is the size of one value of each token that a layer computes at a time.
 
     Raises:
         OptionError: No step can keep the budget; the message has the memory of the leanest plan.

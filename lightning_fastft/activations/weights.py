@@ -63,9 +63,9 @@ class WeightStreamer:
         backward. No host sync except in attach and detach.
 
     Example:
-        >>> from lightning_fastft.activations.streams import ImmediateStreams
+        >>> from lightning_fastft.activations.streams import CopyStreams
         >>> layers = [[torch.full((2,), float(k))] for k in range(4)]
-        >>> streamer = WeightStreamer(layers, streams=ImmediateStreams(), num_slots=2)
+        >>> streamer = WeightStreamer(layers, streams=CopyStreams(), num_slots=2)
         >>> streamer.attach()
         >>> for k in range(4):
         ...     streamer.use(k, direction=1)
@@ -153,10 +153,8 @@ class WeightStreamer:
         """Restore every tensor with its own memory; a second call does nothing.
 
         It can be called at any time, also after an exception in a step. Autograd graphs built before cannot run their
-        backward afterwards.
-
-        Args:
-            device: Target device; None for the compute device, or for host memory, with a warning, if they do not fit.
+        backward afterwards. Without a device it is the compute device, or host memory, with a warning, if they do not
+        fit there.
 
         Cost:
             One copy of all tensors, with a host sync.
@@ -183,11 +181,8 @@ class WeightStreamer:
     def use(self, index: int, *, direction: int) -> None:
         """Make a layer available to compute, and start the copy of the next layer.
 
-        No-op for the layer in use, so that a recompute inside its backward does not change the direction.
-
-        Args:
-            index: The layer that compute reads next.
-            direction: 1 in a forward, -1 in a backward.
+        No-op for the layer in use, so that a recompute inside its backward does not change the direction. direction is
+        1 in a forward, -1 in a backward.
 
         Raises:
             SwapError: The streamer is not attached, or a tensor of the layer was moved or replaced.

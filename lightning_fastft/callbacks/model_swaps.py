@@ -76,20 +76,10 @@ class ModelSwaps(Callback):
                 register(type(self).__name__, self._transform, stage="after_adapters")
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Install before sanity validation, after configure_model."""
+        """Install after configure_model; in a fit before sanity validation."""
         self._install(pl_module)
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Install for ``trainer.validate``."""
-        self._install(pl_module)
-
-    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Install for ``trainer.test``."""
-        self._install(pl_module)
-
-    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Install for ``trainer.predict``."""
-        self._install(pl_module)
+    on_validation_start = on_test_start = on_predict_start = on_fit_start
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Forget the run; its patcher has undone the swaps."""

@@ -84,13 +84,7 @@ class PackedTraining(Callback):
         """Install for ``trainer.validate``."""
         self._install(trainer, pl_module)
 
-    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Install for ``trainer.test``."""
-        self._install(trainer, pl_module)
-
-    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Install for ``trainer.predict``."""
-        self._install(trainer, pl_module)
+    on_test_start = on_predict_start = on_validation_start
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -107,25 +101,21 @@ class PackedTraining(Callback):
         if not pl_module.automatic_optimization:
             self._check(pl_module, where="training_step")
 
-    def on_validation_batch_start(self, *args: Any) -> None:
+    def on_validation_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         """Record the reads of the context before the step."""
-        self._begin(args[2])
+        self._begin(batch)
+
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     def on_validation_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         """Refuse a step whose packed batch no attention layer read."""
         self._check(pl_module, where="validation_step")
 
-    def on_test_batch_start(self, *args: Any) -> None:
-        """Record the reads of the context before the step."""
-        self._begin(args[2])
-
     def on_test_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         """Refuse a step whose packed batch no attention layer read."""
         self._check(pl_module, where="test_step")
-
-    def on_predict_batch_start(self, *args: Any) -> None:
-        """Record the reads of the context before the step."""
-        self._begin(args[2])
 
     def on_predict_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         """Refuse a step whose packed batch no attention layer read."""

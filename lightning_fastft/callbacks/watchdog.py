@@ -23,9 +23,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_fastft.checkpoint.remote import is_remote
 from lightning_fastft.checkpoint.resume import checkpoint_folder
 from lightning_fastft.core.checks import check_float
+from lightning_fastft.core.marks import has_passed, mark_time, ms_between
 from lightning_fastft.core.status import Status
 from lightning_fastft.monitor import watch_process
-from lightning_fastft.monitor.token_throughput import has_passed, mark_time, seconds_between
 from lightning_fastft.monitor.watch_process import Beat, Job, Phase
 from lightning_fastft.strategies.even_batches import check_even_batches
 from lightning_fastft.strategies.mixin import FastFTStrategyMixin
@@ -152,8 +152,10 @@ class Watchdog(Callback):
             self._statuses.append(check_even_batches(trainer))
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stop the clock while loaders are built."""
+        """Stop the clock until the next training batch: loaders are built, or a validation runs."""
         self._beat(Phase.PAUSED)
+
+    on_train_epoch_end = on_validation_start = on_train_epoch_start
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -195,14 +197,6 @@ class Watchdog(Callback):
             )
             rank_zero_warn(f"Watchdog: {self._statuses[0].reason}.")
             self._stop()
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stop the clock until the next batch."""
-        self._beat(Phase.PAUSED)
-
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stop the clock until the next training batch."""
-        self._beat(Phase.PAUSED)
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -327,7 +321,7 @@ class _OwnTimes:
     def note(self) -> None:
         while self._waiting and has_passed(self._waiting[0][2]):
             loading_s, begin, end = self._waiting.popleft()
-            self._times.append(loading_s + seconds_between(begin, end))
+            self._times.append(loading_s + ms_between(begin, end) / 1e3)
         if len(self._times) == NUM_TIMES:
             self.median_s = statistics.median(self._times)
         self._ended_s = time.perf_counter()

@@ -22,10 +22,6 @@ def check_sizes(file: IO[bytes], *, name: str) -> None:
     ``torch.save`` stores records uncompressed. Compressed or overlapping records come from another program: a few MiB
     can expand to TiB. A pickle of a few bytes can allocate a bytearray of any length.
 
-    Args:
-        file: An open archive of ``torch.save``.
-        name: Name of the file, for the message.
-
     Raises:
         UnsafeCheckpointError: A record is compressed, the records are larger than the file, or the pickle allocates an
             empty buffer.

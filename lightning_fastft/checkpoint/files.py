@@ -43,9 +43,7 @@ RECORD = "commit.json"
 def save_file(content: object, path: Path) -> None:
     """Write content atomically in the format of ``torch.save``.
 
-    Args:
-        content: Tensors and plain types; other objects could not be loaded again.
-        path: A local file; its folder is created.
+    The content is tensors and plain types, because other objects could not be loaded again; the folder is created.
 
     Raises:
         CheckpointNotSavedError: The save failed. An earlier file at path is untouched, and no temporary file is left.
@@ -79,10 +77,7 @@ def save_file(content: object, path: Path) -> None:
 def load_file(path: Path, *, map_location: Any = "cpu", origin: str = "") -> Any:
     """Verify a checkpoint file and return its content; only tensors and plain types are unpickled.
 
-    Args:
-        path: A file of ``save_file`` or of ``torch.save``; the latter has no digest to verify.
-        map_location: As in ``torch.load``.
-        origin: The URL that the file was downloaded from, for messages.
+    A file of ``torch.save`` has no digest to verify. The origin is the URL of a download, for messages.
 
     Raises:
         DamagedCheckpointError: The bytes do not match the digest; the message names the newest intact checkpoint of
@@ -124,10 +119,8 @@ def check_file(path: Path) -> bool:
 def commit_folder(folder: Path, digests: Mapping[str, Digest] | None = None) -> None:
     """Write the commit record of a folder, which makes it a checkpoint.
 
-    Args:
-        folder: A folder with the files of all ranks.
-        digests: By file name, from the rank that wrote the file; None hashes the files, which also turns a folder of
-            another program into a checkpoint.
+    The digests, by file name, are from the rank that wrote each file; without them the files are hashed, which also
+    turns a folder of another program into a checkpoint.
 
     Raises:
         CheckpointNotSavedError: The folder does not hold the reported files, or cannot be written to.
@@ -149,10 +142,6 @@ def commit_folder(folder: Path, digests: Mapping[str, Digest] | None = None) -> 
 def read_record(folder: Path, *, origin: str = "") -> dict[str, Digest]:
     """Return the digests of a folder by file name.
 
-    Args:
-        folder: A folder of ``commit_folder``.
-        origin: The URL that the record was downloaded from, for messages.
-
     Raises:
         DamagedCheckpointError: There is no commit record, or it is damaged.
     """
@@ -163,10 +152,7 @@ def read_record(folder: Path, *, origin: str = "") -> dict[str, Digest]:
 def check_folder(folder: Path, *, share: tuple[int, int] = (0, 1), origin: str = "") -> None:
     """Verify the files of a folder by its commit record.
 
-    Args:
-        folder: A folder of ``commit_folder``.
-        share: (rank, number of ranks): each rank verifies its share of the files.
-        origin: The URL that the folder was downloaded from, for messages.
+    The share is (rank, number of ranks): each rank verifies its share. The origin is the URL of a download.
 
     Raises:
         DamagedCheckpointError: The record or a file is missing or damaged.
@@ -177,10 +163,6 @@ def check_folder(folder: Path, *, share: tuple[int, int] = (0, 1), origin: str =
 
 def newest_intact(folder: Path, *, but: Path | None = None) -> Path | None:
     """Return the newest checkpoint of a folder that matches its digest; None if there is none.
-
-    Args:
-        folder: The folder to search, without its subfolders (except checkpoint folders).
-        but: A checkpoint to skip.
 
     Cost:
         Reads the intact checkpoint and every newer damaged one.
@@ -220,9 +202,7 @@ def replace_folder(part: Path, path: Path) -> None:
 def find_damage(place: Path, *, needs_digest: bool = False) -> str | None:
     """Return a description of the damage of a checkpoint; None if it is intact.
 
-    Args:
-        place: A file or a folder.
-        needs_digest: Whether a checkpoint without a digest counts as damaged.
+    needs_digest: a checkpoint without a digest counts as damaged.
     """
     try:
         has_digest = _is_intact(place)

@@ -53,10 +53,8 @@ class FolderWriter:
     def save(self, checkpoint: dict[str, Any], path: Path, *, host_bytes: int) -> None:
         """Wait for the previous save and start one; later changes of the tensors do not affect it.
 
-        Args:
-            checkpoint: As for ``save_folder``.
-            path: The same on all ranks; a shared folder.
-            host_bytes: Host memory available for the copies of this rank. If they need more, the save is synchronous.
+        The path is the same on all ranks. If the copies of this rank need more than host_bytes, the save is
+        synchronous.
 
         Raises:
             CheckpointNotSavedError: This save failed before it wrote, or the previous one failed; on all ranks.

@@ -79,11 +79,8 @@ def take_pieces(checkpoint: dict[str, Any]) -> dict[str, Any]:
 def begin_folder(checkpoint: dict[str, Any], path: Path, stack: ExitStack, *, holds_name: bool = False) -> Path:
     """Create the temporary folder of a save with the rest of the checkpoint, and return it; all ranks must call this.
 
-    Args:
-        checkpoint: The checkpoint after ``take_pieces``, without its shards.
-        path: The folder that the temporary one will become.
-        stack: Exit stack that removes the temporary folder on rank 0.
-        holds_name: Whether to create an empty folder at path, which reserves the name until the rename.
+    The checkpoint is that after ``take_pieces``, without its shards. The stack removes the temporary folder on rank 0.
+    With holds_name an empty folder at the path reserves the name until the rename.
 
     Raises:
         CheckpointNotSavedError: On all ranks.
@@ -147,14 +144,8 @@ def load_folder(
 ) -> dict[str, Any]:
     """Load a folder into a sharded module and its optimizers, and return the rest of the checkpoint.
 
-    Every rank must call this.
-
-    Args:
-        path: A folder of ``save_folder``, from any number of ranks.
-        module: The sharded module, with the structure it was saved with.
-        optimizers: Optimizers of the module; none for evaluation.
-        strict: As in ``load_state_dict``.
-        judge: Called with the rest of the checkpoint before a shard is loaded; raises if it does not fit.
+    Every rank must call this. The folder may be from any number of ranks. ``judge`` is called with the rest of the
+    checkpoint before a shard is loaded, and raises if it does not fit.
 
     Raises:
         DamagedCheckpointError: On all ranks, if a file is missing or does not match its digest.
@@ -195,11 +186,6 @@ def _check_moments(held: Mapping[str, Any], stored: Mapping[str, Any], *, name: 
     """Refuse an optimizer state whose tensors would be dropped or misread.
 
     torch copies 8-bit codes into floating-point tensors, and skips tensors that the optimizer does not hold.
-
-    Args:
-        held: State of each parameter in this run, by name.
-        stored: Entries of the index, by name.
-        name: Name of the optimizer in the index.
     """
     kinds: dict[str, dict[str, bool]] = {}
     for key, entry in stored.items():

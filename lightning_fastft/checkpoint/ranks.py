@@ -52,10 +52,8 @@ def destroy_groups_at_exit(is_wanted: bool = True) -> None:
     """Destroy the process groups before the interpreter is finalised, as Lightning does only for NCCL.
 
     Threads of a gloo group release tensors created by Python. During finalisation this aborts the process ("terminate
-    called without an active exception") after all work is done.
-
-    Args:
-        is_wanted: False cancels it. A rank that failed must not wait for collectives that other ranks have not joined.
+    called without an active exception") after all work is done. ``is_wanted=False`` cancels it: a rank that
+    failed must not wait for collectives that other ranks have not joined.
     """
     atexit.unregister(_destroy_groups)
     if is_wanted and dist.is_available() and dist.is_initialized():

@@ -25,11 +25,6 @@ _STANDARD_ERROR = 2
 class RunStopped(SystemExit):
     """Raised to end a run that received a signal and was saved at an optimizer step.
 
-    Args:
-        number: The signal; the exit code is 128 more.
-        step: Optimizer step of the checkpoint.
-        path: The checkpoint; a str if it is a URL.
-
     Example:
         >>> RunStopped(signal.SIGTERM, step=3, path=Path("stopped-step=3.ckpt")).code
         143
@@ -90,10 +85,7 @@ class StopSignals:
         """Install a handler for Ctrl-C; return False if its behaviour must not change.
 
         That is the case in interactive sessions such as notebooks, if another handler is installed or the signal is
-        ignored, and outside of the main thread.
-
-        Args:
-            answer: Text written to standard error at the first Ctrl-C; "" for none.
+        ignored, and outside of the main thread. The answer is written to standard error at the first Ctrl-C.
         """
         is_interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
         if is_interactive or threading.current_thread() is not threading.main_thread():

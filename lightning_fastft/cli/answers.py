@@ -47,12 +47,6 @@ _NOISE = re.compile(
 def explain_refusal(message: str, *, options: Collection[str], program: str, configs: Collection[str] = ()) -> str:
     """Return the reason of a parser error in the first line, followed by hints.
 
-    Args:
-        message: The error message of the parser.
-        options: Dotted names of the parser's options.
-        program: The command whose ``--help`` lists the options.
-        configs: Names of the shipped configs, for errors about missing options.
-
     Example:
         >>> reason = "unrecognized arguments: --trainer.max_stps 2"
         >>> print(explain_refusal(reason, options=["trainer.max_steps"], program="fastft fit"), end="")
@@ -114,9 +108,6 @@ def explain_refusal(message: str, *, options: Collection[str], program: str, con
 
 def explain_missing_files(error: OSError | ValueError) -> str:
     """Return an error text with hints if transformers could not read the files of a model; "" for other errors.
-
-    Args:
-        error: The error with its traceback.
 
     Example:
         >>> explain_missing_files(OSError("no space left on device"))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from lightning_fastft.cli.arguments import Arguments
-from lightning_fastft.cli.trained.opening import Request, add_options, read_request
+from lightning_fastft.cli.trained.opening import add_options, read_request
 from lightning_fastft.core.checks import check_float, check_int
 from lightning_fastft.core.errors import OptionError, printable
 
@@ -16,15 +17,6 @@ if TYPE_CHECKING:
 
 QUIT = "/quit"
 _PROMPT = "> "
-
-
-class _Question(NamedTuple):
-    """The options of ``fastft chat``; temperature is None for the model's own sampling."""
-
-    request: Request
-    system: str
-    max_new_tokens: int
-    temperature: float | None
 
 
 def run_chat(words: Sequence[str]) -> int:
@@ -82,7 +74,7 @@ def _read_line(is_terminal: bool) -> str:
         return ""
 
 
-def _answer(module: FineTuner, prompt: Any, *, question: _Question) -> str | None:
+def _answer(module: FineTuner, prompt: Any, *, question: Namespace) -> str | None:
     """Write an answer while it is generated and return it; None if it was interrupted."""
     from lightning_fastft.hf.generation import stream_to
 
@@ -109,7 +101,7 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-def _read_question(words: Sequence[str]) -> _Question:
+def _read_question(words: Sequence[str]) -> Namespace:
     """Parse and check the command line."""
     arguments = Arguments("chat")
     arguments.add_argument("source")
@@ -121,4 +113,5 @@ def _read_question(words: Sequence[str]) -> _Question:
     check_int("--max-new-tokens", given.max_new_tokens, low=1)
     if given.temperature is not None:
         check_float("--temperature", given.temperature, low=0.0)
-    return _Question(read_request(given), given.system, given.max_new_tokens, given.temperature)
+    given.request = read_request(given)
+    return given

@@ -57,15 +57,7 @@ def plan_layouts(
 ) -> list[LayoutPlan]:
     """Return the prediction of every layout that a cluster allows.
 
-    Args:
-        cluster: GPUs and links.
-        source: The model.
-        options: Options of ``model_costs``, without tokens and machine.
-        num_tokens: Tokens of a pack.
-        num_micro: Micro-batches of an optimizer step on each GPU.
-        host_bytes: Pinned host memory of a GPU.
-        vram_bytes: Device memory for everything; None for resident bytes and most of the rest.
-        step_ms: Measured time of one pack on one GPU in ms; scales the estimated times of compute.
+    step_ms is the measured time of one pack on one GPU, which scales the estimated times of compute.
 
     Raises:
         OptionError: step_ms is given and the run does not fit one GPU.

@@ -23,6 +23,7 @@ from lightning_fastft.cli.imports import find_loaded
 from lightning_fastft.cli.lightning_cli import FastFTCLI
 from lightning_fastft.cli.words import CONFIG_FOLDER, find_configs
 from lightning_fastft.core.errors import OptionError
+from lightning_fastft.core.extras import version_of
 from lightning_fastft.core.status import render_status_table
 from lightning_fastft.packing.collate import Document, PackedBatch, collate
 from lightning_fastft.packing.reading.folders import is_local
@@ -44,17 +45,13 @@ SOURCES = ("paths", "val_paths", "test_paths", "predict_paths", "prompts")
 DOCUMENT_LENGTHS = (192, 64, 256, 2, 126)
 # Options that override those of the run; they come last, so they take effect.
 OVERRIDES = (
-    *(
-        "--trainer.max_steps",
-        "1",
-        "--trainer.max_epochs",
-        "1",
-        "--trainer.limit_train_batches",
-        "1",
-        "--trainer.limit_val_batches",
-        "0",
-    ),
-    *("--trainer.accumulate_grad_batches", "1", "--trainer.logger", "false", "--trainer.enable_model_summary", "false"),
+    "--trainer.max_steps=1",
+    "--trainer.max_epochs=1",
+    "--trainer.limit_train_batches=1",
+    "--trainer.limit_val_batches=0",
+    "--trainer.accumulate_grad_batches=1",
+    "--trainer.logger=false",
+    "--trainer.enable_model_summary=false",
 )
 
 
@@ -195,8 +192,6 @@ def _quiet() -> Iterator[None]:
 
 def describe_machine() -> str:
     """Return the devices and the relevant package versions, one per line."""
-    from importlib.metadata import PackageNotFoundError, version
-
     lines = []
     for number in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(number)
@@ -206,20 +201,13 @@ def describe_machine() -> str:
         )
     if not lines:
         lines.append(f"device: CPU, {torch.get_num_threads()} threads")
-    versions = []
-    for package in ("torch", "lightning", "transformers", "peft", "bitsandbytes", "triton", "nvidia-cudnn-frontend"):
-        try:
-            versions.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            versions.append(f"{package} not installed")
+    packages = ("torch", "lightning", "transformers", "peft", "bitsandbytes", "triton", "nvidia-cudnn-frontend")
+    versions = [f"{package} {version_of(package) or 'not installed'}" for package in packages]
     return "\n".join([*lines, ", ".join(versions)])
 
 
 def shrink_config(config: dict[str, Any]) -> dict[str, Any]:
     """Return a small configuration of the same family; head shapes, windows and layer types are unchanged.
-
-    Args:
-        config: A transformers configuration as a dictionary.
 
     Example:
         >>> small = shrink_config({"num_hidden_layers": 36, "head_dim": 128, "vocab_size": 151936})

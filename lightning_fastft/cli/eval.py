@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from lightning_fastft.cli.arguments import Arguments, take_columns
-from lightning_fastft.cli.trained.opening import Request, add_options, read_request
+from lightning_fastft.cli.trained.opening import add_options, read_request
 from lightning_fastft.core.checks import check_int
 from lightning_fastft.core.errors import MissingDependencyError, OptionError
 from lightning_fastft.core.extras import pip_line
@@ -21,20 +22,6 @@ if TYPE_CHECKING:
 
 # An answer may be longer than the right one by this many tokens, to be seen as wrong.
 _MORE_TOKENS = 16
-
-
-class _Question(NamedTuple):
-    """The options of ``fastft eval``."""
-
-    request: Request
-    data: str
-    columns: dict[str, str]
-    max_tokens: int
-    has_exact_match: bool
-    batch_size: int
-    limit: int | None
-    tasks: list[str]
-    is_json: bool
 
 
 def run_eval(words: Sequence[str]) -> int:
@@ -61,11 +48,11 @@ def run_eval(words: Sequence[str]) -> int:
         results |= _evaluate(opened.module, question)
     if question.tasks:
         results["tasks"] = _run_tasks(opened.module, question)
-    sys.stdout.write(json.dumps(results) + "\n" if question.is_json else _render(results))
+    sys.stdout.write(json.dumps(results) + "\n" if question.json else _render(results))
     return 0
 
 
-def _evaluate(module: FineTuner, question: _Question) -> dict[str, Any]:
+def _evaluate(module: FineTuner, question: Namespace) -> dict[str, Any]:
     """Return loss, perplexity and token accuracy of the labelled tokens, and exact matches if asked for."""
     from lightning.pytorch import Trainer
 
@@ -77,7 +64,7 @@ def _evaluate(module: FineTuner, question: _Question) -> dict[str, Any]:
         test_paths=question.data,
         columns=question.columns or None,
         max_tokens=question.max_tokens,
-        show_progress=not question.is_json,
+        show_progress=not question.json,
     )
     trainer = Trainer(
         accelerator=question.request.device.type,
@@ -85,7 +72,7 @@ def _evaluate(module: FineTuner, question: _Question) -> dict[str, Any]:
         devices=1,
         logger=False,
         enable_checkpointing=False,
-        enable_progress_bar=not question.is_json,
+        enable_progress_bar=not question.json,
         enable_model_summary=False,
     )
     [found] = trainer.test(module, datamodule=data, verbose=False)
@@ -97,12 +84,12 @@ def _evaluate(module: FineTuner, question: _Question) -> dict[str, Any]:
         "labelled_tokens": int(subset.num_labelled_N.sum()),
         **{name.removeprefix("test_"): value for name, value in found.items()},
     }
-    if question.has_exact_match:
+    if question.exact_match:
         results |= _match(module, subset, question=question)
     return results
 
 
-def _match(module: FineTuner, subset: DocumentSubset, *, question: _Question) -> dict[str, Any]:
+def _match(module: FineTuner, subset: DocumentSubset, *, question: Namespace) -> dict[str, Any]:
     """Return the share of greedy answers that equal the text of the data, and their number."""
     from lightning_fastft.hf.generation import answer_prompts
     from lightning_fastft.packing.document import last_turn
@@ -130,7 +117,7 @@ def _match(module: FineTuner, subset: DocumentSubset, *, question: _Question) ->
     return {"exact_match": num_right / len(turns), "answered": len(turns)}
 
 
-def _run_tasks(module: FineTuner, question: _Question) -> dict[str, Any]:
+def _run_tasks(module: FineTuner, question: Namespace) -> dict[str, Any]:
     """Return the results of lm-eval by task."""
     import lm_eval
     from lm_eval.models.huggingface import HFLM
@@ -157,7 +144,7 @@ def _show(value: Any) -> str:
     return f"{value:.4f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _read_question(words: Sequence[str]) -> _Question:
+def _read_question(words: Sequence[str]) -> Namespace:
     """Parse and check the command line."""
     columns, words = take_columns(words)
     arguments = Arguments("eval")
@@ -171,8 +158,8 @@ def _read_question(words: Sequence[str]) -> _Question:
     arguments.add_argument("--tasks", default="")
     arguments.add_argument("--json", action="store_true")
     given = arguments.read(words)
-    tasks = [name for name in given.tasks.split(",") if name]
-    if not given.data and not tasks:
+    given.columns, given.tasks = columns, [name for name in given.tasks.split(",") if name]
+    if not given.data and not given.tasks:
         raise OptionError("fastft eval needs --data FILE or --tasks NAMES of lm-eval.")
     if given.exact_match and not given.data:
         raise OptionError("--exact-match needs --data FILE.")
@@ -180,18 +167,9 @@ def _read_question(words: Sequence[str]) -> _Question:
     check_int("--batch-size", given.batch_size, low=1)
     if given.limit is not None:
         check_int("--limit", given.limit, low=1)
-    if tasks and find_spec("lm_eval") is None:
+    if given.tasks and find_spec("lm_eval") is None:
         raise MissingDependencyError(f"--tasks needs lm-eval: {pip_line('eval')}")
     if given.data:
         check_exists(given.data)
-    return _Question(
-        read_request(given),
-        given.data,
-        columns,
-        given.max_tokens,
-        given.exact_match,
-        given.batch_size,
-        given.limit,
-        tasks,
-        given.json,
-    )
+    given.request = read_request(given)
+    return given

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from lightning_fastft.cli.arguments import Arguments
-from lightning_fastft.cli.trained.opening import Request, add_options, read_request
+from lightning_fastft.cli.trained.opening import add_options, read_request
 from lightning_fastft.core.errors import OptionError
 
 # Types of llama.cpp's converter that need no further quantisation.
@@ -16,17 +16,6 @@ GGUF_TYPES = ("q8_0", "f16", "bf16", "f32")
 # Exit status: the folder is written, and the GGUF file is not, for want of llama.cpp.
 WITHOUT_GGUF = 3
 _MIB = 2**20
-
-
-class _Question(NamedTuple):
-    """The options of ``fastft export``."""
-
-    request: Request
-    out: Path
-    is_for_vllm: bool
-    gguf: str
-    llama_cpp: str
-    has_modelfile: bool
 
 
 def run_export(words: Sequence[str]) -> int:
@@ -59,7 +48,7 @@ def run_export(words: Sequence[str]) -> int:
     from lightning_fastft.cli.trained.writing import write_trained
 
     out = question.out
-    written = write_trained(question.request, out, is_for_vllm=question.is_for_vllm)
+    written = write_trained(question.request, out, is_for_vllm=question.server == "vllm")
     exported, tokenizer = written.exported, written.opened.module.tokenizer
     notes = [*written.opened.notes]
     if written.max_lora_rank is not None:
@@ -81,13 +70,13 @@ def run_export(words: Sequence[str]) -> int:
     return _convert(question, tokenizer) if question.gguf else 0
 
 
-def _convert(question: _Question, tokenizer: object) -> int:
+def _convert(question: Namespace, tokenizer: object) -> int:
     """Write the GGUF file and the Modelfile of a whole model."""
     from lightning_fastft.cli.trained.gguf import convert_to_gguf, name_gguf
 
     out = question.out
     file = name_gguf(out, question.gguf)
-    if question.has_modelfile:
+    if question.ollama:
         from lightning_fastft.cli.trained.modelfile import write_modelfile
 
         path = write_modelfile(out, gguf=file, tokenizer=tokenizer)
@@ -103,11 +92,11 @@ def _convert(question: _Question, tokenizer: object) -> int:
     return 0
 
 
-def _read_question(words: Sequence[str]) -> _Question:
+def _read_question(words: Sequence[str]) -> Namespace:
     """Parse and check the command line."""
     arguments = Arguments("export")
     arguments.add_argument("source")
-    arguments.add_argument("out")
+    arguments.add_argument("out", type=Path)
     add_options(arguments)
     arguments.add_argument("--merge", action="store_true")
     arguments.add_argument("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto")
@@ -116,8 +105,8 @@ def _read_question(words: Sequence[str]) -> _Question:
     arguments.add_argument("--llama-cpp", default="")
     arguments.add_argument("--ollama", action="store_true")
     given = arguments.read(words)
-    gguf = given.gguf or (GGUF_TYPES[0] if given.ollama else "")
-    is_merged = given.merge or bool(gguf)
+    given.gguf = given.gguf or (GGUF_TYPES[0] if given.ollama else "")
+    is_merged = given.merge or bool(given.gguf)
     if given.dtype != "auto" and not is_merged:
         raise OptionError(
             "--dtype applies only to merged weights; adapters and trained weights keep their dtype. Add --merge, or "
@@ -125,5 +114,7 @@ def _read_question(words: Sequence[str]) -> _Question:
         )
     if given.llama_cpp and not (Path(given.llama_cpp) / "convert_hf_to_gguf.py").is_file():
         raise OptionError(f"--llama-cpp: {given.llama_cpp} has no convert_hf_to_gguf.py. Give a clone of llama.cpp.")
-    request = read_request(given, device="cpu", is_merged=is_merged, takes_whole=bool(gguf), dtype=given.dtype)
-    return _Question(request, Path(given.out), given.server == "vllm", gguf, given.llama_cpp, given.ollama)
+    given.request = read_request(
+        given, device="cpu", is_merged=is_merged, takes_whole=bool(given.gguf), dtype=given.dtype
+    )
+    return given

@@ -83,8 +83,7 @@ DENIED_PATHS = (
 def import_policy(allowed: Sequence[str] = ()) -> Iterator[None]:
     """Restrict the imports of a config while the block runs; paths in allowed are removed again afterwards.
 
-    Args:
-        allowed: Import paths named on the command line, in addition to ``ALLOWED_PATHS``.
+    Those are named on the command line, in addition to ``ALLOWED_PATHS``.
 
     Raises:
         OptionError: A path can never be allowed.
@@ -128,10 +127,6 @@ def check_named_functions(config: Any, allowed: Sequence[str] = ()) -> None:
 
     A class is created only if its type fits, but a function would be called with arguments of the config, and allowed
     packages have functions that load code. Call this before anything of the config is created.
-
-    Args:
-        config: The parsed config.
-        allowed: Import paths named on the command line.
 
     Raises:
         OptionError: A function is named; the message has its option.

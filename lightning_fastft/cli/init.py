@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from lightning_fastft.cli.arguments import Arguments, take_columns
 from lightning_fastft.core.errors import OptionError, UnsupportedModelError
@@ -20,17 +21,6 @@ if TYPE_CHECKING:
 _GIB = 2**30
 # Pinned host memory of another machine.
 _ASSUMED_HOST_GIB = 64
-
-
-class _Question(NamedTuple):
-    """The options of ``fastft init``; gpu is None for the one of this machine."""
-
-    model: str
-    data: str
-    columns: dict[str, str]
-    gpu: Gpu | None
-    method: str
-    out: Path
 
 
 def run_init(words: Sequence[str]) -> int:
@@ -71,7 +61,7 @@ def run_init(words: Sequence[str]) -> int:
     return 0
 
 
-def _read_question(words: Sequence[str]) -> _Question:
+def _read_question(words: Sequence[str]) -> Namespace:
     """Parse and check the command line, without torch."""
     columns, words = take_columns(words)
     arguments = Arguments("init")
@@ -79,17 +69,18 @@ def _read_question(words: Sequence[str]) -> _Question:
     arguments.add_argument("--data", required=True)
     arguments.add_argument("--gpu", default="")
     arguments.add_argument("--method", choices=("auto", "qlora", "lora", "full"), default="auto")
-    arguments.add_argument("--out", default="config.yaml")
+    arguments.add_argument("--out", type=Path, default="config.yaml")
     arguments.add_argument("--overwrite", action="store_true")
     given = arguments.read(words)
     check_exists(given.data)
     _check_model(given.model)
-    out = Path(given.out)
+    out = given.out
     if out.suffix not in (".yaml", ".yml"):
         raise OptionError(f"--out must name a .yaml file, got {given.out}.")
     if out.is_symlink() or (out.exists() and not (given.overwrite and out.is_file())):
         raise OptionError(f"{out} exists and is not overwritten. Name another file with --out, or add --overwrite.")
-    return _Question(given.model, given.data, columns, find_gpu(given.gpu) if given.gpu else None, given.method, out)
+    given.columns, given.gpu = columns, find_gpu(given.gpu) if given.gpu else None
+    return given
 
 
 def _check_model(model: str) -> None:
@@ -105,7 +96,7 @@ def _check_model(model: str) -> None:
         raise OptionError(f"--model: the folder {model} has no config.json. Copy the one of the model there.")
 
 
-def _choose(question: _Question) -> Recipe:
+def _choose(question: Namespace) -> Recipe:
     """Read model and data, and choose how to train."""
     import torch
 

@@ -6,11 +6,10 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 from lightning_fastft.core.cores import count_usable_cores
-from lightning_fastft.core.extras import EXTRAS, missing_modules, pip_line
+from lightning_fastft.core.extras import EXTRAS, missing_modules, pip_line, version_of
 from lightning_fastft.core.status import Status, render_status_table
 
 _PACKAGES = ("torch", "lightning", "transformers", "peft", "triton")
@@ -38,7 +37,7 @@ def describe_machine() -> str:
     if not gpus:
         lines.append("GPU: none that nvidia-smi lists")
     lines.append(f"CPU: {count_usable_cores()} usable cores, Python {platform.python_version()}")
-    lines.append(", ".join(f"{name} {_version_of(name) or 'not installed'}" for name in _PACKAGES))
+    lines.append(", ".join(f"{name} {version_of(name) or 'not installed'}" for name in _PACKAGES))
     table = render_status_table([*_judge_gpu(gpus), *_judge_extras()])
     return (
         "\n".join([*lines, "", table, "", "For one model and its data: fastft doctor --config NAME --data.paths FILE"])
@@ -67,7 +66,7 @@ def find_gpus() -> list[Gpu]:
 
 def _judge_gpu(gpus: list[Gpu]) -> Iterator[Status]:
     """Yield what the GPUs and the build of torch allow; the least capable GPU counts."""
-    torch_version = _version_of("torch")
+    torch_version = version_of("torch")
     if not gpus or "+cpu" in torch_version:
         reason = f"torch {torch_version} is a build for the CPU" if gpus else "no GPU: training runs on the CPU, slowly"
         remedy = "install torch for CUDA, as pytorch.org says" if gpus else ""
@@ -76,11 +75,11 @@ def _judge_gpu(gpus: list[Gpu]) -> Iterator[Status]:
     capability = min(gpu.capability for gpu in gpus)
     found = f"compute capability {capability[0]}.{capability[1]}"
     yield Status("GPU training", "active", f"{len(gpus)} GPUs" if len(gpus) > 1 else gpus[0].name)
-    has_triton = bool(_version_of("triton"))
+    has_triton = bool(version_of("triton"))
     yield Status(
         "Triton kernels",
         "active" if has_triton else "refused",
-        f"triton {_version_of('triton')}" if has_triton else "triton is not installed",
+        f"triton {version_of('triton')}" if has_triton else "triton is not installed",
         "" if has_triton else "pip install triton",
     )
     for name, least, use in (
@@ -100,10 +99,3 @@ def _judge_extras() -> Iterator[Status]:
         missing = missing_modules(name)
         reason = extra.enables if not missing else f"{extra.enables}; {', '.join(missing)} not installed"
         yield Status(f"[{name}]", "inactive" if missing else "active", reason, pip_line(name) if missing else "")
-
-
-def _version_of(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""

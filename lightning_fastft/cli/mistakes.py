@@ -79,10 +79,6 @@ class _Line(NamedTuple):
 def check_words(command: str, words: Sequence[str]) -> None:
     """Refuse a config, an option, a checkpoint or data that is not there.
 
-    Args:
-        command: A command that takes the options of ``fastft fit``.
-        words: Its arguments.
-
     Raises:
         OptionError: There is no such config or checkpoint.
         DataError: There is no such file or folder of data.

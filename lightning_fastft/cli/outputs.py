@@ -112,10 +112,7 @@ def given_on_command_line(words: Sequence[str]) -> set[tuple[str, str]]:
 def check_outputs(config: Namespace | Mapping[str, Any], *, words: Sequence[str], allowed: Sequence[str] = ()) -> None:
     """Reject output paths of a config file that break the rules of this module.
 
-    Args:
-        config: The parsed config of one subcommand.
-        words: The command line, whose values are trusted.
-        allowed: Packages that the user allowed, whose classes are trusted.
+    Values on the command line, and classes of allowed packages, are trusted.
 
     Raises:
         OptionError: A path breaks a rule; the message says how to give it on the command line.

@@ -5,26 +5,17 @@ from __future__ import annotations
 import re
 import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from lightning_fastft.cli.arguments import Arguments
-from lightning_fastft.cli.trained.opening import Request, add_options, check_source, read_request
+from lightning_fastft.cli.trained.opening import add_options, check_source, read_request
 from lightning_fastft.core.errors import FastFTError, OptionError
 
 CARD = "README.md"
 _REPOSITORY = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _KIB = 1024
-
-
-class _Question(NamedTuple):
-    """The options of ``fastft push``."""
-
-    request: Request
-    repository: str
-    is_uploaded: bool
-    is_private: bool
 
 
 def run_push(words: Sequence[str]) -> int:
@@ -51,7 +42,7 @@ def run_push(words: Sequence[str]) -> int:
         return _push(folder, (folder / CARD).read_text(encoding="utf-8"), question=question)
 
 
-def _read_card(question: _Question) -> str:
+def _read_card(question: Namespace) -> str:
     """Return the model card of a folder: the one that is there if it was filled in, else ours."""
     from lightning_fastft.cli.trained.card import keeps_card, read_facts, render_card
 
@@ -61,7 +52,7 @@ def _read_card(question: _Question) -> str:
     return text if keeps_card(text) else render_card(read_facts(source), name=question.repository.rpartition("/")[2])
 
 
-def _push(folder: Path, card: str, *, question: _Question) -> int:
+def _push(folder: Path, card: str, *, question: Namespace) -> int:
     """Print files and card; upload them in one commit if asked for."""
     files = sorted(
         file
@@ -73,14 +64,14 @@ def _push(folder: Path, card: str, *, question: _Question) -> int:
     lines = [f"{question.repository}: {len(sizes)} files, {_size(sum(sizes.values()))}"]
     lines += [f"  {_size(size):>12}  {name}" for name, size in sizes.items()]
     sys.stdout.write("\n".join([*lines, "", card]) + "\n")
-    if not question.is_uploaded:
+    if question.dry_run or not question.yes:
         sys.stdout.write("Nothing was uploaded. Add --yes to upload.\n")
         return 0
     sys.stdout.write(f"Uploaded: {_upload(question, card=card, names=names)}\n")
     return 0
 
 
-def _upload(question: _Question, *, card: str, names: dict[str, Path]) -> str:
+def _upload(question: Namespace, *, card: str, names: dict[str, Path]) -> str:
     """Make the repository if it is new, upload everything in one commit, and return its address."""
     from huggingface_hub import CommitOperationAdd, HfApi, get_token
     from huggingface_hub.errors import HfHubHTTPError
@@ -91,7 +82,7 @@ def _upload(question: _Question, *, card: str, names: dict[str, Path]) -> str:
     operations += [CommitOperationAdd(path_in_repo=name, path_or_fileobj=str(file)) for name, file in names.items()]
     api = HfApi()
     try:
-        address = api.create_repo(question.repository, private=question.is_private or None, exist_ok=True)
+        address = api.create_repo(question.repository, private=question.private or None, exist_ok=True)
         api.create_commit(address.repo_id, operations, commit_message="Upload with lightning_fastft")
     except HfHubHTTPError as error:
         raise FastFTError(f"The hub refused {question.repository}: {error}") from error
@@ -110,7 +101,7 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / _KIB:,.1f} KiB" if num_bytes < _KIB**2 else f"{num_bytes / _KIB**2:,.1f} MiB"
 
 
-def _read_question(words: Sequence[str]) -> _Question:
+def _read_question(words: Sequence[str]) -> Namespace:
     """Parse and check the command line."""
     arguments = Arguments("push")
     arguments.add_argument("source")
@@ -126,5 +117,5 @@ def _read_question(words: Sequence[str]) -> _Question:
     source = check_source(given.source)
     if source.is_dir() and not any((source / name).is_file() for name in ("adapter_config.json", "config.json")):
         raise OptionError(f"{source} has no adapter_config.json and no config.json: it is no model's folder.")
-    request = read_request(given, device="cpu", is_merged=given.merge, takes_whole=False)
-    return _Question(request, given.repository, given.yes and not given.dry_run, given.private)
+    given.request = read_request(given, device="cpu", is_merged=given.merge, takes_whole=False)
+    return given

@@ -45,8 +45,7 @@ def read_parameters(class_path: str) -> list[str]:
 def read_options(class_path: str) -> dict[str, Option]:
     """Return the options of a class by name, with those of its base class if it passes on ``**kwargs``.
 
-    Args:
-        class_path: Import path of the class; modules that only import it are followed.
+    Modules that only import the class are followed.
 
     Returns:
         At most one option per name; none if no source has the class.

@@ -13,11 +13,8 @@ _NAMES = {"int": int, "float": float, "bool": bool}
 def find_wrong_type(annotation: str, value: Any, *, text: str | None = None) -> str:
     """Return the parser's error for a value that certainly has another type; "" for all others.
 
-    Args:
-        annotation: Source of the annotation. Whole numbers, numbers, truth values and literals, with or without None,
-            are checked.
-        value: The value of the YAML text.
-        text: The text itself on a command line; None in a file.
+    Whole numbers, numbers, truth values and literals, with or without None, are checked. The text is that of a command
+    line; None in a file.
 
     Example:
         >>> find_wrong_type("int", "abc")

@@ -31,8 +31,7 @@ def config_names() -> list[str]:
 def find_configs(words: Sequence[str]) -> list[str]:
     """Return the arguments with names of shipped configs replaced by file paths.
 
-    Args:
-        words: Arguments; what follows ``--config`` or ``-c`` is a file, or else the name of a shipped config.
+    What follows ``--config`` or ``-c`` is a file, or else the name of a shipped config.
 
     Raises:
         OptionError: There is neither a file nor a shipped config of that name.
@@ -88,9 +87,7 @@ def _find_config(name: str) -> str:
 def take_allowed_imports(args: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the arguments without ``--allow-import``, and the packages that it names.
 
-    Args:
-        args: Words of the command line; ``--allow-import name`` and ``--allow-import=name`` may occur anywhere and
-            repeatedly.
+    ``--allow-import name`` and ``--allow-import=name`` may occur anywhere and repeatedly.
 
     Raises:
         OptionError: The option has no value, or the value is not a dotted import path.

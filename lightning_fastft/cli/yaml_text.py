@@ -12,9 +12,6 @@ _TOO_LARGE = f"the text nests more than {MOST_LEVELS} levels, or its aliases unf
 def check_size(text: str) -> None:
     """Reject YAML that is nested too deeply or expands to too many values; malformed YAML is left to the loader.
 
-    Args:
-        text: A config, or one value of the command line.
-
     Raises:
         yaml.YAMLError: A limit is exceeded.
 

@@ -13,9 +13,6 @@ SHORTEST_SECONDS = 0.3
 def count_usable_cores(root: Path = Path("/")) -> int:
     """Return the cores that affinity and the cgroup's CPU quota allow, at least one.
 
-    Args:
-        root: Where ``proc`` and ``sys`` are.
-
     Example:
         >>> count_usable_cores() >= 1
         True
@@ -26,9 +23,6 @@ def count_usable_cores(root: Path = Path("/")) -> int:
 
 class FreeCores:
     """Measure how many cores other processes leave free, from the construction to ``count``.
-
-    Args:
-        root: Where ``proc`` and ``sys`` are.
 
     Example:
         >>> FreeCores().count() >= 1

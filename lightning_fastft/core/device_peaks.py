@@ -73,9 +73,6 @@ _DIFFERENT_PARTS = frozenset({"laptop", "mig", "mobile", "max"})
 def peak_bf16_flops(device_name: str) -> float | None:
     """Return the dense bf16 operations per second of a device, or None where the name is not known.
 
-    Args:
-        device_name: As ``torch.cuda.get_device_name`` gives it.
-
     Example:
         >>> peak_bf16_flops("NVIDIA H100 80GB HBM3"), peak_bf16_flops("NVIDIA GeForce RTX 4090 Laptop GPU")
         (989500000000000.0, None)

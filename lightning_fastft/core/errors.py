@@ -15,9 +15,7 @@ def printable(text: str, *, keeps_lines: bool = False) -> str:
     r"""Return text as it is safe to show: control characters as escapes, so that data and file names cannot steer a
     terminal.
 
-    Args:
-        text: Text with parts that come from data, columns or file names.
-        keeps_lines: Whether line feeds stay; a name that has one would forge a line of a log.
+    With keeps_lines line feeds stay; a name that has one would forge a line of a log.
 
     Example:
         >>> print(printable("a\x1b[2Jb"))

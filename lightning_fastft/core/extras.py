@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -45,6 +46,14 @@ def pip_line(*extras: str) -> str:
 def missing_modules(extra: str) -> list[str]:
     """Return the modules of an extra that are not installed, without importing any."""
     return [name for name in EXTRAS[extra].modules if find_spec(name) is None]
+
+
+def version_of(package: str) -> str:
+    """Return the version of an installed package; "" if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 def find_extra(module: str) -> str:

@@ -42,10 +42,8 @@ class DemoFiles(NamedTuple):
 def write_demo_files(rows: DemoRows, folder: str | Path, *, vocab_size: int = 512) -> DemoFiles:
     """Write rows, tokenizer and model configuration under folder and return where they lie.
 
-    Args:
-        rows: What to write, from ``generate_rows``.
-        folder: Made if it is not there; files of an earlier call are replaced.
-        vocab_size: Tokens of the byte-level BPE trained on the training rows, special ones included.
+    A byte-level BPE of vocab_size tokens, special ones included, is trained on the training rows. Files of an earlier
+    call are replaced.
 
     Raises:
         OptionError: vocab_size cannot hold the 256 bytes and the special tokens.

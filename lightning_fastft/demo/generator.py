@@ -86,11 +86,6 @@ def generate_rows(*, num_train: int = 8000, num_validation: int = 200, seed: int
     """Return chat rows (``{"messages": [...]}``), from a single short sum to stories of dozens of steps and chats of
     several turns.
 
-    Args:
-        num_train: Rows to train on.
-        num_validation: Rows held out.
-        seed: Start of the random generator; the same seed gives the same rows on every machine.
-
     Raises:
         OptionError: A number of rows is below 1.
 

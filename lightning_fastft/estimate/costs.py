@@ -27,10 +27,10 @@ from lightning_fastft.core.errors import MissingDependencyError, UnsupportedMode
 from lightning_fastft.core.extras import pip_line
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.estimate.machines import Gpu
-from lightning_fastft.estimate.metering import Meter, MeteredClock, MeteredMemory
+from lightning_fastft.estimate.metering import Meter, MeteredDevice
 from lightning_fastft.fused.fp8_base import FP8_ATTRIBUTE
 from lightning_fastft.fused.install import fuse_weight_buffers, install_fp8_base, install_fused_layers
-from lightning_fastft.fused.low_precision_adapters import install_low_precision_adapters
+from lightning_fastft.fused.low_precision_adapters import copies_in, install_low_precision_adapters
 from lightning_fastft.hf.expert_nf4 import quantise_experts
 from lightning_fastft.hf.families import decoder_layers
 from lightning_fastft.hf.loading.source import ModelSource, auto_class
@@ -193,10 +193,10 @@ def _measure_step(
     patcher, checkpointing = ModelPatcher(), OffloadCheckpointing("recompute", mlp_tiles=swaps.mlp_tiles)
     try:
         is_fused = _install(model, patcher, checkpointing, swaps=swaps)
-        segments = checkpointing.segments_of()
+        segments, layers = checkpointing.last_segments(), decoder_layers(model)
         meter = Meter(machine, document_tokens=document_tokens, resident=list(_tensors_of(model)))
-        memory, clock = MeteredMemory(meter), MeteredClock(meter)
-        saved, step = SavedBytesProbe(memory), StepProbe(clock, memory)
+        device = MeteredDevice(meter)
+        saved, step = SavedBytesProbe(device), StepProbe(device)
         with meter:
             # The first step makes what stays, and finds the value point at which a recompute ends.
             for observer, plan in ((None, RECOMPUTE), (saved, KEEP), (step, RECOMPUTE)):
@@ -206,9 +206,10 @@ def _measure_step(
                     loss.backward()
                 del loss
                 model.zero_grad()
+                # Counted by layer, because only the first layers run.
+                meter.add_resident(tensor for layer in layers for tensor in _held_tensors(layer))
             step.step_ends()
-        layers = decoder_layers(model)
-        held = [_held_bytes(layer, dtype=model.dtype) for layer in layers]
+        held = [sum(map(_num_bytes, _held_tensors(layer))) for layer in layers]
         gradients = [
             sum(_num_bytes(parameter) for parameter in layer.parameters() if parameter.requires_grad)
             for layer in layers
@@ -227,13 +228,13 @@ def _measure_step(
     # The same step by the kernels that the host launches; layers from graphs need none.
     costs = []
     host_ms = _HOST_MS_FUSED if is_fused else _HOST_MS_PER_KERNEL
-    for clock.host_ms_per_kernel in (None, host_ms):
+    for device.host_ms_per_kernel in (None, host_ms):
         costs.append(
             step.read(
                 segments,
                 input_bytes=input_bytes,
                 saved_bytes=saved.saved_bytes.__getitem__,
-                extra_bytes=-sum(held),
+                extra_bytes=0,
                 weight_bytes=[0] * len(segments),
             )
         )
@@ -424,15 +425,10 @@ def _graph_bytes(segments: Sequence[SegmentCost], *, head_peak_bytes: int) -> in
     return outputs + forward + max(segment.backward_peak_bytes for segment in segments) + head_peak_bytes
 
 
-def _held_bytes(layer: nn.Module, *, dtype: torch.dtype) -> int:
+def _held_tensors(layer: nn.Module) -> list[torch.Tensor]:
     """Return what a layer holds beside its weights: low-precision copies of adapters, and weights in fp8."""
-    copies = sum(
-        parameter.numel() * dtype.itemsize
-        for parameter in layer.parameters()
-        if parameter.requires_grad and parameter.dtype is not dtype
-    )
     weights = vars(layer).get(FP8_ATTRIBUTE, ())
-    return copies + sum(_num_bytes(tensor) for weight in weights for tensor in weight.memory())
+    return [*copies_in(layer), *(tensor for weight in weights for tensor in weight.memory())]
 
 
 def _moments(parameter: nn.Parameter, *, per_weight: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-from lightning_fastft.activations.probe import Memory
+from lightning_fastft.activations.probe import Meter as DeviceMeter
 from lightning_fastft.estimate.machines import Gpu
 from lightning_fastft.kernels.attention.op import CUDNN_HEAD_WIDTH, CUDNN_MIN_DOCUMENT_LENGTH
 from lightning_fastft.kernels.backends import KernelMode
@@ -70,24 +70,36 @@ class Meter(KernelMode):
         resident: Tensors that always exist; not counted as live memory.
     """
 
-    def __init__(self, gpu: Gpu, *, document_tokens: float, resident: Collection[torch.Tensor] = ()) -> None:
+    def __init__(self, gpu: Gpu, *, document_tokens: float, resident: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         self.live_bytes = self.peak_bytes = 0
         self._gpu, self._document_tokens = gpu, document_tokens
         # Weak references keep a storage's id from being reused, without keeping its memory.
-        self._resident = {_storage_of(tensor): StorageWeakRef(tensor.untyped_storage()) for tensor in resident}
+        self._resident: dict[int, StorageWeakRef] = {}
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.add_resident(resident)
         self._device_ms, self._num_kernels = 0.0, 0
 
     def read(self) -> Reading:
         """Return the sums so far."""
         return Reading(self._device_ms, self._num_kernels)
 
+    def add_resident(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count tensors no longer as live memory."""
+        for tensor in tensors:
+            key = _storage_of(tensor)
+            self._resident[key] = StorageWeakRef(tensor.untyped_storage())
+            self.live_bytes -= self._live.pop(key, (None, 0))[1]
+
+    def count_live(self) -> int:
+        """Return the live bytes."""
+        self._drop_dead()
+        return self.live_bytes
+
     def start_peak(self) -> int:
         """Start a new peak; return the live bytes."""
-        self._drop_dead()
-        self.peak_bytes = self.live_bytes
-        return self.live_bytes
+        self.peak_bytes = self.count_live()
+        return self.peak_bytes
 
     def run_kernel(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function as one kernel, which reads its arguments and writes its result once."""
@@ -98,9 +110,8 @@ class Meter(KernelMode):
         count = _KERNEL_FLOPS.get(function.__name__)
         flops, share = (0.0, _ROWS_SHARE) if count is None else count(*args, **kwargs)
         self._charge(sum(map(_num_bytes, (*inputs, *outputs))), flops, share=share)
-        for tensor in outputs:
-            # The reference may return views of memory that the kernel does not have.
-            self._track(tensor, num_bytes=_num_bytes(tensor))
+        # The reference may return views of memory that the kernel does not have.
+        self._track(outputs, _tensors((args, kwargs)), count=_num_bytes)
         self._note_peak()
         return out
 
@@ -112,8 +123,7 @@ class Meter(KernelMode):
         out = func(*args, **kwargs)
         inputs, outputs = _tensors((args, kwargs)), _tensors(out)
         extra_bytes = self._charge_operator(func, (args, kwargs), out, inputs, outputs)
-        for tensor in outputs:
-            self._track(tensor, num_bytes=tensor.untyped_storage().nbytes())
+        self._track(outputs, inputs, count=lambda tensor: tensor.untyped_storage().nbytes())
         self._note_peak(extra_bytes)
         return out
 
@@ -161,14 +171,19 @@ class Meter(KernelMode):
         self._device_ms += _KERNEL_MS + max(memory_ms, flops / self._gpu.sustained_flops_per_s * 1e3)
         self._num_kernels += 1
 
-    def _track(self, tensor: torch.Tensor, *, num_bytes: int) -> None:
-        storage, key = tensor.untyped_storage(), _storage_of(tensor)
-        if key in self._live and self._live[key][0].expired():
-            # New memory has the id of memory that was freed.
-            self.live_bytes -= self._live.pop(key)[1]
-        if key not in self._live and key not in self._resident:
-            self._live[key] = (StorageWeakRef(storage), num_bytes)
-            self.live_bytes += num_bytes
+    def _track(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, count: Callable[[torch.Tensor], int]
+    ) -> None:
+        """Count the memory that is new: the inputs of a view, or of a write, may be older than the meter."""
+        old = {_storage_of(tensor) for tensor in inputs}
+        for tensor in outputs:
+            storage, key = tensor.untyped_storage(), _storage_of(tensor)
+            if key in self._live and self._live[key][0].expired():
+                # New memory has the id of memory that was freed.
+                self.live_bytes -= self._live.pop(key)[1]
+            if key not in old and key not in self._live and key not in self._resident:
+                self._live[key] = (StorageWeakRef(storage), count(tensor))
+                self.live_bytes += self._live[key][1]
 
     def _note_peak(self, extra_bytes: int = 0) -> None:
         self._drop_dead()
@@ -180,39 +195,34 @@ class Meter(KernelMode):
             self.live_bytes -= self._live.pop(key)[1]
 
 
-class MeteredClock:
-    """Clock of a meter.
+class MeteredDevice(DeviceMeter):
+    """Clock and allocator of a meter.
 
     Args:
         meter: The meter.
-        host_ms_per_kernel: Read the time in which the host launches kernels; None for the time of the device.
+
+    Attributes:
+        host_ms_per_kernel: Set, times are those in which the host launches kernels; None for the time of the device.
     """
 
-    def __init__(self, meter: Meter, *, host_ms_per_kernel: float | None = None) -> None:
-        self._meter, self.host_ms_per_kernel = meter, host_ms_per_kernel
+    def __init__(self, meter: Meter) -> None:
+        super().__init__(torch.device("meta"))
+        self._meter, self.is_counted = meter, True
+        self.host_ms_per_kernel: float | None = None
 
-    def now(self) -> Reading:
+    def now(self) -> Reading:  # type: ignore[override]
         """Read the meter."""
         return self._meter.read()
 
-    def ms_between(self, begin: Reading, end: Reading) -> float:
+    def ms_between(self, begin: Reading, end: Reading) -> float:  # type: ignore[override]
         """Return the difference."""
         passed = end.since(begin)
         host_ms = self.host_ms_per_kernel
         return passed.device_ms if host_ms is None else passed.num_kernels * host_ms
 
-
-class MeteredMemory(Memory):
-    """Memory that a meter counts."""
-
-    def __init__(self, meter: Meter) -> None:
-        super().__init__(torch.device("meta"))
-        self._meter, self.is_counted = meter, True
-
     def allocated(self) -> int:
         """Return the live bytes."""
-        self._meter._drop_dead()
-        return self._meter.live_bytes
+        return self._meter.count_live()
 
     def start_peak(self) -> int:
         """Start a new peak; return the live bytes."""

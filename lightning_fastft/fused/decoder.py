@@ -20,7 +20,7 @@ from lightning_fastft.activations.values import SEGMENT_ATTRIBUTE, find_session
 from lightning_fastft.core.autocast import is_autocast_on
 from lightning_fastft.fused.delta_mixers import mix_delta
 from lightning_fastft.fused.functions.feed_forward import feed_forward_between_norms, norm_feed_forward
-from lightning_fastft.fused.functions.heads import HeadShares, Rope, norm_head_columns, split_heads
+from lightning_fastft.fused.functions.heads import HeadShares, norm_head_columns, split_heads
 from lightning_fastft.fused.functions.projections import norm_project, project_add, project_norm_add
 from lightning_fastft.fused.functions.rows import Norm, norm_rows
 from lightning_fastft.fused.layer_forms import LayerForm
@@ -38,7 +38,7 @@ from lightning_fastft.kernels.expert_gate.reference import GateForm
 from lightning_fastft.kernels.head_columns import HeadColumns
 from lightning_fastft.kernels.head_gate.op import RowGradient, gate_heads
 from lightning_fastft.kernels.head_gate.reference import HeadGateForm
-from lightning_fastft.kernels.qk_rope.reference import RopeForm
+from lightning_fastft.kernels.qk_rope.reference import Rope, RopeForm
 from lightning_fastft.kernels.rms_norm.reference import NormForm
 from lightning_fastft.packing.context import BatchContext
 from lightning_fastft.patches.attention import NAME as ATTENTION_NAME

@@ -35,14 +35,6 @@ def mix_delta(
 ) -> torch.Tensor:
     """Return the residual stream after the mixer.
 
-    Args:
-        mixer: The mixer's module.
-        norm: Norm before it.
-        products: Its first projections, and its last one.
-        x_TD: Residual stream of the pack.
-        context: The metadata of the pack.
-        session: Session of the open segment; None outside a plan.
-
     Cost:
         That of norm_project, gated_delta and project_add.
     """

@@ -43,13 +43,7 @@ def install_fused_layers(root: nn.Module, patcher: ModelPatcher, *, awaits_copie
     A layer is swapped for a subclass that shares its state. Each call reads the layer's modules again. It runs the
     forward of the layer's own class if a Function would not be exact: with a cache, under autocast or torch.compile,
     with adapters other than plain LoRA, with hooks on a module that would be skipped, or with another attention
-    implementation.
-
-    Args:
-        root: Any module: a model, a PEFT model, a LightningModule around them.
-        patcher: Records every change.
-        awaits_copies: Accept fp32 adapters, because they get low-precision copies
-            (``install_low_precision_adapters``) before the first call.
+    implementation. awaits_copies accepts fp32 adapters, which get low-precision copies before the first call.
 
     Returns:
         One status "fused layers" for each model: active; inactive if the family is not supported; refused if a layer
@@ -71,10 +65,7 @@ def install_fused_layers(root: nn.Module, patcher: ModelPatcher, *, awaits_copie
 def install_fp8_base(root: nn.Module, patcher: ModelPatcher, *, is_emulated: bool = False) -> list[Fp8Base]:
     """Compute the frozen base products of the fused layers of every model inside root in fp8.
 
-    Args:
-        root: The module given to install_fused_layers.
-        patcher: Records the changes.
-        is_emulated: Compute in plain PyTorch, on any device.
+    is_emulated computes in plain PyTorch, on any device.
 
     Returns:
         One ``Fp8Base`` per model with fused layers.
@@ -94,12 +85,8 @@ def fuse_weight_buffers(
     """Move the frozen dense weights of the fused layers of every model inside root into buffers with their adapters.
 
     One product then reads both. Call this when models are on their device, and after any sharding. Without it, each
-    product copies weights next to their adapters.
-
-    Args:
-        root: The module given to install_fused_layers.
-        patcher: Records the moves; undo returns every weight to separate memory.
-        device_types: Types of devices on which weights are moved.
+    product copies weights next to their adapters. Only weights on a device of the given types are moved; undo returns
+    each to separate memory.
 
     Returns:
         One ``FusedWeightBuffers`` for each model in which weights were moved.

@@ -46,14 +46,8 @@ def find_difference(
     """Return how the forward of a class of layers differs from its fused form, or "".
 
     A layer of the class with small random weights runs both ways on two packed documents, in fp32 on the CPU. Both use
-    plain PyTorch in place of the kernels of a gated delta rule.
-
-    Args:
-        kind: Class of the decoder layer.
-        config: The model's text configuration.
-        index: A layer of the kind to check.
-        fuse: Returns the fused layer that shares the parameters of a layer.
-        is_dense: The feed-forward block of the layer is fused; other blocks run as modules and are not compared.
+    plain PyTorch in place of the kernels of a gated delta rule. ``fuse`` returns the fused layer that shares the
+    parameters of a layer. If not is_dense, feed-forward blocks run as modules and are not compared.
 
     Cost:
         Tens of milliseconds of the host; no random state is used.

@@ -65,12 +65,8 @@ def read_part(module: nn.Module, *, dtype: torch.dtype, awaits_copies: bool = Fa
     """Return a linear layer with its PEFT adapter for a GEMM, or why it cannot be read.
 
     Supported are ``nn.Linear`` in the dtype of the rows and bitsandbytes' NF4, with at most one active plain LoRA
-    without dropout, which may be merged or disabled.
-
-    Args:
-        module: A linear layer, or PEFT's layer around one.
-        dtype: Dtype of the rows.
-        awaits_copies: Accept an adapter in fp32, because it gets low-precision copies before the first call.
+    without dropout, which may be merged or disabled. awaits_copies accepts an adapter in fp32, because it gets
+    low-precision copies before the first call.
 
     Cost:
         A few microseconds of the host; if an adapter's low-precision copy is stale, that copy.

@@ -103,11 +103,8 @@ def product(
 ) -> Product:
     """Return ``x @ W^T + bias + scale * (x @ A^T) @ B^T`` of all layers, concatenated.
 
-    Args:
-        fused_linear: The layers.
-        x_TI: Rows, 2-D. Rows in memory of rows_for are not copied, and the room after them is written.
-        addend_TO: Added to the product of a single layer; None for nothing.
-        factor: Factor of the product before addend_TO is added; only with addend_TO.
+    Rows in memory of rows_for are not copied, and the room after them is written. addend_TO is for a single layer; only
+    with it there is a factor of the product.
 
     Cost:
         2 T I O FLOP and those of the adapters; no host sync. All layers share one GEMM if they are packed, in a fused

@@ -17,7 +17,7 @@ from lightning_fastft.core.errors import OptionError
 from lightning_fastft.core.patcher import ModelPatcher, share_state
 from lightning_fastft.core.status import Status
 from lightning_fastft.kernels.lora_linear.op import lora_addmm
-from lightning_fastft.moe.adapters import LowPrecisionExpertAdapters
+from lightning_fastft.moe.adapters import FACTOR_ATTRIBUTE, LowPrecisionExpertAdapters
 from lightning_fastft.moe.adapters import ParamWrapper as RoutedWrapper
 from lightning_fastft.patches.value_points import is_frozen_point
 
@@ -236,6 +236,13 @@ def install_low_precision_adapters(
         adapters._layers.append(new)
     patcher.add_undo(adapters._drop)
     return adapters
+
+
+def copies_in(module: nn.Module) -> list[torch.Tensor]:
+    """Return the low-precision copies that the adapters in a module hold now."""
+    attributes = (_WEIGHT_ATTRIBUTE, FACTOR_ATTRIBUTE)
+    owners = [vars(linear) for linear in module.modules()]
+    return [owner[name].tensor for owner in owners for name in attributes if name in owner]
 
 
 def _judge(layers: dict[str, LoraLayer], *, served: dict[str, LoraLayer], compute_dtype: torch.dtype) -> Status:

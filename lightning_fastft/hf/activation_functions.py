@@ -27,8 +27,7 @@ _ACTIVATIONS = MappingProxyType(
 def activation_name(module: nn.Module) -> str:
     """Return the name of a feed-forward block's activation, as in ``GateForm``.
 
-    Args:
-        module: A block whose ``act_fn``, or ``activation_fn`` (Phi-3), is the activation: a module or a function.
+    The block has it as ``act_fn`` or ``activation_fn`` (Phi-3), a module or a function.
 
     Raises:
         UnsupportedModelError: The activation is unknown; it is never guessed.

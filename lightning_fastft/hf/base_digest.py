@@ -23,9 +23,6 @@ def digest_files(paths: Sequence[str | Path]) -> str:
     It detects another model, other weights of the same model, and a truncated or shifted file. It does not detect a
     change of a few bytes between the sampled blocks. The same weights split into other files have another digest.
 
-    Args:
-        paths: safetensors files.
-
     Cost:
         Reads the header and at most 16 blocks of 16 KiB of each file.
 
@@ -40,9 +37,8 @@ def digest_tensors(model: nn.Module, *, is_trained_too: bool) -> str:
     """Return a digest of dtypes, shapes and sampled values of the floating-point parameters in memory; an empty string
     without parameters.
 
-    Args:
-        model: The model before adapters and before the first step.
-        is_trained_too: Whether parameters that require gradients belong to the base.
+    The model is that before adapters and before the first step; is_trained_too counts parameters that require gradients
+    to the base.
 
     Cost:
         One copy of 64 values per tensor to the host, and one host sync.

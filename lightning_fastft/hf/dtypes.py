@@ -32,13 +32,6 @@ def check_precision(
 ) -> None:
     """Raise on a Trainer precision that would silently change a dtype.
 
-    Args:
-        precision: ``trainer.precision``.
-        dtype: FineTuner's dtype; "auto" is already resolved if the precision decides it.
-        adapter_dtype: Dtype of the adapter Parameters.
-        has_adapters: Whether adapters are trained.
-        is_fit: Whether the run trains.
-
     Raises:
         OptionError: The precision would change a dtype; the message names the line to change.
     """

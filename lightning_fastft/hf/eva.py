@@ -29,13 +29,7 @@ def initialise_eva(
     """Set A of each adapter to the main directions of its inputs, and spread the ranks over the layers, as PEFT does.
 
     The configuration of the adapters then holds their ranks, and asks for no initialisation: adapters that are saved
-    load without data.
-
-    Args:
-        model: A PEFT model with ``init_lora_weights="eva"``, whole on its device.
-        packs: The documents of the first packs, the same on every rank.
-        adapter_dtype: Dtype of the adapters.
-        broadcast: Returns the value of rank 0.
+    load without data. The packs must be the same on every rank.
 
     Raises:
         OptionError: No pack has enough trained tokens for the ranks.

@@ -109,7 +109,7 @@ def is_stack(module: nn.Module, name: str) -> bool:
     """Return whether a parameter is a stack of routed experts' weights, quantised or not."""
     # Compare Llama 4 by name: its experts do not use the ExpertsInterface.
     is_experts = is_on_interface(module) or any(cls.__name__ == _LLAMA4 for cls in type(module).__mro__)
-    return is_experts and name in _stack_names(module)
+    return is_experts and name in stack_names(module)
 
 
 class DenseBuffer:
@@ -165,11 +165,6 @@ class QuantisedWeight:
 def read_nf4(module: nn.Module, name: str, weight: torch.Tensor) -> QuantisedWeight | None:
     """Return the handle of a stack in NF4; None for any other weight.
 
-    Args:
-        module: The experts module.
-        name: Name of the weight in the module.
-        weight: The parameter with this name, inside PEFT's adapters.
-
     Raises:
         UnsupportedModelError: The stack is trained.
     """
@@ -194,10 +189,10 @@ def _find_stacks(root: nn.Module) -> Iterator[tuple[nn.Module, str]]:
                 "quantised to NF4. Load the "
                 "checkpoint dequantised, for MXFP4 with Mxfp4Config(dequantize=True), or a checkpoint in bf16."
             )
-        yield from ((module, name) for name in _stack_names(module) if is_stack(module, name))
+        yield from ((module, name) for name in stack_names(module) if is_stack(module, name))
 
 
-def _stack_names(module: nn.Module) -> tuple[str, str]:
+def stack_names(module: nn.Module) -> tuple[str, str]:
     """Return the names of both stacks; without a gate the first is the up projection."""
     return ("gate_up_proj" if getattr(module, "has_gate", True) else "up_proj", "down_proj")
 
@@ -230,7 +225,7 @@ def _quantise_parameter(module: nn.Module, name: str, buffer: DenseBuffer) -> No
 
 def _split_entries(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     """Write the packed weights under the weight's name into a state dict, and the other tensors with suffixes."""
-    for name in _stack_names(module):
+    for name in stack_names(module):
         weight = state_dict.get(prefix + name)
         if isinstance(weight, ExpertsNF4):
             state_dict[prefix + name] = weight.stack.packed_EC
@@ -247,7 +242,7 @@ def _join_entries(
     *rest: Any,
 ) -> None:
     """Combine the entries of a quantised stack, and quantise a dense one."""
-    for name in _stack_names(module):
+    for name in stack_names(module):
         packed = state_dict.get(prefix + name)
         own = module._parameters.get(name)
         if not isinstance(own, ExpertsNF4) or packed is None or isinstance(packed, ExpertsNF4):

@@ -29,8 +29,7 @@ _OF_EACH_EXPERT = NF4Stack._fields[:4]
 def quantise_stack(weight: torch.Tensor) -> ExpertsNF4:
     """Return a stack of expert weights in NF4, each expert quantised separately by bitsandbytes.
 
-    Args:
-        weight: Shape (E, ., .); bf16, fp16 or fp32; the number of weights of an expert is a multiple of 64.
+    The weight, shape (E, ., .), is bf16, fp16 or fp32, with a multiple of 64 numbers per expert.
 
     Returns:
         The frozen stack with shape, dtype and device of weight.

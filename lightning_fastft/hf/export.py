@@ -136,13 +136,8 @@ def save_adapters(
     old ones.
 
     As in PEFT, the adapter "default" is written to the folder itself, any other to a subfolder of its name. Adapters
-    that are not trained are written only where none is trained.
-
-    Args:
-        model: A PEFT model; it is not changed.
-        folder: Created if missing; files of the same names are replaced.
-        state_dict: The gathered state of a sharded model; None for the model's own state.
-        initial: The first adapters, where their initialisation changed the base; plain LoRA is written then.
+    that are not trained are written only where none is trained. The state_dict is the gathered one of a sharded model.
+    ``initial`` are the first adapters where their initialisation changed the base; plain LoRA is written then.
 
     Raises:
         CheckpointNotSavedError: The adapters cannot be written, or differ when read back; the folder does not change.
@@ -189,13 +184,8 @@ def export_adapters(
 ) -> Exported:
     """Write a plain PEFT folder with adapters, tokenizer and generation configuration.
 
-    Then stock PEFT loads the folder onto the base, and the logits must be the same.
-
-    Args:
-        model: A PEFT model; it cannot be used afterwards.
-        out: A folder that does not exist.
-        tokenizer: Tokenizer to write; None for none.
-        card: Text of the model card; "" for none of ours.
+    Then stock PEFT loads the folder onto the base, and the logits must be the same. The model cannot be used
+    afterwards.
 
     Raises:
         OptionError: out exists.
@@ -234,13 +224,7 @@ def export_merged(
     """Write a plain transformers folder with all weights, adapters merged, tokenizer and generation configuration.
 
     Stock transformers reads it back: keys, dtypes and logits must be the same, and logits must match the adapters
-    within the rounding of the dtype.
-
-    Args:
-        model: A dense PEFT or transformers model; it cannot be used afterwards.
-        out: A folder that does not exist.
-        tokenizer: Tokenizer to write; None for none.
-        card: Text of the model card; "" for none of ours.
+    within the rounding of the dtype. The model must be dense, and cannot be used afterwards.
 
     Raises:
         OptionError: out exists.

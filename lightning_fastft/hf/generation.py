@@ -42,12 +42,6 @@ def generate_texts(
 def answer_prompts(model: Any, *, tokenizer: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[str]:
     """Return the greedy answer to each prompt of token ids; the mode of every module is restored.
 
-    Args:
-        model: A model with ``generate``, on any device.
-        tokenizer: Tokenizer of the model.
-        prompts: Token ids of each prompt.
-        max_new_tokens: Largest number of tokens to generate.
-
     Raises:
         OptionError: A prompt has no token.
     """
@@ -96,15 +90,8 @@ def sample_completions(
 ) -> list[list[list[int]]]:
     """Return sampled completions of each prompt as token ids, with the end-of-text token if it was generated.
 
-    Args:
-        model: A model with ``generate``, on any device; the mode of every module is restored.
-        tokenizer: Tokenizer of the model.
-        prompts: Token ids of each prompt, at least one.
-        num_completions: Number of completions per prompt.
-        max_new_tokens: Largest number of tokens of a completion.
-        temperature: Temperature of the sampling, above 0; no other filter is applied.
-        seed: Seed of the sampling; the global generators do not change.
-        **options: Options of transformers' ``generate``.
+    The mode of every module is restored, and the global generators do not change. No other filter than the temperature,
+    above 0, is applied. The options are those of transformers' ``generate``.
 
     Cost:
         One batch of len(prompts) x num_completions rows, padded on the left; one host sync per token.

@@ -130,10 +130,6 @@ class ImageEncoder:
 class DocumentImages:
     """Compute the image inputs of a document for the model, and the positions of its tokens.
 
-    Args:
-        encoder: The processor.
-        config: Configuration of the model.
-
     Raises:
         UnsupportedModelError: Images of this family are not supported.
     """
@@ -175,9 +171,7 @@ def check_images(config: PretrainedConfig) -> None:
 def find_config(module: nn.Module | None, *, name: object) -> PretrainedConfig:
     """Return the configuration of the model that gets the images.
 
-    Args:
-        module: The LightningModule; None without a Trainer.
-        name: Hub id or folder of the tokenizer, which is read for the configuration if module is None.
+    Without a module (no Trainer) it is read from the hub id or folder of the tokenizer.
 
     Raises:
         OptionError: No configuration is found.

@@ -63,13 +63,8 @@ def add_adapters(model: PreTrainedModel, *, lora: LoraConfig, adapter_dtype: tor
     Without ``target_modules`` and ``target_parameters`` one rule chooses the layers for every family
     (``find_default_targets``): projections of attention and recurrent mixers, dense and shared feed-forward layers.
     Routed experts are adapted only if ``target_parameters`` names their stacks. PEFT's own default is only the query
-    and value projections.
-
-    Args:
-        model: The base model, quantised or not.
-        lora: PEFT's configuration; it is copied. ``task_type`` is set to CAUSAL_LM.
-        adapter_dtype: Dtype of the adapter Parameters.
-        seed: Seed of the initialisation, which is the same on every rank, device and strategy.
+    and value projections. PEFT's configuration is copied, and its ``task_type`` set to CAUSAL_LM. The seeded
+    initialisation is the same on every rank, device and strategy.
 
     Raises:
         OptionError: The configuration selects no layer of this model, or names a layer that the model does not have.
@@ -205,10 +200,8 @@ def _as_list(patterns: list[str] | str | None) -> list[str]:
 def check_patterns(lora: LoraConfig, names: list[str]) -> None:
     """Raise on regular expressions of a configuration that are invalid, or too slow on the names of a model's modules.
 
-    Args:
-        lora: The configuration: target_modules, exclude_modules, modules_to_save, layers_pattern, and the keys of
-            rank_pattern and alpha_pattern.
-        names: Names of the modules.
+    The patterns are target_modules, exclude_modules, modules_to_save, layers_pattern, and the keys of rank_pattern and
+    alpha_pattern.
 
     Raises:
         OptionError: A pattern is invalid, too long, or does not terminate in time.

@@ -72,12 +72,6 @@ def check_initialisation(
 ) -> None:
     """Refuse an initialisation that would be wrong, or that PEFT would skip without a word.
 
-    Args:
-        lora: PEFT's configuration; None is accepted.
-        quantization: As in ``Tuner``.
-        adapter_dtype: Dtype of the adapters.
-        source: Where the base is read from; None for a loaded model.
-
     Raises:
         OptionError: The message names the initialisation and what to use instead.
     """

@@ -51,9 +51,6 @@ def find_default_targets(model: PreTrainedModel) -> DefaultTargets:
     families whose checkpoints store experts one by one, PEFT treats ``gate_proj``, ``up_proj`` and ``down_proj`` as
     parts of expert stacks, even in dense and shared layers, or does not find an adapter again when it loads it.
 
-    Args:
-        model: The base model, without adapters.
-
     Cost:
         Host work on names.
 
@@ -146,11 +143,6 @@ def find_lost_names(model: nn.Module, names: Collection[str], *, lora: LoraConfi
     PEFT renames the tensors by the rules that transformers has for old checkpoints of a family; a rule may match new
     names too.
 
-    Args:
-        model: The base model or the PEFT model.
-        names: Names of the tensors in PEFT's file.
-        lora: Configuration of the adapters; None for PEFT's defaults.
-
     Cost:
         Host work on names; no tensor is copied.
     """
@@ -169,10 +161,6 @@ def find_lost_names(model: nn.Module, names: Collection[str], *, lora: LoraConfi
 
 def shorten(names: Collection[str], *, others: Collection[str]) -> list[str]:
     """Return the shortest suffixes of dotted names that match all names and none of the others.
-
-    Args:
-        names: Full names.
-        others: Full names that must not match.
 
     Example:
         >>> shorten(["a.0.q", "a.1.q", "b.gate"], others=["a.0", "c.gate"])
@@ -224,13 +212,7 @@ def _describe_nearest(target: str, known: Collection[str]) -> str:
 
 
 def describe_adapters(model: PeftModel, lora: LoraConfig, *, found: DefaultTargets | None) -> str:
-    """Return one line with the number of trained weights, the adapted layers, and the layers the default rule skipped.
-
-    Args:
-        model: A PEFT model.
-        lora: Its configuration.
-        found: Result of the default rule; None if the configuration names targets.
-    """
+    """Return one line with the number of trained weights, the adapted layers, and those the default rule skipped."""
     count, total = model.get_nb_trainable_parameters()
     targets = lora.target_modules
     named = [targets] if isinstance(targets, str) else sorted(targets or ())

@@ -51,12 +51,6 @@ def check_read_back(
     PEFT loads it onto a base without memory with the same code as onto a real base. Every tensor must have its name
     and value, copies of whole modules and rows of tokens too, and every layer its scale.
 
-    Args:
-        model: The PEFT model that was saved; it is not changed.
-        folder: The folder that was written.
-        adapter: Name of the adapter.
-        state_dict: The gathered state of a sharded model; None for the model's own state.
-
     Raises:
         CheckpointNotSavedError: An adapter is missing, or has another value or scale.
 
@@ -126,9 +120,6 @@ def check_for_vllm(model: PeftModel) -> int:
     linear layers, with one rank and one scale for all. It rejects DoRA and ``modules_to_save``, ignores unknown fields
     of the configuration (including rank_pattern, alpha_pattern and target_parameters), and does not support biases of
     adapters. PEFT's adapters of expert stacks (``target_parameters``) have transposed axes.
-
-    Args:
-        model: A PEFT model.
 
     Raises:
         UnsupportedModelError: vLLM would not read a part; the message names it.

@@ -28,8 +28,15 @@ FLOATING = (*TRITON_DTYPES, torch.float64)
 _CHECKS_EVERY_CALL = os.environ.get("FASTFT_CHECK_KERNELS") == "1"
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of arithmetic and sums: float64 for float64, else fp32."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
 def must_check(is_checked: bool) -> bool:
     """Return whether a kernel call validates its arguments: if the caller asks for it, and always in tests.
+
+    Pass is_checked=False only for arguments that are known to be valid.
 
     Example:
         >>> must_check(True)
@@ -122,9 +129,11 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 def choose_module(reference: ModuleType, backend: str, x: torch.Tensor, *, any_dtype: bool = False) -> ModuleType:
     """Return the module that runs: ``triton`` in the folder of ``reference``, imported on first use, or ``reference``.
 
+    "triton" runs on CUDA only, "reference" is plain PyTorch, "auto" is the first if possible, else the second.
+
     Args:
         reference: Module ``reference`` of the operation's folder.
-        backend: As in ``uses_triton``.
+        backend: "auto", "triton" or "reference".
         x: A tensor with the device and dtype of the operation.
         any_dtype: The kernel supports every dtype of its reference.
 

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from lightning_fastft.core.autocast import autocast_off, is_autocast_on
 from lightning_fastft.core.checks import check_int, check_tensor
 from lightning_fastft.core.errors import OptionError, ShapeError
-from lightning_fastft.kernels.backends import GPU_TYPES
+from lightning_fastft.kernels.backends import FLOATING, GPU_TYPES, wide_dtype
 
 # Rows of logits in memory at a time: 2048 x 151,936 bf16 are 0.6 GiB and keep the GEMMs at full rate (speed.md, B6).
 DEFAULT_CHUNK_ROWS = 2048
@@ -284,11 +284,6 @@ def multiply(tensor: torch.Tensor, factor: torch.Tensor, *, dtype: torch.dtype) 
     return torch.mul(tensor, factor.reshape(-1, *[1] * (tensor.ndim - 1)), out=torch.empty_like(tensor, dtype=dtype))
 
 
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of sums: float64 for float64, else fp32."""
-    return torch.float64 if dtype is torch.float64 else torch.float32
-
-
 def check_rows(head: Head, rows: LabelledRows) -> None:
     """Raise if a loop over chunks would read the rows wrongly."""
     limit = rows.num_padded
@@ -303,13 +298,10 @@ def check_rows(head: Head, rows: LabelledRows) -> None:
 def check_head(head: Head, *, name: str = "") -> None:
     """Raise if the states and the output layer do not match.
 
-    Args:
-        head: The head to check.
-        name: Prefix of the tensor names in an error, for example "teacher ".
+    name is a prefix of the tensor names in an error, for example "teacher ".
     """
-    floating = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-    check_tensor(f"{name}hidden_TD", head.hidden_TD, ndim=2, dtypes=floating)
-    check_tensor(f"{name}weight_VD", head.weight_VD, ndim=2, dtypes=floating)
+    check_tensor(f"{name}hidden_TD", head.hidden_TD, ndim=2, dtypes=FLOATING)
+    check_tensor(f"{name}weight_VD", head.weight_VD, ndim=2, dtypes=FLOATING)
     (_, width), (num_columns, weight_width) = head.hidden_TD.shape, head.weight_VD.shape
     if width != weight_width:
         raise ShapeError(f"{name}hidden_TD has width {width}, {name}weight_VD has {weight_width}.")

@@ -1,6 +1,7 @@
 """Run the recurrent mixers of hybrid models (short convolutions, delta rules, state spaces) on packed documents.
 
-``install`` patches a model of a family in ``hf.mixers``, so that no state and no convolution window of its mixers
-crosses the start of a document. The run's patcher records every change. Read ``install`` first; ``gated_delta`` is the
-delta rule of fused layers, from one fused projection.
+A model enters; its mixers leave patched, and read the documents of a pack from the batch context. ``install`` patches a
+model of a family in ``hf.mixers``, so that no state and no convolution window of its mixers crosses the start of a
+document. The run's patcher records every change. Read ``install`` first; ``gated_delta`` is the delta rule of fused
+layers, from one fused projection.
 """

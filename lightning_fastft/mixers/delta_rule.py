@@ -14,7 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from lightning_fastft.kernels.chunk_gradients.op import chunk_gradients
-from lightning_fastft.kernels.chunk_gradients.reference import CHUNK
+from lightning_fastft.kernels.chunk_gradients.reference import CHUNK, ChunkInputs
 from lightning_fastft.kernels.state_scan.reference import Chunks
 
 
@@ -116,14 +116,9 @@ class _DeltaRule(torch.autograd.Function):
             chunk_offsets=chunks.first_S1,
             **places,
         )
-        found = chunk_gradients(
-            *(x[0] for x in (q, k, value, d_out, state, d_state, decay)),
-            start_S1=chunks.start_S1,
-            chunk_N2=chunks.index_C2,
-            scale=scale,
-            d_value_TJV=d_value[0],
-            is_checked=False,
-        )
+        tensors = q[0], k[0], value[0], d_out[0], state[0], d_state[0], decay[0], chunks.start_S1, chunks.index_C2
+        inputs = ChunkInputs(*tensors, scale=scale, d_value_TJV=d_value[0])
+        found = chunk_gradients(inputs, is_checked=False)
         assert found.d_w_TJK is not None
         d_k, d_v, d_beta, d_decay = prepare_wy_repr_bwd(
             k=k, v=v, beta=beta, g=decay, A=inverse, dw=found.d_w_TJK[None], du=d_value, **places

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 import torch
 
 from lightning_fastft.hf.mixers import MixerFamily
+from lightning_fastft.kernels.backends import wide_dtype
 from lightning_fastft.kernels.delta_inputs.op import make_delta_inputs
-from lightning_fastft.kernels.delta_inputs.reference import DeltaForm, DeltaInputs, DeltaParameters, wide_dtype
+from lightning_fastft.kernels.delta_inputs.reference import DeltaForm, DeltaInputs, DeltaParameters
 from lightning_fastft.kernels.head_gate.op import RowGradient, gate_heads
 from lightning_fastft.kernels.head_gate.reference import HeadGateForm
 from lightning_fastft.mixers.install import BY_DOCUMENT, ON_KERNELS

@@ -96,10 +96,6 @@ class PackedMixer:
 def install_mixers(model: PreTrainedModel, patcher: ModelPatcher) -> list[Status]:
     """Make every mixer of a model run on each document of a packed batch separately.
 
-    Args:
-        model: A causal language model, before or after adapters.
-        patcher: Undoes the change.
-
     Returns:
         Status "mixers" for a model with mixers, else an empty list.
 

@@ -63,12 +63,7 @@ def run_on_kernels(
 ) -> torch.Tensor:
     """Return the output of a mixer for each separate document, computed in one call on the whole pack.
 
-    Args:
-        mixer: A mixer.
-        functions: Packed kernels, keyed by the names that the mixer's code calls; each takes the keyword ``context``.
-        hidden_states: Shape (1, T, D).
-        context: The metadata of the pack, on the device of the hidden states.
-        keywords: The other keywords of the mixer.
+    Each packed kernel takes the keyword ``context``; functions names them as the mixer's code does.
 
     Raises:
         UnsupportedModelError: The mixer's code does not call one of the functions.

@@ -1,5 +1,7 @@
 """Route tokens to experts by one stable sort and one count.
 
-``install`` gives the mixture-of-experts layers of a model our experts function. ``routing`` has the computation,
-``interface`` the function that transformers calls, ``adapters`` LoRA on experts. Read ``routing``, then ``install``.
+Token states, chosen experts and routing weights enter; the weighted sum of the experts' outputs leaves. ``install``
+gives the mixture-of-experts layers of a model our experts function. ``routing`` has the computation, ``interface`` the
+function that transformers calls, ``adapters`` LoRA on experts, ``llama4`` the layers of Llama 4, and ``expert_axis``
+the exchange of tokens between ranks that own experts. Read ``routing``, then ``install``.
 """

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher, share_state
-from lightning_fastft.kernels.expert_pack.op import pack_expert_first
+from lightning_fastft.kernels.expert_pack.op import exchange_ends
 from lightning_fastft.moe.expert_axis import find_axis
 from lightning_fastft.moe.routing import ExpertAdapter
 
@@ -27,7 +27,7 @@ WRAPPERS_ATTRIBUTE = "fastft_expert_wrappers"
 # Attribute of PEFT's wrappers: the LowPrecisionExpertAdapters that keeps copies of their factors; of lora_A and lora_B:
 # the copy.
 _COPIES_ATTRIBUTE = "fastft_expert_copies"
-_FACTOR_ATTRIBUTE = "fastft_expert_factor"
+FACTOR_ATTRIBUTE = "fastft_expert_factor"
 
 
 class ParamWrapper(PeftParamWrapper):
@@ -113,7 +113,7 @@ class _FactorCopy:
     def copy_master(self) -> None:
         """Copy the master again."""
         if self.is_expert_last:
-            pack_expert_first(self.master_view(), out=self.tensor)
+            exchange_ends(self.master_view(), out=self.tensor)
         else:
             with torch.no_grad():
                 self.tensor.copy_(self.master_view())
@@ -189,12 +189,12 @@ class LowPrecisionExpertAdapters:
         return a, b
 
     def _read(self, linear: nn.Linear, num_experts: int, *, is_expert_last: bool) -> torch.Tensor:
-        copy: _FactorCopy | None = vars(linear).get(_FACTOR_ATTRIBUTE)
+        copy: _FactorCopy | None = vars(linear).get(FACTOR_ATTRIBUTE)
         if copy is None or not copy.is_copy_of(linear.weight, self.compute_dtype):
             copy = _FactorCopy(
                 linear.weight, self.compute_dtype, num_experts=num_experts, is_expert_last=is_expert_last
             )
-            setattr(linear, _FACTOR_ATTRIBUTE, copy)
+            setattr(linear, FACTOR_ATTRIBUTE, copy)
         elif not copy.is_current():
             copy.copy_master()
         return copy.tensor
@@ -203,11 +203,11 @@ class LowPrecisionExpertAdapters:
         return [linear for wrapper in self._wrappers for linear in (*wrapper.lora_A.values(), *wrapper.lora_B.values())]
 
     def _copies(self) -> list[_FactorCopy]:
-        return [vars(linear)[_FACTOR_ATTRIBUTE] for linear in self._linears() if _FACTOR_ATTRIBUTE in vars(linear)]
+        return [vars(linear)[FACTOR_ATTRIBUTE] for linear in self._linears() if FACTOR_ATTRIBUTE in vars(linear)]
 
     def _drop(self) -> None:
         for linear in self._linears():
-            vars(linear).pop(_FACTOR_ATTRIBUTE, None)
+            vars(linear).pop(FACTOR_ATTRIBUTE, None)
         self._wrappers.clear()
 
 
@@ -215,11 +215,6 @@ def install_expert_adapters(model: nn.Module, patcher: ModelPatcher, *, experts:
     """Make PEFT's wrappers around expert stacks provide their factors.
 
     It supports exactly one active adapter that is neither merged nor disabled; otherwise PEFT's own forward runs.
-
-    Args:
-        model: A PEFT model, or a module around one.
-        patcher: Records the swaps.
-        experts: Modules whose experts function is ours.
 
     Returns:
         The number of swapped wrappers.
@@ -248,11 +243,7 @@ def install_expert_adapters(model: nn.Module, patcher: ModelPatcher, *, experts:
 def find_adapter(experts: nn.Module, name: str, *, is_transposed: bool, dtype: torch.dtype) -> ExpertAdapter | None:
     """Return the adapter on a stack of an experts module; None without one, or if PEFT's own forward must run.
 
-    Args:
-        experts: The module that holds the stack.
-        name: The stack's name in it.
-        is_transposed: Whether the stack is stored as (E, I, O) instead of (E, O, I).
-        dtype: Dtype of the stack and its GEMMs.
+    is_transposed: the stack is stored as (E, I, O) instead of (E, O, I).
 
     Cost:
         Views, and updates of missing or stale low-precision copies.

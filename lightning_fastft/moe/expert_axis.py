@@ -49,9 +49,6 @@ class ExpertAxis:
     all ranks by their number. So the backward divides incoming gradients by the size of the axis, and multiplies those
     that leave for the tokens, and those of adapters, which every rank holds whole, by it again.
 
-    Args:
-        group: Process group of the axis.
-
     Example:
         >>> find_axis(nn.Linear(2, 2)) is None
         True
@@ -67,10 +64,6 @@ class ExpertAxis:
     def gather(self, own: RoutedTokens, *, num_experts: int) -> RoutedTokens:
         """Return the tokens of all ranks, with experts numbered from the first one that this rank owns; numbers outside
         of its share are sentinels.
-
-        Args:
-            own: Tokens of this rank, at most ``num_rows``.
-            num_experts: Experts of the layer, E.
 
         Raises:
             ShapeError: There are more tokens than the ranks agreed on.

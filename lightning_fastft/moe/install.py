@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher, share_state
 from lightning_fastft.core.status import Status
+from lightning_fastft.hf.expert_nf4 import stack_names
 from lightning_fastft.hf.families import find_causal_models, is_on_interface
 from lightning_fastft.kernels.expert_gate.reference import GateForm
 from lightning_fastft.moe.adapters import install_expert_adapters
@@ -22,7 +23,6 @@ from lightning_fastft.moe.interface import (
     grouped_backends,
     recognise_gate,
     register_experts,
-    weight_names,
 )
 
 STATUS_NAME = "expert router"
@@ -61,11 +61,7 @@ def install_bincount_router(root: nn.Module, patcher: ModelPatcher) -> list[Stat
 
     Only these instances change: another model with the same configuration object keeps its experts. Routers, recorded
     logits, the auxiliary loss, parameters and state-dict keys do not change. Until the patcher undoes this,
-    ``set_experts_implementation`` does not affect the experts.
-
-    Args:
-        root: Any module: a model, a PEFT model, a LightningModule around them.
-        patcher: Records every change.
+    ``set_experts_implementation`` does not affect the experts. root may be any module around a model.
 
     Returns:
         One status "expert router" per model: active, or inactive if the model has no MoE layers.
@@ -152,7 +148,7 @@ def _check(model: PreTrainedModel) -> list[_Layer]:
 
 
 def _check_weights(experts: nn.Module) -> None:
-    for name in weight_names(experts):
+    for name in stack_names(experts):
         check_weight(experts, name, getattr(experts, name))
 
 

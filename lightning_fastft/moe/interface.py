@@ -19,7 +19,7 @@ from lightning_fastft.activations.segments import unwatched
 from lightning_fastft.activations.values import find_session, value_name
 from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.hf.activation_functions import activation_name
-from lightning_fastft.hf.expert_nf4 import read_nf4
+from lightning_fastft.hf.expert_nf4 import read_nf4, stack_names
 from lightning_fastft.kernels.expert_gate.reference import GateForm, gate_forward
 from lightning_fastft.kernels.grouped_mm.op import choose_backend
 from lightning_fastft.moe.adapters import find_adapter
@@ -105,7 +105,7 @@ def run_module(module: nn.Module, x_TD: torch.Tensor, expert_TK: torch.Tensor, w
     """
     session, axis = find_session(module), find_axis(module)
     with unwatched(session):
-        gate_up, down = (read_linear(module, name) for name in weight_names(module))
+        gate_up, down = (read_linear(module, name) for name in stack_names(module))
         num_experts = int(module.num_experts)  # type: ignore[arg-type]
         # Like transformers' grouped GEMMs, ours ignore autocast and compute in the dtype of the weights. Owned experts
         # may be fp32 masters, which each product casts.
@@ -127,15 +127,10 @@ def run_module(module: nn.Module, x_TD: torch.Tensor, expert_TK: torch.Tensor, w
         return y_TD.to(x_TD.dtype)
 
 
-def weight_names(module: nn.Module) -> tuple[str, str]:
-    """Return the names of both weight stacks; without a gate the first is the up projection."""
-    return ("gate_up_proj" if getattr(module, "has_gate", True) else "up_proj", "down_proj")
-
-
 def grouped_backends(module: nn.Module) -> set[str]:
     """Return the backend of grouped GEMMs for the stacks of a module on their device."""
     picks = set()
-    for name in weight_names(module):
+    for name in stack_names(module):
         weight, bias = _read_stack(module, name, is_gathered=False)
         weight_EIO = dense_weight(weight)
         picks.add(

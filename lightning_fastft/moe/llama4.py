@@ -17,9 +17,7 @@ class RoutedLlama4Experts(Llama4TextExperts):
     def forward(self, x_ND: torch.Tensor, expert_N: torch.Tensor) -> torch.Tensor:
         """Return the output of the expert of each row.
 
-        Args:
-            x_ND: Rows, multiplied by their routing weight. Shape (N, D).
-            expert_N: The expert of each row. Shape (N,); int64.
+        The rows, shape (N, D), are multiplied by their routing weights already.
 
         Returns:
             Shape, dtype and device of x_ND.

@@ -17,7 +17,7 @@ from lightning_fastft.core.checks import check_int, check_tensor
 from lightning_fastft.core.errors import ShapeError
 from lightning_fastft.kernels.expert_gate.op import gate_backward, gate_forward
 from lightning_fastft.kernels.expert_gate.reference import GateForm
-from lightning_fastft.kernels.expert_pack.op import pack_expert_first, unpack_expert_last
+from lightning_fastft.kernels.expert_pack.op import exchange_ends
 from lightning_fastft.kernels.expert_rows.op import combine_rows
 from lightning_fastft.kernels.expert_sort.op import sort_by_expert
 from lightning_fastft.kernels.grouped_mm.op import grouped_mm, grouped_weight_grad
@@ -380,7 +380,7 @@ def _cast_linear(
 def _lay_out(factor: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
     """Return a factor of shape (E, R, columns) in dtype, contiguous; the tensor itself if it is already."""
     if _is_expert_last(factor):
-        return pack_expert_first(factor.permute(2, 1, 0), dtype=dtype, is_checked=False)
+        return exchange_ends(factor.permute(2, 1, 0), dtype=dtype, is_checked=False)
     return factor.to(dtype).contiguous()
 
 
@@ -411,9 +411,7 @@ def _wanted_gradients(parameters: Sequence[torch.Tensor | None]) -> list[_Wanted
 def dense_weight(weight_EIO: torch.Tensor | PackedWeight, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return a weight as a dense tensor, valid until the next packed weight is dequantised.
 
-    Args:
-        weight_EIO: The weight.
-        dtype: Dtype of the result; a weight in another one, an fp32 master, is cast for one product. None keeps it.
+    A weight in another dtype than asked for, an fp32 master, is cast for one product.
     """
     dense = weight_EIO if isinstance(weight_EIO, torch.Tensor) else weight_EIO.dense()
     return dense if dtype is None else dense.to(dtype)
@@ -467,7 +465,7 @@ def _parameter_gradients(
             left, right, end_E, dtype=want.dtype, scale=scale, row_weight_N=weight_N, is_checked=False
         )
         # Autograd keeps a gradient whose memory order matches its parameter, and copies any other.
-        return unpack_expert_last(grad, is_checked=False).permute(2, 1, 0) if want.is_expert_last else grad
+        return exchange_ends(grad, is_checked=False).permute(2, 1, 0) if want.is_expert_last else grad
 
     weight, bias, a, b = (None,) * _PER_LINEAR
     if needs[0]:

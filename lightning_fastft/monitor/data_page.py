@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from markupsafe import Markup
@@ -12,7 +12,6 @@ from lightning_fastft.core.errors import printable
 from lightning_fastft.monitor.report.style import STYLE, make_environment
 from lightning_fastft.packing.describe import (
     DescribableData,
-    DescribableDocuments,
     count,
     count_lengths,
     describe_split_epoch,
@@ -21,6 +20,9 @@ from lightning_fastft.packing.describe import (
 )
 from lightning_fastft.packing.packs import Packs
 from lightning_fastft.packing.rows.rejects import Reject
+
+if TYPE_CHECKING:
+    from lightning_fastft.packing.stream import DocumentSubset
 
 TITLE = "Data: "
 # Examples to page through, by split: the longest and others of note first, then evenly spaced ones.
@@ -128,12 +130,6 @@ def render_data_page(
 
     All texts are escaped, and control characters are shown as escapes.
 
-    Args:
-        datamodule: A PackedDataModule after ``setup("fit")``.
-        rejects: For each split, the file of its rejected rows and what is in it.
-        world_size: Number of data-parallel ranks.
-        accumulate: Micro-batches per optimizer step.
-
     Returns:
         A self-contained HTML page without scripts, links or network addresses.
     """
@@ -190,7 +186,7 @@ def _judge(splits: Sequence[Mapping[str, Any]]) -> tuple[list[str], str]:
     return lines, level
 
 
-def _describe_documents(name: str, subset: DescribableDocuments, packs: Packs, *, tokenizer: Any) -> dict[str, Any]:
+def _describe_documents(name: str, subset: DocumentSubset, packs: Packs, *, tokenizer: Any) -> dict[str, Any]:
     """Return the figures and examples of a split."""
     length_N = subset.length_N
     share_N = subset.num_labelled_N / length_N
@@ -266,7 +262,7 @@ def _count_shares(share_N: np.ndarray) -> list[dict[str, Any]]:
     ]
 
 
-def _choose_examples(subset: DescribableDocuments, *, share_N: np.ndarray, most: int) -> dict[int, str]:
+def _choose_examples(subset: DocumentSubset, *, share_N: np.ndarray, most: int) -> dict[int, str]:
     """Return numbers of documents to show, with what is special about each: "" for evenly spaced ones."""
     special: dict[int, str] = {}
     for number, why in (
@@ -279,7 +275,7 @@ def _choose_examples(subset: DescribableDocuments, *, share_N: np.ndarray, most:
     return special | dict.fromkeys((number for number in spaced if number not in special), "")
 
 
-def _describe_example(subset: DescribableDocuments, number: int, *, why: str, tokenizer: Any) -> dict[str, Any]:
+def _describe_example(subset: DocumentSubset, number: int, *, why: str, tokenizer: Any) -> dict[str, Any]:
     segments = name_segments(subset[number], formats=subset.documents.report.rows_per_format)
     most = max(1, MAX_SHOWN_TOKENS // len(segments))
     return {

@@ -50,10 +50,8 @@ class ModelFlops(NamedTuple):
     def step_flops(self, *, num_tokens: int, num_labelled: int, sum_squared_lengths: int) -> float:
         """Return the FLOPs of forward and backward over packed documents.
 
-        Args:
-            num_tokens: Tokens of the pack.
-            num_labelled: Labelled tokens; the head runs only on these.
-            sum_squared_lengths: Sum of squared document lengths; causal attention computes half as many pairs.
+        The head runs only on labelled tokens, and causal attention computes half of the pairs that the squared lengths
+        count.
         """
         total = self._head_flops(num_labelled)
         for layer in self.layers:
@@ -80,10 +78,6 @@ def count_flops(model: nn.Module, layers: list[nn.Module]) -> ModelFlops:
     are counted; embeddings, norms and element-wise operations are not. A frozen weight costs its forward and the
     gradient of its input; a trained weight also costs its own gradient. Layers below the first trained weight have no
     backward.
-
-    Args:
-        model: A transformers causal language model, with or without adapters.
-        layers: Its decoder layers, in order.
 
     Cost:
         One walk over the modules on the host; no device work.

@@ -115,12 +115,10 @@ class HostWaitDetector(Callback):
             self._recorder.start()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Exclude the time between epochs."""
+        """Exclude the time between epochs, and the validation."""
         self.pause()
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Exclude the validation."""
-        self.pause()
+    on_validation_start = on_train_epoch_end
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the result if it was not printed yet; warn if the run ended before a step was watched."""

@@ -18,6 +18,7 @@ from lightning_fastft.checkpoint.stops import RunStopped
 from lightning_fastft.core.async_reader import AsyncScalarReader
 from lightning_fastft.core.checks import check_int, check_replaceable
 from lightning_fastft.core.errors import OptionError
+from lightning_fastft.core.marks import mark_time
 from lightning_fastft.core.status import Status
 from lightning_fastft.monitor.host_waits import HostWaitDetector
 from lightning_fastft.monitor.report.content import SCHEMA, collect
@@ -25,8 +26,7 @@ from lightning_fastft.monitor.report.copies import StepProfile
 from lightning_fastft.monitor.report.record import RunRecord
 from lightning_fastft.monitor.report.timing import EPOCH_START, RECORDED, Clock
 from lightning_fastft.monitor.report.verdict import summarize
-from lightning_fastft.monitor.token_throughput import mark_time
-from lightning_fastft.strategies.patching import patcher_of
+from lightning_fastft.strategies.patching import callbacks_of, patcher_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -146,7 +146,8 @@ class RunReport(Callback):
             torch.cuda.reset_peak_memory_stats(self._run.device)
         self._run.first_step = self._last_global_step = trainer.global_step
         self._run.source = None if trainer.ckpt_path is None else str(trainer.ckpt_path)
-        self._run.detector = next((found for found in _callbacks(trainer) if isinstance(found, HostWaitDetector)), None)
+        detectors = (found for found in callbacks_of(trainer) if isinstance(found, HostWaitDetector))
+        self._run.detector = next(detectors, None)
         if self._run.detector is None and self.profile_step is not None:
             self._run.detector, self._is_own_detector = _QuietDetector(steps=[self.profile_step + 1]), True
             self._run.detector.on_train_start(trainer, pl_module)
@@ -221,8 +222,10 @@ class RunReport(Callback):
         self._poll()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Exclude the validation from the times."""
+        """Exclude the validation, and the time between epochs, from the times."""
         self._pause()
+
+    on_train_epoch_end = on_validation_start
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the copies of the validation values."""
@@ -230,10 +233,6 @@ class RunReport(Callback):
             for name, value in trainer.callback_metrics.items():
                 if name.startswith("val") and value.numel() == 1:
                     self._scalar_copies.push((self._run.add_validation, trainer.global_step, name), value)
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Exclude the time between epochs."""
-        self._pause()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Read the remaining values with a host sync, and gather those of the other ranks."""
@@ -370,7 +369,7 @@ def _learning_rates(trainer: pl.Trainer, optimizer: Any) -> list[tuple[str, Any]
 
 def _find_plans(trainer: pl.Trainer) -> list[tuple[StepCost, Plan]]:
     """Return the current memory plans of the strategy or PackedTraining."""
-    owners = (trainer.strategy, *_callbacks(trainer))
+    owners = (trainer.strategy, *callbacks_of(trainer))
     activations = next(
         (
             found
@@ -385,8 +384,4 @@ def _find_plans(trainer: pl.Trainer) -> list[tuple[StepCost, Plan]]:
 
 def _count_recordings(trainer: pl.Trainer) -> int:
     """Return how many layers FusedKernels has recorded as CUDA graphs so far."""
-    return sum(getattr(callback, "num_recordings", 0) for callback in _callbacks(trainer))
-
-
-def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
-    return getattr(trainer, "callbacks", [])
+    return sum(getattr(callback, "num_recordings", 0) for callback in callbacks_of(trainer))

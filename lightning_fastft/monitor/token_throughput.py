@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_fastft.activations.budgets import peak_memory_bytes
 from lightning_fastft.core.checks import check_float, check_int
 from lightning_fastft.core.device_peaks import peak_bf16_flops
+from lightning_fastft.core.marks import Mark, has_passed, mark_time, ms_between
 from lightning_fastft.core.status import Status
 from lightning_fastft.strategies.packed_steps import find_packed_batches
 
@@ -27,7 +27,7 @@ GIB = 1024**3
 class _Interval:
     """Counts between two times: CUDA events, or seconds of the host's clock."""
 
-    def __init__(self, *, step: int, begin: torch.cuda.Event | float) -> None:
+    def __init__(self, *, step: int, begin: Mark) -> None:
         self.first_step = self.step = step
         self.begin = self.end = begin
         self.num_tokens = self.num_real_tokens = self.num_labelled = 0
@@ -109,24 +109,17 @@ class TokenThroughput(Callback):
             self._open.step, self._open.end = trainer.global_step, mark_time(device)
             self._waiting.append(self._open)
             self._open = _Interval(step=trainer.global_step, begin=self._open.end)
-        while self._waiting and has_passed(self._waiting[0].end):
-            self._log(trainer, device, self._waiting.popleft())
+        self._log_finished(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Drop the current interval."""
         self._open = None
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Drop the current interval."""
-        self._open = None
+    on_train_epoch_end = on_validation_start
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log the remaining intervals, with a host sync."""
-        while self._waiting:
-            interval = self._waiting.popleft()
-            if isinstance(interval.end, torch.cuda.Event):
-                interval.end.synchronize()
-            self._log(trainer, trainer.strategy.root_device, interval)
+        self._log_finished(trainer, wait=True)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Drop device objects."""
@@ -156,15 +149,19 @@ class TokenThroughput(Callback):
             num_tokens=num_tokens, num_labelled=num_labelled, sum_squared_lengths=sum_squared_lengths
         )
 
-    def _log(self, trainer: pl.Trainer, device: torch.device, interval: _Interval) -> None:
-        seconds = seconds_between(interval.begin, interval.end)
+    def _log_finished(self, trainer: pl.Trainer, *, wait: bool = False) -> None:
+        while self._waiting and has_passed(self._waiting[0].end, wait=wait):
+            self._log(trainer, self._waiting.popleft())
+
+    def _log(self, trainer: pl.Trainer, interval: _Interval) -> None:
+        seconds = ms_between(interval.begin, interval.end) / 1e3
         if seconds <= 0 or interval.num_tokens == 0:
             return
         values = {
             "tokens_per_s": interval.num_real_tokens / seconds,
             "labelled_tokens_per_s": interval.num_labelled / seconds,
             "padding_share": 1.0 - interval.num_real_tokens / interval.num_tokens,
-            "peak_memory_gib": peak_memory_bytes(device) / GIB,
+            "peak_memory_gib": peak_memory_bytes(trainer.strategy.root_device) / GIB,
         }
         if self._peak is not None and interval.flops > 0:
             values["mfu"] = interval.flops / seconds / self._peak
@@ -172,26 +169,3 @@ class TokenThroughput(Callback):
         # Log numbers directly: pl_module.log would copy each to the device with a host sync.
         for logger in trainer.loggers:
             logger.log_metrics({f"throughput/{name}": value for name, value in values.items()}, step=interval.step)
-
-
-def mark_time(device: torch.device) -> torch.cuda.Event | float:
-    """Return a CUDA event recorded on the current stream, or the host's clock on other devices."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
-def has_passed(mark: torch.cuda.Event | float) -> bool:
-    """Return whether the device has reached a mark, without a host sync."""
-    return mark.query() if isinstance(mark, torch.cuda.Event) else True
-
-
-def seconds_between(begin: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
-    """Return the time between two marks that have passed."""
-    if isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-        return begin.elapsed_time(end) / 1000.0
-    assert isinstance(begin, float)
-    assert isinstance(end, float)
-    return end - begin

@@ -131,12 +131,7 @@ def read_beat(memory: mmap.mmap) -> Beat:
 
 
 class RankWatch:
-    """Watch one rank, and end it if it or another rank makes no progress.
-
-    Args:
-        job: The rank to watch, and the time limits.
-        memory: Shared memory with the state of the rank.
-    """
+    """Watch one rank, and end it if it or another rank makes no progress."""
 
     def __init__(self, job: Job, memory: mmap.mmap) -> None:
         self.job, self.memory = job, memory

@@ -95,8 +95,7 @@ class Completions:
     def sum(self, value_R: torch.Tensor) -> torch.Tensor:
         """Return the sum of a value over each completion's rows, shape (C,), differentiable.
 
-        Args:
-            value_R: Shape (R,), floating; values of padding rows are not read.
+        Values of padding rows are not read.
 
         Cost:
             One pass over the rows; no host sync, the same result in every run.

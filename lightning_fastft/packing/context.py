@@ -238,11 +238,8 @@ class BatchContext:
         """Return a copy with static tensor addresses, for CUDA graphs that are recorded once and replayed per pack.
 
         The copy describes this pack until ``load`` copies another pack into it. Its offsets are padded with those of
-        empty documents, and it has no labelled rows.
-
-        Args:
-            num_documents: Maximum number of documents of any pack to load.
-            max_length: Maximum length of any document to load, in tokens; kernels are recorded with this length.
+        empty documents, and it has no labelled rows. No pack to load may have more documents or a longer one; kernels
+        are recorded with max_length.
 
         Raises:
             ShapeError: This pack exceeds one of the limits, or its documents continue prefixes.
@@ -293,10 +290,8 @@ class BatchContext:
     def once(self, kind: str, key: Hashable, build: Callable[[], T]) -> T:
         """Return ``build()``, called at most once per (kind, key) for this batch.
 
-        Args:
-            kind: Name under which builds are counted in ``num_builds``.
-            key: Everything the result depends on besides this batch: device, dtype, window.
-            build: Called without arguments on first use.
+        The key has everything that the result depends on besides this batch: device, dtype, window. ``num_builds``
+        counts by kind.
         """
         if self.part is not None:
             raise ContextError(
@@ -369,8 +364,7 @@ class BatchContext:
     def block_mask(self, *, window: int | None = None) -> Any:
         """Return a FlexAttention BlockMask of this pack, built from block borders without a T x T tensor.
 
-        Args:
-            window: Keys a query sees, itself included; None for all keys of its document.
+        The window is the keys that a query sees, itself included; None for all keys of its document.
 
         Cost:
             (T / 128) squared elements, times 128 if documents continue prefixes; a dozen launches, no host sync.

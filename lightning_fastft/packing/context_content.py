@@ -14,12 +14,6 @@ from lightning_fastft.packing.document import IGNORED_LABEL
 def check_content(*, length_S: torch.Tensor, label_T: torch.Tensor, num_pad_tokens: int, num_items: float) -> None:
     """Raise on metadata that would cause NaN, attention across documents or an illegal memory access in a kernel.
 
-    Args:
-        length_S: Length of each document.
-        label_T: Unshifted labels of the pack.
-        num_pad_tokens: Tokens at its end that belong to pad documents.
-        num_items: Divisor of the summed loss.
-
     Raises:
         ShapeError: Shapes, lengths or labels do not fit each other.
         OptionError: num_items is not above 0.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from itertools import groupby, pairwise
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from lightning_fastft.packing.document import IGNORED_LABEL, Document
 from lightning_fastft.packing.packs import Packs, split_to_multiple
 from lightning_fastft.packing.store.report import IngestReport
 
+if TYPE_CHECKING:
+    from lightning_fastft.packing.stream import DocumentSubset
+
 MARKS = ("⟦", "⟧")
 UNDERLINE = ("\x1b[4m", "\x1b[24m")
 NUM_BINS = 12
@@ -21,19 +24,6 @@ BAR_WIDTH = 40
 MAX_SHOWN_TOKENS = 512
 # Names of the scores of formats with completions.
 SCORE_NAMES = {"labelled": "label", "scored": "score", "rollouts": "reward"}
-
-
-class DescribableDocuments(Protocol):
-    """Documents of one split, numbered from 0: index_N are their numbers in the whole data set, None for all."""
-
-    documents: Any
-    index_N: np.ndarray | None
-    length_N: np.ndarray
-    num_labelled_N: np.ndarray
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, number: int) -> Document: ...
 
 
 class DescribableData(Protocol):
@@ -47,7 +37,7 @@ class DescribableData(Protocol):
     def tokenizer(self) -> Any:
         """The tokenizer; None shows ids instead of text."""
 
-    def subset(self, split: str) -> DescribableDocuments | None:
+    def subset(self, split: str) -> DocumentSubset | None:
         """Return the documents of "train", "val" or "test"."""
 
     def packs(self, split: str) -> Packs | None:
@@ -62,11 +52,8 @@ def describe_data(
 ) -> str:
     """Return rows per format, rejects, lengths, packs and fill of each split, and one example, as text.
 
-    Args:
-        datamodule: A PackedDataModule after ``setup("fit")`` (and ``setup("test")`` to include the test data).
-        world_size: Number of data-parallel ranks.
-        accumulate: Micro-batches per optimizer step.
-        is_terminal: True underlines trained tokens with escape codes; False puts them between ⟦ and ⟧.
+    It describes the splits that are set up. On a terminal trained tokens are underlined with escape codes; else they
+    are between ⟦ and ⟧.
 
     Raises:
         DataError: The data module is not set up.
@@ -105,12 +92,6 @@ def describe_data(
 def describe_epoch(*, num_packs: int, num_extra_packs: int, world_size: int, accumulate: int) -> str:
     """Return a line on the number of packs and optimizer steps of an epoch.
 
-    Args:
-        num_packs: Packs per epoch, including packs added by splitting.
-        num_extra_packs: Packs added by splitting.
-        world_size: Ranks; each takes one pack per micro-batch.
-        accumulate: Micro-batches per optimizer step.
-
     Example:
         >>> describe_epoch(num_packs=12, num_extra_packs=2, world_size=1, accumulate=4).partition(" (1 rank")[0]
         'an epoch trains 12 packs (10 packed, 2 more by splitting) in 3 optimizer steps of 4 packs'
@@ -132,11 +113,6 @@ def count(number: int, noun: str) -> str:
 def render_example(document: Document, tokenizer: Any, *, marks: tuple[str, str] = MARKS) -> str:
     """Return the text of an example with its trained tokens between marks; ids if there is no tokenizer.
 
-    Args:
-        document: Ids and unshifted labels; the first token is never trained.
-        tokenizer: Decodes the ids; None shows the ids.
-        marks: Text before and after trained tokens.
-
     Example:
         >>> render_example(Document(np.array([5, 6, 7]), np.array([-100, 6, 7])), None)
         '5 ⟦6 7⟧'
@@ -148,12 +124,6 @@ def render_completions(
     document: Document, tokenizer: Any, *, formats: Collection[str], marks: tuple[str, str] = MARKS
 ) -> str:
     """Return the prompt and the completions of an example as text, each under its name, trained tokens between marks.
-
-    Args:
-        document: An example with completions.
-        tokenizer: Decodes the ids; None shows the ids.
-        formats: Formats of the data set: "preference" alone names chosen and rejected.
-        marks: Text before and after trained tokens.
 
     Example:
         >>> ids, labels = np.array([5, 6, 7]), np.array([-100, 6, 7])
@@ -177,10 +147,6 @@ def render_completions(
 def name_segments(document: Document, *, formats: Collection[str]) -> list[tuple[str, np.ndarray, np.ndarray]]:
     """Return the parts of an example: names, ids, and which tokens are trained; one part without a name if it has no
     completions.
-
-    Args:
-        document: Ids and unshifted labels.
-        formats: Formats of the data set.
     """
     is_trained_T = _find_trained(document)
     if not document.segment_lengths:
@@ -213,13 +179,7 @@ def _find_trained(document: Document) -> np.ndarray:
 
 
 def split_runs(id_T: np.ndarray, is_trained_T: np.ndarray, tokenizer: Any) -> list[tuple[bool, str]]:
-    """Return the text of tokens in runs that are trained or not, without control characters.
-
-    Args:
-        id_T: Token ids.
-        is_trained_T: Which of them are trained.
-        tokenizer: Decodes the ids; None shows the ids.
-    """
+    """Return the text of tokens in runs that are trained or not, without control characters."""
     ids, is_trained, runs = id_T.tolist(), is_trained_T.tolist(), []
     for trained, run in groupby(range(len(ids)), key=is_trained.__getitem__):
         part = [ids[number] for number in run]
@@ -279,7 +239,7 @@ def count_lengths(length_N: np.ndarray) -> list[tuple[int, int, int]]:
 
 def _describe_split(
     split: str,
-    subset: DescribableDocuments,
+    subset: DocumentSubset,
     packs: Packs,
     *,
     report: IngestReport | None,
@@ -308,14 +268,10 @@ def _describe_split(
     return "\n".join(filter(None, lines))
 
 
-def describe_split_epoch(subset: DescribableDocuments, packs: Packs, *, world_size: int, accumulate: int | None) -> str:
+def describe_split_epoch(subset: DocumentSubset, packs: Packs, *, world_size: int, accumulate: int | None) -> str:
     """Return a line on the packs and optimizer steps of an epoch of a split; "" if there is nothing to say.
 
-    Args:
-        subset: Documents of the split.
-        packs: Their packs.
-        world_size: Number of data-parallel ranks.
-        accumulate: Micro-batches per optimizer step; None for evaluation.
+    accumulate is None for evaluation.
     """
     num_all = len(split_to_multiple(packs, subset.length_N, multiple=world_size * (accumulate or 1)))
     num_extra = num_all - len(packs)
@@ -331,9 +287,10 @@ def describe_split_epoch(subset: DescribableDocuments, packs: Packs, *, world_si
     )
 
 
-def _describe_sharing(subset: DescribableDocuments) -> str:
+def _describe_sharing(subset: DocumentSubset) -> str:
     """Return a line on the tokens of packs that hold each prompt once, and of packs that repeat it."""
     store, chosen_N = subset.documents.completions, slice(None) if subset.index_N is None else subset.index_N
+    assert store is not None
     num_completions_N, num_prompt_N = store.num_completions_N[chosen_N], store.num_prompt_tokens_N[chosen_N]
     num_completions = int(num_completions_N.sum())
     if store.is_stepwise_N[chosen_N].all():

@@ -119,11 +119,7 @@ class ImageStore:
 
 
 class ImageWriter:
-    """Write the payload of an ImageStore, example by example.
-
-    Args:
-        file: Gets the payload.
-    """
+    """Write the payload of an ImageStore, example by example."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -214,10 +210,8 @@ def _is_bare(part: Mapping[str, Any]) -> bool:
 def read_image(value: object, *, folder: str) -> ImageFile:
     """Return an image of a row in its encoded form.
 
-    Args:
-        value: A path, a ``file:`` or ``data:`` URL, encoded bytes, a PIL image, or a dict with one of these under
-            image, path, url, bytes, base64 or image_url.
-        folder: Paths are relative to it.
+    The value is a path, relative to the folder, a ``file:`` or ``data:`` URL, encoded bytes, a PIL image, or a dict
+    with one of these under image, path, url, bytes, base64 or image_url.
 
     Raises:
         RowRejectedError: There is no such file, it is another URL, or the value is no image.

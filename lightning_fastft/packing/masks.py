@@ -43,17 +43,7 @@ def build_mask_blocks(
     dtype: torch.dtype,
     num_rows: int,
 ) -> list[MaskBlock]:
-    """Return the masks of ``BatchContext.mask_blocks``.
-
-    Args:
-        position_T: As ``build_dense_mask``.
-        prefix_range_2T: As ``build_dense_mask``.
-        starts: First row of each document.
-        prefixes: The document that each document continues, -1 for none.
-        window: As ``build_dense_mask``.
-        dtype: As ``build_dense_mask``.
-        num_rows: Queries of a block.
-    """
+    """Return the masks of ``BatchContext.mask_blocks``."""
     num_tokens = position_T.numel()
     blocks = []
     for begin in range(0, num_tokens, num_rows):

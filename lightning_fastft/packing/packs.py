@@ -108,11 +108,6 @@ def split_to_multiple(packs: Packs, length_N: np.ndarray, *, multiple: int) -> P
     Every document stays in exactly one pack. If every pack has at most one document, empty packs are added: they hold
     only padding, so that all ranks run the same number of micro-batches.
 
-    Args:
-        packs: The packs to split; not modified.
-        length_N: Tokens of each document.
-        multiple: Ranks times micro-batches per optimizer step.
-
     Returns:
         Packs; ``num_split`` counts the added ones.
     """

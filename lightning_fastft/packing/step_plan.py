@@ -76,10 +76,6 @@ class StepPlan:
     def continue_epoch(self, epoch: int, rest: StepPlan) -> int:
         """Let an epoch end with the packs of another plan: what a run with other sizes has left of it.
 
-        Args:
-            epoch: The epoch.
-            rest: Plan of the documents that are left, for the same ranks and accumulation.
-
         Returns:
             The micro-batch of the epoch at which the rest begins; those before it are empty.
 

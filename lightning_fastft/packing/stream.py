@@ -7,7 +7,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -15,11 +15,11 @@ import torch
 from lightning_fastft.core.errors import DataError
 from lightning_fastft.packing.collate import Document, PackedBatch, collate
 from lightning_fastft.packing.completions import Completions
-from lightning_fastft.packing.images import ImageInputs, ImageStore
+from lightning_fastft.packing.images import ImageInputs
 from lightning_fastft.packing.step_plan import EpochPlan, StepPlan
 
 if TYPE_CHECKING:
-    from lightning_fastft.packing.store.completion_store import CompletionStore
+    from lightning_fastft.packing.store.dataset import TokenizedDataset
 
 # Length of a pack without documents: the model still runs on it, so that all ranks do the same micro-batches.
 EMPTY_PACK_TOKENS = 8
@@ -30,22 +30,6 @@ THREAD_NAME = "fastft-loader"
 ENDLESS = 10**9
 
 T = TypeVar("T")
-
-
-class TokenizedDocuments(Protocol):
-    """The interface of a tokenised data set that the stream reads (packing/store/dataset.py has the one on disk)."""
-
-    length_N: np.ndarray
-    num_labelled_N: np.ndarray
-    fingerprint: str
-    images: ImageStore | None
-    completions: CompletionStore | None
-
-    @property
-    def content_digest(self) -> str:
-        """Digest of the tokens and of their trained flags."""
-
-    def __getitem__(self, number: int) -> Document: ...
 
 
 class DocumentSubset:
@@ -62,7 +46,7 @@ class DocumentSubset:
 
     def __init__(
         self,
-        documents: TokenizedDocuments,
+        documents: TokenizedDataset,
         *,
         index_N: np.ndarray | None = None,
         shares_prompts: bool = True,
@@ -101,7 +85,7 @@ class DocumentSubset:
         return int(number if self.index_N is None else self.index_N[number])
 
 
-def _count_computed(documents: TokenizedDocuments, *, shares_prompts: bool, adds_mismatched: bool) -> np.ndarray:
+def _count_computed(documents: TokenizedDataset, *, shares_prompts: bool, adds_mismatched: bool) -> np.ndarray:
     """Return the tokens that each document takes in a pack (``collate.split_document``), int64."""
     store = documents.completions
     if store is None:

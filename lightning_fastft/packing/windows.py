@@ -114,16 +114,7 @@ def find_row_format(stream: RowStream, *, setup: Setup) -> RowFormat:
 
 
 class WindowReader:
-    """Read the windows of one rank.
-
-    Args:
-        stream: The rows of this rank.
-        found: Their format.
-        setup: Tokenizer and options.
-        num_proc: Processes that tokenise.
-        num_packs: Packs per window.
-        max_reject_share: Largest allowed share of rejected rows.
-    """
+    """Read the windows of one rank."""
 
     def __init__(
         self,
@@ -210,12 +201,6 @@ def order_packs(window_R: Mapping[int, list[int]], *, accumulate: int, seed: int
 
     Missing packs of a rank are empty, so that all ranks train equally many. The packs of a micro-batch have similar
     costs, because every rank sorts its packs, the most expensive one first.
-
-    Args:
-        window_R: Labelled tokens of each pack, by rank.
-        accumulate: Micro-batches per optimizer step; M is a multiple of it.
-        seed: Determines the order, together with number.
-        number: Global micro-batch at which the window begins.
     """
     num_packs = max(map(len, window_R.values()))
     num_micro_batches = -(-num_packs // accumulate) * accumulate

@@ -1,5 +1,6 @@
 """Make a transformers model support packed batches.
 
-The patches give a model attention that reads the batch context, a head that computes logits for labelled rows only, and
-rotary angles per document. The run's patcher records every change. Read ``packed`` first.
+A model enters; the same model leaves, with ``context=`` as a keyword of its forward. The patches give it attention that
+reads the batch context, a head that computes logits for labelled rows only, and rotary angles per document;
+``weight_streaming`` keeps frozen weights on the host. The run's patcher records every change. Read ``packed`` first.
 """

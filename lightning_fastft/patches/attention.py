@@ -50,10 +50,6 @@ def install_attention(model: PreTrainedModel, patcher: ModelPatcher) -> Status:
 
     In a composite model only the text part changes; vision and audio towers keep their attention.
 
-    Args:
-        model: A causal language model, before or after adapters.
-        patcher: Undoes the change.
-
     Returns:
         Status "packed attention".
 

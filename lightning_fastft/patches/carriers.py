@@ -24,10 +24,6 @@ class DenseIndexer:
 
     An indexer chooses ``index_topk`` keys for each query. In a document of at most ``index_topk`` tokens it chooses all
     keys, which is plain causal attention.
-
-    Args:
-        indexer: The module that chooses keys.
-        name: Name of the model, for error messages.
     """
 
     def __init__(self, indexer: nn.Module, *, name: str) -> None:
@@ -56,10 +52,6 @@ class DenseIndexer:
 
 def install_carriers(model: PreTrainedModel, patcher: ModelPatcher) -> list[Status]:
     """Pass the context with the mask into layers that drop keywords, and to indexers.
-
-    Args:
-        model: A causal language model, before or after adapters.
-        patcher: Undoes the changes.
 
     Returns:
         Status "sparse attention" for a model with indexers, else an empty list.

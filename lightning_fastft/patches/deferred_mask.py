@@ -71,9 +71,7 @@ class DeferredMask:
         """Return how the mask differs from causal attention within documents for a layer with this window; an empty
         string if it does not.
 
-        Args:
-            window: ``sliding_window`` of the layer.
-            max_length: Longest document; a window or chunk that no document exceeds has no effect.
+        A window or chunk that no document exceeds has no effect.
         """
         if self._arguments.get("use_vmap") or "allow_is_bidirectional_skip" in self._arguments:
             return "is not causal everywhere"

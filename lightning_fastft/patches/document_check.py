@@ -58,13 +58,8 @@ def check_documents(
 
     Tests compare the families in FAMILIES, so these return at once. For another family the two documents run alone,
     alone with the input of each layer perturbed by one rounding error of its dtype, and packed. The perturbed run
-    measures the effect of rounding on this model, including changes of chosen experts.
-
-    Args:
-        model: A causal language model on its device, with packed training installed.
-        guard: The guard of its context reads; this function sets the number of reads per forward of the family.
-        root: The root module, which may be sharded.
-        attention_backend: As in a batch context.
+    measures the effect of rounding on this model, including changes of chosen experts. The guard counts the reads of
+    the model's context; this function sets how many the family makes per forward. The root may be sharded.
 
     Returns:
         Status "check of documents"; None for a tested family.

@@ -28,10 +28,6 @@ def install_guards(model: PreTrainedModel, patcher: ModelPatcher) -> ReadGuard:
     Every attention layer and mixer must read the context. Images must have M-RoPE positions if the model uses them. No
     attention scale may depend on positions in the pack.
 
-    Args:
-        model: A causal language model.
-        patcher: Records the hooks.
-
     Returns:
         The guard that counts context reads.
 

@@ -63,16 +63,10 @@ _LAZY = (LazyHead, LazyTokenHead)
 
 
 class HeadLink:
-    """Connect the three patches of one model: the hook that gets the context, the head, and the loss function.
+    """Connect the three patches of one model: the hook that gets the context, the head, and the loss function."""
 
-    Args:
-        original_loss: The loss function of the model.
-        output_logits: Return tensor logits for every packed batch.
-    """
-
-    def __init__(self, *, original_loss: Callable[..., torch.Tensor], output_logits: bool) -> None:
+    def __init__(self, *, original_loss: Callable[..., torch.Tensor]) -> None:
         self.original_loss = original_loss
-        self.output_logits = output_logits
         self._armed: BatchContext | None = None
         # The objective of the next loss, whether or not the head was lazy.
         self._objective: Callable[[LazyLogits], torch.Tensor] | None = None
@@ -85,9 +79,7 @@ class HeadLink:
         self._armed = None
         self._part = context.part if isinstance(context, BatchContext) else None
         self._objective = context.objective if isinstance(context, BatchContext) else None
-        if isinstance(context, BatchContext) and not (
-            self.output_logits or context.output_logits or kwargs.get("output_logits", False)
-        ):
+        if isinstance(context, BatchContext) and not (context.output_logits or kwargs.get("output_logits", False)):
             self._armed = context
 
     def disarm(self) -> BatchContext | None:
@@ -145,31 +137,23 @@ class HeadLink:
             # A number stays on the host; kernels take it as an argument.
             num_items = num_items.to(logits.device, non_blocking=True)
         head = logits.as_head()
-        arguments: dict[str, Any] = {
-            "row_R": targets.row_R, "target_R": targets.target_R, "num_rows": targets.num_rows, "bias_V": head.bias_V,
-            "scale": head.scale, "softcap": head.softcap,
-        }  # fmt: skip
+        rows: dict[str, Any] = {"row_R": targets.row_R, "target_R": targets.target_R, "num_rows": targets.num_rows}
         if torch.is_grad_enabled():
-            loss = labelled_cross_entropy(head.hidden_TD, head.weight_VD, num_items=num_items, **arguments)
+            loss = labelled_cross_entropy(head, **rows, num_items=num_items)
         else:
-            nll_sum, num_correct = token_statistics(head.hidden_TD, head.weight_VD, **arguments)
+            nll_sum, num_correct = token_statistics(head, **rows)
             logits.statistics = TokenStatistics(nll_sum, num_correct, targets.num_labelled)
             loss = nll_sum / num_items
         return loss if part is None else sum_over_parts(loss, part=part)
 
 
-def install_head(model: PreTrainedModel, patcher: ModelPatcher, *, output_logits: bool = False) -> Status:
+def install_head(model: PreTrainedModel, patcher: ModelPatcher) -> Status:
     """Make a model compute its loss on labelled rows only when it gets a packed batch.
 
     The output layer becomes a ``LazyHead`` that shares the parameters of the old one, the decoder gets a forward
     pre-hook that reads the context, and the loss function of the model is replaced. Without a context (generation,
-    padded evaluation) the model behaves as before.
-
-    Args:
-        model: A Hugging Face causal language model, also inside a PEFT model.
-        patcher: Records the changes.
-        output_logits: Always return tensor logits. ``context.output_logits`` and the keyword ``output_logits=True``
-            request them for one call.
+    padded evaluation) the model behaves as before. ``context.output_logits`` and the keyword ``output_logits=True``
+    request tensor logits for one call.
 
     Returns:
         Active; or inactive with the reason if nothing was changed.
@@ -183,7 +167,7 @@ def install_head(model: PreTrainedModel, patcher: ModelPatcher, *, output_logits
     heads, decoder = found
     if type(heads[0]) in _LAZY:
         return Status(STATUS_NAME, "active", "installed already")
-    link = HeadLink(original_loss=model.loss_function, output_logits=output_logits)
+    link = HeadLink(original_loss=model.loss_function)
     names = {id(module): name for name, module in model.named_modules()}
     for head in heads:
         new = share_state(head, LazyHead if isinstance(head, nn.Linear) else LazyTokenHead)
@@ -209,12 +193,10 @@ def check_objective(model: PreTrainedModel) -> None:
     """
     found = _find_head(model)
     if not isinstance(found, Status):
-        head = found[0][0]
-        if type(head) in _LAZY and not vars(head)[_LINK_ATTRIBUTE].output_logits:
+        if type(found[0][0]) in _LAZY:
             return
-        reason = "it returns tensor logits" if type(head) in _LAZY else "it is not installed"
-        remedy = "Run packed training without output_logits and without attention='one_by_one'."
-        found = Status(STATUS_NAME, "inactive", reason, remedy)
+        remedy = "Run packed training without attention='one_by_one'."
+        found = Status(STATUS_NAME, "inactive", "it is not installed", remedy)
     raise UnsupportedModelError(
         f"{type(model).__name__} cannot train on log-probabilities of packed batches, because its {STATUS_NAME} is "
         f"{found.state}: {found.reason}. {found.remedy}".rstrip()

@@ -41,11 +41,6 @@ class LazyLogits:
     ``log_probs``, ``divergence`` and ``topk_divergence`` are for losses on the labelled rows of the context: one value
     per row, shape (R,), 0 from ``context.num_labelled`` on, differentiable and without full logits. A loss inside the
     model's forward (``context.objective``) sees the full weight even if it is sharded.
-
-    Args:
-        hidden: Last hidden states, shape (..., D).
-        head: The output layer, with ``weight`` and ``bias``.
-        context: The batch that armed the head.
     """
 
     def __init__(self, *, hidden: torch.Tensor, head: Any, context: BatchContext) -> None:
@@ -107,23 +102,13 @@ class LazyLogits:
         return self._tensor
 
     def log_probs(self, *, temperature: float = 1.0, with_entropy: bool = False) -> LogProbs:
-        """Return the log-probability of each labelled row's target, and the entropy of the row if asked.
-
-        Args:
-            temperature: Divides the logits, after their soft cap.
-            with_entropy: Return entropies too; they have no gradient.
-        """
+        """Return the log-probability of each labelled row's target, and the entropy of the row if asked."""
         self._check_whole()
-        head = self.as_head().with_temperature(temperature)
         return labelled_log_probs(
-            head.hidden_TD,
-            head.weight_VD,
+            self.as_head().with_temperature(temperature),
             row_R=self.context.labelled_row_R,
             target_R=self.context.labelled_target_R,
             num_rows=self.context.num_labelled,
-            bias_V=head.bias_V,
-            scale=head.scale,
-            softcap=head.softcap,
             with_entropy=with_entropy,
         )
 
@@ -172,14 +157,7 @@ class LazyLogits:
         temperature: float = 1.0,
         tail: Tail = "bucket",
     ) -> torch.Tensor:
-        """Return KL(teacher || student) on each labelled row from stored tokens (``labelled_topk_divergence``).
-
-        Args:
-            teacher_id_RK: Tokens that the teacher stored for each labelled row, padding rows included.
-            teacher_log_prob_RK: Their log-probabilities.
-            temperature: Divides the student's logits, after the soft cap.
-            tail: "bucket" or "renormalise".
-        """
+        """Return KL(teacher || student) on each labelled row from stored tokens (``labelled_topk_divergence``)."""
         self._check_whole()
         return labelled_topk_divergence(
             self.as_head(),
@@ -192,12 +170,7 @@ class LazyLogits:
         )
 
     def likeliest(self, top_k: int, *, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the most likely tokens of each labelled row and their log-probabilities (``likeliest_tokens``).
-
-        Args:
-            top_k: Number of tokens per row.
-            temperature: Divides the logits, after their soft cap.
-        """
+        """Return the most likely tokens of each labelled row and their log-probabilities (``likeliest_tokens``)."""
         self._check_whole()
         return likeliest_tokens(
             self.as_head(),

@@ -20,11 +20,7 @@ STATUS_NAME = "packed attention"
 
 
 class OneByOne:
-    """Run the documents of a packed batch one at a time; other calls run the model's own forward.
-
-    Args:
-        model: A causal language model.
-    """
+    """Run the documents of a packed batch one at a time; other calls run the model's own forward."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model: Any = model
@@ -65,10 +61,6 @@ class OneByOne:
 
 def install_one_by_one(model: PreTrainedModel, patcher: ModelPatcher) -> Status:
     """Make a model run the documents of a packed batch one at a time with its own attention.
-
-    Args:
-        model: A causal language model, before or after adapters.
-        patcher: Undoes the change.
 
     Returns:
         Status "packed attention", inactive.

@@ -148,7 +148,7 @@ def _attach(
         gathered=gathered,
         vocab_size=model.config.get_text_config(decoder=True).vocab_size,
     )
-    segments = checkpointing.segments_of()
+    segments = checkpointing.last_segments()
     install_value_points(model, layers, segments, patcher)
     if segments and checkpointing.mlp_tiles > 1:
         install_tiles(layers, segments, patcher, num_tiles=checkpointing.mlp_tiles)

@@ -182,10 +182,6 @@ class DocumentRotary:
 def install_document_rotary(model: PreTrainedModel, patcher: ModelPatcher) -> list[Status]:
     """Replace rotary embeddings whose angles depend on length by ``DocumentRotary``.
 
-    Args:
-        model: A causal language model, before or after adapters.
-        patcher: Undoes the change.
-
     Returns:
         Status "rotary scaling" if angles depend on length, else an empty list.
 
@@ -229,10 +225,6 @@ def install_document_rotary(model: PreTrainedModel, patcher: ModelPatcher) -> li
 
 def check_row_angles(module: nn.Module, context: BatchContext) -> None:
     """Raise on a pack for an unpatched model whose rotary angles depend on the longest document.
-
-    Args:
-        module: An attention layer.
-        context: The pack.
 
     Raises:
         UnsupportedModelError: A document exceeds the length from which the angles change.

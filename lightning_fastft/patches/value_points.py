@@ -27,12 +27,6 @@ def install_value_points(
     Linear layers are swapped for subclasses that share their state, so names, parameters and hooks do not change.
     Outside a segment run under a plan (evaluation, generation, kept layers) they run the code of their own class.
 
-    Args:
-        root: The module that holds the layers.
-        layers: Decoder layers, in the order of segments.
-        segments: One per layer.
-        patcher: Undoes the swaps.
-
     Returns:
         The number of points; 0 for a model with other kinds of layers, which are recomputed as a whole.
     """

@@ -246,11 +246,7 @@ def _host_class(old: type[nn.Module]) -> type[nn.Module]:
 
 
 def movable_embedding_bytes(model: PreTrainedModel) -> int:
-    """Return the bytes of the input embedding if ``install_host_embedding`` would move it, else 0.
-
-    Args:
-        model: A Hugging Face causal language model, also inside a PEFT model.
-    """
+    """Return the bytes of the input embedding if ``install_host_embedding`` would move it, else 0."""
     embedding = model.get_input_embeddings()
     try:
         obstacle = _embedding_obstacle(model, embedding)

@@ -182,10 +182,6 @@ def check_run(trainer: pl.Trainer, *, size: int) -> None:
 def check_module(module: nn.Module, *, size: int) -> None:
     """Refuse models that need the rows of other parts outside of attention.
 
-    Args:
-        module: The LightningModule, with its model.
-        size: Number of parts of a pack.
-
     Raises:
         UnsupportedModelError: The message names the model and the reason.
     """

@@ -25,10 +25,7 @@ def prepare_for_ddp(model: nn.Module, ddp_kwargs: dict[str, Any]) -> None:
     """Exclude NF4 experts from DDP, because they are equal on every rank and cannot be broadcast.
 
     A trained image tower has no gradients on ranks whose pack has no image, so ``find_unused_parameters`` is set.
-
-    Args:
-        model: The module that DDP will wrap.
-        ddp_kwargs: Arguments of DistributedDataParallel; changed.
+    Changes ddp_kwargs.
     """
     from lightning_fastft.hf.expert_nf4_tensor import ExpertsNF4
     from lightning_fastft.hf.families import tower_parameters

@@ -58,9 +58,6 @@ def describe_peak(device: torch.device) -> str:
 class StepWitness:
     """Detect the changes of a failed optimizer step by the version counters of its tensors.
 
-    Args:
-        optimizer: The optimizer, or Lightning's wrapper of it.
-
     Cost:
         ``note`` reads a host integer per weight and per tensor of its state; no host sync.
     """

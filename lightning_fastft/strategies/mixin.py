@@ -29,7 +29,7 @@ from lightning_fastft.strategies.even_batches import check_even_batches
 from lightning_fastft.strategies.memory_errors import StepWitness, describe_peak, is_out_of_memory
 from lightning_fastft.strategies.monitors import check_monitors
 from lightning_fastft.strategies.packed_steps import PackedSteps, collect_statuses, environment_of
-from lightning_fastft.strategies.patching import patcher_of
+from lightning_fastft.strategies.patching import callbacks_of, patcher_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -110,7 +110,7 @@ class FastFTStrategyMixin(_Base):
         """Connect the module, and add ExactResume to its Trainer while callbacks can still be added."""
         super().connect(model)
         if self.exact_resume and model._trainer is not None and not _resumes_exactly(model._trainer):
-            _callbacks_of(model._trainer).append(ExactResume())
+            callbacks_of(model._trainer).append(ExactResume())
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Save; a failure on one rank raises on all ranks, so that no rank waits for another.
@@ -212,7 +212,7 @@ class FastFTStrategyMixin(_Base):
         if trainer.state.fn == TrainerFn.FITTING:
             prepare_places(trainer, self._inner_checkpoint_io())
         self._patcher = patcher_of(trainer)
-        for callback in _callbacks_of(trainer):
+        for callback in callbacks_of(trainer):
             if isinstance(callback, ExactResume):
                 self._patcher.add_undo(functools.partial(callback.release_signals, trainer))
         self.packed_steps.install(self.lightning_module, self._patcher, environment_of(trainer))
@@ -397,10 +397,5 @@ def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0] or type(error).__name__
 
 
-def _callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
-    callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
-    return callbacks
-
-
 def _resumes_exactly(trainer: pl.Trainer) -> bool:
-    return any(isinstance(callback, ExactResume) for callback in _callbacks_of(trainer))
+    return any(isinstance(callback, ExactResume) for callback in callbacks_of(trainer))

@@ -23,10 +23,8 @@ _ALWAYS_THERE = frozenset({"epoch", "step"})
 def check_monitors(trainer: pl.Trainer) -> None:
     """Warn of monitors that are never logged, and refuse early stopping in a run that ends before a validation.
 
-    Logged names are known only for modules with an attribute ``logged_names``, such as FineTuner.
-
-    Args:
-        trainer: The Trainer, in ``on_train_start``, when loaders and a restored position are known.
+    Logged names are known only for modules with an attribute ``logged_names``, such as FineTuner. It is called when
+    loaders and a restored position are known.
 
     Raises:
         OptionError: EarlyStopping would find no validation metric at the end of the run.

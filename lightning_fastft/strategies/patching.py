@@ -12,6 +12,12 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
+def callbacks_of(trainer: pl.Trainer) -> list[Callback]:
+    """Return the callbacks of a Trainer, whose type does not declare them."""
+    callbacks: list[Callback] = getattr(trainer, "callbacks", [])
+    return callbacks
+
+
 def patcher_of(trainer: pl.Trainer) -> ModelPatcher:
     """Return the patcher of a Trainer's present run; the first call creates it.
 
@@ -20,7 +26,7 @@ def patcher_of(trainer: pl.Trainer) -> ModelPatcher:
     when the run ends: before the ``teardown`` of every callback, or, after an exception or an interrupt, before any
     callback's ``on_exception``. So an error in one of these callbacks cannot leave changes behind.
     """
-    callbacks: list[Callback] = getattr(trainer, "callbacks", [])
+    callbacks = callbacks_of(trainer)
     for callback in callbacks:
         if isinstance(callback, _UndoPatches):
             return callback.patcher
@@ -43,6 +49,6 @@ class _UndoPatches(Callback):
         self._undo(trainer)
 
     def _undo(self, trainer: pl.Trainer) -> None:
-        callbacks: list[Callback] = getattr(trainer, "callbacks", [])
-        trainer.callbacks = [callback for callback in callbacks if callback is not self]  # type: ignore[attr-defined]
+        remaining = [callback for callback in callbacks_of(trainer) if callback is not self]
+        trainer.callbacks = remaining  # type: ignore[attr-defined]
         self.patcher.undo()

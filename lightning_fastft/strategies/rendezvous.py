@@ -23,11 +23,6 @@ NOTICE_S = 30.0
 def explain_rendezvous(environment: ClusterEnvironment, *, num_ranks: int, num_devices: int) -> Iterator[None]:
     """Warn if the ranks of a job have not met after 30 s, and explain a rendezvous that fails.
 
-    Args:
-        environment: Provides rank, node and address of this process.
-        num_ranks: Ranks of the job.
-        num_devices: Ranks of each node.
-
     Raises:
         RendezvousError: Ranks are missing, the head node is not reached, or its port is taken.
     """

@@ -240,8 +240,7 @@ class PackedDataModule(SplitDataModule):
         """Return where the examples of one micro-batch of this rank come from, and their numbers, from 0, among those
         that were accepted there; a stream has no numbers.
 
-        Args:
-            index: Global number of the micro-batch in the plan, as ``PackedBatch.index`` has it.
+        The index is that of the micro-batch in the plan, as ``PackedBatch.index`` has it.
         """
         if self._stream is not None:
             return self._stream.name, []
@@ -352,9 +351,6 @@ class PackedDataModule(SplitDataModule):
         With another number of ranks or another accumulation, what is left of an epoch is planned anew: every example is
         still trained once.
 
-        Args:
-            state_dict: The result of state_dict when the checkpoint was written.
-
         Raises:
             ResumeError: The position belongs to another plan or stream, and the message names the changes; or sizes
                 changed and limit_train_batches cut its epochs.
@@ -444,8 +440,7 @@ class PackedDataModule(SplitDataModule):
         needs = find_needs(self._module)
         if needs is not None and needs.formats:
             raise OptionError(f"{type(self._module).__name__} needs data that is read whole. Remove streaming.")
-        rows = open_stream(self._streamed_paths, is_streaming=True, seed=self.seed)
-        assert rows is not None
+        rows = open_stream(self._streamed_paths, seed=self.seed)
         setup = Setup(
             self.tokenizer,
             self.options,
@@ -553,9 +548,7 @@ class PackedDataModule(SplitDataModule):
     def whole_stream(self, split: str, *, is_shared: bool = True) -> PlannedStream:
         """Return packs of all documents of the data set that a split is from, once and in their order.
 
-        Args:
-            split: "train", "val" or "test", after its setup.
-            is_shared: Whether each rank gets a share of the packs; else it gets all of them.
+        Each rank gets all packs, or with is_shared a share of them.
         """
         dataset = self._subsets[split].documents
         assert isinstance(dataset, TokenizedDataset)

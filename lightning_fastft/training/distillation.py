@@ -140,15 +140,12 @@ class DistillationTuner(Tuner):
         if self.store is None and self.frozen_model is None:
             self._open_teacher()
 
-    def training_step(self, batch: PackedBatch, batch_idx: int) -> torch.Tensor:
+    def _step(self, batch: PackedBatch, *, prefix: str) -> torch.Tensor:
         """Return the loss of a batch; log it with the divergence, both as means over labelled tokens.
 
         Cost:
             A forward of the teacher, or a copy of its stored rows to the device. No host sync of its own.
         """
-        return super().training_step(batch, batch_idx)
-
-    def _step(self, batch: PackedBatch, *, prefix: str) -> torch.Tensor:
         context = batch.context
         live = self._read(batch, lambda logits: logits, model=self.frozen_model) if self.store is None else None
         stored = {} if self.store is None else self._read_stored(batch)
@@ -379,12 +376,6 @@ class DistillationTuner(Tuner):
 
 def check_same_tokens(ours: Any, theirs: Any, *, teacher: str, num_compared: int | None) -> None:
     """Check that each token of the student has the same number in the teacher's tokenizer.
-
-    Args:
-        ours: Tokenizer of the student.
-        theirs: Tokenizer of the teacher.
-        teacher: Name of the teacher.
-        num_compared: Numbers from here on are not compared; None compares all.
 
     Raises:
         OptionError: One has another number, or none.

@@ -36,7 +36,8 @@ class _TokenMean(Metric):
         self.total = self.total.to(torch.float64) + total
         self.num_tokens = self.num_tokens + num_tokens
 
-    def _mean(self) -> torch.Tensor:
+    def compute(self) -> torch.Tensor:
+        """Return the mean; NaN before any labelled token."""
         return self.total / self.num_tokens
 
 
@@ -63,12 +64,8 @@ class TokenLoss(_TokenMean):
         """Add the summed negative log-likelihood of num_tokens labelled tokens."""
         self._add(nll_sum, num_tokens)
 
-    def compute(self) -> torch.Tensor:
-        """Return the mean; NaN before any labelled token."""
-        return self._mean()
 
-
-class TokenPerplexity(_TokenMean):
+class TokenPerplexity(TokenLoss):
     """Exponential of the mean negative log-likelihood per labelled token.
 
     Args:
@@ -84,15 +81,9 @@ class TokenPerplexity(_TokenMean):
         3.0
     """
 
-    higher_is_better = False
-
-    def update(self, nll_sum: torch.Tensor | float, num_tokens: torch.Tensor | int) -> None:
-        """Add the summed negative log-likelihood of num_tokens labelled tokens."""
-        self._add(nll_sum, num_tokens)
-
     def compute(self) -> torch.Tensor:
         """Return the perplexity; NaN before any labelled token."""
-        return torch.exp(self._mean())
+        return torch.exp(super().compute())
 
 
 class TokenAccuracy(_TokenMean):
@@ -116,10 +107,6 @@ class TokenAccuracy(_TokenMean):
     def update(self, num_correct: torch.Tensor | int, num_tokens: torch.Tensor | int) -> None:
         """Add num_correct hits among num_tokens labelled tokens."""
         self._add(num_correct, num_tokens)
-
-    def compute(self) -> torch.Tensor:
-        """Return the accuracy; NaN before any labelled token."""
-        return self._mean()
 
 
 def logits_statistics(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

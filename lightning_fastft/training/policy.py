@@ -132,14 +132,6 @@ class PolicyTuner(ReferenceTuner):
         )
         return frozenset(f"{prefix}_{name}" for prefix in ("train", "val") for name in names)
 
-    def training_step(self, batch: PackedBatch, batch_idx: int) -> torch.Tensor:
-        """Return the loss of a batch of rollouts; log it with reward, entropy, share of clipped tokens and length.
-
-        Cost:
-            A forward of the reference model with a kl_weight above 0. No host sync of its own.
-        """
-        return self._step(batch, prefix="train")
-
     def predict_step(self, batch: PackedBatch, batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
         """Return the log-probability of each completion, shape (C,), in the order of the pack."""
         return self._find_completions(batch).sum(self._read_log_probs(batch, temperature=self.temperature))
@@ -180,6 +172,11 @@ class PolicyTuner(ReferenceTuner):
         return centred_C
 
     def _step(self, batch: PackedBatch, *, prefix: str) -> torch.Tensor:
+        """Return the loss of a batch of rollouts; log it with reward, entropy, share of clipped tokens and length.
+
+        Cost:
+            A forward of the reference model with a kl_weight above 0. No host sync of its own.
+        """
         completions = self._find_completions(batch)
         reference_R = None
         if self.needs_reference:

@@ -120,20 +120,17 @@ class PreferenceTuner(ReferenceTuner):
         )
         return frozenset(f"{prefix}_{name}" for prefix in ("train", "val") for name in names)
 
-    def training_step(self, batch: PackedBatch, batch_idx: int) -> torch.Tensor:
-        """Return the loss of a batch; log it with rewards, margins and the share of pairs in the right order.
-
-        Cost:
-            A forward of the reference model, if there is one. No host sync of its own.
-        """
-        return self._step(batch, prefix="train")
-
     def predict_step(self, batch: PackedBatch, batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
         """Return the log-probability of each completion, shape (C,), in the order of the pack."""
         completions = self._find_completions(batch)
         return completions.sum(self._read_log_probs(batch))
 
     def _step(self, batch: PackedBatch, *, prefix: str) -> torch.Tensor:
+        """Return the loss of a batch; log it with rewards, margins and the share of pairs in the right order.
+
+        Cost:
+            A forward of the reference model, if there is one. No host sync of its own.
+        """
         completions = self._find_completions(batch)
         reference_C = self._reference_sums(batch, completions) if self.needs_reference else None
         means: dict[str, torch.Tensor] = {}

@@ -119,20 +119,17 @@ class RewardTuner(Tuner):
         head: nn.Linear = getattr(base, HEAD)
         return head
 
-    def training_step(self, batch: PackedBatch, batch_idx: int) -> torch.Tensor:
+    def predict_step(self, batch: PackedBatch, batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
+        """Return the score of each completion or step, shape (C,), in the order of the pack; a step's is a logit."""
+        return self._read(batch, lambda logits: self._score(logits, batch.context))
+
+    def _step(self, batch: PackedBatch, *, prefix: str) -> torch.Tensor:
         """Return the loss of a batch; log it with the mean score, and with the share of pairs in the right order, or of
         steps on the right side of 0.
 
         Cost:
             No host sync of its own; the language head does not run.
         """
-        return self._step(batch, prefix="train")
-
-    def predict_step(self, batch: PackedBatch, batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
-        """Return the score of each completion or step, shape (C,), in the order of the pack; a step's is a logit."""
-        return self._read(batch, lambda logits: self._score(logits, batch.context))
-
-    def _step(self, batch: PackedBatch, *, prefix: str) -> torch.Tensor:
         context = batch.context
         completions = self._find_completions(batch)
         means: dict[str, torch.Tensor] = {}

@@ -240,14 +240,7 @@ class Tuner(CausalLMModule):
         return completions
 
     def _log_means(self, means: Mapping[str, torch.Tensor], *, prefix: str, count: int, shown: tuple[str, ...]) -> None:
-        """Log means over ``count`` examples of one batch: at each step in training, over all batches elsewhere.
-
-        Args:
-            means: Names without prefix; 0-dim tensors on the device, which stay there.
-            prefix: "train", "val" or "test".
-            count: Weight of the batch.
-            shown: Names for the progress bar.
-        """
+        """Log means over ``count`` examples of one batch: at each step in training, over all batches elsewhere."""
         is_training = prefix == "train"
         for name, value in means.items():
             self.log(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_fastft.activations.engine import OffloadEngine, describe_use
-from lightning_fastft.activations.streams import ImmediateStreams
+from lightning_fastft.activations.streams import CopyStreams
 from lightning_fastft.core.errors import SwapError
 from tests.support.late_streams import LateStreams
 
@@ -134,7 +134,7 @@ def test_memory_of_dead_leases_is_used_again():
 
 
 def test_close_gives_everything_back():
-    engine = OffloadEngine(ImmediateStreams(), host_bytes=4096, slot_bytes=1024)
+    engine = OffloadEngine(CopyStreams(), host_bytes=4096, slot_bytes=1024)
     engine.store(engine.open_group(), torch.ones(8))
     engine.close()
     engine.close()

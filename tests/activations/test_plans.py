@@ -428,7 +428,7 @@ def test_a_last_product_of_a_fused_layer_that_is_needed_after_all_is_computed(na
             out = super().forward(*args, **options)
             return out if not torch.is_grad_enabled() else out + 0.0 * out.square()
 
-    for segment in checkpointing.segments_of():
+    for segment in checkpointing.last_segments():
         segment.last_point = "mlp.post_norm" if name in POST_NORMED else "mlp.down"
     for layer in layers:
         layer.__class__ = Squared

@@ -10,11 +10,9 @@ from torch import nn
 
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.activations.probe import (
-    HostClock,
-    Memory,
+    Meter,
     SavedBytesProbe,
     StepProbe,
-    make_clock,
     measure_machine,
 )
 from lightning_fastft.activations.segments import KEEP, Segment
@@ -123,7 +121,7 @@ class Rig:
             segment.observer = observer
 
     def timed_step(self, **options):
-        probe = StepProbe(self.device, self.device, **options)
+        probe = StepProbe(self.device, **options)
         self.observe(probe)
         self.forward().backward()
         self.device.work(ms=OTHER_MS)
@@ -199,7 +197,7 @@ def test_peaks_are_transients_above_what_is_resident():
 
 def test_what_happens_between_two_steps_is_no_part_of_a_step():
     rig = Rig()
-    probe = StepProbe(rig.device, rig.device, previous=rig.timed_step())
+    probe = StepProbe(rig.device, previous=rig.timed_step())
     rig.observe(probe)
     rig.forward().backward()
     rig.device.work(ms=OTHER_MS)
@@ -224,7 +222,7 @@ def test_a_disturbed_layer_takes_its_time_of_the_step_before():
 
 def test_a_step_before_that_ended_in_an_exception_does_not_count():
     rig = Rig()
-    broken = StepProbe(rig.device, rig.device)
+    broken = StepProbe(rig.device)
     rig.observe(broken)
     rig.forward()
     cost = rig.read(rig.timed_step(previous=broken))
@@ -234,7 +232,7 @@ def test_a_step_before_that_ended_in_an_exception_does_not_count():
 
 def test_waits_for_copies_count_for_no_part_of_the_step():
     rig = Rig()
-    probe = StepProbe(rig.device, rig.device)
+    probe = StepProbe(rig.device)
     work = rig.device.work
 
     def wait_and_work(**kwargs):
@@ -258,7 +256,7 @@ def test_waits_for_copies_count_for_no_part_of_the_step():
 
 def test_a_step_that_was_not_finished_says_so():
     rig = Rig()
-    probe = StepProbe(rig.device, rig.device)
+    probe = StepProbe(rig.device)
     rig.observe(probe)
     loss = rig.forward()
     assert not probe.has_backward
@@ -278,7 +276,7 @@ def test_a_step_that_was_not_finished_says_so():
 def test_a_backward_that_ends_above_frozen_layers_is_a_whole_one():
     rig = Rig()
     rig.layers[0].requires_grad_(False)
-    probe = StepProbe(rig.device, rig.device)
+    probe = StepProbe(rig.device)
     rig.observe(probe)
     hidden = torch.randn(TOKENS, WIDTH)
     for segment, layer in zip(rig.segments, rig.layers):
@@ -332,10 +330,8 @@ def test_gradients_while_probing_are_those_without():
 
 def test_a_cpu_counts_time_but_no_memory():
     device = torch.device("cpu")
-    assert isinstance(make_clock(device), HostClock)
-    memory = Memory(device)
-    assert (memory.start_peak(), memory.allocated(), memory.peak(), memory.is_counted) == (0, 0, 0, False)
+    meter = Meter(device)
+    assert (meter.start_peak(), meter.allocated(), meter.peak(), meter.is_counted) == (0, 0, 0, False)
     assert measure_machine(device).d2h_bytes_per_s > 0
-    clock = HostClock()
-    begin = clock.now()
-    assert clock.ms_between(begin, clock.now()) >= 0
+    begin = meter.now()
+    assert meter.ms_between(begin, meter.now()) >= 0

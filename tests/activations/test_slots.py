@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_fastft.activations.slots import ALIGNMENT_BYTES, PinnedSlab, StagingSlot
-from lightning_fastft.activations.streams import ImmediateStreams
+from lightning_fastft.activations.streams import CopyStreams
 from lightning_fastft.core.errors import HostMemoryError
 
 CPU = torch.device("cpu")
@@ -67,7 +67,7 @@ def test_a_tensor_that_outlives_its_segment_keeps_its_memory(caplog):
     class Owner:
         pass
 
-    slot, owner = StagingSlot(ALIGNMENT_BYTES, streams=ImmediateStreams()), Owner()
+    slot, owner = StagingSlot(ALIGNMENT_BYTES, streams=CopyStreams()), Owner()
     slot.take(owner)
     kept = slot.bytes[:4]
     kept.fill_(7)
@@ -86,7 +86,7 @@ def test_a_slot_is_free_when_its_owner_dies():
     class Owner:
         pass
 
-    slot, owner = StagingSlot(ALIGNMENT_BYTES, streams=ImmediateStreams()), Owner()
+    slot, owner = StagingSlot(ALIGNMENT_BYTES, streams=CopyStreams()), Owner()
     assert slot.is_free
     slot.take(owner)
     assert not slot.is_free

@@ -510,7 +510,7 @@ def test_unified_memory_is_planned_without_the_host(monkeypatch):
     assert "unified memory" in attached.stack.plan.notes[0]
 
 
-class WeightsCount(measurement_module.Memory):
+class WeightsCount(measurement_module.Meter):
     """A device on which nothing but the weights of one model counts."""
 
     num_bytes = 0
@@ -527,7 +527,7 @@ def streaming(monkeypatch, **options):
     monkeypatch.setattr(
         WeightsCount, "num_bytes", sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     )
-    monkeypatch.setattr(measurement_module, "Memory", WeightsCount)
+    monkeypatch.setattr(measurement_module, "Meter", WeightsCount)
     return Attached(model, **{"host_budget": 1, **options})
 
 

@@ -56,7 +56,7 @@ def test_an_output_that_is_needed_after_all_is_computed():
     expected = kept_gradients(model, [batch], 1)
     checkpointing = OffloadCheckpointing("recompute", mlp_tiles=2)
     install_packed_training(model, ModelPatcher(), checkpointing=checkpointing)
-    for segment in checkpointing.segments_of():
+    for segment in checkpointing.last_segments():
         segment.last_point = "mlp"
     model(**batch).loss.backward()
     found = read_gradients(model)

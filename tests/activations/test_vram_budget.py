@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_fastft.activations import measurement as measurement_module
 from lightning_fastft.activations import stack as stack_module
-from lightning_fastft.activations.probe import Memory
+from lightning_fastft.activations.probe import Meter
 from lightning_fastft.activations.segments import RECOMPUTE
 from lightning_fastft.activations.vram_budget import (
     BudgetWatch,
@@ -29,7 +29,7 @@ MIB = 2**20
 T, D, F = 128, 32, 96
 
 
-class Allocator(Memory):
+class Allocator(Meter):
     """An allocator whose counts a test sets."""
 
     base_bytes = gap_bytes = retries = 0
@@ -62,7 +62,7 @@ class Allocator(Memory):
 def allocator(monkeypatch):
     for name in ("base_bytes", "gap_bytes", "retries", "freed"):
         monkeypatch.setattr(Allocator, name, 0)
-    monkeypatch.setattr(measurement_module, "Memory", Allocator)
+    monkeypatch.setattr(measurement_module, "Meter", Allocator)
     return Allocator
 
 

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from lightning_fastft.activations.streams import ImmediateStreams
+from lightning_fastft.activations.streams import CopyStreams
 from lightning_fastft.activations.weights import WeightStreamer
 from lightning_fastft.core.errors import HostMemoryError, OptionError, SwapError
 from tests.support.late_streams import LateStreams
@@ -211,7 +211,7 @@ def test_the_next_layer_is_on_its_way_before_compute_asks_for_it():
 
 def test_sizes_and_what_the_device_holds():
     layers, _ = make_layers(5)
-    streamer = WeightStreamer(layers, streams=ImmediateStreams(), num_slots=2)
+    streamer = WeightStreamer(layers, streams=CopyStreams(), num_slots=2)
     sizes = [sum(-(-tensor.numel() * tensor.element_size() // 512) * 512 for tensor in tensors) for tensors in layers]
     assert streamer.num_host_bytes == sum(sizes)
     assert streamer.num_slot_bytes == max(sizes[0::2]) + max(sizes[1::2])
@@ -232,7 +232,7 @@ def test_sizes_and_what_the_device_holds():
 
 def test_no_use_waits_or_allocates():
     layers, _ = make_layers(5)
-    streamer = attached(layers, ImmediateStreams())
+    streamer = attached(layers, CopyStreams())
     with Watch() as watch:
         for index in (0, 1, 2, 3, 4, 4, 3, 2, 1, 0, 0, 1):
             streamer.use(index, direction=1)
@@ -266,7 +266,7 @@ def test_detach_gives_every_byte_back_and_can_be_repeated(num_uses):
 
 
 def test_a_copy_that_fails_leaves_nothing_half_done():
-    class Failing(ImmediateStreams):
+    class Failing(CopyStreams):
         fails = False
 
         def copy_in(self, device, host, *, after):
@@ -294,7 +294,7 @@ def test_a_copy_that_fails_leaves_nothing_half_done():
 
 def test_a_device_without_room_gets_host_tensors_and_a_warning(monkeypatch):
     layers, truth = make_layers(3)
-    streamer = attached(layers, ImmediateStreams())
+    streamer = attached(layers, CopyStreams())
     restore, calls = streamer._restore, []
 
     def fail_first(device):
@@ -337,7 +337,7 @@ def test_host_views_are_the_weights():
 
 def test_a_tensor_that_was_moved_is_refused():
     layers, _ = make_layers(4)
-    streamer = attached(layers, ImmediateStreams())
+    streamer = attached(layers, CopyStreams())
     layers[2][1].data = layers[2][1].clone()
     streamer.use(1, direction=1)
     with pytest.raises(SwapError, match="tensor 1 of layer 2"):
@@ -346,7 +346,7 @@ def test_a_tensor_that_was_moved_is_refused():
 
 def test_use_after_detach_is_refused():
     layers, _ = make_layers(2)
-    streamer = attached(layers, ImmediateStreams())
+    streamer = attached(layers, CopyStreams())
     streamer.detach()
     with pytest.raises(SwapError, match="before teardown"):
         streamer.use(0, direction=-1)
@@ -365,11 +365,11 @@ def test_tensors_that_cannot_be_streamed_are_refused():
         ([[torch.zeros(2, 2).to_sparse()]], "layout"),
     ):
         with pytest.raises(OptionError, match=message):
-            WeightStreamer(layers, streams=ImmediateStreams())
+            WeightStreamer(layers, streams=CopyStreams())
     with pytest.raises(OptionError, match="num_slots"):
-        WeightStreamer([[shared]], streams=ImmediateStreams(), num_slots=1)
+        WeightStreamer([[shared]], streams=CopyStreams(), num_slots=1)
     # Parts of one block that do not meet are no shared memory.
-    WeightStreamer([[shared[:2]], [shared[2:]]], streams=ImmediateStreams())
+    WeightStreamer([[shared[:2]], [shared[2:]]], streams=CopyStreams())
 
 
 def test_host_memory_that_does_not_do_is_refused_and_nothing_is_changed():
@@ -379,12 +379,12 @@ def test_host_memory_that_does_not_do_is_refused_and_nothing_is_changed():
         lambda n: torch.empty(n),
         lambda n: torch.empty(n, 1, dtype=torch.uint8),
     ):
-        streamer = WeightStreamer(layers, streams=ImmediateStreams(), allocate_host=allocate)
+        streamer = WeightStreamer(layers, streams=CopyStreams(), allocate_host=allocate)
         with pytest.raises(HostMemoryError, match="allocate_host"):
             streamer.attach()
         streamer.detach()
         for tensors, expected in zip(layers, truth):
             assert_equal(tensors, expected)
-    streams = ImmediateStreams(torch.device("cuda"))
+    streams = CopyStreams(torch.device("cuda"))
     with pytest.raises(HostMemoryError, match="pinned"):
         WeightStreamer(layers, streams=streams).attach()

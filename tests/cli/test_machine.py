@@ -23,7 +23,7 @@ def smi(monkeypatch):
 def test_gpus_and_what_they_can_do(smi, monkeypatch):
     smi("NVIDIA H200, 143771, 9.0, 570.86\nNVIDIA GeForce RTX 2080, 8192, 7.5, 570.86\n")
     versions = {"torch": "2.11.0", "triton": "3.6.0"}
-    monkeypatch.setattr(machine, "_version_of", lambda name: versions.get(name, ""))
+    monkeypatch.setattr(machine, "version_of", lambda name: versions.get(name, ""))
     text = machine.describe_machine()
     assert "GPU 0: NVIDIA H200, 140 GiB, compute capability 9.0, driver 570.86" in text
     rows = {line.split("  ")[0]: line for line in text.splitlines()}
@@ -35,7 +35,7 @@ def test_gpus_and_what_they_can_do(smi, monkeypatch):
 
 def test_gpu_without_a_build_of_torch_for_it_is_refused(smi, monkeypatch):
     smi("NVIDIA H200, 143771, 9.0, 570.86\n")
-    monkeypatch.setattr(machine, "_version_of", lambda name: "2.13.0+cpu")
+    monkeypatch.setattr(machine, "version_of", lambda name: "2.13.0+cpu")
     assert "GPU training  refused   torch 2.13.0+cpu is a build for the CPU" in machine.describe_machine()
 
 

@@ -81,8 +81,8 @@ def test_a_kept_fused_layer_saves_these_tensors_and_no_other(model_type, head_co
     # raw projection if its heads are normed.
     columns = 7 * rank + 8 * 32 + 4 * 32 + width + 2 * hidden + head_columns
     softmax_bytes = 4 * 4 * num_tokens
-    # Less than the smallest of them, low-rank rows of 32,768 bytes; low-precision copies of adapters may count.
-    assert saved.saved_bytes == pytest.approx(2 * num_tokens * columns + softmax_bytes, abs=24_000)
+    # The random state of attention.
+    assert saved.saved_bytes == pytest.approx(2 * num_tokens * columns + softmax_bytes, abs=512)
 
 
 def test_values_of_fused_layers_are_the_products_and_the_attention():

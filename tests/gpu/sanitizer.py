@@ -22,7 +22,7 @@ from lightning_fastft.kernels.expert_gate.reference import GateForm, LowRankRows
 from lightning_fastft.kernels.grouped_mm.reference import GatheredRows, RowAddend
 from lightning_fastft.kernels.nf4_experts.reference import NF4Stack
 from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
-from lightning_fastft.kernels.qk_rope.reference import HeadGradients, RopeForm
+from lightning_fastft.kernels.qk_rope.reference import HeadGradients, Rope, RopeForm
 from lightning_fastft.kernels.rms_norm.reference import NormForm
 
 PACKAGE = Path(__file__).parents[2] / "lightning_fastft"
@@ -116,12 +116,12 @@ def expert_gate(triton):
             triton.gate_backward(d_act, gate_up, form=form, weight_N=numbers(5), need_act=True)
             addend = LowRankRows(numbers(5, 3, dtype=dtype), numbers(3, 13, dtype=dtype))
             triton.gate_backward(d_act, gate_up, form=form, weight_N=numbers(5), addend=addend, need_act=True)
-            triton.gate_backward(d_act, gate_up, form=form, out=gate_up)
+            triton.gate_backward(d_act, gate_up, form=form)
 
 
 def expert_pack(triton):
     for dtype in DTYPES:
-        triton.exchange_ends(numbers(5, 3, 7), scale=0.5, out=torch.empty(7, 3, 5, dtype=dtype, device=DEVICE))
+        triton.exchange_ends(numbers(5, 3, 7), out=torch.empty(7, 3, 5, dtype=dtype, device=DEVICE))
 
 
 def expert_rows(triton):
@@ -130,7 +130,7 @@ def expert_rows(triton):
     for dtype in DTYPES:
         rows = triton.gather_rows(numbers(3, 13, dtype=dtype), slots, num_experts_per_token=2)
         triton.combine_rows(rows, places, ends)
-        triton.combine_rows(rows, places, ends, weight_TK=numbers(3, 2), addend_TD=numbers(3, 13, dtype=dtype))
+        triton.combine_rows(rows, places, ends, weight_TK=numbers(3, 2))
 
 
 def expert_sort(triton):
@@ -242,17 +242,15 @@ def qk_rope(triton):
         for dtype in DTYPES:
             qkv, d_qkv = (numbers(5, form.num_columns, dtype=dtype) for _ in range(2))
             cos, sin = (numbers(5, form.num_rotated, dtype=dtype) for _ in range(2))
-            weights = {
-                f"{name}_weight_W": numbers(form.head_width, dtype=dtype) if form.has_norm else None for name in "qk"
-            }
-            triton.qk_rope_forward(qkv, cos, sin, form=form, **weights)
-            triton.qk_rope_heads(qkv, cos, sin, form=form, **weights)
-            triton.qk_rope_forward(qkv.clone(), cos, sin, form=form, out=qkv.clone(), **weights)
+            weights = [numbers(form.head_width, dtype=dtype) if form.has_norm else None for _ in range(2)]
+            rope = Rope(cos, sin, *weights, form)
+            triton.qk_rope_heads(qkv, rope)
             raw = qkv if form.has_norm else None
-            triton.qk_rope_backward(d_qkv, raw, cos, sin, form=form, needs_weight=form.has_norm, **weights)
+            heads = HeadGradients(*d_qkv.unflatten(1, (-1, form.head_width)).split(form.head_counts, dim=1))
             shares = HeadGradients(*(numbers(5, form.num_heads, form.head_width, dtype=dtype) for _ in range(3)))
-            triton.qk_rope_backward(shares, raw, cos, sin, form=form, needs_weight=form.has_norm, **weights)
-            triton.qk_rope_backward(d_qkv, raw, cos, sin, form=form, needs_weight=False, out=d_qkv, **weights)
+            for d_heads in (heads, shares):
+                triton.qk_rope_backward(d_heads, raw, rope, needs_weight=form.has_norm)
+            triton.qk_rope_backward(heads, raw, rope, needs_weight=False)
 
 
 def repeat_heads(triton):
@@ -263,13 +261,11 @@ def repeat_heads(triton):
 def rms_norm(triton):
     for form in (NormForm(), NormForm(weight_offset=1.0, is_weight_wide=True)):
         for dtype in DTYPES:
-            x, residual, d_y, d_sum = (numbers(5, 13, dtype=dtype) for _ in range(4))
-            weight = numbers(13, dtype=dtype)
-            output = triton.rms_norm_forward(x, weight, form=form, residual_TD=residual)
+            x, d_y, addend = (numbers(5, 13, dtype=dtype) for _ in range(3))
+            weight, rstd = numbers(13, dtype=dtype), numbers(5)
             triton.rms_norm_forward(x, weight, form=form)
-            for rstd in (output.rstd_T, None):
-                triton.rms_norm_backward(d_y, output.sum_TD, weight, rstd, form=form, d_sum_TD=d_sum, needs_weight=True)
-            triton.rms_norm_backward(d_y, output.sum_TD, weight, output.rstd_T, form=form, needs_weight=False, out=d_y)
+            triton.rms_norm_backward(d_y, x, weight, form=form, addend_TD=addend, needs_weight=True, rstd_out=rstd)
+            triton.rms_norm_backward(d_y, x, weight, form=form, needs_weight=False, out=d_y)
 
 
 def chunk_gradients(triton):

@@ -14,7 +14,6 @@ from lightning_fastft.kernels.expert_gate.reference import GateForm
 from tests.kernels.test_expert_gate import (
     PublicEntries,
     check_against_truth,
-    check_in_place,
     check_rows_of_nan_stay_alone,
     make_inputs,
 )
@@ -41,7 +40,6 @@ def test_the_triton_kernels_pass_their_tests_on_the_device():
 @pytest.mark.parametrize(("form", "num_columns"), CASES)
 def test_values_and_every_gradient_equal_the_truth_at_real_widths(form, num_columns, dtype):
     check_against_truth(PublicEntries, 2053, num_columns, dtype, form, device="cuda")
-    check_in_place(PublicEntries, NUM_ROWS, num_columns, dtype, form, device="cuda")
     check_rows_of_nan_stay_alone(PublicEntries, dtype, form, device="cuda")
 
 
@@ -59,16 +57,6 @@ def test_two_runs_are_bit_equal_and_the_host_never_waits(form, num_columns):
     assert all(torch.equal(one, other) for one, other in zip(*runs))
     # The rebuilt activation is the one that the forward gave.
     assert torch.equal(runs[0][0], runs[0][2])
-
-
-@pytest.mark.parametrize(("form", "num_columns"), CASES)
-def test_overwriting_the_input_takes_no_memory(form, num_columns):
-    d_act_NF, gate_up_NP, weight_N = make_inputs(NUM_ROWS, num_columns, torch.bfloat16, form, device="cuda")
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    gate_backward(d_act_NF, gate_up_NP, form=form, weight_N=weight_N, out=gate_up_NP)
-    # d_weight, rounded up by the allocator.
-    assert torch.cuda.max_memory_allocated() - before <= NUM_ROWS * 4 + 2**20
 
 
 def test_a_forced_reference_is_obeyed_and_float64_takes_it():

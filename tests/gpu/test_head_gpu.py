@@ -10,17 +10,11 @@ from peft import LoraConfig, get_peft_model
 
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.fused.low_precision_adapters import install_low_precision_adapters
-from lightning_fastft.kernels.cross_entropy import reference
 from lightning_fastft.kernels.cross_entropy.op import labelled_cross_entropy, labelled_log_probs, token_statistics
 from lightning_fastft.kernels.divergence.op import TAILS, labelled_divergence, labelled_topk_divergence
-from lightning_fastft.kernels.divergence.reference import (
-    KINDS,
-    labelled_divergence_reference,
-    labelled_topk_divergence_reference,
-)
+from lightning_fastft.kernels.divergence.reference import KINDS
 from lightning_fastft.kernels.logit_rows import Head
 from lightning_fastft.kernels.lora_linear.op import lora_addmm
-from lightning_fastft.kernels.lora_linear.reference import lora_addmm_reference
 from lightning_fastft.packing.collate import collate
 from lightning_fastft.packing.document import Document
 from lightning_fastft.patches.attention import install_attention
@@ -28,6 +22,13 @@ from lightning_fastft.patches.head import _is_untouched_view, install_head
 from lightning_fastft.patches.lazy_logits import LazyLogits
 from tests.support.children import run_on_device
 from tests.support.host_waits import waits_are_errors
+from tests.support.loss_twins import (
+    cross_entropy_twin,
+    divergence_twin,
+    log_probs_twin,
+    lora_addmm_twin,
+    topk_divergence_twin,
+)
 from tests.support.tiny_models import VOCABULARY, build_tiny
 from tests.support.truth import assert_within_bound
 
@@ -51,37 +52,24 @@ def test_loss_and_every_gradient_equal_the_truth(dtype, case):
     row_R = torch.randperm(num_tokens, device="cuda")[:num_rows]
     target_R = torch.randint(0, vocabulary, (num_rows,), device="cuda")
     inputs = [tensor for tensor in (hidden_TD, weight_VD, bias_V) if tensor is not None]
-    arguments = {
-        "row_R": row_R,
-        "target_R": target_R,
-        "num_items": 512.0,
-        "scale": case["scale"],
-        "softcap": case["softcap"],
-    }
+    arguments = {"row_R": row_R, "target_R": target_R, "num_items": 512.0}
+
+    def head_of(tensors):
+        return Head(*tensors, *([None] * (3 - len(tensors))), case["scale"], case["softcap"])
 
     def gradients_of_reference(wide):
         cast = [tensor.detach().to(wide).requires_grad_() for tensor in inputs]
-        loss = reference.labelled_cross_entropy_reference(
-            *cast[:2], bias_V=cast[2] if bias_V is not None else None, **arguments
-        )
+        loss = cross_entropy_twin(head_of(cast), **arguments)
         return torch.autograd.grad(loss, cast, torch.tensor(1024.0, device="cuda", dtype=loss.dtype)), loss
 
     (truth, true_loss), (plain, plain_loss) = gradients_of_reference(torch.float64), gradients_of_reference(dtype)
-    loss = labelled_cross_entropy(hidden_TD, weight_VD, bias_V=bias_V, num_rows=num_rows, chunk_rows=200, **arguments)
+    loss = labelled_cross_entropy(head_of(inputs), num_rows=num_rows, chunk_rows=200, **arguments)
     ours = torch.autograd.grad(loss, inputs, torch.tensor(1024.0, device="cuda"))
     assert_within_bound("loss", loss, plain=plain_loss, truth=true_loss, dtype=dtype)
     for name, one, other, true in zip(("hidden", "weight", "bias"), ours, plain, truth):
         assert_within_bound(name, one, plain=other, truth=true, dtype=dtype)
     nll_sum, num_correct = token_statistics(
-        hidden_TD,
-        weight_VD,
-        row_R=row_R,
-        target_R=target_R,
-        num_rows=num_rows,
-        bias_V=bias_V,
-        scale=case["scale"],
-        softcap=case["softcap"],
-        chunk_rows=200,
+        head_of(inputs), row_R=row_R, target_R=target_R, num_rows=num_rows, chunk_rows=200
     )
     torch.testing.assert_close(nll_sum / 512, loss.detach())
     assert 0 <= num_correct.item() <= num_rows
@@ -102,7 +90,7 @@ def test_rows_of_log_probs_and_divergences_equal_the_truth_without_a_host_wait(n
     def run(log_probs, live, kept, tensors):
         student = Head(*tensors, scale=0.5, softcap=5.0)
         if name == "log_probs":
-            value_R = log_probs(*student[:2], row_R=row_R, target_R=target_R, scale=0.5, softcap=5.0)[0]
+            value_R = log_probs(student, row_R=row_R, target_R=target_R)[0]
         elif name in KINDS:
             teacher = Head(teacher_TD.to(tensors[0].dtype), teacher_VD.to(tensors[0].dtype))
             value_R = live(student, teacher, row_R=row_R, kind=name)
@@ -116,11 +104,7 @@ def test_rows_of_log_probs_and_divergences_equal_the_truth_without_a_host_wait(n
         functions = (labelled_log_probs, labelled_divergence, labelled_topk_divergence)
         return run(*(functools.partial(function, **counted) for function in functions), inputs)
 
-    twins = (
-        reference.labelled_log_probs_reference,
-        labelled_divergence_reference,
-        labelled_topk_divergence_reference,
-    )
+    twins = (log_probs_twin, divergence_twin, topk_divergence_twin)
     truth = run(*twins, [tensor.detach().double().requires_grad_() for tensor in inputs])
     plain = run(*twins, inputs)
     # Kernels are compiled by the first call.
@@ -144,8 +128,8 @@ def test_the_low_rank_part_equals_the_truth(dtype):
         out = function(*tensors, scale=2.0, **kwargs)
         return [out.detach(), *torch.autograd.grad(out, tensors, d_out.to(out.dtype))]
 
-    truth = run(lora_addmm_reference, [tensor.double() for tensor in inputs])
-    plain = run(lora_addmm_reference, inputs)
+    truth = run(lora_addmm_twin, [tensor.double() for tensor in inputs])
+    plain = run(lora_addmm_twin, inputs)
     ours = run(lora_addmm, masters, copy_a_RD=inputs[2], copy_b_NR=inputs[3])
     assert [tensor.dtype for tensor in ours] == [dtype, dtype, dtype, torch.float32, torch.float32]
     for name, one, other, true in zip(("out", "base", "x", "a_RD", "b_NR"), ours, plain, truth):
@@ -235,7 +219,7 @@ def test_the_head_needs_one_chunk_of_logits():
     torch.cuda.reset_peak_memory_stats()
     before_bytes = torch.cuda.memory_allocated()
     labelled_cross_entropy(
-        hidden_TD, weight_VD, row_R=rows, target_R=target_R, num_rows=num_tokens, num_items=8192.0
+        Head(hidden_TD, weight_VD), row_R=rows, target_R=target_R, num_rows=num_tokens, num_items=8192.0
     ).backward()
     used_bytes = torch.cuda.max_memory_allocated() - before_bytes
     chunk_bytes = 2048 * vocabulary * 2

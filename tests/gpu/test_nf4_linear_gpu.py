@@ -9,10 +9,11 @@ import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit
 
-from lightning_fastft.kernels.nf4_linear.op import dequantise, dequantise_many, read_params4bit
+from lightning_fastft.kernels.nf4_linear.op import dequantise_many, read_params4bit
 from tests.kernels.test_nf4_linear import check, make_cases, run_op
 from tests.support.children import run_on_device
 from tests.support.host_waits import waits_are_errors
+from tests.support.nf4_weights import dequantise
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]

@@ -1,4 +1,4 @@
-"""Residual add and RMSNorm on a CUDA device: kernels against the truth at real widths, bit-equal twice, no host
+"""RMSNorm on a CUDA device: kernels against the truth at real widths, bit-equal twice, no host
 wait, no copies.
 """
 
@@ -45,9 +45,7 @@ def test_the_triton_kernels_pass_their_tests_on_the_device():
 @pytest.mark.parametrize(("form", "num_rows", "num_columns"), CASES)
 def test_values_and_every_gradient_equal_the_truth_at_real_widths(form, num_rows, num_columns, dtype):
     check_against_truth(PublicEntries, num_rows, num_columns, dtype, form, device="cuda")
-    check_against_truth(
-        PublicEntries, 65, num_columns, dtype, form, device="cuda", weight_dtype=torch.float32, is_rstd_given=False
-    )
+    check_against_truth(PublicEntries, 65, num_columns, dtype, form, device="cuda", weight_dtype=torch.float32)
     check_in_place(PublicEntries, num_rows, num_columns, dtype, form, device="cuda")
     check_rows_of_nan_stay_alone(PublicEntries, dtype, form, device="cuda")
     check_without_the_weight(PublicEntries, dtype, form, device="cuda")
@@ -55,35 +53,31 @@ def test_values_and_every_gradient_equal_the_truth_at_real_widths(form, num_rows
 
 @pytest.mark.parametrize(("form", "num_rows", "num_columns"), CASES)
 def test_two_runs_are_bit_equal_and_the_host_never_waits(form, num_rows, num_columns):
-    x_TD, residual_TD, weight_D, d_y_TD, d_sum_TD = make_inputs(
-        num_rows, num_columns, torch.bfloat16, form, device="cuda"
-    )
+    x_TD, weight_D, d_y_TD, addend_TD = make_inputs(num_rows, num_columns, torch.bfloat16, form, device="cuda")
     runs = []
     with waits_are_errors():
         for _ in range(2):
-            output = rms_norm_forward(x_TD, weight_D, form=form, residual_TD=residual_TD)
-            arguments = {"form": form, "d_sum_TD": d_sum_TD, "needs_weight": True}
-            runs.append((*output, *rms_norm_backward(d_y_TD, output.sum_TD, weight_D, output.rstd_T, **arguments)))
+            y_TD = rms_norm_forward(x_TD, weight_D, form=form)
+            arguments = {"form": form, "addend_TD": addend_TD, "needs_weight": True}
+            runs.append((y_TD, *rms_norm_backward(d_y_TD, x_TD, weight_D, **arguments)))
     assert all(torch.equal(one, other) for one, other in zip(*runs))
 
 
 @pytest.mark.parametrize(("form", "num_rows", "num_columns"), CASES)
 def test_overwriting_a_gradient_takes_no_memory(form, num_rows, num_columns):
-    x_TD, _, weight_D, d_y_TD, d_sum_TD = make_inputs(num_rows, num_columns, torch.bfloat16, form, device="cuda")
-    rstd_T = rms_norm_forward(x_TD, weight_D, form=form).rstd_T
+    x_TD, weight_D, d_y_TD, addend_TD = make_inputs(num_rows, num_columns, torch.bfloat16, form, device="cuda")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    rms_norm_backward(d_y_TD, x_TD, weight_D, rstd_T, form=form, d_sum_TD=d_sum_TD, needs_weight=False, out=d_sum_TD)
+    rms_norm_backward(d_y_TD, x_TD, weight_D, form=form, addend_TD=addend_TD, needs_weight=False, out=addend_TD)
     assert torch.cuda.max_memory_allocated() == before
 
 
 def test_a_forced_reference_is_obeyed_float64_takes_it_and_wider_rows_ask_for_it():
-    x_TD, residual_TD, weight_D, d_y_TD, _ = make_inputs(65, 33, torch.float32, LLAMA, device="cuda")
-    forced = rms_norm_forward(x_TD, weight_D, form=LLAMA, residual_TD=residual_TD, backend="reference")
-    expected = reference.rms_norm_forward(x_TD, weight_D, form=LLAMA, residual_TD=residual_TD)
-    assert all(torch.equal(one, other) for one, other in zip(forced, expected))
+    x_TD, weight_D, d_y_TD, _ = make_inputs(65, 33, torch.float32, LLAMA, device="cuda")
+    forced_TD = rms_norm_forward(x_TD, weight_D, form=LLAMA, backend="reference")
+    assert torch.equal(forced_TD, reference.rms_norm_forward(x_TD, weight_D, form=LLAMA))
     x_TD, d_y_TD = x_TD.double(), d_y_TD.double()
-    wide = rms_norm_backward(d_y_TD, x_TD, weight_D, None, form=LLAMA, needs_weight=True)
+    wide = rms_norm_backward(d_y_TD, x_TD, weight_D, form=LLAMA, needs_weight=True)
     assert wide.d_weight_D.dtype is torch.float64
     with pytest.raises(OptionError, match="float64"):
         rms_norm_forward(x_TD, weight_D, form=LLAMA, backend="triton")

@@ -8,7 +8,7 @@ import torch
 from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.chunk_gradients import reference
 from lightning_fastft.kernels.chunk_gradients.op import chunk_gradients
-from lightning_fastft.kernels.chunk_gradients.reference import CHUNK
+from lightning_fastft.kernels.chunk_gradients.reference import CHUNK, ChunkInputs
 from tests.support.truth import assert_within_bound, fresh_memory_is_nan
 
 LENGTHS = (1, CHUNK + 3, 2, 2 * CHUNK, 5)
@@ -52,8 +52,8 @@ def make_inputs(shape, dtype, *, lengths=LENGTHS, device="cpu"):
 
 def run(function, inputs, offsets, **options):
     """Call a form of the function on inputs by name."""
-    positional = [inputs[name] for name in NAMES[:-1]]
-    return function(*positional, **offsets, scale=0.7, d_value_TJV=inputs.get("d_value"), **options)
+    rows = [inputs[name] for name in NAMES[:-1]]
+    return function(ChunkInputs(*rows, **offsets, scale=0.7, d_value_TJV=inputs.get("d_value")), **options)
 
 
 def check(function, shape, dtype, *, lengths=LENGTHS, device="cpu"):
@@ -69,9 +69,9 @@ def check(function, shape, dtype, *, lengths=LENGTHS, device="cpu"):
     assert all(torch.equal(inputs[name], before[name]) for name in inputs), "an input was written"
 
 
-def plain_gradients(*arguments, **options):
+def plain_gradients(inputs):
     """The reference whose scores and states are rounded before they are multiplied, as tensor cores take them."""
-    dtype = arguments[0].dtype
+    dtype = inputs.q_THK.dtype
 
     class Rounding(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -80,7 +80,7 @@ def plain_gradients(*arguments, **options):
             return function(*args, **(kwargs or {}))
 
     with Rounding():
-        return reference.chunk_gradients(*arguments, **options)
+        return reference.chunk_gradients(inputs)
 
 
 def forward(q, k, u, w, decays, *, scale, lengths):
@@ -115,7 +115,7 @@ def test_reference_is_what_autograd_gives():
     d_out = torch.randn_like(out)
     out.backward(d_out)
     start_S1, chunk_N2 = make_chunks(lengths)
-    found = reference.chunk_gradients(
+    inputs = ChunkInputs(
         *(x.detach()[:, None] for x in (q, k, torch.cat(values), d_out)),
         torch.stack(states)[:, None].detach(),
         torch.stack([torch.zeros_like(end) if end.grad is None else end.grad for end in ends])[:, None],
@@ -125,6 +125,7 @@ def test_reference_is_what_autograd_gives():
         scale=0.7,
         d_value_TJV=torch.cat([value.grad for value in values])[:, None],
     )
+    found = reference.chunk_gradients(inputs)
     q, k, w, _, decays = leaves
     for ours, leaf in zip(found, (q, k, w, decays), strict=True):
         torch.testing.assert_close(ours[:, 0], leaf.grad, rtol=1e-10, atol=1e-12)

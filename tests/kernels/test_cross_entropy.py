@@ -8,7 +8,9 @@ from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels import logit_rows
 from lightning_fastft.kernels.cross_entropy import op, reference
 from lightning_fastft.kernels.cross_entropy.op import labelled_cross_entropy, labelled_log_probs, token_statistics
+from lightning_fastft.kernels.logit_rows import Head
 from tests.support.kernel_harness import load_with_fault, planted_faults
+from tests.support.loss_twins import cross_entropy_twin, log_probs_twin
 from tests.support.truth import Watch, assert_within_bound, one_unit, poisoned
 
 ROOT = Path(__file__).parents[2]
@@ -32,12 +34,12 @@ def make_inputs(num_rows, dtype, *, num_padded=0, has_bias=False, ignored=False)
     return hidden_TD, weight_VD, bias_V, row_R, target_R
 
 
-def run_reference(hidden_TD, weight_VD, bias_V, *, dtype, loss_factor=1.0, **arguments):
+def run_reference(hidden_TD, weight_VD, bias_V, *, dtype, loss_factor=1.0, scale=1.0, softcap=None, **arguments):
     inputs = [
         None if tensor is None else tensor.detach().to(dtype).requires_grad_()
         for tensor in (hidden_TD, weight_VD, bias_V)
     ]
-    loss = reference.labelled_cross_entropy_reference(*inputs[:2], bias_V=inputs[2], **arguments)
+    loss = cross_entropy_twin(Head(*inputs, scale, softcap), **arguments)
     (loss * loss_factor).backward()
     return [loss.detach(), *(None if tensor is None else tensor.grad for tensor in inputs)]
 
@@ -72,15 +74,11 @@ def check_against_truth(
     truth = run_reference(hidden_TD, weight_VD, bias_V, dtype=torch.float64, loss_factor=2.0, **given)
     plain = run_reference(hidden_TD, weight_VD, bias_V, dtype=dtype, loss_factor=2.0, **given)
     loss = function(
-        hidden_TD,
-        weight_VD,
+        Head(hidden_TD, weight_VD, bias_V, scale, softcap),
         row_R=row_R,
         target_R=target_R,
         num_rows=num_rows,
         num_items=3.5,
-        bias_V=bias_V,
-        scale=scale,
-        softcap=softcap,
         chunk_rows=chunk_rows,
     )
     # Something other than 1 must arrive in the backward; a power of two rounds nothing.
@@ -130,23 +128,26 @@ def check_log_probs(
     # The gradient of padding rows must not arrive.
     d_log_prob_R = torch.randn(num_rows + num_padded)
     d_log_prob_R[num_rows:] = float("nan")
-    options = {"scale": scale, "softcap": softcap}
 
     def run_plain(wide):
         inputs = [
             None if tensor is None else tensor.detach().to(wide).requires_grad_()
             for tensor in (hidden_TD, weight_VD, bias_V)
         ]
-        log_prob_R, entropy_R = reference.labelled_log_probs_reference(
-            *inputs[:2], bias_V=inputs[2], row_R=row_R[:num_rows], target_R=target_R[:num_rows], **options
+        log_prob_R, entropy_R = log_probs_twin(
+            Head(*inputs, scale, softcap), row_R=row_R[:num_rows], target_R=target_R[:num_rows]
         )
         log_prob_R.backward(d_log_prob_R[:num_rows].to(log_prob_R.dtype))
         return log_prob_R.detach(), entropy_R.detach(), *(tensor.grad for tensor in inputs if tensor is not None)
 
     log_prob_R, entropy_R = function(
-        hidden_TD, weight_VD, row_R=row_R, target_R=target_R, num_rows=num_rows, bias_V=bias_V, with_entropy=True,
-        chunk_rows=chunk_rows, **options
-    )  # fmt: skip
+        Head(hidden_TD, weight_VD, bias_V, scale, softcap),
+        row_R=row_R,
+        target_R=target_R,
+        num_rows=num_rows,
+        with_entropy=True,
+        chunk_rows=chunk_rows,
+    )
     log_prob_R.backward(d_log_prob_R.to(log_prob_R.dtype))
     assert log_prob_R.dtype is entropy_R.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
     assert not entropy_R.requires_grad
@@ -178,7 +179,7 @@ FAULTS = {
     "num_items missing in the backward": "factor = d_loss {/ ctx.divisor => }",
     "gradient of the loss dropped": "factor = {d_loss => torch.ones_like(d_loss)} / ctx.divisor",
     "mantissa of num_items dropped": "return 1.0 {/ mantissa => }, 2.0**exponent",
-    "scale of the loss dropped": "scale={loss.scale => 1.0},",
+    "scale of the loss dropped": "bias_V, {loss.scale => 1.0}, loss.softcap)",
     "targets of the first chunk": "target_R[{chunk.begin : chunk.end => : chunk.end - chunk.begin}],",
     "log-probability descended": "gradient_factor = {- => }1.0 if writes_gradient",
     "sign of the log-probability": "return {- => }losses.nll_R, losses.entropy_R",
@@ -227,7 +228,7 @@ def test_rows_in_order_need_no_index():
     results = []
     for row_R in (None, torch.arange(NUM_TOKENS)):
         loss = labelled_cross_entropy(
-            hidden_TD, weight_VD, row_R=row_R, target_R=target_R, num_rows=NUM_TOKENS, num_items=4.0, chunk_rows=8
+            Head(hidden_TD, weight_VD), row_R=row_R, target_R=target_R, num_rows=NUM_TOKENS, num_items=4.0, chunk_rows=8
         )
         results.append((loss.detach(), *torch.autograd.grad(loss, (hidden_TD, weight_VD))))
     assert all(torch.equal(one, other) for one, other in zip(*results))
@@ -235,7 +236,9 @@ def test_rows_in_order_need_no_index():
 
 def test_rows_without_a_label_get_a_gradient_of_exactly_zero():
     hidden_TD, weight_VD, _, row_R, target_R = make_inputs(11, torch.float32)
-    labelled_cross_entropy(hidden_TD, weight_VD, row_R=row_R, target_R=target_R, num_rows=11, num_items=1.0).backward()
+    labelled_cross_entropy(
+        Head(hidden_TD, weight_VD), row_R=row_R, target_R=target_R, num_rows=11, num_items=1.0
+    ).backward()
     is_trained_T = torch.zeros(NUM_TOKENS, dtype=torch.bool).index_fill_(0, row_R, True)
     assert (hidden_TD.grad[~is_trained_T] == 0).all()
     assert (hidden_TD.grad[is_trained_T] != 0).any(dim=1).all()
@@ -246,18 +249,18 @@ def test_no_rows_give_a_zero_loss_with_a_graph_and_zero_gradients():
     empty = torch.zeros(0, dtype=torch.int64)
     for rows in (empty, torch.zeros(128, dtype=torch.int64)):
         loss = labelled_cross_entropy(
-            hidden_TD, weight_VD, row_R=rows, target_R=rows, num_rows=0, num_items=5.0, bias_V=bias_V
+            Head(hidden_TD, weight_VD, bias_V), row_R=rows, target_R=rows, num_rows=0, num_items=5.0
         )
         gradients = torch.autograd.grad(loss, (hidden_TD, weight_VD, bias_V))
         assert loss.item() == 0.0
         assert all((gradient == 0).all() for gradient in gradients)
         log_prob_R, entropy_R = labelled_log_probs(
-            hidden_TD, weight_VD, row_R=rows, target_R=rows, num_rows=0, bias_V=bias_V, with_entropy=True
+            Head(hidden_TD, weight_VD, bias_V), row_R=rows, target_R=rows, num_rows=0, with_entropy=True
         )
         gradients = torch.autograd.grad(log_prob_R.sum(), (hidden_TD, weight_VD, bias_V))
         assert log_prob_R.shape == entropy_R.shape == rows.shape
         assert all((tensor == 0).all() for tensor in (log_prob_R, entropy_R, *gradients))
-    nll_sum, num_correct = token_statistics(hidden_TD, weight_VD, row_R=empty, target_R=empty, num_rows=0)
+    nll_sum, num_correct = token_statistics(Head(hidden_TD, weight_VD), row_R=empty, target_R=empty, num_rows=0)
     assert (nll_sum.item(), num_correct.item()) == (0.0, 0)
 
 
@@ -265,13 +268,13 @@ def test_a_frozen_head_costs_no_weight_gradient_and_frozen_states_none_of_theirs
     hidden_TD, weight_VD, _, row_R, target_R = make_inputs(9, torch.float32)
     arguments = {"row_R": row_R, "target_R": target_R, "num_rows": 9, "num_items": 1.0, "chunk_rows": 2}
     with Watch() as watch:
-        labelled_cross_entropy(hidden_TD, weight_VD.detach(), **arguments).backward()
+        labelled_cross_entropy(Head(hidden_TD, weight_VD.detach()), **arguments).backward()
     # Nothing of the size of the weight is ever made; the states' gradient is the largest tensor.
     assert watch.largest <= max(hidden_TD.numel(), 2 * VOCABULARY, weight_VD.numel())
     assert hidden_TD.grad is not None
-    labelled_cross_entropy(hidden_TD.detach(), weight_VD, **arguments).backward()
+    labelled_cross_entropy(Head(hidden_TD.detach(), weight_VD), **arguments).backward()
     assert weight_VD.grad is not None
-    assert labelled_cross_entropy(hidden_TD.detach(), weight_VD.detach(), **arguments).grad_fn is None
+    assert labelled_cross_entropy(Head(hidden_TD.detach(), weight_VD.detach()), **arguments).grad_fn is None
 
 
 def test_log_probs_of_a_frozen_head_form_logits_once():
@@ -280,10 +283,10 @@ def test_log_probs_of_a_frozen_head_form_logits_once():
     for is_trained, num_passes in ((False, 1), (True, 2)):
         with mock.patch.object(op, "_row_losses", wraps=op._row_losses) as row_losses:
             weight_VD = weight_VD.detach().requires_grad_(is_trained)
-            labelled_log_probs(hidden_TD, weight_VD, **arguments).log_prob_R.sum().backward()
+            labelled_log_probs(Head(hidden_TD, weight_VD), **arguments).log_prob_R.sum().backward()
         assert row_losses.call_count == 5 * num_passes
-    labelled_log_probs(hidden_TD.detach(), weight_VD, **arguments).log_prob_R.sum().backward()
-    log_probs = labelled_log_probs(hidden_TD.detach(), weight_VD.detach(), **arguments)
+    labelled_log_probs(Head(hidden_TD.detach(), weight_VD), **arguments).log_prob_R.sum().backward()
+    log_probs = labelled_log_probs(Head(hidden_TD.detach(), weight_VD.detach()), **arguments)
     assert log_probs.log_prob_R.grad_fn is None
     assert log_probs.entropy_R is None
 
@@ -294,7 +297,7 @@ def test_small_fp16_gradients_of_log_probs_are_summed_before_they_are_rounded():
     weight_VD = torch.zeros(3, 2, dtype=torch.float16, requires_grad=True)
     rows = torch.arange(num_tokens)
     log_probs = labelled_log_probs(
-        hidden_TD, weight_VD, row_R=rows, target_R=torch.zeros_like(rows), num_rows=num_tokens
+        Head(hidden_TD, weight_VD), row_R=rows, target_R=torch.zeros_like(rows), num_rows=num_tokens
     )
     # One row's gradient is below the smallest fp16 number, 2 ** -24.
     (log_probs.log_prob_R * 2.0**-26).sum().backward()
@@ -304,7 +307,7 @@ def test_small_fp16_gradients_of_log_probs_are_summed_before_they_are_rounded():
 def test_small_fp16_gradients_of_log_probs_survive_until_the_loss_scale_comes_in():
     hidden_TD, weight_VD, _, row_R, target_R = make_inputs(9, torch.float16)
     rows = {"row_R": row_R, "target_R": target_R}
-    log_prob_R = labelled_log_probs(hidden_TD, weight_VD, num_rows=9, **rows).log_prob_R
+    log_prob_R = labelled_log_probs(Head(hidden_TD, weight_VD), num_rows=9, **rows).log_prob_R
     (log_prob_R.sum() / -1e6 * 2.0**20).backward()
     truth = run_reference(hidden_TD, weight_VD, None, dtype=torch.float64, num_items=1e6 / 2.0**20, **rows)
     torch.testing.assert_close(hidden_TD.grad.double(), truth[1], rtol=2e-2, atol=2e-3)
@@ -321,9 +324,11 @@ def test_full_logits_never_exist_and_the_host_never_waits():
         "chunk_rows": 8,
     }
     with Watch() as watch:
-        labelled_cross_entropy(hidden_TD, weight_VD, num_items=7.0, **arguments).backward()
-        token_statistics(hidden_TD, weight_VD, **arguments)
-        log_probs = labelled_log_probs(hidden_TD, weight_VD.clone().requires_grad_(), **arguments, with_entropy=True)
+        labelled_cross_entropy(Head(hidden_TD, weight_VD), num_items=7.0, **arguments).backward()
+        token_statistics(Head(hidden_TD, weight_VD), **arguments)
+        log_probs = labelled_log_probs(
+            Head(hidden_TD, weight_VD.clone().requires_grad_()), **arguments, with_entropy=True
+        )
         log_probs.log_prob_R.sum().backward()
     assert watch.waits == []
     assert watch.largest == 8 * vocabulary
@@ -341,7 +346,7 @@ def test_num_items_may_be_a_tensor():
     results = []
     for num_items in (6, torch.tensor(6), torch.tensor(6.0)):
         loss = labelled_cross_entropy(
-            hidden_TD, weight_VD, row_R=row_R, target_R=target_R, num_rows=9, num_items=num_items
+            Head(hidden_TD, weight_VD), row_R=row_R, target_R=target_R, num_rows=9, num_items=num_items
         )
         results.append((loss.detach(), *torch.autograd.grad(loss, (hidden_TD, weight_VD))))
     for result in results[1:]:
@@ -351,7 +356,7 @@ def test_num_items_may_be_a_tensor():
 def test_a_second_backward_names_retain_graph_and_works_with_it():
     hidden_TD, weight_VD, _, row_R, target_R = make_inputs(9, torch.float32)
     arguments = {"row_R": row_R, "target_R": target_R, "num_rows": 9, "num_items": 2.0}
-    loss = labelled_cross_entropy(hidden_TD, weight_VD, **arguments)
+    loss = labelled_cross_entropy(Head(hidden_TD, weight_VD), **arguments)
     first = torch.autograd.grad(loss, (hidden_TD, weight_VD), retain_graph=True)
     second = torch.autograd.grad(loss, (hidden_TD, weight_VD))
     assert all(torch.equal(one, other) for one, other in zip(first, second))
@@ -372,7 +377,7 @@ def test_a_factor_rounded_to_a_narrow_dtype_is_seen(tmp_path):
 
 def check_gradient_of_the_loss(function, dtype):
     hidden_TD, weight_VD, _, row_R, target_R = make_inputs(9, dtype)
-    loss = function(hidden_TD, weight_VD, row_R=row_R, target_R=target_R, num_rows=9, num_items=3.0)
+    loss = function(Head(hidden_TD, weight_VD), row_R=row_R, target_R=target_R, num_rows=9, num_items=3.0)
     once = torch.autograd.grad(loss, (hidden_TD, weight_VD), retain_graph=True)
     scaled = torch.autograd.grad(
         loss, (hidden_TD, weight_VD), grad_outputs=torch.tensor(1.7)
@@ -388,7 +393,7 @@ def test_small_fp16_gradients_survive_a_large_number_of_items():
     # first.
     hidden_TD, weight_VD, _, row_R, target_R = make_inputs(9, torch.float16)
     arguments = {"row_R": row_R, "target_R": target_R, "num_rows": 9}
-    (2.0**20 * labelled_cross_entropy(hidden_TD, weight_VD, num_items=1e6, **arguments)).backward()
+    (2.0**20 * labelled_cross_entropy(Head(hidden_TD, weight_VD), num_items=1e6, **arguments)).backward()
     truth = run_reference(
         hidden_TD, weight_VD, None, dtype=torch.float64, row_R=row_R, target_R=target_R, num_items=1e6 / 2.0**20
     )
@@ -401,8 +406,7 @@ def test_weight_gradients_of_many_chunks_are_summed_in_fp32():
     weight_VD = torch.zeros(3, 2, dtype=torch.bfloat16, requires_grad=True)
     rows = torch.arange(num_tokens)
     loss = labelled_cross_entropy(
-        hidden_TD,
-        weight_VD,
+        Head(hidden_TD, weight_VD),
         row_R=rows,
         target_R=torch.zeros_like(rows),
         num_rows=num_tokens,
@@ -418,18 +422,18 @@ def test_autocast_computes_in_its_dtype_and_returns_gradients_in_the_inputs():
     hidden_TD, weight_VD, _, row_R, target_R = make_inputs(9, torch.float32)
     arguments = {"row_R": row_R, "target_R": target_R, "num_rows": 9, "num_items": 2.0}
     narrow = [tensor.detach().bfloat16().requires_grad_() for tensor in (hidden_TD, weight_VD)]
-    expected = labelled_cross_entropy(*narrow, **arguments)
+    expected = labelled_cross_entropy(Head(*narrow), **arguments)
     expected.backward()
     with torch.autocast("cpu", torch.bfloat16):
-        loss = labelled_cross_entropy(hidden_TD, weight_VD, **arguments)
+        loss = labelled_cross_entropy(Head(hidden_TD, weight_VD), **arguments)
     loss.backward()
     assert torch.equal(loss, expected)
     assert hidden_TD.grad.dtype is weight_VD.grad.dtype is torch.float32
     torch.testing.assert_close(hidden_TD.grad.bfloat16(), narrow[0].grad)
     del arguments["num_items"]
-    wanted = torch.autograd.grad(labelled_log_probs(*narrow, **arguments).log_prob_R.sum(), narrow)
+    wanted = torch.autograd.grad(labelled_log_probs(Head(*narrow), **arguments).log_prob_R.sum(), narrow)
     with torch.autocast("cpu", torch.bfloat16):
-        log_probs = labelled_log_probs(hidden_TD, weight_VD, **arguments)
+        log_probs = labelled_log_probs(Head(hidden_TD, weight_VD), **arguments)
     # The backward runs outside of autocast, and forms the logits again in its dtype.
     gradients = torch.autograd.grad(log_probs.log_prob_R.sum(), (hidden_TD, weight_VD))
     for one, other in zip(gradients, wanted):
@@ -441,17 +445,8 @@ def test_autocast_computes_in_its_dtype_and_returns_gradients_in_the_inputs():
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_statistics_equal_the_full_logits(softcap, dtype):
     hidden_TD, weight_VD, bias_V, row_R, target_R = make_inputs(23, dtype, num_padded=4, has_bias=True, ignored=True)
-    nll_sum, num_correct = token_statistics(
-        hidden_TD,
-        weight_VD,
-        row_R=row_R,
-        target_R=target_R,
-        num_rows=23,
-        bias_V=bias_V,
-        scale=0.5,
-        softcap=softcap,
-        chunk_rows=8,
-    )
+    head = Head(hidden_TD, weight_VD, bias_V, scale=0.5, softcap=softcap)
+    nll_sum, num_correct = token_statistics(head, row_R=row_R, target_R=target_R, num_rows=23, chunk_rows=8)
     logits_RV = reference.scale_and_cap(
         torch.nn.functional.linear(hidden_TD[row_R[:23]], weight_VD, bias_V).float(), scale=0.5, softcap=softcap
     )
@@ -479,15 +474,18 @@ def test_statistics_equal_the_full_logits(softcap, dtype):
 )
 def test_impossible_arguments_are_refused(change, error):
     hidden_TD, weight_VD, _, row_R, target_R = make_inputs(9, torch.float32)
-    arguments = {"row_R": row_R, "target_R": target_R, "num_rows": 9, "num_items": 2.0, **change}
+    head = Head(hidden_TD, weight_VD)
+    head = head._replace(**{name: value for name, value in change.items() if name in head._fields})
+    arguments = {"row_R": row_R, "target_R": target_R, "num_rows": 9, "num_items": 2.0}
+    arguments |= {name: value for name, value in change.items() if name not in head._fields}
     with pytest.raises(error):
-        labelled_cross_entropy(hidden_TD, weight_VD, **arguments)
+        labelled_cross_entropy(head, **arguments)
 
 
 def test_states_and_weight_of_different_dtype_or_width_are_refused():
     hidden_TD, weight_VD, _, row_R, target_R = make_inputs(9, torch.float32)
     arguments = {"row_R": row_R, "target_R": target_R, "num_rows": 9, "num_items": 2.0}
     with pytest.raises(ShapeError, match=r"bfloat16"):
-        labelled_cross_entropy(hidden_TD.bfloat16(), weight_VD, **arguments)
+        labelled_cross_entropy(Head(hidden_TD.bfloat16(), weight_VD), **arguments)
     with pytest.raises(ShapeError, match="width"):
-        labelled_cross_entropy(hidden_TD, weight_VD[:, 1:], **arguments)
+        labelled_cross_entropy(Head(hidden_TD, weight_VD[:, 1:]), **arguments)

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from lightning_fastft.core.errors import OptionError, ShapeError
-from lightning_fastft.kernels.divergence import op, reference
+from lightning_fastft.kernels.divergence import op
 from lightning_fastft.kernels.divergence.op import labelled_divergence, labelled_topk_divergence
 from lightning_fastft.kernels.divergence.reference import KINDS
 from lightning_fastft.kernels.logit_rows import Head
+from tests.support import loss_twins
 from tests.support.children import compile_kernels
 from tests.support.kernel_harness import planted_faults
 from tests.support.truth import Watch, one_unit, poisoned
@@ -99,15 +100,15 @@ def check_divergence(function, num_rows, dtype, *, kind, beta=0.3, temperature=1
             other = other._replace(weight_VD=other.weight_VD[:vocab_size])
         # Temperature without the arithmetic of scale and soft cap that the package has for it.
         with mock.patch.object(
-            reference, "scale_and_cap", lambda raw, **form: SCALE_AND_CAP(raw, **form) / temperature
+            loss_twins, "scale_and_cap", lambda raw, **form: SCALE_AND_CAP(raw, **form) / temperature
         ):
-            return reference.labelled_divergence_reference(head, other, row_R=row_R, kind=kind, beta=beta)
+            return loss_twins.divergence_twin(head, other, row_R=row_R, kind=kind, beta=beta)
 
     check_against_truth(compute, compute_plain, student, dtype=dtype, num_rows=num_rows)
     assert all(tensor.grad is None for tensor in teacher.inputs if tensor is not None)
 
 
-SCALE_AND_CAP = reference.scale_and_cap
+SCALE_AND_CAP = loss_twins.scale_and_cap
 
 
 def check_topk(function, num_rows, dtype, *, tail, **options):
@@ -122,7 +123,7 @@ def check_topk(function, num_rows, dtype, *, tail, **options):
         )  # fmt: skip
 
     def compute_plain(head):
-        return reference.labelled_topk_divergence_reference(
+        return loss_twins.topk_divergence_twin(
             head, teacher_id_RK=id_RK[:num_rows], teacher_log_prob_RK=log_prob_RK[:num_rows], row_R=row_R, tail=tail
         )
 

@@ -1,4 +1,4 @@
-"""The expert from the last axis of a stack to the first and back: the public functions against a permutation;
+"""The expert from the last axis of a stack to the first and back: the public function against a permutation;
 kernels in a child process.
 """
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lightning_fastft.core.errors import OptionError, ShapeError
-from lightning_fastft.kernels.expert_pack import op, reference
-from lightning_fastft.kernels.expert_pack.op import pack_expert_first, unpack_expert_last
+from lightning_fastft.kernels.expert_pack import reference
+from lightning_fastft.kernels.expert_pack.op import exchange_ends
 from tests.support.children import compile_kernels, in_both_lanes
 from tests.support.host_waits import HostWaits
 from tests.support.kernel_harness import planted_faults
@@ -17,7 +17,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SHAPES = ((0, 3, 5), (4, 0, 5), (4, 3, 0), (1, 1, 1), (13, 5, 7), (63, 2, 65), (64, 1, 64), (130, 3, 129))
 # More than one row too many along any axis of the sizes here.
 MARGIN = 2048
-BOTH = pytest.mark.parametrize("function", [pack_expert_first, unpack_expert_last])
 
 
 def flat_in_nan(shape, dtype, *, device="cpu"):
@@ -32,15 +31,13 @@ def make_source(shape, dtype, *, device="cpu"):
     return source.copy_(torch.randn(shape, device=device))
 
 
-def check_exchange(exchange, shape, *, dtype, out_dtype, scale=1.0, device="cpu", expected_of=None):
+def check_exchange(exchange, shape, *, dtype, out_dtype, device="cpu", expected_of=None):
     """Bit-equal to a permutation, cast once; nothing written beside the result, and the source stays."""
     source = make_source(shape, dtype, device=device)
     before = source.clone()
-    wide = torch.float64 if dtype is torch.float64 else torch.float32
-    moved = before.permute(2, 1, 0)
-    expected = (moved.to(wide) * scale).to(out_dtype) if scale != 1.0 else moved.to(out_dtype)
+    expected = before.permute(2, 1, 0).to(out_dtype)
     out, buffer = flat_in_nan(shape[::-1], out_dtype, device=device)
-    result = exchange(source, scale=scale, out=out)
+    result = exchange(source, out=out)
     assert result is out
     assert torch.equal(result, expected if expected_of is None else expected_of(expected, result))
     assert torch.equal(source, before)
@@ -50,27 +47,23 @@ def check_exchange(exchange, shape, *, dtype, out_dtype, scale=1.0, device="cpu"
 
 @pytest.mark.parametrize("out_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@BOTH
-def test_every_cast_equals_a_permutation(function, dtype, out_dtype):
-    check_exchange(function, (13, 5, 7), dtype=dtype, out_dtype=out_dtype)
-    check_exchange(function, (13, 5, 7), dtype=dtype, out_dtype=out_dtype, scale=-0.7)
+def test_every_cast_equals_a_permutation(dtype, out_dtype):
+    check_exchange(exchange_ends, (13, 5, 7), dtype=dtype, out_dtype=out_dtype)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@BOTH
-def test_every_shape_equals_a_permutation(function, shape):
-    check_exchange(function, shape, dtype=torch.float32, out_dtype=torch.bfloat16)
+def test_every_shape_equals_a_permutation(shape):
+    check_exchange(exchange_ends, shape, dtype=torch.float32, out_dtype=torch.bfloat16)
 
 
-def test_each_undoes_the_other_and_makes_fresh_memory():
+def test_it_undoes_itself_and_makes_fresh_memory():
     b_ORE = torch.randn(17, 4, 6)
-    b_ERO = pack_expert_first(b_ORE)
+    b_ERO = exchange_ends(b_ORE)
     assert b_ERO.shape == (6, 4, 17)
     assert b_ERO.is_contiguous()
     assert torch.equal(b_ERO[2, 3], b_ORE[:, 3, 2])
-    assert torch.equal(unpack_expert_last(b_ERO), b_ORE)
-    assert pack_expert_first(b_ORE, dtype=torch.bfloat16).dtype is torch.bfloat16
-    assert torch.equal(unpack_expert_last(b_ERO, scale=0.5), b_ORE * 0.5)
+    assert torch.equal(exchange_ends(b_ERO), b_ORE)
+    assert exchange_ends(b_ORE, dtype=torch.bfloat16).dtype is torch.bfloat16
 
 
 def test_no_graph_no_wait_and_a_changed_version():
@@ -78,7 +71,7 @@ def test_no_graph_no_wait_and_a_changed_version():
     out = torch.empty(6, 4, 17, dtype=torch.bfloat16)
     version = out._version
     with HostWaits() as waits:
-        pack_expert_first(b_ORE, out=out)
+        exchange_ends(b_ORE, out=out)
     assert waits.total == 0
     assert not out.requires_grad
     assert out._version > version
@@ -87,8 +80,8 @@ def test_no_graph_no_wait_and_a_changed_version():
 def test_a_normal_tensor_is_written_in_inference_mode():
     source, out = torch.randn(3, 2, 4), torch.empty(4, 2, 3)
     with torch.inference_mode():
-        pack_expert_first(source, out=out)
-        fresh = pack_expert_first(source)
+        exchange_ends(source, out=out)
+        fresh = exchange_ends(source)
     assert torch.equal(out, fresh)
 
 
@@ -103,37 +96,30 @@ def test_a_normal_tensor_is_written_in_inference_mode():
         ({"out": torch.zeros(3, 4, 5)}, ShapeError, "out"),
         ({"out": torch.zeros(3, 4, 5).permute(2, 1, 0)}, ShapeError, "contiguous"),
         ({"out": torch.zeros(5, 4, 3, device="meta")}, ShapeError, "meta"),
-        ({"scale": float("nan")}, OptionError, "scale"),
         ({"backend": "fast"}, OptionError, "'auto', 'triton', 'reference'"),
         ({"backend": "triton"}, OptionError, "CUDA"),
     ],
 )
-@BOTH
-def test_what_the_kernel_would_do_wrongly_is_refused(function, change, error, message):
+def test_what_the_kernel_would_do_wrongly_is_refused(change, error, message):
     given = {"source": torch.zeros(3, 4, 5), **change}
     with pytest.raises(error, match=message):
-        function(given.pop("source"), **given)
+        exchange_ends(given.pop("source"), **given)
 
 
 def test_memory_of_the_source_is_no_place_for_the_result():
     cube = torch.zeros(4, 4, 4)
     with pytest.raises(ShapeError, match="shares memory"):
-        pack_expert_first(cube, out=cube)
+        exchange_ends(cube, out=cube)
 
 
 FAULTS = {
     "axes not exchanged": "source.permute({2, 1, 0 => 0, 1, 2).reshape(source.shape[::-1]})",
     "middle axis moved": "source.permute({2, 1, 0 => 1, 2, 0).reshape(source.shape[::-1]})",
-    "scale lost": "moved.to(wide) {* scale => }",
-    "rounded before it is scaled": "moved.to({wide => out.dtype}) * scale",
 }
 
 
 def check_every_part(exchange, *, device="cpu", **options):
     check_exchange(exchange, (67, 3, 70), dtype=torch.float32, out_dtype=torch.float16, device=device, **options)
-    check_exchange(
-        exchange, (67, 3, 70), dtype=torch.float32, out_dtype=torch.float16, scale=0.3, device=device, **options
-    )
     check_exchange(exchange, (5, 20, 7), dtype=torch.float32, out_dtype=torch.float32, device=device, **options)
 
 
@@ -143,7 +129,7 @@ test_a_planted_fault_is_seen, test_without_a_fault_the_same_check_passes = plant
 
 
 def test_the_public_function_passes_the_same_check():
-    check_every_part(op.pack_expert_first)
+    check_every_part(exchange_ends)
 
 
 COMPILE_SCRIPT = """
@@ -155,12 +141,12 @@ from lightning_fastft.kernels.expert_pack import triton as expert_pack
 
 kernel = expert_pack._exchange_ends_kernel
 for capability in (86, 90, 100):
-    kinds = (("fp32", "bf16", False), ("fp32", "fp32", False), ("bf16", "fp32", True), ("fp32", "fp16", True))
-    for number, (source, out, has_scale) in enumerate(kinds):
+    kinds = (("fp32", "bf16"), ("fp32", "fp32"), ("bf16", "fp32"), ("fp32", "fp16"))
+    for number, (source, out) in enumerate(kinds):
         if sys.argv[1] == "promises" and (86, 90, 100)[number % 3] != capability:
             continue
-        constants = {"HAS_SCALE": has_scale, "BLOCK_FIRST": expert_pack.MAX_SIDE, "BLOCK_LAST": expert_pack.MAX_SIDE}
-        types = {"source_ptr": "*" + source, "out_ptr": "*" + out, "scale": "fp32", **dict.fromkeys(constants, "constexpr")}
+        constants = {"BLOCK_FIRST": expert_pack.MAX_SIDE, "BLOCK_LAST": expert_pack.MAX_SIDE}
+        types = {"source_ptr": "*" + source, "out_ptr": "*" + out, **dict.fromkeys(constants, "constexpr")}
         signature = {name: types.get(name, "i32") for name in kernel.arg_names}
         whole = [index for index, kind in enumerate(signature.values()) if kind not in ("constexpr", "fp32")]
         attributes = {(index,): [["tt.divisibility", 16]] for index in whole}

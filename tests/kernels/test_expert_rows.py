@@ -32,7 +32,7 @@ def compile_for(capability, kernel, signature, **constants):
     compiled = triton.compile(ASTSource(kernel, signature, constexprs=constants), target=GPUTarget("cuda", capability, 32), options=options)
     assert "fma" not in compiled.asm["ptx"]
 
-STRIDES = ("y_stride", "place_token_stride", "place_choice_stride", "weight_token_stride", "weight_choice_stride", "addend_stride", "num_columns")
+STRIDES = ("y_stride", "place_token_stride", "place_choice_stride", "weight_token_stride", "weight_choice_stride", "num_columns")
 CASES = (
     (86, "fp32", "fp32", "i64", tl.float32, 6), (86, "fp16", "bf16", "i32", tl.float32, 1), (90, "bf16", "fp32", "i32", tl.float32, 8),
     (90, "bf16", "bf16", "i32", tl.float32, 2), (90, "fp64", "fp32", "i32", tl.float64, 4),
@@ -46,15 +46,12 @@ for number, (capability, dtype, weight, index, wide, num_choices) in enumerate(C
         HAS_END=capability == 90, **block,
     )
     combined = {
-        "y_ptr": "*" + dtype, "place_ptr": "*" + index, "last_end_ptr": "*" + index, "weight_ptr": "*" + weight, "addend_ptr": "*" + weight,
+        "y_ptr": "*" + dtype, "place_ptr": "*" + index, "last_end_ptr": "*" + index, "weight_ptr": "*" + weight,
         "out_ptr": "*" + dtype, **dict.fromkeys(STRIDES, "i32"),
     }
-    pairs = ((False, True), (True, False), (True, True))
-    # Every run compiles each dtype once, with one of the three in turn.
-    for has_weight, has_addend in pairs if sys.argv[1] == "faults" else pairs[number % 3 : number % 3 + 1]:
-        compile_for(
-            capability, expert_rows._combine_rows_kernel, combined, HAS_WEIGHT=has_weight, HAS_ADDEND=has_addend, WIDE=wide, **block
-        )
+    # Every run compiles each dtype once, with and without weights in turn.
+    for has_weight in (False, True) if sys.argv[1] == "faults" else (number % 2 == 0,):
+        compile_for(capability, expert_rows._combine_rows_kernel, combined, HAS_WEIGHT=has_weight, WIDE=wide, **block)
 """
 
 
@@ -64,14 +61,13 @@ def make_order(num_tokens, num_choices, num_experts, *, has_sentinels=True):
     )
 
 
-def combine_naively(y_ND, order, weight_TK, addend_TD, *, dtype):
+def combine_naively(y_ND, order, weight_TK, *, dtype):
     """The sum in one dtype throughout, by einsum over rows in slot order."""
     is_owned_TK = order.place_TK < order.end_E[-1]
     y_TKD = y_ND[order.place_TK.long()].to(dtype).masked_fill(~is_owned_TK[:, :, None], 0)
     if weight_TK is not None:
         y_TKD = y_TKD * weight_TK.to(dtype).masked_fill(~is_owned_TK, 0)[:, :, None]
-    out_TD = y_TKD.sum(dim=1)
-    return out_TD if addend_TD is None else out_TD + addend_TD.to(dtype)
+    return y_TKD.sum(dim=1)
 
 
 def check_combine(
@@ -83,7 +79,6 @@ def check_combine(
     num_experts=5,
     num_columns=13,
     weight_dtype=torch.float32,
-    has_addend=True,
 ):
     order = make_order(num_tokens, num_choices, num_experts)
     y_ND = poisoned(torch.randn(num_tokens * num_choices, num_columns).to(dtype))
@@ -92,13 +87,10 @@ def check_combine(
     if weight_dtype is not None:
         weight_TK = poisoned(torch.rand(num_tokens, num_choices).to(weight_dtype))
         weight_TK.masked_fill_(order.place_TK >= order.end_E[-1], float("nan"))
-    addend_TD = poisoned(torch.randn(num_tokens, num_columns).to(dtype)) if has_addend else None
-    out_TD = combine(y_ND, order.place_TK, order.end_E, weight_TK=weight_TK, addend_TD=addend_TD)
+    out_TD = combine(y_ND, order.place_TK, order.end_E, weight_TK=weight_TK)
     assert out_TD.dtype is dtype
     assert out_TD.is_contiguous()
-    truth_TD, plain_TD = (
-        combine_naively(y_ND, order, weight_TK, addend_TD, dtype=one) for one in (torch.float64, dtype)
-    )
+    truth_TD, plain_TD = (combine_naively(y_ND, order, weight_TK, dtype=one) for one in (torch.float64, dtype))
     assert_within_bound("out", out_TD, plain=plain_TD, truth=truth_TD, dtype=dtype)
     # One rounding from the wide sum: half a unit in the last place of each value, up to what the wide sum has lost
     # itself.
@@ -131,17 +123,13 @@ def test_combine_with_any_number_of_experts(num_experts):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("weight_dtype", [None, *DTYPES])
-@pytest.mark.parametrize("has_addend", [False, True])
-def test_combine_with_every_weight_and_addend(dtype, weight_dtype, has_addend):
-    check_combine(combine_rows, dtype, num_tokens=7, num_choices=3, weight_dtype=weight_dtype, has_addend=has_addend)
+def test_combine_with_every_weight(dtype, weight_dtype):
+    check_combine(combine_rows, dtype, num_tokens=7, num_choices=3, weight_dtype=weight_dtype)
 
 
-def test_terms_are_added_in_the_order_of_the_choices_and_the_addend_last():
+def test_terms_are_added_in_the_order_of_the_choices():
     # In fp32, 2^25 + 1 - 2^25 is 0 from the left and 1 in any other order.
-    y_ND = torch.tensor([[2.0**25], [1.0], [-(2.0**25)]])
-    check_order_of_terms(combine_rows, y_ND)
-    out_TD = combine_rows(y_ND[:2], torch.tensor([[0, 1]]), torch.tensor([2]), addend_TD=y_ND[2:])
-    assert out_TD.item() == 0.0
+    check_order_of_terms(combine_rows, torch.tensor([[2.0**25], [1.0], [-(2.0**25)]]))
 
 
 def check_order_of_terms(combine, y_ND):
@@ -149,14 +137,10 @@ def check_order_of_terms(combine, y_ND):
         assert combine(y_ND, torch.tensor([choice_K]), torch.tensor([1, 3])).item() == expected
 
 
-def test_a_token_without_an_expert_gets_its_addend_alone():
+def test_a_token_without_an_expert_gets_zeros():
     order = sort_by_expert(torch.tensor([[4, 4], [0, 4]]), num_experts=4)
     y_ND = torch.tensor([[1.0]] + [[float("nan")]] * 3)
     assert combine_rows(y_ND, order.place_TK, order.end_E).tolist() == [[0.0], [1.0]]
-    assert combine_rows(y_ND, order.place_TK, order.end_E, addend_TD=torch.tensor([[5.0], [6.0]])).tolist() == [
-        [5.0],
-        [7.0],
-    ]
 
 
 def test_gather_and_combine_are_each_others_gradient():
@@ -184,12 +168,12 @@ def test_two_runs_are_bit_equal_the_inputs_stay_and_no_graph_is_built():
         torch.randn(33, 13, requires_grad=True),
     )
     before = [tensor.detach().clone() for tensor in inputs]
-    y_ND, weight_TK, addend_TD = inputs
+    y_ND, weight_TK, x_TD = inputs
     first, second = (
-        combine_rows(y_ND, order.place_TK, order.end_E, weight_TK=weight_TK, addend_TD=addend_TD, backend=backend)
+        combine_rows(y_ND, order.place_TK, order.end_E, weight_TK=weight_TK, backend=backend)
         for backend in ("auto", "reference")
     )
-    gathered = gather_rows(addend_TD, order.slot_N, num_experts_per_token=4)
+    gathered = gather_rows(x_TD, order.slot_N, num_experts_per_token=4)
     assert torch.equal(first, second)
     assert not first.requires_grad
     assert not gathered.requires_grad
@@ -200,13 +184,7 @@ def test_never_waits():
     order = make_order(33, 4, 5)
     with Watch() as watch:
         gather_rows(torch.randn(33, 13), order.slot_N, num_experts_per_token=4)
-        combine_rows(
-            torch.randn(132, 13),
-            order.place_TK,
-            order.end_E,
-            weight_TK=torch.rand(33, 4),
-            addend_TD=torch.randn(33, 13),
-        )
+        combine_rows(torch.randn(132, 13), order.place_TK, order.end_E, weight_TK=torch.rand(33, 4))
     assert watch.waits == []
 
 
@@ -223,7 +201,6 @@ FAULTS = {
     "fp32 sum lost": "num_tokens, y_ND.shape[1], dtype={wide => y_ND.dtype}",
     "fp32 product lost": "{ => (}weight_TK[:, choice, None].to(wide) * value_TD{ => ).to(y_ND.dtype)}",
     "weight narrowed": "weight_TK[:, choice, None].to({ => y_ND.dtype).to(}wide)",
-    "addend dropped": "sum_TD += {addend_TD.to(wide) => 0}",
 }
 
 
@@ -277,9 +254,6 @@ PLACES, ENDS, OUTPUTS = torch.arange(6).view(3, 2), torch.tensor([2, 6]), torch.
         ({"end_E": ENDS.to("meta")}, ShapeError, "end_E is .* on meta"),
         ({"weight_TK": torch.zeros(2, 3)}, ShapeError, "weight_TK"),
         ({"weight_TK": PLACES}, ShapeError, "dtype"),
-        ({"addend_TD": torch.zeros(3, 5)}, ShapeError, "addend_TD"),
-        ({"addend_TD": torch.zeros(4, 3).T}, ShapeError, "strides"),
-        ({"addend_TD": torch.zeros(3, 4, device="meta")}, ShapeError, "addend_TD is .* on meta"),
         ({"backend": "fast"}, OptionError, "'auto', 'triton', 'reference'"),
         ({"backend": "triton"}, OptionError, "CUDA"),
     ],

@@ -13,12 +13,13 @@ from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.fp8_linear import op, reference
 from lightning_fastft.kernels.fp8_linear.op import find_obstacle, multiply, nf4_row_scales, quantise_nf4, quantise_rows
 from lightning_fastft.kernels.fp8_linear.reference import FP8
-from lightning_fastft.kernels.nf4_linear.op import dequantise, read_params4bit
+from lightning_fastft.kernels.nf4_linear.op import read_params4bit
 from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
 from tests.kernels.test_nf4_linear import make_truth
 from tests.support.children import compile_kernels
 from tests.support.kernel_harness import planted_faults
 from tests.support.nf4_stacks import guarded
+from tests.support.nf4_weights import dequantise
 from tests.support.truth import Watch, poisoned
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -12,7 +12,7 @@ from lightning_fastft.kernels.delta_inputs.op import delta_inputs_forward
 from lightning_fastft.kernels.delta_inputs.reference import DeltaForm, DeltaParameters
 from lightning_fastft.kernels.expert_gate.op import gate_backward, gate_forward
 from lightning_fastft.kernels.expert_gate.reference import GateForm
-from lightning_fastft.kernels.expert_pack.op import pack_expert_first, unpack_expert_last
+from lightning_fastft.kernels.expert_pack.op import exchange_ends
 from lightning_fastft.kernels.expert_rows.op import combine_rows, gather_rows
 from lightning_fastft.kernels.expert_sort.op import sort_by_expert
 from lightning_fastft.kernels.fp8_linear.op import multiply, quantise_rows
@@ -22,14 +22,14 @@ from lightning_fastft.kernels.head_gate.op import head_gate_backward, head_gate_
 from lightning_fastft.kernels.head_gate.reference import HeadGateForm
 from lightning_fastft.kernels.lora_linear.op import lora_addmm
 from lightning_fastft.kernels.low_rank_add.op import add_low_rank
-from lightning_fastft.kernels.qk_rope.op import qk_rope_backward, qk_rope_forward, qk_rope_heads
-from lightning_fastft.kernels.qk_rope.reference import RopeForm
+from lightning_fastft.kernels.qk_rope.op import qk_rope_backward, qk_rope_heads
+from lightning_fastft.kernels.qk_rope.reference import HeadGradients, Rope, RopeForm
 from lightning_fastft.kernels.rms_norm.op import rms_norm_backward, rms_norm_forward
 from lightning_fastft.kernels.rms_norm.reference import NormForm
 from lightning_fastft.kernels.state_scan.op import state_scan
 from lightning_fastft.kernels.state_scan.reference import Chunks
 
-ROPE, NORM = RopeForm(num_heads=2, num_kv_heads=1, head_width=4), NormForm(eps=1e-6)
+NORM = NormForm(eps=1e-6)
 HEAD_GATE = HeadGateForm(HeadColumns(begin=0, width=4, num_heads=2, group_size=2, group_step=8))
 END_E = torch.tensor([2, 3], dtype=torch.int32)
 PLACE_TK = torch.tensor([[2], [0], [1]])
@@ -40,13 +40,14 @@ def rows(*shape):
     return torch.linspace(-2.0, 3.0, torch.Size(shape).numel()).view(shape)
 
 
+ROPE = Rope(rows(3, 4), rows(3, 4), None, None, RopeForm(num_heads=2, num_kv_heads=1, head_width=4))
+
+
 # The first argument is the one that `test_checks_by_default` gives another number of axes.
 CALLS = {
     rms_norm_forward: ((rows(3, 4), rows(4)), {"form": NORM}),
-    rms_norm_backward: ((rows(3, 4), rows(3, 4) + 1, rows(4), None), {"form": NORM, "needs_weight": True}),
-    qk_rope_forward: ((rows(3, 16), rows(3, 4), rows(3, 4)), {"form": ROPE}),
-    qk_rope_heads: ((rows(3, 16), rows(3, 4), rows(3, 4)), {"form": ROPE}),
-    qk_rope_backward: ((rows(3, 16), None, rows(3, 4), rows(3, 4)), {"form": ROPE, "needs_weight": False}),
+    rms_norm_backward: ((rows(3, 4), rows(3, 4) + 1, rows(4)), {"form": NORM, "needs_weight": True}),
+    qk_rope_heads: ((rows(3, 16), ROPE), {}),
     head_gate_forward: ((rows(3, 2, 4), rows(3, 8)), {"form": HEAD_GATE}),
     head_gate_backward: (
         (rows(3, 8), rows(3, 2, 4), rows(3, 8)),
@@ -66,8 +67,7 @@ CALLS = {
     gather_rows: ((rows(3, 4), torch.tensor([2, 0, 1])), {"num_experts_per_token": 1}),
     combine_rows: ((rows(3, 4), PLACE_TK, END_E), {"weight_TK": rows(3, 1)}),
     sort_by_expert: ((PLACE_TK,), {"num_experts": 3}),
-    pack_expert_first: ((rows(3, 4, 2),), {"scale": 2.0}),
-    unpack_expert_last: ((rows(3, 4, 2),), {"scale": 2.0}),
+    exchange_ends: ((rows(3, 4, 2),), {}),
     state_scan: (
         (rows(3, 2, 4), rows(3, 2).abs(), -rows(2).abs(), rows(3, 1, 5), rows(3, 1, 5), rows(2)),
         {"chunks": CHUNKS},
@@ -117,6 +117,15 @@ def test_checks_by_default(operation):
     (first, *others), options = CALLS[operation]
     with pytest.raises(ShapeError):
         operation(first[..., None][:, :0], *others, **options)
+
+
+def test_the_gradient_of_rotated_heads_has_the_bits_of_a_checked_call():
+    d_heads = HeadGradients(rows(3, 2, 4), rows(3, 1, 4), rows(3, 1, 4))
+    first, second = (
+        qk_rope_backward(d_heads, None, ROPE, needs_weight=False, is_checked=is_checked).d_raw_TC
+        for is_checked in (True, False)
+    )
+    assert torch.equal(first, second)
 
 
 def test_a_product_of_fp8_rows_has_the_bits_of_a_checked_one():

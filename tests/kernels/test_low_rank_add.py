@@ -258,7 +258,7 @@ REFERENCE_FAULTS = {
     "product rounded": "{low_TR.to(wide) @ factor_RN => (low_TR @ factor_RN)}.to(wide)",
     "sum rounded before the residual": "sum_TN {+= residual_TN.to(wide) => = sum_TN.to(base_TN.dtype) + residual_TN}",
     "residual lost": "{sum_TN += residual_TN.to(wide) => pass}",
-    "fp32 lost": "else {torch.float32 => base_TN.dtype}",
+    "fp32 lost": "wide = {wide_dtype(base_TN.dtype) => base_TN.dtype}",
     "memory that was given not used": "{if out is None else out.copy_(sum_TN) => }",
 }
 

@@ -11,11 +11,12 @@ from bitsandbytes.functional import dequantize_4bit
 
 from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.nf4_linear import reference
-from lightning_fastft.kernels.nf4_linear.op import dequantise, dequantise_many, read_params4bit
+from lightning_fastft.kernels.nf4_linear.op import dequantise_many, read_params4bit
 from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
 from tests.support.children import compile_kernels, in_both_lanes
 from tests.support.kernel_harness import planted_faults
 from tests.support.nf4_stacks import guarded
+from tests.support.nf4_weights import dequantise
 from tests.support.truth import Watch
 
 ROOT = Path(__file__).parents[2]
@@ -116,21 +117,6 @@ def test_equals_bitsandbytes(size, dtype, is_nested):
 @pytest.mark.parametrize("num_extra", [0, 1, 48])
 def test_many_equal_each_alone(num_extra):
     check(run_op, make_cases([(7, 128), (3, 128), (3, 128), (2, 192), (1, 64)], torch.bfloat16), num_extra=num_extra)
-
-
-def test_new_memory_and_given_memory():
-    weight, truth_OI = make_truth((6, 128), torch.bfloat16)
-    new = dequantise(read_params4bit(weight), shape=(6, 128), dtype=torch.bfloat16)
-    assert new.is_contiguous()
-    assert torch.equal(new, truth_OI)
-    out = torch.empty(6, 176, dtype=torch.bfloat16)[:, :128]
-    assert (
-        dequantise(
-            read_params4bit(weight), shape=weight.quant_state.shape, dtype=torch.bfloat16, out=out, backend="reference"
-        )
-        is out
-    )
-    assert torch.equal(out, truth_OI)
 
 
 def test_one_row_whatever_its_stride():
@@ -246,8 +232,6 @@ def test_parts_that_do_not_fit_are_refused(change, message):
     weight = read_params4bit(make_truth((3, 128), torch.float32)[0])._replace(**change)
     with pytest.raises(ShapeError, match=message):
         dequantise_many([weight], outs=[torch.zeros(3, 128)])
-    with pytest.raises(ShapeError, match=message):
-        dequantise(weight, shape=(3, 128), dtype=torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -273,32 +257,16 @@ def test_an_output_that_does_not_fit_is_refused(out, error, message):
 def test_options_that_do_not_fit_are_refused():
     weight = read_params4bit(make_truth((3, 128), torch.float32)[0])
     out = torch.zeros(3, 128)
-    with pytest.raises(OptionError, match=r"^shape has 96 .* multiples of 64.*dequantize_4bit"):
-        dequantise(weight, shape=(4, 96), dtype=torch.float32)
-    with pytest.raises(OptionError, match=r"\(O, I\)"):
-        dequantise(weight, shape=(384,), dtype=torch.float32)
-    with pytest.raises(OptionError, match="O of shape"):
-        dequantise(weight, shape=(-3, 128), dtype=torch.float32)
-    with pytest.raises(OptionError, match="dtype"):
-        dequantise(weight, shape=(3, 128), dtype=torch.float64)
-    with pytest.raises(ShapeError, match="dtype"):
-        dequantise(weight, shape=(3, 128), dtype=torch.bfloat16, out=out)
-    with pytest.raises(ShapeError, match="out is"):
-        dequantise(weight, shape=(3, 128), dtype=torch.float32, out=out[:2])
     with pytest.raises(OptionError, match="backend"):
-        dequantise(weight, shape=(3, 128), dtype=torch.float32, backend="cuda")
+        dequantise_many([weight], outs=[out], backend="cuda")
     with pytest.raises(OptionError, match="'triton' takes tensors on CUDA"):
-        dequantise(weight, shape=(3, 128), dtype=torch.float32, backend="triton")
+        dequantise_many([weight], outs=[out], backend="triton")
     with pytest.raises(OptionError, match="2 weights and 1 outs"):
         dequantise_many([weight, weight], outs=[out])
     with pytest.raises(ShapeError, match=r"outs\[1\] must have dtype torch.float32"):
         dequantise_many([weight, weight], outs=[out, out.half()])
-    for run in (
-        lambda: dequantise(None, shape=(3, 128), dtype=torch.float32),
-        lambda: dequantise_many([None], outs=[out]),
-    ):
-        with pytest.raises(OptionError, match="read_params4bit"):
-            run()
+    with pytest.raises(OptionError, match="read_params4bit"):
+        dequantise_many([None], outs=[out])
 
 
 @pytest.mark.slow

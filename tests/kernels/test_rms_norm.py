@@ -1,4 +1,4 @@
-"""Residual add and RMSNorm: formula, gradient and refusals on a CPU by the plain twin; the kernels in the
+"""RMSNorm: formula, gradient and refusals on a CPU by the plain twin; the kernels in the
 interpreter and by the compiler.
 """
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lightning_fastft.core.errors import OptionError, ShapeError
+from lightning_fastft.kernels.backends import wide_dtype
 from lightning_fastft.kernels.rms_norm import reference
 from lightning_fastft.kernels.rms_norm.op import MAX_COLUMNS, rms_norm_backward, rms_norm_forward
 from lightning_fastft.kernels.rms_norm.reference import NormForm
@@ -40,8 +41,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from lightning_fastft.kernels.rms_norm import triton as norm
 
-POINTERS = ("x_ptr", "residual_ptr", "y_ptr", "sum_ptr", "d_y_ptr", "d_sum_ptr", "out_ptr")
-ONES = {"num_rows", "num_columns", "num_steps", "x_stride", "residual_stride", "d_y_stride", "sum_stride", "d_sum_stride", "out_stride"}
+POINTERS = ("x_ptr", "y_ptr", "d_y_ptr", "addend_ptr", "out_ptr")
+ONES = {"num_rows", "num_columns", "num_steps", "x_stride", "d_y_stride", "addend_stride", "out_stride"}
 FLOATS = ("mean_scale", "eps", "weight_offset")
 for capability, dtype, weight in ((80, "fp16", "fp16"), (86, "fp32", "fp32"), (90, "bf16", "fp32")):
     for number, (num_columns, is_set) in enumerate(itertools.product((1, 13, 128, 2880, 16384), (False, True))):
@@ -50,11 +51,11 @@ for capability, dtype, weight in ((80, "fp16", "fp16"), (86, "fp32", "fp32"), (9
             continue
         block_rows, block_columns, num_warps = norm._tile(num_columns)
         block = {"BLOCK_T": block_rows, "BLOCK_D": block_columns}
-        forward = {"HAS_RESIDUAL": is_set, "IS_WEIGHT_WIDE": is_set, **block}
-        backward = {"HAS_D_SUM": is_set, "HAS_RSTD": not is_set, "WRITE_RSTD": is_set, "NEEDS_WEIGHT": is_set, "IN_PLACE": is_set, **block}
+        forward = {"IS_WEIGHT_WIDE": is_set, **block}
+        backward = {"HAS_ADDEND": is_set, "WRITE_RSTD": is_set, "NEEDS_WEIGHT": is_set, "IN_PLACE": is_set, **block}
         for kernel, constants in ((norm._rms_norm_forward_kernel, forward), (norm._rms_norm_backward_kernel, backward)):
             signature = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(FLOATS, "fp32")
-            signature |= dict.fromkeys(POINTERS, "*" + dtype) | dict.fromkeys(("rstd_ptr", "rstd_out_ptr", "partial_ptr"), "*fp32")
+            signature |= dict.fromkeys(POINTERS, "*" + dtype) | dict.fromkeys(("rstd_out_ptr", "partial_ptr"), "*fp32")
             signature["weight_ptr"] = "*" + weight
             # An integer that is 1 when a kernel is launched is a constant to the compiler.
             constants |= dict.fromkeys(ONES & set(kernel.arg_names), 1) if num_columns == 1 else {}
@@ -74,7 +75,7 @@ for capability, dtype, weight in ((80, "fp16", "fp16"), (86, "fp32", "fp32"), (9
 
 def formula(x_TD, weight_D, form):
     """What transformers writes; ``test_the_formula_is_that_of_transformers`` compares."""
-    wide = reference.wide_dtype(x_TD.dtype)
+    wide = wide_dtype(x_TD.dtype)
     hidden = x_TD.to(wide)
     hidden = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + form.eps)
     if form.is_weight_wide or form.weight_offset:
@@ -84,25 +85,25 @@ def formula(x_TD, weight_D, form):
     return (weight_D * hidden.to(x_TD.dtype)).to(x_TD.dtype)
 
 
-def run_formula(d_y_TD, sum_TD, weight_D, d_sum_TD, form, *, wide):
+def run_formula(d_y_TD, x_TD, weight_D, addend_TD, form, *, wide):
     """Reciprocal root and gradients of the formula in a wide dtype through autograd; the weight has one gradient
     per row.
     """
-    sum_TD = sum_TD.detach().to(wide).requires_grad_()
-    weight_TD = weight_D.detach().to(wide).expand(sum_TD.shape).requires_grad_()
-    (formula(sum_TD, weight_TD, form) * d_y_TD.to(wide)).sum().backward()
-    d_sum_TD = sum_TD.grad if d_sum_TD is None else sum_TD.grad + d_sum_TD.to(wide)
-    rstd_T = torch.rsqrt(sum_TD.detach().pow(2).mean(-1) + form.eps)
-    return rstd_T, d_sum_TD, weight_TD.grad
+    x_TD = x_TD.detach().to(wide).requires_grad_()
+    weight_TD = weight_D.detach().to(wide).expand(x_TD.shape).requires_grad_()
+    (formula(x_TD, weight_TD, form) * d_y_TD.to(wide)).sum().backward()
+    d_x_TD = x_TD.grad if addend_TD is None else x_TD.grad + addend_TD.to(wide)
+    rstd_T = torch.rsqrt(x_TD.detach().pow(2).mean(-1) + form.eps)
+    return rstd_T, d_x_TD, weight_TD.grad
 
 
 def make_inputs(num_rows, num_columns, dtype, form, *, device="cpu", weight_dtype=None, scale=1.0):
-    """Rows of different size, and a weight around 1 after the form's offset: x, residual, weight, d_y, d_sum."""
+    """Rows of different size, and a weight around 1 after the form's offset: x, weight, d_y, addend."""
     size_T1 = scale * (0.5 + torch.rand(num_rows, 1, device=device))
-    x_TD, residual_TD = ((torch.randn(num_rows, num_columns, device=device) * size_T1).to(dtype) for _ in range(2))
+    x_TD = (torch.randn(num_rows, num_columns, device=device) * size_T1).to(dtype)
     weight_D = (1.0 - form.weight_offset + 0.3 * torch.randn(num_columns, device=device)).to(weight_dtype or dtype)
-    d_y_TD, d_sum_TD = (torch.randn(num_rows, num_columns, device=device).to(dtype) for _ in range(2))
-    return x_TD, residual_TD, weight_D, d_y_TD, d_sum_TD
+    d_y_TD, addend_TD = (torch.randn(num_rows, num_columns, device=device).to(dtype) for _ in range(2))
+    return x_TD, weight_D, d_y_TD, addend_TD
 
 
 def assert_mostly_equal(name, ours, expected, *, share=SHARE):
@@ -144,61 +145,39 @@ def check_against_truth(
     device="cpu",
     weight_dtype=None,
     scale=1.0,
-    has_residual=True,
-    has_d_sum=True,
-    is_rstd_given=True,
+    has_addend=True,
 ):
     num_measured = max(num_rows, min(NUM_MEASURED_ROWS, NUM_MEASURED_VALUES // num_columns))
-    x_TD, residual_TD, weight_D, d_y_TD, d_sum_TD = make_inputs(
+    x_TD, weight_D, d_y_TD, addend_TD = make_inputs(
         num_measured, num_columns, dtype, form, device=device, weight_dtype=weight_dtype, scale=scale
     )
-    residual_TD, d_sum_TD = residual_TD if has_residual else None, d_sum_TD if has_d_sum else None
-    plain_sum_TD = x_TD if residual_TD is None else x_TD + residual_TD
+    addend_TD = addend_TD if has_addend else None
 
     ours_x_TD, ours_d_y_TD = poisoned(x_TD[:num_rows]), poisoned(d_y_TD[:num_rows])
-    ours_residual_TD, ours_d_sum_TD = (
-        None if tensor is None else poisoned(tensor[:num_rows]) for tensor in (residual_TD, d_sum_TD)
-    )
+    ours_addend_TD = None if addend_TD is None else poisoned(addend_TD[:num_rows])
     ours_weight_D = poisoned(weight_D)
+    rstd_T = poisoned(torch.zeros(num_rows, device=device))
     with fresh_memory_is_nan():
-        y_TD, sum_TD, rstd_T = functions.rms_norm_forward(
-            ours_x_TD, ours_weight_D, form=form, residual_TD=ours_residual_TD
-        )
-        ours_sum_TD, ours_rstd_T = poisoned(sum_TD), poisoned(rstd_T)
-        again_T = None if is_rstd_given else poisoned(torch.zeros_like(rstd_T))
+        y_TD = functions.rms_norm_forward(ours_x_TD, ours_weight_D, form=form)
         d_x_TD, d_weight_D = functions.rms_norm_backward(
             ours_d_y_TD,
-            ours_sum_TD,
+            ours_x_TD,
             ours_weight_D,
-            ours_rstd_T if is_rstd_given else None,
             form=form,
-            d_sum_TD=ours_d_sum_TD,
+            addend_TD=ours_addend_TD,
             needs_weight=True,
-            rstd_out=again_T,
+            rstd_out=rstd_T,
         )
-    for ours, given in (
-        (ours_x_TD, x_TD),
-        (ours_residual_TD, residual_TD),
-        (ours_d_y_TD, d_y_TD),
-        (ours_d_sum_TD, d_sum_TD),
-    ):
+    for ours, given in ((ours_x_TD, x_TD), (ours_d_y_TD, d_y_TD), (ours_addend_TD, addend_TD)):
         assert ours is None or torch.equal(ours, given[:num_rows])
     assert torch.equal(ours_weight_D, weight_D)
-    assert torch.equal(ours_sum_TD, sum_TD)
-    assert torch.equal(ours_rstd_T, rstd_T)
-    assert rstd_T.shape == (num_rows,)
     assert d_weight_D.shape == (num_columns,)
 
-    # The sum is the stream as transformers stores it, to the last bit; everything behind it is judged by the sum.
-    assert sum_TD is ours_x_TD if residual_TD is None else sum_TD.is_contiguous()
-    assert torch.equal(sum_TD, plain_sum_TD[:num_rows])
-    true_rstd, true_d_x, true_terms = run_formula(d_y_TD, plain_sum_TD, weight_D, d_sum_TD, form, wide=torch.float64)
-    plain_rstd, plain_d_x, plain_terms = run_formula(d_y_TD, plain_sum_TD, weight_D, d_sum_TD, form, wide=torch.float32)
-    for ours_T in (rstd_T, again_T):
-        if ours_T is not None:
-            assert_value("rstd", ours_T, plain=plain_rstd, truth=true_rstd, dtype=torch.float32)
+    true_rstd, true_d_x, true_terms = run_formula(d_y_TD, x_TD, weight_D, addend_TD, form, wide=torch.float64)
+    plain_rstd, plain_d_x, plain_terms = run_formula(d_y_TD, x_TD, weight_D, addend_TD, form, wide=torch.float32)
+    assert_value("rstd", rstd_T, plain=plain_rstd, truth=true_rstd, dtype=torch.float32)
 
-    true_y, plain_y = formula(plain_sum_TD.double(), weight_D.double(), form), formula(plain_sum_TD, weight_D, form)
+    true_y, plain_y = formula(x_TD.double(), weight_D.double(), form), formula(x_TD, weight_D, form)
     assert_value("y", y_TD, plain=plain_y, truth=true_y, dtype=dtype)
     assert_mostly_equal("y", y_TD, plain_y[:num_rows])
 
@@ -211,26 +190,23 @@ def check_against_truth(
 
 
 def check_in_place(functions, num_rows, num_columns, dtype, form, *, device="cpu"):
-    """d_x may take the place of d_y, of d_sum, and of both where they are one, and y a place that is given;
+    """d_x may take the place of d_y, of the addend, and of both where they are one, and y a place that is given;
     nothing beside it is written.
     """
-    x_TD, _, weight_D, d_y_TD, d_sum_TD = make_inputs(num_rows, num_columns, dtype, form, device=device)
-    expected = functions.rms_norm_forward(x_TD, weight_D, form=form)
-    rstd_T, place_TD = expected.rstd_T, poisoned(torch.zeros_like(x_TD))
-    ours = functions.rms_norm_forward(x_TD, weight_D, form=form, out=place_TD)
-    assert ours.y_TD is place_TD
-    assert torch.equal(place_TD, expected.y_TD)
+    x_TD, weight_D, d_y_TD, addend_TD = make_inputs(num_rows, num_columns, dtype, form, device=device)
+    expected_TD = functions.rms_norm_forward(x_TD, weight_D, form=form)
+    place_TD = poisoned(torch.zeros_like(x_TD))
+    assert functions.rms_norm_forward(x_TD, weight_D, form=form, out=place_TD) is place_TD
+    assert torch.equal(place_TD, expected_TD)
     assert place_TD._base.isnan().sum() == place_TD._base.numel() - place_TD.numel()
-    for place in ("d_y", "d_sum", "both"):
-        inner_TD = poisoned(d_sum_TD if place == "d_sum" else d_y_TD)
-        ours_d_y_TD, ours_d_sum_TD = (
-            inner_TD if place in (name, "both") else tensor for name, tensor in (("d_y", d_y_TD), ("d_sum", d_sum_TD))
+    for place in ("d_y", "addend", "both"):
+        inner_TD = poisoned(addend_TD if place == "addend" else d_y_TD)
+        ours_d_y_TD, ours_addend_TD = (
+            inner_TD if place in (name, "both") else tensor for name, tensor in (("d_y", d_y_TD), ("addend", addend_TD))
         )
-        arguments = {"form": form, "needs_weight": True}
-        expected = functions.rms_norm_backward(ours_d_y_TD, x_TD, weight_D, rstd_T, d_sum_TD=ours_d_sum_TD, **arguments)
-        ours = functions.rms_norm_backward(
-            ours_d_y_TD, x_TD, weight_D, rstd_T, d_sum_TD=ours_d_sum_TD, out=inner_TD, **arguments
-        )
+        arguments = {"form": form, "needs_weight": True, "addend_TD": ours_addend_TD}
+        expected = functions.rms_norm_backward(ours_d_y_TD, x_TD, weight_D, **arguments)
+        ours = functions.rms_norm_backward(ours_d_y_TD, x_TD, weight_D, out=inner_TD, **arguments)
         assert ours.d_x_TD is inner_TD
         assert all(torch.equal(one, other) for one, other in zip(ours, expected))
         buffer = inner_TD._base
@@ -239,29 +215,29 @@ def check_in_place(functions, num_rows, num_columns, dtype, form, *, device="cpu
 
 def check_rows_of_nan_stay_alone(functions, dtype, form, *, device="cpu"):
     def run():
-        y_TD, sum_TD, rstd_T = functions.rms_norm_forward(x_TD, weight_D, form=form, residual_TD=residual_TD)
+        rstd_T = torch.empty(21, device=device)
+        y_TD = functions.rms_norm_forward(x_TD, weight_D, form=form)
         gradients = functions.rms_norm_backward(
-            d_y_TD, sum_TD, weight_D, rstd_T, form=form, d_sum_TD=d_sum_TD, needs_weight=True
+            d_y_TD, x_TD, weight_D, form=form, addend_TD=addend_TD, needs_weight=True, rstd_out=rstd_T
         )
-        return (y_TD, sum_TD, rstd_T, gradients.d_x_TD), gradients.d_weight_D
+        return (y_TD, rstd_T, gradients.d_x_TD), gradients.d_weight_D
 
-    x_TD, residual_TD, weight_D, d_y_TD, d_sum_TD = make_inputs(21, 33, dtype, form, device=device)
+    x_TD, weight_D, d_y_TD, addend_TD = make_inputs(21, 33, dtype, form, device=device)
     expected, _ = run()
     # One value of a row is enough to lose it.
     x_TD[13:, 7] = float("nan")
     ours, d_weight_D = run()
     assert all(torch.equal(one[:13], other[:13]) for one, other in zip(ours, expected))
     # Nothing turns a NaN into a number: a run that has lost its values must show it.
-    assert all(one[13:].isnan().all() for one in (ours[0], ours[2], ours[3]))
+    assert all(one[13:].isnan().all() for one in ours)
     assert d_weight_D.isnan().all()
 
 
 def check_without_the_weight(functions, dtype, form, *, device="cpu"):
     """The gradient of the rows is the same whether that of the weight is asked for or not."""
-    x_TD, _, weight_D, d_y_TD, _ = make_inputs(65, 130, dtype, form, device=device)
-    rstd_T = functions.rms_norm_forward(x_TD, weight_D, form=form).rstd_T
+    x_TD, weight_D, d_y_TD, _ = make_inputs(65, 130, dtype, form, device=device)
     with_weight, without = (
-        functions.rms_norm_backward(d_y_TD, x_TD, weight_D, rstd_T, form=form, needs_weight=needs_weight)
+        functions.rms_norm_backward(d_y_TD, x_TD, weight_D, form=form, needs_weight=needs_weight)
         for needs_weight in (True, False)
     )
     assert torch.equal(with_weight.d_x_TD, without.d_x_TD)
@@ -270,13 +246,13 @@ def check_without_the_weight(functions, dtype, form, *, device="cpu"):
 
 def check_without_eps(functions, *, device="cpu"):
     """Rows behind the last one, whose root would be infinite, do not reach the sums."""
-    check_against_truth(functions, 7, 33, torch.float32, NormForm(eps=0.0), device=device, is_rstd_given=False)
+    check_against_truth(functions, 7, 33, torch.float32, NormForm(eps=0.0), device=device)
 
 
 def check_large_and_small_values(functions, dtype, form, *, device="cpu"):
     """Squares beyond the narrow dtype's range are no matter, and where the row is small eps is what is seen."""
     for scale in (1e-3, 300.0):
-        check_against_truth(functions, 65, 33, dtype, form, device=device, scale=scale, has_d_sum=False)
+        check_against_truth(functions, 65, 33, dtype, form, device=device, scale=scale, has_addend=False)
 
 
 class PublicEntries:
@@ -297,28 +273,23 @@ def test_the_formula_is_that_of_transformers(dtype):
         (gemma3.Gemma3RMSNorm, GEMMA),
     ):
         for weight_dtype in {dtype, torch.float32}:
-            x_TD, residual_TD, weight_D, _, _ = make_inputs(65, 131, dtype, form, weight_dtype=weight_dtype)
+            x_TD, weight_D, _, _ = make_inputs(65, 131, dtype, form, weight_dtype=weight_dtype)
             norm = norm_class(131, eps=form.eps).to(weight_dtype)
             norm.weight.data.copy_(weight_D)
-            theirs_TD = norm(x_TD + residual_TD).to(dtype)
-            assert torch.equal(formula(x_TD + residual_TD, weight_D, form), theirs_TD)
-            assert torch.equal(rms_norm_forward(x_TD, weight_D, form=form, residual_TD=residual_TD).y_TD, theirs_TD)
+            theirs_TD = norm(x_TD).to(dtype)
+            assert torch.equal(formula(x_TD, weight_D, form), theirs_TD)
+            assert torch.equal(rms_norm_forward(x_TD, weight_D, form=form), theirs_TD)
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("is_rstd_given", [False, True])
-def test_in_float64_formula_and_gradient_equal_autograd(form, is_rstd_given):
-    x_TD, residual_TD, weight_D, d_y_TD, d_sum_TD = make_inputs(7, 33, torch.float64, form)
-    y_TD, sum_TD, rstd_T = rms_norm_forward(x_TD, weight_D, form=form, residual_TD=residual_TD)
-    gradients = rms_norm_backward(
-        d_y_TD, sum_TD, weight_D, rstd_T if is_rstd_given else None, form=form, d_sum_TD=d_sum_TD, needs_weight=True
-    )
-    leaves = [tensor.clone().requires_grad_() for tensor in (x_TD, residual_TD, weight_D)]
-    true_sum_TD = leaves[0] + leaves[1]
-    true_y_TD = formula(true_sum_TD, leaves[2], form)
-    ((true_y_TD * d_y_TD).sum() + (true_sum_TD * d_sum_TD).sum()).backward()
-    ours = (y_TD, sum_TD, gradients.d_x_TD, gradients.d_x_TD, gradients.d_weight_D)
-    for one, true in zip(ours, (true_y_TD, true_sum_TD, *(leaf.grad for leaf in leaves))):
+def test_in_float64_formula_and_gradient_equal_autograd(form):
+    x_TD, weight_D, d_y_TD, addend_TD = make_inputs(7, 33, torch.float64, form)
+    y_TD = rms_norm_forward(x_TD, weight_D, form=form)
+    gradients = rms_norm_backward(d_y_TD, x_TD, weight_D, form=form, addend_TD=addend_TD, needs_weight=True)
+    leaves = [tensor.clone().requires_grad_() for tensor in (x_TD, weight_D)]
+    true_y_TD = formula(*leaves, form)
+    ((true_y_TD * d_y_TD).sum() + (leaves[0] * addend_TD).sum()).backward()
+    for one, true in zip((y_TD, *gradients), (true_y_TD, *(leaf.grad for leaf in leaves))):
         torch.testing.assert_close(one, true, rtol=1e-12, atol=1e-12)
 
 
@@ -330,12 +301,8 @@ def test_values_and_every_gradient_equal_the_truth(form, dtype):
             check_against_truth(PublicEntries, num_rows, num_columns, dtype, form)
 
 
-@pytest.mark.parametrize("has_residual", [False, True])
-@pytest.mark.parametrize("has_d_sum", [False, True])
-@pytest.mark.parametrize("is_rstd_given", [False, True])
-def test_what_is_left_out(has_residual, has_d_sum, is_rstd_given):
-    given = {"has_residual": has_residual, "has_d_sum": has_d_sum, "is_rstd_given": is_rstd_given}
-    check_against_truth(PublicEntries, 9, 33, torch.bfloat16, LLAMA, **given)
+def test_without_an_addend():
+    check_against_truth(PublicEntries, 9, 33, torch.bfloat16, LLAMA, has_addend=False)
 
 
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -372,32 +339,21 @@ def test_without_the_gradient_of_the_weight(form):
 
 def test_without_rows():
     empty_TD, weight_D = torch.ones(0, 5), torch.ones(5)
-    y_TD, sum_TD, rstd_T = rms_norm_forward(empty_TD, weight_D, form=LLAMA, residual_TD=empty_TD)
-    assert y_TD.shape == sum_TD.shape == (0, 5)
-    assert rstd_T.shape == (0,)
-    gradients = rms_norm_backward(empty_TD, sum_TD, weight_D, rstd_T, form=LLAMA, d_sum_TD=empty_TD, needs_weight=True)
+    assert rms_norm_forward(empty_TD, weight_D, form=LLAMA).shape == (0, 5)
+    gradients = rms_norm_backward(empty_TD, empty_TD, weight_D, form=LLAMA, addend_TD=empty_TD, needs_weight=True)
     assert gradients.d_x_TD.shape == (0, 5)
     assert torch.equal(gradients.d_weight_D, torch.zeros(5))
 
 
 def test_no_graph_and_no_wait():
-    x_TD, residual_TD, weight_D, d_y_TD, d_sum_TD = (
-        tensor.requires_grad_() for tensor in make_inputs(7, 5, torch.float32, LLAMA)
-    )
+    x_TD, weight_D, d_y_TD, addend_TD = (tensor.requires_grad_() for tensor in make_inputs(7, 5, torch.float32, LLAMA))
     with Watch() as watch:
-        output = rms_norm_forward(x_TD, weight_D, form=LLAMA, residual_TD=residual_TD)
+        y_TD = rms_norm_forward(x_TD, weight_D, form=LLAMA)
         gradients = rms_norm_backward(
-            d_y_TD,
-            output.sum_TD,
-            weight_D,
-            output.rstd_T,
-            form=LLAMA,
-            d_sum_TD=d_sum_TD,
-            needs_weight=True,
-            out=d_y_TD.detach(),
+            d_y_TD, x_TD, weight_D, form=LLAMA, addend_TD=addend_TD, needs_weight=True, out=d_y_TD.detach()
         )
     assert watch.waits == []
-    assert not any(tensor.requires_grad for tensor in (*output, *gradients))
+    assert not any(tensor.requires_grad for tensor in (y_TD, *gradients))
 
 
 REFERENCE_FAULTS = {
@@ -406,28 +362,23 @@ REFERENCE_FAULTS = {
     "offset of the weight lost": "weight_D.to(wide) {+ form.weight_offset => }",
     "normed row not rounded": "if {not form.is_weight_wide => False}:",
     "normed row rounded in the wide form": "if {not form.is_weight_wide => True}:",
-    "residual lost": "else x_TD {+ residual_TD => .clone()}",
-    "the sum is normed before it is rounded": (
-        "wide_TD = {sum_TD.to(wide => x_TD.to(wide) + (0 if residual_TD is None else residual_TD})"
-    ),
-    "fp32 lost": "return {torch.float64 if dtype is torch.float64 else torch.float32 => dtype}",
+    "fp32 lost": "import wide_dtype{ => ; wide_dtype = lambda dtype: dtype}",
     "root taken for a constant": "{(d_normed_TD - normed_TD * along_T[:, None]) => d_normed_TD}",
     "second factor of the root lost": "along_T[:, None]) {* rstd_T[:, None] => }",
     "share along the row is the sum": "(d_normed_TD * normed_TD).{mean => sum}(dim=1)",
     "weight not in the gradient": "d_normed_TD = d_y_TD {* shifted_weight(weight_D, wide, form) => }",
     "weight's gradient by the raw row": "(d_y_TD * {normed_TD => wide_TD}).sum(dim=0)",
-    "weight's gradient by the rounded row": "(d_y_TD * normed_TD{ => .to(sum_TD.dtype)}).sum(dim=0)",
+    "weight's gradient by the rounded row": "(d_y_TD * normed_TD{ => .to(x_TD.dtype)}).sum(dim=0)",
     "last row not in the weight's gradient": "(d_y_TD * normed_TD){ => [:-1]}.sum(dim=0)",
     "roots not written": "rstd_out.{copy_(rstd_T => zero_(})",
-    "gradient of the sum lost": "{d_x_TD = d_x_TD + d_sum_TD.to(wide) => pass}",
-    "gradient rounded before it is added": "d_x_TD {+ d_sum_TD.to(wide) => .to(sum_TD.dtype) + d_sum_TD}",
+    "addend lost": "{d_x_TD = d_x_TD + addend_TD.to(wide) => pass}",
+    "gradient rounded before it is added": "d_x_TD {+ addend_TD.to(wide) => .to(x_TD.dtype) + addend_TD}",
 }
 
 
 def check_every_part(functions, num_columns=130, dtype=torch.bfloat16, *, device="cpu"):
     for form in FORMS:
-        for is_rstd_given in (False, True):
-            check_against_truth(functions, 9, num_columns, dtype, form, device=device, is_rstd_given=is_rstd_given)
+        check_against_truth(functions, 9, num_columns, dtype, form, device=device)
         check_against_truth(functions, 9, num_columns, torch.float32, form, device=device)
         check_in_place(functions, 9, num_columns, dtype, form, device=device)
     check_without_the_weight(functions, dtype, LLAMA, device=device)
@@ -443,10 +394,10 @@ test_a_planted_fault_is_seen, test_without_a_fault_the_same_check_passes = plant
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"sum_TD": torch.ones(3, 4, 4)}, ShapeError, "2 axes"),
-        ({"sum_TD": torch.ones(3, 4, dtype=torch.int64)}, ShapeError, "dtype"),
-        ({"sum_TD": torch.ones(4, 3).T}, ShapeError, "contiguous"),
-        ({"sum_TD": torch.ones(3, 0)}, ShapeError, "no columns"),
+        ({"x_TD": torch.ones(3, 4, 4)}, ShapeError, "2 axes"),
+        ({"x_TD": torch.ones(3, 4, dtype=torch.int64)}, ShapeError, "dtype"),
+        ({"x_TD": torch.ones(4, 3).T}, ShapeError, "contiguous"),
+        ({"x_TD": torch.ones(3, 0)}, ShapeError, "no columns"),
         ({"weight_D": torch.ones(5)}, ShapeError, "weight_D is"),
         ({"weight_D": torch.ones(4, dtype=torch.float64)}, ShapeError, "dtype"),
         ({"weight_D": torch.ones(8)[::2]}, ShapeError, "contiguous"),
@@ -467,23 +418,23 @@ test_a_planted_fault_is_seen, test_without_a_fault_the_same_check_passes = plant
 )
 def test_what_does_not_fit_is_refused(change, error, message):
     given = {
-        "sum_TD": torch.ones(3, 4),
+        "x_TD": torch.ones(3, 4),
         "weight_D": torch.ones(4),
         "other": torch.ones(3, 4),
         "form": NormForm(),
         "backend": "auto",
         **change,
     }
-    rows, weight, other = given.pop("sum_TD"), given.pop("weight_D"), given.pop("other")
+    rows, weight, other = given.pop("x_TD"), given.pop("weight_D"), given.pop("other")
     with pytest.raises(error, match=message):
-        rms_norm_forward(rows, weight, residual_TD=other, **given)
+        rms_norm_forward(rows, weight, out=other, **given)
     with pytest.raises(error, match=message):
-        rms_norm_backward(other, rows, weight, None, needs_weight=True, **given)
+        rms_norm_backward(other, rows, weight, needs_weight=True, **given)
     if "other" in change:
         ones = torch.ones(3, 4)
-        for name in ("d_sum_TD", "out"):
+        for name in ("addend_TD", "out"):
             with pytest.raises(error, match=message):
-                rms_norm_backward(ones, rows, weight, None, needs_weight=True, **{name: other}, **given)
+                rms_norm_backward(ones, rows, weight, needs_weight=True, **{name: other}, **given)
 
 
 @pytest.mark.parametrize(
@@ -497,16 +448,15 @@ def test_what_does_not_fit_is_refused(change, error, message):
     ],
 )
 def test_roots_of_other_rows_are_refused(rstd_T, message):
-    for roots in ({"rstd_T": rstd_T}, {"rstd_T": None, "rstd_out": rstd_T}):
-        with pytest.raises(ShapeError, match=message):
-            rms_norm_backward(
-                torch.ones(3, 4), torch.ones(3, 4), torch.ones(4), **roots, form=LLAMA, needs_weight=False
-            )
+    with pytest.raises(ShapeError, match=message):
+        rms_norm_backward(
+            torch.ones(3, 4), torch.ones(3, 4), torch.ones(4), rstd_out=rstd_T, form=LLAMA, needs_weight=False
+        )
 
 
 def test_whether_the_weight_has_a_gradient_is_a_yes_or_a_no():
     with pytest.raises(OptionError, match="needs_weight"):
-        rms_norm_backward(torch.ones(3, 4), torch.ones(3, 4), torch.ones(4), None, form=LLAMA, needs_weight=None)
+        rms_norm_backward(torch.ones(3, 4), torch.ones(3, 4), torch.ones(4), form=LLAMA, needs_weight=None)
 
 
 def test_wider_rows_than_one_pass_holds_are_refused():
@@ -515,27 +465,26 @@ def test_wider_rows_than_one_pass_holds_are_refused():
     with pytest.raises(ShapeError, match="16384; use backend 'reference'"):
         rms_norm_forward(wider_TD, wider_TD[0], form=LLAMA)
     with pytest.raises(ShapeError, match="16384; use backend 'reference'"):
-        rms_norm_backward(wider_TD, wider_TD, wider_TD[0], None, form=LLAMA, needs_weight=True)
+        rms_norm_backward(wider_TD, wider_TD, wider_TD[0], form=LLAMA, needs_weight=True)
     rms_norm_forward(wider_TD, wider_TD[0], form=LLAMA, backend="reference")
-    rms_norm_backward(wider_TD, wider_TD, wider_TD[0], None, form=LLAMA, needs_weight=True, backend="reference")
+    rms_norm_backward(wider_TD, wider_TD, wider_TD[0], form=LLAMA, needs_weight=True, backend="reference")
 
 
 def test_output_memory_that_another_program_still_reads_is_refused():
     buffer = torch.ones(120)
-    d_y_TD, d_sum_TD, sum_TD, weight_D, rstd_T = (
+    d_y_TD, addend_TD, x_TD, weight_D = (
         buffer[:12].view(3, 4),
         buffer[20:32].view(3, 4),
         buffer[40:52].view(3, 4),
         buffer[60:64],
-        buffer[70:73],
     )
-    inputs, options = (d_y_TD, sum_TD, weight_D, rstd_T), {"form": LLAMA, "d_sum_TD": d_sum_TD, "needs_weight": True}
-    # One element inside d_y, d_sum, sum, the sum itself, the weight and the roots.
-    for start in (11, 21, 9, 31, 40, 51, 49, 63, 72):
+    inputs, options = (d_y_TD, x_TD, weight_D), {"form": LLAMA, "addend_TD": addend_TD, "needs_weight": True}
+    # One element inside d_y, the addend, x, x itself, and the weight.
+    for start in (11, 21, 9, 31, 40, 51, 49, 63):
         with pytest.raises(ShapeError, match="shares memory"):
             rms_norm_backward(*inputs, out=buffer[start : start + 12].view(3, 4), **options)
     # The same for the roots that it writes.
-    for start in (11, 31, 51, 63, 72):
+    for start in (11, 31, 51, 63):
         with pytest.raises(ShapeError, match="rstd_out shares memory"):
             rms_norm_backward(*inputs, rstd_out=buffer[start : start + 3], **options)
     with pytest.raises(ShapeError, match="out shares memory"):
@@ -547,7 +496,7 @@ def test_output_memory_that_another_program_still_reads_is_refused():
         rms_norm_backward(*inputs, out=buffer[start : start + 12].view(3, 4), **options)
     expanded_TD = torch.ones(4).expand(3, 4)
     with pytest.raises(ShapeError, match="overlap"):
-        rms_norm_backward(expanded_TD, sum_TD, weight_D, rstd_T, form=LLAMA, needs_weight=True, out=expanded_TD)
+        rms_norm_backward(expanded_TD, x_TD, weight_D, form=LLAMA, needs_weight=True, out=expanded_TD)
 
 
 @pytest.mark.slow

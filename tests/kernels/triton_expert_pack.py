@@ -22,14 +22,12 @@ def cut_alike(expected, result):
 
 @pytest.mark.parametrize("out_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scale", [1.0, -0.7])
-def test_every_cast_equals_a_permutation(scale, dtype, out_dtype):
+def test_every_cast_equals_a_permutation(dtype, out_dtype):
     check_exchange(
         triton.exchange_ends,
         (13, 5, 7),
         dtype=dtype,
         out_dtype=out_dtype,
-        scale=scale,
         device=DEVICE,
         expected_of=cut_alike,
     )
@@ -44,11 +42,11 @@ def test_whoever_saved_the_old_values_is_told():
     out = torch.zeros(4, 2, 3, device=DEVICE)
     leaf = torch.ones(4, 2, 3, device=DEVICE, requires_grad=True)
     product = leaf * out
-    triton.exchange_ends(torch.ones(3, 2, 4, device=DEVICE), scale=1.0, out=out)
+    triton.exchange_ends(torch.ones(3, 2, 4, device=DEVICE), out=out)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.sum().backward()
     with torch.inference_mode():
-        triton.exchange_ends(torch.ones(3, 2, 4, device=DEVICE), scale=1.0, out=torch.empty(4, 2, 3, device=DEVICE))
+        triton.exchange_ends(torch.ones(3, 2, 4, device=DEVICE), out=torch.empty(4, 2, 3, device=DEVICE))
 
 
 FAULTS = {
@@ -61,9 +59,6 @@ FAULTS = {
     "middle axis forgotten": "out_row = last * num_middle {+ middle => }",
     "only the first tile of rows": "(tl.program_id(0) {// num_last_tiles => * 0}).to(tl.int64)",
     "only the first tile of columns": "(tl.program_id(0) {% num_last_tiles => * 0}).to(tl.int64)",
-    "scale lost": "value.to(tl.float32) {* scale => }",
-    "scale never asked for": "HAS_SCALE={scale != 1.0 => False}",
-    "rounded before it is scaled": "value{ => .to(tl.float16)}.to(tl.float32) * scale",
 }
 
 

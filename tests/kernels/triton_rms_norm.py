@@ -83,12 +83,8 @@ def test_number_of_rows(num_rows, form):
     check_against_truth(triton, num_rows, 130, torch.bfloat16, form, device=DEVICE)
 
 
-@pytest.mark.parametrize("has_residual", [False, True])
-@pytest.mark.parametrize("has_d_sum", [False, True])
-@pytest.mark.parametrize("is_rstd_given", [False, True])
-def test_what_is_left_out(has_residual, has_d_sum, is_rstd_given):
-    given = {"has_residual": has_residual, "has_d_sum": has_d_sum, "is_rstd_given": is_rstd_given}
-    check_against_truth(triton, 9, 33, torch.bfloat16, LLAMA, device=DEVICE, **given)
+def test_without_an_addend():
+    check_against_truth(triton, 9, 33, torch.bfloat16, LLAMA, device=DEVICE, has_addend=False)
 
 
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -127,13 +123,12 @@ def test_without_the_gradient_of_the_weight(form):
 def test_without_rows():
     empty_TD, weight_D = torch.ones(0, 5, device=DEVICE), torch.ones(5, device=DEVICE)
     with fresh_memory_is_nan():
-        y_TD, sum_TD, rstd_T = triton.rms_norm_forward(empty_TD, weight_D, form=LLAMA, residual_TD=empty_TD)
+        y_TD = triton.rms_norm_forward(empty_TD, weight_D, form=LLAMA)
         gradients = triton.rms_norm_backward(
-            empty_TD, sum_TD, weight_D, rstd_T, form=LLAMA, d_sum_TD=empty_TD, needs_weight=True
+            empty_TD, empty_TD, weight_D, form=LLAMA, addend_TD=empty_TD, needs_weight=True
         )
-        without = triton.rms_norm_backward(empty_TD, sum_TD, weight_D, rstd_T, form=LLAMA, needs_weight=False)
-    assert y_TD.shape == sum_TD.shape == gradients.d_x_TD.shape == (0, 5)
-    assert rstd_T.shape == (0,)
+        without = triton.rms_norm_backward(empty_TD, empty_TD, weight_D, form=LLAMA, needs_weight=False)
+    assert y_TD.shape == gradients.d_x_TD.shape == (0, 5)
     assert torch.equal(gradients.d_weight_D, torch.zeros(5, device=DEVICE))
     assert without.d_weight_D is None
 
@@ -141,54 +136,44 @@ def test_without_rows():
 @pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize("form", [LLAMA, GEMMA])
 def test_two_runs_are_bit_equal(form):
-    x_TD, residual_TD, weight_D, d_y_TD, d_sum_TD = make_inputs(65, 130, torch.bfloat16, form, device=DEVICE)
+    x_TD, weight_D, d_y_TD, addend_TD = make_inputs(65, 130, torch.bfloat16, form, device=DEVICE)
     runs = []
     for _ in range(2):
-        output = triton.rms_norm_forward(x_TD, weight_D, form=form, residual_TD=residual_TD)
-        gradients = triton.rms_norm_backward(
-            d_y_TD, output.sum_TD, weight_D, output.rstd_T, form=form, d_sum_TD=d_sum_TD, needs_weight=True
-        )
-        runs.append((*output, *gradients))
+        y_TD = triton.rms_norm_forward(x_TD, weight_D, form=form)
+        gradients = triton.rms_norm_backward(d_y_TD, x_TD, weight_D, form=form, addend_TD=addend_TD, needs_weight=True)
+        runs.append((y_TD, *gradients))
     assert all(torch.equal(one, other) for one, other in zip(*runs))
 
 
 def test_rows_beyond_two_to_the_31_elements_are_reached():
-    x_TD, residual_TD, weight_D, d_y_TD, d_sum_TD = make_inputs(3, 64, torch.bfloat16, LLAMA, device=DEVICE)
-    expected = triton.rms_norm_forward(x_TD, weight_D, form=LLAMA, residual_TD=residual_TD)
-    ours = triton.rms_norm_forward(far(x_TD), weight_D, form=LLAMA, residual_TD=far(residual_TD))
-    assert all(torch.equal(one, other) for one, other in zip(ours, expected))
-    _, sum_TD, rstd_T = expected
-    expected = triton.rms_norm_backward(
-        d_y_TD, sum_TD, weight_D, rstd_T, form=LLAMA, d_sum_TD=d_sum_TD, needs_weight=True
-    )
-    far_TD = far(d_sum_TD)
-    ours = triton.rms_norm_backward(
-        far(d_y_TD), far(sum_TD), weight_D, rstd_T, form=LLAMA, d_sum_TD=far_TD, needs_weight=True, out=far_TD
-    )
+    x_TD, weight_D, d_y_TD, addend_TD = make_inputs(3, 64, torch.bfloat16, LLAMA, device=DEVICE)
+    expected_TD = triton.rms_norm_forward(x_TD, weight_D, form=LLAMA)
+    assert torch.equal(triton.rms_norm_forward(far(x_TD), weight_D, form=LLAMA), expected_TD)
+    arguments = {"form": LLAMA, "needs_weight": True}
+    expected = triton.rms_norm_backward(d_y_TD, x_TD, weight_D, addend_TD=addend_TD, **arguments)
+    far_TD = far(addend_TD)
+    ours = triton.rms_norm_backward(far(d_y_TD), far(x_TD), weight_D, addend_TD=far_TD, out=far_TD, **arguments)
     assert all(torch.equal(one, other) for one, other in zip(ours, expected))
 
 
 FAULTS = {
     "eps lost": "* mean_scale {+ eps => }",
     "root of the sum": "_sum_of_products(row, row) {* mean_scale => }",
-    "residual lost": "row +={ => 0.0 *} tl.load(residual_ptr",
-    "the sum is normed before it is rounded": "row = {rounded.to(tl.float32) => row}",
-    "offset of the weight lost": "other=0.0).to(tl.float32) {+ weight_offset => } rstd",
+    "offset of the weight lost": "other=0.0).to(tl.float32) {+ weight_offset => } normed",
     "offset of the weight lost backward": "{+ weight_offset => } if NEEDS_WEIGHT",
     "normed row not rounded": "if {not IS_WEIGHT_WIDE => False}:",
     "normed row rounded in the wide form": "if {not IS_WEIGHT_WIDE => True}:",
-    "fp32 lost": "row * rstd{ => .to(tl.float16).to(tl.float32)}[:, None] if not",
+    "fp32 lost": "row * _reciprocal_root(row, mean_scale, eps){ => .to(tl.float16).to(tl.float32)}[:, None] if not",
     "squares in the narrow dtype": (
         "{_sum_of_products(row, row => tl.sum((row * row).to(tl.float16), axis=1).to(tl.float32})"
     ),
-    "root of the first row": "tl.load(rstd_ptr + rows{ => * 0}, mask",
-    "root of the first row is saved": "tl.store(rstd_ptr + rows, {rstd => tl.max(rstd, axis=0)}, mask",
+    "root of the first row is saved": "tl.store(rstd_out_ptr + rows, {rstd => tl.max(rstd, axis=0)}, mask",
     "root taken for a constant": "{(d_normed - normed * along[:, None]) => d_normed}",
     "second factor of the root lost": "along[:, None]) {* rstd[:, None] => }",
     "share along the row is the sum": "_sum_of_products(d_normed, row) * {(mean_scale * rstd) => rstd}",
     "weight not in the gradient": "d_normed = d_y {* weight[None, :] => }",
-    "gradient of the sum lost": "d_x +={ => 0.0 *} d_sum",
-    "gradient rounded before it is added": "d_x {+= => = d_x.to(out_ptr.dtype.element_ty).to(tl.float32) +} d_sum",
+    "addend lost": "d_x +={ => 0.0 *} addend",
+    "gradient rounded before it is added": "d_x {+= => = d_x.to(out_ptr.dtype.element_ty).to(tl.float32) +} addend",
     "weight's gradient by the raw row": "weight_terms += d_y * {normed => row}",
     "weight's gradient by the rounded row": (
         "weight_terms += d_y * normed{ => .to(out_ptr.dtype.element_ty).to(tl.float32)}"
@@ -222,16 +207,15 @@ FAULTS = {
         "d_y_stride + cols[None, :], mask={inside => (rows < num_rows + 1)[:, None] & inside_cols[None, :]}"
     ),
     "roots behind the last row": "{tl.where(inside_rows, => } _reciprocal_root(row, mean_scale, eps){, 0.0) => }",
-    "wrong stride of x": "x_ptr + rows[:, None] * {x_stride => num_columns}",
+    "wrong stride of x": "x_ptr + rows[:, None] * {x_stride => num_columns} + cols[None, :], mask=inside, other=0.0).to(tl.float32) weight",
     "wrong stride of y": "y_ptr + rows[:, None] * {y_stride => num_columns}",
-    "wrong stride of the residual": "rows[:, None] * {residual_stride => num_columns}",
     "wrong stride of d_y": "rows[:, None] * {d_y_stride => num_columns}",
-    "wrong stride of the sum": "rows[:, None] * {sum_stride => num_columns}",
-    "wrong stride of d_sum": "rows[:, None] * {d_sum_stride => num_columns}",
+    "wrong stride of x backward": "x_ptr + rows[:, None] * {x_stride => num_columns} + cols[None, :], mask=inside, other=0.0).to(tl.float32) d_y",
+    "wrong stride of the addend": "rows[:, None] * {addend_stride => num_columns}",
     "wrong stride of the output": "rows[:, None] * {out_stride => num_columns}",
     "written before it is read": (
-        "{if HAS_D_SUM: d_sum = tl.load( => if IN_PLACE:\n            tl.store(out_ptr + rows[:, None] * "
-        "out_stride + cols[None, :], 0.0 * d_y, mask=inside)\n        if HAS_D_SUM:\n            d_sum = "
+        "{if HAS_ADDEND: addend = tl.load( => if IN_PLACE:\n            tl.store(out_ptr + rows[:, None] * "
+        "out_stride + cols[None, :], 0.0 * d_y, mask=inside)\n        if HAS_ADDEND:\n            addend = "
         "tl.load(}"
     ),
 }

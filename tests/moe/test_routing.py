@@ -276,7 +276,7 @@ def test_a_gradient_lies_in_memory_as_its_parameter_and_is_not_copied(is_a_last,
     """PEFT's two parameters of a stack, either of them in front: autograd takes the very memory that was written."""
     num_experts, rank = 5, 4
     made = set()
-    for name in ("grouped_weight_grad", "unpack_expert_last"):
+    for name in ("grouped_weight_grad", "exchange_ends"):
         real = getattr(experts, name)
 
         def noting(*arguments, real=real, **options):

@@ -19,10 +19,11 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_fastft import FusedKernels, HostWaitDetector, PackedDataModule, RunReport
 from lightning_fastft.checkpoint.resume import ExactResume
+from lightning_fastft.core import marks
 from lightning_fastft.core.async_reader import AsyncScalarReader
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.core.status import Status
-from lightning_fastft.monitor import run_report, token_throughput
+from lightning_fastft.monitor import run_report
 from lightning_fastft.monitor.report import content
 from lightning_fastft.monitor.report.copies import Copy, Kernel, StepTrace, copy_use, read_events
 from lightning_fastft.monitor.report.findings import describe_profile
@@ -101,7 +102,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
-    monkeypatch.setattr(token_throughput, "time", made)
+    monkeypatch.setattr(marks, "time", made)
     return made
 
 

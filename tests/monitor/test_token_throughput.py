@@ -6,9 +6,9 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 
+from lightning_fastft.core import marks
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.hf.families import decoder_layers
-from lightning_fastft.monitor import token_throughput
 from lightning_fastft.monitor.flops import count_flops
 from lightning_fastft.monitor.token_throughput import TokenThroughput
 from lightning_fastft.strategies.registry import register_strategies
@@ -33,7 +33,7 @@ def fit(tmp_path, callback, *, batches=None, val=None, **options):
     logger = mock.Mock(spec=CSVLogger, save_dir=str(tmp_path), version=0)
     logger.name = "test"
     loader = torch.utils.data.DataLoader(batches if batches is not None else packed_batches(5), batch_size=None)
-    with mock.patch.object(token_throughput, "time", Clock()):
+    with mock.patch.object(marks, "time", Clock()):
         trainer = quiet_trainer(
             tmp_path,
             **{

@@ -119,11 +119,11 @@ def test_a_last_product_that_is_needed_after_all_is_computed(is_adapted, guess):
     expected = kept_gradients(model, [batch], 1)
     checkpointing = OffloadCheckpointing("recompute")
     install_packed_training(model, ModelPatcher(), checkpointing=checkpointing)
-    for segment in checkpointing.segments_of():
+    for segment in checkpointing.last_segments():
         segment.last_point = guess
     model(**batch).loss.backward()
     assert_equal(read_gradients(model), expected, what="after a wrong guess")
-    assert {segment.last_point for segment in checkpointing.segments_of()} == {"mlp.down_proj"}
+    assert {segment.last_point for segment in checkpointing.last_segments()} == {"mlp.down_proj"}
 
 
 @pytest.mark.parametrize("is_adapted", [False, True])

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fastft.activations.frozen_weights import frozen_bytes
-from lightning_fastft.activations.streams import ImmediateStreams
+from lightning_fastft.activations.streams import CopyStreams
 from lightning_fastft.core.errors import HostMemoryError, OptionError, SwapError, UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.fused.low_precision_adapters import install_low_precision_adapters
@@ -410,8 +410,8 @@ def test_a_step_waits_no_more_often_than_the_resident_model():
     totals = []
     for is_streamed in (False, True):
         if is_streamed:
-            install(model, streams=ImmediateStreams())
-            install_host_embedding(model.get_base_model(), ModelPatcher(), streams=ImmediateStreams())
+            install(model, streams=CopyStreams())
+            install_host_embedding(model.get_base_model(), ModelPatcher(), streams=CopyStreams())
         with count_host_waits() as waits:
             forward(model, 1).backward()
         totals.append(waits.total)
@@ -466,23 +466,23 @@ def overwrite(streamer):
 def test_models_that_cannot_be_streamed_are_refused():
     trained = build_tiny("llama")
     with pytest.raises(OptionError, match="every weight"):
-        install_weight_streaming(trained, ModelPatcher(), streams=ImmediateStreams())
+        install_weight_streaming(trained, ModelPatcher(), streams=CopyStreams())
 
     tied = build_tiny("llama").requires_grad_(False)
     tied.model.layers[1].mlp.up_proj.weight = tied.model.layers[0].mlp.up_proj.weight
     with pytest.raises(OptionError, match="shares memory"):
-        install_weight_streaming(tied, ModelPatcher(), streams=ImmediateStreams())
+        install_weight_streaming(tied, ModelPatcher(), streams=CopyStreams())
 
     outside = build_tiny("llama").requires_grad_(False)
     outside.model.extra = nn.Linear(2, 2)
     outside.model.extra.weight = outside.model.layers[1].mlp.up_proj.weight
     with pytest.raises(OptionError, match=r"mlp.up_proj.weight of decoder layer 1 is also model.extra.weight"):
-        install_weight_streaming(outside, ModelPatcher(), streams=ImmediateStreams())
+        install_weight_streaming(outside, ModelPatcher(), streams=CopyStreams())
 
     eight_bits = build_tiny("llama").requires_grad_(False)
     eight_bits.model.layers[0].mlp.up_proj.weight.SCB = None
     with pytest.raises(UnsupportedModelError, match="8-bit"):
-        install_weight_streaming(eight_bits, ModelPatcher(), streams=ImmediateStreams())
+        install_weight_streaming(eight_bits, ModelPatcher(), streams=CopyStreams())
 
 
 def test_sharded_weights_are_refused_by_name(tmp_path):
@@ -496,7 +496,7 @@ def test_sharded_weights_are_refused_by_name(tmp_path):
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     for install_one in (install_weight_streaming, install_host_embedding):
         with pytest.raises(UnsupportedModelError, match="DTensor"):
-            install_one(model, ModelPatcher(), streams=ImmediateStreams())
+            install_one(model, ModelPatcher(), streams=CopyStreams())
 
 
 def test_a_model_that_is_moved_meanwhile_is_refused():
@@ -600,7 +600,7 @@ def test_embedding_state_dict_and_memory_that_does_not_do():
             install_host_embedding(
                 model,
                 ModelPatcher(),
-                streams=LateStreams() if allocate else ImmediateStreams(torch.device("cuda")),
+                streams=LateStreams() if allocate else CopyStreams(torch.device("cuda")),
                 allocate_host=allocate,
             )
     assert install_host_embedding(model, ModelPatcher(), streams=LateStreams()).state == "active"

@@ -42,10 +42,7 @@ class Lengths(NamedTuple):
 def measure_lengths(data: str, *, source: ModelSource, columns: Mapping[str, str]) -> Lengths:
     """Return the length of every example.
 
-    Args:
-        data: File, folder or hub id of the data.
-        source: The model, whose tokenizer is used where it can be read.
-        columns: Names of the data's columns by the names that a format has for them.
+    The model's tokenizer is used where it can be read.
 
     Raises:
         DataError: The data cannot be read, or its rows are not for a FineTuner.

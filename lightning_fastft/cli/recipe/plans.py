@@ -83,10 +83,6 @@ class Steps(NamedTuple):
 def choose_pack_tokens(length_N: np.ndarray, *, most: int) -> int:
     """Return the length of a pack: the longest example, and at least 8,192 tokens unless that leaves too few steps.
 
-    Args:
-        length_N: Tokens of each example.
-        most: Longest sequence that the model takes.
-
     Example:
         >>> choose_pack_tokens(np.full(100_000, 300), most=40_960)
         8192
@@ -122,14 +118,6 @@ def plan_run(
     source: ModelSource, *, gpu: Gpu, methods: Sequence[Method], length_N: np.ndarray, max_tokens: int, host_bytes: int
 ) -> Planned:
     """Return the plan of the first method that fits the GPU and is about as fast as any; shorten packs if none fits.
-
-    Args:
-        source: The model; only its configuration is read.
-        gpu: The GPU.
-        methods: Methods to choose from, the preferred one first.
-        length_N: Tokens of each example.
-        max_tokens: Length of a pack to begin with; halved while nothing fits.
-        host_bytes: Pinned host memory.
 
     Raises:
         OptionError: Nothing fits; the message has what the smallest run takes.

@@ -62,10 +62,6 @@ def render_card(facts: Facts, *, name: str) -> str:
     """Return the model card as Markdown.
 
     Paths of this machine are shortened to their last part.
-
-    Args:
-        facts: What is known of the model.
-        name: Title.
     """
     from huggingface_hub import ModelCardData
 

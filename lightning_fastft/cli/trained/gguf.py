@@ -22,11 +22,7 @@ def name_gguf(folder: Path, type_name: str) -> Path:
 def convert_to_gguf(folder: Path, file: Path, *, type_name: str, llama_cpp: str = "") -> str:
     """Write a GGUF file, where llama.cpp's script is found.
 
-    Args:
-        folder: A plain Hugging Face folder with all weights and a tokenizer.
-        file: The GGUF file.
-        type_name: ``--outtype`` of the script.
-        llama_cpp: A clone of llama.cpp; "" searches PATH.
+    The script is searched on PATH, or in a clone of llama.cpp if one is given.
 
     Returns:
         The command to run where the script is not found, else "".

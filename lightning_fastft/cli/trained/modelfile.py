@@ -59,10 +59,8 @@ class Turns(NamedTuple):
 def write_modelfile(folder: Path, *, gguf: Path, tokenizer: Any) -> Path:
     """Write the Modelfile of a GGUF file in the same folder, and return its path.
 
-    Args:
-        folder: The exported folder, with its generation configuration.
-        gguf: The GGUF file, which need not be there yet.
-        tokenizer: The tokenizer; without a chat template the prompt is plain text.
+    The folder has the generation configuration; the GGUF file need not be there yet. Without a chat template the prompt
+    is plain text.
 
     Raises:
         UnsupportedModelError: The chat template does more than to write text around each message.

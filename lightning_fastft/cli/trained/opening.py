@@ -103,10 +103,7 @@ def find_device(name: str, *, default: str = "auto") -> torch.device:
 def read_request(given: Namespace, *, device: str = "auto", **choices: Any) -> Request:
     """Return the request of a parsed command line that has ``add_options``.
 
-    Args:
-        given: Its words; source is the first of them.
-        device: Device where ``--device`` is not given.
-        choices: Further fields of the request.
+    choices are further fields of the request.
 
     Raises:
         OptionError: There is nothing at source, or ``--device`` is no device of torch.

@@ -32,10 +32,7 @@ class Written(NamedTuple):
 def write_trained(request: Request, out: Path, *, is_for_vllm: bool = False) -> Written:
     """Open a trained model, write it to a new folder, and compare what stock libraries read back.
 
-    Args:
-        request: What to open; merged as it says.
-        out: A folder that does not exist.
-        is_for_vllm: Whether adapters of which vLLM would not read a part are refused.
+    is_for_vllm refuses adapters of which vLLM would not read a part.
 
     Raises:
         OptionError: out exists, or the adapters belong to random weights or were trained beside frozen ones, and are

@@ -45,15 +45,6 @@ def norm_feed_forward(
 ) -> torch.Tensor:
     """Return ``x + factor * down(gate(gate_up(norm(x))))``.
 
-    Args:
-        x_TD: Residual stream.
-        norm: Norm before the block.
-        gate_up: The first two projections.
-        down: The last projection.
-        form: How gate and up are combined.
-        factor: Residual multiplier of the family (Granite).
-        session: Of the open segment; None outside a plan.
-
     Cost:
         That of the products, and with a factor a pass over the gradient of the output; saves x_TD, gate and up, the
         adapters' low-rank rows and low-precision factors, and trained weights.
@@ -77,15 +68,6 @@ def feed_forward_between_norms(
     session: Session | None,
 ) -> torch.Tensor:
     """Return ``x + post_norm(down(gate(gate_up(norm(x)))))``.
-
-    Args:
-        x_TD: Residual stream.
-        norm: Norm before the block; None for none.
-        gate_up: The first projections.
-        down: The last projection.
-        post_norm: Norm after the block.
-        form: How gate and up are combined.
-        session: Of the open segment; None outside a plan.
 
     Cost:
         That of the products, two norms and one addition; saves x_TD, gate and up, the output of down, the adapters'
@@ -184,7 +166,7 @@ class _FeedForwardBetweenNorms(torch.autograd.Function):
         ctx.save_for_backward(x_TD, weight_D, post_weight_D, gate_up_TP, out_TD, *low, *watched)
         if session is not None and session.is_last(POST_NORM_POINT):
             return unneeded(x_TD, x_TD.shape[-1])
-        return rms_norm_forward(out_TD, post_weight_D, form=post_form, is_checked=False).y_TD.add_(x_TD)
+        return rms_norm_forward(out_TD, post_weight_D, form=post_form, is_checked=False).add_(x_TD)
 
     @staticmethod
     @once_differentiable

@@ -5,7 +5,7 @@ Axes: T tokens, C columns of q, k and v side by side, H query heads, G key/value
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -13,19 +13,9 @@ from torch.autograd.function import once_differentiable
 from lightning_fastft.fused.functions.rows import Grads, Norm
 from lightning_fastft.kernels.head_gate.op import RowGradient
 from lightning_fastft.kernels.qk_rope.op import qk_rope_backward, qk_rope_heads
-from lightning_fastft.kernels.qk_rope.reference import HeadGradients, RopeForm
+from lightning_fastft.kernels.qk_rope.reference import HeadGradients, Rope, RopeForm
 from lightning_fastft.kernels.rms_norm.op import rms_norm_backward, rms_norm_forward
 from lightning_fastft.kernels.rms_norm.reference import NormForm
-
-
-class Rope(NamedTuple):
-    """The step from raw projections to queries and keys: angles of shape (T, W), weights of the norms, and the form."""
-
-    cos_TW: torch.Tensor
-    sin_TW: torch.Tensor
-    q_weight_W: torch.Tensor | None
-    k_weight_W: torch.Tensor | None
-    form: RopeForm
 
 
 class HeadShares:
@@ -47,10 +37,7 @@ class HeadShares:
 def norm_head_columns(qkv_TC: torch.Tensor, q_norm: Norm, k_norm: Norm) -> torch.Tensor:
     """Return the projection with its queries and its keys normed, each over the columns of all heads of a token.
 
-    Args:
-        qkv_TC: Raw projection.
-        q_norm: Norm of the queries; the size of its weight is their number of columns.
-        k_norm: Norm of the keys, which follow.
+    The keys follow the queries, whose number is the size of their weight.
 
     Cost:
         Two calls of rms_norm_forward, and a copy of the values; saves the raw projection. About 1 % of a layer.
@@ -63,11 +50,8 @@ def split_heads(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return queries (T, H, W), keys and values (T, G, W), rotated, and normed if the family does so.
 
-    Args:
-        qkv_TC: Raw projection.
-        rope: Turns it into heads.
-        shares: Source of the gradients of keys and values in the backward; if it has none, autograd's are used.
-        row_gradient: Source of the gradient of a projection with gates, their columns written by ``gate_heads``.
+    ``shares`` and ``row_gradient`` are sources of gradients in the backward: of keys and values, where it has any, and
+    of the columns of a projection with gates, which ``gate_heads`` writes.
 
     Cost:
         That of qk_rope_heads; saves the raw projection if it is normed.
@@ -112,7 +96,6 @@ class _NormHeadColumns(torch.autograd.Function):
                 d_out_TC[:, columns],
                 qkv_TC[:, columns],
                 weight_I,
-                None,
                 form=form,
                 needs_weight=needs_weight,
                 out=d_out_TC[:, columns],
@@ -141,9 +124,7 @@ class _SplitHeads(torch.autograd.Function):
         # Keys and values have no gradient here if attention passes shares.
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(cos_TW, sin_TW, *((qkv_TC, q_weight_W, k_weight_W) if form.has_norm else ()))
-        heads = qk_rope_heads(
-            qkv_TC, cos_TW, sin_TW, form=form, q_weight_W=q_weight_W, k_weight_W=k_weight_W, is_checked=False
-        )
+        heads = qk_rope_heads(qkv_TC, Rope(cos_TW, sin_TW, q_weight_W, k_weight_W, form), is_checked=False)
         return heads.q_THW, heads.k_TGW, heads.v_TGW
 
     @staticmethod
@@ -162,11 +143,7 @@ class _SplitHeads(torch.autograd.Function):
         gradients = qk_rope_backward(
             found,
             qkv_TC,
-            cos_TW,
-            sin_TW,
-            form=ctx.form,
-            q_weight_W=q_weight_W,
-            k_weight_W=k_weight_W,
+            Rope(cos_TW, sin_TW, q_weight_W, k_weight_W, ctx.form),
             needs_weight=needs_weight,
             out=d_raw_TC,
             is_checked=False,

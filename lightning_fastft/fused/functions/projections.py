@@ -22,8 +22,9 @@ from lightning_fastft.fused.linears import (
     rows_for,
     rows_gradients,
 )
+from lightning_fastft.kernels.backends import wide_dtype
 from lightning_fastft.kernels.rms_norm.op import rms_norm_forward
-from lightning_fastft.kernels.rms_norm.reference import NormForm, shifted_weight, wide_dtype
+from lightning_fastft.kernels.rms_norm.reference import NormForm, shifted_weight
 
 QKV_VALUE, OUT_VALUE = "self_attn.qkv", "self_attn.o_proj"
 
@@ -33,11 +34,7 @@ def norm_project(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the projection of the normed rows, shape (T, C), and the rows themselves for the residual stream.
 
-    Args:
-        x_TD: Residual stream.
-        norm: Norm before the projections; None for none.
-        fused_linear: The projections.
-        session: Of the open segment; None outside a plan.
+    Without a norm the rows are projected as they are.
 
     Cost:
         That of rms_norm_forward and product; saves x_TD, the adapters' low-rank rows and low-precision factors, and
@@ -59,13 +56,6 @@ def project_add(
 ) -> torch.Tensor:
     """Return ``residual + factor * projection of x``.
 
-    Args:
-        x_TI: Output of attention.
-        residual_TD: Residual stream.
-        fused_linear: The projection.
-        factor: Residual multiplier of the family (Granite).
-        session: Of the open segment; None outside a plan.
-
     Cost:
         That of product, and with a factor a pass over the gradient of the output; saves x_TI if a parameter is trained,
         the adapter's low-rank rows and low-precision factors, and a trained weight.
@@ -77,13 +67,6 @@ def project_norm_add(
     x_TI: torch.Tensor, residual_TD: torch.Tensor, norm: Norm, fused_linear: FusedLinear, *, session: Session | None
 ) -> torch.Tensor:
     """Return ``residual + norm(projection of x)``, for families that also norm the output of a block.
-
-    Args:
-        x_TI: Output of attention.
-        residual_TD: Residual stream.
-        norm: Norm after the projection.
-        fused_linear: The projection.
-        session: Of the open segment; None outside a plan.
 
     Cost:
         That of product and rms_norm_forward, and one addition; saves the projection, x_TI if a parameter is trained,
@@ -194,7 +177,7 @@ class _ProjectNormAdd(torch.autograd.Function):
         saved_x = (x_TI,) if any(ctx.needs_input_grad[6:]) else ()
         ctx.save_for_backward(out_TD, weight_D, *low, *fused_linear.watched_tensors(), *saved_x)
         # Round before the addition, as the model does.
-        return rms_norm_forward(out_TD, weight_D, form=form, is_checked=False).y_TD.add_(residual_TD)
+        return rms_norm_forward(out_TD, weight_D, form=form, is_checked=False).add_(residual_TD)
 
     @staticmethod
     @once_differentiable
@@ -241,9 +224,7 @@ def project_normed(
         if weight_D is None or form is None:
             return as_value(product(fused_linear, x_TD))
         rows = rows_for(fused_linear, x_TD)
-        return as_value(
-            product(fused_linear, rms_norm_forward(x_TD, weight_D, form=form, out=rows, is_checked=False).y_TD)
-        )
+        return as_value(product(fused_linear, rms_norm_forward(x_TD, weight_D, form=form, out=rows, is_checked=False)))
 
     return planned_value(session, name, compute)
 
@@ -285,7 +266,7 @@ def normed_gradients(
             fused_linear, x_TD, d_y_TC, low_TR, d_low_TR, needs=needs_tensors, factor_I=factor_D
         )
     elif any(needs_tensors):
-        h_TD = rms_norm_forward(x_TD, weight_D, form=form, is_checked=False).y_TD
+        h_TD = rms_norm_forward(x_TD, weight_D, form=form, is_checked=False)
         gradients = parameter_gradients(fused_linear, h_TD, d_y_TC, low_TR, d_low_TR, needs=needs_tensors)
     return (*of_norm, *gradients)
 

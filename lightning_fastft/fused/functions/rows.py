@@ -48,7 +48,7 @@ class _NormRows(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x_TD, weight_D)
         ctx.form = form
-        y_TD = rms_norm_forward(x_TD, weight_D, form=form, is_checked=False).y_TD
+        y_TD = rms_norm_forward(x_TD, weight_D, form=form, is_checked=False)
         return (y_TD, x_TD) if ctx.needs_input_grad[0] else y_TD
 
     @staticmethod
@@ -80,9 +80,8 @@ def norm_gradients(
         contiguous_rows(d_y_TD),
         x_TD,
         weight_D,
-        None,
         form=form,
-        d_sum_TD=None if d_x_TD is None else contiguous_rows(d_x_TD),
+        addend_TD=None if d_x_TD is None else contiguous_rows(d_x_TD),
         needs_weight=needs_weight,
         out=None if reader is None else gradients_for(reader, x_TD),
         rstd_out=rstd_out,

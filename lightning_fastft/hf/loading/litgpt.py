@@ -52,10 +52,6 @@ def convert_litgpt(folder: Path, out: Path) -> Converted:
     LitGPT's own converter makes the names of the weights; dtypes and values do not change. transformers then loads the
     folder, and every weight of the model must be present.
 
-    Args:
-        folder: Has lit_model.pth, model_config.yaml, and the config.json of the original model.
-        out: A new folder.
-
     Raises:
         OptionError: The folder is not a LitGPT checkpoint, lacks a file, or out exists.
         MissingDependencyError: litgpt is not installed; the message has the command.

@@ -37,11 +37,8 @@ def check_config(content: Mapping[str, Any], *, name: str) -> None:
     """Raise on sizes that no model has, on kernels from repositories, and on weight files named by the configuration.
 
     The check runs before transformers builds the configuration object, because some families build a list of all layers
-    there.
-
-    Args:
-        content: The content of a configuration file; its parts (text, vision) are checked too.
-        name: Source of the configuration, for the message.
+    there. Parts of a
+    configuration (text, vision) are checked too.
 
     Raises:
         OptionError: A size is not an integer within bounds, an implementation is a repository, whose code would be
@@ -106,10 +103,6 @@ def check_index(path: str, *, name: str) -> None:
     transformers joins the names to the folder, so a name with ``..`` would leave it. It reads a name that does not end
     in .safetensors as a pickle.
 
-    Args:
-        path: The ``model.safetensors.index.json``.
-        name: Source of the model, for the message.
-
     Raises:
         DataError: The index cannot be read, or names another kind of file or a file outside its folder.
     """
@@ -129,11 +122,6 @@ def check_index(path: str, *, name: str) -> None:
 
 def check_headers(paths: Sequence[str], *, name: str, is_quantised: bool) -> None:
     """Raise on weight files whose headers do not describe their bytes, and on integer tensors for floating weights.
-
-    Args:
-        paths: The safetensors files.
-        name: Source of the model, for the message.
-        is_quantised: Whether the configuration declares quantised weights, whose codes are integers.
 
     Raises:
         DataError: A header is invalid, or a tensor has a dtype that weights cannot have.

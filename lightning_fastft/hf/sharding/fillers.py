@@ -35,15 +35,8 @@ def open_model(
 
     Random models, and models whose files hold their tensors under the model's names, are created on the meta device and
     filled unit by unit while they are sharded. NF4 bases are built on the device. Files that transformers must convert
-    (merged experts, renamed or quantised tensors) are read into host memory, whole on every rank.
-
-    Args:
-        source: Where the model comes from.
-        device: Device of this rank.
-        dtype: Dtype of all floating tensors that are not quantised.
-        quantization: "nf4", or None.
-        seed: Seed of a random initialisation; the weights equal those of ``build_model`` bit by bit.
-        is_read_early: Whether weights are read before the model is sharded; it is then built at once, in host memory.
+    (merged experts, renamed or quantised tensors) are read into host memory, whole on every rank. Seeded weights equal
+    those of ``build_model`` bit by bit. With is_read_early the model is built at once, in host memory.
 
     Returns:
         The model in training mode, and its filler; None if nothing is left to fill.

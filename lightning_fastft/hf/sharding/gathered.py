@@ -18,12 +18,8 @@ def gathered_weights(model: nn.Module, layers: Sequence[nn.Module], patcher: Mod
     """Return the frozen units of a sharded model that can stay gathered; None if there are none.
 
     The unit of the model itself, with embedding and head, comes first: no compute overlaps with its gather at the start
-    of a step. Units with trained weights are skipped, because their shards change in each step.
-
-    Args:
-        model: A transformers model, whole or sharded.
-        layers: Its decoder layers.
-        patcher: Undoing it shards every unit, and FSDP2 gathers for each use again.
+    of a step. Units with trained weights are skipped, because their shards change in each step. Undoing the patcher
+    shards every unit again.
 
     Cost:
         A unit that stays gathered takes its whole size in addition to its shard. It is gathered once, and again after a

@@ -14,9 +14,6 @@ class ReplicatedParameters:
     One fp32 all-reduce at the end of a backward that syncs covers all of them. Every rank contributes every parameter:
     a missing gradient counts as zeros, and is set to the mean.
 
-    Args:
-        parameters: Trained parameters, the same on all ranks.
-
     Cost:
         One broadcast at the start. Per synced backward one all-reduce of 4 bytes per value, and one read and write of
         the gradients, which become views of its result. No host sync.

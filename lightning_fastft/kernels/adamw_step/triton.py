@@ -8,7 +8,6 @@ element.
 
 # Parameters of a jit body have no Python types.
 # mypy: disallow-untyped-defs=False
-# ruff: noqa: ANN001, ANN202
 
 from __future__ import annotations
 

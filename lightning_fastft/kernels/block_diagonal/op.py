@@ -28,19 +28,11 @@ def write_block_diagonal(
             stride; memory between the rows is not written.
         blocks: At most 4 blocks of any number of columns, including 0. Their rows add up to O, their columns to at most
             C. Dtype and device of out_OC; last axis contiguous, any row stride; in separate memory.
-        backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first if possible, else
-            the second.
-        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
-
-    Raises:
-        ShapeError: A shape, dtype, device or layout is wrong.
-        OptionError: The backend is unknown, or does not support these tensors.
+        backend: As in ``choose_module``; "triton" does not take float64.
+        is_checked: As in ``must_check``.
 
     Cost:
         Reads the blocks and writes O x C values once, in one launch; no host sync.
-
-    Source:
-        own
 
     Example:
         >>> out = torch.empty(3, 4)

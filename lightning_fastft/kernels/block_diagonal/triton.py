@@ -3,10 +3,6 @@
 Axes: O rows of all blocks together (walked in tiles), C columns of the matrix (all of them in one tile).
 """
 
-# Parameters of a jit body have no Python types.
-# mypy: disallow-untyped-defs=False
-# ruff: noqa: ANN001, ANN202
-
 from __future__ import annotations
 
 from collections.abc import Sequence

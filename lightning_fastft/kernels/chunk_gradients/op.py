@@ -17,53 +17,22 @@ from lightning_fastft.core.checks import check_layout
 from lightning_fastft.core.errors import ShapeError
 from lightning_fastft.kernels.backends import FLOATING, choose_module, must_check, plain_numbers
 from lightning_fastft.kernels.chunk_gradients import reference
-from lightning_fastft.kernels.chunk_gradients.reference import ChunkGradients
+from lightning_fastft.kernels.chunk_gradients.reference import ChunkGradients, ChunkInputs
 
 
-def chunk_gradients(
-    q_THK: torch.Tensor,
-    k_THK: torch.Tensor,
-    v_TJV: torch.Tensor,
-    d_out_TJV: torch.Tensor,
-    state_NJKV: torch.Tensor,
-    d_state_NJKV: torch.Tensor,
-    decay_TJ: torch.Tensor,
-    *,
-    start_S1: torch.Tensor,
-    chunk_N2: torch.Tensor,
-    scale: float,
-    d_value_TJV: torch.Tensor | None = None,
-    backend: str = "auto",
-    is_checked: bool = True,
-) -> ChunkGradients:
+def chunk_gradients(inputs: ChunkInputs, *, backend: str = "auto", is_checked: bool = True) -> ChunkGradients:
     """Return the gradients of queries, keys, decays and the rows that read the state.
 
     Sums are fp32 (float64 for float64) in a fixed order, so two calls are bit-equal. Factors of products between tiles
     have the dtype of the queries.
 
     Args:
-        q_THK: Queries. Shape (T, H, K); bf16, fp16, fp32 or float64, contiguous.
-        k_THK: Keys, like q_THK.
-        v_TJV: Values, after the prediction of the state was subtracted. Shape (T, J, V), J a multiple of H; dtype of
-            q_THK, contiguous.
-        d_out_TJV: Gradient of the output, like v_TJV.
-        state_NJKV: State at the start of each chunk. Shape (N, J, K, V), any floating dtype, contiguous.
-        d_state_NJKV: Gradient of the state at the end of each chunk, like state_NJKV.
-        decay_TJ: Binary logarithms of the decays, summed inside each chunk. Shape (T, J), fp32 or float64, contiguous.
-        start_S1: First token of each document, and T. Shape (S + 1,), int32 or int64.
-        chunk_N2: Document of each chunk and index of the chunk in it, in pack order. Shape (N, 2), int32 or int64.
-        scale: Factor on the queries.
-        d_value_TJV: Gradient of v_TJV if values are ``u - w state``; None otherwise.
-        backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first if possible, else
-            the second.
-        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
+        inputs: Rows, states and decays, and where the chunks are.
+        backend: As in ``choose_module``; "triton" does not take float64.
+        is_checked: As in ``must_check``.
 
     Returns:
         gradients: Queries, keys and w in the dtype of q_THK; decays in fp32, as gradients of natural logarithms.
-
-    Raises:
-        ShapeError: A shape, dtype, device or layout is wrong.
-        OptionError: The backend is unknown, or does not support these tensors.
 
     Cost:
         Reads values, states and their gradients once per 64 columns of K, and writes each gradient once. No host sync.
@@ -75,43 +44,19 @@ def chunk_gradients(
     Example:
         >>> rows, states = torch.ones(2, 1, 1), torch.zeros(1, 1, 1, 1)
         >>> start, chunk, decay = torch.tensor([0, 2]), torch.tensor([[0, 0]]), torch.zeros(2, 1)
-        >>> found = chunk_gradients(
-        ...     rows, rows, rows, rows, states, states, decay, start_S1=start, chunk_N2=chunk, scale=1.0
-        ... )
+        >>> found = chunk_gradients(ChunkInputs(rows, rows, rows, rows, states, states, decay, start, chunk, scale=1.0))
         >>> found.d_q_THK.flatten(), found.d_k_THK.flatten()
         (tensor([1., 2.]), tensor([2., 1.]))
     """
     if must_check(is_checked):
-        _check(q_THK, k_THK, v_TJV, d_out_TJV, state_NJKV, d_state_NJKV, decay_TJ, start_S1, chunk_N2, d_value_TJV)
-    with plain_numbers(q_THK.device.type):
-        return choose_module(reference, backend, q_THK).chunk_gradients(
-            q_THK,
-            k_THK,
-            v_TJV,
-            d_out_TJV,
-            state_NJKV,
-            d_state_NJKV,
-            decay_TJ,
-            start_S1=start_S1,
-            chunk_N2=chunk_N2,
-            scale=scale,
-            d_value_TJV=d_value_TJV,
-        )
+        _check(inputs)
+    with plain_numbers(inputs.q_THK.device.type):
+        return choose_module(reference, backend, inputs.q_THK).chunk_gradients(inputs)
 
 
-def _check(
-    q_THK: torch.Tensor,
-    k_THK: torch.Tensor,
-    v_TJV: torch.Tensor,
-    d_out_TJV: torch.Tensor,
-    state_NJKV: torch.Tensor,
-    d_state_NJKV: torch.Tensor,
-    decay_TJ: torch.Tensor,
-    start_S1: torch.Tensor,
-    chunk_N2: torch.Tensor,
-    d_value_TJV: torch.Tensor | None,
-) -> None:
+def _check(inputs: ChunkInputs) -> None:
     """Raise on tensors that do not belong together."""
+    q_THK, k_THK, v_TJV, d_out_TJV, state_NJKV, d_state_NJKV, decay_TJ, start_S1, chunk_N2, _, d_value_TJV = inputs
     num_tokens, num_heads, num_keys = check_layout("q_THK", q_THK, (None, None, None), dtypes=FLOATING).shape
     _, num_value_heads, num_values = check_layout("v_TJV", v_TJV, (num_tokens, None, None), like=q_THK).shape
     if num_heads == 0 or num_value_heads % num_heads:

@@ -9,10 +9,41 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_fastft.kernels.backends import one_kernel
+from lightning_fastft.kernels.backends import one_kernel, wide_dtype
 
 # Tokens of a chunk.
 CHUNK = 64
+
+
+class ChunkInputs(NamedTuple):
+    """What the gradients of a chunked linear attention are computed from.
+
+    Args:
+        q_THK: Queries. Shape (T, H, K); bf16, fp16, fp32 or float64, contiguous.
+        k_THK: Keys, like q_THK.
+        v_TJV: Values, after the prediction of the state was subtracted. Shape (T, J, V), J a multiple of H; dtype of
+            q_THK, contiguous.
+        d_out_TJV: Gradient of the output, like v_TJV.
+        state_NJKV: State at the start of each chunk. Shape (N, J, K, V), any floating dtype, contiguous.
+        d_state_NJKV: Gradient of the state at the end of each chunk, like state_NJKV.
+        decay_TJ: Binary logarithms of the decays, summed inside each chunk. Shape (T, J), fp32 or float64, contiguous.
+        start_S1: First token of each document, and T. Shape (S + 1,), int32 or int64.
+        chunk_N2: Document of each chunk and index of the chunk in it, in pack order. Shape (N, 2), int32 or int64.
+        scale: Factor on the queries.
+        d_value_TJV: Gradient of v_TJV if values are ``u - w state``; None otherwise.
+    """
+
+    q_THK: torch.Tensor
+    k_THK: torch.Tensor
+    v_TJV: torch.Tensor
+    d_out_TJV: torch.Tensor
+    state_NJKV: torch.Tensor
+    d_state_NJKV: torch.Tensor
+    decay_TJ: torch.Tensor
+    start_S1: torch.Tensor
+    chunk_N2: torch.Tensor
+    scale: float
+    d_value_TJV: torch.Tensor | None = None
 
 
 class ChunkGradients(NamedTuple):
@@ -33,22 +64,10 @@ class ChunkGradients(NamedTuple):
 
 
 @one_kernel
-def chunk_gradients(
-    q_THK: torch.Tensor,
-    k_THK: torch.Tensor,
-    v_TJV: torch.Tensor,
-    d_out_TJV: torch.Tensor,
-    state_NJKV: torch.Tensor,
-    d_state_NJKV: torch.Tensor,
-    decay_TJ: torch.Tensor,
-    *,
-    start_S1: torch.Tensor,
-    chunk_N2: torch.Tensor,
-    scale: float,
-    d_value_TJV: torch.Tensor | None = None,
-) -> ChunkGradients:
+def chunk_gradients(inputs: ChunkInputs) -> ChunkGradients:
     """Return the gradients, computed in fp32 (float64 for float64) and rounded once."""
-    wide = torch.float64 if q_THK.dtype is torch.float64 else torch.float32
+    q_THK, k_THK, v_TJV, d_out_TJV, state_NJKV, d_state_NJKV, decay_TJ, start_S1, chunk_N2, scale, d_value_TJV = inputs
+    wide = wide_dtype(q_THK.dtype)
     num_members = v_TJV.shape[1] // q_THK.shape[1]
     # Repeat the heads of queries and keys to the number of value heads.
     q_TJK, k_TJK = (x.to(wide).repeat_interleave(num_members, dim=1) for x in (q_THK, k_THK))

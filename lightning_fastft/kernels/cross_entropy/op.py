@@ -17,9 +17,10 @@ from lightning_fastft.core.autocast import autocast_off
 from lightning_fastft.core.checks import check_tensor
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.kernels import logit_rows
+from lightning_fastft.kernels.backends import wide_dtype
 from lightning_fastft.kernels.cross_entropy import reference
 from lightning_fastft.kernels.cross_entropy.reference import RowLosses
-from lightning_fastft.kernels.logit_rows import DEFAULT_CHUNK_ROWS, Chunk, Head, LabelledRows, wide_dtype
+from lightning_fastft.kernels.logit_rows import DEFAULT_CHUNK_ROWS, Chunk, Head, LabelledRows
 
 
 class LogProbs(NamedTuple):
@@ -42,36 +43,28 @@ class _Loss(NamedTuple):
 
 
 def labelled_cross_entropy(
-    hidden_TD: torch.Tensor,
-    weight_VD: torch.Tensor,
+    head: Head,
     *,
     row_R: torch.Tensor | None,
     target_R: torch.Tensor,
     num_rows: int,
     num_items: float | torch.Tensor,
-    bias_V: torch.Tensor | None = None,
-    scale: float = 1.0,
-    softcap: float | None = None,
     chunk_rows: int = DEFAULT_CHUNK_ROWS,
 ) -> torch.Tensor:
     """Return the summed cross-entropy of the first num_rows rows, divided by num_items.
 
-    The GEMMs run in the dtype of hidden_TD (in autocast's dtype if it is on), softmax and sums in fp32. The power of
+    The GEMMs run in the dtype of the states (in autocast's dtype if it is on), softmax and sums in fp32. The power of
     two in num_items divides gradients only in the backward, so nothing underflows in fp16. The gradient of a trained
     weight is summed over the chunks in fp32.
 
     Args:
-        hidden_TD: Last hidden states. Shape (T, D); bf16, fp16, fp32 or float64.
-        weight_VD: Weight of the head. Shape (V, D); dtype of hidden_TD.
-        row_R: Rows of hidden_TD that are trained, int64, each at most once among the first num_rows; None for rows 0 to
+        head: Hidden states and output layer.
+        row_R: Trained rows of the states, int64, each at most once among the first num_rows; None for rows 0 to
             num_rows - 1.
         target_R: Target token of each row, int64; -100 skips the row.
         num_rows: Number of labelled rows; the rows after them are padding.
         num_items: Divisor of the sum, above 0; a number, or a 0-dim tensor on the device, which is read without a host
             sync.
-        bias_V: Bias of the head.
-        scale: Factor on the logits.
-        softcap: Logits become ``softcap * tanh(logits / softcap)`` after the scale; None for no cap.
         chunk_rows: Rows of logits in memory at a time.
 
     Returns:
@@ -79,7 +72,6 @@ def labelled_cross_entropy(
         and gradients of 0.
 
     Raises:
-        ShapeError: Shapes or dtypes do not match.
         OptionError: num_rows, num_items, softcap or chunk_rows is out of range.
 
     Cost:
@@ -91,32 +83,27 @@ def labelled_cross_entropy(
         Gradient in the forward: Liger kernel (arXiv 2410.10989). Skipping rows without a label: own.
 
     Example:
-        >>> hidden, weight = torch.zeros(3, 2), torch.zeros(4, 2)
+        >>> head = Head(torch.zeros(3, 2), torch.zeros(4, 2))
         >>> rows = {"row_R": torch.tensor([0]), "target_R": torch.tensor([1]), "num_rows": 1}
-        >>> loss = labelled_cross_entropy(hidden, weight, **rows, num_items=1.0)
+        >>> loss = labelled_cross_entropy(head, **rows, num_items=1.0)
         >>> round(loss.item(), 4)
         1.3863
     """
-    head = Head(hidden_TD, weight_VD, bias_V, scale, softcap)
     rows = _check(head, row_R=row_R, target_R=target_R, num_rows=num_rows, chunk_rows=chunk_rows)
     if not isinstance(num_items, torch.Tensor) and not 0 < num_items < float("inf"):
         raise OptionError(f"num_items must be a finite number above 0, got {num_items}.")
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in head.inputs):
-        return _LabelledCrossEntropy.apply(*head.inputs, _Loss(rows, target_R, num_items, scale, softcap))
+        return _LabelledCrossEntropy.apply(*head.inputs, _Loss(rows, target_R, num_items, head.scale, head.softcap))
     nll_sum, _ = _sum_statistics(head, rows, target_R, count_correct=False)
     return nll_sum / num_items
 
 
 def token_statistics(
-    hidden_TD: torch.Tensor,
-    weight_VD: torch.Tensor,
+    head: Head,
     *,
     row_R: torch.Tensor | None,
     target_R: torch.Tensor,
     num_rows: int,
-    bias_V: torch.Tensor | None = None,
-    scale: float = 1.0,
-    softcap: float | None = None,
     chunk_rows: int = DEFAULT_CHUNK_ROWS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the summed negative log-likelihood and the number of rows whose most likely token is the target.
@@ -125,54 +112,36 @@ def token_statistics(
     lowest index counts as the most likely.
 
     Returns:
-        nll_sum: 0-dim, fp32 (float64 for float64 states), on the device of hidden_TD.
+        nll_sum: 0-dim, fp32 (float64 for float64 states), on the device of the states.
         num_correct: 0-dim, int64, on the same device.
 
     Cost:
         2 V D FLOP per row; chunk_rows x V logits; no host sync.
     """
-    head = Head(hidden_TD, weight_VD, bias_V, scale, softcap)
     rows = _check(head, row_R=row_R, target_R=target_R, num_rows=num_rows, chunk_rows=chunk_rows)
     return _sum_statistics(head, rows, target_R, count_correct=True)
 
 
 def labelled_log_probs(
-    hidden_TD: torch.Tensor,
-    weight_VD: torch.Tensor,
+    head: Head,
     *,
     row_R: torch.Tensor | None,
     target_R: torch.Tensor,
     num_rows: int,
-    bias_V: torch.Tensor | None = None,
-    scale: float = 1.0,
-    softcap: float | None = None,
     with_entropy: bool = False,
     chunk_rows: int = DEFAULT_CHUNK_ROWS,
 ) -> LogProbs:
     """Return the log-probability of each row's target under the softmax of the row's logits.
 
-    Takes the arguments of ``labelled_cross_entropy``. Differentiable in hidden_TD, weight_VD and bias_V; the entropy is
-    a metric without gradient. The gradient of a log-probability is kept undivided and multiplied by the incoming
-    gradient in fp32, so a small one does not underflow in fp16.
-
-    Args:
-        hidden_TD: As in ``labelled_cross_entropy``, like all arguments that are not described here.
-        weight_VD: Weight of the head.
-        row_R: Rows of hidden_TD.
-        target_R: Token of each row, int64; -100 gives 0, without gradient.
-        num_rows: Number of labelled rows.
-        bias_V: Bias of the head.
-        scale: Factor on the logits.
-        softcap: Soft cap of the scaled logits.
-        with_entropy: Return the entropies too.
-        chunk_rows: Rows of logits in memory at a time.
+    Takes the arguments of ``labelled_cross_entropy``; a target of -100 gives 0, without gradient. Differentiable in
+    the tensors of the head; the entropy is a metric without gradient. The gradient of a log-probability is kept
+    undivided and multiplied by the incoming gradient in fp32, so a small one does not underflow in fp16.
 
     Returns:
         log_prob_R: Shape (R,), fp32 (float64 for float64 states); 0 from num_rows on.
         entropy_R: The same for ``-sum p log p``; None unless asked for.
 
     Raises:
-        ShapeError: Shapes or dtypes do not match.
         OptionError: num_rows, softcap or chunk_rows is out of range.
 
     Cost:
@@ -184,20 +153,17 @@ def labelled_log_probs(
         Own: the forward computes the gradient of each row before the loss over rows is known.
 
     Example:
-        >>> hidden, weight = torch.zeros(3, 2), torch.zeros(4, 2)
+        >>> head = Head(torch.zeros(3, 2), torch.zeros(4, 2))
         >>> rows = {"row_R": torch.tensor([0, 0]), "target_R": torch.tensor([1, 0]), "num_rows": 1}
-        >>> labelled_log_probs(hidden, weight, **rows).log_prob_R
+        >>> labelled_log_probs(head, **rows).log_prob_R
         tensor([-1.3863,  0.0000])
     """
-    head = Head(hidden_TD, weight_VD, bias_V, scale, softcap)
     rows = _check(head, row_R=row_R, target_R=target_R, num_rows=num_rows, chunk_rows=chunk_rows)
 
     def log_probs(chunk: Chunk, writes_gradient: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         # The factor turns the gradient of the loss into the gradient of the log-probability.
         gradient_factor = -1.0 if writes_gradient else None
-        losses = _row_losses(
-            chunk, target_R, scale=scale, softcap=softcap, gradient_factor=gradient_factor, with_entropy=with_entropy
-        )
+        losses = _row_losses(chunk, target_R, head, gradient_factor=gradient_factor, with_entropy=with_entropy)
         return -losses.nll_R, losses.entropy_R
 
     return LogProbs(*logit_rows.evaluate_rows(head, rows, log_probs, has_metric=with_entropy))
@@ -213,7 +179,7 @@ class _LabelledCrossEntropy(torch.autograd.Function):
         ctx: Any, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None, loss: _Loss
     ) -> torch.Tensor:
         needs_hidden, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        head, rows = Head(hidden_TD, weight_VD, bias_V), loss.rows
+        head, rows = Head(hidden_TD, weight_VD, bias_V, loss.scale, loss.softcap), loss.rows
         dtype, wide, device = head.compute_dtype, wide_dtype(hidden_TD.dtype), hidden_TD.device
         d_row_RD = (
             torch.empty(rows.num_padded, hidden_TD.shape[1], dtype=dtype, device=device) if needs_hidden else None
@@ -224,7 +190,7 @@ class _LabelledCrossEntropy(torch.autograd.Function):
         factor, ctx.divisor = _split_divisor(loss.num_items)
 
         for chunk in logit_rows.logit_chunks(head, rows, dtype=dtype):
-            losses = _row_losses(chunk, loss.target_R, scale=loss.scale, softcap=loss.softcap, gradient_factor=factor)
+            losses = _row_losses(chunk, loss.target_R, head, gradient_factor=factor)
             nll_R[chunk.begin : chunk.end] = losses.nll_R
             with autocast_off(device.type):
                 if d_row_RD is not None:
@@ -263,9 +229,7 @@ def _sum_statistics(
     nll_sum = torch.zeros((), dtype=wide_dtype(head.hidden_TD.dtype), device=head.hidden_TD.device)
     num_correct = torch.zeros((), dtype=torch.int64, device=head.hidden_TD.device)
     for chunk in logit_rows.logit_chunks(head, rows, dtype=head.compute_dtype):
-        losses = _row_losses(
-            chunk, target_R, scale=head.scale, softcap=head.softcap, gradient_factor=None, count_correct=count_correct
-        )
+        losses = _row_losses(chunk, target_R, head, gradient_factor=None, count_correct=count_correct)
         nll_sum = nll_sum + losses.nll_R.sum()
         if losses.correct_R is not None:
             num_correct = num_correct + losses.correct_R.sum()
@@ -275,9 +239,8 @@ def _sum_statistics(
 def _row_losses(
     chunk: Chunk,
     target_R: torch.Tensor,
+    head: Head,
     *,
-    scale: float,
-    softcap: float | None,
     gradient_factor: float | None,
     count_correct: bool = False,
     with_entropy: bool = False,
@@ -294,8 +257,8 @@ def _row_losses(
     return launch(
         chunk.logits_RV,
         target_R[chunk.begin : chunk.end],
-        scale=scale,
-        softcap=softcap,
+        scale=head.scale,
+        softcap=head.softcap,
         gradient_factor=gradient_factor,
         count_correct=count_correct,
         with_entropy=with_entropy,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_fastft.kernels.backends import one_kernel
+from lightning_fastft.kernels.backends import one_kernel, wide_dtype
 
 IGNORED_TARGET = -100
 
@@ -31,55 +31,6 @@ def scale_and_cap(logits: torch.Tensor, *, scale: float, softcap: float | None) 
     return scaled if softcap is None else softcap * torch.tanh(scaled / softcap)
 
 
-def labelled_cross_entropy_reference(
-    hidden_TD: torch.Tensor,
-    weight_VD: torch.Tensor,
-    *,
-    row_R: torch.Tensor,
-    target_R: torch.Tensor,
-    num_items: float,
-    bias_V: torch.Tensor | None = None,
-    scale: float = 1.0,
-    softcap: float | None = None,
-) -> torch.Tensor:
-    """Return the summed cross-entropy of the rows, divided by num_items, through PyTorch's own autograd.
-
-    Source:
-        The definition; soft cap as in Gemma 2 (arXiv 2408.00118).
-    """
-    logits_RV = torch.nn.functional.linear(hidden_TD[row_R], weight_VD, bias_V)
-    logits_RV = scale_and_cap(logits_RV, scale=scale, softcap=softcap)
-    if logits_RV.dtype is not torch.float64:
-        logits_RV = logits_RV.float()
-    return (
-        torch.nn.functional.cross_entropy(logits_RV, target_R, ignore_index=IGNORED_TARGET, reduction="sum") / num_items
-    )
-
-
-def labelled_log_probs_reference(
-    hidden_TD: torch.Tensor,
-    weight_VD: torch.Tensor,
-    *,
-    row_R: torch.Tensor,
-    target_R: torch.Tensor,
-    bias_V: torch.Tensor | None = None,
-    scale: float = 1.0,
-    softcap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log-probability of each row's target and the entropy of each row, through PyTorch's own autograd.
-
-    Source:
-        The definition.
-    """
-    logits_RV = torch.nn.functional.linear(hidden_TD[row_R], weight_VD, bias_V)
-    logits_RV = scale_and_cap(logits_RV, scale=scale, softcap=softcap)
-    if logits_RV.dtype is not torch.float64:
-        logits_RV = logits_RV.float()
-    log_prob_R = -torch.nn.functional.cross_entropy(logits_RV, target_R, ignore_index=IGNORED_TARGET, reduction="none")
-    entropy_R = torch.distributions.Categorical(logits=logits_RV, validate_args=False).entropy()
-    return log_prob_R, torch.where(target_R == IGNORED_TARGET, 0.0, entropy_R)
-
-
 @one_kernel
 def row_losses(
     logits_RV: torch.Tensor,
@@ -95,7 +46,7 @@ def row_losses(
 
     A target of -100 gives a loss, an entropy and a gradient of 0. Arithmetic is fp32 (float64 for float64 logits).
     """
-    value_RV = logits_RV.to(torch.float64 if logits_RV.dtype is torch.float64 else torch.float32) * scale
+    value_RV = logits_RV.to(wide_dtype(logits_RV.dtype)) * scale
     slope_RV = None
     if softcap is not None:
         tanh_RV = torch.tanh(value_RV / softcap)

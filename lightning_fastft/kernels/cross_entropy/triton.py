@@ -6,10 +6,6 @@ apart share one lane, which keeps its own maximum, sum of exponentials and best 
 after the last tile, instead of at every tile.
 """
 
-# Parameters of a jit body have no Python types.
-# mypy: disallow-untyped-defs=False
-# ruff: noqa: ANN001, ANN201, ANN202
-
 from __future__ import annotations
 
 import torch

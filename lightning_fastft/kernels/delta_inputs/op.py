@@ -39,9 +39,6 @@ def make_delta_inputs(
 
     Cost:
         As delta_inputs_forward and delta_inputs_backward; saves rows_TC and the weights.
-
-    Source:
-        own
     """
     return DeltaInputs(*_DeltaInputs.apply(rows_TC, *parameters, position_T, form, row_gradient))
 
@@ -66,16 +63,11 @@ def delta_inputs_forward(
         parameters: Weights, contiguous; bf16, fp16, fp32 or rows_TC's dtype.
         position_T: Position of each token in its document, from 0. Shape (T,), int64.
         form: Layout of the inputs among the columns.
-        backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first if possible, else
-            the second.
-        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
+        backend: As in ``choose_module``; "triton" does not take float64.
+        is_checked: As in ``must_check``.
 
     Returns:
         The inputs, each contiguous; q, k and v in the dtype of rows_TC.
-
-    Raises:
-        ShapeError: A shape, dtype, device or layout is wrong.
-        OptionError: The form or the backend is unknown, or the backend does not support these tensors.
 
     Cost:
         Reads the columns of heads once (taps from the cache) and writes them once, in 3 launches; no host sync.
@@ -126,22 +118,18 @@ def delta_inputs_backward(
         out: Gradient of the projection, a tensor like rows_TC. The columns of the output gates are not touched; all
             others are written.
         backend: As in ``delta_inputs_forward``.
-        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
+        is_checked: As in ``must_check``.
 
     Returns:
         Gradients of the weights, fp32 (float64 for float64); None unless needs_weights.
 
     Raises:
         ShapeError: As in ``delta_inputs_forward``, or ``out`` shares memory with an input.
-        OptionError: As in ``delta_inputs_forward``.
 
     Cost:
         Reads gradients and columns once (taps from the cache) and writes the gradient of the columns once, in 3
         launches; computes the convolution K times; no host sync. needs_weights: partial sums of 4 K N bytes per 32
         tokens.
-
-    Source:
-        The chain rule.
     """
     if must_check(is_checked):
         _check(rows_TC, parameters, position_T, form)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_fastft.kernels.backends import one_kernel
+from lightning_fastft.kernels.backends import one_kernel, wide_dtype
 from lightning_fastft.kernels.head_columns import HeadColumns
 
 # Epsilon of the l2 norm in transformers and fla-core.
@@ -182,8 +182,3 @@ def delta_inputs_backward(
     for columns in (form.queries, form.keys, form.values, form.decays, form.strengths):
         columns.write(out, columns.read(d_rows_TC))
     return DeltaParameters(*d_weights) if needs_weights else None
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the arithmetic."""
-    return torch.float64 if dtype is torch.float64 else torch.float32

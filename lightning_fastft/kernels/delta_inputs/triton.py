@@ -11,10 +11,6 @@ qwen3.5-9b-lora). Only the gradients of weights sum over rows: each program sums
 PyTorch sums the programs.
 """
 
-# Parameters of a jit body have no Python types.
-# mypy: disallow-untyped-defs=False
-# ruff: noqa: ANN001, ANN202
-
 from __future__ import annotations
 
 from typing import Any

@@ -14,6 +14,7 @@ import torch
 from lightning_fastft.core.checks import check_choice, check_int, check_tensor
 from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels import logit_rows
+from lightning_fastft.kernels.backends import wide_dtype
 from lightning_fastft.kernels.cross_entropy.reference import scale_and_cap
 from lightning_fastft.kernels.divergence import reference
 from lightning_fastft.kernels.divergence.reference import KINDS, DivergenceForm, Kind
@@ -113,14 +114,6 @@ def likeliest_tokens(
     chunk_rows: int = DEFAULT_CHUNK_ROWS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the most likely tokens of each row in descending order, and their log-probabilities, for a stored teacher.
-
-    Args:
-        head: Hidden states and output layer.
-        row_R: Rows of the states, int64; rows from num_rows on are padding.
-        num_rows: Number of labelled rows.
-        top_k: Number of tokens per row, at most V.
-        temperature: Divides the logits, after their soft cap.
-        chunk_rows: Rows of logits in memory at a time.
 
     Returns:
         Tokens, int64, and log-probabilities, fp32, both (R, K); 0 from num_rows on.
@@ -277,7 +270,7 @@ def _known_values(
     logits_RV: torch.Tensor, head: Head, id_RK: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | float]:
     """Return the student's logits of known tokens in a wide dtype, and their slopes."""
-    raw_RK = logits_RV.gather(1, id_RK).to(logit_rows.wide_dtype(logits_RV.dtype))
+    raw_RK = logits_RV.gather(1, id_RK).to(wide_dtype(logits_RV.dtype))
     return reference.value_and_slope(raw_RK, scale=head.scale, softcap=head.softcap)
 
 

@@ -15,9 +15,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from lightning_fastft.kernels.backends import one_kernel
+from lightning_fastft.kernels.backends import one_kernel, wide_dtype
 from lightning_fastft.kernels.cross_entropy.reference import scale_and_cap
-from lightning_fastft.kernels.logit_rows import Head, wide_dtype
 
 Kind = Literal["forward_kl", "reverse_kl", "jsd"]
 KINDS: tuple[Kind, ...] = ("forward_kl", "reverse_kl", "jsd")
@@ -32,45 +31,6 @@ class DivergenceForm(NamedTuple):
     softcap: float | None
     teacher_scale: float
     teacher_softcap: float | None
-
-
-def labelled_divergence_reference(
-    student: Head, teacher: Head, *, row_R: torch.Tensor, kind: Kind, beta: float = 0.5
-) -> torch.Tensor:
-    """Return the divergence of each row through PyTorch's own autograd.
-
-    Source:
-        Generalised Jensen-Shannon divergence: arXiv 2306.13649, equation 1.
-    """
-    log_q_RV, log_p_RV = (_log_shares(head, row_R) for head in (student, teacher))
-    if kind == "forward_kl":
-        return kl(log_p_RV, log_q_RV)
-    if kind == "reverse_kl":
-        return kl(log_q_RV, log_p_RV)
-    log_m_RV = (beta * log_p_RV.exp() + (1 - beta) * log_q_RV.exp()).log()
-    return beta * kl(log_p_RV, log_m_RV) + (1 - beta) * kl(log_q_RV, log_m_RV)
-
-
-def labelled_topk_divergence_reference(
-    student: Head,
-    *,
-    teacher_id_RK: torch.Tensor,
-    teacher_log_prob_RK: torch.Tensor,
-    row_R: torch.Tensor,
-    tail: str = "bucket",
-) -> torch.Tensor:
-    """Return KL(teacher || student) of each row over the stored tokens, through PyTorch's own autograd.
-
-    Source:
-        The definition; tokens that are not stored are one more token, or are ignored on both sides.
-    """
-    log_share_RV = _log_shares(student, row_R)
-    log_q_RK, log_p_RK = log_share_RV.gather(1, teacher_id_RK), teacher_log_prob_RK.to(log_share_RV.dtype)
-    if tail == "renormalise":
-        return kl(log_p_RK.log_softmax(dim=1), log_q_RK.log_softmax(dim=1))
-    log_rest_R = log_share_RV.scatter(1, teacher_id_RK, -torch.inf).logsumexp(dim=1)
-    teacher_rest_R = 1 - log_p_RK.exp().sum(dim=1)
-    return kl(log_p_RK, log_q_RK) + teacher_rest_R * (teacher_rest_R.log() - log_rest_R)
 
 
 @one_kernel
@@ -144,12 +104,6 @@ def value_and_slope(
     """Return logits after scale and soft cap, and their derivative with respect to the raw logits."""
     value = scale_and_cap(raw, scale=scale, softcap=softcap)
     return value, scale if softcap is None else scale * (1 - (value / softcap) ** 2)
-
-
-def _log_shares(head: Head, row_R: torch.Tensor) -> torch.Tensor:
-    logits_RV = torch.nn.functional.linear(head.hidden_TD[row_R], head.weight_VD, head.bias_V)
-    logits_RV = scale_and_cap(logits_RV, scale=head.scale, softcap=head.softcap)
-    return logits_RV.to(wide_dtype(logits_RV.dtype)).log_softmax(dim=1)
 
 
 def kl(log_share: torch.Tensor, log_other: torch.Tensor) -> torch.Tensor:

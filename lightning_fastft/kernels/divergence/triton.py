@@ -6,10 +6,6 @@ exponentials, the second the divergence, and the third overwrites the student's 
 of the forward KL divergence needs no other sum over the row, so the second walk writes it.
 """
 
-# Parameters of a jit body have no Python types.
-# mypy: disallow-untyped-defs=False
-# ruff: noqa: ANN001, ANN202
-
 from __future__ import annotations
 
 import torch

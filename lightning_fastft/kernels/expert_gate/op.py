@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_fastft.core.checks import check_choice, check_float, check_layout, check_out
+from lightning_fastft.core.checks import check_choice, check_float, check_layout
 from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.backends import FLOATING, choose_module, must_check
 from lightning_fastft.kernels.expert_gate import reference
@@ -35,16 +35,11 @@ def gate_forward(
         form: Positions of gate and up, and the activation.
         end_E: One past the last row of each expert, int32 or int64, its last entry at most N. Later rows hold arbitrary
             values. None for all rows.
-        backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first if possible, else
-            the second.
-        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
+        backend: As in ``choose_module``; "triton" does not take float64.
+        is_checked: As in ``must_check``.
 
     Returns:
         act_NF: Shape (N, F), contiguous, dtype and device of gate_up_NP, no graph.
-
-    Raises:
-        ShapeError: A shape, dtype or layout is wrong.
-        OptionError: The form or the backend is unknown, or the backend does not support this tensor.
 
     Cost:
         Reads gate_up_NP and writes act_NF once, the rows before ``end_E[-1]`` if given; no host sync. "reference" makes
@@ -74,7 +69,6 @@ def gate_backward(
     addend: LowRankRows | None = None,
     need_act: bool = False,
     end_E: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
     backend: str = "auto",
     is_checked: bool = True,
 ) -> GateGradients:
@@ -93,20 +87,14 @@ def gate_backward(
         addend: Low-rank product that is added to d_act_NF first; dtype and device of d_act_NF, any R. None for none.
         need_act: Return the activation, as in ``gate_forward``, for the gradient of the second product's weight.
         end_E: As in ``gate_forward``, for all results.
-        out: Output tensor for d_gate_up_NP: a tensor like gate_up_NP, or gate_up_NP itself, which is overwritten.
-            None for new memory.
         backend: As in ``gate_forward``.
-        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
+        is_checked: As in ``must_check``.
 
     Returns:
-        d_gate_up_NP: Gradient of gate_up_NP, in its dtype and order of columns; contiguous, or ``out``.
+        d_gate_up_NP: Gradient of gate_up_NP, in its dtype and order of columns; contiguous.
         act_NF: Shape (N, F), the activation without the weight; None unless need_act.
         d_weight_N: Shape (N,), sum over F of d_act_NF times the activation, fp32 (float64 for float64); None without
             weight_N.
-
-    Raises:
-        ShapeError: A shape, dtype, device or layout is wrong, or ``out`` overlaps an input without being gate_up_NP.
-        OptionError: The form or the backend is unknown, or the backend does not support these tensors.
 
     Cost:
         Reads d_act_NF and gate_up_NP once, writes d_gate_up_NP (and act_NF) once; no host sync. An addend costs 2 N R F
@@ -130,9 +118,6 @@ def gate_backward(
             check_layout("weight_N", weight_N, (num_rows,), dtypes=FLOATING, like=gate_up_NP, num_strided=1)
         if addend is not None:
             _check_addend(addend, d_act_NF)
-        if out is not None:
-            check_layout("out", out, gate_up_NP.shape, like=gate_up_NP, num_strided=1)
-            check_out(out, may_be={"gate_up_NP": gate_up_NP}, must_not_meet=(d_act_NF, *(addend or ())))
     module = choose_module(reference, backend, gate_up_NP)
     with torch.no_grad():
         return module.gate_backward(
@@ -143,7 +128,6 @@ def gate_backward(
             addend=addend,
             need_act=need_act,
             end_E=end_E,
-            out=out,
         )
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_fastft.kernels.backends import one_kernel
+from lightning_fastft.kernels.backends import one_kernel, wide_dtype
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "clamped")
 # tanh-GELU: u = sqrt(2 / pi) * (gate + 0.044715 * gate^3), arXiv 1606.08415.
@@ -88,7 +88,6 @@ def gate_backward(
     addend: LowRankRows | None = None,
     need_act: bool = False,
     end_E: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
 ) -> GateGradients:
     """Return the gradients of ``weight * (activation @ W)``, given the gradient of the activation without its
     weight; for all rows; end_E is ignored.
@@ -111,7 +110,7 @@ def gate_backward(
         # torch.clamp passes the gradient of a value on its bound.
         d_gate_NF = torch.where(raw_gate_NF <= form.limit, d_gate_NF, 0.0)
         d_up_NF = torch.where(raw_up_NF.abs() <= form.limit, d_up_NF, 0.0)
-    d_gate_up_NP = torch.empty(gate_up_NP.shape, dtype=dtype, device=gate_up_NP.device) if out is None else out
+    d_gate_up_NP = torch.empty(gate_up_NP.shape, dtype=dtype, device=gate_up_NP.device)
     d_gate_view_NF, d_up_view_NF = split_columns(d_gate_up_NP, form)
     d_gate_view_NF.copy_(d_gate_NF)
     d_up_view_NF.copy_(d_up_NF)
@@ -124,11 +123,6 @@ def split_columns(gate_up_NP: torch.Tensor, form: GateForm) -> tuple[torch.Tenso
         return gate_up_NP[:, ::2], gate_up_NP[:, 1::2]
     num_columns = gate_up_NP.shape[1] // 2
     return gate_up_NP[:, :num_columns], gate_up_NP[:, num_columns:]
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the arithmetic."""
-    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def _clamp(gate_NF: torch.Tensor, up_NF: torch.Tensor, form: GateForm) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,10 +8,6 @@ without a sum over rows the columns are spread over programs (python -m benchmar
 of rows" is the form that walks).
 """
 
-# Parameters of a jit body have no Python types.
-# mypy: disallow-untyped-defs=False
-# ruff: noqa: ANN001, ANN202
-
 from __future__ import annotations
 
 import torch
@@ -204,7 +200,6 @@ def _gate_backward_kernel(
     weight_stride,
     low_stride,
     factor_stride,
-    out_stride,
     num_rows,
     num_columns,
     num_ranks,
@@ -218,7 +213,6 @@ def _gate_backward_kernel(
     HAS_ADDEND: tl.constexpr,
     HAS_END: tl.constexpr,
     WRITE_ACT: tl.constexpr,
-    IN_PLACE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_F: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -232,7 +226,7 @@ def _gate_backward_kernel(
     inside_rows = rows < num_rows
     d_act_rows = d_act_ptr + rows * d_act_stride
     gate_up_rows = gate_up_ptr + rows * gate_up_stride
-    out_rows = out_ptr + rows * out_stride
+    out_rows = out_ptr + rows * (2 * num_columns)
     act_rows = act_ptr + rows * num_columns
     low_rows = low_ptr + rows * low_stride
     if HAS_WEIGHT:
@@ -260,9 +254,6 @@ def _gate_backward_kernel(
         d_act = tl.load(d_act_rows[:, None] + cols[None, :], mask=inside, other=0.0).to(tl.float32)
         if HAS_ADDEND:
             d_act += addend
-        if IN_PLACE:
-            # More than one thread may read a value: all must read before one of them writes.
-            tl.debug_barrier()
         act, gate_slope, up_slope = _gate_and_slopes(gate, up, limit, alpha, ACTIVATION, IS_WIDE)
         if HAS_WEIGHT:
             weight_terms += d_act * act
@@ -320,12 +311,11 @@ def gate_backward(
     addend: LowRankRows | None = None,
     need_act: bool = False,
     end_E: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
 ) -> GateGradients:
     """Return the gradients, and the activation if asked; same contract as the reference."""
     num_rows, num_columns = d_act_NF.shape
     device = gate_up_NP.device
-    d_gate_up_NP = torch.empty(gate_up_NP.shape, dtype=gate_up_NP.dtype, device=device) if out is None else out
+    d_gate_up_NP = torch.empty(gate_up_NP.shape, dtype=gate_up_NP.dtype, device=device)
     act_NF = torch.empty(num_rows, num_columns, dtype=gate_up_NP.dtype, device=device) if need_act else None
     d_weight_N = None if weight_N is None else torch.empty(num_rows, dtype=torch.float32, device=device)
     if num_rows == 0:
@@ -348,7 +338,6 @@ def gate_backward(
         0 if weight_N is None else weight_N.stride(0),
         0 if addend is None else low_NR.stride(0),
         0 if addend is None else factor_RF.stride(0),
-        d_gate_up_NP.stride(0),
         num_rows,
         num_columns,
         0 if addend is None else low_NR.shape[1],
@@ -362,7 +351,6 @@ def gate_backward(
         HAS_ADDEND=addend is not None,
         HAS_END=end_E is not None,
         WRITE_ACT=act_NF is not None,
-        IN_PLACE=out is not None,
         BLOCK_N=block_rows,
         BLOCK_F=block_columns,
         BLOCK_R=block_ranks,

@@ -38,22 +38,17 @@ def gather_rows(
         num_experts_per_token: K, at least 1.
         end_E: One past the last place of each expert, as ``ExpertOrder.end_E``; int32 or int64. Rows from its last
             entry on hold arbitrary values. None for all rows.
-        backend: "triton" (CUDA only), "reference" (plain PyTorch), or "auto": "triton" on CUDA and "reference"
-            elsewhere.
-        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
+        backend: As in ``choose_module``.
+        is_checked: As in ``must_check``.
 
     Returns:
         y_ND: Shape (N, D), contiguous; dtype and device of x_TD; no gradient.
 
     Raises:
-        ShapeError: A shape, dtype, device or layout is wrong.
         OptionError: num_experts_per_token or backend is not allowed, or "triton" is asked for outside CUDA.
 
     Cost:
         N x D values read and written once, in one launch, of the rows before ``end_E[-1]`` if given; no host sync.
-
-    Source:
-        own
 
     Example:
         >>> x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -81,14 +76,13 @@ def combine_rows(
     end_E: torch.Tensor,
     *,
     weight_TK: torch.Tensor | None = None,
-    addend_TD: torch.Tensor | None = None,
     backend: str = "auto",
     is_checked: bool = True,
 ) -> torch.Tensor:
     """Return, for each token, the weighted sum of the rows of its routed slots: ``sum over k of weight_TK[t, k] *
     y_ND[place_TK[t, k]]``.
 
-    Terms are added in order from k = 0 to K - 1, then the addend. Products and sums are fp32 (float64 for float64
+    Terms are added in order from k = 0 to K - 1. Products and sums are fp32 (float64 for float64
     rows), and the result is rounded once to the dtype of y_ND. A place from ``end_E[-1]`` on has no expert: it adds
     exactly 0, and its row and weight may hold NaN.
 
@@ -100,25 +94,15 @@ def combine_rows(
         end_E: One past the last place of each expert, as ``ExpertOrder.end_E``. Shape (E,), int32 or int64; only its
             last entry is read.
         weight_TK: Routing weights. Shape (T, K); any floating dtype; any strides; None for weights of 1.
-        addend_TD: Added to each token, such as the output of a shared expert. Shape (T, D); any floating dtype; last
-            axis contiguous; None for none.
-        backend: "triton" (CUDA only), "reference" (plain PyTorch), or "auto": "triton" on CUDA and "reference"
-            elsewhere. Both are bit-equal.
-        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
+        backend: As in ``choose_module``; both are bit-equal.
+        is_checked: As in ``must_check``.
 
     Returns:
         Shape (T, D), contiguous; dtype and device of y_ND; no gradient.
 
-    Raises:
-        ShapeError: A shape, dtype, device or layout is wrong.
-        OptionError: backend is not allowed, or "triton" is asked for outside CUDA.
-
     Cost:
         Triton: each row of y_ND with an expert is read once, the result written once, in one launch; no atomics, no
             host sync.
-
-    Source:
-        own
 
     Example:
         >>> y = torch.tensor([[1.0], [10.0], [100.0], [float("nan")]])
@@ -139,13 +123,10 @@ def combine_rows(
             raise ShapeError("end_E is empty; it needs one entry per expert, at least one.")
         if weight_TK is not None:
             check_layout("weight_TK", weight_TK, place_TK.shape, dtypes=FLOATING, like=y_ND, num_strided=2)
-        if addend_TD is not None:
-            shape = (place_TK.shape[0], y_ND.shape[1])
-            check_layout("addend_TD", addend_TD, shape, dtypes=FLOATING, like=y_ND, num_strided=1)
     if not uses_triton(backend, y_ND.device):
         with torch.no_grad():
-            return reference.combine_rows(y_ND, place_TK, end_E, weight_TK=weight_TK, addend_TD=addend_TD)
+            return reference.combine_rows(y_ND, place_TK, end_E, weight_TK=weight_TK)
 
     from lightning_fastft.kernels.expert_rows import triton
 
-    return triton.combine_rows(y_ND, place_TK, end_E, weight_TK=weight_TK, addend_TD=addend_TD)
+    return triton.combine_rows(y_ND, place_TK, end_E, weight_TK=weight_TK)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_fastft.kernels.backends import one_kernel
+from lightning_fastft.kernels.backends import one_kernel, wide_dtype
 
 
 @one_kernel
@@ -27,15 +27,13 @@ def combine_rows(
     end_E: torch.Tensor,
     *,
     weight_TK: torch.Tensor | None = None,
-    addend_TD: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the sum over k, in ascending order, of ``weight_TK[:, k] * y_ND[place_TK[:, k]]``, plus the addend,
-    rounded once.
+    """Return the sum over k, in ascending order, of ``weight_TK[:, k] * y_ND[place_TK[:, k]]``, rounded once.
 
     Arithmetic is fp32 (float64 for float64 rows). A place from end_E[-1] on contributes exactly 0, whatever its row and
     weight hold.
     """
-    wide = torch.float64 if y_ND.dtype is torch.float64 else torch.float32
+    wide = wide_dtype(y_ND.dtype)
     num_tokens, num_choices = place_TK.shape
     sum_TD = torch.zeros(num_tokens, y_ND.shape[1], dtype=wide, device=y_ND.device)
     for choice in range(num_choices):
@@ -44,6 +42,4 @@ def combine_rows(
         if weight_TK is not None:
             value_TD = weight_TK[:, choice, None].to(wide) * value_TD
         sum_TD += torch.where((place_T < end_E[-1])[:, None], value_TD, 0.0)
-    if addend_TD is not None:
-        sum_TD += addend_TD.to(wide)
     return sum_TD.to(y_ND.dtype)

@@ -5,10 +5,6 @@ Axes: T tokens of the pack, K experts per token, N routed slots (T * K), E exper
     program per row and tile).
 """
 
-# Parameters of a jit body have no Python types.
-# mypy: disallow-untyped-defs=False
-# ruff: noqa: ANN001, ANN202
-
 from __future__ import annotations
 
 import torch
@@ -57,18 +53,15 @@ def _combine_rows_kernel(
     place_ptr,
     last_end_ptr,
     weight_ptr,
-    addend_ptr,
     out_ptr,
     y_stride,
     place_token_stride,
     place_choice_stride,
     weight_token_stride,
     weight_choice_stride,
-    addend_stride,
     num_columns,
     K: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
-    HAS_ADDEND: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -89,8 +82,6 @@ def _combine_rows_kernel(
             )
             value = weight.to(WIDE) * value
         total += value
-    if HAS_ADDEND:
-        total += tl.load(addend_ptr + row * addend_stride + cols, mask=cols < num_columns, other=0.0).to(WIDE)
     tl.store(out_ptr + row * num_columns + cols, total.to(out_ptr.dtype.element_ty), mask=cols < num_columns)
 
 
@@ -126,9 +117,8 @@ def combine_rows(
     end_E: torch.Tensor,
     *,
     weight_TK: torch.Tensor | None = None,
-    addend_TD: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the weighted sum of each token's rows, plus the addend; same contract as the reference, bit for bit."""
+    """Return the weighted sum of each token's rows; same contract as the reference, bit for bit."""
     (num_tokens, num_choices), num_columns = place_TK.shape, y_ND.shape[1]
     out_TD = torch.empty(num_tokens, num_columns, dtype=y_ND.dtype, device=y_ND.device)
     if out_TD.numel() == 0:
@@ -139,16 +129,13 @@ def combine_rows(
         place_TK,
         end_E[-1:],
         y_ND if weight_TK is None else weight_TK,
-        y_ND if addend_TD is None else addend_TD,
         out_TD,
         y_ND.stride(0),
         *place_TK.stride(),
         *((0, 0) if weight_TK is None else weight_TK.stride()),
-        0 if addend_TD is None else addend_TD.stride(0),
         num_columns,
         K=num_choices,
         HAS_WEIGHT=weight_TK is not None,
-        HAS_ADDEND=addend_TD is not None,
         WIDE=tl.float64 if y_ND.dtype is torch.float64 else tl.float32,
         BLOCK=block,
         num_warps=NUM_WARPS,

@@ -33,9 +33,8 @@ def sort_by_expert(
     Args:
         expert_TK: The experts of each token. Shape (T, K) with K at least 1; int64 or int32; any strides.
         num_experts: E, between 1 and 4096.
-        backend: "triton" (CUDA only), "reference" (plain PyTorch), or "auto": "triton" on CUDA and "reference"
-            elsewhere. Both are bit-equal.
-        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
+        backend: As in ``choose_module``; both are bit-equal.
+        is_checked: As in ``must_check``.
 
     Returns:
         An ``ExpertOrder`` of three contiguous int32 tensors on the device of expert_TK: slot_N, place_TK and end_E.

@@ -8,10 +8,6 @@ of slots of a bin before a block, and their sum over experts is the start of eac
 from comparing its slots with each other.
 """
 
-# Parameters of a jit body have no Python types.
-# mypy: disallow-untyped-defs=False
-# ruff: noqa: ANN001, ANN202
-
 from __future__ import annotations
 
 import torch

@@ -8,7 +8,6 @@ Axes: T rows of I columns, one program per row, whose tiles stay in registers be
 
 # Parameters of a jit body have no Python types.
 # mypy: disallow-untyped-defs=False
-# ruff: noqa: ANN001, ANN202
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def grouped_mm(
             arguments.
         backend: "torch" (torch.nn.functional.grouped_mm), "triton" (our own kernel), "reference" (a loop over experts),
             or "auto" (choose_backend).
-        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
+        is_checked: As in ``must_check``.
 
     Returns:
         out, or a new tensor: shape (N, O), dtype and device of x_NI; no gradient.
@@ -133,7 +133,7 @@ def grouped_weight_grad(
         scale: Factor on the whole gradient.
         row_weight_N: Factor on each row. Shape (N,); any floating dtype, any stride; None for 1.
         backend: "torch", "triton", "reference" or "auto" (choose_grad_backend).
-        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
+        is_checked: As in ``must_check``.
 
     Returns:
         Shape (E, I, O), contiguous, device of x_NI; no gradient.
@@ -145,9 +145,6 @@ def grouped_weight_grad(
     Cost:
         2 N I O FLOP; no host sync on CUDA. Scale and weights cost no pass in "triton"; "torch" makes a copy of the
         weighted rows and one more pass over a scaled gradient.
-
-    Source:
-        own
 
     Example:
         >>> x, d = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[1.0], [1.0], [2.0]])
@@ -187,21 +184,14 @@ def choose_backend(x_NI: Rows, weight_EIO: torch.Tensor, *, has_addend: bool = F
 
     On a CPU it is "reference". On CUDA it is "torch" if its kernel supports the tensors (bf16 on compute capability 9.x
     or 10.x, strides and sizes in multiples of 16 bytes), there are more than 64 output columns, and on 9.x nothing is
-    added; else "triton".
-
-    Args:
-        x_NI: Rows sorted by expert, shape (N, I); only dtype, device and layout matter.
-        weight_EIO: One matrix per expert, shape (E, I, O).
-        has_addend: A bias or a low-rank product will be added.
+    added; else "triton". Only dtype, device and layout of the rows matter; has_addend says that a bias or a low-rank
+    product will be added.
 
     Returns:
         "torch", "triton" or "reference".
 
     Cost:
         None on the device; no host sync.
-
-    Source:
-        own
 
     Example:
         >>> choose_backend(torch.zeros(3, 8), torch.zeros(2, 8, 8))
@@ -224,20 +214,11 @@ def choose_grad_backend(x_NI: Rows, d_NO: Rows, *, num_experts: int, dtype: torc
     The rules of choose_backend apply, with "torch" on compute capability 9.x only (on 10.x it gives experts without
     rows a gradient), and only if neither operand is thin.
 
-    Args:
-        x_NI: Inputs of the product, shape (N, I); only dtype, device and layout matter.
-        d_NO: Gradient of the product, shape (N, O).
-        num_experts: Experts, E.
-        dtype: Dtype of the gradient; None for the dtype of x_NI.
-
     Returns:
         "torch", "triton" or "reference".
 
     Cost:
         None on the device; no host sync.
-
-    Source:
-        own
 
     Example:
         >>> choose_grad_backend(torch.zeros(3, 8), torch.zeros(3, 8), num_experts=2)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from lightning_fastft.core.errors import ShapeError
-from lightning_fastft.kernels.backends import one_kernel
+from lightning_fastft.kernels.backends import one_kernel, wide_dtype
 
 # Products with at most this many output columns (such as the rank of an adapter) are memory-bound.
 THIN_COLUMNS = 64
@@ -85,7 +85,7 @@ def grouped_mm(
         ShapeError: end_E decreases, or is outside the rows.
     """
     x_NI = read_rows(x_NI)
-    wide = _wide_dtype(x_NI.dtype)
+    wide = wide_dtype(x_NI.dtype)
     for expert, rows in enumerate(_rows_of_experts(end_E, num_rows=x_NI.shape[0])):
         product = x_NI[rows].to(wide) @ weight_EIO[expert].to(wide)
         out_NO[rows] = _add_to(product, expert, rows, addend=addend)
@@ -96,7 +96,7 @@ def grouped_mm(
 def add_to_rows(y_NO: torch.Tensor, end_E: torch.Tensor, *, addend: RowAddend, out_NO: torch.Tensor) -> torch.Tensor:
     """Write y plus the addend, rounded once; out may be y."""
     for expert, rows in enumerate(_rows_of_experts(end_E, num_rows=y_NO.shape[0])):
-        out_NO[rows] = _add_to(y_NO[rows].to(_wide_dtype(y_NO.dtype)), expert, rows, addend=addend)
+        out_NO[rows] = _add_to(y_NO[rows].to(wide_dtype(y_NO.dtype)), expert, rows, addend=addend)
     return out_NO
 
 
@@ -116,7 +116,7 @@ def grouped_weight_grad(
         ShapeError: end_E decreases, or is outside the rows.
     """
     x_NI, d_NO = read_rows(x_NI), read_rows(d_NO)
-    wide = _wide_dtype(x_NI.dtype)
+    wide = wide_dtype(x_NI.dtype)
     x_NI, d_NO = weigh_rows(x_NI, d_NO, row_weight_N)
     grad_EIO = torch.empty(end_E.shape[0], x_NI.shape[1], d_NO.shape[1], dtype=dtype, device=x_NI.device)
     for expert, rows in enumerate(_rows_of_experts(end_E, num_rows=x_NI.shape[0])):
@@ -130,7 +130,7 @@ def weigh_rows(
     """Return both operands of a gradient, the thinner one multiplied by the weights in a wide dtype and rounded."""
     if row_weight_N is None:
         return x_NI, d_NO
-    wide = _wide_dtype(x_NI.dtype)
+    wide = wide_dtype(x_NI.dtype)
     weight_N1 = row_weight_N[:, None].to(wide)
     if has_thin_inputs(x_NI, d_NO):
         return (x_NI.to(wide) * weight_N1).to(x_NI.dtype), d_NO
@@ -164,7 +164,3 @@ def _rows_of_experts(end_E: torch.Tensor, *, num_rows: int) -> list[slice]:
             "past the last row of each expert."
         )
     return [slice(begin, end) for begin, end in pairwise(borders)]
-
-
-def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype is torch.float64 else torch.float32

@@ -7,10 +7,6 @@ tiles of expert e begin at tile ``start // BLOCK_N + e``, where start is its fir
 early. Rows from the last border on are never read or written.
 """
 
-# Parameters of a jit body have no Python types.
-# mypy: disallow-untyped-defs=False
-# ruff: noqa: ANN001, ANN202
-
 from __future__ import annotations
 
 import functools

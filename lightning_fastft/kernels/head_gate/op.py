@@ -61,9 +61,6 @@ def gate_heads(
     Cost:
         Reads heads and gates and writes the product once; the backward twice that. Saves heads and rows_TC.
 
-    Source:
-        own
-
     Example:
         >>> from lightning_fastft.kernels.head_columns import HeadColumns
         >>> form = HeadGateForm(HeadColumns(begin=0, width=1, num_heads=1, group_size=1, group_step=1))
@@ -94,17 +91,11 @@ def head_gate_forward(
         weight_W: Weight of the norm. Shape (W,), contiguous; bf16, fp16, fp32 or x_THW's dtype; only with
             form.has_norm.
         form: Layout of the gates, activation and norm.
-        backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first if possible, else
-            the second.
-        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
+        backend: As in ``choose_module``; "triton" does not take float64.
+        is_checked: As in ``must_check``.
 
     Returns:
         Shape (T, I), contiguous, dtype and device of x_THW.
-
-    Raises:
-        ShapeError: A shape, dtype, device or layout is wrong.
-        OptionError: The form or the backend is unknown, weight and form do not match, or the backend does not support
-            these tensors.
 
     Cost:
         Reads heads and gates and writes the product once; no host sync. "reference" makes fp32 copies.
@@ -151,7 +142,7 @@ def head_gate_backward(
         out: Gradient of the fused projection, a tensor like rows_TC; the gate columns are written, others are not
             touched.
         backend: As in ``head_gate_forward``.
-        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
+        is_checked: As in ``must_check``.
 
     Returns:
         d_x_THW: Shape (T, H, W), contiguous, dtype of x_THW.
@@ -159,14 +150,10 @@ def head_gate_backward(
 
     Raises:
         ShapeError: As in ``head_gate_forward``, or ``out`` shares memory with an input.
-        OptionError: As in ``head_gate_forward``.
 
     Cost:
         Reads d_y_TI, heads and gates, and writes the gradients of both once; no host sync. needs_weight: at most 4 KiB
         x W of partial sums, read once more. "reference" makes fp32 copies.
-
-    Source:
-        The chain rule.
 
     Example:
         >>> from lightning_fastft.kernels.head_columns import HeadColumns

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_fastft.kernels.backends import one_kernel
+from lightning_fastft.kernels.backends import one_kernel, wide_dtype
 from lightning_fastft.kernels.head_columns import HeadColumns
 
 ACTIVATIONS = ("sigmoid", "silu")
@@ -45,7 +45,7 @@ def head_gate_forward(
     x_THW: torch.Tensor, rows_TC: torch.Tensor, weight_W: torch.Tensor | None, *, form: HeadGateForm
 ) -> torch.Tensor:
     """Return the gated heads, concatenated, shape (T, I), each value rounded once."""
-    wide = _wide(x_THW.dtype)
+    wide = wide_dtype(x_THW.dtype)
     x, gate = x_THW.to(wide), form.columns.read(rows_TC).to(wide)
     if weight_W is not None:
         x = x * _reciprocal_rms(x, form) * weight_W.to(wide)
@@ -64,7 +64,7 @@ def head_gate_backward(
     out: torch.Tensor,
 ) -> HeadGateGradients:
     """Return the gradients of head_gate_forward, and write the gradient of the gates into their columns of ``out``."""
-    wide = _wide(x_THW.dtype)
+    wide = wide_dtype(x_THW.dtype)
     d_y, x, gate = d_y_TI.unflatten(1, x_THW.shape[1:]).to(wide), x_THW.to(wide), form.columns.read(rows_TC).to(wide)
     activated, slope = _activate(gate, form)
     d_x, d_weight_W = d_y * activated, None
@@ -79,10 +79,6 @@ def head_gate_backward(
         d_x = rstd * (d_x - normed * (d_x * normed).mean(dim=2, keepdim=True))
     form.columns.write(out, d_y * scaled * slope)
     return HeadGateGradients(d_x.to(x_THW.dtype), d_weight_W)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def _activate(gate: torch.Tensor, form: HeadGateForm) -> tuple[torch.Tensor, torch.Tensor]:

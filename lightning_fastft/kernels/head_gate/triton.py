@@ -6,10 +6,6 @@ in the gradient of the fused projection. Only the gradient of the norm's weight 
 tokens in a fixed order, and PyTorch sums the programs.
 """
 
-# Parameters of a jit body have no Python types.
-# mypy: disallow-untyped-defs=False
-# ruff: noqa: ANN001, ANN202
-
 from __future__ import annotations
 
 import torch

@@ -33,9 +33,6 @@ def host_gather(weight_VD: torch.Tensor, token_T: torch.Tensor) -> torch.Tensor:
     Cost:
         Reads T x D values over the bus and writes them once per call; no copy of the table; no host sync.
 
-    Source:
-        own
-
     Example:
         >>> host_gather(torch.tensor([[1.0], [2.0]]), torch.tensor([1, 0, 1])).flatten()
         tensor([2., 1., 2.])

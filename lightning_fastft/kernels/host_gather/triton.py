@@ -6,10 +6,6 @@ unified virtual addressing), which Triton's launcher looks up for every pointer 
 (``CU_POINTER_ATTRIBUTE_DEVICE_POINTER`` in its driver.c; pinned tensors are accepted since triton#1197).
 """
 
-# Parameters of a jit body have no Python types.
-# mypy: disallow-untyped-defs=False
-# ruff: noqa: ANN001, ANN202
-
 from __future__ import annotations
 
 import torch

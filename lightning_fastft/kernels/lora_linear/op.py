@@ -38,13 +38,10 @@ def lora_addmm(
         scale: Factor on the low-rank part.
         copy_a_RD: A in the dtype of x; None if the master has this dtype.
         copy_b_NR: B in the dtype of x; None if the master has this dtype.
-        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
+        is_checked: As in ``must_check``.
 
     Returns:
         Shape, dtype and device of base.
-
-    Raises:
-        ShapeError: Shapes or dtypes do not match.
 
     Cost:
         2 R (D + N) FLOP per token forward, three times that backward; keeps x, x A^T and the copies; no host sync.

@@ -38,9 +38,8 @@ def add_low_rank(
         residual_TN: A second summand, like base_TN, any row stride. None for 0.
         out: Output tensor for the sum: a tensor like base_TN in separate memory, any row stride, or base_TN
             or residual_TN itself, which is overwritten. None for new memory.
-        backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first if possible, else
-            the second.
-        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
+        backend: As in ``choose_module``; "triton" does not take float64.
+        is_checked: As in ``must_check``.
 
     Returns:
         sum_TN: Shape (T, N), dtype and device of base_TN, no graph; contiguous, or ``out``.
@@ -48,7 +47,6 @@ def add_low_rank(
     Raises:
         ShapeError: A shape, dtype, device or layout is wrong, or ``out`` overlaps an input without being base_TN or
             residual_TN.
-        OptionError: The backend is unknown, or does not support these tensors.
 
     Cost:
         Reads base_TN (and residual_TN) and writes the sum once, 2 T R N FLOP; low_TR and factor_RN come from the cache

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_fastft.kernels.backends import one_kernel
+from lightning_fastft.kernels.backends import one_kernel, wide_dtype
 
 
 @one_kernel
@@ -20,7 +20,7 @@ def add_low_rank(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return ``base + residual + low @ factor``, rounded once from fp32 (float64 for float64)."""
-    wide = torch.float64 if base_TN.dtype is torch.float64 else torch.float32
+    wide = wide_dtype(base_TN.dtype)
     sum_TN = base_TN.to(wide) + low_TR.to(wide) @ factor_RN.to(wide)
     if residual_TN is not None:
         sum_TN += residual_TN.to(wide)

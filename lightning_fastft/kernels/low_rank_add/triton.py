@@ -5,10 +5,6 @@ The kernel reads the base (and the residual) and writes the sum. Tiles of the sa
 low-rank rows come from the cache.
 """
 
-# Parameters of a jit body have no Python types.
-# mypy: disallow-untyped-defs=False
-# ruff: noqa: ANN001, ANN202
-
 from __future__ import annotations
 
 import torch

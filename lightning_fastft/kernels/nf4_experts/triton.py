@@ -5,10 +5,6 @@ Axes: E experts, C bytes of one expert (two weights each), X = 2 C weights of on
     share a scale of scales.
 """
 
-# Parameters of a jit body have no Python types.
-# mypy: disallow-untyped-defs=False
-# ruff: noqa: ANN001, ANN202
-
 from __future__ import annotations
 
 import torch

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_fastft.core.checks import check_choice, check_int, check_layout, check_rows_apart, check_tensor
+from lightning_fastft.core.checks import check_choice, check_layout, check_rows_apart, check_tensor
 from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.backends import BACKENDS, TRITON_DTYPES, choose_module, must_check
 from lightning_fastft.kernels.nf4_experts.reference import BLOCK_WEIGHTS, GROUP_BLOCKS
@@ -52,68 +52,21 @@ def read_params4bit(weight: torch.Tensor) -> NF4Weight | None:
     return NF4Weight(packed_C, state.absmax, state.state2.absmax, state.offset.view(()), state.code, state.state2.code)
 
 
-def dequantise(
-    weight: NF4Weight,
-    *,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    out: torch.Tensor | None = None,
-    backend: str = "auto",
-) -> torch.Tensor:
-    """Return a dense weight, bit-equal to ``bitsandbytes.functional.dequantize_4bit`` if dtype is the original dtype.
-
-    Args:
-        weight: The quantised weight, from ``read_params4bit``.
-        shape: O and I of the dense weight; I a multiple of 64.
-        dtype: bf16, fp16 or fp32. The weight is rounded to it once, from fp32.
-        out: Output tensor. Shape (O, I), the given dtype, on the device of the weight; last axis contiguous, any row
-            stride. The memory between its rows is not touched. None for new memory.
-        backend: "triton" (CUDA), "reference" (plain PyTorch), or "auto": the first if possible, else the second.
-
-    Returns:
-        out, or a new contiguous tensor of shape (O, I).
-
-    Raises:
-        OptionError: I is not a multiple of 64, the dtype is not supported, or the backend is unknown or does not
-            support this device.
-        ShapeError: Shapes, dtypes, devices or layouts do not match.
-
-    Cost:
-        Reads 0.52 bytes and writes one value per weight, in one launch on CUDA; no temporary memory and no host sync.
-        "reference" makes copies of about 14 bytes per weight.
-
-    Source:
-        NF4 and double quantisation: QLoRA, arXiv 2305.14314.
-
-    Example:
-        >>> table, packed_C = torch.linspace(-1.0, 1.0, 16), torch.full((64,), 0xF0, dtype=torch.uint8)
-        >>> weight = NF4Weight(packed_C, torch.tensor([3.0, 5.0]), None, None, table, None)
-        >>> dequantise(weight, shape=(2, 64), dtype=torch.bfloat16)[:, :3]
-        tensor([[ 3., -3.,  3.],
-                [ 5., -5.,  5.]], dtype=torch.bfloat16)
-    """
-    check_choice("dtype", dtype, TRITON_DTYPES)
-    num_outputs, num_inputs = _check_size(shape)
-    if out is None:
-        _check_weight(weight)
-        out = torch.empty((num_outputs, num_inputs), dtype=dtype, device=weight.packed_C.device)
-    else:
-        check_layout("out", out, (num_outputs, num_inputs), dtypes=(dtype,), num_strided=1)
-    dequantise_many([weight], outs=[out], backend=backend)
-    return out
-
-
 def dequantise_many(
     weights: Sequence[NF4Weight], *, outs: Sequence[torch.Tensor], backend: str = "auto", is_checked: bool = True
 ) -> None:
-    """Dequantise several weights, such as q, k and v, in one launch; same values as ``dequantise``.
+    """Dequantise several weights, such as q, k and v, in one launch.
+
+    The values are bit-equal to ``bitsandbytes.functional.dequantize_4bit`` in the original dtype, and rounded once from
+    fp32 in any other.
 
     Args:
-        weights: The quantised weights, any number.
-        outs: Output tensors, one per weight: as ``out`` of ``dequantise``, all of one dtype on one device. They may be
-            views of one buffer; no two may share an element.
-        backend: As in ``dequantise``.
-        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
+        weights: The quantised weights, any number, from ``read_params4bit``.
+        outs: Output tensors, one per weight. Shape (O, I), I a multiple of 64; all of one dtype (bf16, fp16 or fp32) on
+            the device of the weights; last axis contiguous, any row stride. The memory between their rows is not
+            touched. They may be views of one buffer; no two may share an element.
+        backend: As in ``choose_module``.
+        is_checked: As in ``must_check``.
 
     Raises:
         OptionError: The columns of an output are not a multiple of 64, the numbers of weights and outputs differ, or
@@ -121,11 +74,12 @@ def dequantise_many(
         ShapeError: Shapes, dtypes, devices or layouts do not match.
 
     Cost:
-        The cost of ``dequantise`` for each weight, in one launch per four weights. A separate program is compiled for
-        each number of weights and each combination of their columns.
+        Reads 0.52 bytes and writes one value per weight, in one launch per four weights on CUDA; no temporary memory
+        and no host sync. A separate program is compiled for each number of weights and each combination of their
+        columns. "reference" makes copies of about 14 bytes per weight.
 
     Source:
-        own
+        NF4 and double quantisation: QLoRA, arXiv 2305.14314.
 
     Example:
         >>> packed, table = torch.full((32,), 0xF0, dtype=torch.uint8), torch.linspace(-1.0, 1.0, 16)
@@ -163,15 +117,6 @@ def _is_served(weight: torch.Tensor, state: Any) -> bool:
     return all(part.dtype is torch.float32 for part in floats) and all(
         part.is_contiguous() for part in (weight, state.absmax, *floats)
     )
-
-
-def _check_size(shape: tuple[int, int]) -> tuple[int, int]:
-    """Return O and I; raise on an invalid shape, and on rows that do not end with a block."""
-    if len(shape) != 2:
-        raise OptionError(f"shape must be (O, I), got {tuple(shape)}.")
-    num_outputs, num_inputs = (check_int(name, size, low=0) for name, size in zip(("O of shape", "I of shape"), shape))
-    _check_columns("shape", num_inputs)
-    return num_outputs, num_inputs
 
 
 def _check_columns(name: str, num_inputs: int) -> None:

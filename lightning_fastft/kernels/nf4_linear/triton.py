@@ -5,10 +5,6 @@ Axes: O output columns and I input columns of a weight, (O, I) in memory, walked
     scales, M entries of a table.
 """
 
-# Parameters of a jit body have no Python types.
-# mypy: disallow-untyped-defs=False
-# ruff: noqa: ANN001, ANN201, ANN202
-
 from __future__ import annotations
 
 from collections.abc import Sequence

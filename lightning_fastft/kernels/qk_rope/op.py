@@ -12,104 +12,23 @@ from lightning_fastft.core.checks import check_choice, check_float, check_int, c
 from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.backends import FLOATING, TRITON_DTYPES, choose_module, must_check
 from lightning_fastft.kernels.qk_rope import reference
-from lightning_fastft.kernels.qk_rope.reference import HeadGradients, Heads, RopeForm, RopeGradients
+from lightning_fastft.kernels.qk_rope.reference import HeadGradients, Heads, Rope, RopeForm, RopeGradients
 
 MAX_HEAD_WIDTH = 1024
 
 
-def qk_rope_forward(
-    qkv_TC: torch.Tensor,
-    cos_TW: torch.Tensor,
-    sin_TW: torch.Tensor,
-    *,
-    form: RopeForm,
-    q_weight_W: torch.Tensor | None = None,
-    k_weight_W: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    backend: str = "auto",
-    is_checked: bool = True,
-) -> torch.Tensor:
-    """Return the projection with normed and rotated query and key heads, and unchanged value heads.
+def qk_rope_heads(qkv_TC: torch.Tensor, rope: Rope, *, backend: str = "auto", is_checked: bool = True) -> Heads:
+    """Return normed and rotated queries and keys, and unchanged values, in three contiguous tensors for attention.
 
     The arithmetic is fp32 (float64 for float64). Each value is rounded once, and once more if the form rounds before
     the norm's weight. Tokens are independent, so NaN stays in its row.
 
     Args:
-        qkv_TC: Output of the fused projection. Shape (T, (num_heads + 2 num_kv_heads) head_width): query, key, value
-            heads; bf16, fp16, fp32 or float64; last axis contiguous, any row stride. No gates.
-        cos_TW: Output of the model's rotary embedding, without the batch axis. Shape (T, rotary_width); dtype of qkv_TC
-            or fp32; last axis contiguous. Interleaved forms read the first half only, one value per pair, as GLM-4 and
-            ERNIE 4.5 do. A model that repeats each value (Cohere) passes ``torch.cat([cos[:, ::2]] * 2, dim=1)``.
-        sin_TW: As cos_TW.
-        form: Positions of the heads, whether they are normed, and how columns are paired.
-        q_weight_W: Weight of the query heads' norm. Shape (head_width,), contiguous; bf16, fp16, fp32 or qkv_TC's
-            dtype; only with form.has_norm.
-        k_weight_W: As q_weight_W, for the key heads.
-        out: Output tensor: a tensor like qkv_TC, or qkv_TC itself if the form has no norm (the norm's gradient needs
-            the raw heads). None for new memory.
-        backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first if possible, else
-            the second.
-        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
-
-    Returns:
-        qkv_TC: Shape, dtype and device of the input; contiguous, or ``out``; no graph.
-
-    Raises:
-        ShapeError: A shape, dtype, device or layout is wrong, or ``out`` shares memory that is still read.
-        OptionError: The form or backend is unknown, weights and form do not match, or the backend does not support
-            these tensors.
-
-    Cost:
-        Reads and writes qkv_TC once; in place, the value heads are not touched. No host sync. "reference" makes fp32
-        copies.
-
-    Source:
-        RoFormer, arXiv 2104.09864; RMSNorm, arXiv 1910.07467; ``apply_rotary_pos_emb`` of transformers.
-
-    Example:
-        >>> form = RopeForm(num_heads=1, num_kv_heads=1, head_width=2)
-        >>> cos, sin = torch.tensor([[0.0, 0.0]]), torch.tensor([[1.0, 1.0]])
-        >>> qk_rope_forward(torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]]), cos, sin, form=form)
-        tensor([[-2.,  1., -4.,  3.,  5.,  6.]])
-    """
-    if must_check(is_checked):
-        _check_forward(qkv_TC, cos_TW, sin_TW, form, q_weight_W, k_weight_W)
-        if form.has_gate:
-            raise OptionError("qk_rope_forward does not support gates; call qk_rope_heads.")
-        if out is not None:
-            check_layout("out", out, qkv_TC.shape, like=qkv_TC, num_strided=1)
-            raw_TC, may_be = (qkv_TC, {}) if form.has_norm else (None, {"qkv_TC": qkv_TC})
-            check_out(out, may_be=may_be, must_not_meet=(raw_TC, cos_TW, sin_TW, q_weight_W, k_weight_W))
-    with torch.no_grad():
-        return choose_module(reference, backend, qkv_TC).qk_rope_forward(
-            qkv_TC, cos_TW, sin_TW, form=form, q_weight_W=q_weight_W, k_weight_W=k_weight_W, out=out
-        )
-
-
-def qk_rope_heads(
-    qkv_TC: torch.Tensor,
-    cos_TW: torch.Tensor,
-    sin_TW: torch.Tensor,
-    *,
-    form: RopeForm,
-    q_weight_W: torch.Tensor | None = None,
-    k_weight_W: torch.Tensor | None = None,
-    backend: str = "auto",
-    is_checked: bool = True,
-) -> Heads:
-    """Return normed and rotated queries and keys, and unchanged values, in three contiguous tensors for attention.
-
-    The values are equal to the result of ``qk_rope_forward``.
-
-    Args:
-        qkv_TC: As in ``qk_rope_forward``, with gates if the form has them.
-        cos_TW: As in ``qk_rope_forward``.
-        sin_TW: As cos_TW.
-        form: Positions of the heads, whether they are normed, and how columns are paired.
-        q_weight_W: As in ``qk_rope_forward``.
-        k_weight_W: As q_weight_W, for the key heads.
-        backend: As in ``qk_rope_forward``.
-        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
+        qkv_TC: Output of the fused projection. Shape (T, (num_heads + 2 num_kv_heads) head_width), and the gates if the
+            form has them: query, key, value heads; bf16, fp16, fp32 or float64; last axis contiguous, any row stride.
+        rope: Angles, weights and form.
+        backend: As in ``choose_module``; "triton" does not take float64.
+        is_checked: As in ``must_check``.
 
     Returns:
         q_THW: Shape (T, num_heads, head_width), dtype and device of qkv_TC; contiguous; no graph.
@@ -117,65 +36,54 @@ def qk_rope_heads(
         v_TGW: As k_TGW.
 
     Raises:
-        ShapeError: As in ``qk_rope_forward``.
-        OptionError: As in ``qk_rope_forward``.
+        OptionError: The form is unknown, or weights and form do not match.
 
     Cost:
         Reads and writes qkv_TC once; no host sync. "reference" makes fp32 copies.
 
     Source:
-        As ``qk_rope_forward``.
+        RoFormer, arXiv 2104.09864; RMSNorm, arXiv 1910.07467; ``apply_rotary_pos_emb`` of transformers.
 
     Example:
         >>> form = RopeForm(num_heads=1, num_kv_heads=1, head_width=2)
-        >>> cos, sin = torch.tensor([[0.0, 0.0]]), torch.tensor([[1.0, 1.0]])
-        >>> qk_rope_heads(torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]]), cos, sin, form=form).k_TGW
+        >>> rope = Rope(torch.tensor([[0.0, 0.0]]), torch.tensor([[1.0, 1.0]]), None, None, form)
+        >>> qk_rope_heads(torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]]), rope).k_TGW
         tensor([[[-4.,  3.]]])
     """
     if must_check(is_checked):
-        _check_forward(qkv_TC, cos_TW, sin_TW, form, q_weight_W, k_weight_W)
+        _check_form(rope.form)
+        _check_rows(qkv_TC, rope.form)
+        _check_angles_and_weights(qkv_TC, rope)
     with torch.no_grad():
-        return choose_module(reference, backend, qkv_TC).qk_rope_heads(
-            qkv_TC, cos_TW, sin_TW, form=form, q_weight_W=q_weight_W, k_weight_W=k_weight_W
-        )
+        return choose_module(reference, backend, qkv_TC).qk_rope_heads(qkv_TC, rope)
 
 
 def qk_rope_backward(
-    d_heads: torch.Tensor | HeadGradients,
+    d_heads: HeadGradients,
     qkv_TC: torch.Tensor | None,
-    cos_TW: torch.Tensor,
-    sin_TW: torch.Tensor,
+    rope: Rope,
     *,
-    form: RopeForm,
-    q_weight_W: torch.Tensor | None = None,
-    k_weight_W: torch.Tensor | None = None,
     needs_weight: bool,
     out: torch.Tensor | None = None,
     backend: str = "auto",
     is_checked: bool = True,
 ) -> RopeGradients:
-    """Return the gradients of ``qk_rope_forward`` with respect to its input and the weights of the norms.
+    """Return the gradients of ``qk_rope_heads`` with respect to its input and the weights of the norms.
 
     The gradient is rotated back with the transposed map; the normed heads are recomputed from the raw heads. The
     rounding between norm and weight has gradient 1, as in autograd. Sums have a fixed order, so two calls are
     bit-equal.
 
     Args:
-        d_heads: Gradient of the forward's output. Shape (T, C); bf16, fp16, fp32 or float64; last axis contiguous. Or
-            HeadGradients: three tensors of one dtype, each token's heads contiguous, whose key and value heads may be
-            shares that have yet to be summed.
-        qkv_TC: The input of ``qk_rope_forward``, not its output. Read only with form.has_norm; may be None without.
-        cos_TW: As given to ``qk_rope_forward``.
-        sin_TW: As given to ``qk_rope_forward``.
-        form: As given to ``qk_rope_forward``.
-        q_weight_W: As given to ``qk_rope_forward``.
-        k_weight_W: As given to ``qk_rope_forward``.
+        d_heads: Gradients of the three outputs, of one dtype (bf16, fp16, fp32 or float64), each token's heads
+            contiguous. Those of key and value heads may be shares that have yet to be summed.
+        qkv_TC: The input of ``qk_rope_heads``. Read only with form.has_norm; may be None without.
+        rope: As given to ``qk_rope_heads``.
         needs_weight: Return the gradients of the weights too; only with form.has_norm.
-        out: Output tensor for d_raw_TC: a tensor like d_raw_TC, or d_heads (if it is one tensor) or qkv_TC itself,
-            which is overwritten. None for new memory. A form with gates needs a tensor that is not an input; the
-            gate columns are not touched.
-        backend: As in ``qk_rope_forward``.
-        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
+        out: Output tensor for d_raw_TC, only with form.has_gate: its gate columns are written already and not touched.
+            It shares no memory with an input.
+        backend: As in ``qk_rope_heads``.
+        is_checked: As in ``must_check``.
 
     Returns:
         d_raw_TC: Gradient of the forward's input, shape (T, C), dtype and device of d_heads; contiguous, or ``out``.
@@ -184,99 +92,53 @@ def qk_rope_backward(
         d_k_weight_W: As d_q_weight_W, for the key heads.
 
     Raises:
-        ShapeError: A shape, dtype, device or layout is wrong, or ``out`` shares memory that is still read.
-        OptionError: The form or backend is unknown, weights and form do not match, or the backend does not support
-            these tensors.
+        ShapeError: ``out`` shares memory with an input.
+        OptionError: The form is unknown, or weights or ``out`` and form do not match.
 
     Cost:
-        Reads d_heads (and the raw query and key heads) and writes d_raw_TC once; in place, the value heads are not
-        touched. No host sync. needs_weight: at most 8 KiB x head_width of partial sums, read once more. "reference"
-        makes fp32 copies.
-
-    Source:
-        The chain rule.
+        Reads d_heads (and the raw query and key heads) and writes d_raw_TC once. No host sync. needs_weight: at most 8
+        KiB x head_width of partial sums, read once more. "reference" makes fp32 copies.
 
     Example:
         >>> form = RopeForm(num_heads=1, num_kv_heads=1, head_width=2)
-        >>> cos, sin = torch.tensor([[0.0, 0.0]]), torch.tensor([[1.0, 1.0]])
-        >>> d_heads = torch.tensor([[-2.0, 1.0, -4.0, 3.0, 5.0, 6.0]])
-        >>> qk_rope_backward(d_heads, None, cos, sin, form=form, needs_weight=False).d_raw_TC
+        >>> rope = Rope(torch.tensor([[0.0, 0.0]]), torch.tensor([[1.0, 1.0]]), None, None, form)
+        >>> d_heads = HeadGradients(*torch.tensor([[[[-2.0, 1.0]]], [[[-4.0, 3.0]]], [[[5.0, 6.0]]]]))
+        >>> qk_rope_backward(d_heads, None, rope, needs_weight=False).d_raw_TC
         tensor([[1., 2., 3., 4., 5., 6.]])
     """
     if must_check(is_checked):
-        _check_backward(
-            d_heads, qkv_TC, cos_TW, sin_TW, form, q_weight_W, k_weight_W, needs_weight=needs_weight, out=out
-        )
-    raw_TC = qkv_TC if form.has_norm else None
-    first = d_heads.d_q_THW if isinstance(d_heads, HeadGradients) else d_heads
+        _check_backward(d_heads, qkv_TC, rope, needs_weight=needs_weight, out=out)
+    raw_TC = qkv_TC if rope.form.has_norm else None
     with torch.no_grad():
-        return choose_module(reference, backend, first).qk_rope_backward(
-            d_heads,
-            raw_TC,
-            cos_TW,
-            sin_TW,
-            form=form,
-            q_weight_W=q_weight_W,
-            k_weight_W=k_weight_W,
-            needs_weight=needs_weight,
-            out=out,
+        return choose_module(reference, backend, d_heads.d_q_THW).qk_rope_backward(
+            d_heads, raw_TC, rope, needs_weight=needs_weight, out=out
         )
-
-
-def _check_forward(
-    qkv_TC: torch.Tensor,
-    cos_TW: torch.Tensor,
-    sin_TW: torch.Tensor,
-    form: RopeForm,
-    q_weight_W: torch.Tensor | None,
-    k_weight_W: torch.Tensor | None,
-) -> None:
-    """Raise on inputs that the forward cannot read."""
-    _check_form(form)
-    _check_rows("qkv_TC", qkv_TC, form)
-    _check_angles_and_weights(qkv_TC, cos_TW, sin_TW, form, q_weight_W, k_weight_W)
 
 
 def _check_backward(
-    d_heads: torch.Tensor | HeadGradients,
-    qkv_TC: torch.Tensor | None,
-    cos_TW: torch.Tensor,
-    sin_TW: torch.Tensor,
-    form: RopeForm,
-    q_weight_W: torch.Tensor | None,
-    k_weight_W: torch.Tensor | None,
-    *,
-    needs_weight: bool,
-    out: torch.Tensor | None,
+    d_heads: HeadGradients, qkv_TC: torch.Tensor | None, rope: Rope, *, needs_weight: bool, out: torch.Tensor | None
 ) -> None:
     """Raise on arguments that the backward would read wrongly."""
+    form = rope.form
     _check_form(form)
     check_choice("needs_weight", needs_weight, (False, True))
     if needs_weight and not form.has_norm:
         raise OptionError(
             "needs_weight is True, but the form has no norm and therefore no weights. Pass needs_weight=False."
         )
-    kept: tuple[torch.Tensor | None, ...] = (cos_TW, sin_TW, q_weight_W, k_weight_W)
-    may_be: dict[str, torch.Tensor | None] = {"qkv_TC": qkv_TC} if form.has_norm else {}
-    if isinstance(d_heads, HeadGradients):
-        _check_heads(d_heads, form)
-        like, kept = d_heads.d_q_THW, (*kept, *d_heads)
-    else:
-        _check_rows("d_heads", d_heads, form)
-        like = may_be["d_heads"] = d_heads
-    _check_angles_and_weights(like, cos_TW, sin_TW, form, q_weight_W, k_weight_W)
+    _check_heads(d_heads, form)
+    like = d_heads.d_q_THW
+    _check_angles_and_weights(like, rope)
     shape = (len(like), form.num_columns)
     if qkv_TC is not None:
         check_layout("qkv_TC", qkv_TC, shape, like=like, num_strided=1)
     elif form.has_norm:
-        raise ShapeError("qkv_TC is None; the norm's gradient needs the heads that qk_rope_forward got. Pass them.")
-    if form.has_gate and (out is None or not isinstance(d_heads, HeadGradients)):
-        raise OptionError("A form with gates needs HeadGradients, and an out whose gate columns are already written.")
+        raise ShapeError("qkv_TC is None; the norm's gradient needs the heads that qk_rope_heads got. Pass them.")
+    if form.has_gate is (out is None):
+        raise OptionError("out must be given with form.has_gate, its gate columns written already, and only then.")
     if out is not None:
         check_layout("out", out, shape, like=like, num_strided=1)
-        if form.has_gate:
-            kept, may_be = (*kept, *may_be.values()), {}
-        check_out(out, may_be=may_be, must_not_meet=kept)
+        check_out(out, may_be={}, must_not_meet=(*rope[:4], *d_heads, qkv_TC))
 
 
 def _check_form(form: RopeForm) -> None:
@@ -298,14 +160,14 @@ def _check_form(form: RopeForm) -> None:
         check_float("form.weight_offset", form.weight_offset, low=-float("inf"))
 
 
-def _check_rows(name: str, x_TC: torch.Tensor, form: RopeForm) -> None:
+def _check_rows(qkv_TC: torch.Tensor, form: RopeForm) -> None:
     """Raise on shapes, dtypes, devices and layouts that the kernels cannot read."""
-    check_layout(name, x_TC, (None, None), dtypes=FLOATING, num_strided=1)
-    if x_TC.shape[1] != form.num_columns:
+    check_layout("qkv_TC", qkv_TC, (None, None), dtypes=FLOATING, num_strided=1)
+    if qkv_TC.shape[1] != form.num_columns:
         raise ShapeError(
-            f"{name} has {x_TC.shape[1]} columns; {form.num_heads} query heads{' with gates' if form.has_gate else ''} "
-            f"and twice {form.num_kv_heads} key and value heads of width {form.head_width} have {form.num_columns}. "
-            "Concatenate q, k and v along the columns."
+            f"qkv_TC has {qkv_TC.shape[1]} columns; {form.num_heads} query heads"
+            f"{' with gates' if form.has_gate else ''} and twice {form.num_kv_heads} key and value heads of width "
+            f"{form.head_width} have {form.num_columns}. Concatenate q, k and v along the columns."
         )
 
 
@@ -315,23 +177,16 @@ def _check_heads(gradients: HeadGradients, form: RopeForm) -> None:
     check_layout("d_q_THW", d_q_THW, (None, form.num_heads, form.head_width), dtypes=FLOATING, num_strided=1)
     check_layout("d_k_TJW", d_k_TJW, (len(d_q_THW), None, form.head_width), like=d_q_THW, num_strided=1)
     check_layout("d_v_TJW", d_v_TJW, d_k_TJW.shape, like=d_q_THW, num_strided=1)
-    if form.num_heads % form.num_kv_heads:
-        raise ShapeError(f"{form.num_heads} query heads cannot share {form.num_kv_heads} key heads evenly.")
-    if d_k_TJW.shape[1] not in (form.num_kv_heads, form.num_heads):
+    if d_k_TJW.shape[1] not in (form.num_kv_heads, form.num_heads) or d_k_TJW.shape[1] % form.num_kv_heads:
         raise ShapeError(
-            f"d_k_TJW is {tuple(d_k_TJW.shape)}; it must have {form.num_kv_heads} or {form.num_heads} heads."
+            f"d_k_TJW is {tuple(d_k_TJW.shape)}; it must have a head for each of {form.num_kv_heads} key heads, or for "
+            f"each of {form.num_heads} query heads that share them evenly."
         )
 
 
-def _check_angles_and_weights(
-    like: torch.Tensor,
-    cos_TW: torch.Tensor,
-    sin_TW: torch.Tensor,
-    form: RopeForm,
-    q_weight_W: torch.Tensor | None,
-    k_weight_W: torch.Tensor | None,
-) -> None:
+def _check_angles_and_weights(like: torch.Tensor, rope: Rope) -> None:
     """Raise on angles and weights that do not belong to the tokens and the form."""
+    cos_TW, sin_TW, q_weight_W, k_weight_W, form = rope
     angle_dtypes = {like.dtype, torch.float32}
     for name, angle_TW in (("cos_TW", cos_TW), ("sin_TW", sin_TW)):
         check_layout(name, angle_TW, (len(like), form.num_rotated), dtypes=angle_dtypes, like=like, num_strided=1)

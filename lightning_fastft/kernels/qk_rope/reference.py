@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_fastft.kernels.backends import one_kernel
+from lightning_fastft.kernels.backends import one_kernel, wide_dtype
 
 
 class RopeForm(NamedTuple):
@@ -80,6 +80,28 @@ class RopeForm(NamedTuple):
         return self.num_heads, self.num_kv_heads, self.num_kv_heads
 
 
+class Rope(NamedTuple):
+    """The step from raw projections to queries and keys.
+
+    Args:
+        cos_TW: Output of the model's rotary embedding, without the batch axis. Shape (T, rotary_width); dtype of the
+            projection or fp32; last axis contiguous. Interleaved forms read the first half only, one value per pair, as
+            GLM-4 and ERNIE 4.5 do. A model that repeats each value (Cohere) passes ``torch.cat([cos[:, ::2]] * 2,
+            dim=1)``.
+        sin_TW: As cos_TW.
+        q_weight_W: Weight of the query heads' norm. Shape (head_width,), contiguous; bf16, fp16, fp32 or the dtype of
+            the projection; only with form.has_norm.
+        k_weight_W: As q_weight_W, for the key heads.
+        form: Positions of the heads, whether they are normed, and how columns are paired.
+    """
+
+    cos_TW: torch.Tensor
+    sin_TW: torch.Tensor
+    q_weight_W: torch.Tensor | None
+    k_weight_W: torch.Tensor | None
+    form: RopeForm
+
+
 class HeadGradients(NamedTuple):
     """Gradients of the outputs of ``qk_rope_heads``, in three tensors, as the backward of attention returns them.
 
@@ -120,60 +142,32 @@ class RopeGradients(NamedTuple):
 
 
 @one_kernel
-def qk_rope_forward(
-    qkv_TC: torch.Tensor,
-    cos_TW: torch.Tensor,
-    sin_TW: torch.Tensor,
-    *,
-    form: RopeForm,
-    q_weight_W: torch.Tensor | None = None,
-    k_weight_W: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return normed and rotated q and k, and v, concatenated.
+def qk_rope_heads(qkv_TC: torch.Tensor, rope: Rope) -> Heads:
+    """Return normed and rotated q and k, and v.
 
     Each value is rounded once from fp32 (float64 for float64), and once more before the weight if the form says so.
     """
-    dtype, wide = qkv_TC.dtype, wide_dtype(qkv_TC.dtype)
-    x_THW = _split_heads(qkv_TC, form).to(wide)
-    if q_weight_W is not None and k_weight_W is not None:
+    form, dtype, wide = rope.form, qkv_TC.dtype, wide_dtype(qkv_TC.dtype)
+    rows_TC = _drop_gates(qkv_TC, form) if form.has_gate else qkv_TC
+    x_THW = _split_heads(rows_TC, form).to(wide)
+    if form.has_norm:
         x_THW = x_THW * _reciprocal_rms(x_THW, form)
         if not form.is_weight_wide:
             x_THW = x_THW.to(dtype).to(wide)
-        x_THW = x_THW * _head_weights(q_weight_W, k_weight_W, form, wide)
-    cos_first, cos_second, sin_first, sin_second = _split_angles(cos_TW, sin_TW, form, wide)
-    x_THW = _mix_pairs(x_THW, cos_first, cos_second, -sin_first, sin_second, form)
-    return _write(x_THW, qkv_TC, form, out)
-
-
-@one_kernel
-def qk_rope_heads(
-    qkv_TC: torch.Tensor,
-    cos_TW: torch.Tensor,
-    sin_TW: torch.Tensor,
-    *,
-    form: RopeForm,
-    q_weight_W: torch.Tensor | None = None,
-    k_weight_W: torch.Tensor | None = None,
-) -> Heads:
-    """Return the result of qk_rope_forward in three tensors."""
-    if form.has_gate:
-        qkv_TC, form = _drop_gates(qkv_TC, form), form._replace(has_gate=False)
-    fused_TC = qk_rope_forward(qkv_TC, cos_TW, sin_TW, form=form, q_weight_W=q_weight_W, k_weight_W=k_weight_W)
-    heads = fused_TC.view(len(fused_TC), -1, form.head_width).split(form.head_counts, dim=1)
-    return Heads(*(x_THW.contiguous() for x_THW in heads))
+        x_THW = x_THW * _head_weights(rope, wide)
+    cos_first, cos_second, sin_first, sin_second = _split_angles(rope, wide)
+    x_THW = _mix_pairs(x_THW, cos_first, cos_second, -sin_first, sin_second, form).to(dtype)
+    v_TGW = rows_TC[:, form.num_qk_columns :].unflatten(1, (form.num_kv_heads, form.head_width))
+    heads = (*x_THW.split(form.head_counts[:2], dim=1), v_TGW)
+    return Heads(*(head.clone(memory_format=torch.contiguous_format) for head in heads))
 
 
 @one_kernel
 def qk_rope_backward(
-    d_heads: torch.Tensor | HeadGradients,
+    d_heads: HeadGradients,
     qkv_TC: torch.Tensor | None,
-    cos_TW: torch.Tensor,
-    sin_TW: torch.Tensor,
+    rope: Rope,
     *,
-    form: RopeForm,
-    q_weight_W: torch.Tensor | None = None,
-    k_weight_W: torch.Tensor | None = None,
     needs_weight: bool,
     out: torch.Tensor | None = None,
 ) -> RopeGradients:
@@ -181,29 +175,18 @@ def qk_rope_backward(
 
     The normed heads are recomputed from the raw rows.
     """
-    if form.has_gate:
-        assert out is not None
-        found = qk_rope_backward(
-            d_heads,
-            None if qkv_TC is None else _drop_gates(qkv_TC, form),
-            cos_TW,
-            sin_TW,
-            form=form._replace(has_gate=False),
-            q_weight_W=q_weight_W,
-            k_weight_W=k_weight_W,
-            needs_weight=needs_weight,
-        )
-        for place, d_part in zip(_split_gated(out, form), _split_gated(found.d_raw_TC, form._replace(has_gate=False))):
-            place.copy_(d_part)
-        return found._replace(d_raw_TC=out)
-    dtype = d_heads.dtype if isinstance(d_heads, torch.Tensor) else d_heads.d_q_THW.dtype
+    form, dtype = rope.form, d_heads.d_q_THW.dtype
     wide = wide_dtype(dtype)
-    d_qkv_TC = d_heads if isinstance(d_heads, torch.Tensor) else _join_heads(d_heads, form, wide)
-    cos_first, cos_second, sin_first, sin_second = _split_angles(cos_TW, sin_TW, form, wide)
-    d_THW = _mix_pairs(_split_heads(d_qkv_TC, form).to(wide), cos_first, cos_second, sin_second, -sin_first, form)
+    d_k_TGW, d_v_TGW = (
+        d.to(wide).unflatten(1, (form.num_kv_heads, -1)).sum(dim=2) for d in (d_heads.d_k_TJW, d_heads.d_v_TJW)
+    )
+    cos_first, cos_second, sin_first, sin_second = _split_angles(rope, wide)
+    d_THW = torch.cat([d_heads.d_q_THW.to(wide), d_k_TGW], dim=1)
+    d_THW = _mix_pairs(d_THW, cos_first, cos_second, sin_second, -sin_first, form)
     d_q_weight_W = d_k_weight_W = None
-    if qkv_TC is not None and q_weight_W is not None and k_weight_W is not None:
-        x_THW = _split_heads(qkv_TC, form).to(wide)
+    if form.has_norm:
+        assert qkv_TC is not None
+        x_THW = _split_heads(_drop_gates(qkv_TC, form) if form.has_gate else qkv_TC, form).to(wide)
         scale_T = _reciprocal_rms(x_THW, form)
         x_THW = x_THW * scale_T
         if needs_weight:
@@ -212,15 +195,14 @@ def qk_rope_backward(
                 d_weight_HW[: form.num_heads].sum(dim=0),
                 d_weight_HW[form.num_heads :].sum(dim=0),
             )
-        d_THW = d_THW * _head_weights(q_weight_W, k_weight_W, form, wide)
+        d_THW = d_THW * _head_weights(rope, wide)
         d_THW = scale_T * (d_THW - x_THW * (d_THW * x_THW).mean(dim=2, keepdim=True))
-    out = torch.empty(d_qkv_TC.shape, dtype=dtype, device=d_qkv_TC.device) if out is None else out
-    return RopeGradients(_write(d_THW, d_qkv_TC, form, out), d_q_weight_W, d_k_weight_W)
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the arithmetic."""
-    return torch.float64 if dtype is torch.float64 else torch.float32
+    if out is None:
+        out = torch.empty(len(d_THW), form.num_columns, dtype=dtype, device=d_THW.device)
+    queries_THW, others_TC = _split_gated(out, form)
+    queries_THW.copy_(d_THW[:, : form.num_heads])
+    others_TC.copy_(torch.cat([d_THW[:, form.num_heads :], d_v_TGW], dim=1).flatten(1))
+    return RopeGradients(out, d_q_weight_W, d_k_weight_W)
 
 
 def _split_gated(rows_TC: torch.Tensor, form: RopeForm) -> tuple[torch.Tensor, torch.Tensor]:
@@ -236,14 +218,6 @@ def _drop_gates(rows_TC: torch.Tensor, form: RopeForm) -> torch.Tensor:
     return torch.cat([queries_THW.flatten(1), others], dim=1)
 
 
-def _join_heads(gradients: HeadGradients, form: RopeForm, wide: torch.dtype) -> torch.Tensor:
-    """Return the three gradients concatenated, with shares summed, in the dtype of the arithmetic."""
-    shared = (
-        d.to(wide).unflatten(1, (form.num_kv_heads, -1)).sum(dim=2) for d in (gradients.d_k_TJW, gradients.d_v_TJW)
-    )
-    return torch.cat([gradients.d_q_THW.to(wide), *shared], dim=1).flatten(1)
-
-
 def _split_heads(qkv_TC: torch.Tensor, form: RopeForm) -> torch.Tensor:
     """Return a view of the query and key heads."""
     return qkv_TC[:, : form.num_qk_columns].unflatten(1, (form.num_heads + form.num_kv_heads, form.head_width))
@@ -257,16 +231,14 @@ def _split_pairs(x_THW: torch.Tensor, form: RopeForm) -> tuple[torch.Tensor, tor
     return x_THW[..., : width // 2], x_THW[..., width // 2 : width], x_THW[..., width:]
 
 
-def _split_angles(
-    cos_TW: torch.Tensor, sin_TW: torch.Tensor, form: RopeForm, wide: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _split_angles(rope: Rope, wide: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return cos of each pair's first and second column, then sin, with an axis for heads.
 
     Interleaved pairs share one angle, which is in the first half.
     """
-    num_pairs = form.num_rotated // 2
-    second = slice(num_pairs) if form.is_interleaved else slice(num_pairs, None)
-    cos_THW, sin_THW = cos_TW[:, None].to(wide), sin_TW[:, None].to(wide)
+    num_pairs = rope.form.num_rotated // 2
+    second = slice(num_pairs) if rope.form.is_interleaved else slice(num_pairs, None)
+    cos_THW, sin_THW = rope.cos_TW[:, None].to(wide), rope.sin_TW[:, None].to(wide)
     return cos_THW[..., :num_pairs], cos_THW[..., second], sin_THW[..., :num_pairs], sin_THW[..., second]
 
 
@@ -293,17 +265,10 @@ def _reciprocal_rms(x_THW: torch.Tensor, form: RopeForm) -> torch.Tensor:
     return torch.rsqrt(x_THW.square().mean(dim=2, keepdim=True) + form.eps)
 
 
-def _head_weights(
-    q_weight_W: torch.Tensor, k_weight_W: torch.Tensor, form: RopeForm, wide: torch.dtype
-) -> torch.Tensor:
+def _head_weights(rope: Rope, wide: torch.dtype) -> torch.Tensor:
     """Return the weights of every query and key head, one row each."""
+    form, q_weight_W, k_weight_W = rope.form, rope.q_weight_W, rope.k_weight_W
+    assert q_weight_W is not None
+    assert k_weight_W is not None
     q_HW, k_HW = q_weight_W.to(wide).expand(form.num_heads, -1), k_weight_W.to(wide).expand(form.num_kv_heads, -1)
     return torch.cat([q_HW, k_HW]) + form.weight_offset
-
-
-def _write(x_THW: torch.Tensor, source_TC: torch.Tensor, form: RopeForm, out: torch.Tensor | None) -> torch.Tensor:
-    """Return the query and key heads in the dtype of the source, followed by its value heads."""
-    out_TC = torch.empty(source_TC.shape, dtype=source_TC.dtype, device=source_TC.device) if out is None else out
-    _split_heads(out_TC, form).copy_(x_THW)
-    out_TC[:, form.num_qk_columns :].copy_(source_TC[:, form.num_qk_columns :])
-    return out_TC

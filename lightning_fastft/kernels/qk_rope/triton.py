@@ -2,25 +2,19 @@
 
 Axes: T tokens; C columns of q, k and v side by side; W columns of a head, walked as pairs (first, second) and the rest
     that is not rotated.
-A program takes one token and walks its heads in tiles, so cos, sin and weights are read once. Value heads are copied,
-or not read at all in place. For the gradients of weights, each program sums its own tokens, and a second small kernel
-sums the programs in order, without atomics.
+A program takes one token and walks its heads in tiles, so cos, sin and weights are read once. For the gradients of
+weights, each program sums its own tokens, and a second small kernel sums the programs in order, without atomics.
 """
-
-# Parameters of a jit body have no Python types.
-# mypy: disallow-untyped-defs=False
-# ruff: noqa: ANN001, ANN202
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from lightning_fastft.kernels.qk_rope.reference import HeadGradients, Heads, RopeForm, RopeGradients
+from lightning_fastft.kernels.qk_rope.reference import HeadGradients, Heads, Rope, RopeForm, RopeGradients
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
 # 2048 values on 4 warps: one 16-byte read per thread and half of the pairs in bf16; 67 % of 4.2 TB/s on an H200 at
@@ -175,7 +169,6 @@ def _forward_heads(
     NUM_HEADS: tl.constexpr,
     IN_STEP: tl.constexpr,
     FORM: tl.constexpr,
-    IN_PLACE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_REST: tl.constexpr,
@@ -191,9 +184,6 @@ def _forward_heads(
         in_heads = in_ptr + heads * IN_STEP
         out_heads = out_ptr + heads * FORM.head_width
         first, second, rest = _load_heads(in_heads, inside_heads, FORM, BLOCK_H, BLOCK_P, BLOCK_REST)
-        if IN_PLACE:
-            # More than one thread may read a value: all must read before one of them writes.
-            tl.debug_barrier()
         if FORM.has_norm:
             scale = _reciprocal_rms(first, second, rest, inside_heads, FORM)
             first = _apply_norm(first, scale, weight_first, in_ptr.dtype.element_ty, FORM.is_weight_wide)
@@ -224,8 +214,6 @@ def _forward_kernel(
     v_out_stride,
     FORM: tl.constexpr,
     QUERY_STEP: tl.constexpr,
-    IN_PLACE: tl.constexpr,
-    COPY_VALUES: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -242,16 +230,15 @@ def _forward_kernel(
     q_out_ptr += token * q_out_stride
     k_out_ptr += token * k_out_stride
     _forward_heads(
-        q_in_ptr, q_out_ptr, q_weight_ptr, angles, FORM.num_heads, QUERY_STEP, FORM, IN_PLACE, BLOCK_Q, BLOCK_P,
+        q_in_ptr, q_out_ptr, q_weight_ptr, angles, FORM.num_heads, QUERY_STEP, FORM, BLOCK_Q, BLOCK_P,
         BLOCK_REST,
     )  # fmt: skip
     _forward_heads(
-        k_in_ptr, k_out_ptr, k_weight_ptr, angles, FORM.num_kv_heads, FORM.head_width, FORM, IN_PLACE, BLOCK_K, BLOCK_P,
+        k_in_ptr, k_out_ptr, k_weight_ptr, angles, FORM.num_kv_heads, FORM.head_width, FORM, BLOCK_K, BLOCK_P,
         BLOCK_REST,
     )  # fmt: skip
-    if COPY_VALUES:
-        num_columns: tl.constexpr = FORM.num_kv_heads * FORM.head_width
-        _copy_columns(k_in_ptr + num_columns, v_out_ptr + token * v_out_stride, num_columns, BLOCK_V)
+    num_columns: tl.constexpr = FORM.num_kv_heads * FORM.head_width
+    _copy_columns(k_in_ptr + num_columns, v_out_ptr + token * v_out_stride, num_columns, BLOCK_V)
 
 
 @triton.jit
@@ -267,7 +254,6 @@ def _backward_heads(
     NUM_SHARES: tl.constexpr,
     FORM: tl.constexpr,
     NEEDS_WEIGHT: tl.constexpr,
-    IN_PLACE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_REST: tl.constexpr,
@@ -296,9 +282,6 @@ def _backward_heads(
             d_rest += share_rest
         if FORM.has_norm:
             first, second, rest = _load_heads(in_heads, inside_heads, FORM, BLOCK_H, BLOCK_P, BLOCK_REST)
-        if IN_PLACE:
-            # More than one thread may read a value: all must read before one of them writes.
-            tl.debug_barrier()
 
         # The transposed map: the inverse rotation times the factor that cos and sin may carry.
         d_first = tl.fma(rotated_first, cos_first, rotated_second * sin_second)
@@ -359,8 +342,6 @@ def _backward_kernel(
     QUERY_STEP: tl.constexpr,
     NUM_SHARES: tl.constexpr,
     NEEDS_WEIGHT: tl.constexpr,
-    IN_PLACE: tl.constexpr,
-    COPY_VALUES: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -386,16 +367,16 @@ def _backward_kernel(
         k_out_ptr = q_out_ptr + FORM.num_heads * QUERY_STEP
         q_first, q_second, q_rest = _backward_heads(
             d_q_ptr + token * d_q_stride, q_in_ptr, q_out_ptr, q_weight_ptr, (q_first, q_second, q_rest), angles,
-            FORM.num_heads, QUERY_STEP, 1, FORM, NEEDS_WEIGHT, IN_PLACE, BLOCK_Q, BLOCK_P, BLOCK_REST,
+            FORM.num_heads, QUERY_STEP, 1, FORM, NEEDS_WEIGHT, BLOCK_Q, BLOCK_P, BLOCK_REST,
         )  # fmt: skip
         k_first, k_second, k_rest = _backward_heads(
             d_k_ptr + token * d_k_stride, k_in_ptr, k_out_ptr, k_weight_ptr, (k_first, k_second, k_rest), angles,
-            FORM.num_kv_heads, FORM.head_width, NUM_SHARES, FORM, NEEDS_WEIGHT, IN_PLACE, BLOCK_K, BLOCK_P, BLOCK_REST,
+            FORM.num_kv_heads, FORM.head_width, NUM_SHARES, FORM, NEEDS_WEIGHT, BLOCK_K, BLOCK_P, BLOCK_REST,
         )  # fmt: skip
         v_out_ptr = k_out_ptr + num_columns
         if NUM_SHARES > 1:
             _add_shares(d_v_ptr + token * d_v_stride, v_out_ptr, num_columns, FORM.head_width, NUM_SHARES, BLOCK_V)
-        elif COPY_VALUES:
+        else:
             _copy_columns(d_v_ptr + token * d_v_stride, v_out_ptr, num_columns, BLOCK_V)
         token += tl.num_programs(0)
 
@@ -419,52 +400,12 @@ def _add_partials_kernel(
     tl.store(sum_ptr + cols, tl.sum(terms, axis=0), mask=cols < num_columns)
 
 
-def qk_rope_forward(
-    qkv_TC: torch.Tensor,
-    cos_TW: torch.Tensor,
-    sin_TW: torch.Tensor,
-    *,
-    form: RopeForm,
-    q_weight_W: torch.Tensor | None = None,
-    k_weight_W: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return normed and rotated q and k, and v, concatenated; same contract as the reference."""
-    out_TC = torch.empty(qkv_TC.shape, dtype=qkv_TC.dtype, device=qkv_TC.device) if out is None else out
-    heads = out_TC.split([count * form.head_width for count in form.head_counts], dim=1)
-    _write_heads(heads, qkv_TC, cos_TW, sin_TW, form, q_weight_W, k_weight_W, out=out)
-    return out_TC
-
-
-def qk_rope_heads(
-    qkv_TC: torch.Tensor,
-    cos_TW: torch.Tensor,
-    sin_TW: torch.Tensor,
-    *,
-    form: RopeForm,
-    q_weight_W: torch.Tensor | None = None,
-    k_weight_W: torch.Tensor | None = None,
-) -> Heads:
+def qk_rope_heads(qkv_TC: torch.Tensor, rope: Rope) -> Heads:
     """Return q, k and v in three tensors; same contract as the reference."""
+    cos_TW, sin_TW, q_weight_W, k_weight_W, form = rope
     heads = Heads(*(qkv_TC.new_empty(len(qkv_TC), count, form.head_width) for count in form.head_counts))
-    _write_heads(heads, qkv_TC, cos_TW, sin_TW, form, q_weight_W, k_weight_W, out=None)
-    return heads
-
-
-def _write_heads(
-    heads: Sequence[torch.Tensor],
-    qkv_TC: torch.Tensor,
-    cos_TW: torch.Tensor,
-    sin_TW: torch.Tensor,
-    form: RopeForm,
-    q_weight_W: torch.Tensor | None,
-    k_weight_W: torch.Tensor | None,
-    *,
-    out: torch.Tensor | None,
-) -> None:
-    """Write queries, keys and values to their tensors, or into the caller's ``out``, which may be qkv_TC itself."""
     if len(qkv_TC) == 0:
-        return
+        return heads
     _forward_kernel[(len(qkv_TC),)](
         qkv_TC,
         cos_TW,
@@ -478,32 +419,22 @@ def _write_heads(
         *(each.stride(0) for each in heads),
         **_form_constants(form),
         **_block_sizes(form, MAX_TILE),
-        IN_PLACE=out is not None,
-        COPY_VALUES=not _is_same_memory(out, qkv_TC),
         num_warps=NUM_WARPS,
     )
+    return heads
 
 
 def qk_rope_backward(
-    d_heads: torch.Tensor | HeadGradients,
+    d_heads: HeadGradients,
     qkv_TC: torch.Tensor | None,
-    cos_TW: torch.Tensor,
-    sin_TW: torch.Tensor,
+    rope: Rope,
     *,
-    form: RopeForm,
-    q_weight_W: torch.Tensor | None = None,
-    k_weight_W: torch.Tensor | None = None,
     needs_weight: bool,
     out: torch.Tensor | None = None,
 ) -> RopeGradients:
     """Return the gradients of the raw projection and of the norms' weights; same contract as the reference."""
-    num_qv = (form.num_heads * form.head_width, form.num_kv_heads * form.head_width)
-    if isinstance(d_heads, HeadGradients):
-        d_q, d_k, d_v = (d.flatten(1) for d in d_heads)
-        num_shares = d_heads.d_k_TJW.shape[1] // form.num_kv_heads
-    else:
-        d_q, d_k, d_v = d_heads.split((num_qv[0], num_qv[1], num_qv[1]), dim=1)
-        num_shares = 1
+    cos_TW, sin_TW, q_weight_W, k_weight_W, form = rope
+    d_q, d_k, d_v = d_heads
     num_tokens, device = d_q.shape[0], d_q.device
     out_TC = torch.empty((num_tokens, form.num_columns), dtype=d_q.dtype, device=device) if out is None else out
     num_programs = min(num_tokens, MAX_PARTIALS) if needs_weight else num_tokens
@@ -533,11 +464,8 @@ def qk_rope_backward(
             num_tokens,
             **_form_constants(form),
             **_block_sizes(form, MAX_TILE_BACKWARD),
-            NUM_SHARES=num_shares,
+            NUM_SHARES=d_k.shape[1] // form.num_kv_heads,
             NEEDS_WEIGHT=needs_weight,
-            # With gates, out is never an input.
-            IN_PLACE=out is not None and not form.has_gate,
-            COPY_VALUES=not _is_same_memory(out, d_q),
             num_warps=NUM_WARPS,
         )
     if partial_PW is None:
@@ -578,8 +506,3 @@ def _block_sizes(form: RopeForm, max_tile: int) -> dict[str, int]:
         "BLOCK_REST": block_rest,
         "BLOCK_V": min(next_power_of_2(form.num_kv_heads * form.head_width), BLOCK_COPY),
     }
-
-
-def _is_same_memory(out: torch.Tensor | None, source_TC: torch.Tensor) -> bool:
-    """Return whether the memory of the output already holds the value heads."""
-    return out is not None and out.data_ptr() == source_TC.data_ptr()

@@ -20,8 +20,7 @@ def repeat_heads(x_TGW: torch.Tensor, num_heads: int, *, backend: str = "auto") 
         x_TGW: Keys or values. Shape (T, G, W); bf16, fp16, fp32 or float64; the heads of a token contiguous, any token
             stride.
         num_heads: H, a multiple of G.
-        backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first if possible, else
-            the second.
+        backend: As in ``choose_module``; "triton" does not take float64.
 
     Returns:
         Shape (T, H, W), contiguous: heads g H / G to (g + 1) H / G - 1 are head g.
@@ -32,9 +31,6 @@ def repeat_heads(x_TGW: torch.Tensor, num_heads: int, *, backend: str = "auto") 
 
     Cost:
         Reads T G W values and writes T H W in one launch; no host sync.
-
-    Source:
-        own
 
     Example:
         >>> repeat_heads(torch.tensor([[[1.0], [2.0]]]), 4)[0, :, 0]

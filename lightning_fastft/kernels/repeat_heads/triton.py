@@ -4,10 +4,6 @@ Axes: T tokens (one program each), H query heads, G key/value heads, W width of 
     walked in tiles.
 """
 
-# Parameters of a jit body have no Python types.
-# mypy: disallow-untyped-defs=False
-# ruff: noqa: ANN001, ANN202
-
 from __future__ import annotations
 
 import torch

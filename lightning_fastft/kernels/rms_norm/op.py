@@ -1,4 +1,4 @@
-"""Residual add and RMSNorm in one pass over memory, and their gradient in one pass.
+"""RMSNorm in one pass over memory, and its gradient in one pass.
 
 Axes: T rows (tokens, or tokens times heads), D columns that are normed together.
 Neither function is differentiable; the autograd Functions of layers call them.
@@ -12,9 +12,9 @@ import torch
 
 from lightning_fastft.core.checks import check_choice, check_float, check_layout, check_out, do_ranges_overlap
 from lightning_fastft.core.errors import OptionError, ShapeError
-from lightning_fastft.kernels.backends import FLOATING, TRITON_DTYPES, choose_module, must_check
+from lightning_fastft.kernels.backends import FLOATING, TRITON_DTYPES, choose_module, must_check, wide_dtype
 from lightning_fastft.kernels.rms_norm import reference
-from lightning_fastft.kernels.rms_norm.reference import NormForm, NormGradients, NormOutput, wide_dtype
+from lightning_fastft.kernels.rms_norm.reference import NormForm, NormGradients
 
 # One program holds a row from the first read to the last write.
 MAX_COLUMNS = 16_384
@@ -25,150 +25,125 @@ def rms_norm_forward(
     weight_D: torch.Tensor,
     *,
     form: NormForm,
-    residual_TD: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     backend: str = "auto",
     is_checked: bool = True,
-) -> NormOutput:
-    """Return ``weight * sum / rms(sum)`` of ``sum = x + residual``, and the sum.
+) -> torch.Tensor:
+    """Return ``weight * x / rms(x)`` of each row.
 
-    The sum is rounded to its dtype before the norm, as a model stores it. The arithmetic is fp32 (float64 for float64).
-    y is rounded once, or twice if ``form.is_weight_wide`` is False. Rows are independent, so NaN stays in its row.
+    The arithmetic is fp32 (float64 for float64). The result is rounded once, or twice if ``form.is_weight_wide`` is
+    False. Rows are independent, so NaN stays in its row.
 
     Args:
-        x_TD: Rows to norm, or the addend of residual_TD. Shape (T, D), 1 <= D <= 16,384; bf16, fp16, fp32 or
-            float64; last axis contiguous, any row stride.
+        x_TD: Rows to norm. Shape (T, D), 1 <= D <= 16,384; bf16, fp16, fp32 or float64; last axis contiguous, any row
+            stride.
         weight_D: Weight of the norm. Shape (D,), contiguous; bf16, fp16 or fp32 for any dtype of x_TD, float64 only
             with float64.
         form: Variant of RMSNorm, with eps.
-        residual_TD: Residual stream that x_TD is added to. Like x_TD, any row stride; None to norm x_TD itself.
-        out: Output tensor for y_TD: like x_TD, any row stride, in memory that no input shares. None for new memory.
-        backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch, any D), or "auto": the first if possible,
-            else the second.
-        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
+        out: Output tensor: like x_TD, any row stride, in memory that no input shares. None for new memory.
+        backend: As in ``choose_module``; "triton" does not take float64, "reference" any D.
+        is_checked: As in ``must_check``.
 
     Returns:
-        y_TD: Shape (T, D), dtype and device of x_TD, no graph; contiguous, or ``out``.
-        sum_TD: Shape (T, D), contiguous, dtype and device of x_TD; x_TD itself, not copied, without residual_TD.
-        rstd_T: Shape (T,), 1 over the root mean square of each row of the sum, fp32 (float64 for float64).
+        Shape (T, D), dtype and device of x_TD, no graph; contiguous, or ``out``.
 
     Raises:
-        ShapeError: A shape, dtype, device or layout is wrong, D is above 16,384 and the backend is not "reference", or
-            ``out`` overlaps an input.
-        OptionError: The form or the backend is unknown, or the backend does not support these tensors.
+        ShapeError: D is above 16,384 and the backend is not "reference", or ``out`` overlaps an input.
 
     Cost:
-        Reads x_TD (and residual_TD) and writes y_TD (and sum_TD) once; no host sync. "reference" makes fp32
-        copies.
+        Reads x_TD and writes the result once; no host sync. "reference" makes fp32 copies.
 
     Source:
         arXiv 1910.07467; order of roundings as in transformers.
 
     Example:
-        >>> x, weight = torch.tensor([[2.0, 2.0]]), torch.tensor([1.0, 3.0])
-        >>> rms_norm_forward(x, weight, form=NormForm(eps=0.0), residual_TD=torch.tensor([[1.0, 1.0]])).y_TD
+        >>> rms_norm_forward(torch.tensor([[3.0, 3.0]]), torch.tensor([1.0, 3.0]), form=NormForm(eps=0.0))
         tensor([[1., 3.]])
     """
     if must_check(is_checked):
         _check_rows("x_TD", x_TD)
         _check_form(form)
         _check_weight(weight_D, x_TD)
-        if residual_TD is not None:
-            check_layout("residual_TD", residual_TD, x_TD.shape, like=x_TD, num_strided=1)
         if out is not None:
             check_layout("out", out, x_TD.shape, like=x_TD, num_strided=1)
-            check_out(out, may_be={}, must_not_meet=(x_TD, weight_D, residual_TD))
+            check_out(out, may_be={}, must_not_meet=(x_TD, weight_D))
     with torch.no_grad():
-        return _choose(backend, x_TD).rms_norm_forward(x_TD, weight_D, form=form, residual_TD=residual_TD, out=out)
+        return _choose(backend, x_TD).rms_norm_forward(x_TD, weight_D, form=form, out=out)
 
 
 def rms_norm_backward(
     d_y_TD: torch.Tensor,
-    sum_TD: torch.Tensor,
+    x_TD: torch.Tensor,
     weight_D: torch.Tensor,
-    rstd_T: torch.Tensor | None,
     *,
     form: NormForm,
-    d_sum_TD: torch.Tensor | None = None,
+    addend_TD: torch.Tensor | None = None,
     needs_weight: bool,
     out: torch.Tensor | None = None,
     rstd_out: torch.Tensor | None = None,
     backend: str = "auto",
     is_checked: bool = True,
 ) -> NormGradients:
-    """Return the gradient of the sum, which is the gradient of x and of the residual, and the gradient of the weight.
+    """Return the gradients of the rows and of the weight; the reciprocal roots are computed again.
 
-    The gradient through the norm and the gradient of the sum are added in fp32 (float64 for float64) and rounded
-    once. Sums over rows have a fixed order, so two calls are bit-equal.
+    The gradient through the norm and the addend are added in fp32 (float64 for float64) and rounded once. Sums over
+    rows have a fixed order, so two calls are bit-equal.
 
     Args:
-        d_y_TD: Gradient of y_TD. Shape (T, D); dtype and device of sum_TD; last axis contiguous, any row stride.
-        sum_TD: The sum returned by ``rms_norm_forward``.
+        d_y_TD: Gradient of the output. Shape (T, D); dtype and device of x_TD; last axis contiguous, any row stride.
+        x_TD: As given to ``rms_norm_forward``.
         weight_D: As given to ``rms_norm_forward``.
-        rstd_T: As returned by ``rms_norm_forward``; None to compute it from sum_TD.
         form: As given to ``rms_norm_forward``.
-        d_sum_TD: Gradient that reaches the sum through the residual stream. Like d_y_TD; None for 0.
+        addend_TD: Gradient that reaches x_TD through the residual stream. Like d_y_TD; None for 0.
         needs_weight: Return the gradient of the weight.
-        out: Output tensor for d_x_TD: a tensor like sum_TD in separate memory, or d_y_TD or d_sum_TD itself, which is
+        out: Output tensor for d_x_TD: a tensor like x_TD in separate memory, or d_y_TD or addend_TD itself, which is
             overwritten. None for new memory.
-        rstd_out: Output tensor for rstd_T of ``rms_norm_forward``, for a caller that did not keep it. Shape (T,),
-            contiguous, fp32 (float64 for float64), separate memory; None to discard it.
+        rstd_out: Output tensor for 1 over the root mean square of each row. Shape (T,), contiguous, fp32 (float64 for
+            float64), separate memory; None to discard it.
         backend: As in ``rms_norm_forward``.
-        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
+        is_checked: As in ``must_check``.
 
     Returns:
-        d_x_TD: Shape (T, D), dtype and device of sum_TD; contiguous, or ``out``.
+        d_x_TD: Shape (T, D), dtype and device of x_TD; contiguous, or ``out``.
         d_weight_D: Shape (D,), sum over T of d_y_TD times the normed row, fp32 (float64 for float64); None unless
             needs_weight.
 
     Raises:
-        ShapeError: A shape, dtype, device or layout is wrong, D is above 16,384 and the backend is not "reference", or
-            ``out`` or ``rstd_out`` overlaps an input without being d_y_TD or d_sum_TD.
-        OptionError: The form or the backend is unknown, or the backend does not support these tensors.
+        ShapeError: D is above 16,384 and the backend is not "reference", or ``out`` or ``rstd_out`` overlaps an input
+            without being d_y_TD or addend_TD.
 
     Cost:
-        Reads d_y_TD, sum_TD (and d_sum_TD) and writes d_x_TD once; no host sync. With needs_weight a second
-        launch over at most 512 partial sums of D fp32 values. "reference" makes fp32 copies.
-
-    Source:
-        The chain rule.
+        Reads d_y_TD, x_TD (and addend_TD) and writes d_x_TD once; no host sync. With needs_weight a second launch over
+        at most 512 partial sums of D fp32 values. "reference" makes fp32 copies.
 
     Example:
         >>> ones, weight = torch.ones(1, 2), torch.tensor([1.0, 3.0])
-        >>> rms_norm_backward(ones, ones, weight, None, form=NormForm(eps=0.0), needs_weight=True)
+        >>> rms_norm_backward(ones, ones, weight, form=NormForm(eps=0.0), needs_weight=True)
         NormGradients(d_x_TD=tensor([[-1.,  1.]]), d_weight_D=tensor([1., 1.]))
     """
     if must_check(is_checked):
-        _check_rows("sum_TD", sum_TD)
+        _check_rows("x_TD", x_TD)
         _check_form(form)
-        _check_weight(weight_D, sum_TD)
+        _check_weight(weight_D, x_TD)
         check_choice("needs_weight", needs_weight, (False, True))
-        check_layout("d_y_TD", d_y_TD, sum_TD.shape, like=sum_TD, num_strided=1)
-        if d_sum_TD is not None:
-            check_layout("d_sum_TD", d_sum_TD, sum_TD.shape, like=sum_TD, num_strided=1)
-        if rstd_T is not None:
-            _check_rstd("rstd_T", rstd_T, sum_TD)
+        check_layout("d_y_TD", d_y_TD, x_TD.shape, like=x_TD, num_strided=1)
+        if addend_TD is not None:
+            check_layout("addend_TD", addend_TD, x_TD.shape, like=x_TD, num_strided=1)
         if out is not None:
-            check_layout("out", out, sum_TD.shape, like=sum_TD, num_strided=1)
-            check_out(
-                out, may_be={"d_y_TD": d_y_TD, "d_sum_TD": d_sum_TD}, must_not_meet=(sum_TD, weight_D, rstd_T, rstd_out)
-            )
+            check_layout("out", out, x_TD.shape, like=x_TD, num_strided=1)
+            check_out(out, may_be={"d_y_TD": d_y_TD, "addend_TD": addend_TD}, must_not_meet=(x_TD, weight_D, rstd_out))
         if rstd_out is not None:
-            _check_rstd("rstd_out", rstd_out, sum_TD)
-            if any(
-                do_ranges_overlap(rstd_out, other)
-                for other in (d_y_TD, sum_TD, weight_D, rstd_T, d_sum_TD)
-                if other is not None
-            ):
+            check_layout("rstd_out", rstd_out, x_TD.shape[:1], dtypes=(wide_dtype(x_TD.dtype),), like=x_TD)
+            others = (other for other in (d_y_TD, x_TD, weight_D, addend_TD) if other is not None)
+            if any(do_ranges_overlap(rstd_out, other) for other in others):
                 raise ShapeError("rstd_out shares memory with an input. Give separate memory, or None.")
     with torch.no_grad():
-        return _choose(backend, sum_TD).rms_norm_backward(
+        return _choose(backend, x_TD).rms_norm_backward(
             d_y_TD,
-            sum_TD,
+            x_TD,
             weight_D,
-            rstd_T,
             form=form,
-            d_sum_TD=d_sum_TD,
+            addend_TD=addend_TD,
             needs_weight=needs_weight,
             out=out,
             rstd_out=rstd_out,
@@ -204,8 +179,3 @@ def _check_weight(weight_D: torch.Tensor, x_TD: torch.Tensor) -> None:
     """Raise on a weight that is not one number per column."""
     dtypes = FLOATING if x_TD.dtype is torch.float64 else TRITON_DTYPES
     check_layout("weight_D", weight_D, x_TD.shape[1:], dtypes=dtypes, like=x_TD)
-
-
-def _check_rstd(name: str, rstd_T: torch.Tensor, x_TD: torch.Tensor) -> None:
-    """Raise on tensors that the forward does not return."""
-    check_layout(name, rstd_T, x_TD.shape[:1], dtypes=(wide_dtype(x_TD.dtype),), like=x_TD)

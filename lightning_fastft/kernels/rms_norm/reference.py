@@ -1,4 +1,4 @@
-"""Residual add and RMSNorm in plain PyTorch: the formula and its gradient, the reference of the Triton kernels.
+"""RMSNorm in plain PyTorch: the formula and its gradient, the reference of the Triton kernels.
 
 Axes: T rows (tokens, or tokens times heads), D columns that are normed together.
 """
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_fastft.kernels.backends import one_kernel
+from lightning_fastft.kernels.backends import one_kernel, wide_dtype
 
 
 class NormForm(NamedTuple):
@@ -35,14 +35,6 @@ class NormForm(NamedTuple):
     is_weight_wide: bool = False
 
 
-class NormOutput(NamedTuple):
-    """Normed rows, their inputs, and the reciprocal root mean square of each row."""
-
-    y_TD: torch.Tensor
-    sum_TD: torch.Tensor
-    rstd_T: torch.Tensor
-
-
 class NormGradients(NamedTuple):
     """Gradient of the normed rows, and of the weight (None unless asked for)."""
 
@@ -52,42 +44,34 @@ class NormGradients(NamedTuple):
 
 @one_kernel
 def rms_norm_forward(
-    x_TD: torch.Tensor,
-    weight_D: torch.Tensor,
-    *,
-    form: NormForm,
-    residual_TD: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-) -> NormOutput:
-    """Return the norm of the rounded sum; arithmetic in fp32 (float64 for float64)."""
+    x_TD: torch.Tensor, weight_D: torch.Tensor, *, form: NormForm, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the normed rows; arithmetic in fp32 (float64 for float64)."""
     dtype, wide = x_TD.dtype, wide_dtype(x_TD.dtype)
-    sum_TD = x_TD if residual_TD is None else x_TD + residual_TD
-    wide_TD = sum_TD.to(wide)
-    rstd_T = _reciprocal_root(wide_TD, form)
-    normed_TD = wide_TD * rstd_T[:, None]
+    wide_TD = x_TD.to(wide)
+    normed_TD = wide_TD * _reciprocal_root(wide_TD, form)[:, None]
     if not form.is_weight_wide:
         normed_TD = normed_TD.to(dtype).to(wide)
     y_TD = normed_TD * shifted_weight(weight_D, wide, form)
-    return NormOutput(y_TD.to(dtype) if out is None else out.copy_(y_TD), sum_TD, rstd_T)
+    return y_TD.to(dtype) if out is None else out.copy_(y_TD)
 
 
 @one_kernel
 def rms_norm_backward(
     d_y_TD: torch.Tensor,
-    sum_TD: torch.Tensor,
+    x_TD: torch.Tensor,
     weight_D: torch.Tensor,
-    rstd_T: torch.Tensor | None,
     *,
     form: NormForm,
-    d_sum_TD: torch.Tensor | None = None,
+    addend_TD: torch.Tensor | None = None,
     needs_weight: bool,
     out: torch.Tensor | None = None,
     rstd_out: torch.Tensor | None = None,
 ) -> NormGradients:
-    """Return the gradient of the sum, rounded once, and the gradient of the weight, not rounded."""
-    wide = wide_dtype(sum_TD.dtype)
-    wide_TD, d_y_TD = sum_TD.to(wide), d_y_TD.to(wide)
-    rstd_T = _reciprocal_root(wide_TD, form) if rstd_T is None else rstd_T
+    """Return the gradient of the rows, rounded once, and the gradient of the weight, not rounded."""
+    wide = wide_dtype(x_TD.dtype)
+    wide_TD, d_y_TD = x_TD.to(wide), d_y_TD.to(wide)
+    rstd_T = _reciprocal_root(wide_TD, form)
     if rstd_out is not None:
         rstd_out.copy_(rstd_T)
     normed_TD = wide_TD * rstd_T[:, None]
@@ -96,14 +80,9 @@ def rms_norm_backward(
     # The root mean square is itself a function of the row: subtract the component along the row.
     along_T = (d_normed_TD * normed_TD).mean(dim=1)
     d_x_TD = (d_normed_TD - normed_TD * along_T[:, None]) * rstd_T[:, None]
-    if d_sum_TD is not None:
-        d_x_TD = d_x_TD + d_sum_TD.to(wide)
-    return NormGradients(d_x_TD.to(sum_TD.dtype) if out is None else out.copy_(d_x_TD), d_weight_D)
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the arithmetic."""
-    return torch.float64 if dtype is torch.float64 else torch.float32
+    if addend_TD is not None:
+        d_x_TD = d_x_TD + addend_TD.to(wide)
+    return NormGradients(d_x_TD.to(x_TD.dtype) if out is None else out.copy_(d_x_TD), d_weight_D)
 
 
 def _reciprocal_root(wide_TD: torch.Tensor, form: NormForm) -> torch.Tensor:

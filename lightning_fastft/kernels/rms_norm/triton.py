@@ -1,15 +1,10 @@
-"""Residual add and RMSNorm on a GPU: one pass over memory forward, one backward.
+"""RMSNorm on a GPU: one pass over memory forward, one backward.
 
 Axes: T rows (walked in blocks), D columns that are normed together (all of them in one tile), P programs of the
     backward that write a partial sum.
-The forward reads x and the residual, and writes the sum and y. The backward reads d_y, the sum and its own gradient,
-and writes d_x. Only the gradient of the weight sums over rows: each program sums its rows in a fixed order, and a
-second launch sums the programs in a fixed order.
+The backward reads d_y, x and an addend, and writes d_x. Only the gradient of the weight sums over rows: each program
+sums its rows in a fixed order, and a second launch sums the programs in a fixed order.
 """
-
-# Parameters of a jit body have no Python types.
-# mypy: disallow-untyped-defs=False
-# ruff: noqa: ANN001, ANN202
 
 from __future__ import annotations
 
@@ -18,7 +13,7 @@ import triton
 import triton.language as tl
 
 from lightning_fastft.core.checks import is_same_memory
-from lightning_fastft.kernels.rms_norm.reference import NormForm, NormGradients, NormOutput
+from lightning_fastft.kernels.rms_norm.reference import NormForm, NormGradients
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
 # Short rows share a program, 16 at most, until it has 2048 values. On an H200, for 8,192 rows of 5,120 columns, 8 warps
@@ -57,20 +52,15 @@ def _reciprocal_root(row, mean_scale, eps):
 @triton.jit
 def _rms_norm_forward_kernel(
     x_ptr,
-    residual_ptr,
     weight_ptr,
     y_ptr,
-    sum_ptr,
-    rstd_ptr,
     x_stride,
-    residual_stride,
     y_stride,
     num_rows,
     num_columns,
     mean_scale,
     eps,
     weight_offset,
-    HAS_RESIDUAL: tl.constexpr,
     IS_WEIGHT_WIDE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -83,18 +73,9 @@ def _rms_norm_forward_kernel(
     inside = inside_rows[:, None] & inside_cols[None, :]
 
     row = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=inside, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        row += tl.load(residual_ptr + rows[:, None] * residual_stride + cols[None, :], mask=inside, other=0.0).to(
-            tl.float32
-        )
-        # The norm reads the sum as it is stored.
-        rounded = row.to(sum_ptr.dtype.element_ty)
-        tl.store(sum_ptr + rows[:, None] * num_columns + cols[None, :], rounded, mask=inside)
-        row = rounded.to(tl.float32)
     weight = tl.load(weight_ptr + cols, mask=inside_cols, other=0.0).to(tl.float32) + weight_offset
 
-    rstd = _reciprocal_root(row, mean_scale, eps)
-    normed = row * rstd[:, None]
+    normed = row * _reciprocal_root(row, mean_scale, eps)[:, None]
     if not IS_WEIGHT_WIDE:
         normed = normed.to(y_ptr.dtype.element_ty).to(tl.float32)
     tl.store(
@@ -102,22 +83,20 @@ def _rms_norm_forward_kernel(
         (normed * weight[None, :]).to(y_ptr.dtype.element_ty),
         mask=inside,
     )
-    tl.store(rstd_ptr + rows, rstd, mask=inside_rows)
 
 
 @triton.jit
 def _rms_norm_backward_kernel(
     d_y_ptr,
-    sum_ptr,
-    d_sum_ptr,
+    x_ptr,
+    addend_ptr,
     weight_ptr,
-    rstd_ptr,
     out_ptr,
     rstd_out_ptr,
     partial_ptr,
     d_y_stride,
-    sum_stride,
-    d_sum_stride,
+    x_stride,
+    addend_stride,
     out_stride,
     num_rows,
     num_columns,
@@ -125,8 +104,7 @@ def _rms_norm_backward_kernel(
     mean_scale,
     eps,
     weight_offset,
-    HAS_D_SUM: tl.constexpr,
-    HAS_RSTD: tl.constexpr,
+    HAS_ADDEND: tl.constexpr,
     WRITE_RSTD: tl.constexpr,
     NEEDS_WEIGHT: tl.constexpr,
     IN_PLACE: tl.constexpr,
@@ -145,17 +123,14 @@ def _rms_norm_backward_kernel(
         rows = (program + step * tl.num_programs(0)) * BLOCK_T + tl.arange(0, BLOCK_T)
         inside_rows = rows < num_rows
         inside = inside_rows[:, None] & inside_cols[None, :]
-        row = tl.load(sum_ptr + rows[:, None] * sum_stride + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+        row = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=inside, other=0.0).to(tl.float32)
         d_y = tl.load(d_y_ptr + rows[:, None] * d_y_stride + cols[None, :], mask=inside, other=0.0).to(tl.float32)
-        if HAS_D_SUM:
-            d_sum = tl.load(d_sum_ptr + rows[:, None] * d_sum_stride + cols[None, :], mask=inside, other=0.0).to(
+        if HAS_ADDEND:
+            addend = tl.load(addend_ptr + rows[:, None] * addend_stride + cols[None, :], mask=inside, other=0.0).to(
                 tl.float32
             )
-        if HAS_RSTD:
-            rstd = tl.load(rstd_ptr + rows, mask=inside_rows, other=0.0)
-        else:
-            # Without eps a masked row has an infinite reciprocal root, and 0 times infinity would make the sums NaN.
-            rstd = tl.where(inside_rows, _reciprocal_root(row, mean_scale, eps), 0.0)
+        # Without eps a masked row has an infinite reciprocal root, and 0 times infinity would make the sums NaN.
+        rstd = tl.where(inside_rows, _reciprocal_root(row, mean_scale, eps), 0.0)
         if WRITE_RSTD:
             tl.store(rstd_out_ptr + rows, rstd, mask=inside_rows)
         if IN_PLACE:
@@ -171,8 +146,8 @@ def _rms_norm_backward_kernel(
         # -m benchmarks.row_kernels --only rms_norm --forms).
         along = _sum_of_products(d_normed, row) * (mean_scale * rstd)
         d_x = (d_normed - normed * along[:, None]) * rstd[:, None]
-        if HAS_D_SUM:
-            d_x += d_sum
+        if HAS_ADDEND:
+            d_x += addend
         tl.store(out_ptr + rows[:, None] * out_stride + cols[None, :], d_x.to(out_ptr.dtype.element_ty), mask=inside)
 
     if NEEDS_WEIGHT:
@@ -180,82 +155,68 @@ def _rms_norm_backward_kernel(
 
 
 def rms_norm_forward(
-    x_TD: torch.Tensor,
-    weight_D: torch.Tensor,
-    *,
-    form: NormForm,
-    residual_TD: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-) -> NormOutput:
-    """Return the norm, the sum and the reciprocal roots; same contract as the reference."""
+    x_TD: torch.Tensor, weight_D: torch.Tensor, *, form: NormForm, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the normed rows; same contract as the reference."""
     num_rows, num_columns = x_TD.shape
     y_TD = torch.empty(num_rows, num_columns, dtype=x_TD.dtype, device=x_TD.device) if out is None else out
-    sum_TD = x_TD if residual_TD is None else torch.empty(num_rows, num_columns, dtype=x_TD.dtype, device=x_TD.device)
-    rstd_T = torch.empty(num_rows, dtype=torch.float32, device=x_TD.device)
     if num_rows == 0:
-        return NormOutput(y_TD, sum_TD, rstd_T)
+        return y_TD
     block_rows, block_columns, num_warps = _tile(num_columns)
     _rms_norm_forward_kernel[(ceil_div(num_rows, block_rows),)](
         x_TD,
-        x_TD if residual_TD is None else residual_TD,
         weight_D,
         y_TD,
-        sum_TD,
-        rstd_T,
         x_TD.stride(0),
-        0 if residual_TD is None else residual_TD.stride(0),
         y_TD.stride(0),
         num_rows,
         num_columns,
         1.0 / num_columns,
         float(form.eps),
         float(form.weight_offset),
-        HAS_RESIDUAL=residual_TD is not None,
         IS_WEIGHT_WIDE=form.is_weight_wide,
         BLOCK_T=block_rows,
         BLOCK_D=block_columns,
         num_warps=num_warps,
     )
-    return NormOutput(y_TD, sum_TD, rstd_T)
+    return y_TD
 
 
 def rms_norm_backward(
     d_y_TD: torch.Tensor,
-    sum_TD: torch.Tensor,
+    x_TD: torch.Tensor,
     weight_D: torch.Tensor,
-    rstd_T: torch.Tensor | None,
     *,
     form: NormForm,
-    d_sum_TD: torch.Tensor | None = None,
+    addend_TD: torch.Tensor | None = None,
     needs_weight: bool,
     out: torch.Tensor | None = None,
     rstd_out: torch.Tensor | None = None,
 ) -> NormGradients:
     """Return the gradients; same contract as the reference."""
-    num_rows, num_columns = sum_TD.shape
-    d_x_TD = torch.empty(num_rows, num_columns, dtype=sum_TD.dtype, device=sum_TD.device) if out is None else out
+    num_rows, num_columns = x_TD.shape
+    d_x_TD = torch.empty(num_rows, num_columns, dtype=x_TD.dtype, device=x_TD.device) if out is None else out
     if num_rows == 0:
         return NormGradients(
-            d_x_TD, torch.zeros(num_columns, dtype=torch.float32, device=sum_TD.device) if needs_weight else None
+            d_x_TD, torch.zeros(num_columns, dtype=torch.float32, device=x_TD.device) if needs_weight else None
         )
     block_rows, block_columns, num_warps = _tile(num_columns)
     num_blocks = ceil_div(num_rows, block_rows)
     num_programs = min(num_blocks, MAX_PROGRAMS) if needs_weight else num_blocks
     partial_PD = (
-        torch.empty(num_programs, num_columns, dtype=torch.float32, device=sum_TD.device) if needs_weight else None
+        torch.empty(num_programs, num_columns, dtype=torch.float32, device=x_TD.device) if needs_weight else None
     )
     _rms_norm_backward_kernel[(num_programs,)](
         d_y_TD,
-        sum_TD,
-        d_y_TD if d_sum_TD is None else d_sum_TD,
+        x_TD,
+        d_y_TD if addend_TD is None else addend_TD,
         weight_D,
-        d_y_TD if rstd_T is None else rstd_T,
         d_x_TD,
         d_x_TD if rstd_out is None else rstd_out,
         d_x_TD if partial_PD is None else partial_PD,
         d_y_TD.stride(0),
-        sum_TD.stride(0),
-        0 if d_sum_TD is None else d_sum_TD.stride(0),
+        x_TD.stride(0),
+        0 if addend_TD is None else addend_TD.stride(0),
         d_x_TD.stride(0),
         num_rows,
         num_columns,
@@ -263,11 +224,10 @@ def rms_norm_backward(
         1.0 / num_columns,
         float(form.eps),
         float(form.weight_offset),
-        HAS_D_SUM=d_sum_TD is not None,
-        HAS_RSTD=rstd_T is not None,
+        HAS_ADDEND=addend_TD is not None,
         WRITE_RSTD=rstd_out is not None,
         NEEDS_WEIGHT=needs_weight,
-        IN_PLACE=any(is_same_memory(d_x_TD, other) for other in (d_y_TD, d_sum_TD) if other is not None),
+        IN_PLACE=any(is_same_memory(d_x_TD, other) for other in (d_y_TD, addend_TD) if other is not None),
         BLOCK_T=block_rows,
         BLOCK_D=block_columns,
         num_warps=num_warps,

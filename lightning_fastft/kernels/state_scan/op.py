@@ -46,16 +46,11 @@ def state_scan(
         c_TGN: Like b_TGN.
         skip_H: Factor of the inputs in the outputs. Shape (H,), dtype of dt_TH.
         chunks: Documents and chunks of the pack, on the device of x_THW; chunks of 16, 32 or 64 tokens.
-        backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first if possible, else
-            the second.
-        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
+        backend: As in ``choose_module``; "triton" does not take float64.
+        is_checked: As in ``must_check``.
 
     Returns:
         Shape (T, H, W), dtype of x_THW, differentiable in all six tensors.
-
-    Raises:
-        ShapeError: A shape, dtype, device or layout is wrong.
-        OptionError: The backend is unknown, or does not support these tensors.
 
     Cost:
         Saves only its inputs for the backward; B and C are not expanded to heads. Temporary memory: states of T / chunk

@@ -17,10 +17,6 @@ With ``s_t`` the sum of ``dt a`` from the chunk's first token to t, ``s`` the su
                  + sum over j < t of exp(s - s_j) dt_j b_j d_S x_j + exp(s) <E, d_S>
 """
 
-# Parameters of a jit body have no Python types.
-# mypy: disallow-untyped-defs=False
-# ruff: noqa: ANN001, ANN202
-
 from __future__ import annotations
 
 import torch

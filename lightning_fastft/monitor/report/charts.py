@@ -24,11 +24,7 @@ class Chart(NamedTuple):
 
 
 def make_charts(data: Mapping[str, Any]) -> list[Chart]:
-    """Return the charts of a run that have points: loss, speed, learning rates, validation metrics, logged values.
-
-    Args:
-        data: The JSON of ``RunReport``.
-    """
+    """Return the charts of a run that have points: loss, speed, learning rates, validation metrics, logged values."""
     metrics = [] if data["validation"] is None else data["validation"]["metrics"]
     rates = [(rate["name"], rate["points"]) for rate in data["learning_rates"]]
     speed = data["curves"]["tokens_per_s"]

@@ -65,8 +65,7 @@ class Row(NamedTuple):
 def read_reports(paths: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return the reports of runs by short labels: the ends of their paths that differ.
 
-    Args:
-        paths: A JSON or HTML file of a report, or a folder with one ``run_report.json`` in it or below it.
+    A path is a JSON or HTML file, or a folder with one ``run_report.json`` in it or below it.
 
     Raises:
         OptionError: There are fewer than two or more than 12 paths, a run is named twice, a path has no report or

@@ -32,6 +32,7 @@ from lightning_fastft.monitor.report.record import RunRecord
 from lightning_fastft.monitor.report.verdict import judge
 from lightning_fastft.monitor.token_throughput import GIB
 from lightning_fastft.strategies.packed_steps import collect_statuses
+from lightning_fastft.strategies.patching import callbacks_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -49,16 +50,7 @@ def collect(
     state: str,
     error: BaseException | None,
 ) -> dict[str, Any]:
-    """Return the content of the report as plain values for JSON, without secrets.
-
-    Args:
-        run: The measurements of the run.
-        trainer: Its Trainer.
-        pl_module: Its module.
-        profile_step: Optimizer step of this fit that was to be profiled; None for none.
-        state: "finished", "stopped", "interrupted" or "failed".
-        error: The exception that ended the run.
-    """
+    """Return the content of the report as plain values for JSON, without secrets."""
     is_cuda = run.device.type == "cuda"
     model = describe_model(pl_module)
     ranks = run.ranks or [
@@ -84,7 +76,7 @@ def collect(
         "data": describe_rows(trainer),
         "curves": _curves(run, trainer),
         "samples": next(
-            (found.describe() for found in _callbacks(trainer) if isinstance(found, GenerateSamples)), None
+            (found.describe() for found in callbacks_of(trainer) if isinstance(found, GenerateSamples)), None
         ),
         "learning_rates": _describe_learning_rates(run),
         "logged": _describe_values(run),
@@ -202,10 +194,6 @@ def _describe_error(error: BaseException | None) -> dict[str, Any]:
         "error": None if error is None else {"type": type(error).__name__, "message": str(error)[:4000]},
         "stop": None,
     }
-
-
-def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
-    return getattr(trainer, "callbacks", [])
 
 
 def _statuses(trainer: pl.Trainer) -> list[Status]:

@@ -227,12 +227,7 @@ def read_events(events: Iterable[dict[str, Any]]) -> tuple[list[Kernel], list[Co
 
 
 def copy_use(kernels: Sequence[Kernel], copies: Sequence[Copy]) -> CopyUse:
-    """Evaluate the copies of a step.
-
-    Args:
-        kernels: Kernels of the compute stream, in the order of their starts.
-        copies: Copies between device and host.
-    """
+    """Evaluate the copies of a step."""
     working = merge((kernel.start, kernel.end) for kernel in kernels)
     copying = merge((copy.start, copy.end) for copy in copies)
     waits: list[tuple[float, float]] = []

@@ -23,12 +23,6 @@ _GIB = 2**30
 def find_ticks(low: float, high: float, *, most: int, is_whole: bool = False) -> list[float]:
     """Return at most this many evenly spaced round numbers in [low, high]: multiples of 1, 2 or 5 times a power of 10.
 
-    Args:
-        low: Smallest value of the axis.
-        high: Largest value of the axis.
-        most: Most ticks, at least 2.
-        is_whole: Whether only whole numbers are ticks.
-
     Example:
         >>> find_ticks(0.13, 2.4, most=5)
         [0.5, 1.0, 1.5, 2.0]
@@ -185,14 +179,7 @@ def _describe_nearest(points: Sequence[Sequence[float]], step: float, *, form: s
 def draw_columns(
     moments: Sequence[tuple[str, float]], *, top: float, name: str, kind_of: Callable[[str], str]
 ) -> Markup:
-    """Return a bar chart; each bar has a class and a tooltip.
-
-    Args:
-        moments: (label, value) from left to right; at least one.
-        top: Value of the full height.
-        name: Title.
-        kind_of: CSS class of a label.
-    """
+    """Return a bar chart; each bar has a class and a tooltip."""
     width = WIDTH / len(moments)
     columns = Markup("")
     for number, (label, value) in enumerate(moments):
@@ -204,13 +191,7 @@ def draw_columns(
 
 
 def draw_lane(shares: Sequence[float], *, kind: str, name: str) -> Markup:
-    """Return a strip of equal time slices; the height of a slice is the share in which the stream is busy.
-
-    Args:
-        shares: In [0, 1], from left to right.
-        kind: CSS class.
-        name: Title.
-    """
+    """Return a strip of equal time slices; the height of a slice is the share in which the stream is busy."""
     width = WIDTH / max(1, len(shares))
     strip = Markup("").join(
         Markup('<rect class="{}" x="{:.2f}" y="{:.2f}" width="{:.2f}" height="{:.2f}"/>').format(

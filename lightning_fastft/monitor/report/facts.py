@@ -9,11 +9,12 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_fastft.core.extras import version_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -133,11 +134,7 @@ def describe_checkpoints(trainer: pl.Trainer) -> dict[str, str]:
 def describe_versions() -> dict[str, str]:
     """Return versions of Python, the packages that matter and CUDA."""
     found = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
+    found |= {package: version_of(package) or "not installed" for package in _PACKAGES}
     if torch.version.cuda is not None:
         found["cuda"] = torch.version.cuda
     return found

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from lightning_fastft.monitor.report.copies import StepTrace, copy_use, merge, shares_over_time
-from lightning_fastft.monitor.report.waits import HostWait, order_waits
+from lightning_fastft.monitor.report.waits import order_waits
 from lightning_fastft.planner.picture import describe_segment, render_plan
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+    from lightning_fastft.monitor.host_waits import HostWaitDetector
     from lightning_fastft.planner.plan import Plan, StepCost
 
 # Number of time slices per stream, and of listed kernels or operators.
@@ -20,18 +20,6 @@ _NUM_LONGEST = 10
 _MOST_NAME = 200
 _GIB = 2**30
 _LANES = {"compute": "compute", "d2h": "copies to the host", "h2d": "copies to the device"}
-
-
-class Watched(Protocol):
-    """Results of a HostWaitDetector."""
-
-    @property
-    def waits(self) -> Mapping[HostWait, int]:
-        """Host syncs and their counts."""
-
-    @property
-    def num_watched(self) -> int:
-        """Watched steps."""
 
 
 def describe_plan(cost: StepCost, plan: Plan) -> dict[str, Any]:
@@ -60,14 +48,7 @@ def describe_plan(cost: StepCost, plan: Plan) -> dict[str, Any]:
 
 
 def describe_profile(trace: StepTrace | None, *, step: int | None, is_cuda: bool, why_not: str) -> dict[str, Any]:
-    """Return the profiled step: times, copies and their overlap, streams, and the longest kernels.
-
-    Args:
-        trace: None if no step was profiled.
-        step: The step chosen for the profile; None for none.
-        is_cuda: Whether the run was on a GPU; a CPU has no copies.
-        why_not: Why no step was profiled, if known.
-    """
+    """Return the profiled step: times, copies and their overlap, streams, and the longest kernels."""
     if trace is None or not trace.kernels:
         asked = (
             "No step was asked for: profile_step is None."
@@ -100,7 +81,7 @@ def describe_profile(trace: StepTrace | None, *, step: int | None, is_cuda: bool
     }
 
 
-def describe_waits(watched: Watched | None, *, is_cuda: bool) -> dict[str, Any]:
+def describe_waits(watched: HostWaitDetector | None, *, is_cuda: bool) -> dict[str, Any]:
     """Return the host syncs of the watched steps by line of code; None if no step was watched by choice."""
     if watched is None or not watched.num_watched:
         why_not = (

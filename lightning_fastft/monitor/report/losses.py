@@ -97,9 +97,6 @@ class StepLosses:
     def take_mean(self, array_RV: np.ndarray) -> bool:
         """Replace the values of this rank by means over ranks; drop points without a finite loss on a rank.
 
-        Args:
-            array_RV: ``to_array`` of every rank, including this one.
-
         Returns:
             Whether all ranks recorded the same steps; if not, nothing changes.
         """

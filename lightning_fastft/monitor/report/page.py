@@ -208,9 +208,6 @@ def render_page(data: Mapping[str, Any]) -> str:
     Every figure outside of the charts is in a ``<data>`` element with its full value, so that page and JSON can be
     compared. All texts are escaped. A part without content has no card; "Not measured" says why.
 
-    Args:
-        data: The JSON of ``RunReport``.
-
     Returns:
         A self-contained HTML page without scripts, links or network addresses.
     """

@@ -24,9 +24,6 @@ class Curve:
     them, neighbours are merged two by two and later points take twice as many values, so that all points but the last
     cover equally many values and no value is lost.
 
-    Args:
-        max_points: Most points held, an even number.
-
     Example:
         >>> curve = Curve(max_points=2)
         >>> for step in range(5):
@@ -65,11 +62,7 @@ class Curve:
         return array_PC
 
     def take_mean(self, array_RPC: np.ndarray) -> None:
-        """Replace the curve by the mean of curves with the same steps; a point without weight in one of them has none.
-
-        Args:
-            array_RPC: ``to_array`` of each.
-        """
+        """Replace the curve by the mean of curves with the same steps; a point needs weight in all of them."""
         sum_RP, weight_RP = (array_RPC[:, : len(self._sums), column] for column in (3, 4))
         for row, sums, weights in zip(self._sums, sum_RP.T, weight_RP.T):
             row[3:] = [float(np.mean(sums / weights)), 1.0] if weights.all() else [0.0, 0.0]
@@ -148,8 +141,7 @@ class PackSums:
     def to_dict(self, *, max_tokens: int | None) -> dict[str, Any] | None:
         """Return plain values for JSON; None where there was no pack.
 
-        Args:
-            max_tokens: Most tokens of a pack; None if unknown, and then fill is None too.
+        Without max_tokens, the most tokens of a pack, fill is None too.
         """
         if not self.num_packs:
             return None

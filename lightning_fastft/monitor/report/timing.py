@@ -7,8 +7,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, NamedTuple
 
-import torch
-
+from lightning_fastft.core.marks import Mark, has_passed, ms_between
 from lightning_fastft.monitor.report.sums import Curve, Spread
 
 # In the order of a micro-batch; "between" is what lies between the end of one and the start of the next: data,
@@ -50,9 +49,9 @@ class Clock:
     def __init__(self, batch: Batch, *, is_counted: bool) -> None:
         self.batch = batch
         self.is_counted = is_counted
-        self.marks: list[tuple[str, Any]] = []
+        self.marks: list[tuple[str, Mark]] = []
 
-    def begin(self, part: str, mark: Any) -> None:
+    def begin(self, part: str, mark: Mark) -> None:
         """Begin a part, which ends the one before it."""
         self.marks.append((part, mark))
 
@@ -86,23 +85,15 @@ class BatchTimes:
     def poll(self, *, wait: bool = False) -> None:
         """Read what has passed.
 
-        Args:
-            wait: Wait for the device, for the end of a run; otherwise the host waits for nothing.
+        With wait, at the end of a run, after the device; otherwise the host waits for nothing.
         """
         while self._waiting:
-            last = self._waiting[0].marks[-1][1]
-            if isinstance(last, torch.cuda.Event):
-                if wait:
-                    last.synchronize()
-                elif not last.query():
-                    return
+            if not has_passed(self._waiting[0].marks[-1][1], wait=wait):
+                return
             clock = self._waiting.popleft()
             parts_ms: dict[str, float] = {}
             for (part, begin), (_, end) in zip(clock.marks, clock.marks[1:]):
-                is_event = isinstance(begin, torch.cuda.Event)
-                parts_ms[part] = parts_ms.get(part, 0.0) + (
-                    begin.elapsed_time(end) if is_event else 1e3 * (end - begin)
-                )
+                parts_ms[part] = parts_ms.get(part, 0.0) + ms_between(begin, end)
             self.add(Timed(clock.batch, parts_ms))
 
     def add(self, timed: Timed) -> None:

@@ -13,11 +13,7 @@ _REWARD = "train_reward"
 
 
 def judge(data: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """Return ("good", "warn" or "bad", sentences); the first sentence says how the run ended.
-
-    Args:
-        data: The report without its verdict.
-    """
+    """Return ("good", "warn" or "bad", sentences); the first sentence says how the run ended."""
     outcome, head = data["outcome"], data["head"]
     bad: list[str] = []
     warn: list[str] = []
@@ -64,11 +60,7 @@ def judge(data: Mapping[str, Any]) -> tuple[str, list[str]]:
 
 
 def summarize(data: Mapping[str, Any]) -> str:
-    """Return one line for the end of a run: steps, loss, speed, and where the weights are.
-
-    Args:
-        data: The whole report.
-    """
+    """Return one line for the end of a run: steps, loss, speed, and where the weights are."""
     head = data["head"]
     parts = [_count(head["num_steps"], "optimizer step")]
     if data["resumed"]:

@@ -235,9 +235,7 @@ class WaitRecorder:
     def note(self, operation: str, remedy: str = "") -> None:
         """Count a wait of the code that is running.
 
-        Args:
-            operation: Name of the operation.
-            remedy: What to write instead; empty looks the operation up.
+        An empty remedy is looked up by the operation.
         """
         frames = _frames()
         if (

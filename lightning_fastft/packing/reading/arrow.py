@@ -16,11 +16,7 @@ _Convert = Callable[[Any], Any]
 
 
 def read_arrow_rows(batches: Iterable[Any]) -> Iterator[tuple[Raw, int]]:
-    """Yield each row as a dict with the number of nulls dropped from its nested values.
-
-    Args:
-        batches: Record batches of pyarrow, all of one schema.
-    """
+    """Yield each row as a dict with the number of nulls dropped from its nested values."""
     reader = _RowReader()
     for batch in batches:
         try:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lightning_fastft.core.errors import DataError, OptionError, printable
 from lightning_fastft.core.extras import pip_line
@@ -31,35 +31,18 @@ from lightning_fastft.packing.reading.text_files import RawRow, file_kind
 _BUILDERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
-class RowStream(Protocol):
-    """Rows that are read once, in order."""
-
-    name: str
-    # Column names if all rows share them; None if each row has its own.
-    columns: tuple[str, ...] | None
-    # Whether a position is restored without reading the rows before it again.
-    has_state: bool
-
-    def split(self, *, rank: int, world_size: int) -> RowStream:
-        """Return the rows of one rank; those of all ranks are disjoint, and together they are all rows."""
-
-    def read(self, *, epoch: int, state: str, num_behind: int) -> Iterator[RawRow]:
-        """Yield the rows of a pass after the first ``num_behind`` rows; ``state`` was saved there ("" for none)."""
-
-    def save(self, *, num_behind: int) -> str:
-        """Return the state after the last yielded row; "" if there is none."""
-
-
 class HubStream:
     """Read a ``datasets.IterableDataset``; its own state_dict is the position.
 
-    That state does not include a shuffle buffer. With one, rows before a position are read again and skipped.
+    ``has_state`` says whether a position is restored without reading the rows before it again. That state does not
+    include a shuffle buffer. With one, rows before a position are read again and skipped.
     """
 
     def __init__(self, dataset: Any, *, name: str) -> None:
         # A copy, because reading sets its epoch and its state.
         self._dataset = copy.copy(dataset)
         self.name = name
+        # None if each row has its own columns.
         self.columns = None if dataset.column_names is None else tuple(dataset.column_names)
         self.has_state = not _has_buffer(dataset)
 
@@ -120,14 +103,16 @@ class ChunkStream:
         return json.dumps(found, default=_as_plain)
 
 
-def open_stream(source: Any, *, is_streaming: bool, seed: int) -> RowStream | None:
-    """Return the stream of a source; None for a source that is read whole.
+RowStream = HubStream | ChunkStream
+
+
+def open_stream(source: Any, *, seed: int) -> RowStream:
+    """Return the stream of a source.
 
     Args:
-        source: A datasets.IterableDataset or a litdata.StreamingDataset. With is_streaming also a hub id
-            ("owner/name:config:split"), an ``hf://`` URL, a file, a folder, a glob pattern, a folder of LitData, a list
-            of them, or a mapping from them to weights, which are shares of the rows.
-        is_streaming: Whether paths are streamed.
+        source: A datasets.IterableDataset or a litdata.StreamingDataset. A hub id ("owner/name:config:split"),
+            an ``hf://`` URL, a file, a folder, a glob pattern, a folder of LitData, a list of them, or a mapping from
+            them to weights, which are shares of the rows.
         seed: Seed of the shuffle of a LitData folder, and of a mixture.
 
     Raises:
@@ -138,8 +123,6 @@ def open_stream(source: Any, *, is_streaming: bool, seed: int) -> RowStream | No
         return HubStream(source, name="stream")
     if _is_instance(source, "litdata", "StreamingDataset"):
         return ChunkStream(source, name="stream")
-    if not is_streaming:
-        return None
     name = " and ".join(map(str, source)) if isinstance(source, (list, tuple, Mapping)) else str(source)
     if isinstance(source, (str, Path)) and is_litdata(Path(source).expanduser()):
         return ChunkStream(_open_litdata(Path(source).expanduser(), seed=seed), name=printable(name))

@@ -56,9 +56,7 @@ class Turns(NamedTuple):
 def read_completions(row: Mapping[str, Any], *, format: str) -> Texts | Turns:
     """Return the prompt, the completions and the scores of a row.
 
-    Args:
-        row: Columns under the names of the format.
-        format: "preference", "labelled", "scored" or "rollouts"; rollouts as ids have a function of their own.
+    Rollouts as ids have a function of their own.
 
     Raises:
         RowRejectedError: A value has a wrong type, or prompt and completions cannot be told apart.
@@ -143,12 +141,6 @@ def join_completions(
 
     The prompt is the longest beginning that all share and in which nothing is trained. So prompt and completion
     together are the tokens of the conversation alone, also if a template renders the prompt differently in some.
-
-    Args:
-        ids: Tokens of each conversation.
-        is_trained: Its trained flags.
-        scores: One number per conversation.
-        must_differ: Whether two equal conversations are an error.
 
     Raises:
         RowRejectedError: Nothing is shared, or a conversation has no trained token.

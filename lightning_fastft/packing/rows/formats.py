@@ -109,9 +109,7 @@ class FormatOptions:
 def detect_format(columns: Sequence[str] | frozenset[str], *, options: FormatOptions) -> str | None:
     """Return the first format whose required columns are all present; None if there is none.
 
-    Args:
-        columns: Column names of a row or a file, under the user's names.
-        options: A forced format is returned unchanged; a column mapping is applied.
+    The columns have the user's names; a forced format is returned unchanged.
 
     Example:
         >>> options = FormatOptions(max_tokens=8, columns={"prompt": "question", "completion": "answer"})
@@ -143,11 +141,7 @@ def find_wrong_mapping(columns: Sequence[str] | frozenset[str], *, options: Form
     """Return an error text on mapped columns that the rows lack, with the closest match; "" if there is none.
 
     A mapping may serve sources of several formats. So a format is checked only if the rows have some of its mapped
-    columns, or match no format.
-
-    Args:
-        columns: Column names of the rows, under the user's names.
-        options: The column mapping; with ``extra_columns="ignore"`` optional columns may first appear in later rows.
+    columns, or match no format. With ``extra_columns="ignore"`` optional columns may first appear in later rows.
     """
     mapping = options.columns or {}
     is_unknown = detect_format(columns, options=options) is None

@@ -37,11 +37,6 @@ def check_messages(value: object, *, column: str = "messages", needs_assistant: 
     An untrained message has ``weight`` 0. A message of another role than the assistant's has ``weight`` 1 if a flag
     asks to train it; other messages have no weight.
 
-    Args:
-        value: The value of the row.
-        column: The column of the value, for the message.
-        needs_assistant: Whether at least one assistant message is required.
-
     Raises:
         RowRejectedError: The value is not a list of messages with known roles and text.
     """
@@ -58,9 +53,8 @@ def check_messages(value: object, *, column: str = "messages", needs_assistant: 
 def read_conversation(value: object, *, system: object = None) -> list[dict[str, Any]]:
     """Return a ShareGPT conversation, ``{"from": "human", "value": "..."}``, as messages.
 
-    Args:
-        value: The value of the row; turns with ``role`` and ``content`` are messages already.
-        system: Value of the row's system column, which becomes the first message; None or "" for none.
+    Turns with ``role`` and ``content`` are messages already. The value of the row's system column, if any, becomes the
+    first message.
 
     Raises:
         RowRejectedError: The value is not a list of turns with known speakers and text.

@@ -35,9 +35,6 @@ def parse_row(raw: Raw) -> dict[str, Any]:
     A line must be one strict JSON object: no duplicate keys, NaN, Infinity, NUL or lone surrogates. A leading byte
     order mark and a trailing carriage return are removed.
 
-    Args:
-        raw: A line as bytes without its line feed, or a parsed row.
-
     Returns:
         A dict with string keys.
 
@@ -133,12 +130,7 @@ def take_columns(
 ) -> dict[str, Any]:
     """Return the columns of a format under the names of this package; a null column counts as missing.
 
-    Args:
-        row: The row under the user's column names.
-        required: Required columns.
-        optional: Optional columns.
-        mapping: Column names of this package to the user's, where they differ.
-        expected: All columns of this file under the user's names; None accepts any.
+    mapping has the user's name of each column where it differs; expected None accepts any other column.
 
     Raises:
         RowRejectedError: A required column is missing, or a column is not expected.
@@ -160,11 +152,6 @@ def take_columns(
 
 def check_text(value: object, *, column: str, may_be_empty: bool = False) -> str:
     """Return value if it is a non-empty string without NUL or lone surrogates.
-
-    Args:
-        value: The value of the row.
-        column: The column of the value, for the message.
-        may_be_empty: Whether an empty or blank string is allowed.
 
     Raises:
         RowRejectedError: The value is not such a string.

@@ -111,14 +111,7 @@ def is_rejects(head: bytes) -> bool:
 
 
 def make_reject(error: RowRejectedError, *, file: str, line: int, raw: Raw) -> Reject:
-    """Return the record of a rejected row; invalid UTF-8 is shown as escapes.
-
-    Args:
-        error: The reason of the rejection.
-        file: File, data set or list of the row.
-        line: Line (text files) or row number, from 1.
-        raw: The row as it was read.
-    """
+    """Return the record of a rejected row; invalid UTF-8 is shown as escapes."""
     if isinstance(raw, bytes):
         first = raw[:FIRST_BYTES]
     elif isinstance(raw, UnreadableRow):
@@ -138,10 +131,7 @@ def make_reject(error: RowRejectedError, *, file: str, line: int, raw: Raw) -> R
 def check_token_counts(*, num_tokens: int, num_labelled: int, is_truncated: bool = False) -> None:
     """Raise RowRejectedError if an example has no trained token.
 
-    Args:
-        num_tokens: Tokens of the example.
-        num_labelled: Trained tokens after the first one, which is never predicted.
-        is_truncated: Whether the example was truncated.
+    The first token is never predicted, so num_labelled must not count it.
     """
     if num_tokens == 0:
         raise RowRejectedError(ZERO_TOKENS)

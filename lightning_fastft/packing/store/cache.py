@@ -110,8 +110,7 @@ def tokenize_sources(
 def fingerprint_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> str:
     """Return a digest of a tokenizer: vocabulary, rules, special tokens and chat template.
 
-    Args:
-        tokenizer: Its padding and truncation settings are ignored.
+    Its padding and truncation settings are ignored.
 
     Cost:
         Serialises the vocabulary once.

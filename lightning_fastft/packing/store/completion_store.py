@@ -90,12 +90,7 @@ class CompletionStore:
         return total_N - self.num_prompt_tokens_N
 
     def read(self, example: int, *, start: int) -> Segments:
-        """Return the completions of one example.
-
-        Args:
-            example: Number of the example, from 0.
-            start: Its first token in the data set.
-        """
+        """Return the completions of one example."""
         first, last = int(self._first_N1[example]), int(self._first_N1[example + 1])
         lengths = tuple(self._length_M[first:last].tolist())
         # Each earlier example has one segment more than scores: its prompt.
@@ -111,11 +106,7 @@ class CompletionStore:
         )
 
     def check_bounds(self, *, length_N: np.ndarray) -> None:
-        """Raise DataError if lengths are inconsistent, which would cause reads out of bounds.
-
-        Args:
-            length_N: Tokens of each example.
-        """
+        """Raise DataError if lengths are inconsistent, which would cause reads out of bounds."""
         num_examples, num_segments = len(length_N), len(self._length_M)
         if len(self._first_N1) != num_examples + 1 or self._first_N1[0] != 0 or self._first_N1[-1] != num_segments:
             raise DataError("its completions have impossible offsets")

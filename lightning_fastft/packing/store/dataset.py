@@ -85,9 +85,7 @@ class TokenizedDataset:
     def open(cls, path: str | Path, *, is_checked: bool = True) -> TokenizedDataset:
         """Return the data set of a cache entry, memory-mapped.
 
-        Args:
-            path: The folder of the entry.
-            is_checked: Whether to verify the digests of all files.
+        is_checked verifies the digests of all files.
 
         Raises:
             DataError: The entry is incomplete, damaged, or of another version.

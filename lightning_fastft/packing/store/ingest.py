@@ -242,14 +242,7 @@ def _say_where(path: Path | None) -> str:
 
 
 def check_share_of_rejects(report: IngestReport, *, most: float, written: Path | None, first: str = "") -> None:
-    """Raise DataError if a larger share of the rows is rejected than ``most``.
-
-    Args:
-        report: Counts of the rows.
-        most: Share of rows that may be rejected.
-        written: File of the rejected rows, for the message; None if there is none.
-        first: The first rejected row, for the message.
-    """
+    """Raise DataError if a larger share of the rows is rejected than ``most``."""
     if report.reject_share <= most:
         return
     shown = f" The first is {first}." if first else ""

@@ -48,9 +48,7 @@ NOT_TRAINED = "rows with turns of weight 1 that are not the assistant's, which l
 def read_template(tokenizer: PreTrainedTokenizerBase, chosen: str | None) -> str | None:
     """Return the Jinja text of the chat template; None if there is none.
 
-    Args:
-        tokenizer: Its template is the default.
-        chosen: Jinja text, a .jinja file, the name of one of the tokenizer's templates, or None for the default.
+    The choice is Jinja text, a .jinja file, the name of one of the tokenizer's templates, or None for its default.
 
     Raises:
         DataError: The file cannot be read.
@@ -77,12 +75,6 @@ class ChatRenderer:
     Templates run in the sandbox of transformers, without access to Python and with ranges of at most 100,000. A
     template that takes more than two seconds of CPU time for one conversation stops the run with a DataError. Its
     memory is not limited.
-
-    Args:
-        tokenizer: Applies the template.
-        template: Jinja text of the template.
-        loss_on: "completion" or "all".
-        notes: Counts how turns were located.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, template: str, loss_on: str, notes: Counter[str]) -> None:
@@ -105,11 +97,7 @@ class ChatRenderer:
     ) -> Rendered:
         """Return the text of a conversation and its trained character spans.
 
-        Args:
-            messages: Validated messages.
-            num_context_turns: Leading messages that are never trained: the prompt of a conversational prompt and
-                completion.
-            tools: A list of tool descriptions, or its JSON text.
+        The first num_context_turns messages are never trained: the prompt of a conversational prompt and completion.
 
         Raises:
             RowRejectedError: The template raised an error, or the assistant's turns cannot be located.

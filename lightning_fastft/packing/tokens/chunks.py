@@ -45,11 +45,6 @@ class Chunk(NamedTuple):
 def make_chunks(sources: Iterable[Source], *, formatter: Formatter, options: FormatOptions) -> Iterator[Chunk]:
     """Yield the rows of all sources in chunks; the first chunk of a source determines its format and columns.
 
-    Args:
-        sources: Sources to read.
-        formatter: Checks that the tokenizer supports a format.
-        options: A forced format and a column mapping.
-
     Raises:
         DataError: A source has no rows, or its format is unknown or not supported by the tokenizer; or one source has
             completions, and another has none.

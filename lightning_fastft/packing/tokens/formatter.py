@@ -5,8 +5,10 @@ Every format but input_ids is rendered to a text with trained character spans, w
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -35,19 +37,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class _Conversations(NamedTuple):
-    """The texts of one row, one per completion, and the scores; must_differ: two equal ones are an error."""
+class _RowTexts(NamedTuple):
+    """The texts of one row, and the function that joins their tokens to one example."""
 
     rendered: list[Rendered]
-    scores: tuple[float, ...]
-    must_differ: bool
-
-
-class _StepTexts(NamedTuple):
-    """The prompt and the steps of one row, and the labels of the steps."""
-
-    rendered: list[Rendered]
-    labels: tuple[float, ...]
+    join: Callable[[list[Encoded]], Encoded]
 
 
 class Formatter:
@@ -117,49 +111,28 @@ class Formatter:
     ) -> list[Encoded | RowRejectedError | TokenIdError]:
         """Return the tokens of each row, or the error that rejects it.
 
-        Args:
-            rows: Columns under the names of the format.
-            format: Format of all rows.
-            folder: Paths of images are relative to it.
-
         Cost:
             One tokenizer call for all rows. A chat template is rendered once per row (or completion), and once more per
             turn if it has no generation marks; the prompt is tokenised once per completion. Each image is decoded and
             processed once, for its number of tokens.
         """
-        outcomes: list[Encoded | RowRejectedError | TokenIdError | Rendered | _Conversations | _StepTexts] = []
+        outcomes: list[Encoded | RowRejectedError | TokenIdError | _RowTexts] = []
         for row in rows:
             try:
                 outcomes.append(self._read(row, format=format, folder=folder))
             except (RowRejectedError, TokenIdError) as error:
                 outcomes.append(error)
-        rendered = [
-            one
-            for outcome in outcomes
-            if isinstance(outcome, (Rendered, _Conversations, _StepTexts))
-            for one in ([outcome] if isinstance(outcome, Rendered) else outcome.rendered)
-        ]
+        rendered = [text for outcome in outcomes if isinstance(outcome, _RowTexts) for text in outcome.rendered]
         encoded = iter(self._encode_rendered(rendered))
-        finished: list[Encoded | RowRejectedError | TokenIdError] = []
-        for outcome in outcomes:
-            if isinstance(outcome, Rendered):
-                finished.append(next(encoded))
-            elif isinstance(outcome, _Conversations):
-                finished.append(_join(outcome, [next(encoded) for _ in outcome.rendered]))
-            elif isinstance(outcome, _StepTexts):
-                finished.append(self._join_steps(outcome, [next(encoded) for _ in outcome.rendered]))
-            else:
-                finished.append(outcome)
-        return finished
+        return [_join(outcome, encoded) if isinstance(outcome, _RowTexts) else outcome for outcome in outcomes]
 
-    def _read(
-        self, row: Mapping[str, Any], *, format: str, folder: str
-    ) -> Encoded | Rendered | _Conversations | _StepTexts:
+    def _read(self, row: Mapping[str, Any], *, format: str, folder: str) -> Encoded | _RowTexts:
         """Return the tokens of a row of ids, and the texts of any other row."""
         if format == "input_ids":
             return encode_ids(row, vocab_size=self._vocab_size, loss_on=self._options.loss_on)
         if format not in TUNERS:
-            return self._expand(self._render(row, format=format), folder=folder)
+            text = self._expand(self._render(row, format=format), folder=folder)
+            return _RowTexts([text], operator.itemgetter(0))
         if _image_column(row):
             raise RowRejectedError(IMAGE_WITH_COMPLETIONS, "they are not supported yet")
         if "prompt_ids" in row and "completion_ids" in row:
@@ -168,37 +141,28 @@ class Formatter:
             raise _missing_tokenizer(format, file="a row of text")
         return self._render_steps(row) if format == "stepwise" else self._render_completions(row, format=format)
 
-    def _render_steps(self, row: Mapping[str, Any]) -> _StepTexts:
+    def _render_steps(self, row: Mapping[str, Any]) -> _RowTexts:
         """Return prompt and steps as texts of their own, so that the tokens of a step depend on no other one."""
         found = read_steps(row)
         texts = [found.prompt + self._options.separator, *found.steps]
         # As part of a chat, no text gets tokens at its ends.
-        return _StepTexts([Rendered(text, (), is_chat=True) for text in texts], found.labels)
+        return _RowTexts(
+            [Rendered(text, (), is_chat=True) for text in texts], partial(self._join_steps, labels=found.labels)
+        )
 
-    def _join_steps(
-        self, texts: _StepTexts, encoded: Sequence[Encoded | TokenIdError]
-    ) -> Encoded | RowRejectedError | TokenIdError:
+    def _join_steps(self, parts: Sequence[Encoded], *, labels: tuple[float, ...]) -> Encoded:
         """Return a row of steps as one example, with the separator behind each step."""
         assert self._tokenizer is not None
         separator = self._tokenizer(self._options.step_separator, add_special_tokens=False, verbose=False)["input_ids"]
-        parts = []
-        for part in encoded:
-            if isinstance(part, TokenIdError):
-                return part
-            parts.append(part.input_ids)
-        prompt, *steps = parts
-        prefix = np.asarray(self._prefix_ids, dtype=np.int64)
-        try:
-            ids, is_trained, completions = join_steps(
-                np.concatenate([prefix, prompt]),
-                [np.concatenate([step, np.asarray(separator, dtype=np.int64)]) for step in steps],
-                labels=texts.labels,
-            )
-        except RowRejectedError as error:
-            return error
+        prompt, *steps = (part.input_ids for part in parts)
+        ids, is_trained, completions = join_steps(
+            np.concatenate([np.asarray(self._prefix_ids, dtype=np.int64), prompt]),
+            [np.concatenate([step, np.asarray(separator, dtype=np.int64)]) for step in steps],
+            labels=labels,
+        )
         return Encoded(ids, is_trained, completions=completions)
 
-    def _render_completions(self, row: Mapping[str, Any], *, format: str) -> _Conversations:
+    def _render_completions(self, row: Mapping[str, Any], *, format: str) -> _RowTexts:
         """Return one text per completion, each behind the prompt."""
         found = read_completions(row, format=format)
         tools = row.get("tools")
@@ -215,7 +179,7 @@ class Formatter:
                     raise RowRejectedError(IMAGE_WITH_COMPLETIONS, "they are not supported yet")
                 text, _ = self._render_chat(turns, num_context_turns=len(found.prompt), tools=tools, column=[])
                 rendered.append(text)
-        return _Conversations(rendered, found.scores, must_differ=format == "preference")
+        return _RowTexts(rendered, partial(_join_completions, scores=found.scores, must_differ=format == "preference"))
 
     def _expand(self, rendered: tuple[Rendered, list[object]], *, folder: str) -> Rendered:
         """Read the images of a rendered row and expand their placeholders, which are never trained."""
@@ -366,24 +330,28 @@ def _missing_tokenizer(format: str, *, file: str) -> DataError:
     )
 
 
-def _join(
-    conversations: _Conversations, encoded: Sequence[Encoded | TokenIdError]
-) -> Encoded | RowRejectedError | TokenIdError:
-    """Return the conversations of one row as one example, with their prompt once."""
-    parts = []
-    for part in encoded:
+def _join(texts: _RowTexts, encoded: Iterator[Encoded | TokenIdError]) -> Encoded | RowRejectedError | TokenIdError:
+    """Return the example of one row from the next encoded texts, or the first error."""
+    parts: list[Encoded] = []
+    found = [next(encoded) for _ in texts.rendered]
+    for part in found:
         if isinstance(part, TokenIdError):
             return part
         parts.append(part)
     try:
-        ids, is_trained, completions = join_completions(
-            [part.input_ids for part in parts],
-            [part.is_trained for part in parts],
-            scores=conversations.scores,
-            must_differ=conversations.must_differ,
-        )
+        return texts.join(parts)
     except RowRejectedError as error:
         return error
+
+
+def _join_completions(parts: Sequence[Encoded], *, scores: tuple[float, ...], must_differ: bool) -> Encoded:
+    """Return the conversations of one row as one example, with their prompt once."""
+    ids, is_trained, completions = join_completions(
+        [part.input_ids for part in parts],
+        [part.is_trained for part in parts],
+        scores=scores,
+        must_differ=must_differ,
+    )
     notes = tuple(dict.fromkeys(note for part in parts for note in part.notes))
     return Encoded(ids, is_trained, notes, completions=completions)
 

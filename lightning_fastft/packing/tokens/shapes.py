@@ -139,13 +139,7 @@ class MessageShapes:
 
 
 def find_dropped(text: str, messages: Sequence[dict[str, Any]], tools: Sequence[Any] | None) -> list[str]:
-    """Return notes on reasoning and tools that a template dropped.
-
-    Args:
-        text: What the template made of the row.
-        messages: Messages of the row.
-        tools: Descriptions of its tools.
-    """
+    """Return notes on reasoning and tools that a template dropped."""
     notes = []
     answers = [message for message in messages if message["role"] == "assistant"]
     thoughts = Counter(thought for answer in answers for thought in read_reasoning(answer).values())

@@ -49,13 +49,6 @@ def place_spans(
     """Return ids and trained token spans; if a token crosses a span border, tokenise both sides separately.
 
     At inference the prompt is tokenised alone, so a token across the border would never occur.
-
-    Args:
-        tokenizer: The tokenizer of the batch.
-        batch: Its output for a list of texts.
-        number: Index of this text in the batch.
-        example: The text and its trained character spans.
-        notes: Remarks on rows, counted here.
     """
     ids = list(batch["input_ids"][number])
     borders = sorted({border for span in example.spans for border in span})

@@ -62,10 +62,7 @@ def allowed_ids(vocab_size: int | None) -> str:
 def encode_ids(row: Mapping[str, Any], *, vocab_size: int | None, loss_on: str) -> Encoded:
     """Return the example of a row of format input_ids.
 
-    Args:
-        row: Columns under the names of the format.
-        vocab_size: Rows of the model's embedding; None if it is not known yet.
-        loss_on: "completion" trains the labelled ids, "all" trains every id.
+    ``loss_on="all"`` trains every id, "completion" the labelled ones.
 
     Raises:
         TokenIdError: An id or a label is outside of the embedding.
@@ -97,10 +94,6 @@ def encode_ids(row: Mapping[str, Any], *, vocab_size: int | None, loss_on: str) 
 
 def encode_rollout_ids(row: Mapping[str, Any], *, vocab_size: int | None) -> Encoded:
     """Return the example of a rollout whose prompt and completions are ids.
-
-    Args:
-        row: Columns under the names of the format.
-        vocab_size: Rows of the model's embedding; None if it is not known yet.
 
     Raises:
         TokenIdError: An id is outside of the embedding.

@@ -79,13 +79,7 @@ class ChunkResult(NamedTuple):
 
 
 def tokenize_chunk(chunk: Chunk, *, formatter: Formatter, options: FormatOptions) -> ChunkResult:
-    """Validate the rows of a chunk and encode the valid ones.
-
-    Args:
-        chunk: Rows of one source and their format.
-        formatter: Encodes rows; its notes are moved to the result.
-        options: Options for rows that are too long.
-    """
+    """Validate the rows of a chunk and encode the valid ones."""
     read = [row for row in chunk.rows if row.raw is not None]
     rows, rejected = _take_rows(read, chunk=chunk, options=options)
     encoded = (

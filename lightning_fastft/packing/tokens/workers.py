@@ -55,11 +55,8 @@ serve_chunks()
 def run_chunks(chunks: Iterator[Chunk], *, setup: Setup, num_proc: int) -> Generator[ChunkResult, None, None]:
     """Yield the result of each chunk, in order.
 
-    Args:
-        chunks: Read lazily.
-        setup: Sent to each worker once.
-        num_proc: Worker processes; 0 and 1 tokenise in this process. A tokenizer that cannot be pickled does so too,
-            with a warning.
+    Chunks are read lazily. num_proc 0 and 1 tokenise in this process, and so does, with a warning, a tokenizer that
+    cannot be pickled.
 
     Raises:
         DataError: A worker process died.

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 def find_image_encoder(given: Any, *, module: LightningModule | None) -> ImageEncoder | None:
     """Return the processor of images; None if there is none.
 
-    Args:
-        given: The option ``tokenizer``.
-        module: Its ``processor`` or ``image_encoder`` is used where nothing was given.
+    The option ``tokenizer`` is used, else the ``processor`` or ``image_encoder`` of the module.
     """
     from lightning_fastft.hf.images import ImageEncoder
     from lightning_fastft.hf.loading.source import ModelSource
@@ -34,10 +32,6 @@ def find_image_encoder(given: Any, *, module: LightningModule | None) -> ImageEn
 
 def make_document_images(given: Any, *, module: LightningModule | None) -> DocumentImages:
     """Return the function from a document's images to inputs of the model.
-
-    Args:
-        given: The option ``tokenizer``.
-        module: The LightningModule; None without a Trainer.
 
     Raises:
         UnsupportedModelError: The model's family has images of a kind that is not supported.

@@ -54,12 +54,6 @@ def mix_sources(
     for its weight once, the others as often as their weights say. Where that is no whole number, the examples with one
     repeat more are chosen by position and seed. Every epoch has the same documents.
 
-    Args:
-        weights: Weight of each source, above 0.
-        length_N: Tokens of each document, at least 1.
-        source_N: Number of the source of each document, in the order of weights.
-        seed: Seed of the choice.
-
     Raises:
         DataError: A source has no document, or its weight repeats it too often.
 

@@ -80,11 +80,7 @@ def check_ranks_agree(description: Mapping[str, Any]) -> None:
 def align_position(trainer: Trainer, plan: StepPlan, *, position: int, moves_progress: bool) -> int:
     """Bring a position and Lightning's progress to the same micro-batch, at the start of an accumulation window.
 
-    Args:
-        trainer: Its progress is changed.
-        plan: The plan of the training data.
-        position: Micro-batches of the plan that are behind the run.
-        moves_progress: Whether the position counts and the progress follows, because they were saved with other sizes.
+    With moves_progress the position counts and the progress follows, because they were saved with other sizes.
 
     Returns:
         The position.

@@ -21,11 +21,6 @@ PROMPT = "prompt"
 def make_rollout(prompt: Sequence[int], group: Sequence[Sampled], scores: Sequence[float]) -> Document:
     """Return a prompt with its sampled completions as a document.
 
-    Args:
-        prompt: Token ids, at least one.
-        group: Completions of at least one token each; log-probabilities are kept if all have them.
-        scores: A reward for each.
-
     Raises:
         DataError: A completion is empty, or its log-probabilities have another length.
     """

@@ -52,18 +52,7 @@ def pack_round(
     seed: int,
     device: torch.device,
 ) -> list[PackedBatch]:
-    """Return the packs of a round on the device: as many on every rank, in whole accumulation windows.
-
-    Args:
-        documents: Rollouts of this rank.
-        weight_N: What each of them counts in the mean of the loss.
-        max_tokens: Length of a pack.
-        pad_to_max: Pad every pack to max_tokens.
-        shares_prompts: Whether a pack holds the prompt of a group once.
-        accumulate: Micro-batches of a window.
-        seed: Seed of the order of the packs.
-        device: Where the batches go.
-    """
+    """Return the packs of a round on the device: as many on every rank, in whole accumulation windows."""
     lengths = [split_document(document, shares_prompt=shares_prompts) for document in documents]
     length_N = np.array([sum(len(part.input_ids) for part in parts) for parts in lengths], dtype=np.int64)
     packs = pack_best_fit_decreasing(length_N, max_tokens=max_tokens)

@@ -17,13 +17,6 @@ def check_groups(
 ) -> None:
     """Refuse what a sampler must not return, before it reaches the device.
 
-    Args:
-        groups: Completions of each prompt.
-        num_prompts: Prompts that were given.
-        num_completions: Completions that were asked for, of each prompt.
-        max_new_tokens: Most tokens of a completion.
-        vocab_size: Rows of the embedding.
-
     Raises:
         DataError: Completions are missing or left over, or one is too long or has an impossible token.
     """
@@ -53,12 +46,6 @@ def judge(
     tokenizer: Any,
 ) -> list[list[float]]:
     """Return the summed rewards of each group's completions; 0 without reward functions.
-
-    Args:
-        rows: The prompt's row of each group.
-        groups: Completions of each prompt.
-        rewards: Called with the keywords prompts, completions (texts) and one list for each other column.
-        tokenizer: Decodes the completions.
 
     Raises:
         DataError: A reward function returned another count, or numbers that are not finite.

@@ -85,11 +85,6 @@ class TrainingStream:
     the mean over all ranks' tokens, as with planned data. A rank whose rows end first trains empty packs until the pass
     ends on all ranks.
 
-    Args:
-        stream: All rows; each rank reads its share.
-        setup: Tokenizer and options.
-        options: Options of the run.
-
     Raises:
         DataError: The first rows cannot be trained, or ranks read different streams.
     """
@@ -128,11 +123,7 @@ class TrainingStream:
         }
 
     def state_dict(self, position: int) -> dict[str, Any]:
-        """Return the position and the beginning of its window on every rank. All ranks must call this.
-
-        Args:
-            position: Micro-batches that this rank has trained.
-        """
+        """Return the position and the beginning of its window on every rank. All ranks must call this."""
         started = self._find(position)
         own = None if started is None else _to_plain(started)
         ranks = on_all_ranks(lambda: (self.options.ranks[1], own), error=ResumeError, group=self._group)

@@ -42,13 +42,6 @@ def check_formats(
 ) -> None:
     """Check that the LightningModule trains on the rows of a data set.
 
-    Args:
-        split: Name of the split.
-        dataset: Its rows.
-        module: None without a Trainer.
-        source: Name of the data.
-        format: The option ``format``.
-
     Raises:
         DataError: A tuner for completions got plain rows, or another module got rows with completions.
     """
@@ -101,10 +94,7 @@ def check_lengths(split: str, subset: DocumentSubset, *, max_tokens: int) -> Non
 def can_share_prompts(option: bool | str, module: LightningModule | None, *, name: object = None) -> bool:
     """Return whether completions share their prompt in a pack; log why not where the model forbids it.
 
-    Args:
-        option: True, False, or "auto" for what the model computes exactly.
-        module: The LightningModule; None without a Trainer.
-        name: Hub id or folder of the model, where the module holds none.
+    The option "auto" stands for what the model computes exactly.
     """
     if isinstance(option, bool):
         return option

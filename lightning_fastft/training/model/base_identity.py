@@ -34,12 +34,6 @@ def describe_base(source: ModelSource | None, *, seed: int, digest: str) -> dict
 def check_base(saved: Mapping[str, Any], *, seed: int | None, digest: str, accept_other: bool) -> None:
     """Check that adapters were trained on this base; a checkpoint without a digest is accepted.
 
-    Args:
-        saved: Result of ``describe_base`` in the checkpoint.
-        seed: Seed of this run; None before the model is built.
-        digest: Digest of this base.
-        accept_other: Whether another base is warned of and accepted.
-
     Raises:
         ResumeError: The base of this run has other weights, or was initialised with another seed.
     """
@@ -68,11 +62,6 @@ def check_base(saved: Mapping[str, Any], *, seed: int | None, digest: str, accep
 
 def check_adapter_names(saved: Collection[str], *, expected: Collection[str], has_default_targets: bool) -> None:
     """Check that a checkpoint holds the adapters of this run.
-
-    Args:
-        saved: Names of the tensors in the checkpoint.
-        expected: Names of the trained parameters.
-        has_default_targets: Whether lora names no target_modules.
 
     Raises:
         ResumeError: Adapter weights are missing, or there are weights that are no adapter's.

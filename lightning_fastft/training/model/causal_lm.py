@@ -369,17 +369,7 @@ class CausalLMModule(LightningModule):
         """Refresh the compute copies of the adapters after placement, broadcast and a restored checkpoint."""
         self._refresh_low_precision_adapters()
 
-    def on_validation_start(self) -> None:
-        """Refresh the compute copies of the adapters."""
-        self._refresh_low_precision_adapters()
-
-    def on_test_start(self) -> None:
-        """Refresh the compute copies of the adapters."""
-        self._refresh_low_precision_adapters()
-
-    def on_predict_start(self) -> None:
-        """Refresh the compute copies of the adapters."""
-        self._refresh_low_precision_adapters()
+    on_validation_start = on_test_start = on_predict_start = on_fit_start
 
     def teardown(self, stage: str) -> None:
         """Leave a plain transformers or PEFT model; the run's patcher has undone its changes."""
@@ -417,10 +407,7 @@ class CausalLMModule(LightningModule):
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Self:
         """Return the module of a checkpoint, with Lightning's options; a URL of this package's checkpoints is verified.
 
-        Args:
-            checkpoint_path: A local file, an open file, or the URL that ModelCheckpoint saved to.
-            *args: Passed to Lightning.
-            **kwargs: Passed to Lightning.
+        The path is a local file, an open file, or the URL that ModelCheckpoint saved to.
 
         Raises:
             OptionError: The checkpoint is a local folder, as several ranks write it.

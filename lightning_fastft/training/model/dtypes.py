@@ -23,14 +23,6 @@ def resolve_compute_dtype(
 ) -> torch.dtype:
     """Return the dtype of the base and the arithmetic.
 
-    Args:
-        name: The option ``dtype``.
-        present: The dtype of a model that is there already; None before it is built.
-        adapter_dtype: Dtype of the adapters.
-        has_adapters: Whether adapters are trained.
-        trainer: None without a Trainer.
-        device: Where the model computes.
-
     Raises:
         OptionError: The model has another dtype, the Trainer's precision would change it, or TF32 is on with
             "float32".

@@ -24,15 +24,7 @@ def save_model(
 ) -> None:
     """Write adapters or a whole model, and the tokenizer.
 
-    Args:
-        model: A transformers or PEFT model.
-        folder: Made if it does not exist.
-        tokenizer: None for none.
-        is_sharded: Whether the weights are spread over ranks; they are gathered, so every rank makes this call.
-        is_writer: Whether this rank writes.
-        has_adapters: Whether adapters are trained.
-        compute_dtype: Dtype of whole weights that are gathered from shards.
-        initial: The first adapters, where their initialisation changed the base; the trained ones are converted.
+    Sharded weights are gathered, so every rank makes this call.
 
     Raises:
         UnsupportedModelError: PEFT would not read the adapters back; nothing is written.

@@ -21,13 +21,9 @@ def embedding_noise(
 
     Each element gets ``alpha / sqrt(L * D)`` times a number drawn from [-1, 1), with L tokens in the document and D
     columns. L is the document's own length, so a document has the same noise in a pack as alone. The draws follow the
-    seeds alone: a resumed run draws the same noise, and the global generators do not change.
-
-    Args:
-        embedding: Module that returns rows of shape (..., D).
-        batch: The batch of the forward in the block; its documents give L.
-        alpha: Size of the noise, above 0.
-        seeds: Seed of the run, and numbers that differ between micro-batches and ranks.
+    seeds alone: a resumed run draws the same noise, and the global generators do not change. Alpha, above 0, is its
+    size. The batch of the forward in the block gives L; the seeds are that of the run and numbers that differ between
+    micro-batches and ranks.
 
     Cost:
         A draw and two passes over the embeddings; no host sync.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
+
+from lightning_fastft.core.extras import version_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -31,13 +32,7 @@ def describe_run(trainer: Trainer) -> dict[str, Any]:
 
 def find_versions() -> dict[str, str]:
     """Return the versions of the packages that decide what a run computes; of those that are installed."""
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    return {name: found for name in _PACKAGES if (found := version_of(name))}
 
 
 def _describe_data(data: Any) -> dict[str, Any]:

@@ -11,13 +11,7 @@ if TYPE_CHECKING:
 
 
 def describe_model(model: Any, *, quantization: str | None, default_targets: DefaultTargets | None) -> list[Status]:
-    """Return the statuses of the NF4 base and of LoRA.
-
-    Args:
-        model: A transformers or PEFT model.
-        quantization: As in ``Tuner``.
-        default_targets: The layers that LoRA adapts where its targets were not given.
-    """
+    """Return the statuses of the NF4 base and of LoRA."""
     found = [Status("NF4 base", "inactive", "not asked for")]
     if quantization is not None:
         from lightning_fastft.hf.expert_nf4 import describe_experts

@@ -45,14 +45,7 @@ def choose_optimizer(
 ) -> Optimizer:
     """Return ``FusedAdamW`` where it can step all parameters, else torch.optim.AdamW, fused where it can be.
 
-    Args:
-        parameters: Trained parameters.
-        learning_rate: None for 2e-4.
-        weight_decay: None for 0.
-        wants_masters: Whether bf16 weights that are not sharded need fp32 masters in the optimizer.
-        trainer: Its strategy and loss scaler decide.
-        fast: Parameters whose rate is larger (LoRA+).
-        fast_ratio: Their rate over learning_rate.
+    Rates are 2e-4 and decay is 0 unless given; ``fast`` parameters have a rate fast_ratio times as large (LoRA+).
 
     Raises:
         OptionError: The masters asked for are not possible.

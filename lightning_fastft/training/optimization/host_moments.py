@@ -35,12 +35,7 @@ class Piece:
 
 
 class HostMoments:
-    """Pinned memory for the moments of some parameters, and the slots and streams of their steps.
-
-    Args:
-        params: Whole parameters on one device.
-        optim_bits: As in FusedAdamW.
-    """
+    """Pinned memory for the moments of some parameters, and the slots and streams of their steps."""
 
     def __init__(self, params: Sequence[torch.Tensor], *, optim_bits: int) -> None:
         self.optim_bits = optim_bits
