@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -23,9 +24,9 @@ from lightning_fastft.activations.probe import SavedBytesProbe, StepProbe
 from lightning_fastft.activations.segments import KEEP, RECOMPUTE, Segment, SegmentObserver
 from lightning_fastft.activations.slots import align
 from lightning_fastft.core.checks import check_choice, check_float, check_int, check_share
-from lightning_fastft.core.errors import MissingDependencyError, UnsupportedModelError
-from lightning_fastft.core.extras import pip_line
+from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher
+from lightning_fastft.estimate import nf4_shapes
 from lightning_fastft.estimate.machines import Gpu
 from lightning_fastft.estimate.metering import Meter, MeteredDevice
 from lightning_fastft.fused.fp8_base import FP8_ATTRIBUTE
@@ -111,7 +112,7 @@ def model_costs(
 
     Raises:
         UnsupportedModelError: A layer does not run on the meta device.
-        MissingDependencyError: quantization is "nf4", and bitsandbytes is not installed.
+        MissingDependencyError: quantization is "nf4", a layer is not fused, and bitsandbytes is not installed.
 
     Cost:
         Some seconds on the host; no weights and no device are needed.
@@ -318,13 +319,14 @@ def _make_batch(num_tokens: int, *, document_tokens: float, label_share: float) 
 
 def _quantise(model: PreTrainedModel, *, dtype: torch.dtype) -> None:
     """Give linear layers other than the head, and stacks of experts, weights in NF4 without numbers."""
-    try:
+    state_class: Any = nf4_shapes.QuantState
+    layer_class: Any = nf4_shapes.Linear4bit
+    weight_class: Any = nf4_shapes.Params4bit
+    if find_spec("bitsandbytes") is not None:
         from bitsandbytes.functional import QuantState
         from bitsandbytes.nn import Linear4bit, Params4bit
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"quantization='nf4' needs bitsandbytes, also to plan. Install it with: {pip_line('qlora')}"
-        ) from error
+
+        state_class, layer_class, weight_class = QuantState, Linear4bit, Params4bit
     head = model.get_output_embeddings()
     for name, linear in [*model.named_modules()]:
         if type(linear) is not nn.Linear or linear is head:
@@ -332,13 +334,13 @@ def _quantise(model: PreTrainedModel, *, dtype: torch.dtype) -> None:
         num_weights = linear.weight.numel()
         num_blocks = -(-num_weights // BLOCK_WEIGHTS)
         with torch.device("meta"):
-            nested = QuantState(
+            nested = state_class(
                 torch.empty(-(-num_blocks // GROUP_BLOCKS)),
                 blocksize=GROUP_BLOCKS,
                 code=torch.empty(256),
                 dtype=torch.float32,
             )
-            state = QuantState(
+            state = state_class(
                 torch.empty(num_blocks, dtype=torch.uint8),
                 shape=linear.weight.shape,
                 dtype=dtype,
@@ -349,10 +351,10 @@ def _quantise(model: PreTrainedModel, *, dtype: torch.dtype) -> None:
                 state2=nested,
             )
             packed = torch.empty(num_weights // 2, 1, dtype=torch.uint8)
-            layer = Linear4bit(
+            layer = layer_class(
                 linear.in_features, linear.out_features, linear.bias is not None, compute_dtype=dtype, quant_type="nf4"
             )
-        layer.weight = Params4bit(
+        layer.weight = weight_class(
             packed, requires_grad=False, quant_state=state, quant_type="nf4", bnb_quantized=True, module=layer
         )
         layer.bias = linear.bias
