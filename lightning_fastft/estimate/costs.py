@@ -83,7 +83,7 @@ def model_costs(
     mean_document_tokens: float,
     machine: Gpu,
     quantization: Literal["nf4"] | None = None,
-    lora: LoraConfig | None = None,
+    lora: LoraConfig | int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     has_masters: bool = False,
     optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
@@ -102,7 +102,7 @@ def model_costs(
         mean_document_tokens: Length of the document of a token, averaged over tokens.
         machine: The GPU.
         quantization: "nf4" stores the weights of all linear layers except the head in NF4.
-        lora: Adapters of a frozen base; None trains every weight.
+        lora: Adapters of a frozen base, or the rank of adapters on every linear layer; None trains every weight.
         dtype: Dtype of weights and arithmetic.
         has_masters: Whether fp32 masters of trained weights are held beside weights of lower precision.
         optimizer: Returns the optimizer, whose ``state_bytes`` then count instead of two moments in fp32 (of adapters)
@@ -363,10 +363,11 @@ def _quantise(model: PreTrainedModel, *, dtype: torch.dtype) -> None:
     quantise_experts(model)
 
 
-def _add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
+def _add_adapters(model: PreTrainedModel, lora: LoraConfig | int) -> None:
     """Add adapters to the modules of the model."""
-    from peft import inject_adapter_in_model
+    from peft import LoraConfig, inject_adapter_in_model
 
+    lora = LoraConfig(r=lora) if isinstance(lora, int) else lora
     check_patterns(lora, [name for name, _ in model.named_modules()])
     lora, _ = copy_with_targets(model, lora)
     with torch.device("meta"):

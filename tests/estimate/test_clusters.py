@@ -47,7 +47,7 @@ def sized():
     found = {}
     for rank in (None, 4):
         model = build_on_meta(CONFIG)
-        cost = model_costs(model, num_tokens=TOKENS, mean_document_tokens=128, machine=H100, lora_rank=rank)
+        cost = model_costs(model, num_tokens=TOKENS, mean_document_tokens=128, machine=H100, lora=rank)
         found[rank] = (cost, measure_model(model, cost))
     return found
 

@@ -1,5 +1,8 @@
 """Costs from shapes alone: against what was measured on an H200, and for every family that packed attention serves."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from peft import LoraConfig
@@ -83,6 +86,33 @@ def test_a_kept_fused_layer_saves_these_tensors_and_no_other(model_type, head_co
     softmax_bytes = 4 * 4 * num_tokens
     # The random state of attention.
     assert saved.saved_bytes == pytest.approx(2 * num_tokens * columns + softmax_bytes, abs=512)
+
+
+NF4 = """
+import sys
+if sys.argv[1] == "blocked":
+    sys.modules["bitsandbytes"] = None
+from lightning_fastft.estimate.costs import Swaps, model_costs
+from lightning_fastft.estimate.machines import find_gpu
+options = {"num_tokens": 2048, "mean_document_tokens": 512, "machine": find_gpu("H200"), "quantization": "nf4", "lora": 4}
+print(model_costs(eval(sys.argv[2]), **options))
+if sys.argv[1] == "blocked":
+    try:
+        model_costs(eval(sys.argv[2]), swaps=Swaps(is_fused=False), **options)
+    except ImportError as error:
+        sys.exit("lightning-fastft[qlora]" not in str(error))
+    sys.exit("no error")
+"""
+
+
+def test_fused_layers_on_nf4_cost_the_same_without_bitsandbytes():
+    pytest.importorskip("bitsandbytes")
+    config = repr({"model_type": "qwen3_moe", **SMALL, **EXPERTS})
+    given, blocked = (
+        subprocess.run([sys.executable, "-c", NF4, word, config], check=True, capture_output=True, text=True).stdout
+        for word in ("given", "blocked")
+    )
+    assert given == blocked != ""
 
 
 def test_values_of_fused_layers_are_the_products_and_the_attention():

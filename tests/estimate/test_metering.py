@@ -118,6 +118,24 @@ def test_memory_that_reuses_an_id_is_counted():
         assert meter.start_peak() == len(kept) * 200
 
 
+def test_views_of_and_writes_to_older_memory_are_no_new_memory():
+    x, out = meta(8, 64), meta(8, 64)
+    held = []
+    meter = metered(
+        lambda: held.extend((x.detach(), x.add_(1), torch.mul(x, x, out=out), x.new_empty(8)[:4])), resident=[]
+    )
+    assert meter.start_peak() == 2 * 8
+
+
+def test_memory_that_becomes_resident_is_live_no_longer():
+    x, meter = meta(100), Meter(H200, document_tokens=32)
+    with meter:
+        first, second = x + x, x + x
+        meter.add_resident([first, x])
+        views = [first.view(10, 10), second.view(10, 10)]
+        assert meter.start_peak() == views[1].numel() * 2
+
+
 def test_the_host_takes_a_time_for_each_kernel():
     device = MeteredDevice(Meter(H200, document_tokens=32))
     begin, end = Reading(1.0, 5), Reading(3.0, 15)

@@ -153,15 +153,13 @@ def token_mean_length(length_N: np.ndarray, *, max_tokens: int) -> float:
 def _plan(
     source: ModelSource, gpu: Gpu, method: Method, *, length_N: np.ndarray, max_tokens: int, host_bytes: int
 ) -> Planned:
-    from peft import LoraConfig
-
     cost = model_costs(
         source,
         num_tokens=max_tokens,
         mean_document_tokens=token_mean_length(length_N, max_tokens=max_tokens),
         machine=gpu,
         quantization="nf4" if method == "qlora" else None,
-        lora=None if method == "full" else LoraConfig(r=LORA_RANK),
+        lora=None if method == "full" else LORA_RANK,
         dtype=torch.bfloat16,
         has_masters=method == "full",
         swaps=Swaps(is_graphed="auto"),
