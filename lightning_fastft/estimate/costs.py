@@ -146,16 +146,18 @@ def model_costs(
         # Adapters and masters have moments in fp32, other weights in their dtype.
         per_weight = 12 if has_masters and lora is None else 8 if lora is not None else 2 * dtype.itemsize
         own_bytes = functools.partial(_moments, per_weight=per_weight)
-    base_bytes = cost.base_bytes + sum(held_of[kind] for kind in kinds) + sum(map(_num_bytes, _tensors_of(base)))
+    shared_bytes = cost.base_bytes + sum(map(_num_bytes, base.buffers()))
+    if is_graphed:
+        shared_bytes += _graph_bytes(segments, head_peak_bytes=cost.head_peak_bytes)
+    base_bytes = shared_bytes + sum(held_of[kind] for kind in kinds) + sum(map(_num_bytes, _weights_of(base)))
     # Lightning frees the gradients of a step between the forward and the backward of the next one.
     base_bytes += sum(_num_bytes(parameter) + own_bytes(parameter) for parameter in trained)
-    if is_graphed:
-        base_bytes += _graph_bytes(segments, head_peak_bytes=cost.head_peak_bytes)
     return cost._replace(
         segments=segments,
         base_bytes=base_bytes,
         other_ms=_OPTIMIZER_PASSES * sum(map(_num_bytes, trained)) / machine.reached_bytes_per_s * 1e3,
         embedding_bytes=movable_embedding_bytes(base),
+        shared_bytes=shared_bytes,
     )
 
 
@@ -195,7 +197,7 @@ def _measure_step(
     try:
         is_fused = _install(model, patcher, checkpointing, swaps=swaps)
         segments, layers = checkpointing.last_segments(), decoder_layers(model)
-        meter = Meter(machine, document_tokens=document_tokens, resident=list(_tensors_of(model)))
+        meter = Meter(machine, document_tokens=document_tokens, resident=[*_weights_of(model), *model.buffers()])
         device = MeteredDevice(meter)
         saved, step = SavedBytesProbe(device), StepProbe(device)
         with meter:
@@ -406,8 +408,8 @@ def _is_plain(name: str, value: object) -> bool:
     return name not in ("layer_idx", "training") and isinstance(value, (bool, int, float, str, type(None)))
 
 
-def _tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a model, each once; those of a quantised weight one by one."""
+def _weights_of(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the parameters of a model, each once; the tensors of a quantised weight one by one."""
     for parameter in model.parameters():
         state, stack = getattr(parameter, "quant_state", None), getattr(parameter, "stack", None)
         if stack is not None:
@@ -416,7 +418,6 @@ def _tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
         yield parameter
         if state is not None:
             yield from (state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code)
-    yield from model.buffers()
 
 
 def _graph_bytes(segments: Sequence[SegmentCost], *, head_peak_bytes: int) -> int:

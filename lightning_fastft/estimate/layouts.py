@@ -89,6 +89,7 @@ class ModelSize(NamedTuple):
         attention_columns: Columns of queries, keys and values of a token.
         output_columns: Columns of the attention output of a token.
         num_experts: Routed experts of a layer; 0 in a dense model.
+        shared_bytes: Memory of each GPU that is neither weights nor their state.
     """
 
     layers: tuple[LayerSize, ...]
@@ -101,6 +102,7 @@ class ModelSize(NamedTuple):
     attention_columns: int
     output_columns: int
     num_experts: int
+    shared_bytes: int
 
     @property
     def parts(self) -> tuple[LayerSize, ...]:
@@ -172,13 +174,14 @@ def measure_model(model: PreTrainedModel, cost: StepCost) -> ModelSize:
         layers=tuple(layers),
         root=root,
         trained_itemsize=4 if has_adapters else itemsize,
-        state_itemsize=(cost.base_bytes - frozen_bytes) / max(1, num_trained),
+        state_itemsize=(cost.base_bytes - cost.shared_bytes - frozen_bytes) / max(1, num_trained),
         itemsize=itemsize,
         width=config.hidden_size,
         num_heads=num_heads,
         attention_columns=(num_heads + 2 * num_kv_heads) * head_width,
         output_columns=num_heads * head_width,
         num_experts=max((stack.shape[0] for layer in decoder_layers(model) for stack in _stacks(layer)), default=0),
+        shared_bytes=cost.shared_bytes,
     )
 
 
@@ -224,7 +227,7 @@ def resident_bytes(layout: Layout, cluster: Cluster, model: ModelSize, *, num_to
         gathered += _GATHERED_LAYERS * model.gathered_bytes(layer, is_resident=layout.is_resident)
         gradients = model.root.num_trained * model.trained_itemsize
         gradients += layer.num_trained * (model.trained_itemsize + _REDUCED_BYTES)
-        return int(held + gathered + gradients)
+        return int(held + gathered + gradients) + model.shared_bytes
     size = layout.size
     dense = sum(
         part.frozen_bytes - part.expert_bytes + (part.num_trained - part.num_expert_trained) * state
@@ -235,7 +238,7 @@ def resident_bytes(layout: Layout, cluster: Cluster, model: ModelSize, *, num_to
     buckets = sum(part.num_trained for part in model.parts) * model.trained_itemsize if cluster.num_gpus > 1 else 0
     # Inputs of all ranks, and outputs before they are reduced.
     tokens = 2 * num_tokens * model.width * model.itemsize * size if size > 1 else 0
-    return int(dense + experts + buckets + tokens)
+    return int(dense + experts + buckets + tokens) + model.shared_bytes
 
 
 def rank_cost(cost: StepCost, layout: Layout, cluster: Cluster, model: ModelSize, *, num_tokens: int) -> StepCost:
