@@ -6,7 +6,8 @@
 #   make test-lightning LIGHTNING=FOLDER   Lightning's own tests with our strategy as the default; FOLDER is a checkout of Lightning
 #   make docs        the pages of docs/ that are generated: families, options, results, pictures
 #   make site        the pages as a site in build/site, with its links checked
-#   make test-seams  only the quick tests against transformers and PEFT
+#   make test-seams  only the quick tests against transformers and PEFT; with TRANSFORMERS=5.17.0 in an environment of its own,
+#                    which has all else from .venv
 
 PYTHON ?= python3
 VENV := .venv
@@ -36,6 +37,15 @@ PY := $(VENV)/bin/python
 SETUP := $(VENV)/.package
 DEV_SETUP := $(VENV)/.dev
 endif
+
+# An older transformers for test-seams goes beside the newest one, so that both can be tested at once.
+OLDER :=
+ifneq ($(filter test-seams,$(MAKECMDGOALS)),)
+OLDER := $(TRANSFORMERS)
+override TRANSFORMERS :=
+endif
+SEAMS_SETUP := $(if $(OLDER),$(VENV)/transformers-$(OLDER)/.done)
+SEAMS_PY := $(if $(OLDER),$(VENV)/transformers-$(OLDER)/bin/python,$(PY))
 
 WANTED := transformers $(or $(TRANSFORMERS),newest)
 ifneq ($(shell cat $(VENV)/.dev 2>/dev/null),$(WANTED))
@@ -68,8 +78,8 @@ types: $(DEV_SETUP)
 tests: $(DEV_SETUP)
 	$(PY) -m pytest -q $(WORKERS) --doctest-modules --ignore-glob='lightning_fastft/kernels/*/triton.py' -m 'not gpu and not multi_gpu and not fault' lightning_fastft tests
 
-test-seams: $(DEV_SETUP)
-	$(PY) -m pytest -q $(WORKERS) -m 'not gpu and not multi_gpu and not fault and not slow' $(SEAMS)
+test-seams: $(DEV_SETUP) $(SEAMS_SETUP)
+	$(SEAMS_PY) -m pytest -q $(WORKERS) -m 'not gpu and not multi_gpu and not fault and not slow' $(SEAMS)
 
 test-faults: $(DEV_SETUP)
 	$(PY) -m pytest -q $(WORKERS) -m 'fault and not gpu and not multi_gpu' tests
@@ -96,6 +106,13 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	$(VENV)/bin/python -m pip install $(PIP_OPTIONS) --upgrade-strategy only-if-needed -e '.[dev]' '$(if $(TRANSFORMERS),transformers==$(TRANSFORMERS),transformers)'
 	@touch $(VENV)/.package
 	@echo '$(WANTED)' > $@
+
+$(VENV)/transformers-%/.done: | $(DEV_SETUP)
+	$(PY) -m venv --without-pip $(@D)
+	$(PY) -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" > \
+	  "$$($(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/all_else.pth"
+	$(@D)/bin/python -m pip install $(PIP_OPTIONS) transformers==$*
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

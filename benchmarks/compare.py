@@ -2,17 +2,22 @@ r"""Compare every system that can be imported, on the same packs, weights and ad
 
     python -m benchmarks.compare --row qwen3-14b-qlora
     python -m benchmarks.compare --workload qwen3-14b-qlora
-    python -m benchmarks.compare --workload tiny --device cpu --systems plain ours
+    python -m benchmarks.compare --workload tiny --device cpu --arms plain ours
 
-The script builds missing files, reports every system that cannot run with its error, and measures the others in the
-order A B C ... A' | A' ... C B A: each setting in two processes, half of its timed steps in each. A' repeats our first
-setting as the A/A control. Gradient check, clock and proof of training are the ruler's (benchmarks/train_step.py). If
-the two medians of the control differ by more than 2 %, no row and no ratio is written. A run on a CPU shows only that
-everything runs: no rows, no ratios, exit status 0 if every process ran and was checked.
+The script builds missing files, reports every system that cannot run with its error, and measures the others in two
+passes, A B C | C B A, and A' at the end: half of the timed steps of a setting in each. A' repeats our default setting as
+the A/A control. Gradient check, clock and proof of training are the ruler's (benchmarks/train_step.py). If the medians
+of the control differ by more than 2 %, no row and no ratio is written. A run on a CPU shows only that everything runs:
+no rows, no ratios, exit status 0 if every process ran and was checked.
 
-In OUT: raw.jsonl (every process), log.txt (their output), clocks.csv, table.txt, rows.csv (columns of results.csv),
-chart.png. `--row NAME` (benchmarks/ruler/rows.py) measures a headline: its settings of every system with 8-bit and with
-32-bit moments, 200 timed steps each, and one setting of each system twice. A run that reached its time limit continues with the same --out: processes in raw.jsonl are not run again.
+In OUT: raw.jsonl (every case, written when it ends), log.txt (their output), clocks.csv, table.txt, rows.csv (columns of
+results.csv), NAME-*.jsonl.gz (all of raw.jsonl with versions, driver and clocks, for benchmarks/logs), chart.png.
+`--row NAME` (benchmarks/ruler/rows.py) measures a headline: its settings of every system with 8-bit and with 32-bit
+moments, and one setting of each system twice. In five minutes of a GPU:
+
+    python -m benchmarks.compare --row qwen3-0.6b-lora --passes 1 --steps 60 --case-s 2.5 --warmup 5 --budget-s 270
+
+A run that reached its time limit continues with the same --out; on another machine with --resume LOG.
 """
 
 from __future__ import annotations
@@ -40,27 +45,26 @@ os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")
 from benchmarks.results import append_rows
 from benchmarks.ruler.cases import Case
 from benchmarks.ruler.clocks import ClockLog, read_clocks
-from benchmarks.ruler.driver import LEAST_SECONDS, run_arms
+from benchmarks.ruler.driver import run_arms
+from benchmarks.ruler.logs import join_logs, read_log, write_log
 from benchmarks.ruler.model_configs import num_weights
 from benchmarks.ruler.pairs import (
     CONTROL,
     UNFINISHED,
-    comparison_rows,
     comparison_table,
     control_of,
     find_unfinished,
     pool,
 )
 from benchmarks.ruler.report import read_records
-from benchmarks.ruler.rows import OPTIMIZERS, ROWS, width_of
-from benchmarks.ruler.systems import OUR_OPTIMIZERS, SYSTEMS, Setting, find_gap, missing_module, settings_of
+from benchmarks.ruler.rows import NUM_ROW_STEPS, OPTIMIZERS, ROWS, width_of
+from benchmarks.ruler.systems import OUR_OPTIMIZERS, SYSTEMS, Setting, find_gap, missing_module, settings_of, system_of
 from benchmarks.ruler.workloads import WORKLOADS, WorkloadFiles
 
-_KEY = ("workload", "system", "mode", "label_share", "optimizer", "half", "repeat", "num_steps")
+_KEY = ("workload", "system", "mode", "label_share", "optimizer", "half", "repeat")
 _SHARED_MEMORY = Path("/dev/shm")
-NUM_STEPS, NUM_ROW_STEPS = 30, 200
-# In a row, every system gets as many as plans and CUDA graphs need, so that runs have equal numbers of steps.
-NUM_WARMUP, NUM_ROW_WARMUP = 6, 16
+NUM_STEPS = 30
+NUM_WARMUP = 6
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -75,14 +79,37 @@ def main(arguments: list[str] | None = None) -> int:
     out.mkdir(parents=True, exist_ok=True)
     files = WorkloadFiles(options.root or default_root(options.workload), WORKLOADS[options.workload])
     print(f"compare: {options.workload} on {options.device}; weights in {files.folder}, results in {out}", flush=True)
-    settings, gaps = find_settings(options.systems, device=options.device, row=options.row)
+    settings, gaps = find_settings(SYSTEMS, device=options.device, row=options.row)
+    chosen = [setting for setting in settings if is_chosen(setting, options.arms)]
     for name, reason in gaps.items():
         print(f"not run: {name}: {reason}", flush=True)
+    if options.resume and not (out / "raw.jsonl").exists():
+        join_logs(options.resume, out=out)
     run = ComparisonRun(options, files=files, out=out)
     run.build()
     with ClockLog(out / "clocks.csv"):
-        run.measure(settings)
-    return _report(run, settings, gaps, command=" ".join(["python -m benchmarks.compare", *words]))
+        run.measure(chosen)
+    wanted = settings if options.row else of_named_systems(settings, options.arms)
+    return _report(run, wanted, gaps, command=describe_command(words))
+
+
+def describe_command(words: Sequence[str]) -> str:
+    """Return the command for rows and logs, without folders of this machine.
+
+    Example:
+        >>> describe_command(["--row", "tiny", "--root", "/dev/shm/x", "--out", "/tmp/y", "--resume", "/tmp/a.jsonl.gz"])
+        'python -m benchmarks.compare --row tiny --root ROOT --out runs --resume a.jsonl.gz'
+    """
+    shown, option = ["python -m benchmarks.compare"], ""
+    for word in words:
+        if word.startswith("--"):
+            option = word
+        elif option == "--resume":
+            word = Path(word).name
+        else:
+            word = {"--root": "ROOT", "--out": "runs"}.get(option, word)
+        shown.append(word)
+    return " ".join(shown)
 
 
 def read_options(words: Sequence[str]) -> argparse.Namespace:
@@ -95,7 +122,9 @@ def read_options(words: Sequence[str]) -> argparse.Namespace:
         options.device = "cpu" if options.row == "tiny" else "cuda"
     options.optimizers = (options.optimizer,) if options.optimizer else OPTIMIZERS if row else OPTIMIZERS[:1]
     options.steps = options.steps or (NUM_ROW_STEPS if row else NUM_STEPS)
-    options.warmup = options.warmup or (NUM_ROW_WARMUP if row else NUM_WARMUP)
+    unknown = [arm for arm in options.arms if arm.partition(":")[0] not in SYSTEMS]
+    if unknown:
+        raise SystemExit(f"compare: no system {', '.join(unknown)}; there are {', '.join(SYSTEMS)}")
     return options
 
 
@@ -106,7 +135,23 @@ def _parser() -> argparse.ArgumentParser:
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument("--row", choices=list(ROWS), help="a headline of docs/numbers.md, all of it in one run")
     asked.add_argument("--workload", choices=[name for name, workload in WORKLOADS.items() if not workload.num_experts])
-    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=list(SYSTEMS))
+    parser.add_argument(
+        "--arms",
+        "--systems",
+        nargs="+",
+        default=list(SYSTEMS),
+        metavar="SYSTEM[:MODE]",
+        help=f"measure these only; all by default. Systems: {', '.join(SYSTEMS)}",
+    )
+    parser.add_argument(
+        "--resume",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="LOG",
+        help="logs of earlier calls for the same row, whose cases are not measured again; rows are written only if the "
+        "A/A control of ours agrees over all calls, on the same kind of GPU",
+    )
     parser.add_argument(
         "--root",
         type=Path,
@@ -123,10 +168,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--steps",
         type=int,
-        help=f"timed steps of a setting, over both of its processes; {NUM_STEPS}, {NUM_ROW_STEPS} with --row, 10 where "
+        help=f"timed steps of a setting, over all passes; {NUM_STEPS}, {NUM_ROW_STEPS} with --row, 10 where "
         "one exceeds 3 s",
     )
-    parser.add_argument("--warmup", type=int, help=f"{NUM_WARMUP}, {NUM_ROW_WARMUP} with --row")
+    parser.add_argument("--warmup", type=int, default=NUM_WARMUP, help="ours takes as many as plans and graphs need")
+    parser.add_argument(
+        "--case-s",
+        type=float,
+        default=0.0,
+        help="time a case no longer than this in one process, but 10 steps at least; 0 for all steps",
+    )
+    parser.add_argument(
+        "--passes", type=int, default=2, help="processes of a setting, each with its share of the steps"
+    )
     parser.add_argument("--budget-s", type=float, default=7200.0, help="for all processes together")
     parser.add_argument("--arm-s", type=float, default=400.0, help="most for one process")
     parser.add_argument("--no-chart", action="store_true")
@@ -152,8 +206,10 @@ def find_settings(
     """
     of_row = ROWS[row].settings if row else None
     found, gaps = [], {}
-    for name in (name for name in SYSTEMS if name in set(systems) & set(SYSTEMS if of_row is None else of_row)):
+    for name in (name for name in SYSTEMS if name in set(systems)):
         system = SYSTEMS[name]
+        if of_row is not None and name not in of_row and system.arm:
+            continue
         settings = settings_of(system, device=device)
         if of_row is not None:
             settings = tuple(
@@ -172,6 +228,28 @@ def find_settings(
     return found, gaps
 
 
+def is_chosen(setting: tuple[str, str], arms: Iterable[str]) -> bool:
+    """Whether --arms names a setting, or its system.
+
+    Example:
+        >>> is_chosen(("trl", "keep+liger"), ["trl+liger"]), is_chosen(("trl", "keep"), ["trl+liger", "trl:recompute"])
+        (True, False)
+    """
+    name = system_of({"system": setting[0], "mode": setting[1]})
+    return name in arms or f"{name}:{setting[1]}" in arms
+
+
+def of_named_systems(settings: Iterable[tuple[str, str]], arms: Iterable[str]) -> list[tuple[str, str]]:
+    """Return all settings of the systems that --arms names: the best of a system is known only when all are measured.
+
+    Example:
+        >>> of_named_systems([("ours", "keep"), ("ours", "recompute"), ("trl", "recompute")], ["ours:keep"])
+        [('ours', 'keep'), ('ours', 'recompute')]
+    """
+    named = {arm.partition(":")[0] for arm in arms}
+    return [setting for setting in settings if system_of({"system": setting[0], "mode": setting[1]}) in named]
+
+
 class ComparisonRun:
     """The processes of one comparison.
 
@@ -186,16 +264,17 @@ class ComparisonRun:
         self.files = files
         self.out = out
         self.raw = out / "raw.jsonl"
+        calls = [record["call"] for record in self.records()]
         self._template = Case(
             options.workload,
             "",
             "",
-            optimizer=options.optimizers[0],
             num_warmup=options.warmup,
-            num_steps=max(1, (options.steps + 1) // 2),
+            num_steps=-(-options.steps // options.passes),
+            most_seconds=options.case_s,
+            call=max(calls, default=0) + 1,
         )
         self._deadline = time.monotonic() + options.budget_s
-        self._longest_s = LEAST_SECONDS
         self._has_asked_for_reference = False
 
     def build(self) -> None:
@@ -218,30 +297,32 @@ class ComparisonRun:
         subprocess.run([sys.executable, "-m", "benchmarks.train_step", *words], check=True)
 
     def measure(self, settings: Sequence[tuple[str, str]]) -> None:
-        """Run the first pass, the control, and all of it backwards; in a row, a control of each system.
+        """Run the processes of every pass, those of an even one backwards, then the control of ours.
 
         Args:
             settings: Arm and mode, in the order of the first pass.
         """
-        optimizers = self.options.optimizers
-        first = [self._case(system, mode, optimizer) for system, mode in settings for optimizer in optimizers]
-        for number, case in enumerate(first):
-            # The first case leaves the gradients that all others are judged by.
-            leaves_reference = number == 0 and case.system == "plain"
-            first[number] = case if leaves_reference else replace(case, is_judged=True)
-            self._run(first[number])
-        passed = [case for case in first if self._row_of(case)]
-        # Ours where it is there, else whoever passed.
-        ours_first = sorted(passed, key=lambda case: case.system != "ours")
-        firsts: dict[str, Case] = {}
-        for case in ours_first:
-            firsts.setdefault(case.system, case)
-        for case in firsts.values() if self.options.row else ours_first[:1]:
-            passed.append(replace(case, repeat=CONTROL, is_judged=True))
-            self._run(passed[-1])
-        for case in reversed(passed):
-            if self._row_of(case):
-                self._run(replace(case, half=2, is_judged=True))
+        processes = list_processes(settings)
+        by_system = {system_of({"system": arm, "mode": mode}): (arm, mode) for arm, mode in reversed(settings)}
+        firsts = set(by_system.values())
+        for number in range(1, self.options.passes + 1):
+            for system, modes in processes if number % 2 else reversed(processes):
+                cases = [self._case(system, mode, name) for name in self.options.optimizers for mode in modes]
+                # A setting without a row in the first pass has none in the second.
+                cases = [replace(case, half=number) for case in cases if number == 1 or self._row_of(case)]
+                # Ours is repeated in a process of its own, at the end.
+                if cases and system != "ours" and (system, modes[0]) in firsts:
+                    cases.append(replace(cases[0], repeat=CONTROL))
+                self._run(cases)
+        ours = [self._case("ours", mode, self.options.optimizers[0]) for mode in self._our_modes(settings)]
+        able = [case for case in ours if self._find(case) is None or self._row_of(case)]
+        # The only process of every call: it shows whether calls may be joined.
+        self._run([replace(case, repeat=CONTROL, half=case.call) for case in able[:1]])
+
+    def _our_modes(self, settings: Sequence[tuple[str, str]]) -> list[str]:
+        """Return the modes of ours, also where this call measures other systems only."""
+        row = ROWS.get(self.options.row)
+        return list(row.settings["ours"]) if row else [mode for system, mode in settings if system == "ours"]
 
     def _case(self, system: str, mode: str, asked: str) -> Case:
         """Return the first process of a setting; on a GPU ours steps with its own optimizer of as many bits."""
@@ -252,30 +333,34 @@ class ComparisonRun:
         """Return what all processes have left, oldest first."""
         return read_records(self.raw)
 
-    def _run(self, case: Case) -> None:
-        """Run one process, unless it has been run; where the reference is gone, the plain arm leaves it first."""
-        if self._find(case) is not None:
+    def _run(self, cases: Sequence[Case]) -> None:
+        """Run the cases of one process that have not been run; where the reference is gone, plain leaves it first."""
+        left = [case for case in cases if self._find(case) is None]
+        if not left:
             return
-        if case.is_judged and not self._has_asked_for_reference and not self.files.reference(case.label_share).exists():
+        has_reference = self.files.reference(1.0).exists()
+        leaves_reference = left[0].system == "plain" and not has_reference
+        if not leaves_reference and not has_reference and not self._has_asked_for_reference:
             self._has_asked_for_reference = True
-            reference = replace(self._template, system="plain", mode="recompute", num_warmup=1, num_steps=0)
-            self._start(reference)
-        self._start(case)
+            reference = ROWS[self.options.row].settings["plain"][0] if self.options.row else "recompute"
+            self._start([replace(self._template, system="plain", mode=reference, num_warmup=1, num_steps=0)])
+        left = [
+            replace(case, is_fresh=number == 0, is_judged=number > 0 or not leaves_reference)
+            for number, case in enumerate(left)
+        ]
+        self._start(left)
 
-    def _start(self, case: Case) -> None:
-        left, start = self._deadline - time.monotonic(), time.monotonic()
+    def _start(self, cases: Sequence[Case]) -> None:
         run_arms(
-            [[case]],
+            [cases],
             root=self.files.folder.parent,
             raw=self.raw,
             log=self.out / "log.txt",
             device=self.options.device,
-            # A process that would be cut off in the middle is left for the next call.
-            budget_seconds=left if left >= self._longest_s else 0.0,
+            budget_seconds=self._deadline - time.monotonic(),
             arm_seconds=self.options.arm_s,
             module="benchmarks.moe" if self.files.workload.num_experts else "benchmarks.train_step",
         )
-        self._longest_s = max(self._longest_s, time.monotonic() - start)
 
     def _find(self, case: Case) -> Mapping[str, Any] | None:
         """Return the record of a process that needs no other try."""
@@ -287,22 +372,38 @@ class ComparisonRun:
         return record is not None and not record["reason"]
 
 
+def list_processes(settings: Sequence[tuple[str, str]]) -> list[tuple[str, list[str]]]:
+    """Return arm and modes of each process: TRL and Unsloth set a model up for one mode.
+
+    Example:
+        >>> list_processes([("ours", "keep"), ("ours", "recompute"), ("trl", "keep"), ("trl", "recompute")])
+        [('ours', ['keep', 'recompute']), ('trl', ['keep']), ('trl', ['recompute'])]
+    """
+    found: dict[tuple[str, str], list[str]] = {}
+    for system, mode in settings:
+        found.setdefault((system, "" if system in ("plain", "ours") else mode), []).append(mode)
+    return [(system, modes) for (system, _), modes in found.items()]
+
+
 def _report(run: ComparisonRun, settings: Sequence[tuple[str, ...]], gaps: Mapping[str, str], *, command: str) -> int:
-    """Write table, rows and chart; return 0 where rows were written, on a CPU where everything ran."""
-    device, workload = run.options.device, run.options.workload
-    rows = pool(run.records(), clocks=read_clocks(run.out / "clocks.csv"))
+    """Write table, rows, log and chart; return 0 where rows were written, on a CPU where everything ran."""
+    device, workload, out = run.options.device, run.options.workload, run.out
+    records, clocks = run.records(), read_clocks(out / "clocks.csv")
+    rows = pool(records, clocks=clocks, num_passes=run.options.passes)
     hardware = next((row["versions"].get("device", "cpu") for row in rows if "versions" in row), device)
     title = f"{workload}, {WORKLOADS[workload].max_tokens:,} tokens a step, {hardware}"
     widths = [width_of({"optimizer": name}) for name in run.options.optimizers]
     settings = [(*setting, width) for setting in settings for width in widths]
     table = f"{title}\n{comparison_table(rows, gaps, settings=settings, device=device)}"
-    (run.out / "table.txt").write_text(table + "\n", encoding="utf-8")
+    (out / "table.txt").write_text(table + "\n", encoding="utf-8")
     print(table, flush=True)
     unfinished = find_unfinished(rows, settings)
     if unfinished:
-        print(f"not finished: the same command with --out {run.out} goes on from here", flush=True)
-    figures = [] if device == "cpu" else comparison_rows(rows, command=command)
-    path = run.out / "rows.csv"
+        print(f"not finished: the same command with --out {out} goes on from here", flush=True)
+    log = write_log(out, name=run.options.row or workload, command=command, gaps=gaps, num_passes=run.options.passes)
+    print(f"log: {log}", flush=True)
+    figures = [] if device == "cpu" else read_log(log).rows()
+    path = out / "rows.csv"
     # Made anew from raw.jsonl, which may have grown since.
     path.unlink(missing_ok=True)
     if figures:
@@ -310,8 +411,8 @@ def _report(run: ComparisonRun, settings: Sequence[tuple[str, ...]], gaps: Mappi
     if not run.options.no_chart:
         from benchmarks.ruler.picture import draw_comparison
 
-        draw_comparison(rows, gaps, device=device, title=title, path=run.out / "chart.png")
-        print(f"chart: {run.out / 'chart.png'}", flush=True)
+        draw_comparison(rows, gaps, device=device, title=title, path=out / "chart.png")
+        print(f"chart: {out / 'chart.png'}", flush=True)
     if device == "cpu":
         return _report_cpu(rows, is_finished=not unfinished)
     print(f"rows: {path}: {len(figures)}" if figures else f"rows: none; {control_of(rows).describe()}", flush=True)
@@ -323,7 +424,7 @@ def _report_cpu(rows: Sequence[Mapping[str, Any]], *, is_finished: bool) -> int:
     failed = [row["title"] for row in rows if row["reason"]]
     if is_finished and not failed and any(row["repeat"] for row in rows):
         print(
-            f"everything ran: {len(rows)} cases in two processes each, gradients judged; no row is written on a CPU",
+            f"everything ran: {len(rows)} cases, gradients judged; no row is written on a CPU",
             flush=True,
         )
         return 0

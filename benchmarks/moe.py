@@ -52,20 +52,10 @@ from benchmarks.ruler.cases import Case, CaseLog, CaseRecorder, base_dtype, quan
 from benchmarks.ruler.driver import parse_arm, run_arms
 from benchmarks.ruler.judge import load_adapter
 from benchmarks.ruler.pairs import UNFINISHED
-from benchmarks.ruler.plans import describe_plan, least_warmup, parse_mode
+from benchmarks.ruler.plans import SHIPPED, describe_plan, least_warmup, parse_mode
 from benchmarks.ruler.report import read_records, render_table, result_rows
 from benchmarks.ruler.workloads import ATTENTION_MODULES, EXPERT_PARAMETERS, WORKLOADS, Pack, WorkloadFiles, lora_config
 
-# Issue's bars: ours against Unsloth, in tokens/s. The third is asked of the fastest of ours that needs no more memory
-# than Unsloth's default.
-BARS = {
-    "qwen3_moe": (
-        ("its default", 2.0, False),
-        ("its best", 1.5, False),
-        ("its default, at no more than its memory", 1.5, True),
-    ),
-    "gpt_oss": (("its best", 2.5, False),),
-}
 # What tells one case from another.
 _KEY = ("workload", "system", "mode", "label_share", "optimizer")
 _GOLDEN = (5**0.5 - 1) / 2
@@ -216,6 +206,9 @@ def _train_ours(tuner: Any, recorder: CaseRecorder, *, adapter: dict[str, torch.
     from lightning_fastft.callbacks.bincount_router import BincountRouter
     from lightning_fastft.strategies.single_device import FastFTStrategy
 
+    if recorder.case.mode == SHIPPED:
+        ours.train_shipped(tuner, recorder, start=adapter, is_cuda=is_cuda)
+        return
     mode = parse_mode(recorder.case.mode)
     measure = ours.MeasuringCallback(recorder, adapter=adapter, mode=mode, is_cuda=is_cuda)
     strategy, router = FastFTStrategy(activations=mode.checkpointing), BincountRouter()
@@ -336,7 +329,7 @@ def run_padded_cases(
             trainer.train_dataset = _batches_data_set(groups, share=recorder.case.label_share)
             trainer._signature_columns = ["input_ids", "labels"]
             trainer.data_collator = collate
-            trainer.optimizer = trainer.lr_scheduler = None
+            sft.set_optimizer(trainer, recorder.case.optimizer, is_cuda=is_cuda)
             try:
                 trainer.train()
             finally:
@@ -538,7 +531,7 @@ def moe_rows(records: Sequence[dict[str, Any]], *, command: str, num_before: int
 
 
 def describe(records: Sequence[dict[str, Any]]) -> str:
-    """Return the ruler's table of what was last said about each case, how rows were spread, and the bars."""
+    """Return the ruler's table of what was last said about each case, and how rows were spread."""
     latest = {(*(record[name] for name in _KEY), record.get("num_steps") == 0): record for record in records}
     lines = [render_table(list(latest.values()))]
     for workload in dict.fromkeys(record["workload"] for record in latest.values()):
@@ -554,53 +547,7 @@ def describe(records: Sequence[dict[str, Any]]) -> str:
             for record in own
             if "real_share" in record and not record["reason"]
         ]
-        lines += bars(own)
     return "\n".join(lines)
-
-
-def bars(records: Sequence[dict[str, Any]]) -> list[str]:
-    """Return one line for each bar of a workload that its records can answer.
-
-    Args:
-        records: Of one workload, each case once.
-    """
-    timed = [record for record in records if not record["reason"] and record["label_share"] == 1.0]
-    ours = [record for record in timed if record["system"] == "ours"]
-    theirs = [record for record in timed if record["system"] == "unsloth"]
-    if not ours or not theirs:
-        return []
-    lines = []
-    workload = WORKLOADS[records[0]["workload"]]
-    for against, factor, is_bounded in BARS[workload.model_type]:
-        rivals = (
-            theirs
-            if "best" in against
-            else [record for record in theirs if record["mode"].partition("+")[0] == "unsloth"]
-        )
-        if not rivals:
-            continue
-        rival = max(rivals, key=_rate)
-        able = [
-            record
-            for record in ours
-            if not is_bounded or record["peak_gib"]["allocated"] <= rival["peak_gib"]["allocated"]
-        ]
-        if not able:
-            lines.append(
-                f"{workload.name}: MISSED: no mode of ours within {rival['peak_gib']['allocated']:.1f} GiB of "
-                f"{rival['title']}"
-            )
-            continue
-        best = max(able, key=_rate)
-        ratio = _rate(best) / _rate(rival)
-        memory = f"{best['peak_gib']['allocated']:.1f} against {rival['peak_gib']['allocated']:.1f} GiB"
-        found = f"{best['title']} {ratio:.2f}x {rival['title']} in tokens/s, {factor}x asked of {against}; {memory}"
-        lines.append(f"{workload.name}: {'met' if ratio >= factor else 'MISSED'}: {found}")
-    return lines
-
-
-def _rate(record: dict[str, Any]) -> float:
-    return float(record["tokens_per_s"])
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ whole. "experts" trains all weights of 12 layers of Qwen3-30B-A3B, with expert w
 with experts owned in shares (experts); the losses of both must agree to 1e-3.
 
 Weights are random and the same in every run (one seed). Two GPUs and one GPU with an accumulation of two (under
-"context" one GPU without) take the same steps: their losses must agree to 1e-3. The first 8 steps repeat the same packs
-of the ruler, so that losses fall if the steps train; timed steps follow, and each has new packs. Time between the ends
+"context" one GPU without) take the same steps: their losses must agree to 1e-3. The first steps (8; --warmup) repeat the same
+packs of the ruler, so that losses fall if the steps train; timed steps follow, and each has new packs. Time between the ends
 of steps by CUDA events on rank 0, clipping and fused AdamW included. Records are flushed run by run.
 """
 
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import signal
 import subprocess
@@ -51,6 +52,7 @@ from lightning_fastft.strategies.ddp import FastFTDDPStrategy
 from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from lightning_fastft.training.fine_tuner import FineTuner
+from lightning_fastft.training.optimizer import FusedAdamW
 
 RUNS = ("one", "accumulate", "ddp", "fsdp")
 CONTEXT, EXPERTS = "context", "experts"
@@ -66,8 +68,6 @@ STRATEGIES = {
 MIN_SPEEDUP = {"ddp": 1.96, "fsdp": 1.9, CONTEXT: 1.9}
 # Sums in another order, in bf16; measured from equal weights.
 LOSS_TOLERANCE = 1e-3
-# Warm-up steps, all on the same packs.
-NUM_WARMUP = 8
 # Timed steps of the run with accumulation, which is there for its losses.
 NUM_ACCUMULATED = 1
 # Losses that fell by less than this many tolerances would agree whatever the steps did.
@@ -108,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     shared.add_argument("--one-document", action="store_true", help="whose packs hold one document each")
     shared.add_argument("--mode", default="offload", help="what happens to activations, as in the ruler")
     shared.add_argument("--steps", type=int, default=30)
+    shared.add_argument("--warmup", type=int, default=8, help="steps before the timed ones, all on the same packs")
     shared.add_argument("--budget-s", type=float, default=3600.0)
     shared.add_argument("--adapters", default="replicate", choices=("replicate", "shard"), help="of LoRA under FSDP2")
     one = commands.add_parser("multi", parents=[shared], help="one GPU, DDP and FSDP2")
@@ -120,10 +121,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     two.add_argument("--ranks", type=int, default=4)
     two.add_argument("--master-dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    two.add_argument("--optim-bits", type=int, default=32, choices=(8, 32), help="of the moments")
     owners = commands.add_parser(EXPERTS, parents=[shared], help="every weight of a mixture of experts")
     owners.add_argument("--workload", default="qwen3-30b-a3b-12l-lora", help="whose configuration is trained")
     owners.add_argument("--ranks", type=int, default=2)
     owners.add_argument("--master-dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    owners.add_argument("--optim-bits", type=int, default=32, choices=(8, 32), help="of the moments")
     owners.add_argument("--runs", nargs="+", default=["fsdp", EXPERTS], choices=("fsdp", EXPERTS))
     three = commands.add_parser("worker", parents=[shared], help="one rank of a run")
     three.add_argument("--workload", required=True)
@@ -131,6 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     three.add_argument("--accumulate", type=int, default=1)
     three.add_argument("--full", action="store_true")
     three.add_argument("--master-dtype", default="auto")
+    three.add_argument("--optim-bits", type=int, default=32)
     three.add_argument("--title", required=True)
     return parser
 
@@ -181,6 +185,8 @@ class Driver:
                 options.mode,
                 "--steps",
                 str(num_steps),
+                "--warmup",
+                str(options.warmup),
                 "--workload",
                 options.workload,
                 "--budget-s",
@@ -251,19 +257,19 @@ def multi(driver: Driver, options: argparse.Namespace) -> None:
 
 def full(driver: Driver, options: argparse.Namespace) -> None:
     """Full fine-tuning under FSDP2."""
-    arguments = ["--full", "--master-dtype", options.master_dtype]
+    arguments = ["--full", "--master-dtype", options.master_dtype, "--optim-bits", str(options.optim_bits)]
     driver.run(
         f"full fsdp x{options.ranks}",
         strategy="fsdp",
         num_ranks=options.ranks,
-        num_steps=max(1, options.steps - NUM_WARMUP),
+        num_steps=max(1, options.steps - options.warmup),
         arguments=arguments,
     )
 
 
 def experts(driver: Driver, options: argparse.Namespace) -> None:
     """Full fine-tuning of experts that are gathered in each layer, then of experts that ranks own."""
-    arguments = ["--full", "--master-dtype", options.master_dtype]
+    arguments = ["--full", "--master-dtype", options.master_dtype, "--optim-bits", str(options.optim_bits)]
     for strategy in options.runs:
         driver.run(
             f"{strategy} x{options.ranks}",
@@ -294,6 +300,8 @@ def worker(options: argparse.Namespace) -> int:
         "num_ranks": num_ranks,
         "accumulate": options.accumulate,
         "num_tokens": options.tokens,
+        "num_warmup": options.warmup,
+        "optim_bits": options.optim_bits,
         "num_sharing": num_sharing,
         "is_one_document": options.one_document,
         "mode": options.mode,
@@ -301,8 +309,8 @@ def worker(options: argparse.Namespace) -> int:
         "versions": versions(),
         "reason": "",
     }
-    num_steps = NUM_WARMUP + options.steps
-    tuner = make_tuner(workload, is_cuda=is_cuda, is_full=options.full, master_dtype=options.master_dtype)
+    num_steps = options.warmup + options.steps
+    tuner = make_tuner(workload, options)
     mode = parse_mode(options.mode)
     checkpointing = mode.checkpointing
     follow = RankCallback(record, num_steps=num_steps, num_micro=num_steps * options.accumulate, is_cuda=is_cuda)
@@ -327,6 +335,7 @@ def worker(options: argparse.Namespace) -> int:
         rank=rank // num_sharing,
         num_ranks=num_ranks // num_sharing,
         accumulate=options.accumulate,
+        num_warmup=options.warmup,
     )
     rows = range(num_steps * options.accumulate)
     loader = torch.utils.data.DataLoader(
@@ -339,24 +348,26 @@ def worker(options: argparse.Namespace) -> int:
     return 0
 
 
-def make_tuner(workload: Any, *, is_cuda: bool, is_full: bool, master_dtype: str) -> FineTuner:
+def make_tuner(workload: Any, options: argparse.Namespace) -> FineTuner:
     """Return a FineTuner with random weights: adapters on a frozen base, or every weight trained."""
-    if is_full:
-        options: dict[str, Any] = {
+    is_cuda = options.device == "cuda"
+    if options.full:
+        choices: dict[str, Any] = {
             "learning_rate": FULL_LEARNING_RATE,
-            "master_dtype": master_dtype if is_cuda else "auto",
+            "master_dtype": options.master_dtype if is_cuda else "auto",
+            "optimizer": functools.partial(FusedAdamW, optim_bits=options.optim_bits),
         }
     else:
         lora = lora_config(workload)
         lora.init_lora_weights = False
-        options = {"lora": lora, "learning_rate": LORA_LEARNING_RATE, "quantization": workload.quantization}
+        choices = {"lora": lora, "learning_rate": LORA_LEARNING_RATE, "quantization": workload.quantization}
     return FineTuner(
         {"model_type": workload.model_type, **workload.model_config},
         init="random",
         dtype="bfloat16" if is_cuda else "float32",
         scheduler="constant",
         warmup_share=0.0,
-        **options,
+        **choices,
     )
 
 
@@ -368,17 +379,18 @@ class Share:
         rank: Whose share; of ranks that share packs, their group.
         num_ranks: Ranks, or groups.
         accumulate: Micro-batches of a rank in one step.
+        num_warmup: Warm-up steps.
     """
 
-    def __init__(self, packs: Sequence[Pack], *, rank: int, num_ranks: int, accumulate: int) -> None:
-        self._packs = packs
+    def __init__(self, packs: Sequence[Pack], *, rank: int, num_ranks: int, accumulate: int, num_warmup: int) -> None:
+        self._packs, self._num_warmup = packs, num_warmup
         self._rank, self._num_ranks, self._accumulate = rank, num_ranks, accumulate
 
     def batch(self, number: int) -> PackedBatch:
         """Return a micro-batch of this rank by its number."""
         step, micro = divmod(number, self._accumulate)
         num_packs = self._num_ranks * self._accumulate
-        begin = max(0, step - NUM_WARMUP + 1) * num_packs
+        begin = max(0, step - self._num_warmup + 1) * num_packs
         packs = self._packs[begin : begin + num_packs]
         num_labelled = sum(int((pack.label_T(1.0) != IGNORED_LABEL).sum()) for pack in packs)
         pack = packs[micro * self._num_ranks + self._rank]
@@ -437,10 +449,11 @@ class RankCallback(Callback):
         if trainer.global_step == self._num_done:
             return
         self._num_done = trainer.global_step
-        if self._num_done == NUM_WARMUP and self._is_cuda:
+        num_warmup = self._record["num_warmup"]
+        if self._num_done == num_warmup and self._is_cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-        if self._num_done >= NUM_WARMUP:
+        if self._num_done >= num_warmup:
             self._clock.mark()
 
     def on_train_end(self, trainer: Trainer, pl_module: FineTuner) -> None:
@@ -484,7 +497,8 @@ def result_rows(record: dict[str, Any], *, command: str) -> list[dict[str, Any]]
     kind = "one document" if record["is_one_document"] else "packed"
     shared = {
         "benchmark": "multi_gpu",
-        "workload": f"{record['workload']}, {kind}, {record['num_tokens']} tokens a pack, {record['mode']}",
+        "workload": f"{record['workload']}, {kind}, {record['num_tokens']} tokens a pack, {record['mode']}"
+        + (", moments in 8 bits" if record["optim_bits"] == 8 else ""),
         "system": f"ours {record['title']}",
         "version": "; ".join(
             f"{name} {found[name]}" for name in ("lightning_fastft", "torch", "transformers") if name in found
@@ -543,7 +557,7 @@ def multi_table(records: Sequence[dict[str, Any]]) -> str:
         if reference is not None:
             pairs = list(zip(record["losses"], reference["losses"]))
             worst = max(abs(own - other) / abs(other) for own, other in pairs)
-            fall = 1 - pairs[:NUM_WARMUP][-1][1] / pairs[0][1]
+            fall = 1 - pairs[: record["num_warmup"]][-1][1] / pairs[0][1]
             is_met = worst <= LOSS_TOLERANCE and fall >= LEAST_FALL * LOSS_TOLERANCE
             lines.append(
                 f"  bar: {record['title']}: losses fell by {fall:.1%} on repeated packs and differ by {worst:.1e} in "
@@ -564,7 +578,7 @@ def full_table(records: Sequence[dict[str, Any]]) -> str:
                 f"    reserved {', '.join(f'{gib:.1f}' for gib in record['reserved_gib'])} GiB, "
                 f"while built {', '.join(f'{gib:.1f}' for gib in record['peak_gib_build'])} GiB",
                 f"    bar: {len(losses)} steps, all losses finite and falling on repeated packs: "
-                f"{_verdict(all(loss == loss for loss in losses) and losses[:NUM_WARMUP][-1] < losses[0])}",
+                f"{_verdict(all(loss == loss for loss in losses) and losses[: record['num_warmup']][-1] < losses[0])}",
             ]
     return "\n".join(lines)
 

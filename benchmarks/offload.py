@@ -7,7 +7,6 @@ r"""Measure activation offload: gain of double buffering, overlap of copies, fro
         --cards qwen3-8b-qlora=8 qwen3-14b-qlora=12 qwen3-32b-qlora=24
     python -m benchmarks.offload front --out runs/offload --root /dev/shm/fastft \
         --workload qwen3-14b-qlora qwen3-14b-qlora-16k
-    python -m benchmarks.offload plot benchmarks/results.csv --out benchmarks/plots
 
 Models have random weights, made on the device once per size; every run starts from the same adapters and takes the same
 packs of the ruler's documents, with fused AdamW and clipping. Per run: 3 warm-up steps (7 where a plan is measured
@@ -57,8 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     # A driver that is told to stop ends its processes first: SystemExit runs through every finally.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    if options.command in ("front", "plot"):
-        return {"front": offload_front.front, "plot": offload_front.plot}[options.command](options)
+    if options.command == "front":
+        return offload_front.front(options)
     options.out.mkdir(parents=True, exist_ok=True)
     session = Session(options)
     {"buffers": buffers, "overlap": overlap, "small-cards": small_cards}[options.command](session, options)

@@ -1,7 +1,7 @@
 """Time the memory-bound row kernels, and compare each with the bytes that it must move.
 
     python -m benchmarks.row_kernels
-    python -m benchmarks.row_kernels --only cross_entropy --tiles --forms
+    python -m benchmarks.row_kernels --only cross_entropy --tiles
     python -m benchmarks.row_kernels --only rms_norm expert_gate --tiles
     python -m benchmarks.row_kernels --only "expert_gate backward" --rows 32768 --expert-width 14336 --tiles
     python -m benchmarks.row_kernels --only block_diagonal --tiles block_diagonal=1024,4 block_diagonal=8192,8
@@ -15,10 +15,7 @@ table has the median, the bytes of inputs and outputs, each counted once, and th
 also has p10 and p90.
 
 With --tiles candidates for the constants of each kernel are timed too, or those given as KERNEL=V,V (order in
-CONSTANTS). With --forms earlier forms of a kernel, made by a change of its text, are timed too: of
-cross_entropy "two reductions a tile", in which all threads of a program agree on maximum and sum at every tile, and "no
-cache hints"; of rms_norm a backward whose sum waits for the one in the root; of low_rank_add torch's addmm_, behind
-torch's sum with the residual.
+CONSTANTS).
 """
 
 from __future__ import annotations
@@ -29,7 +26,6 @@ import importlib.util
 import itertools
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,6 +71,9 @@ CONSTANTS = {
         "TRANSPOSED_BLOCK_ROWS",
         "CHUNK_BLOCKS",
         "NUM_WEIGHT_WARPS",
+        "TILE_T",
+        "TILE_I",
+        "NUM_TRANSPOSE_WARPS",
     ),
     "low_rank_add": ("BLOCK_ROWS", "BLOCK_COLUMNS", "NUM_WARPS", "TRANSPOSED", "MAX_BLOCK_RANKS"),
     "adamw_step": ("CHUNK", "NUM_WARPS", "NUM_PARTIALS", "NUM_BLOCKS", "NUM_WARPS_8BIT"),
@@ -101,12 +100,12 @@ CANDIDATES = {
     "block_diagonal": ("512,4", "1024,4", "4096,4", "8192,4", "8192,8"),
     "nf4_linear": ("256,4", "1024,4", "512,8", "1024,8"),
     "fp8_linear": (
-        "2048,8,32,64,64,32,4",
-        "4096,8,4,64,128,8,4",
-        "1024,4,16,32,256,4,4",
-        "2048,8,8,64,128,4,8",
-        "2048,8,8,128,128,2,4",
-        "2048,8,4,32,128,8,4",
+        "2048,8,32,64,64,32,4,128,64,4",
+        "4096,8,4,64,128,8,4,64,128,4",
+        "1024,4,16,32,256,4,4,64,64,4",
+        "2048,8,8,64,128,4,8,128,128,4",
+        "2048,8,8,128,128,2,4,256,64,8",
+        "2048,8,4,32,128,8,4,64,64,2",
     ),
     # Rows, columns, warps, both orders of the product.
     "low_rank_add": tuple(
@@ -121,74 +120,6 @@ CANDIDATES = {
         "4096,8,512,8,8",
         "4096,8,2048,16,8",
     ),
-}
-
-# Earlier forms: from where to where the text of triton.py is replaced, by what; and the constants that they had.
-_TWO_REDUCTIONS = """\
-    tile_cols = tl.arange(0, DEPTH * LANES)
-    highest = -float("inf")
-    total = 0.0
-    best_column = target * 0 - 1
-    for start in range(0, num_columns, DEPTH * LANES):
-        cols = start + tile_cols
-        inside = cols < num_columns
-        raw = tl.load(row_ptr + cols, mask=inside, other=0.0).to(tl.float32)
-        value = scale_and_cap(raw, scale, softcap, HAS_SOFTCAP)
-        value = tl.where(inside, value, -float("inf"))
-        tile_highest = tl.max(value, axis=0)
-        if COUNT_CORRECT:
-            tile_column = tl.min(tl.where(value == tile_highest, cols, num_columns), axis=0)
-            best_column = tl.where(tile_highest > highest, tile_column, best_column)
-        new_highest = tl.maximum(highest, tile_highest)
-        total = total * tl.exp(highest - new_highest) + tl.sum(tl.exp(value - new_highest), axis=0)
-        highest = new_highest
-"""
-_ADDMM = """\
-    if residual_TN is not None:
-        torch.add(base_TN, residual_TN, out=sum_TN)
-    elif sum_TN is not base_TN:
-        sum_TN.copy_(base_TN)
-    sum_TN.addmm_(low_TR, factor_RN)
-"""
-_NO_HINTS = (
-    (', eviction_policy="evict_first"', "", ""),
-    (', cache_modifier=".cs"', "", ""),
-)
-
-
-class Form(NamedTuple):
-    """An earlier form of a kernel: pieces of text by their beginning and the text behind their end, what stands
-    there instead, and its constants.
-    """
-
-    pieces: Sequence[tuple[str, str, str]]
-    constants: str | None = None
-
-
-FORMS = {
-    "cross_entropy": {
-        "two reductions a tile": Form(
-            [
-                ("    # Keep logits in the cache", "    # Subtract logits first", _TWO_REDUCTIONS),
-                ("        best_column = tl.min(tl.where(lane", "        tl.store(correct_ptr", ""),
-                *_NO_HINTS,
-            ],
-            constants="4096,1,8",
-        ),
-        "no cache hints": Form([(", eviction_policy=FIRST_WALK", "", ""), *_NO_HINTS]),
-    },
-    "rms_norm": {
-        "sum behind the root": Form(
-            [
-                (
-                    "_sum_of_products(d_normed, row) * (mean_scale * rstd)",
-                    "",
-                    "_sum_of_products(d_normed, normed) * mean_scale",
-                )
-            ]
-        ),
-    },
-    "low_rank_add": {"torch addmm_": Form([("    _add_low_rank_kernel[", "    return sum_TN\n", _ADDMM)])},
 }
 
 
@@ -236,36 +167,33 @@ def main(arguments: list[str] | None = None) -> int:
     }
     print(f"{'kernel':<46} {'size':<18} {'arm':<30} {'p50 us':>9} {'MB':>9} {'of 4.2 TB/s':>11}")
     has_failed = False
-    with tempfile.TemporaryDirectory() as folder:
-        for case in all_cases(_sizes(options)):
-            if options.only and not any(part in case.name for part in options.only):
+    for case in all_cases(_sizes(options)):
+        if options.only and not any(part in case.name for part in options.only):
+            continue
+        for arm, module, constants in all_arms(case.kernel, tiles=options.tiles):
+            with constants_set(case.kernel, module, constants):
+                wrong, times_us = measure(case, module, device=options.device, num_runs=options.runs)
+            head = f"{case.name:<46} {case.workload:<18} {arm:<30}"
+            if wrong:
+                has_failed = True
+                print(f"{head} {wrong}", flush=True)
                 continue
-            for arm, module, constants in all_arms(
-                case.kernel, tiles=options.tiles, wants_forms=options.forms, folder=Path(folder)
-            ):
-                with constants_set(case.kernel, module, constants):
-                    wrong, times_us = measure(case, module, device=options.device, num_runs=options.runs)
-                head = f"{case.name:<46} {case.workload:<18} {arm:<30}"
-                if wrong:
-                    has_failed = True
-                    print(f"{head} {wrong}", flush=True)
-                    continue
-                told = summarise_ms(times_us)
-                share = case.num_bytes / REACHABLE_BYTES_PER_S / (told["median"] / 1e6)
-                print(f"{head} {told['median']:9.1f} {case.num_bytes / 1e6:9.1f} {share:11.1%}", flush=True)
-                row = {**shared, "workload": f"{case.name}, {case.workload}", "system": arm}
-                rows = [
-                    {
-                        **row,
-                        "metric": "time",
-                        "value": told["median"],
-                        "p10": told["p10"],
-                        "p90": told["p90"],
-                        "unit": "us",
-                    },
-                    {**row, "metric": "rate", "value": case.num_bytes / told["median"] / 1e6, "unit": "TB/s"},
-                ]
-                append_rows(rows, path=options.out / "rows.csv")
+            told = summarise_ms(times_us)
+            share = case.num_bytes / REACHABLE_BYTES_PER_S / (told["median"] / 1e6)
+            print(f"{head} {told['median']:9.1f} {case.num_bytes / 1e6:9.1f} {share:11.1%}", flush=True)
+            row = {**shared, "workload": f"{case.name}, {case.workload}", "system": arm}
+            rows = [
+                {
+                    **row,
+                    "metric": "time",
+                    "value": told["median"],
+                    "p10": told["p10"],
+                    "p90": told["p90"],
+                    "unit": "us",
+                },
+                {**row, "metric": "rate", "value": case.num_bytes / told["median"] / 1e6, "unit": "TB/s"},
+            ]
+            append_rows(rows, path=options.out / "rows.csv")
     return int(has_failed)
 
 
@@ -276,7 +204,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tiles", nargs="*", metavar="KERNEL=V,V", help="time other constants too: those given, or all candidates"
     )
-    parser.add_argument("--forms", action="store_true", help="time earlier forms too")
     parser.add_argument("--rows", type=int, help="tokens")
     parser.add_argument("--width", type=int, help="columns of norms, thin products, rotation and AdamW")
     parser.add_argument("--expert-width", type=int, help="columns of the gate")
@@ -306,9 +233,7 @@ def _sizes(options: argparse.Namespace) -> Sizes:
 # Arms: the module that runs, and the constants that it has.
 
 
-def all_arms(
-    kernel: str, *, tiles: list[str] | None, wants_forms: bool, folder: Path
-) -> Iterator[tuple[str, ModuleType, str | None]]:
+def all_arms(kernel: str, *, tiles: list[str] | None) -> Iterator[tuple[str, ModuleType, str | None]]:
     """Yield name, module and constants (None for those in use) of everything that is timed for one kernel."""
     module = importlib.import_module(f"lightning_fastft.kernels.{kernel}.triton")
     in_use = ",".join(str(int(getattr(module, name))) for name in CONSTANTS[kernel])
@@ -319,35 +244,6 @@ def all_arms(
         for text in candidates:
             if text != in_use:
                 yield text, module, text
-    if wants_forms:
-        for name, form in FORMS.get(kernel, {}).items():
-            yield name, load_form(module, form, path=folder / f"{kernel}_{name.replace(' ', '_')}.py"), form.constants
-
-
-def load_form(module: ModuleType, form: Form, *, path: Path) -> ModuleType:
-    """Return a module with pieces of its text replaced.
-
-    Raises:
-        ValueError: The text has changed, so that a piece is not there once.
-    """
-    assert module.__file__ is not None
-    text = Path(module.__file__).read_text(encoding="utf-8")
-    for begin, end, new in form.pieces:
-        if text.count(begin) != 1 or end not in text:
-            raise ValueError(
-                f"{begin!r} stands {text.count(begin)} times in {module.__file__}: FORMS in benchmarks/row_kernels.py "
-                "needs an update."
-            )
-        start = text.index(begin)
-        stop = text.index(end, start) if end else start + len(begin)
-        text = text[:start] + new + text[stop:]
-    path.write_text(text, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return loaded
 
 
 @contextmanager
@@ -538,6 +434,13 @@ def weight_cases(sizes: Sizes) -> list[Case]:
             f"{rows} x {outputs}",
             rows * (3 * outputs + 4) + 2 * outputs,
             fp8_rows(rows, outputs, has_factor=True),
+        ),
+        Case(
+            "fp8_linear",
+            "fp8_linear transpose, shifted",
+            f"{rows} x {outputs}",
+            rows * (2 * outputs + 4),
+            fp8_transpose(rows, outputs),
         ),
         Case("fp8_linear", "fp8_linear NF4", f"{outputs} x {width}", fp8_bytes, nf4_to_fp8(outputs, width)),
         Case(
@@ -837,6 +740,25 @@ def fp8_rows(num_rows: int, width: int, *, has_factor: bool = False) -> Callable
         def run(module: Any) -> Sequence[torch.Tensor | None]:
             rows = module.quantise_rows(x_TI, factor_I=factor_I, round_scales_to_power_of_2=False)
             return [_comparable(rows.values_TI), rows.scale_T]
+
+        return run
+
+    return make
+
+
+def fp8_transpose(num_rows: int, width: int) -> Callable[[str], Run]:
+    """The transpose of rows in e4m3, each times a power of 2, as the gradient of a weight reads it."""
+
+    def make(device: str) -> Run:
+        from lightning_fastft.kernels.fp8_linear import reference
+
+        values_TI = _randn(num_rows, width, device=device).to(reference.FP8)
+        shift_T = torch.randint(-6, 1, (num_rows,), device=device).float().exp2()
+        out_IT = torch.empty(width, num_rows, dtype=reference.FP8, device=device)
+
+        def run(module: Any) -> Sequence[torch.Tensor | None]:
+            module.transpose(values_TI, shift_T=shift_T, out_IT=out_IT)
+            return [_comparable(out_IT)]
 
         return run
 

@@ -7,7 +7,7 @@ Trains every weight of a Llama with random weights, with FusedAdamW. Each mode s
 apart; the first save, which allocates the copies, is reported by itself. "hold" is the time of
 ``trainer.save_checkpoint`` on rank 0, with the device synchronised before and after. "step" is a step without a save;
 "step beside a write" is the step after each save. The folders are in ``--folder``, and each replaces the one before it.
-Both checkpoints of a mode and step must hold the same shards, or nothing is reported.
+The last step is saved once more, synchronously: both folders must hold the same shards, or nothing is reported.
 """
 
 from __future__ import annotations
@@ -44,11 +44,12 @@ class Saves(Callback):
 
     Args:
         path: Of the checkpoint.
+        again: Of the checkpoint of the last step that is written synchronously.
         every: Steps between two saves.
     """
 
-    def __init__(self, path: Path, *, every: int) -> None:
-        self.path, self.every = path, every
+    def __init__(self, path: Path, again: Path, *, every: int) -> None:
+        self.path, self.again, self.every = path, again, every
         self.hold_ms: list[float] = []
         self.step_ms: dict[bool, list[float]] = {True: [], False: []}
         self._begin, self._follows_save = 0.0, False
@@ -66,6 +67,9 @@ class Saves(Callback):
             begin = now(trainer)
             trainer.save_checkpoint(self.path)
             self.hold_ms.append(1e3 * (now(trainer) - begin))
+        if trainer.global_step == trainer.max_steps:
+            trainer.strategy.async_save = False
+            trainer.save_checkpoint(self.again)
 
 
 def now(trainer: Trainer) -> float:
@@ -75,8 +79,8 @@ def now(trainer: Trainer) -> float:
     return time.perf_counter()
 
 
-def measure(options: argparse.Namespace, mode: str, folder: Path) -> tuple[Saves, dict[str, Any], int]:
-    """Return the times of a mode, the record of its last checkpoint, and the bytes of this rank's files."""
+def measure(options: argparse.Namespace, mode: str, folder: Path) -> tuple[Saves, bool, int]:
+    """Return the times of a mode, whether its checkpoint is right, and the bytes of this rank's files."""
     torch.manual_seed(0)
     is_cuda = options.device == "cuda"
     config = {
@@ -92,7 +96,7 @@ def measure(options: argparse.Namespace, mode: str, folder: Path) -> tuple[Saves
     tuner = FineTuner(config, init="random", dtype="bfloat16" if is_cuda else "float32", scheduler="constant")
     ids = torch.arange(1, options.tokens + 1).numpy() % VOCABULARY
     num_steps = options.saves * options.every
-    saves = Saves(folder / "last.ckpt", every=options.every)
+    saves = Saves(folder / "last.ckpt", folder / "again.ckpt", every=options.every)
     trainer = Trainer(
         accelerator=options.device,
         devices=int(os.environ["WORLD_SIZE"]),
@@ -109,7 +113,11 @@ def measure(options: argparse.Namespace, mode: str, folder: Path) -> tuple[Saves
     trainer.fit(tuner, DataLoader([collate([Document(ids, ids.copy())])] * num_steps, batch_size=None))
     record = read_record(saves.path)
     own = sum(digest.num_bytes for name, digest in record.items() if name.startswith(f"__{trainer.global_rank}_"))
-    return saves, {name: digest for name, digest in record.items() if name.endswith(".distcp")}, own
+    shards, again = (
+        {name: digest for name, digest in each.items() if name.endswith(".distcp")}
+        for each in (record, read_record(saves.again))
+    )
+    return saves, shards == again, own
 
 
 def main() -> int:
@@ -125,10 +133,10 @@ def main() -> int:
     options = parser.parse_args()
     port = os.environ.get("MASTER_PORT", "")
     folder = options.folder or Path(tempfile.gettempdir()) / f"save-hold-{port}"
-    rows, contents = [], []
+    rows, wrong = [], []
     for mode in MODES:
-        saves, shards, num_bytes = measure(options, mode, folder / mode.replace(" ", "-"))
-        contents.append(shards)
+        saves, is_right, num_bytes = measure(options, mode, folder / mode.replace(" ", "-"))
+        wrong += [] if is_right else [mode]
         title = f"{num_bytes / 1e6:.0f} MB per rank, {os.environ['WORLD_SIZE']} ranks"
         figures = {
             "first hold": saves.hold_ms[:1],
@@ -144,8 +152,8 @@ def main() -> int:
     dist.barrier()
     if int(os.environ["RANK"]) == 0:
         shutil.rmtree(folder)
-        if contents[0] != contents[1]:
-            print("The two modes saved different shards.", file=sys.stderr)
+        if wrong:
+            print(f"Other shards than those of a synchronous save: {', '.join(wrong)}.", file=sys.stderr)
             return 1
         if options.out is not None:
             options.out.mkdir(parents=True, exist_ok=True)

@@ -54,7 +54,6 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--steps", type=int, default=30)
     run.add_argument("--warmup", type=int, default=6)
     run.add_argument("--optimizer", default="adamw_8bit", choices=("adamw_8bit", "adamw_fused"))
-    run.add_argument("--liger-layers", action="store_true", help='add "+liger" to every mode of ours')
     run.add_argument(
         "--diagnose", action="store_true", help="time refused cases for the raw log; they still get no row"
     )
@@ -113,7 +112,7 @@ def _run(options: argparse.Namespace) -> int:
         num_steps=options.steps,
         diagnose=options.diagnose,
     )
-    arms = [parse_arm(_with_liger(text) if options.liger_layers else text, template=template) for text in options.arms]
+    arms = [parse_arm(text, template=template) for text in options.arms]
     # A driver that is told to stop ends its arm first: SystemExit runs through the finally of run_arms.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options.out.mkdir(parents=True, exist_ok=True)
@@ -135,18 +134,6 @@ def _run(options: argparse.Namespace) -> int:
     (options.out / "table.txt").write_text(table + "\n", encoding="utf-8")
     print(table, flush=True)
     return 0
-
-
-def _with_liger(arm: str) -> str:
-    """Add Liger's layers to the modes of our arm."""
-    system, _, modes = arm.partition(":")
-    if system != "ours":
-        return arm
-    items = []
-    for item in modes.split(","):
-        cut = min((item.index(mark) for mark in "@/" if mark in item), default=len(item))
-        items.append(item if "+liger" in item else f"{item[:cut]}+liger{item[cut:]}")
-    return f"{system}:{','.join(items)}"
 
 
 def _arm(options: argparse.Namespace) -> int:

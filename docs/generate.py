@@ -450,11 +450,15 @@ def main() -> int:
     """Write the files and return 0."""
     (DOCS / "support.md").write_text(write_support(), encoding="utf-8")
     (DOCS / "options.md").write_text(write_options(), encoding="utf-8")
-    from docs.numbers_page import write_numbers
+    from docs.numbers_page import write_numbers, write_readme_headlines
 
     (DOCS / "numbers.md").write_text(write_numbers(), encoding="utf-8")
-    file = DOCS / "reliability.md"
-    file.write_text(replace_part(file.read_text(encoding="utf-8"), "faults", write_faults()), encoding="utf-8")
+    parts = (
+        (DOCS / "reliability.md", "faults", write_faults()),
+        (DOCS.parent / "README.md", "headlines", write_readme_headlines()),
+    )
+    for file, name, text in parts:
+        file.write_text(replace_part(file.read_text(encoding="utf-8"), name, text), encoding="utf-8")
     return 0
 
 

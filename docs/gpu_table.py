@@ -13,13 +13,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from benchmarks.ruler.workloads import WORKLOADS
 from lightning_fastft.cli.recipe.plans import METHODS, Method, Planned, plan_run
 from lightning_fastft.core.errors import FastFTError, OptionError
 from lightning_fastft.estimate.machines import Gpu, find_gpu
 from lightning_fastft.hf.loading.source import ModelSource, auto_class
 
 DOCS = Path(__file__).parent
+# Python adds the folder of the script, not that of the repository.
+sys.path.insert(0, str(DOCS.parent))
+from benchmarks.ruler.workloads import WORKLOADS  # noqa: E402
+
 PAGE = DOCS / "which_gpu.md"
 HEAD = "<!-- Written by `python docs/gpu_table.py`; edit the script, not this file. -->\n"
 PACK_TOKENS, DOCUMENT_TOKENS, HOST_GIB = 8192, 512, 64

@@ -1,7 +1,8 @@
-"""Return docs/numbers.md: tables of benchmarks/results.csv, and the prose around them with figures of its rows.
+"""Return docs/numbers.md and the headlines of README.md: tables of benchmarks/results.csv, and prose with figures of
+its rows.
 
-`python docs/generate.py` writes the page. No figure is written by hand: the prose refers to figures as {name}
-(FIGURES).
+`python docs/generate.py` writes both. No figure is written by hand: the prose refers to figures as {name}. The README
+cites runs by the names of NAMED_RUNS.
 """
 
 from __future__ import annotations
@@ -11,10 +12,14 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.published_table import read_rows as read_published
 from benchmarks.published_table import render as render_published
-from benchmarks.ruler.rows import ROWS
+from benchmarks.ruler.logs import LOGS, read_logs
+from benchmarks.ruler.pairs import NUM_WHOLE_STEPS
+from benchmarks.ruler.rows import NUM_ROW_STEPS, ROWS
+from benchmarks.ruler.systems import CHECKED_AGAINST, CONFLICTS
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results.csv"
 # Metrics of results.csv that the tables show, by their columns.
@@ -29,6 +34,7 @@ MEASURES = {
     ("device memory", "GiB"): "device memory",
     ("host waits", "per step"): "host syncs to the backward",
     ("host waits, whole step", "per step"): "host syncs",
+    (f"whole run of {NUM_WHOLE_STEPS} steps", "s"): "whole run",
     ("predicted step", "ms"): "predicted ms",
     ("predicted peak", "GiB"): "predicted GiB",
 }
@@ -44,7 +50,7 @@ TEMPLATE = """\
 
 Every figure on this page is in [benchmarks/results.csv](../benchmarks/results.csv) or computed from its rows.
 [benchmarks/README.md](../benchmarks/README.md) describes how systems get equal inputs, how gradients are checked, and
-what is timed. Models have their real shapes and random weights. torchtune and Axolotl were not run.
+what is timed. Models have their real shapes and random weights.
 
 ## Headlines
 For each workload, the table has the newest run that measured ours with another system. Rows marked \\* are the newest
@@ -53,8 +59,12 @@ rows of the other systems' other settings, from earlier runs on the same GPU. Se
 activations, `unsloth` is Unsloth's default, and `off` is Unsloth without checkpointing. CUDA graphs use reserved
 memory, so rows with `graphs` show it as allocated. Host syncs with a + were counted from the arrival of a batch to
 the end of its backward, without the optimizer. *Device memory* is the memory in use that nvidia-smi
-reports; older rows lack it. The number in the last column refers to the commands below the table. `python -m
-benchmarks.compare --row NAME` measures all systems of a workload in one run.
+reports; older rows lack it. *Steps* is the number of timed steps; rows with fewer than {num_row_steps} are short.
+*{num_whole_steps} steps, s (partly extrapolated)* is the time of a run of {num_whole_steps} steps from its first batch:
+the first steps, with recordings, plans and compilation, and the timed ones are measured; the mean of the timed steps
+counts for those that are left. The number in the last column refers to the commands below the table, with the raw log
+where there is one; a test computes the rows of a log again. `python -m benchmarks.compare --row NAME` measures all
+systems of a workload in one run.
 
 {headlines}
 
@@ -71,11 +81,24 @@ With CUDA graphs, ours takes {graph_ms} ms and {graph_gib} GiB. With all activat
 {keep_gib} GiB; Unsloth's default needs {unsloth_gib} GiB, and a budget brings ours to {budget_gib} GiB.
 With every weight of Qwen3-8B trained, ours needs {full_gib} GiB, Unsloth {unsloth_full_gib}.
 
+### Systems without a row
+Each row of a workload has all systems in one environment: Python {machine[python]}, torch {machine[torch]},
+transformers {machine[transformers]}. The newest releases of these systems do not install, or are not
+imported, there. What each requires, as pip reads it from the wheel, or its error:
+
+{not_installable}
+
+### Runs of the README
+The README cites these runs by name. Every figure that it gives with a unit is one of the named run, which a test
+checks.
+
+{named_runs}
+
 ## The front of time against memory
 Budgets of GPU memory (`auto=GIB`), offload and recompute against the two settings of Unsloth, newest rows. The last
 figure compares the step with the straight line between Unsloth's two points at the same allocated memory (its
 default, where ours needs less). *Predicted* is the planner's prediction before the run followed the plan. Gradients are
-bit-equal under every plan. `python -m benchmarks.offload plot benchmarks/results.csv` draws the front.
+bit-equal under every plan.
 
 {front}
 
@@ -97,8 +120,72 @@ benchmarks.cluster_model` prints its errors.
 ## All other rows
 [benchmarks/results.csv](../benchmarks/results.csv) has a row for each figure: {num_rows} of {num_commands} commands,
 with versions, spread and number of steps. [benchmarks/README.md](../benchmarks/README.md) lists the scripts: single
-layers of experts, row kernels, packing, masked attention, small cards, training curves, faults. `python -m
-benchmarks.roofline` relates the newest steps to the limits of the GPU.
+layers of experts, row kernels, packing, masked attention, small cards, training curves, faults.
+"""
+
+
+class NamedRun(NamedTuple):
+    """A run that the README cites: the newest one that has all of its labels.
+
+    Args:
+        workload: First word of the rows' workload.
+        labels: Systems of its rows, without the optimizer.
+    """
+
+    workload: str
+    labels: tuple[str, ...]
+
+
+class Headline(NamedTuple):
+    """A line of the README's table.
+
+    Args:
+        title: What is trained.
+        run: A name in NAMED_RUNS.
+        setting: Ours.
+    """
+
+    title: str
+    run: str
+    setting: str
+
+
+_BUDGET = "auto=12.0:24+fused"
+NAMED_RUNS = {
+    "14b": NamedRun("qwen3-14b-qlora", ("ours keep+fused", f"ours {_BUDGET}", "unsloth off", "unsloth unsloth")),
+    "14b-fp8": NamedRun("qwen3-14b-qlora", ("ours keep+fused+fp8", "ours keep+fused", "unsloth off")),
+    "14b-16k": NamedRun("qwen3-14b-qlora-16k", ("ours auto=5.9:24+liger+stream+tiles4",)),
+    "14b-metadata": NamedRun("qwen3-14b-qlora", ("varlen/once", "varlen/every-layer", "sdpa/every-layer-loop")),
+    "0.6b": NamedRun("qwen3-0.6b-lora", ("ours keep+graphs", "unsloth off", "unsloth unsloth")),
+    "0.6b-launches": NamedRun("qwen3-0.6b-lora", ("ours recompute+fused", "unsloth unsloth")),
+    "0.6b-metadata": NamedRun("qwen3-0.6b-lora", ("varlen/once", "varlen/every-layer", "sdpa/every-layer-loop")),
+    "30b-a3b": NamedRun("qwen3-30b-a3b-12l-lora", ("ours keep+graphs", "unsloth off")),
+    "8b-full": NamedRun("qwen3-8b-full", ("ours keep+fused", "unsloth off")),
+    "8b-fp8": NamedRun("qwen3-8b-full", ("ours recompute+fused+fp8", "ours recompute+fused")),
+    "32k": NamedRun("llama-3.1-8b-lora-32k", ("ours keep+fused", "unsloth off")),
+    "32k-one-document": NamedRun("llama-3.1-8b-lora-32k-one-document", ("ours keep+fused", "unsloth off")),
+    "gpt-oss": NamedRun("gpt-oss-20b-12l-lora", ("ours keep+fused", "unsloth unsloth+padded64")),
+    "32b-full": NamedRun("qwen3-32b-qlora", ("ours full fsdp x4",)),
+}
+README_LINES = (
+    Headline("Qwen3-14B QLoRA", "14b", "keep+fused"),
+    Headline("the same with `vram_budget=12`", "14b", _BUDGET),
+    Headline("Qwen3-30B-A3B LoRA, 12 layers", "30b-a3b", "keep+graphs"),
+    Headline("Qwen3-0.6B LoRA", "0.6b", "keep+graphs"),
+    Headline("Llama-3.1-8B LoRA, 32,768 tokens", "32k", "keep+fused"),
+    Headline("Qwen3-8B, every weight trained", "8b-full", "keep+fused"),
+)
+README_TEMPLATE = """\
+{table}
+
+Each line is one run of one GPU, named in the last column: median time of a step, peak memory, and the width of the
+optimizer's moments. *Equal moments* and *best* divide tokens per second of ours by those of Unsloth's fastest setting
+in that run, with moments of the same width and with the best of each.
+
+Where ours loses: with all activations kept, Qwen3-14B takes {keep_gib} GiB, Unsloth's default {unsloth_gib} GiB
+({cite[14b]}). Small models are launch-bound, and without CUDA graphs ours is slower than Unsloth: Qwen3-0.6B takes
+{eager_ms} ms, Unsloth's default {unsloth_small_ms} ms ({cite[0.6b-launches]}). With every weight of Qwen3-8B trained,
+ours takes {full_gib} GiB, Unsloth {unsloth_full_gib} GiB ({cite[8b-full]}).
 """
 
 
@@ -114,6 +201,7 @@ class Entry:
     device: str
     order: int
     figures: dict[str, float] = field(default_factory=dict)
+    num_steps: str = ""
 
     @property
     def system(self) -> str:
@@ -143,18 +231,35 @@ class Entry:
 
 
 class Commands:
-    """Number the commands of a table, for the list below it."""
+    """Number the commands of a table, for the list below it, which names the logs of their runs."""
 
     def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
+        self._runs: dict[str, set[tuple[str, str, str]]] = {}
 
-    def cite(self, command: str) -> str:
-        """Return the number of a command."""
-        return f"[{self._numbers.setdefault(command, len(self._numbers) + 1)}]"
+    def cite(self, entry: Entry) -> str:
+        """Return the number of an entry's command."""
+        self._runs.setdefault(entry.command, set()).add(entry.run)
+        return f"[{list(self._runs).index(entry.command) + 1}]"
 
     def render(self) -> str:
         """Return the list."""
-        return "\n".join(f"{number}. `{command}`" for command, number in self._numbers.items())
+        logs = find_logs()
+        lines = []
+        for number, (command, runs) in enumerate(self._runs.items(), start=1):
+            links = "".join(f"; {_log_link(logs[run])}" for run in sorted(runs) if run in logs)
+            lines.append(f"{number}. `{command}`{links}")
+        return "\n".join(lines)
+
+
+def find_logs() -> dict[tuple[str, str, str], str]:
+    """Return the names of the logs in benchmarks/logs, by the key of their runs."""
+    return {
+        (row["date"], row["command"], row["device"]): log.path.name for log in read_logs(LOGS) for row in log.rows()[:1]
+    }
+
+
+def _log_link(name: str) -> str:
+    return f"[{name}](../benchmarks/logs/{name})"
 
 
 def read_entries(path: Path = RESULTS) -> list[Entry]:
@@ -168,6 +273,7 @@ def read_entries(path: Path = RESULTS) -> list[Entry]:
                 key = tuple(row[name] for name in names)
                 entry = entries.setdefault(key, Entry(*key, order=order))
                 entry.figures[measure] = float(row["value"])
+                entry.num_steps = row["n"] if measure == "ms" else entry.num_steps
                 entry.order = order if measure == "ms" else entry.order
     return sorted((entry for entry in entries.values() if "ms" in entry.figures), key=lambda entry: entry.order)
 
@@ -200,8 +306,9 @@ def write_headlines(entries: Sequence[Entry]) -> str:
     """Return the table of headlines and the list of its commands."""
     commands = Commands()
     lines = _head(
-        "workload", "system", "setting", "optimizer", "ms", "per second", "allocated GiB", "reserved GiB",
-        "device memory GiB", "host syncs", "device", "date", "command",
+        "workload", "system", "setting", "optimizer", "ms", "steps", "per second", "allocated GiB", "reserved GiB",
+        "device memory GiB", "host syncs", f"{NUM_WHOLE_STEPS} steps, s (partly extrapolated)", "device", "date",
+        "command",
     )  # fmt: skip
     for workload in HEADLINES:
         run, earlier = find_headline(entries, workload)
@@ -211,9 +318,10 @@ def write_headlines(entries: Sequence[Entry]) -> str:
             lines.append(
                 _line(
                     workload, entry.system + mark, f"`{entry.setting}`", BITS.get(entry.optimizer, ""),
-                    format_figure(entry.figures["ms"]), f"{format_figure(entry.rate)} {unit}",
+                    format_figure(entry.figures["ms"]), entry.num_steps, f"{format_figure(entry.rate)} {unit}",
                     _figure(entry, "allocated"), _figure(entry, "reserved"), _figure(entry, "device memory"),
-                    _host_syncs(entry), short_device(entry.device), entry.date, commands.cite(entry.command),
+                    _host_syncs(entry), _figure(entry, "whole run"), short_device(entry.device), entry.date,
+                    commands.cite(entry),
                 )
             )  # fmt: skip
     return "\n".join([*lines, "", commands.render()])
@@ -265,7 +373,7 @@ def write_front(entries: Sequence[Entry]) -> str:
                     _title(entry), entry.system, f"`{entry.setting}`", format_figure(entry.figures["ms"]),
                     _figure(entry, "tokens"), _figure(entry, "allocated"), _figure(entry, "reserved"),
                     _figure(entry, "predicted ms"), _figure(entry, "predicted GiB"), relative,
-                    short_device(entry.device), entry.date, commands.cite(entry.command),
+                    short_device(entry.device), entry.date, commands.cite(entry),
                 )
             )  # fmt: skip
     return "\n".join([*lines, "", commands.render()])
@@ -299,49 +407,138 @@ def write_gpus(entries: Sequence[Entry]) -> str:
                 format_figure(entry.figures["ms"]), _figure(entry, "tokens"),
                 "" if one in (None, entry) else f"{entry.rate / one.rate:.2f}",
                 _figure(entry, "allocated"), _figure(entry, "reserved"),
-                "repeated" if "per GPU" in entry.workload else "new", entry.date, commands.cite(entry.command),
+                "repeated" if "per GPU" in entry.workload else "new", entry.date, commands.cite(entry),
             )
         )  # fmt: skip
     return "\n".join([*lines, "", commands.render()])
 
 
-def find_figures(entries: Sequence[Entry], path: Path = RESULTS) -> dict[str, str]:
-    """Return the figures that prose names, each from the newest row of its system."""
-    small, large, full = "qwen3-0.6b-lora", "qwen3-14b-qlora", "qwen3-8b-full"
+def find_named_run(entries: Sequence[Entry], name: str) -> list[Entry]:
+    """Return the entries of a run that the README cites, of its workload.
+
+    Raises:
+        LookupError: No run has all of its labels.
+    """
+    wanted = NAMED_RUNS[name]
+    runs: dict[tuple[str, str, str], list[Entry]] = {}
+    for entry in entries:
+        if _name(entry) == wanted.workload:
+            runs.setdefault(entry.run, []).append(entry)
+    for run in sorted(runs.values(), key=lambda found: max(e.order for e in found), reverse=True):
+        if {*wanted.labels} <= {_short_label(entry) for entry in run}:
+            return run
+    raise LookupError(f"no run of {wanted.workload} has {', '.join(wanted.labels)}")
+
+
+def _short_label(entry: Entry) -> str:
+    return entry.label.partition(", adamw")[0]
+
+
+def write_named_runs(entries: Sequence[Entry]) -> str:
+    """Return the list of the runs that the README cites."""
+    logs = find_logs()
+    lines = _head("run", "date", "device", "steps", "command")
+    for name in NAMED_RUNS:
+        entry, *rest = find_named_run(entries, name)
+        steps = sorted({int(e.num_steps) for e in (entry, *rest)})
+        log = f"; {_log_link(logs[entry.run])}" if entry.run in logs else ""
+        shown = " to ".join(map(str, dict.fromkeys((steps[0], steps[-1]))))
+        lines.append(_line(name, entry.date, entry.device, shown, f"`{entry.command}`{log}"))
+    return "\n".join(lines)
+
+
+def find_figures(entries: Sequence[Entry]) -> dict[str, str]:
+    """Return the figures that prose names, each pair compared in one run."""
     cells = {
-        "eager": (small, "ours recompute+fused, adamw_fused_8bit"),
-        "graph": (small, "ours keep+graphs, adamw_fused_8bit"),
-        "unsloth_small": (small, "unsloth unsloth, adamw_8bit"),
-        "keep": (large, "ours keep+fused, adamw_fused"),
-        "budget": (large, "ours auto=12.0:24+fused, adamw_8bit"),
-        "unsloth": (large, "unsloth unsloth, adamw_8bit"),
-        "full": (full, "ours keep+fused, adamw_fused_8bit"),
-        "unsloth_full": (full, "unsloth off, adamw_8bit"),
+        "eager": ("0.6b-launches", "ours recompute+fused"),
+        "unsloth_small": ("0.6b-launches", "unsloth unsloth"),
+        "graph": ("0.6b", "ours keep+graphs"),
+        "keep": ("14b", "ours keep+fused"),
+        "budget": ("14b", f"ours {_BUDGET}"),
+        "unsloth": ("14b", "unsloth unsloth"),
+        "full": ("8b-full", "ours keep+fused"),
+        "unsloth_full": ("8b-full", "unsloth off"),
     }
     found = {}
-    for name, (workload, label) in cells.items():
-        *_, entry = [
-            e for e in entries if e.label == label and e.benchmark in HEADLINE_BENCHMARKS and _name(e) == workload
-        ]
+    for name, (run, label) in cells.items():
+        entry = fastest([e for e in find_named_run(entries, run) if _short_label(e) == label])
         found[f"{name}_ms"], found[f"{name}_gib"] = _figure(entry, "ms"), _figure(entry, "allocated")
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    found["num_rows"] = f"{len(rows):,}"
-    found["num_commands"] = f"{len({row['command'] for row in rows}):,}"
     return found
 
 
-def write_numbers(path: Path = RESULTS) -> str:
-    """Return the page."""
+def fastest(entries: Iterable[Entry]) -> Entry:
+    """Return the entry with the most tokens, or examples, per second."""
+    return max(entries, key=lambda entry: entry.rate)
+
+
+def write_readme_headlines(path: Path = RESULTS) -> str:
+    """Return the headlines of README.md: every line is of one run."""
     entries = read_entries(path)
+    lines = _head(
+        "one GPU", "ours", "Unsloth, default", "Unsloth, fastest", "equal moments", "best", "run"
+    )  # fmt: skip
+    for title, name, setting in README_LINES:
+        run = [e for e in find_named_run(entries, name) if "A/A" not in e.label]
+        ours = [e for e in run if _short_label(e) == f"ours {setting}"]
+        others = [e for e in run if e.system == "unsloth"]
+        default = [e for e in others if e.setting == "unsloth"]
+        if setting == _BUDGET:
+            # Only the default needs as little memory.
+            others = default
+        pairs = [_best_pair([*ours, *others], "unsloth", bits) for bits in ("8-bit", "32-bit", None)]
+        ratios = [f"{pair[0].rate / pair[1].rate:.2f}" if pair else "" for pair in pairs]
+        equal = ", ".join(f"{ratio} ({bits})" for ratio, bits in zip(ratios, ("8-bit", "32-bit")) if ratio)
+        cells = [_cell(found) for found in (ours, default, others)]
+        lines.append(_line(title, *cells, equal, ratios[-1], cite_run(name)))
+    cite = {name: cite_run(name) for name in NAMED_RUNS}
+    return README_TEMPLATE.format(table="\n".join(lines), cite=cite, **find_figures(entries))
+
+
+def _cell(entries: Sequence[Entry]) -> str:
+    """Return time, memory and width of moments of the fastest entry."""
+    if not entries:
+        return ""
+    entry = fastest(entries)
+    width = f" ({BITS[entry.optimizer]})" if entry.optimizer in BITS else ""
+    return f"{_figure(entry, 'ms')} ms, {_figure(entry, 'allocated')} GiB{width}"
+
+
+def cite_run(name: str) -> str:
+    """Return a link to the list of runs.
+
+    Example:
+        >>> cite_run("14b")
+        '[run 14b](docs/numbers.md#runs-of-the-readme)'
+    """
+    return f"[run {name}](docs/numbers.md#runs-of-the-readme)"
+
+
+def write_numbers(path: Path = RESULTS) -> str:
+    """Return docs/numbers.md."""
+    entries = read_entries(path)
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
     return TEMPLATE.format(
+        num_rows=f"{len(rows):,}",
+        num_commands=f"{len({row['command'] for row in rows}):,}",
+        num_row_steps=NUM_ROW_STEPS,
+        num_whole_steps=NUM_WHOLE_STEPS,
+        not_installable=write_not_installable(),
+        machine=CHECKED_AGAINST,
+        named_runs=write_named_runs(entries),
         headlines=write_headlines(entries),
         ratios=write_ratios(entries),
         front=write_front(entries),
         published=render_published(read_published([path])) + "\n",
         gpus=write_gpus(entries),
-        **find_figures(entries, path),
+        **find_figures(entries),
     )
+
+
+def write_not_installable() -> str:
+    """Return the systems that pip does not install here, with the reason."""
+    lines = _head("system", "version looked at", "requires, or error")
+    return "\n".join([*lines, *(_line(f"`{name}`", found.version, found.why) for name, found in CONFLICTS.items())])
 
 
 def short_device(name: str) -> str:

@@ -5,8 +5,8 @@ Command: python docs/pictures.py        (a test compares its output with the fil
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 
@@ -24,14 +24,18 @@ COLOURS = {
     "grey": ("#e3e7eb", "#343b44"),
     "bold": ("#1a66d6", "#4c94ff"),
 }
-# The systems of the chart: label, system and milliseconds in results.csv. Ours and Unsloth's best are of one run.
-CHART_WORKLOAD = "qwen3-14b-qlora, packed, labels 100%"
+# The workloads of the chart; all bars of one are of one run (NAMED_RUNS of docs/numbers_page.py).
 CHART = (
-    ("lightning_fastft", "ours keep+fused, adamw_fused", "860.694"),
-    ("Unsloth, checkpointing off", "unsloth off, adamw_8bit", "911.42"),
-    ("Unsloth, default", "unsloth unsloth, adamw_8bit", "1287.45"),
-    ("TRL, packed, with Liger", "trl recompute+liger, adamw_8bit", "1569.24"),
-    ("transformers + PEFT", "plain recompute, adamw_8bit", "2293.28"),
+    ("14b", "Qwen3-14B QLoRA"),
+    ("0.6b", "Qwen3-0.6B LoRA"),
+)
+# Label, system, and setting; without one, the fastest.
+BARS = (
+    ("lightning_fastft", "ours", ""),
+    ("Unsloth, fastest", "unsloth", ""),
+    ("Unsloth, default", "unsloth", "unsloth"),
+    ("TRL, packed, fastest", "trl", ""),
+    ("transformers + PEFT, fastest", "plain", ""),
 )
 
 
@@ -181,27 +185,40 @@ def draw_graphs() -> Drawing:
 
 
 def draw_chart() -> Drawing:
-    """Draw the milliseconds per step of the README's first workload."""
-    drawing = Drawing("Milliseconds per training step of five systems", height=232)
-    drawing.text(0, 18, "Qwen3-14B QLoRA, 8,192 tokens a step, one NVIDIA H200: ms per step, less is better", size=14)
-    longest = max(float(value) for _, _, value in CHART)
-    for number, (label, _, value) in enumerate(CHART):
-        y, width = 34 + 38 * number, 460 * float(value) / longest
-        drawing.text(190, y + 20, label, anchor="end", kind="bold" if number == 0 else "ink")
-        drawing.box(200, y, width, 28, "bold" if number == 0 else "grey")
-        drawing.text(208 + width, y + 20, f"{float(value):,.0f}")
+    """Draw the milliseconds per step of the README's workloads, without a base in fp8."""
+    from docs.numbers_page import fastest, find_named_run, read_entries, short_device
+
+    entries = read_entries(RESULTS)
+    groups = []
+    for name, title in CHART:
+        run = [e for e in find_named_run(entries, name) if "A/A" not in e.label and "fp8" not in e.label]
+        bars = [
+            (label, fastest(found).figures["ms"])
+            for label, system, setting in BARS
+            if (found := [e for e in run if e.system == system and setting in ("", e.setting)])
+        ]
+        groups.append((f"{title}, one {short_device(run[0].device)}, {run[0].date}", bars))
+    drawing = Drawing("Milliseconds per training step of several systems", height=_chart_height(groups))
+    drawing.text(0, 18, "ms per step of 8,192 tokens, less is better; bars of a group are of one run", kind="soft")
+    y = 28.0
+    for title, bars in groups:
+        drawing.text(0, y + 18, title, size=14)
+        longest = max(ms for _, ms in bars)
+        for number, (label, ms) in enumerate(bars):
+            top, width = y + 28 + _PITCH * number, 440 * ms / longest
+            drawing.text(210, top + 18, label, anchor="end", kind="bold" if number == 0 else "ink")
+            drawing.box(220, top, width, 24, "bold" if number == 0 else "grey")
+            drawing.text(228 + width, top + 18, f"{ms:,.0f}")
+        y += _GROUP + _PITCH * len(bars)
     return drawing
 
 
-def check_chart() -> list[str]:
-    """Return the systems of the chart whose figure is not in results.csv."""
-    with RESULTS.open(newline="") as file:
-        rows = {
-            (row["system"], row["value"])
-            for row in csv.DictReader(file)
-            if (row["benchmark"], row["workload"], row["metric"]) == ("train_step", CHART_WORKLOAD, "step")
-        }
-    return [label for label, system, value in CHART if (system, value) not in rows]
+# Of a bar, and of the title of a group with the space above the next.
+_PITCH, _GROUP = 30, 44
+
+
+def _chart_height(groups: Sequence[tuple[str, Sequence[object]]]) -> int:
+    return 28 + sum(_GROUP + _PITCH * len(bars) for _, bars in groups)
 
 
 PICTURES: dict[str, Callable[[], Drawing]] = {
@@ -221,4 +238,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(FOLDER.parents[1]))
     main()

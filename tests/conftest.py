@@ -55,7 +55,9 @@ def no_watch_for_signals_is_left():
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(items):
     # Before -m selects.
-    keep_covering_cases([item for item in items if item.get_closest_marker("covering")])
+    keep_covering_cases(
+        [item for item in items if item.get_closest_marker("covering") and not item.get_closest_marker("fault")]
+    )
     yield
     # Files with the longest slow tests begin first; all else stays in its random order.
     seconds = Counter()

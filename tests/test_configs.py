@@ -10,17 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from lightning_fastft.cli.lightning_cli import FastFTCLI
 from lightning_fastft.cli.words import CONFIG_FOLDER, config_names
+from tests.support.sizes import sizes
 
 # One tiny model per family that the configs name; the rest of each config is used as it stands.
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-}
+SIZES = sizes(vocab=64, width=64, inner=64, layers=2, heads=2, key_heads=1, head_width=32)
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 FAMILIES = {
     "moe_qwen3": {"model_type": "qwen3_moe", **EXPERTS},

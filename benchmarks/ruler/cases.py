@@ -35,6 +35,8 @@ from benchmarks.ruler.workloads import Pack, Workload, WorkloadFiles
 # A step above this is measured 10 times instead of 30.
 LONG_STEP_MS = 3000.0
 NUM_LONG_STEPS = 10
+# Where the time of a case is limited.
+LEAST_STEPS = 10
 MAX_GRADIENT_NORM = 1.0
 # bitsandbytes' AdamW with averages in 8 bits, and each system's own one in one pass; then what ours has beside them.
 OPTIMIZERS = ("adamw_8bit", "adamw_fused")
@@ -70,10 +72,13 @@ class Case:
         num_warmup: Steps before the first timed one, at least 1; the first of them is the judged step.
         num_steps: Timed steps; 0 to leave reference gradients only.
         diagnose: Whether a case that fails the judge is timed for the raw log all the same (it still gets no row).
-        half: 1 or 2 where two processes share the timed steps of a row, 0 where one takes them all.
+        half: Number of the process, from 1, where several share the timed steps of a row, 0 where one takes them all.
         repeat: What sets a repetition of the same case apart, for example "A/A".
         is_judged: Whether a case of the plain arm is compared with reference gradients that are there, instead of
             leaving them.
+        most_seconds: Steps are timed no longer than this, and no fewer than LEAST_STEPS; 0 for all of num_steps.
+        is_fresh: Whether it is the first of its process, so that its first steps compile what those of a user compile.
+        call: Number of the command that measured it, from 1: a row may be completed on another machine.
     """
 
     workload: str
@@ -87,6 +92,9 @@ class Case:
     half: int = 0
     repeat: str = ""
     is_judged: bool = False
+    most_seconds: float = 0.0
+    is_fresh: bool = False
+    call: int = 1
 
     @property
     def title(self) -> str:
@@ -266,6 +274,9 @@ class CaseRecorder:
         self.record["warmup_ms"] = warmup_ms
         if warmup_ms and min(warmup_ms[-2:]) > LONG_STEP_MS:
             self._num_timed = min(self._num_timed, self.case.num_long_steps)
+        if warmup_ms and self.case.most_seconds:
+            num_steps = int(self.case.most_seconds * 1e3 / min(warmup_ms[-2:]))
+            self._num_timed = min(self._num_timed, max(LEAST_STEPS, num_steps))
         self._proof.begin()
         if self._is_cuda:
             self.record["peak_gib_warmup"] = peak_memory_gib(is_cuda=True)
@@ -403,6 +414,8 @@ def versions() -> dict[str, str]:
         "unsloth",
         "liger_kernel",
         "triton",
+        "nvidia-cudnn-frontend",
+        "fla-core",
         "lightning_fastft",
     ):
         try:
@@ -421,13 +434,13 @@ def make_optimizer(
     if name == "adamw_8bit" and is_cuda:
         from bitsandbytes.optim import AdamW8bit
 
-        return AdamW8bit(list(parameters), lr=learning_rate)
-    return torch.optim.AdamW(list(parameters), lr=learning_rate, fused=is_cuda)
+        return AdamW8bit(list(parameters), lr=learning_rate, weight_decay=0.0)
+    return torch.optim.AdamW(list(parameters), lr=learning_rate, weight_decay=0.0, fused=is_cuda)
 
 
 def learning_rate_of(workload: Workload) -> float:
     """Return the peak learning rate that every system trains a workload with."""
-    return FULL_LEARNING_RATE if workload.is_full else LEARNING_RATE
+    return workload.learning_rate or (FULL_LEARNING_RATE if workload.is_full else LEARNING_RATE)
 
 
 def base_dtype(*, is_cuda: bool) -> torch.dtype:

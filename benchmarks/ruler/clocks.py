@@ -63,6 +63,13 @@ def read_clocks(path: Path) -> list[tuple[float, float]]:
     return [(_seconds(row[0]), float(row[1])) for row in rows if len(row) == 2 and row[1].isdecimal()]
 
 
+def append_clocks(samples: Sequence[tuple[float, float]], *, path: Path) -> None:
+    """Append samples in the form in which they are read."""
+    with path.open("a", encoding="utf-8") as file:
+        for moment, clock in samples:
+            file.write(f"{datetime.fromtimestamp(moment).astimezone().strftime(_TIME_FORMAT)}, {clock:.0f}\n")
+
+
 def _seconds(text: str) -> float:
     return datetime.strptime(text, _TIME_FORMAT).astimezone().timestamp()
 

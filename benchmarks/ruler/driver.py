@@ -130,9 +130,12 @@ def _run_process(
 
 
 def environment_of(system: str, *, device: str, folder: Path) -> dict[str, str]:
-    """Return the environment of an arm; a peer on a GPU without flash-attn finds a stand-in, written to folder."""
+    """Return the environment of an arm; a peer on a GPU without flash-attn finds a stand-in, written to folder.
+
+    Only the real package has compiled kernels: any other would be taken for it in the records.
+    """
     path = os.environ.get("PYTHONPATH", "")
-    if system != "ours" and device == "cuda" and importlib.util.find_spec("flash_attn") is None:
+    if system != "ours" and device == "cuda" and importlib.util.find_spec("flash_attn_2_cuda") is None:
         path = os.pathsep.join(filter(None, [str(write_package(folder).resolve()), path]))
     return {**os.environ, "PYTHONPATH": path}
 
@@ -159,4 +162,4 @@ def _note_missing(cases: Sequence[Case], *, raw: Path, num_before: int, reason: 
 
 
 def _key(record: dict[str, object]) -> tuple[object, ...]:
-    return tuple(record[name] for name in ("workload", "system", "mode", "label_share", "optimizer"))
+    return tuple(record[name] for name in ("workload", "system", "mode", "label_share", "optimizer", "repeat"))

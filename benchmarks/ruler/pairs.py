@@ -1,5 +1,5 @@
-"""From the records of two processes of each case to one row: pooled samples, the A/A control, ratios, the table,
-rows of results.csv.
+"""From the records of the processes of each case to one row: pooled samples, the A/A control, ratios, the table, rows
+of results.csv.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ MAX_CONTROL_DIFFERENCE = 0.02
 CONTROL = "A/A"
 # What a process says that is worth another try.
 UNFINISHED = ("not started", "stopped after")
-# What pool says of a half that left no record at all.
+# What pool says of a process that left no record at all.
 _NOT_RUN = "it was not run"
-# Of both processes the larger figure counts.
+# Steps of a run with all that it does once: recordings, plans, compilation.
+NUM_WHOLE_STEPS = 200
+# Of all processes the larger figure counts.
 _LARGER = ("host_waits", "host_waits_step", "device_memory_gib")
 _KEY = ("workload", "system", "mode", "label_share", "optimizer", "repeat")
 _HEADER = (
@@ -29,8 +31,7 @@ _HEADER = (
     "optim",
     "ms",
     "mean",
-    "first",
-    "second",
+    "of each process",
     "p10",
     "p90",
     "n",
@@ -43,20 +44,25 @@ _HEADER = (
     "waits",
     "MHz",
     "min cos",
-    "run, s",
+    f"{NUM_WHOLE_STEPS} steps, s",
 )
 
 
 class Control(NamedTuple):
-    """What came of measuring one case twice.
+    """What came of measuring one case more than once.
 
     Args:
         title: The case; empty where there was none to repeat.
-        difference: Of the two medians, as a share of the smaller one; None where one of them is missing.
+        difference: Between the highest and the lowest median of its processes, as a share of the lowest; None where a
+            process is missing.
+        num_calls: Commands that measured the rows.
+        reason: Why there is no difference.
     """
 
     title: str
     difference: float | None
+    num_calls: int = 1
+    reason: str = ""
 
     @property
     def passed(self) -> bool:
@@ -66,93 +72,134 @@ class Control(NamedTuple):
     def describe(self) -> str:
         """Return one line."""
         if self.difference is None:
-            return (
-                f"CONTROL MISSING: {self.title or 'no case'} was not measured twice from end to end, so no row is "
-                "written"
-            )
-        found = f"{self.title} twice differs by {self.difference:.2%}, {MAX_CONTROL_DIFFERENCE:.0%} allowed"
+            reason = self.reason or "it was not measured twice from end to end"
+            return f"CONTROL MISSING: {self.title or 'no case'}: {reason}; no row is written"
+        calls = f" over {self.num_calls} calls" if self.num_calls > 1 else ""
+        found = f"{self.title} repeated{calls} differs by {self.difference:.2%}, {MAX_CONTROL_DIFFERENCE:.0%} allowed"
         return f"A/A control passed: {found}" if self.passed else f"CONTROL FAILED: {found}; no row is written"
 
 
-def pool(records: Sequence[Mapping[str, Any]], *, clocks: Sequence[tuple[float, float]] = ()) -> list[dict[str, Any]]:
-    """Return one record for each case from those of its two processes, in the order of their first appearance.
+def pool(
+    records: Sequence[Mapping[str, Any]], *, clocks: Sequence[tuple[float, float]] = (), num_passes: int = 2
+) -> list[dict[str, Any]]:
+    """Return one record for each case from those of its processes, in the order of their first appearance.
 
-    The samples of both are one sample; peaks and waits are the larger ones, the lowest cosine is the lower one. A case
-    without two halves that have rows has a reason instead.
+    The samples of all are one sample; peaks and waits are the largest ones, the lowest cosine counts. A case of which a
+    process has no row has a reason instead.
 
     Args:
-        records: Of one comparison; of each half the last one counts.
+        records: Of one comparison; of each process of a case the last record counts.
         clocks: Samples of the SM clock.
+        num_passes: Processes of a case; a repetition may have fewer.
     """
-    halves: dict[tuple[Any, ...], dict[int, Mapping[str, Any]]] = {}
+    parts: dict[tuple[Any, ...], dict[int, Mapping[str, Any]]] = {}
     for record in records:
         if record.get("half"):
-            halves.setdefault(tuple(record[name] for name in _KEY), {})[record["half"]] = record
-    return [_pooled(found.get(1), found.get(2), clocks) for found in halves.values()]
+            parts.setdefault(tuple(record[name] for name in _KEY), {})[record["half"]] = record
+    return [_pooled(found, clocks, num_passes) for found in parts.values()]
 
 
 def _pooled(
-    first: Mapping[str, Any] | None, second: Mapping[str, Any] | None, clocks: Sequence[tuple[float, float]]
+    found: Mapping[int, Mapping[str, Any]], clocks: Sequence[tuple[float, float]], num_passes: int
 ) -> dict[str, Any]:
-    given = first or second
-    assert given is not None
-    row = {**given, "reason": _reason(first, second)}
-    if row["reason"] or first is None or second is None:
+    parts = [found[number] for number in sorted(found)]
+    if parts[0]["repeat"]:
+        # Every call repeats ours: those that were cut off say nothing.
+        parts = [part for part in parts if not part["reason"]] or parts
+    row = {**parts[0], "reason": _reason(found, parts, num_passes)}
+    if row["reason"]:
         row.pop("summary", None)
         return row
-    pair = (first, second)
-    samples = [*first["ms"], *second["ms"]]
+    samples = [value for part in parts for value in part["ms"]]
     summary = summarise_ms(samples)
+    fresh = [part for part in parts if part.get("is_fresh") and "whole_run_s" in part]
     row.update(
         ms=samples,
         summary=summary,
-        half_medians=[statistics.median(half["ms"]) for half in pair],
-        tokens_per_s=_per_step(pair, "num_tokens") / summary["median"] * 1e3,
-        labelled_tokens_per_s=_per_step(pair, "num_labelled") / summary["median"] * 1e3,
-        peak_gib={name: max(half["peak_gib"][name] for half in pair) for name in first["peak_gib"]},
-        pinned_host_gib=max(half["pinned_host_gib"] for half in pair),
-        **{name: max((half[name] for half in pair if half.get(name) is not None), default=None) for name in _LARGER},
-        whole_run_s=max((half["whole_run_s"] for half in pair if "whole_run_s" in half), default=None),
-        verdict=min((half["verdict"] for half in pair), key=lambda verdict: verdict["worst_cosine"][1]),
-        clock_mhz=median_clock_mhz(clocks, [(half["timed_from"], half["timed_to"]) for half in pair]),
+        medians=[statistics.median(part["ms"]) for part in parts],
+        calls=[part.get("call", 1) for part in parts],
+        all_versions=[part["versions"] for part in parts],
+        num_samples=[len(part["ms"]) for part in parts],
+        tokens_per_s=_per_step(parts, "num_tokens") / summary["median"] * 1e3,
+        labelled_tokens_per_s=_per_step(parts, "num_labelled") / summary["median"] * 1e3,
+        peak_gib={name: max(part["peak_gib"][name] for part in parts) for name in parts[0]["peak_gib"]},
+        pinned_host_gib=max(part["pinned_host_gib"] for part in parts),
+        **{name: max((part[name] for part in parts if part.get(name) is not None), default=None) for name in _LARGER},
+        whole_run_s=max((_whole_run_s(part) for part in fresh), default=None),
+        num_whole_steps=NUM_WHOLE_STEPS,
+        verdict=min((part["verdict"] for part in parts), key=lambda verdict: verdict["worst_cosine"][1]),
+        clock_mhz=median_clock_mhz(clocks, [(part["timed_from"], part["timed_to"]) for part in parts]),
     )
     return row
 
 
-def _reason(first: Mapping[str, Any] | None, second: Mapping[str, Any] | None) -> str:
-    for name, half in (("first", first), ("second", second)):
-        if half is None or half["reason"]:
-            return f"{name} process: {_NOT_RUN if half is None else half['reason']}"
-    assert first is not None
-    assert second is not None
-    different = sorted(
-        name
-        for name in {*first["versions"], *second["versions"]}
-        if first["versions"].get(name) != second["versions"].get(name)
-    )
-    return f"its two processes ran under different versions of {', '.join(different)}" if different else ""
+def _whole_run_s(part: Mapping[str, Any]) -> float:
+    """Return the time of a run of NUM_WHOLE_STEPS steps: what was measured, and the mean for the steps that are left."""
+    left = NUM_WHOLE_STEPS - part["num_whole_steps"]
+    return float(part["whole_run_s"] + left * statistics.fmean(part["ms"]) / 1e3)
 
 
-def _per_step(pair: Sequence[Mapping[str, Any]], name: str) -> float:
-    return sum(half[name] for half in pair) / sum(len(half["ms"]) for half in pair)
+def _reason(found: Mapping[int, Mapping[str, Any]], parts: Sequence[Mapping[str, Any]], num_passes: int) -> str:
+    numbers = range(1, 1 if parts[0]["repeat"] else num_passes + 1)
+    for number in sorted({*numbers, *(part["half"] for part in parts)}):
+        part = found.get(number)
+        if part is None or part["reason"]:
+            return f"process {number}: {_NOT_RUN if part is None else part['reason']}"
+    if parts[0]["repeat"]:
+        # The control says in what calls differ.
+        return ""
+    different = _differences([part["versions"] for part in parts])
+    return f"its processes ran under different versions of {', '.join(different)}" if different else ""
+
+
+def _differences(versions: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the names of what is not the same in all of them; the device is one."""
+    names = {name for one in versions for name in one}
+    return sorted(name for name in names if len({one.get(name) for one in versions}) > 1)
+
+
+def _per_step(parts: Sequence[Mapping[str, Any]], name: str) -> float:
+    return sum(part[name] for part in parts) / sum(len(part["ms"]) for part in parts)
 
 
 def control_of(rows: Sequence[Mapping[str, Any]]) -> Control:
-    """Return how far the two medians of the repeated case are apart; of several, ours decides."""
+    """Return how far the medians of the repeated case are apart, those of every process; of several cases, ours
+    decides. Rows of several calls are joined only if each call measured it.
+    """
     repeated = [row for row in rows if row["repeat"]]
     ours = [row for row in repeated if row["system"] == "ours"] or repeated
-    return _control(ours[0], rows) if ours else Control("", None)
+    if not ours:
+        return Control("", None)
+    control, timed = _control(ours[0], rows), [row for row in rows if not row["reason"]]
+    own = [row for row in timed if _is_same(row, ours[0])]
+    calls = {call for row in timed for call in row["calls"]}
+    unproved = sorted(calls - {call for row in own for call in row["calls"]})
+    different = _differences([versions for row in own for versions in row["all_versions"]])
+    devices = {row["versions"].get("device") for row in timed}
+    reason = (
+        f"call {unproved[0]} did not measure it"
+        if unproved
+        else f"calls ran under different versions of {', '.join(different)}"
+        if different
+        else f"rows are of {' and '.join(sorted(map(str, devices)))}"
+        if len(devices) > 1
+        else ""
+    )
+    return control._replace(num_calls=len(calls), reason=reason, difference=None if reason else control.difference)
+
+
+def _is_same(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two rows are of one case."""
+    return all(row[name] == other[name] for name in ("system", "mode", "optimizer"))
 
 
 def _control(repeated: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Control:
-    """Return how far the medians of a repeated case and of its first measurement are apart."""
-    key = ("system", "mode", "optimizer")
-    own = next((row for row in rows if not row["repeat"] and all(row[name] == repeated[name] for name in key)), None)
+    """Return how far the medians of a case are apart, over all processes and repetitions."""
+    own = [row for row in rows if _is_same(row, repeated) and not row["reason"]]
+    medians = [median for row in own for median in row["medians"]]
     title = f"{repeated['system']} {repeated['mode']}"
-    if own is None or own["reason"] or repeated["reason"]:
-        return Control(title, None)
-    low, high = sorted(row["summary"]["median"] for row in (own, repeated))
-    return Control(title, high / low - 1)
+    is_measured = not repeated["reason"] and any(not row["repeat"] for row in own)
+    return Control(title, max(medians) / min(medians) - 1 if is_measured else None)
 
 
 def find_unfinished(rows: Sequence[Mapping[str, Any]], settings: Sequence[tuple[str, ...]]) -> list[Mapping[str, Any]]:
@@ -164,7 +211,11 @@ def find_unfinished(rows: Sequence[Mapping[str, Any]], settings: Sequence[tuple[
         settings: Arm and mode of everything that was to be measured, and the width of the moments where both are.
     """
     present = {(row["system"], row["mode"], width_of(row)) for row in rows if not row["repeat"]}
-    ended_early = [row for row in rows if row["reason"].partition(" process: ")[2].startswith((*UNFINISHED, _NOT_RUN))]
+    ended_early = [
+        row
+        for row in rows
+        if row["reason"].startswith("process ") and row["reason"].partition(": ")[2].startswith((*UNFINISHED, _NOT_RUN))
+    ]
     return ended_early + [
         {"system": setting[0], "mode": setting[1], "repeat": ""}
         for setting in settings
@@ -238,7 +289,9 @@ def comparison_table(
     control = "on a CPU nothing is compared and no row is written" if device == "cpu" else control_of(rows).describe()
     others = [_control(row, rows) for row in rows if row["repeat"] and row["system"] != "ours" and device != "cpu"]
     lines += [
-        f"  {found.title} twice differs by {found.difference:.2%}" for found in others if found.difference is not None
+        f"  {found.title} repeated differs by {found.difference:.2%}"
+        for found in others
+        if found.difference is not None
     ]
     return "\n".join(
         [*lines, f"  {control}", *(f"  {line}" for line in ratios(rows, settings=settings, device=device))]
@@ -253,7 +306,7 @@ def _line(row: Mapping[str, Any], *, device: str) -> tuple[str, ...]:
         width_of(row),
         f"{summary['median']:.1f}",
         f"{summary['mean']:.1f}",
-        *(f"{median:.1f}" for median in row["half_medians"]),
+        "/".join(f"{median:.1f}" for median in row["medians"]),
         f"{summary['p10']:.1f}",
         f"{summary['p90']:.1f}",
         str(summary["n"]),
@@ -263,7 +316,7 @@ def _line(row: Mapping[str, Any], *, device: str) -> tuple[str, ...]:
         host_syncs_text(dict(row)),
         "-" if clock is None else f"{clock:.0f}",
         f"{row['verdict']['worst_cosine'][1]:.5f}",
-        "-" if row["whole_run_s"] is None else f"{row['whole_run_s']:.1f}/{row['num_whole_steps']}",
+        "-" if row["whole_run_s"] is None else f"{row['whole_run_s']:.1f}",
     )
 
 
@@ -278,16 +331,17 @@ def comparison_rows(rows: Sequence[Mapping[str, Any]], *, command: str) -> list[
         if not own:
             continue
         shared = {name: own[0][name] for name in ("benchmark", "workload", "system", "version", "command", "device")}
-        num_first = (row["summary"]["n"] + 1) // 2
+        processes = zip(row["medians"], row["num_samples"]) if len(row["medians"]) > 1 else ()
+        calls = f", {control.num_calls} calls" if control.num_calls > 1 else ""
         figures = [
-            ("step, first process", row["half_medians"][0], "ms", num_first),
-            ("step, second process", row["half_medians"][1], "ms", row["summary"]["n"] - num_first),
+            *((f"step, process {number}", *pair[:1], "ms", pair[1]) for number, pair in enumerate(processes, start=1)),
             ("pinned host", row["pinned_host_gib"], "GiB", row["summary"]["n"]),
             ("SM clock", row["clock_mhz"], "MHz", row["summary"]["n"]),
             ("trained values", row["num_trained"], "1", row["summary"]["n"]),
         ]
         if row["repeat"] and (own_control := _control(row, rows)).difference is not None:
-            figures.append(("A/A difference", own_control.difference * 100, "%", row["summary"]["n"]))
+            own_calls = calls if row["system"] == "ours" else ""
+            figures.append((f"A/A difference{own_calls}", own_control.difference * 100, "%", row["summary"]["n"]))
         own += [
             {**shared, "metric": metric, "value": value, "unit": unit, "n": n}
             for metric, value, unit, n in figures

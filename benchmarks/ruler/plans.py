@@ -19,6 +19,8 @@ from lightning_fastft.graphs.layer_graphs import GRAPH_ATTRIBUTE
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.training.fine_tuner import FineTuner
 
+# The config that the package ships for a workload, and what it runs.
+SHIPPED, SHIPPED_MODE = "shipped", "auto+graphs=auto"
 # A machine that grows its memory as it is touched tells little about what it could give, so modes name their host
 # budget.
 DEFAULT_HOST_GIB = 48.0
@@ -46,7 +48,7 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 class Mode(NamedTuple):
     """What a mode asks for: an activation policy, Liger's layers, our fused layers, those from CUDA graphs, and
-    those with an fp8 base.
+    those with fp8 products.
     """
 
     checkpointing: OffloadCheckpointing
@@ -66,9 +68,9 @@ def parse_mode(mode: str) -> Mode:
     +stream or +resident, and +tilesN.
 
     "fused" adds FusedKernels, "graphs" adds it with CUDA graphs, "graphs=auto" with those where the device waits for
-    the host, "fp8" with frozen base products in fp8 (rows of their own: what they compute is an approximation, which
+    the host, "fp8" with products in fp8 (rows of their own: what they compute is an approximation, which
     the judge allows for), "stream" keeps frozen weights on the host, "resident" keeps those that FSDP2 shards gathered,
-    "tilesN" runs feed-forward blocks in N tiles.
+    "tilesN" runs feed-forward blocks in N tiles. "shipped" is what the shipped configs ask for.
 
     Raises:
         ValueError: There is no such mode.
@@ -77,7 +79,7 @@ def parse_mode(mode: str) -> Mode:
         >>> parse_mode("auto=14.5:32+liger").checkpointing.options.vram_budget_bytes / 2**30
         14.5
     """
-    rest, *added = mode.split("+")
+    rest, *added = (SHIPPED_MODE if mode == SHIPPED else mode).split("+")
     rest, _, host = rest.partition(":")
     name, _, vram = rest.partition("=")
     tiles = [int(part.removeprefix("tiles")) for part in added if part.removeprefix("tiles").isdecimal()]
@@ -101,6 +103,7 @@ def parse_mode(mode: str) -> Mode:
 
 def least_warmup(mode: str) -> int:
     """Return how many steps come before the first that may be timed."""
+    mode = SHIPPED_MODE if mode == SHIPPED else mode
     least = LEAST_AUTO_WARMUP if mode.startswith("auto") else 1
     return max(least, _GRAPHS_WARMUP) if "+graphs" in mode else least
 

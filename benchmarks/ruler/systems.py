@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
-
-# An import that compiles kernels or asks a driver takes a minute at worst.
-IMPORT_SECONDS = 180.0
-# The package itself needs these; where they are broken, every process says so.
-_ALWAYS_THERE = ("lightning_fastft", "transformers", "peft")
 
 
 class Setting(NamedTuple):
@@ -37,7 +30,7 @@ class System(NamedTuple):
         pip: The line that installs it.
         settings: Its modes on a GPU.
         cpu_settings: Its modes on a CPU.
-        why_no_arm: Why it is not run although it can be imported.
+        why_no_arm: Why it is not run.
     """
 
     arm: str
@@ -48,8 +41,38 @@ class System(NamedTuple):
     why_no_arm: str = ""
 
 
+class Conflict(NamedTuple):
+    """Why a system does not run beside the measured versions.
+
+    Args:
+        version: The one looked at, the newest for Python 3.12.
+        why: What it requires and the measured versions do not give.
+    """
+
+    version: str
+    why: str
+
+
 # Averages in 8 bits: bitsandbytes' AdamW at the peers, ours in its own one pass.
 OUR_OPTIMIZERS: Mapping[str, str] = {"adamw_8bit": "adamw_fused_8bit"}
+
+# The versions of the measured rows, beside which pip was asked for the systems in CONFLICTS:
+# pip install --dry-run --ignore-installed --target none --python-version 3.12 --only-binary=:all: torch==2.11.0 \
+#     transformers==5.17.0 NAME==VERSION
+CHECKED_AGAINST: Mapping[str, str] = {"python": "3.12", "torch": "2.11.0", "transformers": "5.17.0"}
+# Systems that have no arm, with what pip or their import answers.
+CONFLICTS: Mapping[str, Conflict] = {
+    "axolotl": Conflict(
+        "0.21.0", "torch<2.15.0,>=2.13.0 and transformers==5.20.1 (0.20.0: transformers==5.17.0, torch>=2.13.0)"
+    ),
+    "llamafactory": Conflict("0.9.5", "transformers<=5.6.0, peft<=0.18.1, datasets<=4.0.0, trl<=0.24.0"),
+    "ms-swift": Conflict(
+        "4.6.0",
+        "datasets<4.8.5, while ours needs datasets>=5.2; alone it resolves (Python 3.11), with trl 0.29.1 and peft 0.20.0, if oss2 may be built from source",
+    ),
+    "nemo-automodel": Conflict("0.7.0", "transformers==5.18.0 (0.6.0: transformers==5.12.1)"),
+    "torchtune": Conflict("0.6.1", "its import fails beside torchao 0.18: No module named 'torchao.dtypes.nf4tensor'"),
+}
 
 # In the order of the first pass; plain leads, because it leaves the reference gradients.
 SYSTEMS: Mapping[str, System] = {
@@ -94,26 +117,10 @@ SYSTEMS: Mapping[str, System] = {
         settings=(Setting("recompute+liger", is_default=True), Setting("keep+liger")),
         cpu_settings=(Setting("recompute+liger", is_default=True),),
     ),
-    "torchtune": System(
-        arm="",
-        modules=("torchtune.training",),
-        pip="pip install torchtune torchao",
-        why_no_arm=(
-            "its last release, 0.6.1, imports torchao.dtypes.nf4tensor, which torchao has taken out; beside an old "
-            "torchao and an old torch it "
-            "trains models of its own on weights of its own names, which no arm maps yet"
-        ),
-    ),
-    "axolotl": System(
-        arm="",
-        modules=("axolotl",),
-        pip="pip install axolotl",
-        why_no_arm=(
-            "release 0.19.0 pins transformers 5.16.1, older than what ours runs on, so both never share an "
-            "environment; underneath it is the Trainer "
-            "of transformers, which trl stands for"
-        ),
-    ),
+    **{
+        name: System(arm="", modules=(), pip="", why_no_arm=f"{found.version}: {found.why}")
+        for name, found in CONFLICTS.items()
+    },
 }
 
 
@@ -136,37 +143,15 @@ def settings_of(system: System, *, device: str) -> tuple[Setting, ...]:
 def find_gap(system: System) -> str:
     """Return why a system cannot run here, with the line that installs it; empty when it can.
 
-    It is imported in a process of its own: Unsloth and Liger change torch and transformers for the process that imports
-    them.
+    The process of an arm says itself which import fails.
     """
+    if not system.arm:
+        return f"it has no arm: {system.why_no_arm}"
     packages = [module.partition(".")[0] for module in system.modules]
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
-    if missing:
-        return f"ModuleNotFoundError: No module named {missing[0]!r}; {system.pip}"
-    peers = [module for module in system.modules if module not in _ALWAYS_THERE]
-    error = _import_error(peers) if peers else ""
-    if error:
-        return f"{error}; {system.pip}"
-    return "" if system.arm else f"it can be imported and has no arm: {system.why_no_arm}"
+    return f"ModuleNotFoundError: No module named {missing[0]!r}; {system.pip}" if missing else ""
 
 
 def missing_module(setting: Setting) -> str:
     """Return the module that a setting needs and that is not installed; empty when there is none."""
     return setting.needs if setting.needs and importlib.util.find_spec(setting.needs) is None else ""
-
-
-def _import_error(modules: Sequence[str]) -> str:
-    """Return the last line of what an import of these modules ends in; empty when it succeeds."""
-    program = "; ".join(f"import {module}" for module in modules)
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=IMPORT_SECONDS
-        )
-    except subprocess.TimeoutExpired:
-        return f"its import took longer than {IMPORT_SECONDS:.0f} s"
-    lines = [line for line in done.stderr.splitlines() if line.strip()]
-    return (
-        ""
-        if done.returncode == 0
-        else (lines[-1].strip()[:300] if lines else f"its import ended with code {done.returncode}")
-    )

@@ -85,6 +85,7 @@ class Workload:
         document_lengths: Documents of every pack; None takes them from the stored list.
         is_full: Whether all weights are trained, without adapters.
         more_targets: Linear layers that get an adapter besides the usual ones.
+        learning_rate: Peak; 0 for the ruler's.
     """
 
     name: str
@@ -101,6 +102,7 @@ class Workload:
     document_lengths: tuple[int, ...] | None = None
     is_full: bool = False
     more_targets: tuple[str, ...] = ()
+    learning_rate: float = 0.0
 
     @property
     def num_experts(self) -> int:
@@ -375,7 +377,7 @@ def fingerprint(workload: Workload) -> dict[str, Any]:
     """Return what a built workload is recognised by."""
     fields = vars(workload)
     # What was built before there were these fields stays what it is.
-    for name in ("is_full", "more_targets"):
+    for name in ("is_full", "more_targets", "learning_rate"):
         if not getattr(workload, name):
             fields = {key: value for key, value in fields.items() if key != name}
     return json.loads(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning.pytorch import LightningModule
 
 from lightning_fastft.callbacks.model_swaps import ModelSwaps
@@ -47,14 +47,16 @@ class FusedKernels(ModelSwaps):
             between steps, also in validation. "auto": record only if training is launch-bound in two micro-batches
             after the first ones and the memory suffices (within ``vram_budget`` if one is given). If recording fails,
             a warning is logged and the layers run without graphs.
-        base_compute: How products with frozen weights are computed, in the forward and in the gradient of the input.
-            "model_dtype": in the dtype of the model. "fp8": in e4m3 with one scale per row, per output column and per
-            row of gradients. This is an approximation (about 3.7 % of a product's norm), so the loss follows the bf16
-            loss closely but not exactly. Adapters, norms, attention, embeddings, the head and all trained weights keep
-            their dtype. Requires a bf16 model on Ada, Hopper or Blackwell; otherwise the layers run in the dtype of the
-            model and the table says so. NF4 weights are converted on use, dense weights once, for two more bytes per
-            weight; files, merging and generation read the original weights. "fp8_reference": the same numbers in plain
-            PyTorch on any device, slowly, to compare loss curves.
+        base_compute: How products with the weights of linear layers are computed: in the forward, in the gradient of
+            the input and, if the weights are trained, in their gradient. "model_dtype": in the dtype of the model.
+            "fp8": in e4m3 with one scale per row, per output column and per row of gradients. This is an approximation
+            (about 3.7 % of a product's norm), so the loss follows the bf16 loss closely but not exactly. Adapters,
+            norms, attention, embeddings and the head keep their dtype, and so do trained weights, their gradients and
+            the optimizer. Requires a bf16 model on Ada, Hopper or Blackwell; otherwise the layers run in the dtype of
+            the model and the table says so. NF4 weights are converted on use; frozen dense weights once, for two more
+            bytes per weight; trained weights after each optimizer step, for one more byte. Files, merging and
+            generation read the original weights. "fp8_reference": the same numbers in plain PyTorch on any device,
+            slowly, to compare loss curves.
 
     Raises:
         OptionError: cuda_graphs or base_compute has another value.
@@ -94,8 +96,9 @@ class FusedKernels(ModelSwaps):
         from lightning_fastft.fused.install import install_fp8_base, install_fused_layers
         from lightning_fastft.graphs.install import install_layer_graphs
         from lightning_fastft.graphs.layer_graphs import STATUS_NAME as GRAPHS_STATUS
+        from lightning_fastft.hf.families import find_compiled
 
-        compiled = _find_compiled(root)
+        compiled = find_compiled(root)
         if compiled:
             reason = f"torch.compile traces {compiled} as a whole, and a traced layer runs transformers' forward"
             return [Status(self.status_name, "refused", reason, "compile only parts of your own beside the model")]
@@ -124,6 +127,16 @@ class FusedKernels(ModelSwaps):
         if self._patcher is not None and self.is_installed and self.base_compute == "model_dtype":
             self._weight_buffers = fuse_weight_buffers(pl_module, self._patcher)
 
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Quantise trained weights now, so that the activation plan counts them, and after each optimizer step."""
+        if self._patcher is None:
+            return
+        for base in self._fp8:
+            base.prepare()
+            for optimizer in trainer.optimizers:
+                hook = optimizer.register_step_post_hook(functools.partial(_refresh, base))
+                self._patcher.add_undo(hook.remove)
+
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Make the weights contiguous again, because they may be merged or written next."""
         for weight_buffer in self._weight_buffers:
@@ -137,18 +150,5 @@ class FusedKernels(ModelSwaps):
             weight_buffer.make_whole(checkpoint.get("state_dict", {}))
 
 
-def _find_compiled(root: nn.Module) -> str:
-    """Return what torch.compile compiles together with a transformers model inside root; "" for nothing."""
-    from lightning_fastft.hf.families import find_causal_models
-
-    models = [model for _, model in find_causal_models(root)]
-    for name, module in root.named_modules():
-        # Lightning unwraps a compiled LightningModule, and keeps how it was compiled.
-        is_compiled = (
-            isinstance(module, torch._dynamo.OptimizedModule)
-            or module._compiled_call_impl is not None
-            or getattr(module, "_compiler_ctx", None) is not None
-        )
-        if is_compiled and any(part is model for model in models for part in module.modules()):
-            return name or type(module).__name__
-    return ""
+def _refresh(base: Fp8Base, *_: Any) -> None:
+    base.refresh()

@@ -281,18 +281,14 @@ class ExactResume(Callback):
         connector, requeue = signal_connector(trainer), requeue_signal(trainer)
         signals = tuple(dict.fromkeys([*STOP_SIGNALS, *([signal.Signals(requeue)] if requeue else [])]))
         self._has_signals = False
-        reason = (
-            "checkpoints hold the random states of all ranks; one written inside an accumulation window resumes at its "
-            "start"
-        )
+        reason = "checkpoints hold the random states of all ranks"
         if not self.stop_signals:
             reason += "; signals are not handled (stop_signals=False)"
         elif self._stops.install(signals, is_ignored=lambda handler: getattr(handler, "__self__", None) is connector):
             self._has_signals = True
             self._stops.watch(self.stop_timeout_s)
-            reason += (
-                f"; {' and '.join(number.name for number in signals)} save at the next optimizer step and end the run"
-                + (f"; after {signal.Signals(requeue).name} SLURM requeues the job" if requeue else "")
+            reason += f"; {' and '.join(number.name for number in signals)} save and end the run" + (
+                f"; after {signal.Signals(requeue).name} SLURM requeues the job" if requeue else ""
             )
             if self._stops.install_interrupt(_INTERRUPT_ANSWER if trainer.is_global_zero else ""):
                 reason += ", and so does a first Ctrl-C"

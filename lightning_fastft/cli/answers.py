@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Collection
 from pathlib import Path
 
+from lightning_fastft.cli.other_names import hint_option
 from lightning_fastft.cli.signatures import read_parameters
 
 PARTLY_ALLOWED = ("lightning", "peft", "torch", "torchmetrics", "transformers")
@@ -17,6 +18,9 @@ _UNKNOWN_OPTION = re.compile(
     r"[Oo]ption '([^']+)' is not accepted|does not accept option '([^']+)'|unrecognized arguments?: --([\w.+]+)"
 )
 _UNKNOWN_LORA = re.compile(r"(lora has the unknown fields \[[^\]]*\])\.\s+(?:Did you mean ([^?]+)\?)?")
+_NO_VALUE = re.compile(r"argument (?:-\w/)?(--[\w.]+): expected one argument")
+_POSITIONAL = re.compile(r"unrecognized arguments?: ([^-\s]\S*)")
+_NO_MAPPING = re.compile(r"Expected a <class 'dict'>")
 _MISSING = re.compile(r"the following arguments are required: ([\w., ]+)")
 _FUNCTION = re.compile(
     r'Parser key "(\w+)":(?:(?!Parser key)[\s\S])*?expects a function or a callable class: (.+?)(?:\. Got value|\n|$)'
@@ -79,19 +83,14 @@ def explain_refusal(message: str, *, options: Collection[str], program: str, con
         )
         return f"error: {where}{unknown[1]}\n{hint}{last_line}"
 
-    function = _FUNCTION.search(message)
-    if function:
-        return f"error: {where}{function[1]}: {function[2].rstrip('. ')}\n{last_line}"
-
-    missing = _MISSING.search(message)
-    if missing:
-        owner = f"{key[1].rpartition('.')[2]}." if key else ""
-        names = ", ".join(f"--{owner}{name.strip()}" for name in missing[1].split(","))
-        advice = f"hint: give a config that has it, --config NAME or FILE; shipped configs: {', '.join(configs)}\n"
-        return f"error: {names} is required and was not given\n{advice}{last_line}"
+    special = _explain_special(message, lines, where=where, configs=configs)
+    if special:
+        return f"{special}{last_line}"
 
     unknown = _NO_CLASS.search(message)
     if key and unknown and (near := _find_near_classes(key[1], unknown[1])):
+        if near == unknown[1]:
+            near = f"lightning_fastft.{near}"
         return f"error: {where}there is no class {unknown[1]}\nhint: did you mean {near}?\n{last_line}"
 
     kept = [
@@ -99,11 +98,35 @@ def explain_refusal(message: str, *, options: Collection[str], program: str, con
         for line in lines[1 if key else 0 :]
         if line and not _NOISE.match(line)
     ]
-    reason = " ".join(kept) or message.strip()
+    reason = " ".join(filter(None, kept)) or message.strip()
     # The option of a class has a parser of its own.
     inner = _INNER_KEY.match(reason) if key else None
     where = f"{key[1]}.{inner[1]}: " if key and inner else where
     return f"error: {where}{reason[inner.end() :] if inner else reason}\n{last_line}"
+
+
+def _explain_special(message: str, lines: list[str], *, where: str, configs: Collection[str]) -> str:
+    """Return the reason and the hint of an error that the parser words for itself; "" for others."""
+    key = re.match(r'Parser key "([^"]+)":', lines[0])
+    function = _FUNCTION.search(message)
+    if function:
+        return f"error: {where}{function[1]}: {function[2].rstrip('. ')}\n"
+    missing = _MISSING.search(message)
+    if missing:
+        names = ", ".join(f"--{f'{key[1]}.' if key else ''}{name.strip()}" for name in missing[1].split(","))
+        advice = f"hint: give a config that has it, --config NAME or FILE; shipped configs: {', '.join(configs)}\n"
+        return f"error: {names} is required and was not given\n{'' if where.startswith('trainer') else advice}"
+    no_value = _NO_VALUE.search(message)
+    if no_value:
+        return f"error: {no_value[1]} needs a value: {no_value[1]} VALUE\n"
+    word = _POSITIONAL.search(message)
+    if word:
+        return f"error: unrecognized arguments: {word[1]}\n{_hint_positional(word[1], configs)}"
+    inner = _INNER_KEY.search(" ".join(lines))
+    if inner and _NO_MAPPING.search(message):
+        advice = "hint: for example --model.lora.r 16\n" if inner[1] == "lora" else ""
+        return f"error: {where.removesuffix(': ')}.{inner[1]}: must be a mapping of options to values\n{advice}"
+    return ""
 
 
 def explain_missing_files(error: OSError | ValueError) -> str:
@@ -131,8 +154,11 @@ def explain_missing_files(error: OSError | ValueError) -> str:
 def _explain_unknown(name: str, lines: list[str], options: Collection[str]) -> str:
     """Return the reason of an unknown option with its owner, and the closest known option as a hint."""
     owner, reason = _owner_of(lines, name), next(line for line in lines if name in line)
-    near = _find_near(name, read_parameters(owner) if owner else options)
-    hint = f"hint: did you mean {near}?\n" if near else ""
+    known = read_parameters(owner) if owner else options
+    near = _find_initials(name, known)
+    hint = "" if near else hint_option(name)
+    near = near or next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.6)), "")
+    hint = hint or (f"hint: did you mean {near}?\n" if near else "")
     return f"{reason}{f' by {owner}' if owner else ''}\n{hint}"
 
 
@@ -140,12 +166,18 @@ def _find_near_classes(key: str, name: str) -> str:
     """Return the names of loaded classes that were probably meant by an option's value; "" for none."""
     modules = [sys.modules[path] for path in _CLASS_MODULES.get(key.rpartition(".")[2], ()) if path in sys.modules]
     known = {known for module in modules for known in getattr(module, "__all__", dir(module)) if known[:1].isupper()}
-    return " or ".join(difflib.get_close_matches(name, known, n=2, cutoff=0.7))
+    beginning = sorted(other for other in known if other.lower().startswith(name.lower().replace("_", "")))
+    return " or ".join(difflib.get_close_matches(name, known, n=2, cutoff=0.7) or beginning[:2])
 
 
 def _explain_choice(reason: str, lines: list[str]) -> str:
     """Return a reason with the wrong value, and the allowed choices or the type in words."""
     found = _CHOICE.search(reason)
+    if found and len(groups := [other[1] for other in map(_CHOICE.search, lines) if other]) > 1:
+        # A union of choices has a line for each of them, and the first line is answered for all.
+        return "" if found[1] != groups[0] else f"must be one of {', '.join(groups)}"
+    if _TYPE.search(reason) and any(map(_CHOICE.search, lines)):
+        return ""
     types = [line for line in lines if _TYPE.search(line)]
     if not found and len(types) == 1:
         found = _TYPE.search(reason)
@@ -170,7 +202,13 @@ def _owner_of(lines: list[str], option: str) -> str | None:
     return None
 
 
-def _find_near(name: str, accepted: Collection[str]) -> str:
-    """Return the accepted name that was probably meant, by its initials or its letters; "" for none."""
-    meant = (known for known in accepted if "_" in known and name == "".join(part[:1] for part in known.split("_")))
-    return next(meant, "") or next(iter(difflib.get_close_matches(name, accepted, n=1, cutoff=0.6)), "")
+def _find_initials(name: str, accepted: Collection[str]) -> str:
+    """Return the accepted name with these initials; "" for none."""
+    return next((known for known in accepted if "_" in known and name == "".join(p[:1] for p in known.split("_"))), "")
+
+
+def _hint_positional(word: str, configs: Collection[str]) -> str:
+    """Return a hint on a word without an option, if it is a config or data; "" for another."""
+    if word in configs or word.endswith((".yaml", ".yml")):
+        return f"hint: did you mean --config {word}?\n"
+    return f"hint: did you mean --data.paths {word}?\n" if Path(word).exists() else ""

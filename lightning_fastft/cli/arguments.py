@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from lightning_fastft.cli.usage import HELP
 from lightning_fastft.core.errors import OptionError
 
 COLUMNS_OPTION = "--data.columns."
@@ -31,6 +32,8 @@ class Arguments(argparse.ArgumentParser):
 
     def __init__(self, command: str) -> None:
         super().__init__(prog=f"fastft {command}", add_help=False, allow_abbrev=False)
+        # The first line of the help.
+        self._usage = HELP[command].partition("\n")[0]
 
     def read(self, words: Sequence[str]) -> Any:
         """Return the values of the options.
@@ -52,7 +55,7 @@ class Arguments(argparse.ArgumentParser):
         choice = _CHOICE.fullmatch(message)
         if choice:
             message = f"{choice[1]} must be one of {choice[3]}, got {choice[2]}"
-        raise OptionError(f"{self.prog}: {message}. All options: {self.prog} --help.")
+        raise OptionError(f"{self.prog}: {message}. Usage: {self._usage}. All options: {self.prog} --help.")
 
 
 def take_columns(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:

@@ -6,12 +6,13 @@ import difflib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from importlib import import_module
+from importlib.metadata import version
 
 from lightning_fastft.cli.answers import explain_missing_files
 from lightning_fastft.cli.mistakes import check_words
 from lightning_fastft.cli.noise import without_noise
+from lightning_fastft.cli.other_names import find_command
 from lightning_fastft.cli.phases import shown_phases
 from lightning_fastft.cli.usage import HELP, USAGE, help_of
 from lightning_fastft.cli.words import TRAINER_COMMANDS, config_names
@@ -35,6 +36,9 @@ def main(args: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help"):
         sys.stdout.write(USAGE.format(configs=", ".join(config_names())))
         return 0
+    if words[0] in ("--version", "-V", "version"):
+        sys.stdout.write(f"{version('lightning_fastft')}\n")
+        return 0
     if words[0] in (*HELP, *TRAINER_COMMANDS) and {"-h", "--help"} & set(words):
         sys.stdout.write(HELP.get(words[0]) or help_of(words[0]))
         return 0
@@ -46,7 +50,7 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         if words[0] in _CONFIGURED:
             check_words(words[0], words[1:])
-        with without_noise(), shown_phases() if words[0] in _CONFIGURED else nullcontext():
+        with without_noise(), shown_phases():
             return _run(words[0], words[1:])
     except FastFTError as error:
         sys.stderr.write(f"error: {type(error).__name__}: {error}\n")
@@ -68,8 +72,8 @@ def _run(command: str, words: list[str]) -> int:
             run = _import_command(command)
         _use_free_cores(cores)
         return run(words)
-    near = difflib.get_close_matches(command, (*TRAINER_COMMANDS, *HELP), n=1)
-    advice = f" Did you mean {near[0]}?" if near else ""
+    near = find_command(command) or next(iter(difflib.get_close_matches(command, (*TRAINER_COMMANDS, *HELP), n=1)), "")
+    advice = f" Did you mean {near}?" if near else ""
     raise OptionError(f"Unknown command {command!r}.{advice} Allowed are {', '.join((*TRAINER_COMMANDS, *HELP))}.")
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from lightning_fastft.cli.arguments import Arguments, take_columns
 from lightning_fastft.core.errors import OptionError, UnsupportedModelError
+from lightning_fastft.core.phases import phase
 from lightning_fastft.estimate.machines import Gpu, find_gpu
 from lightning_fastft.packing.reading.sources import check_exists
 
@@ -39,9 +40,10 @@ def run_init(words: Sequence[str]) -> int:
         One pass over the data, and some seconds for the plan; the weights of the model are not read.
     """
     question = _read_question(words)
+    recipe = _choose(question)
+    # Imported after the phases that say so.
     from lightning_fastft.cli.recipe.text import describe_expectation, describe_lengths, render_config
 
-    recipe = _choose(question)
     question.out.parent.mkdir(parents=True, exist_ok=True)
     question.out.write_text(render_config(recipe), encoding="utf-8")
     steps = recipe.steps
@@ -50,7 +52,7 @@ def run_init(words: Sequence[str]) -> int:
         f"{steps.accumulate} per optimizer step.",
         f"  method: {recipe.method_reason}",
         f"  data: {describe_lengths(recipe.lengths, steps)}",
-        f"  an epoch: {steps.num_packs:,} packs in {steps.num_steps:,} optimizer steps; epochs: {steps.num_epochs}",
+        f"  an epoch: about {steps.num_packs:,} packs, {steps.num_steps:,} optimizer steps; epochs: {steps.num_epochs}",
         *(f"  expected: {line}" for line in describe_expectation(recipe)),
         *_warn_of_weights(question.model),
         "Then:",
@@ -98,32 +100,36 @@ def _check_model(model: str) -> None:
 
 def _choose(question: Namespace) -> Recipe:
     """Read model and data, and choose how to train."""
-    import torch
+    with phase("importing torch"):
+        import torch
+    with phase("importing transformers"):
+        from lightning_fastft.activations.budgets import auto_host_bytes
+        from lightning_fastft.cli.recipe.lengths import measure_lengths
+        from lightning_fastft.cli.recipe.plans import ASSUMED_MARGIN, choose_pack_tokens, count_steps, plan_run
+        from lightning_fastft.cli.recipe.text import Recipe
+        from lightning_fastft.hf.loading.source import ModelSource
 
-    from lightning_fastft.activations.budgets import auto_host_bytes
-    from lightning_fastft.cli.recipe.lengths import measure_lengths
-    from lightning_fastft.cli.recipe.plans import ASSUMED_MARGIN, choose_pack_tokens, count_steps, plan_run
-    from lightning_fastft.cli.recipe.text import Recipe
-    from lightning_fastft.hf.loading.source import ModelSource
-
-    source = ModelSource(question.model, init="random")
-    most = _longest_of(source)
+    with phase("reading the model's configuration"):
+        source = ModelSource(question.model, init="random")
+        most = _longest_of(source)
     gpu, host_bytes = question.gpu, _ASSUMED_HOST_GIB * _GIB
     if gpu is None and torch.cuda.is_available():
         gpu, host_bytes = find_gpu(torch.cuda.get_device_name()), auto_host_bytes()
-    lengths = measure_lengths(question.data, source=source, columns=question.columns)
+    with phase("reading the data"):
+        lengths = measure_lengths(question.data, source=source, columns=question.columns)
     length_N = lengths.length_N
     tokens = choose_pack_tokens(length_N * ASSUMED_MARGIN if lengths.assumption else length_N, most=most)
     planned: Planned | None = None
     if gpu is not None:
-        planned = plan_run(
-            source,
-            gpu=gpu,
-            methods=_methods(question.method),
-            length_N=length_N,
-            max_tokens=tokens,
-            host_bytes=host_bytes,
-        )
+        with phase("planning"):
+            planned = plan_run(
+                source,
+                gpu=gpu,
+                methods=_methods(question.method),
+                length_N=length_N,
+                max_tokens=tokens,
+                host_bytes=host_bytes,
+            )
     steps: Steps = count_steps(length_N, max_tokens=tokens if planned is None else planned.max_tokens)
     method = _methods(question.method)[0] if planned is None else planned.method
     return Recipe(

@@ -13,6 +13,7 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+import lightning_fastft
 from lightning_fastft.cli.answers import explain_refusal
 from lightning_fastft.cli.command_record import CommandRecord
 from lightning_fastft.cli.imports import check_named_functions, import_policy
@@ -39,6 +40,7 @@ from lightning_fastft.training.preference import PreferenceTuner
 from lightning_fastft.training.reward import RewardTuner
 from lightning_fastft.training.rollouts import RolloutDataModule
 
+_CALLBACK_OPTIONS = ("--trainer.callbacks", "--trainer.callbacks+")
 # Classes that a command line may name without their module: the parser finds names of imported classes only.
 SHORT_NAMES: tuple[type, ...] = (
     FineTuner,
@@ -118,7 +120,7 @@ class FastFTCLI(LightningCLI):
                 },
                 seed_everything_default=1,
                 parser_class=FastFTArgumentParser,
-                args=find_configs(words),
+                args=_name_callbacks(find_configs(words)),
                 run=run,
             )
 
@@ -150,7 +152,7 @@ class FastFTCLI(LightningCLI):
             if "Does not validate" in str(error):
                 # The parser validates some values only now.
                 self._parser(self.subcommand).error(str(error))
-            raise OptionError(f"{error}{_suggest_strategy(str(error))}") from error
+            raise OptionError(f"{error}{_suggest(str(error))}") from error
         except TypeError as error:
             # Lightning's accelerators raise it for a number of devices.
             if "devices" not in str(error):
@@ -179,8 +181,32 @@ class FastFTCLI(LightningCLI):
         return {**super()._prepare_subcommand_kwargs(subcommand), "weights_only": True}
 
 
-def _suggest_strategy(message: str) -> str:
-    """Return the nearest name to that of an unknown strategy, as a sentence; "" for another message."""
+def _name_callbacks(words: Sequence[str]) -> list[str]:
+    """Return the words with the full names of our callbacks: the parser finds short names of imported classes only.
+
+    Example:
+        >>> _name_callbacks(["--trainer.callbacks+=FusedKernels", "--trainer.callbacks", "RunReport"])
+        ['--trainer.callbacks+=lightning_fastft.FusedKernels', '--trainer.callbacks', 'lightning_fastft.RunReport']
+    """
+    found: list[str] = []
+    for word in words:
+        option, equals, name = word.rpartition("=")
+        is_value = bool(found) and found[-1] in _CALLBACK_OPTIONS and not equals
+        if name in lightning_fastft.__all__ and (option in _CALLBACK_OPTIONS or is_value):
+            word = f"{option}{equals}lightning_fastft.{name}"
+        found.append(word)
+    return found
+
+
+def _suggest(message: str) -> str:
+    """Return what to change after an error of Lightning, as a sentence; "" where it says that itself."""
+    if re.search(r"No supported gpu backend|`CUDAAccelerator` can not run", message):
+        return (
+            " torch sees no GPU: look at nvidia-smi and at torch.version.cuda (None is a build for CPUs). To train on "
+            "the CPU: --trainer.accelerator cpu"
+        )
+    if "`Trainer(devices=" in message:
+        return " Give a number of devices, at least 1: --trainer.devices 1"
     found = re.search(r"`strategy='([^']+)'`", message)
     near = difflib.get_close_matches(found[1], StrategyRegistry.available_strategies(), n=1) if found else []
     return f" Did you mean {near[0]}?" if near else ""

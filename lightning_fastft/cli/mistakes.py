@@ -144,6 +144,7 @@ def _read_config(name: str | None, line: _Line) -> bool:
         text = Path(name or "").read_text(encoding="utf-8")
     except (OSError, UnicodeError):
         return False
+    _refuse_broken(name or "", text)
     content = _load(text)
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         return False
@@ -164,6 +165,19 @@ def _read_config(name: str | None, line: _Line) -> bool:
             paths.append(None)
     _add_trainer(line, content.get("trainer"))
     return True
+
+
+def _refuse_broken(name: str, text: str) -> None:
+    """Refuse a text that is not YAML, with the place."""
+    try:
+        check_size(text)
+        yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        place = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
+        advice = " YAML is indented with spaces, not tabs." if "'\\t'" in str(error.problem) else ""
+        _refuse(f"Problems parsing config {name}{place}: {error.problem}.{advice}", "fit")
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return
 
 
 def _add_trainer(line: _Line, trainer: object) -> None:
@@ -250,6 +264,14 @@ def _check_options(command: str, line: _Line) -> None:
         name = rest.removeprefix("init_args.").partition(".")[0]
         if head not in known or (head == "trainer" and name and name not in in_trainer):
             unknown += option.words
+        elif option.value is None:
+            _refuse(f"argument --{option.key}: expected one argument", command)
+        elif option.key in line.classes and (meant := _option_meant(option)):
+            _refuse(
+                f"argument --{option.key}: it names a class, and {option.value} is none. "
+                f"Did you mean --{meant} {option.value}?",
+                command,
+            )
         elif head == "trainer":
             _check_value(command, option, head=head, name=rest, owner=TRAINER_CLASS)
         elif head in line.classes and name and not _may_accept(name, head, line):
@@ -263,6 +285,15 @@ def _check_options(command: str, line: _Line) -> None:
             _check_value(command, option, head=head, name=rest.removeprefix("init_args."), owner=owner)
     if unknown:
         _refuse(f"unrecognized arguments: {' '.join(unknown)}", command, _names_of(command))
+
+
+def _option_meant(option: _Option) -> str:
+    """Return the option for a model or a file that was given where a class is expected; "" for a class or a config."""
+    value = option.value or ""
+    if Path(value).suffix in (".yaml", ".yml"):
+        return ""
+    is_place = "/" in value or Path(value).exists()
+    return {"model": "model.model", "data": "data.paths"}[option.key] if is_place else ""
 
 
 def _check_value(command: str, option: _Option, *, head: str, name: str, owner: str) -> None:

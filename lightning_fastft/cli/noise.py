@@ -17,6 +17,8 @@ _WARNINGS = (
     (FutureWarning, r"torch\.distributed\.nn\.functional\.all_gather is deprecated"),
     # PEFT uses an attribute that transformers has renamed.
     (FutureWarning, r"`is_gradient_checkpointing` is deprecated"),
+    # There is no validation data.
+    (UserWarning, r"Total length of `list` across ranks is zero"),
     # Without tensorboard Lightning logs to CSV files; docs/guide.md describes the default logger.
     (UserWarning, r"Starting from v1\.9\.0, `tensorboardX` has been removed as a dependency"),
 )

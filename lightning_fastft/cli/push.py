@@ -54,6 +54,9 @@ def _read_card(question: Namespace) -> str:
 
 def _push(folder: Path, card: str, *, question: Namespace) -> int:
     """Print files and card; upload them in one commit if asked for."""
+    from lightning_fastft.cli.trained.card import REPOSITORY
+
+    card = card.replace(REPOSITORY, question.repository)
     files = sorted(
         file
         for file in folder.rglob("*")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import shlex
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ from lightning_fastft.core.errors import ResumeError
 from lightning_fastft.core.phases import begin_phase, log_phase
 from lightning_fastft.packing.describe import count, describe_epoch
 from lightning_fastft.training.datamodule import PackedDataModule
+from lightning_fastft.training.fine_tuner import FineTuner
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -107,7 +110,14 @@ class RunLength(Callback):
             self._begin = 0.0
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Log that a resumed run had nothing left to train."""
+        """Log where the trained model is, or that a resumed run had nothing left to train."""
+        if self._has_trained:
+            saved = getattr(trainer.checkpoint_callback, "last_model_path", "") or getattr(
+                trainer.checkpoint_callback, "best_model_path", ""
+            )
+            if saved and isinstance(pl_module, FineTuner):
+                place = _shorten(saved)
+                rank_zero_info(f"Saved {place}. Talk with the model: fastft chat {shlex.quote(place)}")
         if self._has_trained or trainer.ckpt_path is None:
             return
         if 0 <= trainer.max_steps <= trainer.global_step:
@@ -127,3 +137,9 @@ class RunLength(Callback):
             f"Nothing was left to train: {trainer.ckpt_path} is at the end of this run ({place}). To continue, give a "
             f"higher {more}."
         )
+
+
+def _shorten(path: str) -> str:
+    """Return a path inside the current folder relative to it."""
+    short = path if ":" in path else os.path.relpath(path)
+    return path if short.startswith("..") else short

@@ -7,9 +7,10 @@ import os
 from typing import Any, Literal
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import SingleDeviceStrategy
 
+from lightning_fastft.core.checks import check_float, check_int
 from lightning_fastft.core.errors import OptionError
+from lightning_fastft.strategies.launchers import refuse_several_processes
 
 # Each logged step has a host sync, so long runs keep Lightning's interval; short runs log this many times.
 LONGEST_INTERVAL, TIMES_IN_A_RUN = 50, 10
@@ -44,13 +45,11 @@ class FastFTTrainer(Trainer):
             log_every_n_steps=None if log_every_n_steps == "auto" else log_every_n_steps,
             **kwargs,
         )
-        num_processes = _count_processes()
-        if num_processes > 1 and isinstance(self.strategy, SingleDeviceStrategy):
-            raise OptionError(
-                f"The launcher started {num_processes} processes, and each would train alone and write the same files. "
-                "Add --trainer.strategy fastft_ddp (a whole model on each device) or fastft_fsdp (one model over all "
-                "devices)."
-            )
+        refuse_several_processes(self.strategy)
+        if self.gradient_clip_val is not None:
+            check_float("trainer.gradient_clip_val", self.gradient_clip_val, low=0.0)
+        if self.check_val_every_n_epoch is not None:
+            check_int("trainer.check_val_every_n_epoch", self.check_val_every_n_epoch, low=1)
 
     @property
     def log_every_n_steps(self) -> int:
@@ -71,13 +70,6 @@ class FastFTTrainer(Trainer):
     def log_every_n_steps(self, interval: int) -> None:
         # Lightning sets the given value, or its default.
         self._log_every_n_steps = interval
-
-
-def _count_processes() -> int:
-    """Return the number of processes that torchrun or srun started for this run."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        return int(os.environ.get("WORLD_SIZE", "1"))
-    return int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
 
 
 def _count_nodes() -> int:

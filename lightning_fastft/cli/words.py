@@ -15,7 +15,7 @@ from lightning_fastft.core.errors import OptionError
 TRAINER_COMMANDS = ("fit", "validate", "test")
 ALLOW_IMPORT_OPTION = "--allow-import"
 # Values of ckpt_path that Lightning resolves itself.
-CHECKPOINT_WORDS = ("best", "last", "hpc", "registry")
+CHECKPOINT_WORDS = ("last", "hpc", "registry")
 # Classes that are used where no other is named, and what differs from the Trainer's own defaults.
 DEFAULT_CLASSES = {"model": "lightning_fastft.FineTuner", "data": "lightning_fastft.PackedDataModule"}
 TRAINER_CLASS = "lightning_fastft.cli.trainer.FastFTTrainer"
@@ -39,6 +39,8 @@ def find_configs(words: Sequence[str]) -> list[str]:
     found, is_config = [], False
     for word in words:
         option, equals, value = word.partition("=")
+        if option == "-config":
+            raise OptionError("-config has one dash. Did you mean --config?")
         if is_config:
             word = _find_config(word)
         elif equals and option in ("--config", "-c"):
@@ -77,7 +79,9 @@ def _find_config(name: str) -> str:
     path = CONFIG_FOLDER / f"{name}.yaml"
     if name in config_names():
         return str(path)
-    near = difflib.get_close_matches(name, config_names(), n=1)
+    path = Path(name)
+    files = [str(file) for file in path.parent.glob("*.y*ml")] if path.suffix in (".yaml", ".yml") else []
+    near = difflib.get_close_matches(name, [*files, *config_names()], n=1)
     advice = f" Did you mean {near[0]}?" if near else ""
     raise OptionError(
         f"There is no file and no shipped config named {name!r}.{advice} Shipped configs: {', '.join(config_names())}."
@@ -120,10 +124,28 @@ def check_checkpoint(path: object) -> None:
     Raises:
         OptionError: There is no such file or folder.
     """
+    if path == "best":
+        raise OptionError(
+            "ckpt_path: 'best' is known only to the process that trained. Name the file that ModelCheckpoint wrote."
+        )
     if path is not None and (":" in str(path)) and not Path(str(path)).exists():
         raise OptionError(
-            f"ckpt_path must be a local file or folder, 'last' or 'best', got {path!r}. Copy the checkpoint to a "
+            f"ckpt_path must be a local file or folder, or 'last', got {path!r}. Copy the checkpoint to a "
             "local folder first."
         )
     if path is not None and str(path) not in CHECKPOINT_WORDS and not Path(str(path)).exists():
         raise OptionError(f"ckpt_path: there is nothing at {path} (searched from {Path.cwd()}).")
+    inside = name_checkpoint(Path(str(path)))
+    if path is not None and inside:
+        raise OptionError(f"ckpt_path: {path} is a folder with checkpoints. Name one of them: --ckpt_path {inside}")
+
+
+def name_checkpoint(folder: Path) -> str:
+    """Return the checkpoint that a folder of checkpoints was probably named for; "" if it holds none or is itself one.
+
+    Sharded checkpoints are folders with a ``meta.pt``.
+    """
+    if not folder.is_dir() or (folder / "meta.pt").is_file():
+        return ""
+    found = sorted(folder.glob("*.ckpt"), key=lambda file: (file.name != "last.ckpt", -file.stat().st_mtime))
+    return str(found[0]) if found else ""

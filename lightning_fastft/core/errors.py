@@ -31,6 +31,43 @@ def list_names(names: list[str]) -> str:
     return ", ".join(names[:MAX_NAMES_IN_MESSAGE]) + (f" and {more} more" if more > 0 else "")
 
 
+def describe_mismatch(error: RuntimeError) -> str:
+    """Return what ``load_state_dict`` refused: counts and the first names instead of all names; "" for other errors.
+
+    Example:
+        >>> import torch
+        >>> try:
+        ...     torch.nn.Linear(2, 3).load_state_dict({"weight": torch.zeros(3, 4)})
+        ... except RuntimeError as error:
+        ...     print(describe_mismatch(error))
+        1 weight is missing (bias), 1 weight has another shape (weight: [3, 4], the model has [3, 2])
+    """
+    text = str(error)
+    if "loading state_dict" not in text:
+        return ""
+    parts = []
+    for words, verb in (("Missing key(s)", ("is", "are", "missing")), ("Unexpected key(s)", ("is", "are", "unknown"))):
+        found = re.search(rf"{re.escape(words)} in state_dict: (.*)", text)
+        if found:
+            parts.append(_count_names(re.findall(r'"([^"]+)"', found[1]), *verb))
+    shapes = [
+        f"{name}: {held}, the model has {own}"
+        for name, held, own in re.findall(
+            r"size mismatch for (\S+): copying a param with shape torch\.Size\((.*?)\) from checkpoint, the shape in "
+            r"current model is torch\.Size\((.*?)\)",
+            text,
+        )
+    ]
+    parts += [_count_names(shapes, "has", "have", "another shape", most=1)] if shapes else []
+    return ", ".join(parts) or text
+
+
+def _count_names(names: list[str], one: str, several: str, state: str, *, most: int = 2) -> str:
+    """Return a count of weights with their first names."""
+    shown = ", ".join(names[:most]) + (", ..." if len(names) > most else "")
+    return f"{len(names):,} {f'weight {one}' if len(names) == 1 else f'weights {several}'} {state} ({shown})"
+
+
 class FastFTError(Exception):
     """Base of every error that lightning_fastft raises for a user."""
 

@@ -19,6 +19,7 @@ from lightning_fastft.activations.segments import Session, unwatched
 from lightning_fastft.activations.values import SEGMENT_ATTRIBUTE, find_session
 from lightning_fastft.core.autocast import is_autocast_on
 from lightning_fastft.fused.delta_mixers import mix_delta
+from lightning_fastft.fused.fp8_base import refresh_written
 from lightning_fastft.fused.functions.feed_forward import feed_forward_between_norms, norm_feed_forward
 from lightning_fastft.fused.functions.heads import HeadShares, norm_head_columns, split_heads
 from lightning_fastft.fused.functions.projections import norm_project, project_add, project_norm_add
@@ -29,9 +30,9 @@ from lightning_fastft.fused.layer_parts import (
     Parts,
     block_activation,
     find_delta_rule,
+    find_parts,
     form_of,
     has_own_mixer,
-    read_parts,
 )
 from lightning_fastft.fused.linears import FusedLinear
 from lightning_fastft.kernels.expert_gate.reference import GateForm
@@ -57,7 +58,10 @@ class FusedLayer:
         """Run the layer, or its graph; overridden because transformers begins checkpointing in ``__call__``."""
         graph = vars(self).get(GRAPH_ATTRIBUTE)
         run = super().__call__  # type: ignore[misc]
-        return run(*args, **kwargs) if graph is None else graph.call(run, *args, **kwargs)
+        if graph is None:
+            return run(*args, **kwargs)
+        refresh_written(self)  # type: ignore[arg-type]
+        return graph.call(run, *args, **kwargs)
 
     def forward(
         self,
@@ -200,8 +204,7 @@ def _read_call(layer: Any, x: torch.Tensor, cache: object, angles: object, optio
             return None
         if form.scales_late_queries and _longest(x, options) > _num_unscaled(config):
             return None
-    found = read_parts(layer, dtype=x.dtype)
-    return None if isinstance(found, str) else found
+    return find_parts(layer, dtype=x.dtype)
 
 
 def _longest(x_BSD: torch.Tensor, options: dict[str, Any]) -> int:

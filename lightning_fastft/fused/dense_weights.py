@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -57,17 +57,38 @@ class PaddedBuffer:
             whole = rows_TI.new_empty(num_rows, num_whole)
             whole[:, :num_columns] = rows_TI
         whole[:, num_columns : num_columns + num_ranks] = low_TR
-        whole[:, num_columns + num_ranks :] = 0.0
+        if num_columns + num_ranks < num_whole:
+            whole[:, num_columns + num_ranks :] = 0.0
         return whole
 
 
-class _Room(NamedTuple):
+class _Room:
     """A fused buffer of weights and adapters: its shape, its size in bytes, and the addresses of the weights in it."""
 
-    num_rows: int
-    num_columns: int
-    num_bytes: int
-    addresses: tuple[int, ...]
+    def __init__(self, memory: torch.Tensor, addresses: tuple[int, ...]) -> None:
+        self.num_rows, self.num_columns = memory.shape
+        self.num_bytes = memory.untyped_storage().nbytes()
+        self.addresses = addresses
+        # The copies of adapters next to the weights, and their versions when they were written.
+        self._written: list[tuple[weakref.ref[torch.Tensor], int]] = []
+
+    def must_write(self, copies: Sequence[torch.Tensor], *, are_tracked: bool) -> bool:
+        """Return whether these copies are not next to the weights yet; the caller then writes them.
+
+        Args:
+            copies: Low-precision copies of the adapters.
+            are_tracked: Whether every write to them raises their version counters.
+        """
+        if copies[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            # Each replay of a CUDA graph must write what an optimizer step changes, and the capture writes nothing.
+            return True
+        written, self._written = self._written, []
+        if not are_tracked:
+            return True
+        self._written = [(weakref.ref(copy), copy._version) for copy in copies]
+        return len(written) != len(copies) or any(
+            reference() is not copy or version != copy._version for (reference, version), copy in zip(written, copies)
+        )
 
 
 class FusedWeightBuffer:
@@ -169,8 +190,12 @@ class DenseWeights:
         One GEMM with it adds the adapters to the base, and one gives the gradients of rows and low-rank rows.
         """
         num_inputs, num_extra = parts[0].num_inputs, aligned(_num_ranks(parts))
-        if self.has_room_beside(parts):
-            dense = self._memory_of(parts)[:, : num_inputs + num_extra]
+        room = self._room_of(parts)
+        if room is not None and room.num_columns >= num_inputs + num_extra:
+            dense = _memory_of(parts, room)[:, : num_inputs + num_extra]
+            copies = [part.copy_b_OR for part in parts if part.copy_b_OR is not None]
+            if not room.must_write(copies, are_tracked=_are_tracked(parts)):
+                return dense
         else:
             dense = self.gather(parts, num_inputs=num_inputs, dtype=dtype, num_extra=num_extra)
         blocks = [dense.new_empty(part.num_outputs, 0) if part.copy_b_OR is None else part.copy_b_OR for part in parts]
@@ -184,14 +209,18 @@ class DenseWeights:
         low-rank rows.
         """
         num_outputs, num_ranks = part.num_outputs, a_RI.shape[0]
-        if self.has_room_below(part):
-            dense = self._memory_of((part,))[: num_outputs + aligned(num_ranks)]
+        room = self._room_of((part,))
+        if room is not None and room.num_rows >= num_outputs + aligned(num_ranks):
+            dense = _memory_of((part,), room)[: num_outputs + aligned(num_ranks)]
+            if not room.must_write([a_RI], are_tracked=_are_tracked((part,))):
+                return dense
         else:
             dense = self.gather(
                 (part,), num_inputs=part.num_inputs, dtype=a_RI.dtype, num_extra_rows=aligned(num_ranks)
             )
         dense[num_outputs : num_outputs + num_ranks] = a_RI
-        dense[num_outputs + num_ranks :] = 0.0
+        if num_outputs + num_ranks < len(dense):
+            dense[num_outputs + num_ranks :] = 0.0
         return dense
 
     def fuse_buffer(self, parts: Sequence[LinearPart]) -> FusedWeightBuffer | None:
@@ -228,12 +257,13 @@ class DenseWeights:
                 weight.data = place
                 first += weight.shape[0]
         addresses = tuple(weight.data_ptr() for weight in weights)
-        self._rooms[_storage_id(memory)] = _Room(num_rows, num_columns, memory.untyped_storage().nbytes(), addresses)
+        self._rooms[_storage_id(memory)] = _Room(memory, addresses)
         return FusedWeightBuffer(weights, memory)
 
     def settled(self, parts: Sequence[LinearPart]) -> torch.Tensor | None:
         """Return the fused buffer of exactly these weights; None if they are not, or no longer, in one."""
-        return None if self._room_of(parts) is None else self._memory_of(parts)
+        room = self._room_of(parts)
+        return None if room is None else _memory_of(parts, room)
 
     def has_room_beside(self, parts: Sequence[LinearPart]) -> bool:
         """Return whether these weights are in a fused buffer with room for B of their ranks; takes microseconds."""
@@ -256,13 +286,22 @@ class DenseWeights:
         # Freed memory may belong to another weight with the same address, but not with this size.
         return room if parts[0].weight.untyped_storage().nbytes() == room.num_bytes else None
 
-    def _memory_of(self, parts: Sequence[LinearPart]) -> torch.Tensor:
-        """Return the memory of weights in a fused buffer.
 
-        As ``.data``, because a write into the room changes no weight and must not change its version counter.
-        """
-        room = self._rooms[_storage_id(parts[0].weight)]
-        return parts[0].weight.data.as_strided((room.num_rows, room.num_columns), (room.num_columns, 1), 0)
+def _memory_of(parts: Sequence[LinearPart], room: _Room) -> torch.Tensor:
+    """Return the memory of weights in a fused buffer.
+
+    As ``.data``, because a write into the room changes no weight and must not change its version counter.
+    """
+    return parts[0].weight.data.as_strided((room.num_rows, room.num_columns), (room.num_columns, 1), 0)
+
+
+def _are_tracked(parts: Sequence[LinearPart]) -> bool:
+    """Return whether every write to the adapters in compute dtype raises their version counters.
+
+    It does for low-precision copies. Masters in the compute dtype are written by optimizers that raise none.
+    """
+    pairs = [(part.b_OR, part.copy_b_OR) for part in parts]
+    return all(master is None or copy is None or master.dtype is not copy.dtype for master, copy in pairs)
 
 
 def aligned(num_columns: int) -> int:

@@ -1,4 +1,8 @@
-"""Compute the GEMMs of frozen base weights of fused decoder layers in fp8; adapters and all else are unchanged.
+"""Compute the GEMMs of base weights of fused decoder layers in fp8, frozen or trained; all else is unchanged.
+
+Trained weights are held in e4m3 beside the parameters, and quantised again after each optimizer step. Their scales, and
+those of the rows that they multiply, are powers of 2, so that one quantisation of the output's gradient serves both the
+gradient of the input and that of the weight.
 
 Axes: T rows, I input columns, O output columns of all layers that read the same rows, together.
 """
@@ -19,6 +23,8 @@ from lightning_fastft.core.status import Status
 from lightning_fastft.fused.linear_parts import LinearPart
 from lightning_fastft.fused.linears import FusedLinear
 from lightning_fastft.kernels.backends import TRITON_DTYPES
+from lightning_fastft.kernels.expert_gate.op import gate_backward_quantised, gate_forward_quantised
+from lightning_fastft.kernels.expert_gate.reference import GateForm, QuantisedGateGradients
 from lightning_fastft.kernels.fp8_linear.op import (
     ALIGNED_COLUMNS,
     find_obstacle,
@@ -26,11 +32,16 @@ from lightning_fastft.kernels.fp8_linear.op import (
     nf4_row_scales,
     quantise_nf4,
     quantise_rows,
+    transpose,
+    weight_gradient,
 )
-from lightning_fastft.kernels.fp8_linear.reference import FP8
+from lightning_fastft.kernels.fp8_linear.reference import FP8, Fp8Rows
 from lightning_fastft.kernels.nf4_linear.op import read_params4bit
+from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
+from lightning_fastft.kernels.rms_norm.op import rms_norm_quantised
+from lightning_fastft.kernels.rms_norm.reference import NormForm
 
-STATUS_NAME = "fp8 base"
+STATUS_NAME = "fp8 products"
 # An instance attribute, so no state_dict has it.
 FP8_ATTRIBUTE = "fastft_fp8_base"
 # q, k and v; output; gate and up; down.
@@ -67,6 +78,16 @@ def in_fp8(
     return fused_linear if weight.reason else fused_linear._replace(base=weight)
 
 
+def refresh_written(layer: nn.Module) -> None:
+    """Quantise the weights of a layer again if they were written; recorded graphs do not look at them.
+
+    Cost:
+        A few microseconds of the host.
+    """
+    for weight in vars(layer).get(FP8_ATTRIBUTE, ()):
+        weight.refresh(only_if_written=True)
+
+
 class Fp8Base:
     """The fp8 weights of one model.
 
@@ -76,13 +97,20 @@ class Fp8Base:
         is_emulated: Compute with the reference, in plain PyTorch on any device.
 
     Cost:
-        Packed weights share one buffer with a byte for each weight of the largest product. Dense weights are quantised
-        once, at their first product: one byte per weight, and another one for the transpose at the first backward. The
-        original weights stay, for files, merging and generation. Scales take six bytes per output column.
-        Products that do not compute in fp8 use no memory.
+        Packed weights share one buffer with a byte for each weight of the largest product. Frozen dense weights are
+        quantised once, at their first product: one byte per weight, and another one for the transpose at the first
+        backward. Trained weights are quantised after each optimizer step: one byte per weight; their transpose is
+        written into the shared buffer at each use. The original weights stay, for the optimizer, files, merging and
+        generation. Scales take six bytes per output column. Products that do not compute in fp8 use no memory.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], *, read: Callable[[nn.Module], object], is_emulated: bool) -> None:
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        *,
+        read: Callable[[nn.Module], Sequence[FusedLinear | None] | str],
+        is_emulated: bool,
+    ) -> None:
         self.is_emulated = is_emulated
         self._layers = list(layers)
         self._read = read
@@ -108,6 +136,30 @@ class Fp8Base:
         for layer in self._layers:
             for weight in vars(layer).get(FP8_ATTRIBUTE, ()):
                 weight.release()
+
+    def prepare(self) -> None:
+        """Quantise trained weights before the first step, so that a plan of activations counts their memory.
+
+        Cost:
+            As refresh.
+        """
+        for layer in self._layers:
+            found = self._read(layer)
+            for fused_linear in () if isinstance(found, str) else found:
+                if fused_linear is not None and isinstance(fused_linear.base, Fp8Weight):
+                    fused_linear.base.prepare(fused_linear.parts)
+
+    def refresh(self) -> None:
+        """Quantise all trained weights that were quantised before; call it after each optimizer step.
+
+        Some optimizers change no version counter, and recorded graphs read the present e4m3 weights.
+
+        Cost:
+            Reads trained weights and writes one byte each; one launch per weight and no host sync.
+        """
+        for layer in self._layers:
+            for weight in vars(layer).get(FP8_ATTRIBUTE, ()):
+                weight.refresh()
 
     def begin(self) -> None:
         """Record which products compute in fp8, at the first product, because the model may move after the run."""
@@ -151,7 +203,7 @@ class Fp8Base:
         )
 
     def buffer(self, num_values: int, device: torch.device) -> torch.Tensor:
-        """Return memory for packed weights in e4m3, valid until the next call."""
+        """Return memory for weights in e4m3, valid until the next call."""
         found = self._buffers.get(device)
         if found is None or found.numel() < num_values:
             # An inference tensor could not be written in a training step.
@@ -179,6 +231,8 @@ class Fp8Weight:
         self.owner = owner
         # Why the weights do not compute in fp8, empty if they do; None before the first read.
         self.reason: str | None = None
+        # The weights whose copies or scales are held, in order.
+        self._weights: tuple[torch.Tensor, ...] = ()
         # Identities of the weights at the last read and at each copy.
         self._key: tuple[Any, ...] = ()
         self._forward_key: tuple[Any, ...] | None = None
@@ -207,8 +261,8 @@ class Fp8Weight:
         reason = self.owner.obstacle(parts[0].weight.device, dtype)
         if reason:
             return reason
-        if any(part.weight.requires_grad for part in parts):
-            return "the weights are trained"
+        if len({part.weight.requires_grad for part in parts}) > 1:
+            return "trained and frozen layers read the same rows"
         if any(isinstance(module, BaseTunerLayer) and module.merged for module in modules):
             return "adapters are merged into the weights"
         sizes = [(part.num_outputs, int(part.base.in_features)) for part in parts]  # type: ignore[arg-type]
@@ -217,29 +271,119 @@ class Fp8Weight:
             return f"fp8 products need multiples of {ALIGNED_COLUMNS} columns, and a weight is {odd[0]} x {odd[1]}"
         # A merge by PEFT does not change version counters; a permanent merge removes PEFT's layers.
         wraps = tuple(isinstance(module, BaseTunerLayer) for module in modules)
-        self._key = (*((part.weight.data_ptr(), part.weight._version, part.weight.device) for part in parts), wraps)
+        self._key = (*_marks([part.weight for part in parts]), wraps)
         return ""
 
-    def forward_product(self, parts: Sequence[LinearPart], x_TI: torch.Tensor) -> torch.Tensor:
+    def prepare(self, parts: Sequence[LinearPart]) -> None:
+        """Quantise trained weights, and allocate the memory of their transpose."""
+        if _are_trained(parts):
+            forward_OI, _ = self._read(parts, is_transposed=False)
+            self.owner.buffer(forward_OI.numel(), forward_OI.device)
+
+    def refresh(self, *, only_if_written: bool = False) -> None:
+        """Quantise weights again in the same memory.
+
+        Args:
+            only_if_written: Skip weights whose version counters and addresses are those of the last time. Otherwise
+                skip frozen weights.
+        """
+        weights, marks = self._weights, tuple(_marks(self._weights))
+        key = (*marks, *self._key[len(marks) :])
+        if not weights or (self._forward_key == key if only_if_written else not weights[0].requires_grad):
+            return
+        self._key = key
+        if type(weights[0]) is not nn.Parameter:
+            self._find_scales(weights)
+            return
+        forward_OI, _ = self._quantise(weights)
+        if self._backward is not None:
+            self._transpose(forward_OI)
+
+    def quantises(self, parts: Sequence[LinearPart]) -> bool:
+        """Return whether the products read quantised rows, which the kernel that computes the rows may write.
+
+        Adapters read the rows themselves.
+        """
+        return _are_trained(parts) and not any(part.rank for part in parts)
+
+    def quantised_norm(
+        self, parts: Sequence[LinearPart], x_TI: torch.Tensor, weight_I: torch.Tensor, form: NormForm
+    ) -> Fp8Rows:
+        """Return normed rows as the products read them; costs rms_norm_quantised."""
+        return rms_norm_quantised(x_TI, weight_I, form=form, round_scales_to_power_of_2=True, is_checked=False)
+
+    def quantised_gate(self, parts: Sequence[LinearPart], gate_up_TP: torch.Tensor, form: GateForm) -> Fp8Rows:
+        """Return gated rows as the products read them; costs gate_forward_quantised."""
+        return gate_forward_quantised(gate_up_TP, form=form, round_scales_to_power_of_2=True, is_checked=False)
+
+    def quantised_gate_gradients(
+        self, parts: Sequence[LinearPart], d_act_TF: torch.Tensor, gate_up_TP: torch.Tensor, form: GateForm
+    ) -> QuantisedGateGradients:
+        """Return the gradient of gate_up and gated rows as the products read them; costs gate_backward_quantised."""
+        return gate_backward_quantised(
+            d_act_TF,
+            gate_up_TP,
+            form=form,
+            factor_P=self._read_scales(parts).factor_O,
+            round_scales_to_power_of_2=True,
+            need_act=True,
+            is_checked=False,
+        )
+
+    def forward_product(self, parts: Sequence[LinearPart], x_TI: torch.Tensor | Fp8Rows) -> torch.Tensor:
         """Return ``x @ W^T``.
 
         Cost:
-            Reads the rows and writes them in e4m3; packed weights cost quantise_nf4. No host sync.
+            Reads the rows and writes them in e4m3, unless they are; packed weights cost quantise_nf4. No host sync.
         """
         self.owner.begin()
         weight_OI, scales = self._read(parts, is_transposed=False)
-        rows = quantise_rows(_in_rows(x_TI), backend=self.owner.backend, is_checked=False)
-        return multiply(rows, weight_OI, scales.scale_O, dtype=x_TI.dtype, backend=self.owner.backend, is_checked=False)
+        rows, dtype = self._quantise_input(parts, x_TI)
+        return multiply(rows, weight_OI, scales.scale_O, dtype=dtype, backend=self.owner.backend, is_checked=False)
 
-    def backward_product(self, parts: Sequence[LinearPart], d_TO: torch.Tensor) -> torch.Tensor:
+    def quantise_gradient(self, parts: Sequence[LinearPart], d_TO: torch.Tensor) -> Fp8Rows:
+        """Return the gradient of the output as the other two products read it, times the scales of the weights.
+
+        Cost:
+            Reads the rows and writes them in e4m3. No host sync.
+        """
+        return quantise_rows(
+            _in_rows(d_TO),
+            factor_I=self._read_scales(parts).factor_O,
+            round_scales_to_power_of_2=_are_trained(parts),
+            backend=self.owner.backend,
+            is_checked=False,
+        )
+
+    def backward_product(self, parts: Sequence[LinearPart], d: Fp8Rows, *, dtype: torch.dtype) -> torch.Tensor:
         """Return ``d @ W``.
 
         Cost:
-            That of forward_product.
+            Packed weights cost quantise_nf4, trained ones a transpose. No host sync.
         """
-        weight_IO, scales = self._read(parts, is_transposed=True)
-        rows = quantise_rows(_in_rows(d_TO), factor_I=scales.factor_O, backend=self.owner.backend, is_checked=False)
-        return multiply(rows, weight_IO, None, dtype=d_TO.dtype, backend=self.owner.backend, is_checked=False)
+        weight_IO, _ = self._read(parts, is_transposed=True)
+        return multiply(d, weight_IO, None, dtype=dtype, backend=self.owner.backend, is_checked=False)
+
+    def weight_gradient(self, parts: Sequence[LinearPart], d: Fp8Rows, x_TI: torch.Tensor | Fp8Rows) -> torch.Tensor:
+        """Return ``d^T @ x`` of all layers, below each other, from the same e4m3 rows as the forward.
+
+        Cost:
+            Reads the rows and writes them in e4m3, unless they are, then weight_gradient. No host sync.
+        """
+        (rows, dtype), scales = self._quantise_input(parts, x_TI), self._read_scales(parts)
+        return weight_gradient(d, rows, scales.scale_O, dtype=dtype, backend=self.owner.backend, is_checked=False)
+
+    def _quantise_input(self, parts: Sequence[LinearPart], x_TI: torch.Tensor | Fp8Rows) -> tuple[Fp8Rows, torch.dtype]:
+        """Return rows in e4m3, and the dtype that they had."""
+        if isinstance(x_TI, Fp8Rows):
+            return x_TI, parts[0].weight.dtype
+        rows = quantise_rows(
+            _in_rows(x_TI),
+            round_scales_to_power_of_2=_are_trained(parts),
+            backend=self.owner.backend,
+            is_checked=False,
+        )
+        return rows, x_TI.dtype
 
     def memory(self) -> list[torch.Tensor]:
         """Return the held tensors, whose addresses stay the same until release."""
@@ -248,6 +392,7 @@ class Fp8Weight:
     def release(self) -> None:
         """Free the memory; it is allocated again when needed."""
         self._scales = self._forward = self._backward = self._forward_key = self._backward_key = None
+        self._weights = ()
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop the fp8 weights from a copy or pickle; a copied model quantises its own."""
@@ -261,40 +406,60 @@ class Fp8Weight:
                 return self._read_packed(parts, is_transposed=is_transposed)
             forward_OI, scales = self._forward, self._scales
             if forward_OI is None or scales is None or self._forward_key != self._key:
-                found = [
-                    quantise_rows(
-                        _in_rows(part.weight),
-                        round_scales_to_power_of_2=True,
-                        backend=self.owner.backend,
-                        is_checked=False,
-                    )
-                    for part in parts
-                ]
-                forward_OI = self._forward = _put(self._forward, torch.cat([rows.values_TI for rows in found]))
-                scales = self._set_scales(torch.cat([rows.scale_T for rows in found]))
+                forward_OI, scales = self._quantise([part.weight for part in parts])
             if not is_transposed:
                 return forward_OI, scales
-            backward_IO = self._backward
-            if backward_IO is None or self._backward_key != self._forward_key:
-                backward_IO = self._backward = _put(self._backward, forward_OI.T.contiguous())
-                self._backward_key = self._forward_key
-            return backward_IO, scales
+            if _are_trained(parts):
+                # The weights change with each step, so a copy of their own would save little.
+                buffer = self.owner.buffer(forward_OI.numel(), forward_OI.device)
+                out_IT = buffer.view(forward_OI.T.shape)
+                return transpose(forward_OI, out_IT=out_IT, backend=self.owner.backend, is_checked=False), scales
+            if self._backward is None or self._backward_key != self._forward_key:
+                return self._transpose(forward_OI), scales
+            return self._backward, scales
+
+    def _transpose(self, forward_OI: torch.Tensor) -> torch.Tensor:
+        """Write the transpose of frozen dense weights, in the held memory if it fits."""
+        with torch.inference_mode(mode=False), torch.no_grad():
+            out_IT = self._backward = _memory(self._backward, forward_OI.T.shape, forward_OI.device)
+            self._backward_key = self._forward_key
+            return transpose(forward_OI, out_IT=out_IT, backend=self.owner.backend, is_checked=False)
+
+    def _quantise(self, weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, _Scales]:
+        """Write dense weights in e4m3 and their scales, in the held memory if it fits."""
+        with torch.inference_mode(mode=False), torch.no_grad():
+            sizes, device = [len(weight) for weight in weights], weights[0].device
+            forward_OI = self._forward = _memory(self._forward, (sum(sizes), weights[0].shape[1]), device)
+            scale_O = torch.empty(sum(sizes), dtype=torch.float32, device=device)
+            for weight, values_OI, scales_O in zip(weights, forward_OI.split(sizes), scale_O.split(sizes)):
+                quantise_rows(
+                    _in_rows(weight),
+                    round_scales_to_power_of_2=True,
+                    out=Fp8Rows(values_OI, scales_O),
+                    backend=self.owner.backend,
+                    is_checked=False,
+                )
+            return forward_OI, self._set_scales(scale_O, weights)
+
+    def _read_scales(self, parts: Sequence[LinearPart]) -> _Scales:
+        """Return the scales of the weights."""
+        if self._scales is not None and self._forward_key == self._key:
+            return self._scales
+        return self._read(parts, is_transposed=False)[1]
 
     def _read_packed(self, parts: Sequence[LinearPart], *, is_transposed: bool) -> tuple[torch.Tensor, _Scales]:
         """Convert NF4 weights into the buffer that all layers share."""
         num_inputs = int(parts[0].base.in_features)  # type: ignore[arg-type]
         sizes = [part.num_outputs for part in parts]
         device, num_outputs = parts[0].weight.device, sum(sizes)
-        weights = [weight for weight in (read_params4bit(part.weight) for part in parts) if weight is not None]
+        weights = [part.weight for part in parts]
         scales = self._scales
         if scales is None or self._forward_key != self._key:
-            scale_O = torch.empty(num_outputs, dtype=torch.float32, device=device)
-            nf4_row_scales(weights, scales=scale_O.split(sizes), backend=self.owner.backend)
-            scales = self._set_scales(scale_O)
+            scales = self._find_scales(weights)
         shape = (num_inputs, num_outputs) if is_transposed else (num_outputs, num_inputs)
         values = self.owner.buffer(num_inputs * num_outputs, device).view(shape)
         quantise_nf4(
-            weights,
+            _read_nf4(weights),
             values=values.split(sizes, dim=1 if is_transposed else 0),
             scales=scales.scale_O.split(sizes),
             is_transposed=is_transposed,
@@ -303,12 +468,41 @@ class Fp8Weight:
         )
         return values, scales
 
-    def _set_scales(self, scale_O: torch.Tensor) -> _Scales:
-        """Compute the scales of the present weights."""
+    def _find_scales(self, weights: Sequence[torch.Tensor]) -> _Scales:
+        """Compute the scales of NF4 weights."""
+        with torch.inference_mode(mode=False), torch.no_grad():
+            found = _read_nf4(weights)
+            sizes = [weight.quant_state.shape[0] for weight in weights]  # type: ignore[attr-defined]
+            scale_O = torch.empty(sum(sizes), dtype=torch.float32, device=weights[0].device)
+            nf4_row_scales(found, scales=scale_O.split(sizes), backend=self.owner.backend)
+            return self._set_scales(scale_O, weights)
+
+    def _set_scales(self, scale_O: torch.Tensor, weights: Sequence[torch.Tensor]) -> _Scales:
+        """Hold the scales of the present weights."""
         held = self._scales or (None, None)
         self._scales = _Scales(_put(held[0], scale_O), _put(held[1], scale_O.to(torch.bfloat16)))
-        self._forward_key = self._key
+        self._forward_key, self._weights = self._key, tuple(weights)
         return self._scales
+
+
+def _read_nf4(weights: Sequence[torch.Tensor]) -> list[NF4Weight]:
+    return [found for found in map(read_params4bit, weights) if found is not None]
+
+
+def _marks(weights: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
+    """Return what tells whether weights are those that were quantised."""
+    return [(weight.data_ptr(), weight._version, weight.device) for weight in weights]
+
+
+def _are_trained(parts: Sequence[LinearPart]) -> bool:
+    return parts[0].weight.requires_grad
+
+
+def _memory(held: torch.Tensor | None, shape: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Return the held memory for e4m3 if it fits, because recorded graphs may read it, else new memory."""
+    if held is not None and held.shape == torch.Size(shape) and held.device == device:
+        return held
+    return torch.empty(shape, dtype=FP8, device=device)
 
 
 def _put(held: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:

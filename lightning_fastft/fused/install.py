@@ -21,6 +21,7 @@ from lightning_fastft.fused.layer_forms import LAYERS, LayerForm
 from lightning_fastft.fused.layer_parts import (
     FUSION_ATTRIBUTE,
     Fusion,
+    KeptParts,
     block_activation,
     find_delta_rule,
     form_of,
@@ -195,7 +196,7 @@ def _install(model: PreTrainedModel, patcher: ModelPatcher, *, awaits_copies: bo
         assert form is not None
         new = share_state(layer, fused_class(type(layer)))  # type: ignore[arg-type]
         patcher.replace_module(model, names[id(layer)], new)
-        patcher.set_attribute(new, FUSION_ATTRIBUTE, Fusion(form, dense))
+        patcher.set_attribute(new, FUSION_ATTRIBUTE, Fusion(form, dense, KeptParts()))
         num_fused += is_known_block(layer, form)
         num_mixers += has_own_mixer(layer, form)
     form = LAYERS[type(layers[0]).__name__]
@@ -204,7 +205,7 @@ def _install(model: PreTrainedModel, patcher: ModelPatcher, *, awaits_copies: bo
         # The norm before the head belongs to the same family.
         new = share_state(last_norm, fused_norm_class(type(last_norm)))  # type: ignore[arg-type]
         patcher.replace_module(model, names[id(last_norm)], new)
-        patcher.set_attribute(new, FUSION_ATTRIBUTE, Fusion(form, dense))
+        patcher.set_attribute(new, FUSION_ATTRIBUTE, Fusion(form, dense, KeptParts()))
     blocks = (
         ""
         if num_fused == len(layers)
@@ -274,5 +275,5 @@ def _find_differences(model: PreTrainedModel, layers: Sequence[nn.Module]) -> Co
 def _fuse_alone(layer: nn.Module) -> nn.Module:
     """Return the fused layer that shares the parameters of a layer outside of a model."""
     new = share_state(layer, fused_class(type(layer)))  # type: ignore[arg-type]
-    vars(new)[FUSION_ATTRIBUTE] = Fusion(LAYERS[type(layer).__name__], DenseWeights())
+    vars(new)[FUSION_ATTRIBUTE] = Fusion(LAYERS[type(layer).__name__], DenseWeights(), KeptParts())
     return new

@@ -5,15 +5,20 @@ Axes: T rows, I input columns, O output columns of all layers together, R adapte
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from lightning_fastft.core.checks import is_same_memory
 from lightning_fastft.fused.dense_weights import DenseWeights, rides_along
 from lightning_fastft.fused.linear_parts import TENSORS_PER_LAYER, LinearPart
+from lightning_fastft.kernels.expert_gate.reference import GateForm, QuantisedGateGradients
+from lightning_fastft.kernels.fp8_linear.reference import Fp8Rows
 from lightning_fastft.kernels.lora_linear.op import wide_product
 from lightning_fastft.kernels.low_rank_add.op import add_low_rank
+from lightning_fastft.kernels.rms_norm.reference import NormForm
 
 # From this many rows per input column on, dense weights are copied next to their adapters. That saves 6 bytes per row
 # and output (one more write and read of the output, and one more read of its gradient); the two copies cost 8 bytes per
@@ -22,16 +27,38 @@ _COPIED_FROM_ROWS_PER_INPUT = 2
 
 
 class BaseWeight(Protocol):
-    """Frozen weights of layers that read the same rows, in a format that computes its own products.
+    """Weights of layers that read the same rows, in a format that computes its own products.
 
     Biases and adapters are not included.
     """
 
-    def forward_product(self, parts: Sequence[LinearPart], x_TI: torch.Tensor) -> torch.Tensor:
+    def quantises(self, parts: Sequence[LinearPart]) -> bool:
+        """Return whether the products read quantised rows, which the kernel that computes the rows may write."""
+
+    def quantised_norm(
+        self, parts: Sequence[LinearPart], x_TI: torch.Tensor, weight_I: torch.Tensor, form: NormForm
+    ) -> Fp8Rows:
+        """Return normed rows as the products read them."""
+
+    def quantised_gate(self, parts: Sequence[LinearPart], gate_up_TP: torch.Tensor, form: GateForm) -> Fp8Rows:
+        """Return gated rows as the products read them."""
+
+    def quantised_gate_gradients(
+        self, parts: Sequence[LinearPart], d_act_TF: torch.Tensor, gate_up_TP: torch.Tensor, form: GateForm
+    ) -> QuantisedGateGradients:
+        """Return the gradient of gate_up, the output of these layers, and gated rows, as the products read them."""
+
+    def forward_product(self, parts: Sequence[LinearPart], x_TI: torch.Tensor | Fp8Rows) -> torch.Tensor:
         """Return ``x @ W^T`` of all layers, concatenated, in the dtype of the rows and in new memory."""
 
-    def backward_product(self, parts: Sequence[LinearPart], d_TO: torch.Tensor) -> torch.Tensor:
-        """Return ``d @ W``, in the dtype of the rows and in new memory."""
+    def quantise_gradient(self, parts: Sequence[LinearPart], d_TO: torch.Tensor) -> Any:
+        """Return the gradient of the output as the other products read it."""
+
+    def backward_product(self, parts: Sequence[LinearPart], d: Any, *, dtype: torch.dtype) -> torch.Tensor:
+        """Return ``d @ W``, in this dtype and in new memory."""
+
+    def weight_gradient(self, parts: Sequence[LinearPart], d: Any, x_TI: torch.Tensor | Fp8Rows) -> torch.Tensor:
+        """Return ``d^T @ x`` of all layers, below each other, in the dtype of the rows and in new memory."""
 
 
 class Product(NamedTuple):
@@ -41,7 +68,13 @@ class Product(NamedTuple):
     low_TR: torch.Tensor | None
 
 
-class FusedLinear(NamedTuple):
+class _Linears(NamedTuple):
+    parts: tuple[LinearPart, ...]
+    dense: DenseWeights
+    base: BaseWeight | None = None
+
+
+class FusedLinear(_Linears):
     """Linear layers that read the same rows.
 
     Args:
@@ -50,29 +83,66 @@ class FusedLinear(NamedTuple):
         base: Computes the products with the weights; None to compute them in the dtype of the rows.
     """
 
-    parts: tuple[LinearPart, ...]
-    dense: DenseWeights
-    base: BaseWeight | None = None
+    # The properties are computed once: a FusedLinear serves many steps.
 
-    @property
+    @functools.cached_property
     def num_inputs(self) -> int:
         """Columns of the rows that the layers read."""
         return self.parts[0].num_inputs
 
-    def tensors(self) -> list[torch.Tensor | None]:
-        """Return the tensors that autograd tracks, TENSORS_PER_LAYER for each layer."""
-        return [tensor for part in self.parts for tensor in part.tensors()]
+    @functools.cached_property
+    def num_ranks(self) -> int:
+        """Ranks of all adapters together."""
+        return sum(part.rank for part in self.parts)
 
-    def watched_tensors(self) -> list[torch.Tensor]:
-        """Return tensors that the gradients read and an optimizer step writes.
+    @functools.cached_property
+    def max_rank(self) -> int:
+        """The largest rank of an adapter."""
+        return max(part.rank for part in self.parts)
+
+    @functools.cached_property
+    def columns(self) -> list[slice]:
+        """Output columns of each layer."""
+        return _slices([part.num_outputs for part in self.parts])
+
+    @functools.cached_property
+    def ranks(self) -> list[slice]:
+        """Low-rank columns of each layer."""
+        return _slices([part.rank for part in self.parts])
+
+    @functools.cached_property
+    def scales(self) -> list[float]:
+        """Different factors on the low-rank products."""
+        return list({part.scale for part in self.parts if part.rank})
+
+    @functools.cached_property
+    def rides_along(self) -> bool:
+        """Whether the GEMM of the weights can include the adapters."""
+        return self.base is None and rides_along(self.parts)
+
+    @functools.cached_property
+    def is_trained(self) -> bool:
+        """Whether the weight of a layer is trained."""
+        return any(part.weight.requires_grad for part in self.parts)
+
+    @functools.cached_property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """The tensors that autograd tracks, TENSORS_PER_LAYER for each layer."""
+        return tuple(tensor for part in self.parts for tensor in part.tensors())
+
+    @functools.cached_property
+    def watched_tensors(self) -> tuple[torch.Tensor, ...]:
+        """Tensors that the gradients read and an optimizer step writes.
 
         Autograd saves them, so that a write before the backward is an error. Frozen weights are not included, because
         streaming overwrites their slots.
         """
-        return [getattr(part, name) for part in self.parts for name in _watched_names(part)]
+        return tuple(getattr(part, name) for part in self.parts for name in _watched_names(part))
 
     def with_watched(self, tensors: Sequence[torch.Tensor]) -> FusedLinear:
         """Return the same layers with the saved tensors of watched_tensors."""
+        if all(map(is_same_memory, tensors, self.watched_tensors)):
+            return self
         rest = iter(tensors)
         parts = []
         for part in self.parts:
@@ -85,7 +155,36 @@ def rows_for(fused_linear: FusedLinear, like_TI: torch.Tensor) -> torch.Tensor:
     """Return memory for rows, shape (T, I), that product reads without a copy; it may have room for low-rank rows."""
     if not _has_augmented(fused_linear, like_TI.shape[0]):
         return torch.empty_like(like_TI, memory_format=torch.contiguous_format)
-    return fused_linear.dense.rows.give(like_TI, num_ranks=sum(part.rank for part in fused_linear.parts))
+    return fused_linear.dense.rows.give(like_TI, num_ranks=fused_linear.num_ranks)
+
+
+def quantised_norm(
+    fused_linear: FusedLinear, x_TI: torch.Tensor, weight_I: torch.Tensor, *, form: NormForm
+) -> Fp8Rows | None:
+    """Return normed rows for product and parameter_gradients, in one kernel; None if they read other rows."""
+    parts, base = fused_linear.parts, fused_linear.base
+    return None if base is None or not base.quantises(parts) else base.quantised_norm(parts, x_TI, weight_I, form)
+
+
+def quantised_gate(fused_linear: FusedLinear, gate_up_TP: torch.Tensor, *, form: GateForm) -> Fp8Rows | None:
+    """Return gated rows for product and parameter_gradients, in one kernel; None if they read other rows."""
+    parts, base = fused_linear.parts, fused_linear.base
+    return None if base is None or not base.quantises(parts) else base.quantised_gate(parts, gate_up_TP, form)
+
+
+def quantised_gate_gradients(
+    gate_up: FusedLinear, down: FusedLinear, d_act_TF: torch.Tensor, gate_up_TP: torch.Tensor, *, form: GateForm
+) -> QuantisedGateGradients | None:
+    """Return the gradient of gate_up's output for rows_gradients and parameter_gradients of gate_up, and gated rows for
+    those of down, in one kernel; None if they read others.
+    """
+    parts, base = gate_up.parts, gate_up.base
+    if base is None or down.base is None or not (base.quantises(parts) and down.base.quantises(down.parts)):
+        return None
+    # The gradient of a bias is a sum of rows before they are quantised.
+    if any(part.bias is not None for part in parts):
+        return None
+    return base.quantised_gate_gradients(parts, d_act_TF, gate_up_TP, form)
 
 
 def gradients_for(fused_linear: FusedLinear, like_TO: torch.Tensor) -> torch.Tensor:
@@ -94,17 +193,21 @@ def gradients_for(fused_linear: FusedLinear, like_TO: torch.Tensor) -> torch.Ten
     Each row has room for the low-rank rows of one layer with the largest rank of these. A ``BaseWeight`` does not use
     it. Only the memory returned last has this room; other gradients are copied if they need it.
     """
-    num_ranks = 0 if fused_linear.base is not None else max(part.rank for part in fused_linear.parts)
+    num_ranks = 0 if fused_linear.base is not None else fused_linear.max_rank
     return fused_linear.dense.gradients.give(like_TO, num_ranks=num_ranks)
 
 
 def product(
-    fused_linear: FusedLinear, x_TI: torch.Tensor, *, addend_TO: torch.Tensor | None = None, factor: float = 1.0
+    fused_linear: FusedLinear,
+    x_TI: torch.Tensor | Fp8Rows,
+    *,
+    addend_TO: torch.Tensor | None = None,
+    factor: float = 1.0,
 ) -> Product:
     """Return ``x @ W^T + bias + scale * (x @ A^T) @ B^T`` of all layers, concatenated.
 
-    Rows in memory of rows_for are not copied, and the room after them is written. addend_TO is for a single layer; only
-    with it there is a factor of the product.
+    Rows are 2-D, or the result of quantised_norm or quantised_gate. Those in memory of rows_for are not copied, and the
+    room after them is written. addend_TO is for a single layer; only with it there is a factor of the product.
 
     Cost:
         2 T I O FLOP and those of the adapters; no host sync. All layers share one GEMM if they are packed, in a fused
@@ -112,6 +215,8 @@ def product(
         layer has its own. One GEMM without addend_TO also adds the biases; otherwise they cost a pass over the output,
         and so do an adapter outside of the GEMM and addend_TO.
     """
+    if isinstance(x_TI, Fp8Rows):
+        return Product(_base_product(fused_linear, x_TI, addend_TO=addend_TO, factor=factor), None)
     if addend_TO is None and _has_augmented(fused_linear, x_TI.shape[0]):
         return _augmented_product(fused_linear, x_TI)
     low_TR = low_rank_rows(fused_linear, x_TI)
@@ -119,7 +224,7 @@ def product(
         return Product(_base_product(fused_linear, x_TI, addend_TO=addend_TO, factor=factor), None)
     y_TO = _base_product(fused_linear, x_TI, addend_TO=None, factor=factor)
     added_TR = low_TR if factor == 1.0 else low_TR * factor
-    for part, columns, ranks in zip(fused_linear.parts, _columns(fused_linear.parts), _ranks(fused_linear.parts)):
+    for part, columns, ranks in zip(fused_linear.parts, fused_linear.columns, fused_linear.ranks):
         if part.copy_b_OR is not None:
             piece_TO = y_TO[:, columns]
             add_low_rank(
@@ -128,42 +233,54 @@ def product(
     return Product(y_TO, low_TR)
 
 
-def low_rank_rows(fused_linear: FusedLinear, x_TI: torch.Tensor) -> torch.Tensor | None:
+def low_rank_rows(fused_linear: FusedLinear, x_TI: torch.Tensor | Fp8Rows) -> torch.Tensor | None:
     """Return the low-rank rows of the adapters with their scales, shape (T, R), rounded once; None without adapters."""
     a_RI = _joint_a(fused_linear.parts)
-    if a_RI is None:
+    if a_RI is None or isinstance(x_TI, Fp8Rows):
         return None
     low_TR = x_TI.new_empty(x_TI.shape[0], a_RI.shape[0])
-    groups = [(ranks, part.scale) for part, ranks in zip(fused_linear.parts, _ranks(fused_linear.parts)) if part.rank]
-    if len({scale for _, scale in groups}) == 1:
+    if len(fused_linear.scales) == 1:
         # The usual case: one product.
-        groups = [(slice(None), groups[0][1])]
-    for ranks, scale in groups:
-        out = low_TR[:, ranks]
-        torch.addmm(out, x_TI, a_RI[ranks].T, beta=0.0, alpha=scale, out=out)
+        return torch.addmm(low_TR, x_TI, a_RI.T, beta=0.0, alpha=fused_linear.scales[0], out=low_TR)
+    for part, ranks in zip(fused_linear.parts, fused_linear.ranks):
+        if part.rank:
+            out = low_TR[:, ranks]
+            torch.addmm(out, x_TI, a_RI[ranks].T, beta=0.0, alpha=part.scale, out=out)
     return low_TR
 
 
+def quantised_gradient(fused_linear: FusedLinear, d_TO: torch.Tensor | Fp8Rows, *, needs: Sequence[bool]) -> Any:
+    """Return the gradient of an output for the ``d`` of rows_gradients and parameter_gradients, which then share it.
+
+    None if they read the rows themselves, or only one of them reads a quantised gradient.
+    """
+    if isinstance(d_TO, Fp8Rows):
+        return d_TO
+    if fused_linear.base is None or not any(needs[::TENSORS_PER_LAYER]):
+        return None
+    return fused_linear.base.quantise_gradient(fused_linear.parts, d_TO)
+
+
 def rows_gradients(
-    fused_linear: FusedLinear, d_TO: torch.Tensor, *, needs_x: bool
+    fused_linear: FusedLinear, d_TO: torch.Tensor | Fp8Rows, *, needs_x: bool, d: Any = None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return the gradient of the rows, None if not needed, and the result of low_rows_gradient.
 
-    The rows of the first result may have any stride.
+    The rows of the first result may have any stride. ``d`` is the result of quantised_gradient.
 
     Cost:
         2 T I O FLOP and those of the adapters; one GEMM gives both if the adapters are part of the base's GEMM.
     """
     if not needs_x:
         return None, low_rows_gradient(fused_linear, d_TO)
-    d_x_TI, d_low_TR, a_RI = rows_gradients_apart(fused_linear, d_TO)
+    d_x_TI, d_low_TR, a_RI = rows_gradients_apart(fused_linear, d_TO, d=d)
     if d_low_TR is not None and a_RI is not None:
         add_low_rank(d_x_TI, d_low_TR, a_RI, out=d_x_TI, is_checked=False)
     return d_x_TI, d_low_TR
 
 
 def rows_gradients_apart(
-    fused_linear: FusedLinear, d_TO: torch.Tensor
+    fused_linear: FusedLinear, d_TO: torch.Tensor | Fp8Rows, *, d: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return the gradient of the rows without the part of the adapters, the result of low_rows_gradient, and all A.
 
@@ -174,6 +291,8 @@ def rows_gradients_apart(
         That of rows_gradients without that product. For a single layer with far fewer outputs than inputs, a copy of
         d_TO if its rows have no room, and of a dense weight outside of a fused buffer; both cost less than that pass.
     """
+    if isinstance(d_TO, Fp8Rows):
+        return _base_gradient(fused_linear, d_TO, d=d_TO), None, None
     num_rows, num_inputs = d_TO.shape[0], fused_linear.num_inputs
     if _has_appended(fused_linear, d_TO):
         d_low_TR = low_rows_gradient(fused_linear, d_TO)
@@ -182,27 +301,25 @@ def rows_gradients_apart(
     a_RI = _joint_a(fused_linear.parts)
     if not _has_augmented(fused_linear, num_rows):
         d_low_TR = low_rows_gradient(fused_linear, d_TO)
-        return _base_gradient(fused_linear, d_TO), d_low_TR, a_RI
+        return _base_gradient(fused_linear, d_TO, d=d), d_low_TR, a_RI
     d_rows = d_TO @ fused_linear.dense.with_adapters(fused_linear.parts, dtype=d_TO.dtype)
-    d_low_TR = torch.cat(
-        [
-            d_rows[:, num_inputs:][:, ranks] * part.scale
-            for part, ranks in zip(fused_linear.parts, _ranks(fused_linear.parts))
-            if part.rank
-        ],
-        dim=1,
-    )
-    return d_rows[:, :num_inputs], d_low_TR, a_RI
+    d_x_TI, d_low_TR = d_rows[:, :num_inputs], d_rows[:, num_inputs : num_inputs + fused_linear.num_ranks]
+    if len(fused_linear.scales) == 1:
+        return d_x_TI, d_low_TR * fused_linear.scales[0], a_RI
+    pieces = d_low_TR.split([part.rank for part in fused_linear.parts], dim=1)
+    return d_x_TI, torch.cat([piece * part.scale for piece, part in zip(pieces, fused_linear.parts)], dim=1), a_RI
 
 
-def low_rows_gradient(fused_linear: FusedLinear, d_TO: torch.Tensor) -> torch.Tensor | None:
+def low_rows_gradient(fused_linear: FusedLinear, d_TO: torch.Tensor | Fp8Rows) -> torch.Tensor | None:
     """Return the gradient of the adapters' low-rank rows, with their scales; None without adapters."""
     parts = fused_linear.parts
-    num_ranks = sum(part.rank for part in parts)
-    if not num_ranks:
+    if not fused_linear.num_ranks or isinstance(d_TO, Fp8Rows):
         return None
-    d_low_TR = d_TO.new_empty(d_TO.shape[0], num_ranks)
-    for part, columns, ranks in zip(parts, _columns(parts), _ranks(parts)):
+    d_low_TR = d_TO.new_empty(d_TO.shape[0], fused_linear.num_ranks)
+    if len(parts) == 1 and parts[0].copy_b_OR is not None:
+        torch.addmm(d_low_TR, d_TO, parts[0].copy_b_OR, beta=0.0, alpha=parts[0].scale, out=d_low_TR)
+        return d_low_TR
+    for part, columns, ranks in zip(parts, fused_linear.columns, fused_linear.ranks):
         if part.copy_b_OR is not None:
             out = d_low_TR[:, ranks]
             torch.addmm(out, d_TO[:, columns], part.copy_b_OR, beta=0.0, alpha=part.scale, out=out)
@@ -211,13 +328,14 @@ def low_rows_gradient(fused_linear: FusedLinear, d_TO: torch.Tensor) -> torch.Te
 
 def parameter_gradients(
     fused_linear: FusedLinear,
-    x_TI: torch.Tensor,
-    d_TO: torch.Tensor,
+    x_TI: torch.Tensor | Fp8Rows,
+    d_TO: torch.Tensor | Fp8Rows,
     low_TR: torch.Tensor | None,
     d_low_TR: torch.Tensor | None,
     *,
     needs: Sequence[bool],
     factor_I: torch.Tensor | None = None,
+    d: Any = None,
 ) -> list[torch.Tensor | None]:
     """Return the gradients of FusedLinear.tensors in the dtypes of the parameters; None where not needed.
 
@@ -230,29 +348,63 @@ def parameter_gradients(
         needs: Whether each gradient is needed, in the order of FusedLinear.tensors.
         factor_I: Factor of the columns of x_TI in the rows that the product read; None for 1. Not allowed if the
             gradient of a weight is needed.
+        d: Result of quantised_gradient.
 
     Cost:
-        2 T I FLOP per rank and trained column; no host sync.
+        2 T I FLOP per rank and trained column; no host sync. A ``BaseWeight`` has one GEMM for all trained weights.
     """
     parts, found = fused_linear.parts, []
     d_a = None
     if any(needs[2::TENSORS_PER_LAYER]):
         assert d_low_TR is not None
+        assert isinstance(x_TI, torch.Tensor)
         # One GEMM for all layers; the gradient of each layer is a block of its rows.
         d_a = wide_product(d_low_TR.T, x_TI, dtype=_master_dtype(parts))
         if factor_I is not None:
             d_a.mul_(factor_I)
-    for place, (part, columns, ranks) in enumerate(zip(parts, _columns(parts), _ranks(parts))):
-        needs_weight, needs_bias, needs_a, needs_b = needs[place * TENSORS_PER_LAYER : (place + 1) * TENSORS_PER_LAYER]
-        d_piece = d_TO[:, columns]
-        found.append(d_piece.T @ x_TI if needs_weight else None)
-        found.append(d_piece.sum(0) if needs_bias else None)
-        found.append(d_a[ranks] if needs_a and d_a is not None else None)
-        if needs_b and low_TR is not None and part.b_OR is not None:
-            found.append(wide_product(d_piece.T, low_TR[:, ranks], dtype=part.b_OR.dtype))
+    d_weights = _weight_gradients(fused_linear, x_TI, d_TO, needs=needs[::TENSORS_PER_LAYER], d=d)
+    for place, (part, columns, ranks) in enumerate(zip(parts, fused_linear.columns, fused_linear.ranks)):
+        _, needs_bias, needs_a, needs_b = needs[place * TENSORS_PER_LAYER : (place + 1) * TENSORS_PER_LAYER]
+        d_piece = _piece(d_TO, columns, parts) if isinstance(d_TO, torch.Tensor) else None
+        found.append(d_weights[place])
+        found.append(d_piece.sum(0) if needs_bias and d_piece is not None else None)
+        found.append((d_a if len(parts) == 1 else d_a[ranks]) if needs_a and d_a is not None else None)
+        if needs_b and low_TR is not None and part.b_OR is not None and d_piece is not None:
+            found.append(wide_product(d_piece.T, _piece(low_TR, ranks, parts), dtype=part.b_OR.dtype))
         else:
             found.append(None)
     return found
+
+
+def _weight_gradients(
+    fused_linear: FusedLinear,
+    x_TI: torch.Tensor | Fp8Rows,
+    d_TO: torch.Tensor | Fp8Rows,
+    *,
+    needs: Sequence[bool],
+    d: Any,
+) -> list[torch.Tensor | None]:
+    """Return the gradient of the weight of each layer, None where not needed."""
+    parts, base = fused_linear.parts, fused_linear.base
+    if not any(needs):
+        return [None] * len(parts)
+    if base is None:
+        assert isinstance(d_TO, torch.Tensor)
+        assert isinstance(x_TI, torch.Tensor)
+        return [
+            _piece(d_TO, columns, parts).T @ x_TI if is_needed else None
+            for columns, is_needed in zip(fused_linear.columns, needs)
+        ]
+    if d is None:
+        assert isinstance(d_TO, torch.Tensor)
+        d = base.quantise_gradient(parts, d_TO)
+    d_weight_OI = base.weight_gradient(parts, d, x_TI)
+    return [d_weight_OI[rows] if is_needed else None for rows, is_needed in zip(fused_linear.columns, needs)]
+
+
+def _piece(rows: torch.Tensor, columns: slice, parts: Sequence[LinearPart]) -> torch.Tensor:
+    """Return the columns of one layer; those of a single layer without a view, which costs the host microseconds."""
+    return rows if len(parts) == 1 else rows[:, columns]
 
 
 def _has_augmented(fused_linear: FusedLinear, num_rows: int) -> bool:
@@ -262,14 +414,11 @@ def _has_augmented(fused_linear: FusedLinear, num_rows: int) -> bool:
     many. A second GEMM for B would read and write the whole output again: 0.4 of 2.4 ms for 17,408 x 5,120 on an H200.
     The products of a ``BaseWeight`` never include adapters.
     """
-    parts = fused_linear.parts
-    if fused_linear.base is not None or not rides_along(parts):
+    if not fused_linear.rides_along:
         return False
-    if parts[0].is_packed or fused_linear.dense.has_room_beside(parts):
+    if fused_linear.parts[0].is_packed or fused_linear.dense.has_room_beside(fused_linear.parts):
         return True
-    return num_rows >= _COPIED_FROM_ROWS_PER_INPUT * fused_linear.num_inputs and not any(
-        part.weight.requires_grad for part in parts
-    )
+    return num_rows >= _COPIED_FROM_ROWS_PER_INPUT * fused_linear.num_inputs and not fused_linear.is_trained
 
 
 def _has_appended(fused_linear: FusedLinear, d_TO: torch.Tensor) -> bool:
@@ -300,34 +449,41 @@ def _appended_gradient(fused_linear: FusedLinear, d_TO: torch.Tensor, d_low_TR: 
 
 
 def _base_product(
-    fused_linear: FusedLinear, x_TI: torch.Tensor, *, addend_TO: torch.Tensor | None, factor: float
+    fused_linear: FusedLinear, x_TI: torch.Tensor | Fp8Rows, *, addend_TO: torch.Tensor | None, factor: float
 ) -> torch.Tensor:
     """Return ``factor * (x @ W^T + bias)`` of all layers, concatenated, plus the addend of a single layer."""
-    pieces = [] if fused_linear.base is not None else _dense_pieces(fused_linear, x_TI)
-    if len(pieces) == 1 and addend_TO is None and factor == 1.0:
-        return _biased_product(x_TI, pieces[0][1], fused_linear.parts)
     if fused_linear.base is not None:
         y_TO = fused_linear.base.forward_product(fused_linear.parts, x_TI)
         if factor != 1.0:
             y_TO.mul_(factor)
         if addend_TO is not None:
             y_TO.add_(addend_TO)
-    elif addend_TO is not None or factor != 1.0:
+        _add_bias(y_TO, fused_linear, factor=factor)
+        return y_TO
+    assert isinstance(x_TI, torch.Tensor)
+    pieces = _dense_pieces(fused_linear, x_TI)
+    if len(pieces) == 1 and addend_TO is None and factor == 1.0:
+        return _biased_product(x_TI, pieces[0][1], fused_linear.parts)
+    if addend_TO is not None or factor != 1.0:
         ((_, weight_OI),) = pieces
         summand, beta = (x_TI.new_empty(1), 0.0) if addend_TO is None else (addend_TO, 1.0)
         y_TO = torch.addmm(summand, x_TI, weight_OI.T, beta=beta, alpha=factor)
     else:
-        y_TO = x_TI.new_empty(x_TI.shape[0], sum(part.num_outputs for part in fused_linear.parts))
+        y_TO = x_TI.new_empty(x_TI.shape[0], fused_linear.columns[-1].stop)
         for columns, weight_OI in pieces:
             torch.mm(x_TI, weight_OI.T, out=y_TO[:, columns])
-    _add_bias(y_TO, fused_linear.parts, factor=factor)
+    _add_bias(y_TO, fused_linear, factor=factor)
     return y_TO
 
 
-def _base_gradient(fused_linear: FusedLinear, d_TO: torch.Tensor) -> torch.Tensor:
+def _base_gradient(fused_linear: FusedLinear, d_TO: torch.Tensor | Fp8Rows, *, d: Any) -> torch.Tensor:
     """Return ``d @ W`` of every layer, summed."""
-    if fused_linear.base is not None:
-        return fused_linear.base.backward_product(fused_linear.parts, d_TO)
+    parts, base = fused_linear.parts, fused_linear.base
+    if isinstance(d_TO, Fp8Rows):
+        assert base is not None
+        return base.backward_product(parts, d_TO, dtype=parts[0].weight.dtype)
+    if base is not None:
+        return base.backward_product(parts, base.quantise_gradient(parts, d_TO) if d is None else d, dtype=d_TO.dtype)
     d_x_TI: torch.Tensor | None = None
     for columns, weight_OI in _dense_pieces(fused_linear, d_TO):
         d_piece = d_TO[:, columns]
@@ -358,8 +514,8 @@ def _biased_product(x_TI: torch.Tensor, weight_OI: torch.Tensor, parts: Sequence
     return torch.addmm(biases[0] if len(biases) == 1 else torch.cat(biases), x_TI, weight_OI.T)
 
 
-def _add_bias(y_TO: torch.Tensor, parts: Sequence[LinearPart], *, factor: float) -> None:
-    for part, columns in zip(parts, _columns(parts)):
+def _add_bias(y_TO: torch.Tensor, fused_linear: FusedLinear, *, factor: float) -> None:
+    for part, columns in zip(fused_linear.parts, fused_linear.columns):
         if part.bias is not None:
             y_TO[:, columns].add_(part.bias, alpha=factor)
 
@@ -369,7 +525,7 @@ def _dense_pieces(fused_linear: FusedLinear, x: torch.Tensor) -> list[tuple[slic
     parts = fused_linear.parts
     if parts[0].is_packed:
         return [(slice(None), fused_linear.dense.gather(parts, num_inputs=fused_linear.num_inputs, dtype=x.dtype))]
-    return [(columns, part.weight) for columns, part in zip(_columns(parts), parts)]
+    return [(columns, part.weight) for columns, part in zip(fused_linear.columns, parts)]
 
 
 def fuse_linears(parts: Sequence[LinearPart | str], dense: DenseWeights) -> FusedLinear | str:
@@ -389,14 +545,6 @@ def fuse_linears(parts: Sequence[LinearPart | str], dense: DenseWeights) -> Fuse
 def _watched_names(part: LinearPart) -> list[str]:
     trained = ["weight"] if part.weight.requires_grad else []
     return trained if part.copy_a_RI is None else [*trained, "copy_a_RI", "copy_b_OR"]
-
-
-def _columns(parts: Sequence[LinearPart]) -> list[slice]:
-    return _slices([part.num_outputs for part in parts])
-
-
-def _ranks(parts: Sequence[LinearPart]) -> list[slice]:
-    return _slices([part.rank for part in parts])
 
 
 def _slices(sizes: Sequence[int]) -> list[slice]:

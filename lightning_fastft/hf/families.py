@@ -95,6 +95,23 @@ def find_causal_models(root: nn.Module) -> list[tuple[str, PreTrainedModel]]:
     return [(name, model) for name, model in _find_models(root) if _is_causal(model)]
 
 
+def find_compiled(root: nn.Module) -> str:
+    """Return what torch.compile compiles together with a causal language model inside root; "" for nothing."""
+    models = [model for _, model in find_causal_models(root)]
+    # Not imported here: without it nothing is compiled.
+    dynamo = sys.modules.get("torch._dynamo")
+    for name, module in root.named_modules():
+        # Lightning unwraps a compiled LightningModule, and keeps how it was compiled.
+        is_compiled = (
+            (dynamo is not None and isinstance(module, dynamo.OptimizedModule))
+            or module._compiled_call_impl is not None
+            or getattr(module, "_compiler_ctx", None) is not None
+        )
+        if is_compiled and any(part is model for model in models for part in module.modules()):
+            return name or type(module).__name__
+    return ""
+
+
 def find_other_models(root: nn.Module) -> list[PreTrainedModel]:
     """Return the outermost transformers models inside a module that are not causal language models: classifiers,
     encoders, encoder-decoders.

@@ -38,6 +38,7 @@ _MATCH = (
 )
 # Names of PEFT's fields in other libraries that are not spelled alike.
 _NAMES_ELSEWHERE = {"rank": "r"}
+_INITIALISATIONS = ("gaussian", "eva", "olora", "pissa", "loftq", "orthogonal")
 
 # Errors that PEFT raises for a configuration that does not match the model.
 _REFUSALS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, NotImplementedError, re.error)
@@ -83,7 +84,9 @@ def add_adapters(model: PreTrainedModel, *, lora: LoraConfig, adapter_dtype: tor
         try:
             adapted = get_peft_model(model, lora, autocast_adapter_dtype=adapter_dtype == torch.float32)
         except _REFUSALS as error:
-            raise OptionError(f"lora does not match {type(model).__name__}: {error or repr(error)}") from error
+            near = difflib.get_close_matches(str(lora.init_lora_weights), _INITIALISATIONS, n=1)
+            advice = f". Did you mean {near[0]}?" if near and "Unknown initialization" in str(error) else ""
+            raise OptionError(f"lora does not match {type(model).__name__}: {error or repr(error)}{advice}") from error
     cast_adapters(adapted, adapter_dtype)
     return adapted
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_fastft.core.errors import DataError, OptionError, list_names
+from lightning_fastft.core.errors import DataError, OptionError, describe_mismatch
 from lightning_fastft.hf.lora import parse_lora
 from lightning_fastft.hf.lora_init import ADAPTER, changes_base
 
@@ -65,20 +65,42 @@ def load_adapter(model: PeftModel, folder: str) -> None:
     Raises:
         DataError: They do not fit the model; the message names them.
     """
-    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+    from peft import set_peft_model_state_dict
     from peft.utils.save_and_load import load_peft_weights
 
+    _check_names(model, folder, adapter=ADAPTER)
     state = load_peft_weights(folder, device="cpu")
-    wrong = sorted(set(state) ^ set(get_peft_model_state_dict(model, save_embedding_layers=False)))
-    if wrong:
-        raise DataError(f"The adapters in {folder} do not fit the model: {list_names(wrong)} on one side only.")
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     try:
         set_peft_model_state_dict(model, state)
     except RuntimeError as error:
-        raise DataError(f"The adapters in {folder} do not fit the model: {error}") from error
+        raise _misfit(folder, describe_mismatch(error) or str(error)) from error
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(dtypes[name])
+
+
+def _check_names(model: PeftModel, folder: str, *, adapter: str) -> None:
+    """Refuse a folder with other weights than an adapter of the model.
+
+    Raises:
+        DataError: Weights are missing in the folder, or unknown to the model.
+    """
+    from peft import get_peft_model_state_dict
+    from safetensors import safe_open
+
+    with safe_open(str(Path(folder) / WEIGHTS), framework="pt") as file:
+        held = set(file.keys())
+    own = set(get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False))
+    for names, state in ((own - held, "missing in it"), (held - own, "unknown to the model")):
+        if names:
+            raise _misfit(folder, f"{len(names)} weights are {state}, such as {min(names)}")
+
+
+def _misfit(folder: str, found: str) -> DataError:
+    return DataError(
+        f"The adapters in {folder} do not fit the model: {found}. Give the base that they were trained on, which their "
+        f"{CONFIG} names."
+    )
 
 
 def add_frozen_adapters(model: PeftModel, folders: Sequence[str]) -> None:
@@ -98,8 +120,12 @@ def add_frozen_adapters(model: PeftModel, folders: Sequence[str]) -> None:
             )
         try:
             model.load_adapter(folder, adapter_name=name, is_trainable=False, torch_device="cpu")
-        except (ValueError, RuntimeError) as error:
-            raise DataError(f"The adapters in {folder} do not fit the model: {error}") from error
+        except RuntimeError as error:
+            raise _misfit(folder, describe_mismatch(error) or str(error)) from error
+        except ValueError as error:
+            raise _misfit(folder, str(error)) from error
+        # PEFT accepts weights that are missing or unknown.
+        _check_names(model, folder, adapter=name)
     model.base_model.set_adapter([ADAPTER, *names])
     for parameter_name, parameter in model.named_parameters():
         if any(f".{name}" in parameter_name for name in names):

@@ -203,6 +203,29 @@ def refuse_unknown_targets(model: nn.Module, lora: LoraConfig) -> None:
     )
 
 
+def _refuse_unused_names(model: nn.Module, lora: LoraConfig) -> None:
+    """Raise on plain names of modules to save, ranks and alphas that no module has; PEFT ignores them.
+
+    Raises:
+        OptionError: A name is unknown, or target_modules is a text with commas.
+    """
+    if isinstance(lora.target_modules, str) and re.fullmatch(r"[\w.-]+(\s*,\s*[\w.-]+)+", lora.target_modules):
+        raise OptionError(
+            f"lora.target_modules must be a list or one pattern, got {lora.target_modules!r}. Write "
+            f"[{', '.join(part.strip() for part in lora.target_modules.split(','))}]."
+        )
+    modules = {end for name, _ in model.named_modules() for end in _ends(name)}
+    given = {field: getattr(lora, field) or () for field in ("modules_to_save", "rank_pattern", "alpha_pattern")}
+    for field, name in [(key, name) for key, names in given.items() for name in names]:
+        # Patterns are left to PEFT. A model may have fewer layers than the one that a full name is meant for.
+        last = name.rpartition(".")[2]
+        if re.fullmatch(r"[\w.-]+", name) and last not in modules and not any(end.endswith(last) for end in modules):
+            raise OptionError(
+                f"lora.{field} has {name!r}, which {type(model).__name__} does not have"
+                f"{_describe_nearest(last, modules)}."
+            )
+
+
 def _describe_nearest(target: str, known: Collection[str]) -> str:
     """Return the known names closest to a target."""
     depth = target.count(".")
@@ -220,8 +243,11 @@ def describe_adapters(model: PeftModel, lora: LoraConfig, *, found: DefaultTarge
     shown = f"{', '.join(named[:MOST_SHOWN])}{', ...' if len(named) > MOST_SHOWN else ''}"
     frozen = len(model.peft_config) - 1
     skipped = "" if found is None else ", ".join(f"{number} {reason}" for reason, number in found.skipped.items())
+    variants = [name for name, is_on in (("rsLoRA", lora.use_rslora), ("DoRA", lora.use_dora)) if is_on]
+    variants += [str(lora.init_lora_weights)] if isinstance(lora.init_lora_weights, str) else []
     return (
         f"{count:,} trained weights ({count / max(1, total):.2%}), r = {lora.r} on {shown}"
+        f"{'; ' if variants else ''}{', '.join(variants)}"
         f"{f'; without: {skipped}' if skipped else ''}{f'; other adapters: {frozen}' if frozen else ''}"
     )
 
@@ -236,6 +262,7 @@ def copy_with_targets(model: PreTrainedModel, lora: LoraConfig) -> tuple[LoraCon
         OptionError: A name matches no layer, or the default rule finds none.
     """
     lora = copy.deepcopy(lora)
+    _refuse_unused_names(model, lora)
     if lora.target_modules == ALL_LINEAR and lora.exclude_modules is None:
         lora.exclude_modules = _excluded_from_all_linear(model) or None
     if lora.target_modules is not None or lora.target_parameters:

@@ -45,6 +45,17 @@ def must_check(is_checked: bool) -> bool:
     return is_checked or _CHECKS_EVERY_CALL
 
 
+def no_graph() -> AbstractContextManager[Any]:
+    """Return a context manager that disables autograd; a no-op, which saves microseconds, if it is off already.
+
+    Example:
+        >>> with no_graph():
+        ...     torch.is_grad_enabled()
+        False
+    """
+    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
+
+
 def plain_numbers(device_type: str) -> AbstractContextManager[None]:
     """Return a context manager that disables autograd and autocast.
 
@@ -142,4 +153,9 @@ def choose_module(reference: ModuleType, backend: str, x: torch.Tensor, *, any_d
     """
     if not uses_triton(backend, x.device, dtype=None if any_dtype else x.dtype):
         return reference
-    return importlib.import_module(f"{reference.__package__}.triton")
+    return _import_triton(reference.__package__)
+
+
+@functools.cache
+def _import_triton(package: str | None) -> ModuleType:
+    return importlib.import_module(f"{package}.triton")

@@ -17,10 +17,17 @@ from lightning_fastft.activations.frozen_weights import MovableWeights, Streamed
 from lightning_fastft.activations.slots import PinnedSlab
 from lightning_fastft.activations.streams import CopyStreams
 from lightning_fastft.activations.tiles import install_tiles
+from lightning_fastft.core.errors import OptionError
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.core.run_environment import RunEnvironment
 from lightning_fastft.core.status import Status
-from lightning_fastft.hf.families import check_servable, decoder_layers, find_causal_models, find_other_models
+from lightning_fastft.hf.families import (
+    check_servable,
+    decoder_layers,
+    find_causal_models,
+    find_compiled,
+    find_other_models,
+)
 from lightning_fastft.hf.sharding.gathered import gathered_weights
 from lightning_fastft.mixers.install import install_mixers
 from lightning_fastft.packing.context import ONE_BY_ONE
@@ -75,7 +82,8 @@ def install_packed_training(
 
     Raises:
         UnsupportedModelError: A family cannot be packed exactly; nothing was changed.
-        OptionError: The models recompute activations already, and the policy is "keep".
+        OptionError: The models recompute activations already, and the policy is "keep"; or torch.compile compiles a
+            whole model, and the policy offloads.
 
     Cost:
         Host work once per run; no device work.
@@ -92,6 +100,8 @@ def install_packed_training(
         names = ["packed attention", HEAD_STATUS, *([ACTIVATIONS_STATUS] if checkpointing is not None else [])]
         return PackedInstallation([Status(name, "inactive", reason) for name in names], [], [])
 
+    if checkpointing is not None:
+        _refuse_compiled(root, checkpointing)
     statuses: list[Status] = []
     all_layers: list[nn.Module] = []
     checks: list[Callable[[], Status | None]] = []
@@ -113,6 +123,19 @@ def install_packed_training(
         all_layers += layers
     names = [f"{name or 'the module itself'} ({type(model).__name__})" for name, model in models]
     return PackedInstallation(statuses, all_layers, names, tuple(checks))
+
+
+def _refuse_compiled(root: nn.Module, checkpointing: OffloadCheckpointing) -> None:
+    """Refuse to offload inside a compiled model: its recompute may save other tensors than its forward did."""
+    # On a CPU "auto" keeps everything.
+    offloads = checkpointing.policy == "offload" or (checkpointing.policy == "auto" and torch.cuda.is_available())
+    compiled = find_compiled(root) if offloads else ""
+    if compiled:
+        raise OptionError(
+            f"torch.compile compiles {compiled} as a whole, and activations={checkpointing!r} offloads inside it. "
+            "Remove torch.compile, compile only parts of your own, or use "
+            'activations=OffloadCheckpointing("recompute").'
+        )
 
 
 def _install_one_by_one(

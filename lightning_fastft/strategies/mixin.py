@@ -22,12 +22,12 @@ from lightning_fastft.checkpoint.ranks import destroy_groups_at_exit, on_all_ran
 from lightning_fastft.checkpoint.resume import ExactResume, check_settings
 from lightning_fastft.checkpoint.stops import RunStopped
 from lightning_fastft.core.checks import check_bool
-from lightning_fastft.core.errors import CheckpointNotSavedError, ResumeError
+from lightning_fastft.core.errors import CheckpointNotSavedError, ResumeError, describe_mismatch
 from lightning_fastft.core.memory_error import DeviceMemoryError
 from lightning_fastft.core.status import Status, render_status_table
 from lightning_fastft.strategies.even_batches import check_even_batches
 from lightning_fastft.strategies.memory_errors import StepWitness, describe_peak, is_out_of_memory
-from lightning_fastft.strategies.monitors import check_monitors
+from lightning_fastft.strategies.monitors import check_loggers, check_monitors
 from lightning_fastft.strategies.packed_steps import PackedSteps, collect_statuses, environment_of
 from lightning_fastft.strategies.patching import callbacks_of, patcher_of
 
@@ -157,12 +157,12 @@ class FastFTStrategyMixin(_Base):
         try:
             super().load_model_state_dict(checkpoint, strict=strict)
         except RuntimeError as error:
-            if "loading state_dict" not in str(error):
+            found = describe_mismatch(error)
+            if not found:
                 raise
-            faults = [line.strip() for line in str(error).splitlines()[1:] if line.strip()]
             raise ResumeError(
-                f"The checkpoint holds the weights of another model: {len(faults)} differences, the first is "
-                f"{' '.join(faults[:1])} Resume with the model of that run, or start without ckpt_path."
+                f"The checkpoint holds the weights of another model: {found}. Resume with the model and the adapters "
+                "of that run, or start without ckpt_path."
             ) from error
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -178,12 +178,13 @@ class FastFTStrategyMixin(_Base):
         """Join the other ranks, destroy the process groups in order at exit, and cap the device memory at its budget.
 
         Raises:
-            OptionError: The process holds more device memory than the budget.
+            OptionError: The process holds more device memory than the budget, or W&B has no login.
         """
         super().setup_environment()
         destroy_groups_at_exit()
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         if trainer is not None:
+            check_loggers(trainer)
             # Before the model is built.
             self.checkpointing.cap(self.root_device, patcher_of(trainer))
 

@@ -1,8 +1,9 @@
-"""Check before the first step that the metrics that callbacks and schedulers monitor will exist when they are read."""
+"""Check before the first step that loggers can log, and that monitored metrics will exist when they are read."""
 
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,25 @@ if TYPE_CHECKING:
 
 # Lightning provides these to ModelCheckpoint.
 _ALWAYS_THERE = frozenset({"epoch", "step"})
+
+
+def check_loggers(trainer: pl.Trainer) -> None:
+    """Open the runs of W&B, as Lightning does next, and refuse one without a login.
+
+    Raises:
+        OptionError: W&B has no API key, and there is no terminal to ask for it.
+    """
+    wandb = sys.modules.get("wandb")
+    if wandb is None:
+        return
+    for logger in trainer.loggers:
+        try:
+            getattr(logger, "experiment", None)
+        except wandb.errors.UsageError as error:
+            raise OptionError(
+                f"W&B has no API key ({error}). Log in with: wandb login. Or record offline, to upload later with "
+                "wandb sync: set WANDB_MODE=offline, or --trainer.logger.offline true"
+            ) from error
 
 
 def check_monitors(trainer: pl.Trainer) -> None:

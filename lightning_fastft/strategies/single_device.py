@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_fastft.core.errors import OptionError
+from lightning_fastft.strategies.launchers import refuse_several_processes
 from lightning_fastft.strategies.mixin import FastFTStrategyMixin
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class FastFTStrategy(FastFTStrategyMixin, SingleDeviceStrategy):
         precision_plugin: As in Lightning.
 
     Raises:
-        OptionError: The Trainer was given more than one device.
+        OptionError: The Trainer was given more than one device, or torchrun or srun started several processes.
 
     Example:
         >>> FastFTStrategy().statuses()
@@ -64,6 +65,11 @@ class FastFTStrategy(FastFTStrategyMixin, SingleDeviceStrategy):
             precision_plugin=precision_plugin,
         )
         self._parallel_devices: list[torch.device] | None = None
+
+    def setup_environment(self) -> None:
+        """Refuse a job of several processes, then as the other strategies."""
+        refuse_several_processes(self)
+        super().setup_environment()
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -49,6 +50,14 @@ from lightning_fastft.training.optimization.skipped_steps import SkippedSteps
 COPY_DTYPES = (torch.bfloat16, torch.float16)
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
+class _KeptParts(NamedTuple):
+    """The parts of a step, the objects that they were made from, and the versions of what steps write."""
+
+    parts: list[Part]
+    sources: list[object]
+    versions: list[object]
 
 
 class FusedAdamW(torch.optim.Optimizer):
@@ -166,6 +175,7 @@ class FusedAdamW(torch.optim.Optimizer):
 
     def _forget(self) -> None:
         self._tables: dict[int, TensorTable] = {}
+        self._kept: _KeptParts | None = None
         # Of parameters with a master: the version in which the last step left them.
         self._versions: dict[torch.Tensor, tuple[int, ...]] = {}
         self._groups: dict[torch.Tensor, Groups] = {}
@@ -371,6 +381,8 @@ class FusedAdamW(torch.optim.Optimizer):
             if self._judge is None and self.found_inf is None:
                 self._settle()
             parts = self._find_parts()
+            # Until the step is complete, so that a step that fails keeps nothing.
+            kept, self._kept = self._kept, None
             if self._judge is not None:
                 self.found_inf = self._judge(self._norm_of(parts) if norm is None else norm)
             for part in parts:
@@ -379,6 +391,9 @@ class FusedAdamW(torch.optim.Optimizer):
                 written += [row.copy for row in part.table.rows if row.copy is not None and row.copy is not row.owner]
                 if self.master_weights:
                     self._versions.update((row.owner, mark_of(row.owner)) for row in part.table.rows)
+            if kept is not None:
+                done = [part._replace(num_done=part.num_done + 1) for part in parts]
+                self._kept = _KeptParts(done, kept.sources, self._read_versions(done))
         # A skipped step leaves masters and copies as they were: still each the other's rounded value.
         if self._on_written is not None:
             self._on_written(written)
@@ -419,6 +434,7 @@ class FusedAdamW(torch.optim.Optimizer):
     def _settle(self) -> None:
         """Take skipped steps out of the counts on the host; syncs with the device if there were guarded ones."""
         for param, num_skipped in self._skipped.take():
+            self._kept = None
             if num_skipped:
                 self.state[param]["step"] -= num_skipped
 
@@ -479,10 +495,45 @@ class FusedAdamW(torch.optim.Optimizer):
             )
 
     def _find_parts(self) -> list[Part]:
+        """Return the parts of the next step: those of the step before if it was made from the same objects."""
+        pairs = () if self._pairs is None else self._pairs()
+        kept = self._kept
+        if kept is not None:
+            sources = self._find_sources(pairs)
+            if (
+                len(sources) == len(kept.sources)
+                and all(map(operator.is_, sources, kept.sources))
+                and self._read_versions(kept.parts) == kept.versions
+            ):
+                return kept.parts
+        parts = self._make_parts(pairs)
+        self._kept = _KeptParts(parts, self._find_sources(pairs), self._read_versions(parts))
+        return parts
+
+    def _find_sources(self, pairs: Pairs) -> list[object]:
+        """Return the objects that parts are made from, to be compared by identity."""
+        sources: list[object] = [self._judge is None and self.found_inf is None]
+        for group in self.param_groups:
+            sources.append(group)
+            for param in group["params"]:
+                if param.grad is not None:
+                    sources += (param, local_values(param), *self.state[param].values())
+        for pair in pairs:
+            sources += pair
+        return sources
+
+    def _read_versions(self, parts: Sequence[Part]) -> list[object]:
+        """Return numbers that change when somebody writes the counts of steps, or parameters that have a master."""
+        versions: list[object] = [step._version for part in parts for step in part.steps]
+        if self.master_weights:
+            versions += [mark_of(row.owner) for part in parts for row in part.table.rows]
+        return versions
+
+    def _make_parts(self, pairs: Pairs) -> list[Part]:
         """Group the parameters that have a gradient by group, steps made and sharding, each part with its table."""
         is_guarded = self._judge is not None or self.found_inf is not None
         copies: dict[int, torch.Tensor] = {}
-        for master, copy in () if self._pairs is None else self._pairs():
+        for master, copy in pairs:
             if copy.dtype in COPY_DTYPES:
                 copies.setdefault(id(master), copy)
         tables, self._tables = self._tables, {}
@@ -515,7 +566,7 @@ class FusedAdamW(torch.optim.Optimizer):
         self, given: Sequence[tuple[torch.Tensor, dict[str, Any], torch.Tensor | None]]
     ) -> tuple[list[TableRow], list[Piece]]:
         """Return the rows of parameters, and the pieces of those whose moments are on the host."""
-        if not self._places:
+        if any(param not in self._places for param, _, _ in given):
             params = chain.from_iterable(group["params"] for group in self.param_groups)
             is_stochastic = self.rounding == "stochastic"
             self._places = {

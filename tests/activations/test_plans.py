@@ -47,20 +47,20 @@ def is_clean(use):
 
 # Of the mixture one half with transformers' experts, the other with ours.
 LONG_SEEDS = {
-    "llama": range(8, 50),
-    "gemma2": range(8, 50),
-    "qwen3_moe": range(6, 25),
-    "qwen3_moe routed": range(31, 50),
+    "llama": range(4, 50),
+    "gemma2": range(4, 50),
+    "qwen3_moe": range(3, 25),
+    "qwen3_moe routed": range(28, 50),
 }
 
 
 @pytest.mark.parametrize(
     ("name", "seeds"),
     [
-        ("llama", range(8)),
-        ("gemma2", range(8)),
-        ("qwen3_moe", range(6)),
-        ("qwen3_moe routed", range(25, 31)),
+        ("llama", range(4)),
+        ("gemma2", range(4)),
+        ("qwen3_moe", range(3)),
+        ("qwen3_moe routed", range(25, 28)),
         *(pytest.param(name, seeds, marks=pytest.mark.fault) for name, seeds in LONG_SEEDS.items()),
     ],
 )
@@ -330,14 +330,24 @@ def make_fused(name, **options):
 
 
 @pytest.mark.parametrize(
-    ("name", "num_plans", "num_layers"),
+    ("name", "seeds", "num_layers"),
     [
-        *((name, 8, 4) for name in ("llama biased", "qwen3", "qwen3_moe routed")),
-        *((name, 8, 2) for name in ("gpt_oss", "gemma3")),
-        *((name, 2, 2) for name in ("granite", "olmo2", "lfm2")),
+        *((name, range(4), 4) for name in ("llama biased", "qwen3", "qwen3_moe routed")),
+        *((name, range(3), 2) for name in ("gpt_oss", "gemma3")),
+        *((name, range(2), 2) for name in ("granite", "olmo2", "lfm2")),
+        *(
+            pytest.param(name, range(3, 8), num_layers, marks=pytest.mark.fault)
+            for name, num_layers in (
+                ("llama biased", 4),
+                ("qwen3", 4),
+                ("qwen3_moe routed", 4),
+                ("gpt_oss", 2),
+                ("gemma3", 2),
+            )
+        ),
     ],
 )
-def test_random_plans_over_fused_layers_are_bit_equal(name, num_plans, num_layers):
+def test_random_plans_over_fused_layers_are_bit_equal(name, seeds, num_layers):
     model, batches = make_fused(name, num_hidden_layers=num_layers)
     expected = {count: kept_gradients(model, batches, count) for count in (1, 3)}
     planned = PlannedModel(model, batches, make_copy_streams=late(seed=1))
@@ -346,7 +356,7 @@ def test_random_plans_over_fused_layers_are_bit_equal(name, num_plans, num_layer
     assert own.attention == 0
     block = ("mlp.gate_up",) if name in DENSE else ("mlp.experts.gate_up",) if name.endswith(" routed") else ()
     assert set(planned.value_names[-1]) == {*FUSED, *block, *(("mlp.down",) if name in POST_NORMED else ())}
-    for seed in range(num_plans):
+    for seed in seeds:
         planned.follow(random_plan(planned.value_names, seed=seed))
         for count in (1, 3):
             assert_equal(planned.gradients(count), expected[count], what=f"{name}, plan {seed}, accumulation {count}")

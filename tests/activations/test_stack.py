@@ -96,6 +96,7 @@ def peak_gib(cost, segment_plan):
     return predict(cost, [segment_plan] * len(cost.segments), machine=FAST).peak_bytes / GIB
 
 
+@functools.cache
 def bytes_of(kind):
     """Peak in GiB of the model that Attached builds by default, all kept or all recomputed."""
     cost = Attached(vram_budget=1000, host_budget=0).until_planned().stack.cost
@@ -531,9 +532,21 @@ def streaming(monkeypatch, **options):
     return Attached(model, **{"host_budget": 1, **options})
 
 
-def test_weights_are_streamed_when_no_resident_plan_fits(monkeypatch):
-    resident = streaming(monkeypatch, vram_budget=1000).until_planned().stack
-    least = peak_gib(resident.cost, RECOMPUTE._replace(input_place="host"))
+@pytest.fixture(scope="module")
+def resident():
+    """The costs that are measured with all weights on the device."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stack_module, "measure_machine", lambda device: FAST)
+        return streaming(patch, vram_budget=1000).until_planned().stack.cost
+
+
+@pytest.fixture
+def least(resident):
+    """The least peak with all weights on the device, in GiB."""
+    return peak_gib(resident, RECOMPUTE._replace(input_place="host"))
+
+
+def test_weights_are_streamed_when_no_resident_plan_fits(monkeypatch, least):
     attached = streaming(monkeypatch, vram_budget=0.95 * least)
     expected = attached.expected()
     pointer = attached.stack.weights.streamed
@@ -570,10 +583,7 @@ def as_resident(plan):
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
-def test_weights_are_streamed_as_the_agreed_plan_wants_it(monkeypatch, is_streamed):
-    least = peak_gib(
-        streaming(monkeypatch, vram_budget=1000).until_planned().stack.cost, RECOMPUTE._replace(input_place="host")
-    )
+def test_weights_are_streamed_as_the_agreed_plan_wants_it(monkeypatch, least, is_streamed):
     attached = streaming(
         monkeypatch,
         vram_budget=1000 if is_streamed else 0.95 * least,
@@ -606,10 +616,7 @@ def test_weights_that_cannot_go_stay_where_a_plan_fits_too(monkeypatch, error):
 
 
 @pytest.mark.parametrize("error", [HostMemoryError, UnsupportedModelError])
-def test_weights_that_cannot_go_and_do_not_fit_are_an_error(monkeypatch, error):
-    least = peak_gib(
-        streaming(monkeypatch, vram_budget=1000).until_planned().stack.cost, RECOMPUTE._replace(input_place="host")
-    )
+def test_weights_that_cannot_go_and_do_not_fit_are_an_error(monkeypatch, least, error):
     attached = streaming(monkeypatch, vram_budget=0.95 * least)
     attached.stack.weights.move = refuse(error)
     with pytest.raises(error, match="planted"):
@@ -647,9 +654,8 @@ def test_a_host_that_refuses_keeps_the_weights_that_it_has(monkeypatch):
     assert all(segment.is_streamed for segment in attached.stack.plan.segments)
 
 
-def test_longer_packs_are_planned_for_with_the_weights_on_the_host(monkeypatch):
-    cost = streaming(monkeypatch, vram_budget=1000).until_planned().stack.cost
-    num_bytes = sum(segment.weight_bytes for segment in cost.segments) + cost.embedding_bytes
+def test_longer_packs_are_planned_for_with_the_weights_on_the_host(monkeypatch, resident):
+    num_bytes = sum(segment.weight_bytes for segment in resident.segments) + resident.embedding_bytes
     attached = streaming(monkeypatch, vram_budget=1000, host_budget="auto", agree=as_streamed, lengths=SMALL)
     # Half of a host with room for a fifth more than the weights twice, and of what they leave of it.
     monkeypatch.setattr(
@@ -677,13 +683,11 @@ def test_ranks_of_one_host_share_its_memory(monkeypatch):
     assert Attached(policy="auto", host_budget=24).stack._host_budget() == 24 * GIB
 
 
-def test_an_embedding_that_stays_is_planned_for(monkeypatch):
-    resident = streaming(monkeypatch, vram_budget=1000).until_planned().stack
-    least = peak_gib(resident.cost, RECOMPUTE._replace(input_place="host"))
+def test_an_embedding_that_stays_is_planned_for(monkeypatch, resident, least):
     attached = streaming(monkeypatch, vram_budget=0.95 * least)
     attached.stack.weights.move = functools.partial(_stays, attached.stack.weights.move)
     attached.until_planned()
-    assert resident.cost.embedding_bytes > 0
+    assert resident.embedding_bytes > 0
     assert attached.stack.cost.embedding_bytes == 0
     assert attached.stack.plan.prediction == predict(attached.stack.cost, attached.stack.plan.segments, machine=FAST)
 
@@ -693,14 +697,13 @@ def _stays(stream, streams):
     return stream(streams)._replace(num_embedding_bytes=0)
 
 
-def test_weights_are_streamed_from_the_start_where_asked_count_as_if_resident(monkeypatch):
-    resident = streaming(monkeypatch, vram_budget=1000).until_planned().stack
+def test_weights_are_streamed_from_the_start_where_asked_count_as_if_resident(monkeypatch, resident):
     asked = streaming(monkeypatch, vram_budget=1000, weights="stream").until_planned().stack
-    assert asked.cost.embedding_bytes == resident.cost.embedding_bytes > 0
+    assert asked.cost.embedding_bytes == resident.embedding_bytes > 0
     slots = asked.weights.streamed.num_slot_bytes
     # The device of these tests never sees the bytes go: they are added a second time.
     assert (
-        asked.cost.base_bytes - resident.cost.base_bytes
+        asked.cost.base_bytes - resident.base_bytes
         == sum(asked.weights.layer_bytes) - slots + asked.cost.embedding_bytes
     )
 

@@ -1,4 +1,4 @@
-"""Rows with an fp8 base: told apart by their mode, judged by limits that stand in them, refused where nothing
+"""Rows with fp8 products: told apart by their mode, judged by limits that stand in them, refused where nothing
 computed in fp8.
 """
 

@@ -16,13 +16,10 @@ from benchmarks.results import COLUMNS
 from benchmarks.row_kernels import (
     CANDIDATES,
     CONSTANTS,
-    FORMS,
     TINY_SIZES,
-    Form,
     all_cases,
     compare,
     constants_set,
-    load_form,
     measure,
 )
 from lightning_fastft.kernels.block_diagonal import reference as block_diagonal
@@ -41,7 +38,7 @@ raise SystemExit(main(sys.argv[1:]))
 
 
 @pytest.mark.fault
-def test_every_kernel_and_every_form_has_a_time(tmp_path):
+def test_every_kernel_has_a_time(tmp_path):
     pytest.importorskip("triton")
     arguments = [
         "--device",
@@ -50,7 +47,6 @@ def test_every_kernel_and_every_form_has_a_time(tmp_path):
         "1",
         "--out",
         str(tmp_path),
-        "--forms",
         "--tiles",
         "block_diagonal=512,4",
         "adamw_step=256,4,64,1,1",
@@ -66,10 +62,7 @@ def test_every_kernel_and_every_form_has_a_time(tmp_path):
     timed = {(row["workload"], row["system"]) for row in rows if row["metric"] == "time"}
     expected = set()
     for case in CASES:
-        arms = [
-            *FORMS.get(case.kernel, {}),
-            *{"block_diagonal": ["512,4"], "adamw_step": ["256,4,64,1,1"]}.get(case.kernel, []),
-        ]
+        arms = {"block_diagonal": ["512,4"], "adamw_step": ["256,4,64,1,1"]}.get(case.kernel, [])
         expected |= {(f"{case.name}, {case.workload}", arm) for arm in arms}
         assert sum(workload == f"{case.name}, {case.workload}" for workload, _ in timed) == len(arms) + 1
     assert expected < timed
@@ -162,12 +155,3 @@ def test_constants_are_put_back_after_an_error():
     with pytest.raises(OSError, match="in between"):
         fail()
     assert (module.TILE_SIZE, module.NUM_WARPS) == (1, 2)
-
-
-def test_a_form_whose_text_is_gone_is_an_error(tmp_path):
-    (tmp_path / "kernel.py").write_text("VALUE = 1\nOTHER = 1\n")
-    module = SimpleNamespace(__file__=str(tmp_path / "kernel.py"))
-    assert load_form(module, Form([("VALUE = ", "\n", "VALUE = 3")]), path=tmp_path / "form.py").VALUE == 3
-    for begin in ("GONE = 1", " = 1"):
-        with pytest.raises(ValueError, match="needs an update"):
-            load_form(module, Form([(begin, "", "")]), path=tmp_path / "form.py")

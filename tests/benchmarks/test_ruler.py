@@ -423,16 +423,6 @@ def test_ours_trains_with_averages_in_8_bits_on_either_device(files, records):
     assert optimizer.optim_bits == 8
 
 
-def test_liger_flag_adds_to_every_mode_of_ours():
-    from benchmarks.train_step import _with_liger
-
-    assert (
-        _with_liger("ours:keep,recompute@0.3/adamw_fused,keep+liger")
-        == "ours:keep+liger,recompute+liger@0.3/adamw_fused,keep+liger"
-    )
-    assert _with_liger("plain:keep") == "plain:keep"
-
-
 # Arms
 
 

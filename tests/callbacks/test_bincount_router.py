@@ -75,6 +75,7 @@ MODULES = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("strategy", ["fastft", "auto"])
 @pytest.mark.parametrize("kind", MODULES)
 def test_trains_and_leaves_the_model_as_it_was(tmp_path, kind, strategy):
@@ -169,6 +170,7 @@ def test_a_tuner_is_swapped_while_it_builds_its_model():
     assert is_plain(module)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", ["eager", "lora on experts"])
 @pytest.mark.parametrize("policy", ["recompute", "offload"])
 def test_activation_policies_change_nothing(tmp_path, kind, policy):

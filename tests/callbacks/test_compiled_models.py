@@ -1,11 +1,13 @@
-"""FusedKernels beside torch.compile: a compiled part beside the model changes nothing, a compiled model is refused."""
+"""torch.compile beside FusedKernels and offload: a part beside the model changes nothing, a whole model is refused."""
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_fastft import FusedKernels
+from lightning_fastft import FusedKernels, OffloadCheckpointing
+from lightning_fastft.core.errors import OptionError
 from lightning_fastft.core.patcher import ModelPatcher
+from lightning_fastft.patches.packed import install_packed_training
 from tests.support.tiny_models import build_tiny
 
 
@@ -45,3 +47,18 @@ def test_a_model_that_is_compiled_as_a_whole_is_refused_by_name(form):
     assert status.state == "refused"
     assert "torch.compile" in status.reason
     assert [type(module) for module in root.modules()] == kinds
+
+
+def test_offload_inside_a_compiled_model_is_refused_before_anything_changes():
+    root = root_of(build_tiny("qwen3"))
+    root.model = torch.compile(root.model)
+    before = [type(module) for module in root.modules()]
+    with pytest.raises(OptionError, match=r"torch\.compile compiles model as a whole"):
+        install_packed_training(root, ModelPatcher(), checkpointing=OffloadCheckpointing("offload"))
+    assert [type(module) for module in root.modules()] == before
+
+
+def test_recompute_takes_a_compiled_model():
+    root = root_of(build_tiny("qwen3"))
+    root.model = torch.compile(root.model)
+    install_packed_training(root, ModelPatcher(), checkpointing=OffloadCheckpointing("recompute"))

@@ -258,6 +258,7 @@ def test_any_lightning_module_is_served(tmp_path, strategy):
     assert difference(moves[True], moves[False]) <= 1e-5
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("policy", ["recompute", "offload"])
 @pytest.mark.parametrize("mode", ["lora in bf16", "qlora", "full"])
 def test_activation_policies_change_no_bit(tmp_path, mode, policy):

@@ -6,23 +6,25 @@ import functools
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.callbacks.fused_kernels import FusedKernels
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.fused.fp8_base import FP8_ATTRIBUTE
 from lightning_fastft.strategies.single_device import FastFTStrategy
-from tests.callbacks.test_fused_kernels import CONFIG, MODES, count_own, fit, is_plain, movement, tuner
+from tests.callbacks.test_fused_kernels import CONFIG, MODES, count_own, fit, is_plain, movement, trained, tuner
+from tests.support.training_parts import packed_batches, packed_loader, quiet_trainer
 
-ACTIVE = ("fp8 base", "active", "8 products of 2 layers in e4m3, in plain PyTorch", "")
+ACTIVE = ("fp8 products", "active", "8 products of 2 layers in e4m3, in plain PyTorch", "")
 
 
 def has_fp8(module):
     return any(FP8_ATTRIBUTE in vars(part) for part in module.modules())
 
 
-@pytest.mark.parametrize("mode", ["lora", "qlora"])
-def test_a_fit_in_fp8_moves_the_adapters_nearly_as_one_without_it(tmp_path, mode):
+@pytest.mark.parametrize("mode", ["lora", "qlora", "full"])
+def test_a_fit_in_fp8_moves_what_is_trained_nearly_as_one_without_it(tmp_path, mode):
     moves = {}
     for base in ("model_dtype", "fp8_reference"):
         # Small steps add up gradients of one place; with large ones, runs that differ in a last digit end in different
@@ -52,11 +54,11 @@ def test_without_a_device_that_has_fp8_it_is_inactive_and_changes_no_bit(tmp_pat
     for base in ("model_dtype", "fp8"):
         _, found[base], table = fit(tuner(**MODES["lora in bf16"]), tmp_path, FusedKernels(base_compute=base))
     reason = "fp8 products need a CUDA device of compute capability 8.9 or higher, and the weights are on cpu"
-    assert ("fp8 base", "inactive", f"{reason}; products run in the dtype of the model", "") in table
+    assert ("fp8 products", "inactive", f"{reason}; products run in the dtype of the model", "") in table
     assert all(torch.equal(value, found["fp8"][name]) for name, value in found["model_dtype"].items())
 
 
-@pytest.mark.parametrize("mode", ["lora", "qlora"])
+@pytest.mark.parametrize("mode", ["lora", "qlora", "full"])
 def test_activation_policies_change_no_bit_in_fp8(tmp_path, mode):
     found = {}
     for policy in ("keep", "recompute", "offload"):
@@ -85,8 +87,73 @@ def test_streamed_weights_compute_in_fp8_with_the_same_bits(tmp_path, mode):
     assert all(torch.equal(value, found["stream"][name]) for name, value in found["resident"].items())
 
 
-def test_everything_is_undone_after_an_exception(tmp_path):
-    callback, module = FusedKernels(base_compute="fp8_reference"), tuner(**MODES["lora"])
+class Unseen(torch.optim.SGD):
+    """Writes weights as bitsandbytes does: no version counter shows it."""
+
+    def step(self, closure=None):
+        loss = closure()
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.data.add_(parameter.grad, alpha=-self.param_groups[0]["lr"])
+        return loss
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_weights_are_quantised_after_steps_that_no_version_counter_shows(tmp_path, accumulate):
+    found = {}
+    for optimizer in (torch.optim.SGD, Unseen):
+        module = tuner(**MODES["full"], optimizer=functools.partial(optimizer, lr=0.2))
+        fused = FusedKernels(base_compute="fp8_reference")
+        _, found[optimizer], table = fit(module, tmp_path, fused, accumulate_grad_batches=accumulate)
+        assert ACTIVE in table
+    assert all(torch.equal(value, found[Unseen][name]) for name, value in found[torch.optim.SGD].items())
+
+
+def test_trained_weights_are_quantised_before_the_first_step_is_measured(tmp_path):
+    """A plan takes what the first forward allocates for saved activations."""
+    held = []
+
+    class Look(Callback):
+        def on_train_batch_start(self, trainer, pl_module, *_):
+            weights = [weight for part in pl_module.modules() for weight in vars(part).get(FP8_ATTRIBUTE, ())]
+            tensors = [tensor for weight in weights for tensor in (*weight.memory(), *weight.owner.memory())]
+            held.append({tensor.data_ptr(): tensor.nbytes for tensor in tensors})
+
+    module = tuner(**MODES["full"])
+    trainer = quiet_trainer(
+        tmp_path,
+        strategy="fastft",
+        callbacks=[FusedKernels(base_compute="fp8_reference"), Look()],
+        max_steps=3,
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(module, packed_loader(3))
+    assert len(held) == 3
+    assert len(held[0]) == 3 * 8 + 1
+    assert all(each == held[0] for each in held)
+
+
+def test_a_resumed_fit_of_trained_weights_ends_with_the_same_bits(tmp_path):
+    def run(ckpt_path=None):
+        module = tuner(**MODES["full"])
+        saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
+        callbacks = [FusedKernels(base_compute="fp8_reference"), saving]
+        trainer = quiet_trainer(
+            tmp_path, strategy="fastft", callbacks=callbacks, max_steps=4, enable_checkpointing=True
+        )
+        # A plain loader begins anew when a run is resumed, so all packs are equal.
+        loader = torch.utils.data.DataLoader(packed_batches(1) * 4, batch_size=None)
+        trainer.fit(module, loader, packed_loader(1), ckpt_path=ckpt_path)
+        return trained(module)
+
+    whole = run()
+    resumed = run(tmp_path / "step=2.ckpt")
+    assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
+
+
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_everything_is_undone_after_an_exception(tmp_path, mode):
+    callback, module = FusedKernels(base_compute="fp8_reference"), tuner(**MODES[mode])
 
     def fail(*_, **__):
         raise RuntimeError("planted")

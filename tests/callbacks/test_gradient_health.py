@@ -47,6 +47,7 @@ class WithSchedule(PlainModule):
 # No alarm where there is none.
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("make_model", [tiny_llama, lora_llama], ids=["full", "lora"])
 @pytest.mark.parametrize("strategy", ["fastft", "ddp"])
 def test_healthy_run_is_judged_and_left_in_peace(tmp_path, make_model, strategy):

@@ -203,6 +203,7 @@ def packed_data():
     )
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("verb", ["fit", "validate", "test"])
 @pytest.mark.parametrize("strategy", ["auto", "ddp"])
 def test_model_that_nobody_prepared_is_refused(tmp_path, strategy, verb):

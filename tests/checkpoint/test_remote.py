@@ -232,6 +232,7 @@ def test_damage_in_the_store_is_refused(store, damage):
     assert remote.find_damage(url)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", [DATA, RECORD])
 @pytest.mark.parametrize("word", ["flip", "cut"])
 def test_damage_on_the_way_is_refused(store, name, word):

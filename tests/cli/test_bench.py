@@ -69,7 +69,7 @@ def test_a_gpu_that_is_too_small_is_refused_with_what_to_do(gpu):
 
 def test_bench_says_what_it_runs_and_why(gpu, commands, folder, capsys):
     gpu(139.8)
-    assert main(["bench", "--out", "results", "--systems", "ours", "plain"]) == 3
+    assert main(["bench", "--out", "results", "--arms", "ours", "plain"]) == 3
     assert "fastft bench: qwen3-14b-qlora on cuda: NVIDIA Test has 139.8 GiB" in capsys.readouterr().out
     ((command, place),) = commands
     assert command[1:] == [
@@ -81,7 +81,7 @@ def test_bench_says_what_it_runs_and_why(gpu, commands, folder, capsys):
         "cuda",
         "--out",
         "results",
-        "--systems",
+        "--arms",
         "ours",
         "plain",
     ]

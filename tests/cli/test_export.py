@@ -303,6 +303,7 @@ def narrow_one(tensors):
     tensors[name] = tensors[name].bfloat16()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("spoil", [lose_one, change_one, narrow_one])
 @pytest.mark.parametrize("kind", ["adapters", "merged"])
 def test_what_reads_back_otherwise_is_not_kept(kind, spoil, tmp_path, monkeypatch):
@@ -325,6 +326,7 @@ def merge_twice_as_strong(model):
     return model.base_model.merge_and_unload()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("merge", [lambda model: model.unload(), merge_twice_as_strong])
 def test_a_merge_that_loses_or_doubles_the_adapters_is_refused(merge, dtype, tmp_path, monkeypatch):

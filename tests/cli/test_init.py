@@ -9,17 +9,9 @@ import yaml
 from lightning_fastft.cli.command import main
 from lightning_fastft.cli.lightning_cli import FastFTCLI
 from lightning_fastft.cli.recipe.plans import choose_pack_tokens, count_steps
+from tests.support.sizes import sizes
 
-SHAPES = {
-    "model_type": "llama",
-    "vocab_size": 32_000,
-    "hidden_size": 1024,
-    "intermediate_size": 4096,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
-}
+SHAPES = sizes(model_type="llama", vocab=32_000, width=1024, inner=4096, layers=4, heads=8, key_heads=2, positions=4096)
 ROW = {"question": "How many eggs are in two dozens?", "answer": "There are 24 eggs. " * 20}
 COLUMNS = ["--data.columns.prompt", "question", "--data.columns.completion=answer"]
 WORDS = ["init", "--model", "model", "--data", "train.jsonl", *COLUMNS]

@@ -63,6 +63,22 @@ ANSWERED = [
     (["fit", *CONFIG, "--trainer.max_steps", "abc"], 2, "trainer.max_steps: must be a whole number, got 'abc'"),
     (["data", *CONFIG, "--data.max_tokens=1.5"], 2, "data.max_tokens: must be a whole number, got '1.5'"),
     (["fit", *CONFIG, "--model.learning_rate", "x"], 2, "model.learning_rate: must be None or a number, got 'x'"),
+    (["--version"], 0, "."),
+    (["train", "--config", "demo"], 1, "Did you mean fit?"),
+    (["fit", "-config", "demo"], 1, "Did you mean --config?"),
+    (["fit", "--config", "tops.yaml"], 1, "Did you mean top.yaml?"),
+    (["fit", "--config", "tabs.yaml"], 2, "tabs.yaml, line 2: found character '\\t'"),
+    (["fit", *CONFIG, "--data.paths"], 2, "--data.paths needs a value"),
+    (["fit", *CONFIG, "--data", "me/mine"], 2, "Did you mean --data.paths me/mine?"),
+    (["fit", *CONFIG, "--model", "Qwen/Qwen3-8B"], 2, "Did you mean --model.model Qwen/Qwen3-8B?"),
+    (["fit", *CONFIG, "--learning_rate", "1"], 2, "did you mean model.learning_rate?"),
+    (["fit", *CONFIG, "--trainer.num_train_epochs", "1"], 2, "did you mean trainer.max_epochs?"),
+    (["fit", *CONFIG, "--model.warmup_ratio", "0.1"], 2, "did you mean model.warmup_share?"),
+    (["fit", *CONFIG, "--data.batch_size", "4"], 2, "a step has trainer.accumulate_grad_batches packs"),
+    (["fit", "--ckpt_path", "best"], 1, "known only to the process that trained"),
+    (["fit", "--ckpt_path", "saved"], 1, "--ckpt_path saved/last.ckpt"),
+    (["chat", "saved"], 1, "Name one of them: saved/last.ckpt"),
+    (["chat"], 1, "Usage: fastft chat CHECKPOINT|FOLDER"),
     (["fit", "--config", "top.yaml"], 2, "did you mean model?"),
     (["plan", "--config", "trainer.yaml"], 2, "did you mean trainer.max_steps?"),
     (["fit", "--config", "model.yaml"], 2, "did you mean learning_rate?"),
@@ -113,6 +129,10 @@ def write_mistaken(folder):
 def answers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mistaken")
     write_mistaken(folder)
+    (folder / "tabs.yaml").write_text("trainer:\n\tmax_steps: 1\n")
+    (folder / "saved").mkdir()
+    for name in ("first.ckpt", "last.ckpt"):
+        (folder / "saved" / name).write_text("")
     done = run_python(["-c", SCRIPT, json.dumps([words for words, _, _ in ANSWERED])], folder)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -176,6 +196,7 @@ def test_every_parameter_of_a_class_is_read_from_its_source(owner):
     assert names <= set(read) <= names | {"needs_reference"}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "words",
     [
@@ -260,7 +281,6 @@ FOREIGN = "data: {class_path: my_package.Data, init_args: {paths: nope.jsonl, pt
         ("fit", [*OK, "--trainer.max_epochs", "null", "--model.learning_rate=null", "--trainer.benchmark", "True"]),
         ("fit", [*OK, "--trainer.precision", "bf16", "--trainer.devices", "auto", "--trainer.limit_val_batches", "x"]),
         # Files that only the parser can judge.
-        ("fit", ["--config", "broken.yaml", "--data.paths", "nope.jsonl"]),
         ("fit", ["--config", "deep.yaml", "--data.paths", "nope.jsonl"]),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),

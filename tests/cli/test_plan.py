@@ -6,16 +6,9 @@ import pytest
 
 from lightning_fastft.cli.plan import run_plan
 from lightning_fastft.core.errors import OptionError
+from tests.support.sizes import sizes
 
-CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 32_000,
-    "hidden_size": 1024,
-    "intermediate_size": 4096,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-}
+CONFIG = sizes(model_type="llama", vocab=32_000, width=1024, inner=4096, layers=6, heads=8, key_heads=2)
 
 
 @pytest.fixture

@@ -185,7 +185,7 @@ def test_card_says_what_the_run_was(here, tmp_path, demo_files, capsys):
         "tags": ["lightning_fastft", "lora"],
     }
     assert "[More Information Needed]" not in card
-    assert "LoRA adapters for base" in body
+    assert "LoRA adapters for the local model `base`" in body
     [trained] = re.findall(r"training \| train.jsonl \(40 rows\): (\d+) examples, [\d,]+ tokens", body)
     [held_out] = re.findall(r"validation \| held out of the training data: (\d+) examples", body)
     assert int(trained) + int(held_out) == 40

@@ -1,8 +1,10 @@
 """The pages as a site: every link and anchor leads somewhere, and the pictures are those that their script draws."""
 
 import importlib.util
+import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -30,11 +32,28 @@ def test_pictures_are_those_that_the_script_draws(pictures):
     assert stored == {name: draw().render() for name, draw in pictures.PICTURES.items()}, "python docs/pictures.py"
 
 
-def test_the_chart_shows_rows_of_results(pictures, monkeypatch):
-    assert pictures.check_chart() == []
-    label, system, _ = pictures.CHART[0]
-    monkeypatch.setattr(pictures, "CHART", ((label, system, "1.0"), *pictures.CHART[1:]))
-    assert pictures.check_chart() == [label]
+def bars_of(drawing):
+    """Return the labels of the bars and the figures beside them, group by group."""
+    words = re.findall(r"<text[^>]*>([^<]*)</text>", drawing.render())
+    return {label: figure for label, figure in pairwise(words) if re.fullmatch(r"[\d,]+", figure)}
+
+
+def test_the_chart_shows_one_run_and_follows_results(pictures, monkeypatch, tmp_path):
+    labels = [label for label, *_ in pictures.BARS]
+    assert list(bars_of(pictures.draw_chart())) == labels[:3]
+    results = tmp_path / "results.csv"
+    lines = pictures.RESULTS.read_text().splitlines(keepends=True)
+    (run,) = [line for line in lines if ",69.1796," in line]
+    # Another system, in the same run and in another: only the first has a bar.
+    trl = run.replace('"ours keep+graphs, adamw_fused_8bit"', '"trl recompute, adamw_8bit"').replace("69.1796", "400.4")
+    assert "trl recompute" in trl
+    plain = trl.replace("trl recompute", "plain recompute").replace("2026-11-22", "2026-11-23")
+    tokens = [line.replace(",step,", ",tokens,").replace(",ms,", ",tokens/s,") for line in (trl, plain)]
+    results.write_text("".join([*lines, trl, plain, *tokens]).replace(",138.168,", ",137.168,"))
+    monkeypatch.setattr(pictures, "RESULTS", results)
+    bars = bars_of(pictures.draw_chart())
+    assert list(bars) == labels[:4]
+    assert (bars["Unsloth, fastest"], bars["TRL, packed, fastest"]) == ("137", "400")
 
 
 def test_every_picture_is_on_a_page(pictures):

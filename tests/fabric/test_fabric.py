@@ -89,6 +89,38 @@ def test_close_leaves_the_model_as_it_was():
     assert look() == before
 
 
+def test_weights_trained_in_fp8_are_quantised_after_each_step_of_a_loop():
+    class Unseen(torch.optim.SGD):
+        """Writes weights as bitsandbytes does: no version counter shows it."""
+
+        def step(self, closure=None):
+            for parameter in self.param_groups[0]["params"]:
+                parameter.data.add_(parameter.grad, alpha=-0.05)
+
+    found = []
+    for kind in (torch.optim.SGD, Unseen):
+        plain, data = make_model("qwen3", has_adapters=False), make_data()
+        fabric = open_fabric(callbacks=[FusedKernels(base_compute="fp8_reference")])
+        loader = fabric.setup_datamodule(data)
+        with fabric:
+            model, optimizer = fabric.setup(plain, kind(plain.parameters(), lr=0.05))
+            assert any(
+                (status.name, status.state) == ("fp8 products", "active") and "4 products of 2 layers" in status.reason
+                for status in fabric.statuses()
+            )
+            losses = []
+            for batch in itertools.islice(loader, 3):
+                loss = model(**batch).loss
+                losses.append(loss.item())
+                fabric.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append((losses, trained(plain)))
+    (losses, weights), (unseen_losses, unseen_weights) = found
+    assert unseen_losses == losses
+    assert all(torch.equal(unseen_weights[name], weights[name]) for name in weights)
+
+
 def test_a_fine_tuner_trains_under_fabric():
     tuner = FineTuner(make_model("qwen3", has_adapters=False), lora={"r": 4})
     tuner.configure_model()

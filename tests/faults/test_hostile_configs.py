@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from tests.cli.hostile_configs import write_traps
+from tests.support.sizes import sizes
 
 pytestmark = pytest.mark.fault
 # Of processor time, children included: a busy machine changes nothing. What sleeps instead is ended by the alarm, as a
@@ -46,16 +47,7 @@ USERS_FILES = {
 GOOD_ROW = {"input_ids": [5, 6, 7, 8]}
 BAD_ROW = {"input_ids": ["\ntouch canary\n"]}
 CHAT_ROW = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-TINY = {
-    "model_type": "qwen3",
-    "vocab_size": 400,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-}
+TINY = sizes(model_type="qwen3", vocab=400, width=32, inner=32, layers=1, heads=2, key_heads=2, head_width=16)
 
 
 def config(*, trainer=None, data=None, model=None):

@@ -18,15 +18,9 @@ from lightning_fastft import FineTuner, OffloadCheckpointing
 from lightning_fastft.packing.context import BatchContext
 from lightning_fastft.packing.document import Document
 from lightning_fastft.packing.rows.formats import COLUMNS
+from tests.support.sizes import sizes
 
-CONFIG = {
-    "model_type": "qwen3",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-}
+CONFIG = sizes(model_type="qwen3", vocab=64, width=32, inner=32, layers=1, heads=2)
 # What options are called with; each kind of option says which of these it takes.
 HUGE = 10**400
 POOL = (

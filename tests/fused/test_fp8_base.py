@@ -4,6 +4,7 @@ nothing left behind.
 
 import copy
 import pickle
+from collections import Counter
 
 import bitsandbytes
 import pytest
@@ -66,9 +67,10 @@ def weights_of(model):
 # The numbers.
 
 
+@pytest.mark.parametrize("trained", ["lora", "full"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_loss_and_gradients_are_as_near_as_fp8_is(family):
-    model = make(family)
+def test_loss_and_gradients_are_as_near_as_fp8_is(family, trained):
+    model = make(family, trained)
     plain = copy.deepcopy(model)
     _, base = in_fp8(model)
     install_packed_training(plain, ModelPatcher())
@@ -90,12 +92,13 @@ def test_loss_and_gradients_are_as_near_as_fp8_is(family):
     assert max(cosines) < 0.99999
 
 
+@pytest.mark.parametrize("trained", ["lora", "full"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_with_rows_left_as_they_are_it_is_the_layer_of_the_rounded_weights(family, monkeypatch):
+def test_with_rows_left_as_they_are_it_is_the_layer_of_the_rounded_weights(family, trained, monkeypatch):
     """Everything but the rounding of rows: weights, both layouts, scales, order of columns, adapters, biases and
     residuals, to the last digits.
     """
-    model = make(family)
+    model = make(family, trained)
     plain = copy.deepcopy(model)
     with torch.no_grad():
         for layer in layers_of(plain):
@@ -110,10 +113,16 @@ def test_with_rows_left_as_they_are_it_is_the_layer_of_the_rounded_weights(famil
         return Fp8Rows(x_TI if factor_I is None else x_TI * factor_I, torch.ones(len(x_TI)))
 
     monkeypatch.setattr(fp8_base, "quantise_rows", wide_rows)
+    monkeypatch.setattr(fp8_base.Fp8Weight, "quantises", lambda *_: False)
     monkeypatch.setattr(
         fp8_base,
         "multiply",
         lambda rows, weight, scale, **options: (rows.values_TI @ weight.float().T) * (1.0 if scale is None else scale),
+    )
+    monkeypatch.setattr(
+        fp8_base,
+        "weight_gradient",
+        lambda d, x, scale_O, **options: (d.values_TI / scale_O).T @ x.values_TI,
     )
     in_fp8(model)
     install_packed_training(plain, ModelPatcher())
@@ -139,7 +148,114 @@ def test_products_are_those_of_rounded_rows_and_weights():
     expected = rounded(x_TI).double() @ rounded(dense_OI, is_weight=True).double().T
     assert relative_error(weight.forward_product(parts, x_TI), expected) <= 1e-6
     expected = (rounded(d_TO * scale_O) / scale_O).double() @ rounded(dense_OI, is_weight=True).double()
-    assert relative_error(weight.backward_product(parts, d_TO), expected) <= 1e-6
+    d = weight.quantise_gradient(parts, d_TO)
+    assert relative_error(weight.backward_product(parts, d, dtype=d_TO.dtype), expected) <= 1e-6
+
+
+def test_the_gradient_of_a_trained_weight_is_that_of_the_rows_that_the_other_products_read():
+    model = make(trained="full")
+    in_fp8(model)
+    step(model, make_batch(BATCH))
+    weight, layer = weights_of(model)[2], layers_of(model)[0]
+    parts = [read_part(module, dtype=torch.float32) for module in (layer.mlp.gate_proj, layer.mlp.up_proj)]
+    dense_OI = torch.cat([part.weight for part in parts])
+    x_TI, d_TO = torch.randn(7, 64), torch.randn(7, len(dense_OI))
+    scale_O = weight_rows(dense_OI).scale_T
+    x, d = rounded(x_TI, is_weight=True), rounded(d_TO * scale_O, is_weight=True) / scale_O
+    gradient = weight.quantise_gradient(parts, d_TO)
+    dense = rounded(dense_OI, is_weight=True)
+    assert relative_error(weight.forward_product(parts, x_TI), x.double() @ dense.double().T) <= 1e-6
+    assert relative_error(weight.backward_product(parts, gradient, dtype=x.dtype), d.double() @ dense.double()) <= 1e-6
+    assert relative_error(weight.weight_gradient(parts, gradient, x_TI), d.double().T @ x.double()) <= 1e-6
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "gemma2", "qwen2"])
+def test_kernels_that_quantise_what_they_compute_change_no_bit(family, monkeypatch):
+    model = make(family, "full")
+    in_fp8(model)
+    calls = []
+    for name in ("rms_norm_quantised", "gate_forward_quantised", "gate_backward_quantised"):
+        real = getattr(fp8_base, name)
+        monkeypatch.setattr(
+            fp8_base, name, lambda *args, name=name, real=real, **options: calls.append(name) or real(*args, **options)
+        )
+    found = step(model, make_batch(BATCH))
+    num_calls = dict(Counter(calls))
+    monkeypatch.setattr(fp8_base.Fp8Weight, "quantises", lambda *_: False)
+    apart = step(model, make_batch(BATCH))
+    assert len(calls) == sum(num_calls.values())
+    assert all(torch.equal(found[name], value) for name, value in apart.items())
+    # Norms before qkv and before the block, forward and backward; gpt-oss has a block of experts.
+    blocks = {} if family == "gpt_oss" else {"gate_forward_quantised": 2, "gate_backward_quantised": 2}
+    assert num_calls == {"rms_norm_quantised": 4 if family == "gpt_oss" else 8, **blocks}
+
+
+@pytest.mark.parametrize("num_batches", [1, 3])
+def test_gradients_of_several_batches_add_up(num_batches):
+    model = make(trained="full")
+    in_fp8(model)
+    batches = [make_batch(BATCH, seed=seed) for seed in range(num_batches)]
+    pieces = [step(model, batch) for batch in batches]
+    for batch in batches:
+        model(**batch).loss.backward()
+    for name, parameter in model.named_parameters():
+        total = pieces[0][name]
+        for piece in pieces[1:]:
+            total = total + piece[name]
+        assert torch.equal(parameter.grad, total), name
+
+
+class _Unseen(torch.optim.SGD):
+    """Writes weights as bitsandbytes does: no version counter shows it."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data.add_(parameter.grad, alpha=-group["lr"])
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, _Unseen])
+def test_weights_are_quantised_once_per_step_after_it(optimizer, monkeypatch):
+    model = make(trained="full")
+    twin = copy.deepcopy(model)
+    _, base = in_fp8(model)
+    given, real = [], fp8_base.quantise_rows
+    monkeypatch.setattr(
+        fp8_base, "quantise_rows", lambda x, **options: given.append(isinstance(x, nn.Parameter)) or real(x, **options)
+    )
+    steps = optimizer(model.parameters(), lr=0.05)
+    for number in range(3):
+        for seed in range(2):
+            model(**make_batch(BATCH, seed=10 * number + seed)).loss.backward()
+        steps.step()
+        base.refresh()
+        model.zero_grad()
+        assert sum(given) == 14 * (number + 2)
+    twin.load_state_dict(model.state_dict())
+    in_fp8(twin)
+    found, expected = step(model, make_batch(BATCH)), step(twin, make_batch(BATCH))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_trained_weights_hold_one_byte_each_and_share_the_memory_of_the_transpose():
+    model = make(trained="full")
+    _, base = in_fp8(model)
+    step(model, make_batch(BATCH))
+    places = [tensor.data_ptr() for weight in weights_of(model) for tensor in weight.memory()]
+    narrow = [tensor for weight in weights_of(model) for tensor in weight.memory() if tensor.itemsize == 1]
+    num_weights = sum(
+        module.weight.numel()
+        for layer in layers_of(model)
+        for module in layer.modules()
+        if isinstance(module, nn.Linear)
+    )
+    assert sum(tensor.numel() for tensor in narrow) == num_weights
+    (buffer,) = base.memory()
+    assert buffer.numel() == 2 * 128 * 64
+    base.refresh()
+    assert [tensor.data_ptr() for weight in weights_of(model) for tensor in weight.memory()] == places
 
 
 @pytest.mark.parametrize("adapter_dtype", [torch.bfloat16, torch.float32])
@@ -238,18 +354,18 @@ def test_scales_of_nf4_weights_that_are_written_anew_are_found_anew():
     other = copy.deepcopy(model)
     for module in other.modules():
         if isinstance(module, bitsandbytes.nn.Linear4bit):
-            _write_larger_rows(module.weight)
+            write_larger_rows(module.weight)
     in_fp8(model)
     in_fp8(other)
     step(model, make_batch(BATCH))
     for module in model.modules():
         if isinstance(module, bitsandbytes.nn.Linear4bit):
-            _write_larger_rows(module.weight)
+            write_larger_rows(module.weight)
     found, expected = step(model, make_batch(BATCH)), step(other, make_batch(BATCH))
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def _write_larger_rows(weight):
+def write_larger_rows(weight):
     """Write an NF4 weight in its place whose rows are 1, 2, 4, ... times what they were, so that other scales fit."""
     state = weight.quant_state
     dense_OI = dequantize_4bit(weight.data, state)
@@ -264,28 +380,13 @@ def _write_larger_rows(weight):
 # Who computes.
 
 
-def test_trained_weights_stay_as_they_are():
-    model = make(trained="full")
-    plain = copy.deepcopy(model)
-    _, base = in_fp8(model)
-    install_packed_training(plain, ModelPatcher())
-    fuse(plain)
-    found, expected = step(model, make_batch(BATCH)), step(plain, make_batch(BATCH))
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
-    assert base.status() == (
-        "fp8 base",
-        "inactive",
-        "the weights are trained; products run in the dtype of the model",
-        "",
-    )
-
-
-def test_one_trained_layer_leaves_its_product_alone():
+def test_a_trained_layer_beside_frozen_ones_leaves_its_product_alone():
     model = make()
     layers_of(model)[1].mlp.up_proj.base_layer.weight.requires_grad_(True)
     _, base = in_fp8(model)
     step(model, make_batch(BATCH))
-    assert base.status().reason == "7 products of 2 layers in e4m3, in plain PyTorch, 1 not: the weights are trained"
+    reason = "trained and frozen layers read the same rows"
+    assert base.status().reason == f"7 products of 2 layers in e4m3, in plain PyTorch, 1 not: {reason}"
 
 
 def test_merged_adapters_compute_in_the_dtype_of_the_model_and_come_back():
@@ -350,15 +451,16 @@ def test_what_cannot_compute_in_fp8_runs_as_ever_and_the_table_says_why(change, 
         )
         assert status.reason.endswith((reason, reason.replace("72 x 64", "64 x 72")))
         return
-    assert status == ("fp8 base", "inactive", f"{reason}; products run in the dtype of the model", "")
+    assert status == ("fp8 products", "inactive", f"{reason}; products run in the dtype of the model", "")
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 # What stays.
 
 
-def test_undo_leaves_nothing_and_names_stay():
-    model = make()
+@pytest.mark.parametrize("trained", ["lora", "full"])
+def test_undo_leaves_nothing_and_names_stay(trained):
+    model = make(trained=trained)
     install_packed_training(model, ModelPatcher())
     before = {name: set(vars(module)) for name, module in model.named_modules()}
     state, logits = model.state_dict(), logits_of(model)
@@ -377,9 +479,10 @@ def test_undo_leaves_nothing_and_names_stay():
     assert torch.equal(logits_of(model), logits)
 
 
+@pytest.mark.parametrize("trained", ["lora", "full"])
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copied_or_pickled_model_stands_alone(duplicate):
-    model = make()
+def test_a_copied_or_pickled_model_stands_alone(duplicate, trained):
+    model = make(trained=trained)
     in_fp8(model)
     expected = step(model, make_batch(BATCH))
     twin = duplicate(model)

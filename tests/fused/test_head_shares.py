@@ -46,6 +46,7 @@ def shared_layers(monkeypatch):
     return served
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("trained", ["lora", "full"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_shares_become_the_gradients_of_keys_and_values(family, trained, shared_layers):

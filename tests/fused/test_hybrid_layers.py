@@ -79,6 +79,7 @@ def test_every_family_of_the_table_is_compared():
     assert kinds == {name for name, form in LAYERS.items() if form.delta_projections}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("trained", ["lora", "full"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loss_and_gradients_equal_the_layers_own(family, trained, monkeypatch):
@@ -216,7 +217,7 @@ def test_layers_count_as_fused_whole_and_graphs_say_why_not():
     assert statuses["fused layers"].state == "active"
     assert statuses["layer graphs"].state == "inactive"
     assert "gated delta rule" in statuses["layer graphs"].reason
-    assert "fp8 base" not in statuses
+    assert "fp8 products" not in statuses
 
 
 def carry_the_state(monkeypatch):

@@ -75,6 +75,7 @@ def check(fused_linear, num_rows, *, tolerance=1e-6, **options):
     assert all(torch.equal(one, other) for one, other in zip(found, again))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("num_rows", [1, MANY - 1, MANY, MANY + 17])
 @pytest.mark.parametrize("has_room", [False, True])
 def test_outputs_and_gradients_are_those_of_the_definition(num_rows, has_room):
@@ -127,6 +128,7 @@ def check_apart(fused_linear, num_rows, *, is_whole, tolerance=1e-6):
 
 # Ranks that fill whole steps of the product and ranks that do not; packed weights, and dense ones with few rows and
 # many.
+@pytest.mark.covering
 @pytest.mark.parametrize("rank", [3, 8, 17])
 @pytest.mark.parametrize(
     ("num_rows", "is_packed", "is_whole"), [(31, False, False), (32, False, True), (1, True, True)]
@@ -150,6 +152,7 @@ def test_a_layer_that_is_trained_or_as_wide_as_its_rows_keeps_its_adapter_apart(
     check_apart(make_down(num_outputs=25), 64, is_whole=False)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("factor", [1.0, 0.22])
 @pytest.mark.parametrize("rank", [None, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -490,6 +493,7 @@ def test_trained_weights_stay_where_they_are():
 
 
 # Columns that make whole words of 8 bytes and columns that do not; weights whose rows are apart.
+@pytest.mark.covering
 @pytest.mark.parametrize(("num_inputs", "stride"), [(24, 0), (24, 8), (24, 3), (21, 0)])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3), (torch.float64, 1e-14)]
@@ -534,6 +538,7 @@ def without_adapters(part):
     return part._replace(a_RI=None, b_OR=None, copy_a_RI=None, copy_b_OR=None)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3), (torch.float64, 1e-14)]
 )
@@ -605,3 +610,54 @@ def test_a_planted_fault_is_seen(fault, monkeypatch):
     monkeypatch.setattr(*FAULTS[fault])
     with pytest.raises(AssertionError):
         check(make_joint(), MANY)
+
+
+def with_copies(fused_linear, dtype):
+    """The layers with masters in another dtype, and copies of them."""
+    parts = [
+        part._replace(
+            a_RI=None if part.a_RI is None else part.a_RI.to(dtype),
+            b_OR=None if part.b_OR is None else part.b_OR.to(dtype),
+        )
+        for part in fused_linear.parts
+    ]
+    return fused_linear._replace(parts=tuple(parts))
+
+
+@pytest.mark.parametrize(("make", "name"), [(make_joint, "copy_b_OR"), (make_down, "copy_a_RI")])
+def test_adapters_are_written_next_to_their_weights_when_they_have_changed(make, name):
+    plain = make()
+    tracked = with_copies(plain, torch.float64)
+    assert plain.dense.fuse_buffer(plain.parts) is not None
+    memory = plain.dense.settled(plain.parts)
+
+    def read(fused_linear):
+        parts = fused_linear.parts
+        if name == "copy_b_OR":
+            return fused_linear.dense.with_adapters(parts, dtype=torch.float32)
+        return fused_linear.dense.above_adapter(parts[0], parts[0].copy_a_RI)
+
+    expected = read(tracked).clone()
+    memory_before = memory.clone()
+    # What is written once more would repair this.
+    room = memory[:, plain.num_inputs :] if name == "copy_b_OR" else memory[plain.parts[0].num_outputs :]
+    room.fill_(7.0)
+    assert not torch.equal(read(tracked), expected)
+    # Optimizers write a master in the compute dtype without a trace.
+    assert torch.equal(read(plain), expected)
+    assert torch.equal(memory, memory_before)
+    read(tracked)
+    copy = next(getattr(part, name) for part in tracked.parts if getattr(part, name) is not None)
+    with torch.no_grad():
+        copy.add_(1.0)
+    assert not torch.equal(read(tracked), expected)
+    # Another adapter's may be as new.
+    others = []
+    for part in tracked.parts:
+        old = getattr(part, name)
+        new = None if old is None else old + 1.0
+        for _ in range(0 if old is None else old._version):
+            new.add_(0.0)
+        others.append(part._replace(**{name: new}))
+    other = tracked._replace(parts=tuple(others))
+    assert torch.equal(read(other), read(other._replace(dense=DenseWeights())))

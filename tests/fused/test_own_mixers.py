@@ -167,7 +167,7 @@ def test_a_cache_and_generation_run_the_layers_own_forward(family):
 
 
 @pytest.mark.parametrize(
-    ("options", "name"), [({"base_compute": "fp8_reference"}, "fp8 base"), ({"cuda_graphs": True}, "layer graphs")]
+    ("options", "name"), [({"base_compute": "fp8_reference"}, "fp8 products"), ({"cuda_graphs": True}, "layer graphs")]
 )
 def test_what_needs_whole_layers_is_said_to_be_inactive(options, name):
     model = build("qwen2_vl", "lora")

@@ -15,22 +15,15 @@ from lightning_fastft.hf.families import FAMILIES, decoder_layers
 from lightning_fastft.kernels.attention.op import packed_attention
 from lightning_fastft.packing.context import BatchContext
 from lightning_fastft.patches.attention import install_attention
-from tests.support.children import run_on_device
 from tests.support.packs import make_batch
+from tests.support.sizes import sizes
 from tests.support.tiny_models import MOE, TINY, build_tiny
 
 pytestmark = pytest.mark.gpu
 
 LENGTHS = (130, 1, 257, 64, 37)
 WINDOW = 48
-WIDTHS = {
-    "hidden_size": 256,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 512,
-}
+WIDTHS = sizes(width=256, inner=128, heads=4, key_heads=2, head_width=64, positions=512)
 OVERRIDES = {
     "deepseek_v3": dict(
         WIDTHS,
@@ -276,10 +269,6 @@ def test_another_document_changes_nothing(backend):
     assert difference[rows].max() > 0
     difference[rows] = 0
     assert difference.max() == 0
-
-
-def test_the_kernel_that_repeats_heads_passes_its_tests_on_the_device():
-    run_on_device("triton_repeat_heads.py")
 
 
 @pytest.mark.parametrize("has_sink", [False, True])

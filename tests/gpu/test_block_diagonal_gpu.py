@@ -6,14 +6,9 @@ import pytest
 import torch
 
 from lightning_fastft.kernels.block_diagonal.op import write_block_diagonal
-from tests.support.children import run_on_device
 from tests.support.host_waits import waits_are_errors
 
 pytestmark = pytest.mark.gpu
-
-
-def test_the_triton_kernel_passes_its_tests_on_the_device():
-    run_on_device("triton_block_diagonal.py")
 
 
 def test_adapters_of_14_billion_parameters():

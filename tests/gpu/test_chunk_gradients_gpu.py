@@ -6,16 +6,11 @@ import torch
 from lightning_fastft.kernels.chunk_gradients import reference
 from lightning_fastft.kernels.chunk_gradients.op import chunk_gradients
 from tests.kernels.test_chunk_gradients import make_inputs, plain_gradients, run
-from tests.support.children import run_on_device
 from tests.support.host_waits import waits_are_errors
 from tests.support.truth import assert_within_bound
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (1, 1000, 2, 513, 64)
-
-
-def test_the_triton_kernel_passes_its_tests_on_the_device():
-    run_on_device("triton_chunk_gradients.py")
 
 
 def test_gradients_of_a_layer_equal_the_truth_without_a_host_sync():

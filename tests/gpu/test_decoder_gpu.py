@@ -13,18 +13,13 @@ from lightning_fastft.patches.packed import install_packed_training
 from tests.support.host_waits import waits_are_errors
 from tests.support.layer_pairs import add_lora, assert_as_near, build, fuse, is_served, step, use_exact_norms
 from tests.support.packs import make_batch, relative_error
+from tests.support.sizes import sizes
 from tests.support.tiny_models import build_tiny
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (190, 1, 64, 257)
 WIDTH = 256
-SIZES = {
-    "hidden_size": WIDTH,
-    "intermediate_size": 512,
-    "head_dim": 64,
-    "num_hidden_layers": 3,
-    "max_position_embeddings": 1024,
-}
+SIZES = sizes(width=WIDTH, inner=512, head_width=64, layers=3, positions=1024)
 # Every expert serves every token, so that no rounding changes a choice.
 MODELS = {
     "qwen3": SIZES,

@@ -3,7 +3,6 @@ dense stack.
 """
 
 import copy
-from pathlib import Path
 
 import bitsandbytes.functional as bnb
 import pytest
@@ -16,20 +15,14 @@ from lightning_fastft.hf.expert_nf4_tensor import ExpertsNF4, quantise_stack
 from lightning_fastft.kernels.nf4_experts.op import dequantise_stack
 from lightning_fastft.moe.install import install_bincount_router
 from tests.hf.test_expert_nf4 import add_lora, stacks_of, with_dense_weights
-from tests.support.children import run_on_device
 from tests.support.host_waits import waits_are_errors
 from tests.support.nf4_stacks import check, make_truth
 from tests.support.tiny_models import VOCABULARY, build_tiny
 
 pytestmark = pytest.mark.gpu
-ROOT = Path(__file__).parents[2]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Experts and their stack: Qwen3-30B-A3B gate_up and down (fewer experts), gpt-oss, more than 2^31 weights.
 SIZES = [(16, 1536, 2048), (16, 2048, 768), (4, 2880, 5760), (700, 1536, 2048)]
-
-
-def test_the_triton_kernel_passes_its_tests_on_the_device():
-    run_on_device("triton_nf4_experts.py")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

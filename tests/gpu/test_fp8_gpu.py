@@ -1,8 +1,10 @@
-"""Base products in fp8 on a CUDA device: kernels against their twins at real sizes, torch's product against the
-formula, layers, no waits.
+"""Products in fp8 on a CUDA device: kernels against their twins at real sizes, torch's product against the formula,
+layers with frozen and with trained weights, no waits.
 """
 
 import copy
+import functools
+from contextlib import nullcontext
 
 import bitsandbytes as bnb
 import pytest
@@ -12,10 +14,28 @@ from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.fused import fp8_base
 from lightning_fastft.fused.fp8_base import FP8_ATTRIBUTE
 from lightning_fastft.fused.install import install_fp8_base
-from lightning_fastft.kernels.fp8_linear.op import find_obstacle, multiply, nf4_row_scales, quantise_nf4, quantise_rows
+from lightning_fastft.graphs.install import install_layer_graphs
+from lightning_fastft.kernels.expert_gate.op import (
+    gate_backward,
+    gate_backward_quantised,
+    gate_forward,
+    gate_forward_quantised,
+)
+from lightning_fastft.kernels.expert_gate.reference import GateForm
+from lightning_fastft.kernels.fp8_linear.op import (
+    find_obstacle,
+    multiply,
+    nf4_row_scales,
+    quantise_nf4,
+    quantise_rows,
+    weight_gradient,
+)
 from lightning_fastft.kernels.fp8_linear.reference import FP8
 from lightning_fastft.kernels.nf4_linear.op import read_params4bit
+from lightning_fastft.kernels.rms_norm.op import rms_norm_forward, rms_norm_quantised
+from lightning_fastft.kernels.rms_norm.reference import NormForm
 from lightning_fastft.patches.packed import install_packed_training
+from tests.kernels.test_fp8_linear import make_operands
 from tests.support.children import run_on_device
 from tests.support.host_waits import waits_are_errors
 from tests.support.layer_pairs import add_lora, build, fuse, is_served, layers_of, step
@@ -106,10 +126,25 @@ def test_products_of_torch_are_those_of_the_formula_and_never_wait(size, has_sca
     assert ((found.float() - truth).abs().max() / truth.abs().max()).item() < 0.01
 
 
-def make_model(*, is_quantised):
-    """A bf16 model on the device whose activations stay near 1 and whose weights have rows of different sizes,
-    with LoRA on every layer.
-    """
+@pytest.mark.parametrize("size", [(8192, 6144, 4096), (1021, 4096, 1536), (1, 16, 16), (33, 48, 272)])
+def test_gradients_of_weights_are_those_of_the_formula_and_never_wait(size):
+    d, x, factor_O = make_operands(*size, device="cuda")
+    weight_gradient(d, x, factor_O, dtype=torch.bfloat16)
+    with waits_are_errors():
+        found = weight_gradient(d, x, factor_O, dtype=torch.bfloat16)
+    truth = weight_gradient(d, x, factor_O, dtype=torch.float32, backend="reference")
+    assert found.shape == truth.shape
+    assert relative_error(found, truth) < 0.005
+    assert ((found.float() - truth).abs().max() / truth.abs().max()).item() < 0.01
+
+
+# What is trained: adapters beside dense or NF4 weights, or every weight.
+KINDS = ("lora", "qlora", "full")
+
+
+def make_model(kind):
+    """A bf16 model on the device whose activations stay near 1 and whose weights have rows of different sizes."""
+    is_quantised = kind == "qlora"
     sizes = {
         "hidden_size": 256,
         "intermediate_size": 512,
@@ -141,7 +176,8 @@ def make_model(*, is_quantised):
                             module.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=True
                         )
                         setattr(block, name, packed)
-    model = add_lora(model.to("cuda"), r=16).train()
+    model = model.to("cuda")
+    model = (model if kind == "full" else add_lora(model, r=16)).train()
     install_packed_training(model, ModelPatcher())
     return model
 
@@ -165,16 +201,16 @@ SUM_NOISE = 1e-3
 
 def gradients(model, batch, *, base, noise=0.0):
     """Loss and gradients of fused layers; noise is added to each product before it is rounded."""
-    real = fp8_base.multiply
 
-    def noisy(rows, weight_OI, scale_O, *, dtype, **options):
-        y_TO = real(rows, weight_OI, scale_O, dtype=torch.float32, **options)
+    def noisy(real, *operands, dtype, **options):
+        y_TO = real(*operands, dtype=torch.float32, **options)
         return (y_TO + noise * y_TO.abs().mean() * torch.randn_like(y_TO)).to(dtype)
 
     each = fused(model, base=base)
     with pytest.MonkeyPatch.context() as patch:
         if noise:
-            patch.setattr(fp8_base, "multiply", noisy)
+            for name in ("multiply", "weight_gradient"):
+                patch.setattr(fp8_base, name, functools.partial(noisy, getattr(fp8_base, name)))
         is_fused, found = is_served(each, lambda: step(each, batch))
     assert is_fused
     return found
@@ -186,19 +222,19 @@ def distances(found, other):
     return each[len(each) // 2], each[-1]
 
 
-@pytest.mark.parametrize("is_quantised", [False, True])
-def test_layers_equal_the_emulated_ones_and_are_near_those_of_bf16(is_quantised):
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_equal_the_emulated_ones_and_are_near_those_of_bf16(kind):
     """A last digit that differs moves numbers to their neighbours in bf16 and e4m3, and those move others: the
     yardstick is such a move.
     """
-    model = make_model(is_quantised=is_quantised)
+    model = make_model(kind)
     batch = make_batch(LENGTHS).to("cuda")
     found, emulated, bf16 = (gradients(model, batch, base=base) for base in (False, True, None))
     moved = gradients(model, batch, base=True, noise=SUM_NOISE)
     apart, yardstick = distances(found, emulated), distances(moved, emulated)
     from_bf16, emulated_from_bf16 = distances(found, bf16), distances(emulated, bf16)
     print(
-        is_quantised,
+        kind,
         {"emulated": apart, "moved": yardstick, "bf16": from_bf16, "emulated from bf16": emulated_from_bf16},
     )
     assert relative_error(found["loss"], bf16["loss"]) < 0.01
@@ -207,16 +243,70 @@ def test_layers_equal_the_emulated_ones_and_are_near_those_of_bf16(is_quantised)
     assert from_bf16 == pytest.approx(emulated_from_bf16, rel=0.1)
 
 
-@pytest.mark.parametrize("is_quantised", [False, True])
-def test_layers_never_wait_and_hold_what_they_say(is_quantised):
-    model = fused(make_model(is_quantised=is_quantised), base=False)
+# Rows and widths of Qwen3-8B, of Qwen3-14B, whose tiles are twice as large, and of a small model.
+@pytest.mark.parametrize("size", [(2048, 4096, 12288), (513, 5120, 17408), (100, 1024, 3072)])
+def test_kernels_that_quantise_what_they_compute_have_the_same_bits_and_never_wait(size):
+    num_rows, width, num_columns = size
+    x_TD = torch.randn(num_rows, width, device="cuda").bfloat16()
+    weight_D = torch.rand(width, device="cuda").bfloat16()
+    gate_up_TP = torch.randn(num_rows, 2 * num_columns, device="cuda").bfloat16()
+    d_act_TF = torch.randn(num_rows, num_columns, device="cuda").bfloat16()
+    factor_P = (2.0 ** torch.randint(-9, -3, (2 * num_columns,), device="cuda")).bfloat16()
+    rounds = {"round_scales_to_power_of_2": True}
+    for is_cold in (True, False):
+        with nullcontext() if is_cold else waits_are_errors():
+            norm = rms_norm_quantised(x_TD, weight_D, form=NormForm(), **rounds)
+            gate = gate_forward_quantised(gate_up_TP, form=GateForm(), **rounds)
+            gradients = gate_backward_quantised(
+                d_act_TF, gate_up_TP, form=GateForm(), factor_P=factor_P, need_act=True, **rounds
+            )
+    y_TD = rms_norm_forward(x_TD, weight_D, form=NormForm())
+    apart = gate_backward(d_act_TF, gate_up_TP, form=GateForm(), need_act=True)
+    pairs = [
+        (norm, quantise_rows(y_TD, **rounds)),
+        (gate, quantise_rows(gate_forward(gate_up_TP, form=GateForm()), **rounds)),
+        (gradients.d_gate_up, quantise_rows(apart.d_gate_up_NP, factor_I=factor_P, **rounds)),
+        (gradients.act, quantise_rows(apart.act_NF, **rounds)),
+    ]
+    for found, expected in pairs:
+        assert torch.equal(found.values_TI.view(torch.uint8), expected.values_TI.view(torch.uint8))
+        assert torch.equal(found.scale_T, expected.scale_T)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_graphs_have_the_bits_of_layers_without_and_read_weights_that_are_written(kind):
+    model = make_model(kind)
+    found = []
+    for is_recorded in (True, False):
+        each = fused(model, base=False)
+        graphs = install_layer_graphs(each, ModelPatcher())[0] if is_recorded else None
+        losses = []
+        for number in range(6):
+            batch = make_batch(LENGTHS, seed=number % 2).to("cuda")
+            # Gradients are in memory of the graphs.
+            losses.append({name: value.clone() for name, value in step(each, batch).items()})
+            with torch.no_grad():
+                for name, parameter in each.named_parameters():
+                    # What is trained, and frozen dense weights that are loaded in their place.
+                    if parameter.requires_grad or ("down_proj" in name and parameter.is_floating_point()):
+                        parameter.mul_(1.1)
+        if graphs is not None:
+            assert graphs.num_replays == 3 * 4, graphs.reasons
+        found.append(losses)
+    for own, other in zip(*found, strict=True):
+        assert all(torch.equal(own[name], value) for name, value in other.items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_never_wait_and_hold_what_they_say(kind):
+    model = fused(make_model(kind), base=False)
     batch = make_batch(LENGTHS).to("cuda")
     step(model, batch)
     with waits_are_errors():
         model(**batch).loss.backward()
     model.zero_grad(set_to_none=True)
     weights = [weight for layer in layers_of(model) for weight in vars(layer)[FP8_ATTRIBUTE]]
-    assert all(any(each.dtype is FP8 for each in weight.memory()) is not is_quantised for weight in weights)
+    assert all(any(each.dtype is FP8 for each in weight.memory()) is (kind != "qlora") for weight in weights)
     torch.cuda.synchronize()
     held = torch.cuda.memory_allocated()
     for _ in range(3):
@@ -225,9 +315,9 @@ def test_layers_never_wait_and_hold_what_they_say(is_quantised):
     assert torch.cuda.memory_allocated() == held
 
 
-@pytest.mark.parametrize("is_quantised", [False, True])
-def test_memory_full_of_nan_changes_nothing(is_quantised):
-    model = fused(make_model(is_quantised=is_quantised), base=False)
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_full_of_nan_changes_nothing(kind):
+    model = fused(make_model(kind), base=False)
     batch = make_batch(LENGTHS).to("cuda")
     expected = step(model, batch)
     for size in (64, 512, 256, sum(LENGTHS) * 256, sum(LENGTHS) * 1024, 2**22):

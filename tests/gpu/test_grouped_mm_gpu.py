@@ -2,8 +2,6 @@
 the low-rank product.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -11,11 +9,9 @@ from lightning_fastft.core.errors import OptionError
 from lightning_fastft.kernels.grouped_mm import op
 from lightning_fastft.kernels.grouped_mm.op import choose_backend, choose_grad_backend, grouped_mm, grouped_weight_grad
 from tests.kernels.test_grouped_mm import check_grad, check_product, make_case, public_grad, public_product
-from tests.support.children import run_on_device
 from tests.support.host_waits import waits_are_errors
 
 pytestmark = pytest.mark.gpu
-ROOT = Path(__file__).parents[2]
 # Skewed, with experts without rows at both ends and within, single rows, and borders that no tile knows.
 COUNTS = (0, 1500, 1, 0, 700, 127, 129, 64, 0, 333, 1, 2, 900, 128, 256, 0)
 BACKENDS = ("auto", "torch", "triton")
@@ -34,10 +30,6 @@ def real_case(dtype=torch.bfloat16, *, counts=COUNTS, num_inputs=512, num_output
     return make_case(
         counts, num_inputs, num_outputs, dtype=dtype, num_sentinels=37, step=step, device="cuda", **options
     )
-
-
-def test_the_triton_kernels_pass_their_tests_on_the_device():
-    run_on_device("triton_grouped_mm.py")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

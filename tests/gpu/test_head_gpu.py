@@ -1,7 +1,6 @@
 """The loss head and the adapters on a CUDA device: kernels against the truth, no host wait, memory."""
 
 import functools
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ from lightning_fastft.packing.document import Document
 from lightning_fastft.patches.attention import install_attention
 from lightning_fastft.patches.head import _is_untouched_view, install_head
 from lightning_fastft.patches.lazy_logits import LazyLogits
-from tests.support.children import run_on_device
 from tests.support.host_waits import waits_are_errors
 from tests.support.loss_twins import (
     cross_entropy_twin,
@@ -33,12 +31,6 @@ from tests.support.tiny_models import VOCABULARY, build_tiny
 from tests.support.truth import assert_within_bound
 
 pytestmark = pytest.mark.gpu
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.mark.parametrize("file", ["triton_cross_entropy.py", "triton_divergence.py"])
-def test_the_triton_kernels_pass_their_tests_on_the_device(file):
-    run_on_device(file)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -19,7 +19,6 @@ from lightning_fastft.moe.install import install_bincount_router
 from lightning_fastft.patches.packed import install_packed_training
 from tests.kernels.test_delta_inputs import check as check_delta_inputs
 from tests.kernels.test_head_gate import check as check_head_gate
-from tests.support.children import run_on_device
 from tests.support.host_waits import waits_are_errors
 from tests.support.layer_pairs import add_lora, assert_as_near, fuse, step
 from tests.support.packs import make_batch, relative_error
@@ -79,11 +78,6 @@ def on_device(model, *, is_fused, policy=None):
     if is_fused:
         fuse(model)
     return model
-
-
-@pytest.mark.parametrize("file", ["triton_head_gate.py", "triton_delta_inputs.py"])
-def test_the_triton_kernels_pass_their_tests_on_the_device(file):
-    run_on_device(file)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

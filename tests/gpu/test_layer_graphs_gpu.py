@@ -27,6 +27,7 @@ from tests.gpu.test_decoder_gpu import make_model
 from tests.support.host_waits import waits_are_errors
 from tests.support.layer_pairs import add_lora, assert_as_near, fuse, step, use_exact_norms
 from tests.support.packs import make_batch, relative_error
+from tests.support.sizes import sizes
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
@@ -43,16 +44,7 @@ PACKS = (
     (255, 257),
     (30,) * 17 + (2,),
 )
-CONFIG = {
-    "vocab_size": 97,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 1024,
-}
+CONFIG = sizes(vocab=97, width=256, inner=512, layers=2, heads=4, key_heads=2, head_width=64, positions=1024)
 MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
 
 

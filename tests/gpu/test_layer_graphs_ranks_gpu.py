@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.gpu.layer_graphs_worker import CASES, NUM_LAYERS, NUM_STEPS
-from tests.support.two_ranks import run_two_ranks
+from tests.support.two_ranks import launch_two_ranks
 
 pytestmark = pytest.mark.multi_gpu
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.multi_gpu
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("graphs")
-    run_two_ranks("tests.gpu.layer_graphs_worker", folder)
+    launch_two_ranks("tests.gpu.layer_graphs_worker", folder)
     return [torch.load(folder / f"found{rank}.pt", weights_only=True) for rank in range(2)]
 
 

@@ -5,11 +5,8 @@ host wait, no copies.
 import pytest
 import torch
 
-from lightning_fastft.core.errors import OptionError
-from lightning_fastft.kernels.low_rank_add import reference
 from lightning_fastft.kernels.low_rank_add.op import add_low_rank
 from tests.kernels.test_low_rank_add import formula, make_inputs
-from tests.support.children import run_on_device
 from tests.support.host_waits import waits_are_errors
 from tests.support.truth import one_unit
 
@@ -40,10 +37,6 @@ def largest_errors(sum_TN, inputs):
         plain_error = torch.maximum(plain_error, (plain.double() - truth).abs().max())
         largest = torch.maximum(largest, truth.abs().max())
     return error.item(), max(2 * plain_error.item(), one_unit(largest, sum_TN.dtype))
-
-
-def test_the_triton_kernel_passes_its_tests_on_the_device():
-    run_on_device("triton_low_rank_add.py")
 
 
 @pytest.mark.parametrize("is_factor_transposed", [False, True])
@@ -81,13 +74,3 @@ def test_more_than_two_to_the_31_elements():
     assert (low.item(), high.item()) == (16.0, 16.0)
     low, high = base_TN[-1].aminmax()
     assert (low.item(), high.item()) == (32.0, 32.0)
-
-
-def test_a_forced_reference_is_obeyed_and_float64_takes_it():
-    inputs = make_inputs(65, 33, 5, torch.float32, device="cuda")[:3]
-    is_same = (add_low_rank(*inputs, backend="reference") == reference.add_low_rank(*inputs)).all().item()
-    assert is_same
-    wide = [tensor.double() for tensor in inputs]
-    assert add_low_rank(*wide).dtype is torch.float64
-    with pytest.raises(OptionError, match="float64"):
-        add_low_rank(*wide, backend="triton")

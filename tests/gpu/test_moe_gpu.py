@@ -13,7 +13,6 @@ from lightning_fastft.kernels.expert_gate.reference import GateForm
 from lightning_fastft.moe.install import install_bincount_router
 from lightning_fastft.moe.routing import ExpertAdapter, ExpertLinear, run_experts
 from tests.moe.test_routing import plain_experts
-from tests.support.children import run_on_device
 from tests.support.host_waits import waits_are_errors
 from tests.support.packs import make_batch
 from tests.support.tiny_models import build_tiny
@@ -227,7 +226,3 @@ def test_three_steps_with_copies_are_those_without_and_never_wait():
         arms.append([parameter.detach().clone() for parameter in trained])
     for one, other in zip(*arms):
         assert torch.equal(one, other)
-
-
-def test_the_kernel_that_turns_factors_passes_its_tests_on_the_device():
-    run_on_device("triton_expert_pack.py")

@@ -2,8 +2,6 @@
 output.
 """
 
-from pathlib import Path
-
 import bitsandbytes as bnb
 import pytest
 import torch
@@ -11,12 +9,10 @@ from bitsandbytes.functional import dequantize_4bit
 
 from lightning_fastft.kernels.nf4_linear.op import dequantise_many, read_params4bit
 from tests.kernels.test_nf4_linear import check, make_cases, run_op
-from tests.support.children import run_on_device
 from tests.support.host_waits import waits_are_errors
 from tests.support.nf4_weights import dequantise
 
 pytestmark = pytest.mark.gpu
-ROOT = Path(__file__).parents[2]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # What one launch writes in a layer: q, k and v, gate and up, o and down of Qwen3-14B and of gpt-oss.
 LAYERS = [
@@ -32,10 +28,6 @@ def quantise(size, *, dtype=torch.bfloat16, is_nested=True, seed=0):
     generator = torch.Generator("cuda").manual_seed(seed)
     dense = torch.randn(size, generator=generator, device="cuda").mul_(0.02).to(dtype)
     return bnb.nn.Params4bit(dense, requires_grad=False, quant_type="nf4", compress_statistics=is_nested).to("cuda")
-
-
-def test_the_triton_kernel_passes_its_tests_on_the_device():
-    run_on_device("triton_nf4_linear.py")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

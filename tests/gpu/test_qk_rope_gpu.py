@@ -2,16 +2,12 @@
 host wait, no copies.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from lightning_fastft.core.errors import OptionError
-from lightning_fastft.kernels.qk_rope import reference
+from lightning_fastft.kernels.qk_rope import op
 from lightning_fastft.kernels.qk_rope.reference import RopeForm
 from tests.kernels.test_qk_rope import (
-    PublicEntries,
     check_against_truth,
     check_rows_of_nan_stay_alone,
     check_shares,
@@ -19,11 +15,9 @@ from tests.kernels.test_qk_rope import (
     make_inputs,
     run_ours,
 )
-from tests.support.children import run_on_device
 from tests.support.host_waits import waits_are_errors
 
 pytestmark = pytest.mark.gpu
-ROOT = Path(__file__).parents[2]
 NUM_TOKENS = 16_411
 # Llama 3 8B, Qwen3 30B-A3B, Qwen3 0.6B, Gemma 3 4B, GLM-4 9B, GLM-4.5, ERNIE 4.5 0.3B, Phi-2's width of 80, and numbers
 # that fit no tile.
@@ -41,18 +35,14 @@ CASES = (
 )
 
 
-def test_the_triton_kernels_pass_their_tests_on_the_device():
-    run_on_device("triton_qk_rope.py")
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("form", CASES)
 def test_values_and_every_gradient_equal_the_truth_at_real_widths(form, dtype):
     for num_tokens in (1, 1031):
-        check_against_truth(PublicEntries, num_tokens, form, dtype, device="cuda")
-    check_rows_of_nan_stay_alone(PublicEntries, form, dtype, device="cuda")
+        check_against_truth(op, num_tokens, form, dtype, device="cuda")
+    check_rows_of_nan_stay_alone(op, form, dtype, device="cuda")
     if form.num_heads % form.num_kv_heads == 0:
-        check_shares(PublicEntries, 1031, form, dtype, device="cuda")
+        check_shares(op, 1031, form, dtype, device="cuda")
 
 
 @pytest.mark.parametrize("angle_dtype", [torch.bfloat16, torch.float32])
@@ -60,30 +50,17 @@ def test_values_and_every_gradient_equal_the_truth_at_real_widths(form, dtype):
 def test_dtypes_of_angles_and_weights(angle_dtype, weight_dtype):
     for form in CASES[:4]:
         check_against_truth(
-            PublicEntries, 131, form, torch.bfloat16, device="cuda", angle_dtype=angle_dtype, weight_dtype=weight_dtype
+            op, 131, form, torch.bfloat16, device="cuda", angle_dtype=angle_dtype, weight_dtype=weight_dtype
         )
 
 
 def test_without_eps_nothing_is_divided_by_zero():
-    check_without_eps(PublicEntries, device="cuda")
+    check_without_eps(op, device="cuda")
 
 
 @pytest.mark.parametrize("form", CASES)
 def test_two_runs_are_bit_equal_and_the_host_never_waits(form):
     inputs = make_inputs(NUM_TOKENS, form, torch.bfloat16, device="cuda")
     with waits_are_errors():
-        first, second = (run_ours(PublicEntries, inputs, form) for _ in range(2))
+        first, second = (run_ours(op, inputs, form) for _ in range(2))
     assert all(one is other is None or torch.equal(one, other) for one, other in zip(first, second))
-
-
-def test_a_forced_reference_is_obeyed_and_float64_takes_it():
-    form = CASES[1]
-    inputs = make_inputs(65, form, torch.float32, device="cuda")
-    forced = run_ours(PublicEntries, inputs, form, backend="reference")
-    expected = run_ours(reference, inputs, form)
-    assert torch.equal(forced[1], expected[1])
-    assert torch.equal(forced[2], expected[2])
-    wide = tuple(one.double() for one in inputs)
-    assert run_ours(PublicEntries, wide, form)[2].dtype is torch.float64
-    with pytest.raises(OptionError, match="float64"):
-        run_ours(PublicEntries, wide, form, backend="triton")

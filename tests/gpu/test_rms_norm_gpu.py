@@ -2,30 +2,24 @@
 wait, no copies.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from lightning_fastft.core.errors import OptionError, ShapeError
-from lightning_fastft.kernels.rms_norm import reference
+from lightning_fastft.kernels.rms_norm import op
 from lightning_fastft.kernels.rms_norm.op import MAX_COLUMNS, rms_norm_backward, rms_norm_forward
 from tests.kernels.test_rms_norm import (
     GEMMA,
     GPT_OSS,
     LLAMA,
-    PublicEntries,
     check_against_truth,
     check_in_place,
     check_rows_of_nan_stay_alone,
     check_without_the_weight,
     make_inputs,
 )
-from tests.support.children import run_on_device
 from tests.support.host_waits import waits_are_errors
 
 pytestmark = pytest.mark.gpu
-ROOT = Path(__file__).parents[2]
 # A head of Qwen3, Qwen3-30B-A3B, gpt-oss, Llama-3 8B, Gemma 3 27B, the widest row; rows that fit no block.
 CASES = (
     (LLAMA, 100_003, 128),
@@ -37,18 +31,14 @@ CASES = (
 )
 
 
-def test_the_triton_kernels_pass_their_tests_on_the_device():
-    run_on_device("triton_rms_norm.py")
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("form", "num_rows", "num_columns"), CASES)
 def test_values_and_every_gradient_equal_the_truth_at_real_widths(form, num_rows, num_columns, dtype):
-    check_against_truth(PublicEntries, num_rows, num_columns, dtype, form, device="cuda")
-    check_against_truth(PublicEntries, 65, num_columns, dtype, form, device="cuda", weight_dtype=torch.float32)
-    check_in_place(PublicEntries, num_rows, num_columns, dtype, form, device="cuda")
-    check_rows_of_nan_stay_alone(PublicEntries, dtype, form, device="cuda")
-    check_without_the_weight(PublicEntries, dtype, form, device="cuda")
+    check_against_truth(op, num_rows, num_columns, dtype, form, device="cuda")
+    check_against_truth(op, 65, num_columns, dtype, form, device="cuda", weight_dtype=torch.float32)
+    check_in_place(op, num_rows, num_columns, dtype, form, device="cuda")
+    check_rows_of_nan_stay_alone(op, dtype, form, device="cuda")
+    check_without_the_weight(op, dtype, form, device="cuda")
 
 
 @pytest.mark.parametrize(("form", "num_rows", "num_columns"), CASES)
@@ -70,17 +60,3 @@ def test_overwriting_a_gradient_takes_no_memory(form, num_rows, num_columns):
     before = torch.cuda.memory_allocated()
     rms_norm_backward(d_y_TD, x_TD, weight_D, form=form, addend_TD=addend_TD, needs_weight=False, out=addend_TD)
     assert torch.cuda.max_memory_allocated() == before
-
-
-def test_a_forced_reference_is_obeyed_float64_takes_it_and_wider_rows_ask_for_it():
-    x_TD, weight_D, d_y_TD, _ = make_inputs(65, 33, torch.float32, LLAMA, device="cuda")
-    forced_TD = rms_norm_forward(x_TD, weight_D, form=LLAMA, backend="reference")
-    assert torch.equal(forced_TD, reference.rms_norm_forward(x_TD, weight_D, form=LLAMA))
-    x_TD, d_y_TD = x_TD.double(), d_y_TD.double()
-    wide = rms_norm_backward(d_y_TD, x_TD, weight_D, form=LLAMA, needs_weight=True)
-    assert wide.d_weight_D.dtype is torch.float64
-    with pytest.raises(OptionError, match="float64"):
-        rms_norm_forward(x_TD, weight_D, form=LLAMA, backend="triton")
-    wider_TD = torch.ones(3, MAX_COLUMNS + 1, device="cuda")
-    with pytest.raises(ShapeError, match="reference"):
-        rms_norm_forward(wider_TD, wider_TD[0], form=LLAMA)

@@ -5,15 +5,10 @@ import torch
 
 from lightning_fastft.kernels.state_scan.op import state_scan
 from tests.kernels.test_state_scan import NAMES, make_chunks, make_inputs
-from tests.support.children import run_on_device
 from tests.support.host_waits import waits_are_errors
 from tests.support.truth import relative_error
 
 pytestmark = pytest.mark.gpu
-
-
-def test_the_triton_kernels_pass_their_tests_on_the_device():
-    run_on_device("triton_state_scan.py")
 
 
 def test_heads_and_states_of_granite_4():

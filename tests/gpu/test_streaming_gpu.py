@@ -4,7 +4,6 @@ memory really goes.
 
 import functools
 import gc
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,11 +21,9 @@ from lightning_fastft.hf.lora import add_adapters
 from lightning_fastft.kernels.host_gather.op import host_gather
 from lightning_fastft.patches.attention import install_attention
 from lightning_fastft.patches.weight_streaming import install_host_embedding, install_weight_streaming
-from tests.support.children import run_on_device
 from tests.support.packs import make_batch
 
 pytestmark = pytest.mark.gpu
-ROOT = Path(__file__).parents[2]
 DEVICE = torch.device("cuda", 0)
 LENGTHS = (130, 1, 257, 64, 37)
 # About a millisecond on one H200.
@@ -265,10 +262,6 @@ def test_pageable_memory_is_refused():
             install(model.get_base_model(), ModelPatcher(), streams=streams)
     with pytest.raises(ShapeError, match="pageable"):
         host_gather(torch.zeros(3, 2), torch.tensor([1], device="cuda"))
-
-
-def test_the_triton_kernel_passes_its_tests_on_the_device():
-    run_on_device("triton_host_gather.py")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -14,20 +14,14 @@ from lightning_fastft.packing.collate import collate
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from lightning_fastft.training.fine_tuner import FineTuner
 from tests.support.packs import make_documents
+from tests.support.sizes import sizes
 from tests.support.training_parts import quiet_trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning:lightning.*")]
 
-CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 4096,
-    "hidden_size": 1024,
-    "intermediate_size": 4096,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "tie_word_embeddings": False,
-}
+CONFIG = sizes(
+    model_type="llama", vocab=4096, width=1024, inner=4096, layers=16, heads=8, key_heads=8, tie_word_embeddings=False
+)
 NUM_STEPS = 9
 
 

@@ -14,10 +14,14 @@ from torch import nn
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.core.errors import ShapeError, SwapError
 from lightning_fastft.core.patcher import ModelPatcher
+from lightning_fastft.fused import fp8_base
+from lightning_fastft.fused.install import install_fp8_base
 from lightning_fastft.fused.low_precision_adapters import install_low_precision_adapters
 from lightning_fastft.graphs.install import install_layer_graphs
 from lightning_fastft.graphs.layer_graphs import GRAPH_ATTRIBUTE, LayerGraphs
 from lightning_fastft.patches.packed import install_packed_training
+from tests.fused.test_decoder import quantised
+from tests.fused.test_fp8_base import write_larger_rows
 from tests.support.layer_pairs import add_lora, build, fuse, layers_of
 from tests.support.packs import make_batch, relative_error
 from tests.support.two_ranks import run_two_ranks
@@ -226,6 +230,73 @@ def test_copies_of_wide_adapters_are_read_where_they_lie():
         found.append((losses, gradients))
     assert graphs.num_replays > 0
     assert_same(*found)
+
+
+class Held(Repeating):
+    """A graph has only launches: what a layer would quantise because its weights changed was recorded or is missing."""
+
+    def __init__(self, monkeypatch, *, is_trained):
+        super().__init__()
+        self.is_replaying = False
+        # A recording transposes only trained weights.
+        for name in ("quantise_rows", "nf4_row_scales", *(() if is_trained else ("transpose",))):
+            monkeypatch.setattr(fp8_base, name, self._checked(getattr(fp8_base, name)))
+
+    def _checked(self, real):
+        def checked(rows, **options):
+            if self.is_replaying and (isinstance(rows, (nn.Parameter, list)) or rows.dtype is torch.float8_e4m3fn):
+                raise AssertionError("a graph would read the weights of its recording")
+            return real(rows, **options)
+
+        return checked
+
+    def record(self, work):
+        again = super().record(work)
+
+        def replay():
+            self.is_replaying = True
+            again()
+            self.is_replaying = False
+
+        return replay
+
+
+def fp8_twins(trained, monkeypatch):
+    """A model in fp8 whose layers are recorded, and its equal without."""
+    wide = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    model = quantised(adapter_dtype=torch.bfloat16) if trained == "qlora" else build("qwen3", trained, **wide)
+    plain = copy.deepcopy(model)
+    fuse(plain)
+    install_packed_training(plain, ModelPatcher())
+    graphs, _ = install(model, recorder=Held(monkeypatch, is_trained=trained == "full"))
+    bases = [install_fp8_base(each, ModelPatcher(), is_emulated=True)[0] for each in (model, plain)]
+    assert all("8 products" in base.status().reason for base in bases)
+    return model, plain, graphs
+
+
+@pytest.mark.parametrize("trained", ["lora", "full", "qlora"])
+def test_layers_in_fp8_are_quantised_outside_of_their_graphs(trained, monkeypatch):
+    model, plain, graphs = fp8_twins(trained, monkeypatch)
+    assert_same(train(model), train(plain))
+    assert graphs.num_replays == 2 * (len(PACKS) - 2), graphs.reasons
+
+
+@pytest.mark.parametrize("trained", ["lora", "full", "qlora"])
+def test_graphs_read_weights_in_fp8_that_are_loaded_in_their_place(trained, monkeypatch):
+    model, plain, graphs = fp8_twins(trained, monkeypatch)
+    for each in (model, plain):
+        train(each, PACKS[:4])
+        with torch.no_grad():
+            for name, parameter in each.named_parameters():
+                if "down_proj" not in name or "lora" in name:
+                    continue
+                if trained == "qlora":
+                    write_larger_rows(parameter)
+                else:
+                    parameter.mul_(1.5)
+    before = graphs.num_replays
+    assert_same(train(model), train(plain))
+    assert graphs.num_replays == before + 2 * len(PACKS), graphs.reasons
 
 
 def test_a_batch_that_runs_twice_before_its_backward_runs_as_ever():

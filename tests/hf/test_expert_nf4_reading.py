@@ -35,6 +35,7 @@ def read(folder, config, dtype=torch.float32):
     )
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "mixtral", "deepseek_v3"])
 def test_what_is_read_equals_what_is_quantised_later(family, dtype, tmp_path):

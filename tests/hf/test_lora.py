@@ -14,6 +14,7 @@ from lightning_fastft.hf.lora import add_adapters, describe_lora, parse_lora, to
 from tests.hf.loading.test_model import random_model
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("base_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("adapter_dtype", [torch.float32, torch.bfloat16])
 def test_adapters_are_on_every_linear_layer_in_the_dtype_asked_for(base_dtype, adapter_dtype):

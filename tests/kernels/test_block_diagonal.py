@@ -7,22 +7,7 @@ import torch
 
 from lightning_fastft.core.errors import ShapeError
 from lightning_fastft.kernels.block_diagonal.op import write_block_diagonal
-from tests.support.children import compile_kernels
 from tests.support.truth import Watch
-
-COMPILE_SCRIPT = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from lightning_fastft.kernels.block_diagonal import triton as block_diagonal
-
-kernel = block_diagonal._block_diagonal_kernel
-for capability, dtype, columns in ((86, "fp16", 32), (90, "bf16", 64), (90, "fp32", 2048)):
-    constants = {"BLOCK_O": max(block_diagonal.TILE_SIZE // columns, 1), "BLOCK_C": columns}
-    signature = {name: "*" + dtype if name.endswith("_ptr") else "i32" for name in kernel.arg_names} | dict.fromkeys(constants, "constexpr")
-    source = ASTSource(kernel, signature, constexprs=constants)
-    triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": block_diagonal.NUM_WARPS})
-"""
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -63,7 +48,3 @@ def test_never_waits():
 def test_what_the_kernel_would_read_or_write_wrongly_is_refused(out_OC, blocks, message):
     with pytest.raises(ShapeError, match=message):
         write_block_diagonal(out_OC, blocks)
-
-
-def test_the_triton_kernel_compiles():
-    compile_kernels(COMPILE_SCRIPT)

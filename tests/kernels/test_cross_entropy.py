@@ -1,4 +1,3 @@
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -13,7 +12,6 @@ from tests.support.kernel_harness import load_with_fault, planted_faults
 from tests.support.loss_twins import cross_entropy_twin, log_probs_twin
 from tests.support.truth import Watch, assert_within_bound, one_unit, poisoned
 
-ROOT = Path(__file__).parents[2]
 NUM_TOKENS, WIDTH, VOCABULARY = 41, 12, 29
 
 

@@ -12,7 +12,6 @@ from lightning_fastft.kernels.delta_inputs.op import (
 )
 from lightning_fastft.kernels.delta_inputs.reference import DeltaForm, DeltaInputs, DeltaParameters
 from lightning_fastft.kernels.head_gate.op import RowGradient
-from tests.support.children import compile_kernels, in_both_lanes
 from tests.support.truth import Watch, assert_within_bound, fresh_memory_is_nan, poisoned, relative_error
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -23,34 +22,6 @@ FORMS = (
     DeltaForm(num_key_heads=2, num_heads=6, key_width=16, value_width=5, is_grouped=True),
 )
 LENGTHS = ((3, 1, 2, 5), (1,), (40, 1, 1, 30))
-COMPILE_SCRIPT = """
-import sys
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from lightning_fastft.kernels.delta_inputs import triton as inputs
-from lightning_fastft.kernels.delta_inputs.reference import DeltaForm, DeltaParameters
-import torch
-
-parameters = DeltaParameters(torch.empty(8192, 4, device="meta"), None, None)
-cases = {"promises": [(True, 90, "bf16", True)], "faults": [(False, 90, "bf16", False), (True, 80, "fp16", True)]}
-for is_grouped, capability, dtype, needs in cases[sys.argv[1]]:
-    form = DeltaForm(16, 32, 128, 128, is_grouped)
-    heads = inputs._head_constants(form.queries, parameters, form, has_norm=True)
-    gates, more = inputs._gate_constants(form), {"NEEDS_WEIGHT": needs}
-    for kernel, constants, num_warps in (
-        (inputs._heads_forward_kernel, heads, inputs.NUM_WARPS),
-        (inputs._heads_backward_kernel, {**heads, **more}, inputs.NUM_WARPS),
-        (inputs._taps_backward_kernel, heads, inputs.NUM_WARPS),
-        (inputs._gates_forward_kernel, gates, inputs.NUM_WARPS),
-        (inputs._gates_backward_kernel, {**gates, **more}, inputs.NUM_WARPS),
-    ):
-        wide = ("partial_ptr", "d_pre_ptr", "a_log_ptr", "g_ptr", "beta_ptr", "d_g_ptr", "d_beta_ptr")
-        types = {"position_ptr": "*i64", "eps": "fp32", **dict.fromkeys(wide, "*fp32")}
-        signature = {name: types.get(name, "*" + dtype if name.endswith("_ptr") else "i32") for name in kernel.arg_names}
-        source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constexprs=constants)
-        triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps})
-"""
 
 
 def positions(lengths, device="cpu"):
@@ -206,9 +177,3 @@ def test_weights_and_gradients_of_other_sizes_are_refused():
         delta_inputs_backward(d_outputs._replace(k_TGW=d_outputs.v_THW), rows, parameters, position, **given)
     with pytest.raises(ShapeError, match="shares memory"):
         delta_inputs_backward(d_outputs, rows, parameters, position, **{**given, "out": rows})
-
-
-@pytest.mark.slow(5)
-@in_both_lanes
-def test_the_triton_kernels_compile(lane):
-    compile_kernels(COMPILE_SCRIPT, lane)

@@ -1,6 +1,5 @@
 """Divergences of a student from a live and a stored teacher, on a CPU by the plain twin of the kernels."""
 
-import json
 from unittest import mock
 
 import pytest
@@ -12,7 +11,6 @@ from lightning_fastft.kernels.divergence.op import labelled_divergence, labelled
 from lightning_fastft.kernels.divergence.reference import KINDS
 from lightning_fastft.kernels.logit_rows import Head
 from tests.support import loss_twins
-from tests.support.children import compile_kernels
 from tests.support.kernel_harness import planted_faults
 from tests.support.truth import Watch, one_unit, poisoned
 
@@ -331,45 +329,3 @@ def test_stored_teachers_that_do_not_fit_are_refused(change, error, word):
     arguments = {**stored, "row_R": torch.arange(3), "num_rows": 3, **change}
     with pytest.raises(error, match=word):
         labelled_topk_divergence(make_head(torch.arange(3), WIDTH, torch.float32), **arguments)
-
-
-COMPILE_SCRIPT = """
-import json, pathlib, re, subprocess, sys, tempfile
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from lightning_fastft.kernels.divergence import triton as divergence
-
-for capability, dtype, name, has_softcap, kind in json.loads(sys.argv[1]):
-    kernel = getattr(divergence, name)
-    constants = {
-        "KIND": kind, "HAS_SOFTCAP": has_softcap, "HAS_TEACHER_SOFTCAP": has_softcap, "WRITE_GRADIENT": True,
-        "DEPTH": divergence.MAX_DEPTH, "LANES": divergence.MAX_LANES,
-    }
-    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    signature = {
-        name: "*" + (dtype if name in ("logits_ptr", "teacher_ptr") else "fp32") if name.endswith("_ptr")
-        else "i32" if name.endswith(("stride", "columns")) else "fp32"
-        for name in kernel.arg_names
-    } | dict.fromkeys(constants, "constexpr")
-    source = ASTSource(kernel, signature, constexprs=constants)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": divergence.NUM_WARPS})
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = pathlib.Path(folder) / "kernel.cubin"
-        cubin.write_bytes(compiled.asm["cubin"])
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(cubin)]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    print(compiled.metadata.shared, re.search(r"STACK:(\\d+)", usage)[1])
-"""
-
-
-@pytest.mark.slow(10)
-def test_the_triton_kernels_compile_and_fit_consumer_cards():
-    pytest.importorskip("triton")
-    cases = [(86, "fp16", "_divergence_kernel", True, kind) for kind in range(len(KINDS))]
-    cases += [(90, "bf16", "_divergence_kernel", False, KINDS.index("jsd")), (86, "fp16", "_rest_kernel", True, 0)]
-    for line in compile_kernels(COMPILE_SCRIPT, json.dumps(cases)).splitlines():
-        shared_bytes, num_stack_bytes = (int(number) for number in line.split())
-        assert shared_bytes <= 99 * 1024
-        # Two values at most, with which one of them stays at 128 registers.
-        assert num_stack_bytes <= 8, "more registers than a thread has"

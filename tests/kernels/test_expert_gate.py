@@ -3,23 +3,19 @@ interpreter and by the compiler.
 """
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
 
 from lightning_fastft.core.errors import OptionError, ShapeError
-from lightning_fastft.kernels.expert_gate import reference
+from lightning_fastft.kernels.expert_gate import op, reference
 from lightning_fastft.kernels.expert_gate.op import gate_backward, gate_forward
 from lightning_fastft.kernels.expert_gate.reference import ACTIVATIONS, GateForm, LowRankRows
-from tests.support.children import compile_kernels, in_both_lanes
-from tests.support.kernel_harness import planted_faults
+from tests.support.kernel_harness import NARROW, fixtures_of, planted_faults
 from tests.support.truth import Watch, assert_within_bound, fresh_memory_is_nan, one_unit, poisoned
 
-ROOT = Path(__file__).parents[2]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FORMS = tuple(GateForm(is_interleaved, activation) for is_interleaved in (False, True) for activation in ACTIVATIONS)
-ROWS, COLUMNS = (1, 7, 65), (1, 5, 16, 33, 130)
 # Errors of a handful of values are luck: plain PyTorch and the largest value are measured on at least so many rows, of
 # which ours are the first.
 NUM_MEASURED_ROWS = 513
@@ -28,40 +24,6 @@ NUM_MEASURED_ROWS = 513
 NUM_FOR_SHARE, SHARE = 200, 0.01
 # Triton's interpreter cuts bf16 off instead of rounding it.
 ROUNDED_DTYPES = (torch.float16,) if os.environ.get("TRITON_INTERPRET") == "1" else (torch.float16, torch.bfloat16)
-
-COMPILE_SCRIPT = """
-import itertools
-import sys
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from lightning_fastft.kernels.expert_gate import triton as gate
-
-names = ("d_act_ptr", "gate_up_ptr", "weight_ptr", "low_ptr", "factor_ptr", "out_ptr", "act_ptr", "d_weight_ptr")
-added = {"HAS_ADDEND": True, "BLOCK_N": gate.ADDEND_BLOCK_ROWS, "BLOCK_F": gate.ADDEND_MAX_BLOCK_COLUMNS, "BLOCK_R": gate.MAX_BLOCK_RANKS}
-for capability, dtype in ((80, "fp16"), (86, "fp32"), (90, "bf16")):
-    for number, (activation, is_interleaved) in enumerate(itertools.product(("silu", "gelu", "gelu_tanh", "clamped"), (False, True))):
-        # Every run compiles each activation once, in both layouts in turn.
-        if sys.argv[1] == "promises" and (number % 4 not in (1, 2) or (80, 86, 90)[number % 3] != capability):
-            continue
-        block = {"BLOCK_N": gate.BLOCK_ROWS, "BLOCK_F": gate.MAX_BLOCK_COLUMNS}
-        forward = {"ACTIVATION": activation, "IS_INTERLEAVED": is_interleaved, "IS_WIDE": dtype == "fp32", "HAS_END": is_interleaved, **block}
-        backward = {**forward, "HAS_WEIGHT": True, "HAS_ADDEND": False, "WRITE_ACT": True, "BLOCK_R": 16}
-        cases = [(gate._gate_forward_kernel, forward), (gate._gate_backward_kernel, backward)]
-        if activation == "silu":
-            # As dense layers call it, and, not in every run, with all that a kernel can have.
-            has_all = is_interleaved and sys.argv[1] == "faults"
-            cases.append((gate._gate_backward_kernel, {**backward, **added, "HAS_WEIGHT": has_all}))
-        for kernel, constants in cases:
-            signature = {name: "*" + dtype if name in names else "i32" for name in kernel.arg_names}
-            signature |= {"limit": "fp32", "alpha": "fp32"} | dict.fromkeys(constants, "constexpr")
-            signature["last_end_ptr"] = "*i32"
-            if "d_weight_ptr" in signature:
-                signature["d_weight_ptr"] = "*fp32"
-            source = ASTSource(kernel, signature, constexprs=constants)
-            done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": gate.NUM_WARPS})
-            assert done.metadata.shared <= 99 * 1024, (constants, done.metadata.shared)
-"""
 
 
 def formula(gate_up_NP, form):
@@ -243,11 +205,9 @@ def check_without_weights(functions, num_rows, num_columns, dtype, form, *, devi
     assert ours.d_weight_N is None
 
 
-class PublicEntries:
-    """The public functions, called as the modules of the backends are."""
-
-    gate_forward = staticmethod(gate_forward)
-    gate_backward = staticmethod(gate_backward)
+# What takes these is a test of the kernels too, in triton_expert_gate.py.
+functions, device = fixtures_of(op, "cpu")
+CLAMPED = GateForm(is_interleaved=True, activation="clamped")
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -265,31 +225,19 @@ def test_in_float64_formula_and_gradient_equal_autograd(form, is_clamp_met):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMS)
-def test_values_and_every_gradient_equal_the_truth(form, dtype):
-    for num_rows in ROWS:
-        for num_columns in COLUMNS:
-            check_against_truth(PublicEntries, num_rows, num_columns, dtype, form)
+def test_every_form_equals_the_truth(functions, device, form, dtype):
+    for num_rows, num_columns in ((1, 1), (7, 5), (9, 33), (65, 16), (9, 513)):
+        check_against_truth(functions, num_rows, num_columns, dtype, form, device=device)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "form", [GateForm(activation="clamped", limit=1.5, alpha=0.7), GateForm(activation="clamped", limit=0.0, alpha=1.0)]
-)
-def test_other_limits_and_steepness(form, dtype):
-    check_against_truth(PublicEntries, 9, 33, dtype, form)
+@pytest.mark.parametrize("form", [CLAMPED._replace(limit=1.5, alpha=0.7), CLAMPED._replace(limit=0.0, alpha=1.0)])
+def test_other_limits_and_steepness(functions, device, form):
+    check_against_truth(functions, 9, 33, torch.float32, form, device=device)
 
 
-@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_dtype_of_the_routing_weight(weight_dtype):
-    check_against_truth(PublicEntries, 9, 33, torch.bfloat16, GateForm(), weight_dtype=weight_dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_ranks", [0, 1, 3, 16, 33, 130])
-def test_a_low_rank_product_is_added_to_the_gradient(num_ranks, dtype):
-    for form in FORMS:
-        check_against_truth(PublicEntries, 9, 33, dtype, form, num_ranks=num_ranks)
-    check_without_weights(PublicEntries, 9, 33, dtype, GateForm(), num_ranks=num_ranks)
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float16])
+def test_dtype_of_the_routing_weight(functions, device, weight_dtype):
+    check_against_truth(functions, 9, 33, NARROW, GateForm(), device=device, weight_dtype=weight_dtype)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -306,39 +254,38 @@ def test_in_float64_the_low_rank_product_equals_autograd(form):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMS)
-def test_large_values_stay_finite_and_true(form, dtype):
-    check_large_values(PublicEntries, dtype, form)
+def test_large_values_stay_finite_and_true(functions, device, form, dtype):
+    check_large_values(functions, dtype, form, device=device)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_rows_of_nan_stay_alone(form):
-    check_rows_of_nan_stay_alone(PublicEntries, torch.bfloat16, form)
-    check_rows_of_nan_stay_alone(PublicEntries, torch.bfloat16, form, num_ranks=5)
+def test_rows_of_nan_stay_alone(functions, device, form):
+    for num_ranks in (None, 5):
+        check_rows_of_nan_stay_alone(functions, torch.bfloat16, form, device=device, num_ranks=num_ranks)
 
 
 @pytest.mark.parametrize("shape", [(0, 0), (0, 6), (3, 0)])
 @pytest.mark.parametrize("is_interleaved", [False, True])
-def test_without_rows_or_columns(shape, is_interleaved):
+def test_without_rows_or_columns(functions, device, shape, is_interleaved):
     num_rows, num_columns = shape
-    form = GateForm(is_interleaved)
-    d_act_NF, gate_up_NP, weight_N = (
-        torch.ones(num_rows, num_columns),
-        torch.ones(num_rows, 2 * num_columns),
-        torch.ones(num_rows),
-    )
-    assert gate_forward(gate_up_NP, form=form).shape == shape
-    gradients = gate_backward(d_act_NF, gate_up_NP, form=form, weight_N=weight_N, need_act=True)
-    assert gradients.d_gate_up_NP.shape == gate_up_NP.shape
-    assert gradients.act_NF.shape == shape
-    assert torch.equal(gradients.d_weight_N, torch.zeros(num_rows))
-    added = gate_backward(d_act_NF, gate_up_NP, form=form, addend=make_addend(num_rows, num_columns, 3, torch.float32))
-    assert added.d_gate_up_NP.shape == gate_up_NP.shape
+    d_act_NF, weight_N = torch.ones(shape, device=device), torch.ones(num_rows, device=device)
+    gate_up_NP, form = torch.ones(num_rows, 2 * num_columns, device=device), GateForm(is_interleaved)
+    addend = make_addend(num_rows, num_columns, 3, torch.float32, device=device)
+    given = {"form": form, "weight_N": weight_N}
+    with fresh_memory_is_nan():
+        act_NF = functions.gate_forward(gate_up_NP, form=form)
+        gradients = functions.gate_backward(d_act_NF, gate_up_NP, **given, need_act=True)
+        added = functions.gate_backward(d_act_NF, gate_up_NP, **given, addend=addend)
+    assert act_NF.shape == gradients.act_NF.shape == shape
+    assert gradients.d_gate_up_NP.shape == added.d_gate_up_NP.shape == gate_up_NP.shape
+    assert torch.equal(gradients.d_weight_N, torch.zeros_like(weight_N))
+    assert torch.equal(added.d_weight_N, torch.zeros_like(weight_N))
 
 
-def test_without_weight_it_counts_as_one_and_has_no_gradient():
-    d_act_NF, gate_up_NP, _ = make_inputs(7, 5, torch.bfloat16, GateForm())
-    ours = gate_backward(d_act_NF, gate_up_NP, form=GateForm())
-    expected = gate_backward(d_act_NF, gate_up_NP, form=GateForm(), weight_N=torch.ones(7))
+def test_without_weight_it_counts_as_one_and_has_no_gradient(functions, device):
+    d_act_NF, gate_up_NP, weight_N = make_inputs(9, 33, torch.bfloat16, CLAMPED, device=device)
+    ours = functions.gate_backward(d_act_NF, gate_up_NP, form=CLAMPED)
+    expected = functions.gate_backward(d_act_NF, gate_up_NP, form=CLAMPED, weight_N=torch.ones_like(weight_N))
     assert torch.equal(ours.d_gate_up_NP, expected.d_gate_up_NP)
     assert ours.act_NF is ours.d_weight_N is None
 
@@ -379,7 +326,7 @@ REFERENCE_FAULTS = {
     "sum with the low-rank product rounded": (
         "{ => (}d_act_NF + addend.low_NR.to(wide) @ addend.factor_RF.to(wide){ => ).to(dtype).to(wide)}"
     ),
-    "fp32 lost": "import wide_dtype{ => ; wide_dtype = lambda dtype: dtype}",
+    "fp32 lost": "import one_kernel, wide_dtype{ => ; wide_dtype = lambda dtype: dtype}",
 }
 
 
@@ -445,9 +392,3 @@ def test_impossible_arguments_are_refused(change, error, message):
             gate_forward(
                 **{name: value for name, value in arguments.items() if name in ("gate_up_NP", "form", "backend")}
             )
-
-
-@pytest.mark.slow
-@in_both_lanes
-def test_the_triton_kernels_compile(lane):
-    compile_kernels(COMPILE_SCRIPT, lane)

@@ -8,7 +8,6 @@ import torch
 from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.expert_pack import reference
 from lightning_fastft.kernels.expert_pack.op import exchange_ends
-from tests.support.children import compile_kernels, in_both_lanes
 from tests.support.host_waits import HostWaits
 from tests.support.kernel_harness import planted_faults
 
@@ -130,42 +129,3 @@ test_a_planted_fault_is_seen, test_without_a_fault_the_same_check_passes = plant
 
 def test_the_public_function_passes_the_same_check():
     check_every_part(exchange_ends)
-
-
-COMPILE_SCRIPT = """
-import sys
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from lightning_fastft.kernels.expert_pack import triton as expert_pack
-
-kernel = expert_pack._exchange_ends_kernel
-for capability in (86, 90, 100):
-    kinds = (("fp32", "bf16"), ("fp32", "fp32"), ("bf16", "fp32"), ("fp32", "fp16"))
-    for number, (source, out) in enumerate(kinds):
-        if sys.argv[1] == "promises" and (86, 90, 100)[number % 3] != capability:
-            continue
-        constants = {"BLOCK_FIRST": expert_pack.MAX_SIDE, "BLOCK_LAST": expert_pack.MAX_SIDE}
-        types = {"source_ptr": "*" + source, "out_ptr": "*" + out, **dict.fromkeys(constants, "constexpr")}
-        signature = {name: types.get(name, "i32") for name in kernel.arg_names}
-        whole = [index for index, kind in enumerate(signature.values()) if kind not in ("constexpr", "fp32")]
-        attributes = {(index,): [["tt.divisibility", 16]] for index in whole}
-        compiled = triton.compile(
-            ASTSource(kernel, signature, constexprs=constants, attrs=attributes), target=GPUTarget("cuda", capability, 32),
-            options={"num_warps": expert_pack.NUM_WARPS},
-        )
-        # Both sides in 8 bytes or more at once: the tile was turned in shared memory.
-        ptx = compiled.asm["ptx"]
-        print(compiled.metadata.shared, int("ld.global.v" in ptx), int("st.global.v" in ptx))
-"""
-
-
-@in_both_lanes
-def test_the_triton_kernel_compiles_with_wide_reads_and_writes(lane):
-    lines = [[int(part) for part in line.split()] for line in compile_kernels(COMPILE_SCRIPT, lane).splitlines()]
-    assert len(lines) == (4 if lane == "promises" else 12)
-    for shared_bytes, has_wide_reads, has_wide_writes in lines:
-        # Four programs or more of a consumer card's 99 KiB.
-        assert 0 < shared_bytes <= 24 * 1024
-        assert has_wide_reads
-        assert has_wide_writes

@@ -2,8 +2,6 @@
 interpreter and by the compiler.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -11,48 +9,10 @@ from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.expert_rows import reference
 from lightning_fastft.kernels.expert_rows.op import combine_rows, gather_rows
 from lightning_fastft.kernels.expert_sort.op import sort_by_expert
-from tests.support.children import compile_kernels, in_both_lanes
 from tests.support.kernel_harness import planted_faults
 from tests.support.truth import Watch, assert_within_bound, poisoned
 
-ROOT = Path(__file__).parents[2]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
-
-COMPILE_SCRIPT = """
-import sys
-import triton
-import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from lightning_fastft.kernels.expert_rows import triton as expert_rows
-
-def compile_for(capability, kernel, signature, **constants):
-    signature = {**signature, **dict.fromkeys(constants, "constexpr")}
-    options = {"num_warps": expert_rows.NUM_WARPS, "enable_fp_fusion": False}
-    compiled = triton.compile(ASTSource(kernel, signature, constexprs=constants), target=GPUTarget("cuda", capability, 32), options=options)
-    assert "fma" not in compiled.asm["ptx"]
-
-STRIDES = ("y_stride", "place_token_stride", "place_choice_stride", "weight_token_stride", "weight_choice_stride", "num_columns")
-CASES = (
-    (86, "fp32", "fp32", "i64", tl.float32, 6), (86, "fp16", "bf16", "i32", tl.float32, 1), (90, "bf16", "fp32", "i32", tl.float32, 8),
-    (90, "bf16", "bf16", "i32", tl.float32, 2), (90, "fp64", "fp32", "i32", tl.float64, 4),
-)
-for number, (capability, dtype, weight, index, wide, num_choices) in enumerate(CASES):
-    block = {"K": num_choices, "BLOCK": expert_rows.MAX_BLOCK}
-    gathered = {"x_ptr": "*" + dtype, "slot_ptr": "*" + index, "last_end_ptr": "*i32", "y_ptr": "*" + dtype}
-    compile_for(
-        capability, expert_rows._gather_rows_kernel,
-        {**gathered, **dict.fromkeys(("x_stride", "slot_stride", "num_tokens", "num_columns"), "i32")},
-        HAS_END=capability == 90, **block,
-    )
-    combined = {
-        "y_ptr": "*" + dtype, "place_ptr": "*" + index, "last_end_ptr": "*" + index, "weight_ptr": "*" + weight,
-        "out_ptr": "*" + dtype, **dict.fromkeys(STRIDES, "i32"),
-    }
-    # Every run compiles each dtype once, with and without weights in turn.
-    for has_weight in (False, True) if sys.argv[1] == "faults" else (number % 2 == 0,):
-        compile_for(capability, expert_rows._combine_rows_kernel, combined, HAS_WEIGHT=has_weight, WIDE=wide, **block)
-"""
 
 
 def make_order(num_tokens, num_choices, num_experts, *, has_sentinels=True):
@@ -267,9 +227,3 @@ def test_combine_refuses_what_the_kernel_would_read_wrongly(change, error, messa
 def test_a_slot_outside_the_tokens_is_an_error_on_a_cpu():
     with pytest.raises(IndexError):
         gather_rows(ROWS, SLOTS + 6, num_experts_per_token=2)
-
-
-@pytest.mark.slow
-@in_both_lanes
-def test_the_triton_kernels_compile_without_fused_products(lane):
-    compile_kernels(COMPILE_SCRIPT, lane)

@@ -2,51 +2,14 @@
 and by the compiler.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.expert_sort import reference
 from lightning_fastft.kernels.expert_sort.op import ExpertOrder, sort_by_expert
-from tests.support.children import compile_kernels, in_both_lanes
 from tests.support.kernel_harness import planted_faults
 from tests.support.truth import Watch
-
-ROOT = Path(__file__).parents[2]
-
-COMPILE_SCRIPT = """
-import sys
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from lightning_fastft.kernels.expert_sort import triton as expert_sort
-
-def compile_for(capability, kernel, signature, **constants):
-    # A size of 1 is a constant to the compiler.
-    constants.update({name: 1 for name, kind in signature.items() if kind == "one"})
-    signature = {**signature, **dict.fromkeys(constants, "constexpr")}
-    source = ASTSource(kernel, signature, constexprs=constants)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": expert_sort.NUM_WARPS})
-    assert compiled.metadata.shared <= 99 * 1024
-
-cases = {
-    "promises": ((86, "*i32", 1, 1), (90, "*i64", 8, 4096)),
-    "faults": ((86, "*i64", 6, 64), (90, "*i64", 8, 128), (86, "*i64", 8, 4096)),
-}
-for capability, index, num_choices, num_experts in cases[sys.argv[1]]:
-    SIZES = dict.fromkeys(("num_slots", "token_stride", "choice_stride", "num_experts", "num_blocks"), "one" if num_experts == 1 else "i32")
-    block = {"BLOCK_SLOTS": expert_sort.BLOCK_SLOTS}
-    counted = {"expert_ptr": index, "count_ptr": "*i32", **SIZES}
-    compile_for(capability, expert_sort._count_kernel, counted, K=num_choices, BLOCK_BINS=expert_sort.BLOCK_BINS, **block)
-    summed = {"count_ptr": "*i32", "total_ptr": "*i32", "num_blocks": SIZES["num_blocks"]}
-    compile_for(capability, expert_sort._sum_blocks_kernel, summed, BLOCK_BLOCKS=expert_sort.BLOCK_BLOCKS)
-    placed = {"expert_ptr": index, **dict.fromkeys(("earlier_ptr", "total_ptr", "slot_ptr", "place_ptr", "end_ptr"), "*i32"), **SIZES}
-    compile_for(
-        capability, expert_sort._place_kernel, placed, K=num_choices, EXPERTS=num_experts, BLOCK_EARLIER=expert_sort.BLOCK_EARLIER, **block
-    )
-"""
 
 
 def sort_in_python(expert_TK, num_experts):
@@ -148,9 +111,3 @@ def check_every_part(sort):
 def test_impossible_arguments_are_refused(expert_TK, change, error, message):
     with pytest.raises(error, match=message):
         sort_by_expert(expert_TK, **{"num_experts": 5, **change})
-
-
-@pytest.mark.slow
-@in_both_lanes
-def test_the_triton_kernels_compile_and_fit_consumer_cards(lane):
-    compile_kernels(COMPILE_SCRIPT, lane)

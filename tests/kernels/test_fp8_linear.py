@@ -11,8 +11,16 @@ import torch
 
 from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.fp8_linear import op, reference
-from lightning_fastft.kernels.fp8_linear.op import find_obstacle, multiply, nf4_row_scales, quantise_nf4, quantise_rows
-from lightning_fastft.kernels.fp8_linear.reference import FP8
+from lightning_fastft.kernels.fp8_linear.op import (
+    find_obstacle,
+    multiply,
+    nf4_row_scales,
+    quantise_nf4,
+    quantise_rows,
+    transpose,
+    weight_gradient,
+)
+from lightning_fastft.kernels.fp8_linear.reference import FP8, Fp8Rows
 from lightning_fastft.kernels.nf4_linear.op import read_params4bit
 from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
 from tests.kernels.test_nf4_linear import make_truth
@@ -32,6 +40,7 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from lightning_fastft.kernels.expert_gate import triton as gate
 from lightning_fastft.kernels.fp8_linear import triton as fp8
 
 DIVISIBLE = [["tt.divisibility", 16]]
@@ -61,6 +70,27 @@ for capability, dtype, factor_dtype, is_transposed, is_nested in json.loads(sys.
     source = ASTSource(fp8._quantise_nf4_kernel, signature, constexprs=constants, attrs=aligned)
     options = {"num_warps": fp8.NUM_WEIGHT_WARPS, "enable_fp_fusion": False}
     nf4 = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    for kernel, constants in (
+        (fp8._balance_kernel, {"BLOCK": fp8.BALANCE_BLOCK}),
+        (fp8._transpose_kernel, {"HAS_SHIFT": True, "TILE_T": fp8.TILE_T, "TILE_I": fp8.TILE_I}),
+    ):
+        signature = {name: "*fp32" if name.endswith("_ptr") else "i32" for name in kernel.arg_names}
+        if kernel is fp8._transpose_kernel:
+            signature |= dict.fromkeys(("values_ptr", "out_ptr"), "*u8")
+        source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constexprs=constants)
+        triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": fp8.NUM_TRANSPOSE_WARPS})
+    # The kernels that quantise what they compute, for rows of 12,288 columns.
+    held, walked = {**fp8.row_tiles(12288)}, {"TILE": gate.WALK_COLUMNS, "NEED_ACT": True, "num_warps": gate.WALK_WARPS}
+    for kernel, tiles in ((gate._gate_forward_quantised_kernel, held), (gate._gate_backward_quantised_kernel, walked)):
+        options = {"num_warps": tiles.pop("num_warps")}
+        constants = {"ACTIVATION": "silu", "IS_INTERLEAVED": is_transposed, "IS_WIDE": dtype == "fp32", "ROUND_SCALES": True, "LARGEST": 448.0, "LEAST_PEAK": 2.0**-100, **tiles}
+        types = {"limit": "fp32", "alpha": "fp32"} | dict.fromkeys(("gate_up_ptr", "d_act_ptr"), "*" + dtype)
+        types |= dict.fromkeys(("values_ptr", "d_values_ptr"), "*fp8e4nv") | {"factor_ptr": "*bf16"}
+        types |= dict.fromkeys(("scale_ptr", "d_scale_ptr"), "*fp32") | dict.fromkeys(constants, "constexpr")
+        source = ASTSource(kernel, {name: types.get(name, "i32") for name in kernel.arg_names}, constexprs=constants)
+        gated = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        assert "cvt.rn.satfinite.e4m3x2.f32" in gated.asm["ptx"]
+        assert gated.metadata.shared <= 99 * 1024
     for compiled in (rows, nf4):
         ptx = compiled.asm["ptx"]
         print(json.dumps({
@@ -186,6 +216,151 @@ def test_a_product_is_that_of_the_numbers_that_operands_stand_for():
     found = multiply(rows, weight.values_TI, weight.scale_T, dtype=torch.float32)
     assert torch.allclose(found.double(), truth, rtol=1e-5, atol=1e-6 * truth.abs().max().item())
     assert multiply(rows, weight.values_TI, None, dtype=torch.bfloat16).dtype is torch.bfloat16
+
+
+def test_rows_are_written_into_given_memory():
+    x_TI, _ = make_rows(5, 32, torch.bfloat16)
+    expected = quantise_rows(x_TI)
+    out = Fp8Rows(torch.empty(8, 32, dtype=FP8)[2:7], torch.empty(8)[2:7])
+    found = quantise_rows(x_TI, out=out)
+    assert found.values_TI.data_ptr() == out.values_TI.data_ptr()
+    assert torch.equal(found.values_TI.float(), expected.values_TI.float())
+    assert torch.equal(found.scale_T, expected.scale_T)
+
+
+# The gradient of a weight.
+
+
+def make_operands(num_rows, num_outputs, num_inputs, *, spread=3.0, device="cpu"):
+    """Rows of activations and of gradients of very different sizes, quantised as layers do, and the factors."""
+    generator = torch.Generator().manual_seed(num_rows)
+
+    def draw(num_columns, size):
+        sizes = torch.exp(spread * torch.randn(num_rows, 1, generator=generator))
+        return size * sizes * torch.randn(num_rows, num_columns, generator=generator)
+
+    x_TI, d_TO = draw(num_inputs, 1.0), draw(num_outputs, 1e-6)
+    factor_O = torch.randint(-14, -6, (num_outputs,), generator=generator).float().exp2()
+    x, d = (
+        quantise_rows(rows.to(device), factor_I=factor, round_scales_to_power_of_2=True)
+        for rows, factor in ((x_TI, None), (d_TO, factor_O.to(device)))
+    )
+    return d, x, factor_O.to(device)
+
+
+def check_balance(run, d, x, factor_O):
+    """Powers of 2, none above 1, that leave both scales to the sum of a row, half of them to each operand."""
+    shift_d_T, shift_x_T, scale_O = (each.double().cpu() for each in run(d.scale_T, x.scale_T, factor_O))
+    product_T = d.scale_T.double().cpu() * x.scale_T.double().cpu()
+    assert torch.equal(scale_O, product_T.amax() / factor_O.double().cpu())
+    assert torch.equal(shift_d_T * shift_x_T, product_T / product_T.amax())
+    assert ((shift_x_T / shift_d_T == 1) | (shift_x_T / shift_d_T == 2)).all()
+    assert torch.equal(shift_d_T.log2(), shift_d_T.log2().round())
+
+
+def check_transpose(run, values_TI, shift_T, *, num_written):
+    """Bit-equal, twice, into memory of NaN with NaN around it; zeros behind the last row."""
+    num_rows, num_columns = values_TI.shape
+    for _ in range(2):
+        # 127 is NaN.
+        memory = torch.full((num_columns * num_written + 256,), 127, dtype=torch.uint8, device=values_TI.device)
+        out_IT = memory[128:-128].view(FP8).view(num_columns, num_written)
+        run(values_TI, shift_T=shift_T, out_IT=out_IT)
+        expected = values_TI.float() * (1.0 if shift_T is None else shift_T[:, None])
+        assert torch.equal(out_IT[:, :num_rows].float(), expected.to(FP8).float().T)
+        assert not out_IT[:, num_rows:].float().any()
+        assert bool((memory[:128] == 127).all() & (memory[-128:] == 127).all())
+
+
+def check_weight_gradient(run, d, x, factor_O, *, bound=1e-3):
+    """As near the numbers that the rows stand for as numbers below the range of e4m3 allow: those of rows that
+    contribute little.
+    """
+    found = run(d, x, factor_O, dtype=torch.float32).double()
+    d_TO, x_TI = (rows.values_TI.double() * rows.scale_T.double()[:, None] for rows in (d, x))
+    truth = (d_TO / factor_O.double()).T @ x_TI
+    error = ((found - truth).norm() / truth.norm().clamp(min=1e-30)).item()
+    assert error <= bound, error
+
+
+@pytest.mark.parametrize("size", [(1, 1, 1), (5, 16, 32), (129, 48, 17), (300, 7, 64)])
+def test_the_gradient_of_a_weight_is_that_of_the_numbers_that_rows_stand_for(size):
+    d, x, factor_O = make_operands(*size)
+    check_balance(reference.balance, d, x, factor_O)
+    check_weight_gradient(weight_gradient, d, x, factor_O)
+    assert weight_gradient(d, x, factor_O, dtype=torch.bfloat16).dtype is torch.bfloat16
+
+
+def test_rows_of_about_the_same_size_lose_next_to_nothing():
+    d, x, factor_O = make_operands(40, 16, 32, spread=0.0)
+    check_weight_gradient(weight_gradient, d, x, factor_O, bound=1e-4)
+
+
+def test_one_large_row_leaves_the_others_their_digits():
+    """A row whose activations are 2^12 times larger, as the first token has in trained models."""
+    d, x, factor_O = make_operands(64, 32, 32, spread=0.0)
+    larger = x._replace(scale_T=x.scale_T.clone())
+    larger.scale_T[0] *= 2.0**12
+    without = d._replace(values_TI=d.values_TI.clone())
+    without.values_TI[0] = 0.0
+    d_TO, x_TI = without.values_TI.double() * d.scale_T.double()[:, None], x.values_TI.double() * x.scale_T[:, None]
+    truth = (d_TO / factor_O.double()).T @ x_TI
+    found = weight_gradient(without, larger, factor_O, dtype=torch.float32).double()
+    assert ((found - truth).norm() / truth.norm()).item() < 0.01
+
+
+def test_a_row_that_is_not_finite_is_seen_in_the_gradient_of_the_weight():
+    d, x, factor_O = make_operands(8, 16, 32)
+    x_TI, d_TO = torch.randn(8, 32), torch.randn(8, 16)
+    for bad in (float("nan"), float("inf")):
+        for rows_TI in (x_TI, d_TO):
+            spoiled = rows_TI.clone()
+            spoiled[3, 5] = bad
+            rows = quantise_rows(spoiled, round_scales_to_power_of_2=True)
+            pair = (d, rows) if rows_TI is x_TI else (rows, x)
+            found = weight_gradient(*pair, factor_O, dtype=torch.float32)
+            assert not (found[:, 5] if rows_TI is x_TI else found[5]).isfinite().all()
+
+
+def test_no_rows_give_a_gradient_of_zeros():
+    d, x, factor_O = make_operands(4, 16, 32)
+    empty = [Fp8Rows(rows.values_TI[:0], rows.scale_T[:0]) for rows in (d, x)]
+    assert torch.equal(weight_gradient(*empty, factor_O, dtype=torch.float32), torch.zeros(16, 32))
+
+
+@pytest.mark.parametrize("num_written", [37, 48])
+@pytest.mark.parametrize("has_shift", [False, True])
+def test_a_transpose_moves_every_number(has_shift, num_written):
+    d, _, _ = make_operands(37, 19, 8)
+    shift_T = torch.randint(-8, 1, (37,)).float().exp2() if has_shift else None
+    check_transpose(reference.transpose, d.values_TI, shift_T, num_written=num_written)
+    out_IT = torch.empty(19, 37, dtype=FP8)
+    assert torch.equal(transpose(d.values_TI, out_IT=out_IT).float(), d.values_TI.float().T)
+
+
+def check_every_gradient(module):
+    d, x, factor_O = make_operands(37, 48, 32)
+    check_balance(module.balance, d, x, factor_O)
+    check_transpose(module.transpose, x.values_TI, (x.scale_T * 2.0**-20).clamp(max=1.0), num_written=48)
+    check_weight_gradient(module.weight_gradient, d, x, factor_O)
+
+
+GRADIENT_FAULTS = {
+    "shifts exchanged": "Balance({_power(half_T), _power(exponent_T - half_T) => _power(exponent_T - half_T), _power(half_T)}",
+    "whole exponent in one operand": "half_T = exponent_T{ >> 1 => }",
+    "sum never scaled": "_power({top - _exponent => -_exponent}(factor_O)",
+    "factor twice": "_power(top {- => +} _exponent(factor_O)",
+    "scale of rows lost": "exponent_T = _exponent(scale_d_T){ + _exponent(scale_x_T) => }",
+    "scale along the other axis": "found.scale_O{[:, None] => .mean()}",
+    "gradient counted twice": "(d_TO.T @ x_TI{ => * 2} * found",
+    "rest not cleared": "[:, num_rows:] = {0 => 1}",
+    "shift lost": "(values_TI.float() {* shift_T[:, None] => }).to(FP8) out_IT",
+}
+
+
+test_a_fault_in_the_plain_twin_of_gradients_is_seen, test_in_gradients_the_same_check_passes = planted_faults(
+    reference, check_every_gradient, GRADIENT_FAULTS, errors=(AssertionError, SyntaxError)
+)
 
 
 # NF4.
@@ -440,6 +615,31 @@ def test_products_that_do_not_fit_are_refused():
         multiply(rows, weight.float(), None, dtype=torch.float32)
     with pytest.raises(OptionError, match="dtype"):
         multiply(rows, weight, None, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"d": Fp8Rows(torch.zeros(3, 16).to(FP8), torch.ones(4))}, "d.scale_T"),
+        ({"x": Fp8Rows(torch.zeros(4, 32).to(FP8), torch.ones(4))}, "x.values_TI"),
+        ({"x": Fp8Rows(torch.zeros(3, 32), torch.ones(3))}, "dtype"),
+        ({"factor_O": torch.ones(32)}, "factor_O"),
+        ({"factor_O": torch.ones(16).bfloat16()}, "dtype"),
+    ],
+)
+def test_gradients_that_do_not_fit_are_refused(change, message):
+    given = {
+        "d": Fp8Rows(torch.zeros(3, 16).to(FP8), torch.ones(3)),
+        "x": Fp8Rows(torch.zeros(3, 32).to(FP8), torch.ones(3)),
+        "factor_O": torch.ones(16),
+        **change,
+    }
+    with pytest.raises(ShapeError, match=message):
+        weight_gradient(given["d"], given["x"], given["factor_O"], dtype=torch.float32)
+    with pytest.raises(ShapeError, match="out_IT"):
+        transpose(given["x"].values_TI.to(FP8), out_IT=torch.empty(3, 32, dtype=FP8))
+    with pytest.raises(ShapeError, match=r"out\.scale_T"):
+        quantise_rows(torch.zeros(3, 32), out=Fp8Rows(torch.zeros(3, 32).to(FP8), torch.ones(4)))
 
 
 # The kernels.

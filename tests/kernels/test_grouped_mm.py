@@ -2,8 +2,6 @@
 kernels in a child process.
 """
 
-import json
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -14,12 +12,10 @@ from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.grouped_mm import op, reference
 from lightning_fastft.kernels.grouped_mm.op import choose_backend, choose_grad_backend, grouped_mm, grouped_weight_grad
 from lightning_fastft.kernels.grouped_mm.reference import THIN_COLUMNS, GatheredRows, RowAddend
-from tests.support.children import compile_kernels, in_both_lanes
 from tests.support.host_waits import HostWaits
 from tests.support.kernel_harness import planted_faults
 from tests.support.truth import assert_within_bound
 
-ROOT = Path(__file__).parents[2]
 # Rows per expert around a tile of 16: none, one, a prime, one under and over, all to one expert.
 COUNTS = (
     (0,), (1,), (13,), (15,), (16,), (17,), (0, 5), (7, 0), (1, 1), (17, 15),
@@ -352,7 +348,7 @@ FAULTS = {
     "matrix of the neighbour": "weight_EIO[expert{ => - 1}]",
     "last row of every expert lost": "slice(begin, {end => max(begin, end - 1)}) for",
     "rows of nobody written": "borders = [0, *end_E.tolist(){ => [:-1], num_rows}]",
-    "low precision": "import wide_dtype{ => ; wide_dtype = lambda dtype: torch.bfloat16}",
+    "low precision": "import one_kernel, wide_dtype{ => ; wide_dtype = lambda dtype: torch.bfloat16}",
     "gradient: scale lost": "= {scale => 1.0} * (x_NI[rows]",
     "gradient: weights lost": "if {row_weight_N is None => True}:",
     "gradient: weights on both operands": "weight_N1).to(x_NI.dtype), {d_NO => (d_NO * weight_N1).to(d_NO.dtype)}",
@@ -584,142 +580,3 @@ def test_impossible_options_are_refused():
         grouped_mm(x_NI, weight_EIO, ends(2, 6), low_scale=float("nan"))
     with pytest.raises(ShapeError, match="float64"):
         grouped_weight_grad(x_NI, torch.zeros(6, 3), ends(2, 6), dtype=torch.float64)
-
-
-COMPILE_SCRIPT = """
-import json
-import re
-import sys
-import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from lightning_fastft.kernels.grouped_mm import triton as grouped_mm
-
-
-def compile_kernel(kernel, dtype, capability, tiles, strides_of_one=(), **constants):
-    constants.update(BLOCK_N=tiles.rows, BLOCK_O=tiles.outputs, **dict.fromkeys(strides_of_one, 1))
-    if kernel is not grouped_mm._add_to_rows_kernel:
-        constants.update(BLOCK_I=tiles.inputs, IS_COMPENSATED=grouped_mm._is_compensated(DTYPES[dtype]))
-    # With rows that are found by their slots, which takes more registers.
-    slots = {
-        grouped_mm._grouped_mm_kernel: ("SLOTS_PER_ROW",),
-        grouped_mm._weight_grad_kernel: ("X_SLOTS_PER_ROW", "D_SLOTS_PER_ROW"),
-    }
-    constants.update(dict.fromkeys(slots.get(kernel, ()), 8))
-    wide = {"grad_ptr": "*fp32", "row_weight_ptr": "*fp32", "low_scale": "fp32", "scale": "fp32", "slot_ptr": "*i64"}
-    kinds = {"end_ptr": "*i32", **wide, **dict.fromkeys(constants, "constexpr")}
-    signature = {name: kinds.get(name, "*" + dtype if name.endswith("_ptr") else "i32") for name in kernel.arg_names}
-    # Sizes, strides and addresses in whole 16s: with them loads are asynchronous and need shared memory.
-    attributes = {
-        (index,): [["tt.divisibility", 16]]
-        for index, (name, kind) in enumerate(signature.items())
-        if kind != "constexpr" and name not in ("num_rows", "num_experts", "low_scale", "scale", "row_weight_stride")
-    }
-    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    is_compensated = re.search("sub[.](rn[.])?f32", compiled.asm["ptx"]) is not None
-    print(json.dumps([capability, dtype, kernel.__name__, compiled.metadata.shared, is_compensated]))
-
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-shared = {"BLOCK_E": 128, "GROUP": grouped_mm.ROW_TILES_PER_GROUP}
-# Every dtype where memory is least; elsewhere fp16 takes what bf16 takes. Every run compiles the largest form of each
-# tile on the smallest device, and one of each kernel with the instructions of the newer devices.
-CASES = {
-    "promises": [(86, "fp16", "largest"), (86, "fp32", "largest"), (90, "bf16", "one each")],
-    "faults": [
-        (86, "fp16", "all"), (90, "bf16", "all"), (86, "fp32", "all"), (86, "bf16", "all"), (90, "fp32", "all"),
-        (100, "bf16", "all"),
-    ],
-}
-for capability, dtype, extent in CASES[sys.argv[1]]:
-    is_wide, has_all = dtype == "fp32", extent == "all"
-    products = (
-        [grouped_mm.PRODUCT_TILES_FP32] if is_wide else [grouped_mm.PRODUCT_TILES_MANY, grouped_mm.PRODUCT_TILES_FEW]
-    )
-    forms = [(100, "output", True), (16, "input", False), (0, "output", True)]
-    thin = {
-        grouped_mm.product_tiles(DTYPES[dtype], rows_per_expert=512, num_inputs=num_inputs, num_outputs=num_outputs)
-        for num_inputs, num_outputs in ((2048, 16), (2048, 64), (64, 2048))
-    }
-    for tiles in sorted(thin - set(products)) if extent != "one each" else ():
-        compile_kernel(
-            grouped_mm._grouped_mm_kernel,
-            dtype,
-            capability,
-            tiles,
-            ("weight_stride_input",),
-            RANK=0,
-            HAS_BIAS=False,
-            IS_WHOLE=False,
-            BLOCK_R=grouped_mm._rank_block(0, tiles),
-            **shared,
-        )
-    for number, tiles in enumerate(products if extent != "one each" else ()):
-        # The form that takes most memory, and another one.
-        for rank, axis, is_whole in forms if has_all else (forms[0], forms[1 + number]):
-            compile_kernel(
-                grouped_mm._grouped_mm_kernel,
-                dtype,
-                capability,
-                tiles,
-                ("weight_stride_" + axis,),
-                RANK=rank,
-                HAS_BIAS=rank > 0,
-                IS_WHOLE=is_whole,
-                BLOCK_R=grouped_mm._rank_block(rank, tiles),
-                **shared,
-            )
-    if capability >= 90 and not is_wide:
-        compile_kernel(
-            grouped_mm._grouped_mm_kernel,
-            dtype,
-            capability,
-            grouped_mm.PRODUCT_TILES_LARGE,
-            ("weight_stride_output",),
-            RANK=16,
-            HAS_BIAS=True,
-            IS_WHOLE=True,
-            BLOCK_R=grouped_mm._rank_block(16, grouped_mm.PRODUCT_TILES_LARGE),
-            **shared,
-        )
-    tiles = grouped_mm.ADD_TILES
-    compile_kernel(
-        grouped_mm._add_to_rows_kernel,
-        dtype,
-        capability,
-        tiles,
-        RANK=16,
-        HAS_BIAS=True,
-        BLOCK_R=grouped_mm._rank_block(16, tiles),
-        **shared,
-    )
-    gradients = ((2048, 1536, None), (16, 2048, None), (16, 2048, True), (64, 2048, True), (2048, 64, False))
-    if not has_all:
-        gradients = gradients[:1] if extent == "one each" else gradients[3:4] if is_wide else (gradients[0], *gradients[3:])
-    for num_inputs, num_outputs, is_on_x in gradients:
-        tiles = grouped_mm.grad_tiles(DTYPES[dtype], num_inputs=num_inputs, num_outputs=num_outputs)
-        weights = {"HAS_WEIGHT": is_on_x is not None, "IS_WEIGHT_ON_X": bool(is_on_x)}
-        compile_kernel(grouped_mm._weight_grad_kernel, dtype, capability, tiles, **weights)
-"""
-# Bytes of shared memory that a program may have, by compute capability.
-SHARED_BYTES = {86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-
-
-@pytest.mark.slow(20)
-@in_both_lanes
-def test_the_triton_kernels_compile_and_fit_consumer_cards(lane):
-    out = compile_kernels(COMPILE_SCRIPT, lane)
-    compiled = [json.loads(line) for line in out.splitlines()]
-    # Products in three forms of two tiles, thin ones, larger tiles on newer devices, a sum, gradients.
-    narrow, wide = 2 * 3 + 3 + 1 + 5, 3 + 1 + 1 + 5
-    largest = (2 * 2 + 3 + 1 + 3) + (2 + 1 + 1 + 1) + (1 + 1 + 1)
-    assert len(compiled) == (largest if lane == "promises" else 4 * narrow + 2 + 2 * wide)
-    for capability, dtype, name, shared_bytes, is_compensated in compiled:
-        assert shared_bytes <= SHARED_BYTES[capability], f"{name} on {capability}"
-        # Only what fp32 loses is kept, and no compiler may have taken that for nothing.
-        assert is_compensated == (dtype == "fp32" and name != "_add_to_rows_kernel"), (
-            f"{name} in {dtype} on {capability}"
-        )

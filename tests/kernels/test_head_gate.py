@@ -9,7 +9,6 @@ from lightning_fastft.kernels.head_columns import HeadColumns
 from lightning_fastft.kernels.head_gate import reference
 from lightning_fastft.kernels.head_gate.op import RowGradient, gate_heads, head_gate_backward, head_gate_forward
 from lightning_fastft.kernels.head_gate.reference import HeadGateForm
-from tests.support.children import compile_kernels
 from tests.support.truth import Watch, assert_within_bound, fresh_memory_is_nan, poisoned
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -20,26 +19,6 @@ FORMS = (
     HeadGateForm(HeadColumns(16, 16, num_heads=5, group_size=5, group_step=80), "silu", has_norm=True, eps=1e-3),
     HeadGateForm(HeadColumns(0, 16, num_heads=2, group_size=2, group_step=32), "silu"),
 )
-COMPILE_SCRIPT = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from lightning_fastft.kernels.head_columns import HeadColumns
-from lightning_fastft.kernels.head_gate import triton as gate
-from lightning_fastft.kernels.head_gate.reference import HeadGateForm
-
-forms = (
-    HeadGateForm(HeadColumns(256, 256, 16, 1, 512)),
-    HeadGateForm(HeadColumns(8192, 128, 32, 2, 256), "silu", has_norm=True),
-)
-for capability, dtype, form in ((90, "bf16", forms[0]), (90, "bf16", forms[1]), (86, "fp16", forms[0])):
-    for kernel, more in ((gate._forward_kernel, {}), (gate._backward_kernel, {"NEEDS_WEIGHT": form.has_norm})):
-        constants = {**gate._constants(form), **more}
-        types = {"partial_ptr": "*fp32", "eps": "fp32"}
-        signature = {name: types.get(name, "*" + dtype if name.endswith("_ptr") else "i32") for name in kernel.arg_names}
-        source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constexprs=constants)
-        triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": gate.NUM_WARPS})
-"""
 
 
 def make(form, num_tokens, dtype, *, device="cpu"):
@@ -159,7 +138,3 @@ def test_memory_that_is_still_read_is_refused():
         head_gate_backward(d_y, x, rows, form=FORMS[0], needs_weight=False, out=rows)
     with pytest.raises(OptionError, match="needs_weight"):
         head_gate_backward(d_y, x, rows, form=FORMS[0], needs_weight=True, out=torch.empty_like(rows))
-
-
-def test_the_triton_kernels_compile():
-    compile_kernels(COMPILE_SCRIPT)

@@ -2,32 +2,12 @@
 interpreter and by the compiler.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from lightning_fastft.core.errors import ShapeError
 from lightning_fastft.kernels.host_gather.op import host_gather
-from tests.support.children import compile_kernels
 from tests.support.truth import Watch
-
-ROOT = Path(__file__).parents[2]
-
-COMPILE_SCRIPT = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from lightning_fastft.kernels.host_gather import triton as host_gather
-
-for capability, dtype, index in ((86, "fp32", "i32"), (86, "fp16", "i64"), (90, "bf16", "i64")):
-    signature = {
-        "weight_ptr": "*" + dtype, "token_ptr": "*" + index, "out_ptr": "*" + dtype, "weight_stride": "i32", "num_rows": "i32",
-        "num_columns": "i32", "BLOCK": "constexpr",
-    }
-    source = ASTSource(host_gather._gather_rows_kernel, signature, constexprs={"BLOCK": host_gather.MAX_BLOCK})
-    triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": host_gather.NUM_WARPS})
-"""
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -71,8 +51,3 @@ def test_never_waits():
 def test_what_the_kernel_would_read_wrongly_is_refused(weight_VD, token_T, message):
     with pytest.raises(ShapeError, match=message):
         host_gather(weight_VD, token_T)
-
-
-@pytest.mark.slow
-def test_the_triton_kernel_compiles():
-    compile_kernels(COMPILE_SCRIPT)

@@ -10,7 +10,6 @@ import torch
 from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.low_rank_add import reference
 from lightning_fastft.kernels.low_rank_add.op import add_low_rank
-from tests.support.children import compile_kernels, in_both_lanes
 from tests.support.kernel_harness import planted_faults
 from tests.support.truth import Watch, assert_within_bound, fresh_memory_is_nan, poisoned
 
@@ -26,36 +25,6 @@ BESIDE = 1024.0
 NUM_FOR_SHARE, SHARE = 200, 0.01
 # Triton's interpreter cuts bf16 off instead of rounding it.
 ROUNDED_DTYPES = (torch.float16,) if os.environ.get("TRITON_INTERPRET") == "1" else (torch.float16, torch.bfloat16)
-
-# The first argument is a lane, of which each has its cases; with a second one the kernel has no barrier.
-COMPILE_SCRIPT = """
-import sys, tempfile
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from lightning_fastft.kernels.low_rank_add import triton as low_rank_add
-from tests.support.kernel_harness import load_with_fault
-
-lane, *without_barrier = sys.argv[1:]
-if without_barrier:
-    low_rank_add = load_with_fault(low_rank_add, "{tl.debug_barrier() => pass}", tempfile.mkdtemp())
-kernel = low_rank_add._add_low_rank_kernel
-cases = {
-    "promises": ((80, "fp16", 16, True), (90, "bf16", 32, False)),
-    "faults": ((80, "fp16", 32, False), (86, "fp32", 32, True), (86, "fp32", 16, False), (90, "bf16", 16, True)),
-}
-for capability, dtype, ranks, is_transposed in cases[lane]:
-    constants = {"HAS_RESIDUAL": ranks == 32, "IN_PLACE": ranks == 16, "TRANSPOSED": is_transposed}
-    constants |= {"BLOCK_T": low_rank_add.BLOCK_ROWS, "BLOCK_N": low_rank_add.BLOCK_COLUMNS, "BLOCK_R": ranks}
-    # As a launch has them: of a factor in rows or of a transposed one.
-    constants["factor_column_stride" if is_transposed else "factor_rank_stride"] = 1
-    signature = {name: "*" + dtype if name.endswith("_ptr") else "i32" for name in kernel.arg_names} | dict.fromkeys(constants, "constexpr")
-    source = ASTSource(kernel, signature, constexprs=constants)
-    done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": low_rank_add.NUM_WARPS})
-    assert done.metadata.shared <= 99 * 1024, (constants, done.metadata.shared)
-    between = done.asm["ttir"].rpartition("tt.load")[2].partition("tt.store")[0]
-    assert ("barrier" in between) is constants["IN_PLACE"], "between the last read and the write: " + between
-"""
 
 
 def make_inputs(num_rows, num_columns, num_ranks, dtype, *, device="cpu", has_residual=False):
@@ -271,14 +240,3 @@ def check_every_part(functions):
 test_a_planted_fault_is_seen, test_without_a_fault_the_same_check_passes = planted_faults(
     reference, check_every_part, REFERENCE_FAULTS
 )
-
-
-@in_both_lanes
-def test_the_triton_kernel_compiles_and_has_read_before_it_writes(lane):
-    compile_kernels(COMPILE_SCRIPT, lane)
-
-
-@pytest.mark.fault
-def test_a_lost_barrier_is_seen():
-    with pytest.raises(AssertionError, match="between the last read and the write"):
-        compile_kernels(COMPILE_SCRIPT, "promises", "without the barrier")

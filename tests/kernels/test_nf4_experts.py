@@ -2,41 +2,17 @@
 by the compiler.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from lightning_fastft.core.errors import ShapeError
 from lightning_fastft.kernels.nf4_experts import reference
 from lightning_fastft.kernels.nf4_experts.op import dequantise_stack
-from tests.support.children import compile_kernels
 from tests.support.kernel_harness import planted_faults
 from tests.support.nf4_stacks import check, make_truth
 from tests.support.truth import Watch
 
-ROOT = Path(__file__).parents[2]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-COMPILE_SCRIPT = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from lightning_fastft.kernels.nf4_experts import triton as nf4
-
-constants = {"BLOCK_BYTES": 32, "GROUP": 256, "TILE": nf4.TILE_BLOCKS, "TILES": nf4.TILES_PER_PROGRAM}
-for capability, dtype in ((80, "fp16"), (86, "fp32"), (90, "bf16")):
-    signature = {
-        "packed_ptr": "*u8", "absmax_ptr": "*u8", "nested_absmax_ptr": "*fp32", "offset_ptr": "*fp32", "quant_map_ptr": "*fp32",
-        "nested_quant_map_ptr": "*fp32", "out_ptr": "*" + dtype, "num_blocks": "i32", "num_groups": "i32", **dict.fromkeys(constants, "constexpr"),
-    }
-    # Allocations of torch are aligned to 16 bytes at least; without that no wide access is chosen.
-    aligned = {(place,): [["tt.divisibility", 16]] for place in range(7)}
-    source = ASTSource(nf4._dequantise_stack_kernel, signature, constexprs=constants, attrs=aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": nf4.NUM_WARPS, "enable_fp_fusion": False})
-    if capability == 90:
-        print(compiled.asm["ptx"])
-"""
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -97,11 +73,3 @@ def test_what_does_not_fit_is_refused(change, message):
 def test_an_output_that_does_not_fit_is_refused(out_EX, message):
     with pytest.raises(ShapeError, match=message):
         dequantise_stack(make_truth(2, 3, torch.float32)[0], out_EX)
-
-
-@pytest.mark.slow
-def test_the_triton_kernel_compiles_without_fused_rounding_and_with_wide_stores():
-    out = compile_kernels(COMPILE_SCRIPT)
-    # A fused product and sum rounds once; bitsandbytes rounds twice.
-    assert "fma.rn.f32" not in out
-    assert "st.global.v4.b32" in out

@@ -2,8 +2,6 @@
 interpreter and by the compiler.
 """
 
-from pathlib import Path
-
 import bitsandbytes as bnb
 import pytest
 import torch
@@ -13,49 +11,16 @@ from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.nf4_linear import reference
 from lightning_fastft.kernels.nf4_linear.op import dequantise_many, read_params4bit
 from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
-from tests.support.children import compile_kernels, in_both_lanes
 from tests.support.kernel_harness import planted_faults
 from tests.support.nf4_stacks import guarded
 from tests.support.nf4_weights import dequantise
 from tests.support.truth import Watch
 
-ROOT = Path(__file__).parents[2]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # More than a planted fault writes beside its output.
 MARGIN = 2**17
 # One block, some, one under a group of scales, a group, one over.
 SIZES = ((1, 64), (13, 64), (2, 192), (5, 51 * 64), (4, 64 * 64), (1, 257 * 64))
-
-COMPILE_SCRIPT = """
-import sys
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from lightning_fastft.kernels.nf4_linear import triton as nf4
-
-constants = {"BLOCK_WORDS": 8, "GROUP": 256, "TILE": nf4.TILE_WORDS}
-DIVISIBLE = [["tt.divisibility", 16]]
-cases = {
-    "promises": ((1, True, 80, "fp16"), (2, False, 86, "fp32"), (3, True, 90, "bf16")),
-    "faults": ((4, True, 90, "fp32"), (3, True, 90, "bf16")),
-}
-for count, is_nested, capability, dtype in cases[sys.argv[1]]:
-    weight = ("*u8", "*u8" if is_nested else "*fp32", *["*fp32"] * 4)
-    all_constants = {**constants, "COUNT": count, "ROW_WORDS": (256, 360, 640, 512)[:count]}
-    signature = {
-        "weights": (weight,) * count, "outs": ("*" + dtype,) * count, "num_words": ("i32",) * count, "row_strides": ("i32",) * count,
-        **dict.fromkeys(all_constants, "constexpr"),
-    }
-    # Allocations of torch are aligned to 16 bytes at least, and so are the rows of a buffer; without that no wide
-    # access is chosen.
-    aligned = {(0, place, part): DIVISIBLE for place in range(count) for part in range(6)}
-    aligned |= {(argument, place): DIVISIBLE for argument in (1, 2, 3) for place in range(count)}
-    source = ASTSource(nf4._dequantise_kernel, signature, constexprs=all_constants, attrs=aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": nf4.NUM_WARPS, "enable_fp_fusion": False})
-    if dtype == "bf16":
-        assert compiled.metadata.shared == 0, "values move between threads"
-        print(compiled.asm["ptx"])
-"""
 
 
 def make_truth(size, dtype, *, is_nested=True, device="cpu", seed=0, **options):
@@ -267,13 +232,3 @@ def test_options_that_do_not_fit_are_refused():
         dequantise_many([weight, weight], outs=[out, out.half()])
     with pytest.raises(OptionError, match="read_params4bit"):
         dequantise_many([None], outs=[out])
-
-
-@pytest.mark.slow
-@in_both_lanes
-def test_the_triton_kernel_compiles_without_fused_rounding_and_with_wide_accesses(lane):
-    out = compile_kernels(COMPILE_SCRIPT, lane)
-    # A fused product and sum rounds once; bitsandbytes rounds twice.
-    assert "fma.rn.f32" not in out
-    # Three weights, four words a thread, each written as 16 bytes.
-    assert out.count("st.global.v4.b32") == 12

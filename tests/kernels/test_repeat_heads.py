@@ -5,22 +5,7 @@ import torch
 
 from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.repeat_heads.op import repeat_heads
-from tests.support.children import compile_kernels
 from tests.support.truth import Watch
-
-COMPILE_SCRIPT = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from lightning_fastft.kernels.repeat_heads import triton as repeated
-
-kernel = repeated._repeat_heads_kernel
-for capability, dtype, heads, width, times in ((86, "fp16", 8, 128, 5), (90, "bf16", 2, 64, 8), (90, "fp32", 3, 96, 7)):
-    constants = {"NUM_COLUMNS": heads * width, "HEAD_WIDTH": width, "NUM_TIMES": times, "BLOCK": repeated.MAX_BLOCK}
-    signature = {name: "*" + dtype if name.endswith("_ptr") else "i32" for name in kernel.arg_names} | dict.fromkeys(constants, "constexpr")
-    source = ASTSource(kernel, signature, constexprs=constants)
-    triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": repeated.NUM_WARPS})
-"""
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -58,7 +43,3 @@ def test_no_graph_and_no_wait():
 def test_what_the_kernel_would_read_wrongly_is_refused(x_TGW, num_heads, error, message):
     with pytest.raises(error, match=message):
         repeat_heads(x_TGW, num_heads)
-
-
-def test_the_triton_kernel_compiles():
-    compile_kernels(COMPILE_SCRIPT)

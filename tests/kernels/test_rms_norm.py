@@ -2,21 +2,17 @@
 interpreter and by the compiler.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.backends import wide_dtype
-from lightning_fastft.kernels.rms_norm import reference
+from lightning_fastft.kernels.rms_norm import op, reference
 from lightning_fastft.kernels.rms_norm.op import MAX_COLUMNS, rms_norm_backward, rms_norm_forward
 from lightning_fastft.kernels.rms_norm.reference import NormForm
-from tests.support.children import compile_kernels, in_both_lanes
-from tests.support.kernel_harness import planted_faults
+from tests.support.kernel_harness import fixtures_of, planted_faults
 from tests.support.truth import Watch, assert_within_bound, fresh_memory_is_nan, poisoned
 
-ROOT = Path(__file__).parents[2]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LLAMA, GPT_OSS, GEMMA = (
     NormForm(),
@@ -24,53 +20,12 @@ LLAMA, GPT_OSS, GEMMA = (
     NormForm(weight_offset=1.0, is_weight_wide=True),
 )
 FORMS = (LLAMA, GPT_OSS, GEMMA, NormForm(weight_offset=1.0))
-ROWS, COLUMNS = (1, 7, 65), (1, 5, 16, 64, 128, 131)
 # Errors of a handful of values are luck: plain PyTorch and the largest value are measured on at least so many rows, of
 # which ours are the first; of wide rows fewer are enough values.
 NUM_MEASURED_ROWS, NUM_MEASURED_VALUES = 513, 2**19
 # With enough values, a value that is rounded once differs from the rounded truth only where the truth lies almost
 # between two numbers.
 NUM_FOR_SHARE, SHARE = 200, 0.01
-
-COMPILE_SCRIPT = """
-import itertools
-import re
-import sys
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from lightning_fastft.kernels.rms_norm import triton as norm
-
-POINTERS = ("x_ptr", "y_ptr", "d_y_ptr", "addend_ptr", "out_ptr")
-ONES = {"num_rows", "num_columns", "num_steps", "x_stride", "d_y_stride", "addend_stride", "out_stride"}
-FLOATS = ("mean_scale", "eps", "weight_offset")
-for capability, dtype, weight in ((80, "fp16", "fp16"), (86, "fp32", "fp32"), (90, "bf16", "fp32")):
-    for number, (num_columns, is_set) in enumerate(itertools.product((1, 13, 128, 2880, 16384), (False, True))):
-        # Every run compiles each width once, without and with what is set in turn.
-        if sys.argv[1] == "promises" and (number % 4 not in (0, 3) or (80, 86, 90)[number % 3] != capability):
-            continue
-        block_rows, block_columns, num_warps = norm._tile(num_columns)
-        block = {"BLOCK_T": block_rows, "BLOCK_D": block_columns}
-        forward = {"IS_WEIGHT_WIDE": is_set, **block}
-        backward = {"HAS_ADDEND": is_set, "WRITE_RSTD": is_set, "NEEDS_WEIGHT": is_set, "IN_PLACE": is_set, **block}
-        for kernel, constants in ((norm._rms_norm_forward_kernel, forward), (norm._rms_norm_backward_kernel, backward)):
-            signature = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(FLOATS, "fp32")
-            signature |= dict.fromkeys(POINTERS, "*" + dtype) | dict.fromkeys(("rstd_out_ptr", "partial_ptr"), "*fp32")
-            signature["weight_ptr"] = "*" + weight
-            # An integer that is 1 when a kernel is launched is a constant to the compiler.
-            constants |= dict.fromkeys(ONES & set(kernel.arg_names), 1) if num_columns == 1 else {}
-            signature |= dict.fromkeys(constants, "constexpr")
-            signature = {name: signature[name] for name in kernel.arg_names}
-            source = ASTSource(kernel, signature, constexprs=constants)
-            ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps}).asm["ptx"]
-            # A product that lanes exchange may be fused with the sum after it: each lane rounds its own less than that
-            # of the other, so that lanes hold different sums of one row, and all of them write theirs to one place in
-            # shared memory.
-            exchanged = set(re.findall(r"shfl[.]sync[.]bfly[.]b32\\s+%\\w+, (%\\w+),", ptx))
-            products = set(re.findall(r"mul[.]f32\\s+(%\\w+),", ptx))
-            assert exchanged or num_columns == 1, (kernel.__name__, num_columns)
-            assert not exchanged & products, (kernel.__name__, num_columns, capability)
-"""
 
 
 def formula(x_TD, weight_D, form):
@@ -255,11 +210,8 @@ def check_large_and_small_values(functions, dtype, form, *, device="cpu"):
         check_against_truth(functions, 65, 33, dtype, form, device=device, scale=scale, has_addend=False)
 
 
-class PublicEntries:
-    """The public functions, called as the modules of the backends are."""
-
-    rms_norm_forward = staticmethod(rms_norm_forward)
-    rms_norm_backward = staticmethod(rms_norm_backward)
+# What takes these is a test of the kernels too, in triton_rms_norm.py.
+functions, device = fixtures_of(op, "cpu")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -295,54 +247,65 @@ def test_in_float64_formula_and_gradient_equal_autograd(form):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMS)
-def test_values_and_every_gradient_equal_the_truth(form, dtype):
-    for num_rows in ROWS:
-        for num_columns in COLUMNS:
-            check_against_truth(PublicEntries, num_rows, num_columns, dtype, form)
+def test_every_form_equals_the_truth(functions, device, form, dtype):
+    for num_rows, num_columns in ((1, 1), (7, 5), (9, 33), (65, 16), (9, 257)):
+        check_against_truth(functions, num_rows, num_columns, dtype, form, device=device)
 
 
-def test_without_an_addend():
-    check_against_truth(PublicEntries, 9, 33, torch.bfloat16, LLAMA, has_addend=False)
+def test_without_an_addend(functions, device):
+    check_against_truth(functions, 9, 33, torch.bfloat16, LLAMA, device=device, has_addend=False)
 
 
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("form", FORMS)
-def test_dtype_of_the_weight(form, weight_dtype):
-    check_against_truth(PublicEntries, 9, 33, torch.bfloat16, form, weight_dtype=weight_dtype)
+@pytest.mark.parametrize("form", [LLAMA, GEMMA])
+def test_dtype_of_the_weight(functions, device, form, weight_dtype):
+    check_against_truth(functions, 9, 33, torch.bfloat16, form, device=device, weight_dtype=weight_dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMS)
-def test_large_and_small_values(form, dtype):
-    check_large_and_small_values(PublicEntries, dtype, form)
+def test_large_and_small_values(functions, device, form, dtype):
+    check_large_and_small_values(functions, dtype, form, device=device)
 
 
-def test_without_eps():
-    check_without_eps(PublicEntries)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_rows_of_nan_stay_alone(form):
-    check_rows_of_nan_stay_alone(PublicEntries, torch.bfloat16, form)
-
-
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-@pytest.mark.parametrize("form", FORMS)
-def test_the_gradients_given_may_be_overwritten(form, dtype):
-    check_in_place(PublicEntries, 9, 33, dtype, form)
+def test_without_eps(functions, device):
+    check_without_eps(functions, device=device)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_without_the_gradient_of_the_weight(form):
-    check_without_the_weight(PublicEntries, torch.bfloat16, form)
+def test_rows_of_nan_stay_alone(functions, device, form):
+    check_rows_of_nan_stay_alone(functions, torch.bfloat16, form, device=device)
 
 
-def test_without_rows():
-    empty_TD, weight_D = torch.ones(0, 5), torch.ones(5)
-    assert rms_norm_forward(empty_TD, weight_D, form=LLAMA).shape == (0, 5)
-    gradients = rms_norm_backward(empty_TD, empty_TD, weight_D, form=LLAMA, addend_TD=empty_TD, needs_weight=True)
-    assert gradients.d_x_TD.shape == (0, 5)
-    assert torch.equal(gradients.d_weight_D, torch.zeros(5))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_columns", [1, 33, 130, 2049])
+def test_the_gradients_given_may_be_overwritten(functions, device, num_columns, dtype):
+    check_in_place(functions, 9, num_columns, dtype, LLAMA, device=device)
+
+
+def test_without_rows(functions, device):
+    empty_TD, weight_D = torch.ones(0, 5, device=device), torch.ones(5, device=device)
+    with fresh_memory_is_nan():
+        y_TD = functions.rms_norm_forward(empty_TD, weight_D, form=LLAMA)
+        given = {"form": LLAMA, "addend_TD": empty_TD}
+        gradients, without = (
+            functions.rms_norm_backward(empty_TD, empty_TD, weight_D, **given, needs_weight=needs_weight)
+            for needs_weight in (True, False)
+        )
+    assert y_TD.shape == gradients.d_x_TD.shape == without.d_x_TD.shape == (0, 5)
+    assert torch.equal(gradients.d_weight_D, torch.zeros(5, device=device))
+    assert without.d_weight_D is None
+
+
+@pytest.mark.parametrize("form", [LLAMA, GEMMA])
+def test_two_runs_are_bit_equal(functions, device, form):
+    x_TD, weight_D, d_y_TD, addend_TD = make_inputs(65, 130, torch.bfloat16, form, device=device)
+    runs = []
+    for _ in range(2):
+        y_TD = functions.rms_norm_forward(x_TD, weight_D, form=form)
+        given = {"form": form, "addend_TD": addend_TD, "needs_weight": True}
+        runs.append((y_TD, *functions.rms_norm_backward(d_y_TD, x_TD, weight_D, **given)))
+    assert all(torch.equal(one, other) for one, other in zip(*runs))
 
 
 def test_no_graph_and_no_wait():
@@ -362,7 +325,7 @@ REFERENCE_FAULTS = {
     "offset of the weight lost": "weight_D.to(wide) {+ form.weight_offset => }",
     "normed row not rounded": "if {not form.is_weight_wide => False}:",
     "normed row rounded in the wide form": "if {not form.is_weight_wide => True}:",
-    "fp32 lost": "import wide_dtype{ => ; wide_dtype = lambda dtype: dtype}",
+    "fp32 lost": "import one_kernel, wide_dtype{ => ; wide_dtype = lambda dtype: dtype}",
     "root taken for a constant": "{(d_normed_TD - normed_TD * along_T[:, None]) => d_normed_TD}",
     "second factor of the root lost": "along_T[:, None]) {* rstd_T[:, None] => }",
     "share along the row is the sum": "(d_normed_TD * normed_TD).{mean => sum}(dim=1)",
@@ -497,9 +460,3 @@ def test_output_memory_that_another_program_still_reads_is_refused():
     expanded_TD = torch.ones(4).expand(3, 4)
     with pytest.raises(ShapeError, match="overlap"):
         rms_norm_backward(expanded_TD, x_TD, weight_D, form=LLAMA, needs_weight=True, out=expanded_TD)
-
-
-@pytest.mark.slow
-@in_both_lanes
-def test_the_triton_kernels_compile(lane):
-    compile_kernels(COMPILE_SCRIPT, lane)

@@ -10,47 +10,12 @@ from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.state_scan import reference
 from lightning_fastft.kernels.state_scan.op import state_scan
 from lightning_fastft.kernels.state_scan.reference import Chunks
-from tests.support.children import compile_kernels, in_both_lanes
 from tests.support.truth import fresh_memory_is_nan, one_unit
 
 NAMES = ("x_THW", "dt_TH", "a_H", "b_TGN", "c_TGN", "skip_H")
 # Errors of a handful of values are luck: plain PyTorch is measured on so many times the heads, of which ours are the
 # first.
 NUM_MEASURED = 16
-COMPILE_SCRIPT = """
-import re, subprocess, sys, tempfile, pathlib
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from lightning_fastft.kernels.state_scan import triton as scan
-
-WIDE = ("dt_ptr", "a_ptr", "skip_ptr", "d_dt_ptr", "d_a_ptr", "d_skip_ptr", "d_b_ptr", "d_c_ptr")
-KERNELS = [
-    (scan._states_kernel, {"IS_REVERSED": False}, scan.STATE_WARPS),
-    (scan._states_kernel, {"IS_REVERSED": True}, scan.STATE_WARPS),
-    (scan._output_kernel, {}, scan.OUTPUT_WARPS),
-    (scan._head_gradient_kernel, {}, scan.GRADIENT_WARPS),
-    (scan._group_gradient_kernel, {"HEADS": 8}, scan.GRADIENT_WARPS),
-]
-CASES = [(90, "bf16", 128, 64)] if sys.argv[1] == "promises" else [(90, "bf16", 256, 80), (86, "fp16", 128, 64), (86, "fp32", 64, 64)]
-for capability, dtype, num_n, num_w in CASES:
-    sizes = {"NUM_H": 128, "NUM_G": 8, "NUM_N": num_n, "NUM_W": num_w, "BLOCK_L": 64, "BLOCK_N": scan.MAX_BLOCK, "BLOCK_W": scan.MAX_BLOCK}
-    for kernel, more, num_warps in KERNELS:
-        constants = sizes | more
-        signature = {name: "*" + dtype if name.endswith("_ptr") else "i32" for name in kernel.arg_names}
-        signature |= {name: "*fp32" for name in WIDE if name in signature}
-        signature |= {name: "*i32" for name in ("start_ptr", "index_ptr", "first_ptr") if name in signature}
-        signature |= dict.fromkeys(constants, "constexpr")
-        attributes = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names) if name not in constants}
-        source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
-        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps})
-        with tempfile.TemporaryDirectory() as folder:
-            cubin = pathlib.Path(folder) / "kernel.cubin"
-            cubin.write_bytes(compiled.asm["cubin"])
-            command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(cubin)]
-            usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        print(capability, compiled.metadata.shared, re.search(r"STACK:(\\d+)", usage)[1])
-"""
 
 
 def make_chunks(lengths, size, *, device="cpu"):
@@ -198,12 +163,3 @@ def test_a_backend_that_cannot_serve_is_refused():
     inputs, chunks = change()
     with pytest.raises(OptionError, match="CUDA"):
         state_scan(*inputs, chunks=chunks, backend="triton")
-
-
-@in_both_lanes
-def test_the_kernels_compile_and_fit_consumer_cards(lane):
-    found = [[int(number) for number in line.split()] for line in compile_kernels(COMPILE_SCRIPT, lane).splitlines()]
-    assert len(found) == (5 if lane == "promises" else 15)
-    for capability, shared_bytes, stack_bytes in found:
-        assert shared_bytes <= 99 * 1024
-        assert stack_bytes == 0 or capability != 90, "more registers than a thread has"

@@ -195,7 +195,7 @@ FAULTS = {
     "shares of the average swapped": "{grad_share => beta1} * (grad - avg)",
     "far end of the average": "grad {- beta1 * (grad - avg) => }",
     "fp32 lost": "rate * tl.div_rn(avg, denominator){ => .to(tl.float16).to(tl.float32)}",
-    "last chunk lost": "_adamw_kernel[(num_chunks{ => - 1},)]",
+    "last chunk lost": "launch(_adamw_kernel, (num_chunks{ => - 1},),",
     "last chunk of the norm lost": "len(group.row_C){ => - 1}, GRAD",
     "one chunk per program": "range(program, {num_chunks => program + 1}, NUM_PROGRAMS)",
     "last partial sum lost": "mask=offs < num_partials{ => - 1},",
@@ -234,19 +234,19 @@ FAULTS = {
     "numbers of the host under a flag": "{rate = tl.load(number_ptr) => }",
     "root of the host under a flag": "{root_correction = tl.load(number_ptr + 1) => }",
     "table not refreshed": "{table.refresh() => } correction",
-    "table of the norm not refreshed": "{table.refresh() => } num_programs",
+    "table of the norm not refreshed": "{table.refresh(only_gradients=True) => } num_programs",
 }
 TABLE_FAULTS = {
     "last chunk lost": "{-(- => }self.rows[row].param.numel() // CHUNK{) => }",
     "first chunk of each tensor": "first_R.repeat_interleave(num_chunks_R){ => * 0}",
     "master of the first tensor": "[{row => self.rows[0]}.param.data_ptr() for row in self.rows]",
-    "sizes of the first tensor": "[{row => self.rows[0]}.param.numel() for row in self.rows]",
+    "sizes of the first tensor": "[{row => self.rows[0]}.param.numel() for row in self.rows], [0",
     "without gradient stepped": (
         "_send(torch.tensor({addresses => [one or row.exp_avg.data_ptr() for one, row in zip(addresses, "
         "self.rows)]}, dtype=torch.int64), self.device)"
     ),
     "new gradients not sent": "if is_new {or addresses != self._grad_addresses => }:",
-    "moved tensors not sent": "is_new = {layout != self._layout => self._layout is None}",
+    "moved tensors not sent": "is_new = is_new or {layout != self._layout => False}",
     "dtypes of the first tensor": "keys = [_dtypes({row, grad => self.rows[0], None}) for",
     "dtype of lost gradients": "row.param.dtype, {row.owner.dtype if grad is None else grad.dtype => torch.float16},",
 }

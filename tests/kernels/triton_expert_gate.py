@@ -5,19 +5,20 @@ import torch
 
 from lightning_fastft.kernels.expert_gate import triton
 from lightning_fastft.kernels.expert_gate.reference import GateForm
+from tests.kernels import test_expert_gate
 from tests.kernels.test_expert_gate import (
+    CLAMPED,
     DTYPES,
     FORMS,
     check_against_truth,
-    check_large_values,
-    check_rows_of_nan_stay_alone,
     check_without_weights,
     fresh_memory_is_nan,
     make_addend,
     make_inputs,
 )
-from tests.support.kernel_harness import DEVICE, NARROW, far, planted_faults
+from tests.support.kernel_harness import DEVICE, NARROW, far, planted_faults, shared_tests
 
+globals().update(shared_tests(test_expert_gate, triton))
 TILE = triton.MAX_BLOCK_COLUMNS
 ROWS = (1, triton.BLOCK_ROWS - 1, triton.BLOCK_ROWS, triton.BLOCK_ROWS + 1, 65)
 ADDEND_TILE = triton.ADDEND_MAX_BLOCK_COLUMNS
@@ -26,14 +27,6 @@ RANKS = (0, 1, 3, 15, 16, 17, triton.MAX_BLOCK_RANKS, triton.MAX_BLOCK_RANKS + 1
 COLUMNS = (1, 2, 5, 16, 33, 130, TILE - 1, TILE, TILE + 1, 2 * TILE + 37)
 # The interpreter multiplies the bits of bf16 where a kernel multiplies matrices.
 PRODUCT_DTYPES = (torch.float32, torch.float16) if DEVICE == "cpu" else DTYPES
-CLAMPED = GateForm(is_interleaved=True, activation="clamped")
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("form", FORMS)
-def test_every_form_equals_the_truth(form, dtype):
-    for num_rows, num_columns in ((1, 1), (7, 5), (9, 33), (65, 16), (9, TILE + 1)):
-        check_against_truth(triton, num_rows, num_columns, dtype, form, device=DEVICE)
 
 
 @pytest.mark.parametrize("num_columns", COLUMNS)
@@ -68,55 +61,6 @@ def test_number_of_ranks(num_ranks, dtype):
 def test_number_of_rows_and_columns_with_a_low_rank_product(num_rows, num_columns):
     check_against_truth(triton, num_rows, num_columns, NARROW, GateForm(), device=DEVICE, num_ranks=16)
     check_without_weights(triton, num_rows, num_columns, NARROW, GateForm(), device=DEVICE, num_ranks=16)
-
-
-@pytest.mark.parametrize("form", [CLAMPED._replace(limit=1.5, alpha=0.7), CLAMPED._replace(limit=0.0, alpha=1.0)])
-def test_other_limits_and_steepness(form):
-    check_against_truth(triton, 9, 33, torch.float32, form, device=DEVICE)
-
-
-@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float16])
-def test_dtype_of_the_routing_weight(weight_dtype):
-    check_against_truth(triton, 9, 33, NARROW, GateForm(), device=DEVICE, weight_dtype=weight_dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("form", FORMS)
-def test_large_values_stay_finite_and_true(form, dtype):
-    check_large_values(triton, dtype, form, device=DEVICE)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_rows_of_nan_stay_alone(form):
-    check_rows_of_nan_stay_alone(triton, torch.bfloat16, form, device=DEVICE)
-    check_rows_of_nan_stay_alone(triton, torch.bfloat16, form, device=DEVICE, num_ranks=5)
-
-
-@pytest.mark.parametrize("shape", [(0, 0), (0, 6), (3, 0)])
-@pytest.mark.parametrize("is_interleaved", [False, True])
-def test_without_rows_or_columns(shape, is_interleaved):
-    num_rows, num_columns = shape
-    d_act_NF = torch.ones(num_rows, num_columns, device=DEVICE)
-    gate_up_NP, weight_N = torch.ones(num_rows, 2 * num_columns, device=DEVICE), torch.ones(num_rows, device=DEVICE)
-    with fresh_memory_is_nan():
-        act_NF = triton.gate_forward(gate_up_NP, form=GateForm(is_interleaved))
-        gradients = triton.gate_backward(
-            d_act_NF, gate_up_NP, form=GateForm(is_interleaved), weight_N=weight_N, need_act=True
-        )
-    assert act_NF.shape == gradients.act_NF.shape == shape
-    assert gradients.d_gate_up_NP.shape == gate_up_NP.shape
-    assert torch.equal(gradients.d_weight_N, torch.zeros_like(weight_N))
-    addend = make_addend(num_rows, num_columns, 3, torch.float32, device=DEVICE)
-    added = triton.gate_backward(d_act_NF, gate_up_NP, form=GateForm(is_interleaved), weight_N=weight_N, addend=addend)
-    assert torch.equal(added.d_weight_N, torch.zeros_like(weight_N))
-
-
-def test_without_weight_it_counts_as_one_and_has_no_gradient():
-    d_act_NF, gate_up_NP, weight_N = make_inputs(9, 33, torch.bfloat16, CLAMPED, device=DEVICE)
-    ours = triton.gate_backward(d_act_NF, gate_up_NP, form=CLAMPED)
-    expected = triton.gate_backward(d_act_NF, gate_up_NP, form=CLAMPED, weight_N=torch.ones_like(weight_N))
-    assert torch.equal(ours.d_gate_up_NP, expected.d_gate_up_NP)
-    assert ours.act_NF is ours.d_weight_N is None
 
 
 @pytest.mark.parametrize("num_ranks", [None, 16])
@@ -156,7 +100,7 @@ FAULTS = {
     "no gradient on the bound": "raw_gate <{= => } limit, gate_slope",
     "no gradient of up on its bound": "tl.abs(raw_up) <{= => } limit",
     "columns swapped": "{gate, up => up, gate} = tl.split(",
-    "gradients of the columns swapped": "tl.interleave({d_gate, d_up => d_up, d_gate})",
+    "gradients of the columns swapped": "tl.interleave({d_gate, d_up => d_up, d_gate}), mask=inside_pairs) else: out_ptrs",
     "halves overlap": "up = tl.load(ptrs + num_columns{ => - 1},",
     "weight not applied": "d_act *= {weight => 1.0}",
     "weight of the first row": "weight_ptr + rows * {weight_stride => 0}",
@@ -178,7 +122,7 @@ FAULTS = {
         "tl.store(act_ptrs, act.to(act_ptr.dtype.element_ty), mask=inside{ => & (cols < num_columns - 1)[None, :]})"
     ),
     "columns beyond the last are read as gate": "(cols < 2 * num_columns{ => + 2})[None, :]",
-    "sum of the last row not written": "mask={inside_rows => rows < num_rows - 1}) def gate_forward",
+    "sum of the last row not written": "mask={inside_rows => rows < num_rows - 1}) @triton.jit def _gate_forward_quantised_kernel",
     "wrong stride": "end_E[-1:], act_NF, {gate_up_NP.stride(0) => 2 * num_columns},",
     "wrong stride of the gradient": "d_act_ptr + rows * {d_act_stride => num_columns}",
     "low-rank product lost": "d_act += {addend => 0.0}",

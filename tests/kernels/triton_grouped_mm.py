@@ -329,7 +329,6 @@ def test_addresses_beyond_two_to_the_31_elements_are_reached():
     assert torch.equal(*grads)
 
 
-PRODUCT_STEP, GRAD_STEP = "_add_step(total, lost, x, weight,", "_add_step(total, lost, x, d,"
 FAULTS = {
     "lost mask on the input tail of x": "x_inside &= inputs[None, :] {< num_inputs - start => >= 0}",
     "lost mask on the input tail of the weight": "weight_inside &= inputs[:, None] {< num_inputs - start => >= 0}",

@@ -6,32 +6,26 @@ import pytest
 import torch
 
 from lightning_fastft.kernels.qk_rope import triton
-from lightning_fastft.kernels.qk_rope.reference import Rope, RopeForm
+from lightning_fastft.kernels.qk_rope.reference import Rope
+from tests.kernels import test_qk_rope
 from tests.kernels.test_qk_rope import (
-    DTYPES,
     FORMS,
-    GEMMA,
-    INTERLEAVED,
     LLAMA,
     PARTIAL,
     QWEN3,
     SHARED_FORMS,
-    WIDTHS,
     check_against_truth,
     check_gates,
     check_rows_of_nan_stay_alone,
     check_shares,
     check_without_eps,
-    fresh_memory_is_nan,
     make_inputs,
     run_ours,
     split_heads,
 )
-from tests.support.children import thinned
-from tests.support.kernel_harness import DEVICE, NARROW, planted_faults
+from tests.support.kernel_harness import DEVICE, NARROW, planted_faults, shared_tests
 
-# Every second form in fp32, the others in 16 bits; with more heads than a tile, NARROW meets every form.
-FORM_AND_DTYPE = thinned(FORMS, DTYPES, keep=lambda form, dtype: form % 2 == min(dtype, 1))
+globals().update(shared_tests(test_qk_rope, triton))
 
 
 def small_tiles(module, *, num_programs=3, num_values=1):
@@ -42,12 +36,6 @@ def small_tiles(module, *, num_programs=3, num_values=1):
     return mock.patch.multiple(module, MAX_PARTIALS=num_programs, BLOCK_PARTIALS=2, BLOCK_COPY=16, **tiles)
 
 
-@pytest.mark.parametrize(("form", "dtype"), FORM_AND_DTYPE)
-def test_every_form_equals_the_truth(form, dtype):
-    for num_tokens in (1, 3):
-        check_against_truth(triton, num_tokens, form, dtype, device=DEVICE)
-
-
 # Tiles of 64 values and every form: the check that planted faults must fail, which passes without one.
 @pytest.mark.parametrize("num_values", [1, pytest.param(64, marks=pytest.mark.fault)])
 @pytest.mark.parametrize("form", FORMS)
@@ -56,59 +44,14 @@ def test_more_heads_than_a_tile_and_more_tokens_than_programs(form, num_values):
         check_against_truth(triton, 4, form, NARROW, device=DEVICE)
 
 
-# Any two of width, whole or part of it rotated, norm and order of pairs meet.
-@pytest.mark.parametrize(
-    ("head_width", "is_whole", "has_norm", "is_interleaved"),
-    thinned(
-        WIDTHS,
-        *[(False, True)] * 3,
-        keep=lambda _, is_whole, has_norm, is_interleaved: is_whole ^ has_norm ^ is_interleaved,
-    ),
-)
-def test_width_of_a_head(head_width, is_whole, has_norm, is_interleaved):
-    rotary_width = head_width if is_whole else max(head_width // 4 * 2, 2)
-    form = RopeForm(2, 1, head_width, rotary_width, has_norm=has_norm, is_interleaved=is_interleaved)
-    check_against_truth(triton, 2, form, NARROW, device=DEVICE)
-
-
-@pytest.mark.parametrize(
-    ("form", "heads"),
-    thinned(
-        (LLAMA, QWEN3, INTERLEAVED),
-        ((1, 1), (1, 3), (7, 2), (33, 17)),
-        keep=lambda form, heads: form == heads % 3 or (form, heads) == (1, 3),
-    ),
-)
-def test_number_of_heads(form, heads):
-    num_heads, num_kv_heads = heads
-    form = form._replace(num_heads=num_heads, num_kv_heads=num_kv_heads)
-    check_against_truth(triton, 2, form, NARROW, device=DEVICE)
-
-
-@pytest.mark.parametrize(
-    ("form", "kinds"),
-    [
-        (LLAMA, {"angle_dtype": torch.float32}),
-        *((form, {"weight_dtype": dtype}) for form in (QWEN3, GEMMA) for dtype in (torch.float32, torch.float16)),
-    ],
-)
-def test_dtypes_of_angles_and_weights(form, kinds):
-    check_against_truth(triton, 2, form, torch.bfloat16, device=DEVICE, **kinds)
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_gates_stay_as_they_are(form):
     with small_tiles(triton):
         check_gates(triton, 2, form, NARROW, device=DEVICE)
 
 
-def test_without_eps_nothing_is_divided_by_zero():
-    check_without_eps(triton, device=DEVICE)
-
-
 @pytest.mark.parametrize("form", SHARED_FORMS)
-def test_shares_of_key_and_value_heads_are_added_up(form):
-    check_shares(triton, 2, form, NARROW, device=DEVICE)
+def test_shares_with_small_tiles(form):
     with small_tiles(triton):
         check_shares(triton, 2, form, NARROW, device=DEVICE)
 
@@ -117,25 +60,6 @@ def test_shares_of_key_and_value_heads_are_added_up(form):
 def test_rows_of_nan_stay_alone(form):
     with small_tiles(triton, num_values=64):
         check_rows_of_nan_stay_alone(triton, form, NARROW, device=DEVICE)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_without_tokens(form):
-    with fresh_memory_is_nan():
-        out_TC, d_raw_TC, *d_weights = run_ours(triton, make_inputs(0, form, NARROW, device=DEVICE), form)
-    assert out_TC.shape == d_raw_TC.shape == (0, form.num_columns)
-    for one in d_weights:
-        assert torch.equal(one, torch.zeros(form.head_width, device=DEVICE)) if form.has_norm else one is None
-
-
-@pytest.mark.parametrize("form", [QWEN3, PARTIAL])
-def test_weights_have_no_gradient_where_none_is_asked_for(form):
-    d_qkv_TC, qkv_TC, *others = make_inputs(5, form, NARROW, device=DEVICE)
-    arguments = (split_heads(d_qkv_TC, form), qkv_TC, Rope(*others, form))
-    with_weights = triton.qk_rope_backward(*arguments, needs_weight=True)
-    without = triton.qk_rope_backward(*arguments, needs_weight=False)
-    assert without.d_q_weight_W is without.d_k_weight_W is None
-    assert torch.equal(without.d_raw_TC, with_weights.d_raw_TC)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -7,28 +7,25 @@ import pytest
 import torch
 
 from lightning_fastft.kernels.rms_norm import triton
+from tests.kernels import test_rms_norm
 from tests.kernels.test_rms_norm import (
-    DTYPES,
-    FORMS,
     GEMMA,
     GPT_OSS,
     LLAMA,
     check_against_truth,
     check_every_part,
-    check_in_place,
-    check_large_and_small_values,
-    check_rows_of_nan_stay_alone,
-    check_without_eps,
     check_without_the_weight,
-    fresh_memory_is_nan,
     make_inputs,
 )
-from tests.support.kernel_harness import DEVICE, far, planted_faults
+from tests.support.kernel_harness import DEVICE, far, planted_faults, shared_tests
 
 # Rows of 130 columns share a program by so many.
 BLOCK_ROWS = triton._tile(130)[0]
 ROWS = (1, BLOCK_ROWS - 1, BLOCK_ROWS, BLOCK_ROWS + 1, 8 * BLOCK_ROWS + 1)
 COLUMNS = (1, 2, 5, 31, 32, 33, 64, 128, 130, 255, 256, 257, 1023, 2048, 2049, 4096, 5000)
+
+
+globals().update(shared_tests(test_rms_norm, triton))
 
 
 @pytest.fixture(autouse=True)
@@ -56,13 +53,6 @@ def few_programs(monkeypatch):
     monkeypatch.setattr(triton, "MAX_PROGRAMS", 3)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("form", FORMS)
-def test_every_form_equals_the_truth(form, dtype):
-    for num_rows, num_columns in ((1, 1), (7, 5), (9, 33), (65, 16), (9, 257)):
-        check_against_truth(triton, num_rows, num_columns, dtype, form, device=DEVICE)
-
-
 @pytest.mark.parametrize("num_columns", COLUMNS)
 @pytest.mark.parametrize("form", [LLAMA, GEMMA])
 def test_number_of_columns(num_columns, form):
@@ -83,66 +73,10 @@ def test_number_of_rows(num_rows, form):
     check_against_truth(triton, num_rows, 130, torch.bfloat16, form, device=DEVICE)
 
 
-def test_without_an_addend():
-    check_against_truth(triton, 9, 33, torch.bfloat16, LLAMA, device=DEVICE, has_addend=False)
-
-
-@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("form", [LLAMA, GEMMA])
-def test_dtype_of_the_weight(form, weight_dtype):
-    check_against_truth(triton, 9, 33, torch.bfloat16, form, device=DEVICE, weight_dtype=weight_dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("form", FORMS)
-def test_large_and_small_values(form, dtype):
-    check_large_and_small_values(triton, dtype, form, device=DEVICE)
-
-
-def test_without_eps():
-    check_without_eps(triton, device=DEVICE)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_rows_of_nan_stay_alone(form):
-    check_rows_of_nan_stay_alone(triton, torch.bfloat16, form, device=DEVICE)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_columns", [1, 33, 130, 2049])
-def test_the_gradients_given_may_be_overwritten(num_columns, dtype):
-    check_in_place(triton, 9, num_columns, dtype, LLAMA, device=DEVICE)
-
-
 @pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize("form", [LLAMA, GEMMA])
 def test_without_the_gradient_of_the_weight(form):
     check_without_the_weight(triton, torch.bfloat16, form, device=DEVICE)
-
-
-def test_without_rows():
-    empty_TD, weight_D = torch.ones(0, 5, device=DEVICE), torch.ones(5, device=DEVICE)
-    with fresh_memory_is_nan():
-        y_TD = triton.rms_norm_forward(empty_TD, weight_D, form=LLAMA)
-        gradients = triton.rms_norm_backward(
-            empty_TD, empty_TD, weight_D, form=LLAMA, addend_TD=empty_TD, needs_weight=True
-        )
-        without = triton.rms_norm_backward(empty_TD, empty_TD, weight_D, form=LLAMA, needs_weight=False)
-    assert y_TD.shape == gradients.d_x_TD.shape == (0, 5)
-    assert torch.equal(gradients.d_weight_D, torch.zeros(5, device=DEVICE))
-    assert without.d_weight_D is None
-
-
-@pytest.mark.usefixtures("few_programs")
-@pytest.mark.parametrize("form", [LLAMA, GEMMA])
-def test_two_runs_are_bit_equal(form):
-    x_TD, weight_D, d_y_TD, addend_TD = make_inputs(65, 130, torch.bfloat16, form, device=DEVICE)
-    runs = []
-    for _ in range(2):
-        y_TD = triton.rms_norm_forward(x_TD, weight_D, form=form)
-        gradients = triton.rms_norm_backward(d_y_TD, x_TD, weight_D, form=form, addend_TD=addend_TD, needs_weight=True)
-        runs.append((y_TD, *gradients))
-    assert all(torch.equal(one, other) for one, other in zip(*runs))
 
 
 def test_rows_beyond_two_to_the_31_elements_are_reached():

@@ -73,6 +73,7 @@ def test_the_pad_tail_changes_nothing(name):
     assert_exact(errors(build_tiny(name), lengths=(5, 2, 1), pad_to=16))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("policy", ["recompute", "offload"])
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "falcon_h1", "zamba2", "jamba"])
 def test_layers_that_run_again_in_the_backward_are_exact(name, policy):
@@ -92,6 +93,7 @@ def test_a_recompute_uses_the_pack_of_its_own_forward(name):
     assert_close(gradients, take_gradients(model))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("name", "targets"),
     [
@@ -180,6 +182,7 @@ def look_one_back(packed, hidden_states, context):
     return torch.cat(outputs, dim=1)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("fault", ["state", "window"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_planted_leak_is_found(name, fault, monkeypatch):

@@ -163,8 +163,11 @@ def test_the_auxiliary_loss_reaches_the_router(name):
     assert any(distance(grads[n], without[n]) > 1e-3 for n in grads if "gate.weight" in n or "router" in n)
 
 
-def test_the_model_beside_keeps_its_experts():
-    swapped, other = build_tiny("qwen3_moe", experts="eager"), build_tiny("qwen3_moe", experts="eager")
+@pytest.mark.parametrize("shares_config", [False, True])
+def test_the_model_beside_keeps_its_experts(shares_config):
+    swapped = build_tiny("mixtral", experts="eager")
+    other = type(swapped)(swapped.config) if shares_config else build_tiny("mixtral", experts="eager")
+    assert (swapped.config is other.config) is shares_config
     patcher, _ = install(swapped)
     with CountedCore() as core:
         run(other)
@@ -172,21 +175,8 @@ def test_the_model_beside_keeps_its_experts():
         run(swapped)
         assert len(core.calls) == 2
     patcher.undo()
-
-
-def test_a_model_that_shares_the_configuration_object_keeps_its_experts():
-    config = build_tiny("mixtral", experts="eager").config
-    swapped, other = (type(build_tiny("mixtral"))(config) for _ in range(2))
-    assert swapped.config is other.config
-    patcher, _ = install(swapped)
-    with CountedCore() as core:
-        run(other)
-        assert not core.calls
-        run(swapped)
-        assert len(core.calls) == 2
-    patcher.undo()
-    assert config._experts_implementation == "eager"
-    assert all(module.config is config for _, module in find_experts(swapped))
+    assert swapped.config._experts_implementation == "eager"
+    assert all(module.config is swapped.config for _, module in find_experts(swapped))
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "llama4_text"])

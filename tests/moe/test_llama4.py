@@ -22,6 +22,7 @@ def routed_twin(layer):
     return share_state(layer, RoutedLlama4Moe), patcher
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("num_experts_per_token", [1, 2, 3, 4])
 @pytest.mark.parametrize("shape", [(1, 1, 32), (2, 9, 32), (0, 5, 32)])
 def test_outputs_and_gradients_are_those_of_every_expert_on_every_token(num_experts_per_token, shape):

@@ -166,6 +166,7 @@ ROUTES = [
 ]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("route", "num_chosen"), ROUTES)
 @pytest.mark.parametrize("form", [SILU, CLAMPED], ids=["silu", "clamped"])
 @pytest.mark.parametrize("is_transposed", [False, True])
@@ -202,6 +203,7 @@ def test_experts_without_a_gate():
     assert_close(run(run_experts, case, dtype=torch.float64, trained=trained, has_gate=False), true, bound=1e-12)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("num_tokens", [0, 1])
 @pytest.mark.parametrize("num_experts", [1, 3])
 def test_smallest_sizes(num_tokens, num_experts):
@@ -223,6 +225,7 @@ def test_wide_masters_of_adapters_and_routing_weights_get_wide_gradients():
         assert not torch.equal(found[name], found[name].bfloat16().float()), name
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "trained", [ADAPTERS, ("gate_up.a",), ("gate_up.b",), ("down.a",), ("down.b",), FROZEN], ids=lambda names: names[-1]
 )

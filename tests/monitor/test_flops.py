@@ -8,6 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3Moe
 
 from lightning_fastft.hf.families import decoder_layers, find_causal_models
 from lightning_fastft.monitor.flops import count_flops
+from tests.support.sizes import sizes
 
 NUM_TOKENS = 64
 
@@ -15,12 +16,7 @@ NUM_TOKENS = 64
 def tiny_llama():
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=96,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
+            **sizes(vocab=96, width=32, inner=64, layers=3, heads=4, key_heads=2),
             attn_implementation="eager",
             tie_word_embeddings=False,
         )
@@ -91,14 +87,8 @@ def test_attention_follows_the_documents_and_the_window():
 @pytest.mark.parametrize("num_active", [1, 2])
 def test_experts_count_by_the_share_a_token_meets(num_active):
     config = Qwen3MoeConfig(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=64,
+        **sizes(vocab=96, width=32, inner=64, layers=1, heads=4, key_heads=2, head_width=8),
         moe_intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
         num_experts=8,
         num_experts_per_tok=num_active,
     )

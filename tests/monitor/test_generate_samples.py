@@ -106,20 +106,10 @@ def test_the_first_and_the_last_validations_are_kept():
     assert samples.describe()["num_left"] == 20 - MOST_VALIDATIONS
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"prompts": "one text"},
-        {"prompts": []},
-        {"prompts": [""]},
-        {"prompts": [3]},
-        {"prompts": [[{"content": "no role"}]]},
-        {"prompts": ["a"], "max_new_tokens": 0},
-    ],
-)
-def test_refuses_options_that_cannot_be(options):
+@pytest.mark.parametrize("prompt", ["", [{"content": "no role"}]])
+def test_refuses_prompts_that_cannot_be(prompt):
     with pytest.raises(OptionError):
-        GenerateSamples(**options)
+        GenerateSamples([prompt])
 
 
 def test_refuses_a_run_without_tokenizer_or_model_before_training(tmp_path):

@@ -22,6 +22,7 @@ from tests.support.packs import (
     run_packed,
     take_gradients,
 )
+from tests.support.sizes import sizes
 from tests.support.tiny_models import DENSE, MOE, TINY, VOCABULARY, WINDOW, build_tiny
 
 pytestmark = pytest.mark.covering
@@ -446,15 +447,9 @@ def test_a_family_whose_layers_do_not_pass_their_window_on_is_refused():
     from transformers import PhimoeConfig, PhimoeForCausalLM
 
     config = PhimoeConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=40,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        **sizes(vocab=VOCABULARY, width=32, inner=40, layers=1, heads=4, key_heads=2, positions=64),
         num_local_experts=2,
         sliding_window=WINDOW,
-        max_position_embeddings=64,
     )
     model = PhimoeForCausalLM(config)
     install(model)
@@ -481,13 +476,7 @@ def test_install_says_so_when_a_family_is_not_tested():
 
     model = Olmo3ForCausalLM(
         Olmo3Config(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=40,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            sliding_window=WINDOW,
+            **sizes(vocab=VOCABULARY, width=32, inner=40, layers=2, heads=4, key_heads=2), sliding_window=WINDOW
         )
     )
     truth = copy.deepcopy(model)
@@ -512,14 +501,7 @@ def build_composite():
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
     text = build_tiny("gemma3_text").config.to_dict()
-    vision = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "image_size": 16,
-        "patch_size": 8,
-    }
+    vision = sizes(width=16, inner=16, layers=1, heads=2, image_size=16, patch_size=8)
     torch.manual_seed(0)
     config = Gemma3Config(
         text_config=text,

@@ -10,29 +10,23 @@ from lightning_fastft.hf.loading.source import auto_class
 from lightning_fastft.hf.lora import add_adapters, parse_lora
 from lightning_fastft.training.fine_tuner import FineTuner
 from tests.support.packs import make_batch
+from tests.support.sizes import sizes
 from tests.support.tiny_models import VOCABULARY, build_tiny
 
-TEXT = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
+TEXT = sizes(
+    vocab=VOCABULARY,
+    width=32,
+    inner=40,
+    layers=2,
+    heads=4,
+    key_heads=2,
+    head_width=8,
+    positions=128,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+VISION = sizes(width=32, inner=40, layers=1, heads=2, image_size=28, patch_size=14)
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
 QWEN_TOWER = {
     "depth": 1,

@@ -50,6 +50,7 @@ def count_positions_from_the_pack(model):
     model.transformer.register_forward_pre_hook(number, with_kwargs=True)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_family_without_a_leak_passes(name, dtype):
@@ -59,6 +60,7 @@ def test_a_family_without_a_leak_passes(name, dtype):
     assert "rounding explains" in status.reason
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_leaks_is_refused_with_the_family_and_the_difference(name, dtype):

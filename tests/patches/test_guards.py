@@ -19,17 +19,10 @@ from lightning_fastft.hf import families
 from lightning_fastft.patches.attention import register
 from lightning_fastft.patches.packed import install_packed_training
 from tests.support.packs import make_batch
+from tests.support.sizes import sizes
 from tests.support.tiny_models import VOCABULARY, build_tiny
 
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-}
+SIZES = sizes(vocab=VOCABULARY, width=32, inner=40, layers=2, heads=4, key_heads=2, pad_token_id=0)
 
 
 # One image of four patches.

@@ -72,6 +72,7 @@ def assert_same(expected, ours, *, tolerance=1e-6):
         assert error <= 2 * tolerance, f"{name}: {error}"
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("tie", [False, True])
 def test_loss_and_gradients_equal_transformers_own(name, tie):
@@ -99,6 +100,7 @@ def test_lazy_logits_become_the_models_own_logits(name):
     assert torch.equal(lazy.tensor(), expected)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_evaluation_reports_statistics_without_logits(name, mode):
@@ -468,6 +470,7 @@ class TestObjective:
         logits_TV = model(**{**batch_of(batch), "context": None}).logits[0]
         return logits_TV[context.labelled_row_R[: context.num_labelled]].float()
 
+    @pytest.mark.covering
     @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3_text", "granite", "cohere"])
     @pytest.mark.parametrize("temperature", [1.0, 2.5])
     def test_log_probs_equal_those_of_full_logits(self, name, temperature):

@@ -74,6 +74,7 @@ BUILDERS = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("lengths", MIXED.values(), ids=MIXED.keys())
 @pytest.mark.parametrize("name", BUILDERS)
 def test_each_document_gets_the_angles_it_gets_alone(name, lengths):

@@ -31,6 +31,7 @@ QUICK = {"qwen3", "mistral_windowed", "gemma3_text", "mixtral", "lfm2", "nemotro
 FAMILIES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.fault]) for name in NAMES]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_unprepared_model_is_refused(name, attention):

@@ -190,6 +190,7 @@ def test_hooks_and_subclasses_of_a_linear_layer_keep_working():
     assert type(model[0][0]) is Scaled
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("shape", [(5, 6), (1, 5, 6), (2, 5, 6)])
 @pytest.mark.parametrize("trained", [True, False])

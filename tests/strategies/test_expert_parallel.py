@@ -33,6 +33,7 @@ def check_same(found, truth):
     assert difference(found["state"], truth["state"]) <= BOUND
 
 
+@pytest.mark.covering
 @pytest.mark.slow
 @pytest.mark.parametrize("route", worker.ROUTES)
 @pytest.mark.parametrize("family", worker.FAMILIES)

@@ -23,6 +23,7 @@ from lightning_fastft import (
 from lightning_fastft.checkpoint.stops import STOP_SIGNALS, StopSignals
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from tests.support.processes import children_of
+from tests.support.sizes import sizes
 from tests.support.token_weighting_worker import CONFIG
 from tests.support.training_parts import VOCAB_SIZE, PlainModule, packed_loader, quiet_trainer, tiny_llama
 
@@ -103,17 +104,10 @@ def tiny_mixture():
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=48,
+        **sizes(vocab=VOCAB_SIZE, width=32, inner=48, layers=2, heads=4, key_heads=2, head_width=8, positions=256),
         moe_intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
         num_experts=4,
         num_experts_per_tok=2,
-        max_position_embeddings=256,
     )
     return Qwen3MoeForCausalLM(config).train()
 

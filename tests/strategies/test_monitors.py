@@ -1,11 +1,14 @@
 """Monitors that cannot work are named before training, and no others."""
 
 import contextlib
+import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 
 from lightning_fastft import FineTuner
 from lightning_fastft.core.errors import OptionError
@@ -73,3 +76,19 @@ def test_monitor_that_a_fine_tuner_does_not_log_is_named(tmp_path, make, monitor
     named = [str(entry.message) for entry in caught if "monitors" in str(entry.message)]
     assert bool(named) == is_named
     assert all("'val_loss'" in message for message in named)
+
+
+def test_a_logger_of_wandb_without_a_login_is_refused_before_the_model_is_built(tmp_path, monkeypatch):
+    class UsageError(Exception):
+        pass
+
+    class NotLoggedIn(CSVLogger):
+        @property
+        def experiment(self):
+            raise UsageError("No API key configured")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(errors=SimpleNamespace(UsageError=UsageError)))
+    module = PlainModule(tiny_llama())
+    trainer = quiet_trainer(tmp_path, strategy="fastft", logger=NotLoggedIn(tmp_path))
+    with pytest.raises(OptionError, match="wandb login"):
+        trainer.fit(module, packed_loader(2))

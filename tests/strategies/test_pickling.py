@@ -41,6 +41,7 @@ class PickleTheTrainer(pl.Callback):
         self.copy = pickle.loads(pickle.dumps(trainer))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("policy", ["auto", "keep", "recompute"])
 @pytest.mark.parametrize("kind", ["own module", "FineTuner"])
 def test_trainer_is_pickled_in_the_middle_of_fit(tmp_path, kind, policy):

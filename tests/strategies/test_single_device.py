@@ -417,3 +417,10 @@ def test_manual_steps_that_return_nothing_are_judged(tmp_path, strategy):
     callbacks = [] if strategy == "fastft" else [PackedTraining()]
     with pytest.raises(ContextError):
         quiet_trainer(tmp_path, strategy=strategy, callbacks=callbacks).fit(Manual(tiny_llama()), packed_loader())
+
+
+def test_several_processes_of_a_launcher_are_refused_before_training(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(OptionError, match="each would train alone"):
+        FastFTStrategy().setup_environment()

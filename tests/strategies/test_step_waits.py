@@ -36,6 +36,7 @@ def fit_counted(tmp_path, module, *, strategy, callbacks, **options):
     return counter.waits
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
 @pytest.mark.parametrize("is_adapted", [False, True])
 def test_step_of_the_strategy_waits_for_nothing(tmp_path, policy, is_adapted):

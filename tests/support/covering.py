@@ -1,18 +1,26 @@
 """Selection of test cases that cover every parameter value once."""
 
+from collections import defaultdict
+
 import pytest
 
 
 def keep_covering_cases(items):
-    """Mark every case as ``fault`` whose parameter values all occur in cases of the same test that were kept.
+    """Mark as ``fault`` the cases of each test but a few, in which every value of every parameter occurs.
 
-    Each value of each parameter keeps at least one case; combinations of them run in the fault lane.
+    The case with most values that are not covered yet is kept first; combinations of them run in the fault lane.
     """
-    seen = set()
+    cases_of_test = defaultdict(list)
     for item in sorted(items, key=lambda item: item.nodeid):
         params = item.callspec.params if hasattr(item, "callspec") else {}
         # The cases of one test share the objects that were given to parametrize.
-        values = {(item.function, name, id(value)) for name, value in params.items()}
-        if values and values <= seen:
-            item.add_marker(pytest.mark.fault)
-        seen |= values
+        cases_of_test[item.function].append((item, {(name, id(value)) for name, value in params.items()}))
+    for cases in cases_of_test.values():
+        open_values = set().union(*(values for _, values in cases))
+        while open_values:
+            kept = max(cases, key=lambda case: len(case[1] & open_values))
+            open_values -= kept[1]
+            cases.remove(kept)
+        for item, values in cases:
+            if values:
+                item.add_marker(pytest.mark.fault)

@@ -7,6 +7,7 @@ wrap it. The text must be in the module exactly once.
 
 import ast
 import importlib.util
+import inspect
 import os
 import re
 from pathlib import Path
@@ -29,6 +30,21 @@ def far(tensor):
     """
     rows = torch.empty(2**31 + 64, dtype=tensor.dtype, device=tensor.device).as_strided(tensor.shape, (2**30, 1))
     return rows.copy_(tensor)
+
+
+def fixtures_of(functions, device=DEVICE):
+    """Return the fixtures ``functions`` and ``device``, which tests of a twin take and `shared_tests` replaces."""
+    return pytest.fixture(lambda: functions, name="functions"), pytest.fixture(lambda: device, name="device")
+
+
+def shared_tests(module, functions):
+    """Return the tests of a module that take ``functions``, and the fixtures with which they test other functions."""
+    tests = {
+        name: test
+        for name, test in vars(module).items()
+        if name.startswith("test_") and "functions" in inspect.signature(test).parameters
+    }
+    return tests | dict(zip(("functions", "device"), fixtures_of(functions)))
 
 
 def planted_faults(module, check, faults, *, except_in=None, errors=AssertionError):

@@ -3,23 +3,25 @@
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from tests.support.sizes import sizes
+
 VOCABULARY = 97
 WINDOW = 5
 
-_SHARED = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "tie_word_embeddings": False,
-}
+_SHARED = sizes(
+    vocab=VOCABULARY,
+    width=32,
+    inner=40,
+    layers=2,
+    heads=4,
+    key_heads=2,
+    head_width=16,
+    positions=128,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+    tie_word_embeddings=False,
+)
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _MIXED_WINDOWS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 
@@ -138,16 +140,9 @@ MORE_DENSE = {
     ),
 }
 # Models with an image tower; the overrides of build_tiny are those of the text part.
-_TOWER = {
-    "depth": 1,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_heads": 2,
-    "out_hidden_size": 32,
-    "deepstack_visual_indexes": [0],
-}
+_TOWER = sizes(
+    depth=1, layers=1, heads=2, width=32, inner=40, num_heads=2, out_hidden_size=32, deepstack_visual_indexes=[0]
+)
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
 _SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
 COMPOSITES = {

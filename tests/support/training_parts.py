@@ -7,19 +7,14 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_fastft.packing.collate import Document, collate
+from tests.support.sizes import sizes
 
 VOCAB_SIZE = 97
 
 
 def tiny_llama(**options):
     config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
+        **sizes(vocab=VOCAB_SIZE, width=32, inner=48, layers=2, heads=4, key_heads=2, positions=256),
         tie_word_embeddings=False,
         **options,
     )

@@ -63,7 +63,7 @@ def _run_rank(rank, environment, folder, limit_s, module, arguments):
 
 
 def launch_two_ranks(module, *arguments, timeout_s=300):
-    """Run a module on two ranks as ``run_two_ranks`` does, by torchrun."""
+    """Run a module on two ranks as ``run_two_ranks`` does, by torchrun: on GPUs, which forks cannot use."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m"]
     command = [*launcher, "tests.support.rank_exit", str(timeout_s), module, *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -8,6 +8,7 @@ from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, ProcessorMixin
 
 from tests.packing.conftest import build_tokenizer
+from tests.support.sizes import sizes
 
 PLACEHOLDERS = {
     "qwen": "<|vision_start|><|image_pad|><|vision_end|>",
@@ -25,19 +26,19 @@ SPECIAL = (
     *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<image>"),
     *("[IMG]", "[IMG_BREAK]", "[IMG_END]", "<img>", "</img>", "<IMG_CONTEXT>"),
 )
-TEXT = {
-    "vocab_size": 384,
-    "hidden_size": 64,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 0,
-}
+TEXT = sizes(
+    vocab=384,
+    width=64,
+    inner=48,
+    layers=2,
+    heads=4,
+    key_heads=2,
+    head_width=16,
+    positions=512,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=0,
+)
 SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
 QWEN_TOWER = {
     "depth": 2,
@@ -49,14 +50,7 @@ QWEN_TOWER = {
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
 }
-TOWER = {
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": 16,
-    "patch_size": 4,
-}
+TOWER = sizes(width=32, inner=40, layers=2, heads=2, image_size=16, patch_size=4)
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
 LINEAR = {
     "linear_num_value_heads": 4,

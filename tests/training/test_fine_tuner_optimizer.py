@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_fastft.callbacks.finite_guard import FiniteGuard
 from lightning_fastft.callbacks.gradient_health import GradientHealth
 from lightning_fastft.core.errors import NotTrainingError, OptionError
-from lightning_fastft.fused.low_precision_adapters import _LowPrecisionCopy
+from lightning_fastft.fused.low_precision_adapters import LowPrecisionCopy
 from lightning_fastft.strategies.packed_steps import missing_optimizer_bytes
 from lightning_fastft.training.optimization import adamw_state
 from lightning_fastft.training.optimizer import FusedAdamW
@@ -155,11 +155,11 @@ def test_compute_copies_are_written_by_the_step_and_not_again(tmp_path, is_ours)
         copied.append(copy.tensor)
         return copy_master(copy)
 
-    foreach_copy, copy_master = torch._foreach_copy_, _LowPrecisionCopy.copy_master
+    foreach_copy, copy_master = torch._foreach_copy_, LowPrecisionCopy.copy_master
     optimizer = None if is_ours else lambda groups: torch.optim.AdamW(groups, foreach=False)
     with (
         mock.patch.object(torch, "_foreach_copy_", copy_all),
-        mock.patch.object(_LowPrecisionCopy, "copy_master", copy_one),
+        mock.patch.object(LowPrecisionCopy, "copy_master", copy_one),
     ):
         fit_tuner(tmp_path, mode="lora_bf16", optimizer=optimizer, callbacks=[Watching()], num_steps=3)
     assert seen == ([0, 0, 0] if is_ours else [28, 56, 84])

@@ -222,10 +222,12 @@ def test_adapters_of_another_base_are_refused_by_name(bases, tmp_path):
     content = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     content.popitem()
     save_file(content, tmp_path / "adapter" / "adapter_model.safetensors")
-    with pytest.raises(DataError, match=r"lora_.*on one side only"):
-        FineTuner(
-            bases["tied"], adapter=str(tmp_path / "adapter"), dtype="float32", accept_other_base=True
-        ).configure_model()
+    for options in (
+        {"adapter": str(tmp_path / "adapter")},
+        {"lora": LORA, "frozen_adapters": [str(tmp_path / "adapter")]},
+    ):
+        with pytest.raises(DataError, match=r"1 weights are missing in it, such as .*lora_"):
+            FineTuner(bases["tied"], dtype="float32", accept_other_base=True, **options).configure_model()
 
 
 def test_loftq_makes_up_for_what_nf4_loses(bases, tmp_path):
@@ -371,6 +373,26 @@ def test_noise_follows_the_length_of_each_document_and_its_seeds():
 def test_what_would_be_wrong_is_refused_by_name(options, message):
     with pytest.raises(OptionError, match=message):
         FineTuner(UNTIED, init="random", **options)
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        ({"rank_pattern": {"q_prj": 4}}, r"rank_pattern has 'q_prj'.*nearest: q_proj"),
+        ({"alpha_pattern": {"layers.0.v_prj": 4}}, r"alpha_pattern .*nearest: v_proj"),
+        ({"modules_to_save": ["lm_hed"]}, r"modules_to_save has 'lm_hed'.*nearest: lm_head"),
+        ({"target_modules": "q_proj, v_proj"}, r"Write \[q_proj, v_proj\]"),
+        ({"init_lora_weights": "pisa"}, r"Did you mean pissa\?"),
+    ],
+)  # fmt: skip
+def test_names_that_peft_ignores_are_refused(lora, message):
+    with pytest.raises(OptionError, match=message):
+        FineTuner(UNTIED, init="random", lora=lora).configure_model()
+
+
+@pytest.mark.parametrize("name", ["layers.7.q_proj", r".*\.q_pr.*", "self_attn.q_proj"])
+def test_names_of_other_depths_and_patterns_are_left_to_peft(name):
+    FineTuner(UNTIED, init="random", lora={"r": 2, "rank_pattern": {name: 4}}).configure_model()
 
 
 def test_tied_embeddings_that_were_trained_apart_are_merged_apart(bases, tmp_path):

@@ -101,6 +101,7 @@ GROUPS = [
 ]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "options",
     [{"kind": "reverse_kl"}, {"kind": "jsd", "beta": 0.1}, {"kind": "forward_kl"}, {"kind": "jsd", "temperature": 2.0}],
@@ -148,11 +149,11 @@ def test_a_round_compares_each_prompts_own_completions(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["reverse_kl", "jsd"])
+@pytest.mark.parametrize("kind", ["reverse_kl", pytest.param("jsd", marks=pytest.mark.fault)])
 def test_a_student_nears_its_teacher_on_its_own_completions(tmp_path, kind):
     tuner, data = make_parts(num_completions=4, max_new_tokens=6, max_tokens=256, tuner_options={"kind": kind})
     record(tuner)
-    fit(tmp_path, tuner, data, max_steps=80)
+    fit(tmp_path, tuner, data, max_steps=50)
     assert sum(tuner.divergences[-10:]) < 0.5 * sum(tuner.divergences[:10])
 
 
@@ -242,6 +243,7 @@ def test_a_share_between_samples_other_prompts_in_each_round(tmp_path):
     assert run("c", seed=1) != rounds
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("sampled_share", [0.5, 1.0])
 @pytest.mark.parametrize(("accumulate", "at"), [(1, 2), (2, 2)])
 def test_a_run_goes_on_inside_a_round_from_its_checkpoint(tmp_path, sampled_share, accumulate, at):

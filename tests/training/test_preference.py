@@ -52,6 +52,7 @@ def pair_losses_alone(tuner, documents):
     return found
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("shares_prompts", [True, False])
 @pytest.mark.parametrize("loss", PAIRED)
 def test_packed_pairs_are_computed_as_each_completion_alone(loss, shares_prompts):
@@ -164,8 +165,6 @@ def test_predictions_of_labelled_rows_are_of_no_other_completions(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"loss": "dpo"}, "loss"),
-        ({"beta": 0.0}, "beta"),
         ({"loss": "hinge", "label_smoothing": 0.1}, "label_smoothing"),
         ({"loss": "robust"}, "label_smoothing"),
         ({"lora": None}, "stored"),

@@ -47,6 +47,7 @@ def stored(tmp_path, teacher_folder):
     return teacher, tmp_path / "store", entry
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "options",
     [

@@ -138,6 +138,7 @@ def dpo_loss(tuner, documents, *, loss_types, weights):
     return DPOTrainer._compute_loss(trainer, trainer.model, DataCollatorForPreference(pad_token_id=0)(rows), False)
 
 
+@pytest.mark.covering
 @in_both_dtypes
 @pytest.mark.parametrize("shares_prompts", [True, False])
 @pytest.mark.parametrize(
@@ -247,6 +248,7 @@ class OneByOneScores(OneByOne):
         return SimpleNamespace(logits=torch.stack(found))
 
 
+@pytest.mark.covering
 @in_both_dtypes
 @pytest.mark.parametrize("has_margin", [True, False])
 @pytest.mark.parametrize("center_weight", [0.0, 0.1])
@@ -386,6 +388,7 @@ def test_the_policy_loss_is_trls(options, dtype):
     compare(found, theirs, tuner, dtype=dtype)
 
 
+@pytest.mark.covering
 @in_both_dtypes
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize(("kind", "beta"), [("forward_kl", 0), ("reverse_kl", 1), ("jsd", 0.3)])

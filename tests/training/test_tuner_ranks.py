@@ -41,6 +41,7 @@ def one_by_one():
     return {kind: gradient(kind, micro_batches(kind, accumulate=NUM_EXAMPLES, shares_prompts=False)) for kind in KINDS}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("accumulate", ACCUMULATIONS)
 def test_packed_examples_train_as_one_by_one(one_by_one, kind, accumulate):
@@ -60,6 +61,7 @@ PARTS = {
 }  # fmt: skip
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("part", PARTS)
 def test_every_part_trains_as_one_by_one(one_by_one, kind, part):
@@ -72,6 +74,7 @@ def test_documents_that_run_one_by_one_are_refused():
         gradient("dpo", micro_batches("dpo", accumulate=1), strategy=FastFTStrategy(attention="one_by_one"))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", ["dpo", "orpo", "reward", "grpo", "distillation"])
 @pytest.mark.parametrize("policy", ["keep", "recompute", "offload"])
 def test_mixtures_of_experts_train_as_one_by_one(kind, policy):

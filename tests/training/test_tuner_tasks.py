@@ -94,7 +94,7 @@ def test_held_out_completions_are_told_apart(tmp_path, method, is_packed):
     rows = digit_rows(320, kind="label" if tuner.loss == "kto" else "preference", follows_prompt=True)
     # Some twelve examples in each step either way.
     data = make_data(rows, val_share=0.25, max_tokens=160 if is_packed else 13)
-    trainer = fit(tmp_path, tuner, data, max_epochs=5, max_steps=-1, accumulate_grad_batches=1 if is_packed else 12)
+    trainer = fit(tmp_path, tuner, data, max_epochs=3, max_steps=-1, accumulate_grad_batches=1 if is_packed else 12)
     per_pack = len(data.subset("train")) / len(data.packs("train"))
     assert per_pack > 8 if is_packed else per_pack < 1.5
     assert float(trainer.callback_metrics["val_reward_accuracy"]) > 0.95
@@ -106,7 +106,7 @@ def test_held_out_completions_are_told_apart(tmp_path, method, is_packed):
 def test_held_out_pairs_of_a_simple_rule_are_told_apart(tmp_path, tuner_class, lora):
     options = {"reference": "stored"} if tuner_class is PreferenceTuner and lora is None else {}
     tuner = make(tuner_class, lora=lora, **options)
-    trainer = fit(tmp_path, tuner, make_data(digit_rows(320), val_share=0.25), max_epochs=8, max_steps=-1)
+    trainer = fit(tmp_path, tuner, make_data(digit_rows(320), val_share=0.25), max_epochs=4, max_steps=-1)
     name = "val_reward_accuracy" if tuner_class is PreferenceTuner else "val_accuracy"
     assert float(trainer.callback_metrics[name]) > 0.95
 
@@ -115,7 +115,7 @@ def test_held_out_pairs_of_a_simple_rule_are_told_apart(tmp_path, tuner_class, l
 def test_a_reward_model_meets_held_out_scores(tmp_path):
     tuner = make(RewardTuner, loss="scalar", read="mean")
     data = make_data(digit_rows(320, kind="score"), val_share=0.25)
-    trainer = fit(tmp_path, tuner, data, max_epochs=8, max_steps=-1)
+    trainer = fit(tmp_path, tuner, data, max_epochs=5, max_steps=-1)
     # Scores are 0 and 1: a constant leaves 0.25.
     assert float(trainer.callback_metrics["val_loss"]) < 0.05
 

@@ -2,7 +2,8 @@
 
 Modes: "keep", "recompute", "offload" (two staging buffers), "offload1" (one), "auto", "auto=14.5" (device memory in
 GiB; ":32" after it is the host's), each with "+fused" (FusedKernels), "+graphs" (the same with CUDA graphs),
-"+graphs=auto" (graphs if launch-bound), "+fp8" (FusedKernels with frozen base products in fp8, checked with wider
+"+graphs=auto" (graphs if launch-bound), "shipped" (the shipped config of the workload through the CLI, with all its
+callbacks and PackedDataModule), "+fp8" (FusedKernels with products in fp8, checked with wider
 limits: benchmarks/ruler/judge.py), "+stream" (frozen weights on the host), "+tiles8" (feed-forward blocks in 8 tiles) and
 "+liger" (Liger's norms and SwiGLU, swapped in per instance); benchmarks/ruler/plans.py. If a workload trains all
 weights, FineTuner gets no lora, and AdamW keeps its moments in bf16 unless it has 8-bit moments. Gradients of recorded
@@ -14,10 +15,12 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import Callback, Trainer
 
@@ -28,6 +31,7 @@ from benchmarks.ruler.liger_layers import install_liger_layers
 from benchmarks.ruler.plans import (
     CHECKED_STEP,
     GRAPHS_CHECKED_STEP,
+    SHIPPED,
     Mode,
     check_graphs,
     check_plan,
@@ -38,48 +42,65 @@ from benchmarks.ruler.plans import (
 )
 from benchmarks.ruler.workloads import Pack, WorkloadFiles, lora_config
 from lightning_fastft.callbacks.fused_kernels import FusedKernels
+from lightning_fastft.cli.lightning_cli import FastFTCLI
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.core.status import render_status_table
 from lightning_fastft.fused.fp8_base import STATUS_NAME as FP8_STATUS
 from lightning_fastft.packing.collate import Document, PackedBatch, collate
+from lightning_fastft.packing.packs import Packs
+from lightning_fastft.packing.step_plan import StepPlan
 from lightning_fastft.strategies.single_device import FastFTStrategy
+from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.fine_tuner import FineTuner
 from lightning_fastft.training.optimizer import FusedAdamW
 
+# The shipped config of a workload; "tiny" is for tests.
+SHIPPED_CONFIGS: Mapping[str, str] = {
+    "qwen3-14b-qlora": "qlora_qwen3_14b",
+    "qwen3-8b-qlora": "qlora_qwen3_8b",
+    "qwen3-0.6b-lora": "lora_qwen3_0.6b",
+    "llama-3.1-8b-lora-32k": "long_context_llama_3.1_8b",
+    "llama-3.1-8b-lora-32k-one-document": "long_context_llama_3.1_8b",
+    "qwen3-30b-a3b-12l-lora": "moe_qwen3_30b_a3b",
+    "gpt-oss-20b-12l-lora": "moe_gpt_oss_20b",
+    "tiny": "lora_qwen3_0.6b",
+}
 
-def run(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str) -> None:
-    """Run the cases one after the other; cases with the same optimizer share one FineTuner, each has a Trainer of its
-    own.
+
+def run(
+    cases: list[Case],
+    *,
+    files: WorkloadFiles,
+    log: CaseLog,
+    device: str,
+    recorder: type[CaseRecorder] = CaseRecorder,
+) -> None:
+    """Run the cases one after the other on one FineTuner; each has a Trainer of its own.
 
     Args:
         cases: All of one workload.
         files: Its folder.
         log: Where records go.
         device: "cuda" or "cpu".
+        recorder: What follows a case.
     """
-    cases = [replace(case, num_warmup=max(case.num_warmup, least_warmup(case.mode))) for case in cases]
-    for optimizer in dict.fromkeys(case.optimizer for case in cases):
-        _run_group(
-            [case for case in cases if case.optimizer == optimizer], files=files, log=log, is_cuda=device == "cuda"
-        )
-
-
-def _run_group(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, is_cuda: bool) -> None:
-    packs, start = files.read_packs(), files.read_trained()
-    # A tuner and what trained it refer to each other: without this the next model would stand beside the last one.
-    gc.collect()
+    is_cuda, packs, start = device == "cuda", files.read_packs(), files.read_trained()
     # The only reference to the model between cases, so that a model that is not wanted any more leaves the device.
     held: dict[str, FineTuner] = {}
 
-    def body(recorder: CaseRecorder) -> None:
+    def body(one: CaseRecorder) -> None:
+        name = one.case.optimizer
         if not held:
-            held["tuner"] = make_tuner(files, optimizer=recorder.case.optimizer, is_cuda=is_cuda)
-        _train(held["tuner"], recorder, start=start, is_cuda=is_cuda)
+            # A tuner and what trained it refer to each other: without this the next model would stand beside the last.
+            gc.collect()
+            held["tuner"] = make_tuner(files, optimizer=name, is_cuda=is_cuda)
+        held["tuner"].optimizer_factory = optimizer_factory(name, is_cuda=is_cuda)
+        _train(held["tuner"], one, start=start, is_cuda=is_cuda)
         held["tuner"].zero_grad(set_to_none=True)
 
     for case in cases:
-        recorder = CaseRecorder(case, files=files, packs=packs, is_cuda=is_cuda)
-        if "error" in run_case(recorder, body, log=log):
+        case = replace(case, num_warmup=max(case.num_warmup, least_warmup(case.mode)))
+        if "error" in run_case(recorder(case, files=files, packs=packs, is_cuda=is_cuda), body, log=log):
             # Whatever a failed fit left behind is not trusted.
             held.clear()
 
@@ -93,6 +114,8 @@ def make_tuner(files: WorkloadFiles, *, optimizer: str, is_cuda: bool) -> FineTu
         dtype="bfloat16" if is_cuda else "float32",
         optimizer=optimizer_factory(optimizer, is_cuda=is_cuda),
         learning_rate=learning_rate_of(files.workload),
+        scheduler="constant",
+        warmup_share=0.0,
     )
     # Lightning moves the module to the host when a fit ends; the next case wants it where it is.
     tuner.cpu = lambda: tuner  # type: ignore[method-assign]
@@ -117,6 +140,9 @@ def optimizer_factory(name: str, *, is_cuda: bool) -> Any:
 
 def _train(tuner: FineTuner, recorder: CaseRecorder, *, start: Mapping[str, torch.Tensor], is_cuda: bool) -> None:
     case = recorder.case
+    if case.mode == SHIPPED:
+        train_shipped(tuner, recorder, start=start, is_cuda=is_cuda)
+        return
     mode = parse_mode(case.mode)
     measure = MeasuringCallback(recorder, adapter=start, mode=mode, is_cuda=is_cuda)
     strategy = FastFTStrategy(activations=mode.checkpointing)
@@ -131,17 +157,74 @@ def _train(tuner: FineTuner, recorder: CaseRecorder, *, start: Mapping[str, torc
         trainer.fit(tuner, train_dataloaders=loader)
     finally:
         measure.patcher.undo()
-    recorder.record["statuses"] = measure.status_table
-    recorder.record["fused"] = [
-        status._asdict()
-        for callback in trainer.callbacks
-        if isinstance(callback, FusedKernels)
-        for status in callback.status()
-    ]
+    _note_statuses(recorder, measure, trainer)
     if mode.wants_fp8 and not any(
         status["name"] == FP8_STATUS and status["state"] == "active" for status in recorder.record["fused"]
     ):
         raise ValueError(f"fp8 was asked for, and nothing computed in it: {recorder.record['fused']}")
+
+
+def _note_statuses(recorder: CaseRecorder, measure: MeasuringCallback, trainer: Trainer) -> None:
+    recorder.record["statuses"] = measure.status_table
+    recorder.record["fused"] = [
+        status._asdict()
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+        if isinstance(callback, FusedKernels)
+        for status in callback.status()
+    ]
+
+
+def train_shipped(
+    tuner: FineTuner, recorder: CaseRecorder, *, start: Mapping[str, torch.Tensor], is_cuda: bool
+) -> None:
+    """Train as ``fastft fit --config NAME`` does: Trainer, strategy and callbacks of the shipped config, and its
+    PackedDataModule, which tokenised rows reach and which keeps the ruler's packs.
+
+    The tuner is the ruler's, so that adapters are those of every other system.
+    """
+    name = SHIPPED_CONFIGS[recorder.case.workload]
+    num_steps = recorder.num_total + MeasuringCallback.num_extra_steps
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["--config", name, "--trainer.max_steps", str(num_steps), "--trainer.max_epochs", "-1"]
+        words += ["--trainer.default_root_dir", folder, "--data.paths", "unused.jsonl"]
+        words += [] if is_cuda else ["--trainer.accelerator", "cpu"]
+        cli = FastFTCLI(words, run=False)
+        trainer, shipped = cli.trainer, cli.datamodule
+        mode = parse_mode(SHIPPED)._replace(checkpointing=trainer.strategy.checkpointing)
+        measure = MeasuringCallback(recorder, adapter=start, mode=mode, is_cuda=is_cuda)
+        trainer.callbacks.append(measure)
+        packs = [recorder.pack_at(step) for step in range(num_steps)]
+        data = RulerData(packs, max_tokens=packs[0].input_id_T.size, pad_to_max=shipped.pad_to_max)
+        try:
+            trainer.fit(tuner, datamodule=data)
+        finally:
+            measure.patcher.undo()
+        _note_statuses(recorder, measure, trainer)
+        recorder.record["shipped"] = {"config": name, "callbacks": [type(one).__name__ for one in trainer.callbacks]}
+
+
+class RulerData(PackedDataModule):
+    """The package's data module on the ruler's documents; its packs are the ruler's, in their order.
+
+    Args:
+        packs: In the order of the steps.
+        max_tokens: Of a pack.
+        pad_to_max: As the shipped config has it.
+    """
+
+    def __init__(self, packs: Sequence[Pack], *, max_tokens: int, pad_to_max: bool) -> None:
+        rows = [{"input_ids": ids.tolist()} for pack in packs for ids, _ in pack.documents(1.0)]
+        super().__init__(
+            rows, max_tokens=max_tokens, pad_to_max=pad_to_max, format="input_ids", add_eos=False, cache_dir=None,
+            show_progress=False,
+        )  # fmt: skip
+        starts = np.cumsum([0, *(len(pack.lengths) for pack in packs)])
+        self._ruler_packs = Packs(document_N=np.arange(starts[-1]), start_P1=starts, max_tokens=max_tokens)
+
+    def _make_plan(self, *, sizes: tuple[int, int] | None = None, packs: Packs | None = None) -> StepPlan:
+        plan = super()._make_plan(sizes=sizes, packs=self._ruler_packs)
+        plan.shuffle = False
+        return plan
 
 
 def make_trainer(strategy: Any, callback: Callback, *, max_steps: int, is_cuda: bool, **options: Any) -> Trainer:

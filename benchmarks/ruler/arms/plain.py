@@ -36,7 +36,14 @@ from benchmarks.ruler.workloads import IGNORED_LABEL, Pack, WorkloadFiles, lora_
 MODES = ("recompute", "keep", "recompute+liger", "keep+liger", "recompute+padded", "keep+padded")
 
 
-def run(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str) -> None:
+def run(
+    cases: list[Case],
+    *,
+    files: WorkloadFiles,
+    log: CaseLog,
+    device: str,
+    recorder: type[CaseRecorder] = CaseRecorder,
+) -> None:
     """Run the cases on one loaded model; the first case of each label share leaves the reference gradients.
 
     Args:
@@ -44,6 +51,7 @@ def run(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str) -
         files: Its folder.
         log: Where records go.
         device: "cuda" or "cpu".
+        recorder: What follows a case.
     """
     is_cuda = device == "cuda"
     packs = files.read_packs()
@@ -59,7 +67,7 @@ def run(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str) -
     for case in sorted(cases, key=lambda case: "liger" in case.mode):
         is_reference = case.label_share not in seen_shares and "liger" not in case.mode and not case.is_judged
         seen_shares.add(case.label_share)
-        recorder = CaseRecorder(case, files=files, packs=packs, is_cuda=is_cuda, is_reference=is_reference)
+        one = recorder(case, files=files, packs=packs, is_cuda=is_cuda, is_reference=is_reference)
         wants_liger, apply_liger = "liger" in case.mode, not has_liger
         has_liger = has_liger or wants_liger
 
@@ -72,7 +80,7 @@ def run(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str) -
             loop = train_padded if is_padded else train
             loop(model, recorder, device=device, learning_rate=learning_rate_of(files.workload))
 
-        run_case(recorder, body, log=log)
+        run_case(one, body, log=log)
         model.zero_grad(set_to_none=True)
 
 

@@ -26,7 +26,7 @@ def training_arguments(case: Case, *, files: WorkloadFiles, is_cuda: bool) -> di
         "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": 1,
         "max_steps": case.num_warmup + case.num_steps,
-        "warmup_steps": 2,
+        "lr_scheduler_type": "constant",
         "learning_rate": learning_rate_of(files.workload),
         "max_grad_norm": MAX_GRADIENT_NORM,
         "optim": OPTIMIZERS[case.optimizer] if is_cuda else "adamw_torch",
@@ -38,6 +38,8 @@ def training_arguments(case: Case, *, files: WorkloadFiles, is_cuda: bool) -> di
         "max_length": files.workload.max_tokens,
         "packing": True,
         "bf16": is_cuda,
+        # Batches are collated ahead of the step, as ours are.
+        **({"dataloader_num_workers": 1, "dataloader_prefetch_factor": 8} if is_cuda else {}),
         "seed": 3407,
         **({} if is_cuda else {"use_cpu": True}),
     }
@@ -52,13 +54,21 @@ def seed_documents(num_documents: int = 64) -> Any:
     )
 
 
-def run_cases(cases: list[Case], *, trainer: Any, files: WorkloadFiles, log: CaseLog, is_cuda: bool) -> None:
-    """Train every case with one trainer; cases differ in their label share only."""
+def run_cases(
+    cases: list[Case],
+    *,
+    trainer: Any,
+    files: WorkloadFiles,
+    log: CaseLog,
+    is_cuda: bool,
+    recorder: type[CaseRecorder] = CaseRecorder,
+) -> None:
+    """Train every case with one trainer; cases differ in their label share and their optimizer only."""
     packs = files.read_packs()
     start = files.read_trained()
     driver = _install_driver(trainer)
     for case in cases:
-        recorder = CaseRecorder(case, files=files, packs=packs, is_cuda=is_cuda)
+        one = recorder(case, files=files, packs=packs, is_cuda=is_cuda)
 
         def body(recorder: CaseRecorder) -> None:
             load_start(trainer.model, start)
@@ -66,15 +76,24 @@ def run_cases(cases: list[Case], *, trainer: Any, files: WorkloadFiles, log: Cas
             rows = [recorder.pack_at(step) for step in range(recorder.num_total)]
             trainer.train_dataset = _data_set(rows, share=recorder.case.label_share)
             trainer._signature_columns = ["input_ids", "labels", "seq_lengths"]
-            trainer.optimizer = trainer.lr_scheduler = None
+            set_optimizer(trainer, recorder.case.optimizer, is_cuda=is_cuda)
             driver.expected = _expected(rows[0], share=recorder.case.label_share)
             try:
                 trainer.train()
             finally:
                 driver.recorder = None
 
-        run_case(recorder, body, log=log)
+        run_case(one, body, log=log)
         trainer.model.zero_grad(set_to_none=True)
+
+
+def set_optimizer(trainer: Any, name: str, *, is_cuda: bool) -> None:
+    """Let the next call of train make the optimizer of a case."""
+    from transformers.training_args import OptimizerNames
+
+    trainer.optimizer = trainer.lr_scheduler = None
+    if is_cuda:
+        trainer.args.optim = OptimizerNames(OPTIMIZERS[name])
 
 
 def describe_model(model: torch.nn.Module) -> str:
@@ -133,7 +152,8 @@ def _install_driver(trainer: Any) -> Any:
         if recorder.step == 0:
             recorder.record["batch"] = check_batch(inputs, driver.expected)
             # Only now has the trainer switched its checkpointing on or off.
-            recorder.record["trained"] = describe_model(model)
+            own = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+            recorder.record["trained"] = f"{describe_model(model)}; {type(own).__module__}.{type(own).__name__}"
             print(f"{recorder.case.title}: {recorder.record['trained']}", flush=True)
         recorder.batch_arrived(inputs)
         loss = own_step(model, inputs, *arguments, **keywords)

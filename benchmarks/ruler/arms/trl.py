@@ -7,13 +7,20 @@ Modes: "recompute+liger", "keep+liger", and the same without "+liger".
 from __future__ import annotations
 
 from benchmarks.ruler.arms import sft
-from benchmarks.ruler.cases import Case, CaseLog, base_dtype, quantization_config
+from benchmarks.ruler.cases import Case, CaseLog, CaseRecorder, base_dtype, quantization_config
 from benchmarks.ruler.workloads import WorkloadFiles, lora_config
 
 MODES = ("recompute+liger", "keep+liger", "recompute", "keep")
 
 
-def run(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str) -> None:
+def run(
+    cases: list[Case],
+    *,
+    files: WorkloadFiles,
+    log: CaseLog,
+    device: str,
+    recorder: type[CaseRecorder] = CaseRecorder,
+) -> None:
     """Run cases of one mode on one trainer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import SFTConfig, SFTTrainer
@@ -39,4 +46,4 @@ def run(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str) -
             use_liger_kernel="liger" in mode,
         ),
     )
-    sft.run_cases(cases, trainer=trainer, files=files, log=log, is_cuda=is_cuda)
+    sft.run_cases(cases, trainer=trainer, files=files, log=log, is_cuda=is_cuda, recorder=recorder)

@@ -15,7 +15,7 @@ import unsloth  # noqa: F401
 from unsloth import FastLanguageModel
 
 from benchmarks.ruler.arms import sft
-from benchmarks.ruler.cases import Case, CaseLog, base_dtype
+from benchmarks.ruler.cases import Case, CaseLog, CaseRecorder, base_dtype
 from benchmarks.ruler.fla_gradient import install_fla_gradient
 from benchmarks.ruler.workloads import TARGET_MODULES, Workload, WorkloadFiles
 
@@ -42,7 +42,14 @@ def add_adapters(model: Any, workload: Workload, *, target_modules: Sequence[str
     )
 
 
-def run(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str) -> None:
+def run(
+    cases: list[Case],
+    *,
+    files: WorkloadFiles,
+    log: CaseLog,
+    device: str,
+    recorder: type[CaseRecorder] = CaseRecorder,
+) -> None:
     """Run cases of one mode on one trainer."""
     from trl import SFTConfig, SFTTrainer
 
@@ -75,4 +82,4 @@ def run(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str) -
         train_dataset=sft.seed_documents(),
         args=SFTConfig(**arguments, dataset_text_field="text", dataset_num_proc=1),
     )
-    sft.run_cases(cases, trainer=trainer, files=files, log=log, is_cuda=is_cuda)
+    sft.run_cases(cases, trainer=trainer, files=files, log=log, is_cuda=is_cuda, recorder=recorder)

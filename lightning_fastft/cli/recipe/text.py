@@ -80,12 +80,12 @@ def describe_expectation(recipe: Recipe) -> list[str]:
         return ["not planned: there is no GPU here, and --gpu names none"]
     seconds = planned.step_ms * steps.num_packs / 1e3
     speed = steps.num_tokens / seconds
-    peak, base = planned.plan.prediction.peak_bytes / _GIB, planned.base_bytes / _GIB
-    host = planned.plan.prediction.host_bytes / _GIB
+    peak, base = _size(planned.plan.prediction.peak_bytes), _size(planned.base_bytes)
+    host = _size(planned.plan.prediction.host_bytes)
     origin = "measured rates" if recipe.gpu.is_measured else "published rates"
     return [
-        f"{speed:,.0f} tokens/s, {peak:.1f} GiB of device memory ({base:.1f} of them weights, gradients, optimizer), "
-        f"{host:.1f} GiB of pinned host memory, {_duration(seconds)} for an epoch (planned for {recipe.gpu.name} from "
+        f"{speed:,.0f} tokens/s, {peak} of device memory ({base} of them weights, gradients, optimizer), "
+        f"{host} of pinned host memory, {_duration(seconds)} for an epoch (planned for {recipe.gpu.name} from "
         f"{origin}, without the fused layers, which are faster)"
     ]
 
@@ -201,6 +201,17 @@ def _scalar(text: str) -> str:
     except yaml.YAMLError:
         is_plain = False
     return text if is_plain else json.dumps(text)
+
+
+def _size(num_bytes: float) -> str:
+    """Return a size in the unit that reads best.
+
+    Example:
+        >>> _size(0), _size(5_000_000), _size(3 * 2**30)
+        ('0.0 GiB', '5 MiB', '3.0 GiB')
+    """
+    is_small = 0 < num_bytes < _GIB / 10
+    return f"{num_bytes / 2**20:.0f} MiB" if is_small else f"{num_bytes / _GIB:.1f} GiB"
 
 
 def _duration(seconds: float) -> str:

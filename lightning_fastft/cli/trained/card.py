@@ -14,6 +14,8 @@ from lightning_fastft.training.model.run_record import RUN_KEY, find_versions
 # Fields of adapters that a card shows where the run is not known.
 _LORA = ("r", "lora_alpha", "target_modules")
 _TAG = "lightning_fastft"
+# Stands for the repository until fastft push knows it.
+REPOSITORY = "THIS_REPOSITORY"
 # Left in the card that PEFT writes.
 _UNFILLED = "[More Information Needed]"
 _HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
@@ -77,11 +79,13 @@ def render_card(facts: Facts, *, name: str) -> str:
         pipeline_tag="text-generation",
         tags=[_TAG, *(["lora"] if facts.kind == "adapters" else [])],
     )
+    named = base if _is_hub_id(facts.base) else f"the local model `{base}`"
     what = {
-        "adapters": f"LoRA adapters for {base}",
-        "merged weights": f"{base} with trained LoRA adapters merged into its weights",
-        "all weights": f"{base}, with every weight fine-tuned",
+        "adapters": f"LoRA adapters for {named}",
+        "merged weights": f"{named} with trained LoRA adapters merged into its weights",
+        "all weights": f"{named}, with every weight fine-tuned",
     }[facts.kind]
+    what = what[0].upper() + what[1:] if named != base else what
     parts = [f"---\n{metadata.to_yaml()}\n---", f"# {name}", f"{what}, trained with lightning_fastft."]
     tables = (
         ("Data", _describe_data(run.get("data", {}))),
@@ -136,12 +140,13 @@ def _use_of(kind: str, *, base: str) -> str:
     if kind == "adapters":
         return (
             "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n\n"
-            f'base = AutoModelForCausalLM.from_pretrained("{base}", dtype="auto")\n'
-            'model = PeftModel.from_pretrained(base, "THIS_REPOSITORY")'
+            f'base = AutoModelForCausalLM.from_pretrained("{base}", dtype="auto")'
+            f"{'' if _is_hub_id(base) else '  # your folder of this model'}\n"
+            f'model = PeftModel.from_pretrained(base, "{REPOSITORY}")'
         )
     return (
         "from transformers import AutoModelForCausalLM\n\n"
-        'model = AutoModelForCausalLM.from_pretrained("THIS_REPOSITORY", dtype="auto")'
+        f'model = AutoModelForCausalLM.from_pretrained("{REPOSITORY}", dtype="auto")'
     )
 
 

@@ -6,8 +6,10 @@ import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lightning_fastft.cli.words import name_checkpoint
 from lightning_fastft.core.checks import local_path
 from lightning_fastft.core.errors import OptionError
+from lightning_fastft.core.phases import phase
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -79,6 +81,8 @@ def check_source(name: str) -> Path:
         raise OptionError(
             f"There is nothing at {source} (searched from {Path.cwd()}). Give a checkpoint or a folder of adapters."
         )
+    if not (source / "config.json").is_file() and (inside := name_checkpoint(source)):
+        raise OptionError(f"{source} is a folder with checkpoints. Name one of them: {inside}")
     return source
 
 
@@ -89,7 +93,8 @@ def find_device(name: str, *, default: str = "auto") -> torch.device:
         OptionError: It is no device of torch.
     """
     # Imported late: other mistakes are answered without torch.
-    import torch
+    with phase("importing torch"):
+        import torch
 
     name = name or default
     if name == "auto":
@@ -122,6 +127,8 @@ def open_trained(request: Request) -> Opened:
         ResumeError: The checkpoint does not fit the model that it names, or the base has other weights.
     """
     source = request.source
+    with phase("importing transformers"):
+        import lightning_fastft.training.fine_tuner  # noqa: F401
     if source.is_file():
         return _open_checkpoint(request)
     if (source / "adapter_config.json").is_file():

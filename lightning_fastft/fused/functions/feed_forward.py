@@ -20,10 +20,14 @@ from lightning_fastft.fused.linears import (
     low_rank_rows,
     parameter_gradients,
     product,
+    quantised_gate,
+    quantised_gate_gradients,
+    quantised_gradient,
     rows_gradients_apart,
 )
 from lightning_fastft.kernels.expert_gate.op import gate_backward, gate_forward
 from lightning_fastft.kernels.expert_gate.reference import GateForm, LowRankRows
+from lightning_fastft.kernels.fp8_linear.reference import Fp8Rows
 from lightning_fastft.kernels.rms_norm.op import rms_norm_forward
 from lightning_fastft.kernels.rms_norm.reference import NormForm
 
@@ -52,7 +56,7 @@ def norm_feed_forward(
     call = _FeedForwardCall(gate_up, down, norm.form, form, session, factor)
 
     def run(call: _FeedForwardCall) -> torch.Tensor:
-        return _NormFeedForward.apply(call, x_TD, norm.weight_D, *gate_up.tensors(), *down.tensors())
+        return _NormFeedForward.apply(call, x_TD, norm.weight_D, *gate_up.tensors, *down.tensors)
 
     return _run_block(run, call, point=DOWN_VALUE)
 
@@ -78,7 +82,7 @@ def feed_forward_between_norms(
 
     def run(call: _FeedForwardCall) -> torch.Tensor:
         return _FeedForwardBetweenNorms.apply(
-            call, post_norm.form, x_TD, weight_D, post_norm.weight_D, *gate_up.tensors(), *down.tensors()
+            call, post_norm.form, x_TD, weight_D, post_norm.weight_D, *gate_up.tensors, *down.tensors
         )  # fmt: skip
 
     return _run_block(run, call, point=POST_NORM_POINT)
@@ -113,14 +117,13 @@ class _NormFeedForward(torch.autograd.Function):
         gate_up_TP, *low = project_normed(session, GATE_UP_VALUE, call.gate_up, x_TD, weight_D, form=call.norm_form)
         # Without the session, which belongs to a forward.
         ctx.call, ctx.num_low = call._replace(session=None), len(low)
-        saved = (x_TD, weight_D, gate_up_TP, *low, *call.gate_up.watched_tensors(), *call.down.watched_tensors())
+        saved = (x_TD, weight_D, gate_up_TP, *low, *call.gate_up.watched_tensors, *call.down.watched_tensors)
         if session is not None:
             # Every run of a layer must save the same number of tensors, even one that ends here.
             ctx.save_for_backward(*saved)
             if session.is_last(DOWN_VALUE):
                 return unneeded(x_TD, x_TD.shape[-1])
-        act_TF = gate_forward(gate_up_TP, form=call.gate_form, is_checked=False)
-        out = product(call.down, act_TF, addend_TO=x_TD, factor=call.factor)
+        out = product(call.down, _gated(call, gate_up_TP), addend_TO=x_TD, factor=call.factor)
         if session is None:
             ctx.save_for_backward(*saved, *(() if out.low_TR is None else (out.low_TR,)))
         return out.y_TO
@@ -158,11 +161,11 @@ class _FeedForwardBetweenNorms(torch.autograd.Function):
         (out_TD,) = planned_value(
             session,
             DOWN_VALUE,
-            lambda: (product(call.down, gate_forward(gate_up_TP, form=call.gate_form, is_checked=False)).y_TO,),
+            lambda: (product(call.down, _gated(call, gate_up_TP)).y_TO,),
         )
         # Without the session, which belongs to a forward.
         ctx.call, ctx.post_form, ctx.num_low = call._replace(session=None), post_form, len(low)
-        watched = (*call.gate_up.watched_tensors(), *call.down.watched_tensors())
+        watched = (*call.gate_up.watched_tensors, *call.down.watched_tensors)
         ctx.save_for_backward(x_TD, weight_D, post_weight_D, gate_up_TP, out_TD, *low, *watched)
         if session is not None and session.is_last(POST_NORM_POINT):
             return unneeded(x_TD, x_TD.shape[-1])
@@ -199,6 +202,12 @@ class _FeedForwardBetweenNorms(torch.autograd.Function):
         return None, None, d_x_TD, d_weight_D, d_post_weight_D, *gradients
 
 
+def _gated(call: _FeedForwardCall, gate_up_TP: torch.Tensor) -> torch.Tensor | Fp8Rows:
+    """Return the rows that down reads."""
+    act = quantised_gate(call.down, gate_up_TP, form=call.gate_form)
+    return gate_forward(gate_up_TP, form=call.gate_form, is_checked=False) if act is None else act
+
+
 def _run_block(run: Callable[[_FeedForwardCall], torch.Tensor], call: _FeedForwardCall, *, point: str) -> torch.Tensor:
     """Run the last Function of a layer, whose output a recompute may not need."""
     if call.session is None:
@@ -223,32 +232,39 @@ def _block_gradients(
     ``others`` holds num_low low-rank rows of gate_up, the watched tensors of both projections, and, if they were saved,
     the low-rank rows of down. d_x_TD is the gradient of the residual stream.
     """
-    num_first = num_low + len(call.gate_up.watched_tensors())
-    num_watched = num_first + len(call.down.watched_tensors())
+    num_first = num_low + len(call.gate_up.watched_tensors)
+    num_watched = num_first + len(call.down.watched_tensors)
     gate_up, down = (
         call.gate_up.with_watched(others[num_low:num_first]),
         call.down.with_watched(others[num_first:num_watched]),
     )
-    num_needs = 2 + len(gate_up.tensors())
-    d_act_TF, d_low_TR, a_RF = rows_gradients_apart(down, d_out_TD)
-    # The gate's backward reads these rows next, so it adds the gradient from the adapter.
-    addend = None if d_low_TR is None or a_RF is None else LowRankRows(d_low_TR, contiguous_rows(a_RF))
-    gate = gate_backward(
-        d_act_TF, gate_up_TP, form=call.gate_form, addend=addend, need_act=any(needs[num_needs:]), is_checked=False
-    )
-    del d_act_TF, addend
-    d_gate_up_TP = gate.d_gate_up_NP
-    d_down: list[torch.Tensor | None] = [None] * len(down.tensors())
-    if gate.act_NF is not None:
+    num_needs = 2 + len(gate_up.tensors)
+    d = quantised_gradient(down, d_out_TD, needs=needs[num_needs:])
+    d_act_TF, d_low_TR, a_RF = rows_gradients_apart(down, d_out_TD, d=d)
+    d_gate_up: torch.Tensor | Fp8Rows
+    act: torch.Tensor | Fp8Rows | None
+    quantised = quantised_gate_gradients(gate_up, down, d_act_TF, gate_up_TP, form=call.gate_form)
+    if quantised is not None:
+        d_gate_up, act = quantised
+    else:
+        # The gate's backward reads these rows next, so it adds the gradient from the adapter.
+        addend = None if d_low_TR is None or a_RF is None else LowRankRows(d_low_TR, contiguous_rows(a_RF))
+        d_gate_up, act, _ = gate_backward(
+            d_act_TF, gate_up_TP, form=call.gate_form, addend=addend, need_act=any(needs[num_needs:]), is_checked=False
+        )
+        del addend
+    del d_act_TF, quantised
+    d_down: list[torch.Tensor | None] = [None] * len(down.tensors)
+    if act is not None:
         # They were saved if the layer ran without a session; else they cost one thin GEMM.
-        low_TR = others[num_watched] if len(others) > num_watched else low_rank_rows(down, gate.act_NF)
-        d_down = parameter_gradients(down, gate.act_NF, d_out_TD, low_TR, d_low_TR, needs=needs[num_needs:])
-    del gate, d_out_TD
+        low_TR = others[num_watched] if len(others) > num_watched else low_rank_rows(down, act)
+        d_down = parameter_gradients(down, act, d_out_TD, low_TR, d_low_TR, needs=needs[num_needs:], d=d)
+    del act, d_out_TD, d
     return (
         *normed_gradients(
             gate_up,
             others[:num_low],
-            d_gate_up_TP,
+            d_gate_up,
             d_x_TD,
             x_TD,
             weight_D,

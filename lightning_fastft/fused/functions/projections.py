@@ -19,10 +19,13 @@ from lightning_fastft.fused.linears import (
     gradients_for,
     parameter_gradients,
     product,
+    quantised_gradient,
+    quantised_norm,
     rows_for,
     rows_gradients,
 )
 from lightning_fastft.kernels.backends import wide_dtype
+from lightning_fastft.kernels.fp8_linear.reference import Fp8Rows
 from lightning_fastft.kernels.rms_norm.op import rms_norm_forward
 from lightning_fastft.kernels.rms_norm.reference import NormForm, shifted_weight
 
@@ -42,7 +45,7 @@ def norm_project(
     """
     x_TD = contiguous_rows(x_TD)
     weight_D, form = (None, None) if norm is None else norm
-    out = _NormProject.apply(fused_linear, form, session, x_TD, weight_D, *fused_linear.tensors())
+    out = _NormProject.apply(fused_linear, form, session, x_TD, weight_D, *fused_linear.tensors)
     return out if isinstance(out, tuple) else (out, x_TD)
 
 
@@ -60,7 +63,7 @@ def project_add(
         That of product, and with a factor a pass over the gradient of the output; saves x_TI if a parameter is trained,
         the adapter's low-rank rows and low-precision factors, and a trained weight.
     """
-    return _ProjectAdd.apply(fused_linear, factor, session, x_TI, residual_TD, *fused_linear.tensors())
+    return _ProjectAdd.apply(fused_linear, factor, session, x_TI, residual_TD, *fused_linear.tensors)
 
 
 def project_norm_add(
@@ -73,7 +76,7 @@ def project_norm_add(
         the adapter's low-rank rows and low-precision factors, and a trained weight.
     """
     return _ProjectNormAdd.apply(
-        fused_linear, norm.form, session, x_TI, residual_TD, norm.weight_D, *fused_linear.tensors()
+        fused_linear, norm.form, session, x_TI, residual_TD, norm.weight_D, *fused_linear.tensors
     )
 
 
@@ -97,7 +100,7 @@ class _NormProject(torch.autograd.Function):
 
         y_TC, *low = project_normed(session, QKV_VALUE, fused_linear, x_TD, weight_D, form=form)
         ctx.fused_linear, ctx.form, ctx.num_low = fused_linear, form, len(low)
-        ctx.save_for_backward(x_TD, weight_D, *low, *fused_linear.watched_tensors())
+        ctx.save_for_backward(x_TD, weight_D, *low, *fused_linear.watched_tensors)
         return (y_TC, x_TD) if ctx.needs_input_grad[3] else y_TC
 
     @staticmethod
@@ -134,7 +137,7 @@ class _ProjectAdd(torch.autograd.Function):
         )
         ctx.fused_linear, ctx.factor, ctx.num_low = fused_linear, factor, len(low)
         saved_x = (x_TI,) if any(ctx.needs_input_grad[5:]) else ()
-        ctx.save_for_backward(*low, *fused_linear.watched_tensors(), *saved_x)
+        ctx.save_for_backward(*low, *fused_linear.watched_tensors, *saved_x)
         return y_TD
 
     @staticmethod
@@ -146,11 +149,12 @@ class _ProjectAdd(torch.autograd.Function):
         low, fused_linear = others[: ctx.num_low], ctx.fused_linear.with_watched(others[ctx.num_low :])
         d_y_TD = contiguous_rows(d_y_TD)
         d_out_TD = times_factor(d_y_TD, ctx.factor, reader=fused_linear)
-        d_x_TI, d_low_TR = rows_gradients(fused_linear, d_out_TD, needs_x=needs_x)
+        d = quantised_gradient(fused_linear, d_out_TD, needs=needs)
+        d_x_TI, d_low_TR = rows_gradients(fused_linear, d_out_TD, needs_x=needs_x, d=d)
         gradients: list[torch.Tensor | None] = [None] * len(needs)
         if x_TI is not None:
             gradients = parameter_gradients(
-                fused_linear, x_TI, d_out_TD, low[0] if low else None, d_low_TR, needs=needs
+                fused_linear, x_TI, d_out_TD, low[0] if low else None, d_low_TR, needs=needs, d=d
             )
         return None, None, None, d_x_TI, d_y_TD if needs_residual else None, *gradients
 
@@ -175,7 +179,7 @@ class _ProjectNormAdd(torch.autograd.Function):
         out_TD, *low = planned_value(session, OUT_VALUE, lambda: as_value(product(fused_linear, x_TI)))
         ctx.fused_linear, ctx.form, ctx.num_low = fused_linear, form, len(low)
         saved_x = (x_TI,) if any(ctx.needs_input_grad[6:]) else ()
-        ctx.save_for_backward(out_TD, weight_D, *low, *fused_linear.watched_tensors(), *saved_x)
+        ctx.save_for_backward(out_TD, weight_D, *low, *fused_linear.watched_tensors, *saved_x)
         # Round before the addition, as the model does.
         return rms_norm_forward(out_TD, weight_D, form=form, is_checked=False).add_(residual_TD)
 
@@ -198,10 +202,11 @@ class _ProjectNormAdd(torch.autograd.Function):
         d_x_TI: torch.Tensor | None = None
         gradients: list[torch.Tensor | None] = [None] * len(needs)
         if d_out_TD is not None:
-            d_x_TI, d_low_TR = rows_gradients(fused_linear, d_out_TD, needs_x=needs_x)
+            d = quantised_gradient(fused_linear, d_out_TD, needs=needs)
+            d_x_TI, d_low_TR = rows_gradients(fused_linear, d_out_TD, needs_x=needs_x, d=d)
             if x_TI is not None:
                 gradients = parameter_gradients(
-                    fused_linear, x_TI, d_out_TD, low[0] if low else None, d_low_TR, needs=needs
+                    fused_linear, x_TI, d_out_TD, low[0] if low else None, d_low_TR, needs=needs, d=d
                 )
         return None, None, None, d_x_TI, d_y_TD if needs_residual else None, d_weight_D, *gradients
 
@@ -223,6 +228,9 @@ def project_normed(
     def compute() -> tuple[torch.Tensor, ...]:
         if weight_D is None or form is None:
             return as_value(product(fused_linear, x_TD))
+        quantised = quantised_norm(fused_linear, x_TD, weight_D, form=form)
+        if quantised is not None:
+            return as_value(product(fused_linear, quantised))
         rows = rows_for(fused_linear, x_TD)
         return as_value(product(fused_linear, rms_norm_forward(x_TD, weight_D, form=form, out=rows, is_checked=False)))
 
@@ -232,7 +240,7 @@ def project_normed(
 def normed_gradients(
     fused_linear: FusedLinear,
     low: Sequence[torch.Tensor],
-    d_y_TC: torch.Tensor,
+    d_y_TC: torch.Tensor | Fp8Rows,
     d_x_TD: torch.Tensor | None,
     x_TD: torch.Tensor,
     weight_D: torch.Tensor | None,
@@ -247,7 +255,8 @@ def normed_gradients(
     needs_x, needs_weight, *needs_tensors = needs
     if weight_D is None or form is None:
         return _raw_gradients(fused_linear, low, d_y_TC, d_x_TD, x_TD, needs_x=needs_x, needs=needs_tensors)
-    d_h_TD, d_low_TR = rows_gradients(fused_linear, d_y_TC, needs_x=needs_x or needs_weight)
+    d = quantised_gradient(fused_linear, d_y_TC, needs=needs_tensors)
+    d_h_TD, d_low_TR = rows_gradients(fused_linear, d_y_TC, needs_x=needs_x or needs_weight, d=d)
     rstd_T = None
     if d_h_TD is not None and _adapters_read_raw_rows(x_TD, needs_tensors):
         rstd_T = x_TD.new_empty(x_TD.shape[0], dtype=wide_dtype(x_TD.dtype))
@@ -266,15 +275,16 @@ def normed_gradients(
             fused_linear, x_TD, d_y_TC, low_TR, d_low_TR, needs=needs_tensors, factor_I=factor_D
         )
     elif any(needs_tensors):
-        h_TD = rms_norm_forward(x_TD, weight_D, form=form, is_checked=False)
-        gradients = parameter_gradients(fused_linear, h_TD, d_y_TC, low_TR, d_low_TR, needs=needs_tensors)
+        quantised = quantised_norm(fused_linear, x_TD, weight_D, form=form)
+        h = rms_norm_forward(x_TD, weight_D, form=form, is_checked=False) if quantised is None else quantised
+        gradients = parameter_gradients(fused_linear, h, d_y_TC, low_TR, d_low_TR, needs=needs_tensors, d=d)
     return (*of_norm, *gradients)
 
 
 def _raw_gradients(
     fused_linear: FusedLinear,
     low: Sequence[torch.Tensor],
-    d_y_TC: torch.Tensor,
+    d_y_TC: torch.Tensor | Fp8Rows,
     d_x_TD: torch.Tensor | None,
     x_TD: torch.Tensor,
     *,
@@ -282,12 +292,13 @@ def _raw_gradients(
     needs: Sequence[bool],
 ) -> Grads:
     """Return the gradients of project_normed without a norm."""
-    found_TD, d_low_TR = rows_gradients(fused_linear, d_y_TC, needs_x=needs_x)
+    d = quantised_gradient(fused_linear, d_y_TC, needs=needs)
+    found_TD, d_low_TR = rows_gradients(fused_linear, d_y_TC, needs_x=needs_x, d=d)
     if found_TD is not None and d_x_TD is not None:
         found_TD = found_TD + d_x_TD
     gradients: list[torch.Tensor | None] = [None] * len(needs)
     if any(needs):
-        gradients = parameter_gradients(fused_linear, x_TD, d_y_TC, low[0] if low else None, d_low_TR, needs=needs)
+        gradients = parameter_gradients(fused_linear, x_TD, d_y_TC, low[0] if low else None, d_low_TR, needs=needs, d=d)
     return found_TD, None, *gradients
 
 

@@ -136,6 +136,8 @@ class TableGroup(NamedTuple):
 
 def local_values(tensor: torch.Tensor) -> torch.Tensor:
     """Return the shard of a DTensor that this rank holds, the same object at each call; other tensors as they are."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return tensor
     # ``to_local`` makes a new view at each call.
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return local
@@ -225,7 +227,8 @@ class TensorTable:
         self.groups: tuple[TableGroup, ...] = ()
         self.aligned: tuple[bool, ...] = ()
         self._fits: list[bool] = []
-        self._layout: list[tuple[object, ...]] | None = None
+        self._layout: list[object] = []
+        self._grad_layout: list[object] | None = None
         self._grad_addresses: list[int] = []
         self.refresh()
 
@@ -253,32 +256,45 @@ class TensorTable:
     def is_current(self) -> bool:
         """Return whether the addresses on the device are current; compares numbers on the host."""
         grads = self.gradients()
-        return self._layout == self._read_layout(grads) and self._grad_addresses == _read_addresses(grads, self.rows)
+        return (
+            self._grad_layout == self._read_grad_layout()
+            and self._layout == self._read_layout()
+            and self._grad_addresses == _read_addresses(grads, self.rows)
+        )
 
-    def refresh(self) -> None:
+    def refresh(self, *, only_gradients: bool = False) -> None:
         """Copy the addresses that have changed to the device, without a host sync.
+
+        Args:
+            only_gradients: Skip the addresses of what a step writes, for a caller that reads gradients alone.
 
         Raises:
             ShapeError: The table no longer supports a tensor.
 
         Cost:
-            2 to 3 microseconds of host time per tensor, measured with 500 tensors; copies 8 bytes per tensor if
+            About 1 microsecond of host time per tensor, measured with 392 tensors; copies 8 bytes per tensor if
             gradients have moved.
         """
-        grads = self.gradients()
-        layout, addresses = self._read_layout(grads), _read_addresses(grads, self.rows)
-        is_new = layout != self._layout
+        grad_layout = self._read_grad_layout()
+        is_new = grad_layout != self._grad_layout
+        layout = self._layout if only_gradients and not is_new else self._read_layout()
+        is_new = is_new or layout != self._layout
         if is_new:
             # A tensor may have changed since the table was built.
+            grads = self.gradients()
             _check_rows(self.rows)
             self._build(grads)
+        else:
+            # Gradients like those before, which have passed the checks.
+            grads = [None if grad is None else local_values(grad) for grad in self._read_gradients()]
+        addresses = _read_addresses(grads, self.rows)
         if is_new or addresses != self._grad_addresses:
             self.grad_address_R = _send(torch.tensor(addresses, dtype=torch.int64), self.device)
             self.aligned = tuple(
                 all(self._fits[row] and addresses[row] % ALIGNMENT == 0 for row in group.rows) for group in self.groups
             )
         # Set last, so that a table whose rebuild failed does not count as current.
-        self._layout, self._grad_addresses = layout, addresses
+        self._layout, self._grad_layout, self._grad_addresses = layout, grad_layout, addresses
 
     def _build(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Copy the addresses, sizes and chunks of all rows to the device."""
@@ -303,12 +319,20 @@ class TensorTable:
             self._group(key, [index for index, other in enumerate(keys) if other == key]) for key in dict.fromkeys(keys)
         )
 
-    def _read_layout(self, grads: Sequence[torch.Tensor | None]) -> list[tuple[object, ...]]:
-        """Return everything except the addresses of gradients; a change of it needs a rebuild of the table."""
-        return [
-            (row.param.numel(), *[tensor.data_ptr() for tensor in tensors], _dtypes(row, grad))
-            for row, tensors, grad in zip(self.rows, self.written, grads)
-        ]
+    def _read_layout(self) -> list[object]:
+        """Return everything about what a step writes; a change of it needs a rebuild of the table."""
+        layout: list[object] = [row.param.numel() for row in self.rows]
+        for tensors in self.written:
+            for tensor in tensors:
+                layout += (tensor.data_ptr(), tensor.dtype)
+        return layout
+
+    def _read_gradients(self) -> list[torch.Tensor | None]:
+        return [row.owner.grad for row in self.rows]
+
+    def _read_grad_layout(self) -> list[object]:
+        """Return everything about gradients except addresses; a change of it needs a rebuild of the table."""
+        return [None if grad is None else _describe_gradient(grad) for grad in self._read_gradients()]
 
     def _group(
         self, key: tuple[torch.dtype, torch.dtype, torch.dtype | None, torch.dtype], rows: list[int]
@@ -531,6 +555,15 @@ def _check_absmax(name: str, absmax_B: torch.Tensor | None, param: torch.Tensor)
             f"{param.device}."
         )
     _check_memory(name, absmax_B)
+
+
+def _describe_gradient(grad: torch.Tensor) -> tuple[object, ...]:
+    """Return everything about a gradient that its checks read, which take longer."""
+    if type(grad) is not torch.Tensor:
+        local = local_values(grad)
+        return type(grad), getattr(grad, "placements", None), *(() if local is grad else _describe_gradient(local))
+    is_flat = grad.layout is torch.strided and grad.is_contiguous()
+    return grad.shape, grad.dtype, grad.device, is_flat
 
 
 def _check_sharding(index: int, grad: torch.Tensor, owner: torch.Tensor) -> None:

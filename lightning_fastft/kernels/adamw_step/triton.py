@@ -26,6 +26,7 @@ from lightning_fastft.kernels.adamw_step.reference import (
     bias_corrections_on_device,
 )
 from lightning_fastft.kernels.adamw_step.rounding import NUM_HALVES
+from lightning_fastft.kernels.launch import launch
 
 NUM_WARPS = 8
 # 1024 programs of 8 warps fill 128 multiprocessors; a fixed number, so that sums have the same order on every device.
@@ -421,7 +422,9 @@ def adamw_step(
         }
         if group.average_dtype is torch.uint8:
             grid = (num_chunks, CHUNK // (NUM_BLOCKS * codes.BLOCK))
-            _adamw_8bit_kernel[grid](
+            launch(
+                _adamw_8bit_kernel,
+                grid,
                 *given,
                 table.code_table,
                 *numbers,
@@ -431,7 +434,7 @@ def adamw_step(
                 num_warps=NUM_WARPS_8BIT,
             )
         else:
-            _adamw_kernel[(num_chunks,)](*given, *numbers, **constants, BLOCK=CHUNK, num_warps=NUM_WARPS)
+            launch(_adamw_kernel, (num_chunks,), *given, *numbers, **constants, BLOCK=CHUNK, num_warps=NUM_WARPS)
     # Autograd does not see writes of a kernel. A backward that saved the old values must raise.
     torch.autograd.graph.increment_version(
         [tensor for row, tensors in zip(table.rows, table.written) if row.owner.grad is not None for tensor in tensors]
@@ -450,7 +453,7 @@ def _numbers_on_device(options: StepOptions, skip: SkipFlag, *, learning_rate: f
 
 def grad_norm(table: TensorTable) -> torch.Tensor:
     """Return the L2 norm of all gradients together; same contract as the reference."""
-    table.refresh()
+    table.refresh(only_gradients=True)
     num_programs = [min(len(group.row_C), NUM_PARTIALS) for group in table.groups]
     if not any(num_programs):
         return torch.zeros((), dtype=torch.float32, device=table.device)
@@ -459,7 +462,9 @@ def grad_norm(table: TensorTable) -> torch.Tensor:
     for group, is_aligned, num, partial in zip(table.groups, table.aligned, num_programs, partials.split(num_programs)):
         if num == 0:
             continue
-        _sum_squares_kernel[(num,)](
+        launch(
+            _sum_squares_kernel,
+            (num,),
             table.address_AR,
             table.grad_address_R,
             group.row_C,
@@ -473,5 +478,5 @@ def grad_norm(table: TensorTable) -> torch.Tensor:
             BLOCK=CHUNK,
             num_warps=NUM_WARPS,
         )
-    _norm_kernel[(1,)](partials, norm, len(partials), BLOCK=NUM_PARTIALS, num_warps=NUM_WARPS)
+    launch(_norm_kernel, (1,), partials, norm, len(partials), BLOCK=NUM_PARTIALS, num_warps=NUM_WARPS)
     return norm

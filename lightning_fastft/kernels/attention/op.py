@@ -5,6 +5,7 @@ Axes: T tokens of the pack, H query heads, G key/value heads, W width of a head.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -197,6 +198,7 @@ class _GatherKeys(torch.autograd.Function):
         return d_x_TC.view(-1, *d_out_NGW.shape[1:]), None
 
 
+@functools.lru_cache(maxsize=64)
 def choose_backend(need: AttentionNeed) -> str:
     """Return the fastest backend that supports a call.
 

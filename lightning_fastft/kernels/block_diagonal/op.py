@@ -11,7 +11,7 @@ import torch
 
 from lightning_fastft.core.checks import check_layout, check_rows_apart
 from lightning_fastft.core.errors import ShapeError
-from lightning_fastft.kernels.backends import FLOATING, choose_module, must_check
+from lightning_fastft.kernels.backends import FLOATING, choose_module, must_check, no_graph
 from lightning_fastft.kernels.block_diagonal import reference
 
 MAX_COLUMNS = 4096
@@ -57,5 +57,5 @@ def write_block_diagonal(
             raise ShapeError(
                 f"The blocks have {num_rows} rows and {num_columns} columns together; out_OC is {tuple(out_OC.shape)}."
             )
-    with torch.no_grad():
+    with no_graph():
         choose_module(reference, backend, out_OC).write_block_diagonal(out_OC, blocks)

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from lightning_fastft.kernels.launch import launch
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
 MAX_BLOCKS = 4
@@ -79,7 +80,9 @@ def write_block_diagonal(out_OC: torch.Tensor, blocks: Sequence[torch.Tensor]) -
     given, ends = [*blocks, *[out_OC] * missing], [*ends, *[(row, column)] * missing]
     block_columns = next_power_of_2(num_columns)
     block_rows = max(TILE_SIZE // block_columns, 1)
-    _block_diagonal_kernel[(ceil_div(num_rows, block_rows),)](
+    launch(
+        _block_diagonal_kernel,
+        (ceil_div(num_rows, block_rows),),
         out_OC,
         *given,
         out_OC.stride(0),

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from lightning_fastft.kernels.chunk_gradients.reference import CHUNK, ChunkGradients, ChunkInputs
+from lightning_fastft.kernels.launch import launch
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
 # A layer of Qwen3.5-9B on an H200 takes 481 us; 668 on 4 warps, 644 with blocks of 32 values, 458 with blocks of 128
@@ -144,7 +145,9 @@ def chunk_gradients(inputs: ChunkInputs) -> ChunkGradients:
     # One partial gradient per block of K.
     d_decay_PTJ = torch.empty(num_key_blocks, num_tokens, num_value_heads, dtype=torch.float32, device=q_THK.device)
     if chunk_N2.shape[0]:
-        _chunk_gradients_kernel[(chunk_N2.shape[0] * num_key_blocks, num_heads)](
+        launch(
+            _chunk_gradients_kernel,
+            (chunk_N2.shape[0] * num_key_blocks, num_heads),
             q_THK,
             k_THK,
             v_TJV,

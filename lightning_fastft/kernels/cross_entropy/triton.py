@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from lightning_fastft.kernels.cross_entropy.reference import IGNORED_TARGET, RowLosses
+from lightning_fastft.kernels.launch import launch
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
 # 8 lanes for each thread of 8 warps: a bf16 read has 16 bytes, and 4 such reads are in flight at once. The candidates,
@@ -165,7 +166,9 @@ def row_losses(
     if num_rows == 0:
         return RowLosses(nll_R, correct_R, entropy_R)
     lanes = min(next_power_of_2(num_columns), MAX_LANES)
-    _row_loss_kernel[(num_rows,)](
+    launch(
+        _row_loss_kernel,
+        (num_rows,),
         logits_RV,
         target_R,
         nll_R,

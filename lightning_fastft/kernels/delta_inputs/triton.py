@@ -21,6 +21,7 @@ import triton.language as tl
 
 from lightning_fastft.kernels.delta_inputs.reference import NORM_EPS, DeltaForm, DeltaInputs, DeltaParameters
 from lightning_fastft.kernels.head_columns import HeadColumns
+from lightning_fastft.kernels.launch import launch
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
 # Tokens of a program; with heads of 128 columns a thread holds 32 values of a tile.
@@ -332,7 +333,9 @@ def delta_inputs_forward(
     if num_tokens:
         num_blocks = ceil_div(num_tokens, BLOCK_T)
         for heads, columns, channel in _sections(form, q_TGW, k_TGW, v_THW):
-            _heads_forward_kernel[(_num_heads(columns, channel), num_blocks)](
+            launch(
+                _heads_forward_kernel,
+                (_num_heads(columns, channel), num_blocks),
                 rows_TC[:, columns.begin :],
                 parameters.conv_weight_NK[channel:],
                 position_T,
@@ -343,7 +346,9 @@ def delta_inputs_forward(
                 **_head_constants(columns, parameters, form, has_norm=channel == 0),
                 num_warps=NUM_WARPS,
             )
-        _gates_forward_kernel[(ceil_div(num_tokens, BLOCK_T_GATES),)](
+        launch(
+            _gates_forward_kernel,
+            (ceil_div(num_tokens, BLOCK_T_GATES),),
             rows_TC[:, form.decays.begin :],
             rows_TC[:, form.strengths.begin :],
             parameters.a_log_H,
@@ -380,7 +385,9 @@ def delta_inputs_backward(
         for d_heads, columns, channel in _sections(form, *gradients[:3]):
             constants = _head_constants(columns, parameters, form, has_norm=channel == 0)
             grid = (_num_heads(columns, channel), num_blocks)
-            _heads_backward_kernel[grid](
+            launch(
+                _heads_backward_kernel,
+                grid,
                 *d_heads,
                 rows_TC[:, columns.begin :],
                 parameters.conv_weight_NK[channel:],
@@ -395,7 +402,9 @@ def delta_inputs_backward(
                 NEEDS_WEIGHT=needs_weights,
                 num_warps=NUM_WARPS,
             )
-            _taps_backward_kernel[grid](
+            launch(
+                _taps_backward_kernel,
+                grid,
                 d_pre_TN[:, channel:],
                 parameters.conv_weight_NK[channel:],
                 position_T,
@@ -406,7 +415,9 @@ def delta_inputs_backward(
                 **constants,
                 num_warps=NUM_WARPS,
             )
-        _gates_backward_kernel[(num_gate_blocks,)](
+        launch(
+            _gates_backward_kernel,
+            (num_gate_blocks,),
             gradients.g_TH,
             gradients.beta_TH,
             rows_TC[:, form.decays.begin :],

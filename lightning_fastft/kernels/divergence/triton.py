@@ -14,6 +14,7 @@ import triton.language as tl
 
 from lightning_fastft.kernels.cross_entropy.triton import scale_and_cap, slope_of_cap
 from lightning_fastft.kernels.divergence.reference import KINDS, DivergenceForm
+from lightning_fastft.kernels.launch import launch
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
 # Half of cross_entropy's tile, because the teacher's logits are held too. Candidates, not yet measured on a device:
@@ -201,7 +202,9 @@ def row_divergences(
     if num_rows == 0:
         return divergence_R
     lanes, depth = _tile(num_columns)
-    _divergence_kernel[(num_rows,)](
+    launch(
+        _divergence_kernel,
+        (num_rows,),
         logits_RV,
         teacher_RV,
         divergence_R,
@@ -242,7 +245,9 @@ def rest_rows(
     if num_rows == 0:
         return rest_R
     lanes, depth = _tile(num_columns)
-    _rest_kernel[(num_rows,)](
+    launch(
+        _rest_kernel,
+        (num_rows,),
         logits_RV,
         highest_R,
         known_R,

@@ -9,11 +9,18 @@ from __future__ import annotations
 
 import torch
 
-from lightning_fastft.core.checks import check_choice, check_float, check_layout
+from lightning_fastft.core.checks import check_bool, check_choice, check_float, check_layout
 from lightning_fastft.core.errors import OptionError, ShapeError
-from lightning_fastft.kernels.backends import FLOATING, choose_module, must_check
+from lightning_fastft.kernels.backends import FLOATING, TRITON_DTYPES, choose_module, must_check, no_graph
 from lightning_fastft.kernels.expert_gate import reference
-from lightning_fastft.kernels.expert_gate.reference import ACTIVATIONS, GateForm, GateGradients, LowRankRows
+from lightning_fastft.kernels.expert_gate.reference import (
+    ACTIVATIONS,
+    GateForm,
+    GateGradients,
+    LowRankRows,
+    QuantisedGateGradients,
+)
+from lightning_fastft.kernels.fp8_linear.reference import Fp8Rows
 
 
 def gate_forward(
@@ -56,7 +63,7 @@ def gate_forward(
         _check_gate_up(gate_up_NP)
         _check_form(form)
         _check_end(end_E, gate_up_NP)
-    with torch.no_grad():
+    with no_graph():
         return choose_module(reference, backend, gate_up_NP).gate_forward(gate_up_NP, form=form, end_E=end_E)
 
 
@@ -119,7 +126,7 @@ def gate_backward(
         if addend is not None:
             _check_addend(addend, d_act_NF)
     module = choose_module(reference, backend, gate_up_NP)
-    with torch.no_grad():
+    with no_graph():
         return module.gate_backward(
             d_act_NF,
             gate_up_NP,
@@ -129,6 +136,120 @@ def gate_backward(
             need_act=need_act,
             end_E=end_E,
         )
+
+
+def gate_forward_quantised(
+    gate_up_NP: torch.Tensor,
+    *,
+    form: GateForm,
+    round_scales_to_power_of_2: bool = False,
+    backend: str = "auto",
+    is_checked: bool = True,
+) -> Fp8Rows:
+    """Return ``quantise_rows(gate_forward(gate_up))`` bit for bit, in one kernel.
+
+    Args:
+        gate_up_NP: As in ``gate_forward``, F > 0; bf16, fp16 or fp32.
+        form: As in ``gate_forward``.
+        round_scales_to_power_of_2: As in ``quantise_rows``.
+        backend: As in ``gate_forward``.
+        is_checked: As in ``must_check``.
+
+    Returns:
+        The activation in e4m3 and the scales of its rows, in new memory.
+
+    Raises:
+        ShapeError: As in ``gate_forward``.
+        OptionError: As in ``gate_forward``.
+
+    Cost:
+        Reads gate_up_NP once and writes one byte per number of the activation; no host sync. "reference" makes fp32
+        copies.
+
+    Source:
+        own.
+
+    Example:
+        >>> rows = gate_forward_quantised(torch.tensor([[0.0, 100.0, 5.0, 2.0]]), form=GateForm())
+        >>> rows.values_TI.float() * rows.scale_T[:, None]
+        tensor([[  0., 200.]])
+    """
+    if must_check(is_checked):
+        _check_quantised(gate_up_NP, form, round_scales_to_power_of_2)
+    with no_graph():
+        return choose_module(reference, backend, gate_up_NP).gate_forward_quantised(
+            gate_up_NP, form=form, round_scales_to_power_of_2=round_scales_to_power_of_2
+        )
+
+
+def gate_backward_quantised(
+    d_act_NF: torch.Tensor,
+    gate_up_NP: torch.Tensor,
+    *,
+    form: GateForm,
+    factor_P: torch.Tensor,
+    round_scales_to_power_of_2: bool = False,
+    need_act: bool = False,
+    backend: str = "auto",
+    is_checked: bool = True,
+) -> QuantisedGateGradients:
+    """Return both results of ``gate_backward`` as ``quantise_rows`` returns them, bit for bit, in one kernel.
+
+    Args:
+        d_act_NF: As in ``gate_backward``, without weights of rows.
+        gate_up_NP: As in ``gate_forward_quantised``.
+        form: As in ``gate_forward``.
+        factor_P: Factor on each column of the gradient before it is quantised. Shape (2 F,), fp32 or bf16, contiguous.
+        round_scales_to_power_of_2: As in ``quantise_rows``, for both results.
+        need_act: Return the activation too.
+        backend: As in ``gate_forward``.
+        is_checked: As in ``must_check``.
+
+    Returns:
+        Gradient of gate_up_NP times the factor, and the activation, None unless need_act; in e4m3 with the scales of
+        their rows, in new memory.
+
+    Raises:
+        ShapeError: As in ``gate_backward``.
+        OptionError: As in ``gate_backward``.
+
+    Cost:
+        Reads d_act_NF and gate_up_NP once and writes one byte per number of the results; no host sync. "reference"
+        makes fp32 copies.
+
+    Source:
+        own.
+
+    Example:
+        >>> gate_up, d_act = torch.tensor([[0.0, 3.0]]), torch.tensor([[4.0]])
+        >>> rows = gate_backward_quantised(d_act, gate_up, form=GateForm(), factor_P=torch.ones(2)).d_gate_up
+        >>> rows.values_TI.float() * rows.scale_T[:, None]
+        tensor([[6., 0.]])
+    """
+    if must_check(is_checked):
+        _check_quantised(gate_up_NP, form, round_scales_to_power_of_2)
+        num_rows, num_columns = gate_up_NP.shape
+        check_layout("d_act_NF", d_act_NF, (num_rows, num_columns // 2), like=gate_up_NP, num_strided=1)
+        check_layout("factor_P", factor_P, (num_columns,), dtypes=(torch.float32, torch.bfloat16), like=gate_up_NP)
+    with no_graph():
+        return choose_module(reference, backend, gate_up_NP).gate_backward_quantised(
+            d_act_NF,
+            gate_up_NP,
+            form=form,
+            factor_P=factor_P,
+            round_scales_to_power_of_2=round_scales_to_power_of_2,
+            need_act=need_act,
+        )
+
+
+def _check_quantised(gate_up_NP: torch.Tensor, form: GateForm, round_scales_to_power_of_2: bool) -> None:
+    """Raise on rows and options that are not quantised."""
+    check_layout("gate_up_NP", gate_up_NP, (None, None), dtypes=TRITON_DTYPES, num_strided=1)
+    _check_gate_up(gate_up_NP)
+    if gate_up_NP.shape[1] == 0:
+        raise ShapeError("gate_up_NP has no columns; the scale of a row needs at least one.")
+    _check_form(form)
+    check_bool("round_scales_to_power_of_2", round_scales_to_power_of_2)
 
 
 def _check_form(form: GateForm) -> None:

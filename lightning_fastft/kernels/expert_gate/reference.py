@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from lightning_fastft.kernels.backends import one_kernel, wide_dtype
+from lightning_fastft.kernels.fp8_linear.reference import Fp8Rows, quantise_rows
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "clamped")
 # tanh-GELU: u = sqrt(2 / pi) * (gate + 0.044715 * gate^3), arXiv 1606.08415.
@@ -70,12 +71,48 @@ class GateGradients(NamedTuple):
     d_weight_N: torch.Tensor | None
 
 
+class QuantisedGateGradients(NamedTuple):
+    """Gradient of the first product's output and the recomputed activation (None unless asked for), in e4m3."""
+
+    d_gate_up: Fp8Rows
+    act: Fp8Rows | None
+
+
 @one_kernel
 def gate_forward(gate_up_NP: torch.Tensor, *, form: GateForm, end_E: torch.Tensor | None = None) -> torch.Tensor:
     """Return the activation, rounded once from fp32 (float64 for float64); for all rows; end_E is ignored."""
     gate_NF, up_NF = split_columns(gate_up_NP.to(wide_dtype(gate_up_NP.dtype)), form)
     gate_NF, factor_NF = _clamp(gate_NF, up_NF, form)
     return (_glu(gate_NF, form) * factor_NF).to(gate_up_NP.dtype)
+
+
+@one_kernel
+def gate_forward_quantised(gate_up_NP: torch.Tensor, *, form: GateForm, round_scales_to_power_of_2: bool) -> Fp8Rows:
+    """Return the rounded activation in e4m3."""
+    act_NF = gate_forward(gate_up_NP, form=form)
+    return quantise_rows(act_NF, factor_I=None, round_scales_to_power_of_2=round_scales_to_power_of_2)
+
+
+@one_kernel
+def gate_backward_quantised(
+    d_act_NF: torch.Tensor,
+    gate_up_NP: torch.Tensor,
+    *,
+    form: GateForm,
+    factor_P: torch.Tensor,
+    round_scales_to_power_of_2: bool,
+    need_act: bool,
+) -> QuantisedGateGradients:
+    """Return the rounded gradients times the factor, and the rounded activation, in e4m3."""
+    found = gate_backward(d_act_NF, gate_up_NP, form=form, need_act=need_act)
+    d_gate_up, act = (
+        None
+        if rows is None
+        else quantise_rows(rows, factor_I=factor, round_scales_to_power_of_2=round_scales_to_power_of_2)
+        for rows, factor in ((found.d_gate_up_NP, factor_P), (found.act_NF, None))
+    )
+    assert d_gate_up is not None
+    return QuantisedGateGradients(d_gate_up, act)
 
 
 @one_kernel

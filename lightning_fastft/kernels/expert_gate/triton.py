@@ -14,7 +14,17 @@ import torch
 import triton
 import triton.language as tl
 
-from lightning_fastft.kernels.expert_gate.reference import TANH_CUBE, TANH_SCALE, GateForm, GateGradients, LowRankRows
+from lightning_fastft.kernels.expert_gate.reference import (
+    TANH_CUBE,
+    TANH_SCALE,
+    GateForm,
+    GateGradients,
+    LowRankRows,
+    QuantisedGateGradients,
+)
+from lightning_fastft.kernels.fp8_linear.reference import LARGEST, LEAST_PEAK, Fp8Rows
+from lightning_fastft.kernels.fp8_linear.triton import new_rows, row_scale, row_tiles
+from lightning_fastft.kernels.launch import launch
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
 # 8 rows x 256 columns on 4 warps: two 16-byte reads per thread and matrix in bf16, and no idle column at widths of 768
@@ -30,6 +40,9 @@ ADDEND_MAX_BLOCK_COLUMNS = 128
 # Ranks of one step; more ranks take more steps.
 MAX_BLOCK_RANKS = 32
 _MIN_BLOCK = 16
+# A program that walks over a row twice: 16 bytes per thread and matrix. So large that the rows of all programs stay in
+# the L2 cache: two programs on each of 132 multiprocessors read 19 MB at a time, for 12,288 columns. Not yet measured.
+WALK_COLUMNS, WALK_WARPS = 4096, 16
 
 _TANH_SCALE = tl.constexpr(TANH_SCALE)
 _TANH_CUBE = tl.constexpr(TANH_CUBE)
@@ -275,6 +288,164 @@ def _gate_backward_kernel(
         tl.store(d_weight_ptr + rows, tl.sum(weight_terms, axis=1), mask=inside_rows)
 
 
+@triton.jit
+def _gate_forward_quantised_kernel(
+    gate_up_ptr,
+    values_ptr,
+    scale_ptr,
+    gate_up_stride,
+    num_columns,
+    limit,
+    alpha,
+    ACTIVATION: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    IS_WIDE: tl.constexpr,
+    ROUND_SCALES: tl.constexpr,
+    LARGEST: tl.constexpr,
+    LEAST_PEAK: tl.constexpr,
+    NUM_TILES: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Run one program per row, whose rounded activation stays in registers until its largest number is known."""
+    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    tiles = ()
+    peaks = tl.zeros((1, TILE), dtype=tl.float32)
+    for index in tl.static_range(NUM_TILES):
+        gate, up = _load_gate_and_up(
+            gate_up_ptr + row * gate_up_stride, index * TILE, row >= 0, num_columns, IS_INTERLEAVED, 1, TILE
+        )
+        act, _gate_slope, _up_slope = _gate_and_slopes(gate, up, limit, alpha, ACTIVATION, IS_WIDE)
+        act = act.to(gate_up_ptr.dtype.element_ty)
+        peaks = tl.maximum(peaks, tl.abs(act.to(tl.float32)))
+        # Triton does not support unpacking.
+        tiles = tiles + (act,)  # type: ignore[assignment]  # noqa: RUF005
+    scale, inverse = row_scale(tl.max(peaks, axis=1), ROUND_SCALES, LARGEST, LEAST_PEAK)
+    tl.store(scale_ptr + row, scale)
+    for index in tl.static_range(NUM_TILES):
+        cols = index * TILE + tl.arange(0, TILE)
+        value = (tiles[index].to(tl.float32) * inverse[:, None]).to(values_ptr.dtype.element_ty)
+        tl.store(values_ptr + row[:, None] * num_columns + cols[None, :], value, mask=(cols < num_columns)[None, :])
+
+
+@triton.jit
+def _gradient_tile(
+    d_act_row,
+    gate_up_row,
+    factor_ptr,
+    start,
+    num_columns,
+    limit,
+    alpha,
+    ACTIVATION: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    IS_WIDE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Return a tile of the rounded gradients of gate and up, times their factors, and of the rounded activation."""
+    cols = start + tl.arange(0, TILE)
+    inside = (cols < num_columns)[None, :]
+    dtype: tl.constexpr = gate_up_row.dtype.scalar.element_ty
+    gate, up = _load_gate_and_up(gate_up_row, start, tl.full((1,), 1, tl.int1), num_columns, IS_INTERLEAVED, 1, TILE)
+    d_act = tl.load(d_act_row[:, None] + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+    act, gate_slope, up_slope = _gate_and_slopes(gate, up, limit, alpha, ACTIVATION, IS_WIDE)
+    if IS_INTERLEAVED:
+        gate_factor_ptr = factor_ptr + 2 * cols[None, :]
+        up_factor_ptr = gate_factor_ptr + 1
+    else:
+        gate_factor_ptr = factor_ptr + cols[None, :]
+        up_factor_ptr = gate_factor_ptr + num_columns
+    d_gate = (d_act * gate_slope).to(dtype).to(tl.float32)
+    d_up = (d_act * up_slope).to(dtype).to(tl.float32)
+    d_gate *= tl.load(gate_factor_ptr, mask=inside, other=0.0).to(tl.float32)
+    d_up *= tl.load(up_factor_ptr, mask=inside, other=0.0).to(tl.float32)
+    return d_gate, d_up, act.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _gate_backward_quantised_kernel(
+    d_act_ptr,
+    gate_up_ptr,
+    factor_ptr,
+    d_values_ptr,
+    d_scale_ptr,
+    values_ptr,
+    scale_ptr,
+    d_act_stride,
+    gate_up_stride,
+    num_columns,
+    limit,
+    alpha,
+    ACTIVATION: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    IS_WIDE: tl.constexpr,
+    NEED_ACT: tl.constexpr,
+    ROUND_SCALES: tl.constexpr,
+    LARGEST: tl.constexpr,
+    LEAST_PEAK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Run one program per row: find the largest numbers, then read the row again, from the L2 cache, and cast.
+
+    Held in registers, the three results of 12,288 columns would need all 255 of each thread.
+    """
+    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    d_act_row = d_act_ptr + row * d_act_stride
+    gate_up_row = gate_up_ptr + row * gate_up_stride
+    d_peaks = tl.zeros((1, TILE), dtype=tl.float32)
+    peaks = tl.zeros((1, TILE), dtype=tl.float32)
+    for start in range(0, num_columns, TILE):
+        d_gate, d_up, act = _gradient_tile(
+            d_act_row,
+            gate_up_row,
+            factor_ptr,
+            start,
+            num_columns,
+            limit,
+            alpha,
+            ACTIVATION,
+            IS_INTERLEAVED,
+            IS_WIDE,
+            TILE,
+        )
+        d_peaks = tl.maximum(d_peaks, tl.maximum(tl.abs(d_gate), tl.abs(d_up)))
+        peaks = tl.maximum(peaks, tl.abs(act))
+    d_scale, d_inverse = row_scale(tl.max(d_peaks, axis=1), ROUND_SCALES, LARGEST, LEAST_PEAK)
+    scale, inverse = row_scale(tl.max(peaks, axis=1), ROUND_SCALES, LARGEST, LEAST_PEAK)
+    tl.store(d_scale_ptr + row, d_scale)
+    if NEED_ACT:
+        tl.store(scale_ptr + row, scale)
+    d_values_row = d_values_ptr + row * (2 * num_columns)
+    for start in range(0, num_columns, TILE):
+        d_gate, d_up, act = _gradient_tile(
+            d_act_row,
+            gate_up_row,
+            factor_ptr,
+            start,
+            num_columns,
+            limit,
+            alpha,
+            ACTIVATION,
+            IS_INTERLEAVED,
+            IS_WIDE,
+            TILE,
+        )
+        cols = start + tl.arange(0, TILE)
+        inside = (cols < num_columns)[None, :]
+        d_gate = (d_gate * d_inverse[:, None]).to(d_values_ptr.dtype.element_ty)
+        d_up = (d_up * d_inverse[:, None]).to(d_values_ptr.dtype.element_ty)
+        if IS_INTERLEAVED:
+            pair_cols = 2 * start + tl.arange(0, 2 * TILE)
+            inside_pairs = (pair_cols < 2 * num_columns)[None, :]
+            tl.store(d_values_row[:, None] + pair_cols[None, :], tl.interleave(d_gate, d_up), mask=inside_pairs)
+        else:
+            d_values = d_values_row[:, None] + cols[None, :]
+            tl.store(d_values, d_gate, mask=inside)
+            tl.store(d_values + num_columns, d_up, mask=inside)
+        if NEED_ACT:
+            value = (act * inverse[:, None]).to(values_ptr.dtype.element_ty)
+            tl.store(values_ptr + row[:, None] * num_columns + cols[None, :], value, mask=inside)
+
+
 def gate_forward(gate_up_NP: torch.Tensor, *, form: GateForm, end_E: torch.Tensor | None = None) -> torch.Tensor:
     """Return the activation; same contract as the reference."""
     num_rows, num_columns = gate_up_NP.shape[0], gate_up_NP.shape[1] // 2
@@ -282,7 +453,9 @@ def gate_forward(gate_up_NP: torch.Tensor, *, form: GateForm, end_E: torch.Tenso
     if act_NF.numel() == 0:
         return act_NF
     block_columns = min(next_power_of_2(num_columns), MAX_BLOCK_COLUMNS)
-    _gate_forward_kernel[(ceil_div(num_rows, BLOCK_ROWS), ceil_div(num_columns, block_columns))](
+    launch(
+        _gate_forward_kernel,
+        (ceil_div(num_rows, BLOCK_ROWS), ceil_div(num_columns, block_columns)),
         gate_up_NP,
         gate_up_NP if end_E is None else end_E[-1:],
         act_NF,
@@ -323,7 +496,9 @@ def gate_backward(
     block_rows, block_columns, block_ranks = _backward_blocks(num_columns, addend)
     low_NR, factor_RF = (d_act_NF, d_act_NF) if addend is None else addend
     num_spans = 1 if weight_N is not None else max(ceil_div(num_columns, block_columns), 1)
-    _gate_backward_kernel[(ceil_div(num_rows, block_rows), num_spans)](
+    launch(
+        _gate_backward_kernel,
+        (ceil_div(num_rows, block_rows), num_spans),
         d_act_NF,
         gate_up_NP,
         d_act_NF if weight_N is None else weight_N,
@@ -357,6 +532,71 @@ def gate_backward(
         num_warps=NUM_WARPS,
     )
     return GateGradients(d_gate_up_NP, act_NF, d_weight_N)
+
+
+def gate_forward_quantised(gate_up_NP: torch.Tensor, *, form: GateForm, round_scales_to_power_of_2: bool) -> Fp8Rows:
+    """Return the activation in e4m3; same contract as the reference."""
+    num_rows, num_columns = gate_up_NP.shape[0], gate_up_NP.shape[1] // 2
+    out = new_rows(num_rows, num_columns, device=gate_up_NP.device)
+    if num_rows:
+        launch(
+            _gate_forward_quantised_kernel,
+            (num_rows,),
+            gate_up_NP,
+            *out,
+            gate_up_NP.stride(0),
+            num_columns,
+            float(form.limit),
+            float(form.alpha),
+            ACTIVATION=form.activation,
+            IS_INTERLEAVED=form.is_interleaved,
+            IS_WIDE=gate_up_NP.dtype is torch.float32,
+            ROUND_SCALES=round_scales_to_power_of_2,
+            LARGEST=LARGEST,
+            LEAST_PEAK=LEAST_PEAK,
+            **row_tiles(num_columns),
+        )
+    return out
+
+
+def gate_backward_quantised(
+    d_act_NF: torch.Tensor,
+    gate_up_NP: torch.Tensor,
+    *,
+    form: GateForm,
+    factor_P: torch.Tensor,
+    round_scales_to_power_of_2: bool,
+    need_act: bool,
+) -> QuantisedGateGradients:
+    """Return the gradients, and the activation if asked, in e4m3; same contract as the reference."""
+    num_rows, num_columns = d_act_NF.shape
+    d_gate_up = new_rows(num_rows, 2 * num_columns, device=d_act_NF.device)
+    act = new_rows(num_rows, num_columns, device=d_act_NF.device) if need_act else None
+    if num_rows:
+        launch(
+            _gate_backward_quantised_kernel,
+            (num_rows,),
+            d_act_NF,
+            gate_up_NP,
+            factor_P,
+            *d_gate_up,
+            *(d_gate_up if act is None else act),
+            d_act_NF.stride(0),
+            gate_up_NP.stride(0),
+            num_columns,
+            float(form.limit),
+            float(form.alpha),
+            ACTIVATION=form.activation,
+            IS_INTERLEAVED=form.is_interleaved,
+            IS_WIDE=gate_up_NP.dtype is torch.float32,
+            NEED_ACT=need_act,
+            ROUND_SCALES=round_scales_to_power_of_2,
+            LARGEST=LARGEST,
+            LEAST_PEAK=LEAST_PEAK,
+            TILE=WALK_COLUMNS,
+            num_warps=WALK_WARPS,
+        )
+    return QuantisedGateGradients(d_gate_up, act)
 
 
 def _backward_blocks(num_columns: int, addend: LowRankRows | None) -> tuple[int, int, int]:

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from lightning_fastft.kernels.launch import launch
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
 # A side of 64 values is 256 contiguous bytes in fp32 and 128 in bf16; the tile takes 16 KiB of shared memory. Not yet
@@ -47,7 +48,9 @@ def exchange_ends(source: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
     if source.numel() == 0:
         return out
     sides = [min(next_power_of_2(size), MAX_SIDE) for size in (num_first, num_last)]
-    _exchange_ends_kernel[(ceil_div(num_first, sides[0]) * ceil_div(num_last, sides[1]), num_middle)](
+    launch(
+        _exchange_ends_kernel,
+        (ceil_div(num_first, sides[0]) * ceil_div(num_last, sides[1]), num_middle),
         source,
         out,
         num_first,

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from lightning_fastft.kernels.launch import launch
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
 # 2048 bf16 columns on 4 warps: two 16-byte reads per thread in flight for each row. Not tuned.
@@ -94,7 +95,9 @@ def gather_rows(
     if y_ND.numel() == 0:
         return y_ND
     block = min(next_power_of_2(num_columns), MAX_BLOCK)
-    _gather_rows_kernel[(num_slots, ceil_div(num_columns, block))](
+    launch(
+        _gather_rows_kernel,
+        (num_slots, ceil_div(num_columns, block)),
         x_TD,
         slot_N,
         slot_N if end_E is None else end_E[-1:],
@@ -124,7 +127,9 @@ def combine_rows(
     if out_TD.numel() == 0:
         return out_TD
     block = min(next_power_of_2(num_columns), MAX_BLOCK)
-    _combine_rows_kernel[(num_tokens, ceil_div(num_columns, block))](
+    launch(
+        _combine_rows_kernel,
+        (num_tokens, ceil_div(num_columns, block)),
         y_ND,
         place_TK,
         end_E[-1:],

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from lightning_fastft.kernels.expert_sort.reference import ExpertOrder
+from lightning_fastft.kernels.launch import launch
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
 # 65,536 slots make 256 blocks: two programs per multiprocessor, and one tile for the sums over blocks. Not tuned.
@@ -140,12 +141,24 @@ def sort_slots(expert_TK: torch.Tensor, *, num_experts: int) -> ExpertOrder:
         _empty((num_bins,), device),
     )
     given = (num_slots, *expert_TK.stride(), num_experts, num_blocks)
-    _count_kernel[(num_blocks, ceil_div(num_bins, BLOCK_BINS))](
-        expert_TK, count_GB, *given, K=num_choices, BLOCK_SLOTS=BLOCK_SLOTS, BLOCK_BINS=BLOCK_BINS, num_warps=NUM_WARPS
+    launch(
+        _count_kernel,
+        (num_blocks, ceil_div(num_bins, BLOCK_BINS)),
+        expert_TK,
+        count_GB,
+        *given,
+        K=num_choices,
+        BLOCK_SLOTS=BLOCK_SLOTS,
+        BLOCK_BINS=BLOCK_BINS,
+        num_warps=NUM_WARPS,
     )
     block_blocks = min(next_power_of_2(num_blocks), BLOCK_BLOCKS)
-    _sum_blocks_kernel[(num_bins,)](count_GB, total_G, num_blocks, BLOCK_BLOCKS=block_blocks, num_warps=NUM_WARPS)
-    _place_kernel[(num_blocks,)](
+    launch(
+        _sum_blocks_kernel, (num_bins,), count_GB, total_G, num_blocks, BLOCK_BLOCKS=block_blocks, num_warps=NUM_WARPS
+    )
+    launch(
+        _place_kernel,
+        (num_blocks,),
         expert_TK,
         count_GB,
         total_G,

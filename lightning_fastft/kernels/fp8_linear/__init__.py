@@ -1,1 +1,1 @@
-"""Frozen linear layers in fp8: quantisation of rows and weights in one pass each, and their product."""
+"""Linear layers in fp8: quantisation of rows and weights in one pass each, and their products."""

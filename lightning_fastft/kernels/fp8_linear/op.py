@@ -1,9 +1,15 @@
-"""Products of frozen linear layers in fp8 (e4m3 x e4m3), with a scale per row of activations and per output column.
+"""Products of linear layers in fp8 (e4m3 x e4m3), with a scale per row of activations and per output column.
 
 Forward, ``y = x @ W^T``: the sum runs over input columns, so the scales of rows and of output columns are factors of
 the whole sum. Backward, ``d_x = d_y @ W``: the sum runs over output columns, so their scales are multiplied into d_y
 before its rows are quantised. Both passes read the same fp8 weight, so the backward is the gradient of the forward that
 ran.
+
+Gradient of the weight, ``d_W = d_y^T @ x``: the sum runs over rows, so the scales of rows cannot be factors of the sum.
+Both are powers of 2 here, so the e4m3 numbers of the other two products serve a third time: they are transposed, and
+each row is shifted by its exponent. A shift rounds nothing, unless a row contributes so little that its numbers fall
+below the range of e4m3. Each operand takes half of the exponent of both scales; the largest exponent is a factor of the
+whole sum.
 
 Scales of weights are powers of 2. bf16 holds them exactly, which halves the bytes read per number of d_y. They cost a
 number no digit, only up to one of the 18 bits that the range of e4m3 spans. Gradients are e4m3 too: each row has its
@@ -67,6 +73,7 @@ def quantise_rows(
     *,
     factor_I: torch.Tensor | None = None,
     round_scales_to_power_of_2: bool = False,
+    out: Fp8Rows | None = None,
     backend: str = "auto",
     is_checked: bool = True,
 ) -> Fp8Rows:
@@ -79,6 +86,7 @@ def quantise_rows(
         x_TI: Rows. Shape (T, I), I > 0; bf16, fp16 or fp32; last axis contiguous, any row stride.
         factor_I: Factor on each column. Shape (I,), fp32 or bf16, contiguous; None for 1.
         round_scales_to_power_of_2: Round scales up, so that the largest number of a row lands between 224 and 448.
+        out: Memory for the result, contiguous; None for new memory.
         backend: "triton" (CUDA), "reference" (plain PyTorch), or "auto": the first if possible, else the second.
         is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
 
@@ -108,10 +116,51 @@ def quantise_rows(
             raise ShapeError("x_TI has no columns; the scale of a row needs at least one.")
         if factor_I is not None:
             check_layout("factor_I", factor_I, (num_columns,), dtypes=(torch.float32, torch.bfloat16), like=x_TI)
+        if out is not None:
+            check_layout("out.values_TI", out.values_TI, tuple(x_TI.shape), dtypes=(FP8,), like=x_TI)
+            check_layout("out.scale_T", out.scale_T, (len(x_TI),), dtypes=(torch.float32,), like=x_TI)
     with torch.no_grad():
         return choose_module(reference, backend, x_TI, any_dtype=True).quantise_rows(
-            x_TI, factor_I=factor_I, round_scales_to_power_of_2=round_scales_to_power_of_2
+            x_TI, factor_I=factor_I, round_scales_to_power_of_2=round_scales_to_power_of_2, out=out
         )
+
+
+def transpose(
+    values_TI: torch.Tensor, *, out_IT: torch.Tensor, backend: str = "auto", is_checked: bool = True
+) -> torch.Tensor:
+    """Return out_IT with the transpose of values in e4m3.
+
+    Args:
+        values_TI: Shape (T, I), e4m3; last axis contiguous, any row stride.
+        out_IT: Shape (I, T), e4m3, contiguous.
+        backend: As in ``quantise_rows``.
+        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
+
+    Raises:
+        ShapeError: A shape, dtype, device or layout is wrong.
+        OptionError: The backend is unknown or does not support these tensors.
+
+    Cost:
+        Reads and writes one byte per number; one launch, no host sync.
+
+    Source:
+        own.
+
+    Example:
+        >>> values = torch.tensor([[1.0, 2.0, 3.0]]).to(torch.float8_e4m3fn)
+        >>> transpose(values, out_IT=torch.empty(3, 1, dtype=torch.float8_e4m3fn)).float()
+        tensor([[1.],
+                [2.],
+                [3.]])
+    """
+    if must_check(is_checked):
+        num_rows, num_columns = check_layout("values_TI", values_TI, (None, None), dtypes=(FP8,), num_strided=1).shape
+        check_layout("out_IT", out_IT, (num_columns, num_rows), like=values_TI)
+    module = choose_module(reference, backend, values_TI, any_dtype=True)
+    if values_TI.numel():
+        with torch.no_grad():
+            module.transpose(values_TI, shift_T=None, out_IT=out_IT)
+    return out_IT
 
 
 def nf4_row_scales(weights: Sequence[NF4Weight], *, scales: Sequence[torch.Tensor], backend: str = "auto") -> None:
@@ -277,12 +326,77 @@ def multiply(
             check_layout("scale_O", scale_O, (num_outputs,), dtypes=(torch.float32,), like=weight_OI)
     module = choose_module(reference, backend, weight_OI, any_dtype=True)
     if module is not reference:
-        if dtype is not torch.bfloat16 or any(size % ALIGNED_COLUMNS for size in weight_OI.shape):
-            raise OptionError(
-                f"torch's scaled GEMM returns bf16 and needs weight sizes that are multiples of {ALIGNED_COLUMNS}, got "
-                f"{dtype} for {tuple(weight_OI.shape)}. Use 'reference' for others."
-            )
+        _check_product(*weight_OI.shape, dtype=dtype)
         if rows.values_TI.shape[0] == 0:
             return rows.values_TI.new_empty(0, weight_OI.shape[0], dtype=dtype)
     with torch.no_grad():
         return module.multiply(rows, weight_OI, scale_O, dtype=dtype)
+
+
+def weight_gradient(
+    d: Fp8Rows,
+    x: Fp8Rows,
+    factor_O: torch.Tensor,
+    *,
+    dtype: torch.dtype,
+    backend: str = "auto",
+    is_checked: bool = True,
+) -> torch.Tensor:
+    """Return ``(d / factor)^T @ x``, the gradient of a weight.
+
+    Args:
+        d: Gradient of the output times the factor, from ``quantise_rows`` with scales that are powers of 2. Values
+            (T, O), last axis contiguous, any row stride.
+        x: Rows that the layer read, likewise. Values (T, I).
+        factor_O: Powers of 2 that d was multiplied with before it was quantised. Shape (O,), fp32, contiguous.
+        dtype: As in ``multiply``.
+        backend: As in ``multiply``.
+        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
+
+    Returns:
+        Shape (O, I), contiguous.
+
+    Raises:
+        ShapeError: Shapes, dtypes, devices or layouts do not match.
+        OptionError: As in ``multiply``.
+
+    Cost:
+        2 T I O FLOP in fp8; reads both operands and writes them transposed, one byte per number each; four launches and
+        no host sync.
+
+    Source:
+        own; ``torch._scaled_mm`` with scales per row.
+
+    Example:
+        >>> x = quantise_rows(torch.tensor([[1.0, 2.0], [4.0, 2.0]]), round_scales_to_power_of_2=True)
+        >>> d = quantise_rows(torch.tensor([[0.5, 0.0], [0.0, 8.0]]), round_scales_to_power_of_2=True)
+        >>> weight_gradient(d, x, torch.tensor([1.0, 2.0]), dtype=torch.bfloat16)
+        tensor([[ 0.5000,  1.0000],
+                [16.0000,  8.0000]], dtype=torch.bfloat16)
+    """
+    if must_check(is_checked):
+        check_choice("dtype", dtype, TRITON_DTYPES)
+        num_rows, num_outputs = check_layout(
+            "d.values_TI", d.values_TI, (None, None), dtypes=(FP8,), num_strided=1
+        ).shape
+        check_layout("x.values_TI", x.values_TI, (num_rows, None), like=d.values_TI, dtypes=(FP8,), num_strided=1)
+        for name, scale_T in (("d", d.scale_T), ("x", x.scale_T)):
+            check_layout(f"{name}.scale_T", scale_T, (num_rows,), dtypes=(torch.float32,), like=d.values_TI)
+        check_layout("factor_O", factor_O, (num_outputs,), dtypes=(torch.float32,), like=d.values_TI)
+    num_outputs, num_inputs = d.values_TI.shape[1], x.values_TI.shape[1]
+    module = choose_module(reference, backend, d.values_TI, any_dtype=True)
+    if module is not reference:
+        _check_product(num_outputs, num_inputs, dtype=dtype)
+    if len(d.values_TI) == 0:
+        return d.values_TI.new_zeros(num_outputs, num_inputs, dtype=dtype)
+    with torch.no_grad():
+        return module.weight_gradient(d, x, factor_O, dtype=dtype)
+
+
+def _check_product(num_outputs: int, num_inputs: int, *, dtype: torch.dtype) -> None:
+    """Raise an OptionError for a product that torch's scaled GEMM does not compute."""
+    if dtype is not torch.bfloat16 or num_outputs % ALIGNED_COLUMNS or num_inputs % ALIGNED_COLUMNS:
+        raise OptionError(
+            f"torch's scaled GEMM returns bf16 and needs weight sizes that are multiples of {ALIGNED_COLUMNS}, got "
+            f"{dtype} for {(num_outputs, num_inputs)}. Use 'reference' for others."
+        )

@@ -1,4 +1,4 @@
-"""Quantisation of rows and weights to e4m3 with one scale per row, and their product, in plain PyTorch.
+"""Quantisation of rows and weights to e4m3 with one scale per row, and their products, in plain PyTorch.
 
 Axes: T rows, I columns that a product sums over; O output columns and I input columns of a weight; Q = O I / 64 blocks
     of NF4 that share a scale.
@@ -34,8 +34,28 @@ class Fp8Rows(NamedTuple):
     scale_T: torch.Tensor
 
 
+class Balance(NamedTuple):
+    """Scales that are taken out of a sum over rows, all powers of 2.
+
+    Args:
+        shift_d_T: Factor on each row of the gradient, at most 1. Shape (T,), fp32.
+        shift_x_T: Factor on each row of the activations, at most 1. Shape (T,), fp32.
+        scale_O: Factor on each row of the sum. Shape (O,), fp32.
+    """
+
+    shift_d_T: torch.Tensor
+    shift_x_T: torch.Tensor
+    scale_O: torch.Tensor
+
+
 @one_kernel
-def quantise_rows(x_TI: torch.Tensor, *, factor_I: torch.Tensor | None, round_scales_to_power_of_2: bool) -> Fp8Rows:
+def quantise_rows(
+    x_TI: torch.Tensor,
+    *,
+    factor_I: torch.Tensor | None,
+    round_scales_to_power_of_2: bool,
+    out: Fp8Rows | None = None,
+) -> Fp8Rows:
     """Return ``x * factor`` by rows, each scaled so that its largest number fits e4m3; arithmetic in fp32, one
     rounding to e4m3.
     """
@@ -47,7 +67,41 @@ def quantise_rows(x_TI: torch.Tensor, *, factor_I: torch.Tensor | None, round_sc
     if round_scales_to_power_of_2:
         scale_T = _round_up_to_power_of_2(scale_T)
         inverse_T = 1 / scale_T
-    return Fp8Rows((wide_TI * inverse_T[:, None]).to(FP8), scale_T)
+    values_TI = (wide_TI * inverse_T[:, None]).to(FP8)
+    if out is None:
+        return Fp8Rows(values_TI, scale_T)
+    out.values_TI.copy_(values_TI)
+    out.scale_T.copy_(scale_T)
+    return out
+
+
+@one_kernel
+def transpose(values_TI: torch.Tensor, *, shift_T: torch.Tensor | None, out_IT: torch.Tensor) -> None:
+    """Write the transpose of rows in e4m3, each times its power of 2, and zeros behind the last row."""
+    num_rows = len(values_TI)
+    if shift_T is not None:
+        values_TI = (values_TI.float() * shift_T[:, None]).to(FP8)
+    out_IT[:, :num_rows] = values_TI.T
+    out_IT.view(torch.uint8)[:, num_rows:] = 0
+
+
+@one_kernel
+def balance(scale_d_T: torch.Tensor, scale_x_T: torch.Tensor, factor_O: torch.Tensor) -> Balance:
+    """Return the exponents of ``scale_d * scale_x`` without their largest one, half for each operand, and that one for
+    the sum.
+    """
+    exponent_T = _exponent(scale_d_T) + _exponent(scale_x_T)
+    top = exponent_T.amax()
+    exponent_T = exponent_T - top
+    half_T = exponent_T >> 1
+    return Balance(_power(half_T), _power(exponent_T - half_T), _power(top - _exponent(factor_O)))
+
+
+def weight_gradient(d: Fp8Rows, x: Fp8Rows, factor_O: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
+    """Return ``(d / factor)^T @ x`` of the rows as they are shifted, summed in fp32 and rounded once."""
+    found = balance(d.scale_T, x.scale_T, factor_O)
+    d_TO, x_TI = ((rows.values_TI.float() * shift_T[:, None]).to(FP8).float() for rows, shift_T in zip((d, x), found))
+    return (d_TO.T @ x_TI * found.scale_O[:, None]).to(dtype)
 
 
 @one_kernel
@@ -90,6 +144,16 @@ def _round_up_to_power_of_2(scale: torch.Tensor) -> torch.Tensor:
     is not 0.
     """
     return ((scale.view(torch.int32) + 0x7FFFFF) & -0x800000).view(torch.float32)
+
+
+def _exponent(power: torch.Tensor) -> torch.Tensor:
+    """Return the exponent of fp32 powers of 2."""
+    return ((power.view(torch.int32) >> 23) & 255) - 127
+
+
+def _power(exponent: torch.Tensor) -> torch.Tensor:
+    """Return 2 to an exponent in fp32, which is kept within that of a normal number."""
+    return ((exponent.clamp(-126, 127) + 127) << 23).to(torch.int32).view(torch.float32)
 
 
 def _block_scales(weight: NF4Weight) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""Quantisation of rows and NF4 weights to e4m3 on a GPU, one launch each; torch computes their products.
+"""Quantisation of rows and NF4 weights to e4m3 on a GPU, and transposes of e4m3, one launch each; torch computes their
+products.
 
 Axes: T rows of I columns, one program per row, whose tiles stay in registers between the search for the largest number
     and the cast; O output columns and I input columns of a weight, (O, I) in memory, walked in tiles of rows and chunks
@@ -17,7 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
-from lightning_fastft.kernels.fp8_linear.reference import FP8, LARGEST, LEAST_PEAK, Fp8Rows
+from lightning_fastft.kernels.fp8_linear.reference import FP8, LARGEST, LEAST_PEAK, Balance, Fp8Rows
+from lightning_fastft.kernels.launch import launch
 from lightning_fastft.kernels.nf4_experts.reference import BLOCK_WEIGHTS, GROUP_BLOCKS
 from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
 from lightning_fastft.kernels.nf4_linear.triton import block_scale
@@ -39,6 +41,12 @@ CHUNK_BLOCKS = 4
 NUM_WEIGHT_WARPS = 4
 # This kernel runs once per weight.
 SCALE_ROWS, SCALE_BLOCKS = 64, 32
+# A tile of a transpose: 128 contiguous bytes on both sides.
+TILE_T, TILE_I, NUM_TRANSPOSE_WARPS = 128, 128, 8
+# A product sums over rows in multiples of 16.
+ALIGNED_ROWS = 16
+# Entries of a program that balances scales.
+BALANCE_BLOCK = 1024
 
 
 @triton.jit
@@ -48,6 +56,19 @@ def _round_up_to_power_of_2(scale):
     """
     bits = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & -0x800000
     return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def row_scale(peak, ROUND_SCALES: tl.constexpr, LARGEST: tl.constexpr, LEAST_PEAK: tl.constexpr):
+    """Return the scale of a row by its largest number, and the factor that its numbers are cast with."""
+    peak = tl.maximum(peak, LEAST_PEAK)
+    largest = tl.full(peak.shape, LARGEST, tl.float32)
+    scale = tl.div_rn(peak, largest)
+    inverse = tl.div_rn(largest, peak)
+    if ROUND_SCALES:
+        scale = _round_up_to_power_of_2(scale)
+        inverse = tl.div_rn(tl.full(peak.shape, 1.0, tl.float32), scale)
+    return scale, inverse
 
 
 @triton.jit
@@ -79,13 +100,7 @@ def _quantise_rows_kernel(
     for index in tl.static_range(NUM_TILES):
         value = _scaled(tiles[index], factor_ptr, index * TILE + tile_cols, num_columns, HAS_FACTOR)
         peaks = tl.maximum(peaks, tl.abs(value))
-    peak = tl.maximum(tl.max(peaks, axis=0), LEAST_PEAK)
-    largest = tl.full(peak.shape, LARGEST, tl.float32)
-    scale = tl.div_rn(peak, largest)
-    inverse = tl.div_rn(largest, peak)
-    if ROUND_SCALES:
-        scale = _round_up_to_power_of_2(scale)
-        inverse = tl.div_rn(tl.full(peak.shape, 1.0, tl.float32), scale)
+    scale, inverse = row_scale(tl.max(peaks, axis=0), ROUND_SCALES, LARGEST, LEAST_PEAK)
     tl.store(scale_ptr + row, scale)
     for index in tl.static_range(NUM_TILES):
         cols = index * TILE + tile_cols
@@ -213,14 +228,97 @@ def _quantise_nf4_kernel(
         tile -= num_tiles
 
 
-def quantise_rows(x_TI: torch.Tensor, *, factor_I: torch.Tensor | None, round_scales_to_power_of_2: bool) -> Fp8Rows:
+@triton.jit
+def _transpose_kernel(
+    values_ptr,
+    shift_ptr,
+    out_ptr,
+    num_rows,
+    num_columns,
+    values_stride,
+    out_stride,
+    HAS_SHIFT: tl.constexpr,
+    TILE_T: tl.constexpr,
+    TILE_I: tl.constexpr,
+):
+    """Run one program per tile: read bytes of e4m3, multiply by powers of 2, write the tile transposed.
+
+    The rows behind the last one, up to the length of an output row, are written as zeros.
+    """
+    rows = tl.program_id(0).to(tl.int64) * TILE_T + tl.arange(0, TILE_T)
+    cols = tl.program_id(1).to(tl.int64) * TILE_I + tl.arange(0, TILE_I)
+    inside = (rows < num_rows)[:, None] & (cols < num_columns)[None, :]
+    value = tl.load(values_ptr + rows[:, None] * values_stride + cols[None, :], mask=inside, other=0)
+    if HAS_SHIFT:
+        shift = tl.load(shift_ptr + rows, mask=rows < num_rows, other=1.0)
+        value = value.to(tl.float8e4nv, bitcast=True).to(tl.float32) * shift[:, None]
+        value = value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    inside = (cols < num_columns)[:, None] & (rows < out_stride)[None, :]
+    tl.store(out_ptr + cols[:, None] * out_stride + rows[None, :], tl.trans(value), mask=inside)
+
+
+@triton.jit
+def _exponent(power):
+    """Return the exponent of fp32 powers of 2."""
+    return ((power.to(tl.int32, bitcast=True) >> 23) & 255) - 127
+
+
+@triton.jit
+def _power(exponent):
+    """Return 2 to an exponent in fp32, which is kept within that of a normal number."""
+    exponent = tl.minimum(tl.maximum(exponent, -126), 127)
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _balance_kernel(
+    scale_d_ptr,
+    scale_x_ptr,
+    factor_ptr,
+    shift_d_ptr,
+    shift_x_ptr,
+    scale_ptr,
+    num_rows,
+    num_outputs,
+    BLOCK: tl.constexpr,
+):
+    """Run one program per block of rows and of outputs; each finds the largest exponent of all rows."""
+    places = tl.arange(0, BLOCK)
+    tops = tl.full((BLOCK,), -254, tl.int32)
+    for start in range(0, num_rows, BLOCK):
+        held = start + places < num_rows
+        of_d = _exponent(tl.load(scale_d_ptr + start + places, mask=held, other=0.0))
+        of_x = _exponent(tl.load(scale_x_ptr + start + places, mask=held, other=0.0))
+        tops = tl.maximum(tops, of_d + of_x)
+    top = tl.max(tops, axis=0)
+    places += tl.program_id(0) * BLOCK
+    held = places < num_rows
+    of_d = _exponent(tl.load(scale_d_ptr + places, mask=held, other=0.0))
+    of_x = _exponent(tl.load(scale_x_ptr + places, mask=held, other=0.0))
+    exponent = of_d + of_x - top
+    half = exponent >> 1
+    tl.store(shift_d_ptr + places, _power(half), mask=held)
+    tl.store(shift_x_ptr + places, _power(exponent - half), mask=held)
+    held = places < num_outputs
+    of_factor = _exponent(tl.load(factor_ptr + places, mask=held, other=1.0))
+    tl.store(scale_ptr + places, _power(top - of_factor), mask=held)
+
+
+def quantise_rows(
+    x_TI: torch.Tensor,
+    *,
+    factor_I: torch.Tensor | None,
+    round_scales_to_power_of_2: bool,
+    out: Fp8Rows | None = None,
+) -> Fp8Rows:
     """Return rows in e4m3; same contract as the reference."""
     num_rows, num_columns = x_TI.shape
-    values_TI = torch.empty(num_rows, num_columns, dtype=FP8, device=x_TI.device)
-    scale_T = torch.empty(num_rows, dtype=torch.float32, device=x_TI.device)
-    growth = 1 if num_columns <= MAX_TILES * TILE_COLUMNS else 2
+    out = new_rows(num_rows, num_columns, device=x_TI.device) if out is None else out
+    values_TI, scale_T = out
     if num_rows:
-        _quantise_rows_kernel[(num_rows,)](
+        launch(
+            _quantise_rows_kernel,
+            (num_rows,),
             x_TI,
             x_TI if factor_I is None else factor_I,
             values_TI,
@@ -231,11 +329,78 @@ def quantise_rows(x_TI: torch.Tensor, *, factor_I: torch.Tensor | None, round_sc
             ROUND_SCALES=round_scales_to_power_of_2,
             LARGEST=LARGEST,
             LEAST_PEAK=LEAST_PEAK,
-            NUM_TILES=ceil_div(num_columns, growth * TILE_COLUMNS),
-            TILE=growth * TILE_COLUMNS,
-            num_warps=growth * NUM_WARPS,
+            **row_tiles(num_columns),
         )
-    return Fp8Rows(values_TI, scale_T)
+    return out
+
+
+def new_rows(num_rows: int, num_columns: int, *, device: torch.device) -> Fp8Rows:
+    """Return memory for rows."""
+    return Fp8Rows(
+        torch.empty(num_rows, num_columns, dtype=FP8, device=device),
+        torch.empty(num_rows, dtype=torch.float32, device=device),
+    )
+
+
+def row_tiles(num_columns: int) -> dict[str, int]:
+    """Return how a program holds a row in registers."""
+    growth = 1 if num_columns <= MAX_TILES * TILE_COLUMNS else 2
+    return {
+        "NUM_TILES": ceil_div(num_columns, growth * TILE_COLUMNS),
+        "TILE": growth * TILE_COLUMNS,
+        "num_warps": growth * NUM_WARPS,
+    }
+
+
+def transpose(values_TI: torch.Tensor, *, shift_T: torch.Tensor | None, out_IT: torch.Tensor) -> None:
+    """Write the transpose of rows in e4m3; same contract as the reference."""
+    (num_rows, num_columns), num_written = values_TI.shape, out_IT.shape[1]
+    launch(
+        _transpose_kernel,
+        (ceil_div(num_written, TILE_T), ceil_div(num_columns, TILE_I)),
+        values_TI.view(torch.uint8),
+        values_TI if shift_T is None else shift_T,
+        out_IT.view(torch.uint8),
+        num_rows,
+        num_columns,
+        values_TI.stride(0),
+        num_written,
+        HAS_SHIFT=shift_T is not None,
+        TILE_T=TILE_T,
+        TILE_I=TILE_I,
+        num_warps=NUM_TRANSPOSE_WARPS,
+    )
+
+
+def balance(scale_d_T: torch.Tensor, scale_x_T: torch.Tensor, factor_O: torch.Tensor) -> Balance:
+    """Return powers of 2 for a sum over rows; same contract as the reference."""
+    found = Balance(torch.empty_like(scale_d_T), torch.empty_like(scale_x_T), torch.empty_like(factor_O))
+    num_rows, num_outputs = len(scale_d_T), len(factor_O)
+    launch(
+        _balance_kernel,
+        (ceil_div(max(num_rows, num_outputs), BALANCE_BLOCK),),
+        scale_d_T,
+        scale_x_T,
+        factor_O,
+        *found,
+        num_rows,
+        num_outputs,
+        BLOCK=BALANCE_BLOCK,
+        num_warps=4,
+    )
+    return found
+
+
+def weight_gradient(d: Fp8Rows, x: Fp8Rows, factor_O: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
+    """Return the product by torch's row-wise scaled GEMM, in bf16, of transposes in new memory."""
+    found = balance(d.scale_T, x.scale_T, factor_O)
+    turned = []
+    for rows, shift_T in zip((d, x), found):
+        num_rows, num_columns = rows.values_TI.shape
+        num_written = ceil_div(num_rows, ALIGNED_ROWS) * ALIGNED_ROWS
+        turned.append(torch.empty(num_columns, num_written, dtype=FP8, device=shift_T.device))
+        transpose(rows.values_TI, shift_T=shift_T, out_IT=turned[-1])
+    return multiply(Fp8Rows(turned[0], found.scale_O), turned[1], None, dtype=dtype)
 
 
 def nf4_row_scales(weights: Sequence[NF4Weight], scales: Sequence[torch.Tensor]) -> None:
@@ -243,7 +408,9 @@ def nf4_row_scales(weights: Sequence[NF4Weight], scales: Sequence[torch.Tensor])
     for weight, scale_O in zip(weights, scales):
         num_blocks = len(weight.absmax_Q)
         if num_blocks and len(scale_O):
-            _row_scales_kernel[(ceil_div(len(scale_O), SCALE_ROWS),)](
+            launch(
+                _row_scales_kernel,
+                (ceil_div(len(scale_O), SCALE_ROWS),),
                 _parts(weight),
                 scale_O,
                 len(scale_O),
@@ -272,7 +439,9 @@ def _launch(filled: Sequence[tuple[NF4Weight, torch.Tensor, torch.Tensor]], *, i
     num_rows = tuple(len(scale_O) for _, _, scale_O in filled)
     block_rows = TRANSPOSED_BLOCK_ROWS if is_transposed else BLOCK_ROWS
     num_blocks = filled[0][1].shape[0 if is_transposed else 1] // BLOCK_WEIGHTS
-    _quantise_nf4_kernel[(sum(ceil_div(count, block_rows) for count in num_rows), ceil_div(num_blocks, CHUNK_BLOCKS))](
+    launch(
+        _quantise_nf4_kernel,
+        (sum(ceil_div(count, block_rows) for count in num_rows), ceil_div(num_blocks, CHUNK_BLOCKS)),
         tuple(_parts(weight) for weight, _, _ in filled),
         tuple(value for _, value, _ in filled),
         tuple(scale_O for _, _, scale_O in filled),

@@ -17,8 +17,8 @@ from lightning_fastft.kernels.grouped_mm.reference import THIN_COLUMNS, Gathered
 
 BACKENDS = ("auto", "torch", "triton", "reference")
 # torch's grouped GEMM reached 637 to 694 TFLOP/s on an H200, 0.9 of a dense product, but an addend costs one more pass
-# over its result. Our kernel adds in its only pass and took 0.74 to 0.98 of that time on the H200
-# (benchmarks/grouped_mm.py --adapters); it is not measured on other GPUs.
+# over its result. Our kernel adds in its only pass and took 0.74 to 0.98 of that time on the H200;
+# it is not measured on other GPUs. python -m benchmarks.moe_layer times whole layers with both.
 _ADDEND_CAPABILITIES = (9,)
 # CUTLASS kernels exist for these major compute capabilities; on others torch loops over experts on the host, with host
 # syncs (GroupedMMUtils.h).

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from lightning_fastft.kernels.grouped_mm.reference import THIN_COLUMNS, GatheredRows, RowAddend, Rows, has_thin_inputs
+from lightning_fastft.kernels.launch import launch
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
 # Tiles of rows that share a tile of weights run one after another, in groups of this size.
@@ -49,8 +50,7 @@ class Tiles(NamedTuple):
 # on those devices.
 PRODUCT_TILES_MANY = Tiles(rows=128, inputs=64, outputs=128, num_warps=8, num_stages=3)
 PRODUCT_TILES_FEW = Tiles(rows=64, inputs=64, outputs=128, num_warps=4, num_stages=3)
-# For devices whose programs may use 160 KiB (8.0, 9.0, 10.0): on an H200 0.67 to 0.94 of the time of the tiles above
-# (benchmarks/grouped_mm.py --adapters).
+# For devices whose programs may use 160 KiB (8.0, 9.0, 10.0): on an H200 0.67 to 0.94 of the time of the tiles above.
 PRODUCT_TILES_LARGE = Tiles(rows=128, inputs=64, outputs=256, num_warps=8, num_stages=3)
 LARGE_SHARED_BYTES = 160 * 1024
 # Thin results: rows are read once, in tiles as deep as fit, with two loads in flight in each of three programs of a
@@ -459,7 +459,9 @@ def grouped_mm(
     low_NR, factor_ERO, bias_EO = _or_stand_in(addend, out_NO)
     rank = 0 if addend.low_NR is None else low_NR.shape[1]
     x_TI, slot_N, num_slots = _where(x_NI)
-    _grouped_mm_kernel[_grid(num_rows, num_experts, num_outputs, tiles)](
+    launch(
+        _grouped_mm_kernel,
+        _grid(num_rows, num_experts, num_outputs, tiles),
         x_TI,
         end_E if slot_N is None else slot_N,
         weight_EIO,
@@ -505,7 +507,9 @@ def add_to_rows(
         return out_NO
     low_NR, factor_ERO, bias_EO = _or_stand_in(addend, out_NO)
     rank = 0 if addend.low_NR is None else low_NR.shape[1]
-    _add_to_rows_kernel[_grid(num_rows, num_experts, num_outputs, tiles)](
+    launch(
+        _add_to_rows_kernel,
+        _grid(num_rows, num_experts, num_outputs, tiles),
         y_NO,
         end_E,
         low_NR,
@@ -553,7 +557,9 @@ def grouped_weight_grad(
     slot_N = x_slot_N if d_slot_N is None else d_slot_N
     tiles = tiles or grad_tiles(x_TI.dtype, num_inputs=num_inputs, num_outputs=num_outputs)
     num_tiles = ceil_div(num_inputs, tiles.inputs) * ceil_div(num_outputs, tiles.outputs)
-    _weight_grad_kernel[(num_tiles, num_experts)](
+    launch(
+        _weight_grad_kernel,
+        (num_tiles, num_experts),
         x_TI,
         d_TO,
         end_E if slot_N is None else slot_N,

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_fastft.core.checks import check_choice, check_layout, check_out
 from lightning_fastft.core.errors import OptionError, ShapeError
-from lightning_fastft.kernels.backends import FLOATING, choose_module, must_check
+from lightning_fastft.kernels.backends import FLOATING, choose_module, must_check, no_graph
 from lightning_fastft.kernels.head_gate import reference
 from lightning_fastft.kernels.head_gate.reference import ACTIVATIONS, HeadGateForm, HeadGateGradients
 
@@ -111,7 +111,7 @@ def head_gate_forward(
     """
     if must_check(is_checked):
         _check(x_THW, rows_TC, weight_W, form)
-    with torch.no_grad():
+    with no_graph():
         return choose_module(reference, backend, x_THW).head_gate_forward(x_THW, rows_TC, weight_W, form=form)
 
 
@@ -171,7 +171,7 @@ def head_gate_backward(
         check_out(out, may_be={}, must_not_meet=(d_y_TI, x_THW, rows_TC, weight_W))
         if check_choice("needs_weight", needs_weight, (False, True)) and not form.has_norm:
             raise OptionError("needs_weight is True, but the form has no norm. Pass needs_weight=False.")
-    with torch.no_grad():
+    with no_graph():
         return choose_module(reference, backend, x_THW).head_gate_backward(
             d_y_TI, x_THW, rows_TC, weight_W, form=form, needs_weight=needs_weight, out=out
         )

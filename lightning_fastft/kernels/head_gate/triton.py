@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from lightning_fastft.kernels.head_gate.reference import HeadGateForm, HeadGateGradients
+from lightning_fastft.kernels.launch import launch
 from lightning_fastft.kernels.sizes import next_power_of_2
 
 # As in qk_rope, which walks heads the same way. Not yet measured.
@@ -178,7 +179,9 @@ def head_gate_forward(
     num_tokens = x_THW.shape[0]
     y_TI = torch.empty((num_tokens, x_THW.shape[1] * x_THW.shape[2]), dtype=x_THW.dtype, device=x_THW.device)
     if num_tokens:
-        _forward_kernel[(num_tokens,)](
+        launch(
+            _forward_kernel,
+            (num_tokens,),
             x_THW,
             rows_TC[:, form.columns.begin :],
             x_THW if weight_W is None else weight_W,
@@ -208,7 +211,9 @@ def head_gate_backward(
     num_programs = min(num_tokens, MAX_PARTIALS) if needs_weight else num_tokens
     partial_PW = x_THW.new_empty((num_programs, form.columns.width), dtype=torch.float32) if needs_weight else None
     if num_programs:
-        _backward_kernel[(num_programs,)](
+        launch(
+            _backward_kernel,
+            (num_programs,),
             d_y_TI,
             x_THW,
             rows_TC[:, begin:],

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from lightning_fastft.kernels.launch import launch
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
 # 2048 bf16 columns on 4 warps: two 16-byte reads per thread in flight, and enough programs to saturate the bus at any
@@ -47,7 +48,9 @@ def gather_rows(weight_VD: torch.Tensor, token_T: torch.Tensor) -> torch.Tensor:
     if out_TD.numel() == 0:
         return out_TD
     block = min(next_power_of_2(num_columns), MAX_BLOCK)
-    _gather_rows_kernel[(num_tokens, ceil_div(num_columns, block))](
+    launch(
+        _gather_rows_kernel,
+        (num_tokens, ceil_div(num_columns, block)),
         weight_VD,
         token_T,
         out_TD,

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from lightning_fastft.kernels.launch import launch
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
 # Every tile reads its part of the factor from the L2 cache: 2 R / rows bytes per value in bf16, and 4 from memory.
@@ -105,7 +106,9 @@ def add_low_rank(
     sum_TN = torch.empty(num_rows, num_columns, dtype=base_TN.dtype, device=base_TN.device) if out is None else out
     if sum_TN.numel() == 0:
         return sum_TN
-    _add_low_rank_kernel[(ceil_div(num_rows, BLOCK_ROWS) * ceil_div(num_columns, BLOCK_COLUMNS),)](
+    launch(
+        _add_low_rank_kernel,
+        (ceil_div(num_rows, BLOCK_ROWS) * ceil_div(num_columns, BLOCK_COLUMNS),),
         base_TN,
         base_TN if residual_TN is None else residual_TN,
         low_TR,

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from lightning_fastft.kernels.launch import launch
 from lightning_fastft.kernels.nf4_experts.reference import BLOCK_WEIGHTS, GROUP_BLOCKS, NF4Stack
 from lightning_fastft.kernels.sizes import ceil_div
 
@@ -64,7 +65,9 @@ def dequantise_stack(stack: NF4Stack, out_EX: torch.Tensor) -> torch.Tensor:
     num_experts, num_blocks = stack.absmax_EQ.shape
     if out_EX.numel() == 0:
         return out_EX
-    _dequantise_stack_kernel[(ceil_div(num_blocks, TILE_BLOCKS * TILES_PER_PROGRAM), num_experts)](
+    launch(
+        _dequantise_stack_kernel,
+        (ceil_div(num_blocks, TILE_BLOCKS * TILES_PER_PROGRAM), num_experts),
         *stack,
         out_EX,
         num_blocks,

@@ -13,7 +13,7 @@ import torch
 
 from lightning_fastft.core.checks import check_choice, check_layout, check_rows_apart, check_tensor
 from lightning_fastft.core.errors import OptionError, ShapeError
-from lightning_fastft.kernels.backends import BACKENDS, TRITON_DTYPES, choose_module, must_check
+from lightning_fastft.kernels.backends import BACKENDS, TRITON_DTYPES, choose_module, must_check, no_graph
 from lightning_fastft.kernels.nf4_experts.reference import BLOCK_WEIGHTS, GROUP_BLOCKS
 from lightning_fastft.kernels.nf4_linear import reference
 from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
@@ -100,7 +100,7 @@ def dequantise_many(
             _check_parts(weight, out)
     if not outs:
         return
-    with torch.no_grad():
+    with no_graph():
         choose_module(reference, backend, outs[0], any_dtype=True).dequantise_many(weights, outs)
 
 

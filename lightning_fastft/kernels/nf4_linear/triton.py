@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from lightning_fastft.kernels.launch import launch
 from lightning_fastft.kernels.nf4_experts.reference import BLOCK_WEIGHTS, GROUP_BLOCKS
 from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
 from lightning_fastft.kernels.sizes import ceil_div
@@ -110,7 +111,9 @@ def dequantise_many(weights: Sequence[NF4Weight], outs_OI: Sequence[torch.Tensor
 def _launch(filled: Sequence[tuple[NF4Weight, torch.Tensor]]) -> None:
     """Write up to MAX_WEIGHTS weights, none of them empty."""
     num_words = tuple(out_OI.numel() // WORD_WEIGHTS for _, out_OI in filled)
-    _dequantise_kernel[(sum(ceil_div(count, TILE_WORDS) for count in num_words),)](
+    launch(
+        _dequantise_kernel,
+        (sum(ceil_div(count, TILE_WORDS) for count in num_words),),
         # A weight without nested scales lacks some parts; absmax_Q is passed for them and never read there.
         tuple(tuple(weight.absmax_Q if part is None else part for part in weight) for weight, _ in filled),
         tuple(out_OI for _, out_OI in filled),

@@ -10,7 +10,7 @@ import torch
 
 from lightning_fastft.core.checks import check_choice, check_float, check_int, check_layout, check_out
 from lightning_fastft.core.errors import OptionError, ShapeError
-from lightning_fastft.kernels.backends import FLOATING, TRITON_DTYPES, choose_module, must_check
+from lightning_fastft.kernels.backends import FLOATING, TRITON_DTYPES, choose_module, must_check, no_graph
 from lightning_fastft.kernels.qk_rope import reference
 from lightning_fastft.kernels.qk_rope.reference import HeadGradients, Heads, Rope, RopeForm, RopeGradients
 
@@ -54,7 +54,7 @@ def qk_rope_heads(qkv_TC: torch.Tensor, rope: Rope, *, backend: str = "auto", is
         _check_form(rope.form)
         _check_rows(qkv_TC, rope.form)
         _check_angles_and_weights(qkv_TC, rope)
-    with torch.no_grad():
+    with no_graph():
         return choose_module(reference, backend, qkv_TC).qk_rope_heads(qkv_TC, rope)
 
 
@@ -109,7 +109,7 @@ def qk_rope_backward(
     if must_check(is_checked):
         _check_backward(d_heads, qkv_TC, rope, needs_weight=needs_weight, out=out)
     raw_TC = qkv_TC if rope.form.has_norm else None
-    with torch.no_grad():
+    with no_graph():
         return choose_module(reference, backend, d_heads.d_q_THW).qk_rope_backward(
             d_heads, raw_TC, rope, needs_weight=needs_weight, out=out
         )

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from lightning_fastft.kernels.launch import launch
 from lightning_fastft.kernels.qk_rope.reference import HeadGradients, Heads, Rope, RopeForm, RopeGradients
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
@@ -406,7 +407,9 @@ def qk_rope_heads(qkv_TC: torch.Tensor, rope: Rope) -> Heads:
     heads = Heads(*(qkv_TC.new_empty(len(qkv_TC), count, form.head_width) for count in form.head_counts))
     if len(qkv_TC) == 0:
         return heads
-    _forward_kernel[(len(qkv_TC),)](
+    launch(
+        _forward_kernel,
+        (len(qkv_TC),),
         qkv_TC,
         cos_TW,
         sin_TW,
@@ -443,7 +446,9 @@ def qk_rope_backward(
     )
     raw_TC = out_TC if qkv_TC is None else qkv_TC
     if num_programs > 0:
-        _backward_kernel[(num_programs,)](
+        launch(
+            _backward_kernel,
+            (num_programs,),
             d_q,
             d_k,
             d_v,
@@ -477,7 +482,9 @@ def _add_partials(partial_PW: torch.Tensor) -> torch.Tensor:
     """Return the sum of the rows as one row; zeros if there are none."""
     num_partials, num_columns = partial_PW.shape
     sum_W = torch.empty(num_columns, dtype=torch.float32, device=partial_PW.device)
-    _add_partials_kernel[(ceil_div(num_columns, BLOCK_SUM_COLUMNS),)](
+    launch(
+        _add_partials_kernel,
+        (ceil_div(num_columns, BLOCK_SUM_COLUMNS),),
         partial_PW,
         sum_W,
         num_partials,

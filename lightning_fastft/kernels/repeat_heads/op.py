@@ -9,7 +9,7 @@ import torch
 
 from lightning_fastft.core.checks import check_int, check_layout
 from lightning_fastft.core.errors import ShapeError
-from lightning_fastft.kernels.backends import FLOATING, choose_module
+from lightning_fastft.kernels.backends import FLOATING, choose_module, no_graph
 from lightning_fastft.kernels.repeat_heads import reference
 
 
@@ -40,5 +40,5 @@ def repeat_heads(x_TGW: torch.Tensor, num_heads: int, *, backend: str = "auto") 
     check_int("num_heads", num_heads, low=1)
     if num_kv_heads == 0 or num_heads % num_kv_heads:
         raise ShapeError(f"{num_heads} query heads cannot share the {num_kv_heads} heads of x_TGW evenly.")
-    with torch.no_grad():
+    with no_graph():
         return choose_module(reference, backend, x_TGW).repeat_heads(x_TGW, num_heads)

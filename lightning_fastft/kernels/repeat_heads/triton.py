@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from lightning_fastft.kernels.launch import launch
 from lightning_fastft.kernels.sizes import next_power_of_2
 
 # One 16-byte read per thread of 4 warps, for 16-bit dtypes.
@@ -50,7 +51,9 @@ def repeat_heads(x_TGW: torch.Tensor, num_heads: int) -> torch.Tensor:
     if out_THW.numel() == 0:
         return out_THW
     num_columns = num_kv_heads * width
-    _repeat_heads_kernel[(num_tokens,)](
+    launch(
+        _repeat_heads_kernel,
+        (num_tokens,),
         x_TGW,
         out_THW,
         x_TGW.stride(0),

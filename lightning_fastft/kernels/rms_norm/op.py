@@ -10,9 +10,17 @@ from types import ModuleType
 
 import torch
 
-from lightning_fastft.core.checks import check_choice, check_float, check_layout, check_out, do_ranges_overlap
+from lightning_fastft.core.checks import (
+    check_bool,
+    check_choice,
+    check_float,
+    check_layout,
+    check_out,
+    do_ranges_overlap,
+)
 from lightning_fastft.core.errors import OptionError, ShapeError
-from lightning_fastft.kernels.backends import FLOATING, TRITON_DTYPES, choose_module, must_check, wide_dtype
+from lightning_fastft.kernels.backends import FLOATING, TRITON_DTYPES, choose_module, must_check, no_graph, wide_dtype
+from lightning_fastft.kernels.fp8_linear.reference import Fp8Rows
 from lightning_fastft.kernels.rms_norm import reference
 from lightning_fastft.kernels.rms_norm.reference import NormForm, NormGradients
 
@@ -67,8 +75,59 @@ def rms_norm_forward(
         if out is not None:
             check_layout("out", out, x_TD.shape, like=x_TD, num_strided=1)
             check_out(out, may_be={}, must_not_meet=(x_TD, weight_D))
-    with torch.no_grad():
+    with no_graph():
         return _choose(backend, x_TD).rms_norm_forward(x_TD, weight_D, form=form, out=out)
+
+
+def rms_norm_quantised(
+    x_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    *,
+    form: NormForm,
+    round_scales_to_power_of_2: bool = False,
+    backend: str = "auto",
+    is_checked: bool = True,
+) -> Fp8Rows:
+    """Return ``quantise_rows(rms_norm_forward(x, weight))`` bit for bit, in one kernel.
+
+    Args:
+        x_TD: As in ``rms_norm_forward``; bf16, fp16 or fp32.
+        weight_D: As in ``rms_norm_forward``.
+        form: Variant of RMSNorm, with eps.
+        round_scales_to_power_of_2: As in ``quantise_rows``.
+        backend: As in ``rms_norm_forward``.
+        is_checked: As in ``must_check``.
+
+    Returns:
+        The rows in e4m3 and their scales, in new memory.
+
+    Raises:
+        ShapeError: As in ``rms_norm_forward``.
+        OptionError: As in ``rms_norm_forward``.
+
+    Cost:
+        Reads x_TD once and writes one byte per number; no host sync. Both operations apart also write and read the
+        normed rows. "reference" makes fp32 copies.
+
+    Source:
+        own.
+
+    Example:
+        >>> x, weight = torch.tensor([[2.0, 2.0]]), torch.tensor([1.0, 2.0])
+        >>> rows = rms_norm_quantised(x, weight, form=NormForm(eps=0.0))
+        >>> rows.values_TI.float() * rows.scale_T[:, None]
+        tensor([[1., 2.]])
+    """
+    if must_check(is_checked):
+        check_layout("x_TD", x_TD, (None, None), dtypes=TRITON_DTYPES, num_strided=1)
+        _check_rows("x_TD", x_TD)
+        _check_form(form)
+        _check_weight(weight_D, x_TD)
+        check_bool("round_scales_to_power_of_2", round_scales_to_power_of_2)
+    with no_graph():
+        return _choose(backend, x_TD).rms_norm_quantised(
+            x_TD, weight_D, form=form, round_scales_to_power_of_2=round_scales_to_power_of_2
+        )
 
 
 def rms_norm_backward(
@@ -137,7 +196,7 @@ def rms_norm_backward(
             others = (other for other in (d_y_TD, x_TD, weight_D, addend_TD) if other is not None)
             if any(do_ranges_overlap(rstd_out, other) for other in others):
                 raise ShapeError("rstd_out shares memory with an input. Give separate memory, or None.")
-    with torch.no_grad():
+    with no_graph():
         return _choose(backend, x_TD).rms_norm_backward(
             d_y_TD,
             x_TD,

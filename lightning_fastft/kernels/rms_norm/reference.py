@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from lightning_fastft.kernels.backends import one_kernel, wide_dtype
+from lightning_fastft.kernels.fp8_linear.reference import Fp8Rows, quantise_rows
 
 
 class NormForm(NamedTuple):
@@ -54,6 +55,15 @@ def rms_norm_forward(
         normed_TD = normed_TD.to(dtype).to(wide)
     y_TD = normed_TD * shifted_weight(weight_D, wide, form)
     return y_TD.to(dtype) if out is None else out.copy_(y_TD)
+
+
+@one_kernel
+def rms_norm_quantised(
+    x_TD: torch.Tensor, weight_D: torch.Tensor, *, form: NormForm, round_scales_to_power_of_2: bool
+) -> Fp8Rows:
+    """Return the rounded norm in e4m3."""
+    y_TD = rms_norm_forward(x_TD, weight_D, form=form)
+    return quantise_rows(y_TD, factor_I=None, round_scales_to_power_of_2=round_scales_to_power_of_2)
 
 
 @one_kernel

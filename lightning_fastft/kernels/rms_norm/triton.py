@@ -13,6 +13,9 @@ import triton
 import triton.language as tl
 
 from lightning_fastft.core.checks import is_same_memory
+from lightning_fastft.kernels.fp8_linear.reference import LARGEST, LEAST_PEAK, Fp8Rows
+from lightning_fastft.kernels.fp8_linear.triton import new_rows, row_scale
+from lightning_fastft.kernels.launch import launch
 from lightning_fastft.kernels.rms_norm.reference import NormForm, NormGradients
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
@@ -54,6 +57,7 @@ def _rms_norm_forward_kernel(
     x_ptr,
     weight_ptr,
     y_ptr,
+    scale_ptr,
     x_stride,
     y_stride,
     num_rows,
@@ -62,10 +66,17 @@ def _rms_norm_forward_kernel(
     eps,
     weight_offset,
     IS_WEIGHT_WIDE: tl.constexpr,
+    IS_QUANTISED: tl.constexpr,
+    ROUND_SCALES: tl.constexpr,
+    LARGEST: tl.constexpr,
+    LEAST_PEAK: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Run one program per block of rows; masked columns are 0 and add nothing to a sum."""
+    """Run one program per block of rows; masked columns are 0 and add nothing to a sum.
+
+    Quantised rows are written in e4m3 with their scales.
+    """
     rows = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     cols = tl.arange(0, BLOCK_D)
     inside_rows = rows < num_rows
@@ -77,12 +88,14 @@ def _rms_norm_forward_kernel(
 
     normed = row * _reciprocal_root(row, mean_scale, eps)[:, None]
     if not IS_WEIGHT_WIDE:
-        normed = normed.to(y_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(
-        y_ptr + rows[:, None] * y_stride + cols[None, :],
-        (normed * weight[None, :]).to(y_ptr.dtype.element_ty),
-        mask=inside,
-    )
+        normed = normed.to(x_ptr.dtype.element_ty).to(tl.float32)
+    y = (normed * weight[None, :]).to(x_ptr.dtype.element_ty)
+    if IS_QUANTISED:
+        y = y.to(tl.float32)
+        scale, inverse = row_scale(tl.max(tl.abs(y), axis=1), ROUND_SCALES, LARGEST, LEAST_PEAK)
+        y = (y * inverse[:, None]).to(y_ptr.dtype.element_ty)
+        tl.store(scale_ptr + rows, scale, mask=inside_rows)
+    tl.store(y_ptr + rows[:, None] * y_stride + cols[None, :], y, mask=inside)
 
 
 @triton.jit
@@ -142,8 +155,7 @@ def _rms_norm_backward_kernel(
             weight_terms += d_y * normed
         d_normed = d_y * weight[None, :]
         # The root mean square is itself a function of the row: subtract the component along the row. The sum reads the
-        # raw row, so it does not wait for the sum in the root: 102 instead of 158 us on an H200, 8,192 x 5,120 (python
-        # -m benchmarks.row_kernels --only rms_norm --forms).
+        # raw row, so it does not wait for the sum in the root: 102 instead of 158 us on an H200, 8,192 x 5,120.
         along = _sum_of_products(d_normed, row) * (mean_scale * rstd)
         d_x = (d_normed - normed * along[:, None]) * rstd[:, None]
         if HAS_ADDEND:
@@ -158,15 +170,48 @@ def rms_norm_forward(
     x_TD: torch.Tensor, weight_D: torch.Tensor, *, form: NormForm, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return the normed rows; same contract as the reference."""
+    y_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device) if out is None else out
+    _launch_forward(x_TD, weight_D, form=form, y_TD=y_TD, scale_T=None)
+    return y_TD
+
+
+def rms_norm_quantised(
+    x_TD: torch.Tensor, weight_D: torch.Tensor, *, form: NormForm, round_scales_to_power_of_2: bool
+) -> Fp8Rows:
+    """Return the norm in e4m3; same contract as the reference."""
+    out = new_rows(*x_TD.shape, device=x_TD.device)
+    _launch_forward(
+        x_TD,
+        weight_D,
+        form=form,
+        y_TD=out.values_TI,
+        scale_T=out.scale_T,
+        round_scales=round_scales_to_power_of_2,
+    )
+    return out
+
+
+def _launch_forward(
+    x_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    *,
+    form: NormForm,
+    y_TD: torch.Tensor,
+    scale_T: torch.Tensor | None,
+    round_scales: bool = False,
+) -> None:
+    """Write y, and its scales if it is quantised."""
     num_rows, num_columns = x_TD.shape
-    y_TD = torch.empty(num_rows, num_columns, dtype=x_TD.dtype, device=x_TD.device) if out is None else out
     if num_rows == 0:
-        return y_TD
+        return
     block_rows, block_columns, num_warps = _tile(num_columns)
-    _rms_norm_forward_kernel[(ceil_div(num_rows, block_rows),)](
+    launch(
+        _rms_norm_forward_kernel,
+        (ceil_div(num_rows, block_rows),),
         x_TD,
         weight_D,
         y_TD,
+        y_TD if scale_T is None else scale_T,
         x_TD.stride(0),
         y_TD.stride(0),
         num_rows,
@@ -175,11 +220,14 @@ def rms_norm_forward(
         float(form.eps),
         float(form.weight_offset),
         IS_WEIGHT_WIDE=form.is_weight_wide,
+        IS_QUANTISED=scale_T is not None,
+        ROUND_SCALES=round_scales,
+        LARGEST=LARGEST,
+        LEAST_PEAK=LEAST_PEAK,
         BLOCK_T=block_rows,
         BLOCK_D=block_columns,
         num_warps=num_warps,
     )
-    return y_TD
 
 
 def rms_norm_backward(
@@ -206,7 +254,9 @@ def rms_norm_backward(
     partial_PD = (
         torch.empty(num_programs, num_columns, dtype=torch.float32, device=x_TD.device) if needs_weight else None
     )
-    _rms_norm_backward_kernel[(num_programs,)](
+    launch(
+        _rms_norm_backward_kernel,
+        (num_programs,),
         d_y_TD,
         x_TD,
         d_y_TD if addend_TD is None else addend_TD,

@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+from lightning_fastft.kernels.launch import launch
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 from lightning_fastft.kernels.state_scan.reference import Chunks
 
@@ -370,7 +371,9 @@ def scan_forward(
     sizes = _sizes(x_THW, b_TGN, chunks=chunks)
     state = _states(x_THW, dt_TH, a_H, b_TGN, chunks=chunks, is_reversed=False)
     num_chunks, num_heads = len(chunks.index_C2), x_THW.shape[1]
-    _output_kernel[(num_chunks * num_heads, ceil_div(x_THW.shape[2], sizes["BLOCK_W"]))](
+    launch(
+        _output_kernel,
+        (num_chunks * num_heads, ceil_div(x_THW.shape[2], sizes["BLOCK_W"])),
         x_THW,
         dt_TH,
         a_H,
@@ -415,7 +418,9 @@ def scan_backward(
     d_a_CH, d_skip_CH = (dt_TH.new_empty(num_chunks, num_heads) for _ in range(2))
     strides = (x_THW.stride(0), b_TGN.stride(0), c_TGN.stride(0))
     documents = (chunks.start_S1, chunks.index_C2, state, d_state)
-    _head_gradient_kernel[(num_chunks * num_heads,)](
+    launch(
+        _head_gradient_kernel,
+        (num_chunks * num_heads,),
         d_y_THW,
         x_THW,
         dt_TH,
@@ -437,7 +442,9 @@ def scan_backward(
     )
     heads = _heads_per_program(num_heads // num_groups)
     d_b_parts, d_c_parts = (dt_TH.new_empty(num_tokens, num_heads // heads, num_n) for _ in range(2))
-    _group_gradient_kernel[(num_chunks * num_heads // heads, ceil_div(num_n, sizes["BLOCK_N"]))](
+    launch(
+        _group_gradient_kernel,
+        (num_chunks * num_heads // heads, ceil_div(num_n, sizes["BLOCK_N"])),
         d_y_THW,
         x_THW,
         dt_TH,
@@ -473,7 +480,9 @@ def _states(
     num_n, num_documents = b_TGN.shape[2], len(chunks.start_S1) - 1
     state = torch.empty(len(chunks.index_C2), num_heads, num_n, num_w, dtype=x_THW.dtype, device=x_THW.device)
     grid = (num_documents * num_heads, ceil_div(num_n, sizes["BLOCK_N"]), ceil_div(num_w, sizes["BLOCK_W"]))
-    _states_kernel[grid](
+    launch(
+        _states_kernel,
+        grid,
         x_THW,
         dt_TH,
         a_H,

@@ -78,13 +78,10 @@ mean of the last {{ head.num_loss_steps | number("d") }}
 <p>A micro-batch takes {{ times.p50_ms | number(",.2f") }} ms (median; 10 % are under {{ times.p10_ms | number(",.2f")
   }} ms, 10 % over
 {{ times.p90_ms | number(",.2f") }} ms).</p>
-<p class="soft">Over {{ times.num_batches | number(",d") }} micro-batches, by {{ times.clock }}{% if times.has_warmup
-  %}; the first steps, which
-set things up, are
-part of it: the run was too short to leave them out{% else %}, the first steps left out{% endif %}.{% for made in
-  times.set_ups
-%} Another {{ made.num_batches | number("d") }}, in which {{ made.what }}, took {{ made.ms | number(",.0f") }} ms
-together; nothing here counts them.{% endfor %}</p>
+<p class="soft">{{ times.num_batches | number(",d") }} micro-batches, timed by {{ times.clock }}{% if times.has_warmup
+  %}, with the first steps, which set things up, because the run was short{% else %}, without the first steps{% endif
+  %}.{% for made in times.set_ups %} Not counted: {{ made.num_batches | number("d") }} in which {{ made.what }}, {{
+  made.ms | number(",.0f") }} ms in all.{% endfor %}</p>
 {% if slowest %}<h3>The slowest pack</h3><p>Micro-batch {{ slowest.batch | number(",d") }} of step {{ slowest.step |
   number(",d") }} took
 {{ slowest.ms | number(",.2f") }} ms,
@@ -189,7 +186,7 @@ to the host, {{ profile.h2d_gib | number(".2f") }} GiB to the device).
 {% if missing %}<section class="wide"><h2>Not measured</h2><ul>
 {% for what, reason in missing %}<li>{{ what }}: {{ reason }}</li>{% endfor %}</ul></section>{% endif %}
 
-<section class="wide"><h2>How it was run</h2><div class="scroll"><pre>{{ command }}</pre></div>
+<section class="wide"><h2>How it was run</h2><pre class="command">{{ command }}</pre>
 {% for title, values in (options.items() | list) + [("versions", versions)] %}<details><summary>{{ title
   }}</summary><div class="scroll"><table>{% for name, value in values.items() %}
 <tr><td>{{ name }}</td><td class="text"><code>{{ value }}</code></td></tr>{% endfor %}</table></div></details>{%

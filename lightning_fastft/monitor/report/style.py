@@ -41,6 +41,7 @@ td.number, th.number { text-align: right; white-space: nowrap; font-variant-nume
 td.best { font-weight: 700; }
 td.words, th.words { white-space: normal; overflow-wrap: anywhere; min-width: 76px; max-width: 320px; }
 td.text { min-width: 220px; overflow-wrap: anywhere; } .legend.inline { margin: 0; font-size: inherit; }
+pre.command { white-space: pre-wrap; overflow-wrap: anywhere; }
 pre.answer { white-space: pre-wrap; overflow-wrap: anywhere; border: 1px solid var(--line); border-radius: 6px;
   padding: 8px 12px; margin: 4px 0 8px; } summary { cursor: pointer; padding: 4px 0; }
 ul { margin: 6px 0; padding-left: 20px; }
@@ -91,7 +92,7 @@ i.between, .stack .between { background: var(--red); } i.other, i.recomputed { b
 @media (max-width: 600px) { .cards { grid-template-columns: minmax(0, 1fr); } .tiles { grid-template-columns: repeat(2,
   minmax(0, 1fr)); }
   main { padding: 14px 10px 32px; }
-  td.text { min-width: 170px; } }
+  th, td { padding-right: 8px; } td.text { min-width: 100px; } }
 """
 
 

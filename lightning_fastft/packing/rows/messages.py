@@ -41,7 +41,8 @@ def check_messages(value: object, *, column: str = "messages", needs_assistant: 
         RowRejectedError: The value is not a list of messages with known roles and text.
     """
     if not isinstance(value, (list, tuple)):
-        raise RowRejectedError(WRONG_TYPE, f"{column} must be a list of messages, got {type(value).__name__}")
+        advice = "; it is JSON in a text: save it as a list, not as text" if str(value).lstrip()[:1] == "[" else ""
+        raise RowRejectedError(WRONG_TYPE, f"{column} must be a list of messages, got {type(value).__name__}{advice}")
     if not value:
         raise RowRejectedError(EMPTY_MESSAGES, column)
     messages = [_check_message(message, where=f"{column}[{number}]") for number, message in enumerate(value)]
@@ -96,7 +97,8 @@ def _check_message(value: object, *, where: str) -> dict[str, Any]:
     message = {key: entry for key, entry in value.items() if entry is not None}
     role = message.get("role")
     if not isinstance(role, str):
-        raise RowRejectedError(WRONG_TYPE, f"{where}.role must be a string, got {role!r}")
+        keys = f"; its keys are {', '.join(map(str, value))}" if "role" not in value else ""
+        raise RowRejectedError(WRONG_TYPE, f"{where}.role must be a string, got {role!r}{keys}")
     if role not in KNOWN_ROLES:
         raise RowRejectedError(UNKNOWN_ROLE, f"{role!r} in {where}; allowed: {', '.join(sorted(KNOWN_ROLES))}")
     content = message.get("content")

@@ -85,8 +85,8 @@ class IngestReport:
         """
         share = 100 * self.num_labelled / max(1, self.num_tokens)
         lines = [
-            f"{self.num_rows} rows, {self.num_documents} examples, {self.num_tokens} tokens, {self.num_labelled} "
-            f"trained ({share:.1f} %)"
+            f"{self.num_rows:,} rows, {self.num_documents:,} examples, {self.num_tokens:,} tokens, "
+            f"{self.num_labelled:,} trained ({share:.1f} %)"
         ]
         if self.rows_per_format:
             lines.append("formats: " + render_counts(self.rows_per_format))

@@ -51,7 +51,7 @@ def read_template(tokenizer: PreTrainedTokenizerBase, chosen: str | None) -> str
     The choice is Jinja text, a .jinja file, the name of one of the tokenizer's templates, or None for its default.
 
     Raises:
-        DataError: The file cannot be read.
+        DataError: The file cannot be read, or the text is no template.
     """
     own = getattr(tokenizer, "chat_template", None)
     if chosen is not None and chosen.endswith(".jinja"):
@@ -59,6 +59,12 @@ def read_template(tokenizer: PreTrainedTokenizerBase, chosen: str | None) -> str
             return Path(chosen).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"chat_template={chosen!r} cannot be read: {error}") from error
+    if chosen is not None and "{" not in chosen and not (isinstance(own, dict) and chosen in own):
+        names = f", and the tokenizer has only templates named {', '.join(own)}" if isinstance(own, dict) else ""
+        raise DataError(
+            f"chat_template={chosen!r} is neither a .jinja file nor a template, which has {{{{ }}}}{names}. Give a "
+            "file: --data.chat_template FILE.jinja"
+        )
     if isinstance(own, dict):
         return own.get("default" if chosen is None else chosen, chosen)
     return own if chosen is None else chosen

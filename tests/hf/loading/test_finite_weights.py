@@ -8,18 +8,12 @@ from lightning_fastft.core.errors import DataError
 from lightning_fastft.hf.loading.finite_weights import check_files_finite, check_finite
 from lightning_fastft.hf.loading.model import build_model
 from lightning_fastft.hf.loading.source import ModelSource
+from tests.support.sizes import sizes
 
-CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}
+CONFIG = sizes(model_type="llama", vocab=64, width=64, inner=64, layers=2, heads=2, key_heads=2)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("shard_size", ["1GB", "40KB"])
 def test_files_with_values_that_are_not_finite_are_refused_by_name(tmp_path, value, shard_size):

@@ -160,6 +160,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("quantization", [None, "nf4"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faulty_weights_are_refused_by_name(folder, fault, quantization):

@@ -23,6 +23,7 @@ from lightning_fastft.hf.sharding import units
 from lightning_fastft.hf.sharding.fillers import open_model, reads_base
 from lightning_fastft.hf.sharding.state import is_sharded, sharded_roots, unsharded_trained_names
 from lightning_fastft.hf.sharding.units import shard_model
+from tests.support.sizes import sizes
 from tests.support.tiny_models import TINY, build_tiny
 
 pytestmark = pytest.mark.covering
@@ -30,17 +31,9 @@ pytestmark = pytest.mark.covering
 NUM_RANKS = 2
 CPU = torch.device("cpu")
 SEED = 7
-CONFIG = {
-    "model_type": "qwen3",
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-}
+CONFIG = sizes(
+    model_type="qwen3", vocab=61, width=32, inner=48, layers=3, heads=4, key_heads=2, head_width=8, positions=128
+)
 LORAS = {
     "no adapters": None,
     "lora": {"r": 4},

@@ -35,6 +35,7 @@ def pages(tmp_path_factory):
         yield browser, folder, data
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", ["run.html", "two.html"])
 def test_page_fits_its_width_and_no_card_is_empty(pages, name, width):

@@ -121,6 +121,7 @@ def test_completions_pass_through_the_pipes_of_workers(monkeypatch):
     assert read(tokenize(rows)) == whole == expected(rows)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", ["bit", "cut", "gone"])
 def test_damage_of_any_file_is_seen_and_repaired(tmp_path, name, kind, caplog):

@@ -114,6 +114,7 @@ def test_model_with_nothing_to_train_is_refused(tmp_path):
         fit(FineTuner(model), tmp_path)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("weight_decay", [None, 0.1])
 def test_optimizer_holds_every_live_trainable_parameter_once(tmp_path, mode, weight_decay):

@@ -88,6 +88,7 @@ def through_a_file(state):
     return torch.load(io.BytesIO(file.getvalue()))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("share", "late_streams"), [(0.5, 5), (1.0, None)], indirect=["late_streams"])
 def test_every_share_has_the_numbers_and_files_of_moments_on_the_device(kind, share, late_streams):
@@ -140,7 +141,6 @@ def test_memory_counts_what_the_device_holds():
 
 
 def test_a_step_has_no_host_sync():
-    counts = []
     for offload in (0.0, 1.0):
         params, optimizer = make("8 bits, rounded", offload=offload)
         run(params, optimizer, range(1))
@@ -149,10 +149,7 @@ def test_a_step_has_no_host_sync():
         with count_host_waits() as waits:
             optimizer.clip_next(1.0)
             optimizer.step()
-        counts.append(waits.count)
-    # On a CPU the step counts on the host cannot be distinguished from device tensors.
-    assert counts[0] == counts[1]
-    assert set(counts[0]) == {"tolist"}
+        assert not waits.count
 
 
 def test_a_strategy_leaves_loaded_moments_on_the_host():

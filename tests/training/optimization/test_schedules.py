@@ -35,6 +35,7 @@ def test_groups_are_never_empty():
         torch.optim.AdamW(groups)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("num_warmup_steps", [0, 1, 7, 100])
 @pytest.mark.parametrize("num_steps", [0, 1, 50])

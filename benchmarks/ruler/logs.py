@@ -1,0 +1,123 @@
+"""The log of a comparison: one compressed file with every record, the driver and the clocks, from which its rows are
+computed again.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.ruler.clocks import read_clocks
+from benchmarks.ruler.pairs import comparison_rows, pool
+from benchmarks.ruler.report import read_records
+
+LOGS = Path(__file__).parents[1] / "logs"
+_QUERY = "name,driver_version,memory.total,power.limit,clocks.max.sm,clocks.max.mem"
+# Long, and of no use to a reader of figures.
+_DROPPED = ("traceback", "statuses", "host_wait_places", "command")
+
+
+class RunLog(NamedTuple):
+    """What a file holds.
+
+    Args:
+        path: The file.
+        about: Row, date, command, driver, gaps and number of passes.
+        records: Of every case.
+        clocks: Seconds since 1970 and MHz.
+    """
+
+    path: Path
+    about: Mapping[str, Any]
+    records: Sequence[Mapping[str, Any]]
+    clocks: Sequence[tuple[float, float]]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the rows of results.csv that the records give."""
+        pooled = pool(self.records, clocks=self.clocks, num_passes=self.about["num_passes"])
+        found = comparison_rows(pooled, command=self.about["command"])
+        return [{**row, "date": self.about["date"]} for row in found]
+
+
+def write_log(
+    out: Path, *, name: str, command: str, gaps: Mapping[str, str], num_passes: int, folder: Path | None = None
+) -> Path:
+    """Write the log of a folder of results, in place of that of an earlier call, and return its path."""
+    records = read_records(out / "raw.jsonl")
+    # Samples between the timed steps say nothing about them.
+    spans = [(record["timed_from"], record["timed_to"]) for record in records if "timed_to" in record]
+    clocks = [
+        (round(moment, 1), clock)
+        for moment, clock in read_clocks(out / "clocks.csv")
+        if any(begin <= moment <= end for begin, end in spans)
+    ]
+    devices = [record["versions"]["device"] for record in records if "device" in record.get("versions", {})]
+    device = devices[0].removeprefix("NVIDIA ").split()[0].lower() if devices else "cpu"
+    about = {
+        "row": name,
+        "date": date.today().isoformat(),
+        "command": command,
+        "driver": describe_driver(),
+        "gaps": gaps,
+        "num_passes": num_passes,
+    }
+    for old in out.glob("*.jsonl.gz"):
+        old.unlink()
+    path = out / f"{name}-{device}-{about['date']}.jsonl.gz"
+    lines = [{"about": about}, {"clocks": clocks}]
+    lines += [{key: value for key, value in record.items() if key not in _DROPPED} for record in records]
+    with gzip.GzipFile(path, "wb", mtime=0) as file:
+        file.write("".join(json.dumps(_rounded(line)) + "\n" for line in lines).encode())
+    return path
+
+
+def _rounded(value: Any) -> Any:
+    """Return a value with floats of seven digits, two more than rows have."""
+    if isinstance(value, float):
+        return float(f"{value:.7g}") if abs(value) < 1e9 else round(value, 2)
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def read_log(path: Path) -> RunLog:
+    """Return the content of a log."""
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        about, clocks, *records = (json.loads(line) for line in file)
+    return RunLog(path, about["about"], records, [(moment, clock) for moment, clock in clocks["clocks"]])
+
+
+def read_logs(folder: Path = LOGS) -> Iterator[RunLog]:
+    """Yield every log of a folder, by name."""
+    for path in sorted(folder.glob("*.jsonl.gz")):
+        yield read_log(path)
+
+
+def join_logs(paths: Sequence[Path], *, out: Path) -> None:
+    """Let a folder of results begin with the records and clocks of earlier calls."""
+    from benchmarks.ruler.cases import CaseLog
+    from benchmarks.ruler.clocks import append_clocks
+
+    for path in paths:
+        log = read_log(path)
+        for record in log.records:
+            CaseLog(out / "raw.jsonl").write(dict(record))
+        append_clocks(log.clocks, path=out / "clocks.csv")
+
+
+def describe_driver() -> dict[str, str]:
+    """Return name, driver, memory, power limit and highest clocks of the GPUs; nothing where there is no nvidia-smi."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return {}
+    done = subprocess.run(
+        [program, f"--query-gpu={_QUERY}", "--format=csv,noheader"], capture_output=True, text=True, check=False
+    )
+    line = done.stdout.splitlines()[0] if done.returncode == 0 and done.stdout else ""
+    return dict(zip(_QUERY.split(","), (cell.strip() for cell in line.split(","))))

@@ -1,0 +1,104 @@
+"""Names that other tools give to our options and commands, for the hints of an error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# By the last part of an option: the option of ours with an example value where the name alone does not say it, or a
+# sentence where there is none.
+_OPTIONS: Mapping[str, str] = {
+    # transformers and TRL
+    "model_name_or_path": "model.model",
+    "model_name": "model.model",
+    "base_model": "model.model",
+    "num_train_epochs": "trainer.max_epochs",
+    "num_epochs": "trainer.max_epochs",
+    "epochs": "trainer.max_epochs",
+    "gradient_accumulation_steps": "trainer.accumulate_grad_batches",
+    "max_grad_norm": "trainer.gradient_clip_val",
+    "logging_steps": "trainer.log_every_n_steps",
+    "eval_steps": "trainer.val_check_interval",
+    "save_steps": "trainer.callbacks+=ModelCheckpoint --trainer.callbacks.every_n_train_steps N",
+    "output_dir": "trainer.callbacks+=ModelCheckpoint --trainer.callbacks.dirpath FOLDER",
+    "report_to": "trainer.logger WandbLogger",
+    "seed": "seed_everything",
+    "resume_from_checkpoint": "ckpt_path",
+    "resume": "ckpt_path",
+    "lr": "model.learning_rate",
+    "learning_rate": "model.learning_rate",
+    "weight_decay": "model.weight_decay",
+    "lr_scheduler_type": "model.scheduler",
+    "lr_scheduler": "model.scheduler",
+    "warmup_ratio": "model.warmup_share",
+    "bf16": "model.dtype bfloat16",
+    "fp16": "model.dtype bfloat16",
+    "torch_dtype": "model.dtype",
+    "load_in_4bit": "model.quantization nf4",
+    "load_in_8bit": "model.quantization nf4",
+    "use_lora": "model.lora.r 16",
+    "use_peft": "model.lora.r 16",
+    "lora_r": "model.lora.r",
+    "lora_alpha": "model.lora.lora_alpha",
+    "lora_dropout": "model.lora.lora_dropout",
+    "target_modules": "model.lora.target_modules",
+    "lora_target_modules": "model.lora.target_modules",
+    "dataset": "data.paths",
+    "datasets": "data.paths",
+    "dataset_name": "data.paths",
+    "train_file": "data.paths",
+    "eval_dataset": "data.val_paths",
+    "val_set_size": "data.val_share",
+    "max_seq_length": "data.max_tokens",
+    "max_seq_len": "data.max_tokens",
+    "max_length": "data.max_tokens",
+    "sequence_len": "data.max_tokens",
+    "batch_size": "A pack is data.max_tokens long; a step has trainer.accumulate_grad_batches packs.",
+    "packing": "Rows are always packed; data.max_tokens is the length of a pack.",
+    "sample_packing": "Rows are always packed; data.max_tokens is the length of a pack.",
+    "gradient_checkpointing": "Activations are planned from measured steps; the guide shows how to set them.",
+    "flash_attention": "Attention is chosen by device and length; the table that fit prints names it.",
+    "attn_implementation": "Attention is chosen by device and length; the table that fit prints names it.",
+}
+_SAME = {
+    "per_device_train_batch_size": "batch_size",
+    "micro_batch_size": "batch_size",
+    "train_batch_size": "batch_size",
+    "per_device_eval_batch_size": "batch_size",
+}
+_COMMANDS: Mapping[str, str] = {
+    "train": "fit",
+    "finetune": "fit",
+    "run": "fit",
+    "sft": "fit",
+    "evaluate": "eval",
+    "merge": "export",
+    "save": "export",
+    "upload": "push",
+    "serve": "chat",
+    "generate": "chat",
+    "inference": "chat",
+    "preprocess": "data",
+    "compare": "report",
+}
+
+
+def find_command(name: str) -> str:
+    """Return the command that does what another tool's command does; "" for none."""
+    return _COMMANDS.get(name.lower(), "")
+
+
+def hint_option(name: str) -> str:
+    """Return a hint on an option that another tool has, as a line; "" for none.
+
+    Args:
+        name: The option, with or without the name of its group.
+
+    Example:
+        >>> print(hint_option("trainer.num_train_epochs"), end="")
+        hint: did you mean trainer.max_epochs?
+    """
+    last = name.rpartition(".")[2].replace("-", "_").lower()
+    found = _OPTIONS.get(_SAME.get(last, last), "")
+    if not found:
+        return ""
+    return f"hint: {found}\n" if found.endswith(".") else f"hint: did you mean {found}?\n"
