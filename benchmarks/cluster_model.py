@@ -128,13 +128,15 @@ def compare_rows(path: Path = RESULTS_PATH) -> list[Row]:
 
 
 @cache
-def _costs(name: str, gpu: Gpu, *, num_tokens: int, is_full: bool, is_fused: bool) -> tuple[ModelSize, StepCost]:
+def _costs(
+    name: str, gpu: Gpu, *, num_tokens: int, document_tokens: int, is_full: bool, is_fused: bool
+) -> tuple[ModelSize, StepCost]:
     workload = WORKLOADS[name]
     model = build_on_meta({"model_type": workload.model_type, **workload.model_config})
     cost = model_costs(
         model,
         num_tokens=num_tokens,
-        mean_document_tokens=min(DOCUMENT_TOKENS, num_tokens),
+        mean_document_tokens=document_tokens,
         machine=gpu,
         quantization=None if is_full else workload.quantization,
         lora=None if is_full else lora_config(workload),
@@ -150,10 +152,18 @@ def estimate(
     gpu = find_gpu(device.partition(" x ")[2])
     cluster = make_cluster(gpu, num_gpus=num_gpus, num_nodes=1)
     num_tokens = int(workload["tokens"]) // layout.context
-    is_fused = "+fused" in workload["mode"] or "+graphs" in workload["mode"]
-    size, whole = _costs(workload["name"], gpu, num_tokens=num_tokens, is_full=is_full, is_fused=is_fused)
+    document_tokens = int(workload["tokens"]) if workload["packs"] == "one document" else DOCUMENT_TOKENS
+    size, whole = _costs(
+        workload["name"],
+        gpu,
+        num_tokens=num_tokens,
+        document_tokens=document_tokens,
+        is_full=is_full,
+        is_fused="+fused" in workload["mode"] or "+graphs" in workload["mode"],
+    )
     cost = rank_cost(scale_times(whole, factor), layout, cluster, size, num_tokens=num_tokens)
-    segments = uniform_plan(len(cost.segments), workload["mode"].partition("+")[0])
+    policy = re.split("[:+]", workload["mode"])[0]
+    segments = uniform_plan(len(cost.segments), policy)
     prediction = predict(cost, segments, machine=gpu.machine)
     step = forecast(layout, cluster, size, cost=cost, segments=segments, prediction=prediction, num_tokens=num_tokens)
     return Estimate(step.step_ms, prediction.peak_bytes / _GIB)

@@ -175,7 +175,7 @@ def _explain_choice(reason: str, lines: list[str]) -> str:
     found = _CHOICE.search(reason)
     if found and len(groups := [other[1] for other in map(_CHOICE.search, lines) if other]) > 1:
         # A union of choices has a line for each of them, and the first line is answered for all.
-        return "" if found[1] != groups[0] else f"must be one of {', '.join(groups)}"
+        return "" if found[1] != groups[0] else f"must be one of {', '.join(groups)}{_got(found, lines)}"
     if _TYPE.search(reason) and any(map(_CHOICE.search, lines)):
         return ""
     types = [line for line in lines if _TYPE.search(line)]
@@ -183,12 +183,15 @@ def _explain_choice(reason: str, lines: list[str]) -> str:
         found = _TYPE.search(reason)
     if not found:
         return reason
-    # Nested errors come first, and the innermost one is that of the value.
-    value = found[2] or next((line.partition(": ")[2] for line in lines if line.startswith("Given value: ")), None)
     has_none = "- Expected a <class 'NoneType'>" in lines and found[2] is None
-    got = "" if value is None else f", got {value!r}"
     allowed = _KINDS.get(found[1]) or f"one of {found[1]}"
-    return f"{reason[: found.start()]}must be {'None or ' if has_none else ''}{allowed}{got}"
+    return f"{reason[: found.start()]}must be {'None or ' if has_none else ''}{allowed}{_got(found, lines)}"
+
+
+def _got(found: re.Match[str], lines: list[str]) -> str:
+    """Return the wrong value in words; nested errors come first, and the innermost one is that of the value."""
+    value = found[2] or next((line.partition(": ")[2] for line in lines if line.startswith("Given value: ")), None)
+    return "" if value is None else f", got {value!r}"
 
 
 def _owner_of(lines: list[str], option: str) -> str | None:

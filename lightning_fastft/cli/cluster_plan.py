@@ -80,10 +80,7 @@ def plan_layouts(
     for layout in possible_layouts(cluster, size):
         rank_tokens = -(-num_tokens // layout.context)
         if layout.context not in costs:
-            length = min(options["mean_document_tokens"], rank_tokens)
-            costs[layout.context] = model_costs(
-                source, num_tokens=rank_tokens, machine=cluster.gpu, **{**options, "mean_document_tokens": length}
-            )
+            costs[layout.context] = model_costs(source, num_tokens=rank_tokens, machine=cluster.gpu, **options)
         cost = scale_times(costs[layout.context], factor)
         cost = rank_cost(cost, layout, cluster, size, num_tokens=rank_tokens)
         total = num_tokens * (cluster.num_gpus // layout.context) * num_micro

@@ -98,8 +98,8 @@ def model_costs(
 
     Args:
         model: A configuration, or a transformers model on the meta device, to which adapters are added.
-        num_tokens: Tokens of a pack.
-        mean_document_tokens: Length of the document of a token, averaged over tokens.
+        num_tokens: Tokens of a pack; under context parallelism, of the share of one GPU.
+        mean_document_tokens: Length of the whole document of a token, averaged over tokens.
         machine: The GPU.
         quantization: "nf4" stores the weights of all linear layers except the head in NF4.
         lora: Adapters of a frozen base, or the rank of adapters on every linear layer; None trains every weight.
@@ -121,7 +121,7 @@ def model_costs(
         own; shares in estimate/metering.py.
     """
     check_int("num_tokens", num_tokens, low=1)
-    check_float("mean_document_tokens", mean_document_tokens, low=1.0, high=float(num_tokens))
+    check_float("mean_document_tokens", mean_document_tokens, low=1.0)
     check_choice("quantization", quantization, (None, "nf4"))
     check_share("label_share", label_share)
     swaps = swaps or Swaps()

@@ -238,7 +238,7 @@ def test_gradients_are_resident_and_no_transient():
 
 def test_wrong_sizes_are_refused():
     with pytest.raises(OptionError, match="mean_document_tokens"):
-        small_costs(num_tokens=100, document_tokens=200)
+        small_costs(num_tokens=100, document_tokens=0.5)
     with pytest.raises(OptionError, match="quantization"):
         small_costs(quantization="int8")
 

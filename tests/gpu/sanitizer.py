@@ -13,6 +13,7 @@ import ast
 import importlib
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -117,6 +118,9 @@ def expert_gate(triton):
             addend = LowRankRows(numbers(5, 3, dtype=dtype), numbers(3, 13, dtype=dtype))
             triton.gate_backward(d_act, gate_up, form=form, weight_N=numbers(5), addend=addend, need_act=True)
             triton.gate_backward(d_act, gate_up, form=form)
+            triton.gate_forward_quantised(gate_up, form=form, round_scales_to_power_of_2=True)
+            options = {"form": form, "factor_P": numbers(26), "round_scales_to_power_of_2": False}
+            triton.gate_backward_quantised(d_act, gate_up, need_act=dtype is torch.float32, **options)
 
 
 def expert_pack(triton):
@@ -231,6 +235,11 @@ def fp8_linear(triton):
             scales = [torch.empty(shape[0], device=DEVICE) for shape in shapes]
             triton.nf4_row_scales(weights, scales)
             triton.quantise_nf4(weights, values, scales, is_transposed=is_transposed)
+    rows = triton.quantise_rows(numbers(5, 37), factor_I=None, round_scales_to_power_of_2=True)
+    shifts = triton.balance(rows.scale_T, rows.scale_T, torch.ones(7, device=DEVICE))
+    for shift_T in (None, shifts[0]):
+        turned = torch.empty(37, 16, dtype=torch.float8_e4m3fn, device=DEVICE)
+        triton.transpose(rows.values_TI, shift_T=shift_T, out_IT=turned)
 
 
 def qk_rope(triton):
@@ -340,8 +349,8 @@ CASES = {
 
 
 def kernels_of(path):
-    """Return the names of the kernels of a file: functions under ``triton.jit`` that are launched, each with its
-    own ``[grid]``.
+    """Return the names of the kernels of a file: functions under ``triton.jit`` that are given to ``launch``, or
+    launched with a ``[grid]`` of their own, which no case counts.
     """
     tree = ast.parse(path.read_text())
     jitted = {
@@ -351,11 +360,9 @@ def kernels_of(path):
         for mark in node.decorator_list
         if "jit" in ast.unparse(mark)
     }
-    launched = {
-        node.func.value.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript) and isinstance(node.func.value, ast.Name)
-    }
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    launched = {ast.unparse(call.args[0]) for call in calls if ast.unparse(call.func) == "launch" and call.args}
+    launched |= {ast.unparse(call.func.value) for call in calls if isinstance(call.func, ast.Subscript)}
     return sorted(jitted & launched)
 
 
@@ -366,27 +373,21 @@ def all_kernels():
     return {path: names for path, names in found.items() if names}
 
 
-class Counted:
-    """A kernel that counts its launches."""
-
-    def __init__(self, kernel):
-        self.kernel, self.num_launches = kernel, 0
-
-    def __getitem__(self, grid):
-        self.num_launches += 1
-        return self.kernel[grid]
-
-
 def run_case(name):
     """Run the case of a folder and return the launches of each of its kernels."""
     module = importlib.import_module(f"lightning_fastft.kernels.{name}.triton")
-    counted = {kernel: Counted(getattr(module, kernel)) for kernel in kernels_of(Path(module.__file__))}
-    for kernel, counter in counted.items():
-        setattr(module, kernel, counter)
+    names = {id(getattr(module, kernel)): kernel for kernel in kernels_of(Path(module.__file__))}
+    counts, launch = Counter(dict.fromkeys(names.values(), 0)), module.launch
+
+    def count_and_launch(kernel, *arguments, **options):
+        counts[names[id(kernel)]] += 1
+        launch(kernel, *arguments, **options)
+
+    module.launch = count_and_launch
     CASES[name](module)
     if DEVICE == "cuda":
         torch.cuda.synchronize()
-    return {kernel: counter.num_launches for kernel, counter in counted.items()}
+    return counts
 
 
 def main(names):

@@ -114,12 +114,12 @@ def test_every_folder_with_a_kernel_has_a_case():
 
 
 @pytest.mark.parametrize("decorator", ["triton.jit", "jit", "triton.jit(do_not_specialize=['n'])"])
-def test_a_new_kernel_is_seen(tmp_path, decorator):
+@pytest.mark.parametrize("call", ["launch(anew, (3,), x, num_warps=4)", "anew[(3,)](x, num_warps=4)"])
+def test_a_new_kernel_is_seen(tmp_path, decorator, call):
     """Whatever its name is; a function that other kernels call is none."""
     path = tmp_path / "triton.py"
     path.write_text(
-        f"@{decorator}\ndef helper(x): pass\n\n@{decorator}\ndef anew(x): helper(x)\n\ndef launch(x):\n    "
-        "anew[(3,)](x, num_warps=4)\n"
+        f"@{decorator}\ndef helper(x): pass\n\n@{decorator}\ndef anew(x): helper(x)\n\ndef run(x):\n    {call}\n"
     )
     assert kernels_of(path) == ["anew"]
 
