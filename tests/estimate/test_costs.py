@@ -59,7 +59,7 @@ UNFUSED = Swaps(is_fused=False)
     ("config", "options", "step_ms", "peak_gib"),
     [
         (QWEN3_14B, {"quantization": "nf4"}, 854, 51.2),
-        (QWEN3_06B, {}, 209, 9.9),
+        (QWEN3_06B, {}, 170, 9.9),
         (QWEN3_06B, {"swaps": Swaps(is_graphed=True)}, 70, 10.9),
         (QWEN3_14B, {"quantization": "nf4", "swaps": UNFUSED}, 1234, 87.3),
     ],
