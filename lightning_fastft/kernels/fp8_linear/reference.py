@@ -100,8 +100,11 @@ def balance(scale_d_T: torch.Tensor, scale_x_T: torch.Tensor, factor_O: torch.Te
 def weight_gradient(d: Fp8Rows, x: Fp8Rows, factor_O: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
     """Return ``(d / factor)^T @ x`` of the rows as they are shifted, summed in fp32 and rounded once."""
     found = balance(d.scale_T, x.scale_T, factor_O)
-    d_TO, x_TI = ((rows.values_TI.float() * shift_T[:, None]).to(FP8).float() for rows, shift_T in zip((d, x), found))
-    return (d_TO.T @ x_TI * found.scale_O[:, None]).to(dtype)
+    turned = []
+    for rows, shift_T in zip((d, x), found):
+        turned.append(rows.values_TI.new_empty(rows.values_TI.shape[::-1]))
+        transpose(rows.values_TI, shift_T=shift_T, out_IT=turned[-1])
+    return multiply(Fp8Rows(turned[0], found.scale_O), turned[1], None, dtype=dtype)
 
 
 @one_kernel
