@@ -45,7 +45,7 @@ os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")
 from benchmarks.results import append_rows
 from benchmarks.ruler.cases import Case
 from benchmarks.ruler.clocks import ClockLog, read_clocks
-from benchmarks.ruler.driver import run_arms
+from benchmarks.ruler.driver import LEAST_SECONDS, run_arms
 from benchmarks.ruler.logs import join_logs, read_log, write_log
 from benchmarks.ruler.model_configs import num_weights
 from benchmarks.ruler.pairs import (
@@ -275,6 +275,8 @@ class ComparisonRun:
             call=max(calls, default=0) + 1,
         )
         self._deadline = time.monotonic() + options.budget_s
+        # Kept for the control, without which a call counts for nothing.
+        self._control_seconds = 2 * LEAST_SECONDS
         self._has_asked_for_reference = False
 
     def build(self) -> None:
@@ -317,6 +319,7 @@ class ComparisonRun:
         ours = [self._case("ours", mode, self.options.optimizers[0]) for mode in self._our_modes(settings)]
         able = [case for case in ours if self._find(case) is None or self._row_of(case)]
         # The only process of every call: it shows whether calls may be joined.
+        self._control_seconds = 0.0
         self._run([replace(case, repeat=CONTROL, half=case.call) for case in able[:1]])
 
     def _our_modes(self, settings: Sequence[tuple[str, str]]) -> list[str]:
@@ -351,16 +354,19 @@ class ComparisonRun:
         self._start(left)
 
     def _start(self, cases: Sequence[Case]) -> None:
+        start = time.monotonic()
         run_arms(
             [cases],
             root=self.files.folder.parent,
             raw=self.raw,
             log=self.out / "log.txt",
             device=self.options.device,
-            budget_seconds=self._deadline - time.monotonic(),
+            budget_seconds=self._deadline - start - self._control_seconds,
             arm_seconds=self.options.arm_s,
             module="benchmarks.moe" if self.files.workload.num_experts else "benchmarks.train_step",
         )
+        if cases[0].system == "ours" and self._control_seconds:
+            self._control_seconds = LEAST_SECONDS + (time.monotonic() - start) / len(cases)
 
     def _find(self, case: Case) -> Mapping[str, Any] | None:
         """Return the record of a process that needs no other try."""

@@ -5,13 +5,14 @@ r"""Measure tokens/s of DDP, FSDP2, context and expert parallelism, and a model 
     python -m benchmarks.multi_gpu multi --out runs/resident --runs fsdp --mode keep+resident --adapters shard
     python -m benchmarks.multi_gpu full32b --out runs/full32b --ranks 4
     python -m benchmarks.multi_gpu experts --out runs/experts --ranks 2
+    python -m benchmarks.multi_gpu multi --out runs/four --ranks 4
 
-"multi" trains Qwen3-8B LoRA in bf16 on 2 GPUs: DDP and FSDP2 with 8,192 tokens per GPU, "context" with a pack of so many
-tokens on both. "full32b" trains all weights of Qwen3-32B in bf16; the model is built sharded, so no rank ever holds it
+"multi" trains Qwen3-8B LoRA in bf16 on 2 GPUs, or more: DDP and FSDP2 with 8,192 tokens per GPU, "context" with a pack of
+so many tokens on all. "full32b" trains all weights of Qwen3-32B in bf16; the model is built sharded, so no rank ever holds it
 whole. "experts" trains all weights of 12 layers of Qwen3-30B-A3B, with expert weights gathered in each layer (fsdp) and
 with experts owned in shares (experts); the losses of both must agree to 1e-3.
 
-Weights are random and the same in every run (one seed). Two GPUs and one GPU with an accumulation of two (under
+Weights are random and the same in every run (one seed). Two GPUs and one GPU with an accumulation of two, and so on (under
 "context" one GPU without) take the same steps: their losses must agree to 1e-3. The first steps (8; --warmup) repeat the same
 packs of the ruler, so that losses fall if the steps train; timed steps follow, and each has new packs. Time between the ends
 of steps by CUDA events on rank 0, clipping and fused AdamW included. Records are flushed run by run.
@@ -65,7 +66,8 @@ STRATEGIES = {
     # Ranks own the experts in shares.
     EXPERTS: FastFTFSDPStrategy,
 }
-MIN_SPEEDUP = {"ddp": 1.96, "fsdp": 1.9, CONTEXT: 1.9}
+# Of as many times one GPU as there are ranks: on two, and on more.
+LEAST_SHARES = {"ddp": (0.98, 0.97), "fsdp": (0.95, 0.925), CONTEXT: (0.95, 0.925)}
 # Sums in another order, in bf16; measured from equal weights.
 LOSS_TOLERANCE = 1e-3
 # Timed steps of the run with accumulation, which is there for its losses.
@@ -128,6 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     owners.add_argument("--master-dtype", default="bfloat16", choices=("bfloat16", "float32"))
     owners.add_argument("--optim-bits", type=int, default=32, choices=(8, 32), help="of the moments")
     owners.add_argument("--runs", nargs="+", default=["fsdp", EXPERTS], choices=("fsdp", EXPERTS))
+    owners.add_argument("--expert-parallel", type=int, help="ranks that share one set of experts (all)")
     three = commands.add_parser("worker", parents=[shared], help="one rank of a run")
     three.add_argument("--workload", required=True)
     three.add_argument("--strategy", required=True, choices=tuple(STRATEGIES))
@@ -135,6 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     three.add_argument("--full", action="store_true")
     three.add_argument("--master-dtype", default="auto")
     three.add_argument("--optim-bits", type=int, default=32)
+    three.add_argument("--expert-parallel", type=int)
     three.add_argument("--title", required=True)
     return parser
 
@@ -271,12 +275,13 @@ def experts(driver: Driver, options: argparse.Namespace) -> None:
     """Full fine-tuning of experts that are gathered in each layer, then of experts that ranks own."""
     arguments = ["--full", "--master-dtype", options.master_dtype, "--optim-bits", str(options.optim_bits)]
     for strategy in options.runs:
+        is_mesh = strategy == EXPERTS and options.expert_parallel not in (None, options.ranks)
         driver.run(
-            f"{strategy} x{options.ranks}",
+            f"{strategy} x{options.ranks}" + (f", in shares of {options.expert_parallel}" if is_mesh else ""),
             strategy=strategy,
             num_ranks=options.ranks,
             num_steps=options.steps,
-            arguments=arguments,
+            arguments=[*arguments, *(["--expert-parallel", str(options.expert_parallel)] if is_mesh else [])],
         )
 
 
@@ -314,7 +319,12 @@ def worker(options: argparse.Namespace) -> int:
     mode = parse_mode(options.mode)
     checkpointing = mode.checkpointing
     follow = RankCallback(record, num_steps=num_steps, num_micro=num_steps * options.accumulate, is_cuda=is_cuda)
-    sizes = {CONTEXT: {"context_parallel": num_sharing}, EXPERTS: {"expert_parallel": num_ranks}}
+    num_owners = options.expert_parallel or num_ranks
+    sizes = {
+        CONTEXT: {"context_parallel": num_sharing},
+        # Ranks that share a set of experts share one copy of all weights.
+        EXPERTS: {"expert_parallel": num_owners, "shard": num_owners},
+    }
     kind = STRATEGIES[options.strategy]
     choices = {"adapters": options.adapters} if kind is FastFTFSDPStrategy else {}
     strategy = kind(activations=checkpointing, **choices, **sizes.get(options.strategy, {}))
@@ -542,14 +552,15 @@ def multi_table(records: Sequence[dict[str, Any]]) -> str:
     lines = ["several GPUs: tokens/s, step"]
     lines += [f"  {record['title']:<24} {record['reason'] or short(record)}" for record in records]
     one = timed.get(("one", 1))
-    for strategy, least in MIN_SPEEDUP.items():
+    for strategy, (on_two, on_more) in LEAST_SHARES.items():
         record = timed.get((strategy, 1))
         if record is None:
             continue
         if one is not None:
+            least = record["num_ranks"] * (on_two if record["num_ranks"] == 2 else on_more)
             ratio = record["tokens_per_s"] / one["tokens_per_s"]
             lines.append(
-                f"  bar: {record['title']}: {ratio:.3f} times one GPU, at least {least} wanted: "
+                f"  bar: {record['title']}: {ratio:.3f} times one GPU, at least {least:.2f} wanted: "
                 f"{_verdict(ratio >= least)}"
             )
         # The run on one GPU that takes the same steps.

@@ -85,7 +85,7 @@ def qwen3_moe(*, layers: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def gpt_oss(*, layers: int) -> dict[str, Any]:
+def gpt_oss(*, layers: int, experts: int = 32) -> dict[str, Any]:
     return {
         "vocab_size": 201_088,
         "hidden_size": 2880,
@@ -94,7 +94,7 @@ def gpt_oss(*, layers: int) -> dict[str, Any]:
         "num_attention_heads": 64,
         "num_key_value_heads": 8,
         "head_dim": 64,
-        "num_local_experts": 32,
+        "num_local_experts": experts,
         "num_experts_per_tok": 4,
         "sliding_window": 128,
         "tie_word_embeddings": False,

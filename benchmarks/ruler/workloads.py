@@ -180,10 +180,12 @@ WORKLOADS = {
         Workload("llama-3.2-1b-lora", "llama", LLAMA_1B, None),
         *_llama_8b(),
         Workload("llama-3.3-70b-qlora", "llama", LLAMA_70B, "nf4"),
+        Workload("llama-3.3-70b-lora", "llama", LLAMA_70B, None),
         *_with_routings("qwen3-30b-a3b-12l-lora", "qwen3_moe", qwen3_moe(layers=12)),
         *_with_routings("qwen3-30b-a3b-lora", "qwen3_moe", qwen3_moe(layers=48)),
         *_with_routings("gpt-oss-20b-12l-lora", "gpt_oss", gpt_oss(layers=12)),
         *_with_routings("gpt-oss-20b-lora", "gpt_oss", gpt_oss(layers=24)),
+        Workload("gpt-oss-120b-lora", "gpt_oss", gpt_oss(layers=36, experts=128), None),
         Workload("qwen3.5-9b-lora", "qwen3_5_text", QWEN35_9B, None, more_targets=MIXER_MODULES),
         # What Unsloth adapts: nothing in gated delta layers but their feed-forward blocks.
         Workload("qwen3.5-9b-usual-lora", "qwen3_5_text", QWEN35_9B, None),

@@ -19,6 +19,7 @@ from lightning_fastft.activations.probe import measure_machine
 from lightning_fastft.activations.segments import KEEP, RECOMPUTE, Segment, is_random
 from lightning_fastft.activations.slots import align
 from lightning_fastft.activations.vram_budget import (
+    MARGIN,
     BudgetWatch,
     check_feasible,
     choose_first_plan,
@@ -321,24 +322,28 @@ class SegmentStack:
         self.environment.report("\n" + render_plan(self.cost, self.plan))
 
     def _plan_within_budget(self, device: torch.device) -> int:
-        """Plan for the budget minus reserved but unallocated memory; return the capacity."""
+        """Plan for the budget minus reserved but unallocated memory; return the capacity.
+
+        A plan that holds more tensors than the measured steps leaves more memory unallocated, hence the margin. A
+        budget too small for it is planned without.
+        """
         budget, gap = self.options.vram_budget_bytes, self.measurement.gap_bytes
         if budget is None:
             capacity = auto_vram_bytes(device)
             self._make_plan(device, vram_budget=capacity)
             return capacity
-        try:
-            self._make_plan(device, vram_budget=max(0, budget - gap))
-        except OptionError:
-            if not gap:
-                raise
-            self._make_plan(device, vram_budget=budget)
-            self.environment.report(
-                f"activations: no plan leaves room for the {gap / 2**30:.2f} GiB of reserved but unallocated memory; "
-                "the allocator returns it to the device in each step, with a device sync"
-            )
-            return budget
-        return budget - gap
+        for capacity in (int(MARGIN * max(0, budget - gap)), max(0, budget - gap)):
+            try:
+                self._make_plan(device, vram_budget=capacity)
+            except OptionError:
+                continue
+            return capacity
+        self._make_plan(device, vram_budget=budget)
+        self.environment.report(
+            f"activations: no plan leaves room for the {gap / 2**30:.2f} GiB of reserved but unallocated memory; "
+            "the allocator returns it to the device in each step, with a device sync"
+        )
+        return budget
 
     def _correct_plan(self, device: torch.device) -> None:
         """Plan for less if steps reach the budget."""

@@ -531,6 +531,16 @@ def test_a_run_that_ended_for_want_of_time_goes_on(run, processes, capsys):
     assert titles_of(processes[0]) == [[("ours keep+fused A/A", 3)]]
 
 
+def test_time_is_kept_for_the_control_of_a_call_that_is_cut_short(run, processes):
+    session = run(PLAIN, OURS, budget_s="40")
+    assert {(record["title"], record["reason"]) for record in session.records()} == {
+        ("plain recompute", "not started: no time"),
+        ("plain recompute A/A", "not started: no time"),
+        ("ours keep+fused", "not started: no time"),
+        ("ours keep+fused A/A", ""),
+    }
+
+
 # More than one call
 
 

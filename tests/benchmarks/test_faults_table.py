@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.faults import __main__ as command
-from benchmarks.faults import child
+from benchmarks.faults import child, ranks
 from benchmarks.faults.table import (
     COLUMNS,
     GOOD,
@@ -35,6 +35,16 @@ def environment():
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+# Nine ranks that import torch.
+@pytest.mark.fault
+def test_a_job_hurt_at_full_load_resumes_on_fewer_ranks(tmp_path, capfd):
+    sizes = ["--workload", "tiny-full", "--tokens", "256", "--device", "cpu"]
+    assert ranks.main(["load", str(tmp_path / "load"), "--ranks", "2", "--resumed-on", "2", "1", *sizes]) == 0
+    said = capfd.readouterr().out
+    assert "kill, 2 ranks: named and ended in time; resumed on 2: from the newest checkpoint to the end" in said
+    assert "stop, 2 ranks: named and ended in time; resumed on 1: from the newest checkpoint to the end" in said
 
 
 @pytest.mark.fault

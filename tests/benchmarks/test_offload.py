@@ -530,6 +530,27 @@ def test_several_devices_are_held_to_speed_and_losses(changes, num_failed):
     assert table.count("pass") == 2 - num_failed
 
 
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks", "times", "verdict"),
+    [
+        ("ddp", 2, 1.95, "FAIL"),
+        ("ddp", 4, 3.89, "pass"),
+        ("ddp", 4, 3.87, "FAIL"),
+        ("ddp", 8, 7.76, "pass"),
+        ("ddp", 8, 7.75, "FAIL"),
+        ("fsdp", 4, 3.71, "pass"),
+        ("fsdp", 4, 3.69, "FAIL"),
+        ("fsdp", 8, 7.4, "pass"),
+        ("fsdp", 8, 7.39, "FAIL"),
+    ],
+)
+def test_more_ranks_are_held_to_more_times_one_device(strategy, num_ranks, times, verdict):
+    record = _rank_record("several", strategy=strategy, num_ranks=num_ranks, tokens_per_s=100.0 * times)
+    table = multi_gpu.multi_table([_rank_record("one GPU"), record])
+    (bar,) = [line for line in table.splitlines() if "times one GPU" in line]
+    assert bar.endswith(verdict)
+
+
 def test_ranks_that_share_packs_are_compared_with_one_device():
     shared = _rank_record("context x2", strategy=multi_gpu.CONTEXT, num_ranks=2, tokens_per_s=195.0)
     table = multi_gpu.multi_table([_rank_record("one GPU"), shared])

@@ -145,7 +145,20 @@ def free_port():
         return found.getsockname()[1]
 
 
-def train(folder, *, strategy, num_ranks, callbacks, num_batches=24, max_steps=12, ckpt_path=None, **options):
+def train(
+    folder,
+    *,
+    strategy,
+    num_ranks,
+    callbacks,
+    num_batches=24,
+    max_steps=12,
+    ckpt_path=None,
+    module=None,
+    loader=None,
+    **options,
+):
+    """Train a tiny model on packs of its own, or module on loader."""
     options = {"accumulate_grad_batches": ACCUMULATE, **options}
     if not strategy.startswith("fastft"):
         callbacks = [*callbacks, PackedTraining()]
@@ -157,7 +170,7 @@ def train(folder, *, strategy, num_ranks, callbacks, num_batches=24, max_steps=1
         max_steps=max_steps,
         use_distributed_sampler=False,
         **options,
-    ).fit(Lazy(), packed_loader(num_batches), ckpt_path=ckpt_path)
+    ).fit(module or Lazy(), packed_loader(num_batches) if loader is None else loader, ckpt_path=ckpt_path)
 
 
 def join(number, *, num_ranks, port, are_nodes):
