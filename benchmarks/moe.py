@@ -214,7 +214,7 @@ def _train_ours(tuner: Any, recorder: CaseRecorder, *, adapter: dict[str, torch.
     strategy, router = FastFTStrategy(activations=mode.checkpointing), BincountRouter()
     num_steps = recorder.num_total + measure.num_extra_steps
     trainer = ours.make_trainer(strategy, measure, max_steps=num_steps, is_cuda=is_cuda)
-    fused = mode.callbacks()
+    fused = mode.callbacks(is_cuda=is_cuda)
     trainer.callbacks.extend([router, *fused])
     loader = torch.utils.data.DataLoader(
         [recorder.pack_at(step) for step in range(num_steps)],

@@ -12,7 +12,8 @@ those of the adapters too. *Published* is the order by one stable argsort, one b
 experts that have rows.
 
 Every arm is compared before it is timed: output and every gradient against the eager form in fp32 on the same tokens,
-cosine at least 0.999 and norm within 2 %. Then 5 runs to warm up and 30 timed ones by CUDA events: p50, p10, p90 of
+cosine at least 0.999 and norm within 2 %; for *ours+fp8*, with frozen experts in e4m3, the limits of the ruler for fp8.
+Then 5 runs to warm up and 30 timed ones by CUDA events: p50, p10, p90 of
 forward and of backward. Peak: allocated during one forward and backward, in addition to earlier allocations. Waits: host
 syncs in one forward and in one backward (benchmarks/ruler/measure.py). A further call in the same folder continues
 where the last one ended.
@@ -39,13 +40,13 @@ from benchmarks.ruler.measure import HostWaits, StepClock, peak_memory_gib, summ
 from benchmarks.ruler.report import read_records
 from benchmarks.ruler.workloads import ATTENTION_MODULES, EXPERT_PARAMETERS
 from lightning_fastft.core.patcher import ModelPatcher
-from lightning_fastft.moe.install import install_bincount_router
+from lightning_fastft.moe.install import install_bincount_router, install_fp8_experts
 
 NUM_WARMUP, NUM_RUNS = 5, 30
 RANK = 16
 # Skewed routing: this share of the rows goes to a tenth of the experts.
 SKEWED_SHARE = 0.5
-ARMS = ("eager", "grouped_mm", "published", "ours")
+ARMS = ("eager", "grouped_mm", "published", "ours", "ours+fp8")
 LOADS = ("balanced", "skewed")
 ADAPTERS = ("none", "lora")
 PUBLISHED = "fastft_bench_published"
@@ -252,8 +253,14 @@ def skew_logits(logits_TE: torch.Tensor, *, num_chosen: int) -> torch.Tensor:
 
 def set_arm(model: nn.Module, arm: str, patcher: ModelPatcher) -> None:
     """Let the experts of a model run as an arm says; ours goes through what BincountRouter installs."""
-    if arm == "ours":
+    if arm.startswith("ours"):
         install_bincount_router(model, patcher)
+        if arm == "ours+fp8":
+            is_emulated = next(model.parameters()).device.type == "cpu"
+            (experts,) = install_fp8_experts(model, patcher, is_emulated=is_emulated)
+            if experts.status().state != "active":
+                raise ValueError(experts.status().reason)
+            experts.prepare()
         return
     register_published()
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -302,10 +309,10 @@ class Layer:
 # Measuring
 
 
-def measure(layer: Layer, *, truth: dict[str, torch.Tensor], num_runs: int, device: str) -> dict[str, Any]:
+def measure(layer: Layer, *, arm: str, truth: dict[str, torch.Tensor], num_runs: int, device: str) -> dict[str, Any]:
     """Compare one arm with the truth and time it; without "forward" in what comes back it was refused."""
     is_cuda = device == "cuda"
-    verdict = judging.judge(layer.results(), truth, device=device)
+    verdict = judging.judge(layer.results(), truth, device=device, limits=judging.limits_of(arm))
     found: dict[str, Any] = {"verdict": verdict.to_dict(), "reason": verdict.reason}
     if not verdict.passed:
         return found
@@ -354,7 +361,7 @@ def run_group(cases: Sequence[Case], *, num_runs: int, device: str, write: Calla
         record: dict[str, Any] = {**case._asdict(), "busiest_tenth": share, "versions": versions()}
         try:
             set_arm(model, case.arm, patcher)
-            record |= measure(Layer(model, inputs), truth=truth, num_runs=num_runs, device=device)
+            record |= measure(Layer(model, inputs), arm=case.arm, truth=truth, num_runs=num_runs, device=device)
         except case_failures() as error:
             record["reason"] = f"{type(error).__name__}: {str(error)[:300]}"
             drop_frames(error)

@@ -46,9 +46,10 @@ from benchmarks.ruler.measure import summarise_ms
 from benchmarks.ruler.workloads import WORKLOADS, Pack, WorkloadFiles, lora_config, plan_packs, read_lengths
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.core.patcher import ModelPatcher
+from lightning_fastft.kernels.attention.sdpa import QUERY_ROWS
 from lightning_fastft.packing.collate import Document, PackedBatch, collate
 from lightning_fastft.packing.context import BatchContext, VarlenArguments
-from lightning_fastft.packing.masks import build_block_mask, build_dense_mask
+from lightning_fastft.packing.masks import MaskBlock, build_block_mask, build_dense_mask, list_block_ranges
 from lightning_fastft.patches.packed import install_packed_training
 from lightning_fastft.training.fine_tuner import FineTuner
 
@@ -216,14 +217,33 @@ def _rebuilders(dtype: torch.dtype) -> dict[str, Callable[[BatchContext, torch.T
 
         return rebuild
 
-    dense_key: Callable[[BatchContext], Any] = lambda context: (context.device, dtype, None)  # noqa: E731
+    def with_mask(
+        build: Callable[[torch.Tensor, torch.dtype], torch.Tensor],
+    ) -> Callable[[BatchContext, torch.Tensor], None]:
+        def rebuild(context: BatchContext, position_id_1T: torch.Tensor) -> None:
+            mask_11TT = build(position_id_1T, dtype)
+            # Attention reads the same blocks of queries in every arm, so that arms differ in the build alone.
+            ranges = list_block_ranges(
+                context.num_tokens,
+                starts=context.start_host_S1[:-1].tolist(),
+                prefixes=context.prefixes,
+                window=None,
+                num_rows=QUERY_ROWS,
+            )
+            context._built.clear()
+            context.once(
+                "dense_mask",
+                (context.device, dtype, None, QUERY_ROWS),
+                lambda: [MaskBlock(queries, keys, mask_11TT[:, :, queries, keys]) for queries, keys in ranges],
+            )
+
+        return rebuild
+
     return {
         "varlen/every-layer": with_builder("varlen", lambda context: context.device, derived_offsets),
         "sdpa/every-layer": drop,
-        "sdpa/every-layer-loop": with_builder("dense_mask", dense_key, lambda position: loop_mask(position, dtype)),
-        "sdpa/every-layer-transformers": with_builder(
-            "dense_mask", dense_key, lambda position: transformers_mask(position, dtype)
-        ),
+        "sdpa/every-layer-loop": with_mask(loop_mask),
+        "sdpa/every-layer-transformers": with_mask(transformers_mask),
         "flex/every-layer": drop,
         "flex/every-layer-transformers": with_builder(
             "block_mask", lambda context: (context.device, None), transformers_block_mask

@@ -769,7 +769,8 @@ def adamw_step(num_rows: int, width: int, *, is_norm: bool) -> Callable[[str], R
     """Step of one fp32 master with fp32 gradient and the bf16 copy that compute reads, or the norm of its gradient."""
 
     def make(device: str) -> Run:
-        from lightning_fastft.kernels.adamw_step.reference import StepOptions, TensorTable
+        from lightning_fastft.kernels.adamw_step.reference import StepOptions
+        from lightning_fastft.kernels.adamw_step.table import TensorTable
 
         param, exp_avg, grad = (torch.randn(num_rows, width, device=device) for _ in range(3))
         exp_avg_sq, copy = torch.rand(num_rows, width, device=device), param.to(narrow(device))
@@ -793,7 +794,8 @@ def adamw_8bit_step(num_rows: int, width: int) -> Callable[[str], Run]:
 
     def make(device: str) -> Run:
         from lightning_fastft.kernels.adamw_step import codes
-        from lightning_fastft.kernels.adamw_step.reference import StepOptions, TensorTable
+        from lightning_fastft.kernels.adamw_step.reference import StepOptions
+        from lightning_fastft.kernels.adamw_step.table import TensorTable
 
         # The interpreter cuts bf16 off instead of rounding it, and a parameter is never fp16.
         dtype = torch.float32 if device == "cpu" else torch.bfloat16

@@ -178,9 +178,9 @@ README_LINES = (
 README_TEMPLATE = """\
 {table}
 
-Each line is one run of one GPU, named in the last column: median time of a step, peak memory, and the width of the
-optimizer's moments. *Equal moments* and *best* divide tokens per second of ours by those of Unsloth's fastest setting
-in that run, with moments of the same width and with the best of each.
+Each line is one run on one GPU, named in the last column: median time of a step, peak memory, and the width of the
+optimizer's moments. *Equal moments* and *best* are our tokens per second divided by those of Unsloth's fastest setting
+in that run: with moments of equal width, and with the best setting of each.
 
 Where ours loses: with all activations kept, Qwen3-14B takes {keep_gib} GiB, Unsloth's default {unsloth_gib} GiB
 ({cite[14b]}). Small models are launch-bound, and without CUDA graphs ours is slower than Unsloth: Qwen3-0.6B takes

@@ -199,7 +199,9 @@ def draw_chart() -> Drawing:
         ]
         groups.append((f"{title}, one {short_device(run[0].device)}, {run[0].date}", bars))
     drawing = Drawing("Milliseconds per training step of several systems", height=_chart_height(groups))
-    drawing.text(0, 18, "ms per step of 8,192 tokens, less is better; bars of a group are of one run", kind="soft")
+    drawing.text(
+        0, 18, "ms per step of 8,192 tokens, less is better; all bars of a group come from one run", kind="soft"
+    )
     y = 28.0
     for title, bars in groups:
         drawing.text(0, y + 18, title, size=14)

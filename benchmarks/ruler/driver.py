@@ -125,7 +125,7 @@ def _run_process(
         except subprocess.TimeoutExpired:
             return f"stopped after {seconds:.0f} s"
         finally:
-            _end_session(process)
+            end_session(process)
     return "" if code == 0 else f"its process ended with code {code}: {_last_line(log)}"
 
 
@@ -140,7 +140,7 @@ def environment_of(system: str, *, device: str, folder: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path}
 
 
-def _end_session(process: subprocess.Popen[bytes]) -> None:
+def end_session(process: subprocess.Popen[bytes]) -> None:
     """End the process and whatever it started, also where it has ended by itself."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

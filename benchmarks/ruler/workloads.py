@@ -210,6 +210,19 @@ WORKLOADS = {
     )
 }
 
+# The shipped config of a workload; "tiny" is for tests.
+SHIPPED_CONFIGS: Mapping[str, str] = {
+    "qwen3-14b-qlora": "qlora_qwen3_14b",
+    "qwen3-8b-qlora": "qlora_qwen3_8b",
+    "qwen3-0.6b-lora": "lora_qwen3_0.6b",
+    "llama-3.1-8b-lora-32k": "long_context_llama_3.1_8b",
+    "llama-3.1-8b-lora-32k-one-document": "long_context_llama_3.1_8b",
+    "qwen3-30b-a3b-12l-lora": "moe_qwen3_30b_a3b",
+    "gpt-oss-20b-12l-lora": "moe_gpt_oss_20b",
+    "tiny": "lora_qwen3_0.6b",
+    "tiny-qlora": "qlora_qwen3_8b",
+}
+
 
 class Pack:
     """One packed micro-batch as every system receives it: token ids and document lengths; labels follow from the label

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -87,7 +88,7 @@ class WeightStreamer:
         check_int("num_slots", num_slots, low=2)
         _check_tensors(layers)
         self.streams = streams
-        self._allocate_host = allocate_host or _allocate_pageable
+        self._allocate_host = allocate_host or functools.partial(torch.empty, dtype=torch.uint8)
         self._layers: list[_Layer] = []
         begin = 0
         for tensors in layers:
@@ -270,10 +271,6 @@ class WeightStreamer:
         for layer, bytes_of_layer in zip(self._layers, self._host):
             for piece in layer.pieces:
                 piece.tensor.data = piece.view(bytes_of_layer).to(device, copy=True)
-
-
-def _allocate_pageable(num_bytes: int) -> torch.Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 def _lay_out(tensors: Sequence[torch.Tensor], *, begin: int) -> _Layer:

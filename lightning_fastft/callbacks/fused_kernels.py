@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lightning_fastft.fused.fp8_base import Fp8Base
     from lightning_fastft.fused.install import FusedWeightBuffers
     from lightning_fastft.graphs.layer_graphs import LayerGraphs
+    from lightning_fastft.moe.fp8_experts import Fp8Experts
 
 CUDA_GRAPHS = (False, True, "auto")
 BASE_COMPUTES = ("model_dtype", "fp8", "fp8_reference")
@@ -52,8 +53,9 @@ class FusedKernels(ModelSwaps):
             "fp8": in e4m3 with one scale per row, per output column and per row of gradients. This is an approximation
             (about 3.7 % of a product's norm), so the loss follows the bf16 loss closely but not exactly. Adapters,
             norms, attention, embeddings and the head keep their dtype, and so do trained weights, their gradients and
-            the optimizer. Requires a bf16 model on Ada, Hopper or Blackwell; otherwise the layers run in the dtype of
-            the model and the table says so. NF4 weights are converted on use; frozen dense weights once, for two more
+            the optimizer. Frozen experts that BincountRouter runs compute in e4m3 too, with one scale per expert.
+            Requires a bf16 model on Ada, Hopper or Blackwell; otherwise the layers run in the dtype of the model and
+            the table says so. NF4 weights are converted on use; frozen dense weights and experts once, for two more
             bytes per weight; trained weights after each optimizer step, for one more byte. Files, merging and
             generation read the original weights. "fp8_reference": the same numbers in plain PyTorch on any device,
             slowly, to compare loss curves.
@@ -74,6 +76,7 @@ class FusedKernels(ModelSwaps):
         self.base_compute = check_choice("base_compute", base_compute, BASE_COMPUTES)
         self._graphs: list[LayerGraphs] = []
         self._fp8: list[Fp8Base] = []
+        self._fp8_experts: list[Fp8Experts] = []
         self._weight_buffers: list[FusedWeightBuffers] = []
 
     def status(self) -> list[Status]:
@@ -82,6 +85,7 @@ class FusedKernels(ModelSwaps):
             *super().status(),
             *(weight_buffer.status() for weight_buffer in self._weight_buffers),
             *(base.status() for base in self._fp8),
+            *(experts.status() for experts in self._fp8_experts),
             *(graphs.status() for graphs in self._graphs),
         ]
 
@@ -97,6 +101,7 @@ class FusedKernels(ModelSwaps):
         from lightning_fastft.graphs.install import install_layer_graphs
         from lightning_fastft.graphs.layer_graphs import STATUS_NAME as GRAPHS_STATUS
         from lightning_fastft.hf.families import find_compiled
+        from lightning_fastft.moe.install import install_fp8_experts
 
         compiled = find_compiled(root)
         if compiled:
@@ -105,9 +110,10 @@ class FusedKernels(ModelSwaps):
         # A FineTuner passes only its model, and makes low-precision copies of fp32 adapters later.
         statuses = install_fused_layers(root, patcher, awaits_copies=not isinstance(root, LightningModule))
         is_emulated = self.base_compute == "fp8_reference"
-        self._fp8 = (
-            install_fp8_base(root, patcher, is_emulated=is_emulated) if self.base_compute != "model_dtype" else []
-        )
+        self._fp8, self._fp8_experts = [], []
+        if self.base_compute != "model_dtype":
+            self._fp8 = install_fp8_base(root, patcher, is_emulated=is_emulated)
+            self._fp8_experts = install_fp8_experts(root, patcher, is_emulated=is_emulated)
         self._graphs = (
             install_layer_graphs(root, patcher, if_launch_bound=self.cuda_graphs == "auto") if self.cuda_graphs else []
         )
@@ -131,6 +137,8 @@ class FusedKernels(ModelSwaps):
         """Quantise trained weights now, so that the activation plan counts them, and after each optimizer step."""
         if self._patcher is None:
             return
+        for experts in self._fp8_experts:
+            experts.prepare()
         for base in self._fp8:
             base.prepare()
             for optimizer in trainer.optimizers:

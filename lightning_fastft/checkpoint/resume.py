@@ -239,7 +239,7 @@ class ExactResume(Callback):
         getattr(trainer.strategy, "finish_saves", do_nothing)()
         rank_zero_info(
             f"{signal.Signals(number).name}: the run was saved at optimizer step {trainer.global_step} and ends. "
-            f"Resume with ckpt_path={path}"
+            f"Resume with ckpt_path={path}, or repeat the command with --ckpt_path last"
         )
         if number == requeue_signal(trainer):
             # SLURM kills the other ranks as soon as one has ended, so all wait for the answer.

@@ -24,9 +24,9 @@ def run_chat(words: Sequence[str]) -> int:
 
     Args:
         words: A checkpoint, a PEFT folder or a whole model's folder. ``--system TEXT`` begins the conversation,
-            ``--max-new-tokens N`` (512) bounds an answer, ``--temperature T`` is that of the sampling (0: none; by
-            default that of the model's generation configuration). ``--base``, ``--device`` and
-            ``--accept-other-base`` as for export.
+            ``--plain`` continues each line as it is, without the chat template, ``--max-new-tokens N`` (512) bounds an
+            answer, ``--temperature T`` is that of the sampling (0: none; by default that of the model's generation
+            configuration). ``--base``, ``--device`` and ``--accept-other-base`` as for export.
 
     Raises:
         OptionError: A value is not allowed, or there is no tokenizer.
@@ -41,12 +41,13 @@ def run_chat(words: Sequence[str]) -> int:
     tokenizer = opened.module.tokenizer
     if tokenizer is None:
         raise OptionError(f"{opened.base} has no tokenizer, which chat needs. Save one in its folder.")
-    has_template = tokenizer.chat_template is not None
+    has_template = tokenizer.chat_template is not None and not question.plain
     if question.system and not has_template:
-        raise OptionError("--system needs a chat template, and the tokenizer has none. Remove --system.")
+        reason = "--plain uses none" if question.plain else "the tokenizer has none"
+        raise OptionError(f"--system needs a chat template, and {reason}. Remove --system.")
     is_terminal = sys.stdin.isatty()
     if is_terminal:
-        kind = "a chat" if has_template else "plain text to continue, as there is no chat template"
+        kind = "a chat" if has_template else "plain text to continue, without a chat template"
         sys.stdout.write(f"{opened.base}: {kind}. {QUIT} ends it, Ctrl-C ends an answer.\n")
     history: list[dict[str, str]] = [{"role": "system", "content": question.system}] if question.system else []
     while line := _read_line(is_terminal):
@@ -107,6 +108,7 @@ def _read_question(words: Sequence[str]) -> Namespace:
     arguments.add_argument("source")
     add_options(arguments)
     arguments.add_argument("--system", default="")
+    arguments.add_argument("--plain", action="store_true")
     arguments.add_argument("--max-new-tokens", type=int, default=512)
     arguments.add_argument("--temperature", type=float)
     given = arguments.read(words)

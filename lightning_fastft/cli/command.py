@@ -10,6 +10,7 @@ from importlib import import_module
 from importlib.metadata import version
 
 from lightning_fastft.cli.answers import explain_missing_files
+from lightning_fastft.cli.collection import paused_collection
 from lightning_fastft.cli.mistakes import check_words
 from lightning_fastft.cli.noise import without_noise
 from lightning_fastft.cli.other_names import find_command
@@ -68,7 +69,7 @@ def _run(command: str, words: list[str]) -> int:
     if command in (*TRAINER_COMMANDS, *HELP):
         _bound_spinning()
         cores = FreeCores()
-        with phase("importing"):
+        with phase("importing"), paused_collection():
             run = _import_command(command)
         _use_free_cores(cores)
         return run(words)

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import lightning_fastft
 from lightning_fastft.cli.answers import explain_refusal
+from lightning_fastft.cli.collection import paused_collection
 from lightning_fastft.cli.command_record import CommandRecord
 from lightning_fastft.cli.imports import check_named_functions, import_policy
 from lightning_fastft.cli.outputs import SaveConfig, check_outputs
@@ -136,7 +137,8 @@ class FastFTCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse the given arguments, never sys.argv."""
-        self.config = parser.parse_args(list(args or []))
+        with paused_collection():
+            self.config = parser.parse_args(list(args or []))
 
     def _parse_ckpt_path(self) -> None:
         """Check that ckpt_path exists. Lightning's method would also override the command line by its settings."""
@@ -147,7 +149,8 @@ class FastFTCLI(LightningCLI):
         check_named_functions(self.config, self.allowed_imports)
         check_outputs(self.config.get(self.subcommand) or self.config, words=self.words, allowed=self.allowed_imports)
         try:
-            super().instantiate_classes()
+            with paused_collection():
+                super().instantiate_classes()
         except (ValueError, MisconfigurationException) as error:
             if "Does not validate" in str(error):
                 # The parser validates some values only now.

@@ -16,7 +16,8 @@ from lightning_fastft.core.errors import ResumeError
 from lightning_fastft.core.phases import begin_phase, log_phase
 from lightning_fastft.packing.describe import count, describe_epoch
 from lightning_fastft.training.datamodule import PackedDataModule
-from lightning_fastft.training.fine_tuner import FineTuner
+from lightning_fastft.training.reward import RewardTuner
+from lightning_fastft.training.tuner import Tuner
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -115,9 +116,11 @@ class RunLength(Callback):
             saved = getattr(trainer.checkpoint_callback, "last_model_path", "") or getattr(
                 trainer.checkpoint_callback, "best_model_path", ""
             )
-            if saved and isinstance(pl_module, FineTuner):
+            if saved and isinstance(pl_module, Tuner):
                 place = _shorten(saved)
-                rank_zero_info(f"Saved {place}. Talk with the model: fastft chat {shlex.quote(place)}")
+                can_talk = not isinstance(pl_module, RewardTuner)
+                talk = f" Talk with the model: fastft chat {shlex.quote(place)}" if can_talk else ""
+                rank_zero_info(f"Saved {place}.{talk}")
         if self._has_trained or trainer.ckpt_path is None:
             return
         if 0 <= trainer.max_steps <= trainer.global_step:

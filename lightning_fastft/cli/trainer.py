@@ -7,6 +7,7 @@ import os
 from typing import Any, Literal
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ProgressBar
 
 from lightning_fastft.core.checks import check_float, check_int
 from lightning_fastft.core.errors import OptionError
@@ -21,6 +22,8 @@ class FastFTTrainer(Trainer):
 
     Args:
         *args: As Lightning's Trainer.
+        enable_progress_bar: False also drops progress bars from callbacks, because a command line cannot remove a
+            callback of a config.
         num_nodes: Machines of the job. "auto" is the number that torchrun or srun started, and 1 without them.
         log_every_n_steps: Optimizer steps between two logged steps. "auto" is 50, or less for a short run: a tenth of
             its steps, and at least once per epoch. None is Lightning's default, 50.
@@ -34,13 +37,19 @@ class FastFTTrainer(Trainer):
     def __init__(
         self,
         *args: Any,
+        enable_progress_bar: bool | None = None,
         num_nodes: int | Literal["auto"] = "auto",
         log_every_n_steps: int | Literal["auto"] | None = "auto",
         **kwargs: Any,
     ) -> None:
         self._is_auto = log_every_n_steps == "auto"
+        if enable_progress_bar is False:
+            callbacks = kwargs.get("callbacks") or []
+            callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+            kwargs["callbacks"] = [callback for callback in callbacks if not isinstance(callback, ProgressBar)]
         super().__init__(
             *args,
+            enable_progress_bar=enable_progress_bar,
             num_nodes=_count_nodes() if num_nodes == "auto" else num_nodes,
             log_every_n_steps=None if log_every_n_steps == "auto" else log_every_n_steps,
             **kwargs,

@@ -109,11 +109,12 @@ Compare 2 to 12 runs that had the callback RunReport: their figures, curves, and
   --out FILE                the page (runs/comparison.html)
 """,
     "chat": f"""\
-fastft chat CHECKPOINT|FOLDER [--system TEXT] [--max-new-tokens N] [--temperature T]
+fastft chat CHECKPOINT|FOLDER [--system TEXT] [--plain] [--max-new-tokens N] [--temperature T]
 Talk with a trained model: answers appear as they are generated, /quit ends it. Lines of a pipe are answered in turn.
 Without a chat template each line is text to continue.
 
   --system TEXT             the system message
+  --plain                   continue each line as it is, as models trained on prompt and completion expect
   --max-new-tokens N        most tokens of an answer (512)
   --temperature T           0 takes the likeliest token (as the model's generation_config.json says)
 {_OPTIONS_OF_MODELS.format(device="the GPU, else cpu")}""",

@@ -40,6 +40,7 @@ from lightning_fastft.kernels.nf4_linear.op import read_params4bit
 from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
 from lightning_fastft.kernels.rms_norm.op import rms_norm_quantised
 from lightning_fastft.kernels.rms_norm.reference import NormForm
+from lightning_fastft.moe.fp8_experts import refresh_written as refresh_experts
 
 STATUS_NAME = "fp8 products"
 # An instance attribute, so no state_dict has it.
@@ -86,6 +87,7 @@ def refresh_written(layer: nn.Module) -> None:
     """
     for weight in vars(layer).get(FP8_ATTRIBUTE, ()):
         weight.refresh(only_if_written=True)
+    refresh_experts(layer)
 
 
 class Fp8Base:

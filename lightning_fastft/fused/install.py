@@ -32,6 +32,7 @@ from lightning_fastft.fused.layer_parts import (
     read_parts,
 )
 from lightning_fastft.hf.families import decoder_layers, find_causal_models
+from lightning_fastft.moe.fp8_experts import held_memory
 
 STATUS_NAME = "fused layers"
 
@@ -167,7 +168,7 @@ def shared_memory(layer: nn.Module) -> list[torch.Tensor]:
     fusion: Fusion = vars(layer)[FUSION_ATTRIBUTE]
     weights = vars(layer).get(FP8_ATTRIBUTE, ())
     held = [tensor for weight in weights for tensor in weight.memory()]
-    return [*fusion.dense.memory(), *(weights[0].owner.memory() if weights else ()), *held]
+    return [*fusion.dense.memory(), *(weights[0].owner.memory() if weights else ()), *held, *held_memory(layer)]
 
 
 def _install(model: PreTrainedModel, patcher: ModelPatcher, *, awaits_copies: bool) -> Status:

@@ -359,7 +359,7 @@ def parameter_gradients(
         assert d_low_TR is not None
         assert isinstance(x_TI, torch.Tensor)
         # One GEMM for all layers; the gradient of each layer is a block of its rows.
-        d_a = wide_product(d_low_TR.T, x_TI, dtype=_master_dtype(parts))
+        d_a = wide_product(d_low_TR.T, x_TI, dtype=next(part.a_RI.dtype for part in parts if part.a_RI is not None))
         if factor_I is not None:
             d_a.mul_(factor_I)
     d_weights = _weight_gradients(fused_linear, x_TI, d_TO, needs=needs[::TENSORS_PER_LAYER], d=d)
@@ -561,7 +561,3 @@ def _joint_a(parts: Sequence[LinearPart]) -> torch.Tensor | None:
     if not factors:
         return None
     return factors[0] if len(factors) == 1 else torch.cat(factors)
-
-
-def _master_dtype(parts: Sequence[LinearPart]) -> torch.dtype:
-    return next(part.a_RI.dtype for part in parts if part.a_RI is not None)

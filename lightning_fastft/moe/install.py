@@ -13,9 +13,10 @@ from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher, share_state
 from lightning_fastft.core.status import Status
 from lightning_fastft.hf.expert_nf4 import stack_names
-from lightning_fastft.hf.families import find_causal_models, is_on_interface
+from lightning_fastft.hf.families import decoder_layers, find_causal_models, is_on_interface
 from lightning_fastft.kernels.expert_gate.reference import GateForm
 from lightning_fastft.moe.adapters import install_expert_adapters
+from lightning_fastft.moe.fp8_experts import Fp8Experts
 from lightning_fastft.moe.interface import (
     FORM_ATTRIBUTE,
     NAME,
@@ -94,6 +95,26 @@ def install_bincount_router(root: nn.Module, patcher: ModelPatcher) -> list[Stat
     return statuses
 
 
+def install_fp8_experts(root: nn.Module, patcher: ModelPatcher, *, is_emulated: bool = False) -> list[Fp8Experts]:
+    """Compute the products of frozen expert weights of every model inside root in fp8, where BincountRouter runs them.
+
+    is_emulated computes in plain PyTorch, on any device.
+
+    Returns:
+        One ``Fp8Experts`` per model with MoE layers.
+    """
+    found = []
+    for _, model in find_causal_models(root):
+        layers = [
+            (layer, [_inner_experts(module) for module in layer.modules() if _is_moe(module)])
+            for layer in decoder_layers(model)
+        ]
+        if any(modules for _, modules in layers):
+            found.append(Fp8Experts(layers, is_routed=_is_routed, is_emulated=is_emulated))
+            found[-1].install(patcher)
+    return found
+
+
 class _Layer(NamedTuple):
     """A MoE layer: name, module to swap, module with the stacks, and gate form."""
 
@@ -104,7 +125,15 @@ class _Layer(NamedTuple):
 
 
 def _find_in(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
-    return [(name, module) for name, module in model.named_modules() if is_on_interface(module) or _is_llama4(module)]
+    return [(name, module) for name, module in model.named_modules() if _is_moe(module)]
+
+
+def _is_routed(experts: nn.Module) -> bool:
+    return FORM_ATTRIBUTE in vars(experts)
+
+
+def _is_moe(module: nn.Module) -> bool:
+    return is_on_interface(module) or _is_llama4(module)
 
 
 def _is_llama4(module: nn.Module) -> bool:

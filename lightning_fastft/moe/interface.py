@@ -22,8 +22,10 @@ from lightning_fastft.hf.activation_functions import activation_name
 from lightning_fastft.hf.expert_nf4 import read_nf4, stack_names
 from lightning_fastft.kernels.expert_gate.reference import GateForm, gate_forward
 from lightning_fastft.kernels.grouped_mm.op import choose_backend
+from lightning_fastft.kernels.grouped_mm.reference import GatheredRows
 from lightning_fastft.moe.adapters import find_adapter
 from lightning_fastft.moe.expert_axis import RoutedTokens, find_axis, share_adapter
+from lightning_fastft.moe.fp8_experts import read_fp8
 from lightning_fastft.moe.routing import ExpertLinear, ExpertPoint, PackedWeight, dense_weight, run_experts
 
 NAME = "fastft"
@@ -128,19 +130,22 @@ def run_module(module: nn.Module, x_TD: torch.Tensor, expert_TK: torch.Tensor, w
 
 
 def grouped_backends(module: nn.Module) -> set[str]:
-    """Return the backend of grouped GEMMs for the stacks of a module on their device."""
+    """Return the backend of grouped GEMMs for the stacks of a module on their device, without adapters."""
     picks = set()
     for name in stack_names(module):
         weight, bias = _read_stack(module, name, is_gathered=False)
         weight_EIO = dense_weight(weight)
-        picks.add(
-            choose_backend(weight_EIO.new_empty((1, weight_EIO.shape[1])), weight_EIO, has_addend=bias is not None)
-        )
+        x_TI = weight_EIO.new_empty((1, weight_EIO.shape[1]))
+        # Only the first product gathers its rows.
+        slot_N = weight_EIO.new_empty(1, dtype=torch.int64)
+        rows = x_TI if name == "down_proj" else GatheredRows(x_TI, slot_N, 1)
+        picks.add(choose_backend(rows, weight_EIO, has_addend=bias is not None))
     return picks
 
 
 def read_linear(module: nn.Module, name: str) -> ExpertLinear:
-    """Return a linear of an experts module: its weight as (E, I, O), its bias, and its PEFT adapter.
+    """Return a linear of an experts module: its weight as (E, I, O), its bias, its PEFT adapter, and the weight in
+    fp8 if it computes so.
 
     Raises:
         UnsupportedModelError: The weight is sharded, and neither gathered nor owned by this rank.
@@ -153,7 +158,7 @@ def read_linear(module: nn.Module, name: str) -> ExpertLinear:
     axis = find_axis(module)
     if adapter is not None and axis is not None:
         adapter = share_adapter(adapter, axis)
-    return ExpertLinear(weight, bias, adapter)
+    return ExpertLinear(weight, bias, adapter, read_fp8(module, name))
 
 
 def _read_stack(

@@ -63,6 +63,13 @@ class PackedWeight(Protocol):
         """Return the weight as (E, I, O), valid until another packed weight is dequantised."""
 
 
+class NarrowWeight(Protocol):
+    """A frozen weight in a narrow dtype, which products multiply with quantised rows."""
+
+    def product(self, x_NI: Rows, end_E: torch.Tensor, *, is_backward: bool = False, **addend: Any) -> torch.Tensor:
+        """Return ``grouped_mm`` of rows and the weight, or its transpose in the backward."""
+
+
 class ExpertLinear(NamedTuple):
     """One linear of every expert.
 
@@ -71,11 +78,13 @@ class ExpertLinear(NamedTuple):
             weight. A wider dtype than that of the tokens (fp32 masters) is cast for each product; gradients have it.
         bias_EO: Shape (E, O), dtype of the weight; None for none.
         adapter: LoRA on the weight; None for none.
+        narrow: The same weight in fp8, frozen, for both products; None to multiply in the dtype of the tokens.
     """
 
     weight_EIO: torch.Tensor | PackedWeight
     bias_EO: torch.Tensor | None = None
     adapter: ExpertAdapter | None = None
+    narrow: NarrowWeight | None = None
 
 
 class ExpertPoint(NamedTuple):
@@ -158,7 +167,15 @@ def run_experts(
         )
     for name, linear in (("gate_up", gate_up), ("down", down)):
         _check_copies(name, linear.adapter, dtype=x_TD.dtype)
-    call = _Call(expert_TK, num_experts, form, has_gate, (_scale_of(gate_up), _scale_of(down)), point)
+    call = _Call(
+        expert_TK,
+        num_experts,
+        form,
+        has_gate,
+        (_scale_of(gate_up), _scale_of(down)),
+        (gate_up.narrow, down.narrow),
+        point,
+    )
     tensors = (*_tensors_of(gate_up), *_tensors_of(down), *_copies_of(gate_up), *_copies_of(down))
     if point is None:
         return _RoutedExperts.apply(call, x_TD, weight_TK, *tensors)
@@ -177,6 +194,7 @@ class _Call(NamedTuple):
     form: GateForm
     has_gate: bool
     scales: tuple[float, float]
+    narrow: tuple[NarrowWeight | None, NarrowWeight | None]
     point: ExpertPoint | None
 
 
@@ -190,6 +208,7 @@ class _Linear(NamedTuple):
     a_ERI: torch.Tensor | None
     b_ERO: torch.Tensor | None
     scale: float
+    narrow: NarrowWeight | None
 
 
 class _Wanted(NamedTuple):
@@ -355,8 +374,8 @@ def _linears(read: Sequence[torch.Tensor | None], call: _Call, *, dtype: torch.d
     Low-precision copies already have this dtype; other factors are cast in each pass and not kept.
     """
     first, second = (
-        _cast_linear(*read[start : start + _PER_LINEAR], scale=scale, dtype=dtype)
-        for start, scale in zip((0, _PER_LINEAR), call.scales)
+        _cast_linear(*read[start : start + _PER_LINEAR], scale=scale, narrow=narrow, dtype=dtype)
+        for start, scale, narrow in zip((0, _PER_LINEAR), call.scales, call.narrow)
     )
     return first, second
 
@@ -368,13 +387,14 @@ def _cast_linear(
     b_ERO: torch.Tensor | None,
     *,
     scale: float,
+    narrow: NarrowWeight | None,
     dtype: torch.dtype,
 ) -> _Linear:
     assert weight_EIO is not None
     a_ERI = None
     if a_EIR is not None and b_ERO is not None:
         a_ERI, b_ERO = _lay_out(a_EIR.transpose(1, 2), dtype=dtype), _lay_out(b_ERO, dtype=dtype)
-    return _Linear(weight_EIO, None if bias_EO is None else bias_EO.to(dtype), a_ERI, b_ERO, scale)
+    return _Linear(weight_EIO, None if bias_EO is None else bias_EO.to(dtype), a_ERI, b_ERO, scale, narrow)
 
 
 def _lay_out(factor: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
@@ -419,25 +439,32 @@ def dense_weight(weight_EIO: torch.Tensor | PackedWeight, *, dtype: torch.dtype 
 
 def _product(x_NI: Rows, linear: _Linear, end_E: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the output of one linear, and the adapter's low-rank rows if it has an adapter."""
-    weight_EIO = dense_weight(linear.weight_EIO, dtype=rows_of(x_NI).dtype)
     if linear.a_ERI is None:
-        return (grouped_mm(x_NI, weight_EIO, end_E, bias_EO=linear.bias_EO),)
+        return (_multiply(x_NI, linear, end_E, bias_EO=linear.bias_EO),)
     low_NR = grouped_mm(x_NI, linear.a_ERI.transpose(1, 2), end_E)
-    y_NO = grouped_mm(
-        x_NI, weight_EIO, end_E, bias_EO=linear.bias_EO, low_NR=low_NR, low_ERO=linear.b_ERO, low_scale=linear.scale
+    addend: dict[str, Any] = {"low_NR": low_NR, "low_ERO": linear.b_ERO, "low_scale": linear.scale}
+    return _multiply(x_NI, linear, end_E, bias_EO=linear.bias_EO, **addend), low_NR
+
+
+def _multiply(
+    rows: Rows, linear: _Linear, end_E: torch.Tensor, *, is_backward: bool = False, **addend: Any
+) -> torch.Tensor:
+    """Return the product of rows and a weight, or its transpose, plus the addend."""
+    if linear.narrow is not None:
+        return linear.narrow.product(rows, end_E, is_backward=is_backward, **addend)
+    weight_EIO = dense_weight(linear.weight_EIO, dtype=rows_of(rows).dtype)
+    return grouped_mm(
+        rows, weight_EIO.transpose(1, 2) if is_backward else weight_EIO, end_E, is_checked=not is_backward, **addend
     )
-    return y_NO, low_NR
 
 
 def _input_gradient(d_NO: Rows, linear: _Linear, end_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the gradient of a product's input, and of the adapter's low-rank rows without its scale."""
-    weight_EOI = dense_weight(linear.weight_EIO, dtype=rows_of(d_NO).dtype).transpose(1, 2)
     if linear.a_ERI is None or linear.b_ERO is None:
-        return grouped_mm(d_NO, weight_EOI, end_E, is_checked=False), None
+        return _multiply(d_NO, linear, end_E, is_backward=True), None
     d_low_NR = grouped_mm(d_NO, linear.b_ERO.transpose(1, 2), end_E, is_checked=False)
-    return grouped_mm(
-        d_NO, weight_EOI, end_E, low_NR=d_low_NR, low_ERO=linear.a_ERI, low_scale=linear.scale, is_checked=False
-    ), d_low_NR
+    addend: dict[str, Any] = {"low_NR": d_low_NR, "low_ERO": linear.a_ERI, "low_scale": linear.scale}
+    return _multiply(d_NO, linear, end_E, is_backward=True, **addend), d_low_NR
 
 
 class _Rows(NamedTuple):

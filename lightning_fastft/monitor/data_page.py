@@ -180,7 +180,8 @@ def _judge(splits: Sequence[Mapping[str, Any]]) -> tuple[list[str], str]:
         num_rejected = sum(reject["count"] for reject in split["rejects"])
         lines.append(
             f"{split['name']}: {count(split['num_rows'], 'row')} read, "
-            + (f"{num_rejected} rejected." if num_rejected else "none rejected.")
+            + (f"{num_rejected} rejected" if num_rejected else "none rejected")
+            + (f"; {count(len(split['notes']), 'note')} below." if split["notes"] else ".")
         )
         level = "warn" if num_rejected or split["notes"] else level
     return lines, level
@@ -204,7 +205,8 @@ def _describe_documents(name: str, subset: DocumentSubset, packs: Packs, *, toke
         "fill": packs.fill(length_N),
         "documents_per_pack": f"{len(subset) / len(packs):,.1f}",
         "lengths": [
-            {"name": f"{low:,} \u2013 {high:,}", "count": number} for low, high, number in count_lengths(length_N)
+            {"name": f"{low:,}" if low == high else f"{low:,} \u2013 {high:,}", "count": number}
+            for low, high, number in count_lengths(length_N)
         ],
         "fills": _count_shares(packs.sum_per_pack(length_N) / packs.max_tokens),
         "shares": _count_shares(share_N),

@@ -213,7 +213,7 @@ def render_length_histogram(length_N: np.ndarray) -> str:
         2 - 2  ######################################## 2
     """
     ranges = count_lengths(length_N)
-    labels = [f"{low} - {high}" for low, high, _ in ranges]
+    labels = [f"{low}" if low == high else f"{low} - {high}" for low, high, _ in ranges]
     width, most = max(map(len, labels)), max(count for _, _, count in ranges)
     lines = []
     for label, (_, _, count) in zip(labels, ranges):

@@ -44,18 +44,30 @@ def build_mask_blocks(
     num_rows: int,
 ) -> list[MaskBlock]:
     """Return the masks of ``BatchContext.mask_blocks``."""
-    num_tokens = position_T.numel()
-    blocks = []
+    ranges = list_block_ranges(position_T.numel(), starts=starts, prefixes=prefixes, window=window, num_rows=num_rows)
+    return [
+        MaskBlock(
+            queries,
+            keys,
+            build_dense_mask(position_T, prefix_range_2T, window=window, dtype=dtype, queries=queries, keys=keys),
+        )
+        for queries, keys in ranges
+    ]
+
+
+def list_block_ranges(
+    num_tokens: int, *, starts: Sequence[int], prefixes: Sequence[int], window: int | None, num_rows: int
+) -> list[tuple[slice, slice]]:
+    """Return the queries and the keys of each block of ``build_mask_blocks``."""
+    ranges = []
     for begin in range(0, num_tokens, num_rows):
         queries = slice(begin, min(begin + num_rows, num_tokens))
         documents = range(bisect_right(starts, begin) - 1, bisect_right(starts, queries.stop - 1))
         first = min(starts[document if prefixes[document] < 0 else prefixes[document]] for document in documents)
         if window is not None and all(prefixes[document] < 0 for document in documents):
             first = max(first, begin - (window - 1))
-        keys = slice(first // KEY_STEP * KEY_STEP, queries.stop)
-        mask = build_dense_mask(position_T, prefix_range_2T, window=window, dtype=dtype, queries=queries, keys=keys)
-        blocks.append(MaskBlock(queries, keys, mask))
-    return blocks
+        ranges.append((queries, slice(first // KEY_STEP * KEY_STEP, queries.stop)))
+    return ranges
 
 
 def build_dense_mask(

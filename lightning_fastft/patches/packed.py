@@ -234,9 +234,7 @@ def _stacks(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
     return [
         module
         for module in model.modules()
-        if hasattr(module, "gradient_checkpointing") and module is not layers[0] and _contains(module, layers[0])
+        if hasattr(module, "gradient_checkpointing")
+        and module is not layers[0]
+        and any(child is layers[0] for child in module.modules())
     ]
-
-
-def _contains(module: nn.Module, part: nn.Module) -> bool:
-    return any(child is part for child in module.modules())

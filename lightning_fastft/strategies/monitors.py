@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
+_LIBRARIES = ("lightning", "lightning_fastft")
 # Lightning provides these to ModelCheckpoint.
 _ALWAYS_THERE = frozenset({"epoch", "step"})
 
@@ -41,24 +42,30 @@ def check_loggers(trainer: pl.Trainer) -> None:
 
 
 def check_monitors(trainer: pl.Trainer) -> None:
-    """Warn of monitors that are never logged, and refuse early stopping in a run that ends before a validation.
+    """Warn of monitors that are never logged, and refuse early stopping that would find no metric.
 
     Logged names are known only for modules with an attribute ``logged_names``, such as FineTuner. It is called when
     loaders and a restored position are known.
 
     Raises:
-        OptionError: EarlyStopping would find no validation metric at the end of the run.
+        OptionError: EarlyStopping would find no validation metric at the end of the run, or its monitor is a misspelled
+            name of a metric, which would end the run after the first validation.
     """
     known: frozenset[str] | None = getattr(trainer.lightning_module, "logged_names", None)
+    # Callbacks of the user may log any name.
+    callbacks = getattr(trainer, "callbacks", ())
+    has_others = any(type(found).__module__.partition(".")[0] not in _LIBRARIES for found in callbacks)
     for owner, monitor in _monitors(trainer):
         if known is not None and monitor not in known | _ALWAYS_THERE:
             near = difflib.get_close_matches(monitor, known, n=1)
             meant = f" Did you mean {near[0]!r}?" if near else ""
             module = type(trainer.lightning_module).__name__
-            rank_zero_warn(
-                f"{owner} monitors {monitor!r}, which {module} does not log.{meant} It logs {', '.join(sorted(known))}."
-            )
-    for callback in getattr(trainer, "callbacks", ()):
+            told = f"{type(owner).__name__} monitors {monitor!r}, which {module} does not log.{meant} It logs "
+            told += f"{', '.join(sorted(known))}."
+            if near and isinstance(owner, EarlyStopping) and owner.strict and not has_others:
+                raise OptionError(told)
+            rank_zero_warn(told)
+    for callback in callbacks:
         if (
             isinstance(callback, EarlyStopping)
             and callback.monitor.startswith("val")
@@ -71,15 +78,15 @@ def check_monitors(trainer: pl.Trainer) -> None:
             )
 
 
-def _monitors(trainer: pl.Trainer) -> Iterator[tuple[str, str]]:
+def _monitors(trainer: pl.Trainer) -> Iterator[tuple[object, str]]:
     for callback in getattr(trainer, "callbacks", ()):
         # A test double may have no monitor.
         monitor = getattr(callback, "monitor", None)
         if isinstance(callback, (EarlyStopping, ModelCheckpoint)) and monitor:
-            yield type(callback).__name__, monitor
+            yield callback, monitor
     for entry in trainer.lr_scheduler_configs:
         if entry.reduce_on_plateau and entry.monitor:
-            yield type(entry.scheduler).__name__, entry.monitor
+            yield entry.scheduler, entry.monitor
 
 
 def _ends_before_validation(trainer: pl.Trainer, callback: EarlyStopping) -> bool:

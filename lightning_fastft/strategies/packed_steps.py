@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -204,12 +203,8 @@ def environment_of(trainer: pl.Trainer) -> RunEnvironment:
         plans_together=num_parts > 1 or getattr(trainer.strategy, "expert_parallel", 1) > 1,
         num_local_ranks=trainer.num_devices,
         longest_pack=-(-longest_pack // num_parts) if isinstance(longest_pack, int) else 0,
-        missing_bytes=functools.partial(_missing_bytes, trainer),
+        missing_bytes=lambda: missing_optimizer_bytes(trainer.optimizers),
     )
-
-
-def _missing_bytes(trainer: pl.Trainer) -> int:
-    return missing_optimizer_bytes(trainer.optimizers)
 
 
 def missing_optimizer_bytes(optimizers: Iterable[Optimizer]) -> int:

@@ -99,7 +99,7 @@ class PackedDataModule(SplitDataModule):
             training. No process is started: a pack takes about a millisecond.
         pin_memory: "auto" pins where the trainer runs on CUDA; true or false force it.
         cache_dir: Folder of the tokenised cache; "auto" is the user's cache folder, None keeps everything in memory.
-        num_proc: Processes that tokenise, from some 4,000 rows on; None for one per core, 8 at most.
+        num_proc: Processes that tokenise what is left after 10 s; None for one per core, 8 at most.
         max_reject_share: Largest share of rejected rows before the run stops.
         rejected_path: Where rejected rows are written, if there are any; None for ``rejected.jsonl`` in the folder of
             the run: the logger's, or the Trainer's default_root_dir where there is no logger. Validation and test write

@@ -231,9 +231,11 @@ def test_every_arm_computes_the_same_layer(shape, adapter):
     assert len(truth) == (7 if adapter == "lora" else 3)
     assert all(float(tensor.abs().max()) > 0 for tensor in truth.values())
     for arm in moe_layer.ARMS[1:]:
-        verdict = judge.judge(layer_of(shape, arm, adapter=adapter)[0].results(), truth)
+        limits = judge.limits_of(arm)
+        verdict = judge.judge(layer_of(shape, arm, adapter=adapter)[0].results(), truth, limits=limits)
         assert verdict.passed, (arm, verdict.reason)
-        assert verdict.worst_cosine[1] > 0.99999
+        # Experts in e4m3 compute in it, and other numbers.
+        assert (verdict.worst_cosine[1] > 0.99999) is (arm != "ours+fp8")
 
 
 def test_host_waits_of_the_arms():
@@ -250,7 +252,7 @@ def test_host_waits_of_the_arms():
         found[arm] = tuple(
             sum("grouped_mm/reference.py" not in origin for origin in waits.origin) for waits in (forward, backward)
         )
-    assert found["ours"] == found["grouped_mm"] == (0, 0)
+    assert found["ours"] == found["ours+fp8"] == found["grouped_mm"] == (0, 0)
     # One bincount and one tolist, however many experts there are; on CUDA bincount itself waits more than once.
     assert found["published"] == (2, 0)
     # One or more for each expert.
@@ -291,7 +293,7 @@ def test_layer_benchmark_measures_every_arm_once(tmp_path):
     records, table = run_layers(tmp_path, "--loads", "skewed")
     assert [(record["arm"], record["reason"]) for record in records] == [(arm, "") for arm in moe_layer.ARMS]
     assert "busiest tenth of the experts: 50% of the rows" in table
-    assert len((tmp_path / "rows.csv").read_text().splitlines()) == 1 + 4 * 6
+    assert len((tmp_path / "rows.csv").read_text().splitlines()) == 1 + 6 * len(moe_layer.ARMS)
     # The next call finds them.
     assert run_layers(tmp_path, "--loads", "skewed")[0] == records
 

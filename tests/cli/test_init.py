@@ -90,7 +90,7 @@ def test_a_file_is_replaced_only_if_asked_for(rows, answer):
     ("words", "part"),
     [
         (["--model", "nobody/nothing"], "config.json is enough"),
-        (["--data", "pairs.jsonl"], "fastft fit --config dpo_qwen3_8b"),
+        (["--data", "pairs.jsonl"], "--config dpo_qwen3_8b --model.model " + WORDS[WORDS.index("--model") + 1]),
         (["--gpu", "3090"], "RTX 4090"),
     ],
 )

@@ -80,6 +80,13 @@ def test_chat_answers_each_line_with_the_adapters(here, say):
     assert say(f"{QUESTION}\n", CHECKPOINT, "--system", "Be short.") == f"{short}\n"
 
 
+def test_plain_chat_continues_each_line(here, say, answer):
+    module = open_trained(Request(here / CHECKPOINT, torch.device("cpu"))).module
+    [text] = module.generate([QUESTION], max_new_tokens=5, do_sample=False)
+    assert say(f"{QUESTION}\n", CHECKPOINT, "--plain") == f"{text}\n"
+    assert "--plain uses none" in answer(["chat", CHECKPOINT, "--plain", "--system", "x"])[1]
+
+
 def test_an_answer_cannot_steer_the_terminal(here, say, monkeypatch):
     def generate(module, prompts, *, streamer, **options):
         streamer.on_finalized_text("a\x1b[2J\nb")

@@ -10,8 +10,9 @@ import subprocess
 import sys
 
 import pytest
+from lightning.pytorch.callbacks import ProgressBar, Timer
 
-from lightning_fastft import FineTuner
+from lightning_fastft import FastFTProgressBar, FineTuner
 from lightning_fastft.cli.trainer import FastFTTrainer
 from lightning_fastft.core.errors import OptionError
 from tests.support.two_ranks import ROOT
@@ -56,6 +57,13 @@ def test_interval_follows_the_length_of_the_run(options, steps):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("given", [[FastFTProgressBar(), Timer()], FastFTProgressBar()])
+def test_bars_of_a_config_are_dropped_if_none_is_asked_for(given):
+    kept = FastFTTrainer(**QUIET, callbacks=given, enable_progress_bar=False).callbacks
+    assert not any(isinstance(callback, ProgressBar) for callback in kept)
+    assert any(isinstance(callback, Timer) for callback in kept) == isinstance(given, list)
+
+
 def test_short_fit_leaves_its_loss_and_says_nothing_that_nobody_can_act_on(tmp_path, demo_files):
     """In a process of its own: what other libraries say they say once."""
     tuner = FineTuner(str(demo_files.model), init="random", dtype="float32")

@@ -143,8 +143,10 @@ POLICY = ("--data.num_completions", "2", "--data.prompts_per_round", "2", "--dat
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:GradientHealth checked nothing")
 @pytest.mark.parametrize(("name", "more"), [("dpo_qwen3_8b", ()), ("grpo_qwen3_0.6b", POLICY)])
-def test_adapters_of_a_tuner_are_exported(name, more, rows, model, answer):
+def test_adapters_of_a_tuner_are_exported(name, more, rows, model, answer, caplog):
+    caplog.set_level("INFO")
     cli = fit(name, model, *more)
+    assert "fastft chat run/last.ckpt" in caplog.text
     assert answer(["export", "run/last.ckpt", "exported"])[0] == 0
     ids = torch.arange(3, 15)[None]
     stock = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), "exported").eval()
@@ -155,8 +157,11 @@ def test_adapters_of_a_tuner_are_exported(name, more, rows, model, answer):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:GradientHealth checked nothing")
-def test_a_reward_model_is_refused_with_the_line_that_writes_it(rows, model, answer):
+def test_a_reward_model_is_refused_with_the_line_that_writes_it(rows, model, answer, caplog):
+    caplog.set_level("INFO")
     cli = fit("reward_qwen3_8b", model)
+    assert "Saved run/last.ckpt." in caplog.text
+    assert "fastft chat" not in caplog.text
     status, text = answer(["export", "run/last.ckpt", "exported"])
     assert status == 1
     assert "RewardTuner.load_from_checkpoint('run/last.ckpt').save_pretrained(FOLDER)" in text

@@ -66,9 +66,16 @@ def test_the_site_builds_and_all_its_links_lead_somewhere(tmp_path):
     status, printed = build(ROOT / "mkdocs.yml", tmp_path / "site")
     assert status == 0, printed
     index = (tmp_path / "site/index.html").read_text()
-    assert "guide.html" in index
+    assert '<a href="guide.html">Guide</a>' in index
+    assert not re.search(r"<a [^>]*>[\w./]*\.md</a>", index + (tmp_path / "site/numbers.html").read_text())
     assert (tmp_path / "site/pictures/chart.svg").is_file()
+    tutorial = (tmp_path / "site/notebooks/quick_start.html").read_text()
+    assert "FineTuner" in tutorial
+    assert 'href="notebooks/quick_start.html"' in (tmp_path / "site/notebooks.html").read_text()
     assert (tmp_path / "site/search/search_index.json").is_file()
+    for page in (tmp_path / "site").rglob("*.html"):
+        targets = re.findall(r' (?:href|src)="?(?!\w+:|//|#|/)([^"#?> ]+)', page.read_text())
+        assert [target for target in targets if page.name != "404.html" and not (page.parent / target).exists()] == []
 
 
 def test_a_link_to_nowhere_ends_the_build(tmp_path):

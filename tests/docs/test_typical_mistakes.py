@@ -13,7 +13,7 @@ from lightning_fastft.demo.files import write_demo_files
 from lightning_fastft.demo.generator import generate_rows
 
 PAGE = Path(__file__).parents[2] / "docs/troubleshooting.md"
-SECTION = re.search(r"^## Typical mistakes.*?(?=^## )", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)[0]
+SECTION = re.search(r"^## Typical mistakes.*?(?=^## |\Z)", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)[0]
 MISTAKES = re.findall(r"^\| `([^`]+)` \| (.+) \|$", SECTION, flags=re.MULTILINE)
 CONFIG = """
 model: {class_path: lightning_fastft.FineTuner, init_args: {model: model, init: random}}

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import torch
 
-from lightning_fastft.kernels.adamw_step.reference import SkipFlag, StepOptions, TensorTable
+from lightning_fastft.kernels.adamw_step.reference import SkipFlag, StepOptions
+from lightning_fastft.kernels.adamw_step.table import TensorTable
 from lightning_fastft.kernels.expert_gate.reference import GateForm, LowRankRows
 from lightning_fastft.kernels.grouped_mm.reference import GatheredRows, RowAddend
 from lightning_fastft.kernels.nf4_experts.reference import NF4Stack

@@ -10,7 +10,8 @@ import torch
 
 from lightning_fastft.kernels.adamw_step import reference
 from lightning_fastft.kernels.adamw_step.op import adamw_step, grad_norm
-from lightning_fastft.kernels.adamw_step.reference import StepOptions, TensorTable
+from lightning_fastft.kernels.adamw_step.reference import StepOptions
+from lightning_fastft.kernels.adamw_step.table import TensorTable
 from lightning_fastft.training.optimization import host_moments
 from lightning_fastft.training.optimizer import FusedAdamW
 from tests.kernels.test_adamw_step import (

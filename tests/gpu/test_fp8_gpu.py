@@ -22,6 +22,7 @@ from lightning_fastft.kernels.expert_gate.op import (
     gate_forward_quantised,
 )
 from lightning_fastft.kernels.expert_gate.reference import GateForm
+from lightning_fastft.kernels.expert_sort.op import sort_by_expert
 from lightning_fastft.kernels.fp8_linear.op import (
     find_obstacle,
     multiply,
@@ -31,15 +32,19 @@ from lightning_fastft.kernels.fp8_linear.op import (
     weight_gradient,
 )
 from lightning_fastft.kernels.fp8_linear.reference import FP8
+from lightning_fastft.kernels.grouped_mm.op import grouped_mm_fp8
+from lightning_fastft.kernels.grouped_mm.reference import Fp8Scales, GatheredRows
 from lightning_fastft.kernels.nf4_linear.op import read_params4bit
 from lightning_fastft.kernels.rms_norm.op import rms_norm_forward, rms_norm_quantised
 from lightning_fastft.kernels.rms_norm.reference import NormForm
+from lightning_fastft.moe.install import install_bincount_router, install_fp8_experts
 from lightning_fastft.patches.packed import install_packed_training
 from tests.kernels.test_fp8_linear import make_operands
 from tests.support.children import run_on_device
 from tests.support.host_waits import waits_are_errors
 from tests.support.layer_pairs import add_lora, build, fuse, is_served, layers_of, step
 from tests.support.packs import make_batch, relative_error
+from tests.support.tiny_models import build_tiny
 
 pytestmark = pytest.mark.gpu
 # Rows and columns of what a layer of Qwen3-14B quantises, cut in rows; the last is the gradient of gate and up.
@@ -136,6 +141,89 @@ def test_gradients_of_weights_are_those_of_the_formula_and_never_wait(size):
     assert found.shape == truth.shape
     assert relative_error(found, truth) < 0.005
     assert ((found.float() - truth).abs().max() / truth.abs().max()).item() < 0.01
+
+
+# Experts.
+
+# Experts, experts per token, width, expert width: Qwen3-30B-A3B and gpt-oss-20b.
+EXPERTS = {"qwen3": (128, 8, 2048, 768), "gpt_oss": (32, 4, 2880, 2880)}
+
+
+def make_grouped(shape, *, is_gathered, num_tokens=1024, rank=16):
+    """Operands of the first product, gathered, or of the second."""
+    num_experts, num_chosen, width, inner = EXPERTS[shape]
+    num_inputs, num_outputs = (width, 2 * inner) if is_gathered else (inner, width)
+    # A few experts get most rows, some none.
+    scores_TE = torch.rand(num_tokens, num_experts, device="cuda")
+    scores_TE[:, : num_experts // 8] += 0.5
+    scores_TE[:, -2:] -= 2.0
+    order = sort_by_expert(scores_TE.topk(num_chosen, dim=1).indices, num_experts=num_experts)
+    num_rows = num_tokens * num_chosen
+    rows = quantise_rows(torch.randn(num_tokens if is_gathered else num_rows, num_inputs, device="cuda").bfloat16())
+    weight_EOI = torch.randn(num_experts, num_outputs, num_inputs, device="cuda").to(FP8)
+    x_NI = GatheredRows(rows.values_TI, order.slot_N, num_chosen) if is_gathered else rows.values_TI
+    options = {
+        "scales": Fp8Scales(rows.scale_T, torch.rand(num_experts, device="cuda") * num_inputs**-0.5),
+        "bias_EO": torch.randn(num_experts, num_outputs, device="cuda").bfloat16(),
+        "low_NR": torch.randn(num_rows, rank, device="cuda").bfloat16(),
+        "low_ERO": torch.randn(num_experts, rank, num_outputs, device="cuda").bfloat16(),
+        "low_scale": 0.1,
+    }
+    return (x_NI, weight_EOI, order.end_E), options
+
+
+@pytest.mark.parametrize("is_gathered", [False, True])
+@pytest.mark.parametrize("shape", EXPERTS)
+def test_grouped_products_are_those_of_the_formula_and_never_wait(shape, is_gathered):
+    """The bound of dense products: sums of tensor cores keep fewer digits than fp32."""
+    operands, options = make_grouped(shape, is_gathered=is_gathered)
+    grouped_mm_fp8(*operands, **options, dtype=torch.bfloat16)
+    with waits_are_errors():
+        found = grouped_mm_fp8(*operands, **options, dtype=torch.bfloat16)
+    again = grouped_mm_fp8(*operands, **options, dtype=torch.bfloat16)
+    truth = grouped_mm_fp8(*operands, **options, dtype=torch.bfloat16, backend="reference")
+    assert torch.equal(found, again)
+    assert relative_error(found, truth) < 0.005
+    assert ((found.float() - truth.float()).abs().max() / truth.float().abs().max()).item() < 0.01
+
+
+def run_experts_without_waits(model):
+    """Run forward and backward of the experts of one layer, once to warm up and once where a host sync raises."""
+    experts = model.model.layers[0].mlp.experts
+    x_TD = torch.randn(300, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight_TK, expert_TK = torch.randn(300, experts.num_experts, device="cuda").softmax(1).topk(2)
+    weight_TK = weight_TK.bfloat16().requires_grad_()
+    for context in (nullcontext(), waits_are_errors()):
+        with context:
+            experts(x_TD, expert_TK, weight_TK).float().square().mean().backward()
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_experts_on_the_device_are_those_that_are_emulated(family):
+    model = build_tiny(family, experts="eager", hidden_size=256, intermediate_size=128, moe_intermediate_size=128)
+    model = model.bfloat16().cuda().train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("experts" not in name)
+    found = {}
+    for kind in ("bf16", "fp8", "emulated"):
+        twin = copy.deepcopy(model)
+        install_bincount_router(twin, ModelPatcher())
+        if kind != "bf16":
+            (experts,) = install_fp8_experts(twin, ModelPatcher(), is_emulated=kind == "emulated")
+            experts.prepare()
+            assert experts.status().state == "active"
+        ids = torch.randint(3, 60, (2, 200), generator=torch.Generator().manual_seed(1)).cuda()
+        logits = twin(input_ids=ids).logits
+        logits.float().square().mean().backward()
+        if kind == "fp8":
+            # transformers' eager attention mask, outside the experts, waits.
+            run_experts_without_waits(twin)
+        gradients = [parameter.grad.float() for parameter in twin.parameters() if parameter.grad is not None]
+        found[kind] = [logits.float(), *gradients]
+    emulated = found["emulated"][0]
+    assert relative_error(found["fp8"][0], emulated) < relative_error(found["bf16"][0], emulated)
+    for ours, theirs in zip(found["fp8"], found["emulated"]):
+        assert torch.cosine_similarity(ours.flatten(), theirs.flatten(), dim=0) > 0.99
 
 
 # What is trained: adapters beside dense or NF4 weights, or every weight.

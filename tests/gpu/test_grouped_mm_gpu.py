@@ -113,7 +113,7 @@ def test_every_backend_gives_the_same_within_a_rounding_and_auto_says_which_it_t
     name = choose_backend(case.x_NI, case.weight_EIO, has_addend=True)
     assert name == (
         "torch"
-        if is_torch_fast() and torch.cuda.get_device_capability()[0] not in op._ADDEND_CAPABILITIES
+        if is_torch_fast() and torch.cuda.get_device_capability()[0] not in op._ONE_PASS_CAPABILITIES
         else "triton"
     )
     assert choose_grad_backend(case.x_NI, case.d_NO, num_experts=len(COUNTS)) == (

@@ -12,7 +12,8 @@ from lightning_fastft.core.errors import ShapeError
 from lightning_fastft.kernels.adamw_step import codes, reference
 from lightning_fastft.kernels.adamw_step.codes import BLOCK
 from lightning_fastft.kernels.adamw_step.op import adamw_step
-from lightning_fastft.kernels.adamw_step.reference import CHUNK, SkipFlag, StepOptions, TensorTable
+from lightning_fastft.kernels.adamw_step.reference import SkipFlag, StepOptions
+from lightning_fastft.kernels.adamw_step.table import CHUNK, TensorTable
 from tests.kernels.test_adamw_step import (
     BF16,
     FP16,

@@ -8,8 +8,9 @@ import torch
 from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.adamw_step import codes, reference
 from lightning_fastft.kernels.adamw_step.op import adamw_step
-from lightning_fastft.kernels.adamw_step.reference import CHUNK, SkipFlag, StepOptions, TensorTable
+from lightning_fastft.kernels.adamw_step.reference import SkipFlag, StepOptions
 from lightning_fastft.kernels.adamw_step.rounding import philox, random_halves, round_stochastically
+from lightning_fastft.kernels.adamw_step.table import CHUNK, TensorTable
 
 SEED = 2**40 + 3
 OPTIONS = StepOptions(learning_rate=0.01, weight_decay=0.1, step=4, rounding_seed=SEED)

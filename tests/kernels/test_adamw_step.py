@@ -12,7 +12,8 @@ import torch
 from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.adamw_step import reference
 from lightning_fastft.kernels.adamw_step.op import adamw_step, grad_norm
-from lightning_fastft.kernels.adamw_step.reference import CHUNK, SkipFlag, StepOptions, TensorTable
+from lightning_fastft.kernels.adamw_step.reference import SkipFlag, StepOptions
+from lightning_fastft.kernels.adamw_step.table import CHUNK, TensorTable
 from tests.support.children import compile_kernels, in_both_lanes
 from tests.support.kernel_harness import planted_faults
 from tests.support.truth import Watch, assert_within_bound

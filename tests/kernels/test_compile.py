@@ -15,7 +15,8 @@ import torch
 from lightning_fastft.kernels.delta_inputs.reference import DeltaForm, DeltaInputs, DeltaParameters
 from lightning_fastft.kernels.divergence.reference import KINDS, DivergenceForm
 from lightning_fastft.kernels.expert_gate.reference import ACTIVATIONS, GateForm
-from lightning_fastft.kernels.grouped_mm.reference import GatheredRows, RowAddend
+from lightning_fastft.kernels.fp8_linear.reference import FP8
+from lightning_fastft.kernels.grouped_mm.reference import Fp8Scales, GatheredRows, RowAddend
 from lightning_fastft.kernels.head_columns import HeadColumns
 from lightning_fastft.kernels.head_gate.reference import HeadGateForm
 from lightning_fastft.kernels.nf4_experts.reference import NF4Stack
@@ -295,6 +296,39 @@ def test_grouped_mm(capability, dtype, num_rows, num_inputs, num_outputs, rank, 
         # Only what fp32 loses is kept, and no compiler may have taken that for nothing.
         is_compensated = re.search("sub[.](rn[.])?f32", kernel.asm["ptx"]) is not None
         assert is_compensated == (dtype is FP32 and name != "_add_to_rows_kernel"), name
+
+
+@pytest.mark.parametrize("capability", [90, *(pytest.param(gpu, marks=pytest.mark.fault) for gpu in (89, 100, 120))])
+@pytest.mark.parametrize("rows_per_expert", [64, 512])
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(2048, 1536), (768, 2048), (2880, 5760), (16, 16)])
+@pytest.mark.parametrize("rank", [0, 16])
+def test_grouped_mm_fp8(capability, rows_per_expert, num_inputs, num_outputs, rank):
+    module, num_rows = module_of("grouped_mm"), 128 * rows_per_expert
+
+    def empty(*shape, dtype=BF16):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    rows = GatheredRows(empty(num_rows // 8, num_inputs, dtype=FP8), empty(num_rows, dtype=torch.int64), 8)
+    weight = empty(128, num_outputs, num_inputs, dtype=FP8)
+    scales = Fp8Scales(empty(num_rows // 8, dtype=FP32), empty(128, dtype=FP32))
+    addend = RowAddend()
+    if rank:
+        addend = RowAddend(empty(128, num_outputs), empty(num_rows, rank), empty(128, rank, num_outputs), 2.0)
+    shared_bytes = SHARED_KIB[capability] * 1024
+    with mock.patch.object(module, "_shared_bytes", return_value=shared_bytes), compiled_for(capability) as compiled:
+        module.grouped_mm(
+            rows,
+            weight.mT,
+            empty(128, dtype=torch.int32),
+            addend=addend,
+            out_NO=empty(num_rows, num_outputs),
+            scales=scales,
+        )
+    (kernel,) = compiled["_grouped_mm_kernel"]
+    assert capability == 89 or stack_bytes(kernel) == 0, "more registers than a thread has"
+    # Sums of tensor cores, not of numbers that were widened first.
+    instruction = {89: "mma.sync.aligned.m16n8k32", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync.aligned"}
+    assert re.search(f"{instruction[capability]}.*(e4m3|f8f6f4)", kernel.asm["ptx"])
 
 
 @GPUS

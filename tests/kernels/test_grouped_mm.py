@@ -9,9 +9,16 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_fastft.core.errors import OptionError, ShapeError
+from lightning_fastft.kernels.fp8_linear.reference import FP8
 from lightning_fastft.kernels.grouped_mm import op, reference
-from lightning_fastft.kernels.grouped_mm.op import choose_backend, choose_grad_backend, grouped_mm, grouped_weight_grad
-from lightning_fastft.kernels.grouped_mm.reference import THIN_COLUMNS, GatheredRows, RowAddend
+from lightning_fastft.kernels.grouped_mm.op import (
+    choose_backend,
+    choose_grad_backend,
+    grouped_mm,
+    grouped_mm_fp8,
+    grouped_weight_grad,
+)
+from lightning_fastft.kernels.grouped_mm.reference import THIN_COLUMNS, Fp8Scales, GatheredRows, RowAddend
 from tests.support.host_waits import HostWaits
 from tests.support.kernel_harness import planted_faults
 from tests.support.truth import assert_within_bound
@@ -141,11 +148,61 @@ def grad_formula(case, dtype, *, scale=1.0, row_weight_N=None):
     return torch.stack(parts)
 
 
+class Fp8Operands(NamedTuple):
+    """What a product of e4m3 reads beside a case; rows of nobody and memory around hold NaN."""
+
+    x_NI: torch.Tensor | GatheredRows
+    weight_EOI: torch.Tensor
+    scales: Fp8Scales
+
+
+def make_fp8_case(counts, num_inputs, num_outputs, *, dtype=torch.bfloat16, num_slots=0, device="cpu", **options):
+    """A case whose rows and matrices are the numbers that the operands stand for, in float64, and the operands."""
+    case = make_case(counts, num_inputs, num_outputs, dtype=dtype, device=device, **options)
+    num_rows, num_experts = case.x_NI.shape[0], len(counts)
+    num_tokens = num_rows // num_slots if num_slots else num_rows
+    assert not num_slots or num_tokens * num_slots == num_rows
+
+    def values(*shape):
+        # So small that sums are exact in any order, and in the few digits that tensor cores keep of sums of e4m3.
+        return (torch.randn(shape, device=device) * 1.5).round().clamp(-3, 3)
+
+    def scale(size):
+        return 2.0 ** torch.randint(-6, 1, (size,), device=device) * (1 + torch.arange(size, device=device) % 3)
+
+    x_TI, weight_EOI = values(num_tokens, num_inputs), values(num_experts, num_outputs, num_inputs)
+    x_scale_T, weight_scale_E = scale(num_tokens), scale(num_experts)
+    wide_TI = x_TI.double() * x_scale_T[:, None]
+    if not num_slots:
+        x_TI[case.num_real :] = float("nan")
+    x_NI = inside(x_TI.to(FP8), step=16)
+    if num_slots:
+        slot_N = torch.randperm(num_rows, generator=torch.Generator().manual_seed(2)).to(device)
+        x_NI, wide_TI = GatheredRows(x_NI, slot_N, num_slots), wide_TI[slot_N // num_slots]
+    scales = Fp8Scales(*(inside_flat(each.float()) for each in (x_scale_T, weight_scale_E)))
+    wide_EIO = (weight_EOI.double() * weight_scale_E[:, None, None]).transpose(1, 2)
+    operands = Fp8Operands(x_NI, inside_flat(weight_EOI.to(FP8)), scales)
+    return case._replace(x_NI=wide_TI, weight_EIO=wide_EIO), operands
+
+
+def fp8_product(operands, module=reference, **options):
+    """How a module writes the product of the operands."""
+    return lambda case, out_NO: module.grouped_mm(
+        operands.x_NI,
+        operands.weight_EOI.transpose(1, 2),
+        case.end_E,
+        addend=case.addend,
+        out_NO=out_NO,
+        scales=operands.scales,
+        **options,
+    )
+
+
 def check_product(run, case, *, y_NO=None, step=1, is_tail_kept=True):
     """Run into a buffer of NaN and into one of ones: within the bound, bit-equal, and nothing written but the
     rows of experts.
     """
-    dtype, num_real = case.x_NI.dtype, case.num_real
+    dtype, num_real = case.d_NO.dtype, case.num_real
     truth, plain = formula(case, torch.float64, y_NO=y_NO), formula(case, dtype, y_NO=y_NO)
     results = []
     for fill in (float("nan"), 1.0):
@@ -272,6 +329,57 @@ def test_scale_and_row_weights_around_torch(dtype):
     check_grad(public_grad("torch"), case, scale=0.5, row_weight_N=make_row_weights(case))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rank", "has_bias"), [(0, False), (0, True), (5, False), (8, True)])
+@pytest.mark.parametrize("num_slots", [0, 1, 3])
+def test_products_of_e4m3_equal_the_truth(num_slots, rank, has_bias, dtype):
+    options = {"dtype": dtype, "num_sentinels": 3, "rank": rank, "has_bias": has_bias, "num_slots": num_slots}
+    case, operands = make_fp8_case((5, 0, 16, 6), 32, 48, **options)
+    check_product(fp8_product(operands), case)
+
+    def public(case, out_NO):
+        y_NO = grouped_mm_fp8(*operands[:2], case.end_E, scales=operands.scales, dtype=dtype, **case.addend_arguments())
+        assert y_NO.dtype is dtype
+        out_NO[: case.num_real] = y_NO[: case.num_real]
+        return out_NO
+
+    check_product(public, case)
+
+
+def test_operands_that_e4m3_products_cannot_read_are_refused():
+    case, (x_NI, weight_EOI, scales) = make_fp8_case((5, 6), 32, 48, rank=4, has_bias=True)
+    good = {"scales": scales, "dtype": torch.bfloat16, **case.addend_arguments()}
+
+    def run(x=x_NI, weight=weight_EOI, **changes):
+        return grouped_mm_fp8(x, weight, case.end_E, **{**good, **changes})
+
+    wrong = [
+        {"x": x_NI.float()},
+        {"x": x_NI[:, :16]},
+        {"weight": weight_EOI.float()},
+        {"weight": weight_EOI.transpose(1, 2).contiguous().transpose(1, 2)},
+        {"scales": scales._replace(x_scale_T=scales.x_scale_T[:-1])},
+        {"scales": scales._replace(weight_scale_E=scales.weight_scale_E.double())},
+        {"scales": Fp8Scales(scales.x_scale_T, scales.x_scale_T)},
+        {"dtype": torch.float16},
+        {"bias_EO": None, "low_NR": None},
+    ]
+    for changes in wrong:
+        with pytest.raises(ShapeError):
+            run(**changes)
+    for changes in ({"low_scale": float("nan")}, {"backend": "triton"}, {"backend": "torch"}, {"dtype": torch.float64}):
+        with pytest.raises(OptionError):
+            run(**changes)
+    with pytest.raises(OptionError, match="multiples of 16"):
+        grouped_mm_fp8(
+            x_NI[:, :24].contiguous(),
+            weight_EOI[:, :, :24].contiguous(),
+            case.end_E,
+            scales=scales,
+            dtype=torch.bfloat16,
+        )
+
+
 def test_rows_and_their_weights_stay_as_they_are():
     case = make_case((5, 7), 8, 16, dtype=torch.bfloat16, step=8)
     weight_N = make_row_weights(case)
@@ -380,8 +488,8 @@ def check_the_twin(module):
 
 OP_FAULTS = {
     "addend forgotten": "if {addend.is_empty => True}:",
-    "bias not passed on": "RowAddend({bias_EO => None}, low_NR",
-    "scale not passed on": "low_NR, low_ERO, {low_scale => 1.0})",
+    "bias not passed on": '= RowAddend({bias_EO => None}, low_NR, low_ERO, low_scale) if must_check(is_checked): check_float("low_scale", low_scale, low=-float("inf")) _check_product',
+    "scale not passed on": 'low_ERO, {low_scale => 1.0}) if must_check(is_checked): check_float("low_scale", low_scale, low=-float("inf")) _check_product',
     "out forgotten": "y_NO {if out_NO is None else out_NO => })",
 }
 
@@ -502,6 +610,16 @@ def test_our_kernel_adds_where_that_was_measured_to_be_faster(pretend_cuda, capa
     pretend_cuda[:] = capability
     x_NI, weight_EIO = empty(64, 80), empty(4, 80, 96)
     assert (choose_backend(x_NI, weight_EIO, has_addend=True), choose_backend(x_NI, weight_EIO)) == (expected, "torch")
+
+
+@pytest.mark.parametrize(("capability", "expected"), [((9, 0), "triton"), ((10, 0), "torch")])
+def test_our_kernel_gathers_where_that_was_measured_to_be_faster(pretend_cuda, capability, expected):
+    pretend_cuda[:] = capability
+    x_TI, slot_N = empty(32, 80), torch.zeros(64, dtype=torch.int64, device="cuda")
+    weights = {columns: empty(4, 80, columns) for columns in (1536, 2880, 2888)}
+    picks = [choose_backend(GatheredRows(x_TI, slot_N, 2), weight_EIO) for weight_EIO in weights.values()]
+    assert picks == [expected, expected, "torch"]
+    assert choose_backend(empty(64, 80), weights[1536]) == "torch"
 
 
 def test_a_backend_that_would_wait_or_be_wrong_is_refused(pretend_cuda):

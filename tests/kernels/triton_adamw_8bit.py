@@ -9,7 +9,7 @@ import torch
 
 from lightning_fastft.kernels.adamw_step import triton
 from lightning_fastft.kernels.adamw_step.codes import BLOCK
-from lightning_fastft.kernels.adamw_step.reference import CHUNK
+from lightning_fastft.kernels.adamw_step.table import CHUNK
 from tests.kernels.test_adamw_8bit import (
     CHANGES,
     COMBINATIONS,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_fastft.kernels.adamw_step import reference, triton
-from lightning_fastft.kernels.adamw_step.reference import CHUNK, TensorTable
+from lightning_fastft.kernels.adamw_step.table import CHUNK, TensorTable
 from lightning_fastft.kernels.launch import launch
 from tests.kernels.test_adamw_rounding import check_rounding
 from tests.kernels.test_adamw_step import (

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_fastft.kernels.fp8_linear.op import find_obstacle
+from lightning_fastft.kernels.fp8_linear.reference import FP8
 from lightning_fastft.kernels.grouped_mm import triton
 from lightning_fastft.kernels.grouped_mm.reference import GatheredRows, RowAddend
 from lightning_fastft.kernels.grouped_mm.triton import Tiles
@@ -13,8 +15,10 @@ from tests.kernels.test_grouped_mm import (
     check_grad,
     check_product,
     formula,
+    fp8_product,
     inside,
     make_case,
+    make_fp8_case,
     make_row_weights,
 )
 from tests.support.children import thinned
@@ -127,6 +131,48 @@ def test_gathered_rows_have_the_bits_of_their_copy(num_slots, index_dtype):
         assert torch.equal(grad()(case._replace(x_NI=sides[0][left], d_NO=sides[1][right]), torch.float32), expected)
 
 
+def check_fp8(module=triton, tiles=SMALL, **options):
+    if DEVICE == "cuda" and find_obstacle(torch.device("cuda", torch.cuda.current_device())):
+        pytest.skip("the device has no e4m3")
+    low_scale = options.pop("low_scale", 1.75)
+    case, operands = make_fp8_case(
+        **{"counts": (17, 0, 16, 15, 1, 2), "num_inputs": 48, "num_outputs": 32, **options}, device=DEVICE
+    )
+    case = case._replace(addend=case.addend._replace(low_scale=low_scale))
+    check_product(fp8_product(operands, module, tiles=tiles), case)
+
+
+FP8_SMALL = SMALL._replace(inputs=32)
+
+
+@pytest.mark.parametrize(
+    ("rank_and_bias", "dtype"),
+    thinned(
+        ((0, False), (0, True), (4, False), (16, True), (17, False), (40, True)),
+        DTYPES,
+        keep=lambda rank, dtype: rank % 3 == dtype,
+    ),
+)
+def test_products_of_e4m3_equal_the_truth(rank_and_bias, dtype):
+    rank, has_bias = rank_and_bias
+    for num_slots in (0, 3):
+        check_fp8(tiles=FP8_SMALL, dtype=dtype, rank=rank, has_bias=has_bias, num_slots=num_slots, num_sentinels=3)
+
+
+@pytest.mark.parametrize("counts", [(0,), (16,), (7, 0), (0, 0, 40, 0, 0)])
+def test_products_of_e4m3_with_few_experts(counts):
+    check_fp8(tiles=FP8_SMALL, counts=counts, num_inputs=16, num_outputs=16, num_sentinels=1)
+
+
+@pytest.mark.parametrize("counts", [(127, 0, 1), (130, 257)])
+def test_the_tiles_that_products_of_e4m3_use(counts):
+    check_fp8(tiles=None, counts=counts, num_inputs=144, num_outputs=272, rank=16, has_bias=True, num_sentinels=3)
+
+
+def test_without_a_factor_the_low_rank_product_of_e4m3_is_skipped():
+    check_fp8(tiles=FP8_SMALL, counts=(5, 11), rank=4, has_bias=True, low_scale=0.0)
+
+
 def test_a_sum_in_place():
     case = case_of(**FULL, dtype=torch.float32)
     apart = added(case.d_NO)(case, torch.empty_like(case.d_NO))
@@ -162,6 +208,9 @@ def test_a_table_of_tiles_by_dtype_and_rows():
         triton.product_tiles(torch.bfloat16, rows_per_expert=128, **{**large, "num_outputs": 255})
         == triton.PRODUCT_TILES_MANY
     )
+    assert triton.product_tiles(FP8, rows_per_expert=128, **large) == triton.PRODUCT_TILES_FP8_LARGE
+    assert triton.product_tiles(FP8, rows_per_expert=128, **wide) == triton.PRODUCT_TILES_FP8_MANY
+    assert triton.product_tiles(FP8, rows_per_expert=127, **large) == triton.PRODUCT_TILES_FP8_FEW
     assert triton.grad_tiles(torch.bfloat16, **wide) == triton.GRAD_TILES
     assert triton.grad_tiles(torch.float32, num_inputs=16, num_outputs=2048) == triton.GRAD_TILES_FP32
 
@@ -364,6 +413,13 @@ FAULTS = {
     "product: what was lost not passed on": "total, {lost => _} = _add_step(total, lost, x, weight,",
     "gradient: what was lost not passed on": "total, {lost => _} = _add_step(total, lost, x, d,",
     "low-rank product with the bits of TF32": "tl.dot(low{ => .to(tl.float16).to(tl.float32)}, factor,",
+    "fp8: scale of rows lost": "scale = {tl.load(x_scale_ptr + sources, mask=inside_rows, other=0.0) => inside_rows.to(tl.float32)} *",
+    "fp8: scale of the neighbour": "tl.load(weight_scale_ptr + expert{ => - 1})",
+    "fp8: scale of the sorted place": "tl.load(x_scale_ptr + {sources => rows},",
+    "fp8: low-rank product scaled too": "scale {/= low_scale => *= 1.0}",
+    "fp8: scales lost": "total *= {scale[:, None] => 1.0}",
+    "fp8: addend before the scales too": "if {not HAS_SCALES => True}: # The addend",
+    "fp8: scales read without scales": "HAS_SCALES={scales is not None => False}",
     "sum without y": "total +={ => 0.0 *} tl.load(y_ptr",
     "gradient: last tile of rows lost": "for start in range(begin, stop{ => - BLOCK_N}, BLOCK_N):",
     "gradient: x of the next expert": "mask={inside_rows[None, :] & => } inside_inputs[:, None], other=0.0)",
@@ -372,7 +428,7 @@ FAULTS = {
     "gradient: low precision": "_add_step(total{ => .to(tl.float16).to(tl.float32)}, lost, x, d,",
     "gradient: last column lost": "inside_cols = cols < num_outputs{ => - 1} begin",
     "gradient: matrix of the first expert": "grad_row = {expert.to(tl.int64) * num_inputs + => } inputs",
-    "gradient: scale lost": "total *= {scale => 1.0}",
+    "gradient: scale lost": "total *= {scale => 1.0} grad_row",
     "gradient: scale before the sum ends": "IS_COMPENSATED) {total *= scale =>     total *= scale} grad_row",
     "gradient: weights lost": "HAS_WEIGHT={row_weight_N is not None => False}",
     "gradient: weight of the neighbour": "{rows => (rows + 1)} * row_weight_stride",
@@ -395,6 +451,8 @@ def check_every_part(module):
     check_grad(grad(module), case)
     check_impossible_borders(module)
     check_long_sums(module)
+    for num_slots in (0, 3):
+        check_fp8(module, FP8_SMALL, rank=20, has_bias=True, num_slots=num_slots, num_sentinels=3)
     # Steps enough along both sums that an accumulator of bf16 is seen beside the result's own rounding.
     narrow = case_of((9, 0, 150), 150, 20, dtype=torch.bfloat16, num_sentinels=5, rank=5, has_bias=True)
     check_product(product(module), narrow)

@@ -108,6 +108,12 @@ def test_figures_are_those_of_the_description(has_tokenizer):
         assert Tags(page.split("<article>")[1]).marked[0] == str(6 + longest)
 
 
+def test_a_range_of_one_length_is_one_number():
+    page = render_data_page(make_data([{"input_ids": [7] * length} for length in (3, 4, 4)]), rejects={})
+    lengths = page.split("Lengths of examples")[1].split("Median")[0]
+    assert re.findall(r'<td class="number">([^<]*)</td>', lengths) == ["3", "4"]
+
+
 def test_completions_are_shown_under_their_names():
     pairs = [{"prompt": "two plus", "chosen": " four", "rejected": " five"}] * 3
     data = make_data(pairs, tokenizer=build_tokenizer())

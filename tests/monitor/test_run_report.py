@@ -387,12 +387,19 @@ def signal_at(number, batch_idx):
 
 
 @pytest.mark.parametrize("is_resume_first", [False, True])
-def test_run_that_a_signal_stopped_was_saved_and_did_not_fail(tmp_path, is_resume_first):
+def test_run_that_a_signal_stopped_was_saved_and_did_not_fail(tmp_path, caplog, is_resume_first):
     """Whether ExactResume ends the run before or after the report has counted the step."""
     report = RunReport(tmp_path / "run.html", profile_step=None)
-    callbacks = [ExactResume(), report] if is_resume_first else [report]
+    caplog.set_level("INFO")
+    # Its files are older than the one of the stop.
+    checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_last=True)
+    callbacks = [ExactResume(), report, checkpoint] if is_resume_first else [report, checkpoint]
     trainer = quiet_trainer(
-        tmp_path, strategy=FastFTStrategy(), callbacks=[signal_at(signal.SIGTERM, 4), *callbacks], max_steps=8
+        tmp_path,
+        strategy=FastFTStrategy(),
+        callbacks=[signal_at(signal.SIGTERM, 4), *callbacks],
+        max_steps=8,
+        enable_checkpointing=True,
     )
     with pytest.raises(SystemExit) as ended:
         trainer.fit(Keeps(), packed_loader(8))
@@ -402,6 +409,7 @@ def test_run_that_a_signal_stopped_was_saved_and_did_not_fail(tmp_path, is_resum
     assert ended.value.code == 143
     assert (outcome["state"], outcome["error"], outcome["level"]) == ("stopped", None, "warn")
     assert outcome["stop"] == {"signal": "SIGTERM", "step": 5, "checkpoint": path, "exit_code": 143}
+    assert f"last checkpoint {path}\n" in caplog.text
     assert outcome["verdict"][0] == (
         f"The run was stopped by SIGTERM after 5 optimizer steps; saved at {path}; go on with --ckpt_path {path} (in "
         "Python: ckpt_path= of fit)."

@@ -8,6 +8,7 @@ import signal
 
 from lightning_fastft.packing.reading.text_files import RawRow
 from lightning_fastft.packing.rows.formats import FormatOptions
+from lightning_fastft.packing.tokens import workers
 from lightning_fastft.packing.tokens.chunks import Chunk
 from lightning_fastft.packing.tokens.tokenisation import Setup
 from lightning_fastft.packing.tokens.workers import run_chunks
@@ -17,6 +18,7 @@ from tests.support.processes import children_of
 def main():
     # Whoever started the tests may have it ignored, as nohup does.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    workers.WORKERS_AFTER_S = 1e-9
     setup = Setup(None, FormatOptions(max_tokens=8), None)
     rows = [RawRow(line, b'{"input_ids": [1, 2, 3]}') for line in range(1, 101)]
     chunks = (Chunk("rows", "input_ids", None, rows, False) for _ in itertools.count())

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_fastft import FineTuner
@@ -16,7 +16,7 @@ from tests.support.token_weighting_worker import CONFIG
 from tests.support.training_parts import VOCAB_SIZE, PlainModule, packed_loader, quiet_trainer, tiny_llama
 
 
-def fit(tmp_path, module, callback, **options):
+def fit(tmp_path, module, callback, *callbacks, **options):
     options = {
         "strategy": "fastft",
         "enable_checkpointing": isinstance(callback, ModelCheckpoint),
@@ -24,7 +24,7 @@ def fit(tmp_path, module, callback, **options):
         "max_epochs": 1,
         **options,
     }
-    trainer = quiet_trainer(tmp_path, callbacks=[callback], **options)
+    trainer = quiet_trainer(tmp_path, callbacks=[callback, *callbacks], **options)
     trainer.fit(module, packed_loader(6), packed_loader(2, seed=9))
     return trainer
 
@@ -76,6 +76,23 @@ def test_monitor_that_a_fine_tuner_does_not_log_is_named(tmp_path, make, monitor
     named = [str(entry.message) for entry in caught if "monitors" in str(entry.message)]
     assert bool(named) == is_named
     assert all("'val_loss'" in message for message in named)
+
+
+class LogsMore(Callback):
+    """A callback of the user that logs a name like one of the module's."""
+
+    def on_validation_batch_end(self, trainer, pl_module, *args):
+        pl_module.log("val_los", 1.0)
+
+
+def test_strict_early_stopping_on_a_misspelled_name_is_refused_before_the_first_step(tmp_path):
+    module = tuner()
+    with pytest.raises(OptionError, match="'val_loss'"):
+        fit(tmp_path, module, EarlyStopping("val_los"))
+    assert module.trainer.global_step == 0
+    # Code of the user may log the name.
+    with pytest.warns(UserWarning, match="monitors 'val_los'"):
+        assert fit(tmp_path, tuner(), EarlyStopping("val_los"), LogsMore()).global_step == 6
 
 
 def test_a_logger_of_wandb_without_a_login_is_refused_before_the_model_is_built(tmp_path, monkeypatch):

@@ -40,7 +40,7 @@ from benchmarks.ruler.plans import (
     least_warmup,
     parse_mode,
 )
-from benchmarks.ruler.workloads import Pack, WorkloadFiles, lora_config
+from benchmarks.ruler.workloads import SHIPPED_CONFIGS, Pack, WorkloadFiles, lora_config
 from lightning_fastft.callbacks.fused_kernels import FusedKernels
 from lightning_fastft.cli.lightning_cli import FastFTCLI
 from lightning_fastft.core.patcher import ModelPatcher
@@ -54,26 +54,9 @@ from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.fine_tuner import FineTuner
 from lightning_fastft.training.optimizer import FusedAdamW
 
-# The shipped config of a workload; "tiny" is for tests.
-SHIPPED_CONFIGS: Mapping[str, str] = {
-    "qwen3-14b-qlora": "qlora_qwen3_14b",
-    "qwen3-8b-qlora": "qlora_qwen3_8b",
-    "qwen3-0.6b-lora": "lora_qwen3_0.6b",
-    "llama-3.1-8b-lora-32k": "long_context_llama_3.1_8b",
-    "llama-3.1-8b-lora-32k-one-document": "long_context_llama_3.1_8b",
-    "qwen3-30b-a3b-12l-lora": "moe_qwen3_30b_a3b",
-    "gpt-oss-20b-12l-lora": "moe_gpt_oss_20b",
-    "tiny": "lora_qwen3_0.6b",
-}
-
 
 def run(
-    cases: list[Case],
-    *,
-    files: WorkloadFiles,
-    log: CaseLog,
-    device: str,
-    recorder: type[CaseRecorder] = CaseRecorder,
+    cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str, recorder: type[CaseRecorder] = CaseRecorder
 ) -> None:
     """Run the cases one after the other on one FineTuner; each has a Trainer of its own.
 

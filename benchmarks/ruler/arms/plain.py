@@ -37,12 +37,7 @@ MODES = ("recompute", "keep", "recompute+liger", "keep+liger", "recompute+padded
 
 
 def run(
-    cases: list[Case],
-    *,
-    files: WorkloadFiles,
-    log: CaseLog,
-    device: str,
-    recorder: type[CaseRecorder] = CaseRecorder,
+    cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str, recorder: type[CaseRecorder] = CaseRecorder
 ) -> None:
     """Run the cases on one loaded model; the first case of each label share leaves the reference gradients.
 

@@ -14,12 +14,7 @@ MODES = ("recompute+liger", "keep+liger", "recompute", "keep")
 
 
 def run(
-    cases: list[Case],
-    *,
-    files: WorkloadFiles,
-    log: CaseLog,
-    device: str,
-    recorder: type[CaseRecorder] = CaseRecorder,
+    cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str, recorder: type[CaseRecorder] = CaseRecorder
 ) -> None:
     """Run cases of one mode on one trainer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -43,12 +43,7 @@ def add_adapters(model: Any, workload: Workload, *, target_modules: Sequence[str
 
 
 def run(
-    cases: list[Case],
-    *,
-    files: WorkloadFiles,
-    log: CaseLog,
-    device: str,
-    recorder: type[CaseRecorder] = CaseRecorder,
+    cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str, recorder: type[CaseRecorder] = CaseRecorder
 ) -> None:
     """Run cases of one mode on one trainer."""
     from trl import SFTConfig, SFTTrainer

@@ -64,7 +64,8 @@ def measure_lengths(data: str, *, source: ModelSource, columns: Mapping[str, str
         config = _CONFIGS.get(foreign[0], "grpo_qwen3_0.6b")
         raise DataError(
             f"{data} has rows of format {foreign[0]}, for {TUNERS[foreign[0]]}, and fastft init writes configs of a "
-            f"FineTuner. Start from a shipped config: fastft fit --config {config} --data.paths {data}"
+            f"FineTuner. Start from a shipped config: fastft fit --config {config} --model.model {source.name} "
+            f"--data.paths {data}"
         )
     if not dataset.report.num_labelled:
         raise DataError(f"{data} has no token to train on.")

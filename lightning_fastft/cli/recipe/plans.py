@@ -90,7 +90,8 @@ def choose_pack_tokens(length_N: np.ndarray, *, most: int) -> int:
         (1024, 20480)
     """
     longest, total = int(length_N.max()), int(length_N.sum())
-    whole = _power_above(longest) if longest <= PACK_TOKENS else -(-longest // _ROUNDED_TO) * _ROUNDED_TO
+    # The next power of two, or, beyond the usual pack, the next multiple of _ROUNDED_TO.
+    whole = 1 << (longest - 1).bit_length() if longest <= PACK_TOKENS else -(-longest // _ROUNDED_TO) * _ROUNDED_TO
     roomy = min(PACK_TOKENS, 1 << max(1, total // LEAST_STEPS).bit_length() - 1)
     return min(most, max(whole, roomy, LEAST_PACK_TOKENS))
 
@@ -179,8 +180,3 @@ def _halves(max_tokens: int) -> Iterator[int]:
     while max_tokens // 2 >= LEAST_PACK_TOKENS:
         max_tokens //= 2
         yield max_tokens
-
-
-def _power_above(number: int) -> int:
-    """Return the smallest power of two that is at least number."""
-    return 1 << (number - 1).bit_length()

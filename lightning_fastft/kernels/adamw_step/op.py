@@ -13,7 +13,8 @@ import torch
 from lightning_fastft.core.checks import check_float, check_int, check_tensor
 from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.adamw_step import reference
-from lightning_fastft.kernels.adamw_step.reference import SkipFlag, StepOptions, TensorTable
+from lightning_fastft.kernels.adamw_step.reference import SkipFlag, StepOptions
+from lightning_fastft.kernels.adamw_step.table import TensorTable
 from lightning_fastft.kernels.backends import uses_triton
 
 __all__ = ["SkipFlag", "StepOptions", "TensorTable", "adamw_step", "grad_norm"]

@@ -17,15 +17,13 @@ import triton.language as tl
 
 from lightning_fastft.kernels.adamw_step import codes
 from lightning_fastft.kernels.adamw_step.reference import (
-    ALIGNMENT,
-    CHUNK,
     SkipFlag,
     StepOptions,
-    TensorTable,
     bias_corrections,
     bias_corrections_on_device,
 )
 from lightning_fastft.kernels.adamw_step.rounding import NUM_HALVES
+from lightning_fastft.kernels.adamw_step.table import ALIGNMENT, CHUNK, TensorTable
 from lightning_fastft.kernels.launch import launch
 
 NUM_WARPS = 8

@@ -6,20 +6,45 @@ Axes: N rows, sorted by expert, E experts, I input columns, O output columns, R 
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from lightning_fastft.core.checks import check_choice, check_float, check_int, check_layout, check_rows_apart
 from lightning_fastft.core.errors import OptionError, ShapeError
-from lightning_fastft.kernels.backends import FLOATING, GPU_TYPES, capability_of, must_check, plain_numbers
+from lightning_fastft.kernels.backends import (
+    FLOATING,
+    GPU_TYPES,
+    TRITON_DTYPES,
+    capability_of,
+    choose_module,
+    must_check,
+    plain_numbers,
+)
 from lightning_fastft.kernels.expert_rows.op import gather_rows
+from lightning_fastft.kernels.fp8_linear.op import ALIGNED_COLUMNS
+from lightning_fastft.kernels.fp8_linear.reference import FP8
 from lightning_fastft.kernels.grouped_mm import reference
-from lightning_fastft.kernels.grouped_mm.reference import THIN_COLUMNS, GatheredRows, RowAddend, Rows, rows_of
+from lightning_fastft.kernels.grouped_mm.reference import (
+    THIN_COLUMNS,
+    Fp8Scales,
+    GatheredRows,
+    RowAddend,
+    Rows,
+    rows_of,
+)
 
 BACKENDS = ("auto", "torch", "triton", "reference")
 # torch's grouped GEMM reached 637 to 694 TFLOP/s on an H200, 0.9 of a dense product, but an addend costs one more pass
-# over its result. Our kernel adds in its only pass and took 0.74 to 0.98 of that time on the H200;
-# it is not measured on other GPUs. python -m benchmarks.moe_layer times whole layers with both.
-_ADDEND_CAPABILITIES = (9,)
+# over its result, and gathered rows one before it. Our kernel adds and gathers in its only pass. With an addend it took
+# 0.74 to 0.98 of torch's time on the H200; it is not measured on other GPUs. python -m benchmarks.moe_layer times whole
+# layers with both.
+_ONE_PASS_CAPABILITIES = (9,)
+# Wider products of gathered rows gain more from torch's grouped GEMM than the copy costs. On an H100 with 8,192 tokens
+# ours took 0.02 to 0.13 ms more than torch's GEMM alone with 768 to 2,880 columns, and 0.19 ms more with 5,760
+# (python -m benchmarks.grouped_products). The copy was not timed alone: 0.13 to 0.16 ms is the time of a bf16 layer
+# without its products, less that of the same layer in fp8, which copies no rows (python -m benchmarks.moe_layer).
+_GATHERED_COLUMNS = 2880
 # CUTLASS kernels exist for these major compute capabilities; on others torch loops over experts on the host, with host
 # syncs (GroupedMMUtils.h).
 _TORCH_CAPABILITIES = (9, 10)
@@ -105,6 +130,71 @@ def grouped_mm(
         return triton.grouped_mm(x_NI, weight_EIO, end_E, addend=addend, out_NO=out_NO)
 
 
+def grouped_mm_fp8(
+    x_NI: Rows,
+    weight_EOI: torch.Tensor,
+    end_E: torch.Tensor,
+    *,
+    scales: Fp8Scales,
+    dtype: torch.dtype,
+    bias_EO: torch.Tensor | None = None,
+    low_NR: torch.Tensor | None = None,
+    low_ERO: torch.Tensor | None = None,
+    low_scale: float = 1.0,
+    backend: str = "auto",
+    is_checked: bool = True,
+) -> torch.Tensor:
+    """Return ``grouped_mm`` of e4m3 rows and matrices; their scales are factors of each sum.
+
+    ``y[n] = x_scale[n] * weight_scale[e(n)] * x[n] @ weight[e(n)]^T`` plus the bias and the scaled low-rank product of
+    ``grouped_mm``, rounded once. Rows from end_E[-1] on are not written and hold arbitrary values.
+
+    Args:
+        x_NI: Rows as in ``grouped_mm``, e4m3.
+        weight_EOI: One matrix per expert. Shape (E, O, I), e4m3, contiguous; O and I multiples of 16.
+        end_E: As in ``grouped_mm``.
+        scales: Factor on each row of the tensor that holds the rows, and on each matrix.
+        dtype: Dtype of the result and of the addend: bf16, fp16 or fp32.
+        bias_EO: As in ``grouped_mm``, in dtype.
+        low_NR: As in ``grouped_mm``, in dtype.
+        low_ERO: As in ``grouped_mm``, in dtype.
+        low_scale: As in ``grouped_mm``; 0 skips the low-rank product.
+        backend: As in ``choose_module``.
+        is_checked: As in ``must_check``.
+
+    Returns:
+        Shape (N, O), contiguous, in dtype; no gradient.
+
+    Raises:
+        ShapeError: Shapes, dtypes, devices or layouts do not match.
+        OptionError: backend is unknown or cannot run these tensors, low_scale is not finite, or O or I is not a
+            multiple of 16.
+
+    Cost:
+        2 N I O FLOP in fp8; reads rows and weights and writes the result once. No host sync with "triton"; "reference"
+        reads end_E on the host, and multiplies fp32 copies.
+
+    Source:
+        own; e4m3: arXiv 2209.05433
+
+    Example:
+        >>> x, weight = (torch.full(shape, 0.5).to(torch.float8_e4m3fn) for shape in ((2, 16), (2, 16, 16)))
+        >>> scales = Fp8Scales(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0]))
+        >>> ends = torch.tensor([1, 2], dtype=torch.int32)
+        >>> grouped_mm_fp8(x, weight, ends, scales=scales, dtype=torch.bfloat16)[:, 0]
+        tensor([ 4., 32.], dtype=torch.bfloat16)
+    """
+    addend = RowAddend(bias_EO, low_NR, low_ERO, low_scale)
+    if must_check(is_checked):
+        check_float("low_scale", low_scale, low=-float("inf"))
+        _check_fp8(x_NI, weight_EOI, end_E, scales=scales, dtype=dtype, addend=addend)
+    with plain_numbers(end_E.device.type):
+        out_NO = weight_EOI.new_empty(x_NI.shape[0], weight_EOI.shape[1], dtype=dtype)
+        return choose_module(reference, backend, out_NO).grouped_mm(
+            x_NI, weight_EOI.transpose(1, 2), end_E, addend=addend, out_NO=out_NO, scales=scales
+        )
+
+
 def grouped_weight_grad(
     x_NI: Rows,
     d_NO: Rows,
@@ -184,8 +274,8 @@ def choose_backend(x_NI: Rows, weight_EIO: torch.Tensor, *, has_addend: bool = F
 
     On a CPU it is "reference". On CUDA it is "torch" if its kernel supports the tensors (bf16 on compute capability 9.x
     or 10.x, strides and sizes in multiples of 16 bytes), there are more than 64 output columns, and on 9.x nothing is
-    added; else "triton". Only dtype, device and layout of the rows matter; has_addend says that a bias or a low-rank
-    product will be added.
+    added and rows are in order or there are more than 2,880 output columns; else "triton". Only dtype, device, layout
+    and order of the rows matter; has_addend says that a bias or a low-rank product will be added.
 
     Returns:
         "torch", "triton" or "reference".
@@ -203,7 +293,8 @@ def choose_backend(x_NI: Rows, weight_EIO: torch.Tensor, *, has_addend: bool = F
     # 0.06 ms (H200).
     if weight_EIO.shape[2] <= THIN_COLUMNS:
         return "triton"
-    if has_addend and capability_of(weight_EIO.device)[0] in _ADDEND_CAPABILITIES:
+    is_copied = isinstance(x_NI, GatheredRows) and weight_EIO.shape[2] <= _GATHERED_COLUMNS
+    if (has_addend or is_copied) and capability_of(weight_EIO.device)[0] in _ONE_PASS_CAPABILITIES:
         return "triton"
     return "triton" if _why_not_torch(x_NI, weight_EIO) else "torch"
 
@@ -385,12 +476,23 @@ def _check_product(
     num_experts, num_inputs, num_outputs = check_layout(
         "weight_EIO", weight_EIO, (None, x_NI.shape[1], None), like=like, num_strided=3
     ).shape
-    check_layout("end_E", end_E, (num_experts,), dtypes=(torch.int32,), like=like)
     if not any(stride == 1 or size <= 1 for stride, size in zip(weight_EIO.stride()[1:], (num_inputs, num_outputs))):
         raise ShapeError(
             f"weight_EIO has strides {weight_EIO.stride()}; one of its last two axes must be contiguous. Call "
             ".contiguous() once."
         )
+    _check_borders(end_E, addend, sizes=(x_NI.shape[0], num_experts, num_outputs), like=like)
+    if out_NO is not None:
+        _check_rows("out", out_NO, (x_NI.shape[0], num_outputs), like=like)
+        check_rows_apart("out", out_NO)
+
+
+def _check_borders(end_E: torch.Tensor, addend: RowAddend, *, sizes: tuple[int, int, int], like: torch.Tensor) -> None:
+    """Raise on the ends of N rows for E experts, and on an addend of O columns, that a kernel would read wrongly; like
+    has the dtype of the addend.
+    """
+    num_rows, num_experts, num_outputs = sizes
+    check_layout("end_E", end_E, (num_experts,), dtypes=(torch.int32,), like=like)
     bias_EO, low_NR, low_ERO, _ = addend
     if bias_EO is not None:
         _check_rows("bias_EO", bias_EO, (num_experts, num_outputs), like=like)
@@ -400,20 +502,54 @@ def _check_product(
         rank = check_layout("low_ERO", low_ERO, (num_experts, None, num_outputs), like=like).shape[1]
         if rank == 0:
             raise ShapeError(f"low_ERO has shape {tuple(low_ERO.shape)}; its rank must be above 0.")
-        _check_rows("low_NR", low_NR, (x_NI.shape[0], rank), like=like)
-    if out_NO is not None:
-        _check_rows("out", out_NO, (x_NI.shape[0], num_outputs), like=like)
-        check_rows_apart("out", out_NO)
+        _check_rows("low_NR", low_NR, (num_rows, rank), like=like)
 
 
-def _check_rows(name: str, rows: Rows, shape: tuple[int | None, int | None], *, like: torch.Tensor) -> None:
+def _check_fp8(
+    x_NI: Rows,
+    weight_EOI: torch.Tensor,
+    end_E: torch.Tensor,
+    *,
+    scales: Fp8Scales,
+    dtype: torch.dtype,
+    addend: RowAddend,
+) -> None:
+    """Raise on arguments of a product in e4m3 that a kernel would read wrongly."""
+    check_choice("dtype", dtype, TRITON_DTYPES)
+    num_experts, num_outputs, num_inputs = check_layout(
+        "weight_EOI", weight_EOI, (None, None, None), dtypes=(FP8,)
+    ).shape
+    _check_rows("x_NI", x_NI, (None, num_inputs), like=weight_EOI, dtypes=(FP8,))
+    for name, scale, size in (
+        ("x", scales.x_scale_T, len(rows_of(x_NI))),
+        ("weight", scales.weight_scale_E, num_experts),
+    ):
+        check_layout(f"scale of {name}", scale, (size,), dtypes=(torch.float32,), like=weight_EOI)
+    _check_borders(
+        end_E, addend, sizes=(x_NI.shape[0], num_experts, num_outputs), like=weight_EOI.new_empty(0, dtype=dtype)
+    )
+    if num_outputs % ALIGNED_COLUMNS or num_inputs % ALIGNED_COLUMNS:
+        raise OptionError(
+            f"Products in fp8 need multiples of {ALIGNED_COLUMNS} columns, and a matrix is {num_outputs} x "
+            f"{num_inputs}."
+        )
+
+
+def _check_rows(
+    name: str,
+    rows: Rows,
+    shape: tuple[int | None, int | None],
+    *,
+    like: torch.Tensor,
+    dtypes: Collection[torch.dtype] = FLOATING,
+) -> None:
     """Raise on rows, gathered or not, that a kernel would read wrongly."""
     if rows_of(rows).is_cuda and rows_of(rows).dtype is torch.float64:
         raise ShapeError(f"{name} is float64 on a GPU; float64 runs on a CPU only, allowed are bf16, fp16 and fp32.")
     if not isinstance(rows, GatheredRows):
-        check_layout(name, rows, shape, dtypes={like.dtype}.intersection(FLOATING), like=like, num_strided=1)
+        check_layout(name, rows, shape, dtypes={like.dtype}.intersection(dtypes), like=like, num_strided=1)
         return
-    _check_rows(name, rows.x_TI, shape, like=like)
+    _check_rows(name, rows.x_TI, shape, like=like, dtypes=dtypes)
     check_int(f"num_slots_per_row of {name}", rows.num_slots_per_row, low=1)
     num_slots = rows.x_TI.shape[0] * rows.num_slots_per_row
     check_layout(f"slot_N of {name}", rows.slot_N, (num_slots,), dtypes=(torch.int32, torch.int64), like=like)

@@ -54,6 +54,11 @@ def read_rows(rows: Rows) -> torch.Tensor:
     return rows.read() if isinstance(rows, GatheredRows) else rows
 
 
+def _like(rows: Rows, values: torch.Tensor) -> Rows:
+    """Return values in the order of rows."""
+    return rows._replace(x_TI=values) if isinstance(rows, GatheredRows) else values
+
+
 class RowAddend(NamedTuple):
     """Addend of each product before rounding: ``bias[e] + low_scale * low[n] @ low_ERO[e]``; None skips a part.
 
@@ -75,19 +80,40 @@ class RowAddend(NamedTuple):
         return self.bias_EO is None and self.low_NR is None
 
 
+class Fp8Scales(NamedTuple):
+    """Factors of a product of e4m3 numbers.
+
+    Args:
+        x_scale_T: Factor on each row, gathered like the rows. Shape (T,), or (N,) for rows in order; fp32, contiguous.
+        weight_scale_E: Factor on the matrix of each expert. Shape (E,), fp32, contiguous.
+    """
+
+    x_scale_T: torch.Tensor
+    weight_scale_E: torch.Tensor
+
+
 @one_kernel
 def grouped_mm(
-    x_NI: Rows, weight_EIO: torch.Tensor, end_E: torch.Tensor, *, addend: RowAddend, out_NO: torch.Tensor
+    x_NI: Rows,
+    weight_EIO: torch.Tensor,
+    end_E: torch.Tensor,
+    *,
+    addend: RowAddend,
+    out_NO: torch.Tensor,
+    scales: Fp8Scales | None = None,
 ) -> torch.Tensor:
-    """Write ``x[n] @ weight[e(n)]`` plus the addend, rounded once; float64 is allowed.
+    """Write ``x[n] @ weight[e(n)]``, times its scales, plus the addend, rounded once; float64 is allowed.
 
     Raises:
         ShapeError: end_E decreases, or is outside the rows.
     """
+    scale_N = None if scales is None else read_rows(_like(x_NI, scales.x_scale_T[:, None]))
     x_NI = read_rows(x_NI)
     wide = wide_dtype(x_NI.dtype)
     for expert, rows in enumerate(_rows_of_experts(end_E, num_rows=x_NI.shape[0])):
         product = x_NI[rows].to(wide) @ weight_EIO[expert].to(wide)
+        if scales is not None and scale_N is not None:
+            product = product * (scale_N[rows] * scales.weight_scale_E[expert])
         out_NO[rows] = _add_to(product, expert, rows, addend=addend)
     return out_NO
 

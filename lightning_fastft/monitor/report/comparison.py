@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -151,7 +151,10 @@ def _find_report(path: Path) -> Path:
             return found[0]
         if found:
             raise OptionError(f"{path} has {len(found)} reports; name one of them: {', '.join(map(str, found[:8]))}.")
-        raise OptionError(f"{path} has no {REPORT_FILE}: the callback RunReport writes it at the end of a run.")
+        raise OptionError(
+            f"{path} has no {REPORT_FILE}: the callback RunReport writes it at the end of a run. If it was given "
+            "another path, name that file."
+        )
     file = path.with_suffix(".json")
     if path.suffix not in (".json", ".html") or not file.is_file():
         raise OptionError(f"{path} is neither a folder nor the file of a run report.")
@@ -216,10 +219,19 @@ def _find_differences(reports: Sequence[Mapping[str, Any]]) -> list[tuple[str, l
         {
             f"{group}.{name}": value
             for group, values in {**report["options"], "versions": report["versions"]}.items()
-            for name, value in values.items()
+            for name, value in _flatten(values)
         }
         for report in reports
     ]
     names = dict.fromkeys(name for found in flat for name in found)
     rows = [(name, [found.get(name) for found in flat]) for name in names]
     return [(name, values) for name, values in rows if any(value != values[0] for value in values)]
+
+
+def _flatten(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield options by dotted names, such as lora.r."""
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{name}.{inner}", part) for inner, part in _flatten(value))
+        else:
+            yield name, value

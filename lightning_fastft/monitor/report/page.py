@@ -126,8 +126,8 @@ ms of it waiting for copies,
 {{ packing.num_packs | number(",d") }} packs; {{ packing.num_labelled | number(",d") }} tokens were trained on.</p>
 <h3>Document lengths, in tokens</h3><div class="scroll"><table>
 {% set most = packing.lengths | map(attribute="count") | max if packing.lengths else 1 %}
-{% for range in packing.lengths %}<tr><td class="number">{{ range.low | number(",d") }} &ndash; {{ range.high |
-  number(",d") }}</td>
+{% for range in packing.lengths %}<tr><td class="number">{{ range.low | number(",d") }}{% if range.high != range.low
+  %} &ndash; {{ range.high | number(",d") }}{% endif %}</td>
 <td class="bar"><div class="fill" style="width:{{ (100 * range.count / most) | round(1) }}%"></div></td>
 <td class="number">{{ range.count | number(",d") }}</td></tr>{% endfor %}
 </table></div><p class="soft">Mean {{ packing.mean_document_tokens | number(",.0f") }}, longest

@@ -73,7 +73,9 @@ def summarize(data: Mapping[str, Any]) -> str:
         parts.append(f"loss {head['first_loss']:.4g} to {head['final_loss']:.4g} {_describe_means(head)}")
     if head["tokens_per_s"] is not None:
         parts.append(f"{head['tokens_per_s']:,.0f} tokens/s")
-    parts += [f"{kind} checkpoint {path}" for kind, path in data["checkpoints"].items()]
+    stop = data["outcome"]["stop"]
+    checkpoints = data["checkpoints"] | ({"last": stop["checkpoint"]} if stop else {})
+    parts += [f"{kind} checkpoint {path}" for kind, path in checkpoints.items()]
     return "; ".join(parts)
 
 

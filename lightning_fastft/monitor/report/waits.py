@@ -210,7 +210,7 @@ class WaitRecorder:
             if self.device.type == "cuda":
                 stack.enter_context(_sync_warnings(self.note))
                 for owner in (torch.cuda, torch.cuda.Stream, torch.cuda.Event):
-                    stack.enter_context(_watched(owner, "synchronize", self._note_synchronize))
+                    stack.enter_context(_watched(owner, "synchronize", lambda name: self.note(name, _SYNCHRONIZE)))
             else:
                 for name in _UNDISPATCHED:
                     stack.enter_context(_watched(torch.Tensor, name, self.note))
@@ -302,9 +302,6 @@ class WaitRecorder:
         if self.device.type == "cuda":
             return any(tensor.is_cuda for tensor in tensors)
         return not tensors or any(not tensor.is_meta for tensor in tensors)
-
-    def _note_synchronize(self, name: str) -> None:
-        self.note(name, _SYNCHRONIZE)
 
 
 class _DispatchWatch(TorchDispatchMode):

@@ -53,7 +53,7 @@ def tokenize_sources(
         tokenizer: A Hugging Face tokenizer; None if all rows have input_ids.
         options: Options for turning rows into tokens.
         cache_dir: Folder of cache entries; None keeps tokens in memory.
-        num_proc: Worker processes; 0 and 1 tokenise in this process.
+        num_proc: Worker processes for what is left after 10 s; 0 and 1 tokenise in this process.
         max_reject_share: Share of rows, 0 to 1, that may be rejected; more stop the run.
         rejected_path: File for rejected rows; None writes them to the cache, if there is one.
         stopped_path: File for rejected rows if the run stops; None is rejected_path, or else the cache.

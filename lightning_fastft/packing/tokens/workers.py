@@ -12,10 +12,11 @@ import pickle
 import signal
 import subprocess
 import sys
+import time
 import warnings
 from collections import deque
 from collections.abc import Generator, Iterator
-from itertools import chain, islice
+from itertools import chain
 from typing import IO
 
 from lightning_fastft.core.errors import DataError
@@ -23,8 +24,9 @@ from lightning_fastft.packing.tokens.chunks import Chunk
 from lightning_fastft.packing.tokens.formatter import Formatter
 from lightning_fastft.packing.tokens.tokenisation import ChunkResult, Setup, tokenize_chunk
 
-# Below this (about 4,000 rows) workers take longer to start, because they import transformers, than to tokenise.
-CHUNKS_ENOUGH = 16
+# Seconds of tokenising in this process, after which workers take the rest. They need about as long to start, because
+# each imports transformers, so that no data set takes twice the time of the better choice.
+WORKERS_AFTER_S = 10.0
 # A worker has the caller's sys.path, so that it finds the same modules and none in the current folder. The package's
 # own __init__ imports torch and Lightning, which takes longer than all the rest: it runs only if code, such as the
 # module of a tokenizer, reads a name of the package.
@@ -55,25 +57,35 @@ serve_chunks()
 def run_chunks(chunks: Iterator[Chunk], *, setup: Setup, num_proc: int) -> Generator[ChunkResult, None, None]:
     """Yield the result of each chunk, in order.
 
-    Chunks are read lazily. num_proc 0 and 1 tokenise in this process, and so does, with a warning, a tokenizer that
-    cannot be pickled.
+    Chunks are read lazily. This process tokenises for ``WORKERS_AFTER_S`` seconds; then num_proc workers take the rest.
+    num_proc 0 and 1 start no worker, and neither does, with a warning, a tokenizer that cannot be pickled.
 
     Raises:
         DataError: A worker process died.
     """
-    if num_proc <= 1:
-        formatter = Formatter(setup.tokenizer, options=setup.options, vocab_size=setup.vocab_size, images=setup.images)
-        for chunk in chunks:
-            yield tokenize_chunk(chunk, formatter=formatter, options=setup.options)
-        return
-    head = list(islice(chunks, CHUNKS_ENOUGH))
-    pickled = _pickle_setup(setup) if len(head) == CHUNKS_ENOUGH else None
-    if pickled is None:
-        yield from run_chunks(chain(head, chunks), setup=setup, num_proc=0)
-        return
-    workers = [_Worker(pickled) for _ in range(num_proc)]
+    formatter = Formatter(setup.tokenizer, options=setup.options, vocab_size=setup.vocab_size, images=setup.images)
+    seconds = 0.0
+    for chunk in chunks:
+        if num_proc > 1 and seconds >= WORKERS_AFTER_S:
+            pickled = _pickle_setup(setup)
+            if pickled is not None:
+                yield from _run_workers(chain([chunk], chunks), setup=pickled, num_proc=num_proc)
+                return
+            num_proc = 1
+        begin = time.perf_counter()
+        result = tokenize_chunk(chunk, formatter=formatter, options=setup.options)
+        seconds += time.perf_counter() - begin
+        yield result
+
+
+def _run_workers(chunks: Iterator[Chunk], *, setup: bytes, num_proc: int) -> Iterator[ChunkResult]:
+    workers: list[_Worker] = []
     try:
-        yield from _share_out(chain(head, chunks), workers)
+        workers.extend(_Worker() for _ in range(num_proc))
+        # A worker reads its setup once it has imported transformers: all start before the first is waited for.
+        for worker in workers:
+            worker.send(setup)
+        yield from _share_out(chunks, workers)
     finally:
         for worker in workers:
             worker.stop()
@@ -90,7 +102,7 @@ def _share_out(chunks: Iterator[Chunk], workers: list[_Worker]) -> Iterator[Chun
             result = worker.receive()
             idle.append(worker)
         worker = idle.popleft()
-        worker.send(chunk)
+        worker.send(pickle.dumps(chunk))
         busy.append(worker)
         if result is not None:
             yield result
@@ -118,7 +130,7 @@ def _pickle_setup(setup: Setup) -> bytes | None:
 class _Worker:
     """A process that tokenises one chunk at a time."""
 
-    def __init__(self, setup: bytes) -> None:
+    def __init__(self) -> None:
         self._process = subprocess.Popen(  # noqa: S603 - this interpreter, with a function of this package
             [sys.executable, "-c", _PROGRAM, *sys.path],
             stdin=subprocess.PIPE,
@@ -126,10 +138,15 @@ class _Worker:
             # Tokenizer threads in several workers would compete for the same cores.
             env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
         )
-        self._send(setup)
 
-    def send(self, chunk: Chunk) -> None:
-        self._send(pickle.dumps(chunk))
+    def send(self, content: bytes) -> None:
+        """Send the pickled setup, or then a pickled chunk; block until the worker has read most of it."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(content)
+            self._process.stdin.flush()
+        except (BrokenPipeError, ConnectionResetError):
+            raise self._death() from None
 
     def receive(self) -> ChunkResult:
         assert self._process.stdout is not None
@@ -145,14 +162,6 @@ class _Worker:
         self._process.kill()
         # Also close the pipes, and discard what they still hold.
         self._process.communicate()
-
-    def _send(self, content: bytes) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(content)
-            self._process.stdin.flush()
-        except (BrokenPipeError, ConnectionResetError):
-            raise self._death() from None
 
     def _death(self) -> DataError:
         return DataError(

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_fastft import RunReport
 from lightning_fastft.cli.command import main
-from lightning_fastft.monitor.report.comparison import compare, read_reports
+from lightning_fastft.monitor.report.comparison import compare, read_reports, render_comparison
 from tests.monitor.test_run_report import Page, numbers_in
 from tests.support.training_parts import PlainModule, packed_loader, quiet_trainer, tiny_llama
 
@@ -67,6 +67,15 @@ def test_only_what_differs_is_listed(folder, tmp_path):
     assert "versions.torch" not in differences
 
 
+def test_options_inside_an_option_are_compared_one_by_one(folder):
+    reports = json.loads(json.dumps(read_reports([str(folder / "a"), str(folder / "b")])))
+    for rank, report in zip((8, 16), reports.values()):
+        report["options"]["module"] = {"lora": {"r": rank, "target_modules": ["q_proj"]}}
+    differences = render_comparison(reports).partition("What differs")[2]
+    assert re.search(r"module\.lora\.r<.*<code>8</code>.*<code>16</code>", differences)
+    assert "target_modules" not in differences
+
+
 def test_better_values_are_marked(folder):
     reports = read_reports([str(folder / "a"), str(folder / "b")])
     rows = {row.name: row for row in compare(reports)}
@@ -86,6 +95,7 @@ def test_refuses_what_is_no_two_reports(folder, tmp_path, capsys):
     other.mkdir()
     (other / "run_report.json").write_text('{"schema": "lightning_fastft.run_report", "schema_version": 1}')
     (tmp_path / "not.json").write_text("{")
+    (tmp_path / "empty").mkdir()
     shutil.copytree(folder / "a", tmp_path / "two" / "a")
     shutil.copytree(folder / "a", tmp_path / "two" / "b")
     for words, reason in (
@@ -94,6 +104,7 @@ def test_refuses_what_is_no_two_reports(folder, tmp_path, capsys):
         ([run, run], "named twice"),
         ([run, str(tmp_path / "nothing")], "neither a folder nor"),
         ([run, str(tmp_path / "two")], "has 2 reports"),
+        ([run, str(tmp_path / "empty")], "name that file"),
         ([run, str(other)], "version 1"),
         ([run, str(tmp_path / "not.json")], "not a run report"),
         ([run, str(folder / "b"), "--out", "page.txt"], ".html"),

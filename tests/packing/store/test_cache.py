@@ -33,8 +33,8 @@ SHARED = Path(__file__).parents[4] / "shared" / "data"
 
 @pytest.fixture
 def few_rows_are_enough(monkeypatch):
-    """Workers for two chunks of rows too."""
-    monkeypatch.setattr(workers, "CHUNKS_ENOUGH", 2)
+    """Workers from the second chunk of rows on."""
+    monkeypatch.setattr(workers, "WORKERS_AFTER_S", 1e-9)
 
 
 def tokens_of(dataset):
@@ -122,13 +122,47 @@ def test_a_tokenizer_of_a_worker_may_use_the_package():
     assert tokens_of(tokenize_sources(values, **run, num_proc=2)) == alone
 
 
+def use_as_worker(script, *, folder, monkeypatch):
+    """Start workers by a shell script."""
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(path))
+
+
+# Ends in the middle of its input, and needs no second to start.
+DYING = "head -c 500 > /dev/null\nexit 7"
+
+
+def test_rows_of_a_few_seconds_start_no_worker(tmp_path, monkeypatch):
+    use_as_worker(DYING, folder=tmp_path, monkeypatch=monkeypatch)
+    assert len(tokenize_ids(ids_rows(5000), num_proc=2)) == 5000
+
+
+@pytest.mark.usefixtures("few_rows_are_enough")
+def test_workers_start_side_by_side(tmp_path, monkeypatch):
+    # Each waits for the other before it reads a setup larger than a pipe holds.
+    started = tmp_path / "started"
+    started.mkdir()
+    script = f"""
+        : > {started}/$$
+        for try in $(seq 200); do
+            [ $(ls {started} | wc -l) = 2 ] && exec {sys.executable} "$@"
+            sleep 0.05
+        done
+        exit 7"""
+    template = MARKED + "{# " + "comment " * 50_000 + "#}"
+    tokenizer = as_class(build_tokenizer(chat_template=template), LightTokenizer)
+    values = [good_row("chat", number) for number in range(700)]
+    run = {"tokenizer": tokenizer, "options": FormatOptions(max_tokens=MAX_TOKENS)}
+    alone = tokens_of(tokenize_sources(values, **run))
+    use_as_worker(script, folder=tmp_path, monkeypatch=monkeypatch)
+    assert tokens_of(tokenize_sources(values, **run, num_proc=2)) == alone
+
+
 @pytest.mark.usefixtures("few_rows_are_enough")
 def test_dead_worker_is_an_error_and_not_a_hang(tmp_path, monkeypatch):
-    # Ends in the middle of its input, and needs no second to start.
-    dying = tmp_path / "python"
-    dying.write_text("#!/bin/sh\nhead -c 500 > /dev/null\nexit 7\n")
-    dying.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(dying))
+    use_as_worker(DYING, folder=tmp_path, monkeypatch=monkeypatch)
     before = set(children_of(os.getpid()))
     with pytest.raises(DataError, match="exit code 7"):
         tokenize_ids(ids_rows(600), num_proc=2)

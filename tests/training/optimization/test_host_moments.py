@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_fastft.core.errors import OptionError
-from lightning_fastft.kernels.adamw_step.reference import CHUNK
+from lightning_fastft.kernels.adamw_step.table import CHUNK
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from lightning_fastft.training.optimization import host_moments
 from lightning_fastft.training.optimizer import FusedAdamW

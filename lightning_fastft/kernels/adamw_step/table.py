@@ -1,0 +1,457 @@
+"""The table of tensors that one AdamW step updates: their addresses on the device, and what they must fulfil.
+
+Axes: R rows of the table, one per tensor; A kinds of address; C chunks of all tensors, at most ``CHUNK`` elements each.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from lightning_fastft.core.checks import check_tensor
+from lightning_fastft.core.errors import OptionError, ShapeError
+from lightning_fastft.kernels.adamw_step import codes
+from lightning_fastft.kernels.adamw_step.rounding import NUM_HALVES
+
+# 4096 elements on 8 warps: 16 of each matrix per thread, all in flight at once; a multiple of the blocks of 8-bit
+# moments. Not yet measured; candidates: python -m benchmarks.row_kernels --only adamw_step --tiles.
+CHUNK = 4096
+# Bytes of a thread's vector access; a multiple of this many elements is aligned in any dtype.
+ALIGNMENT = 16
+
+_PARAM_DTYPES = (torch.float32, torch.bfloat16)
+_OWNER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_COPY_DTYPES = (torch.bfloat16, torch.float16)
+_WRITTEN = ("params", "exp_avgs", "exp_avg_sqs", "copies", "exp_avg_absmaxs", "exp_avg_sq_absmaxs")
+
+
+class TableRow(NamedTuple):
+    """One tensor of a table: the master, its two moments, its copy or None, and the tensor whose ``grad`` is its
+    gradient.
+
+    8-bit moments have the largest magnitudes of their blocks (``codes``); fp32 moments have None. A row whose moments
+    are on the meta device counts for the norm and is not stepped. A row can be a piece of its owner: ``start`` is its
+    first element in the gradient, None for a whole one. ``number`` and ``first`` identify its elements for stochastic
+    rounding: the number of the tensor, and the place of the first element in the whole tensor.
+    """
+
+    param: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    copy: torch.Tensor | None
+    owner: torch.Tensor
+    exp_avg_absmax: torch.Tensor | None = None
+    exp_avg_sq_absmax: torch.Tensor | None = None
+    number: int = 0
+    first: int = 0
+    start: int | None = None
+
+    @property
+    def is_stepped(self) -> bool:
+        """Return whether a step writes the row."""
+        return not self.exp_avg.is_meta
+
+    def places(self) -> tuple[torch.Tensor | None, ...]:
+        """Return the tensors that a step writes, in the order of _WRITTEN; None for a missing one."""
+        if not self.is_stepped:
+            return (self.param,)
+        return self.param, self.exp_avg, self.exp_avg_sq, self.copy, self.exp_avg_absmax, self.exp_avg_sq_absmax
+
+    def written(self) -> list[torch.Tensor]:
+        """Return the tensors that a step writes."""
+        return [tensor for tensor in self.places() if tensor is not None]
+
+
+class TableGroup(NamedTuple):
+    """Chunks of all rows with one combination of dtypes, for one launch: the row of each chunk, and its index in the
+    row; ``stepped`` has those of the rows that are stepped.
+    """
+
+    param_dtype: torch.dtype
+    grad_dtype: torch.dtype
+    copy_dtype: torch.dtype | None
+    average_dtype: torch.dtype
+    rows: tuple[int, ...]
+    row_C: torch.Tensor
+    index_C: torch.Tensor
+    stepped: tuple[torch.Tensor, torch.Tensor]
+
+
+def local_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the shard of a DTensor that this rank holds, the same object at each call; other tensors as they are."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return tensor
+    # ``to_local`` makes a new view at each call.
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
+class TensorTable:
+    """The tensors of an optimizer step as addresses on their device, built once.
+
+    The table holds the tensors, but no gradient: each call reads ``owner.grad`` again, so gradients may be freed and
+    allocated again between steps. If an address has changed, a new table is copied from pinned memory that is allocated
+    for this copy. PyTorch's pinned allocator reuses that memory only after the copy (by event), and the device
+    allocator reuses the old table in stream order. So no memory in use is overwritten, and there is no host sync. All
+    calls on a table must therefore be on one stream, or on streams that the caller has ordered.
+
+    Args:
+        params: Masters, updated in place. Any shape; fp32 or bf16; contiguous; all on one device.
+        exp_avgs: First moments. Shapes of params; fp32, or codes of the signed map in uint8; contiguous.
+        exp_avg_sqs: Second moments. Shapes of params; fp32, or codes of the unsigned map in uint8; contiguous.
+        copies: Low-precision copies for compute, bf16 or fp16, contiguous, or None for a tensor without one; None if no
+            tensor has one.
+        owners: Tensors whose ``grad`` is the gradient. Shapes of params; fp32, bf16 or fp16. None for params
+            themselves. A DTensor is read as the shard of this rank, and so is its gradient.
+        exp_avg_absmaxs: The largest magnitude of each block of 256 values of 8-bit first moments, B numbers of any
+            shape, fp32, contiguous; None for a tensor with fp32 moments, and None if all tensors have fp32 moments.
+        exp_avg_sq_absmaxs: The same for second moments.
+        numbers: Number of each tensor for stochastic rounding; None for 0.
+        firsts: Place of the first element of each row in its whole tensor, a multiple of 8; None for 0.
+        starts: First element of a row that is a piece of its owner; None for whole ones.
+
+    Raises:
+        ShapeError: A shape, dtype, device or layout is wrong, tensors that are written share memory, or a gradient
+            cannot be read.
+        OptionError: The lists have different lengths.
+
+    Cost:
+        9 numbers of 8 bytes per tensor and 2 of 4 bytes per chunk of 4096 elements on the device; sorts the tensors
+        once; no host sync.
+
+    Source:
+        own
+
+    Example:
+        >>> param = torch.nn.Parameter(torch.ones(5000))
+        >>> table = TensorTable([param], exp_avgs=[torch.zeros(5000)], exp_avg_sqs=[torch.zeros(5000)])
+        >>> table.num_chunks, table.is_current()
+        (2, True)
+        >>> param.grad = torch.ones(5000)
+        >>> table.is_current()
+        False
+    """
+
+    def __init__(
+        self,
+        params: Sequence[torch.Tensor],
+        *,
+        exp_avgs: Sequence[torch.Tensor],
+        exp_avg_sqs: Sequence[torch.Tensor],
+        copies: Sequence[torch.Tensor | None] | None = None,
+        owners: Sequence[torch.Tensor] | None = None,
+        exp_avg_absmaxs: Sequence[torch.Tensor | None] | None = None,
+        exp_avg_sq_absmaxs: Sequence[torch.Tensor | None] | None = None,
+        numbers: Sequence[int] | None = None,
+        firsts: Sequence[int] | None = None,
+        starts: Sequence[int | None] | None = None,
+    ) -> None:
+        nothing, zeros = [None] * len(params), [0] * len(params)
+        lists: dict[str, Sequence[object]] = {
+            "params": params,
+            "exp_avgs": exp_avgs,
+            "exp_avg_sqs": exp_avg_sqs,
+            "copies": nothing if copies is None else copies,
+            "owners": params if owners is None else owners,
+            "exp_avg_absmaxs": nothing if exp_avg_absmaxs is None else exp_avg_absmaxs,
+            "exp_avg_sq_absmaxs": nothing if exp_avg_sq_absmaxs is None else exp_avg_sq_absmaxs,
+            "numbers": zeros if numbers is None else numbers,
+            "firsts": zeros if firsts is None else firsts,
+            "starts": nothing if starts is None else starts,
+        }
+        lengths = {name: len(entries) for name, entries in lists.items()}
+        if len(set(lengths.values())) != 1:
+            raise OptionError(f"Every list must have one entry per tensor, got {lengths}.")
+        self.rows = tuple(TableRow(*row) for row in zip(*lists.values()))  # type: ignore[arg-type]
+        _check_rows(self.rows)
+        # The tensors that a step writes, per row, collected once because every step needs them.
+        self.written = [row.written() for row in self.rows]
+        self.device = torch.device("cpu")
+        self.groups: tuple[TableGroup, ...] = ()
+        self.aligned: tuple[bool, ...] = ()
+        self._fits: list[bool] = []
+        self._layout: list[object] = []
+        self._grad_layout: list[object] | None = None
+        self._grad_addresses: list[int] = []
+        self.refresh()
+
+    @property
+    def num_chunks(self) -> int:
+        """Return the number of chunks of all tensors."""
+        return sum(len(group.row_C) for group in self.groups)
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        """Return the gradient of each row; None for a row without gradient.
+
+        Raises:
+            ShapeError: A gradient has another size or dtype, is not contiguous, or is not a plain tensor on the device.
+        """
+        found: list[torch.Tensor | None] = []
+        for index, row in enumerate(self.rows):
+            grad = row.owner.grad
+            if grad is not None:
+                _check_sharding(index, grad, row.owner)
+                grad = local_values(grad)
+                _check_gradient(index, grad, local_values(row.owner), row.param.device)
+            found.append(grad)
+        return found
+
+    def is_current(self) -> bool:
+        """Return whether the addresses on the device are current; compares numbers on the host."""
+        grads = self.gradients()
+        return (
+            self._grad_layout == self._read_grad_layout()
+            and self._layout == self._read_layout()
+            and self._grad_addresses == _read_addresses(grads, self.rows)
+        )
+
+    def refresh(self, *, only_gradients: bool = False) -> None:
+        """Copy the addresses that have changed to the device, without a host sync.
+
+        Args:
+            only_gradients: Skip the addresses of what a step writes, for a caller that reads gradients alone.
+
+        Raises:
+            ShapeError: The table no longer supports a tensor.
+
+        Cost:
+            About 1 microsecond of host time per tensor, measured with 392 tensors; copies 8 bytes per tensor if
+            gradients have moved.
+        """
+        grad_layout = self._read_grad_layout()
+        is_new = grad_layout != self._grad_layout
+        layout = self._layout if only_gradients and not is_new else self._read_layout()
+        is_new = is_new or layout != self._layout
+        if is_new:
+            # A tensor may have changed since the table was built.
+            grads = self.gradients()
+            _check_rows(self.rows)
+            self._build(grads)
+        else:
+            # Gradients like those before, which have passed the checks.
+            grads = [None if grad is None else local_values(grad) for grad in self._read_gradients()]
+        addresses = _read_addresses(grads, self.rows)
+        if is_new or addresses != self._grad_addresses:
+            self.grad_address_R = _send(torch.tensor(addresses, dtype=torch.int64), self.device)
+            self.aligned = tuple(
+                all(self._fits[row] and addresses[row] % ALIGNMENT == 0 for row in group.rows) for group in self.groups
+            )
+        # Set last, so that a table whose rebuild failed does not count as current.
+        self._layout, self._grad_layout, self._grad_addresses = layout, grad_layout, addresses
+
+    def _build(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Copy the addresses, sizes and chunks of all rows to the device."""
+        self.device = self.rows[0].param.device if self.rows else self.device
+        columns = [
+            [row.param.data_ptr() for row in self.rows],
+            [row.exp_avg.data_ptr() if row.is_stepped else 0 for row in self.rows],
+            [row.exp_avg_sq.data_ptr() if row.is_stepped else 0 for row in self.rows],
+            [0 if row.copy is None else row.copy.data_ptr() for row in self.rows],
+            [row.param.numel() for row in self.rows],
+            [0 if row.exp_avg_absmax is None else row.exp_avg_absmax.data_ptr() for row in self.rows],
+            [0 if row.exp_avg_sq_absmax is None else row.exp_avg_sq_absmax.data_ptr() for row in self.rows],
+            [row.number for row in self.rows],
+            [row.first for row in self.rows],
+        ]
+        self.address_AR = _send(torch.tensor(columns, dtype=torch.int64), self.device)
+        has_codes = any(row.exp_avg_absmax is not None for row in self.rows)
+        self.code_table = _send(codes.kernel_table(), self.device) if has_codes else None
+        self._fits = [_fits_vectors(row, tensors) for row, tensors in zip(self.rows, self.written)]
+        keys = [_dtypes(row, grad) for row, grad in zip(self.rows, grads)]
+        self.groups = tuple(
+            self._group(key, [index for index, other in enumerate(keys) if other == key]) for key in dict.fromkeys(keys)
+        )
+
+    def _read_layout(self) -> list[object]:
+        """Return everything about what a step writes; a change of it needs a rebuild of the table."""
+        layout: list[object] = [row.param.numel() for row in self.rows]
+        for tensors in self.written:
+            for tensor in tensors:
+                layout += (tensor.data_ptr(), tensor.dtype)
+        return layout
+
+    def _read_gradients(self) -> list[torch.Tensor | None]:
+        return [row.owner.grad for row in self.rows]
+
+    def _read_grad_layout(self) -> list[object]:
+        """Return everything about gradients except addresses; a change of it needs a rebuild of the table."""
+        return [None if grad is None else _describe_gradient(grad) for grad in self._read_gradients()]
+
+    def _group(
+        self, key: tuple[torch.dtype, torch.dtype, torch.dtype | None, torch.dtype], rows: list[int]
+    ) -> TableGroup:
+        """Return the chunks of rows, in the order of the rows."""
+        num_chunks_R = torch.tensor([-(-self.rows[row].param.numel() // CHUNK) for row in rows], dtype=torch.int64)
+        row_C = torch.tensor(rows, dtype=torch.int32).repeat_interleave(num_chunks_R)
+        first_R = num_chunks_R.cumsum(0) - num_chunks_R
+        index_C = (torch.arange(len(row_C)) - first_R.repeat_interleave(num_chunks_R)).to(torch.int32)
+        sent = _send(row_C, self.device), _send(index_C, self.device)
+        stepped = sent
+        if not all(self.rows[row].is_stepped for row in rows):
+            chosen_C = torch.tensor([row.is_stepped for row in self.rows])[row_C.long()]
+            stepped = _send(row_C[chosen_C], self.device), _send(index_C[chosen_C], self.device)
+        return TableGroup(*key, tuple(rows), *sent, stepped)
+
+
+def _send(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor to the device without a host sync; TensorTable explains why the copy is safe."""
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
+def _read_addresses(grads: Sequence[torch.Tensor | None], rows: Sequence[TableRow]) -> list[int]:
+    """Return the address of each row's gradient, 0 for none."""
+    return [
+        0 if grad is None else grad.data_ptr() + (row.start or 0) * grad.element_size()
+        for grad, row in zip(grads, rows)
+    ]
+
+
+def _dtypes(
+    row: TableRow, grad: torch.Tensor | None
+) -> tuple[torch.dtype, torch.dtype, torch.dtype | None, torch.dtype]:
+    """Return the dtypes of a row, which one launch has in common."""
+    copy_dtype = None if row.copy is None else row.copy.dtype
+    return row.param.dtype, row.owner.dtype if grad is None else grad.dtype, copy_dtype, row.exp_avg.dtype
+
+
+def _fits_vectors(row: TableRow, tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether the written tensors and the length of the row are aligned for vector access."""
+    return all(number % ALIGNMENT == 0 for number in (row.param.numel(), *[tensor.data_ptr() for tensor in tensors]))
+
+
+def _check_rows(rows: Sequence[TableRow]) -> None:
+    """Raise on tensors that one step cannot update together."""
+    for index, row in enumerate(rows):
+        _check_row(index, row)
+        if row.param.device != rows[0].param.device:
+            raise ShapeError(
+                f"params[{index}] is on {row.param.device}, params[0] on {rows[0].param.device}; make one table per "
+                "device."
+            )
+    _check_apart(rows)
+
+
+def _check_row(index: int, row: TableRow) -> None:
+    """Raise on tensors whose elements a flat walk over memory would mismatch."""
+    param, exp_avg, exp_avg_sq, copy, owner, *absmaxs = row[:7]
+    average_dtypes = (torch.float32,) if absmaxs == [None, None] else (torch.uint8,)
+    if not isinstance(param, torch.Tensor):
+        raise ShapeError(f"params[{index}] must be a tensor, got {type(param).__name__}.")
+    averages = (("exp_avgs", exp_avg, average_dtypes), ("exp_avg_sqs", exp_avg_sq, average_dtypes))
+    if row.first % NUM_HALVES:
+        raise ShapeError(
+            f"firsts[{index}] is {row.first}; random numbers come in groups of {NUM_HALVES}, so a shard or piece must "
+            f"start at a multiple of {NUM_HALVES}."
+        )
+    for kind, tensor, dtypes in (
+        ("params", param, _PARAM_DTYPES),
+        *(averages if row.is_stepped else ()),
+        *(() if copy is None else (("copies", copy, _COPY_DTYPES),)),
+    ):
+        _check_like(f"{kind}[{index}]", tensor, param, dtypes)
+        _check_memory(f"{kind}[{index}]", tensor)
+    for kind, absmax_B in zip(_WRITTEN[4:], absmaxs) if torch.uint8 in average_dtypes else ():
+        _check_absmax(f"{kind}[{index}]", absmax_B, param)
+    own = local_values(owner)
+    if row.start is None:
+        _check_like(f"owners[{index}]", own, param, _OWNER_DTYPES)
+    elif row.start + param.numel() > own.numel() or own.device != param.device or own.dtype not in _OWNER_DTYPES:
+        raise ShapeError(
+            f"owners[{index}] is {tuple(own.shape)} on {own.device}; its row needs {param.numel()} elements from "
+            f"{row.start} on, on {param.device}."
+        )
+    if not owner.is_leaf:
+        raise ShapeError(
+            f"owners[{index}] is not a leaf tensor and gets no gradient; give the parameter whose grad autograd writes."
+        )
+
+
+def _check_like(name: str, tensor: torch.Tensor, param: torch.Tensor, dtypes: Sequence[torch.dtype]) -> None:
+    """Raise on a tensor with another shape or device than its master."""
+    check_tensor(name, tensor, ndim=param.ndim, dtypes=dtypes)
+    if tensor.shape != param.shape or tensor.device != param.device:
+        raise ShapeError(
+            f"{name} is {tuple(tensor.shape)} on {tensor.device}; its master is {tuple(param.shape)} on "
+            f"{param.device}. Both must match."
+        )
+
+
+def _check_absmax(name: str, absmax_B: torch.Tensor | None, param: torch.Tensor) -> None:
+    """Raise on anything but one magnitude per block of 8-bit moments."""
+    if absmax_B is None:
+        raise ShapeError(
+            f"{name} is None, but the tensor has the other one; each 8-bit moment needs one number per block."
+        )
+    if not isinstance(absmax_B, torch.Tensor):
+        raise ShapeError(f"{name} must be a tensor, got {type(absmax_B).__name__}.")
+    check_tensor(name, absmax_B, ndim=absmax_B.ndim, dtypes=(torch.float32,))
+    size = codes.num_blocks(param.numel())
+    if absmax_B.numel() != size or absmax_B.device != param.device:
+        raise ShapeError(
+            f"{name} is {tuple(absmax_B.shape)} on {absmax_B.device}; {param.numel()} values in blocks of "
+            f"{codes.BLOCK} have ({size},) on "
+            f"{param.device}."
+        )
+    _check_memory(name, absmax_B)
+
+
+def _describe_gradient(grad: torch.Tensor) -> tuple[object, ...]:
+    """Return everything about a gradient that its checks read, which take longer."""
+    if type(grad) is not torch.Tensor:
+        local = local_values(grad)
+        return type(grad), getattr(grad, "placements", None), *(() if local is grad else _describe_gradient(local))
+    is_flat = grad.layout is torch.strided and grad.is_contiguous()
+    return grad.shape, grad.dtype, grad.device, is_flat
+
+
+def _check_sharding(index: int, grad: torch.Tensor, owner: torch.Tensor) -> None:
+    """Raise on a gradient that is sharded in another way than its owner, such as a sum that is still partial."""
+    placements = [getattr(tensor, "placements", None) for tensor in (grad, owner)]
+    if placements[0] != placements[1]:
+        raise ShapeError(
+            f"The gradient of owners[{index}] has placements {placements[0]}, its tensor {placements[1]}; call "
+            "redistribute on the gradient."
+        )
+
+
+def _check_gradient(index: int, grad: torch.Tensor, param: torch.Tensor, device: torch.device) -> None:
+    """Raise on a gradient that is not one contiguous tensor with the shape of its owner."""
+    if grad.numel() != param.numel() or grad.device != device or grad.dtype not in _OWNER_DTYPES:
+        raise ShapeError(
+            f"The gradient of owners[{index}] is {tuple(grad.shape)}, {grad.dtype} on {grad.device}; "
+            f"it must have the shape {tuple(param.shape)}, fp32, bf16 or fp16, on {device}."
+        )
+    _check_memory(f"The gradient of owners[{index}]", grad)
+
+
+def _check_memory(name: str, tensor: torch.Tensor) -> None:
+    """Raise on a tensor that has no address or is not contiguous."""
+    if tensor.layout is not torch.strided or not tensor.is_contiguous():
+        raise ShapeError(
+            f"{name} is not contiguous (layout {tensor.layout}); one step walks memory from end to end: call "
+            ".contiguous() on it."
+        )
+    # In the table an address of 0 means no gradient.
+    if tensor.numel() and not tensor.data_ptr():
+        raise ShapeError(
+            f"{name} ({type(tensor).__name__} on {tensor.device}) has no memory address; for a DTensor give to_local()."
+        )
+
+
+def _check_apart(rows: Sequence[TableRow]) -> None:
+    """Raise on memory that two programs would write."""
+    ranges = sorted(_byte_ranges(rows))
+    for (_, end, name), (begin, _, other) in itertools.pairwise(ranges):
+        if begin < end:
+            raise ShapeError(f"{name} and {other} share memory; each tensor that a step writes needs separate memory.")
+
+
+def _byte_ranges(rows: Sequence[TableRow]) -> Iterator[tuple[int, int, str]]:
+    """Yield the first and one past the last byte address that a step writes, and the name of the tensor."""
+    for index, row in enumerate(rows):
+        for kind, tensor in zip(_WRITTEN, row.places()):
+            if tensor is not None and tensor.numel():
+                yield tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size(), f"{kind}[{index}]"
