@@ -19,7 +19,7 @@ from lightning_fastft.activations.probe import measure_machine
 from lightning_fastft.activations.segments import KEEP, RECOMPUTE, Segment, is_random
 from lightning_fastft.activations.slots import align
 from lightning_fastft.activations.vram_budget import (
-    MARGIN,
+    PLANNED_SHARE,
     BudgetWatch,
     check_feasible,
     choose_first_plan,
@@ -332,7 +332,7 @@ class SegmentStack:
             capacity = auto_vram_bytes(device)
             self._make_plan(device, vram_budget=capacity)
             return capacity
-        for capacity in (int(MARGIN * max(0, budget - gap)), max(0, budget - gap)):
+        for capacity in (int(PLANNED_SHARE * max(0, budget - gap)), max(0, budget - gap)):
             try:
                 self._make_plan(device, vram_budget=capacity)
             except OptionError:

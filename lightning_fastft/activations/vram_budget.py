@@ -28,7 +28,7 @@ _HEAD_ROWS = 2048
 # Predicted memory does not depend on the speed of the machine.
 _ANY_MACHINE = Machine("any", 1.0, 1.0)
 # Share of the memory that a plan may use, of the budget at first and of its predecessor's memory later.
-MARGIN = 0.95
+PLANNED_SHARE = 0.95
 # Steps watched after each plan, and the maximum number of new plans.
 _WATCHED_STEPS = 3
 _MAX_CORRECTIONS = 3
@@ -59,7 +59,7 @@ class BudgetWatch:
             return None
         self._num_corrections += 1
         self._num_steps = 0
-        return int(peak_bytes * MARGIN)
+        return int(peak_bytes * PLANNED_SHARE)
 
     def stop(self) -> None:
         """Watch no further step."""

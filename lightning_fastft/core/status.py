@@ -1,5 +1,6 @@
 """One Status per optimisation, active or not and why, and the table that shows them."""
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
@@ -24,6 +25,26 @@ class Status(NamedTuple):
     state: State
     reason: str
     remedy: str = ""
+
+
+def summarize_obstacles(name: str, obstacles: Counter[str], *, counts: str, otherwise: str) -> Status:
+    """Return the status of an optimisation that serves some places of a model.
+
+    Args:
+        name: Of the optimisation.
+        obstacles: How many places each reason excludes; those that are served have the reason "".
+        counts: What is served, after the number.
+        otherwise: What happens if nothing is served.
+
+    Example:
+        >>> summarize_obstacles("fp8", Counter(["", "", "trained"]), counts="products in e4m3", otherwise="bf16").reason
+        '2 products in e4m3, 1 not: trained'
+    """
+    others = Counter({reason: count for reason, count in obstacles.items() if reason})
+    reason = others.most_common(1)[0][0] if others else ""
+    if not obstacles[""]:
+        return Status(name, "inactive", f"{reason}; {otherwise}")
+    return Status(name, "active", f"{obstacles['']} {counts}{f', {others.total()} not: {reason}' if others else ''}")
 
 
 def render_status_table(statuses: Iterable[Status]) -> str:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_fastft.core.patcher import ModelPatcher
-from lightning_fastft.core.status import Status
+from lightning_fastft.core.status import Status, summarize_obstacles
 from lightning_fastft.fused.linear_parts import LinearPart
 from lightning_fastft.fused.linears import FusedLinear
 from lightning_fastft.kernels.backends import TRITON_DTYPES
@@ -184,14 +184,9 @@ class Fp8Base:
                 if isinstance(found, str)
                 else [weight.reason for weight in weights if weight.reason is not None]
             )
-        num_served = reasons.pop("", 0)
-        (reason, _), *_ = reasons.most_common(1) or [("", 0)]
-        if not num_served:
-            return Status(STATUS_NAME, "inactive", f"{reason}; products run in the dtype of the model")
-        others = f", {reasons.total()} not: {reason}" if reasons else ""
-        where = ", in plain PyTorch" if self.is_emulated else ""
-        return Status(
-            STATUS_NAME, "active", f"{num_served} products of {len(self._layers)} layers in e4m3{where}{others}"
+        counts = f"products of {len(self._layers)} layers in e4m3{', in plain PyTorch' if self.is_emulated else ''}"
+        return summarize_obstacles(
+            STATUS_NAME, reasons, counts=counts, otherwise="products run in the dtype of the model"
         )
 
     def obstacle(self, device: torch.device, dtype: torch.dtype) -> str:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_fastft.core.patcher import ModelPatcher
-from lightning_fastft.core.status import Status
+from lightning_fastft.core.status import Status, summarize_obstacles
 from lightning_fastft.hf.expert_nf4 import stack_names
 from lightning_fastft.kernels.fp8_linear.op import ALIGNED_COLUMNS, find_obstacle, quantise_rows, transpose
 from lightning_fastft.kernels.fp8_linear.reference import FP8
@@ -240,14 +240,9 @@ class Fp8Experts:
             for _, module, stacks in self._stacks
             for stack in stacks.values()
         )
-        num_served = reasons.pop("", 0)
-        (reason, _), *_ = reasons.most_common(1) or [("", 0)]
-        if not num_served:
-            return Status(STATUS_NAME, "inactive", f"{reason}; experts compute in the dtype of the model")
-        others = f", {reasons.total()} not: {reason}" if reasons else ""
-        where = ", in plain PyTorch" if self.is_emulated else ""
-        return Status(
-            STATUS_NAME, "active", f"{num_served} stacks of {len(self._stacks)} layers in e4m3{where}{others}"
+        counts = f"stacks of {len(self._stacks)} layers in e4m3{', in plain PyTorch' if self.is_emulated else ''}"
+        return summarize_obstacles(
+            STATUS_NAME, reasons, counts=counts, otherwise="experts compute in the dtype of the model"
         )
 
     def obstacle(self, device: torch.device, dtype: torch.dtype) -> str:

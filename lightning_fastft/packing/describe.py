@@ -209,8 +209,8 @@ def render_length_histogram(length_N: np.ndarray) -> str:
 
     Example:
         >>> print(render_length_histogram(np.array([1, 2, 2])))
-        1 - 1  ####################                     1
-        2 - 2  ######################################## 2
+        1  ####################                     1
+        2  ######################################## 2
     """
     ranges = count_lengths(length_N)
     labels = [f"{low}" if low == high else f"{low} - {high}" for low, high, _ in ranges]

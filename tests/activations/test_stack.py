@@ -19,6 +19,7 @@ from lightning_fastft.activations import stack as stack_module
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.activations.engine import describe_use
 from lightning_fastft.activations.segments import KEEP, RECOMPUTE
+from lightning_fastft.activations.vram_budget import PLANNED_SHARE
 from lightning_fastft.core.errors import HostMemoryError, OptionError, UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.core.run_environment import RunEnvironment
@@ -197,7 +198,7 @@ def test_nothing_fits_and_the_message_says_what_would():
 
 def test_what_comes_later_is_counted():
     """Optimizer state that the first step will make leaves less for activations."""
-    budget = bytes_of("keep") + 1e-6
+    budget = bytes_of("keep") / PLANNED_SHARE + 1e-6
     assert Attached(vram_budget=budget, host_budget=0).until_planned().plans == [KEEP] * NUM_LAYERS
     later = Attached(vram_budget=budget, host_budget=0, extra_bytes=int(0.2 * budget * GIB)).until_planned()
     assert later.plans != [KEEP] * NUM_LAYERS

@@ -563,7 +563,7 @@ def test_waits_of_masks_and_layers_are_counted(tmp_path):
     assert "tiny-qwen3 published    2 / 0" in text
     assert "tiny-qwen3 ours         0 / 0" in text
     rows = [line for line in (tmp_path / "rows.csv").read_text().splitlines() if "a layer of tiny-qwen3" in line]
-    assert len(rows) == 2 * len(moe_layer.ARMS)
+    assert len(rows) == 2 * len(published_waits.ARMS)
     (eager,) = [entry for entry in read_records(tmp_path / "raw.jsonl") if entry["arm"] == "eager"]
     assert eager["waits"][0] > moe_layer.SHAPES["tiny-qwen3"][1]["num_experts"]
 
