@@ -42,6 +42,8 @@ def dequantise_stack(stack: NF4Stack, out_EX: torch.Tensor) -> torch.Tensor:
     """Write ``table[index] * (nested_table[scale] * nested_absmax + offset)`` to out_EX, each step rounded to fp32, the
     last one to the dtype of out_EX.
     """
+    if out_EX.is_meta:
+        return out_EX
     num_blocks = stack.absmax_EQ.shape[1]
     # One expert at a time: int64 indices take 16 times the memory of their codes.
     for expert, packed_C in enumerate(stack.packed_EC):
