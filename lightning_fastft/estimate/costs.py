@@ -39,7 +39,8 @@ from lightning_fastft.hf.lora import cast_adapters, check_patterns
 from lightning_fastft.hf.lora_targets import copy_with_targets
 from lightning_fastft.kernels.nf4_experts.reference import BLOCK_WEIGHTS, GROUP_BLOCKS
 from lightning_fastft.mixers.install import STATUS_NAME as MIXERS_STATUS
-from lightning_fastft.moe.install import install_bincount_router
+from lightning_fastft.moe.fp8_experts import held_memory
+from lightning_fastft.moe.install import install_bincount_router, install_fp8_experts
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.context import BatchContext
 from lightning_fastft.packing.document import IGNORED_LABEL
@@ -273,6 +274,7 @@ def _install(
     if swaps.is_fp8:
         # In plain PyTorch, because the meta device has no compute capability.
         install_fp8_base(model, patcher, is_emulated=True)
+        install_fp8_experts(model, patcher, is_emulated=True)
     install_low_precision_adapters(model, patcher, compute_dtype=model.dtype)
     statuses = install_packed_training(model, patcher, checkpointing=checkpointing).statuses
     if any(status.name == MIXERS_STATUS and status.state == "active" for status in statuses):
@@ -433,7 +435,7 @@ def _graph_bytes(segments: Sequence[SegmentCost], *, head_peak_bytes: int) -> in
 def _held_tensors(layer: nn.Module) -> list[torch.Tensor]:
     """Return what a layer holds beside its weights: low-precision copies of adapters, and weights in fp8."""
     weights = vars(layer).get(FP8_ATTRIBUTE, ())
-    return [*copies_in(layer), *(tensor for weight in weights for tensor in weight.memory())]
+    return [*copies_in(layer), *(tensor for weight in weights for tensor in weight.memory()), *held_memory(layer)]
 
 
 def _moments(parameter: nn.Parameter, *, per_weight: int) -> int:

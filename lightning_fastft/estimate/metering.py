@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable
 from itertools import pairwise
@@ -17,9 +18,10 @@ from lightning_fastft.activations.probe import Meter as DeviceMeter
 from lightning_fastft.estimate.machines import Gpu
 from lightning_fastft.kernels.attention.op import CUDNN_HEAD_WIDTH, CUDNN_MIN_DOCUMENT_LENGTH
 from lightning_fastft.kernels.backends import KernelMode
+from lightning_fastft.kernels.fp8_linear.reference import FP8
 from lightning_fastft.kernels.grouped_mm.reference import THIN_COLUMNS
 
-# All shares were measured on one H200 (measured.md). Causal attention, forward and backward, by document length, in
+# Shares are relative to what one H200 reaches, where most were measured (measured.md). Causal attention, forward and backward, by document length, in
 # TFLOP/s of the published 989.5 in bf16: flash attention, and cuDNN for long documents.
 _FLASH_RATES = ((512, 133, 124), (2048, 273, 231), (8192, 325, 289), (32_768, 350, 317))
 _CUDNN_RATES = ((2048, 291, 236), (8192, 438, 489), (32_768, 556, 503))
@@ -33,9 +35,16 @@ _BITSANDBYTES_SHARE = 0.48
 _ROWS_SHARE = 0.8
 # Products with the rows scaled to fp8, relative to bf16: 1,281 and 778 TFLOP/s for 8,192 x 17,408 x 5,120.
 _FP8_SPEEDUP = 1281 / 778
-# Grouped products of experts, relative to a dense one and, where a result or an operand is as thin as the rank of an
-# adapter, to 4.3 TB/s: 637 of 698 TFLOP/s, and 0.1 ms for 32,768 x 2,880 values.
-_GROUPED_SHARE, _THIN_SHARE = 0.9, 0.45
+# The loss of a chunk of logits, read and overwritten by their gradient: 0.49 ms for 2,048 x 151,936 values (row_kernels).
+_LOSS_SHARE = 0.29
+# Grouped products of experts, by the smaller width of a matrix, in TFLOP/s: with adapters of rank 16 in bf16 and fp8, on
+# an H100 (grouped_products in benchmarks/results.csv), for Qwen3-30B-A3B, down and gate_up, and for gpt-oss-20b.
+_GROUPED_RATES = ((768, 474, 753), (1536, 521, 913), (2880, 597, 857))
+# Where a result or an operand is as thin as the rank of an adapter, relative to 4.3 TB/s: 0.1 ms for 32,768 x 2,880
+# values.
+_THIN_SHARE = 0.45
+# Sustained rate of dense bf16 products on the same GPUs, in TFLOP/s.
+_DENSE_TFLOPS = 690
 # Time from the end of a kernel to the start of the next one.
 _KERNEL_MS = 0.002
 # The backward of attention computes two and a half times the products of its forward.
@@ -102,16 +111,22 @@ class Meter(KernelMode):
         return self.peak_bytes
 
     def run_kernel(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a function as one kernel, which reads its arguments and writes its result once."""
+        """Run a function as one kernel, which reads its arguments and writes its result once.
+
+        Arguments with "out" or "outs" in their names are written, not read.
+        """
         with _disable_current_modes():
             out = function(*args, **kwargs)
-        read = {name: value for name, value in kwargs.items() if not name.startswith("out")}
-        inputs, outputs = _tensors((args, read)), _tensors(out)
-        count = _KERNEL_FLOPS.get(function.__name__)
+        given = inspect.signature(function).bind(*args, **kwargs).arguments
+        written = [name for name in given if not {"out", "outs"}.isdisjoint(name.split("_"))]
+        inputs = _tensors([value for name, value in given.items() if name not in written])
+        results = _tensors(out)
+        outputs = {id(tensor): tensor for tensor in (*results, *_tensors([given[name] for name in written]))}.values()
+        count = _KERNEL_COSTS.get(function.__name__)
         flops, share = (0.0, _ROWS_SHARE) if count is None else count(*args, **kwargs)
         self._charge(sum(map(_num_bytes, (*inputs, *outputs))), flops, share=share)
         # The reference may return views of memory that the kernel does not have.
-        self._track(outputs, _tensors((args, kwargs)), count=_num_bytes)
+        self._track(results, _tensors((args, kwargs)), count=_num_bytes)
         self._note_peak()
         return out
 
@@ -159,7 +174,8 @@ class Meter(KernelMode):
         flops = 4.0 * num_heads * width * num_tokens * num_keys * (_BACKWARD_PRODUCTS if is_backward else 1.0)
         is_long = self._document_tokens >= CUDNN_MIN_DOCUMENT_LENGTH and num_keys == mean_keys
         has_cudnn = is_long and width == CUDNN_HEAD_WIDTH
-        tflops = _attention_tflops(_CUDNN_RATES if has_cudnn else _FLASH_RATES, 2 * num_keys, is_backward=is_backward)
+        rates = _CUDNN_RATES if has_cudnn else _FLASH_RATES
+        tflops = _interpolate(rates, 2 * num_keys, column=2 if is_backward else 1)
         share = tflops / _PEAK_TFLOPS * (_NARROW_HEAD_SHARE if width <= 64 else 1.0)
         self._device_ms += flops / (share * self._gpu.bf16_flops_per_s) * 1e3
         self._num_kernels += 1
@@ -237,30 +253,35 @@ class MeteredDevice(DeviceMeter):
         return 0
 
 
-def _product_flops(x_NI: Any, weight_EIO: torch.Tensor, *_: Any, **__: Any) -> tuple[float, float]:
-    num_inputs, num_outputs = weight_EIO.shape[1:]
-    return _grouped(x_NI.shape[0], num_inputs, num_outputs)
+def _product_cost(x_NI: Any, weight_EIO: torch.Tensor, *_: Any, **__: Any) -> tuple[float, float]:
+    return _grouped(x_NI.shape[0], *weight_EIO.shape[1:], is_fp8=weight_EIO.dtype is FP8)
 
 
-def _gradient_flops(x_NI: Any, d_NO: Any, *_: Any, **__: Any) -> tuple[float, float]:
+def _gradient_cost(x_NI: Any, d_NO: Any, *_: Any, **__: Any) -> tuple[float, float]:
     return _grouped(x_NI.shape[0], x_NI.shape[1], d_NO.shape[1])
 
 
-def _grouped(num_rows: int, num_inputs: int, num_outputs: int) -> tuple[float, float]:
-    is_thin = min(num_inputs, num_outputs) <= THIN_COLUMNS
-    return 2.0 * num_rows * num_inputs * num_outputs / _GROUPED_SHARE, _THIN_SHARE if is_thin else _ROWS_SHARE
+def _grouped(num_rows: int, num_inputs: int, num_outputs: int, *, is_fp8: bool = False) -> tuple[float, float]:
+    width = min(num_inputs, num_outputs)
+    tflops = _interpolate(_GROUPED_RATES, width, column=2 if is_fp8 else 1)
+    flops = 2.0 * num_rows * num_inputs * num_outputs * _DENSE_TFLOPS / tflops
+    return flops, _THIN_SHARE if width <= THIN_COLUMNS else _ROWS_SHARE
 
 
-def _fp8_flops(rows: Any, weight_OI: torch.Tensor, *_: Any, **__: Any) -> tuple[float, float]:
+def _fp8_cost(rows: Any, weight_OI: torch.Tensor, *_: Any, **__: Any) -> tuple[float, float]:
     return 2.0 * rows.values_TI.shape[0] * weight_OI.numel() / _FP8_SPEEDUP, _ROWS_SHARE
 
 
-# By name of the reference, the FLOPs of a kernel that is a product, as many dense bf16 ones take the same time, and its
-# share of the bandwidth.
-_KERNEL_FLOPS: dict[str, Callable[..., tuple[float, float]]] = {
-    "grouped_mm": _product_flops,
-    "grouped_weight_grad": _gradient_flops,
-    "multiply": _fp8_flops,
+def _loss_cost(*_: Any, **__: Any) -> tuple[float, float]:
+    return 0.0, _LOSS_SHARE
+
+
+# By name of the reference: FLOPs, as many dense bf16 ones take the same time, and share of the bandwidth.
+_KERNEL_COSTS: dict[str, Callable[..., tuple[float, float]]] = {
+    "grouped_mm": _product_cost,
+    "grouped_weight_grad": _gradient_cost,
+    "multiply": _fp8_cost,
+    "row_losses": _loss_cost,
 }
 
 
@@ -276,7 +297,8 @@ def _count_flops(packet: Any, args: Any, kwargs: Any, out: Any) -> float:
     if packet is _ATEN._grouped_mm:
         first, second = args[0], args[1]
         # Rows times a matrix each, or rows of each expert times each other.
-        return 2.0 * math.prod(first.shape[-2:]) * second.shape[-1] / _GROUPED_SHARE
+        num_inputs, num_rows = reversed(first.shape) if second.ndim == 3 else first.shape
+        return _grouped(num_rows, num_inputs, second.shape[-1])[0]
     count = flop_registry.get(packet)
     # The count of a product takes no dtype of its result.
     operands = [arg for arg in args if not isinstance(arg, torch.dtype)]
@@ -284,13 +306,12 @@ def _count_flops(packet: Any, args: Any, kwargs: Any, out: Any) -> float:
     return 0.0 if count is None else float(count(*operands, **given, out_val=out))
 
 
-def _attention_tflops(rates: tuple[tuple[int, int, int], ...], document_tokens: float, *, is_backward: bool) -> float:
-    """Return the rate at a document length, interpolated between measured lengths on a logarithmic scale."""
-    column = 2 if is_backward else 1
-    length = min(max(document_tokens, rates[0][0]), rates[-1][0])
+def _interpolate(rates: tuple[tuple[int, int, int], ...], size: float, *, column: int) -> float:
+    """Return the rate at a size, interpolated between measured sizes on a logarithmic scale."""
+    size = min(max(size, rates[0][0]), rates[-1][0])
     for low, high in pairwise(rates):
-        if length <= high[0]:
-            weight = math.log2(length / low[0]) / math.log2(high[0] / low[0])
+        if size <= high[0]:
+            weight = math.log2(size / low[0]) / math.log2(high[0] / low[0])
             return low[column] + weight * (high[column] - low[column])
     return float(rates[-1][column])
 
