@@ -78,12 +78,73 @@ class Swaps(NamedTuple):
     mlp_tiles: int = 1
 
 
+class MeteredStep(NamedTuple):
+    """A step that ran on the meta device; its kernels have a time on any GPU.
+
+    Args:
+        layers: The layers that ran.
+        places: For each decoder layer, the place in ``layers`` of one of equal cost.
+        weight_bytes: Frozen weights of each decoder layer.
+        held_bytes: Weights, what layers hold beside them, gradients and optimizer.
+        buffer_bytes: Buffers of the model.
+        trained_bytes: Trained tensors.
+        embedding_bytes: As in ``StepCost``.
+        is_graphed: ``Swaps.is_graphed``.
+    """
+
+    layers: _MeteredLayers
+    places: list[int]
+    weight_bytes: list[int]
+    held_bytes: int
+    buffer_bytes: int
+    trained_bytes: int
+    embedding_bytes: int
+    is_graphed: bool | str
+
+    def costs_on(self, machine: Gpu) -> StepCost:
+        """Return the estimated cost of the step on a GPU, layer by layer."""
+        cost, is_graphed = self.layers.costs_on(machine, is_graphed=self.is_graphed)
+        segments = tuple(
+            cost.segments[place]._replace(weight_bytes=num_bytes)
+            for place, num_bytes in zip(self.places, self.weight_bytes)
+        )
+        shared_bytes = cost.base_bytes + self.buffer_bytes
+        if is_graphed:
+            shared_bytes += _graph_bytes(segments, head_peak_bytes=cost.head_peak_bytes)
+        return cost._replace(
+            segments=segments,
+            base_bytes=shared_bytes + self.held_bytes,
+            other_ms=_OPTIMIZER_PASSES * self.trained_bytes / machine.reached_bytes_per_s * 1e3,
+            embedding_bytes=self.embedding_bytes,
+            shared_bytes=shared_bytes,
+        )
+
+
 def model_costs(
+    model: PreTrainedModel | PretrainedConfig | Mapping[str, Any] | ModelSource, *, machine: Gpu, **options: Any
+) -> StepCost:
+    """Return the estimated cost of a step over one pack on a GPU, layer by layer.
+
+    Args:
+        model: As in ``meter_step``.
+        machine: The GPU.
+        options: As in ``meter_step``.
+
+    Raises:
+        UnsupportedModelError: As ``meter_step``.
+        MissingDependencyError: As ``meter_step``.
+
+    Cost:
+        That of ``meter_step``.
+    """
+    return meter_step(model, **options).costs_on(machine)
+
+
+def meter_step(
     model: PreTrainedModel | PretrainedConfig | Mapping[str, Any] | ModelSource,
     *,
     num_tokens: int,
     mean_document_tokens: float,
-    machine: Gpu,
     quantization: Literal["nf4"] | None = None,
     lora: LoraConfig | int | None = None,
     dtype: torch.dtype = torch.bfloat16,
@@ -91,18 +152,17 @@ def model_costs(
     optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
     swaps: Swaps | None = None,
     label_share: float = 1.0,
-) -> StepCost:
-    """Return the estimated cost of a step over one pack, layer by layer.
+) -> MeteredStep:
+    """Run a step over one pack on the meta device.
 
-    The first decoder layers, as many as there are kinds, run forward and backward on the meta device with the patches
-    of a run, under the probes that measure the first steps of a run. The times of their kernels follow from the
-    published rates of the GPU, times the shares of these rates that were measured on an H200.
+    The first decoder layers, as many as there are kinds, run forward and backward with the patches of a run, under the
+    probes that measure the first steps of a run. The times of their kernels follow from the published rates of a GPU,
+    times the shares of these rates that were measured on an H200.
 
     Args:
         model: A configuration, or a transformers model on the meta device, to which adapters are added.
         num_tokens: Tokens of a pack; under context parallelism, of the share of one GPU.
         mean_document_tokens: Length of the whole document of a token, averaged over tokens.
-        machine: The GPU.
         quantization: "nf4" stores the weights of all linear layers except the head in NF4.
         lora: Adapters of a frozen base, or the rank of adapters on every linear layer; None trains every weight.
         dtype: Dtype of weights and arithmetic.
@@ -138,28 +198,30 @@ def model_costs(
         own_bytes = getattr(given, "state_bytes", None)
     layers = decoder_layers(base)
     kinds = [_kind(layer) for layer in layers]
+    num_layers = max(kinds.index(kind) for kind in kinds) + 2
     batch = _make_batch(num_tokens, document_tokens=mean_document_tokens, label_share=label_share)
-    with _first_layers(base, max(kinds.index(kind) for kind in kinds) + 2):
-        cost, held, is_graphed = _measure_step(base, batch, machine, document_tokens=mean_document_tokens, swaps=swaps)
-    cost_of, held_of = dict(zip(kinds, cost.segments)), dict(zip(kinds, held))
-    segments = tuple(cost_of[kind]._replace(weight_bytes=frozen_bytes(layer)) for kind, layer in zip(kinds, layers))
+    with _first_layers(base, num_layers):
+        metered = _meter_layers(base, batch, document_tokens=mean_document_tokens, swaps=swaps)
+    # The first layer also takes the end of its backward, so the last one of a kind stands for the others.
+    place_of = {kind: place for place, kind in enumerate(kinds[:num_layers])}
+    places = [place_of[kind] for kind in kinds]
     trained = [parameter for parameter in base.parameters() if parameter.requires_grad]
     if own_bytes is None:
         # Adapters and masters have moments in fp32, other weights in their dtype.
         per_weight = 12 if has_masters and lora is None else 8 if lora is not None else 2 * dtype.itemsize
         own_bytes = functools.partial(_moments, per_weight=per_weight)
-    shared_bytes = cost.base_bytes + sum(map(_num_bytes, base.buffers()))
-    if is_graphed:
-        shared_bytes += _graph_bytes(segments, head_peak_bytes=cost.head_peak_bytes)
-    base_bytes = shared_bytes + sum(held_of[kind] for kind in kinds) + sum(map(_num_bytes, _weights_of(base)))
+    held_bytes = sum(metered.held_bytes[place] for place in places) + sum(map(_num_bytes, _weights_of(base)))
     # Lightning frees the gradients of a step between the forward and the backward of the next one.
-    base_bytes += sum(_num_bytes(parameter) + own_bytes(parameter) for parameter in trained)
-    return cost._replace(
-        segments=segments,
-        base_bytes=base_bytes,
-        other_ms=_OPTIMIZER_PASSES * sum(map(_num_bytes, trained)) / machine.reached_bytes_per_s * 1e3,
+    held_bytes += sum(_num_bytes(parameter) + own_bytes(parameter) for parameter in trained)
+    return MeteredStep(
+        metered,
+        places,
+        weight_bytes=[frozen_bytes(layer) for layer in layers],
+        held_bytes=held_bytes,
+        buffer_bytes=sum(map(_num_bytes, base.buffers())),
+        trained_bytes=sum(map(_num_bytes, trained)),
         embedding_bytes=movable_embedding_bytes(base),
-        shared_bytes=shared_bytes,
+        is_graphed=swaps.is_graphed,
     )
 
 
@@ -181,25 +243,62 @@ def default_vram_bytes(gpu: Gpu, cost: StepCost) -> int:
     return resident_bytes + int(AUTO_VRAM_SHARE * (gpu.memory_bytes - resident_bytes))
 
 
-class _Measured(NamedTuple):
-    """Costs of a step without the memory of weights and optimizer, the memory that each layer holds beside its weights,
-    and whether layers run from graphs.
+class _MeteredLayers(NamedTuple):
+    """The layers that ran on the meta device.
+
+    Args:
+        device: Clock of the kernels that ran.
+        read: Returns the costs of the layers by this clock.
+        held_bytes: Memory that each layer holds beside its weights.
+        gradient_bytes: Gradients of each layer.
+        is_fused: Whether layers are fused.
     """
 
-    cost: StepCost
-    held: list[int]
-    is_graphed: bool
+    device: MeteredDevice
+    read: Callable[[], StepCost]
+    held_bytes: list[int]
+    gradient_bytes: list[int]
+    is_fused: bool
+
+    def costs_on(self, machine: Gpu, *, is_graphed: bool | str) -> tuple[StepCost, bool]:
+        """Return the costs of a step without the memory of weights and optimizer, and whether layers run from graphs.
+
+        Args:
+            machine: The GPU.
+            is_graphed: ``Swaps.is_graphed``.
+        """
+        self.device.ms_of = lambda kernel: kernel.ms_on(machine)
+        cost = self.read()
+        # The same step by the kernels that the host launches; layers from graphs need none.
+        host_ms = _HOST_MS_FUSED if self.is_fused else _HOST_MS_PER_KERNEL
+        self.device.ms_of = lambda kernel: host_ms
+        host = self.read()
+        # The meter sees the end of the first layer, which the probe does not.
+        first = cost.segments[0]
+        first = first._replace(backward_ms=first.backward_ms + cost.other_ms)
+        # Gradients count as resident.
+        segments_without = (
+            segment._replace(backward_peak_bytes=max(0, segment.backward_peak_bytes - num_bytes))
+            for segment, num_bytes in zip((first, *cost.segments[1:]), self.gradient_bytes)
+        )
+        cost = cost._replace(segments=tuple(segments_without), other_ms=0.0)
+        if is_graphed == "auto":
+            is_graphed = sum(map(_own_ms, host.segments)) > sum(map(_own_ms, cost.segments))
+        if is_graphed and self.is_fused:
+            return cost, True
+        slower = tuple(_slower(*pair) for pair in zip(cost.segments, host.segments))
+        return cost._replace(segments=slower, head_ms=max(cost.head_ms, host.head_ms)), False
 
 
-def _measure_step(
-    model: PreTrainedModel, batch: PackedBatch, machine: Gpu, *, document_tokens: float, swaps: Swaps
-) -> _Measured:
-    """Install what a run installs, keep and then recompute every layer on the meta device, and read the probes."""
+def _meter_layers(
+    model: PreTrainedModel, batch: PackedBatch, *, document_tokens: float, swaps: Swaps
+) -> _MeteredLayers:
+    """Install what a run installs, keep and then recompute every layer on the meta device, under the probes."""
     patcher, checkpointing = ModelPatcher(), OffloadCheckpointing("recompute", mlp_tiles=swaps.mlp_tiles)
     try:
         is_fused = _install(model, patcher, checkpointing, swaps=swaps)
         segments, layers = checkpointing.last_segments(), decoder_layers(model)
-        meter = Meter(machine, document_tokens=document_tokens, resident=[*_weights_of(model), *model.buffers()])
+        meter = Meter(document_tokens=document_tokens, resident=[*_weights_of(model), *model.buffers()])
         device = MeteredDevice(meter)
         saved, step = SavedBytesProbe(device), StepProbe(device)
         with meter:
@@ -214,8 +313,8 @@ def _measure_step(
                 # Counted by layer, because only the first layers run.
                 meter.add_resident(tensor for layer in layers for tensor in _held_tensors(layer))
             step.step_ends()
-        held = [sum(map(_num_bytes, _held_tensors(layer))) for layer in layers]
-        gradients = [
+        held_bytes = [sum(map(_num_bytes, _held_tensors(layer))) for layer in layers]
+        gradient_bytes = [
             sum(_num_bytes(parameter) for parameter in layer.parameters() if parameter.requires_grad)
             for layer in layers
         ]
@@ -229,37 +328,15 @@ def _measure_step(
             parameter.grad = None
         patcher.undo()
     width = model.config.get_text_config(decoder=True).hidden_size
-    input_bytes = align(batch.context.num_tokens * width * model.dtype.itemsize)
-    # The same step by the kernels that the host launches; layers from graphs need none.
-    costs = []
-    host_ms = _HOST_MS_FUSED if is_fused else _HOST_MS_PER_KERNEL
-    for device.host_ms_per_kernel in (None, host_ms):
-        costs.append(
-            step.read(
-                segments,
-                input_bytes=input_bytes,
-                saved_bytes=saved.saved_bytes.__getitem__,
-                extra_bytes=0,
-                weight_bytes=[0] * len(segments),
-            )
-        )
-    cost, host = costs
-    # The meter sees the end of the first layer, which the probe does not.
-    first = cost.segments[0]
-    first = first._replace(backward_ms=first.backward_ms + cost.other_ms)
-    # Gradients count as resident.
-    segments_without = (
-        segment._replace(backward_peak_bytes=max(0, segment.backward_peak_bytes - num_bytes))
-        for segment, num_bytes in zip((first, *cost.segments[1:]), gradients)
+    read = functools.partial(
+        step.read,
+        segments,
+        input_bytes=align(batch.context.num_tokens * width * model.dtype.itemsize),
+        saved_bytes=saved.saved_bytes.__getitem__,
+        extra_bytes=0,
+        weight_bytes=[0] * len(segments),
     )
-    cost = cost._replace(segments=tuple(segments_without), other_ms=0.0)
-    is_graphed = is_fused and bool(swaps.is_graphed)
-    if swaps.is_graphed == "auto":
-        is_graphed &= sum(map(_own_ms, host.segments)) > sum(map(_own_ms, cost.segments))
-    if not is_graphed:
-        slower = tuple(_slower(*pair) for pair in zip(cost.segments, host.segments))
-        cost = cost._replace(segments=slower, head_ms=max(cost.head_ms, host.head_ms))
-    return _Measured(cost, held, is_graphed)
+    return _MeteredLayers(device, read, held_bytes, gradient_bytes, is_fused)
 
 
 def _install(

@@ -1,4 +1,4 @@
-"""Meter a step on the meta device: estimate the time and memory of its kernels on a GPU from published rates."""
+"""Meter a step on the meta device: list its kernels, with the time of each on a GPU by published rates, and memory."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from lightning_fastft.kernels.backends import KernelMode
 from lightning_fastft.kernels.fp8_linear.reference import FP8
 from lightning_fastft.kernels.grouped_mm.reference import THIN_COLUMNS
 
-# Shares are relative to what one H200 reaches, where most were measured (measured.md). Causal attention, forward and backward, by document length, in
-# TFLOP/s of the published 989.5 in bf16: flash attention, and cuDNN for long documents.
+# Shares are relative to what one H200 reaches, where most were measured (measured.md): 4.3 TB/s, and 690 TFLOP/s in
+# dense bf16 products. Causal attention in TFLOP/s, forward and backward, by document length: flash attention, and cuDNN
+# for long documents.
+_DENSE_TFLOPS = 690
 _FLASH_RATES = ((512, 133, 124), (2048, 273, 231), (8192, 325, 289), (32_768, 350, 317))
 _CUDNN_RATES = ((2048, 291, 236), (8192, 438, 489), (32_768, 556, 503))
-_PEAK_TFLOPS = 989.5
 # Rate of heads of width 64 relative to heads of 128: 84 of 133 TFLOP/s forward, at documents of 512.
 _NARROW_HEAD_SHARE = 84 / 133
 # Dequantisation by bitsandbytes: 13.2 G weights twice in 32 ms, 2.5 bytes each, relative to 4.3 TB/s.
@@ -35,16 +36,14 @@ _BITSANDBYTES_SHARE = 0.48
 _ROWS_SHARE = 0.8
 # Products with the rows scaled to fp8, relative to bf16: 1,281 and 778 TFLOP/s for 8,192 x 17,408 x 5,120.
 _FP8_SPEEDUP = 1281 / 778
-# The loss of a chunk of logits, read and overwritten by their gradient: 0.49 ms for 2,048 x 151,936 values (row_kernels).
+# The loss of logits, read and then overwritten by their gradient: 0.49 ms for 2,048 x 151,936 values (row_kernels).
 _LOSS_SHARE = 0.29
-# Grouped products of experts, by the smaller width of a matrix, in TFLOP/s: with adapters of rank 16 in bf16 and fp8, on
-# an H100 (grouped_products in benchmarks/results.csv), for Qwen3-30B-A3B, down and gate_up, and for gpt-oss-20b.
+# Grouped products of experts in TFLOP/s, bf16 and fp8, by the smaller width of a matrix: on an H100, with adapters of
+# rank 16, for Qwen3-30B-A3B (down, gate_up) and gpt-oss-20b (grouped_products in benchmarks/results.csv).
 _GROUPED_RATES = ((768, 474, 753), (1536, 521, 913), (2880, 597, 857))
 # Where a result or an operand is as thin as the rank of an adapter, relative to 4.3 TB/s: 0.1 ms for 32,768 x 2,880
 # values.
 _THIN_SHARE = 0.45
-# Sustained rate of dense bf16 products on the same GPUs, in TFLOP/s.
-_DENSE_TFLOPS = 690
 # Time from the end of a kernel to the start of the next one.
 _KERNEL_MS = 0.002
 # The backward of attention computes two and a half times the products of its forward.
@@ -55,43 +54,46 @@ _ATEN = torch.ops.aten
 _ATTENTION = (_ATEN._flash_attention_forward, _ATEN._flash_attention_backward)
 
 
-class Reading(NamedTuple):
-    """Time on the device in ms, and number of launched kernels."""
+class Kernel(NamedTuple):
+    """Work of a kernel, which takes as long as the larger one of its two parts.
 
-    device_ms: float
-    num_kernels: int
+    Args:
+        num_bytes: Bytes that the full bandwidth moves in the time of this kernel.
+        flops: FLOPs that dense bf16 products compute in this time.
+    """
 
-    def since(self, start: Reading) -> Reading:
-        """Return the difference to an earlier reading."""
-        return Reading(self.device_ms - start.device_ms, self.num_kernels - start.num_kernels)
+    num_bytes: float
+    flops: float
+
+    def ms_on(self, gpu: Gpu) -> float:
+        """Return the time on a GPU, and from the end of this kernel to the start of the next one."""
+        return _KERNEL_MS + 1e3 * max(self.num_bytes / gpu.reached_bytes_per_s, self.flops / gpu.sustained_flops_per_s)
 
 
 class Meter(KernelMode):
-    """Sum the estimated GPU time and memory of kernels on the meta device.
+    """List the kernels of what runs on the meta device, and sum its memory.
 
     A kernel is an operator, or a call of a function marked ``one_kernel``, which counts as a whole. A product takes its
     FLOPs at the sustained rate or its bytes at the memory rate, whichever is longer; any other kernel its bytes. Views
     and allocations take no time.
 
     Args:
-        gpu: Rates.
         document_tokens: Document length, for the cost of attention.
         resident: Tensors that always exist; not counted as live memory.
+
+    Attributes:
+        kernels: Kernels so far.
     """
 
-    def __init__(self, gpu: Gpu, *, document_tokens: float, resident: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self, *, document_tokens: float, resident: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
+        self.kernels: list[Kernel] = []
         self.live_bytes = self.peak_bytes = 0
-        self._gpu, self._document_tokens = gpu, document_tokens
+        self._document_tokens = document_tokens
         # Weak references keep a storage's id from being reused, without keeping its memory.
         self._resident: dict[int, StorageWeakRef] = {}
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
         self.add_resident(resident)
-        self._device_ms, self._num_kernels = 0.0, 0
-
-    def read(self) -> Reading:
-        """Return the sums so far."""
-        return Reading(self._device_ms, self._num_kernels)
 
     def add_resident(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count tensors no longer as live memory."""
@@ -176,16 +178,14 @@ class Meter(KernelMode):
         has_cudnn = is_long and width == CUDNN_HEAD_WIDTH
         rates = _CUDNN_RATES if has_cudnn else _FLASH_RATES
         tflops = _interpolate(rates, 2 * num_keys, column=2 if is_backward else 1)
-        share = tflops / _PEAK_TFLOPS * (_NARROW_HEAD_SHARE if width <= 64 else 1.0)
-        self._device_ms += flops / (share * self._gpu.bf16_flops_per_s) * 1e3
-        self._num_kernels += 1
+        self.kernels.append(
+            Kernel(0.0, flops * _DENSE_TFLOPS / (tflops * (_NARROW_HEAD_SHARE if width <= 64 else 1.0)))
+        )
         num_documents = num_tokens / self._document_tokens
         return int(4 * (num_tokens + _FLASH_ROWS * num_documents) * num_heads * width) if is_backward else 0
 
     def _charge(self, num_bytes: int, flops: float, *, share: float) -> None:
-        memory_ms = num_bytes / (share * self._gpu.reached_bytes_per_s) * 1e3
-        self._device_ms += _KERNEL_MS + max(memory_ms, flops / self._gpu.sustained_flops_per_s * 1e3)
-        self._num_kernels += 1
+        self.kernels.append(Kernel(num_bytes / share, flops))
 
     def _track(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, count: Callable[[torch.Tensor], int]
@@ -218,23 +218,22 @@ class MeteredDevice(DeviceMeter):
         meter: The meter.
 
     Attributes:
-        host_ms_per_kernel: Set, times are those in which the host launches kernels; None for the time of the device.
+        ms_of: Returns the time of a kernel; assign it before times are read.
     """
+
+    ms_of: Callable[[Kernel], float]
 
     def __init__(self, meter: Meter) -> None:
         super().__init__(torch.device("meta"))
         self._meter, self.is_counted = meter, True
-        self.host_ms_per_kernel: float | None = None
 
-    def now(self) -> Reading:  # type: ignore[override]
-        """Read the meter."""
-        return self._meter.read()
+    def now(self) -> int:  # type: ignore[override]
+        """Return the number of kernels so far."""
+        return len(self._meter.kernels)
 
-    def ms_between(self, begin: Reading, end: Reading) -> float:  # type: ignore[override]
-        """Return the difference."""
-        passed = end.since(begin)
-        host_ms = self.host_ms_per_kernel
-        return passed.device_ms if host_ms is None else passed.num_kernels * host_ms
+    def ms_between(self, begin: int, end: int) -> float:  # type: ignore[override]
+        """Return the time of the kernels between two moments."""
+        return sum(map(self.ms_of, self._meter.kernels[begin:end]))
 
     def allocated(self) -> int:
         """Return the live bytes."""
