@@ -16,10 +16,10 @@ from lightning_fastft.cli.words import take_option
 from lightning_fastft.core.checks import check_float, check_int
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.estimate.clusters import Cluster, make_cluster
-from lightning_fastft.estimate.costs import Swaps, default_vram_bytes, model_costs
+from lightning_fastft.estimate.costs import Swaps, default_vram_bytes, model_costs, plan_on
 from lightning_fastft.estimate.machines import GPUS, Gpu, find_gpu
 from lightning_fastft.planner.picture import render_plan
-from lightning_fastft.planner.plan import StepCost, make_plan, predict, uniform_plan
+from lightning_fastft.planner.plan import StepCost, predict, uniform_plan
 from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.distillation import DistillationTuner
 from lightning_fastft.training.reference import ADAPTERS_OFF, STORED, ReferenceTuner
@@ -95,18 +95,15 @@ def run_plan(words: Sequence[str]) -> int:
     num_tokens = -(-data.max_tokens // num_parts)
     options = _cost_options(model, cli.trainer, document_tokens=document_tokens)
     cost = model_costs(model.source, num_tokens=num_tokens, machine=question.gpu, **options)
-    vram_bytes = default_vram_bytes(question.gpu, cost) if question.vram_gib is None else int(question.vram_gib * _GIB)
-    plan = make_plan(
-        cost,
-        vram_budget_bytes=vram_bytes,
-        host_budget_bytes=int(question.host_gib * _GIB),
-        machine=question.gpu.machine,
-    )
+    vram_bytes = None if question.vram_gib is None else int(question.vram_gib * _GIB)
+    host_bytes = int(question.host_gib * _GIB)
+    plan = plan_on(question.gpu, cost, vram_budget_bytes=vram_bytes, host_budget_bytes=host_bytes)
+    vram_gib = question.vram_gib or default_vram_bytes(question.gpu, cost) / _GIB
     lines = [
         _describe_run(model, num_tokens=data.max_tokens, document_tokens=document_tokens),
         *([f"mesh: {num_parts} devices share each pack, {num_tokens:,} tokens each"] if num_parts > 1 else []),
         f"{question.gpu.name}: {_origin(question)}",
-        f"budgets: {vram_bytes / _GIB:.1f} GiB of device memory for everything, {question.host_gib:.1f} GiB of pinned "
+        f"budgets: {vram_gib:.1f} GiB of device memory for everything, {question.host_gib:.1f} GiB of pinned "
         "host memory",
         "",
         render_plan(cost, plan),

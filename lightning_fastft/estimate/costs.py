@@ -23,8 +23,9 @@ from lightning_fastft.activations.frozen_weights import frozen_bytes
 from lightning_fastft.activations.probe import SavedBytesProbe, StepProbe
 from lightning_fastft.activations.segments import KEEP, RECOMPUTE, Segment, SegmentObserver
 from lightning_fastft.activations.slots import align
+from lightning_fastft.activations.vram_budget import PLANNED_SHARE
 from lightning_fastft.core.checks import check_choice, check_float, check_int, check_share
-from lightning_fastft.core.errors import UnsupportedModelError
+from lightning_fastft.core.errors import OptionError, UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.estimate import nf4_shapes
 from lightning_fastft.estimate.machines import Gpu
@@ -46,14 +47,16 @@ from lightning_fastft.packing.context import BatchContext
 from lightning_fastft.packing.document import IGNORED_LABEL
 from lightning_fastft.patches.packed import install_packed_training
 from lightning_fastft.patches.weight_streaming import movable_embedding_bytes
+from lightning_fastft.planner.plan import Plan, make_plan
 from lightning_fastft.planner.step import SegmentCost, SegmentPlan, StepCost, ValueCost
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
 # Host time per kernel, Python included, of transformers' layers and of fused ones, which launch fewer: fitted to
-# Qwen3-0.6B LoRA, all kept, which is launch-bound. 265 ms; and 170 ms, the 209 ms of fused layers on the same host
-# times 190 / 234, by which one H100 has grown faster since (CHANGELOG.md). Another host may be several times faster.
+# Qwen3-0.6B LoRA, all kept, which is launch-bound. 265 ms; and 170 ms, the 209 ms of fused layers (mean of two rows) on
+# the same host times 190 / 234, by which one H100 has grown faster since (CHANGELOG.md). Another host may be several
+# times faster.
 _HOST_MS_PER_KERNEL, _HOST_MS_FUSED = 0.045, 0.094
 # Bytes that AdamW and clipping move per byte of a trained tensor: the gradient twice, weight and moments in and out,
 # and low-precision copies of adapters.
@@ -241,6 +244,29 @@ def default_vram_bytes(gpu: Gpu, cost: StepCost) -> int:
     """
     resident_bytes = min(cost.base_bytes, gpu.memory_bytes)
     return resident_bytes + int(AUTO_VRAM_SHARE * (gpu.memory_bytes - resident_bytes))
+
+
+def plan_on(gpu: Gpu, cost: StepCost, *, vram_budget_bytes: int | None, host_budget_bytes: int, **options: Any) -> Plan:
+    """Return the plan that a run makes on a GPU.
+
+    Args:
+        gpu: The GPU.
+        cost: Of the step on it.
+        vram_budget_bytes: The ``vram_budget`` of the run, of which it plans 95 %, or all if nothing fits 95 %; None for
+            ``default_vram_bytes``.
+        host_budget_bytes: As in ``make_plan``.
+        options: Other options of ``make_plan``.
+
+    Raises:
+        OptionError: As ``make_plan``.
+    """
+    options |= {"host_budget_bytes": host_budget_bytes, "machine": gpu.machine}
+    if vram_budget_bytes is None:
+        return make_plan(cost, vram_budget_bytes=default_vram_bytes(gpu, cost), **options)
+    try:
+        return make_plan(cost, vram_budget_bytes=int(PLANNED_SHARE * vram_budget_bytes), **options)
+    except OptionError:
+        return make_plan(cost, vram_budget_bytes=vram_budget_bytes, **options)
 
 
 class _MeteredLayers(NamedTuple):

@@ -1,5 +1,6 @@
 """Costs from shapes alone: against what was measured on an H200, and for every family that packed attention serves."""
 
+import functools
 import subprocess
 import sys
 
@@ -8,7 +9,7 @@ import torch
 from peft import LoraConfig
 
 from lightning_fastft.core.errors import OptionError
-from lightning_fastft.estimate.costs import Swaps, model_costs
+from lightning_fastft.estimate.costs import Swaps, meter_step, model_costs, plan_on
 from lightning_fastft.estimate.machines import find_gpu
 from lightning_fastft.planner.plan import make_plan, predict, uniform_plan
 from lightning_fastft.training.optimizer import FusedAdamW
@@ -259,6 +260,39 @@ def test_masters_of_whole_weights_take_eight_more_bytes_each():
     # Adapters have masters in any case, and the base is frozen.
     lora = LoraConfig(r=4)
     assert small_costs(lora=lora, has_masters=True).base_bytes == small_costs(lora=lora).base_bytes
+
+
+def test_frozen_weights_in_fp8_are_held_beside_those_in_bf16():
+    config = {**EXPERTS, "head_dim": 32}
+    plain, fp8 = (
+        small_costs("qwen3_moe", lora=4, config=config, swaps=Swaps(is_fp8=is_fp8)) for is_fp8 in (False, True)
+    )
+    experts, attention = 8 * (128 * 128 + 64 * 128), 2 * 128 * 128 + 2 * 64 * 128
+    # Each weight and its transpose; an fp32 scale for each expert of two stacks, six bytes for each output column.
+    layer = 2 * experts + 2 * 8 * 4 + 2 * attention + 6 * (2 * 128 + 2 * 64)
+    assert (fp8.base_bytes - fp8.shared_bytes) - (plain.base_bytes - plain.shared_bytes) == 2 * layer
+
+
+def test_a_step_is_metered_once_for_all_gpus():
+    config = {"model_type": "llama", **SMALL}
+    step = meter_step(config, num_tokens=2048, mean_document_tokens=512, swaps=Swaps(is_graphed=True))
+    fast, slow = (step.costs_on(find_gpu(name)) for name in ("H200", "RTX 4060"))
+    assert fast == small_costs(swaps=Swaps(is_graphed=True)) == step.costs_on(H200)
+    assert slow.segments[0].forward_ms > 5 * fast.segments[0].forward_ms
+    assert slow.base_bytes == fast.base_bytes
+
+
+def test_a_budget_is_planned_as_a_run_plans_it():
+    cost = small_costs(lora=4)
+    least, most = (
+        predict(cost, uniform_plan(2, kind), machine=H200.machine).peak_bytes for kind in ("recompute", "keep")
+    )
+    plan = functools.partial(plan_on, H200, cost, host_budget_bytes=0)
+    # 95 % of a budget, or all of it if nothing fits 95 %.
+    assert plan(vram_budget_bytes=most).prediction.peak_bytes <= 0.95 * most
+    assert plan(vram_budget_bytes=int(1.06 * most)).prediction.peak_bytes == most
+    assert plan(vram_budget_bytes=least).prediction.peak_bytes <= least
+    assert plan(vram_budget_bytes=None).prediction.peak_bytes == most
 
 
 @pytest.mark.slow

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from lightning_fastft.core.errors import OptionError
-from lightning_fastft.estimate.costs import MeteredStep, Swaps, default_vram_bytes, meter_step
+from lightning_fastft.estimate.costs import MeteredStep, Swaps, meter_step, plan_on
 from lightning_fastft.packing.packs import pack_best_fit_decreasing
-from lightning_fastft.planner.plan import Plan, make_plan
+from lightning_fastft.planner.plan import Plan
 
 if TYPE_CHECKING:
     from lightning_fastft.estimate.machines import Gpu
@@ -183,12 +183,7 @@ def _step_options(method: Method, *, length_N: np.ndarray, max_tokens: int) -> d
 
 def _plan(step: MeteredStep, gpu: Gpu, method: Method, *, max_tokens: int, host_bytes: int) -> Planned:
     cost = step.costs_on(gpu)
-    plan = make_plan(
-        cost,
-        vram_budget_bytes=default_vram_bytes(gpu, cost),
-        host_budget_bytes=host_bytes,
-        machine=gpu.machine,
-    )
+    plan = plan_on(gpu, cost, vram_budget_bytes=None, host_budget_bytes=host_bytes)
     return Planned(method, max_tokens, cost.base_bytes, plan)
 
 
