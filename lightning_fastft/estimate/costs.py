@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 # Qwen3-0.6B LoRA, all kept, which is launch-bound. 265 ms; and 170 ms, the 209 ms of fused layers (mean of two rows) on
 # the same host times 190 / 234, by which one H100 has grown faster since (CHANGELOG.md). Another host may be several
 # times faster.
-_HOST_MS_PER_KERNEL, _HOST_MS_FUSED = 0.045, 0.094
+_HOST_MS_PER_KERNEL, _HOST_MS_FUSED = 0.0458, 0.0978
 # Bytes that AdamW and clipping move per byte of a trained tensor: the gradient twice, weight and moments in and out,
 # and low-precision copies of adapters.
 _OPTIMIZER_PASSES = 10
@@ -106,10 +106,9 @@ class MeteredStep(NamedTuple):
 
     def costs_on(self, machine: Gpu) -> StepCost:
         """Return the estimated cost of the step on a GPU, layer by layer."""
-        cost, is_graphed = self.layers.costs_on(machine, is_graphed=self.is_graphed)
+        cost, is_graphed = self.layers.costs_on(machine, places=self.places, is_graphed=self.is_graphed)
         segments = tuple(
-            cost.segments[place]._replace(weight_bytes=num_bytes)
-            for place, num_bytes in zip(self.places, self.weight_bytes)
+            segment._replace(weight_bytes=num_bytes) for segment, num_bytes in zip(cost.segments, self.weight_bytes)
         )
         shared_bytes = cost.base_bytes + self.buffer_bytes
         if is_graphed:
@@ -286,11 +285,12 @@ class _MeteredLayers(NamedTuple):
     gradient_bytes: list[int]
     is_fused: bool
 
-    def costs_on(self, machine: Gpu, *, is_graphed: bool | str) -> tuple[StepCost, bool]:
+    def costs_on(self, machine: Gpu, *, places: Sequence[int], is_graphed: bool | str) -> tuple[StepCost, bool]:
         """Return the costs of a step without the memory of weights and optimizer, and whether layers run from graphs.
 
         Args:
             machine: The GPU.
+            places: For each decoder layer, the place of the one that ran for it.
             is_graphed: ``Swaps.is_graphed``.
         """
         self.device.ms_of = lambda kernel: kernel.ms_on(machine)
@@ -303,17 +303,21 @@ class _MeteredLayers(NamedTuple):
         first = cost.segments[0]
         first = first._replace(backward_ms=first.backward_ms + cost.other_ms)
         # Gradients count as resident.
-        segments_without = (
+        segments = [
             segment._replace(backward_peak_bytes=max(0, segment.backward_peak_bytes - num_bytes))
             for segment, num_bytes in zip((first, *cost.segments[1:]), self.gradient_bytes)
-        )
-        cost = cost._replace(segments=tuple(segments_without), other_ms=0.0)
-        if is_graphed == "auto":
-            is_graphed = sum(map(_own_ms, host.segments)) > sum(map(_own_ms, cost.segments))
-        if is_graphed and self.is_fused:
+        ]
+        cost = cost._replace(segments=tuple(segments[place] for place in places), other_ms=0.0)
+        host = host._replace(segments=tuple(host.segments[place] for place in places))
+        # No step waits for the device, so the host launches ahead wherever it is faster, and the slower one of the two
+        # sets the time of the whole step.
+        is_launch_bound = _kept_ms(host) > _kept_ms(cost)
+        if self.is_fused and (is_launch_bound if is_graphed == "auto" else is_graphed):
             return cost, True
-        slower = tuple(_slower(*pair) for pair in zip(cost.segments, host.segments))
-        return cost._replace(segments=slower, head_ms=max(cost.head_ms, host.head_ms)), False
+        if is_launch_bound:
+            launched = tuple(_launched(*pair) for pair in zip(cost.segments, host.segments))
+            cost = cost._replace(segments=launched, head_ms=host.head_ms)
+        return cost, False
 
 
 def _meter_layers(
@@ -392,12 +396,13 @@ def _observe(segments: Sequence[Segment], observer: SegmentObserver | None, *, p
         segment.plan, segment.observer = plan, observer
 
 
-def _own_ms(segment: SegmentCost) -> float:
-    return segment.forward_ms + segment.backward_ms
+def _kept_ms(cost: StepCost) -> float:
+    """Return the time of a step that recomputes nothing."""
+    return cost.head_ms + sum(segment.forward_ms + segment.backward_ms for segment in cost.segments)
 
 
-def _slower(device: SegmentCost, host: SegmentCost) -> SegmentCost:
-    """Return the costs of a layer for which device and host work at the same time."""
+def _launched(device: SegmentCost, host: SegmentCost) -> SegmentCost:
+    """Return the costs of a layer in a step that takes as long as its launches."""
     values = tuple(
         ValueCost(value.name, value.num_bytes, max(value.rebuild_ms, other.rebuild_ms))
         if host.recompute_ms > device.recompute_ms
@@ -405,8 +410,8 @@ def _slower(device: SegmentCost, host: SegmentCost) -> SegmentCost:
         for value, other in zip(device.values, host.values)
     )
     return device._replace(
-        forward_ms=max(device.forward_ms, host.forward_ms),
-        backward_ms=max(device.backward_ms, host.backward_ms),
+        forward_ms=host.forward_ms,
+        backward_ms=host.backward_ms,
         recompute_ms=max(device.recompute_ms, host.recompute_ms),
         values=values,
     )

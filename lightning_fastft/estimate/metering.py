@@ -38,6 +38,8 @@ _ROWS_SHARE = 0.8
 _FP8_SPEEDUP = 1281 / 778
 # The loss of logits, read and then overwritten by their gradient: 0.49 ms for 2,048 x 151,936 values (row_kernels).
 _LOSS_SHARE = 0.29
+# The backward of a norm whose weight is trained: 1.9 TB/s (row_kernels).
+_TRAINED_NORM_SHARE = 1.9 / 4.3
 # Grouped products of experts in TFLOP/s, bf16 and fp8, by the smaller width of a matrix: on an H100, with adapters of
 # rank 16, for Qwen3-30B-A3B (down, gate_up) and gpt-oss-20b (grouped_products in benchmarks/results.csv).
 _GROUPED_RATES = ((768, 474, 753), (1536, 521, 913), (2880, 597, 857))
@@ -275,12 +277,17 @@ def _loss_cost(*_: Any, **__: Any) -> tuple[float, float]:
     return 0.0, _LOSS_SHARE
 
 
+def _norm_cost(*_: Any, needs_weight: bool, **__: Any) -> tuple[float, float]:
+    return 0.0, _TRAINED_NORM_SHARE if needs_weight else _ROWS_SHARE
+
+
 # By name of the reference: FLOPs, as many dense bf16 ones take the same time, and share of the bandwidth.
 _KERNEL_COSTS: dict[str, Callable[..., tuple[float, float]]] = {
     "grouped_mm": _product_cost,
     "grouped_weight_grad": _gradient_cost,
     "multiply": _fp8_cost,
     "row_losses": _loss_cost,
+    "rms_norm_backward": _norm_cost,
 }
 
 

@@ -12,7 +12,7 @@ from lightning_fastft.kernels.backends import one_kernel
 from lightning_fastft.kernels.cross_entropy.reference import row_losses
 from lightning_fastft.kernels.grouped_mm.reference import RowAddend, grouped_mm
 from lightning_fastft.kernels.rms_norm.op import rms_norm_forward
-from lightning_fastft.kernels.rms_norm.reference import NormForm
+from lightning_fastft.kernels.rms_norm.reference import NormForm, rms_norm_backward
 
 H200 = find_gpu("H200")
 ROWS = 4096
@@ -178,8 +178,16 @@ def test_grouped_products_run_at_the_rate_of_their_width(dtype, tflops):
     assert kernel.ms_on(H200) == pytest.approx(2 * ROWS * 2048 * 768 / (tflops * 1e9) + GAP_MS)
 
 
-def test_the_loss_reads_its_logits_twice_and_writes_their_gradient():
+@pytest.mark.parametrize(("needs_weight", "ms"), [(False, 0.102), (True, 0.177)])
+def test_the_backward_of_a_norm_takes_what_was_measured(needs_weight, ms):
+    """Rows "rms_norm backward, 8192 x 5120" of results.csv."""
+    x, weight = meta(8192, 5120), meta(5120)
+    options = {"form": NormForm(eps=1e-6), "addend_TD": x, "needs_weight": needs_weight}
+    assert taken_ms(lambda: rms_norm_backward(x, x, weight, **options)) == pytest.approx(ms, rel=0.1)
+
+
+def test_the_loss_takes_what_was_measured():
+    """Row "cross_entropy loss and gradient, 2048 x 151936" of results.csv."""
     options = {"scale": 1.0, "softcap": None, "gradient_factor": 1.0, "count_correct": False}
     logits, target = meta(2048, 151_936), meta(2048, dtype=torch.int64)
-    # Measured: row_kernels in results.csv.
     assert taken_ms(lambda: row_losses(logits, target, **options)) == pytest.approx(0.492, rel=0.05)
