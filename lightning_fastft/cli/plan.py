@@ -51,11 +51,11 @@ def run_plan(words: Sequence[str]) -> int:
     """Print the plan of a config for a GPU, and the speed of recomputing all and keeping all; return 0.
 
     Args:
-        words: Arguments of ``fastft fit``, and ``--gpu NAME`` (default: the local GPU), ``--vram-gib N`` (default:
-            model, optimizer and 90 % of the rest), ``--host-gib N`` (64) and ``--document-tokens N`` (average length of
-            the document of a token; 1,024). With ``--gpus N`` a table of strategies on a cluster instead: ``--nodes``
-            (1), ``--node-link`` and ``--network`` (``make_cluster``), and ``--step-ms``, the measured time of a pack on
-            one GPU.
+        words: Arguments of ``fastft fit``, and ``--gpu NAME`` (default: the local GPU), ``--vram-gib N`` (the
+            ``vram_budget`` of the run; default: model, optimizer and 90 % of the rest), ``--host-gib N`` (64) and
+            ``--document-tokens N`` (average length of the document of a token; 1,024). With ``--gpus N`` a table of
+            strategies on a cluster instead: ``--nodes`` (1), ``--node-link`` and ``--network`` (``make_cluster``), and
+            ``--step-ms``, the measured time of a pack on one GPU.
 
     Raises:
         OptionError: There is no local GPU and none is named, the model of the config is not a tuner of this package, or
