@@ -13,13 +13,12 @@ from __future__ import annotations
 import csv
 import functools
 import re
-import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
-from benchmarks.cluster_model import DOCUMENT_TOKENS, MAX_ERROR, Row
+from benchmarks.cluster_model import DEFAULT_HOST_GIB, DOCUMENT_TOKENS, Row, count_within
 from benchmarks.results import RESULTS_PATH
 from benchmarks.ruler.workloads import WORKLOADS, lora_config
 from lightning_fastft.core.errors import FastFTError
@@ -29,8 +28,6 @@ from lightning_fastft.planner.plan import predict, uniform_plan
 from lightning_fastft.training.optimizer import FusedAdamW
 
 BENCHMARKS = ("train_step", "compare", "moe", "multi_gpu", "offload front", "offload buffers", "offload small-cards")
-# Host memory of a plan that names none, in GiB.
-DEFAULT_HOST_GIB = 64.0
 _SYSTEM = re.compile(
     r"ours (?P<kind>keep|recompute|offload|auto)(?P<buffers>1?)(=(?P<vram>[\d.]+))?(:(?P<host>[\d.]+))?(?P<parts>(\+[\w=]+)*)"
     r"( A/A)?(, (?P<optimizer>\w+))?"
@@ -98,13 +95,7 @@ def describe(rows: Sequence[Row], skipped: Sequence[str]) -> str:
         ("of these, rows that gave no constant", [row for row in known if not row.is_used]),
     ):
         if chosen:
-            errors = [abs(row.step_error) for row in chosen]
-            lines.append(
-                f"{title}: {sum(error <= MAX_ERROR for error in errors)} of {len(chosen)} steps within "
-                f"{MAX_ERROR:.0%}, median error {statistics.median(errors):.1%}, largest {max(errors):.1%}; memory: "
-                f"{sum(abs(row.peak_error) <= MAX_ERROR for row in chosen)} of "
-                f"{sum(row.peak_gib == row.peak_gib for row in chosen)} within {MAX_ERROR:.0%}"
-            )
+            lines.append(f"{title}: {count_within(chosen)}")
     return "\n".join(lines)
 
 
