@@ -1,22 +1,23 @@
 """Write docs/which_gpu.md: planned and measured speed of models by method and GPU.
 
-Command: python docs/gpu_table.py        (some ten minutes on one core; the planner of fastft init and fastft plan)
+Command: python docs/gpu_table.py        (three minutes on one core; the planner of fastft init and fastft plan)
 """
 
 from __future__ import annotations
 
 import csv
+import functools
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from lightning_fastft.cli.recipe.plans import METHODS, Method, Planned, plan_run
 from lightning_fastft.core.errors import FastFTError, OptionError
+from lightning_fastft.estimate.costs import build_on_meta, meter_step
 from lightning_fastft.estimate.machines import Gpu, find_gpu
-from lightning_fastft.hf.loading.source import ModelSource, auto_class
+from lightning_fastft.hf.loading.source import ModelSource
 
 DOCS = Path(__file__).parent
 # Python adds the folder of the script, not that of the repository.
@@ -124,7 +125,7 @@ and {HOST_GIB} GiB of pinned host memory. A planner chooses which activations ar
 
 - A number in **bold** is measured (`benchmarks/results.csv`, with `FusedKernels`; full fine-tuning with 8-bit AdamW).
 - All other numbers are planned from published rates, and from the shares of them that an H200 reaches. They are for
-  layers of transformers and PEFT, without `FusedKernels` and CUDA graphs, which are faster.
+  layers with `FusedKernels`, and with CUDA graphs where layers are launch-bound, as `fastft init` writes them.
 - `at N`: only packs of N tokens fit. `s`: frozen weights are streamed from the host. `-`: does not fit.
 - LoRA of a mixture of experts adapts its attention and shared layers, not its routed experts.
 
@@ -137,17 +138,17 @@ def describe_cell(model: str, method: Method, gpu: Gpu) -> str:
     """Return the speed of a model by a method on a GPU, and how it was reached."""
     if (model, method, gpu.name) in MEASURED:
         return f"**{read_measured(MEASURED[model, method, gpu.name], gpu):,.0f}**"
-    source = ModelSource(MODELS[model], init="random")
-    if _least_bytes(source, method) > gpu.memory_bytes + (0 if method == "full" else HOST_GIB * _GIB):
+    if _least_bytes(model, method) > gpu.memory_bytes + (0 if method == "full" else HOST_GIB * _GIB):
         return "-"
     try:
         planned = plan_run(
-            source,
+            _source(model),
             gpu=gpu,
             methods=[method],
             length_N=np.full(1, DOCUMENT_TOKENS),
             max_tokens=PACK_TOKENS,
             host_bytes=HOST_GIB * _GIB,
+            meter=_meter,
         )
     except OptionError:
         return "-"
@@ -177,12 +178,20 @@ def _describe(planned: Planned) -> str:
     return f"{speed:,.0f}{notes}" if speed >= 10 else f"{speed:.1f}{notes}"
 
 
-def _least_bytes(source: ModelSource, method: Method) -> int:
+# A step on the meta device is the same for all GPUs.
+_meter = functools.cache(meter_step)
+
+
+@functools.cache
+def _source(model: str) -> ModelSource:
+    return ModelSource(MODELS[model], init="random")
+
+
+@functools.cache
+def _least_bytes(model: str, method: Method) -> int:
     """Return the memory of the weights, trained with masters or frozen, without planning."""
-    with torch.device("meta"):
-        model = auto_class(source.config).from_config(source.config, dtype=torch.bfloat16)
-    num_weights = sum(parameter.numel() for parameter in model.parameters())
-    return int(num_weights * {"qlora": 0.5, "lora": 2, "full": 16}[method])
+    weights = build_on_meta(_source(model)).parameters()
+    return int(sum(weight.numel() for weight in weights) * {"qlora": 0.5, "lora": 2, "full": 16}[method])
 
 
 if __name__ == "__main__":

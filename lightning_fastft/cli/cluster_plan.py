@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.estimate.clusters import Cluster
-from lightning_fastft.estimate.costs import build_on_meta, default_vram_bytes, model_costs
+from lightning_fastft.estimate.costs import build_on_meta, model_costs, plan_on
 from lightning_fastft.estimate.layouts import (
     Forecast,
     Layout,
@@ -18,7 +18,7 @@ from lightning_fastft.estimate.layouts import (
     scale_times,
 )
 from lightning_fastft.hf.loading.source import ModelSource
-from lightning_fastft.planner.plan import Plan, StepCost, make_plan, predict, uniform_plan
+from lightning_fastft.planner.plan import Plan, StepCost, predict, uniform_plan
 
 _GIB = 2**30
 
@@ -140,11 +140,6 @@ def _reason(plan: LayoutPlan, best: LayoutPlan) -> str:
 def _make_plan(cost: StepCost, cluster: Cluster, *, host_bytes: int, vram_bytes: int | None) -> Plan | None:
     """Return the plan of a GPU, or None if nothing fits."""
     try:
-        return make_plan(
-            cost,
-            vram_budget_bytes=default_vram_bytes(cluster.gpu, cost) if vram_bytes is None else vram_bytes,
-            host_budget_bytes=host_bytes,
-            machine=cluster.gpu.machine,
-        )
+        return plan_on(cluster.gpu, cost, vram_budget_bytes=vram_bytes, host_budget_bytes=host_bytes)
     except OptionError:
         return None

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from lightning_fastft.callbacks.bincount_router import BincountRouter
+from lightning_fastft.callbacks.fused_kernels import FusedKernels
 from lightning_fastft.cli.cluster_plan import plan_layouts, render_layouts
 from lightning_fastft.cli.lightning_cli import FastFTCLI
 from lightning_fastft.cli.words import take_option
 from lightning_fastft.core.checks import check_float, check_int
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.estimate.clusters import Cluster, make_cluster
-from lightning_fastft.estimate.costs import default_vram_bytes, model_costs
+from lightning_fastft.estimate.costs import Swaps, default_vram_bytes, model_costs, plan_on
 from lightning_fastft.estimate.machines import GPUS, Gpu, find_gpu
 from lightning_fastft.planner.picture import render_plan
-from lightning_fastft.planner.plan import StepCost, make_plan, predict, uniform_plan
+from lightning_fastft.planner.plan import StepCost, predict, uniform_plan
 from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.distillation import DistillationTuner
 from lightning_fastft.training.reference import ADAPTERS_OFF, STORED, ReferenceTuner
 from lightning_fastft.training.rollouts import RolloutDataModule
 from lightning_fastft.training.tuner import Tuner
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 # Default document length in tokens.
 DEFAULT_DOCUMENT_TOKENS = 1024
@@ -46,11 +51,11 @@ def run_plan(words: Sequence[str]) -> int:
     """Print the plan of a config for a GPU, and the speed of recomputing all and keeping all; return 0.
 
     Args:
-        words: Arguments of ``fastft fit``, and ``--gpu NAME`` (default: the local GPU), ``--vram-gib N`` (default:
-            model, optimizer and 90 % of the rest), ``--host-gib N`` (64) and ``--document-tokens N`` (average length of
-            the document of a token; 1,024). With ``--gpus N`` a table of strategies on a cluster instead: ``--nodes``
-            (1), ``--node-link`` and ``--network`` (``make_cluster``), and ``--step-ms``, the measured time of a pack on
-            one GPU.
+        words: Arguments of ``fastft fit``, and ``--gpu NAME`` (default: the local GPU), ``--vram-gib N`` (the
+            ``vram_budget`` of the run; default: model, optimizer and 90 % of the rest), ``--host-gib N`` (64) and
+            ``--document-tokens N`` (average length of the document of a token; 1,024). With ``--gpus N`` a table of
+            strategies on a cluster instead: ``--nodes`` (1), ``--node-link`` and ``--network`` (``make_cluster``), and
+            ``--step-ms``, the measured time of a pack on one GPU.
 
     Raises:
         OptionError: There is no local GPU and none is named, the model of the config is not a tuner of this package, or
@@ -75,7 +80,7 @@ def run_plan(words: Sequence[str]) -> int:
         plans = plan_layouts(
             question.cluster,
             source=model.source,
-            options=_cost_options(model, document_tokens=document_tokens),
+            options=_cost_options(model, cli.trainer, document_tokens=document_tokens),
             num_tokens=data.max_tokens,
             num_micro=cli.trainer.accumulate_grad_batches,
             host_bytes=int(question.host_gib * _GIB),
@@ -88,20 +93,17 @@ def run_plan(words: Sequence[str]) -> int:
     num_parts = getattr(cli.trainer.strategy, "context_parallel", 1)
     # Each device computes the rows of its part, and of attention the heads that are its share.
     num_tokens = -(-data.max_tokens // num_parts)
-    options = _cost_options(model, document_tokens=document_tokens)
+    options = _cost_options(model, cli.trainer, document_tokens=document_tokens)
     cost = model_costs(model.source, num_tokens=num_tokens, machine=question.gpu, **options)
-    vram_bytes = default_vram_bytes(question.gpu, cost) if question.vram_gib is None else int(question.vram_gib * _GIB)
-    plan = make_plan(
-        cost,
-        vram_budget_bytes=vram_bytes,
-        host_budget_bytes=int(question.host_gib * _GIB),
-        machine=question.gpu.machine,
-    )
+    vram_bytes = None if question.vram_gib is None else int(question.vram_gib * _GIB)
+    host_bytes = int(question.host_gib * _GIB)
+    plan = plan_on(question.gpu, cost, vram_budget_bytes=vram_bytes, host_budget_bytes=host_bytes)
+    vram_gib = question.vram_gib or default_vram_bytes(question.gpu, cost) / _GIB
     lines = [
         _describe_run(model, num_tokens=data.max_tokens, document_tokens=document_tokens),
         *([f"mesh: {num_parts} devices share each pack, {num_tokens:,} tokens each"] if num_parts > 1 else []),
         f"{question.gpu.name}: {_origin(question)}",
-        f"budgets: {vram_bytes / _GIB:.1f} GiB of device memory for everything, {question.host_gib:.1f} GiB of pinned "
+        f"budgets: {vram_gib:.1f} GiB of device memory for everything, {question.host_gib:.1f} GiB of pinned "
         "host memory",
         "",
         render_plan(cost, plan),
@@ -175,25 +177,33 @@ def _has_second_model(model: Tuner) -> bool:
     return isinstance(model, DistillationTuner) and model.store is None
 
 
-def _cost_options(model: Tuner, *, document_tokens: int) -> dict[str, Any]:
+def _cost_options(model: Tuner, trainer: pl.Trainer, *, document_tokens: int) -> dict[str, Any]:
     """Return the options of ``model_costs`` for a tuner's model."""
     from lightning_fastft.hf.dtypes import DTYPES
 
-    lora: dict[str, Any] = {}
-    if model.lora is not None:
-        targets = model.lora.target_modules
-        lora = {
-            "lora_rank": model.lora.r,
-            "lora_targets": targets if isinstance(targets, str) else sorted(targets or ()) or "all-linear",
-        }
     return {
         "mean_document_tokens": document_tokens,
         "quantization": model.quantization,
         "dtype": DTYPES.get(model.dtype_name, torch.bfloat16),
         "optimizer": model.optimizer_factory,
         "has_masters": model.lora is None and model.master_dtype_name == "float32" and model.dtype_name != "float32",
-        **lora,
+        "lora": model.lora,
+        "swaps": _swaps(trainer),
     }
+
+
+def _swaps(trainer: pl.Trainer) -> Swaps:
+    """Return what the callbacks and the strategy of a run change in its layers."""
+    callbacks: list[Any] = getattr(trainer, "callbacks", [])
+    fused = next((callback for callback in callbacks if isinstance(callback, FusedKernels)), None)
+    checkpointing = getattr(trainer.strategy, "checkpointing", None)
+    return Swaps(
+        is_fused=fused is not None,
+        is_graphed=False if fused is None else fused.cuda_graphs,
+        is_fp8=fused is not None and fused.base_compute == "fp8",
+        has_router=any(isinstance(callback, BincountRouter) for callback in callbacks),
+        mlp_tiles=getattr(checkpointing, "mlp_tiles", 1),
+    )
 
 
 def _describe_run(model: Tuner, *, num_tokens: int, document_tokens: int) -> str:

@@ -241,8 +241,8 @@ def do_ranges_overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the addresses of the first and of one past the last byte."""
-    if tensor.numel() == 0:
+    """Return the addresses of the first and of one past the last byte; the meta device has none."""
+    if tensor.numel() == 0 or tensor.is_meta:
         return 0, 0
     begin, num_elements = tensor.data_ptr(), 1
     # A loop: this runs for each input of every kernel that writes where it is told, and a sum over a generator takes

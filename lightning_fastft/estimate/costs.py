@@ -1,12 +1,16 @@
 """Estimate the cost of a training step on a GPU from its published rates.
 
-Layers run on the meta device, so neither weights nor a GPU are needed.
+The layers of the run itself, patched as in the run, take one step on the meta device. So neither weights nor a GPU are
+needed, and what a layer saves and launches is counted, not modelled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -14,70 +18,165 @@ from torch.optim import Optimizer
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lightning_fastft.activations.budgets import AUTO_VRAM_SHARE
-from lightning_fastft.activations.values import ATTENTION_VALUE
-from lightning_fastft.core.checks import check_choice, check_float, check_int
-from lightning_fastft.core.errors import UnsupportedModelError
+from lightning_fastft.activations.checkpointing import OffloadCheckpointing
+from lightning_fastft.activations.frozen_weights import frozen_bytes
+from lightning_fastft.activations.probe import SavedBytesProbe, StepProbe
+from lightning_fastft.activations.segments import KEEP, RECOMPUTE, Segment, SegmentObserver
+from lightning_fastft.activations.slots import align
+from lightning_fastft.activations.vram_budget import PLANNED_SHARE
+from lightning_fastft.core.checks import check_choice, check_float, check_int, check_share
+from lightning_fastft.core.errors import OptionError, UnsupportedModelError
+from lightning_fastft.core.patcher import ModelPatcher
+from lightning_fastft.estimate import nf4_shapes
 from lightning_fastft.estimate.machines import Gpu
-from lightning_fastft.estimate.metering import (
-    NF4_BYTES_PER_WEIGHT,
-    WINDOW_ATTRIBUTE,
-    Meter,
-    Reading,
-    set_metered_attention,
-)
-from lightning_fastft.hf.expert_nf4 import check_experts
+from lightning_fastft.estimate.metering import Meter, MeteredDevice
+from lightning_fastft.fused.fp8_base import FP8_ATTRIBUTE
+from lightning_fastft.fused.install import fuse_weight_buffers, install_fp8_base, install_fused_layers
+from lightning_fastft.fused.low_precision_adapters import copies_in, install_low_precision_adapters
+from lightning_fastft.hf.expert_nf4 import quantise_experts
 from lightning_fastft.hf.families import decoder_layers
 from lightning_fastft.hf.loading.source import ModelSource, auto_class
-from lightning_fastft.hf.lora import check_patterns
-from lightning_fastft.hf.lora_targets import ALL_LINEAR, find_default_targets
-from lightning_fastft.kernels.cross_entropy.op import DEFAULT_CHUNK_ROWS
+from lightning_fastft.hf.lora import cast_adapters, check_patterns
+from lightning_fastft.hf.lora_targets import copy_with_targets
+from lightning_fastft.kernels.nf4_experts.reference import BLOCK_WEIGHTS, GROUP_BLOCKS
+from lightning_fastft.mixers.install import STATUS_NAME as MIXERS_STATUS
+from lightning_fastft.moe.fp8_experts import held_memory
+from lightning_fastft.moe.install import install_bincount_router, install_fp8_experts
+from lightning_fastft.packing.collate import PackedBatch
+from lightning_fastft.packing.context import BatchContext
+from lightning_fastft.packing.document import IGNORED_LABEL
+from lightning_fastft.patches.packed import install_packed_training
 from lightning_fastft.patches.weight_streaming import movable_embedding_bytes
-from lightning_fastft.planner.step import SegmentCost, StepCost, ValueCost
+from lightning_fastft.planner.plan import Plan, make_plan
+from lightning_fastft.planner.step import SegmentCost, SegmentPlan, StepCost, ValueCost
 
-# Trained adapters: fp32 master, gradient and AdamW's two moments.
-_MASTER_BYTES = 4 * 4
-# Masters of whole weights: fp32 master and moments; weight and gradient are counted in their dtype.
-_WHOLE_MASTER_BYTES = 3 * 4
-_BASE_SUFFIX = ".base_layer"
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+# Host time per kernel, Python included, of transformers' layers and of fused ones, which launch fewer: fitted to
+# Qwen3-0.6B LoRA, all kept, which is launch-bound. 265 ms; and 170 ms, the 209 ms of fused layers (mean of two rows) on
+# the same host times 190 / 234, by which one H100 has grown faster since (CHANGELOG.md). Another host may be several
+# times faster.
+_HOST_MS_PER_KERNEL, _HOST_MS_FUSED = 0.0458, 0.0978
 # Bytes that AdamW and clipping move per byte of a trained tensor: the gradient twice, weight and moments in and out,
 # and low-precision copies of adapters.
 _OPTIMIZER_PASSES = 10
 
 
+class Swaps(NamedTuple):
+    """Callbacks of a run that change its layers.
+
+    Args:
+        is_fused: FusedKernels.
+        is_graphed: Its ``cuda_graphs``: "auto" records layers that are launch-bound.
+        is_fp8: The same with ``base_compute="fp8"``.
+        has_router: BincountRouter.
+        mlp_tiles: ``mlp_tiles`` of OffloadCheckpointing.
+    """
+
+    is_fused: bool = True
+    is_graphed: bool | str = False
+    is_fp8: bool = False
+    has_router: bool = True
+    mlp_tiles: int = 1
+
+
+class MeteredStep(NamedTuple):
+    """A step that ran on the meta device; its kernels have a time on any GPU.
+
+    Args:
+        layers: The layers that ran.
+        places: For each decoder layer, the place in ``layers`` of one of equal cost.
+        weight_bytes: Frozen weights of each decoder layer.
+        held_bytes: Weights, what layers hold beside them, gradients and optimizer.
+        buffer_bytes: Buffers of the model.
+        trained_bytes: Trained tensors.
+        embedding_bytes: As in ``StepCost``.
+        is_graphed: ``Swaps.is_graphed``.
+    """
+
+    layers: _MeteredLayers
+    places: list[int]
+    weight_bytes: list[int]
+    held_bytes: int
+    buffer_bytes: int
+    trained_bytes: int
+    embedding_bytes: int
+    is_graphed: bool | str
+
+    def costs_on(self, machine: Gpu) -> StepCost:
+        """Return the estimated cost of the step on a GPU, layer by layer."""
+        cost, is_graphed = self.layers.costs_on(machine, places=self.places, is_graphed=self.is_graphed)
+        segments = tuple(
+            segment._replace(weight_bytes=num_bytes) for segment, num_bytes in zip(cost.segments, self.weight_bytes)
+        )
+        shared_bytes = cost.base_bytes + self.buffer_bytes
+        if is_graphed:
+            shared_bytes += _graph_bytes(segments, head_peak_bytes=cost.head_peak_bytes)
+        return cost._replace(
+            segments=segments,
+            base_bytes=shared_bytes + self.held_bytes,
+            other_ms=_OPTIMIZER_PASSES * self.trained_bytes / machine.reached_bytes_per_s * 1e3,
+            embedding_bytes=self.embedding_bytes,
+            shared_bytes=shared_bytes,
+        )
+
+
 def model_costs(
+    model: PreTrainedModel | PretrainedConfig | Mapping[str, Any] | ModelSource, *, machine: Gpu, **options: Any
+) -> StepCost:
+    """Return the estimated cost of a step over one pack on a GPU, layer by layer.
+
+    Args:
+        model: As in ``meter_step``.
+        machine: The GPU.
+        options: As in ``meter_step``.
+
+    Raises:
+        UnsupportedModelError: As ``meter_step``.
+        MissingDependencyError: As ``meter_step``.
+
+    Cost:
+        That of ``meter_step``.
+    """
+    return meter_step(model, **options).costs_on(machine)
+
+
+def meter_step(
     model: PreTrainedModel | PretrainedConfig | Mapping[str, Any] | ModelSource,
     *,
     num_tokens: int,
     mean_document_tokens: float,
-    machine: Gpu,
     quantization: Literal["nf4"] | None = None,
-    lora_rank: int | None = None,
-    lora_targets: str | Sequence[str] = "all-linear",
+    lora: LoraConfig | int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     has_masters: bool = False,
     optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
-) -> StepCost:
-    """Return the estimated cost of a step over one pack, layer by layer.
+    swaps: Swaps | None = None,
+    label_share: float = 1.0,
+) -> MeteredStep:
+    """Run a step over one pack on the meta device.
 
-    One decoder layer of each kind runs forward and backward on the meta device. The times of its operators follow from
-    the published rates of the GPU, times the shares of these rates that were measured on an H200. All tokens count as
-    labelled.
+    The first decoder layers, as many as there are kinds, run forward and backward with the patches of a run, under the
+    probes that measure the first steps of a run. The times of their kernels follow from the published rates of a GPU,
+    times the shares of these rates that were measured on an H200.
 
     Args:
         model: A configuration, or a transformers model on the meta device, to which adapters are added.
         num_tokens: Tokens of a pack; under context parallelism, of the share of one GPU.
         mean_document_tokens: Length of the whole document of a token, averaged over tokens.
-        machine: The GPU.
         quantization: "nf4" stores the weights of all linear layers except the head in NF4.
-        lora_rank: Rank of the adapters of a frozen base; None trains every weight.
-        lora_targets: PEFT's ``target_modules``.
+        lora: Adapters of a frozen base, or the rank of adapters on every linear layer; None trains every weight.
         dtype: Dtype of weights and arithmetic.
         has_masters: Whether fp32 masters of trained weights are held beside weights of lower precision.
-        optimizer: Returns the optimizer of whole weights, whose ``state_bytes`` then count instead of two moments in
-            the dtype of the weights.
+        optimizer: Returns the optimizer, whose ``state_bytes`` then count instead of two moments in fp32 (of adapters)
+            or in the dtype of the weights.
+        swaps: Callbacks of the run; None for the default ones of ``Swaps``.
+        label_share: Share of the tokens that is labelled; the head computes only these.
 
     Raises:
         UnsupportedModelError: A layer does not run on the meta device.
+        MissingDependencyError: quantization is "nf4", a layer is not fused, and bitsandbytes is not installed.
 
     Cost:
         Some seconds on the host; no weights and no device are needed.
@@ -88,38 +187,43 @@ def model_costs(
     check_int("num_tokens", num_tokens, low=1)
     check_float("mean_document_tokens", mean_document_tokens, low=1.0)
     check_choice("quantization", quantization, (None, "nf4"))
+    check_share("label_share", label_share)
+    swaps = swaps or Swaps()
     base = model if isinstance(model, PreTrainedModel) else build_on_meta(model, dtype=dtype)
-    set_metered_attention(base)
-    head = base.get_output_embeddings()
-    quantized = _quantised_weights(base, skipped=head) if quantization else []
-    if lora_rank is not None:
-        _add_adapters(base, rank=check_int("lora_rank", lora_rank, low=1), targets=lora_targets)
-    bytes_of = _ByteCounter(quantized, has_adapters=lora_rank is not None, has_masters=has_masters)
-    if optimizer is not None and lora_rank is None:
+    if quantization:
+        _quantise(base, dtype=dtype)
+    if lora is not None:
+        _add_adapters(base, lora)
+    own_bytes: Callable[[nn.Parameter], int] | None = None
+    if optimizer is not None:
         given = optimizer([parameter for parameter in base.parameters() if parameter.requires_grad])
-        bytes_of.state_bytes = getattr(given, "state_bytes", None)
+        own_bytes = getattr(given, "state_bytes", None)
     layers = decoder_layers(base)
-    calls = _record_calls(base, layers, num_tokens=num_tokens)
-    meter = Meter(machine, document_tokens=mean_document_tokens, resident=list(base.parameters()), quantized=quantized)
-    kinds: dict[tuple[Any, ...], SegmentCost] = {}
-    segments = []
-    for layer, call in zip(layers, calls):
-        kind = _kind(layer)
-        if kind not in kinds:
-            kinds[kind] = _measure_layer(layer, call, meter, bytes_of)
-        segments.append(kinds[kind])
-    head_bytes, head_ms = _head_cost(base, num_tokens=num_tokens, machine=machine, dtype=dtype)
+    kinds = [_kind(layer) for layer in layers]
+    num_layers = max(kinds.index(kind) for kind in kinds) + 2
+    batch = _make_batch(num_tokens, document_tokens=mean_document_tokens, label_share=label_share)
+    with _first_layers(base, num_layers):
+        metered = _meter_layers(base, batch, document_tokens=mean_document_tokens, swaps=swaps)
+    # The first layer also takes the end of its backward, so the last one of a kind stands for the others.
+    place_of = {kind: place for place, kind in enumerate(kinds[:num_layers])}
+    places = [place_of[kind] for kind in kinds]
     trained = [parameter for parameter in base.parameters() if parameter.requires_grad]
-    optimizer_bytes = sum(
-        parameter.numel() * (4 if lora_rank is not None else parameter.element_size()) for parameter in trained
-    )
-    return StepCost(
-        segments=tuple(segments),
-        base_bytes=bytes_of.all(base.parameters()),
-        head_peak_bytes=head_bytes,
-        head_ms=head_ms,
-        other_ms=_OPTIMIZER_PASSES * optimizer_bytes / machine.reached_bytes_per_s * 1e3,
+    if own_bytes is None:
+        # Adapters and masters have moments in fp32, other weights in their dtype.
+        per_weight = 12 if has_masters and lora is None else 8 if lora is not None else 2 * dtype.itemsize
+        own_bytes = functools.partial(_moments, per_weight=per_weight)
+    held_bytes = sum(metered.held_bytes[place] for place in places) + sum(map(_num_bytes, _weights_of(base)))
+    # Lightning frees the gradients of a step between the forward and the backward of the next one.
+    held_bytes += sum(_num_bytes(parameter) + own_bytes(parameter) for parameter in trained)
+    return MeteredStep(
+        metered,
+        places,
+        weight_bytes=[frozen_bytes(layer) for layer in layers],
+        held_bytes=held_bytes,
+        buffer_bytes=sum(map(_num_bytes, base.buffers())),
+        trained_bytes=sum(map(_num_bytes, trained)),
         embedding_bytes=movable_embedding_bytes(base),
+        is_graphed=swaps.is_graphed,
     )
 
 
@@ -141,233 +245,310 @@ def default_vram_bytes(gpu: Gpu, cost: StepCost) -> int:
     return resident_bytes + int(AUTO_VRAM_SHARE * (gpu.memory_bytes - resident_bytes))
 
 
-def _add_adapters(model: PreTrainedModel, *, rank: int, targets: str | Sequence[str]) -> None:
-    """Add adapters to the modules of the model, in their compute dtype."""
-    from peft import LoraConfig, inject_adapter_in_model
-
-    if targets == ALL_LINEAR:
-        # By name, because PEFT's list includes stacks of experts, whose adapters do not run on the meta device.
-        targets = find_default_targets(model).names
-    targets = targets if isinstance(targets, str) else list(targets)
-    with torch.device("meta"):
-        lora = LoraConfig(r=rank, target_modules=targets)
-        check_patterns(lora, [name for name, _ in model.named_modules()])
-        inject_adapter_in_model(lora, model)
-    for parameter in model.parameters():
-        # Adapters compute from a copy in the dtype of the base (fused/low_precision_adapters.py).
-        if parameter.requires_grad:
-            parameter.data = parameter.data.to(model.dtype)
-
-
-def _quantised_weights(model: nn.Module, *, skipped: nn.Module | None) -> list[torch.Tensor]:
-    """Return the weights that quantization="nf4" stores in 4 bits: linear layers except the head, and expert stacks."""
-    linear = [module.weight for module in model.modules() if isinstance(module, nn.Linear) and module is not skipped]
-    return [*linear, *(module.get_parameter(name) for module, name in check_experts(model))]
-
-
-class _ByteCounter:
-    """Count the device memory of parameters: weights, and for trained ones gradients and optimizer state.
+def plan_on(gpu: Gpu, cost: StepCost, *, vram_budget_bytes: int | None, host_budget_bytes: int, **options: Any) -> Plan:
+    """Return the plan that a run makes on a GPU.
 
     Args:
-        quantized: Weights stored in NF4.
-        has_adapters: Whether trained parameters are adapters: an fp32 master, its gradient and moments, and a copy in
-            the compute dtype.
-        has_masters: Whether other trained parameters have an fp32 master and moments beside a weight and gradient in
-            the compute dtype; otherwise moments have the dtype of the weights.
+        gpu: The GPU.
+        cost: Of the step on it.
+        vram_budget_bytes: The ``vram_budget`` of the run, of which it plans 95 %, or all if nothing fits 95 %; None for
+            ``default_vram_bytes``.
+        host_budget_bytes: As in ``make_plan``.
+        options: Other options of ``make_plan``.
+
+    Raises:
+        OptionError: As ``make_plan``.
+    """
+    options |= {"host_budget_bytes": host_budget_bytes, "machine": gpu.machine}
+    if vram_budget_bytes is None:
+        return make_plan(cost, vram_budget_bytes=default_vram_bytes(gpu, cost), **options)
+    try:
+        return make_plan(cost, vram_budget_bytes=int(PLANNED_SHARE * vram_budget_bytes), **options)
+    except OptionError:
+        return make_plan(cost, vram_budget_bytes=vram_budget_bytes, **options)
+
+
+class _MeteredLayers(NamedTuple):
+    """The layers that ran on the meta device.
+
+    Args:
+        device: Clock of the kernels that ran.
+        read: Returns the costs of the layers by this clock.
+        held_bytes: Memory that each layer holds beside its weights.
+        gradient_bytes: Gradients of each layer.
+        is_fused: Whether layers are fused.
     """
 
-    def __init__(self, quantized: Sequence[torch.Tensor], *, has_adapters: bool, has_masters: bool) -> None:
-        self._quantized = {id(tensor) for tensor in quantized}
-        self._has_adapters, self._has_masters = has_adapters, has_masters
-        # The optimizer reports its device memory per parameter.
-        self.state_bytes: Callable[[nn.Parameter], int] | None = None
+    device: MeteredDevice
+    read: Callable[[], StepCost]
+    held_bytes: list[int]
+    gradient_bytes: list[int]
+    is_fused: bool
 
-    def all(self, parameters: Any) -> int:
-        """Return the bytes of all these parameters, each counted once."""
-        return sum(map(self._of, {id(parameter): parameter for parameter in parameters}.values()))
+    def costs_on(self, machine: Gpu, *, places: Sequence[int], is_graphed: bool | str) -> tuple[StepCost, bool]:
+        """Return the costs of a step without the memory of weights and optimizer, and whether layers run from graphs.
 
-    def frozen(self, layer: nn.Module) -> int:
-        """Return the bytes of a layer's frozen weights."""
-        return sum(self._of(parameter) for parameter in layer.parameters() if not parameter.requires_grad)
+        Args:
+            machine: The GPU.
+            places: For each decoder layer, the place of the one that ran for it.
+            is_graphed: ``Swaps.is_graphed``.
+        """
+        self.device.ms_of = lambda kernel: kernel.ms_on(machine)
+        cost = self.read()
+        # The same step by the kernels that the host launches; layers from graphs need none.
+        host_ms = _HOST_MS_FUSED if self.is_fused else _HOST_MS_PER_KERNEL
+        self.device.ms_of = lambda kernel: host_ms
+        host = self.read()
+        # The meter sees the end of the first layer, which the probe does not.
+        first = cost.segments[0]
+        first = first._replace(backward_ms=first.backward_ms + cost.other_ms)
+        # Gradients count as resident.
+        segments = [
+            segment._replace(backward_peak_bytes=max(0, segment.backward_peak_bytes - num_bytes))
+            for segment, num_bytes in zip((first, *cost.segments[1:]), self.gradient_bytes)
+        ]
+        cost = cost._replace(segments=tuple(segments[place] for place in places), other_ms=0.0)
+        host = host._replace(segments=tuple(host.segments[place] for place in places))
+        # No step waits for the device, so the host launches ahead wherever it is faster, and the slower one of the two
+        # sets the time of the whole step.
+        is_launch_bound = _kept_ms(host) > _kept_ms(cost)
+        if self.is_fused and (is_launch_bound if is_graphed == "auto" else is_graphed):
+            return cost, True
+        if is_launch_bound:
+            launched = tuple(_launched(*pair) for pair in zip(cost.segments, host.segments))
+            cost = cost._replace(segments=launched, head_ms=host.head_ms)
+        return cost, False
 
-    def _of(self, parameter: nn.Parameter) -> int:
-        if id(parameter) in self._quantized:
-            return int(parameter.numel() * NF4_BYTES_PER_WEIGHT)
-        if not parameter.requires_grad:
-            return parameter.numel() * parameter.element_size()
-        size = parameter.element_size()
-        if self._has_adapters:
-            return parameter.numel() * (_MASTER_BYTES + size)
-        if self.state_bytes is not None:
-            return parameter.numel() * 2 * size + self.state_bytes(parameter)
-        return parameter.numel() * (_WHOLE_MASTER_BYTES + 2 * size if self._has_masters else 4 * size)
 
-
-class _Call(NamedTuple):
-    """Arguments with which the model calls a layer."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-def _record_calls(model: PreTrainedModel, layers: Sequence[nn.Module], *, num_tokens: int) -> list[_Call]:
-    """Run the decoder once on the meta device and return the arguments of each layer."""
-    calls: list[_Call] = []
-    hooks = [
-        layer.register_forward_pre_hook(lambda _, args, kwargs: calls.append(_Call(args, kwargs)), with_kwargs=True)
-        for layer in layers
-    ]
-    token_T = torch.zeros(1, num_tokens, dtype=torch.long, device="meta")
+def _meter_layers(
+    model: PreTrainedModel, batch: PackedBatch, *, document_tokens: float, swaps: Swaps
+) -> _MeteredLayers:
+    """Install what a run installs, keep and then recompute every layer on the meta device, under the probes."""
+    patcher, checkpointing = ModelPatcher(), OffloadCheckpointing("recompute", mlp_tiles=swaps.mlp_tiles)
     try:
-        with torch.no_grad():
-            model.get_decoder()(input_ids=token_T, attention_mask=torch.ones_like(token_T), use_cache=False)
+        is_fused = _install(model, patcher, checkpointing, swaps=swaps)
+        segments, layers = checkpointing.last_segments(), decoder_layers(model)
+        meter = Meter(document_tokens=document_tokens, resident=[*_weights_of(model), *model.buffers()])
+        device = MeteredDevice(meter)
+        saved, step = SavedBytesProbe(device), StepProbe(device)
+        with meter:
+            # The first step makes what stays, and finds the value point at which a recompute ends.
+            for observer, plan in ((None, RECOMPUTE), (saved, KEEP), (step, RECOMPUTE)):
+                _observe(segments, observer, plan=plan)
+                loss = model(**batch).loss
+                if observer is not saved:
+                    loss.backward()
+                del loss
+                model.zero_grad()
+                # Counted by layer, because only the first layers run.
+                meter.add_resident(tensor for layer in layers for tensor in _held_tensors(layer))
+            step.step_ends()
+        held_bytes = [sum(map(_num_bytes, _held_tensors(layer))) for layer in layers]
+        gradient_bytes = [
+            sum(_num_bytes(parameter) for parameter in layer.parameters() if parameter.requires_grad)
+            for layer in layers
+        ]
     except (NotImplementedError, RuntimeError) as error:
         raise UnsupportedModelError(
             f"{type(model).__name__} does not run on the meta device, so its costs are not known without a GPU: "
-            f"{error}. Adapters on experts are one cause: set target_modules to the projections of attention, or plan "
-            "on the GPU, where the first steps are measured."
+            f"{error}. Plan on the GPU, where the first steps are measured."
         ) from error
     finally:
-        for hook in hooks:
-            hook.remove()
-    return calls
+        for parameter in model.parameters():
+            parameter.grad = None
+        patcher.undo()
+    width = model.config.get_text_config(decoder=True).hidden_size
+    read = functools.partial(
+        step.read,
+        segments,
+        input_bytes=align(batch.context.num_tokens * width * model.dtype.itemsize),
+        saved_bytes=saved.saved_bytes.__getitem__,
+        extra_bytes=0,
+        weight_bytes=[0] * len(segments),
+    )
+    return _MeteredLayers(device, read, held_bytes, gradient_bytes, is_fused)
+
+
+def _install(
+    model: PreTrainedModel, patcher: ModelPatcher, checkpointing: OffloadCheckpointing, *, swaps: Swaps
+) -> bool:
+    """Patch a model as a run does; return whether its layers are fused."""
+    is_fused = False
+    if swaps.has_router:
+        install_bincount_router(model, patcher)
+    if swaps.is_fused:
+        is_fused = any(status.state == "active" for status in install_fused_layers(model, patcher, awaits_copies=True))
+    if swaps.is_fp8:
+        # In plain PyTorch, because the meta device has no compute capability.
+        install_fp8_base(model, patcher, is_emulated=True)
+        install_fp8_experts(model, patcher, is_emulated=True)
+    install_low_precision_adapters(model, patcher, compute_dtype=model.dtype)
+    statuses = install_packed_training(model, patcher, checkpointing=checkpointing).statuses
+    if any(status.name == MIXERS_STATUS and status.state == "active" for status in statuses):
+        raise NotImplementedError("the kernels of recurrent mixers run on a GPU only")
+    if is_fused and not swaps.is_fp8:
+        fuse_weight_buffers(model, patcher, device_types=("meta",))
+    return is_fused
+
+
+def _observe(segments: Sequence[Segment], observer: SegmentObserver | None, *, plan: SegmentPlan) -> None:
+    for segment in segments:
+        segment.plan, segment.observer = plan, observer
+
+
+def _kept_ms(cost: StepCost) -> float:
+    """Return the time of a step that recomputes nothing."""
+    return cost.head_ms + sum(segment.forward_ms + segment.backward_ms for segment in cost.segments)
+
+
+def _launched(device: SegmentCost, host: SegmentCost) -> SegmentCost:
+    """Return the costs of a layer in a step that takes as long as its launches."""
+    values = tuple(
+        ValueCost(value.name, value.num_bytes, max(value.rebuild_ms, other.rebuild_ms))
+        if host.recompute_ms > device.recompute_ms
+        else value
+        for value, other in zip(device.values, host.values)
+    )
+    return device._replace(
+        forward_ms=host.forward_ms,
+        backward_ms=host.backward_ms,
+        recompute_ms=max(device.recompute_ms, host.recompute_ms),
+        values=values,
+    )
+
+
+def _make_batch(num_tokens: int, *, document_tokens: float, label_share: float) -> PackedBatch:
+    """Return a pack of equal documents on the meta device, whose last tokens are labelled."""
+    length = max(2, min(num_tokens, round(document_tokens)))
+    lengths = [length] * (num_tokens // length) + [num_tokens % length] * bool(num_tokens % length)
+    label_T = torch.full((num_tokens,), IGNORED_LABEL)
+    end = 0
+    for length in lengths:
+        end += length
+        label_T[end - min(length - 1, round(label_share * length)) : end] = 0
+    context = BatchContext(lengths=lengths, label_T=label_T, num_items=max(1, int((label_T == 0).sum())))
+    return PackedBatch(input_id_T=torch.zeros(num_tokens, dtype=torch.int64), context=context).to("meta")
+
+
+def _quantise(model: PreTrainedModel, *, dtype: torch.dtype) -> None:
+    """Give linear layers other than the head, and stacks of experts, weights in NF4 without numbers."""
+    state_class: Any = nf4_shapes.QuantState
+    layer_class: Any = nf4_shapes.Linear4bit
+    weight_class: Any = nf4_shapes.Params4bit
+    if find_spec("bitsandbytes") is not None:
+        from bitsandbytes.functional import QuantState
+        from bitsandbytes.nn import Linear4bit, Params4bit
+
+        state_class, layer_class, weight_class = QuantState, Linear4bit, Params4bit
+    head = model.get_output_embeddings()
+    for name, linear in [*model.named_modules()]:
+        if type(linear) is not nn.Linear or linear is head:
+            continue
+        num_weights = linear.weight.numel()
+        num_blocks = -(-num_weights // BLOCK_WEIGHTS)
+        with torch.device("meta"):
+            nested = state_class(
+                torch.empty(-(-num_blocks // GROUP_BLOCKS)),
+                blocksize=GROUP_BLOCKS,
+                code=torch.empty(256),
+                dtype=torch.float32,
+            )
+            state = state_class(
+                torch.empty(num_blocks, dtype=torch.uint8),
+                shape=linear.weight.shape,
+                dtype=dtype,
+                blocksize=BLOCK_WEIGHTS,
+                code=torch.empty(16),
+                quant_type="nf4",
+                offset=torch.empty(()),
+                state2=nested,
+            )
+            packed = torch.empty(num_weights // 2, 1, dtype=torch.uint8)
+            layer = layer_class(
+                linear.in_features, linear.out_features, linear.bias is not None, compute_dtype=dtype, quant_type="nf4"
+            )
+        layer.weight = weight_class(
+            packed, requires_grad=False, quant_state=state, quant_type="nf4", bnb_quantized=True, module=layer
+        )
+        layer.bias = linear.bias
+        layer.support_avx512bf16_for_cpu = False
+        model.set_submodule(name, layer)
+    quantise_experts(model)
+
+
+def _add_adapters(model: PreTrainedModel, lora: LoraConfig | int) -> None:
+    """Add adapters to the modules of the model."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    lora = LoraConfig(r=lora) if isinstance(lora, int) else lora
+    check_patterns(lora, [name for name, _ in model.named_modules()])
+    lora, _ = copy_with_targets(model, lora)
+    with torch.device("meta"):
+        inject_adapter_in_model(lora, model)
+    cast_adapters(model, torch.float32)
+
+
+@contextlib.contextmanager
+def _first_layers(model: PreTrainedModel, num_layers: int) -> Iterator[None]:
+    """Let a model run only its first decoder layers."""
+    layers = decoder_layers(model)
+    name = next(
+        name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and layers[0] in [*module]
+    )
+    whole = model.get_submodule(name)
+    model.set_submodule(name, nn.ModuleList(layers[:num_layers]))
+    try:
+        yield
+    finally:
+        model.set_submodule(name, whole)
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
-    """Return a key that is equal for layers of equal cost: modules, shapes and attention window."""
-    modules = tuple((name, type(module).__name__) for name, module in layer.named_modules())
+    """Return a key that is equal for layers of equal cost: modules with their plain attributes, and shapes."""
+    modules = tuple(
+        (name, type(module).__name__, *((key, value) for key, value in vars(module).items() if _is_plain(key, value)))
+        for name, module in layer.named_modules()
+    )
     shapes = tuple(
         (name, tuple(parameter.shape), parameter.requires_grad) for name, parameter in layer.named_parameters()
     )
-    return modules, shapes, _window(layer)
+    return modules, shapes
 
 
-def _window(layer: nn.Module) -> int | None:
-    """Return the attention window of a layer that has run, in keys per query."""
-    return next(
-        (vars(module)[WINDOW_ATTRIBUTE] for module in layer.modules() if WINDOW_ATTRIBUTE in vars(module)), None
-    )
+def _is_plain(name: str, value: object) -> bool:
+    return name not in ("layer_idx", "training") and isinstance(value, (bool, int, float, str, type(None)))
 
 
-def _measure_layer(layer: nn.Module, call: _Call, meter: Meter, bytes_of: _ByteCounter) -> SegmentCost:
-    """Run a layer without gradients, then forward and backward, and read the meter."""
-    hidden, *others = call.args
-    meter.limit_window(_window(layer))
-    for parameter in layer.parameters():
-        if parameter.requires_grad:
-            # Gradients count as resident memory.
-            parameter.grad = torch.empty_like(parameter)
-            meter.ignore(parameter.grad)
-    entry = hidden.detach().requires_grad_()
-    meter.ignore(entry)
-    with meter:
-        with torch.no_grad():
-            start_bytes, start = meter.start_peak(), meter.read()
-            layer(hidden, *others, **call.kwargs)
-            forward = meter.read().since(start)
-            forward_peak = meter.peak_bytes - start_bytes
-        record = _LayerRecord(layer, meter)
-        held_bytes, start = meter.start_peak(), meter.read()
-        with record, torch.autograd.graph.saved_tensors_hooks(record.pack, lambda tensor: tensor):
-            out = layer(entry, *others, **call.kwargs)
-        out = out[0] if isinstance(out, tuple) else out
-        saved_bytes = meter.start_peak() - held_bytes - out.numel() * out.element_size()
-        middle_bytes, middle = meter.live_bytes, meter.read()
-        torch.autograd.backward(out, torch.empty_like(out))
-        backward = meter.read().since(middle)
-        backward_peak = meter.peak_bytes - middle_bytes
-    for parameter in layer.parameters():
-        parameter.grad = None
-    values, unneeded = record.values(forward)
-    replay = record.last_pack.since(start)
-    return SegmentCost(
-        input_bytes=hidden.numel() * hidden.element_size(),
-        saved_bytes=max(0, saved_bytes),
-        forward_ms=forward.ms(),
-        backward_ms=backward.ms(),
-        recompute_ms=max(replay.ms() - unneeded.ms(), sum(value.rebuild_ms for value in values)),
-        values=values,
-        forward_peak_bytes=forward_peak,
-        backward_peak_bytes=backward_peak,
-        weight_bytes=bytes_of.frozen(layer),
-    )
+def _weights_of(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the parameters of a model, each once; the tensors of a quantised weight one by one."""
+    for parameter in model.parameters():
+        state, stack = getattr(parameter, "quant_state", None), getattr(parameter, "stack", None)
+        if stack is not None:
+            yield from stack
+            continue
+        yield parameter
+        if state is not None:
+            yield from (state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code)
 
 
-class _LayerRecord:
-    """Record meter readings at the linear layers, the attention and the last saved tensor of a running layer."""
-
-    def __init__(self, layer: nn.Module, meter: Meter) -> None:
-        self.last_pack = meter.read()
-        self._meter = meter
-        self._done: list[tuple[str, Reading, int]] = []
-        self._starts: dict[str, Reading] = {}
-        self._num_packs = 0
-        self._packs_at_last_end = 0
-        self._hooks: list[Any] = []
-        self._layer = layer
-
-    def __enter__(self) -> None:
-        self._meter.on_attention = lambda before, after, num_bytes: self._note(
-            ATTENTION_VALUE, after.since(before), num_bytes
-        )
-        for name, module in self._layer.named_modules():
-            if isinstance(module, nn.Linear) and "lora_" not in name:
-                self._hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self._begin(name)))
-                self._hooks.append(
-                    module.register_forward_hook(lambda _module, _args, out, name=name: self._end(name, out))
-                )
-            if hasattr(module, "base_layer"):
-                self._hooks.append(module.register_forward_hook(lambda *_: self._note_end()))
-
-    def __exit__(self, *_: object) -> None:
-        self._meter.on_attention = None
-        for hook in self._hooks:
-            hook.remove()
-
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Record that a tensor is saved for the backward."""
-        self._num_packs += 1
-        self.last_pack = self._meter.read()
-        return tensor
-
-    def values(self, forward: Reading) -> tuple[tuple[ValueCost, ...], Reading]:
-        """Return the values that can be held, in order, and the time of a last product that no backward needs."""
-        done, unneeded = self._done, Reading(0.0, 0)
-        if done and self._num_packs == self._packs_at_last_end:
-            # Nothing was saved after the last linear layer, so a recompute skips it.
-            *done, (_, unneeded, _) = done
-        is_host_bound = forward.ms() > forward.device_ms
-        values = [
-            ValueCost(name.removesuffix(_BASE_SUFFIX), size, taken.ms() if is_host_bound else taken.device_ms)
-            for name, taken, size in done
-        ]
-        return tuple(values), unneeded
-
-    def _begin(self, name: str) -> None:
-        self._starts[name] = self._meter.read()
-
-    def _end(self, name: str, out: torch.Tensor) -> None:
-        self._note(name, self._meter.read().since(self._starts[name]), out.numel() * out.element_size())
-        self._note_end()
-
-    def _note_end(self) -> None:
-        self._packs_at_last_end = self._num_packs
-
-    def _note(self, name: str, taken: Reading, num_bytes: int) -> None:
-        self._done.append((name, taken, num_bytes))
+def _graph_bytes(segments: Sequence[SegmentCost], *, head_peak_bytes: int) -> int:
+    """Return the memory that graphs of layers hold beside a plan: the output of each layer, and temporary memory that
+    their pool keeps, so that forward, backward and head do not share it.
+    """
+    outputs = sum(segment.input_bytes for segment in segments)
+    forward = max(segment.forward_peak_bytes for segment in segments)
+    return outputs + forward + max(segment.backward_peak_bytes for segment in segments) + head_peak_bytes
 
 
-def _head_cost(model: PreTrainedModel, *, num_tokens: int, machine: Gpu, dtype: torch.dtype) -> tuple[int, float]:
-    """Return transient bytes and time of the final norm, the chunked head and the loss, forward and backward."""
-    weight = model.get_output_embeddings().weight
-    vocab_size, width = weight.shape
-    num_products = 2 + weight.requires_grad
-    flops = 2.0 * num_products * vocab_size * width * num_tokens
-    # Last hidden states, their norm and its fp32 copy, their gradient, and one chunk of logits, which its gradient
-    # overwrites.
-    states_bytes = num_tokens * width * (4 * dtype.itemsize + 4)
-    chunk_bytes = min(num_tokens, DEFAULT_CHUNK_ROWS) * vocab_size * dtype.itemsize
-    gradient_bytes = 4 * vocab_size * width if weight.requires_grad else 0
-    # The loss reads and writes the logits once.
-    loss_ms = 2.0 * num_tokens * vocab_size * dtype.itemsize / machine.reached_bytes_per_s * 1e3
-    return states_bytes + chunk_bytes + gradient_bytes, flops / machine.sustained_flops_per_s * 1e3 + loss_ms
+def _held_tensors(layer: nn.Module) -> list[torch.Tensor]:
+    """Return what a layer holds beside its weights: low-precision copies of adapters, and weights in fp8."""
+    weights = vars(layer).get(FP8_ATTRIBUTE, ())
+    return [*copies_in(layer), *(tensor for weight in weights for tensor in weight.memory()), *held_memory(layer)]
+
+
+def _moments(parameter: nn.Parameter, *, per_weight: int) -> int:
+    return parameter.numel() * per_weight
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

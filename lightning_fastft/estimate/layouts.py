@@ -39,7 +39,7 @@ class Layout(NamedTuple):
 
     Args:
         kind: "ddp" holds the model on every GPU, "fsdp2" shards it over all, "hybrid" over those of a node, and
-            "expert" shards the experts over ``size`` GPUs and holds the rest on each.
+            "expert" shards it over ``size`` GPUs, whose experts are never gathered.
         size: GPUs of an expert-parallel group.
         context: GPUs that share each pack.
         is_resident: Whether the frozen weights of "fsdp2" stay gathered on every GPU, next to its shard.
@@ -89,6 +89,7 @@ class ModelSize(NamedTuple):
         attention_columns: Columns of queries, keys and values of a token.
         output_columns: Columns of the attention output of a token.
         num_experts: Routed experts of a layer; 0 in a dense model.
+        shared_bytes: Memory of each GPU that is neither weights nor their state.
     """
 
     layers: tuple[LayerSize, ...]
@@ -101,6 +102,7 @@ class ModelSize(NamedTuple):
     attention_columns: int
     output_columns: int
     num_experts: int
+    shared_bytes: int
 
     @property
     def parts(self) -> tuple[LayerSize, ...]:
@@ -172,13 +174,14 @@ def measure_model(model: PreTrainedModel, cost: StepCost) -> ModelSize:
         layers=tuple(layers),
         root=root,
         trained_itemsize=4 if has_adapters else itemsize,
-        state_itemsize=(cost.base_bytes - frozen_bytes) / max(1, num_trained),
+        state_itemsize=(cost.base_bytes - cost.shared_bytes - frozen_bytes) / max(1, num_trained),
         itemsize=itemsize,
         width=config.hidden_size,
         num_heads=num_heads,
         attention_columns=(num_heads + 2 * num_kv_heads) * head_width,
         output_columns=num_heads * head_width,
         num_experts=max((stack.shape[0] for layer in decoder_layers(model) for stack in _stacks(layer)), default=0),
+        shared_bytes=cost.shared_bytes,
     )
 
 
@@ -202,7 +205,8 @@ def possible_layouts(cluster: Cluster, model: ModelSize) -> Iterator[Layout]:
 
 def num_shards(layout: Layout, cluster: Cluster) -> int:
     """Return the number of GPUs over which one copy of the dense weights is sharded."""
-    return {"fsdp2": cluster.num_gpus, "hybrid": cluster.gpus_per_node}.get(layout.kind, 1)
+    shards = {"fsdp2": cluster.num_gpus, "hybrid": cluster.gpus_per_node, "expert": layout.size}
+    return shards.get(layout.kind, 1)
 
 
 def resident_bytes(layout: Layout, cluster: Cluster, model: ModelSize, *, num_tokens: int) -> int:
@@ -214,28 +218,30 @@ def resident_bytes(layout: Layout, cluster: Cluster, model: ModelSize, *, num_to
         model: Sizes of the model.
         num_tokens: Tokens of a GPU's micro-batch.
     """
-    shards, state = num_shards(layout, cluster), model.state_itemsize
-    if shards > 1:
-        held = sum(part.frozen_bytes + part.num_trained * state for part in model.parts) / shards
-        held += sum(layer.frozen_bytes for layer in model.layers) if layout.is_resident else 0.0
-        layer = max(model.layers, key=model.gathered_bytes)
-        # The tensors outside of the layers stay gathered through the step, and so do their gradients in the backward.
-        gathered = model.gathered_bytes(model.root)
-        gathered += _GATHERED_LAYERS * model.gathered_bytes(layer, is_resident=layout.is_resident)
-        gradients = model.root.num_trained * model.trained_itemsize
-        gradients += layer.num_trained * (model.trained_itemsize + _REDUCED_BYTES)
-        return int(held + gathered + gradients)
-    size = layout.size
-    dense = sum(
-        part.frozen_bytes - part.expert_bytes + (part.num_trained - part.num_expert_trained) * state
-        for part in model.parts
-    )
-    experts = sum(part.expert_bytes + part.num_expert_trained * state for part in model.parts) / size
-    # Buckets of the first reduction, before gradients become views of them.
-    buckets = sum(part.num_trained for part in model.parts) * model.trained_itemsize if cluster.num_gpus > 1 else 0
-    # Inputs of all ranks, and outputs before they are reduced.
-    tokens = 2 * num_tokens * model.width * model.itemsize * size if size > 1 else 0
-    return int(dense + experts + buckets + tokens)
+    shards = num_shards(layout, cluster)
+    held = sum(part.frozen_bytes + part.num_trained * model.state_itemsize for part in model.parts) / shards
+    if shards == 1:
+        # Buckets of the first reduction, before gradients become views of them.
+        buckets = sum(part.num_trained for part in model.parts) * model.trained_itemsize if cluster.num_gpus > 1 else 0
+        return int(held + buckets) + model.shared_bytes
+    held += sum(layer.frozen_bytes for layer in model.layers) if layout.is_resident else 0.0
+    layers = [_gathered_part(layer, layout) for layer in model.layers]
+    layer = max(layers, key=model.gathered_bytes)
+    # The tensors outside of the layers stay gathered through the step, and so do their gradients in the backward.
+    gathered = model.gathered_bytes(model.root)
+    gathered += _GATHERED_LAYERS * model.gathered_bytes(layer, is_resident=layout.is_resident)
+    gradients = model.root.num_trained * model.trained_itemsize
+    gradients += layer.num_trained * (model.trained_itemsize + _REDUCED_BYTES)
+    # Inputs of all ranks that share the experts, and outputs before they are reduced.
+    tokens = 2 * num_tokens * model.width * model.itemsize * layout.size if layout.size > 1 else 0
+    return int(held + gathered + gradients + tokens) + model.shared_bytes
+
+
+def _gathered_part(part: LayerSize, layout: Layout) -> LayerSize:
+    """Return the sizes of a part without the experts that ranks own, which are not gathered."""
+    if layout.kind != "expert":
+        return part
+    return LayerSize(part.frozen_bytes - part.expert_bytes, part.num_trained - part.num_expert_trained, 0.0, 0)
 
 
 def rank_cost(cost: StepCost, layout: Layout, cluster: Cluster, model: ModelSize, *, num_tokens: int) -> StepCost:
@@ -297,17 +303,18 @@ def exchange(
     if shards > 1:
         for part in model.parts:
             is_layer = part is not model.root
-            num_bytes = model.gathered_bytes(part, is_resident=layout.is_resident and is_layer)
+            gathered = _gathered_part(part, layout)
+            num_bytes = model.gathered_bytes(gathered, is_resident=layout.is_resident and is_layer)
             forward += ring.neighbours_ms(num_bytes, shards)
             # The tensors outside of the layers stay gathered.
             backward += ring.neighbours_ms(num_bytes, shards) if is_layer else 0.0
             handled += num_bytes * (2 if is_layer else 1)
     for part in model.parts if is_last else ():
-        num_bytes = part.num_trained * (_REDUCED_BYTES if shards > 1 else model.trained_itemsize)
+        gathered = _gathered_part(part, layout)
+        num_bytes = gathered.num_trained * (_REDUCED_BYTES if shards > 1 else model.trained_itemsize)
         handled += num_bytes
         if layout.kind == "expert":
             expert_bytes = part.num_expert_trained * model.trained_itemsize
-            num_bytes -= expert_bytes
             backward += ring.groups_ms(expert_bytes / layout.size, layout.size, times=2)
         if shards > 1:
             backward += ring.neighbours_ms(num_bytes, shards)
@@ -375,12 +382,14 @@ def forecast(
 def _layer_size(layer: nn.Module, segment: SegmentCost) -> LayerSize:
     trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     experts = _stacks(layer)
-    frozen = sum(parameter.numel() for parameter in layer.parameters() if not parameter.requires_grad)
-    num_frozen_expert = sum(parameter.numel() for parameter in experts if not parameter.requires_grad)
+    frozen_experts = [parameter for parameter in experts if not parameter.requires_grad]
     return LayerSize(
         frozen_bytes=segment.weight_bytes,
         num_trained=sum(parameter.numel() for parameter in trained),
-        expert_bytes=segment.weight_bytes * num_frozen_expert / max(1, frozen),
+        # NF4 numel() is the logical size; use held_bytes for memory.
+        expert_bytes=sum(
+            getattr(stack, "held_bytes", stack.numel() * stack.element_size()) for stack in frozen_experts
+        ),
         num_expert_trained=sum(parameter.numel() for parameter in experts if parameter.requires_grad),
     )
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from lightning_fastft.activations.segments import Session, unwatched
 from lightning_fastft.activations.values import SEGMENT_ATTRIBUTE, find_session
+from lightning_fastft.core.autocast import is_autocast_on
 from lightning_fastft.fused.delta_mixers import mix_delta
 from lightning_fastft.fused.fp8_base import refresh_written
 from lightning_fastft.fused.functions.feed_forward import feed_forward_between_norms, norm_feed_forward
@@ -150,7 +151,7 @@ class FusedNorm:
         norm: Any = self
         if (
             hidden_states.dtype not in _DTYPES
-            or torch.is_autocast_enabled(hidden_states.device.type)
+            or is_autocast_on(hidden_states.device.type)
             or torch.compiler.is_compiling()
         ):
             return super().forward(hidden_states)  # type: ignore[misc]
@@ -187,7 +188,7 @@ def _read_call(layer: Any, x: torch.Tensor, cache: object, angles: object, optio
     """Return the products of a layer for one call, or None if the layer's own forward must run."""
     if cache is not None or x.dtype not in _DTYPES or torch.compiler.is_compiling():
         return None
-    if torch.is_autocast_enabled(x.device.type):
+    if is_autocast_on(x.device.type):
         return None
     form = form_of(layer)
     if find_delta_rule(layer, form) is not None:

@@ -139,7 +139,8 @@ class DenseWeights:
     def __init__(self) -> None:
         self.rows, self.gradients = PaddedBuffer(), PaddedBuffer()
         self._buffers: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
-        # By the address of the first weight. The parameters own the memory; giving them other memory frees it.
+        # By storage, which tensors on the meta device have too. The parameters own the memory; giving them other memory
+        # frees it.
         self._rooms: dict[int, _Room] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -256,7 +257,7 @@ class DenseWeights:
                 weight.data = place
                 first += weight.shape[0]
         addresses = tuple(weight.data_ptr() for weight in weights)
-        self._rooms[addresses[0]] = _Room(memory, addresses)
+        self._rooms[_storage_id(memory)] = _Room(memory, addresses)
         return FusedWeightBuffer(weights, memory)
 
     def settled(self, parts: Sequence[LinearPart]) -> torch.Tensor | None:
@@ -276,7 +277,7 @@ class DenseWeights:
 
     def _room_of(self, parts: Sequence[LinearPart]) -> _Room | None:
         """Return the room of weights in a fused buffer."""
-        room = self._rooms.get(parts[0].weight.data_ptr())
+        room = self._rooms.get(_storage_id(parts[0].weight))
         if room is None or len(parts) != len(room.addresses):
             return None
         for part, address in zip(parts, room.addresses):
@@ -316,6 +317,10 @@ def rides_along(parts: Sequence[LinearPart]) -> bool:
 
 def _num_ranks(parts: Sequence[LinearPart]) -> int:
     return sum(part.rank for part in parts)
+
+
+def _storage_id(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _has_own_memory(weight: torch.Tensor) -> bool:

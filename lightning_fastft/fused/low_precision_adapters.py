@@ -12,11 +12,12 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
 from lightning_fastft.activations.values import find_session, unneeded, value_name
+from lightning_fastft.core.autocast import is_autocast_on
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.core.patcher import ModelPatcher, share_state
 from lightning_fastft.core.status import Status
 from lightning_fastft.kernels.lora_linear.op import lora_addmm
-from lightning_fastft.moe.adapters import LowPrecisionExpertAdapters
+from lightning_fastft.moe.adapters import FACTOR_ATTRIBUTE, LowPrecisionExpertAdapters
 from lightning_fastft.moe.adapters import ParamWrapper as RoutedWrapper
 from lightning_fastft.patches.value_points import is_frozen_point
 
@@ -245,6 +246,13 @@ def install_low_precision_adapters(
     return adapters
 
 
+def copies_in(module: nn.Module) -> list[torch.Tensor]:
+    """Return the low-precision copies that the adapters in a module hold now."""
+    attributes = (_WEIGHT_ATTRIBUTE, FACTOR_ATTRIBUTE)
+    owners = [vars(linear) for linear in module.modules()]
+    return [owner[name].tensor for owner in owners for name in attributes if name in owner]
+
+
 def _judge(layers: dict[str, LoraLayer], *, served: dict[str, LoraLayer], compute_dtype: torch.dtype) -> Status:
     """Return the status: whether low-precision copies are needed, and for which layers."""
     # PEFT's own forward runs variants and biases (_plain_adapter).
@@ -300,7 +308,7 @@ def _plain_adapter(layer: PeftLinear, x: torch.Tensor, *, adapters: LowPrecision
     name = names[0]
     linears, dtype = (layer.lora_A[name], layer.lora_B[name]), adapters.compute_dtype
     is_plain = name not in layer.lora_variant and not layer.lora_bias.get(name, False)
-    is_plain = is_plain and x.dtype is dtype and not torch.is_autocast_enabled(x.device.type)
+    is_plain = is_plain and x.dtype is dtype and not is_autocast_on(x.device.type)
     # A hook or another class on lora_A or lora_B is an extension that must run.
     is_plain = is_plain and all(
         type(linear) is nn.Linear and not linear._forward_hooks and not linear._forward_pre_hooks for linear in linears

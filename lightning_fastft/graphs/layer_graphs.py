@@ -20,6 +20,7 @@ import torch
 
 from lightning_fastft.activations.segments import is_random
 from lightning_fastft.activations.values import SEGMENT_ATTRIBUTE
+from lightning_fastft.core.autocast import is_autocast_on
 from lightning_fastft.core.errors import SwapError
 from lightning_fastft.core.phases import log_phase
 from lightning_fastft.core.status import Status
@@ -309,7 +310,7 @@ class LayerGraphs:
             return self._refusal
         if self._recorder is None and not hidden.is_cuda:
             return f"CUDA graphs do not exist on {hidden.device.type}"
-        if torch.is_autocast_enabled(hidden.device.type):
+        if is_autocast_on(hidden.device.type):
             return "autocast"
         segment = vars(layer.self_attn).get(SEGMENT_ATTRIBUTE)
         if segment is not None and segment.engine is not None:

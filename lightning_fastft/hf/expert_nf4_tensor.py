@@ -41,10 +41,12 @@ def quantise_stack(weight: torch.Tensor) -> ExpertsNF4:
     Cost:
         One read of weight, and about ten small launches and the host syncs of bitsandbytes per expert.
     """
-    bnb = _bitsandbytes()
     check_weight("The stack", weight)
     num_experts, num_weights = weight.shape[0], weight.shape[1] * weight.shape[2]
     stack = _empty_stack(num_experts, num_weights, device=weight.device)
+    if weight.is_meta:
+        return ExpertsNF4(stack, shape=weight.shape, dtype=weight.dtype)
+    bnb = _bitsandbytes()
     for expert, weight_X in enumerate(weight.detach()):
         packed, state = bnb.quantize_4bit(
             weight_X.contiguous(), blocksize=BLOCK_WEIGHTS, compress_statistics=True, quant_type="nf4"
@@ -146,8 +148,7 @@ class ExpertsNF4(_Lazy):
             stack, shape = stack._replace(**own), self.shape[1:]
         if out is None:
             out = torch.empty(shape, dtype=self.dtype, device=self.device)
-        if self.device.type != "meta":
-            dequantise_stack(stack, out.view(stack.packed_EC.shape[0], -1))
+        dequantise_stack(stack, out.view(stack.packed_EC.shape[0], -1))
         return out
 
     @property

@@ -5,17 +5,23 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
+from lightning_fastft.core.autocast import autocast_off, is_autocast_on
 from lightning_fastft.core.checks import check_choice
 from lightning_fastft.core.errors import OptionError
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 BACKENDS = ("auto", "triton", "reference")
+# Shapes on the meta device are those of a run on a GPU.
+GPU_TYPES = ("cuda", "meta")
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FLOATING = (*TRITON_DTYPES, torch.float64)
 # Tests set it, so that calls inside the package, which pass is_checked=False, validate their arguments too.
@@ -60,16 +66,12 @@ def plain_numbers(device_type: str) -> AbstractContextManager[None]:
         ...     torch.is_grad_enabled()
         False
     """
-    return (
-        _plain_numbers(device_type)
-        if torch.is_grad_enabled() or torch.is_autocast_enabled(device_type)
-        else nullcontext()
-    )
+    return _plain_numbers(device_type) if torch.is_grad_enabled() or is_autocast_on(device_type) else nullcontext()
 
 
 @contextmanager
 def _plain_numbers(device_type: str) -> Iterator[None]:
-    with torch.no_grad(), torch.autocast(device_type, enabled=False):
+    with torch.no_grad(), autocast_off(device_type):
         yield
 
 
@@ -99,6 +101,40 @@ def uses_triton(backend: str, device: torch.device, *, dtype: torch.dtype | None
         given = f"{device}" if dtype is None else f"{dtype} on {device}"
         raise OptionError(f"Backend 'triton' takes {takes} on CUDA, got {given}; use 'reference' or 'auto' there.")
     return is_able and backend != "reference"
+
+
+class KernelMode(TorchDispatchMode):
+    """A dispatch mode to which a call of a function marked ``one_kernel`` is one kernel, not the operators inside."""
+
+    def run_kernel(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what the function returns."""
+        raise NotImplementedError
+
+
+def one_kernel(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Mark a function of a module ``reference`` that one kernel computes on a GPU.
+
+    Example:
+        >>> @one_kernel
+        ... def double(x):
+        ...     return x + x
+        >>> double(torch.ones(1))
+        tensor([2.])
+    """
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        mode = _get_current_dispatch_mode()
+        return mode.run_kernel(function, args, kwargs) if isinstance(mode, KernelMode) else function(*args, **kwargs)
+
+    return call
+
+
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Return the CUDA compute capability of a device; Hopper's on the meta device, (0, 0) on others."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device)
+    return (9, 0) if device.type == "meta" else (0, 0)
 
 
 def choose_module(reference: ModuleType, backend: str, x: torch.Tensor, *, any_dtype: bool = False) -> ModuleType:

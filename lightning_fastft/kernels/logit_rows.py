@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from lightning_fastft.core.autocast import autocast_off, is_autocast_on
 from lightning_fastft.core.checks import check_int, check_tensor
 from lightning_fastft.core.errors import OptionError, ShapeError
-from lightning_fastft.kernels.backends import FLOATING, wide_dtype
+from lightning_fastft.kernels.backends import FLOATING, GPU_TYPES, wide_dtype
 
 # Rows of logits in memory at a time: 2048 x 151,936 bf16 are 0.6 GiB and keep the GEMMs at full rate (speed.md, B6).
 DEFAULT_CHUNK_ROWS = 2048
@@ -58,7 +59,7 @@ class Head(NamedTuple):
     def compute_dtype(self) -> torch.dtype:
         """Return the dtype of the GEMMs: autocast's if it is on, else the dtype of the states."""
         device_type = self.hidden_TD.device.type
-        if torch.is_autocast_enabled(device_type):
+        if is_autocast_on(device_type):
             return torch.get_autocast_dtype(device_type)
         return self.hidden_TD.dtype
 
@@ -122,7 +123,7 @@ def logit_chunks(head: Head, rows: LabelledRows, *, dtype: torch.dtype) -> Itera
 
 def write_raw_logits(hidden_RD: torch.Tensor, head: Head, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """Return the logits of hidden states, before scale and soft cap."""
-    with torch.autocast(hidden_RD.device.type, enabled=False):
+    with autocast_off(hidden_RD.device.type):
         if head.bias_V is None:
             return torch.mm(hidden_RD, head.weight_VD.T, out=out)
         return torch.addmm(head.bias_V, hidden_RD, head.weight_VD.T, out=out)
@@ -216,7 +217,7 @@ def _evaluate(
         if metric_R is not None and metrics is not None:
             metric_R[chunk.begin : chunk.end] = metrics
         if d_row_RD is not None:
-            with torch.autocast(device.type, enabled=False):
+            with autocast_off(device.type):
                 torch.mm(chunk.logits_RV, chunk.weight_VD, out=d_row_RD[chunk.begin : chunk.end])
     return value_R, metric_R
 
@@ -239,7 +240,7 @@ def _head_gradients(
     d_weight_VD = torch.zeros(head.weight_VD.shape, dtype=wide, device=device) if needs[0] else None
     d_bias_V1 = torch.zeros(num_columns, 1, dtype=wide, device=device) if needs[1] else None
     largest = torch.cat([d_value_R.abs(), d_value_R.new_full((1,), torch.finfo(wide).tiny)]).amax()
-    with torch.autocast(device.type, enabled=False):
+    with autocast_off(device.type):
         for chunk in logit_chunks(head, rows, dtype=dtype):
             function(chunk, True)
             share_R1 = (d_value_R[chunk.begin : chunk.end] / largest)[:, None]
@@ -269,7 +270,7 @@ def add_product(sum_VD: torch.Tensor, left_VR: torch.Tensor, right_RD: torch.Ten
     """Add left x right to a wide sum without rounding the product to the narrow dtype of its factors."""
     if left_VR.dtype is sum_VD.dtype:
         sum_VD.addmm_(left_VR, right_RD)
-    elif left_VR.is_cuda:
+    elif left_VR.device.type in GPU_TYPES:
         torch.addmm(sum_VD, left_VR, right_RD, out_dtype=sum_VD.dtype, out=sum_VD)
     else:
         sum_VD.addmm_(left_VR.to(sum_VD.dtype), right_RD.to(sum_VD.dtype))
@@ -304,7 +305,7 @@ def check_head(head: Head, *, name: str = "") -> None:
     (_, width), (num_columns, weight_width) = head.hidden_TD.shape, head.weight_VD.shape
     if width != weight_width:
         raise ShapeError(f"{name}hidden_TD has width {width}, {name}weight_VD has {weight_width}.")
-    if head.hidden_TD.dtype is not head.weight_VD.dtype and not torch.is_autocast_enabled(head.hidden_TD.device.type):
+    if head.hidden_TD.dtype is not head.weight_VD.dtype and not is_autocast_on(head.hidden_TD.device.type):
         raise ShapeError(
             f"{name}hidden_TD is {head.hidden_TD.dtype} and {name}weight_VD is {head.weight_VD.dtype}; cast one of "
             "them or train under autocast."

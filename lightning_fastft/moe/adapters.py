@@ -27,7 +27,7 @@ WRAPPERS_ATTRIBUTE = "fastft_expert_wrappers"
 # Attribute of PEFT's wrappers: the LowPrecisionExpertAdapters that keeps copies of their factors; of lora_A and lora_B:
 # the copy.
 _COPIES_ATTRIBUTE = "fastft_expert_copies"
-_FACTOR_ATTRIBUTE = "fastft_expert_factor"
+FACTOR_ATTRIBUTE = "fastft_expert_factor"
 
 
 class ParamWrapper(PeftParamWrapper):
@@ -189,12 +189,12 @@ class LowPrecisionExpertAdapters:
         return a, b
 
     def _read(self, linear: nn.Linear, num_experts: int, *, is_expert_last: bool) -> torch.Tensor:
-        copy: _FactorCopy | None = vars(linear).get(_FACTOR_ATTRIBUTE)
+        copy: _FactorCopy | None = vars(linear).get(FACTOR_ATTRIBUTE)
         if copy is None or not copy.is_copy_of(linear.weight, self.compute_dtype):
             copy = _FactorCopy(
                 linear.weight, self.compute_dtype, num_experts=num_experts, is_expert_last=is_expert_last
             )
-            setattr(linear, _FACTOR_ATTRIBUTE, copy)
+            setattr(linear, FACTOR_ATTRIBUTE, copy)
         elif not copy.is_current():
             copy.copy_master()
         return copy.tensor
@@ -203,11 +203,11 @@ class LowPrecisionExpertAdapters:
         return [linear for wrapper in self._wrappers for linear in (*wrapper.lora_A.values(), *wrapper.lora_B.values())]
 
     def _copies(self) -> list[_FactorCopy]:
-        return [vars(linear)[_FACTOR_ATTRIBUTE] for linear in self._linears() if _FACTOR_ATTRIBUTE in vars(linear)]
+        return [vars(linear)[FACTOR_ATTRIBUTE] for linear in self._linears() if FACTOR_ATTRIBUTE in vars(linear)]
 
     def _drop(self) -> None:
         for linear in self._linears():
-            vars(linear).pop(_FACTOR_ATTRIBUTE, None)
+            vars(linear).pop(FACTOR_ATTRIBUTE, None)
         self._wrappers.clear()
 
 

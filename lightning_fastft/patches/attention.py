@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from lightning_fastft.activations.values import ATTENTION_VALUE, find_session
+from lightning_fastft.core.autocast import is_autocast_on
 from lightning_fastft.core.errors import BackendError, ShapeError, SwapError
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.core.status import Status
@@ -155,7 +156,7 @@ def attend(
     _check_packable(
         module, query, key, attention_mask, dropout=dropout, window=sliding_window, keywords=keywords, context=context
     )
-    if torch.is_autocast_enabled(query.device.type):
+    if is_autocast_on(query.device.type):
         # Cast like autocast for scaled_dot_product_attention: normalised queries and keys are float32, values are not.
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
         collect = None

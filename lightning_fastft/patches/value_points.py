@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_fastft.activations.segments import Segment, Session
 from lightning_fastft.activations.values import NAME_ATTRIBUTE, SEGMENT_ATTRIBUTE, find_session, unneeded, value_name
+from lightning_fastft.core.autocast import is_autocast_on
 from lightning_fastft.core.patcher import ModelPatcher, share_state
 from lightning_fastft.hf.families import is_on_interface
 
@@ -86,7 +87,7 @@ class _LinearPoint(_ValuePoint):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         session = find_session(self)  # type: ignore[arg-type]
-        if session is None or torch.is_autocast_enabled(x.device.type) or type(self.weight) is not nn.Parameter:  # type: ignore[attr-defined]
+        if session is None or is_autocast_on(x.device.type) or type(self.weight) is not nn.Parameter:  # type: ignore[attr-defined]
             return super().forward(x)  # type: ignore[misc]
         name = value_name(self)  # type: ignore[arg-type]
         return session.run_last(
@@ -145,7 +146,7 @@ class _QuantizedPoint(_ValuePoint):
         session = find_session(self)  # type: ignore[arg-type]
         bias = self.bias  # type: ignore[attr-defined]
         is_plain = x.numel() > x.shape[-1] and (bias is None or not bias.requires_grad)
-        if session is None or not is_plain or torch.is_autocast_enabled(x.device.type):
+        if session is None or not is_plain or is_autocast_on(x.device.type):
             return super().forward(x)  # type: ignore[misc]
         name = value_name(self)  # type: ignore[arg-type]
         return _HeldQuantizedLinear.apply(x, self, super().forward, session, name)  # type: ignore[misc]

@@ -62,6 +62,8 @@ class StepCost(NamedTuple):
         head_ms: Time of norm, head and loss, forward and backward.
         other_ms: Time of embedding, optimizer and clipping.
         embedding_bytes: Part of base_bytes: the input embedding, which moves to the host if weights are streamed.
+        shared_bytes: Part of base_bytes that is neither weights nor their state, where it is known: angles and masks of
+            a pack, weight buffers, graphs.
     """
 
     segments: tuple[SegmentCost, ...]
@@ -70,6 +72,7 @@ class StepCost(NamedTuple):
     head_ms: float
     other_ms: float
     embedding_bytes: int = 0
+    shared_bytes: int = 0
 
 
 class Machine(NamedTuple):

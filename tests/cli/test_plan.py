@@ -45,13 +45,13 @@ def test_a_named_gpu_is_a_simulation_from_published_rates(plan):
 def test_budgets_and_overrides_are_followed(plan):
     roomy, tight = (
         plan("--gpu", "4090", "--vram-gib", "24"),
-        plan("--gpu", "4090", "--vram-gib=2", "--host-gib", "1", "--document-tokens", "500"),
+        plan("--gpu", "4090", "--vram-gib=1", "--host-gib", "1", "--document-tokens", "500"),
     )
-    assert "budgets: 2.0 GiB of device memory for everything, 1.0 GiB of pinned host memory" in tight
+    assert "budgets: 1.0 GiB of device memory for everything, 1.0 GiB of pinned host memory" in tight
     assert "documents of 500" in tight
-    assert "rest recomputed" in tight
+    assert "rest recomputed" in " ".join(tight.split())
     assert "host memory       0.00 GiB" not in tight
-    assert "rest recomputed" not in roomy
+    assert "rest recomputed" not in " ".join(roomy.split())
     assert "packs of 2,048 tokens, documents of 2,048" in plan(
         "--gpu", "4090", "--data.max_tokens", "2048", "--document-tokens", "9999"
     )

@@ -1,10 +1,15 @@
 """Costs from shapes alone: against what was measured on an H200, and for every family that packed attention serves."""
 
+import functools
+import subprocess
+import sys
+
 import pytest
 import torch
+from peft import LoraConfig
 
-from lightning_fastft.core.errors import OptionError, UnsupportedModelError
-from lightning_fastft.estimate.costs import model_costs
+from lightning_fastft.core.errors import OptionError
+from lightning_fastft.estimate.costs import Swaps, meter_step, model_costs, plan_on
 from lightning_fastft.estimate.machines import find_gpu
 from lightning_fastft.planner.plan import make_plan, predict, uniform_plan
 from lightning_fastft.training.optimizer import FusedAdamW
@@ -35,6 +40,8 @@ SMALL = {
     "num_key_value_heads": 2,
     "num_hidden_layers": 2,
 }
+# Two layers and their norms, embedding and head, which are not tied, and the last norm.
+NUM_WEIGHTS = 2 * (2 * 128 * 128 + 2 * 64 * 128 + 3 * 128 * 256 + 2 * 128) + 2 * 512 * 128 + 128
 EXPERTS = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
 # Of the documents of benchmarks/lengths, on average over tokens.
 DOCUMENT_TOKENS = 910
@@ -45,31 +52,82 @@ def small_costs(model_type="llama", *, num_tokens=2048, document_tokens=512, **o
     return model_costs(config, num_tokens=num_tokens, mean_document_tokens=document_tokens, machine=H200, **options)
 
 
+UNFUSED = Swaps(is_fused=False)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("config", "quantization", "step_ms", "peak_gib"),
-    [(QWEN3_14B, "nf4", 1234, 87.3), (QWEN3_06B, None, 265, 15.1)],
-    ids=["14b-qlora", "0.6b-lora"],
+    ("config", "options", "step_ms", "peak_gib"),
+    [
+        (QWEN3_14B, {"quantization": "nf4"}, 854, 51.2),
+        # 209 ms of that row times 190 / 234, by which the launches of one H100 have become faster since.
+        (QWEN3_06B, {}, 170, 9.9),
+        (QWEN3_06B, {"swaps": Swaps(is_graphed=True)}, 70, 10.9),
+        (QWEN3_14B, {"quantization": "nf4", "swaps": UNFUSED}, 1234, 87.3),
+    ],
+    ids=["14b", "0.6b", "0.6b-graphs", "14b-unfused"],
 )
-def test_a_step_that_keeps_everything_costs_what_was_measured(config, quantization, step_ms, peak_gib):
-    """Rows "ours keep" of benchmarks/results.csv; there the optimizer's averages took 2 bytes a weight instead of 8."""
+def test_a_step_that_keeps_everything_costs_what_was_measured(config, options, step_ms, peak_gib):
+    """Rows "ours keep" of benchmarks/results.csv."""
     cost = model_costs(
-        config,
-        num_tokens=8192,
-        mean_document_tokens=DOCUMENT_TOKENS,
-        machine=H200,
-        quantization=quantization,
-        lora_rank=16,
+        config, num_tokens=8192, mean_document_tokens=DOCUMENT_TOKENS, machine=H200, lora=LoraConfig(r=16), **options
     )
     keep = predict(cost, uniform_plan(len(cost.segments), "keep"), machine=H200.machine)
-    assert keep.step_ms == pytest.approx(step_ms, rel=0.05)
+    assert keep.step_ms == pytest.approx(step_ms, rel=0.1)
     assert keep.peak_bytes / GIB == pytest.approx(peak_gib, rel=0.05)
 
 
-def test_values_are_the_linear_layers_and_the_attention_in_the_order_they_run():
-    segment = small_costs(lora_rank=4).segments[0]
+@pytest.mark.parametrize(("model_type", "head_columns"), [("llama", 0), ("qwen3", 8 * 32)])
+def test_a_kept_fused_layer_saves_these_tensors_and_no_other(model_type, head_columns):
+    rank, num_tokens, width, hidden = 8, 2048, 128, 256
+    config = {"head_dim": 32, "hidden_size": width, "intermediate_size": hidden}
+    saved = small_costs(model_type, num_tokens=num_tokens, lora=LoraConfig(r=rank), config=config).segments[0]
+    # Low-rank rows of seven layers, heads, attention's output, its input to the feed-forward block, gate and up; the
+    # raw projection if its heads are normed.
+    columns = 7 * rank + 8 * 32 + 4 * 32 + width + 2 * hidden + head_columns
+    softmax_bytes = 4 * 4 * num_tokens
+    # The random state of attention.
+    assert saved.saved_bytes == pytest.approx(2 * num_tokens * columns + softmax_bytes, abs=512)
+
+
+NF4 = """
+import sys
+if sys.argv[1] == "blocked":
+    sys.modules["bitsandbytes"] = None
+from lightning_fastft.estimate.costs import Swaps, model_costs
+from lightning_fastft.estimate.machines import find_gpu
+options = {"num_tokens": 2048, "mean_document_tokens": 512, "machine": find_gpu("H200"), "quantization": "nf4", "lora": 4}
+print(model_costs(eval(sys.argv[2]), **options))
+if sys.argv[1] == "blocked":
+    try:
+        model_costs(eval(sys.argv[2]), swaps=Swaps(is_fused=False), **options)
+    except ImportError as error:
+        sys.exit("lightning-fastft[qlora]" not in str(error))
+    sys.exit("no error")
+"""
+
+
+def test_fused_layers_on_nf4_cost_the_same_without_bitsandbytes():
+    pytest.importorskip("bitsandbytes")
+    config = repr({"model_type": "qwen3_moe", **SMALL, **EXPERTS})
+    given, blocked = (
+        subprocess.run([sys.executable, "-c", NF4, word, config], check=True, capture_output=True, text=True).stdout
+        for word in ("given", "blocked")
+    )
+    assert given == blocked != ""
+
+
+def test_values_of_fused_layers_are_the_products_and_the_attention():
+    values = small_costs(lora=LoraConfig(r=4)).segments[0].values
     # The last projection is left out: no backward reads its output.
-    assert [value.name for value in segment.values] == [
+    assert [value.name for value in values] == ["self_attn.qkv", "attention", "self_attn.o_proj", "mlp.gate_up"]
+
+
+@pytest.mark.slow
+def test_values_of_other_layers_are_the_linear_layers_and_the_attention_in_the_order_they_run():
+    segment = small_costs(lora=LoraConfig(r=4), swaps=UNFUSED).segments[0]
+    # The last projection is left out: no backward reads its output.
+    assert [value.name.removesuffix(".base_layer") for value in segment.values] == [
         *(f"self_attn.{name}_proj" for name in "qkv"),
         "attention",
         "self_attn.o_proj",
@@ -88,34 +146,46 @@ def test_values_are_the_linear_layers_and_the_attention_in_the_order_they_run():
     )
 
 
+@pytest.mark.slow
 def test_a_norm_behind_the_last_projection_makes_it_a_value():
-    assert small_costs("gemma2", lora_rank=4, config={"head_dim": 32}).segments[0].values[-1].name == "mlp.down_proj"
+    assert (
+        small_costs("gemma2", lora=LoraConfig(r=4), config={"head_dim": 32}).segments[0].values[-1].name == "mlp.down"
+    )
 
 
+@pytest.mark.slow
 def test_what_is_frozen_can_be_streamed_and_what_is_trained_holds_its_optimizer():
-    full, lora, nf4 = small_costs(), small_costs(lora_rank=4), small_costs(lora_rank=4, quantization="nf4")
+    full, lora, nf4 = (
+        small_costs(),
+        small_costs(lora=LoraConfig(r=4)),
+        small_costs(lora=LoraConfig(r=4), quantization="nf4"),
+    )
     linear = 2 * 128 * 128 + 2 * 64 * 128 + 3 * 128 * 256
     assert full.segments[0].weight_bytes == 0
     assert lora.segments[0].weight_bytes == 2 * (linear + 2 * 128)
-    assert nf4.segments[0].weight_bytes == pytest.approx(0.516 * linear + 4 * 128, rel=0.001)
-    # Weight, gradient and two averages, all in bf16; embedding and head are not tied.
-    assert full.base_bytes == 8 * (2 * (linear + 2 * 128) + 2 * 512 * 128 + 128)
-    assert lora.base_bytes - nf4.base_bytes == pytest.approx(2 * linear * (2 - 0.516), rel=0.001)
+    assert nf4.segments[0].weight_bytes == 0.5 * linear + 4 * 128
+    sizes = [128 * 128] * 2 + [64 * 128] * 2 + [128 * 256] * 3
+    # Bytes of the weights, a byte for 64 of them, 4 bytes for 256 of these, and two tables and an offset in fp32.
+    packed = sum(size // 2 + size // 64 + 4 * -(-size // (64 * 256)) + 4 * (16 + 256 + 1) for size in sizes)
+    assert (lora.base_bytes - lora.shared_bytes) - (nf4.base_bytes - nf4.shared_bytes) == 2 * (2 * linear - packed)
+    # The two largest weights of one product, dequantised next to 8 ranks of adapters, in memory for all layers.
+    assert nf4.shared_bytes - lora.shared_bytes == 2 * 512 * (128 + 8)
 
 
+@pytest.mark.slow
 def test_longer_documents_cost_more_and_a_window_bounds_them():
-    options = {"num_tokens": 32768, "lora_rank": 4}
-    short, long = (small_costs(document_tokens=length, **options).segments[0].values[3] for length in (512, 32768))
+    options = {"num_tokens": 32768, "lora": LoraConfig(r=4), "swaps": Swaps(is_graphed=True)}
+    short, long = (small_costs(document_tokens=length, **options).segments[0].values[1] for length in (512, 32768))
     assert (short.name, long.name) == ("attention", "attention")
     assert long.rebuild_ms > 5 * short.rebuild_ms
     windowed = (
-        small_costs("mistral", document_tokens=32768, config={"sliding_window": 1024}, **options).segments[0].values[3]
+        small_costs("mistral", document_tokens=32768, config={"sliding_window": 1024}, **options).segments[0].values[1]
     )
     assert windowed.rebuild_ms < long.rebuild_ms / 4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora_rank", [None, 4])
+@pytest.mark.parametrize("has_adapters", [False, True])
 @pytest.mark.parametrize(
     "model_type",
     [
@@ -134,9 +204,9 @@ def test_longer_documents_cost_more_and_a_window_bounds_them():
         "smollm3",
     ],
 )
-def test_every_family_has_costs_that_can_be_planned(model_type, lora_rank):
+def test_every_family_has_costs_that_can_be_planned(model_type, has_adapters):
     config = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0, **(EXPERTS if "moe" in model_type else {})}
-    cost = small_costs(model_type, lora_rank=lora_rank, config=config)
+    cost = small_costs(model_type, lora=LoraConfig(r=4) if has_adapters else None, config=config)
     recompute = predict(cost, uniform_plan(2, "recompute"), machine=H200.machine)
     keep = predict(cost, uniform_plan(2, "keep"), machine=H200.machine)
     plan = make_plan(
@@ -148,22 +218,23 @@ def test_every_family_has_costs_that_can_be_planned(model_type, lora_rank):
     assert keep.step_ms <= plan.prediction.step_ms <= recompute.step_ms
 
 
+@pytest.mark.slow
 def test_layers_that_differ_in_their_window_alone_differ_in_their_attention_alone():
     config = {"head_dim": 32, "num_hidden_layers": 8, "sliding_window": 512}
     first, second = (
-        small_costs("gemma3_text", num_tokens=2**17, document_tokens=2**16, config=config) for _ in range(2)
+        small_costs("gemma3_text", num_tokens=2**13, document_tokens=2**13, config=config, swaps=Swaps(is_graphed=True))
+        for _ in range(2)
     )
     assert first == second
     narrow, wide = dict.fromkeys(first.segments)
     assert narrow.forward_ms <= wide.forward_ms
-    assert narrow.values[3].rebuild_ms < wide.values[3].rebuild_ms
+    assert narrow.values[1].rebuild_ms < wide.values[1].rebuild_ms
     assert (narrow.saved_bytes, narrow.backward_peak_bytes) == (wide.saved_bytes, wide.backward_peak_bytes)
 
 
-def test_gradients_that_stay_are_resident_and_no_transient():
+def test_gradients_are_resident_and_no_transient():
     full = small_costs(num_tokens=16, document_tokens=16)
     weights = sum((2 * 128 * 128 + 2 * 64 * 128, 3 * 128 * 256))
-    # One weight's gradient at a time is on its way into the sum.
     assert full.segments[0].backward_peak_bytes < 2 * weights / 2
 
 
@@ -172,40 +243,59 @@ def test_wrong_sizes_are_refused():
         small_costs(num_tokens=100, document_tokens=0.5)
     with pytest.raises(OptionError, match="quantization"):
         small_costs(quantization="int8")
-    with pytest.raises(OptionError, match="lora_rank"):
-        small_costs(lora_rank=0)
-
-
-def test_adapters_on_experts_are_refused_with_what_to_do():
-    config = {
-        **EXPERTS,
-        "n_routed_experts": 8,
-        "first_k_dense_replace": 0,
-        "num_key_value_heads": 4,
-        "q_lora_rank": 32,
-        "kv_lora_rank": 32,
-        "n_group": 1,
-    }
-    names = ["gate_proj", "up_proj", "down_proj"]
-    with pytest.raises(UnsupportedModelError, match="target_modules"):
-        small_costs("deepseek_v3", lora_rank=4, lora_targets=names, config={**config, "topk_group": 1})
 
 
 def test_the_random_state_stays_as_it_was():
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
-    small_costs(lora_rank=4)
+    small_costs(lora=LoraConfig(r=4))
     assert torch.equal(torch.rand(1), expected)
 
 
-def test_masters_of_whole_weights_double_what_is_resident():
+@pytest.mark.slow
+def test_masters_of_whole_weights_take_eight_more_bytes_each():
     # 8 bytes per weight: weight, gradient and moments in bf16; 16 with fp32 masters and moments.
-    assert small_costs(has_masters=True).base_bytes == 2 * small_costs().base_bytes
+    assert small_costs(has_masters=True).base_bytes - small_costs().base_bytes == 8 * NUM_WEIGHTS
     # Adapters have masters in any case, and the base is frozen.
-    assert small_costs(lora_rank=4, has_masters=True).base_bytes == small_costs(lora_rank=4).base_bytes
+    lora = LoraConfig(r=4)
+    assert small_costs(lora=lora, has_masters=True).base_bytes == small_costs(lora=lora).base_bytes
 
 
+def test_frozen_weights_in_fp8_are_held_beside_those_in_bf16():
+    config = {**EXPERTS, "head_dim": 32}
+    plain, fp8 = (
+        small_costs("qwen3_moe", lora=4, config=config, swaps=Swaps(is_fp8=is_fp8)) for is_fp8 in (False, True)
+    )
+    experts, attention = 8 * (128 * 128 + 64 * 128), 2 * 128 * 128 + 2 * 64 * 128
+    # Each weight and its transpose; an fp32 scale for each expert of two stacks, six bytes for each output column.
+    layer = 2 * experts + 2 * 8 * 4 + 2 * attention + 6 * (2 * 128 + 2 * 64)
+    assert (fp8.base_bytes - fp8.shared_bytes) - (plain.base_bytes - plain.shared_bytes) == 2 * layer
+
+
+def test_a_step_is_metered_once_for_all_gpus():
+    config = {"model_type": "llama", **SMALL}
+    step = meter_step(config, num_tokens=2048, mean_document_tokens=512, swaps=Swaps(is_graphed=True))
+    fast, slow = (step.costs_on(find_gpu(name)) for name in ("H200", "RTX 4060"))
+    assert fast == small_costs(swaps=Swaps(is_graphed=True)) == step.costs_on(H200)
+    assert slow.segments[0].forward_ms > 5 * fast.segments[0].forward_ms
+    assert slow.base_bytes == fast.base_bytes
+
+
+def test_a_budget_is_planned_as_a_run_plans_it():
+    cost = small_costs(lora=4)
+    least, most = (
+        predict(cost, uniform_plan(2, kind), machine=H200.machine).peak_bytes for kind in ("recompute", "keep")
+    )
+    plan = functools.partial(plan_on, H200, cost, host_budget_bytes=0)
+    # 95 % of a budget, or all of it if nothing fits 95 %.
+    assert plan(vram_budget_bytes=most).prediction.peak_bytes <= 0.95 * most
+    assert plan(vram_budget_bytes=int(1.06 * most)).prediction.peak_bytes == most
+    assert plan(vram_budget_bytes=least).prediction.peak_bytes <= least
+    assert plan(vram_budget_bytes=None).prediction.peak_bytes == most
+
+
+@pytest.mark.slow
 def test_an_optimizer_counts_its_own_state():
     plain = small_costs().base_bytes
     wide = small_costs(optimizer=FusedAdamW).base_bytes
@@ -214,6 +304,5 @@ def test_an_optimizer_counts_its_own_state():
         for share in (0.0, 1.0)
     )
     # fp32 moments take 8 bytes per weight where bf16 ones take 4.
-    assert plain < wide == 1.5 * plain
+    assert wide - plain == 4 * NUM_WEIGHTS
     assert on_host < narrow < plain
-    assert small_costs(lora_rank=4, optimizer=FusedAdamW).base_bytes == small_costs(lora_rank=4).base_bytes

@@ -52,7 +52,7 @@ def test_a_name_that_means_none_or_several_is_refused_with_the_names(name, reaso
 def test_the_measured_rates_of_an_h200_come_out_of_its_data_sheet():
     gpu = find_gpu("H200")
     assert gpu.is_measured
-    assert gpu.sustained_flops_per_s == pytest.approx(665e12)
+    assert gpu.sustained_flops_per_s == pytest.approx(690e12)
     assert gpu.reached_bytes_per_s == pytest.approx(4.3e12)
     assert gpu.machine.d2h_bytes_per_s == gpu.machine.h2d_bytes_per_s == pytest.approx(45.6e9)
 

@@ -1,5 +1,5 @@
-"""The meter: what operators on the meta device take, against rates worked out by hand and against what autograd
-really saves.
+"""The meter: what kernels on the meta device take, against rates worked out by hand and against what autograd really
+saves.
 """
 
 import pytest
@@ -7,81 +7,93 @@ import torch
 from torch import nn
 
 from lightning_fastft.estimate.machines import find_gpu
-from lightning_fastft.estimate.metering import NF4_BYTES_PER_WEIGHT, Meter, Reading
+from lightning_fastft.estimate.metering import Kernel, Meter, MeteredDevice
+from lightning_fastft.kernels.backends import one_kernel
+from lightning_fastft.kernels.cross_entropy.reference import row_losses
+from lightning_fastft.kernels.grouped_mm.reference import RowAddend, grouped_mm
+from lightning_fastft.kernels.rms_norm.op import rms_norm_forward
+from lightning_fastft.kernels.rms_norm.reference import NormForm, rms_norm_backward
 
 H200 = find_gpu("H200")
 ROWS = 4096
+# Between two kernels.
+GAP_MS = 0.002
 
 
 def metered(run, **options):
-    meter = Meter(H200, **{"document_tokens": 2048.0, **options})
+    meter = Meter(**{"document_tokens": 2048.0, **options})
     with meter:
         run()
     return meter
+
+
+def taken_ms(run, **options):
+    return sum(kernel.ms_on(H200) for kernel in metered(run, **options).kernels)
 
 
 def meta(*shape, dtype=torch.bfloat16, **options):
     return torch.empty(*shape, dtype=dtype, device="meta", **options)
 
 
+def flash(q, kv, *, window=-1):
+    start = torch.empty(3, dtype=torch.int32, device="meta")
+    return torch.ops.aten._flash_attention_forward(
+        q, kv, kv, start, start, ROWS, ROWS, 0.0, True, False, window_size_left=window, window_size_right=0
+    )
+
+
+@one_kernel
+def write_by_name(x, out):
+    """A kernel that returns nothing."""
+
+
+@one_kernel
+def write_in_order(x, outs_OI):
+    """A kernel that returns what it wrote."""
+    return outs_OI
+
+
 def test_a_large_product_takes_its_flops_and_a_thin_one_its_bytes():
     x, wide, thin = meta(ROWS, 8192), meta(8192, 8192), meta(8192, 4)
-    large = metered(lambda: x @ wide).read().device_ms
-    assert large == pytest.approx(2 * ROWS * 8192**2 / 665e12 * 1e3)
-    assert metered(lambda: x @ thin).read().device_ms == pytest.approx(
-        2 * (ROWS * 8192 + 8192 * 4 + ROWS * 4) / 4.3e12 * 1e3
-    )
+    large = taken_ms(lambda: x @ wide)
+    assert large == pytest.approx(2 * ROWS * 8192**2 / 690e12 * 1e3 + GAP_MS)
+    assert taken_ms(lambda: x @ thin) == pytest.approx(2 * (ROWS * 8192 + 8192 * 4 + ROWS * 4) / 4.3e12 * 1e3 + GAP_MS)
 
 
 def test_views_and_allocations_take_nothing_and_elementwise_work_its_bytes():
     x = meta(ROWS, 1024)
     idle = metered(lambda: (x.view(-1).view(ROWS, 1024).transpose(0, 1), torch.empty_like(x)))
-    assert idle.read() == Reading(0.0, 0)
-    added = metered(lambda: x + x)
-    assert added.read().num_operators == 1
-    assert added.read().device_ms == pytest.approx(3 * 2 * ROWS * 1024 / (0.8 * 4.3e12) * 1e3)
+    assert not idle.kernels
+    (added,) = metered(lambda: x + x).kernels
+    assert added.ms_on(H200) == pytest.approx(3 * 2 * ROWS * 1024 / (0.8 * 4.3e12) * 1e3 + GAP_MS)
 
 
-def test_a_quantized_weight_is_made_dense_before_each_product():
-    x, weight = meta(ROWS, 1024), meta(2048, 1024)
-    plain = metered(lambda: nn.functional.linear(x, weight), resident=[x, weight])
-    quantized = metered(lambda: nn.functional.linear(x, weight), resident=[x, weight], quantized=[weight])
-    extra = 2048 * 1024 * (2 + NF4_BYTES_PER_WEIGHT) / (0.48 * 4.3e12) * 1e3
-    assert quantized.read().device_ms - plain.read().device_ms == pytest.approx(extra)
-    assert quantized.peak_bytes - plain.peak_bytes == 2048 * 1024 * 2
+def test_a_kernel_of_ours_is_one_pass_and_holds_its_results_only():
+    x, weight = meta(ROWS, 1024), meta(1024)
+    held = []
+    meter = metered(lambda: held.append(rms_norm_forward(x, weight, form=NormForm(eps=1e-6))), resident=[x])
+    (kernel,) = meter.kernels
+    # The rows in and out, and the weight.
+    num_bytes = 2 * 2 * ROWS * 1024 + 2 * 1024
+    assert kernel.ms_on(H200) == pytest.approx(num_bytes / (0.8 * 4.3e12) * 1e3 + GAP_MS)
+    assert meter.start_peak() == 2 * ROWS * 1024
 
 
 @pytest.mark.parametrize(
     ("document_tokens", "rate"), [(512, 133e12), (2048, 273e12), (8192, 438e12), (100, 133e12), (65536, 556e12)]
 )
 def test_attention_runs_at_the_rate_measured_for_its_documents(document_tokens, rate):
-    q, kv = meta(1, 40, ROWS, 128), meta(1, 8, ROWS, 128)
-    meter = metered(
-        lambda: torch.ops.aten._scaled_dot_product_flash_attention(q, kv, kv, 0.0, True),
-        document_tokens=document_tokens,
-    )
-    assert meter.read().device_ms == pytest.approx(4 * 40 * 128 * ROWS * document_tokens / 2 / rate * 1e3)
-
-
-def test_the_backward_of_attention_takes_two_and_a_half_times_the_products_at_its_own_rate():
-    q, kv = meta(1, 40, ROWS, 128, requires_grad=True), meta(1, 8, ROWS, 128, requires_grad=True)
-    meter = Meter(H200, document_tokens=2048)
-    with meter:
-        out = torch.ops.aten._scaled_dot_product_flash_attention(q, kv, kv, 0.0, True)[0]
-        forward = meter.read()
-        torch.autograd.grad(out, (q, kv), torch.empty_like(out))
-    attention = 4 * 40 * 128 * ROWS * 1024 * 2.5 / 231e12 * 1e3
-    # Gradients of keys and values, here the same tensor, are added.
-    added = 3 * 2 * 8 * ROWS * 128 / (0.8 * 4.3e12) * 1e3
-    assert meter.read().since(forward).device_ms == pytest.approx(attention + added)
+    q, kv = meta(ROWS, 40, 128), meta(ROWS, 8, 128)
+    taken = taken_ms(lambda: flash(q, kv), document_tokens=document_tokens)
+    assert taken == pytest.approx(4 * 40 * 128 * ROWS * document_tokens / 2 / rate * 1e3 + GAP_MS)
 
 
 def test_a_window_bounds_what_a_query_sees():
-    meter = Meter(H200, document_tokens=8192)
-    meter.limit_window(512)
-    assert meter.num_keys == 512
-    meter.limit_window(None)
-    assert meter.num_keys == 4096
+    q, kv = meta(ROWS, 40, 128), meta(ROWS, 8, 128)
+    whole = taken_ms(lambda: flash(q, kv), document_tokens=2048) - GAP_MS
+    windowed = taken_ms(lambda: flash(q, kv, window=255), document_tokens=2048) - GAP_MS
+    # A quarter of the keys, at the rate of short documents.
+    assert windowed == pytest.approx(whole / 4 * 273 / 133)
 
 
 def test_what_lives_after_a_forward_is_what_autograd_saves():
@@ -104,7 +116,7 @@ def test_what_lives_after_a_forward_is_what_autograd_saves():
     expected = sum(size for pointer, size in saved.items() if pointer not in weights | {x.untyped_storage().data_ptr()})
 
     model, x = block("meta"), meta(32, 64, dtype=torch.float32)
-    meter = Meter(H200, document_tokens=32, resident=[x, *model.parameters()])
+    meter = Meter(document_tokens=32, resident=[x, *model.parameters()])
     with meter:
         out = model(x)
         assert meter.start_peak() - out.numel() * 4 == expected
@@ -112,15 +124,70 @@ def test_what_lives_after_a_forward_is_what_autograd_saves():
         assert meter.start_peak() == 0
 
 
-def test_memory_of_a_tensor_that_is_gone_is_no_longer_ignored():
-    meter, x = Meter(H200, document_tokens=32), meta(100)
-    for _ in range(20):
-        meter.ignore(meta(100))
+def test_memory_that_reuses_an_id_is_counted():
+    x, meter = meta(100), Meter(document_tokens=32)
     with meter:
+        for _ in range(20):
+            x + x
         kept = [x + x for _ in range(20)]
         assert meter.start_peak() == len(kept) * 200
 
 
-def test_time_passes_on_the_host_where_the_device_is_faster():
-    assert Reading(1.0, 10).ms() == 1.0
-    assert Reading(0.1, 10).ms() == pytest.approx(0.4)
+def test_views_of_and_writes_to_older_memory_are_no_new_memory():
+    x, out = meta(8, 64), meta(8, 64)
+    held = []
+    meter = metered(
+        lambda: held.extend((x.detach(), x.add_(1), torch.mul(x, x, out=out), x.new_empty(8)[:4])), resident=[]
+    )
+    assert meter.start_peak() == 2 * 8
+
+
+def test_memory_that_becomes_resident_is_live_no_longer():
+    x, meter = meta(100), Meter(document_tokens=32)
+    with meter:
+        first, second = x + x, x + x
+        meter.add_resident([first, x])
+        views = [first.view(10, 10), second.view(10, 10)]
+        assert meter.start_peak() == views[1].numel() * 2
+
+
+def test_a_clock_sums_the_kernels_between_two_moments():
+    meter = Meter(document_tokens=32)
+    device = MeteredDevice(meter)
+    meter.kernels += [Kernel(0.0, 690e9), Kernel(4.3e9, 0.0), Kernel(0.0, 0.0)]
+    begin = device.now()
+    device.ms_of = lambda kernel: 0.5
+    assert device.ms_between(0, begin) == 1.5
+    device.ms_of = lambda kernel: kernel.ms_on(H200)
+    assert device.ms_between(0, 2) == pytest.approx(1.0 + 1.0 + 2 * GAP_MS)
+    assert device.ms_between(begin, device.now()) == 0.0
+
+
+@pytest.mark.parametrize("run", [write_by_name, write_in_order])
+def test_what_a_kernel_writes_counts_once_and_is_not_read(run):
+    x, out = meta(ROWS, 1024), meta(ROWS, 1024)
+    (kernel,) = metered(lambda: run(x, out)).kernels
+    assert kernel.num_bytes == pytest.approx(2 * 2 * ROWS * 1024 / 0.8)
+
+
+@pytest.mark.parametrize(("dtype", "tflops"), [(torch.bfloat16, 474), (torch.float8_e4m3fn, 753)])
+def test_grouped_products_run_at_the_rate_of_their_width(dtype, tflops):
+    x, weight, ends = meta(ROWS, 2048, dtype=dtype), meta(4, 2048, 768, dtype=dtype), meta(4, dtype=torch.int32)
+    out = meta(ROWS, 768)
+    (kernel,) = metered(lambda: grouped_mm(x, weight, ends, addend=RowAddend(), out_NO=out)).kernels
+    assert kernel.ms_on(H200) == pytest.approx(2 * ROWS * 2048 * 768 / (tflops * 1e9) + GAP_MS)
+
+
+@pytest.mark.parametrize(("needs_weight", "ms"), [(False, 0.102), (True, 0.177)])
+def test_the_backward_of_a_norm_takes_what_was_measured(needs_weight, ms):
+    """Rows "rms_norm backward, 8192 x 5120" of results.csv."""
+    x, weight = meta(8192, 5120), meta(5120)
+    options = {"form": NormForm(eps=1e-6), "addend_TD": x, "needs_weight": needs_weight}
+    assert taken_ms(lambda: rms_norm_backward(x, x, weight, **options)) == pytest.approx(ms, rel=0.1)
+
+
+def test_the_loss_takes_what_was_measured():
+    """Row "cross_entropy loss and gradient, 2048 x 151936" of results.csv."""
+    options = {"scale": 1.0, "softcap": None, "gradient_factor": 1.0, "count_correct": False}
+    logits, target = meta(2048, 151_936), meta(2048, dtype=torch.int64)
+    assert taken_ms(lambda: row_losses(logits, target, **options)) == pytest.approx(0.492, rel=0.05)

@@ -326,7 +326,7 @@ REFERENCE_FAULTS = {
     "sum with the low-rank product rounded": (
         "{ => (}d_act_NF + addend.low_NR.to(wide) @ addend.factor_RF.to(wide){ => ).to(dtype).to(wide)}"
     ),
-    "fp32 lost": "import wide_dtype{ => ; wide_dtype = lambda dtype: dtype}",
+    "fp32 lost": "import one_kernel, wide_dtype{ => ; wide_dtype = lambda dtype: dtype}",
 }
 
 

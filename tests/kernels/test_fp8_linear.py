@@ -351,8 +351,9 @@ GRADIENT_FAULTS = {
     "sum never scaled": "_power({top - _exponent => -_exponent}(factor_O)",
     "factor twice": "_power(top {- => +} _exponent(factor_O)",
     "scale of rows lost": "exponent_T = _exponent(scale_d_T){ + _exponent(scale_x_T) => }",
-    "scale along the other axis": "found.scale_O{[:, None] => .mean()}",
-    "gradient counted twice": "(d_TO.T @ x_TI{ => * 2} * found",
+    "scales of other rows": "Fp8Rows(turned[0], found.scale_O{ => .flip(0)})",
+    "gradient counted twice": "turned[1], None, dtype=dtype){ => * 2}",
+    "no shift": "transpose(rows.values_TI, shift_T={shift_T => None}, out_IT",
     "rest not cleared": "[:, num_rows:] = {0 => 1}",
     "shift lost": "(values_TI.float() {* shift_T[:, None] => }).to(FP8) out_IT",
 }

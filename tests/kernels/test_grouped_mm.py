@@ -456,7 +456,7 @@ FAULTS = {
     "matrix of the neighbour": "weight_EIO[expert{ => - 1}]",
     "last row of every expert lost": "slice(begin, {end => max(begin, end - 1)}) for",
     "rows of nobody written": "borders = [0, *end_E.tolist(){ => [:-1], num_rows}]",
-    "low precision": "import wide_dtype{ => ; wide_dtype = lambda dtype: torch.bfloat16}",
+    "low precision": "import one_kernel, wide_dtype{ => ; wide_dtype = lambda dtype: torch.bfloat16}",
     "gradient: scale lost": "= {scale => 1.0} * (x_NI[rows]",
     "gradient: weights lost": "if {row_weight_N is None => True}:",
     "gradient: weights on both operands": "weight_N1).to(x_NI.dtype), {d_NO => (d_NO * weight_N1).to(d_NO.dtype)}",

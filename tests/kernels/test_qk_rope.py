@@ -493,7 +493,7 @@ REFERENCE_FAULTS = {
     "first share only": "{.sum(dim=2) => [:, :, 0]} for d in",
     "shares of other heads": ".unflatten(1, ({form.num_kv_heads, -1)).sum(dim=2 => -1, form.num_kv_heads)).sum(dim=1})",
     "shares rounded in between": "d.{to(wide). => }unflatten",
-    "fp32 lost": "import wide_dtype{ => ; wide_dtype = lambda dtype: dtype}",
+    "fp32 lost": "import one_kernel, wide_dtype{ => ; wide_dtype = lambda dtype: dtype}",
 }
 
 

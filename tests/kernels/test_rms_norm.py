@@ -325,7 +325,7 @@ REFERENCE_FAULTS = {
     "offset of the weight lost": "weight_D.to(wide) {+ form.weight_offset => }",
     "normed row not rounded": "if {not form.is_weight_wide => False}:",
     "normed row rounded in the wide form": "if {not form.is_weight_wide => True}:",
-    "fp32 lost": "import wide_dtype{ => ; wide_dtype = lambda dtype: dtype}",
+    "fp32 lost": "import one_kernel, wide_dtype{ => ; wide_dtype = lambda dtype: dtype}",
     "root taken for a constant": "{(d_normed_TD - normed_TD * along_T[:, None]) => d_normed_TD}",
     "second factor of the root lost": "along_T[:, None]) {* rstd_T[:, None] => }",
     "share along the row is the sum": "(d_normed_TD * normed_TD).{mean => sum}(dim=1)",

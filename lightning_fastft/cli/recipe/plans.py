@@ -5,16 +5,16 @@ Axes: N examples.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
 from lightning_fastft.core.errors import OptionError
-from lightning_fastft.estimate.costs import default_vram_bytes, model_costs
+from lightning_fastft.estimate.costs import MeteredStep, Swaps, meter_step, plan_on
 from lightning_fastft.packing.packs import pack_best_fit_decreasing
-from lightning_fastft.planner.plan import Plan, make_plan
+from lightning_fastft.planner.plan import Plan
 
 if TYPE_CHECKING:
     from lightning_fastft.estimate.machines import Gpu
@@ -116,9 +116,25 @@ def count_steps(length_N: np.ndarray, *, max_tokens: int) -> Steps:
 
 
 def plan_run(
-    source: ModelSource, *, gpu: Gpu, methods: Sequence[Method], length_N: np.ndarray, max_tokens: int, host_bytes: int
+    source: ModelSource,
+    *,
+    gpu: Gpu,
+    methods: Sequence[Method],
+    length_N: np.ndarray,
+    max_tokens: int,
+    host_bytes: int,
+    meter: Callable[..., MeteredStep] = meter_step,
 ) -> Planned:
     """Return the plan of the first method that fits the GPU and is about as fast as any; shorten packs if none fits.
+
+    Args:
+        source: The model.
+        gpu: The GPU.
+        methods: Methods, the preferred one first.
+        length_N: Lengths of the examples.
+        max_tokens: Length of a pack.
+        host_bytes: Pinned host memory.
+        meter: ``meter_step``; one that caches serves many GPUs, because its steps are the same for all.
 
     Raises:
         OptionError: Nothing fits; the message has what the smallest run takes.
@@ -128,7 +144,8 @@ def plan_run(
         found = []
         for method in methods:
             try:
-                found.append(_plan(source, gpu, method, length_N=length_N, max_tokens=tokens, host_bytes=host_bytes))
+                step = meter(source, **_step_options(method, length_N=length_N, max_tokens=tokens))
+                found.append(_plan(step, gpu, method, max_tokens=tokens, host_bytes=host_bytes))
             except OptionError as error:
                 reason = error
         if found:
@@ -151,25 +168,22 @@ def token_mean_length(length_N: np.ndarray, *, max_tokens: int) -> float:
     return float((kept_N**2).sum() / kept_N.sum())
 
 
-def _plan(
-    source: ModelSource, gpu: Gpu, method: Method, *, length_N: np.ndarray, max_tokens: int, host_bytes: int
-) -> Planned:
-    cost = model_costs(
-        source,
-        num_tokens=max_tokens,
-        mean_document_tokens=token_mean_length(length_N, max_tokens=max_tokens),
-        machine=gpu,
-        quantization="nf4" if method == "qlora" else None,
-        lora_rank=None if method == "full" else LORA_RANK,
-        dtype=torch.bfloat16,
-        has_masters=method == "full",
-    )
-    plan = make_plan(
-        cost,
-        vram_budget_bytes=default_vram_bytes(gpu, cost),
-        host_budget_bytes=host_bytes,
-        machine=gpu.machine,
-    )
+def _step_options(method: Method, *, length_N: np.ndarray, max_tokens: int) -> dict[str, Any]:
+    """Return the options of ``meter_step``."""
+    return {
+        "num_tokens": max_tokens,
+        "mean_document_tokens": token_mean_length(length_N, max_tokens=max_tokens),
+        "quantization": "nf4" if method == "qlora" else None,
+        "lora": None if method == "full" else LORA_RANK,
+        "dtype": torch.bfloat16,
+        "has_masters": method == "full",
+        "swaps": Swaps(is_graphed="auto"),
+    }
+
+
+def _plan(step: MeteredStep, gpu: Gpu, method: Method, *, max_tokens: int, host_bytes: int) -> Planned:
+    cost = step.costs_on(gpu)
+    plan = plan_on(gpu, cost, vram_budget_bytes=None, host_budget_bytes=host_bytes)
     return Planned(method, max_tokens, cost.base_bytes, plan)
 
 

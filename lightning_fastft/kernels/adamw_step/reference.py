@@ -11,6 +11,7 @@ import torch
 from lightning_fastft.kernels.adamw_step import codes
 from lightning_fastft.kernels.adamw_step.rounding import random_halves, round_stochastically
 from lightning_fastft.kernels.adamw_step.table import TableRow, TensorTable
+from lightning_fastft.kernels.backends import one_kernel
 
 
 class StepOptions(NamedTuple):
@@ -65,6 +66,7 @@ class SkipFlag(NamedTuple):
     num_skipped: torch.Tensor
 
 
+@one_kernel
 def adamw_step(
     table: TensorTable, *, options: StepOptions, scale: torch.Tensor | None = None, skip: SkipFlag | None = None
 ) -> None:
@@ -81,6 +83,7 @@ def adamw_step(
             _step_row_unless(row, grad, options, corrections, step=step, skip=skip)
 
 
+@one_kernel
 def grad_norm(table: TensorTable) -> torch.Tensor:
     """Return the L2 norm of all gradients together, from sums in float64."""
     sums = [grad.double().square().sum() for grad in table.gradients() if grad is not None]

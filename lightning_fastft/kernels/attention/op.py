@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lightning_fastft.core.autocast import autocast_off
 from lightning_fastft.core.checks import check_choice, check_int, check_tensor
 from lightning_fastft.core.errors import BackendError, MissingDependencyError, ShapeError
 from lightning_fastft.core.extras import pip_line
@@ -18,6 +19,7 @@ from lightning_fastft.kernels.attention.flash import MAX_HEAD_WIDTH, Collect, Re
 from lightning_fastft.kernels.attention.flex import flex_attention
 from lightning_fastft.kernels.attention.reference import masked_attention
 from lightning_fastft.kernels.attention.sdpa import sdpa_attention
+from lightning_fastft.kernels.backends import capability_of
 from lightning_fastft.kernels.expert_rows.op import combine_rows
 from lightning_fastft.kernels.repeat_heads.op import repeat_heads
 from lightning_fastft.packing.context import BatchContext
@@ -131,6 +133,9 @@ def packed_attention(
     _check_inputs(q_THW, k_TGW, v_TGW, context=context, window=window, sink_H=sink_H)
     need = describe_need(q_THW, k_TGW, v_TGW, context=context, window=window, softcap=softcap, sink_H=sink_H)
     name = choose_backend(need) if backend == "auto" else _check_forced(backend, need)
+    if q_THW.is_meta:
+        # Only shapes matter there, and those of flash attention are the same for every call.
+        name = "varlen"
     context.note_read(name)
     if name == "varlen":
         shares = None if collect is None else Shares(repeat_heads, collect)
@@ -159,7 +164,7 @@ def packed_attention(
         return sdpa_attention(q_THW, k_TGW, v_TGW, context=context, scale=scale, window=window)
     mask_TT = context.dense_mask(window=window)[0, 0]
     # Autocast would round values that the definition keeps in float32.
-    with torch.autocast(q_THW.device.type, enabled=False):
+    with autocast_off(q_THW.device.type):
         return masked_attention(q_THW, k_TGW, v_TGW, mask_TT=mask_TT, scale=scale, softcap=softcap, sink_H=sink_H)
 
 
@@ -283,7 +288,7 @@ def describe_need(
     tensors = (q_THW, k_TGW, v_TGW) if sink_H is None else (q_THW, k_TGW, v_TGW, sink_H)
     return AttentionNeed(
         device_type=q_THW.device.type,
-        capability=torch.cuda.get_device_capability(q_THW.device) if q_THW.is_cuda else (0, 0),
+        capability=capability_of(q_THW.device),
         dtype=q_THW.dtype,
         head_width=q_THW.shape[2],
         value_width=v_TGW.shape[2],

@@ -9,7 +9,10 @@ from collections.abc import Sequence
 
 import torch
 
+from lightning_fastft.kernels.backends import one_kernel
 
+
+@one_kernel
 def write_block_diagonal(out_OC: torch.Tensor, blocks: Sequence[torch.Tensor]) -> None:
     """Write the blocks on the diagonal, and zeros everywhere else."""
     out_OC.zero_()

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_fastft.kernels.backends import wide_dtype
+from lightning_fastft.kernels.backends import one_kernel, wide_dtype
 
 # Tokens of a chunk.
 CHUNK = 64
@@ -63,6 +63,7 @@ class ChunkGradients(NamedTuple):
     d_decay_TJ: torch.Tensor
 
 
+@one_kernel
 def chunk_gradients(inputs: ChunkInputs) -> ChunkGradients:
     """Return the gradients, computed in fp32 (float64 for float64) and rounded once."""
     q_THK, k_THK, v_TJV, d_out_TJV, state_NJKV, d_state_NJKV, decay_TJ, start_S1, chunk_N2, scale, d_value_TJV = inputs

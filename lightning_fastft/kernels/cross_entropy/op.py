@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from lightning_fastft.core.autocast import autocast_off
 from lightning_fastft.core.checks import check_tensor
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.kernels import logit_rows
@@ -191,7 +192,7 @@ class _LabelledCrossEntropy(torch.autograd.Function):
         for chunk in logit_rows.logit_chunks(head, rows, dtype=dtype):
             losses = _row_losses(chunk, loss.target_R, head, gradient_factor=factor)
             nll_R[chunk.begin : chunk.end] = losses.nll_R
-            with torch.autocast(device.type, enabled=False):
+            with autocast_off(device.type):
                 if d_row_RD is not None:
                     torch.mm(chunk.logits_RV, chunk.weight_VD, out=d_row_RD[chunk.begin : chunk.end])
                 if d_weight_VD is not None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_fastft.kernels.backends import wide_dtype
+from lightning_fastft.kernels.backends import one_kernel, wide_dtype
 
 IGNORED_TARGET = -100
 
@@ -31,6 +31,7 @@ def scale_and_cap(logits: torch.Tensor, *, scale: float, softcap: float | None) 
     return scaled if softcap is None else softcap * torch.tanh(scaled / softcap)
 
 
+@one_kernel
 def row_losses(
     logits_RV: torch.Tensor,
     target_R: torch.Tensor,

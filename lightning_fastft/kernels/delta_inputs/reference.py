@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_fastft.kernels.backends import wide_dtype
+from lightning_fastft.kernels.backends import one_kernel, wide_dtype
 from lightning_fastft.kernels.head_columns import HeadColumns
 
 # Epsilon of the l2 norm in transformers and fla-core.
@@ -131,6 +131,7 @@ class DeltaInputs(NamedTuple):
     beta_TH: torch.Tensor
 
 
+@one_kernel
 def delta_inputs_forward(
     rows_TC: torch.Tensor, parameters: DeltaParameters, position_T: torch.Tensor, *, form: DeltaForm
 ) -> DeltaInputs:
@@ -159,6 +160,7 @@ def delta_inputs_forward(
     return DeltaInputs(q_TGW, k_TGW, v_THW, g_TH, torch.sigmoid(b_TH))
 
 
+@one_kernel
 def delta_inputs_backward(
     gradients: DeltaInputs,
     rows_TC: torch.Tensor,

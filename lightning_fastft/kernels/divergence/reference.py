@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from lightning_fastft.kernels.backends import wide_dtype
+from lightning_fastft.kernels.backends import one_kernel, wide_dtype
 from lightning_fastft.kernels.cross_entropy.reference import scale_and_cap
 
 Kind = Literal["forward_kl", "reverse_kl", "jsd"]
@@ -33,6 +33,7 @@ class DivergenceForm(NamedTuple):
     teacher_softcap: float | None
 
 
+@one_kernel
 def row_divergences(
     logits_RV: torch.Tensor, teacher_RV: torch.Tensor, *, form: DivergenceForm, writes_gradient: bool
 ) -> torch.Tensor:
@@ -60,6 +61,7 @@ def row_divergences(
     return divergence_R
 
 
+@one_kernel
 def rest_rows(
     logits_RV: torch.Tensor,
     highest_R: torch.Tensor,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_fastft.kernels.backends import wide_dtype
+from lightning_fastft.kernels.backends import one_kernel, wide_dtype
 from lightning_fastft.kernels.fp8_linear.reference import Fp8Rows, quantise_rows
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "clamped")
@@ -78,6 +78,7 @@ class QuantisedGateGradients(NamedTuple):
     act: Fp8Rows | None
 
 
+@one_kernel
 def gate_forward(gate_up_NP: torch.Tensor, *, form: GateForm, end_E: torch.Tensor | None = None) -> torch.Tensor:
     """Return the activation, rounded once from fp32 (float64 for float64); for all rows; end_E is ignored."""
     gate_NF, up_NF = split_columns(gate_up_NP.to(wide_dtype(gate_up_NP.dtype)), form)
@@ -85,12 +86,14 @@ def gate_forward(gate_up_NP: torch.Tensor, *, form: GateForm, end_E: torch.Tenso
     return (_glu(gate_NF, form) * factor_NF).to(gate_up_NP.dtype)
 
 
+@one_kernel
 def gate_forward_quantised(gate_up_NP: torch.Tensor, *, form: GateForm, round_scales_to_power_of_2: bool) -> Fp8Rows:
     """Return the rounded activation in e4m3."""
     act_NF = gate_forward(gate_up_NP, form=form)
     return quantise_rows(act_NF, factor_I=None, round_scales_to_power_of_2=round_scales_to_power_of_2)
 
 
+@one_kernel
 def gate_backward_quantised(
     d_act_NF: torch.Tensor,
     gate_up_NP: torch.Tensor,
@@ -112,6 +115,7 @@ def gate_backward_quantised(
     return QuantisedGateGradients(d_gate_up, act)
 
 
+@one_kernel
 def gate_backward(
     d_act_NF: torch.Tensor,
     gate_up_NP: torch.Tensor,

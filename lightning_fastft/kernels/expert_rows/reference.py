@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import torch
 
-from lightning_fastft.kernels.backends import wide_dtype
+from lightning_fastft.kernels.backends import one_kernel, wide_dtype
 
 
+@one_kernel
 def gather_rows(x_TD: torch.Tensor, slot_N: torch.Tensor, *, num_experts_per_token: int) -> torch.Tensor:
     """Return ``x_TD[slot_N // K]``.
 
@@ -19,6 +20,7 @@ def gather_rows(x_TD: torch.Tensor, slot_N: torch.Tensor, *, num_experts_per_tok
     return x_TD.index_select(0, slot_N.div(num_experts_per_token, rounding_mode="floor"))
 
 
+@one_kernel
 def combine_rows(
     y_ND: torch.Tensor,
     place_TK: torch.Tensor,

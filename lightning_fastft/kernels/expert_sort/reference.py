@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from lightning_fastft.kernels.backends import one_kernel
+
 
 class ExpertOrder(NamedTuple):
     """Routed slots sorted by expert, and by token within an expert; all three tensors are int32.
@@ -27,6 +29,7 @@ class ExpertOrder(NamedTuple):
     end_E: torch.Tensor
 
 
+@one_kernel
 def sort_slots(expert_TK: torch.Tensor, *, num_experts: int) -> ExpertOrder:
     """Return the slots in the stable order of their experts; ids outside [0, num_experts) come last, in the order
     of their slots.

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from lightning_fastft.kernels.backends import one_kernel
 from lightning_fastft.kernels.nf4_linear import reference as nf4_linear
 from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
 
@@ -47,6 +48,7 @@ class Balance(NamedTuple):
     scale_O: torch.Tensor
 
 
+@one_kernel
 def quantise_rows(
     x_TI: torch.Tensor,
     *,
@@ -73,6 +75,7 @@ def quantise_rows(
     return out
 
 
+@one_kernel
 def transpose(values_TI: torch.Tensor, *, shift_T: torch.Tensor | None, out_IT: torch.Tensor) -> None:
     """Write the transpose of rows in e4m3, each times its power of 2, and zeros behind the last row."""
     num_rows = len(values_TI)
@@ -82,6 +85,7 @@ def transpose(values_TI: torch.Tensor, *, shift_T: torch.Tensor | None, out_IT: 
     out_IT.view(torch.uint8)[:, num_rows:] = 0
 
 
+@one_kernel
 def balance(scale_d_T: torch.Tensor, scale_x_T: torch.Tensor, factor_O: torch.Tensor) -> Balance:
     """Return the exponents of ``scale_d * scale_x`` without their largest one, half for each operand, and that one for
     the sum.
@@ -96,10 +100,14 @@ def balance(scale_d_T: torch.Tensor, scale_x_T: torch.Tensor, factor_O: torch.Te
 def weight_gradient(d: Fp8Rows, x: Fp8Rows, factor_O: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
     """Return ``(d / factor)^T @ x`` of the rows as they are shifted, summed in fp32 and rounded once."""
     found = balance(d.scale_T, x.scale_T, factor_O)
-    d_TO, x_TI = ((rows.values_TI.float() * shift_T[:, None]).to(FP8).float() for rows, shift_T in zip((d, x), found))
-    return (d_TO.T @ x_TI * found.scale_O[:, None]).to(dtype)
+    turned = []
+    for rows, shift_T in zip((d, x), found):
+        turned.append(rows.values_TI.new_empty(rows.values_TI.shape[::-1]))
+        transpose(rows.values_TI, shift_T=shift_T, out_IT=turned[-1])
+    return multiply(Fp8Rows(turned[0], found.scale_O), turned[1], None, dtype=dtype)
 
 
+@one_kernel
 def nf4_row_scales(weights: Sequence[NF4Weight], scales: Sequence[torch.Tensor]) -> None:
     """Write the scales of the rows of each weight.
 
@@ -111,6 +119,7 @@ def nf4_row_scales(weights: Sequence[NF4Weight], scales: Sequence[torch.Tensor])
             scale_O.copy_(_round_up_to_power_of_2(peak_O / torch.full_like(peak_O, LARGEST)))
 
 
+@one_kernel
 def quantise_nf4(
     weights: Sequence[NF4Weight], values: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], *, is_transposed: bool
 ) -> None:
@@ -124,6 +133,7 @@ def quantise_nf4(
         value.copy_(narrow_OI.T if is_transposed else narrow_OI)
 
 
+@one_kernel
 def multiply(
     rows: Fp8Rows, weight_OI: torch.Tensor, scale_O: torch.Tensor | None, *, dtype: torch.dtype
 ) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from lightning_fastft.core.errors import ShapeError
-from lightning_fastft.kernels.backends import wide_dtype
+from lightning_fastft.kernels.backends import one_kernel, wide_dtype
 
 # Products with at most this many output columns (such as the rank of an adapter) are memory-bound.
 THIN_COLUMNS = 64
@@ -92,6 +92,7 @@ class Fp8Scales(NamedTuple):
     weight_scale_E: torch.Tensor
 
 
+@one_kernel
 def grouped_mm(
     x_NI: Rows,
     weight_EIO: torch.Tensor,
@@ -117,6 +118,7 @@ def grouped_mm(
     return out_NO
 
 
+@one_kernel
 def add_to_rows(y_NO: torch.Tensor, end_E: torch.Tensor, *, addend: RowAddend, out_NO: torch.Tensor) -> torch.Tensor:
     """Write y plus the addend, rounded once; out may be y."""
     for expert, rows in enumerate(_rows_of_experts(end_E, num_rows=y_NO.shape[0])):
@@ -124,6 +126,7 @@ def add_to_rows(y_NO: torch.Tensor, end_E: torch.Tensor, *, addend: RowAddend, o
     return out_NO
 
 
+@one_kernel
 def grouped_weight_grad(
     x_NI: Rows,
     d_NO: Rows,
@@ -177,7 +180,9 @@ def _add_to(product: torch.Tensor, expert: int, rows: slice, *, addend: RowAdden
 
 
 def _rows_of_experts(end_E: torch.Tensor, *, num_rows: int) -> list[slice]:
-    """Return the rows of each expert; end_E is read on the host, which is free on a CPU."""
+    """Return the rows of each expert; end_E is read on the host, which is free on a CPU. The meta device has none."""
+    if end_E.is_meta:
+        return []
     borders = [0, *end_E.tolist()]
     if borders != sorted(borders) or borders[-1] > num_rows:
         raise ShapeError(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_fastft.kernels.backends import wide_dtype
+from lightning_fastft.kernels.backends import one_kernel, wide_dtype
 from lightning_fastft.kernels.head_columns import HeadColumns
 
 ACTIVATIONS = ("sigmoid", "silu")
@@ -40,6 +40,7 @@ class HeadGateGradients(NamedTuple):
     d_weight_W: torch.Tensor | None
 
 
+@one_kernel
 def head_gate_forward(
     x_THW: torch.Tensor, rows_TC: torch.Tensor, weight_W: torch.Tensor | None, *, form: HeadGateForm
 ) -> torch.Tensor:
@@ -51,6 +52,7 @@ def head_gate_forward(
     return (x * _activate(gate, form)[0]).to(x_THW.dtype).flatten(1)
 
 
+@one_kernel
 def head_gate_backward(
     d_y_TI: torch.Tensor,
     x_THW: torch.Tensor,

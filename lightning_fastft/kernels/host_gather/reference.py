@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import torch
 
+from lightning_fastft.kernels.backends import one_kernel
 
+
+@one_kernel
 def gather_rows(weight_VD: torch.Tensor, token_T: torch.Tensor) -> torch.Tensor:
     """Return ``weight_VD[token_T]``, gathered on the device of the table and moved to the device of the tokens.
 

@@ -11,7 +11,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from lightning_fastft.core.errors import ShapeError
-from lightning_fastft.kernels.backends import must_check
+from lightning_fastft.kernels.backends import GPU_TYPES, must_check
 
 
 def lora_addmm(
@@ -112,7 +112,7 @@ def wide_product(left: torch.Tensor, right: torch.Tensor, *, dtype: torch.dtype)
     """
     if left.dtype is dtype:
         return left @ right
-    if left.is_cuda and dtype is torch.float32:
+    if left.device.type in GPU_TYPES and dtype is torch.float32:
         return torch.mm(left, right, out_dtype=torch.float32)
     return left.to(dtype) @ right.to(dtype)
 

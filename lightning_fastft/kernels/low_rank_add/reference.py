@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import torch
 
-from lightning_fastft.kernels.backends import wide_dtype
+from lightning_fastft.kernels.backends import one_kernel, wide_dtype
 
 
+@one_kernel
 def add_low_rank(
     base_TN: torch.Tensor,
     low_TR: torch.Tensor,

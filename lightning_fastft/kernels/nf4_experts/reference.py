@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from lightning_fastft.kernels.backends import one_kernel
+
 # Block sizes of bitsandbytes for NF4 with double quantisation.
 BLOCK_WEIGHTS = 64
 GROUP_BLOCKS = 256
@@ -35,10 +37,13 @@ class NF4Stack(NamedTuple):
     nested_quant_map_M: torch.Tensor
 
 
+@one_kernel
 def dequantise_stack(stack: NF4Stack, out_EX: torch.Tensor) -> torch.Tensor:
     """Write ``table[index] * (nested_table[scale] * nested_absmax + offset)`` to out_EX, each step rounded to fp32, the
     last one to the dtype of out_EX.
     """
+    if out_EX.is_meta:
+        return out_EX
     num_blocks = stack.absmax_EQ.shape[1]
     # One expert at a time: int64 indices take 16 times the memory of their codes.
     for expert, packed_C in enumerate(stack.packed_EC):

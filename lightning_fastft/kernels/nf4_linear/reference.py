@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from lightning_fastft.kernels.backends import one_kernel
 from lightning_fastft.kernels.nf4_experts.reference import BLOCK_WEIGHTS, GROUP_BLOCKS
 
 
@@ -38,6 +39,7 @@ class NF4Weight(NamedTuple):
     nested_quant_map_M: torch.Tensor | None
 
 
+@one_kernel
 def dequantise_many(weights: Sequence[NF4Weight], outs_OI: Sequence[torch.Tensor]) -> None:
     """Write ``table[place] * scale`` of each weight to its output, rounded to fp32 and then to the dtype of the
     output.

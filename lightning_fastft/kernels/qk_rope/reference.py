@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_fastft.kernels.backends import wide_dtype
+from lightning_fastft.kernels.backends import one_kernel, wide_dtype
 
 
 class RopeForm(NamedTuple):
@@ -141,6 +141,7 @@ class RopeGradients(NamedTuple):
     d_k_weight_W: torch.Tensor | None
 
 
+@one_kernel
 def qk_rope_heads(qkv_TC: torch.Tensor, rope: Rope) -> Heads:
     """Return normed and rotated q and k, and v.
 
@@ -161,6 +162,7 @@ def qk_rope_heads(qkv_TC: torch.Tensor, rope: Rope) -> Heads:
     return Heads(*(head.clone(memory_format=torch.contiguous_format) for head in heads))
 
 
+@one_kernel
 def qk_rope_backward(
     d_heads: HeadGradients,
     qkv_TC: torch.Tensor | None,

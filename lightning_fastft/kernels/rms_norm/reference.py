@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_fastft.kernels.backends import wide_dtype
+from lightning_fastft.kernels.backends import one_kernel, wide_dtype
 from lightning_fastft.kernels.fp8_linear.reference import Fp8Rows, quantise_rows
 
 
@@ -43,6 +43,7 @@ class NormGradients(NamedTuple):
     d_weight_D: torch.Tensor | None
 
 
+@one_kernel
 def rms_norm_forward(
     x_TD: torch.Tensor, weight_D: torch.Tensor, *, form: NormForm, out: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -56,6 +57,7 @@ def rms_norm_forward(
     return y_TD.to(dtype) if out is None else out.copy_(y_TD)
 
 
+@one_kernel
 def rms_norm_quantised(
     x_TD: torch.Tensor, weight_D: torch.Tensor, *, form: NormForm, round_scales_to_power_of_2: bool
 ) -> Fp8Rows:
@@ -64,6 +66,7 @@ def rms_norm_quantised(
     return quantise_rows(y_TD, factor_I=None, round_scales_to_power_of_2=round_scales_to_power_of_2)
 
 
+@one_kernel
 def rms_norm_backward(
     d_y_TD: torch.Tensor,
     x_TD: torch.Tensor,
