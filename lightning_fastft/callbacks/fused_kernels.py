@@ -133,10 +133,20 @@ class FusedKernels(ModelSwaps):
         if self._patcher is not None and self.is_installed and self.base_compute == "model_dtype":
             self._weight_buffers = fuse_weight_buffers(pl_module, self._patcher)
 
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Install, and quantise sharded weights; a checkpoint is loaded by now."""
+        super().on_validation_start(trainer, pl_module)
+        self._shard_fp8(trainer)
+
+    on_test_start = on_predict_start = on_sanity_check_start = on_validation_start
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Quantise trained weights now, so that the activation plan counts them, and after each optimizer step."""
+        """Quantise trained and sharded weights now, so that the activation plan counts them, and trained weights after
+        each optimizer step.
+        """
         if self._patcher is None:
             return
+        self._shard_fp8(trainer)
         for experts in self._fp8_experts:
             experts.prepare()
         for base in self._fp8:
@@ -156,6 +166,14 @@ class FusedKernels(ModelSwaps):
         """Write contiguous weights, without the padding for their adapters."""
         for weight_buffer in self._weight_buffers:
             weight_buffer.make_whole(checkpoint.get("state_dict", {}))
+
+    def _shard_fp8(self, trainer: pl.Trainer) -> None:
+        """Let FSDP2 gather frozen weights in e4m3."""
+        from lightning_fastft.activations.budgets import auto_host_bytes
+
+        assert self._patcher is not None
+        for base in self._fp8:
+            base.shard(self._patcher, host_bytes=auto_host_bytes() // max(1, trainer.num_devices))
 
 
 def _refresh(base: Fp8Base, *_: Any) -> None:
