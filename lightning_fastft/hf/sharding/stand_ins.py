@@ -43,7 +43,7 @@ def gather_instead(
 
     Args:
         unit: FSDP module whose unit the weights belong to.
-        values: For each module the values of this rank, shape (rows of a full shard, columns).
+        values: For each module the values of this rank, shape (rows of a full shard, columns), in a dtype of one byte.
         patcher: Undoes it, without communication.
         parks_weights: Move the shards of the weights to host memory until then.
 
@@ -62,7 +62,7 @@ def gather_instead(
         # It may replace the local tensor by a padded one.
         record.reset_sharded_param()
         rows_OI = local_rows(record.sharded_param)
-        stand_in = _StandIn(rows_OI, values_OI)
+        stand_in = _StandIn(record.sharded_param, values_OI)
         patcher.set_attribute(rows_OI, _PRE, stand_in.before_gather)
         patcher.set_attribute(rows_OI, _POST, stand_in.after_gather)
     _renew(records)
@@ -80,21 +80,24 @@ def gathered_bytes(weight: torch.Tensor) -> int:
 class _StandIn:
     """What FSDP2 gathers for one weight."""
 
-    def __init__(self, rows_OI: torch.Tensor, values_OI: torch.Tensor) -> None:
+    def __init__(self, weight: torch.Tensor, values_OI: torch.Tensor) -> None:
         self.values_OI = values_OI
-        self._rows_OI, self._version = rows_OI, rows_OI._version
+        # Operators on a DTensor raise its own version, those on its shard the other one.
+        self._watched = (weight, local_rows(weight))
+        self._versions = [each._version for each in self._watched]
 
     def before_gather(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> tuple[Any, None]:
-        if self._rows_OI._version != self._version:
+        if [each._version for each in self._watched] != self._versions:
             raise UnsupportedModelError(
                 "Frozen weights were written during the run, and FSDP2 gathers their earlier values in fp8. Load "
                 "weights before the run, or set FusedKernels(base_compute='model_dtype')."
             )
-        return (self.values_OI,), None
+        # Bytes, because some backends do not send e4m3.
+        return (self.values_OI.view(torch.uint8),), None
 
     def after_gather(self, gathered: Any, metadata: Any, dtype: Any, *, out: torch.Tensor | None = None) -> Any:
         # FSDP2 gathers into the same memory each time, and frees it.
-        return (gathered[0], ()) if out is None else None
+        return (gathered[0].view(self.values_OI.dtype), ()) if out is None else None
 
 
 def _park(module: nn.Module, patcher: ModelPatcher) -> None:
