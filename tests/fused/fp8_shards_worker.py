@@ -23,6 +23,10 @@ def build(mesh):
     torch.manual_seed(3)
     layers = nn.Sequential(*(nn.Linear(NUM_INPUTS, size, bias=False, dtype=torch.bfloat16) for size in SIZES))
     layers.requires_grad_(False)
+    with torch.no_grad():
+        # Scales are powers of 2, and those of rows of one size would be equal.
+        for layer in layers:
+            layer.weight.mul_(torch.randint(-4, 5, (len(layer.weight), 1)).exp2())
     whole = [layer.weight.detach().clone() for layer in layers]
     return fully_shard(layers, mesh=mesh, reshard_after_forward=True), whole
 
@@ -30,6 +34,8 @@ def build(mesh):
 def gathered(unit):
     """The weights while the unit is gathered."""
     unit.unshard()
+    # 16 rows on 3 ranks are padded to 18.
+    assert all(layer.weight.untyped_storage().nbytes() < 1.2 * layer.weight.nbytes for layer in unit)
     found = [layer.weight.detach().clone() for layer in unit]
     unit.reshard()
     return found
