@@ -59,8 +59,8 @@ class FusedKernels(ModelSwaps):
             bytes per weight; trained weights after each optimizer step, for one more byte. Files, merging and
             generation read the original weights. Under FSDP2 frozen dense weights are sharded and gathered in e4m3, one
             byte per weight, and the original shards are in host memory until the run ends, if it has room; other
-            weights compute in the dtype of the model there, and generation during the run is an error. "fp8_reference": the same numbers in plain PyTorch on any device,
-            slowly, to compare loss curves.
+            weights compute in the dtype of the model there, and generation during the run is an error. "fp8_reference":
+            the same numbers in plain PyTorch on any device, slowly, to compare loss curves.
 
     Raises:
         OptionError: cuda_graphs or base_compute has another value.
