@@ -198,19 +198,21 @@ class Fp8Base:
             the scales per weight, and a copy of the shards to the host and back.
         """
         num_parked = num_kept = 0
-        for layer in self._layers:
-            weights: tuple[Fp8Weight, ...] = vars(layer)[FP8_ATTRIBUTE]
-            if not isinstance(layer, FSDPModule) or any(weight.is_sharded for weight in weights):
-                continue
-            values: dict[nn.Module, torch.Tensor] = {}
-            layer.reshard()
-            for weight, modules in zip(weights, self._find(layer)):
-                values |= weight.shard(modules, patcher)
-            num_bytes = sum(num_local_bytes(module) for module in values)
-            fits = num_parked + num_bytes <= host_bytes
-            num_parked, num_kept = num_parked + fits * num_bytes, num_kept + (not fits) * num_bytes
-            if values:
-                gather_instead(layer, values, patcher, parks_weights=fits)
+        # An inference tensor could not be read in a training step.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            for layer in self._layers:
+                weights: tuple[Fp8Weight, ...] = vars(layer)[FP8_ATTRIBUTE]
+                if not isinstance(layer, FSDPModule) or any(weight.is_sharded for weight in weights):
+                    continue
+                values: dict[nn.Module, torch.Tensor] = {}
+                layer.reshard()
+                for weight, modules in zip(weights, self._find(layer)):
+                    values |= weight.shard(modules, patcher)
+                num_bytes = sum(num_local_bytes(module) for module in values)
+                fits = num_parked + num_bytes <= host_bytes
+                num_parked, num_kept = num_parked + fits * num_bytes, num_kept + (not fits) * num_bytes
+                if values:
+                    gather_instead(layer, values, patcher, parks_weights=fits)
         if num_parked and torch.cuda.is_initialized():
             # A plan of activations counts what the allocator keeps.
             torch.cuda.empty_cache()

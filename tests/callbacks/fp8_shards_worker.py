@@ -9,18 +9,20 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import Callback
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
 
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.callbacks.fused_kernels import FusedKernels
 from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.hf.sharding.state import gather_state, is_sharded
 from lightning_fastft.strategies.registry import register_strategies
-from tests.strategies.strategy_worker import STRATEGIES, fit, make_tuner, trained_state
+from tests.strategies.strategy_worker import STRATEGIES, batches_of, fit, make_tuner, trained_state
 from tests.support.rank_exit import leave
 
 EMULATED = "fp8_reference"
@@ -122,6 +124,24 @@ def run_twice(family, **options):
     return [first, whole_state(module)]
 
 
+def validate(family, *, rank=0, folder=None, name="fsdp"):
+    """The loss of a validation before any training, and the weights after it."""
+    module, world_size = make(family), 1 if name == "one" else 2
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=world_size,
+        strategy=STRATEGIES[name](),
+        callbacks=[FusedKernels(base_compute=EMULATED)],
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        use_distributed_sampler=False,
+    )
+    loader = DataLoader(batches_of(rank, world_size=world_size, num_windows=1), batch_size=None)
+    (found,) = trainer.validate(module, loader, verbose=False)
+    return {"loss": found["val_loss"], "state": whole_state(module)}
+
+
 class Inside(Callback):
     """Looks at the model while FSDP2 gathers it in e4m3."""
 
@@ -153,6 +173,7 @@ def cpu(rank, folder):
     found["model_dtype"] = run(make("qwen3"), base="model_dtype", **options)
     found["twice"] = run_twice("qwen3", **options)
     found["inside"] = look_inside("qwen3", **options)
+    found["validated"] = validate("qwen3", **options)
     found["trained"] = run(make("qwen3", "full"), **options)
     with mock.patch("lightning_fastft.activations.budgets.auto_host_bytes", return_value=0):
         found["no host memory"] = run(make("qwen3"), **options)

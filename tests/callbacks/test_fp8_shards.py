@@ -5,7 +5,7 @@ keeps its own weights.
 import pytest
 import torch
 
-from tests.callbacks.fp8_shards_worker import CASES, frozen_state, make, run, whole_state
+from tests.callbacks.fp8_shards_worker import CASES, frozen_state, make, run, validate, whole_state
 from tests.strategies.strategy_worker import difference
 from tests.support.two_ranks import run_two_ranks
 
@@ -81,6 +81,12 @@ def test_a_run_without_fp8_after_it_gathers_the_models_own_weights(two_ranks):
     run(module, name="one")
     run(module, base=None, name="one")
     assert difference(two_ranks["twice"][1], whole_state(module)) <= LATER_BOUND
+
+
+def test_a_validation_alone_equals_that_of_one_process(two_ranks):
+    found, expected = two_ranks["validated"], validate("qwen3", name="one")
+    assert abs(found["loss"] / expected["loss"] - 1) <= BOUND
+    assert all(torch.equal(found["state"][name], value) for name, value in expected["state"].items())
 
 
 def test_a_call_that_needs_the_weights_is_refused(two_ranks):
