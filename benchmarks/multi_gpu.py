@@ -3,6 +3,7 @@ r"""Measure tokens/s of DDP, FSDP2, context and expert parallelism, and a model 
     python -m benchmarks.multi_gpu multi --out runs/multi
     python -m benchmarks.multi_gpu multi --out runs/context --runs one context --tokens 131072 --one-document
     python -m benchmarks.multi_gpu multi --out runs/resident --runs fsdp --mode keep+resident --adapters shard
+    python -m benchmarks.multi_gpu multi --out runs/70b --runs fsdp --ranks 4 --workload llama-3.3-70b-lora --mode auto:8+fused+fp8
     python -m benchmarks.multi_gpu full32b --out runs/full32b --ranks 4
     python -m benchmarks.multi_gpu experts --out runs/experts --ranks 2
     python -m benchmarks.multi_gpu multi --out runs/four --ranks 4
@@ -337,7 +338,7 @@ def worker(options: argparse.Namespace) -> int:
         accumulate_grad_batches=options.accumulate,
         max_epochs=-1,
     )
-    trainer.callbacks.extend(mode.callbacks())
+    trainer.callbacks.extend(mode.callbacks(is_cuda=is_cuda))
     if workload.num_experts:
         trainer.callbacks.append(BincountRouter())
     share = Share(

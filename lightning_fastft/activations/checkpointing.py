@@ -172,10 +172,11 @@ class OffloadCheckpointing:
             raise SwapError("There is no decoder layer to attach activation checkpointing to.")
         stacks = list(stacks)
         checkpointed = [module for module in [*layers, *stacks] if getattr(module, "gradient_checkpointing", False)]
-        gathered_text = ""
+        describe_gathered: Callable[[], str] = str
         if gathered is not None and self.options.weights == "resident":
-            gathered.keep(len(gathered.unit_bytes))
-            gathered_text = gathered.describe(len(gathered.unit_bytes))
+            num_units = len(gathered.unit_bytes())
+            gathered.keep(num_units)
+            describe_gathered = functools.partial(gathered.describe, num_units)
         if self.policy == "keep":
             if checkpointed:
                 raise OptionError(
@@ -183,7 +184,7 @@ class OffloadCheckpointing:
                     "(gradient_checkpointing_enable() was called on the model), but the policy is 'keep'. Remove that "
                     'call. To recompute, pass activations=OffloadCheckpointing("recompute").'
                 )
-            self._last_description = "; ".join([self.describe(), *([gathered_text] if gathered_text else [])])
+            self._last_description = "; ".join(filter(None, [self.describe(), describe_gathered()]))
             return Status(STATUS_NAME, "active", self._last_description)
         stack = SegmentStack(
             layers,
@@ -193,7 +194,7 @@ class OffloadCheckpointing:
             gathered=gathered if self.options.weights == "auto" else None,
             vocab_size=vocab_size,
         )
-        stack.gathered_text = gathered_text
+        stack.describe_gathered = describe_gathered
         self.stacks.append(stack)
         patcher.add_undo(functools.partial(self._detach, stack))
         for layer, segment in zip(layers, stack.segments):
@@ -201,8 +202,8 @@ class OffloadCheckpointing:
         for module in stacks:
             patcher.set_attribute(module, "gradient_checkpointing", True)
         taken_over = ", taken over from the model's own checkpointing" if checkpointed else ""
-        parts = [self.describe(), f"{len(layers)} layers{taken_over}", *([gathered_text] if gathered_text else [])]
-        return Status(STATUS_NAME, "active", "; ".join(parts))
+        parts = [self.describe(), f"{len(layers)} layers{taken_over}", describe_gathered()]
+        return Status(STATUS_NAME, "active", "; ".join(filter(None, parts)))
 
     def last_segments(self) -> list[Segment]:
         """Return the segments of the stack attached last; none under policy "keep"."""

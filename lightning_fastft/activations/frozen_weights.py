@@ -48,12 +48,12 @@ class GatheredWeights(NamedTuple):
     """Units of frozen weights that are sharded over ranks, and gathered for each use unless they stay gathered.
 
     Args:
-        unit_bytes: Device memory of each unit while it is gathered, in addition to its shard.
+        unit_bytes: Returns the device memory of each unit while it is gathered, in addition to its shard.
         keep: Keeps the first units gathered from their next use on, given their number; equal on all ranks.
         agree: Returns the minimum of a number over all ranks, a collective.
     """
 
-    unit_bytes: tuple[int, ...]
+    unit_bytes: Callable[[], tuple[int, ...]]
     keep: Callable[[int], None]
     agree: Callable[[int], int]
 
@@ -61,20 +61,21 @@ class GatheredWeights(NamedTuple):
         """Return how many units fit in this memory.
 
         Example:
-            >>> GatheredWeights((4, 2, 2), keep=print, agree=int).num_within(6)
+            >>> GatheredWeights(lambda: (4, 2, 2), keep=print, agree=int).num_within(6)
             2
         """
-        return sum(total <= num_bytes for total in accumulate(self.unit_bytes))
+        return sum(total <= num_bytes for total in accumulate(self.unit_bytes()))
 
     def describe(self, num_kept: int) -> str:
         """Return as a clause how many units stay gathered, and their memory in addition to their shards.
 
         Example:
-            >>> GatheredWeights((2**30, 2**29), keep=print, agree=int).describe(1)
+            >>> GatheredWeights(lambda: (2**30, 2**29), keep=print, agree=int).describe(1)
             '1 of 2 units of sharded frozen weights stay gathered (1.0 GiB)'
         """
-        gib = sum(self.unit_bytes[:num_kept]) / 2**30
-        return f"{num_kept} of {len(self.unit_bytes)} units of sharded frozen weights stay gathered ({gib:.1f} GiB)"
+        unit_bytes = self.unit_bytes()
+        gib = sum(unit_bytes[:num_kept]) / 2**30
+        return f"{num_kept} of {len(unit_bytes)} units of sharded frozen weights stay gathered ({gib:.1f} GiB)"
 
 
 class FrozenWeights:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -94,7 +94,7 @@ class SegmentStack:
         self.weights = FrozenWeights(layers, weights)
         self._gathered = gathered
         # Their description for the user, once it is decided.
-        self.gathered_text = ""
+        self.describe_gathered: Callable[[], str] = str
         self.plan: Plan | None = None
         self.cost: StepCost | None = None
         # Predicted from shapes, until a step is measured.
@@ -193,7 +193,7 @@ class SegmentStack:
 
     def describe(self) -> str:
         """Return the current treatment in one line."""
-        gathered = [self.gathered_text] if self.gathered_text else []
+        gathered = [text] if (text := self.describe_gathered()) else []
         num_layers = len(self.segments)
         if self._is_always_kept:
             return "; ".join(["on a CPU every activation is kept", f"{num_layers} layers", *gathered])
@@ -369,7 +369,7 @@ class SegmentStack:
         left = vram_budget - self.plan.prediction.peak_bytes
         num_kept = self._gathered.agree(self._gathered.num_within(left))
         self._gathered.keep(num_kept)
-        self.gathered_text = self._gathered.describe(num_kept)
+        self.describe_gathered = functools.partial(str, self._gathered.describe(num_kept))
         self._gathered = None
 
     def _make_plan(self, device: torch.device, *, vram_budget: int) -> None:

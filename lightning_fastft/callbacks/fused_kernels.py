@@ -57,8 +57,10 @@ class FusedKernels(ModelSwaps):
             Requires a bf16 model on Ada, Hopper or Blackwell; otherwise the layers run in the dtype of the model and
             the table says so. NF4 weights are converted on use; frozen dense weights and experts once, for two more
             bytes per weight; trained weights after each optimizer step, for one more byte. Files, merging and
-            generation read the original weights. "fp8_reference": the same numbers in plain PyTorch on any device,
-            slowly, to compare loss curves.
+            generation read the original weights. Under FSDP2 frozen dense weights are sharded and gathered in e4m3, one
+            byte per weight, and the original shards are in host memory until the run ends, if it has room; other
+            weights compute in the dtype of the model there, and generation during the run is an error. "fp8_reference":
+            the same numbers in plain PyTorch on any device, slowly, to compare loss curves.
 
     Raises:
         OptionError: cuda_graphs or base_compute has another value.
@@ -133,10 +135,20 @@ class FusedKernels(ModelSwaps):
         if self._patcher is not None and self.is_installed and self.base_compute == "model_dtype":
             self._weight_buffers = fuse_weight_buffers(pl_module, self._patcher)
 
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Install, and quantise sharded weights; a checkpoint is loaded by now."""
+        super().on_validation_start(trainer, pl_module)
+        self._shard_fp8(trainer)
+
+    on_test_start = on_predict_start = on_sanity_check_start = on_validation_start
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Quantise trained weights now, so that the activation plan counts them, and after each optimizer step."""
+        """Quantise trained and sharded weights now, so that the activation plan counts them, and trained weights after
+        each optimizer step.
+        """
         if self._patcher is None:
             return
+        self._shard_fp8(trainer)
         for experts in self._fp8_experts:
             experts.prepare()
         for base in self._fp8:
@@ -156,6 +168,14 @@ class FusedKernels(ModelSwaps):
         """Write contiguous weights, without the padding for their adapters."""
         for weight_buffer in self._weight_buffers:
             weight_buffer.make_whole(checkpoint.get("state_dict", {}))
+
+    def _shard_fp8(self, trainer: pl.Trainer) -> None:
+        """Let FSDP2 gather frozen weights in e4m3."""
+        from lightning_fastft.activations.budgets import auto_host_bytes
+
+        assert self._patcher is not None
+        for base in self._fp8:
+            base.shard(self._patcher, host_bytes=auto_host_bytes() // max(1, trainer.num_devices))
 
 
 def _refresh(base: Fp8Base, *_: Any) -> None:

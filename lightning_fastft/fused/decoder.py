@@ -19,7 +19,7 @@ from lightning_fastft.activations.segments import Session, unwatched
 from lightning_fastft.activations.values import SEGMENT_ATTRIBUTE, find_session
 from lightning_fastft.core.autocast import is_autocast_on
 from lightning_fastft.fused.delta_mixers import mix_delta
-from lightning_fastft.fused.fp8_base import refresh_written
+from lightning_fastft.fused.fp8_base import refresh_written, refuse_own_forward
 from lightning_fastft.fused.functions.feed_forward import feed_forward_between_norms, norm_feed_forward
 from lightning_fastft.fused.functions.heads import HeadShares, norm_head_columns, split_heads
 from lightning_fastft.fused.functions.projections import norm_project, project_add, project_norm_add
@@ -85,6 +85,7 @@ class FusedLayer:
         with unwatched(session):
             parts = _read_call(layer, hidden_states, past_key_values, position_embeddings, kwargs)
         if parts is None:
+            refuse_own_forward(layer)
             options = {
                 "attention_mask": attention_mask,
                 "position_ids": position_ids,

@@ -17,11 +17,14 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
 
+from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.core.status import Status, summarize_obstacles
 from lightning_fastft.fused.linear_parts import LinearPart
 from lightning_fastft.fused.linears import FusedLinear
+from lightning_fastft.hf.sharding.stand_ins import gather_instead, local_rows, num_local_bytes
 from lightning_fastft.kernels.backends import TRITON_DTYPES
 from lightning_fastft.kernels.expert_gate.op import gate_backward_quantised, gate_forward_quantised
 from lightning_fastft.kernels.expert_gate.reference import GateForm, QuantisedGateGradients
@@ -47,6 +50,7 @@ STATUS_NAME = "fp8 products"
 FP8_ATTRIBUTE = "fastft_fp8_base"
 # q, k and v; output; gate and up; down.
 NUM_JOINTS = 4
+_SHARDED = "the weights are sharded (FSDP2)"
 
 
 class _Scales(NamedTuple):
@@ -58,8 +62,9 @@ class _Scales(NamedTuple):
 
 def in_fp8(
     fused_linear: FusedLinear, modules: Sequence[nn.Module], *, layer: nn.Module, place: int, dtype: torch.dtype
-) -> FusedLinear:
-    """Return the FusedLinear with fp8 weights if the layer has them and supports them, else unchanged.
+) -> FusedLinear | str:
+    """Return the FusedLinear with fp8 weights if the layer has them and supports them, else unchanged, or why it cannot
+    compute at all.
 
     Args:
         fused_linear: Linear layers that read the same rows.
@@ -72,11 +77,31 @@ def in_fp8(
         A few microseconds of the host.
     """
     weights: tuple[Fp8Weight, ...] | None = vars(layer).get(FP8_ATTRIBUTE)
+    has_own_dtype = all(part.weight.dtype is not FP8 for part in fused_linear.parts)
     if weights is None:
-        return fused_linear
+        return fused_linear if has_own_dtype else f"weights are in {FP8}"
     weight = weights[place]
     weight.reason = weight.obstacle(modules, fused_linear.parts, layer=layer, dtype=dtype)
-    return fused_linear if weight.reason else fused_linear._replace(base=weight)
+    if not weight.reason:
+        return fused_linear._replace(base=weight)
+    return fused_linear if has_own_dtype else weight.reason
+
+
+def refuse_own_forward(layer: nn.Module) -> None:
+    """Refuse to run the forward of a layer's own class on weights that FSDP2 gathers in e4m3.
+
+    Raises:
+        UnsupportedModelError: The layer has such weights.
+
+    Cost:
+        A few microseconds of the host.
+    """
+    if any(weight.is_sharded for weight in vars(layer).get(FP8_ATTRIBUTE, ())):
+        raise UnsupportedModelError(
+            f"A call of {type(layer).__name__} needs its weights in the dtype of the model (a cache, autocast, merged "
+            "adapters, or an option that its fused form does not have), and FSDP2 gathers them in e4m3 until the run "
+            "ends. Make the call after the run, or set FusedKernels(base_compute='model_dtype')."
+        )
 
 
 def refresh_written(layer: nn.Module) -> None:
@@ -96,6 +121,7 @@ class Fp8Base:
     Args:
         layers: Fused decoder layers.
         read: Returns the products of a layer, as a call reads them.
+        find: Returns the linear layers of each product of a layer, with PEFT's wrappers.
         is_emulated: Compute with the reference, in plain PyTorch on any device.
 
     Cost:
@@ -103,7 +129,8 @@ class Fp8Base:
         quantised once, at their first product: one byte per weight, and another one for the transpose at the first
         backward. Trained weights are quantised after each optimizer step: one byte per weight; their transpose is
         written into the shared buffer at each use. The original weights stay, for the optimizer, files, merging and
-        generation. Scales take six bytes per output column. Products that do not compute in fp8 use no memory.
+        generation. Scales take six bytes per output column. Products that do not compute in fp8 use no memory. Frozen
+        dense weights that FSDP2 shards: see shard.
     """
 
     def __init__(
@@ -111,11 +138,13 @@ class Fp8Base:
         layers: Sequence[nn.Module],
         *,
         read: Callable[[nn.Module], Sequence[FusedLinear | None] | str],
+        find: Callable[[nn.Module], Sequence[Sequence[nn.Module]]],
         is_emulated: bool,
     ) -> None:
         self.is_emulated = is_emulated
         self._layers = list(layers)
-        self._read = read
+        self._read, self._find = read, find
+        self._sharded_note = ""
         self._buffers: dict[torch.device, torch.Tensor] = {}
         self._obstacles: dict[torch.device, str] = {}
         self._seen: Status | None = None
@@ -151,6 +180,50 @@ class Fp8Base:
                 if fused_linear is not None and isinstance(fused_linear.base, Fp8Weight):
                     fused_linear.base.prepare(fused_linear.parts)
 
+    def shard(self, patcher: ModelPatcher, *, host_bytes: int) -> None:
+        """Quantise the frozen dense weights that FSDP2 shards, which then gathers them in e4m3, until the patcher is
+        undone; call it on all ranks, when the weights are loaded and before a forward. A second call does nothing.
+
+        Rows have their own scales, so each rank quantises its shard as one device would quantise the whole.
+
+        Args:
+            patcher: Undoes it.
+            host_bytes: Memory of the host for the shards in the dtype of the model; those that do not fit stay on
+                the device.
+
+        Cost:
+            Device memory per rank: one byte for each weight of its shards, in place of those in the dtype of the model;
+            while a layer is gathered, one byte per weight, and a buffer with a byte for each weight of the largest
+            product, in which layers that read the same rows are concatenated and weights are transposed. One gather of
+            the scales per weight, and a copy of the shards to the host and back.
+        """
+        num_parked = num_kept = 0
+        # An inference tensor could not be read in a training step.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            for layer in self._layers:
+                weights: tuple[Fp8Weight, ...] = vars(layer)[FP8_ATTRIBUTE]
+                if not isinstance(layer, FSDPModule) or any(weight.is_sharded for weight in weights):
+                    continue
+                values: dict[nn.Module, torch.Tensor] = {}
+                layer.reshard()
+                for weight, modules in zip(weights, self._find(layer)):
+                    values |= weight.shard(modules, patcher)
+                num_bytes = sum(num_local_bytes(module) for module in values)
+                fits = num_parked + num_bytes <= host_bytes
+                num_parked, num_kept = num_parked + fits * num_bytes, num_kept + (not fits) * num_bytes
+                if values:
+                    gather_instead(layer, values, patcher, parks_weights=fits)
+        if num_parked and torch.cuda.is_initialized():
+            # A plan of activations counts what the allocator keeps.
+            torch.cuda.empty_cache()
+        if num_parked or num_kept:
+            gib = " and ".join(
+                f"{num_bytes / 2**30:.1f} GiB {place}"
+                for num_bytes, place in ((num_parked, "on the host"), (num_kept, "on the device"))
+                if num_bytes
+            )
+            self._sharded_note = f", gathered in e4m3; their shards in the dtype of the model: {gib}"
+
     def refresh(self) -> None:
         """Quantise all trained weights that were quantised before; call it after each optimizer step.
 
@@ -177,14 +250,16 @@ class Fp8Base:
             return self._seen
         reasons: Counter[str] = Counter()
         for layer in self._layers:
-            found = self._read(layer)
             weights = vars(layer)[FP8_ATTRIBUTE]
+            # A sharded layer cannot be read.
+            found = "" if isinstance(layer, FSDPModule) else self._read(layer)
             reasons.update(
                 [found]
-                if isinstance(found, str)
+                if isinstance(found, str) and found
                 else [weight.reason for weight in weights if weight.reason is not None]
             )
-        counts = f"products of {len(self._layers)} layers in e4m3{', in plain PyTorch' if self.is_emulated else ''}"
+        emulated = ", in plain PyTorch" if self.is_emulated else ""
+        counts = f"products of {len(self._layers)} layers in e4m3{emulated}{self._sharded_note}"
         return summarize_obstacles(
             STATUS_NAME, reasons, counts=counts, otherwise="products run in the dtype of the model"
         )
@@ -237,6 +312,8 @@ class Fp8Weight:
         self._scales: _Scales | None = None
         self._forward: torch.Tensor | None = None
         self._backward: torch.Tensor | None = None
+        # Whether FSDP2 gathers the weights in e4m3.
+        self.is_sharded = False
 
     def obstacle(
         self, modules: Sequence[nn.Module], parts: Sequence[LinearPart], *, layer: nn.Module, dtype: torch.dtype
@@ -252,9 +329,9 @@ class Fp8Weight:
         Cost:
             A few microseconds of the host.
         """
-        if isinstance(layer, FSDPModule):
-            # Sharded weights are gathered for a short time; fp8 copies of all of them would stay on every device.
-            return "the weights are sharded (FSDP2)"
+        if isinstance(layer, FSDPModule) and not self.is_sharded:
+            # Why shard left them, or that it was not called.
+            return self.reason or _SHARDED
         reason = self.owner.obstacle(parts[0].weight.device, dtype)
         if reason:
             return reason
@@ -262,14 +339,54 @@ class Fp8Weight:
             return "trained and frozen layers read the same rows"
         if any(isinstance(module, BaseTunerLayer) and module.merged for module in modules):
             return "adapters are merged into the weights"
-        sizes = [(part.num_outputs, int(part.base.in_features)) for part in parts]  # type: ignore[arg-type]
-        odd = next((size for size in sizes if size[0] % ALIGNED_COLUMNS or size[1] % ALIGNED_COLUMNS), None)
-        if odd is not None:
-            return f"fp8 products need multiples of {ALIGNED_COLUMNS} columns, and a weight is {odd[0]} x {odd[1]}"
+        reason = _size_obstacle([(part.num_outputs, part.num_inputs) for part in parts])
+        if reason:
+            return reason
         # A merge by PEFT does not change version counters; a permanent merge removes PEFT's layers.
         wraps = tuple(isinstance(module, BaseTunerLayer) for module in modules)
         self._key = (*_marks([part.weight for part in parts]), wraps)
         return ""
+
+    def shard(self, modules: Sequence[nn.Module], patcher: ModelPatcher) -> dict[nn.Module, torch.Tensor]:
+        """Quantise this rank's shards of frozen weights, and hold the scales of the whole; all ranks call it.
+
+        Returns:
+            For each layer without its adapter the values of this rank, shape (rows of a full shard, I); nothing if the
+            weights cannot be gathered in e4m3.
+
+        Cost:
+            Reads the shards and writes one byte per number; one gather of the scales per weight.
+        """
+        bases: list[Any] = [each.get_base_layer() if isinstance(each, BaseTunerLayer) else each for each in modules]
+        self.reason = _shard_obstacle(bases) or self.owner.obstacle(bases[0].weight.device, bases[0].weight.dtype)
+        if self.reason:
+            return {}
+        values, scales = {}, []
+        for base in bases:
+            weight = base.weight
+            rows_OI, num_full = local_rows(weight), -(-len(weight) // weight.device_mesh.size(-1))
+            values_OI = torch.zeros(num_full, weight.shape[1], dtype=torch.uint8, device=rows_OI.device).view(FP8)
+            rows = quantise_rows(
+                rows_OI,
+                round_scales_to_power_of_2=True,
+                out=Fp8Rows(values_OI[: len(rows_OI)], rows_OI.new_empty(len(rows_OI), dtype=torch.float32)),
+                backend=self.owner.backend,
+                is_checked=False,
+            )
+            scale = DTensor.from_local(
+                rows.scale_T,
+                weight.device_mesh,
+                weight.placements,
+                run_check=False,
+                shape=weight.shape[:1],
+                stride=(1,),
+            )
+            values[base] = values_OI
+            scales.append(scale.full_tensor())
+        self._set_scales(torch.cat(scales), ())
+        self.owner.buffer(sum(base.weight.numel() for base in bases), scales[0].device)
+        patcher.set_attribute(self, "is_sharded", True)
+        return values
 
     def prepare(self, parts: Sequence[LinearPart]) -> None:
         """Quantise trained weights, and allocate the memory of their transpose."""
@@ -401,6 +518,8 @@ class Fp8Weight:
         with torch.inference_mode(mode=False), torch.no_grad():
             if parts[0].is_packed:
                 return self._read_packed(parts, is_transposed=is_transposed)
+            if self.is_sharded:
+                return self._read_gathered([part.weight for part in parts], is_transposed=is_transposed)
             forward_OI, scales = self._forward, self._scales
             if forward_OI is None or scales is None or self._forward_key != self._key:
                 forward_OI, scales = self._quantise([part.weight for part in parts])
@@ -414,6 +533,22 @@ class Fp8Weight:
             if self._backward is None or self._backward_key != self._forward_key:
                 return self._transpose(forward_OI), scales
             return self._backward, scales
+
+    def _read_gathered(self, weights: Sequence[torch.Tensor], *, is_transposed: bool) -> tuple[torch.Tensor, _Scales]:
+        """Concatenate gathered e4m3 weights, or their transposes, in the buffer that all layers share."""
+        assert self._scales is not None
+        if len(weights) == 1 and not is_transposed:
+            return weights[0].detach(), self._scales
+        sizes, num_inputs = [len(weight) for weight in weights], weights[0].shape[1]
+        buffer = self.owner.buffer(sum(sizes) * num_inputs, weights[0].device)
+        if not is_transposed:
+            values_OI = buffer.view(-1, num_inputs)
+            torch.cat([weight.detach().view(torch.uint8) for weight in weights], out=values_OI.view(torch.uint8))
+            return values_OI, self._scales
+        values_IO = buffer.view(num_inputs, -1)
+        for weight, out_IO in zip(weights, values_IO.split(sizes, dim=1)):
+            transpose(weight.detach(), out_IT=out_IO, backend=self.owner.backend, is_checked=False)
+        return values_IO, self._scales
 
     def _transpose(self, forward_OI: torch.Tensor) -> torch.Tensor:
         """Write the transpose of frozen dense weights, in the held memory if it fits."""
@@ -440,7 +575,7 @@ class Fp8Weight:
 
     def _read_scales(self, parts: Sequence[LinearPart]) -> _Scales:
         """Return the scales of the weights."""
-        if self._scales is not None and self._forward_key == self._key:
+        if self._scales is not None and (self.is_sharded or self._forward_key == self._key):
             return self._scales
         return self._read(parts, is_transposed=False)[1]
 
@@ -480,6 +615,31 @@ class Fp8Weight:
         self._scales = _Scales(_put(held[0], scale_O), _put(held[1], scale_O.to(torch.bfloat16)))
         self._forward_key, self._weights = self._key, tuple(weights)
         return self._scales
+
+
+def _shard_obstacle(bases: Sequence[Any]) -> str:
+    """Return why FSDP2 cannot gather the weights of these layers in e4m3; empty if it can."""
+    weights = [base.weight for base in bases]
+    if not all(isinstance(weight, DTensor) and isinstance(base, nn.Linear) for base, weight in zip(bases, weights)):
+        return "weights are whole on every device (FSDP2)"
+    if any(weight.requires_grad for weight in weights):
+        return "trained weights are sharded (FSDP2)"
+    if any(
+        not weight.is_floating_point() or weight.shape != (base.out_features, base.in_features)
+        for base, weight in zip(bases, weights)
+    ):
+        return "packed weights are sharded (FSDP2)"
+    if any(weight.placements[-1] != Shard(0) or weight.device_mesh.ndim > 2 for weight in weights):
+        return "weights are not sharded by rows alone"
+    return _size_obstacle([weight.shape for weight in weights])
+
+
+def _size_obstacle(sizes: Sequence[Sequence[int]]) -> str:
+    """Return the first size, (O, I), that fp8 products do not have; empty if they have all."""
+    odd = next((size for size in sizes if size[0] % ALIGNED_COLUMNS or size[1] % ALIGNED_COLUMNS), None)
+    if odd is None:
+        return ""
+    return f"fp8 products need multiples of {ALIGNED_COLUMNS} columns, and a weight is {odd[0]} x {odd[1]}"
 
 
 def _read_nf4(weights: Sequence[torch.Tensor]) -> list[NF4Weight]:

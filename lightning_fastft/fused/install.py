@@ -27,6 +27,7 @@ from lightning_fastft.fused.layer_parts import (
     form_of,
     has_own_mixer,
     is_known_block,
+    linear_modules,
     norm_dtype,
     read_for_norms,
     read_parts,
@@ -76,7 +77,7 @@ def install_fp8_base(root: nn.Module, patcher: ModelPatcher, *, is_emulated: boo
     for _, model in find_causal_models(root):
         layers = fused_layers(model)
         if layers:
-            found.append(Fp8Base(layers, read=read_for_norms, is_emulated=is_emulated))
+            found.append(Fp8Base(layers, read=read_for_norms, find=linear_modules, is_emulated=is_emulated))
             found[-1].install(patcher)
     return found
 

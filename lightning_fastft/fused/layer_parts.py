@@ -186,10 +186,18 @@ def read_parts(layer: Any, *, dtype: torch.dtype, awaits_copies: bool = False) -
         )
         if isinstance(fused_linear, str):
             return fused_linear
-        fused_linears.append(in_fp8(fused_linear, linears, layer=layer, place=place, dtype=dtype))
+        fused_linear = in_fp8(fused_linear, linears, layer=layer, place=place, dtype=dtype)
+        if isinstance(fused_linear, str):
+            return fused_linear
+        fused_linears.append(fused_linear)
     of_attention = (None, None) if has_own_mixer(layer, form) else tuple(fused_linears[:2])
     of_block = tuple(fused_linears[-2:]) if is_known_block(layer, form) else (None, None)
     return Parts(*of_attention, *of_block)
+
+
+def linear_modules(layer: Any) -> list[list[nn.Module]]:
+    """Return for each product of a layer its linear layers, with PEFT's wrappers."""
+    return [[module._modules[name] for name in names] for module, names in _read_modules(layer, form_of(layer))[1]]
 
 
 def _read_modules(layer: Any, form: LayerForm) -> tuple[list[nn.Module], list[tuple[Any, tuple[str, ...]]]]:

@@ -12,6 +12,7 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
 from lightning_fastft.fused.low_precision_adapters import ActiveAdapter, read_adapter
+from lightning_fastft.kernels.fp8_linear.reference import FP8
 from lightning_fastft.kernels.nf4_linear.op import read_params4bit
 from lightning_fastft.patches.value_points import is_linear_point
 
@@ -64,9 +65,9 @@ class LinearPart(NamedTuple):
 def read_part(module: nn.Module, *, dtype: torch.dtype, awaits_copies: bool = False) -> LinearPart | str:
     """Return a linear layer with its PEFT adapter for a GEMM, or why it cannot be read.
 
-    Supported are ``nn.Linear`` in the dtype of the rows and bitsandbytes' NF4, with at most one active plain LoRA
-    without dropout, which may be merged or disabled. awaits_copies accepts an adapter in fp32, because it gets
-    low-precision copies before the first call.
+    Supported are ``nn.Linear`` in the dtype of the rows or gathered in e4m3, and bitsandbytes' NF4, with at most one
+    active plain LoRA without dropout, which may be merged or disabled. awaits_copies accepts an adapter in fp32,
+    because it gets low-precision copies before the first call.
 
     Cost:
         A few microseconds of the host; if an adapter's low-precision copy is stale, that copy.
@@ -102,7 +103,8 @@ def _base_obstacle(base: nn.Module, *, dtype: torch.dtype) -> str:
         and (type(base).forward is nn.Linear.forward or is_linear_point(base))
         and type(weight) is nn.Parameter
     ):
-        return "" if weight.dtype is dtype else f"{name} holds {weight.dtype} for rows in {dtype}"
+        # Frozen weights that FSDP2 gathers in e4m3 are served by fused/fp8_base.py, or refused there.
+        return "" if weight.dtype in (dtype, FP8) else f"{name} holds {weight.dtype} for rows in {dtype}"
     if type(weight).__name__ != "Params4bit":
         return f"{name} is not a plain linear layer"
     if weight is None or read_params4bit(weight) is None:

@@ -258,18 +258,20 @@ def check_balance(run, d, x, factor_O):
     assert torch.equal(shift_d_T.log2(), shift_d_T.log2().round())
 
 
-def check_transpose(run, values_TI, shift_T, *, num_written):
-    """Bit-equal, twice, into memory of NaN with NaN around it; zeros behind the last row."""
+def check_transpose(run, values_TI, shift_T, *, num_written, num_beside=0):
+    """Bit-equal, twice, into memory of NaN with NaN around it and beside each row; zeros behind the last row."""
     num_rows, num_columns = values_TI.shape
     for _ in range(2):
         # 127 is NaN.
-        memory = torch.full((num_columns * num_written + 256,), 127, dtype=torch.uint8, device=values_TI.device)
-        out_IT = memory[128:-128].view(FP8).view(num_columns, num_written)
+        num_bytes = num_columns * (num_written + num_beside)
+        memory = torch.full((num_bytes + 256,), 127, dtype=torch.uint8, device=values_TI.device)
+        beside, out_IT = memory[128:-128].view(num_columns, -1).split([num_beside, num_written], dim=1)
+        out_IT = out_IT.view(FP8)
         run(values_TI, shift_T=shift_T, out_IT=out_IT)
         expected = values_TI.float() * (1.0 if shift_T is None else shift_T[:, None])
         assert torch.equal(out_IT[:, :num_rows].float(), expected.to(FP8).float().T)
         assert not out_IT[:, num_rows:].float().any()
-        assert bool((memory[:128] == 127).all() & (memory[-128:] == 127).all())
+        assert all(bool((around == 127).all()) for around in (memory[:128], memory[-128:], beside))
 
 
 def check_weight_gradient(run, d, x, factor_O, *, bound=1e-3):
@@ -334,6 +336,7 @@ def test_a_transpose_moves_every_number(has_shift, num_written):
     d, _, _ = make_operands(37, 19, 8)
     shift_T = torch.randint(-8, 1, (37,)).float().exp2() if has_shift else None
     check_transpose(reference.transpose, d.values_TI, shift_T, num_written=num_written)
+    check_transpose(reference.transpose, d.values_TI, shift_T, num_written=num_written, num_beside=16)
     out_IT = torch.empty(19, 37, dtype=FP8)
     assert torch.equal(transpose(d.values_TI, out_IT=out_IT).float(), d.values_TI.float().T)
 
@@ -341,7 +344,7 @@ def test_a_transpose_moves_every_number(has_shift, num_written):
 def check_every_gradient(module):
     d, x, factor_O = make_operands(37, 48, 32)
     check_balance(module.balance, d, x, factor_O)
-    check_transpose(module.transpose, x.values_TI, (x.scale_T * 2.0**-20).clamp(max=1.0), num_written=48)
+    check_transpose(module.transpose, x.values_TI, (x.scale_T * 2.0**-20).clamp(max=1.0), num_written=48, num_beside=16)
     check_weight_gradient(module.weight_gradient, d, x, factor_O)
 
 

@@ -176,13 +176,13 @@ def fit(module, *, strategy, rank=0, folder=None, max_steps=NUM_WINDOWS, ckpt_pa
     """Train for some windows; the number of devices is the strategy's, times that of copies."""
     world_size = 1 if isinstance(strategy, FastFTStrategy) else NUM_RANKS
     settings = {
+        "accelerator": "cpu",
         "gradient_clip_val": CLIP_NORM,
         "enable_checkpointing": False,
         "accumulate_grad_batches": ACCUMULATE * NUM_RANKS // world_size,
         **options,
     }
     trainer = pl.Trainer(
-        accelerator="cpu",
         devices=world_size * num_copies,
         strategy=strategy,
         max_steps=max_steps,

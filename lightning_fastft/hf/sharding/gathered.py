@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fastft.activations.frozen_weights import GatheredWeights
 from lightning_fastft.core.patcher import ModelPatcher
+from lightning_fastft.hf.sharding.stand_ins import gathered_bytes
 
 
 def gathered_weights(model: nn.Module, layers: Sequence[nn.Module], patcher: ModelPatcher) -> GatheredWeights | None:
@@ -26,20 +27,21 @@ def gathered_weights(model: nn.Module, layers: Sequence[nn.Module], patcher: Mod
         checkpoint. Until then every forward and every backward gathers it.
     """
     units = [module for module in (model, *layers) if isinstance(module, FSDPModule)]
-    unit_bytes = {id(unit): _frozen_bytes(unit, inner=units) for unit in units}
-    frozen = [unit for unit in units if unit_bytes[id(unit)]]
+    frozen = [unit for unit in units if _frozen_bytes(unit, inner=units)]
     if not frozen:
         return None
     patcher.add_undo(partial(_release, frozen, root=model))
     return GatheredWeights(
-        tuple(unit_bytes[id(unit)] for unit in frozen),
+        lambda: tuple(_frozen_bytes(unit, inner=units) for unit in frozen),
         keep=partial(_keep, frozen, root=model),
         agree=_agree,
     )
 
 
 def _frozen_bytes(unit: nn.Module, *, inner: Sequence[nn.Module]) -> int:
-    """Return the size of the sharded weights of a unit, without units inside it; 0 if one of them is trained."""
+    """Return the size of the sharded weights of a unit as they are gathered, without units inside it; 0 if one of them
+    is trained.
+    """
     foreign = {
         id(parameter)
         for other in inner
@@ -49,7 +51,7 @@ def _frozen_bytes(unit: nn.Module, *, inner: Sequence[nn.Module]) -> int:
     own = [each for each in unit.parameters() if id(each) not in foreign and isinstance(each, DTensor)]
     if any(parameter.requires_grad for parameter in own):
         return 0
-    return sum(parameter.numel() * parameter.element_size() for parameter in own)
+    return sum(map(gathered_bytes, own))
 
 
 def _keep(units: Sequence[FSDPModule], num_kept: int, *, root: nn.Module) -> None:

@@ -132,7 +132,7 @@ def transpose(
 
     Args:
         values_TI: Shape (T, I), e4m3; last axis contiguous, any row stride.
-        out_IT: Shape (I, T), e4m3, contiguous.
+        out_IT: Shape (I, T), e4m3; last axis contiguous, any row stride.
         backend: As in ``quantise_rows``.
         is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
 
@@ -155,7 +155,7 @@ def transpose(
     """
     if must_check(is_checked):
         num_rows, num_columns = check_layout("values_TI", values_TI, (None, None), dtypes=(FP8,), num_strided=1).shape
-        check_layout("out_IT", out_IT, (num_columns, num_rows), like=values_TI)
+        check_layout("out_IT", out_IT, (num_columns, num_rows), like=values_TI, num_strided=1)
     module = choose_module(reference, backend, values_TI, any_dtype=True)
     if values_TI.numel():
         with torch.no_grad():

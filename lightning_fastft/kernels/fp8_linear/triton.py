@@ -235,6 +235,7 @@ def _transpose_kernel(
     out_ptr,
     num_rows,
     num_columns,
+    num_written,
     values_stride,
     out_stride,
     HAS_SHIFT: tl.constexpr,
@@ -243,7 +244,7 @@ def _transpose_kernel(
 ):
     """Run one program per tile: read bytes of e4m3, multiply by powers of 2, write the tile transposed.
 
-    The rows behind the last one, up to the length of an output row, are written as zeros.
+    The rows behind the last one, up to num_written, are written as zeros.
     """
     rows = tl.program_id(0).to(tl.int64) * TILE_T + tl.arange(0, TILE_T)
     cols = tl.program_id(1).to(tl.int64) * TILE_I + tl.arange(0, TILE_I)
@@ -253,7 +254,7 @@ def _transpose_kernel(
         shift = tl.load(shift_ptr + rows, mask=rows < num_rows, other=1.0)
         value = value.to(tl.float8e4nv, bitcast=True).to(tl.float32) * shift[:, None]
         value = value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    inside = (cols < num_columns)[:, None] & (rows < out_stride)[None, :]
+    inside = (cols < num_columns)[:, None] & (rows < num_written)[None, :]
     tl.store(out_ptr + cols[:, None] * out_stride + rows[None, :], tl.trans(value), mask=inside)
 
 
@@ -363,8 +364,9 @@ def transpose(values_TI: torch.Tensor, *, shift_T: torch.Tensor | None, out_IT: 
         out_IT.view(torch.uint8),
         num_rows,
         num_columns,
-        values_TI.stride(0),
         num_written,
+        values_TI.stride(0),
+        out_IT.stride(0),
         HAS_SHIFT=shift_T is not None,
         TILE_T=TILE_T,
         TILE_I=TILE_I,
