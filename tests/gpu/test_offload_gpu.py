@@ -161,6 +161,7 @@ def test_an_exception_in_the_backward_leaves_a_clean_next_step(deterministic):
     assert planned.use()["pinned_used_bytes"] == 0
 
 
+@pytest.mark.alone
 def test_pinned_copies_reach_the_speed_of_the_bus():
     engine = OffloadEngine(CudaCopyStreams(torch.device("cuda")), host_bytes=2**30, slot_bytes=2**29)
     tensor = torch.ones(2**28, dtype=torch.uint8, device="cuda")
