@@ -24,7 +24,10 @@ DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 # A few steps with copies at the last moment on a CPU; the promise itself on a device.
 ON_DEVICES = pytest.mark.parametrize(
     ("device", "num_steps"),
-    [pytest.param("cpu", 6, id="cpu"), pytest.param("cuda", 100, id="cuda", marks=[pytest.mark.gpu, pytest.mark.slow(20)])],
+    [
+        pytest.param("cpu", 6, id="cpu"),
+        pytest.param("cuda", 100, id="cuda", marks=[pytest.mark.gpu, pytest.mark.slow(20)]),
+    ],
 )
 KINDS = pytest.mark.parametrize("kind", ["full", "lora"])
 

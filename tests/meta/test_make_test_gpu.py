@@ -43,7 +43,12 @@ def test_without_a_card():
 def run(folder, *, cards, fails=-1):
     """Run the command with these cards; return its exit code, its output, and processes by name of test and cards."""
     (folder / "test_cards.py").write_text(TESTS)
-    values = {"PY": sys.executable, "GPU_WORKERS": 2, "GPU_LOGS": folder / "logs", "GPU_FILES": folder / "test_cards.py"}
+    values = {
+        "PY": sys.executable,
+        "GPU_WORKERS": 2,
+        "GPU_LOGS": folder / "logs",
+        "GPU_FILES": folder / "test_cards.py",
+    }
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": cards, "NOTES": str(folder / "notes"), "FAILS": str(fails)}
     # Processes of tests of tests: what xdist and make tell their own.
     environment = {name: value for name, value in environment.items() if not name.startswith(("PYTEST_", "MAKE"))}
