@@ -8,10 +8,11 @@ import random
 import pytest
 import torch
 
-from lightning_fastft.activations.engine import OffloadEngine, describe_use
+from lightning_fastft.activations.engine import OffloadEngine
 from lightning_fastft.activations.streams import CudaCopyStreams
 from lightning_fastft.planner.step import SegmentPlan
 from tests.planner.plan_trials import PlannedModel, assert_equal, kept_gradients, random_plan
+from tests.support.engine_use import describe_use
 from tests.support.host_waits import waits_are_errors
 from tests.support.packs import make_batch
 from tests.support.tiny_models import build_tiny
