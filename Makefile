@@ -1,7 +1,9 @@
 # Every target does its own set-up in .venv with plain `pip install`; your pip settings are honoured, and a second run is quick.
 #   make demo        the whole job on data that it makes itself
 #   make test        lint, types, doctests, CPU tests             make test TRANSFORMERS=5.17.0    with that version of transformers
-#   make test-gpu    the tests that need a CUDA device             make test-gpu PY=python3         with an interpreter that has all of it already
+#   make test-gpu    the tests that need a CUDA device, on all     make test-gpu PY=python3         with an interpreter that has all of it already
+#                    cards of the machine or those in              make test-gpu GPU_WORKERS=4      four processes for each card, in place of eight
+#                    CUDA_VISIBLE_DEVICES
 #   make test-faults that each fault planted in a kernel turns its tests red, and the long half of kills, damage, signals, resume and dead ranks
 #   make test-lightning LIGHTNING=FOLDER   Lightning's own tests with our strategy as the default; FOLDER is a checkout of Lightning
 #   make docs        the pages of docs/ that are generated: families, options, results, pictures
@@ -22,6 +24,19 @@ export PYTHONDONTWRITEBYTECODE :=
 # Files in the order of conftest.py: those with slow tests first, so that no core ends long before the others.
 # A worker that dies ends the run at once: xdist would wait for ever for the tests that it had left.
 WORKERS := -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart=0
+
+# Tests on GPUs: processes for each card, the cards, and pairs of them without the one that is over.
+GPU_WORKERS := 8
+comma := ,
+CARDS = $(or $(subst $(comma), ,$(CUDA_VISIBLE_DEVICES)),$(shell nvidia-smi --query-gpu=index --format=csv,noheader))
+PAIRS = $(filter-out %$(comma),$(shell printf '%s\n' $(CARDS) | paste -d$(comma) - -))
+# Files with such tests only: in each process the collection of all files takes 20 s longer.
+GPU_FILES = $(shell grep -rlE 'mark\.(gpu|multi_gpu)' --include='test_*.py' tests)
+GPU_LOGS := build/test-gpu
+# Arguments: name, marks, cards (or pairs) of one process each.
+gpu_tests = { $(PY) -m pytest -q --durations=15 --junitxml=$(GPU_LOGS)/$(1).xml -m '$(2)' --dist loadgroup --no-loadscope-reorder \
+  --max-worker-restart=0 $(foreach card,$(3),--tx popen//env:CUDA_VISIBLE_DEVICES=$(card)) $(GPU_FILES) || touch $(GPU_LOGS)/failed; } \
+  2>&1 | tee $(GPU_LOGS)/$(1).log
 
 # The tests against transformers and PEFT; what looks at our code only is left out.
 SEAMS := tests/hf tests/patches tests/mixers tests/moe tests/fused $(addprefix --ignore=tests/, \
@@ -89,8 +104,15 @@ test-faults: $(DEV_SETUP)
 test-lightning: $(DEV_SETUP)
 	$(PY) -m tests.lightning_suite --tests $(or $(LIGHTNING),$(error LIGHTNING=FOLDER is missing: a checkout of Lightning at the installed version))
 
+# Compilation takes most of the time, on the CPU, so processes share a card; tests that measure have a card each, and
+# ranks a pair of cards. One log and one list of times (junit) for each of the three.
 test-gpu: $(DEV_SETUP)
-	$(PY) -m pytest -q -m 'gpu or multi_gpu' tests
+	$(if $(CARDS),,$(error no CUDA device: nvidia-smi lists none, and CUDA_VISIBLE_DEVICES is not set))
+	@rm -rf $(GPU_LOGS) && mkdir -p $(GPU_LOGS)
+	@$(call gpu_tests,shared,gpu and not multi_gpu and not alone,$(foreach round,$(shell seq $(GPU_WORKERS)),$(CARDS)))
+	@$(call gpu_tests,alone,gpu and not multi_gpu and alone,$(CARDS))
+	@$(call gpu_tests,ranks,multi_gpu,$(or $(PAIRS),$(CARDS)))
+	@cd $(GPU_LOGS) && for name in shared alone ranks; do echo "$$name: $$(tail -n 1 $$name.log)"; done; test ! -e failed
 
 # Without a GPU, a build of torch for the CPU is taken where pip's sources have one: the other one brings gigabytes of CUDA libraries along.
 $(VENV)/.torch:

@@ -52,19 +52,35 @@ def no_watch_for_signals_is_left():
     assert "fastft-stop" not in {thread.name for thread in threading.enumerate()}
 
 
+def in_one_process(item, *, is_grouped):
+    """Name what one process of xdist runs in sequence.
+
+    That is a file, or where tests are grouped (``--dist loadgroup``, tests on GPUs) the cases of a function, which
+    share what they have compiled. There a slow case is alone, and tests that wait for others to leave a card are a file.
+    """
+    if not is_grouped or item.get_closest_marker("alone") or item.get_closest_marker("multi_gpu"):
+        return str(item.path)
+    name = item.name if item.get_closest_marker("slow") else item.name.partition("[")[0]
+    return f"{item.path.name}::{name}"
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    is_grouped = config.getoption("loadgroup", False)
+    unit_of = {item: in_one_process(item, is_grouped=is_grouped) for item in items}
+    for item, unit in unit_of.items() if is_grouped else ():
+        item.add_marker(pytest.mark.xdist_group(unit))
     # Before -m selects.
     keep_covering_cases(
         [item for item in items if item.get_closest_marker("covering") and not item.get_closest_marker("fault")]
     )
     yield
-    # Files with the longest slow tests begin first; all else stays in its random order.
+    # What takes longest begins first; all else stays in its random order.
     seconds = Counter()
     for item in items:
         for marker in item.iter_markers("slow"):
-            seconds[item.path] += marker.args[0] if marker.args else 1
-    items.sort(key=lambda item: -seconds[item.path])
+            seconds[unit_of[item]] += (*marker.args, marker.kwargs.get("seconds", 1))[0]
+    items.sort(key=lambda item: -seconds[unit_of[item]])
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
         if item.get_closest_marker("gpu") and num_devices < 1:

@@ -11,13 +11,13 @@ import torch
 
 from benchmarks.ruler import judge as judging
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
-from lightning_fastft.activations.engine import describe_use
 from lightning_fastft.activations.segments import RECOMPUTE
 from lightning_fastft.activations.stack import SegmentStack
 from lightning_fastft.callbacks.fused_kernels import FusedKernels
 from lightning_fastft.graphs.layer_graphs import GRAPH_ATTRIBUTE
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.training.fine_tuner import FineTuner
+from tests.support.engine_use import describe_use
 
 # The config that the package ships for a workload, and what it runs.
 SHIPPED, SHIPPED_MODE = "shipped", "auto+graphs=auto"

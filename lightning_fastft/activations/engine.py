@@ -6,7 +6,6 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
@@ -311,16 +310,3 @@ def _is_dense(tensor: torch.Tensor) -> bool:
             return False
         expected *= size
     return True
-
-
-def describe_use(engine: OffloadEngine) -> dict[str, Any]:
-    """Return the current memory use of the engine as plain numbers, for reports and leak tests."""
-    engine._collect()
-    return {
-        "pinned_bytes": engine.slab.num_bytes,
-        "pinned_used_bytes": engine.slab.used_bytes,
-        "staging_bytes": sum(slot.num_bytes for slot in engine.slots),
-        "num_kept": engine.num_kept,
-        "num_unplanned": engine.num_unplanned,
-        "num_replaced": sum(slot.num_replaced for slot in engine.slots),
-    }

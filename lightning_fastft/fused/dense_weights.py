@@ -260,11 +260,6 @@ class DenseWeights:
         self._rooms[_storage_id(memory)] = _Room(memory, addresses)
         return FusedWeightBuffer(weights, memory)
 
-    def settled(self, parts: Sequence[LinearPart]) -> torch.Tensor | None:
-        """Return the fused buffer of exactly these weights; None if they are not, or no longer, in one."""
-        room = self._room_of(parts)
-        return None if room is None else _memory_of(parts, room)
-
     def has_room_beside(self, parts: Sequence[LinearPart]) -> bool:
         """Return whether these weights are in a fused buffer with room for B of their ranks; takes microseconds."""
         room = self._room_of(parts)

@@ -156,27 +156,6 @@ class ExpertsNF4(_Lazy):
         """Return the bytes of the stack in memory; shape and dtype describe the dense stack."""
         return sum(part.numel() * part.element_size() for part in self.stack)
 
-    def expert_state(self, expert: int) -> tuple[torch.Tensor, Any]:
-        """Return packed weights and QuantState of one expert, for ``bitsandbytes.functional.dequantize_4bit``."""
-        bnb, stack = _bitsandbytes(), self.stack
-        nested = bnb.QuantState(
-            absmax=stack.nested_absmax_EG[expert],
-            code=stack.nested_quant_map_M,
-            blocksize=GROUP_BLOCKS,
-            dtype=torch.float32,
-        )
-        state = bnb.QuantState(
-            absmax=stack.absmax_EQ[expert],
-            shape=self.shape[1:],
-            dtype=self.dtype,
-            blocksize=BLOCK_WEIGHTS,
-            code=stack.quant_map_M,
-            quant_type="nf4",
-            offset=stack.offset_E[expert],
-            state2=nested,
-        )
-        return stack.packed_EC[expert].view(-1, 1), state
-
     def _again(
         self, change: Callable[[torch.Tensor], torch.Tensor] | None = None, *, dtype: torch.dtype | None = None
     ) -> ExpertsNF4:

@@ -54,7 +54,6 @@ class PackedInstallation(NamedTuple):
 
     statuses: list[Status]
     layers: list[nn.Module]
-    model_names: list[str]
     checks: tuple[Callable[[], Status | None], ...] = ()
 
 
@@ -98,7 +97,7 @@ def install_packed_training(
     if not models:
         reason = f"{type(root).__name__} holds no transformers model"
         names = ["packed attention", HEAD_STATUS, *([ACTIVATIONS_STATUS] if checkpointing is not None else [])]
-        return PackedInstallation([Status(name, "inactive", reason) for name in names], [], [])
+        return PackedInstallation([Status(name, "inactive", reason) for name in names], [])
 
     if checkpointing is not None:
         _refuse_compiled(root, checkpointing)
@@ -121,8 +120,7 @@ def install_packed_training(
         # If root contains several models, each status names its model.
         statuses += [status._replace(name=f"{status.name} ({name})") if len(models) > 1 else status for status in found]
         all_layers += layers
-    names = [f"{name or 'the module itself'} ({type(model).__name__})" for name, model in models]
-    return PackedInstallation(statuses, all_layers, names, tuple(checks))
+    return PackedInstallation(statuses, all_layers, tuple(checks))
 
 
 def _refuse_compiled(root: nn.Module, checkpointing: OffloadCheckpointing) -> None:
@@ -146,7 +144,7 @@ def _install_one_by_one(
     if checkpointing is not None:
         reason = f"not with attention={ONE_BY_ONE!r}"
         statuses.append(Status(ACTIVATIONS_STATUS, "inactive", reason, "call model.gradient_checkpointing_enable()"))
-    return PackedInstallation(statuses, [], [f"{name} ({type(model).__name__})" for name, model in models])
+    return PackedInstallation(statuses, [])
 
 
 def _attach(

@@ -323,7 +323,8 @@ class RolloutDataModule(LightningDataModule):
         if self._old is None:
             for batch in batches:
                 tuner.note_old_log_probs(batch)
-            self._old = [_old_of(batch).cpu() for batch in batches]
+            # They stay on the device; only a checkpoint reads them.
+            self._old = [_old_of(batch) for batch in batches]
             return
         for batch, old_R in zip(batches, self._old):
             assert batch.context.completions is not None
@@ -365,7 +366,7 @@ class RolloutDataModule(LightningDataModule):
             return {"round": self._num_rounds + (self._documents is not None), "in_round": 0, "sizes": [], "ranks": []}
         own = {
             "rollouts": [to_plain(document) for document in self._documents],
-            "old_log_probs": list(self._old or ()),
+            "old_log_probs": [old_R.cpu() for old_R in self._old or ()],
         }
         ranks = on_all_ranks(lambda: own, error=ResumeError)
         return {"round": self._num_rounds, "in_round": num_trained, "sizes": self._sizes, "ranks": ranks}

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from lightning_fastft.activations.engine import OffloadEngine, describe_use
+from lightning_fastft.activations.engine import OffloadEngine
 from lightning_fastft.activations.streams import CopyStreams
 from lightning_fastft.core.errors import SwapError
+from tests.support.engine_use import describe_use
 from tests.support.late_streams import LateStreams
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
-from lightning_fastft.activations.engine import OffloadEngine, describe_use
+from lightning_fastft.activations.engine import OffloadEngine
 from lightning_fastft.activations.segments import RECOMPUTE
 from lightning_fastft.activations.stack import SegmentStack
 from lightning_fastft.core.patcher import ModelPatcher
@@ -23,6 +23,7 @@ from lightning_fastft.patches.packed import install_packed_training
 from lightning_fastft.strategies.registry import register_strategies
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from tests.planner.plan_trials import PlannedModel, assert_equal, kept_gradients, random_plan, read_gradients
+from tests.support.engine_use import describe_use
 from tests.support.late_streams import LateStreams
 from tests.support.packs import make_batch
 from tests.support.tiny_models import build_tiny

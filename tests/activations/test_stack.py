@@ -17,7 +17,6 @@ from lightning_fastft.activations import engine as engine_module
 from lightning_fastft.activations import measurement as measurement_module
 from lightning_fastft.activations import stack as stack_module
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
-from lightning_fastft.activations.engine import describe_use
 from lightning_fastft.activations.segments import KEEP, RECOMPUTE
 from lightning_fastft.activations.vram_budget import PLANNED_SHARE
 from lightning_fastft.core.errors import HostMemoryError, OptionError, UnsupportedModelError
@@ -28,6 +27,7 @@ from lightning_fastft.patches.packed import install_packed_training
 from lightning_fastft.planner.plan import Machine, predict
 from tests.patches.test_value_points import adapted
 from tests.planner.plan_trials import assert_equal, kept_gradients, read_gradients
+from tests.support.engine_use import describe_use
 from tests.support.late_streams import LateStreams
 from tests.support.packs import make_batch
 from tests.support.tiny_models import build_tiny

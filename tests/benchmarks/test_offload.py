@@ -89,6 +89,7 @@ def test_events_of_a_trace_become_kernels_and_large_copies():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_profiled_step_on_a_gpu_shows_its_copy_and_its_wait():
     # The copy takes milliseconds, so that a product starts beside it on a busy host too.
     host = torch.empty(512 * MIB, dtype=torch.uint8).pin_memory()

@@ -35,6 +35,7 @@ def test_clear_and_pickle():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_no_host_wait_on_a_gpu_and_buffers_are_reused():
     copies, value, arrived = AsyncScalarReader(), torch.zeros(4, device="cuda"), []
     torch.cuda._sleep(20_000_000)

@@ -354,6 +354,7 @@ class OnDevice(PlainModule):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("where", ["forward", "backward", "optimizer step", "save", "offload buffer"])
 def test_capped_gpu_ends_in_one_error_with_nothing_half_updated(tmp_path, where):
     is_offload = where == "offload buffer"

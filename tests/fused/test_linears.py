@@ -198,6 +198,13 @@ def test_a_fault_planted_below_the_weight_is_seen(fault, monkeypatch):
 # Settled weights
 
 
+def buffer_of(weight):
+    """The memory that a weight is the beginning of, in rows with the stride of its own."""
+    num_columns = weight.stride(0)
+    num_rows = weight.untyped_storage().nbytes() // weight.element_size() // num_columns
+    return weight.data.as_strided((num_rows, num_columns), (num_columns, 1), 0)
+
+
 def check_settled(fused_linear):
     check(fused_linear, 1)
     check(fused_linear, MANY)
@@ -211,7 +218,7 @@ def test_settled_weights_are_read_where_they_lie():
         [part.weight.detach().clone() for part in fused_linear.parts],
     )
     weight_buffer = fused_linear.dense.fuse_buffer(fused_linear.parts)
-    memory = fused_linear.dense.settled(fused_linear.parts)
+    memory = buffer_of(fused_linear.parts[0].weight)
     # Seven ranks take eight columns.
     assert memory.shape == (sum(NUM_OUTPUTS), NUM_INPUTS + 8)
     assert all(
@@ -229,7 +236,7 @@ def test_settled_weights_are_read_where_they_lie():
 
     weight_buffer.give_back()
     assert not weight_buffer.is_there()
-    assert fused_linear.dense.settled(fused_linear.parts) is None
+    assert not fused_linear.dense.has_room_beside(fused_linear.parts)
     assert all(parameter.untyped_storage().nbytes() == parameter.nbytes for parameter in parameters)
     assert torch.equal(parameters[1], 3.0 * values[1])
     check(fused_linear, MANY)
@@ -243,7 +250,7 @@ def test_the_adapter_of_one_layer_that_widens_its_rows_rides_along(is_settled):
     assert fused_linear.parts[0].num_outputs > NUM_INPUTS
     if is_settled:
         fused_linear.dense.fuse_buffer(fused_linear.parts)
-        assert fused_linear.dense.settled(fused_linear.parts).shape == (NUM_OUTPUTS[0], NUM_INPUTS + 8)
+        assert buffer_of(fused_linear.parts[0].weight).shape == (NUM_OUTPUTS[0], NUM_INPUTS + 8)
     check(fused_linear, 1)
     check(fused_linear, MANY)
     assert len(fused_linear.dense.memory()) == (0 if is_settled else 1)
@@ -253,7 +260,7 @@ def test_a_settled_layer_has_its_adapter_below_its_weight():
     fused_linear = make_down(rank=3)
     value_OI = fused_linear.parts[0].weight.detach().clone()
     weight_buffer = fused_linear.dense.fuse_buffer(fused_linear.parts)
-    assert fused_linear.dense.settled(fused_linear.parts).shape == (16 + 8, 48)
+    assert buffer_of(fused_linear.parts[0].weight).shape == (16 + 8, 48)
     for num_rows in (1, 32):
         check_apart(fused_linear, num_rows, is_whole=True)
     assert fused_linear.dense.memory() == []
@@ -341,7 +348,7 @@ def test_an_adapter_that_the_room_is_too_small_for_is_served_by_a_copy():
         assert one.dense.has_room_beside(one.parts) == (one is fused_linear)
         assert one.dense.has_room_below(one.parts[0]) == (one is down)
     # Below the first weight lie the others.
-    assert fused_linear.dense.settled(fused_linear.parts[:1]) is None
+    assert not fused_linear.dense.has_room_beside(fused_linear.parts[:1])
     larger = fused_linear._replace(parts=(with_rank(fused_linear.parts[0], 7), *fused_linear.parts[1:]))
     # For few rows nothing is copied.
     check(larger, 1)
@@ -371,7 +378,7 @@ def test_weights_that_were_given_other_memory_are_settled_no_more():
     weight_buffer = fused_linear.dense.fuse_buffer(fused_linear.parts)
     other = torch.randn(NUM_OUTPUTS[1], NUM_INPUTS)
     fused_linear.parts[1].weight.data = other
-    assert fused_linear.dense.settled(fused_linear.parts) is None
+    assert not fused_linear.dense.has_room_beside(fused_linear.parts)
     check(fused_linear, 1)
     check(fused_linear, MANY)
     # The others still share theirs.
@@ -460,7 +467,7 @@ def test_memory_of_settled_weights_is_freed_with_them():
     # Another weight at the same address is none of them.
     other = make_joint()
     dense._rooms = {other.parts[0].weight.data_ptr(): room for room in dense._rooms.values()}
-    assert dense.settled(other.parts) is None
+    assert not dense.has_room_beside(other.parts)
 
 
 def test_from_so_many_rows_on_weights_are_copied_next_to_their_adapters():
@@ -629,7 +636,7 @@ def test_adapters_are_written_next_to_their_weights_when_they_have_changed(make,
     plain = make()
     tracked = with_copies(plain, torch.float64)
     assert plain.dense.fuse_buffer(plain.parts) is not None
-    memory = plain.dense.settled(plain.parts)
+    memory = buffer_of(plain.parts[0].weight)
 
     def read(fused_linear):
         parts = fused_linear.parts

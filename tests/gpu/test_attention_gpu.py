@@ -111,6 +111,7 @@ def replay(call, *, dtype, backend, context, weight):
     return dict(zip(("out", "hidden", *names), (out.detach(), *gradients)))
 
 
+@pytest.mark.slow(12)
 @pytest.mark.parametrize(("name", "backend"), PAIRS)
 def test_backend_of_family_within_twice_the_error_of_plain_bf16(name, backend):
     """Attention layers with the inputs that the whole model gives them; layers one by one, so that no router can

@@ -75,6 +75,7 @@ def on_device(model, *, is_fused):
     return model
 
 
+@pytest.mark.slow(8)
 @pytest.mark.parametrize("has_lora", [False, True])
 @pytest.mark.parametrize("family", MODELS)
 def test_bfloat16_is_as_near_to_the_truth_as_the_layers_own(family, has_lora):

@@ -16,7 +16,7 @@ from lightning_fastft.kernels.nf4_experts.op import dequantise_stack
 from lightning_fastft.moe.install import install_bincount_router
 from tests.hf.test_expert_nf4 import add_lora, stacks_of, with_dense_weights
 from tests.support.host_waits import waits_are_errors
-from tests.support.nf4_stacks import check, make_truth
+from tests.support.nf4_stacks import check, expert_state, make_truth
 from tests.support.tiny_models import VOCABULARY, build_tiny
 
 pytestmark = pytest.mark.gpu
@@ -46,7 +46,7 @@ def test_real_stacks_equal_bitsandbytes(size):
     with waits_are_errors():
         weight.dense(out=out)
     for expert in {0, 1, 2, 3, num_experts // 2, num_experts - 1}:
-        truth = bnb.dequantize_4bit(*few.expert_state(expert % 4))
+        truth = bnb.dequantize_4bit(*expert_state(few, expert % 4))
         assert torch.equal(out[expert], truth), expert
 
 

@@ -40,7 +40,6 @@ from lightning_fastft.kernels.rms_norm.reference import NormForm
 from lightning_fastft.moe.install import install_bincount_router, install_fp8_experts
 from lightning_fastft.patches.packed import install_packed_training
 from tests.kernels.test_fp8_linear import make_operands
-from tests.support.children import run_on_device
 from tests.support.host_waits import waits_are_errors
 from tests.support.layer_pairs import add_lora, build, fuse, is_served, layers_of, step
 from tests.support.packs import make_batch, relative_error
@@ -57,10 +56,6 @@ LENGTHS = (190, 1, 64, 257)
 @pytest.fixture(autouse=True)
 def a_device_with_fp8():
     assert find_obstacle(torch.device("cuda", torch.cuda.current_device())) == ""
-
-
-def test_the_triton_kernels_pass_their_tests_on_the_device():
-    run_on_device("triton_fp8_linear.py")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -92,6 +92,7 @@ def test_gated_heads_equal_the_truth_at_real_widths(form, dtype):
     check_head_gate(head_gate, 1031, form, dtype, device="cuda")
 
 
+@pytest.mark.slow(20)
 @pytest.mark.parametrize("has_lora", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_is_as_near_to_the_truth_as_the_layers_own(family, has_lora):

@@ -204,6 +204,7 @@ def test_memory_of_graphs_is_given_back():
     assert torch.cuda.memory_reserved() <= before + 4 * 2**20
 
 
+@pytest.mark.alone
 def test_layers_are_recorded_where_the_device_waits_for_the_host_and_only_there():
     model = wide_lora("qwen3")
     batches = [make_batch(lengths, seed=number).to("cuda") for number, lengths in enumerate(PACKS)]
@@ -219,6 +220,7 @@ def test_layers_are_recorded_where_the_device_waits_for_the_host_and_only_there(
         assert (graphs.status().state, graphs.num_replays) == expected, graphs.status().reason
 
 
+@pytest.mark.alone
 def test_without_the_memory_layers_run_as_ever():
     # Where everything is kept without a plan there is no budget.
     model, copies, graphs = prepare(wide_lora("qwen3"), policy="recompute", is_recorded=True, if_launch_bound=True)
@@ -255,6 +257,7 @@ def test_a_loss_that_is_held_with_its_graph_is_named_and_the_process_lives_on():
     assert done.stdout.strip().endswith("refused True"), done.stdout + done.stderr[-3000:]
 
 
+@pytest.mark.alone
 def test_a_loss_that_is_held_with_its_graph_is_no_error_where_recording_was_left_to_us():
     script = HELD_SCRIPT.replace("is_recorded=True", "is_recorded=True, if_launch_bound=True").replace(
         "PACKS[:3]", "PACKS[:6]"

@@ -64,6 +64,7 @@ def run_alone(model, *, num_items):
     return {"logits": torch.cat(logits).detach(), **take_gradients(model)}
 
 
+@pytest.mark.slow(30)
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
 @pytest.mark.parametrize("name", NAMES)
 def test_packed_documents_are_computed_as_each_alone(name, policy):

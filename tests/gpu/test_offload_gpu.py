@@ -8,10 +8,11 @@ import random
 import pytest
 import torch
 
-from lightning_fastft.activations.engine import OffloadEngine, describe_use
+from lightning_fastft.activations.engine import OffloadEngine
 from lightning_fastft.activations.streams import CudaCopyStreams
 from lightning_fastft.planner.step import SegmentPlan
 from tests.planner.plan_trials import PlannedModel, assert_equal, kept_gradients, random_plan
+from tests.support.engine_use import describe_use
 from tests.support.host_waits import waits_are_errors
 from tests.support.packs import make_batch
 from tests.support.tiny_models import build_tiny
@@ -161,6 +162,7 @@ def test_an_exception_in_the_backward_leaves_a_clean_next_step(deterministic):
     assert planned.use()["pinned_used_bytes"] == 0
 
 
+@pytest.mark.alone
 def test_pinned_copies_reach_the_speed_of_the_bus():
     engine = OffloadEngine(CudaCopyStreams(torch.device("cuda")), host_bytes=2**30, slot_bytes=2**29)
     tensor = torch.ones(2**28, dtype=torch.uint8, device="cuda")

@@ -7,12 +7,12 @@ import torch
 from peft import LoraConfig
 
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
-from lightning_fastft.activations.engine import describe_use
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.hf.lora import add_adapters
 from lightning_fastft.patches.packed import install_packed_training
 from tests.gpu.test_offload_gpu import DelayedLanes, all_on_host, deterministic  # noqa: F401 (a fixture)
 from tests.planner.plan_trials import PlannedModel
+from tests.support.engine_use import describe_use
 from tests.support.late_streams import LateStreams
 from tests.support.packs import make_batch
 from tests.support.tiny_models import build_tiny
@@ -24,7 +24,10 @@ DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 # A few steps with copies at the last moment on a CPU; the promise itself on a device.
 ON_DEVICES = pytest.mark.parametrize(
     ("device", "num_steps"),
-    [pytest.param("cpu", 6, id="cpu"), pytest.param("cuda", 100, id="cuda", marks=[pytest.mark.gpu, pytest.mark.slow])],
+    [
+        pytest.param("cpu", 6, id="cpu"),
+        pytest.param("cuda", 100, id="cuda", marks=[pytest.mark.gpu, pytest.mark.slow(20)]),
+    ],
 )
 KINDS = pytest.mark.parametrize("kind", ["full", "lora"])
 

@@ -155,7 +155,7 @@ def test_a_case_that_leaves_a_kernel_out_is_seen():
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
+@pytest.mark.slow(40)
 @pytest.mark.parametrize("lane", range(NUM_LANES))
 @pytest.mark.parametrize("tool", TOOLS)
 def test_the_sanitizer_has_nothing_to_report(tool, lane):

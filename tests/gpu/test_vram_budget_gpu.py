@@ -17,7 +17,7 @@ from tests.support.packs import make_documents
 from tests.support.sizes import sizes
 from tests.support.training_parts import quiet_trainer
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning:lightning.*")]
+pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.filterwarnings("ignore::UserWarning:lightning.*")]
 
 CONFIG = sizes(
     model_type="llama", vocab=4096, width=1024, inner=4096, layers=16, heads=8, key_heads=8, tie_word_embeddings=False

@@ -5,7 +5,7 @@ import torch
 
 from lightning_fastft.callbacks.watchdog import NUM_TIMES, _OwnTimes
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 
 def test_own_time_is_that_of_the_device_without_a_host_sync():

@@ -22,6 +22,7 @@ from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.hf.expert_nf4 import BUFFER_ATTRIBUTE, DenseBuffer, quantise_block, quantise_experts, read_nf4
 from lightning_fastft.hf.expert_nf4_tensor import ExpertsNF4, quantise_stack
 from lightning_fastft.moe.install import install_bincount_router
+from tests.support.nf4_stacks import expert_state
 from tests.support.tiny_models import VOCABULARY, build_tiny
 from tests.support.truth import Watch
 
@@ -120,7 +121,7 @@ def test_every_expert_has_the_numbers_of_bitsandbytes(family, dtype):
             packed, state = bnb.quantize_4bit(
                 weight.contiguous(), blocksize=64, compress_statistics=True, quant_type="nf4"
             )
-            own_packed, own_state = stack.expert_state(expert)
+            own_packed, own_state = expert_state(stack, expert)
             assert torch.equal(own_packed, packed)
             assert torch.equal(own_state.absmax, state.absmax)
             assert torch.equal(own_state.offset, state.offset)

@@ -332,7 +332,7 @@ def test_zones_end_half_way_between_neighbours():
         grid = codes.dynamic_map(is_signed=is_signed)
         middles = ((grid[1:] + grid[:-1]) / 2).tolist()
         found = codes.thresholds(is_signed=is_signed)
-        assert len(found) == codes.NUM_ZONES - 1
+        assert len(found) == codes.NUM_DECADES + 1
         assert found == sorted(found)
         assert all(min(abs(middle / each - 1) for middle in middles if middle > 0) < 1e-12 for each in found)
 

@@ -140,6 +140,7 @@ def test_refresh_rate_limits_the_copies(tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_no_host_wait_on_a_gpu():
     bar = FastFTProgressBar()
     loss = torch.ones((), device="cuda")

@@ -934,6 +934,7 @@ def test_refuses_options_that_cannot_be(options):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_gpu_report_has_device_times_lanes_and_adds_no_wait(tmp_path):
     detector = HostWaitDetector(steps=[6, 7])
     module = PlainModule(tiny_llama())

@@ -20,7 +20,6 @@ def test_peft_model_inside_a_module_is_served_and_restored():
     keys, patcher = list(root.state_dict()), ModelPatcher()
     installation = install_packed_training(root, patcher, checkpointing=OffloadCheckpointing("recompute"))
     assert [status.state for status in installation.statuses] == ["active"] * 3
-    assert installation.model_names == ["policy.base_model.model (LlamaForCausalLM)"]
     assert len(installation.layers) == 2
     assert list(root.state_dict()) == keys
     batch = packed_batches(1)[0]

@@ -8,10 +8,10 @@ import random
 import torch
 
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
-from lightning_fastft.activations.engine import describe_use
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.patches.packed import install_packed_training
 from lightning_fastft.planner.step import SegmentPlan
+from tests.support.engine_use import describe_use
 
 
 class PlannedModel:

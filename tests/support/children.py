@@ -58,9 +58,12 @@ def thinned(*axes, keep):
     return cases
 
 
-def run_on_device(file):
-    """Run a file of tests with kernels compiled for the CUDA device that is here."""
-    _run_tests(file, environment=_compiled())
+def run_on_device(file, *, num_processes=1):
+    """Run a file of tests with kernels compiled for the CUDA device that is here; Triton compiles one at a time in each
+    process.
+    """
+    options = ("-p", "xdist.plugin", "-n", str(num_processes)) if num_processes > 1 else ()
+    _run_tests(file, options=options, environment=_compiled())
 
 
 def compile_kernels(script, *arguments):

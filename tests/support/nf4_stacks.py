@@ -5,7 +5,7 @@ buffers.
 import bitsandbytes.functional as bnb
 import torch
 
-from lightning_fastft.kernels.nf4_experts.reference import BLOCK_WEIGHTS, NF4Stack
+from lightning_fastft.kernels.nf4_experts.reference import BLOCK_WEIGHTS, GROUP_BLOCKS, NF4Stack
 
 # More than a program of the kernel writes: a lost mask stays inside the buffer.
 GUARD = 16384
@@ -41,6 +41,28 @@ def make_truth(num_experts, num_blocks, dtype, *, device="cpu", seed=0):
     columns = list(zip(*parts))
     stack = NF4Stack(*(torch.stack(column) for column in columns[:4]), columns[4][0].clone(), columns[5][0].clone())
     return stack, torch.stack(truth)
+
+
+def expert_state(weight, expert):
+    """Packed weights and QuantState of one expert of an ExpertsNF4, for ``dequantize_4bit``."""
+    stack = weight.stack
+    nested = bnb.QuantState(
+        absmax=stack.nested_absmax_EG[expert],
+        code=stack.nested_quant_map_M,
+        blocksize=GROUP_BLOCKS,
+        dtype=torch.float32,
+    )
+    state = bnb.QuantState(
+        absmax=stack.absmax_EQ[expert],
+        shape=weight.shape[1:],
+        dtype=weight.dtype,
+        blocksize=BLOCK_WEIGHTS,
+        code=stack.quant_map_M,
+        quant_type="nf4",
+        offset=stack.offset_E[expert],
+        state2=nested,
+    )
+    return stack.packed_EC[expert].view(-1, 1), state
 
 
 def guarded(tensor):

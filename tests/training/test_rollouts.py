@@ -1,5 +1,7 @@
 """RolloutDataModule: rounds of sampled, judged and packed rollouts; a small policy learns from them."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -74,7 +76,15 @@ def test_the_reward_of_an_arithmetic_task_rises(tmp_path):
     assert np.mean(rewards[-10:]) > 0.6
 
 
-def test_a_round_asks_once_for_each_prompt_and_yields_whole_windows(tmp_path):
+def test_a_round_asks_once_for_each_prompt_and_yields_whole_windows(tmp_path, monkeypatch):
+    copy_to_host, callers = torch.Tensor.cpu, set()
+
+    def note(tensor):
+        callers.add(sys._getframe(1).f_globals["__name__"])
+        return copy_to_host(tensor)
+
+    # On a CPU no recorder of host syncs sees such a copy.
+    monkeypatch.setattr(torch.Tensor, "cpu", note)
     asked, seen = [], []
 
     def sampler(tuner, prompts, *, num_completions, max_new_tokens, temperature, seed):
@@ -103,6 +113,7 @@ def test_a_round_asks_once_for_each_prompt_and_yields_whole_windows(tmp_path):
     assert all(batch.context.num_items == 8 for batch in seen)
     # Several steps from one round: the log-probabilities before the first are known.
     assert all(batch.context.completions.old_log_prob_R is not None for batch in seen)
+    assert not any(name.startswith("lightning_fastft.") for name in callers)
 
 
 # A round has 8 micro-batches. Of two in a window, the last save of SaveAt is behind the first of the next window.

@@ -18,8 +18,6 @@ import torch
 BLOCK = 256
 NUM_CODES = 256
 NUM_DECADES = 7
-# The decades, 0 and 1.
-NUM_ZONES = NUM_DECADES + 2
 # Entries for slopes after the values of a map in the kernel's table.
 NUM_SLOPES = 16
 

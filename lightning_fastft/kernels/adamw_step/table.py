@@ -128,11 +128,8 @@ class TensorTable:
     Example:
         >>> param = torch.nn.Parameter(torch.ones(5000))
         >>> table = TensorTable([param], exp_avgs=[torch.zeros(5000)], exp_avg_sqs=[torch.zeros(5000)])
-        >>> table.num_chunks, table.is_current()
-        (2, True)
-        >>> param.grad = torch.ones(5000)
-        >>> table.is_current()
-        False
+        >>> table.num_chunks
+        2
     """
 
     def __init__(
@@ -198,15 +195,6 @@ class TensorTable:
                 _check_gradient(index, grad, local_values(row.owner), row.param.device)
             found.append(grad)
         return found
-
-    def is_current(self) -> bool:
-        """Return whether the addresses on the device are current; compares numbers on the host."""
-        grads = self.gradients()
-        return (
-            self._grad_layout == self._read_grad_layout()
-            and self._layout == self._read_layout()
-            and self._grad_addresses == _read_addresses(grads, self.rows)
-        )
 
     def refresh(self, *, only_gradients: bool = False) -> None:
         """Copy the addresses that have changed to the device, without a host sync.

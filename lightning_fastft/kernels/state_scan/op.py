@@ -15,7 +15,6 @@ from lightning_fastft.kernels.backends import FLOATING, must_check, uses_triton
 from lightning_fastft.kernels.state_scan import reference
 from lightning_fastft.kernels.state_scan.reference import Chunks
 
-_WIDE = (torch.float32, torch.float64)
 _CHUNK_SIZES = (16, 32, 64)
 
 
