@@ -62,7 +62,8 @@ class VllmSampler:
         MissingDependencyError: vLLM is not installed.
 
     Source:
-        docs.vllm.ai, vllm.LLM, vllm.SamplingParams and vllm.lora.request, v0.10 to v0.22.
+        docs.vllm.ai, vllm.LLM, vllm.SamplingParams and vllm.lora.request, v0.10 to v0.22; run with
+        v0.32 (tests/training/test_vllm.py).
     """
 
     def __init__(
