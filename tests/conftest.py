@@ -67,9 +67,10 @@ def in_one_process(item, *, is_grouped):
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     is_grouped = config.getoption("loadgroup", False)
-    unit_of = {item: in_one_process(item, is_grouped=is_grouped) for item in items}
-    for item, unit in unit_of.items() if is_grouped else ():
-        item.add_marker(pytest.mark.xdist_group(unit))
+    # By identity: an item's hash is that of its name, to which xdist adds the group.
+    unit_of = {id(item): in_one_process(item, is_grouped=is_grouped) for item in items}
+    for item in items if is_grouped else ():
+        item.add_marker(pytest.mark.xdist_group(unit_of[id(item)]))
     # Before -m selects.
     keep_covering_cases(
         [item for item in items if item.get_closest_marker("covering") and not item.get_closest_marker("fault")]
@@ -79,8 +80,8 @@ def pytest_collection_modifyitems(config, items):
     seconds = Counter()
     for item in items:
         for marker in item.iter_markers("slow"):
-            seconds[unit_of[item]] += (*marker.args, marker.kwargs.get("seconds", 1))[0]
-    items.sort(key=lambda item: -seconds[unit_of[item]])
+            seconds[unit_of[id(item)]] += (*marker.args, marker.kwargs.get("seconds", 1))[0]
+    items.sort(key=lambda item: -seconds[unit_of[id(item)]])
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
         if item.get_closest_marker("gpu") and num_devices < 1:
