@@ -152,7 +152,10 @@ class Headline(NamedTuple):
 
 _BUDGET = "auto=12.0:24+fused"
 NAMED_RUNS = {
-    "14b": NamedRun("qwen3-14b-qlora", ("ours keep+fused", f"ours {_BUDGET}", "unsloth off", "unsloth unsloth")),
+    "14b": NamedRun(
+        "qwen3-14b-qlora",
+        ("ours keep+fused", f"ours {_BUDGET}", "ours recompute+fused", "unsloth off", "unsloth unsloth"),
+    ),
     "14b-fp8": NamedRun("qwen3-14b-qlora", ("ours keep+fused+fp8", "ours keep+fused", "unsloth off")),
     "14b-16k": NamedRun("qwen3-14b-qlora-16k", ("ours auto=5.9:24+liger+stream+tiles4",)),
     "14b-metadata": NamedRun("qwen3-14b-qlora", ("varlen/once", "varlen/every-layer", "sdpa/every-layer-loop")),
