@@ -73,16 +73,10 @@ def run_padded_cases(
             return batch
 
         def body(recorder: CaseRecorder, *, groups: list[Pack] = groups, collate: Callable[..., Any] = collate) -> None:
+            driver.expected, trainer.data_collator = {}, collate
             load_start(trainer.model, start)
-            driver.recorder, driver.expected = recorder, {}
-            trainer.train_dataset = _batches_data_set(groups, share=recorder.case.label_share)
-            trainer._signature_columns = ["input_ids", "labels"]
-            trainer.data_collator = collate
-            sft.set_optimizer(trainer, recorder.case.optimizer, is_cuda=is_cuda)
-            try:
-                trainer.train()
-            finally:
-                driver.recorder = None
+            rows = _batches_data_set(groups, share=recorder.case.label_share)
+            sft.train(trainer, rows, driver=driver, recorder=recorder, is_cuda=is_cuda)
 
         run_case(one, body, log=log)
         trainer.model.zero_grad(set_to_none=True)

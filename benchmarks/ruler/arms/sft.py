@@ -71,29 +71,30 @@ def run_cases(
         one = recorder(case, files=files, packs=packs, is_cuda=is_cuda)
 
         def body(recorder: CaseRecorder) -> None:
+            rows, share = [recorder.pack_at(step) for step in range(recorder.num_total)], recorder.case.label_share
+            driver.expected = _expected(rows[0], share=share)
             load_start(trainer.model, start)
-            driver.recorder = recorder
-            rows = [recorder.pack_at(step) for step in range(recorder.num_total)]
-            trainer.train_dataset = _data_set(rows, share=recorder.case.label_share)
-            trainer._signature_columns = ["input_ids", "labels", "seq_lengths"]
-            set_optimizer(trainer, recorder.case.optimizer, is_cuda=is_cuda)
-            driver.expected = _expected(rows[0], share=recorder.case.label_share)
-            try:
-                trainer.train()
-            finally:
-                driver.recorder = None
+            train(trainer, _data_set(rows, share=share), driver=driver, recorder=recorder, is_cuda=is_cuda)
 
         run_case(one, body, log=log)
         trainer.model.zero_grad(set_to_none=True)
 
 
-def set_optimizer(trainer: Any, name: str, *, is_cuda: bool) -> None:
-    """Let the next call of train make the optimizer of a case."""
+def train(trainer: Any, data_set: Any, *, driver: Any, recorder: CaseRecorder, is_cuda: bool) -> None:
+    """Train on prepared rows with the optimizer of the recorder's case; the driver tells the recorder what happens."""
     from transformers.training_args import OptimizerNames
 
+    driver.recorder = recorder
+    trainer.train_dataset = data_set
+    trainer._signature_columns = data_set.column_names
+    # The next call of train makes the optimizer of the case.
     trainer.optimizer = trainer.lr_scheduler = None
     if is_cuda:
-        trainer.args.optim = OptimizerNames(OPTIMIZERS[name])
+        trainer.args.optim = OptimizerNames(OPTIMIZERS[recorder.case.optimizer])
+    try:
+        trainer.train()
+    finally:
+        driver.recorder = None
 
 
 def describe_model(model: torch.nn.Module) -> str:
