@@ -204,7 +204,7 @@ def meter_step(
     batch = _make_batch(num_tokens, document_tokens=mean_document_tokens, label_share=label_share)
     with _first_layers(base, num_layers):
         metered = _meter_layers(base, batch, document_tokens=mean_document_tokens, swaps=swaps)
-    # The first layer also takes the end of its backward, so the last one of a kind stands for the others.
+    # The first layer also takes the end of its backward, so the costs of the last layer of a kind are used for all.
     place_of = {kind: place for place, kind in enumerate(kinds[:num_layers])}
     places = [place_of[kind] for kind in kinds]
     trained = [parameter for parameter in base.parameters() if parameter.requires_grad]

@@ -21,8 +21,8 @@ from lightning_fastft.kernels.backends import KernelMode
 from lightning_fastft.kernels.fp8_linear.reference import FP8
 from lightning_fastft.kernels.grouped_mm.reference import THIN_COLUMNS
 
-# Shares are relative to what one H200 reaches, where most were measured (measured.md): 4.3 TB/s, and 690 TFLOP/s in
-# dense bf16 products. Causal attention in TFLOP/s, forward and backward, by document length: flash attention, and cuDNN
+# Shares are relative to what one H200 reaches, where most were measured: 4.3 TB/s, and 690 TFLOP/s in dense bf16
+# products. Causal attention in TFLOP/s, forward and backward, by document length: flash attention, and cuDNN
 # for long documents.
 _DENSE_TFLOPS = 690
 _FLASH_RATES = ((512, 133, 124), (2048, 273, 231), (8192, 325, 289), (32_768, 350, 317))

@@ -16,7 +16,7 @@ from lightning_fastft.core.checks import check_int, check_tensor
 from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.backends import FLOATING, GPU_TYPES, wide_dtype
 
-# Rows of logits in memory at a time: 2048 x 151,936 bf16 are 0.6 GiB and keep the GEMMs at full rate (speed.md, B6).
+# Rows of logits in memory at a time: 2048 x 151,936 bf16 are 0.6 GiB and keep the GEMMs at full rate.
 DEFAULT_CHUNK_ROWS = 2048
 
 

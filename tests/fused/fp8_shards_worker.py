@@ -73,7 +73,7 @@ def main(num_copies, parks):
 
     patcher.undo()
     assert all(layer.weight is each for layer, each in zip(unit, before))
-    # What was written is kept.
+    # The write survives.
     assert all(map(torch.equal, gathered(unit), [2 * whole[0], whole[1]]))
     assert gathered_bytes(unit[0].weight) == whole[0].nbytes
 
