@@ -457,7 +457,7 @@ def test_plain_and_ours_have_the_same_gradients_and_get_rows(records):
         "step", "tokens", "labelled tokens", "peak allocated", "peak reserved", "host waits", "lowest gradient cosine",
         "step, mean", "host waits, whole step", "device memory", "whole run of 5 steps",
     }  # fmt: skip
-    assert len(written) == 4 * 7
+    assert len(written) == 4 * 11
 
 
 @pytest.mark.fault
