@@ -2,6 +2,8 @@
 keeps its own weights.
 """
 
+import functools
+
 import pytest
 import torch
 
@@ -24,6 +26,13 @@ def two_ranks(tmp_path_factory):
     return torch.load(folder / "cpu.pt", weights_only=True)
 
 
+@functools.cache
+def one_process(family="qwen3", policy="recompute", dtype="float32"):
+    """Return a module that one process has trained, and what was found."""
+    module = make(family, dtype=dtype)
+    return module, run(module, policy=policy, name="one")
+
+
 def check_equal(found, expected, *, bound=BOUND):
     # Every second micro-batch of one process is that of the first rank.
     losses, expected_losses = found["losses"], expected["losses"][::2]
@@ -35,7 +44,7 @@ def check_equal(found, expected, *, bound=BOUND):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_two_ranks_equal_one_process_with_fp8_products(two_ranks, case):
     found = two_ranks[case]
-    check_equal(found, run(make(case[0]), policy=case[1], name="one"))
+    check_equal(found, one_process(*case[:2])[1])
     ((name, state, reason, _),) = found["status"]
     assert (name, state) == ("fp8 products", "active")
     assert reason.startswith(NUM_PRODUCTS)
@@ -44,14 +53,12 @@ def test_two_ranks_equal_one_process_with_fp8_products(two_ranks, case):
 
 def test_a_base_in_bf16_with_fp32_adapters_equals_one_process(two_ranks):
     # Gradients of replicated adapters are bf16 products.
-    check_equal(two_ranks["bfloat16"], run(make("qwen3", dtype="bfloat16"), name="one"))
+    check_equal(two_ranks["bfloat16"], one_process(dtype="bfloat16")[1])
 
 
 def test_a_quarter_of_the_bytes_of_fp32_layers_is_gathered(two_ranks):
     """The tensors outside of the layers and the norms keep their dtype."""
-    module = make("qwen3")
-    run(module, name="one")
-    frozen = frozen_state(module)
+    frozen = frozen_state(one_process()[0])
     layers = sum(value.numel() for name, value in frozen.items() if name.endswith("proj.base_layer.weight"))
     # In the forward, and again in the backward.
     saved = 2 * 3 * layers
@@ -67,8 +74,7 @@ def test_resident_units_are_gathered_once(two_ranks):
 
 
 def test_states_hold_the_models_own_weights_during_and_after_the_run(two_ranks):
-    module = make("qwen3")
-    run(module, name="one")
+    module, _ = one_process()
     expected = whole_state(module)
     for found in (two_ranks["inside"]["state"], two_ranks["inside"]["after"], two_ranks["twice"][0]):
         assert found.keys() == expected.keys()
