@@ -24,6 +24,8 @@ export PYTHONDONTWRITEBYTECODE :=
 # Files in the order of conftest.py: those with slow tests first, so that no core ends long before the others.
 # A worker that dies ends the run at once: xdist would wait for ever for the tests that it had left.
 WORKERS := -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart=0
+# A test that hangs ends the run with the stacks of its process. Ranks write theirs after 300 s.
+HANGS := -o faulthandler_timeout=400 -o faulthandler_exit_on_timeout=true
 
 # Tests on GPUs: processes for each card, the cards, and pairs of them without the one that is over.
 GPU_WORKERS := 8
@@ -93,10 +95,10 @@ types: $(DEV_SETUP)
 	$(PY) -m mypy
 
 tests: $(DEV_SETUP)
-	$(PY) -m pytest -q $(WORKERS) --doctest-modules --ignore-glob='lightning_fastft/kernels/*/triton.py' -m 'not gpu and not multi_gpu and not fault' lightning_fastft tests
+	$(PY) -m pytest -q $(WORKERS) $(HANGS) --doctest-modules --ignore-glob='lightning_fastft/kernels/*/triton.py' -m 'not gpu and not multi_gpu and not fault' lightning_fastft tests
 
 test-seams: $(DEV_SETUP) $(SEAMS_SETUP)
-	$(SEAMS_PY) -m pytest -q $(WORKERS) -m 'not gpu and not multi_gpu and not fault and not slow' $(SEAMS)
+	$(SEAMS_PY) -m pytest -q $(WORKERS) $(HANGS) -m 'not gpu and not multi_gpu and not fault and not slow' $(SEAMS)
 
 test-faults: $(DEV_SETUP)
 	$(PY) -m pytest -q $(WORKERS) -m 'fault and not gpu and not multi_gpu' tests

@@ -55,9 +55,8 @@ def run(folder, *, cards, fails=-1):
     # Other plugins take seconds to load.
     environment |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "-p xdist.plugin"}
     command = ["make", "--no-print-directory", "test-gpu", *(f"{name}={value}" for name, value in values.items())]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-    )
+    quiet = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+    done = subprocess.run(command, cwd=ROOT, env=environment, timeout=300, check=False, **quiet)
     notes = {tuple(json.loads(line)) for line in (folder / "notes").read_text().splitlines()}
     return done.returncode, done.stdout + done.stderr, Counter((name, cards) for name, cards, _ in notes)
 
