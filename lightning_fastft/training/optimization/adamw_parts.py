@@ -14,19 +14,18 @@ from lightning_fastft.kernels.adamw_step.table import TableRow, local_values
 from lightning_fastft.training.optimization.adamw_shards import Groups
 from lightning_fastft.training.optimization.adamw_state import ABSMAXS, MASTER, MOMENTS
 from lightning_fastft.training.optimization.host_moments import Piece
-from lightning_fastft.training.optimization.skipped_steps import Cohort
 
 
 class Part(NamedTuple):
-    """The parameters of one group that have a gradient, are shared by the same ranks and have made the same steps; with
-    a cohort, num_done counts those that were skipped too. Pieces are of rows whose moments are on the host.
+    """The parameters of one group that have a gradient, are shared by the same ranks and have made the same steps.
+
+    num_done counts the steps, those that a guard skipped included. Pieces are of rows whose moments are on the host.
     """
 
     group: dict[str, Any]
     table: TensorTable
     num_done: int
     steps: list[torch.Tensor]
-    cohort: Cohort | None
     shard_groups: Groups
     pieces: list[Piece]
 
