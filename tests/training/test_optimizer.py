@@ -705,6 +705,20 @@ def test_steps_that_are_skipped_after_a_save_are_not_counted():
 # Tables, closures, copies.
 
 
+def test_parameters_that_skipped_other_steps_are_stepped_by_their_own_counts():
+    """Of two parameters with two guarded steps each, one was skipped once: bias corrections differ."""
+    ours, theirs = ([nn.Parameter(torch.ones(4)) for _ in range(2)] for _ in range(2))
+    fused, plain = fused_adamw(ours), plain_adamw(theirs)
+    for members, is_skipped in (((0,), True), ((1,), False), ((0, 1), False), ((0, 1), False)):
+        give_gradients(len(members), ours, theirs, missing={0, 1} - {*members})
+        fused.found_inf = torch.tensor(float(is_skipped))
+        fused.step()
+        if not is_skipped:
+            plain.step()
+    assert_same_params(ours, theirs)
+    assert [int(state["step"]) for state in fused.state_dict()["state"].values()] == [2, 3]
+
+
 def test_tables_are_kept_while_the_same_parameters_have_gradients(monkeypatch):
     made = []
     monkeypatch.setattr(
