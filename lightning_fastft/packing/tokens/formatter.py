@@ -27,10 +27,10 @@ from lightning_fastft.packing.tokens.spans import move_spans, place_spans
 from lightning_fastft.packing.tokens.token_ids import (
     Encoded,
     TokenIdError,
-    allowed_ids,
     encode_ids,
     encode_rollout_ids,
     highest_id,
+    impossible_id,
 )
 
 if TYPE_CHECKING:
@@ -144,10 +144,10 @@ class Formatter:
     def _render_steps(self, row: Mapping[str, Any]) -> _RowTexts:
         """Return prompt and steps as texts of their own, so that the tokens of a step depend on no other one."""
         found = read_steps(row)
-        texts = [found.prompt + self._options.separator, *found.steps]
+        texts = [found.prompt + self._options.separator, *found.completions]
         # As part of a chat, no text gets tokens at its ends.
         return _RowTexts(
-            [Rendered(text, (), is_chat=True) for text in texts], partial(self._join_steps, labels=found.labels)
+            [Rendered(text, (), is_chat=True) for text in texts], partial(self._join_steps, labels=found.scores)
         )
 
     def _join_steps(self, parts: Sequence[Encoded], *, labels: tuple[float, ...]) -> Encoded:
@@ -275,7 +275,7 @@ class Formatter:
             encoded.append(
                 finished
                 if highest <= highest_id(self._vocab_size)
-                else TokenIdError(highest, "token id", allowed_ids(self._vocab_size))
+                else impossible_id(highest, vocab_size=self._vocab_size)
             )
         return encoded
 
