@@ -37,12 +37,16 @@ ABSENT_FIELDS = "rows with nulls inside messages or tools, dropped because table
 
 
 class Setup(NamedTuple):
-    """The arguments of a worker's Formatter."""
+    """The arguments of a Formatter, which can be sent to a worker process."""
 
     tokenizer: PreTrainedTokenizerBase | None
     options: FormatOptions
     vocab_size: int | None
     images: ImageExpander | None = None
+
+    def make_formatter(self) -> Formatter:
+        """Return a new Formatter."""
+        return Formatter(self.tokenizer, options=self.options, vocab_size=self.vocab_size, images=self.images)
 
 
 class ChunkResult(NamedTuple):
