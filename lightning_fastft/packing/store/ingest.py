@@ -204,10 +204,6 @@ class Ingest:
         report.num_duplicates = len(digest_N) - len(np.unique(digest_N))
         first = {note: f" (the first is {place})" for note, place in self._first_places.items()}
         report.notes = [f"{count} {note}{first.get(note, '')}" for note, count in sorted(self._notes.items()) if count]
-        tokenizer, options = self._setup.tokenizer, self._setup.options
-        has_plain_rows = bool(set(report.rows_per_format) - {"messages", "input_ids", "none"})
-        if has_plain_rows and options.add_eos and tokenizer is not None and tokenizer.eos_token_id is None:
-            report.notes.append("the tokenizer has no end-of-sequence token, so none was appended")
 
     def _check_whole(self) -> None:
         """Raise DataError if the data as a whole cannot be trained on."""
