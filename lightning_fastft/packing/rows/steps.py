@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_fastft.packing.rows.completion_rows import Texts
+from lightning_fastft.packing.rows.completion_rows import PromptRow
 from lightning_fastft.packing.rows.parsing import check_text
 from lightning_fastft.packing.rows.rejects import (
     ALL_MASKED_TRUNCATED,
@@ -23,7 +23,7 @@ from lightning_fastft.packing.store.completion_store import Segments
 _NUMBERS = (bool, int, float, np.bool_, np.integer, np.floating)
 
 
-def read_steps(row: Mapping[str, Any]) -> Texts:
+def read_steps(row: Mapping[str, Any]) -> PromptRow:
     """Return the prompt, the steps as completions, and their labels, from 0 to 1, as scores.
 
     Raises:
@@ -41,7 +41,7 @@ def read_steps(row: Mapping[str, Any]) -> Texts:
         raise RowRejectedError(NO_COMPLETION, "completions is an empty list")
     if len(steps) != len(labels):
         raise RowRejectedError(LENGTHS_DIFFER, f"{len(steps)} completions and {len(labels)} labels")
-    return Texts(
+    return PromptRow(
         check_text(row["prompt"], column="prompt"),
         [check_text(step, column=f"completions[{number}]") for number, step in enumerate(steps)],
         tuple(_read_label(label, column=f"labels[{number}]") for number, label in enumerate(labels)),
