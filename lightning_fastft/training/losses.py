@@ -8,7 +8,7 @@ Source:
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, get_args
 
 import torch
 from torch.nn.functional import logsigmoid
@@ -16,14 +16,14 @@ from torch.nn.functional import logsigmoid
 PreferenceLoss = Literal["sigmoid", "hinge", "ipo", "robust", "orpo", "simpo", "cpo", "kto"]
 PolicyLoss = Literal["grpo", "dapo", "dr_grpo"]
 
-PREFERENCE_LOSSES: tuple[PreferenceLoss, ...] = ("sigmoid", "hinge", "ipo", "robust", "orpo", "simpo", "cpo", "kto")
+PREFERENCE_LOSSES: tuple[PreferenceLoss, ...] = get_args(PreferenceLoss)
 # Losses on the ratio to a reference model.
 REFERENCE_LOSSES: frozenset[str] = frozenset({"sigmoid", "hinge", "ipo", "robust", "kto"})
 # Losses on the mean over a completion's tokens, not on their sum.
 MEAN_LOSSES: frozenset[str] = frozenset({"ipo", "orpo", "simpo"})
 # Weight of the negative log-likelihood of chosen completions where none is asked for.
 SFT_WEIGHTS = {"orpo": 1.0, "cpo": 1.0}
-POLICY_LOSSES: tuple[PolicyLoss, ...] = ("grpo", "dapo", "dr_grpo")
+POLICY_LOSSES: tuple[PolicyLoss, ...] = get_args(PolicyLoss)
 
 
 def preference_loss(
@@ -106,15 +106,7 @@ def reward_pair_loss(chosen_G: torch.Tensor, rejected_G: torch.Tensor, *, margin
     return -logsigmoid(chosen_G - rejected_G - margin_G)
 
 
-class PolicyTerms(NamedTuple):
-    """Loss of each labelled row before averaging, and what its clipping and its divergence were; all shape (R,)."""
-
-    loss_R: torch.Tensor
-    is_clipped_R: torch.Tensor
-    divergence_R: torch.Tensor | None
-
-
-def policy_terms(
+def policy_loss(
     log_prob_R: torch.Tensor,
     *,
     old_log_prob_R: torch.Tensor,
@@ -126,8 +118,9 @@ def policy_terms(
     reference_log_prob_R: torch.Tensor | None = None,
     sampler_log_prob_R: torch.Tensor | None = None,
     sampler_clip: float | None = None,
-) -> PolicyTerms:
-    """Return the clipped policy loss of each labelled row.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return the clipped policy loss of each labelled row before averaging, whether the row is clipped, and its
+    divergence from the reference model (None without one); all shape (R,).
 
     Args:
         log_prob_R: Log-probability of each token under the trained model.
@@ -159,7 +152,7 @@ def policy_terms(
         divergence_R = distance_R.exp() - distance_R - 1
         if kl_weight:
             loss_R = loss_R + kl_weight * divergence_R
-    return PolicyTerms(loss_R, is_clipped_R, divergence_R)
+    return loss_R, is_clipped_R, divergence_R
 
 
 def _log1m_exp(value: torch.Tensor) -> torch.Tensor:
