@@ -6,7 +6,7 @@ Axes: N rollouts of a round (a prompt with its group of completions each).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -42,16 +42,9 @@ if TYPE_CHECKING:
     from lightning_fastft.training.policy import PolicyTuner
 
 # Samplers keep this import path.
-__all__ = ["FunctionSampler", "Reward", "RolloutDataModule", "Sampled", "VllmSampler", "sample_with_model"]
+__all__ = ["FunctionSampler", "RolloutDataModule", "Sampled", "VllmSampler", "sample_with_model"]
 
 COMPLETION = "completion"
-
-
-class Reward(Protocol):
-    """Judge completions; the keywords are those of TRL's reward functions."""
-
-    def __call__(self, *, prompts: list[Any], completions: list[str], **columns: list[Any]) -> Sequence[float]:
-        """Return one finite number for each completion; columns are the other columns of the prompts' rows."""
 
 
 class RolloutDataModule(LightningDataModule):
@@ -65,8 +58,9 @@ class RolloutDataModule(LightningDataModule):
     Args:
         prompts: Rows with a column "prompt" (text, or a list of messages for the chat template): a file, a folder, a
             data set or a list of rows, as in ``PackedDataModule``. Other columns go to the rewards.
-        rewards: A function or several, whose numbers are added; called with the keywords prompts, completions (texts)
-            and one list for each other column. None for a DistillationTuner.
+        rewards: A function or several, whose numbers are added; called with the keywords of TRL's reward functions:
+            prompts, completions (texts) and one list for each other column of the rows. Returns one finite number for
+            each completion. None for a DistillationTuner.
         sampler: Samples the completions; ``sample_with_model``, a ``VllmSampler``, a ``FunctionSampler`` of your own
             function, or a function like ``sample_with_model``.
         sampled_share: Share of prompts whose completions are sampled, drawn anew in each round (lmbda of GKD). The
