@@ -56,19 +56,7 @@ if TYPE_CHECKING:
 class CausalLMModule(LightningModule):
     """Hold a causal language model, which ``configure_model`` builds on the device of its rank.
 
-    Args:
-        model: As in ``Tuner``, and so are all other options.
-        tokenizer: As in ``Tuner``.
-        quantization: As in ``Tuner``.
-        lora: As in ``Tuner``.
-        init: As in ``Tuner``.
-        dtype: As in ``Tuner``.
-        adapter_dtype: As in ``Tuner``.
-        master_dtype: As in ``Tuner``.
-        revision: As in ``Tuner``.
-        accept_other_base: As in ``Tuner``.
-        adapter: As in ``Tuner``.
-        frozen_adapters: As in ``Tuner``.
+    Options are those of ``Tuner``.
 
     Raises:
         OptionError: A value is not allowed, or two options do not fit.
