@@ -14,12 +14,12 @@ from torch.optim.optimizer import ParamsT
 from lightning_fastft.core.checks import check_bool, check_choice, check_float, check_int
 from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.adamw_step.codes import num_blocks
-from lightning_fastft.kernels.adamw_step.op import SkipFlag, TensorTable, adamw_step, grad_norm
+from lightning_fastft.kernels.adamw_step.op import SkipFlag, adamw_step, grad_norm
 from lightning_fastft.kernels.adamw_step.table import TableRow, local_values
 from lightning_fastft.training.optimization.adamw_parts import (
     Part,
-    find_table,
     make_row,
+    make_table,
     mark_of,
     naming_the_alternative,
     read_options,
@@ -173,7 +173,6 @@ class FusedAdamW(torch.optim.Optimizer):
         return {**super().__getstate__(), **{name: getattr(self, name) for name in options}}
 
     def _forget(self) -> None:
-        self._tables: dict[int, TensorTable] = {}
         self._kept: _KeptParts | None = None
         # Of parameters with a master: the version in which the last step left them.
         self._versions: dict[torch.Tensor, tuple[int, ...]] = {}
@@ -540,7 +539,6 @@ class FusedAdamW(torch.optim.Optimizer):
         for master, copy in pairs:
             if copy.dtype in COPY_DTYPES:
                 copies.setdefault(id(master), copy)
-        tables, self._tables = self._tables, {}
         parts = []
         for group in self.param_groups:
             held = [param for param in group["params"] if param.grad is not None]
@@ -554,8 +552,7 @@ class FusedAdamW(torch.optim.Optimizer):
             for key in dict.fromkeys(keys):
                 chosen = [index for index, other in enumerate(keys) if other == key]
                 rows, pieces = self._make_rows([(held[i], states[i], copies.get(id(held[i]))) for i in chosen])
-                table = find_table(tables, rows)
-                self._tables[id(held[chosen[0]])] = table
+                table = make_table(rows)
                 steps = [states[i]["step"] for i in chosen]
                 parts.append(Part(group, table, int(key[0]), steps, key[2], pieces))
         if len({part.table.device for part in parts}) > 1:

@@ -70,17 +70,8 @@ def read_options(part: Part, *, rounding_seed: int | None) -> StepOptions:
     )
 
 
-def find_table(tables: dict[int, TensorTable], rows: list[TableRow]) -> TensorTable:
-    """Return the table of the step before where it holds these very tensors, else a new one."""
-    table = tables.get(id(rows[0].owner))
-    kept = () if table is None else table.rows
-    if (
-        table is not None
-        and len(kept) == len(rows)
-        and all(one is other for pair in zip(kept, rows) for one, other in zip(*(row[:7] for row in pair)))
-        and all(one[7:] == other[7:] for one, other in zip(kept, rows))
-    ):
-        return table
+def make_table(rows: list[TableRow]) -> TensorTable:
+    """Return the table of some rows."""
     params, exp_avgs, exp_avg_sqs, copies, owners, *absmaxs, numbers, firsts, _ = zip(*rows)
     return TensorTable(
         params,
