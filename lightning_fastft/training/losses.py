@@ -132,7 +132,8 @@ def policy_loss(
         clip_high: The ratio counts up to 1 + clip_high.
         kl_weight: Weight of the divergence from the reference model.
         reference_log_prob_R: Log-probability under the reference model; needed for a kl_weight above 0.
-        sampler_log_prob_R: Log-probability under the model that sampled, where it computes in another precision.
+        sampler_log_prob_R: Log-probability under the model that sampled, where it computes in another precision; NaN
+            where it is not known.
         sampler_clip: Largest weight that corrects for the sampler (truncated importance sampling); None for none.
 
     Source:
@@ -145,7 +146,8 @@ def policy_loss(
     is_low_R, is_high_R = ratio_R < 1 - clip_low, ratio_R > 1 + clip_high
     is_clipped_R = (is_low_R & (advantage_R < 0)) | (is_high_R & (advantage_R > 0))
     if sampler_clip is not None and sampler_log_prob_R is not None:
-        loss_R = loss_R * (old_log_prob_R - sampler_log_prob_R).exp().clamp(max=sampler_clip)
+        weight_R = (old_log_prob_R - sampler_log_prob_R).exp().clamp(max=sampler_clip)
+        loss_R = loss_R * weight_R.nan_to_num(nan=1.0)
     divergence_R = None
     if reference_log_prob_R is not None:
         distance_R = reference_log_prob_R - log_prob_R

@@ -220,7 +220,9 @@ class PolicyTuner(ReferenceTuner):
         sampler_R = completions.log_prob_R
         old_R = completions.old_log_prob_R
         if old_R is None:
-            old_R = log_prob_R.detach() if sampler_R is None or self.sampler_clip is not None else sampler_R
+            old_R = log_prob_R.detach()
+            if sampler_R is not None and self.sampler_clip is None:
+                old_R = torch.where(sampler_R.isnan(), old_R, sampler_R)
         log_ratio_R = log_prob_R - old_R
         if self.ratio == "sequence":
             log_ratio_R = completions.spread(completions.mean(log_ratio_R))
