@@ -108,8 +108,9 @@ def _take_rows(
     rows: dict[int, dict[str, Any]] = {}
     rejected: dict[int, RowRejectedError] = {}
     for place, (_, raw, _) in enumerate(read):
+        assert raw is not None
         try:
-            row = parse_row(raw or b"")
+            row = parse_row(raw)
             rows[place] = take_columns(
                 row, required=required, optional=optional, mapping=mapping, expected=chunk.expected
             )
@@ -176,7 +177,8 @@ def _collect(
 
 
 def _describe_reject(error: RowRejectedError, *, row: RawRow, chunk: Chunk) -> Reject:
-    return make_reject(error, file=chunk.source, line=row.line, raw=row.raw or b"")
+    assert row.raw is not None
+    return make_reject(error, file=chunk.source, line=row.line, raw=row.raw)
 
 
 def _num_packed(example: Encoded) -> int:

@@ -338,6 +338,12 @@ def test_first_hundred_rows_rejected_for_one_reason_stop_the_run():
     assert len(tokenize_ids(values, max_reject_share=1.0)) == 401
 
 
+def test_an_empty_row_in_memory_has_the_reason_of_one_in_a_file(tmp_path):
+    values = [*ids_rows(3), {}]
+    for source in (values, write_lines(tmp_path / "rows.jsonl", values)):
+        assert tokenize_ids(source, max_reject_share=0.5).report.rejects == {rejects.MISSING_COLUMN: 1}
+
+
 def test_garbage_file_stops_the_run(tmp_path):
     (tmp_path / "rows.jsonl").write_text("garbage\n" * 200)
     with pytest.raises(DataError, match=r"all of the first 100 rows .*malformed JSON"):
