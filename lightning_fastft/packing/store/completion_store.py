@@ -69,11 +69,6 @@ class CompletionStore:
         self.is_stepwise_N = np.zeros(num_examples, dtype=bool) if steps is None else np.asarray(steps).astype(bool)
 
     @property
-    def has_log_probs(self) -> bool:
-        """Whether any example has log-probabilities."""
-        return self._log_prob_T is not None
-
-    @property
     def num_prompt_tokens_N(self) -> np.ndarray:
         """Tokens of each prompt, int64."""
         return self._length_M[self._first_N1[:-1]].astype(np.int64)
