@@ -11,10 +11,10 @@ from lightning_fastft.cli.words import take_option
 from lightning_fastft.core.checks import check_replaceable
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.monitor.data_page import TITLE, render_data_page
-from lightning_fastft.packing.describe import describe_data
 from lightning_fastft.packing.reading.sources import REJECTED
 from lightning_fastft.packing.rows.rejects import read_rejects
 from lightning_fastft.packing.store.dataset import replace_file
+from lightning_fastft.training.data.describe import describe_data
 from lightning_fastft.training.data.trainer_facts import find_ranks
 from lightning_fastft.training.datamodule import PackedDataModule
 

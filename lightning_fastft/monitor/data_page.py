@@ -10,19 +10,19 @@ from markupsafe import Markup
 
 from lightning_fastft.core.errors import printable
 from lightning_fastft.monitor.report.style import STYLE, make_environment
-from lightning_fastft.packing.describe import (
-    DescribableData,
+from lightning_fastft.packing.packs import Packs
+from lightning_fastft.packing.rows.rejects import Reject
+from lightning_fastft.training.data.describe import (
     count,
     count_lengths,
     describe_split_epoch,
     name_segments,
     split_runs,
 )
-from lightning_fastft.packing.packs import Packs
-from lightning_fastft.packing.rows.rejects import Reject
 
 if TYPE_CHECKING:
     from lightning_fastft.packing.stream import DocumentSubset
+    from lightning_fastft.training.data.splits import SplitDataModule
 
 TITLE = "Data: "
 # Examples to page through, by split: the longest and others of note first, then evenly spaced ones.
@@ -120,7 +120,7 @@ _BODY = """{% macro bars(title, rows, note) %}<section><h2>{{ title }}</h2><tabl
 
 
 def render_data_page(
-    datamodule: DescribableData,
+    datamodule: SplitDataModule,
     *,
     rejects: Mapping[str, tuple[str, Sequence[Reject]]],
     world_size: int = 1,

@@ -288,10 +288,9 @@ def _check_documents(documents: Sequence[Document]) -> bool:
 
 def _join_completions(documents: Sequence[Document], parts: Sequence[Part], *, context: BatchContext) -> Completions:
     """Return which labelled rows belong to which completion."""
-    has_log_probs = all(document.log_probs is not None for document in documents)
     log_prob_R = None
-    if has_log_probs:
-        log_probs = [part.log_probs for part in parts if part.log_probs is not None]
+    if any(document.log_probs is not None for document in documents):
+        log_probs = [np.full(len(part.labels), np.nan) if part.log_probs is None else part.log_probs for part in parts]
         log_prob_T = torch.from_numpy(np.concatenate(log_probs).astype(np.float32))
         log_prob_R = torch.zeros(len(context.labelled_row_R))
         log_prob_R[: context.num_labelled] = log_prob_T[context.labelled_row_R[: context.num_labelled] + 1]

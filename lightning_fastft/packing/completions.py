@@ -24,8 +24,8 @@ class Completions:
         num_completions: Completions of each example; their sum is the length of num_rows.
         scores: A number per completion (``Document.scores``).
         num_padded_rows: Labelled rows of the pack, with their padding.
-        log_prob_R: Log-probability of each labelled row's target under the model that wrote it; 0 in the padding. None
-            if it is not known.
+        log_prob_R: Log-probability of each labelled row's target under the model that wrote it; NaN where it is not
+            known, 0 in the padding. None if no row's is known.
 
     Raises:
         ShapeError: The lengths of the arguments do not fit each other.

@@ -118,29 +118,25 @@ class ImageStore:
         return ImageFile("", rest, digest) if record[0] == _HELD else ImageFile(rest.decode(), b"", digest)
 
 
-class ImageWriter:
-    """Write the payload of an ImageStore, example by example."""
+def write_images(file: IO[bytes], images: Sequence[ImageFile]) -> list[int]:
+    """Append images to the payload of an ImageStore, and return the bytes of each."""
+    sizes = []
+    for image in images:
+        kind, rest = (_IN_FILE, image.path.encode()) if image.path else (_HELD, image.content)
+        sizes.append(file.write(bytes([kind]) + image.digest + rest))
+    return sizes
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self._start_M1 = [0]
-        self._first_N1 = [0]
 
-    def add(self, images: Sequence[ImageFile]) -> None:
-        """Add the images of the next example."""
-        for image in images:
-            kind, rest = (_IN_FILE, image.path.encode()) if image.path else (_HELD, image.content)
-            self._start_M1.append(self._start_M1[-1] + self._file.write(bytes([kind]) + image.digest + rest))
-        self._first_N1.append(len(self._start_M1) - 1)
-
-    def offsets(self) -> dict[str, np.ndarray]:
-        """Return the other arrays of the store by name; none if there is no image."""
-        if len(self._start_M1) == 1:
-            return {}
-        return {
-            "image_start": np.asarray(self._start_M1, dtype=np.int64),
-            "first_image": np.asarray(self._first_N1, dtype=np.int64),
-        }
+def find_image_offsets(size_M: Sequence[int], *, count_N: Sequence[int]) -> dict[str, np.ndarray]:
+    """Return the other arrays of an ImageStore by name, from the bytes of each image and the number of images of each
+    example; none if there is no image.
+    """
+    if not size_M:
+        return {}
+    return {
+        "image_start": np.cumsum([0, *size_M], dtype=np.int64),
+        "first_image": np.cumsum([0, *count_N], dtype=np.int64),
+    }
 
 
 def place_images(

@@ -26,7 +26,6 @@ class Packs:
         document_N: Document numbers, pack by pack, int64.
         start_P1: Offset of each pack in document_N, ascending, int64, shape (P + 1,).
         max_tokens: Capacity of a pack in tokens.
-        num_split: Packs added to fill whole accumulation windows on all ranks.
 
     Example:
         >>> packs = pack_best_fit_decreasing(np.array([3, 5, 2]), max_tokens=5)
@@ -34,11 +33,10 @@ class Packs:
         [[1], [0, 2]]
     """
 
-    def __init__(self, *, document_N: np.ndarray, start_P1: np.ndarray, max_tokens: int, num_split: int = 0) -> None:
+    def __init__(self, *, document_N: np.ndarray, start_P1: np.ndarray, max_tokens: int) -> None:
         self.document_N = document_N
         self.start_P1 = start_P1
         self.max_tokens = max_tokens
-        self.num_split = num_split
 
     def __len__(self) -> int:
         return len(self.start_P1) - 1
@@ -107,9 +105,6 @@ def split_to_multiple(packs: Packs, length_N: np.ndarray, *, multiple: int) -> P
 
     Every document stays in exactly one pack. If every pack has at most one document, empty packs are added: they hold
     only padding, so that all ranks run the same number of micro-batches.
-
-    Returns:
-        Packs; ``num_split`` counts the added ones.
     """
     check_int("multiple", multiple, low=1)
     num_missing = -len(packs) % multiple
@@ -125,7 +120,7 @@ def split_to_multiple(packs: Packs, length_N: np.ndarray, *, multiple: int) -> P
         members.append(second)
         heapq.heappush(largest, (-len(first), number))
         heapq.heappush(largest, (-len(second), len(members) - 1))
-    return _as_packs(members, max_tokens=packs.max_tokens, num_split=packs.num_split + num_missing)
+    return _as_packs(members, max_tokens=packs.max_tokens)
 
 
 def _best_fit(length_N: np.ndarray, *, max_tokens: int) -> list[list[int]]:
@@ -216,7 +211,7 @@ def _halves(documents: Sequence[int], length_N: np.ndarray) -> tuple[list[int], 
     return halves
 
 
-def _as_packs(members: list[list[int]], *, max_tokens: int, num_split: int = 0) -> Packs:
+def _as_packs(members: list[list[int]], *, max_tokens: int) -> Packs:
     sizes = [len(documents) for documents in members]
     return Packs(
         document_N=np.fromiter(
@@ -224,5 +219,4 @@ def _as_packs(members: list[list[int]], *, max_tokens: int, num_split: int = 0) 
         ),
         start_P1=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
         max_tokens=max_tokens,
-        num_split=num_split,
     )

@@ -197,6 +197,9 @@ class PackedLoader:
     Lightning creates iterators before it restores the position of a checkpoint, so the stream must not be opened
     earlier. No worker process is started, because forking a process with threads can deadlock.
 
+    The loader has a state for Lightning, which warns on every resume inside an epoch without one. It is empty, because
+    the data module stores the position.
+
     Args:
         open_stream: Returns the stream of the next iteration.
         num_batches: Micro-batches per epoch, the same on all ranks.
@@ -237,6 +240,13 @@ class PackedLoader:
             yield batch
             self._after_batch(batch)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return an empty state."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Ignore the state; the data module restores the position."""
+
 
 def prefetch(batches: Iterator[T], *, num_ahead: int = NUM_AHEAD) -> Iterator[T]:
     """Yield the items of an iterator, computed by one background thread at most num_ahead items ahead.
@@ -274,18 +284,3 @@ def _same_device() -> Callable[[], None]:
         return _do_nothing
     device = torch.cuda.current_device()
     return lambda: torch.cuda.set_device(device)
-
-
-class ResumedLoader(PackedLoader):
-    """Mark a PackedLoader as stateful for Lightning.
-
-    Without these two methods Lightning warns on every resume inside an epoch. The state is empty because the data
-    module stores the position.
-    """
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return an empty state."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Ignore the state; the data module restores the position."""

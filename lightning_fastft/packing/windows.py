@@ -24,7 +24,6 @@ from lightning_fastft.packing.step_plan import mix_bits
 from lightning_fastft.packing.store.ingest import check_share_of_rejects
 from lightning_fastft.packing.store.report import IngestReport
 from lightning_fastft.packing.tokens.chunks import Chunk, learn_format, split_rows, take_first_rows
-from lightning_fastft.packing.tokens.formatter import Formatter
 from lightning_fastft.packing.tokens.tokenisation import ChunkResult, Setup
 from lightning_fastft.packing.tokens.workers import run_chunks
 
@@ -76,17 +75,8 @@ class Window(NamedTuple):
     is_last: bool
 
 
-class RowFormat(NamedTuple):
-    """The format of a stream's rows and its expected columns (None for any), detected from the first rows."""
-
-    format: str | None
-    expected: frozenset[str] | None
-    # Equal on ranks that read the same stream.
-    digest: str
-
-
-def find_row_format(stream: RowStream, *, setup: Setup) -> RowFormat:
-    """Detect the format of a stream from its first rows.
+def read_first_chunk(stream: RowStream, *, setup: Setup) -> Chunk:
+    """Return the first rows of a stream with the format that they show, which all chunks of the stream have.
 
     Raises:
         DataError: The stream has no rows, or rows of an unknown format, or of one that the tokenizer cannot encode.
@@ -108,92 +98,95 @@ def find_row_format(stream: RowStream, *, setup: Setup) -> RowFormat:
             "without streaming."
         )
     if format is not None:
-        formatter = Formatter(setup.tokenizer, options=options, vocab_size=setup.vocab_size, images=setup.images)
-        formatter.check_can_serve(format, file=stream.name)
-    return RowFormat(format, expected, hashlib.sha256(repr(first).encode("utf-8", "backslashreplace")).hexdigest())
+        setup.make_formatter().check_can_serve(format, file=stream.name)
+    return Chunk(stream.name, format, expected, first, is_first=True, counts="row")
 
 
-class WindowReader:
-    """Read the windows of one rank."""
+def digest_rows(chunk: Chunk) -> str:
+    """Return a digest of the rows, equal on ranks that read the same stream."""
+    return hashlib.sha256(repr(chunk.rows).encode("utf-8", "backslashreplace")).hexdigest()
 
-    def __init__(
-        self,
-        stream: RowStream,
-        *,
-        found: RowFormat,
-        setup: Setup,
-        num_proc: int,
-        num_packs: int,
-        max_reject_share: float,
-    ) -> None:
-        self._stream = stream
-        self._found = found
-        self._setup = setup
-        self._num_proc = num_proc
-        self._num_packs = num_packs
-        self._max_reject_share = max_reject_share
 
-    def read(self, begin: ReadState) -> Iterator[Window]:
-        """Yield the windows of a pass from a state on: ``num_packs`` packs each, and the remaining packs in the last
-        ones.
+def read_windows(
+    begin: ReadState,
+    *,
+    stream: RowStream,
+    first: Chunk,
+    setup: Setup,
+    num_proc: int,
+    num_packs: int,
+    max_reject_share: float,
+) -> Iterator[Window]:
+    """Yield one rank's windows of a pass from a state on: ``num_packs`` packs each, and the remaining packs in the last
+    ones.
 
-        The fullest packs of a window are trained; documents of the others are carried into the next window.
+    The fullest packs of a window are trained; documents of the others are carried into the next window.
 
-        Raises:
-            DataError: A row has an impossible token id, is too long, or has images; or too many rows are rejected.
+    Args:
+        begin: Where to begin.
+        stream: The rows of this rank.
+        first: As ``read_first_chunk``; only its format is read.
+        setup: Turns rows into tokens.
+        num_proc: Processes that tokenise.
+        num_packs: Packs of a window.
+        max_reject_share: Largest allowed share of rejected rows.
 
-        Cost:
-            Holds the tokens of about two windows: the one being read, and the one being trained.
-        """
-        max_tokens = self._setup.options.max_tokens
-        states: deque[tuple[str, int]] = deque()
-        with closing(
-            run_chunks(self._make_chunks(begin, states=states), setup=self._setup, num_proc=self._num_proc)
-        ) as results:
-            state = begin
-            while not (state.is_at_end and not state.carried):
-                window_begin, documents, rejects = state, list(state.carried), list[Reject]()
-                num_tokens = sum(len(document.input_ids) for document in documents)
-                while num_tokens < self._num_packs * max_tokens and not state.is_at_end:
-                    result = next(results, None)
-                    if result is None:
-                        state = state._replace(is_at_end=True)
-                        self._check_rejects(state, rejects)
-                        break
-                    found = list(_split_documents(result, options=self._setup.options))
-                    documents += found
+    Raises:
+        DataError: A row has an impossible token id, is too long, or has images; or too many rows are rejected.
+
+    Cost:
+        Holds the tokens of about two windows: the one being read, and the one being trained.
+    """
+    max_tokens = setup.options.max_tokens
+    states: deque[tuple[str, int]] = deque()
+    chunks = _read_chunks(begin, stream=stream, first=first, states=states)
+    with closing(run_chunks(chunks, setup=setup, num_proc=num_proc)) as results:
+        state = begin
+        while not (state.is_at_end and not state.carried):
+            window_begin, documents, rejects = state, list(state.carried), list[Reject]()
+            num_tokens = sum(len(document.input_ids) for document in documents)
+            while num_tokens < num_packs * max_tokens and not state.is_at_end:
+                result = next(results, None)
+                if result is None:
+                    state = state._replace(is_at_end=True)
+                else:
+                    documents += _split_documents(result, options=setup.options)
                     num_tokens += len(result.id_T)
                     rejects += result.rejects
                     source, num_rows = states.popleft()
                     counts = Counter(state.rejects) + Counter(reject.reason for reject in result.rejects)
                     state = state._replace(source=source, num_rows=num_rows, rejects=dict(counts))
-                    self._check_rejects(state, rejects)
-                packs, carried = _choose_packs(documents, num_packs=self._num_packs, max_tokens=max_tokens)
-                state = state._replace(carried=tuple(carried))
-                yield Window(
-                    begin=window_begin,
-                    packs=packs,
-                    num_labelled=[sum(_count_labelled(document) for document in pack) for pack in packs],
-                    rejects=rejects,
-                    digest=_digest(packs),
-                    is_last=state.is_at_end and not carried,
-                )
+                _check_rejects(state, rejects, max_share=max_reject_share)
+            packs, carried = _choose_packs(documents, num_packs=num_packs, max_tokens=max_tokens)
+            state = state._replace(carried=tuple(carried))
+            yield Window(
+                begin=window_begin,
+                packs=packs,
+                num_labelled=[sum(_count_labelled(document) for document in pack) for pack in packs],
+                rejects=rejects,
+                digest=_digest(packs),
+                is_last=state.is_at_end and not carried,
+            )
 
-    def _make_chunks(self, begin: ReadState, *, states: deque[tuple[str, int]]) -> Iterator[Chunk]:
-        """Yield chunks of rows, and record the stream's state after each."""
-        if begin.is_at_end:
-            return
-        rows = self._stream.read(epoch=begin.epoch, state=begin.source, num_behind=begin.num_rows)
-        for chunk in split_rows(rows, num_rows=CHUNK_ROWS):
-            states.append((self._stream.save(num_behind=chunk[-1].line), chunk[-1].line))
-            yield Chunk(self._stream.name, self._found.format, self._found.expected, chunk, False, "row")
 
-    def _check_rejects(self, state: ReadState, rejects: list[Reject]) -> None:
-        """Stop where too many rows of the pass are rejected."""
-        num_rows = state.num_rows if state.is_at_end else max(state.num_rows, ENOUGH_ROWS)
-        report = IngestReport(num_rows=num_rows, rejects=dict(state.rejects))
-        first = f"row {rejects[0].line}: {rejects[0].reason} ({rejects[0].detail})" if rejects else ""
-        check_share_of_rejects(report, most=self._max_reject_share, written=None, first=first)
+def _read_chunks(
+    begin: ReadState, *, stream: RowStream, first: Chunk, states: deque[tuple[str, int]]
+) -> Iterator[Chunk]:
+    """Yield chunks of rows, and record the stream's state after each."""
+    if begin.is_at_end:
+        return
+    rows = stream.read(epoch=begin.epoch, state=begin.source, num_behind=begin.num_rows)
+    for chunk in split_rows(rows, num_rows=CHUNK_ROWS):
+        states.append((stream.save(num_behind=chunk[-1].line), chunk[-1].line))
+        yield first._replace(rows=chunk, is_first=False)
+
+
+def _check_rejects(state: ReadState, rejects: list[Reject], *, max_share: float) -> None:
+    """Stop where too many rows of the pass are rejected."""
+    num_rows = state.num_rows if state.is_at_end else max(state.num_rows, ENOUGH_ROWS)
+    report = IngestReport(num_rows=num_rows, rejects=dict(state.rejects))
+    first = f"row {rejects[0].line}: {rejects[0].reason} ({rejects[0].detail})" if rejects else ""
+    check_share_of_rejects(report, most=max_share, written=None, first=first)
 
 
 def order_packs(window_R: Mapping[int, list[int]], *, accumulate: int, seed: int, number: int) -> np.ndarray:

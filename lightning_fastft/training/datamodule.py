@@ -18,7 +18,7 @@ from lightning_fastft.packing.reading.streams import is_stream, open_stream
 from lightning_fastft.packing.rows.formats import FormatOptions
 from lightning_fastft.packing.step_plan import StepPlan
 from lightning_fastft.packing.store.dataset import TokenizedDataset
-from lightning_fastft.packing.stream import ENDLESS, DocumentSubset, PackedLoader, PlannedStream, ResumedLoader
+from lightning_fastft.packing.stream import ENDLESS, DocumentSubset, PackedLoader, PlannedStream
 from lightning_fastft.packing.tokens.tokenisation import Setup
 from lightning_fastft.training.data.images import find_image_encoder, make_document_images
 from lightning_fastft.training.data.options import (
@@ -284,17 +284,17 @@ class PackedDataModule(SplitDataModule):
                 self._plan = self._make_plan()
             check_ranks_agree(self._describe_plan())
 
-    def train_dataloader(self) -> ResumedLoader:
+    def train_dataloader(self) -> PackedLoader:
         """Return the micro-batches of this rank, from the run's position on."""
         if self._stream is not None:
             # The stream has its own threads; collectives run in the training thread.
-            return ResumedLoader(
+            return PackedLoader(
                 self._continue_stream,
                 num_batches=ENDLESS,
                 before_batch=self._check_prepared,
                 after_batch=self.count_by_hand,
             )
-        return ResumedLoader(
+        return PackedLoader(
             self._open_training_stream,
             # Uncut: the trainer applies limit_train_batches to this length itself.
             num_batches=self.plan.num_uncut_micro_batches,

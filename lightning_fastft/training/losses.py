@@ -8,7 +8,7 @@ Source:
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, get_args
 
 import torch
 from torch.nn.functional import logsigmoid
@@ -16,14 +16,14 @@ from torch.nn.functional import logsigmoid
 PreferenceLoss = Literal["sigmoid", "hinge", "ipo", "robust", "orpo", "simpo", "cpo", "kto"]
 PolicyLoss = Literal["grpo", "dapo", "dr_grpo"]
 
-PREFERENCE_LOSSES: tuple[PreferenceLoss, ...] = ("sigmoid", "hinge", "ipo", "robust", "orpo", "simpo", "cpo", "kto")
+PREFERENCE_LOSSES: tuple[PreferenceLoss, ...] = get_args(PreferenceLoss)
 # Losses on the ratio to a reference model.
 REFERENCE_LOSSES: frozenset[str] = frozenset({"sigmoid", "hinge", "ipo", "robust", "kto"})
 # Losses on the mean over a completion's tokens, not on their sum.
 MEAN_LOSSES: frozenset[str] = frozenset({"ipo", "orpo", "simpo"})
 # Weight of the negative log-likelihood of chosen completions where none is asked for.
 SFT_WEIGHTS = {"orpo": 1.0, "cpo": 1.0}
-POLICY_LOSSES: tuple[PolicyLoss, ...] = ("grpo", "dapo", "dr_grpo")
+POLICY_LOSSES: tuple[PolicyLoss, ...] = get_args(PolicyLoss)
 
 
 def preference_loss(
@@ -106,15 +106,7 @@ def reward_pair_loss(chosen_G: torch.Tensor, rejected_G: torch.Tensor, *, margin
     return -logsigmoid(chosen_G - rejected_G - margin_G)
 
 
-class PolicyTerms(NamedTuple):
-    """Loss of each labelled row before averaging, and what its clipping and its divergence were; all shape (R,)."""
-
-    loss_R: torch.Tensor
-    is_clipped_R: torch.Tensor
-    divergence_R: torch.Tensor | None
-
-
-def policy_terms(
+def policy_loss(
     log_prob_R: torch.Tensor,
     *,
     old_log_prob_R: torch.Tensor,
@@ -126,8 +118,9 @@ def policy_terms(
     reference_log_prob_R: torch.Tensor | None = None,
     sampler_log_prob_R: torch.Tensor | None = None,
     sampler_clip: float | None = None,
-) -> PolicyTerms:
-    """Return the clipped policy loss of each labelled row.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return the clipped policy loss of each labelled row before averaging, whether the row is clipped, and its
+    divergence from the reference model (None without one); all shape (R,).
 
     Args:
         log_prob_R: Log-probability of each token under the trained model.
@@ -139,7 +132,8 @@ def policy_terms(
         clip_high: The ratio counts up to 1 + clip_high.
         kl_weight: Weight of the divergence from the reference model.
         reference_log_prob_R: Log-probability under the reference model; needed for a kl_weight above 0.
-        sampler_log_prob_R: Log-probability under the model that sampled, where it computes in another precision.
+        sampler_log_prob_R: Log-probability under the model that sampled, where it computes in another precision; NaN
+            where it is not known.
         sampler_clip: Largest weight that corrects for the sampler (truncated importance sampling); None for none.
 
     Source:
@@ -152,14 +146,15 @@ def policy_terms(
     is_low_R, is_high_R = ratio_R < 1 - clip_low, ratio_R > 1 + clip_high
     is_clipped_R = (is_low_R & (advantage_R < 0)) | (is_high_R & (advantage_R > 0))
     if sampler_clip is not None and sampler_log_prob_R is not None:
-        loss_R = loss_R * (old_log_prob_R - sampler_log_prob_R).exp().clamp(max=sampler_clip)
+        weight_R = (old_log_prob_R - sampler_log_prob_R).exp().clamp(max=sampler_clip)
+        loss_R = loss_R * weight_R.nan_to_num(nan=1.0)
     divergence_R = None
     if reference_log_prob_R is not None:
         distance_R = reference_log_prob_R - log_prob_R
         divergence_R = distance_R.exp() - distance_R - 1
         if kl_weight:
             loss_R = loss_R + kl_weight * divergence_R
-    return PolicyTerms(loss_R, is_clipped_R, divergence_R)
+    return loss_R, is_clipped_R, divergence_R
 
 
 def _log1m_exp(value: torch.Tensor) -> torch.Tensor:

@@ -14,12 +14,12 @@ from torch.optim.optimizer import ParamsT
 from lightning_fastft.core.checks import check_bool, check_choice, check_float, check_int
 from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.adamw_step.codes import num_blocks
-from lightning_fastft.kernels.adamw_step.op import SkipFlag, TensorTable, adamw_step, grad_norm
+from lightning_fastft.kernels.adamw_step.op import SkipFlag, adamw_step, grad_norm
 from lightning_fastft.kernels.adamw_step.table import TableRow, local_values
 from lightning_fastft.training.optimization.adamw_parts import (
     Part,
-    find_table,
     make_row,
+    make_table,
     mark_of,
     naming_the_alternative,
     read_options,
@@ -44,7 +44,6 @@ from lightning_fastft.training.optimization.adamw_state import (
     state_dtypes,
 )
 from lightning_fastft.training.optimization.host_moments import HostMoments, Piece, choose_offloaded
-from lightning_fastft.training.optimization.skipped_steps import SkippedSteps
 
 # What the pass can write beside a master; an owner of other copies is not told that they were written.
 COPY_DTYPES = (torch.bfloat16, torch.float16)
@@ -174,14 +173,15 @@ class FusedAdamW(torch.optim.Optimizer):
         return {**super().__getstate__(), **{name: getattr(self, name) for name in options}}
 
     def _forget(self) -> None:
-        self._tables: dict[int, TensorTable] = {}
         self._kept: _KeptParts | None = None
         # Of parameters with a master: the version in which the last step left them.
         self._versions: dict[torch.Tensor, tuple[int, ...]] = {}
         self._groups: dict[torch.Tensor, Groups] = {}
         # Number of each parameter, and its first element in this rank, for random numbers.
         self._places: dict[torch.Tensor, tuple[int, int]] = {}
-        self._skipped = SkippedSteps()
+        # Guarded steps that were skipped, shape (), float64, on the device. Parameters share the tensor while they are
+        # in the same guarded steps; none for parameters without guarded steps since the counts were settled.
+        self._num_skipped: dict[torch.Tensor, torch.Tensor] = {}
         self._scale: torch.Tensor | None = None
         self._norm: torch.Tensor | None = None
 
@@ -400,13 +400,13 @@ class FusedAdamW(torch.optim.Optimizer):
         return loss
 
     def _step_part(self, part: Part, *, scale: torch.Tensor | None) -> None:
-        """Step the parameters of one part, and count the step; what comes of it where it is guarded is counted on
-        the device.
-        """
+        """Step the parameters of one part, and count the step; a guarded one is counted as skipped on the device."""
         skip = None
-        if part.cohort is not None:
-            assert self.found_inf is not None
-            skip = SkipFlag(self.found_inf, part.cohort.num_skipped)
+        if self.found_inf is not None:
+            num_skipped = self._num_skipped.get(part.table.rows[0].owner)
+            if num_skipped is None:
+                num_skipped = torch.zeros((), dtype=torch.float64, device=part.table.device)
+            skip = SkipFlag(self.found_inf, num_skipped)
         seed = self.rounding_seed if self.rounding == "stochastic" else None
         run = functools.partial(adamw_step, options=read_options(part, rounding_seed=seed), scale=scale, skip=skip)
         run(part.table)
@@ -415,8 +415,9 @@ class FusedAdamW(torch.optim.Optimizer):
             self._host.step(piece, run)
         torch._foreach_add_(part.steps, 1.0)
         if skip is not None:
-            # A new tensor: one that is written in place would change what a reader on another stream still copies.
-            part.cohort.num_skipped = skip.num_skipped + (skip.found_inf != 0)  # type: ignore[union-attr]
+            # A new tensor: other parameters, and a reader on another stream, may still use the old one.
+            owners = [row.owner for row in part.table.rows]
+            self._num_skipped.update(dict.fromkeys(owners, skip.num_skipped + (skip.found_inf != 0)))
 
     def _norm_of(self, parts: Sequence[Part]) -> torch.Tensor:
         params = [param for group in self.param_groups for param in group["params"]]
@@ -433,10 +434,13 @@ class FusedAdamW(torch.optim.Optimizer):
 
     def _settle(self) -> None:
         """Take skipped steps out of the counts on the host; syncs with the device if there were guarded ones."""
-        for param, num_skipped in self._skipped.take():
-            self._kept = None
+        if not self._num_skipped:
+            return
+        self._kept = None
+        for param, num_skipped in zip(self._num_skipped, torch.stack(list(self._num_skipped.values())).tolist()):
             if num_skipped:
                 self.state[param]["step"] -= num_skipped
+        self._num_skipped = {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state of this class or of torch.optim.AdamW; moments are copied and held in fp32.
@@ -531,12 +535,10 @@ class FusedAdamW(torch.optim.Optimizer):
 
     def _make_parts(self, pairs: Pairs) -> list[Part]:
         """Group the parameters that have a gradient by group, steps made and sharding, each part with its table."""
-        is_guarded = self._judge is not None or self.found_inf is not None
         copies: dict[int, torch.Tensor] = {}
         for master, copy in pairs:
             if copy.dtype in COPY_DTYPES:
                 copies.setdefault(id(master), copy)
-        tables, self._tables = self._tables, {}
         parts = []
         for group in self.param_groups:
             held = [param for param in group["params"] if param.grad is not None]
@@ -545,16 +547,14 @@ class FusedAdamW(torch.optim.Optimizer):
             counts = torch.stack([state["step"] for state in states]).tolist() if states else []
             # Counts include skipped steps, so those that are alike may still stand for other numbers of steps.
             keys = [
-                (count, self._skipped.cohort_of(param), self._groups_of(param)) for count, param in zip(counts, held)
+                (count, id(self._num_skipped.get(param)), self._groups_of(param)) for count, param in zip(counts, held)
             ]
             for key in dict.fromkeys(keys):
                 chosen = [index for index, other in enumerate(keys) if other == key]
                 rows, pieces = self._make_rows([(held[i], states[i], copies.get(id(held[i]))) for i in chosen])
-                table = find_table(tables, rows)
-                self._tables[id(held[chosen[0]])] = table
-                cohort = self._skipped.join([held[i] for i in chosen]) if is_guarded else None
+                table = make_table(rows)
                 steps = [states[i]["step"] for i in chosen]
-                parts.append(Part(group, table, int(key[0]), steps, cohort, key[2], pieces))
+                parts.append(Part(group, table, int(key[0]), steps, key[2], pieces))
         if len({part.table.device for part in parts}) > 1:
             raise ShapeError(
                 f"Parameters are on {sorted({str(part.table.device) for part in parts})}; one step takes those of one "

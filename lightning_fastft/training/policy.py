@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from lightning_fastft.core.errors import OptionError
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.completions import Completions
 from lightning_fastft.packing.needs import DataNeeds
-from lightning_fastft.training.losses import POLICY_LOSSES, PolicyLoss, policy_terms
+from lightning_fastft.training.losses import POLICY_LOSSES, PolicyLoss, policy_loss
 from lightning_fastft.training.reference import ReferenceTuner
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Advantage = Literal["normalised", "centred", "leave_one_out", "given"]
 
-ADVANTAGES: tuple[Advantage, ...] = ("normalised", "centred", "leave_one_out", "given")
+ADVANTAGES: tuple[Advantage, ...] = get_args(Advantage)
 # Added to the deviation of a group's rewards, as GRPO's implementations do.
 DEVIATION_EPS = 1e-4
 LARGEST_WEIGHT = 1e3
@@ -220,11 +220,13 @@ class PolicyTuner(ReferenceTuner):
         sampler_R = completions.log_prob_R
         old_R = completions.old_log_prob_R
         if old_R is None:
-            old_R = log_prob_R.detach() if sampler_R is None or self.sampler_clip is not None else sampler_R
+            old_R = log_prob_R.detach()
+            if sampler_R is not None and self.sampler_clip is None:
+                old_R = torch.where(sampler_R.isnan(), old_R, sampler_R)
         log_ratio_R = log_prob_R - old_R
         if self.ratio == "sequence":
             log_ratio_R = completions.spread(completions.mean(log_ratio_R))
-        terms = policy_terms(
+        loss_R, is_clipped_R, divergence_R = policy_loss(
             log_prob_R,
             old_log_prob_R=old_R,
             log_ratio_R=log_ratio_R,
@@ -237,7 +239,7 @@ class PolicyTuner(ReferenceTuner):
             sampler_clip=self.sampler_clip,
         )
         num_rows = max(1, completions.num_rows)
-        means["clip_share"] = terms.is_clipped_R.float().sum() / num_rows
-        if terms.divergence_R is not None:
-            means["divergence"] = terms.divergence_R.detach().sum() / num_rows
-        return terms.loss_R
+        means["clip_share"] = is_clipped_R.float().sum() / num_rows
+        if divergence_R is not None:
+            means["divergence"] = divergence_R.detach().sum() / num_rows
+        return loss_R

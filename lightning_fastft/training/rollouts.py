@@ -6,7 +6,7 @@ Axes: N rollouts of a round (a prompt with its group of completions each).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from lightning_fastft.packing.document import IGNORED_LABEL, Document
 from lightning_fastft.packing.reading.sources import open_sources
 from lightning_fastft.packing.rows.formats import FormatOptions
 from lightning_fastft.packing.step_plan import mix_bits
-from lightning_fastft.packing.stream import ENDLESS
+from lightning_fastft.packing.stream import ENDLESS, PackedLoader
 from lightning_fastft.packing.tokens.formatter import Encoded, Formatter
 from lightning_fastft.training.data.options import check_source
 from lightning_fastft.training.data.rollouts import (
@@ -42,16 +42,9 @@ if TYPE_CHECKING:
     from lightning_fastft.training.policy import PolicyTuner
 
 # Samplers keep this import path.
-__all__ = ["FunctionSampler", "Reward", "RolloutDataModule", "Sampled", "VllmSampler", "sample_with_model"]
+__all__ = ["FunctionSampler", "RolloutDataModule", "Sampled", "VllmSampler", "sample_with_model"]
 
 COMPLETION = "completion"
-
-
-class Reward(Protocol):
-    """Judge completions; the keywords are those of TRL's reward functions."""
-
-    def __call__(self, *, prompts: list[Any], completions: list[str], **columns: list[Any]) -> Sequence[float]:
-        """Return one finite number for each completion; columns are the other columns of the prompts' rows."""
 
 
 class RolloutDataModule(LightningDataModule):
@@ -65,8 +58,9 @@ class RolloutDataModule(LightningDataModule):
     Args:
         prompts: Rows with a column "prompt" (text, or a list of messages for the chat template): a file, a folder, a
             data set or a list of rows, as in ``PackedDataModule``. Other columns go to the rewards.
-        rewards: A function or several, whose numbers are added; called with the keywords prompts, completions (texts)
-            and one list for each other column. None for a DistillationTuner.
+        rewards: A function or several, whose numbers are added; called with the keywords of TRL's reward functions:
+            prompts, completions (texts) and one list for each other column of the rows. Returns one finite number for
+            each completion. None for a DistillationTuner.
         sampler: Samples the completions; ``sample_with_model``, a ``VllmSampler``, a ``FunctionSampler`` of your own
             function, or a function like ``sample_with_model``.
         sampled_share: Share of prompts whose completions are sampled, drawn anew in each round (lmbda of GKD). The
@@ -240,9 +234,9 @@ class RolloutDataModule(LightningDataModule):
             documents.append(Document(found.input_ids, labels, segment_lengths=lengths, scores=scores))
         return documents
 
-    def train_dataloader(self) -> _RoundLoader:
-        """Return the micro-batches of this rank, round after round."""
-        return _RoundLoader(self._open_rounds)
+    def train_dataloader(self) -> PackedLoader:
+        """Return the micro-batches of this rank, round after round, each sampled when it is requested."""
+        return PackedLoader(self._open_rounds, num_batches=ENDLESS)
 
     def _open_rounds(self) -> Iterator[PackedBatch]:
         """Begin at the start of an accumulation window, also after a checkpoint that was written inside of one."""
@@ -390,27 +384,6 @@ class RolloutDataModule(LightningDataModule):
             own = ranks[0 if self.trainer is None else self.trainer.global_rank]
             self._documents = [from_plain(values) for values in own["rollouts"]]
             self._old = list(own["old_log_probs"]) or None
-
-
-class _RoundLoader:
-    """The loader that Lightning iterates over: without workers, because the policy samples in this process."""
-
-    def __init__(self, open_rounds: Callable[[], Iterator[PackedBatch]]) -> None:
-        self._open_rounds = open_rounds
-
-    def __len__(self) -> int:
-        # Without a length, Lightning would ask for a batch ahead: sampled before the policy's last update.
-        return ENDLESS
-
-    def __iter__(self) -> Iterator[PackedBatch]:
-        return self._open_rounds()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return an empty state; the data module keeps the position."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Ignore the state."""
 
 
 def _old_of(batch: PackedBatch) -> torch.Tensor:

@@ -193,14 +193,12 @@ class Tuner(CausalLMModule):
         """Return whether a batch can train anything, from what the host knows; read by ``GradientHealth``."""
         return batch.context.whole.num_labelled > 0
 
-    def _minimise(
-        self, batch: PackedBatch, objective: Callable[[LazyLogits], torch.Tensor], *, model: Any = None
-    ) -> torch.Tensor:
-        """Return the 0-dim loss that an objective computes from a model's logits; None for the trained model."""
-        return run_objective(self._check_lazy(batch, model), batch, objective)
+    def _minimise(self, batch: PackedBatch, objective: Callable[[LazyLogits], torch.Tensor]) -> torch.Tensor:
+        """Return the 0-dim loss that an objective computes from the logits of the trained model."""
+        return run_objective(self._check_lazy(batch, None), batch, objective)
 
     def _read(self, batch: PackedBatch, read: Callable[[LazyLogits], ReadT], *, model: Any = None) -> ReadT:
-        """Return what a function reads from the lazy logits of a model, without a graph."""
+        """Return what a function reads from the lazy logits of a model, None for the trained one, without a graph."""
         return read_logits(self._check_lazy(batch, model), batch, read)
 
     def _read_log_probs(self, batch: PackedBatch, *, temperature: float = 1.0, model: Any = None) -> torch.Tensor:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from lightning_fastft.monitor.data_page import render_data_page
-from lightning_fastft.packing.describe import describe_data
 from lightning_fastft.packing.rows.rejects import read_rejects
+from lightning_fastft.training.data.describe import describe_data
 from lightning_fastft.training.datamodule import PackedDataModule
 from tests.packing.conftest import UNMARKED, build_tokenizer
 

@@ -31,9 +31,9 @@ from lightning_fastft.monitor.report.losses import StepLosses, WindowLosses
 from lightning_fastft.monitor.report.page import render_page
 from lightning_fastft.monitor.report.sums import Curve, PackSums, Spread
 from lightning_fastft.packing.collate import Document, collate
-from lightning_fastft.packing.describe import describe_data
 from lightning_fastft.planner.plan import Machine, SegmentCost, StepCost, ValueCost, make_plan
 from lightning_fastft.strategies.single_device import FastFTStrategy
+from lightning_fastft.training.data.describe import describe_data
 from tests.monitor.run_report_worker import (
     GONE_AT,
     NUM_MICRO_BATCHES,

@@ -96,7 +96,7 @@ def test_split_keeps_documents_and_takes_the_packs_with_most(multiple):
     largest = np.diff(packs.start_P1).max()
     whole = split_to_multiple(packs, length_N, multiple=multiple)
     assert len(whole) % multiple == 0
-    assert whole.num_split == len(whole) - len(packs) < multiple
+    assert len(whole) - len(packs) < multiple
     assert sorted(whole.document_N.tolist()) == list(range(700))
     assert (np.diff(whole.start_P1) > 0).all()
     assert np.diff(whole.start_P1).max() <= largest

@@ -24,6 +24,11 @@ def make_params(dtype=torch.float32):
     return [nn.Parameter(torch.randn(shape).to(dtype)) for shape in SHAPES]
 
 
+def make_8bit_params(dtype=torch.float32):
+    torch.manual_seed(1)
+    return [nn.Parameter(torch.randn(shape).to(dtype)) for shape in ((70, 70), (5,), (4100,))]
+
+
 def make_groups(params):
     return [{"params": params[:3]}, {"params": params[3:], "weight_decay": 0.0, "betas": (0.9, 0.99)}]
 
@@ -54,6 +59,15 @@ def assert_same_state(one, other):
         assert set(ours) == set(theirs) == {"step", *AVERAGES}
         for name in ours:
             assert torch.equal(ours[name], theirs[name]), f"{name} of parameter {number}"
+
+
+def assert_equal_states(one, other):
+    """Two state dicts hold the same names and bits."""
+    assert one["param_groups"] == other["param_groups"]
+    assert one["state"].keys() == other["state"].keys()
+    for number, state in one["state"].items():
+        assert state.keys() == other["state"][number].keys()
+        assert all(torch.equal(value, other["state"][number][name]) for name, value in state.items())
 
 
 def assert_same_params(ours, theirs):
@@ -266,18 +280,30 @@ def test_a_run_goes_on_from_the_state_of_either_as_if_never_stopped(first, secon
         assert all(set(group) == {"params", "lr", "betas", "eps", "weight_decay"} for group in other.param_groups)
 
 
-def test_averages_of_bf16_weights_come_back_with_all_their_bits():
-    params = make_params(torch.bfloat16)
-    optimizer = fused_adamw(params)
-    run_steps(optimizer, params, range(3))
+@pytest.mark.parametrize(
+    ("make", "dtype", "options"),
+    [
+        (make_params, torch.bfloat16, {}),
+        (make_params, torch.bfloat16, {"master_weights": True}),
+        (make_8bit_params, torch.float32, {"optim_bits": 8}),
+        (make_8bit_params, torch.bfloat16, {"optim_bits": 8, "master_weights": True}),
+    ],
+)
+def test_every_form_of_state_goes_on_from_a_file_as_if_never_stopped(make, dtype, options):
+    params = make(dtype)
+    optimizer = fused_adamw(params, **options)
+    run_steps(optimizer, params, range(4))
     resumed = copy.deepcopy(params)
-    other = fused_adamw(resumed)
+    other = fused_adamw(resumed, **options)
+    other.load_state_dict(through_a_file(optimizer.state_dict()))
     other.load_state_dict(optimizer.state_dict())
-    assert_same_state(other, optimizer)
+    copied = copy.deepcopy(optimizer)
+    assert {name: getattr(copied, name) for name in options} == options
     # Shared, each step of one would be a step of the other.
-    run_steps(other, resumed, range(3, 5))
-    run_steps(optimizer, params, range(3, 5))
+    run_steps(other, resumed, range(4, 8))
+    run_steps(optimizer, params, range(4, 8))
     assert_same_params(resumed, params)
+    assert_equal_states(other.state_dict(), optimizer.state_dict())
 
 
 # Masters.
@@ -322,23 +348,6 @@ def test_changes_below_the_last_digit_add_up_with_masters_and_are_lost_without()
     assert (found[True] - 0.99).abs().max() < 0.003
 
 
-def test_a_run_with_masters_goes_on_from_a_file_as_if_never_stopped():
-    params = make_params(torch.bfloat16)
-    optimizer = fused_adamw(params, master_weights=True)
-    run_steps(optimizer, params, range(3))
-    resumed = copy.deepcopy(params)
-    other = fused_adamw(resumed, master_weights=True)
-    other.load_state_dict(through_a_file(optimizer.state_dict()))
-    copied = copy.deepcopy(optimizer)
-    assert copied.master_weights
-    assert not any(torch.equal(optimizer.master_of(param), param.float()) for param in params if param.numel() > 1)
-    assert_same_params(list(map(other.master_of, resumed)), list(map(optimizer.master_of, params)))
-    run_steps(other, resumed, range(3, 6))
-    run_steps(optimizer, params, range(3, 6))
-    assert_same_params(resumed, params)
-    assert_same_params(list(map(other.master_of, resumed)), list(map(optimizer.master_of, params)))
-
-
 def test_states_with_and_without_masters_are_told_apart():
     params = make_params(torch.bfloat16)
     with_masters, without = fused_adamw(params, master_weights=True), fused_adamw(params)
@@ -377,18 +386,6 @@ def test_a_step_that_is_skipped_leaves_masters_as_they_are():
     for param, (old, master) in zip(params, before):
         assert torch.equal(param, old)
         assert torch.equal(optimizer.master_of(param), master)
-
-
-def test_tables_are_kept_with_masters_too(monkeypatch):
-    made = []
-    real = adamw_parts.TensorTable
-    monkeypatch.setattr(adamw_parts, "TensorTable", lambda *args, **kwargs: made.append(1) or real(*args, **kwargs))
-    params = make_params(torch.bfloat16)
-    optimizer = fused_adamw(params, master_weights=True)
-    for step in range(4):
-        give_gradients(step, params)
-        optimizer.step()
-    assert len(made) == 1
 
 
 # Averages in 8 bits.
@@ -453,48 +450,6 @@ def test_small_parameters_keep_averages_in_fp32_and_state_bytes_counts_what_is_h
     plain.step()
     assert not torch.equal(small, before)
     assert torch.equal(plain.state[small]["exp_avg"], optimizer.state[params[0]]["exp_avg"])
-
-
-def make_8bit_params(dtype=torch.float32):
-    torch.manual_seed(1)
-    return [nn.Parameter(torch.randn(shape).to(dtype)) for shape in ((70, 70), (5,), (4100,))]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_in_8_bits_a_run_goes_on_from_a_file_as_if_never_stopped(dtype):
-    params = make_8bit_params(dtype)
-    options = {"optim_bits": 8, "master_weights": dtype is torch.bfloat16}
-    optimizer = fused_adamw(params, **options)
-    run_steps(optimizer, params, range(4))
-    resumed = copy.deepcopy(params)
-    other = fused_adamw(resumed, **options)
-    other.load_state_dict(through_a_file(optimizer.state_dict()))
-    copied = copy.deepcopy(optimizer)
-    assert copied.optim_bits == 8
-    run_steps(optimizer, params, range(4, 8))
-    run_steps(other, resumed, range(4, 8))
-    assert_same_params(resumed, params)
-    for one, two in zip(params, resumed):
-        assert optimizer.state[one].keys() == other.state[two].keys()
-        assert all(torch.equal(tensor, other.state[two][name]) for name, tensor in optimizer.state[one].items())
-
-
-@pytest.mark.parametrize(("first", "second"), [(8, 32), (32, 8)])
-def test_states_of_8_and_32_bits_are_told_apart_and_nothing_changes(first, second):
-    params, others = make_8bit_params(), make_8bit_params()
-    optimizer, other = fused_adamw(params, optim_bits=first), fused_adamw(others, optim_bits=second)
-    run_steps(optimizer, params, range(2))
-    run_steps(other, others, range(3))
-    before = copy.deepcopy(other.state_dict())
-    with pytest.raises(ResumeError, match=rf"parameter 0 holds moments in {first} bits.*optim_bits={first}"):
-        other.load_state_dict(optimizer.state_dict())
-    after = other.state_dict()
-    assert before["state"].keys() == after["state"].keys()
-    assert all(
-        torch.equal(value, after["state"][number][name])
-        for number, state in before["state"].items()
-        for name, value in state.items()
-    )
 
 
 def test_in_8_bits_clipping_copies_and_a_skipped_step_are_those_of_32():
@@ -574,41 +529,33 @@ def test_a_deep_copy_goes_on_alone():
     assert_same_params(params, make_params())
 
 
-def sgd_state():
+def state_of(make, *, make_params=make_params, **options):
     params = make_params()
-    optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9)
-    run_steps(optimizer, params, range(1))
-    return optimizer.state_dict()
-
-
-def adamw_state(**options):
-    params = make_params()
-    optimizer = plain_adamw(params, **options)
-    run_steps(optimizer, params, range(1))
+    optimizer = make(params, **options)
+    run_steps(optimizer, params, range(2))
     return optimizer.state_dict()
 
 
 @pytest.mark.parametrize(
-    ("make_state", "message"),
+    ("state", "bits", "message"),
     [
-        (sgd_state, "momentum_buffer"),
-        (lambda: adamw_state(amsgrad=True), "amsgrad.*torch.optim.AdamW"),
-        (lambda: adamw_state(maximize=True), "maximize.*torch.optim.AdamW"),
+        (lambda: state_of(torch.optim.SGD, lr=0.1, momentum=0.9), 32, "momentum_buffer"),
+        (lambda: state_of(plain_adamw, amsgrad=True), 32, "amsgrad.*torch.optim.AdamW"),
+        (lambda: state_of(plain_adamw, maximize=True), 32, "maximize.*torch.optim.AdamW"),
+        (lambda: state_of(fused_adamw, make_params=make_8bit_params, optim_bits=8), 32, "in 8 bits.*optim_bits=8"),
+        (lambda: state_of(fused_adamw, make_params=make_8bit_params), 8, "in 32 bits.*optim_bits=32"),
     ],
+    ids=["sgd", "amsgrad", "maximize", "8 bits", "32 bits"],
 )
-def test_a_state_of_another_rule_is_refused_and_changes_nothing(make_state, message):
-    params = make_params()
-    optimizer = fused_adamw(params)
-    run_steps(optimizer, params, range(1))
+def test_a_state_of_another_rule_or_form_is_refused_and_changes_nothing(state, bits, message):
+    given = state()
+    params = make_params() if len(given["state"]) > 3 else make_8bit_params()
+    optimizer = fused_adamw(params, optim_bits=bits)
+    run_steps(optimizer, params, range(3))
     before = copy.deepcopy(optimizer.state_dict())
     with pytest.raises(ResumeError, match=message):
-        optimizer.load_state_dict(make_state())
-    assert optimizer.state_dict()["param_groups"] == before["param_groups"]
-    assert all(
-        torch.equal(optimizer.state_dict()["state"][number][name], state[name])
-        for number, state in before["state"].items()
-        for name in state
-    )
+        optimizer.load_state_dict(given)
+    assert_equal_states(optimizer.state_dict(), before)
 
 
 # What is kept between steps.
@@ -705,13 +652,26 @@ def test_steps_that_are_skipped_after_a_save_are_not_counted():
 # Tables, closures, copies.
 
 
-def test_tables_are_kept_while_the_same_parameters_have_gradients(monkeypatch):
-    made = []
-    monkeypatch.setattr(
-        adamw_parts, "TensorTable", lambda *args, **kwargs: made.append(1) or table_class(*args, **kwargs)
-    )
-    params = make_params()
-    optimizer = fused_adamw(make_groups(params))
+def test_parameters_that_skipped_other_steps_are_stepped_by_their_own_counts():
+    """Of two parameters with two guarded steps each, one was skipped once: bias corrections differ."""
+    ours, theirs = ([nn.Parameter(torch.ones(4)) for _ in range(2)] for _ in range(2))
+    fused, plain = fused_adamw(ours), plain_adamw(theirs)
+    for members, is_skipped in (((0,), True), ((1,), False), ((0, 1), False), ((0, 1), False)):
+        give_gradients(len(members), ours, theirs, missing={0, 1} - {*members})
+        fused.found_inf = torch.tensor(float(is_skipped))
+        fused.step()
+        if not is_skipped:
+            plain.step()
+    assert_same_params(ours, theirs)
+    assert [int(state["step"]) for state in fused.state_dict()["state"].values()] == [2, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tables_are_kept_while_the_same_parameters_have_gradients(monkeypatch, dtype):
+    made, real = [], adamw_parts.TensorTable
+    monkeypatch.setattr(adamw_parts, "TensorTable", lambda *args, **kwargs: made.append(1) or real(*args, **kwargs))
+    params = make_params(dtype)
+    optimizer = fused_adamw(make_groups(params), master_weights=dtype is torch.bfloat16)
     for step in range(5):
         give_gradients(step, params)
         optimizer.clip_next(1.0)
@@ -721,9 +681,6 @@ def test_tables_are_kept_while_the_same_parameters_have_gradients(monkeypatch):
     give_gradients(5, params)
     optimizer.step()
     assert len(made) == 4
-
-
-table_class = adamw_parts.TensorTable
 
 
 def test_a_closure_has_gradients_may_clip_and_its_loss_comes_back():
@@ -821,28 +778,22 @@ def test_parameters_that_one_pass_cannot_step_are_refused(param):
         ({"weight_decay": -1.0}, "weight_decay"),
         ({"amsgrad": True}, r"torch\.optim\.AdamW"),
         ({"maximize": True}, r"torch\.optim\.AdamW"),
-    ],
-)
-def test_impossible_options_of_a_group_are_refused(options, word):
-    with pytest.raises(OptionError, match=word):
-        FusedAdamW([{"params": [torch.ones(2)], **options}])
-
-
-@pytest.mark.parametrize(
-    ("options", "word"),
-    [
-        ({"lr": -1.0}, "lr"),
-        ({"betas": (0.9, 1.0)}, "betas"),
         ({"master_weights": 1}, "master_weights"),
-        ({"optim_bits": 4}, "optim_bits"),
-        ({"optim_bits": 16}, "optim_bits"),
-        ({"optim_bits": True}, "optim_bits"),
-        ({"optim_bits": "8"}, "optim_bits"),
+        *(({"optim_bits": value}, "optim_bits") for value in (4, 16, True, "8")),
     ],
 )
 def test_impossible_options_are_refused(options, word):
+    if options.keys() & {"master_weights", "optim_bits"}:
+        params = [torch.ones(2)]
+    else:
+        params, options = [{"params": [torch.ones(2)], **options}], {}
     with pytest.raises(OptionError, match=word):
-        FusedAdamW([torch.ones(2)], **options)
+        FusedAdamW(params, **options)
+
+
+def test_impossible_defaults_are_refused():
+    with pytest.raises(OptionError, match="lr"):
+        FusedAdamW([torch.ones(2)], lr=-1.0)
 
 
 @pytest.mark.parametrize("max_norm", [-1.0, float("nan"), None])

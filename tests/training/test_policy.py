@@ -34,10 +34,12 @@ def loss_alone(tuner, documents, *, kl_weight=0.0, uses_sampler=True):
         rewards += advantages_alone(tuner.advantage, document.scores).tolist()
         start = document.segment_lengths[0]
         for length in document.segment_lengths[1:]:
-            sampled.append(torch.as_tensor(document.log_probs[start : start + length]))
+            is_known = document.log_probs is not None
+            sampled.append(torch.as_tensor(document.log_probs[start : start + length]) if is_known else None)
             start += length
     tokens, means = [], []
     for row, reference, advantage, sampler in zip(ours, theirs, rewards, sampled):
+        sampler = row.detach() if sampler is None else sampler
         old = sampler if uses_sampler and tuner.sampler_clip is None else row.detach()
         ratio = (row - old).exp()
         if tuner.ratio == "sequence":
@@ -76,6 +78,17 @@ def test_packed_rollouts_are_updated_as_each_completion_alone(options, shares_pr
     tuner, documents = make_tuner(PolicyTuner, **options), make_groups(GROUPS)
     found, ours, _ = step(tuner, documents, shares_prompts=shares_prompts)
     truth = loss_alone(tuner, documents, kl_weight=options.get("kl_weight", 0.0))
+    truth.backward()
+    assert_close(found, truth.detach().to(found.dtype))
+    assert_close(ours, gradients(tuner), bound=2e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"ratio": "sequence"}, {"sampler_clip": 1.2}])
+def test_known_log_probabilities_count_beside_rollouts_without(options):
+    tuner, documents = make_tuner(PolicyTuner, loss="dapo", **options), make_groups(GROUPS)
+    documents[1] = documents[1]._replace(log_probs=None)
+    found, ours, _ = step(tuner, documents)
+    truth = loss_alone(tuner, documents)
     truth.backward()
     assert_close(found, truth.detach().to(found.dtype))
     assert_close(ours, gradients(tuner), bound=2e-5)

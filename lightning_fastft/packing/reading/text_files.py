@@ -20,7 +20,7 @@ from typing import IO, Any, NamedTuple
 
 from lightning_fastft.core.errors import DataError
 from lightning_fastft.packing.rows.parsing import BOM
-from lightning_fastft.packing.rows.rejects import FIELD_COUNT, MALFORMED, NOT_UTF8, Raw, UnreadableRow
+from lightning_fastft.packing.rows.rejects import FIELD_COUNT, MALFORMED, NOT_UTF8, Raw, RowRejectedError
 
 
 def _open_zstd(path: Path, mode: str) -> IO[bytes]:
@@ -194,7 +194,7 @@ def read_csv(path: Path) -> Iterator[RawRow]:
                         raise DataError(
                             f"{path}, line {line}: a quote that opens here is never closed. Repair the file."
                         ) from None
-                    yield RawRow(line, UnreadableRow(MALFORMED, str(error), b""))
+                    yield RawRow(line, RowRejectedError(MALFORMED, str(error), b""))
                     continue
                 if header is None and fields:
                     header = _check_header(fields, path=path)
@@ -213,9 +213,9 @@ def _check_header(fields: list[str], *, path: Path) -> list[str]:
 def _parse_record(fields: list[str], *, header: list[str]) -> Raw:
     first = ",".join(fields).encode("utf-8", "surrogateescape")
     if len(fields) != len(header):
-        return UnreadableRow(FIELD_COUNT, f"{len(fields)} fields, the header has {len(header)}", first)
+        return RowRejectedError(FIELD_COUNT, f"{len(fields)} fields, the header has {len(header)}", first)
     try:
         first.decode("utf-8")
     except UnicodeDecodeError as error:
-        return UnreadableRow(NOT_UTF8, f"byte 0x{first[error.start]:02x}", first)
+        return RowRejectedError(NOT_UTF8, f"byte 0x{first[error.start]:02x}", first)
     return dict(zip(header, fields))

@@ -36,24 +36,19 @@ _NUMBERS = (int, float, np.integer, np.floating)
 Messages = list[dict[str, Any]]
 
 
-class Texts(NamedTuple):
-    """A prompt and its completions as strings; is_implicit: the prompt is the common beginning of two texts."""
+class PromptRow(NamedTuple):
+    """A prompt and its completions, all of them strings or all of them checked messages.
 
-    prompt: str
-    completions: list[str]
+    is_implicit: the prompt is the common beginning of two strings.
+    """
+
+    prompt: Any
+    completions: list[Any]
     scores: tuple[float, ...]
     is_implicit: bool = False
 
 
-class Turns(NamedTuple):
-    """A prompt and its completions as checked messages."""
-
-    prompt: Messages
-    completions: list[Messages]
-    scores: tuple[float, ...]
-
-
-def read_completions(row: Mapping[str, Any], *, format: str) -> Texts | Turns:
+def read_completions(row: Mapping[str, Any], *, format: str) -> PromptRow:
     """Return the prompt, the completions and the scores of a row.
 
     Rollouts as ids have a function of their own.
@@ -63,7 +58,7 @@ def read_completions(row: Mapping[str, Any], *, format: str) -> Texts | Turns:
 
     Example:
         >>> read_completions({"chosen": "Hi there", "rejected": "Hi you", "margin": 2}, format="preference")
-        Texts(prompt='Hi', completions=[' there', ' you'], scores=(2.0, 0.0), is_implicit=True)
+        PromptRow(prompt='Hi', completions=[' there', ' you'], scores=(2.0, 0.0), is_implicit=True)
     """
     if format == "preference":
         return _read_preference(row)
@@ -203,7 +198,7 @@ def unlike(prompt: object, completion: object, *, column: str) -> RowRejectedErr
     )
 
 
-def _read_preference(row: Mapping[str, Any]) -> Texts | Turns:
+def _read_preference(row: Mapping[str, Any]) -> PromptRow:
     chosen, rejected = row["chosen"], row["rejected"]
     margin = _read_number(row["margin"], column="margin") if "margin" in row else 0.0
     scores = (margin, 0.0)
@@ -230,7 +225,7 @@ def _read_preference(row: Mapping[str, Any]) -> Texts | Turns:
     return turns
 
 
-def _split_texts(chosen: str, rejected: str, *, scores: tuple[float, ...]) -> Texts:
+def _split_texts(chosen: str, rejected: str, *, scores: tuple[float, ...]) -> PromptRow:
     """Divide two texts after their common beginning, at white space."""
     if chosen == rejected:
         raise RowRejectedError(SAME_COMPLETIONS)
@@ -243,10 +238,10 @@ def _split_texts(chosen: str, rejected: str, *, scores: tuple[float, ...]) -> Te
     for column, text in (("chosen", chosen), ("rejected", rejected)):
         if not text[end:].strip():
             raise RowRejectedError(NO_COMPLETION, f"{column} is the beginning of the other text")
-    return Texts(common[:end], [chosen[end:], rejected[end:]], scores, is_implicit=True)
+    return PromptRow(common[:end], [chosen[end:], rejected[end:]], scores, is_implicit=True)
 
 
-def _split_turns(chosen: Messages, rejected: Messages, *, scores: tuple[float, ...]) -> Turns:
+def _split_turns(chosen: Messages, rejected: Messages, *, scores: tuple[float, ...]) -> PromptRow:
     """Divide two conversations before the first message that differs."""
     if chosen == rejected:
         raise RowRejectedError(SAME_COMPLETIONS)
@@ -258,7 +253,7 @@ def _split_turns(chosen: Messages, rejected: Messages, *, scores: tuple[float, .
             raise RowRejectedError(NO_COMPLETION, f"{column} is the beginning of the other conversation")
         if not any(message["role"] == "assistant" for message in turns[num_common:]):
             raise RowRejectedError(NO_ASSISTANT, f"{column}[{num_common}] and later")
-    return Turns(chosen[:num_common], [chosen[num_common:], rejected[num_common:]], scores)
+    return PromptRow(chosen[:num_common], [chosen[num_common:], rejected[num_common:]], scores)
 
 
 def _count_common(one: Sequence[object], other: Sequence[object]) -> int:
@@ -267,7 +262,7 @@ def _count_common(one: Sequence[object], other: Sequence[object]) -> int:
     return next((number for number in range(shorter) if one[number] != other[number]), shorter)
 
 
-def _read_given(prompt: object, completions: Mapping[str, object], *, scores: tuple[float, ...]) -> Texts | Turns:
+def _read_given(prompt: object, completions: Mapping[str, object], *, scores: tuple[float, ...]) -> PromptRow:
     """Return a prompt and completions (by their columns), all strings or all messages."""
     if isinstance(prompt, str):
         texts = []
@@ -275,7 +270,7 @@ def _read_given(prompt: object, completions: Mapping[str, object], *, scores: tu
             if not isinstance(value, str):
                 raise unlike(prompt, value, column=column)
             texts.append(check_text(value, column=column))
-        return Texts(check_text(prompt, column="prompt"), texts, scores)
+        return PromptRow(check_text(prompt, column="prompt"), texts, scores)
     if not _is_list(prompt):
         raise unlike(prompt, next(iter(completions.values())), column=next(iter(completions)))
     turns = []
@@ -283,7 +278,7 @@ def _read_given(prompt: object, completions: Mapping[str, object], *, scores: tu
         if not (_is_list(value) or isinstance(value, Mapping)):
             raise unlike(prompt, value, column=column)
         turns.append(check_messages(_as_list(value), column=column))
-    return Turns(check_messages(prompt, column="prompt", needs_assistant=False), turns, scores)
+    return PromptRow(check_messages(prompt, column="prompt", needs_assistant=False), turns, scores)
 
 
 def _is_list(value: object) -> bool:

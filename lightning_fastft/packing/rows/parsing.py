@@ -21,7 +21,6 @@ from lightning_fastft.packing.rows.rejects import (
     WRONG_TYPE,
     Raw,
     RowRejectedError,
-    UnreadableRow,
 )
 
 BOM = b"\xef\xbb\xbf"
@@ -48,7 +47,7 @@ def parse_row(raw: Raw) -> dict[str, Any]:
         Traceback (most recent call last):
         lightning_fastft.packing.rows.rejects.RowRejectedError: duplicate key: 'text'
     """
-    if isinstance(raw, UnreadableRow):
+    if isinstance(raw, RowRejectedError):
         raise RowRejectedError(raw.reason, raw.detail)
     row = parse_json(raw) if isinstance(raw, bytes) else raw
     if not isinstance(row, Mapping):

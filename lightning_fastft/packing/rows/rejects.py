@@ -51,32 +51,28 @@ FIRST_BYTES = 80
 
 
 class RowRejectedError(DataError):
-    """Raised for one invalid row; other rows are not affected.
+    """Raised for one invalid row, and yielded by readers in place of a row that they cannot read.
+
+    Other rows are not affected.
 
     Args:
         reason: One of the reasons of this module; rejects are counted by it.
         detail: The value that was found, for the user who repairs the row.
+        first_bytes: Beginning of a row that its reader could not read.
     """
 
-    def __init__(self, reason: str, detail: str = "") -> None:
+    def __init__(self, reason: str, detail: str = "", first_bytes: bytes = b"") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
         self.detail = detail
+        self.first_bytes = first_bytes
 
-    def __reduce__(self) -> tuple[type[RowRejectedError], tuple[str, str]]:
+    def __reduce__(self) -> tuple[type[RowRejectedError], tuple[str, str, bytes]]:
         # Pickled by worker processes; the default would rebuild it from the joined message.
-        return type(self), (self.reason, self.detail)
+        return type(self), (self.reason, self.detail, self.first_bytes)
 
 
-class UnreadableRow(NamedTuple):
-    """Placeholder for a row that a reader could not parse."""
-
-    reason: str
-    detail: str
-    first_bytes: bytes
-
-
-Raw = bytes | Mapping[str, Any] | UnreadableRow
+Raw = bytes | Mapping[str, Any] | RowRejectedError
 
 
 class Reject(NamedTuple):
@@ -114,7 +110,7 @@ def make_reject(error: RowRejectedError, *, file: str, line: int, raw: Raw) -> R
     """Return the record of a rejected row; invalid UTF-8 is shown as escapes."""
     if isinstance(raw, bytes):
         first = raw[:FIRST_BYTES]
-    elif isinstance(raw, UnreadableRow):
+    elif isinstance(raw, RowRejectedError):
         first = raw.first_bytes[:FIRST_BYTES]
     elif not isinstance(raw, Mapping):
         first = repr(raw)[:FIRST_BYTES].encode("utf-8", "backslashreplace")

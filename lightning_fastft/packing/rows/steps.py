@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from lightning_fastft.packing.rows.completion_rows import PromptRow
 from lightning_fastft.packing.rows.parsing import check_text
 from lightning_fastft.packing.rows.rejects import (
     ALL_MASKED_TRUNCATED,
@@ -22,22 +23,14 @@ from lightning_fastft.packing.store.completion_store import Segments
 _NUMBERS = (bool, int, float, np.bool_, np.integer, np.floating)
 
 
-class Steps(NamedTuple):
-    """A prompt, the steps behind it, and the label of each step, from 0 to 1."""
-
-    prompt: str
-    steps: list[str]
-    labels: tuple[float, ...]
-
-
-def read_steps(row: Mapping[str, Any]) -> Steps:
-    """Return the prompt, the steps and their labels.
+def read_steps(row: Mapping[str, Any]) -> PromptRow:
+    """Return the prompt, the steps as completions, and their labels, from 0 to 1, as scores.
 
     Raises:
         RowRejectedError: A value has a wrong type, a label is not from 0 to 1, or steps and labels differ in number.
 
     Example:
-        >>> read_steps({"prompt": "2+2+2?", "completions": ["2+2=4.", "4+2=7."], "labels": [True, 0]}).labels
+        >>> read_steps({"prompt": "2+2+2?", "completions": ["2+2=4.", "4+2=7."], "labels": [True, 0]}).scores
         (1.0, 0.0)
     """
     steps, labels = row["completions"], row["labels"]
@@ -48,7 +41,7 @@ def read_steps(row: Mapping[str, Any]) -> Steps:
         raise RowRejectedError(NO_COMPLETION, "completions is an empty list")
     if len(steps) != len(labels):
         raise RowRejectedError(LENGTHS_DIFFER, f"{len(steps)} completions and {len(labels)} labels")
-    return Steps(
+    return PromptRow(
         check_text(row["prompt"], column="prompt"),
         [check_text(step, column=f"completions[{number}]") for number, step in enumerate(steps)],
         tuple(_read_label(label, column=f"labels[{number}]") for number, label in enumerate(labels)),

@@ -5,7 +5,7 @@ Axes: N examples, M segments (the prompt and the completions of each example), C
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -69,11 +69,6 @@ class CompletionStore:
         self.is_stepwise_N = np.zeros(num_examples, dtype=bool) if steps is None else np.asarray(steps).astype(bool)
 
     @property
-    def has_log_probs(self) -> bool:
-        """Whether any example has log-probabilities."""
-        return self._log_prob_T is not None
-
-    @property
     def num_prompt_tokens_N(self) -> np.ndarray:
         """Tokens of each prompt, int64."""
         return self._length_M[self._first_N1[:-1]].astype(np.int64)
@@ -124,44 +119,22 @@ class CompletionStore:
             raise DataError("its marks of steps and examples differ in number")
 
 
-class CompletionWriter:
-    """Collect the arrays of a CompletionStore, example by example.
-
-    Cost:
-        Four bytes of memory per token if any example has log-probabilities.
-    """
-
-    def __init__(self) -> None:
-        self._lengths: list[int] = []
-        self._first = [0]
-        self._scores: list[float] = []
-        self._log_probs: list[np.ndarray | int] = []
-        self._has_log_probs = False
-        self._is_stepwise: list[bool] = []
-
-    def add(self, completions: Segments) -> None:
-        """Add the completions of the next example."""
-        self._lengths.extend(completions.segment_lengths)
-        self._first.append(len(self._lengths))
-        self._scores.extend(completions.scores)
-        log_probs = completions.log_probs
-        self._has_log_probs |= log_probs is not None
-        self._log_probs.append(sum(completions.segment_lengths) if log_probs is None else log_probs)
-        self._is_stepwise.append(completions.is_stepwise)
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Return the arrays of the store by name; none if no example was added."""
-        if not self._scores:
-            return {}
-        arrays: dict[str, np.ndarray] = {
-            "segment_lengths": np.asarray(self._lengths, dtype=np.int32),
-            "first_segment": np.asarray(self._first, dtype=np.int64),
-            "scores": np.asarray(self._scores, dtype=np.float32),
-        }
-        if self._has_log_probs:
-            arrays["log_probs"] = np.concatenate(
-                [np.full(part, np.nan, np.float32) if isinstance(part, int) else part for part in self._log_probs]
-            )
-        if any(self._is_stepwise):
-            arrays["is_stepwise"] = np.asarray(self._is_stepwise, dtype=np.uint8)
-        return arrays
+def pack_completions(examples: Sequence[Segments]) -> dict[str, np.ndarray]:
+    """Return the arrays of a CompletionStore by name; none if there is no example."""
+    if not examples:
+        return {}
+    arrays: dict[str, np.ndarray] = {
+        "segment_lengths": np.asarray([n for each in examples for n in each.segment_lengths], dtype=np.int32),
+        "first_segment": np.cumsum([0, *(len(each.segment_lengths) for each in examples)], dtype=np.int64),
+        "scores": np.asarray([score for each in examples for score in each.scores], dtype=np.float32),
+    }
+    if any(each.log_probs is not None for each in examples):
+        arrays["log_probs"] = np.concatenate(
+            [
+                np.full(sum(each.segment_lengths), np.nan, np.float32) if each.log_probs is None else each.log_probs
+                for each in examples
+            ]
+        )
+    if any(each.is_stepwise for each in examples):
+        arrays["is_stepwise"] = np.asarray([each.is_stepwise for each in examples], dtype=np.uint8)
+    return arrays

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from io import BytesIO
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, NamedTuple
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 
 from lightning_fastft.core.errors import DataError
 from lightning_fastft.core.files import sync_file
 from lightning_fastft.core.phases import phase
-from lightning_fastft.packing.images import ImageStore, ImageWriter
+from lightning_fastft.packing.images import ImageStore, find_image_offsets, write_images
 from lightning_fastft.packing.reading.sources import REJECTED, Source
 from lightning_fastft.packing.rows.formats import TUNERS
 from lightning_fastft.packing.rows.rejects import EXTRA_COLUMN, Reject
-from lightning_fastft.packing.store.completion_store import CompletionStore, CompletionWriter
+from lightning_fastft.packing.store.completion_store import CompletionStore, Segments, pack_completions
 from lightning_fastft.packing.store.dataset import (
     DTYPES,
     FORMAT_VERSION,
@@ -33,7 +33,6 @@ from lightning_fastft.packing.store.dataset import (
 )
 from lightning_fastft.packing.store.report import IngestReport, render_counts
 from lightning_fastft.packing.tokens.chunks import make_chunks
-from lightning_fastft.packing.tokens.formatter import Formatter
 from lightning_fastft.packing.tokens.tokenisation import ChunkResult, Setup, describe_uniform_reject
 from lightning_fastft.packing.tokens.workers import run_chunks
 
@@ -41,12 +40,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class _Files(NamedTuple):
-    """The files that are written row by row."""
-
-    ids: IO[bytes]
-    trained: IO[bytes]
-    images: IO[bytes]
+# Files that are written row by row.
+_STREAMED = ("ids", "trained", "images")
 
 
 class Ingest:
@@ -65,36 +60,37 @@ class Ingest:
         self._num_labelled: list[np.ndarray] = []
         self._digest: list[np.ndarray] = []
         self._pending_bits = np.zeros(0, dtype=bool)
-        self._images = ImageWriter(BytesIO())
-        self._completions = CompletionWriter()
+        # Bytes of each image, and the number of images of each example.
+        self._image_sizes: list[int] = []
+        self._image_counts: list[int] = []
+        self._completions: list[Segments] = []
 
     def run(
         self, sources: list[Source], *, num_proc: int, target: Path | None, fingerprint: str, show_progress: bool
     ) -> TokenizedDataset:
         """Tokenise all sources and return the data set, stored in target, or in memory if target is None."""
         if target is None:
-            buffers = BytesIO(), BytesIO(), BytesIO()
-            files = _Files(*buffers)
-            start_N1 = self._fill(sources, files, num_proc=num_proc, show_progress=show_progress)
-            id_buffer, bit_buffer, image_buffer = (np.frombuffer(file.getbuffer(), np.uint8) for file in buffers)
-            offsets, completions = self._images.offsets(), self._completions.arrays()
+            buffers = {name: BytesIO() for name in _STREAMED}
+            start_N1 = self._fill(sources, buffers, num_proc=num_proc, show_progress=show_progress)
+            arrays = {name: np.frombuffer(file.getbuffer(), np.uint8) for name, file in buffers.items()}
+            offsets, completions = self._find_other_arrays()
             return TokenizedDataset(
-                id_T=id_buffer.view(DTYPES["ids"]),
-                trained_bits=bit_buffer,
+                id_T=arrays["ids"].view(DTYPES["ids"]),
+                trained_bits=arrays["trained"],
                 start_N1=start_N1,
                 num_labelled_N=_join(self._num_labelled),
                 report=self._report,
                 fingerprint=fingerprint,
-                images=ImageStore({"images": image_buffer, **offsets}) if offsets else None,
+                images=ImageStore({"images": arrays["images"], **offsets}) if offsets else None,
                 completions=CompletionStore(completions) if completions else None,
             )
         with write_beside(target) as part:
             with ExitStack() as stack:
-                files = _Files(*(stack.enter_context((part / f"{name}.bin").open("wb")) for name in _Files._fields))
+                files = {name: stack.enter_context((part / f"{name}.bin").open("wb")) for name in _STREAMED}
                 start_N1 = self._fill(sources, files, num_proc=num_proc, show_progress=show_progress)
-                for file in files:
+                for file in files.values():
                     sync_file(file)
-            offsets, completions = self._images.offsets(), self._completions.arrays()
+            offsets, completions = self._find_other_arrays()
             if not offsets:
                 (part / "images.bin").unlink()
             write_file(part / "start.bin", start_N1.tobytes())
@@ -113,12 +109,16 @@ class Ingest:
             write_file(part / META, json.dumps(meta | {"own_sha256": digest_meta(meta)}, indent=1).encode())
         return TokenizedDataset.open(target)
 
-    def _fill(self, sources: list[Source], files: _Files, *, num_proc: int, show_progress: bool) -> np.ndarray:
+    def _find_other_arrays(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """Return the offsets of images, and the arrays of completions; empty where there are none."""
+        return find_image_offsets(self._image_sizes, count_N=self._image_counts), pack_completions(self._completions)
+
+    def _fill(
+        self, sources: list[Source], files: Mapping[str, IO[bytes]], *, num_proc: int, show_progress: bool
+    ) -> np.ndarray:
         """Write ids, trained bits and images; return the offsets."""
         # Check tokenizer and template in this process before any worker starts.
-        setup = self._setup
-        formatter = Formatter(setup.tokenizer, options=setup.options, vocab_size=setup.vocab_size, images=setup.images)
-        self._images = ImageWriter(files.images)
+        formatter = self._setup.make_formatter()
         chunks = make_chunks(sources, formatter=formatter, options=self._setup.options)
         # Results come in the order of the sources, and each source has one first chunk.
         entry, entries = 0, iter([source.entry for source in sources])
@@ -135,7 +135,7 @@ class Ingest:
                     entry = next(entries) if result.is_first else entry
                     per_entry[entry] += len(result.length_N)
                     advance(result.num_seen)
-            files.trained.write(np.packbits(self._pending_bits).tobytes())
+            files["trained"].write(np.packbits(self._pending_bits).tobytes())
             self._finish_report()
             self._check_whole()
         except DataError:
@@ -177,15 +177,15 @@ class Ingest:
         if uniform is not None:
             raise DataError(f"{uniform}. Check format and columns.{_say_where(self._on_stop)}")
 
-    def _append(self, result: ChunkResult, files: _Files) -> None:
-        files.ids.write(result.id_T.tobytes())
+    def _append(self, result: ChunkResult, files: Mapping[str, IO[bytes]]) -> None:
+        files["ids"].write(result.id_T.tobytes())
         for images in result.images_N:
-            self._images.add(images)
-        for completions in result.completions_N:
-            self._completions.add(completions)
+            self._image_sizes += write_images(files["images"], images)
+            self._image_counts.append(len(images))
+        self._completions += result.completions_N
         bits = np.concatenate([self._pending_bits, result.is_trained_T])
         num_whole = len(bits) - len(bits) % 8
-        files.trained.write(np.packbits(bits[:num_whole]).tobytes())
+        files["trained"].write(np.packbits(bits[:num_whole]).tobytes())
         self._pending_bits = bits[num_whole:]
         self._length.append(result.length_N)
         self._digest.append(result.digest_N)
@@ -204,10 +204,6 @@ class Ingest:
         report.num_duplicates = len(digest_N) - len(np.unique(digest_N))
         first = {note: f" (the first is {place})" for note, place in self._first_places.items()}
         report.notes = [f"{count} {note}{first.get(note, '')}" for note, count in sorted(self._notes.items()) if count]
-        tokenizer, options = self._setup.tokenizer, self._setup.options
-        has_plain_rows = bool(set(report.rows_per_format) - {"messages", "input_ids", "none"})
-        if has_plain_rows and options.add_eos and tokenizer is not None and tokenizer.eos_token_id is None:
-            report.notes.append("the tokenizer has no end-of-sequence token, so none was appended")
 
     def _check_whole(self) -> None:
         """Raise DataError if the data as a whole cannot be trained on."""

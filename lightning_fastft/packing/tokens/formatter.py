@@ -15,7 +15,7 @@ import numpy as np
 
 from lightning_fastft.core.errors import DataError, OptionError
 from lightning_fastft.packing.images import ImageExpander, decode_image, place_images, read_image
-from lightning_fastft.packing.rows.completion_rows import Texts, join_completions, read_completions, unlike
+from lightning_fastft.packing.rows.completion_rows import join_completions, read_completions, unlike
 from lightning_fastft.packing.rows.formats import TUNERS, FormatOptions
 from lightning_fastft.packing.rows.messages import check_messages, read_conversation
 from lightning_fastft.packing.rows.parsing import check_text
@@ -27,10 +27,10 @@ from lightning_fastft.packing.tokens.spans import move_spans, place_spans
 from lightning_fastft.packing.tokens.token_ids import (
     Encoded,
     TokenIdError,
-    allowed_ids,
     encode_ids,
     encode_rollout_ids,
     highest_id,
+    impossible_id,
 )
 
 if TYPE_CHECKING:
@@ -144,10 +144,10 @@ class Formatter:
     def _render_steps(self, row: Mapping[str, Any]) -> _RowTexts:
         """Return prompt and steps as texts of their own, so that the tokens of a step depend on no other one."""
         found = read_steps(row)
-        texts = [found.prompt + self._options.separator, *found.steps]
+        texts = [found.prompt + self._options.separator, *found.completions]
         # As part of a chat, no text gets tokens at its ends.
         return _RowTexts(
-            [Rendered(text, (), is_chat=True) for text in texts], partial(self._join_steps, labels=found.labels)
+            [Rendered(text, (), is_chat=True) for text in texts], partial(self._join_steps, labels=found.scores)
         )
 
     def _join_steps(self, parts: Sequence[Encoded], *, labels: tuple[float, ...]) -> Encoded:
@@ -166,7 +166,7 @@ class Formatter:
         """Return one text per completion, each behind the prompt."""
         found = read_completions(row, format=format)
         tools = row.get("tools")
-        if isinstance(found, Texts):
+        if isinstance(found.prompt, str):
             if tools:
                 raise RowRejectedError(WRONG_TYPE, "a prompt with tools must be a list of messages")
             prompt = found.prompt + ("" if found.is_implicit else self._options.separator)
@@ -275,7 +275,7 @@ class Formatter:
             encoded.append(
                 finished
                 if highest <= highest_id(self._vocab_size)
-                else TokenIdError(highest, "token id", allowed_ids(self._vocab_size))
+                else impossible_id(highest, vocab_size=self._vocab_size)
             )
         return encoded
 
@@ -298,6 +298,8 @@ class Formatter:
             return Encoded(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=bool))
         prefix = self._prefix_ids if add_ends and ids[: len(self._prefix_ids)] != self._prefix_ids else []
         suffix = [self._eos_id] if add_ends and self._eos_id is not None and ids[-1] != self._eos_id else []
+        if add_ends and self._options.add_eos and self._eos_id is None:
+            self.notes["texts without an end-of-sequence token, because the tokenizer has none"] += 1
         input_ids = np.asarray(prefix + ids + suffix, dtype=np.int64)
         is_trained = np.zeros(len(input_ids), dtype=bool)
         if self._options.loss_on == "all" and trains_all:

@@ -30,22 +30,7 @@ class Encoded(NamedTuple):
 
 
 class TokenIdError(DataError):
-    """Raised for a token id or label outside of the embedding, which would trigger a device assert in training.
-
-    Args:
-        token_id: The id.
-        what: "token id" or "label".
-        allowed: The allowed ids, as text.
-    """
-
-    def __init__(self, token_id: int, what: str, allowed: str) -> None:
-        super().__init__(f"{what} {token_id} is impossible: {allowed}")
-        self.token_id = token_id
-        self.what = what
-        self.allowed = allowed
-
-    def __reduce__(self) -> tuple[type[TokenIdError], tuple[int, str, str]]:
-        return type(self), (self.token_id, self.what, self.allowed)
+    """Raised for a token id or label outside of the embedding, which would trigger a device assert in training."""
 
 
 def highest_id(vocab_size: int | None) -> int:
@@ -53,10 +38,10 @@ def highest_id(vocab_size: int | None) -> int:
     return MAX_TOKEN_ID if vocab_size is None else vocab_size - 1
 
 
-def allowed_ids(vocab_size: int | None) -> str:
-    """Return the possible token ids as text, for error messages."""
+def impossible_id(token_id: int, *, vocab_size: int | None, what: str = "token id", others: str = "") -> TokenIdError:
+    """Return the error on an id outside of the embedding; others: what is allowed besides ids."""
     rows = "" if vocab_size is None else f", the embedding has {vocab_size} rows"
-    return f"ids are 0 to {highest_id(vocab_size)}{rows}"
+    return TokenIdError(f"{what} {token_id} is impossible: ids are 0 to {highest_id(vocab_size)}{rows}{others}")
 
 
 def encode_ids(row: Mapping[str, Any], *, vocab_size: int | None, loss_on: str) -> Encoded:
@@ -75,11 +60,8 @@ def encode_ids(row: Mapping[str, Any], *, vocab_size: int | None, loss_on: str) 
     is_trained = labels != IGNORED_LABEL
     named = labels[is_trained]
     if named.size and (named.min() < 0 or named.max() > highest_id(vocab_size)):
-        raise TokenIdError(
-            int(named.min() if named.min() < 0 else named.max()),
-            "label",
-            f"{allowed_ids(vocab_size)} or {IGNORED_LABEL}",
-        )
+        wrong = int(named.min() if named.min() < 0 else named.max())
+        raise impossible_id(wrong, vocab_size=vocab_size, what="label", others=f" or {IGNORED_LABEL}")
     if len(labels) != len(ids):
         raise RowRejectedError(LABELS_DIFFER, f"{len(ids)} input_ids and {len(labels)} labels")
     if (named != ids[is_trained]).any():
@@ -115,7 +97,7 @@ def encode_rollout_ids(row: Mapping[str, Any], *, vocab_size: int | None) -> Enc
 def _read_ids(value: object, *, column: str, vocab_size: int | None) -> np.ndarray:
     ids = _to_array(value, column=column, vocab_size=vocab_size)
     if ids.size and (ids.min() < 0 or ids.max() > highest_id(vocab_size)):
-        raise TokenIdError(int(ids.min() if ids.min() < 0 else ids.max()), "token id", allowed_ids(vocab_size))
+        raise impossible_id(int(ids.min() if ids.min() < 0 else ids.max()), vocab_size=vocab_size)
     return ids
 
 
@@ -127,4 +109,4 @@ def _to_array(value: object, *, column: str, vocab_size: int | None) -> np.ndarr
     try:
         return np.asarray(value, dtype=np.int64)
     except OverflowError:
-        raise TokenIdError(max(value, key=abs), column, allowed_ids(vocab_size)) from None
+        raise impossible_id(max(value, key=abs), vocab_size=vocab_size, what=column) from None

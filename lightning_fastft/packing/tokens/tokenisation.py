@@ -37,12 +37,16 @@ ABSENT_FIELDS = "rows with nulls inside messages or tools, dropped because table
 
 
 class Setup(NamedTuple):
-    """The arguments of a worker's Formatter."""
+    """The arguments of a Formatter, which can be sent to a worker process."""
 
     tokenizer: PreTrainedTokenizerBase | None
     options: FormatOptions
     vocab_size: int | None
     images: ImageExpander | None = None
+
+    def make_formatter(self) -> Formatter:
+        """Return a new Formatter."""
+        return Formatter(self.tokenizer, options=self.options, vocab_size=self.vocab_size, images=self.images)
 
 
 class ChunkResult(NamedTuple):
@@ -104,8 +108,9 @@ def _take_rows(
     rows: dict[int, dict[str, Any]] = {}
     rejected: dict[int, RowRejectedError] = {}
     for place, (_, raw, _) in enumerate(read):
+        assert raw is not None
         try:
-            row = parse_row(raw or b"")
+            row = parse_row(raw)
             rows[place] = take_columns(
                 row, required=required, optional=optional, mapping=mapping, expected=chunk.expected
             )
@@ -172,7 +177,8 @@ def _collect(
 
 
 def _describe_reject(error: RowRejectedError, *, row: RawRow, chunk: Chunk) -> Reject:
-    return make_reject(error, file=chunk.source, line=row.line, raw=row.raw or b"")
+    assert row.raw is not None
+    return make_reject(error, file=chunk.source, line=row.line, raw=row.raw)
 
 
 def _num_packed(example: Encoded) -> int:

@@ -21,7 +21,6 @@ from typing import IO
 
 from lightning_fastft.core.errors import DataError
 from lightning_fastft.packing.tokens.chunks import Chunk
-from lightning_fastft.packing.tokens.formatter import Formatter
 from lightning_fastft.packing.tokens.tokenisation import ChunkResult, Setup, tokenize_chunk
 
 # Seconds of tokenising in this process, after which workers take the rest. They need about as long to start, because
@@ -63,7 +62,7 @@ def run_chunks(chunks: Iterator[Chunk], *, setup: Setup, num_proc: int) -> Gener
     Raises:
         DataError: A worker process died.
     """
-    formatter = Formatter(setup.tokenizer, options=setup.options, vocab_size=setup.vocab_size, images=setup.images)
+    formatter = setup.make_formatter()
     seconds = 0.0
     for chunk in chunks:
         if num_proc > 1 and seconds >= WORKERS_AFTER_S:
@@ -179,7 +178,7 @@ def serve_chunks() -> None:
     results: IO[bytes] = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     setup: Setup = pickle.load(requests)  # noqa: S301 - from the process that started this one
-    formatter = Formatter(setup.tokenizer, options=setup.options, vocab_size=setup.vocab_size, images=setup.images)
+    formatter = setup.make_formatter()
     while True:
         try:
             chunk: Chunk = pickle.load(requests)  # noqa: S301 - from the process that started this one

@@ -41,16 +41,7 @@ class SplitDataModule(LightningDataModule):
 
     Args:
         sources: Data of each split of ``SPLITS``; None where there is none.
-        options: Form of the rows.
-        tokenizer: Tokenizer or processor, its hub id or its folder; None takes that of the LightningModule.
-        val_share: As all that follow, see PackedDataModule.
-        share_prompts: "auto" or a bool.
-        seed: Seed of the held-out choice.
-        cache_dir: "auto", a folder or None.
-        num_proc: None for one per core.
-        max_reject_share: Largest share of rejected rows.
-        rejected_path: None for the folder of the run.
-        show_progress: Whether tokenising shows a progress bar.
+        options: Form of the rows; it and ``sources`` are made of options of PackedDataModule, which has all others.
     """
 
     def __init__(

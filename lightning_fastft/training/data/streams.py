@@ -26,15 +26,16 @@ from lightning_fastft.packing.reading.streams import RowStream
 from lightning_fastft.packing.rows.rejects import Reject
 from lightning_fastft.packing.step_plan import window_items
 from lightning_fastft.packing.stream import EMPTY_PACK_TOKENS, prefetch
+from lightning_fastft.packing.tokens.chunks import Chunk
 from lightning_fastft.packing.tokens.tokenisation import Setup
 from lightning_fastft.packing.windows import (
     PACKS_AHEAD,
     ReadState,
-    RowFormat,
     Window,
-    WindowReader,
-    find_row_format,
+    digest_rows,
     order_packs,
+    read_first_chunk,
+    read_windows,
 )
 from lightning_fastft.training.data.position import check_ranks_agree, compare_plans
 from lightning_fastft.training.data.rollouts import from_plain, to_plain
@@ -95,12 +96,13 @@ class TrainingStream:
         self._max_tokens = setup.options.max_tokens
         self._num_packs = -(-PACKS_AHEAD // options.accumulate) * options.accumulate
         self._has_state = stream.has_state
-        found = find_row_format(stream, setup=setup)
-        self._check_agreement(found)
+        first = read_first_chunk(stream, setup=setup)
+        self._check_agreement(first)
         world_size, rank = options.ranks
-        self._reader = WindowReader(
-            stream.split(rank=rank, world_size=world_size),
-            found=found,
+        self._read_windows = functools.partial(
+            read_windows,
+            stream=stream.split(rank=rank, world_size=world_size),
+            first=first._replace(rows=[]),
             setup=setup,
             num_proc=options.num_proc,
             num_packs=self._num_packs,
@@ -188,7 +190,7 @@ class TrainingStream:
     ) -> Iterator[tuple[np.ndarray, Window, np.ndarray]]:
         """Yield order, window and divisors of the windows of a pass, until it ends on all ranks."""
         accumulate, (world_size, _) = self.options.accumulate, self.options.ranks
-        windows = self._reader.read(begin)
+        windows = self._read_windows(begin)
         if self.options.num_workers:
             windows = prefetch(windows, num_ahead=1)
         nothing = Window(begin._replace(is_at_end=True, carried=()), [], [], [], "", True)
@@ -254,9 +256,9 @@ class TrainingStream:
             rank_zero_info(f"Rows of {self.name} are rejected, the first for: {rejects[0].reason}. They are in {path}")
         self._keeps_rejects = self._has_told_rejects = True
 
-    def _check_agreement(self, found: RowFormat) -> None:
+    def _check_agreement(self, first: Chunk) -> None:
         try:
-            check_ranks_agree({"first rows": found.digest})
+            check_ranks_agree({"first rows": digest_rows(first)})
         except DataError as error:
             raise DataError(
                 f"Ranks see different first rows of {self.name}. Give all of them the whole stream, not split by rank, "

@@ -21,7 +21,6 @@ from lightning_fastft.strategies.patching import patcher_of
 from lightning_fastft.training.model.base_identity import check_adapter_names, check_base, describe_base, digest_base
 from lightning_fastft.training.model.construction import (
     STAGES,
-    AdapterFolders,
     Stage,
     Transform,
     add_lora,
@@ -57,19 +56,7 @@ if TYPE_CHECKING:
 class CausalLMModule(LightningModule):
     """Hold a causal language model, which ``configure_model`` builds on the device of its rank.
 
-    Args:
-        model: As in ``Tuner``, and so are all other options.
-        tokenizer: As in ``Tuner``.
-        quantization: As in ``Tuner``.
-        lora: As in ``Tuner``.
-        init: As in ``Tuner``.
-        dtype: As in ``Tuner``.
-        adapter_dtype: As in ``Tuner``.
-        master_dtype: As in ``Tuner``.
-        revision: As in ``Tuner``.
-        accept_other_base: As in ``Tuner``.
-        adapter: As in ``Tuner``.
-        frozen_adapters: As in ``Tuner``.
+    Options are those of ``Tuner``.
 
     Raises:
         OptionError: A value is not allowed, or two options do not fit.
@@ -120,7 +107,9 @@ class CausalLMModule(LightningModule):
         self.adapter_dtype = DTYPES[adapter_dtype]
         check_initialisation(self.lora, quantization=quantization, adapter_dtype=self.adapter_dtype, source=self.source)
         self.master_dtype_name = master_dtype
-        self._folders = AdapterFolders(adapter, tuple(frozen_adapters or ()), accept_other_base)
+        # Folders of PEFT adapters that the run begins with.
+        self._adapter = adapter
+        self._frozen_adapters = tuple(frozen_adapters or ())
         # Not a hyperparameter: a checkpoint must not carry the permission.
         self.accept_other_base = check_bool("accept_other_base", accept_other_base)
 
@@ -295,7 +284,9 @@ class CausalLMModule(LightningModule):
                 seed=self._seed,
                 filler=filler,
                 source=self.source,
-                folders=self._folders,
+                adapter=self._adapter,
+                frozen_adapters=self._frozen_adapters,
+                accept_other_base=self.accept_other_base,
             )
             self._initial = read_initial(model) if changes_base(lora) else None
             if is_eva(lora):

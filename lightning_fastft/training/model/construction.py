@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch import Trainer
@@ -29,24 +29,6 @@ Transform = Callable[[Any], Any]
 Stage = Literal["before_adapters", "after_adapters"]
 
 STAGES = ("before_adapters", "after_adapters")
-
-
-class AdapterFolders(NamedTuple):
-    """Folders of PEFT adapters that a run begins with.
-
-    Args:
-        trained: The adapter that is trained on; None to begin a new one.
-        frozen: Adapters that stay active and frozen.
-        accept_other_base: Whether their base may have another name.
-    """
-
-    trained: str | None
-    frozen: tuple[str, ...]
-    accept_other_base: bool
-
-    def all(self) -> list[str]:
-        """Return every folder."""
-        return [*([] if self.trained is None else [self.trained]), *self.frozen]
 
 
 def find_mesh(strategy: Strategy | None) -> DeviceMesh | None:
@@ -138,9 +120,11 @@ def add_lora(
     seed: int,
     filler: Filler | None,
     source: ModelSource | None = None,
-    folders: AdapterFolders | None = None,
+    adapter: str | None = None,
+    frozen_adapters: Sequence[str] = (),
+    accept_other_base: bool = False,
 ) -> PeftModel:
-    """Return the PEFT model with adapters.
+    """Return the PEFT model with adapters: those of the folder ``adapter``, or new ones; and frozen ones beside them.
 
     PEFT's copies of whole modules (modules_to_save) stay in the dtype of the base, so they are no fp32 masters; a
     warning names them.
@@ -150,18 +134,18 @@ def add_lora(
     from lightning_fastft.hf.lora_init import initialise_loftq, is_loftq
 
     compute_dtype = model.dtype
-    for folder in () if folders is None else folders.all():
-        check_adapter_base(folder, base=model, accept_other=folders.accept_other_base)  # type: ignore[union-attr]
+    for folder in (*([] if adapter is None else [adapter]), *frozen_adapters):
+        check_adapter_base(folder, base=model, accept_other=accept_other_base)
     with_loftq = is_loftq(lora)
     if with_loftq:
         # Saved adapters must not ask PEFT for LoftQ, which would quantise the base that they are loaded onto.
         lora.init_lora_weights = True
     with nullcontext() if filler is None else filler.placeholders(model):
         adapted = add_adapters(model, lora=lora, adapter_dtype=adapter_dtype, seed=seed)
-        if folders is not None and folders.trained is not None:
-            load_adapter(adapted, folders.trained)
-        if folders is not None and folders.frozen:
-            add_frozen_adapters(adapted, folders.frozen)
+        if adapter is not None:
+            load_adapter(adapted, adapter)
+        if frozen_adapters:
+            add_frozen_adapters(adapted, frozen_adapters)
     if with_loftq:
         assert source is not None
         initialise_loftq(adapted, source)

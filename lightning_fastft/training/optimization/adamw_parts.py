@@ -14,19 +14,18 @@ from lightning_fastft.kernels.adamw_step.table import TableRow, local_values
 from lightning_fastft.training.optimization.adamw_shards import Groups
 from lightning_fastft.training.optimization.adamw_state import ABSMAXS, MASTER, MOMENTS
 from lightning_fastft.training.optimization.host_moments import Piece
-from lightning_fastft.training.optimization.skipped_steps import Cohort
 
 
 class Part(NamedTuple):
-    """The parameters of one group that have a gradient, are shared by the same ranks and have made the same steps; with
-    a cohort, num_done counts those that were skipped too. Pieces are of rows whose moments are on the host.
+    """The parameters of one group that have a gradient, are shared by the same ranks and have made the same steps.
+
+    num_done counts the steps, those that a guard skipped included. Pieces are of rows whose moments are on the host.
     """
 
     group: dict[str, Any]
     table: TensorTable
     num_done: int
     steps: list[torch.Tensor]
-    cohort: Cohort | None
     shard_groups: Groups
     pieces: list[Piece]
 
@@ -71,17 +70,8 @@ def read_options(part: Part, *, rounding_seed: int | None) -> StepOptions:
     )
 
 
-def find_table(tables: dict[int, TensorTable], rows: list[TableRow]) -> TensorTable:
-    """Return the table of the step before where it holds these very tensors, else a new one."""
-    table = tables.get(id(rows[0].owner))
-    kept = () if table is None else table.rows
-    if (
-        table is not None
-        and len(kept) == len(rows)
-        and all(one is other for pair in zip(kept, rows) for one, other in zip(*(row[:7] for row in pair)))
-        and all(one[7:] == other[7:] for one, other in zip(kept, rows))
-    ):
-        return table
+def make_table(rows: list[TableRow]) -> TensorTable:
+    """Return the table of some rows."""
     params, exp_avgs, exp_avg_sqs, copies, owners, *absmaxs, numbers, firsts, _ = zip(*rows)
     return TensorTable(
         params,

@@ -7,6 +7,7 @@ gradients stay on the device, so the norm of all gradients is known before the f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -25,13 +26,14 @@ PIECE_BYTES = 2**27
 NUM_SLOTS = 3
 
 
-class Piece:
+class Piece(NamedTuple):
     """Values of one parameter whose moments share a slot: their table, and each host tensor with its place in the
     slot.
     """
 
-    def __init__(self, table: TensorTable, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, slot: int) -> None:
-        self.table, self.pairs, self.slot = table, pairs, slot
+    table: TensorTable
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    slot: int
 
 
 class HostMoments:
@@ -169,7 +171,7 @@ class HostMoments:
                 starts=[start],
                 **lists,  # type: ignore[arg-type]
             )
-            pieces.append(Piece(table, pairs, slot=slot))
+            pieces.append(Piece(table, pairs, slot))
         return pieces
 
     def _slot_bytes(self) -> int:

@@ -11,7 +11,7 @@ from lightning_fastft.packing.reading.sources import open_sources
 from lightning_fastft.packing.rows import rejects
 from lightning_fastft.packing.rows.formats import FormatOptions
 from lightning_fastft.packing.rows.parsing import parse_row
-from lightning_fastft.packing.rows.rejects import RowRejectedError, UnreadableRow
+from lightning_fastft.packing.rows.rejects import RowRejectedError
 from lightning_fastft.packing.store.cache import tokenize_sources
 
 VALUES = [
@@ -129,7 +129,7 @@ def test_broken_json_list_names_file_and_line(tmp_path, content):
 def test_bad_records_of_a_csv_leave_their_neighbours(tmp_path):
     (source,) = open_sources(write(tmp_path / "a.csv", b'a,b\n1,2\n1,2,3\n"1"x,2\n\xff,2\n3,4\n'))
     raws = [row.raw for row in source.read(None)]
-    assert [raw.reason if isinstance(raw, UnreadableRow) else raw["a"] for raw in raws] == [
+    assert [raw.reason if isinstance(raw, RowRejectedError) else raw["a"] for raw in raws] == [
         "1",
         rejects.FIELD_COUNT,
         rejects.MALFORMED,

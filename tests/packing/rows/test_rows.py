@@ -52,7 +52,7 @@ def test_parse_row_takes_what_strict_json_is(line, value):
 
 def test_parse_row_takes_what_a_reader_found():
     assert (
-        reason_of(parsing.parse_row, rejects.UnreadableRow(rejects.FIELD_COUNT, "3 fields", b"a,b,c"))
+        reason_of(parsing.parse_row, rejects.RowRejectedError(rejects.FIELD_COUNT, "3 fields", b"a,b,c"))
         == rejects.FIELD_COUNT
     )
     assert reason_of(parsing.parse_row, {1: "a"}) == rejects.WRONG_TYPE

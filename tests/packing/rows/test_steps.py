@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from lightning_fastft.packing.describe import render_completions
 from lightning_fastft.packing.rows import rejects
 from lightning_fastft.packing.rows.formats import FormatOptions, detect_format
 from lightning_fastft.packing.rows.rejects import RowRejectedError
 from lightning_fastft.packing.rows.steps import join_steps
 from lightning_fastft.packing.store.cache import tokenize_sources
 from lightning_fastft.packing.store.dataset import TokenizedDataset
+from lightning_fastft.training.data.describe import render_completions
 from tests.packing.rows.test_completion_rows import ROLLOUTS, SCORED, STEPS, encode
 
 

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from lightning_fastft.core.errors import DataError, OptionError
-from lightning_fastft.packing.describe import render_example
 from lightning_fastft.packing.rows import rejects
 from lightning_fastft.packing.rows.formats import FormatOptions
 from lightning_fastft.packing.store import cache, ingest
 from lightning_fastft.packing.store.cache import TokenizedDataset, tokenize_sources
 from lightning_fastft.packing.store.dataset import digest_meta, write_beside
 from lightning_fastft.packing.tokens import workers
+from lightning_fastft.training.data.describe import render_example
 from tests.packing.bad_rows import BAD_ROWS, MAX_TOKENS, NUM_GOOD, POSITIONS, VOCAB_SIZE, good_row, write_corpus
 from tests.packing.conftest import MARKED, build_tokenizer
 from tests.packing.light_tokenizer import HeavyTokenizer, LightTokenizer, as_class
@@ -29,6 +29,8 @@ from tests.support.processes import children_of, is_there
 pytestmark = pytest.mark.covering
 
 SHARED = Path(__file__).parents[4] / "shared" / "data"
+ASKED = {"role": "user", "content": "two"}
+FOUR, FIVE = ({"role": "assistant", "content": word} for word in ("four", "five"))
 
 
 @pytest.fixture
@@ -336,6 +338,12 @@ def test_first_hundred_rows_rejected_for_one_reason_stop_the_run():
     assert len(tokenize_ids(values, max_reject_share=1.0)) == 401
 
 
+def test_an_empty_row_in_memory_has_the_reason_of_one_in_a_file(tmp_path):
+    values = [*ids_rows(3), {}]
+    for source in (values, write_lines(tmp_path / "rows.jsonl", values)):
+        assert tokenize_ids(source, max_reject_share=0.5).report.rejects == {rejects.MISSING_COLUMN: 1}
+
+
 def test_garbage_file_stops_the_run(tmp_path):
     (tmp_path / "rows.jsonl").write_text("garbage\n" * 200)
     with pytest.raises(DataError, match=r"all of the first 100 rows .*malformed JSON"):
@@ -498,6 +506,22 @@ def test_gsm8k_is_tokenised_whole_by_two_processes(tmp_path):
         ids, labels = document.input_ids, document.labels
         assert tokenizer.decode(ids) == values[index]["question"] + "\n" + values[index]["answer"] + "<|endoftext|>"
         assert tokenizer.decode(labels[labels != -100]) == values[index]["answer"] + "<|endoftext|>"
+
+
+@pytest.mark.parametrize(
+    ("row", "is_missed"),
+    [
+        ({"text": "two is four"}, True),
+        ({"prompt": "two", "chosen": "four", "rejected": "five"}, True),
+        ({"conversations": [{"from": "human", "value": "two"}, {"from": "gpt", "value": "four"}]}, False),
+        ({"chosen": [ASKED, FOUR], "rejected": [ASKED, FIVE]}, False),
+        ({"prompt": "two", "completions": ["is four"], "labels": [True]}, False),
+    ],
+)
+def test_a_note_tells_of_a_missing_end_of_sequence_token_where_one_belongs(row, is_missed):
+    tokenizer = build_tokenizer(chat_template=MARKED, eos_token=None)
+    dataset = tokenize_sources([row], tokenizer=tokenizer, options=FormatOptions(max_tokens=64))
+    assert any("end-of-sequence" in note for note in dataset.report.notes) == is_missed
 
 
 def test_absent_fields_that_a_table_filled_with_nulls_are_dropped(tmp_path):

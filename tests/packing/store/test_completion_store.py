@@ -73,7 +73,7 @@ def test_documents_are_whole_in_memory_in_files_and_pickled(tmp_path, has_log_pr
     datasets = [in_memory, on_disk, again, *(pickle.loads(pickle.dumps(one)) for one in (in_memory, on_disk))]
     for dataset in datasets:
         assert read(dataset) == expected(rows)
-        assert dataset.completions.has_log_probs == has_log_probs
+        assert ("log_probs" in dataset.completions.arrays) == has_log_probs
     assert len({dataset.content_digest for dataset in datasets}) == 1
     assert (on_disk.path / "log_probs.bin").exists() == has_log_probs
     assert isinstance(on_disk.completions.arrays["scores"], np.memmap)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_fastft.core.errors import DataError, ResumeError
-from lightning_fastft.packing.describe import describe_data
+from lightning_fastft.training.data.describe import describe_data
 from lightning_fastft.training.data.mixtures import mix_sources
 from tests.support.datamodule_worker import make_data, make_rows, rows_in, run, run_and_resume
 

@@ -1,5 +1,7 @@
 """The optimizer and the schedule of a FineTuner."""
 
+import gc
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -7,6 +9,7 @@ from lightning.pytorch.callbacks import Callback
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_fastft.core.errors import OptionError
+from lightning_fastft.kernels.adamw_step.op import TensorTable
 from lightning_fastft.strategies.registry import register_strategies
 from lightning_fastft.training.fine_tuner import FineTuner
 from lightning_fastft.training.optimizer import FusedAdamW
@@ -76,9 +79,9 @@ def test_default_optimizer_of_fp32_masters_is_adamw_in_one_pass(tmp_path, mode):
     optimizer = built_optimizer(tmp_path, mode=mode)
     assert type(optimizer) is FusedAdamW
     assert {(group["initial_lr"], group["weight_decay"]) for group in optimizer.param_groups} == {(2e-4, 0.0)}
-    # After the run nothing but the state is held.
-    assert not optimizer._tables
-    assert optimizer._pairs is None
+    # After the run the optimizer holds nothing but its state.
+    gc.collect()
+    assert not any(type(each) is TensorTable for each in gc.get_objects())
 
 
 @pytest.mark.parametrize(

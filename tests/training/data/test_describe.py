@@ -2,13 +2,13 @@ import numpy as np
 import pytest
 
 from lightning_fastft.core.errors import DataError
-from lightning_fastft.packing.describe import (
+from lightning_fastft.packing.document import Document
+from lightning_fastft.training.data.describe import (
     describe_data,
     render_completions,
     render_example,
     render_length_histogram,
 )
-from lightning_fastft.packing.document import Document
 from lightning_fastft.training.datamodule import PackedDataModule
 
 

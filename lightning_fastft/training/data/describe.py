@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from lightning_fastft.packing.store.report import IngestReport
 
 if TYPE_CHECKING:
     from lightning_fastft.packing.stream import DocumentSubset
+    from lightning_fastft.training.data.splits import SplitDataModule
 
 MARKS = ("⟦", "⟧")
 UNDERLINE = ("\x1b[4m", "\x1b[24m")
@@ -26,29 +27,8 @@ MAX_SHOWN_TOKENS = 512
 SCORE_NAMES = {"labelled": "label", "scored": "score", "rollouts": "reward"}
 
 
-class DescribableData(Protocol):
-    """The interface of a PackedDataModule after ``setup`` that ``describe_data`` reads."""
-
-    @property
-    def mixture(self) -> Sequence[object]:
-        """What each source of a mixture has of an epoch, as objects whose text is a line; empty without a mixture."""
-
-    @property
-    def tokenizer(self) -> Any:
-        """The tokenizer; None shows ids instead of text."""
-
-    def subset(self, split: str) -> DocumentSubset | None:
-        """Return the documents of "train", "val" or "test"."""
-
-    def packs(self, split: str) -> Packs | None:
-        """Return the packs of "train", "val" or "test"."""
-
-    def report(self, split: str) -> IngestReport | None:
-        """Return the ingest report of "train", "val" or "test"."""
-
-
 def describe_data(
-    datamodule: DescribableData, *, world_size: int = 1, accumulate: int = 1, is_terminal: bool = False
+    datamodule: SplitDataModule, *, world_size: int = 1, accumulate: int = 1, is_terminal: bool = False
 ) -> str:
     """Return rows per format, rejects, lengths, packs and fill of each split, and one example, as text.
 
