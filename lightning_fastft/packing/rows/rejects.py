@@ -29,6 +29,7 @@ TEMPLATE_REFUSED = "chat template refused the messages"
 TEMPLATE_UNCLEAR = "assistant tokens cannot be told apart"
 TEMPLATE_DROPS = "dropped by the chat template"
 LABELS_DIFFER = "labels are not the ids"
+PADDED = "padded tokens"
 ZERO_TOKENS = "zero tokens"
 ONE_TOKEN = "fewer than 2 tokens"  # noqa: S105 - no password
 ALL_MASKED = "all labels masked"
