@@ -77,6 +77,11 @@ class UnreadableRow(NamedTuple):
     first_bytes: bytes
 
 
+def name_reason(reason: str, detail: str) -> str:
+    """Return a reason with its detail, if it has one, in brackets."""
+    return f"{reason} ({detail})" if detail else reason
+
+
 Raw = bytes | Mapping[str, Any] | UnreadableRow
 
 
