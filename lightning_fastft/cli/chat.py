@@ -51,7 +51,8 @@ def run_chat(words: Sequence[str]) -> int:
         sys.stdout.write(f"{opened.base}: {kind}. {QUIT} ends it, Ctrl-C ends an answer.\n")
     history: list[dict[str, str]] = [{"role": "system", "content": question.system}] if question.system else []
     while line := _read_line(is_terminal):
-        text = line.rstrip("\n")
+        # A byte that is not UTF-8 is read as a surrogate, which no tokenizer takes.
+        text = line.rstrip("\n").encode(errors="surrogateescape").decode(errors="replace")
         if text.strip() == QUIT:
             break
         if not text.strip():

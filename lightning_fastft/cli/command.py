@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -56,6 +57,9 @@ def main(args: Sequence[str] | None = None) -> int:
     except FastFTError as error:
         sys.stderr.write(f"error: {type(error).__name__}: {error}\n")
         return 1
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return 128 + signal.SIGINT
     # transformers raises either for a missing or damaged model folder.
     except (OSError, ValueError) as error:
         answer = explain_missing_files(error)

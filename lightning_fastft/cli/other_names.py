@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+_TRAINED = "Answers alone are trained; with data.loss_on all every token is."
 # By the last part of an option: the option of ours with an example value where the name alone does not say it, or a
 # sentence where there is none.
 _OPTIONS: Mapping[str, str] = {
@@ -53,6 +54,14 @@ _OPTIONS: Mapping[str, str] = {
     "max_length": "data.max_tokens",
     "sequence_len": "data.max_tokens",
     "batch_size": "A pack is data.max_tokens long; a step has trainer.accumulate_grad_batches packs.",
+    "mask_prompt": _TRAINED,
+    "train_on_inputs": _TRAINED,
+    "train_on_prompt": _TRAINED,
+    "train_on_responses_only": _TRAINED,
+    "completion_only_loss": _TRAINED,
+    "assistant_only_loss": _TRAINED,
+    "shuffle": "Packs are shuffled in each epoch, by data.seed and the number of the epoch.",
+    "trust_remote_code": "Code of a model repository is never run; load such a model yourself and pass it in Python.",
     "packing": "Rows are always packed; data.max_tokens is the length of a pack.",
     "sample_packing": "Rows are always packed; data.max_tokens is the length of a pack.",
     "gradient_checkpointing": "Activations are planned from measured steps; the guide shows how to set them.",

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_fastft.core.errors import ResumeError
+from lightning_fastft.core.errors import OptionError, ResumeError
 from lightning_fastft.core.phases import begin_phase, log_phase
 from lightning_fastft.training.data.describe import count, describe_epoch
 from lightning_fastft.training.datamodule import PackedDataModule
@@ -26,10 +26,18 @@ if TYPE_CHECKING:
 FEWEST_STEPS = 10
 
 
+# Without data Lightning evaluates nothing, silently. The loader of a command, and the options that give it data.
+_NEEDED = {
+    TrainerFn.VALIDATING: ("val_dataloader", "--data.val_paths FILE or --data.val_share 0.05"),
+    TrainerFn.TESTING: ("test_dataloader", "--data.test_paths FILE"),
+}
+
+
 class RunLength(Callback):
     """Log the optimizer steps of an epoch, warn if there are very few, and reject a checkpoint past the end of the run.
 
     Raises:
+        OptionError: There is no data to evaluate.
         ResumeError: The checkpoint has trained more epochs than max_epochs.
     """
 
@@ -41,6 +49,10 @@ class RunLength(Callback):
         """Log the plan of the data module before the model is loaded."""
         self._has_trained = False
         data = getattr(trainer, "datamodule", None)
+        if isinstance(data, PackedDataModule) and trainer.state.fn in _NEEDED:
+            load, option = _NEEDED[trainer.state.fn]
+            if getattr(data, load)() == []:
+                raise OptionError(f"There is no data to evaluate: give {option}.")
         if stage != "fit" or not isinstance(data, PackedDataModule):
             return
         if data.is_streamed:

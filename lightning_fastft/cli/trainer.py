@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 
 from lightning_fastft.core.checks import check_float, check_int
 from lightning_fastft.core.errors import OptionError
@@ -31,7 +32,8 @@ class FastFTTrainer(Trainer):
 
     Raises:
         OptionError: The launcher started several processes, and the strategy is for one device; or num_nodes is "auto",
-            and NODE_RANK says that there are several nodes but not how many.
+            and NODE_RANK says that there are several nodes but not how many; or two ModelCheckpoints differ in no
+            more than their folder.
     """
 
     def __init__(
@@ -43,9 +45,10 @@ class FastFTTrainer(Trainer):
         **kwargs: Any,
     ) -> None:
         self._is_auto = log_every_n_steps == "auto"
+        callbacks = kwargs.get("callbacks") or []
+        callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+        _refuse_equal_savers(callbacks)
         if enable_progress_bar is False:
-            callbacks = kwargs.get("callbacks") or []
-            callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
             kwargs["callbacks"] = [callback for callback in callbacks if not isinstance(callback, ProgressBar)]
         super().__init__(
             *args,
@@ -79,6 +82,21 @@ class FastFTTrainer(Trainer):
     def log_every_n_steps(self, interval: int) -> None:
         # Lightning sets the given value, or its default.
         self._log_every_n_steps = interval
+
+
+def _refuse_equal_savers(callbacks: Iterable[Callback]) -> None:
+    """Raise for two ModelCheckpoints that Lightning cannot tell apart, as when one is added to that of a config."""
+    seen: dict[str, ModelCheckpoint] = {}
+    for callback in callbacks:
+        if not isinstance(callback, ModelCheckpoint):
+            continue
+        first = seen.setdefault(callback.state_key, callback)
+        if first is not callback:
+            raise OptionError(
+                f"The run has two ModelCheckpoint callbacks, with dirpath={first.dirpath} and "
+                f"dirpath={callback.dirpath}. The command line adds callbacks to those of the config: remove "
+                "--trainer.callbacks+=ModelCheckpoint and write its options into the config."
+            )
 
 
 def _count_nodes() -> int:

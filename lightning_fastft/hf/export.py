@@ -209,7 +209,8 @@ def export_adapters(
         expected = get_peft_model_state_dict(model, save_embedding_layers=False)
         found = load_file(part / ADAPTER_WEIGHTS)
         _compare_tensors(expected, found, out=out)
-        dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        # With duplicates: loading unties a head of which a copy is trained, and its weight then has a name of its own.
+        dtypes = {name: parameter.dtype for name, parameter in model.named_parameters(remove_duplicate=False)}
         again = PeftModel.from_pretrained(model.unload(), str(part))
         for name, parameter in again.named_parameters():
             # PEFT casts bf16 adapters to fp32, which computes differently from training.

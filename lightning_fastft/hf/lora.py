@@ -120,7 +120,7 @@ def parse_lora(lora: LoraConfig | Mapping[str, Any]) -> LoraConfig:
     if "r" in lora:
         check_int("lora.r", lora["r"], low=1, high=LARGEST_RANK)
     if "lora_alpha" in lora:
-        check_float("lora.lora_alpha", lora["lora_alpha"], low=0.0, high=LARGEST_ALPHA)
+        _check_alpha(lora["lora_alpha"])
     if "lora_dropout" in lora:
         check_share("lora.lora_dropout", lora["lora_dropout"])
     known = set(LoraConfig.__dataclass_fields__)
@@ -149,6 +149,12 @@ def parse_lora(lora: LoraConfig | Mapping[str, Any]) -> LoraConfig:
         raise OptionError(f"lora={dict(lora)!r} is rejected by PEFT: {error}") from error
 
 
+def _check_alpha(alpha: float) -> None:
+    """Raise if lora_alpha is not a positive number; 0 would scale every adapter to nothing, and none would train."""
+    if check_float("lora.lora_alpha", alpha, low=0.0, high=LARGEST_ALPHA) == 0:
+        raise OptionError("lora.lora_alpha must be above 0, got 0: adapters scaled by 0 change nothing.")
+
+
 def _check_fields(lora: LoraConfig) -> LoraConfig:
     """Return the configuration if its fields import no code, read no file and have bounded values; else raise."""
     if lora.megatron_config is not None or lora.megatron_core != "megatron.core" or lora.auto_mapping is not None:
@@ -157,7 +163,7 @@ def _check_fields(lora: LoraConfig) -> LoraConfig:
             "Remove the field; Megatron layers are not supported."
         )
     check_int("lora.r", lora.r, low=1, high=LARGEST_RANK)
-    check_float("lora.lora_alpha", lora.lora_alpha, low=0.0, high=LARGEST_ALPHA)
+    _check_alpha(lora.lora_alpha)
     for name, ranks in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
         if ranks is not None and not isinstance(ranks, Mapping):
             raise OptionError(f"lora.{name} must be a mapping of patterns, got {ranks!r}.")

@@ -19,8 +19,9 @@ from lightning_fastft.packing.pack_mask import PackMask
 class PackedBatch:
     """One packed micro-batch that any Hugging Face causal language model takes as ``model(**batch)``.
 
-    ``keys`` and ``__getitem__`` make ``**batch`` and ``batch["input_ids"]`` work. ``__iter__`` yields one tensor whose
-    first size is the number of labelled tokens, so that ``self.log`` weights epoch means by tokens. The keys are
+    ``keys`` and ``__getitem__`` make ``**batch`` and ``batch["input_ids"]`` work. To loop over the entries use
+    ``items``: ``__iter__`` yields one tensor whose first size is the number of labelled tokens, so that ``self.log``
+    weights epoch means by tokens. The keys are
     input_ids, position_ids, labels and attention_mask of shape (1, T), int64; use_cache (False); num_items_in_batch;
     context. The attention mask refuses a transformers model without packed attention (``PackMask``). If documents have
     images, also what these become for the model, and position_ids may have shape (axes, 1, T).
@@ -82,6 +83,13 @@ class PackedBatch:
         # One document alone has no other to see.
         is_pack = self.context.lengths[0] < self.context.whole.num_real_tokens
         return PackMask.of(item, self.context) if key == "attention_mask" and is_pack else item
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._items
+
+    def items(self) -> list[tuple[str, Any]]:
+        """Return the pairs of ``keys`` and their values."""
+        return [(key, self[key]) for key in self._items]
 
     def __len__(self) -> int:
         return len(self._items)

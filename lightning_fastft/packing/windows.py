@@ -19,7 +19,7 @@ from lightning_fastft.packing.packs import pack_best_fit_decreasing
 from lightning_fastft.packing.reading.sources import Source
 from lightning_fastft.packing.reading.streams import RowStream
 from lightning_fastft.packing.rows.formats import TUNERS, FormatOptions
-from lightning_fastft.packing.rows.rejects import Reject
+from lightning_fastft.packing.rows.rejects import Reject, name_reason
 from lightning_fastft.packing.step_plan import mix_bits
 from lightning_fastft.packing.store.ingest import check_share_of_rejects
 from lightning_fastft.packing.store.report import IngestReport
@@ -185,7 +185,7 @@ def _check_rejects(state: ReadState, rejects: list[Reject], *, max_share: float)
     """Stop where too many rows of the pass are rejected."""
     num_rows = state.num_rows if state.is_at_end else max(state.num_rows, ENOUGH_ROWS)
     report = IngestReport(num_rows=num_rows, rejects=dict(state.rejects))
-    first = f"row {rejects[0].line}: {rejects[0].reason} ({rejects[0].detail})" if rejects else ""
+    first = f"row {rejects[0].line}: {name_reason(rejects[0].reason, rejects[0].detail)}" if rejects else ""
     check_share_of_rejects(report, most=max_share, written=None, first=first)
 
 

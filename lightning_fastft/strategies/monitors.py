@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import math
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -42,14 +43,15 @@ def check_loggers(trainer: pl.Trainer) -> None:
 
 
 def check_monitors(trainer: pl.Trainer) -> None:
-    """Warn of monitors that are never logged, and refuse early stopping that would find no metric.
+    """Warn of monitors that are never logged, and refuse early stopping and checkpoints that would find no metric.
 
     Logged names are known only for modules with an attribute ``logged_names``, such as FineTuner. It is called when
     loaders and a restored position are known.
 
     Raises:
-        OptionError: EarlyStopping would find no validation metric at the end of the run, or its monitor is a misspelled
-            name of a metric, which would end the run after the first validation.
+        OptionError: EarlyStopping would find no validation metric at the end of the run, the monitor of EarlyStopping
+            or ModelCheckpoint is a misspelled name of a metric, or ModelCheckpoint would save nothing because there is
+            no validation.
     """
     known: frozenset[str] | None = getattr(trainer.lightning_module, "logged_names", None)
     # Callbacks of the user may log any name.
@@ -62,10 +64,24 @@ def check_monitors(trainer: pl.Trainer) -> None:
             module = type(trainer.lightning_module).__name__
             told = f"{type(owner).__name__} monitors {monitor!r}, which {module} does not log.{meant} It logs "
             told += f"{', '.join(sorted(known))}."
-            if near and isinstance(owner, EarlyStopping) and owner.strict and not has_others:
+            needs_it = owner.strict if isinstance(owner, EarlyStopping) else _saves_nothing_without(owner)
+            if near and needs_it and not has_others:
                 raise OptionError(told)
             rank_zero_warn(told)
     for callback in callbacks:
+        if (
+            _saves_nothing_without(callback)
+            and known is not None
+            and callback.monitor in known
+            and callback.monitor.startswith("val")
+            and not has_others
+            and not _validates(trainer)
+        ):
+            raise OptionError(
+                f"ModelCheckpoint(monitor={callback.monitor!r}) would save nothing, because the run has no validation "
+                "before its end. Give --data.val_share 0.05 or --data.val_paths FILE with a smaller "
+                "--trainer.val_check_interval, or set save_last=True, or remove monitor."
+            )
         if (
             isinstance(callback, EarlyStopping)
             and callback.monitor.startswith("val")
@@ -76,6 +92,23 @@ def check_monitors(trainer: pl.Trainer) -> None:
                 f"max_steps={trainer.max_steps} ends this run inside an epoch, before a validation. Validate earlier "
                 "with Trainer(val_check_interval=...), raise max_steps, or remove EarlyStopping."
             )
+
+
+def _saves_nothing_without(callback: object) -> TypeGuard[ModelCheckpoint]:
+    """Return whether a callback writes no checkpoint unless its monitor is logged."""
+    return isinstance(callback, ModelCheckpoint) and bool(callback.monitor) and not callback.save_last
+
+
+def _validates(trainer: pl.Trainer) -> bool:
+    """Return whether the run has validation data and reaches a validation before max_steps."""
+    # A data module without such data gives an empty list of loaders.
+    if not trainer.enable_validation or trainer.val_dataloaders == []:
+        return False
+    if trainer.max_steps < 0 or trainer.num_training_batches == math.inf:
+        return True
+    num_left = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
+    first = min(trainer.val_check_batch or math.inf, trainer.num_training_batches)
+    return batch_progress(trainer).current.ready + num_left >= first
 
 
 def _monitors(trainer: pl.Trainer) -> Iterator[tuple[object, str]]:

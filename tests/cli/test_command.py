@@ -193,6 +193,15 @@ def test_an_error_of_another_origin_keeps_its_traceback(monkeypatch):
         main(["fit"])
 
 
+def test_an_interrupt_before_the_training_leaves_no_traceback(monkeypatch, capsys):
+    def run(command, words):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command_module, "_run", run)
+    assert main(["fit"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
 def test_help_names_every_command_and_config(capsys, answer):
     assert main([]) == 0
     text = capsys.readouterr().out

@@ -8,7 +8,9 @@ import yaml
 
 from lightning_fastft.cli.command import main
 from lightning_fastft.cli.lightning_cli import FastFTCLI
+from lightning_fastft.cli.recipe.lengths import Lengths
 from lightning_fastft.cli.recipe.plans import choose_pack_tokens, count_steps
+from lightning_fastft.cli.recipe.text import describe_lengths
 from tests.support.sizes import sizes
 
 SHAPES = sizes(model_type="llama", vocab=32_000, width=1024, inner=4096, layers=4, heads=8, key_heads=2, positions=4096)
@@ -91,15 +93,23 @@ def test_a_file_is_replaced_only_if_asked_for(rows, answer):
     [
         (["--model", "nobody/nothing"], "config.json is enough"),
         (["--data", "pairs.jsonl"], "--config dpo_qwen3_8b --model.model " + WORDS[WORDS.index("--model") + 1]),
+        (["--data", "labelled.jsonl"], "--data.paths labelled.jsonl --model.loss kto"),
         (["--gpu", "3090"], "RTX 4090"),
     ],
 )
 def test_mistakes_say_what_to_do(words, part, rows, answer, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (rows / "pairs.jsonl").write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c" * 9}) + "\n")
+    (rows / "labelled.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b", "label": True}) + "\n")
     status, text = answer([*WORDS[:5], *words])
     assert status == 1
     assert part in text
+
+
+def test_tokens_that_a_cut_drops_are_counted():
+    lengths = Lengths(np.array([100, 4996]), 0, "")
+    told = describe_lengths(lengths, count_steps(lengths.length_N, max_tokens=4096))
+    assert "1 longer than a pack, cut: 17.7% of" in told
 
 
 def test_packs_and_steps_follow_the_lengths():

@@ -72,6 +72,7 @@ ANSWERED = [
     (["fit", *CONFIG, "--data", "me/mine"], 2, "Did you mean --data.paths me/mine?"),
     (["fit", *CONFIG, "--model", "Qwen/Qwen3-8B"], 2, "Did you mean --model.model Qwen/Qwen3-8B?"),
     (["fit", *CONFIG, "--learning_rate", "1"], 2, "did you mean model.learning_rate?"),
+    (["fit", *CONFIG, "--data.train_on_inputs", "true"], 2, "data.loss_on all"),
     (["fit", *CONFIG, "--trainer.num_train_epochs", "1"], 2, "did you mean trainer.max_epochs?"),
     (["fit", *CONFIG, "--model.warmup_ratio", "0.1"], 2, "did you mean model.warmup_share?"),
     (["fit", *CONFIG, "--data.batch_size", "4"], 2, "a step has trainer.accumulate_grad_batches packs"),

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 import lightning_fastft.cli.run_length as run_length
 from lightning_fastft import FineTuner
 from lightning_fastft.cli.run_length import RunLength
-from lightning_fastft.core.errors import ResumeError
+from lightning_fastft.core.errors import OptionError, ResumeError
 from tests.support.datamodule_worker import TinyModel, make_data
 
 QUIET = {
@@ -78,6 +78,16 @@ def test_few_optimizer_steps_are_warned_of_once_with_what_to_do(told, options, n
     ):
         assert words in told["warning"][0]
     assert "--trainer.accumulate_grad_batches 1" in told["warning"][0]
+
+
+@pytest.mark.parametrize(("command", "option"), [("validate", "--data.val_paths"), ("test", "--data.test_paths")])
+def test_an_evaluation_without_data_is_refused(command, option):
+    class Evaluated(TinyModel):
+        validation_step = test_step = TinyModel.training_step
+
+    trainer = Trainer(**QUIET, callbacks=[RunLength()])
+    with pytest.raises(OptionError, match=option):
+        getattr(trainer, command)(Evaluated(), make_data())
 
 
 def test_checkpoint_past_the_last_epoch_is_refused_with_what_to_do(told, tmp_path):

@@ -96,6 +96,15 @@ def test_an_answer_cannot_steer_the_terminal(here, say, monkeypatch):
     assert say("hello\n", CHECKPOINT) == "a\\x1b[2J\nb\n"
 
 
+def test_a_line_that_is_not_utf8_is_answered(here, monkeypatch):
+    asked = []
+    monkeypatch.setattr(FineTuner, "generate", lambda module, prompts, **options: asked.extend(prompts) or ["a"])
+    lines = io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8", errors="surrogateescape")
+    monkeypatch.setattr(sys, "stdin", lines)
+    assert main(["chat", CHECKPOINT, "--device", "cpu"]) == 0
+    assert asked == [[{"role": "user", "content": "caf\ufffd"}]]
+
+
 def test_without_a_chat_template_a_line_is_continued(here, say, answer, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained("base")
     tokenizer.chat_template = None

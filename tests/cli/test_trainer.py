@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from lightning.pytorch.callbacks import ProgressBar, Timer
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, Timer
 
 from lightning_fastft import FastFTProgressBar, FineTuner
 from lightning_fastft.cli.trainer import FastFTTrainer
@@ -161,3 +161,11 @@ def test_ranks_that_would_train_alone_are_refused(monkeypatch, launcher, message
         monkeypatch.setenv(name, value)
     with pytest.raises(OptionError, match=message):
         FastFTTrainer(**QUIET, strategy="fastft", devices=1)
+
+
+def test_two_checkpoint_callbacks_of_equal_settings_are_refused_with_both_folders(tmp_path):
+    first, second = ModelCheckpoint(tmp_path / "a", save_last=True), ModelCheckpoint(tmp_path / "b")
+    with pytest.raises(OptionError, match=r"(?s)/a and .*/b.*write its options into the config"):
+        FastFTTrainer(accelerator="cpu", callbacks=[first, second])
+    other = ModelCheckpoint(tmp_path / "b", monitor="val_loss")
+    assert {first, other} <= set(FastFTTrainer(accelerator="cpu", callbacks=[first, other]).callbacks)

@@ -63,6 +63,9 @@ def test_lora_that_fits_nothing_or_is_misspelt_is_refused():
     assert max(map(len, str(refusal.value).splitlines())) <= 150
     with pytest.raises(OptionError, match="rejected by PEFT"):
         parse_lora({"r": 4, "layers_pattern": "layers"})
+    for lora in ({"lora_alpha": 0}, LoraConfig(lora_alpha=0)):
+        with pytest.raises(OptionError, match="lora_alpha must be above 0"):
+            parse_lora(lora)
 
 
 def test_described_lora_is_plain_and_gives_the_same_configuration():

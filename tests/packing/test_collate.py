@@ -59,6 +59,10 @@ def test_divisor_defaults_to_the_labelled_tokens():
 def test_batch_unpacks_into_model_arguments():
     batch = collate(make_documents([4, 4]))
     assert set(dict(**batch)) == set(batch.keys())
+    assert "input_ids" in batch
+    assert "token_type_ids" not in batch
+    assert [key for key, _ in batch.items()] == list(batch.keys())
+    assert all(value is batch[key] for key, value in batch.items() if key != "attention_mask")
     assert batch["use_cache"] is False
     assert batch["attention_mask"].tolist() == [[1] * 8]
     assert batch["labels"].data_ptr() == batch.context.label_T.data_ptr()

@@ -63,7 +63,7 @@ def test_early_stopping_that_works_is_left_alone(tmp_path, options):
 
 @pytest.mark.parametrize(
     "make",
-    [EarlyStopping, lambda monitor, **options: ModelCheckpoint(monitor=monitor)],
+    [EarlyStopping, lambda monitor, **options: ModelCheckpoint(monitor=monitor, save_last=True)],
     ids=["EarlyStopping", "ModelCheckpoint"],
 )
 @pytest.mark.parametrize(("monitor", "is_named"), [("val_los", True), ("val_loss", False), ("train_loss", False)])
@@ -93,6 +93,25 @@ def test_strict_early_stopping_on_a_misspelled_name_is_refused_before_the_first_
     # Code of the user may log the name.
     with pytest.warns(UserWarning, match="monitors 'val_los'"):
         assert fit(tmp_path, tuner(), EarlyStopping("val_los"), LogsMore()).global_step == 6
+
+
+@pytest.mark.parametrize(
+    ("monitor", "options", "match"),
+    [
+        ("val_los", {}, "'val_loss'"),
+        ("val_loss", {"limit_val_batches": 0}, "save nothing"),
+        ("val_loss", {"max_steps": 4}, "val_check_interval"),
+    ],
+    ids=["misspelled", "no validation", "ends before a validation"],
+)
+def test_a_checkpoint_that_would_never_be_saved_is_refused_before_the_first_step(tmp_path, monitor, options, match):
+    module = tuner()
+    with pytest.raises(OptionError, match=match):
+        fit(tmp_path, module, ModelCheckpoint(tmp_path, monitor=monitor), **options)
+    assert module.trainer.global_step == 0
+    saver = ModelCheckpoint(tmp_path, monitor="val_loss")
+    fit(tmp_path, tuner(), saver, max_steps=4, val_check_interval=4)
+    assert saver.best_model_path
 
 
 def test_a_logger_of_wandb_without_a_login_is_refused_before_the_model_is_built(tmp_path, monkeypatch):

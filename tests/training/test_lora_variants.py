@@ -395,8 +395,11 @@ def test_names_of_other_depths_and_patterns_are_left_to_peft(name):
     FineTuner(UNTIED, init="random", lora={"r": 2, "rank_pattern": {name: 4}}).configure_model()
 
 
-def test_tied_embeddings_that_were_trained_apart_are_merged_apart(bases, tmp_path):
-    module, _, _ = train(bases["tied"], tmp_path, lora={**LORA, "modules_to_save": ["embed_tokens"]}, max_steps=1)
+@pytest.mark.parametrize("copied", ["embed_tokens", "lm_head"])
+def test_tied_embeddings_that_were_trained_apart_are_exported_apart(bases, tmp_path, copied):
+    module, _, _ = train(bases["tied"], tmp_path, lora={**LORA, "modules_to_save": [copied]}, max_steps=1)
     trained = logits(module.model)
+    assert main(["export", str(tmp_path / "epoch=0.ckpt"), str(tmp_path / "adapters")]) == 0
+    assert_close(logits(PeftModel.from_pretrained(open_base(bases["tied"]), str(tmp_path / "adapters"))), trained)
     assert main(["export", str(tmp_path / "epoch=0.ckpt"), str(tmp_path / "out"), "--merge"]) == 0
     assert_close(logits(open_base(str(tmp_path / "out"))), trained)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 ASSUMED_CHARACTERS = 4
 # Shipped configs for rows with completions.
 _CONFIGS = {"preference": "dpo_qwen3_8b", "labelled": "dpo_qwen3_8b", "scored": "reward_qwen3_8b"}
+# Options that a format needs in addition.
+_EXTRA = {"labelled": " --model.loss kto", "scored": " --model.loss scalar"}
 _LONGEST = 2**31 - 1
 
 
@@ -65,7 +67,7 @@ def measure_lengths(data: str, *, source: ModelSource, columns: Mapping[str, str
         raise DataError(
             f"{data} has rows of format {foreign[0]}, for {TUNERS[foreign[0]]}, and fastft init writes configs of a "
             f"FineTuner. Start from a shipped config: fastft fit --config {config} --model.model {source.name} "
-            f"--data.paths {data}"
+            f"--data.paths {data}{_EXTRA.get(foreign[0], '')}"
         )
     if not dataset.report.num_labelled:
         raise DataError(f"{data} has no token to train on.")

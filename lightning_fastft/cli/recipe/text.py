@@ -66,7 +66,8 @@ def describe_lengths(lengths: Lengths, steps: Steps) -> str:
     middle, high = np.percentile(length_N, [50, 99])
     counted = f"assumed: {lengths.assumption}" if lengths.assumption else "with the model's tokenizer"
     rejected = f"; {lengths.num_rejected:,} rows are rejected" if lengths.num_rejected else ""
-    cut = f"; {steps.num_cut:,} are cut to a pack" if steps.num_cut else ""
+    dropped = float(np.maximum(length_N - steps.max_tokens, 0).sum() / length_N.sum())
+    cut = f"; {steps.num_cut:,} longer than a pack, cut: {dropped:.1%} of the tokens dropped" if steps.num_cut else ""
     return (
         f"{len(length_N):,} examples, {int(length_N.sum()):,} tokens ({counted}): median {middle:.0f}, 99th percentile "
         f"{high:.0f}, longest {int(length_N.max()):,}{rejected}{cut}"

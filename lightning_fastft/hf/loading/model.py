@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -15,7 +14,7 @@ from lightning_fastft.hf.dtypes import default_dtype
 from lightning_fastft.hf.loading.finite_weights import check_files_finite, check_finite
 from lightning_fastft.hf.loading.initialisation import initialise
 from lightning_fastft.hf.loading.safe_files import check_headers
-from lightning_fastft.hf.loading.source import ModelSource, auto_class, weight_files
+from lightning_fastft.hf.loading.source import ModelSource, auto_class, refuse_adapters, weight_files
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -84,12 +83,7 @@ def _refuse_adapters(source: ModelSource) -> None:
     from transformers.utils import find_adapter_config_file
 
     assert isinstance(source.model, str)
-    folder = Path(source.model)
-    if folder.is_dir() and (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
-        raise OptionError(
-            f"{source.model} holds PEFT adapters, not a model. Give the base model, and the adapters through a "
-            "checkpoint."
-        )
+    refuse_adapters(source.model)
     # transformers would attach the adapters, and read the base model from the place that their file names.
     if find_adapter_config_file(source.model, revision=source.revision or "main") is not None:
         raise OptionError(

@@ -80,6 +80,7 @@ class ModelSource:
         if isinstance(self.model, str):
             if self.init == "pretrained":
                 refuse_litgpt(self.model)
+                refuse_adapters(self.model)
             try:
                 check_config(
                     PretrainedConfig.get_config_dict(self.model, revision=self.revision or "main")[0], name=self.model
@@ -202,6 +203,16 @@ def refuse_litgpt(model: str) -> None:
         name = model.rstrip("/")
         raise OptionError(
             f"{model!r} is a LitGPT checkpoint. Convert it and give the new folder: fastft convert {name} {name}-hf"
+        )
+
+
+def refuse_adapters(model: str) -> None:
+    """Raise an OptionError with the option to use if the model is a folder of PEFT adapters alone."""
+    folder = Path(model)
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise OptionError(
+            f"{model} holds PEFT adapters, not a model. Give their base as the model, and this folder to "
+            "FineTuner(adapter=...) if they are to be trained on."
         )
 
 

@@ -295,7 +295,7 @@ def load_hub(given: str, *, is_streaming: bool = False) -> Any:
         return datasets.load_dataset(name, config or None, split=split or "train", streaming=is_streaming)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise DataError(
-            f"{given} is neither a file or folder (searched from {Path.cwd()}) nor an available hub data set: {error}"
+            f"{given} is no file or folder (searched from {Path.cwd()}) and no available hub data set: {error}"
         ) from error
 
 

@@ -93,6 +93,8 @@ def check_beginning(path: Path, beginning: bytes, *, is_json: bool) -> None:
     if found is not None:
         raise DataError(f"{path} has the suffix of a text file but is {found}. Rename it, or decompress it.")
     lines = [line.strip() for line in beginning.removeprefix(BOM).split(b"\n") if line.strip()]
+    if is_json and file_kind(path) != ".json" and lines and lines[0].startswith(b"["):
+        raise DataError(f"{path} holds an array, not one row per line. Rename it: a .json file may hold an array.")
     # A truncated row is followed by other rows; an object that spans lines is followed by its keys.
     if (
         is_json

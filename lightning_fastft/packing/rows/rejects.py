@@ -29,6 +29,7 @@ TEMPLATE_REFUSED = "chat template refused the messages"
 TEMPLATE_UNCLEAR = "assistant tokens cannot be told apart"
 TEMPLATE_DROPS = "dropped by the chat template"
 LABELS_DIFFER = "labels are not the ids"
+PADDED = "padded tokens"
 ZERO_TOKENS = "zero tokens"
 ONE_TOKEN = "fewer than 2 tokens"  # noqa: S105 - no password
 ALL_MASKED = "all labels masked"
@@ -70,6 +71,11 @@ class RowRejectedError(DataError):
     def __reduce__(self) -> tuple[type[RowRejectedError], tuple[str, str, bytes]]:
         # Pickled by worker processes; the default would rebuild it from the joined message.
         return type(self), (self.reason, self.detail, self.first_bytes)
+
+
+def name_reason(reason: str, detail: str) -> str:
+    """Return a reason with its detail, if it has one, in brackets."""
+    return f"{reason} ({detail})" if detail else reason
 
 
 Raw = bytes | Mapping[str, Any] | RowRejectedError

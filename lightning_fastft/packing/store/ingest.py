@@ -18,7 +18,7 @@ from lightning_fastft.core.phases import phase
 from lightning_fastft.packing.images import ImageStore, find_image_offsets, write_images
 from lightning_fastft.packing.reading.sources import REJECTED, Source
 from lightning_fastft.packing.rows.formats import TUNERS
-from lightning_fastft.packing.rows.rejects import EXTRA_COLUMN, Reject
+from lightning_fastft.packing.rows.rejects import EXTRA_COLUMN, Reject, name_reason
 from lightning_fastft.packing.store.completion_store import CompletionStore, Segments, pack_completions
 from lightning_fastft.packing.store.dataset import (
     DTYPES,
@@ -150,7 +150,7 @@ class Ingest:
         self.rejects.extend(result.rejects)
         if result.rejects and not self._first_reject:
             first = result.rejects[0]
-            self._first_reject = f"{result.place(first.line)}: {first.reason} ({first.detail})"
+            self._first_reject = f"{result.place(first.line)}: {name_reason(first.reason, first.detail)}"
         report.num_rows += result.num_seen
         _add(report.rows_per_source, result.source, result.num_seen)
         _add(report.rows_per_format, result.format or "none", result.num_seen)

@@ -11,7 +11,7 @@ from lightning_fastft.core.errors import DataError
 from lightning_fastft.packing.document import IGNORED_LABEL
 from lightning_fastft.packing.images import ImageFile
 from lightning_fastft.packing.rows.completion_rows import join_ids, read_rollout_ids
-from lightning_fastft.packing.rows.rejects import LABELS_DIFFER, WRONG_TYPE, RowRejectedError
+from lightning_fastft.packing.rows.rejects import LABELS_DIFFER, LENGTHS_DIFFER, PADDED, WRONG_TYPE, RowRejectedError
 from lightning_fastft.packing.store.completion_store import Segments
 
 MAX_TOKEN_ID = 2**31 - 1
@@ -51,9 +51,10 @@ def encode_ids(row: Mapping[str, Any], *, vocab_size: int | None, loss_on: str) 
 
     Raises:
         TokenIdError: An id or a label is outside of the embedding.
-        RowRejectedError: A column is no list of integers, or labels are not the ids.
+        RowRejectedError: A column is no list of integers, labels are not the ids, or an attention_mask hides tokens.
     """
     ids = _read_ids(row["input_ids"], column="input_ids", vocab_size=vocab_size)
+    _refuse_padding(row.get("attention_mask"), num_ids=len(ids), vocab_size=vocab_size)
     if row.get("labels") is None:
         return Encoded(ids, np.ones(len(ids), dtype=bool))
     labels = _to_array(row["labels"], column="labels", vocab_size=vocab_size)
@@ -72,6 +73,20 @@ def encode_ids(row: Mapping[str, Any], *, vocab_size: int | None, loss_on: str) 
             "ids or -100",
         )
     return Encoded(ids, is_trained if loss_on == "completion" else np.ones(len(ids), dtype=bool))
+
+
+def _refuse_padding(mask: object, *, num_ids: int, vocab_size: int | None) -> None:
+    """Raise for an attention_mask that hides tokens: they would be trained as text."""
+    if mask is None:
+        return
+    seen = _to_array(mask, column="attention_mask", vocab_size=vocab_size)
+    if len(seen) != num_ids:
+        raise RowRejectedError(LENGTHS_DIFFER, f"{num_ids} input_ids and an attention_mask of {len(seen)}")
+    num_hidden = int((seen == 0).sum())
+    if num_hidden:
+        raise RowRejectedError(
+            PADDED, f"attention_mask hides {num_hidden} of {num_ids} tokens; store the row without padding"
+        )
 
 
 def encode_rollout_ids(row: Mapping[str, Any], *, vocab_size: int | None) -> Encoded:

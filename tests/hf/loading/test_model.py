@@ -194,6 +194,9 @@ def test_adapter_folder_is_refused_with_the_reason(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(OptionError, match="PEFT adapters"):
         build_model(ModelSource(str(tmp_path)), device=CPU, dtype=torch.float32)
+    # Commands read the configuration first.
+    with pytest.raises(OptionError, match="PEFT adapters"):
+        _ = ModelSource(str(tmp_path)).config
 
 
 def test_missing_bitsandbytes_names_the_extra(monkeypatch):

@@ -251,6 +251,19 @@ def test_every_row_of_an_array_on_one_line_is_trained(tmp_path, plain_tokenizer)
     assert [json.loads(line)["line"] for line in (tmp_path / "r").read_text().splitlines()] == [51]
 
 
+@pytest.mark.parametrize("indent", [None, 1])
+def test_an_array_in_a_file_of_lines_is_refused_with_the_suffix_to_give(tmp_path, indent):
+    path = write(tmp_path / "a.jsonl", json.dumps([{"text": "one"}, {"text": "two"}], indent=indent))
+    with pytest.raises(DataError, match=r"Rename it: a \.json file"):
+        open_sources(path)
+
+
+def test_a_reason_without_detail_has_no_empty_brackets(tmp_path, plain_tokenizer):
+    path = write(tmp_path / "a.jsonl", json.dumps({"prompt": "one", "chosen": "two", "rejected": "two"}))
+    with pytest.raises(DataError, match=r"identical\. Repair"):
+        tokenize_sources(path, tokenizer=plain_tokenizer, options=FormatOptions(max_tokens=64))
+
+
 @pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
 def test_compressed_text_is_read_and_damage_in_it_is_named(tmp_path, suffix):
     import bz2

@@ -153,6 +153,7 @@ def test_ids_are_taken_as_they_are():
     assert example.input_ids.tolist() == [3, 4, 5]
     assert example.is_trained.tolist() == [False, True, False]
     assert encode(None, {"input_ids": [3, 4]}, format="input_ids").is_trained.all()
+    assert encode(None, {"input_ids": [3, 4], "attention_mask": [1, 1]}, format="input_ids").is_trained.all()
     assert encode(None, row, format="input_ids", loss_on="all").is_trained.all()
     assert encode(None, {"input_ids": np.array([3, 4], dtype=np.int32)}, format="input_ids").input_ids.dtype == np.int64
 
@@ -165,6 +166,8 @@ def test_ids_are_taken_as_they_are():
         ({"input_ids": [3, True]}, rejects.WRONG_TYPE),
         ({"input_ids": [3, 4], "labels": [3]}, rejects.LABELS_DIFFER),
         ({"input_ids": [3, 4, 5], "labels": [4, 5, -100]}, rejects.LABELS_DIFFER),
+        ({"input_ids": [3, 4, 0], "attention_mask": [1, 1, 0]}, rejects.PADDED),
+        ({"input_ids": [3, 4, 0], "attention_mask": [1, 1]}, rejects.LENGTHS_DIFFER),
     ],
 )
 def test_wrong_ids_are_rejected(row, reason):
