@@ -19,7 +19,7 @@ from lightning_fastft.cli.collection import paused_collection
 from lightning_fastft.cli.command_record import CommandRecord
 from lightning_fastft.cli.imports import check_named_functions, import_policy
 from lightning_fastft.cli.outputs import SaveConfig, check_outputs
-from lightning_fastft.cli.run_length import RunLength
+from lightning_fastft.cli.run_length import RunLength, check_has_end
 from lightning_fastft.cli.trainer import FastFTTrainer
 from lightning_fastft.cli.words import (
     DEFAULT_CLASSES,
@@ -178,6 +178,10 @@ class FastFTCLI(LightningCLI):
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, (ModelSwaps, PackedTraining)):
                 check_given_once(callback, self.trainer)
+
+    def before_fit(self) -> None:
+        """Refuse a run without an end, after everything that is wrong in the config."""
+        check_has_end(self.config.fit.trainer)
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         """Load checkpoints as tensors and plain types only, whatever the environment sets."""

@@ -6,6 +6,7 @@ import math
 import os
 import shlex
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback
@@ -31,6 +32,23 @@ _NEEDED = {
     TrainerFn.VALIDATING: ("val_dataloader", "--data.val_paths FILE or --data.val_share 0.05"),
     TrainerFn.TESTING: ("test_dataloader", "--data.test_paths FILE"),
 }
+
+
+def check_has_end(options: Mapping[str, Any]) -> None:
+    """Refuse a run without an end, which Lightning would train for 1,000 epochs.
+
+    Args:
+        options: Those of the trainer.
+
+    Raises:
+        OptionError: max_epochs, max_steps and max_time are not set.
+    """
+    is_endless = options.get("max_steps", -1) in (None, -1)
+    if is_endless and not any(options.get(name) for name in ("max_epochs", "max_time", "fast_dev_run")):
+        raise OptionError(
+            "The run has no end: give --trainer.max_epochs 1, or --trainer.max_steps, or --trainer.max_time "
+            "(max_epochs -1 trains until you stop it)."
+        )
 
 
 class RunLength(Callback):

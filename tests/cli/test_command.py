@@ -150,6 +150,14 @@ def test_refused_value_answers_with_the_reason(folder, answer):
     assert "Traceback" not in text
 
 
+def test_fit_without_a_length_is_refused_before_the_model_is_read(folder, answer):
+    (folder / "train.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 4)
+    words = ["--model.model", "empty", "--data.paths", "train.jsonl", "--trainer.accelerator", "cpu"]
+    status, text = answer(["fit", *words, "--trainer.logger", "false"])
+    assert status == 1
+    assert "--trainer.max_epochs 1" in text
+
+
 @pytest.mark.parametrize("command", ["fit", "data"])
 def test_a_model_that_is_not_there_answers_with_what_to_do(command, folder, answer):
     (folder / "empty").mkdir()
@@ -164,7 +172,7 @@ def test_a_model_that_is_not_there_answers_with_what_to_do(command, folder, answ
         "--trainer.accelerator",
         "cpu",
     ]
-    status, text = answer([command, *words, "--trainer.logger", "false"])
+    status, text = answer([command, *words, "--trainer.max_steps", "1", "--trainer.logger", "false"])
     assert status == 1
     assert "Traceback" not in text
     lines = [line for line in text.splitlines() if line.startswith(("error", "hint"))]

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_fastft.cli.run_length as run_length
 from lightning_fastft import FineTuner
-from lightning_fastft.cli.run_length import RunLength
+from lightning_fastft.cli.run_length import RunLength, check_has_end
 from lightning_fastft.core.errors import OptionError, ResumeError
 from tests.support.datamodule_worker import TinyModel, make_data
 
@@ -192,3 +192,19 @@ def test_command_line_tells_steps_and_answers_checkpoints(folder, demo_files, an
     assert "Traceback" not in text
     assert answer(["fit", *resumed, "--trainer.max_epochs", "3"])[0] == 0
     assert "Nothing was left to train: out/last.ckpt" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"max_epochs": None, "max_steps": -1, "max_time": None, "fast_dev_run": False}]
+)
+def test_a_run_without_an_end_is_refused(options):
+    with pytest.raises(OptionError, match="no end"):
+        check_has_end(options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"max_epochs": 1}, {"max_epochs": -1}, {"max_steps": 5}, {"max_time": "00:01:00:00"}, {"fast_dev_run": 2}],
+)
+def test_a_run_with_one_of_the_ends_is_not_refused(options):
+    check_has_end({"max_epochs": None, "max_steps": -1, "max_time": None, "fast_dev_run": False, **options})
