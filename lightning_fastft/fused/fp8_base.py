@@ -622,6 +622,14 @@ def _shard_obstacle(bases: Sequence[Any]) -> str:
     weights = [base.weight for base in bases]
     if not all(isinstance(weight, DTensor) and isinstance(base, nn.Linear) for base, weight in zip(bases, weights)):
         return "weights are whole on every device (FSDP2)"
+    if any(weight.placements[-1] != Shard(0) or weight.device_mesh.ndim > 2 for weight in weights):
+        return "weights are not sharded by rows alone"
+    return gather_obstacle(bases)
+
+
+def gather_obstacle(bases: Sequence[Any]) -> str:
+    """Return why the weights of these layers are not gathered in e4m3 where FSDP2 shards them; empty if they are."""
+    weights = [base.weight for base in bases]
     if any(weight.requires_grad for weight in weights):
         return "trained weights are sharded (FSDP2)"
     if any(
@@ -629,8 +637,6 @@ def _shard_obstacle(bases: Sequence[Any]) -> str:
         for base, weight in zip(bases, weights)
     ):
         return "packed weights are sharded (FSDP2)"
-    if any(weight.placements[-1] != Shard(0) or weight.device_mesh.ndim > 2 for weight in weights):
-        return "weights are not sharded by rows alone"
     return _size_obstacle([weight.shape for weight in weights])
 
 
