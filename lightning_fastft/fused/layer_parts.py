@@ -163,8 +163,13 @@ def find_parts(layer: Any, *, dtype: torch.dtype) -> Parts | None:
     return found
 
 
-def read_parts(layer: Any, *, dtype: torch.dtype, awaits_copies: bool = False) -> Parts | str:
-    """Return the products of a layer for rows of this dtype, or the reason why it cannot be fused."""
+def read_parts(
+    layer: Any, *, dtype: torch.dtype, awaits_copies: bool = False, awaits_gather: bool = False
+) -> Parts | str:
+    """Return the products of a layer for rows of this dtype, or the reason why it cannot be fused.
+
+    awaits_copies and awaits_gather are those of ``read_part``.
+    """
     fusion: Fusion | None = vars(layer).get(FUSION_ATTRIBUTE)
     form = form_of(layer)
     dense = fusion.dense if fusion is not None else DenseWeights()
@@ -182,7 +187,11 @@ def read_parts(layer: Any, *, dtype: torch.dtype, awaits_copies: bool = False) -
     for place, (module, names) in enumerate(products):
         linears: Any = [module._modules[name] for name in names]
         fused_linear = fuse_linears(
-            [read_part(linear, dtype=dtype, awaits_copies=awaits_copies) for linear in linears], dense
+            [
+                read_part(linear, dtype=dtype, awaits_copies=awaits_copies, awaits_gather=awaits_gather)
+                for linear in linears
+            ],
+            dense,
         )
         if isinstance(fused_linear, str):
             return fused_linear
