@@ -5,7 +5,7 @@ Axes: T rows, I input columns, O output columns, R adapter ranks.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from peft.tuners.lora.layer import LoraLayer
@@ -95,7 +95,7 @@ def read_part(
     return LinearPart(linear, linear.weight, linear.bias, *adapter, num_outputs, is_packed)
 
 
-def _is_dense(weight: object, *, awaits_gather: bool) -> bool:
+def _is_dense(weight: object, *, awaits_gather: bool) -> TypeGuard[torch.Tensor]:
     return type(weight) is nn.Parameter or (awaits_gather and isinstance(weight, DTensor))
 
 
@@ -111,7 +111,7 @@ def _base_obstacle(base: nn.Module, *, dtype: torch.dtype, awaits_gather: bool) 
         and (type(base).forward is nn.Linear.forward or is_linear_point(base))
         and _is_dense(weight, awaits_gather=awaits_gather)
     ):
-        # Frozen weights that FSDP2 gathers in e4m3 are served by fused/fp8_base.py, or refused there.
+        # Frozen weights that FSDP2 gathers in e4m3 are served by fused/fp8_weights.py, or refused there.
         return "" if weight.dtype in (dtype, FP8) else f"{name} holds {weight.dtype} for rows in {dtype}"
     if type(weight).__name__ != "Params4bit":
         return f"{name} is not a plain linear layer"
