@@ -151,6 +151,7 @@ def _costs(
     document_tokens: int,
     is_full: bool,
     is_fused: bool,
+    is_fp8: bool,
     has_8bit_moments: bool,
 ) -> tuple[ModelSize, StepCost]:
     workload = WORKLOADS[name]
@@ -163,9 +164,9 @@ def _costs(
         quantization=None if is_full else workload.quantization,
         lora=None if is_full else lora_config(workload),
         optimizer=functools.partial(FusedAdamW, optim_bits=8) if has_8bit_moments else None,
-        swaps=Swaps(is_fused=is_fused),
+        swaps=Swaps(is_fused=is_fused, is_fp8=is_fp8),
     )
-    return measure_model(model, cost), cost
+    return measure_model(model, cost, is_fp8=is_fp8), cost
 
 
 def estimate(
@@ -182,7 +183,8 @@ def estimate(
         num_tokens=num_tokens,
         document_tokens=document_tokens,
         is_full=is_full,
-        is_fused="+fused" in workload["mode"] or "+graphs" in workload["mode"],
+        is_fused=any(part in workload["mode"] for part in ("+fused", "+graphs", "+fp8")),
+        is_fp8="+fp8" in workload["mode"],
         has_8bit_moments=workload["moments"] is not None,
     )
     cost = rank_cost(scale_times(whole, factor), layout, cluster, size, num_tokens=num_tokens)

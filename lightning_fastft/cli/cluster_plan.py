@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.estimate.clusters import Cluster
-from lightning_fastft.estimate.costs import build_on_meta, model_costs, plan_on
+from lightning_fastft.estimate.costs import Swaps, build_on_meta, model_costs, plan_on
 from lightning_fastft.estimate.layouts import (
     Forecast,
     Layout,
+    ModelSize,
     forecast,
     measure_model,
+    num_shards,
     possible_layouts,
     rank_cost,
     scale_times,
@@ -31,12 +34,19 @@ class LayoutPlan(NamedTuple):
         num_tokens: Tokens of an optimizer step over all GPUs.
         peak_bytes: Peak memory of a GPU; if nothing fits, the smallest peak that was found.
         forecast: Predicted step; None if nothing fits.
+        gathers_fp8: Whether frozen weights are gathered in e4m3.
     """
 
     layout: Layout
     num_tokens: int
     peak_bytes: int
     forecast: Forecast | None
+    gathers_fp8: bool = False
+
+    @property
+    def name(self) -> str:
+        """Name of the layout, and the dtype in which frozen weights are gathered if it is not that of the model."""
+        return self.layout.name + (", gathered in e4m3" if self.gathers_fp8 else "")
 
     @property
     def tokens_per_s(self) -> float:
@@ -65,9 +75,16 @@ def plan_layouts(
     Cost:
         Some seconds for each number of tokens per GPU.
     """
-    model = build_on_meta(source, dtype=options["dtype"])
-    whole = model_costs(model, num_tokens=num_tokens, machine=cluster.gpu, **options)
-    size, factor = measure_model(model, whole), 1.0
+    swaps: Swaps = options["swaps"]
+
+    @functools.cache
+    def measure(rank_tokens: int, *, is_fp8: bool) -> tuple[StepCost, ModelSize]:
+        model = build_on_meta(source, dtype=options["dtype"])
+        own = {**options, "swaps": swaps._replace(is_fp8=is_fp8)}
+        cost = model_costs(model, num_tokens=rank_tokens, machine=cluster.gpu, **own)
+        return cost, measure_model(model, cost, is_fp8=is_fp8)
+
+    (whole, one), factor = measure(num_tokens, is_fp8=swaps.is_fp8), 1.0
     if step_ms is not None:
         alone = _make_plan(whole, cluster, host_bytes=host_bytes, vram_bytes=vram_bytes)
         if alone is None:
@@ -76,18 +93,19 @@ def plan_layouts(
                 "model that fits."
             )
         factor = step_ms / alone.prediction.step_ms
-    costs, found = {1: whole}, []
-    for layout in possible_layouts(cluster, size):
+    found = []
+    for layout in possible_layouts(cluster, one):
         rank_tokens = -(-num_tokens // layout.context)
-        if layout.context not in costs:
-            costs[layout.context] = model_costs(source, num_tokens=rank_tokens, machine=cluster.gpu, **options)
-        cost = scale_times(costs[layout.context], factor)
-        cost = rank_cost(cost, layout, cluster, size, num_tokens=rank_tokens)
+        # Sharded weights compute in fp8 only if they are gathered in e4m3.
+        is_fp8 = swaps.is_fp8 and (one.gathers_fp8 or num_shards(layout, cluster) == 1)
+        cost, size = measure(rank_tokens, is_fp8=is_fp8)
+        cost = rank_cost(scale_times(cost, factor), layout, cluster, size, num_tokens=rank_tokens)
+        gathers_fp8 = size.gathers_fp8 and num_shards(layout, cluster) > 1
         total = num_tokens * (cluster.num_gpus // layout.context) * num_micro
         plan = _make_plan(cost, cluster, host_bytes=host_bytes, vram_bytes=vram_bytes)
         if plan is None:
             least = predict(cost, uniform_plan(len(cost.segments), "recompute"), machine=cluster.gpu.machine)
-            found.append(LayoutPlan(layout, total, least.peak_bytes, None))
+            found.append(LayoutPlan(layout, total, least.peak_bytes, None, gathers_fp8))
             continue
         step = forecast(
             layout,
@@ -99,14 +117,14 @@ def plan_layouts(
             num_tokens=rank_tokens,
             num_micro=num_micro,
         )
-        found.append(LayoutPlan(layout, total, plan.prediction.peak_bytes, step))
+        found.append(LayoutPlan(layout, total, plan.prediction.peak_bytes, step, gathers_fp8))
     return found
 
 
 def render_layouts(cluster: Cluster, plans: Sequence[LayoutPlan]) -> str:
     """Return the table, with the fastest layout marked and the reason of each."""
     best = max(plans, key=lambda plan: plan.tokens_per_s)
-    width = max(len(plan.layout.name) for plan in plans)
+    width = max(len(plan.name) for plan in plans)
     links = f"{cluster.node_link} {cluster.node_bytes_per_s / 1e9:,.0f} GB/s per GPU"
     if cluster.num_nodes > 1:
         links += f", {cluster.network} {cluster.network_bytes_per_s / 1e9:,.1f} GB/s per node"
@@ -119,7 +137,7 @@ def render_layouts(cluster: Cluster, plans: Sequence[LayoutPlan]) -> str:
         step = "-" if plan.forecast is None else f"{plan.forecast.step_ms:,.0f} ms"
         speed = "-" if plan.forecast is None else f"{plan.tokens_per_s:,.0f}"
         lines.append(
-            f"{'*' if plan is best and speed != '-' else ' '} {plan.layout.name:<{width}}  {speed:>11}  {step:>10}  "
+            f"{'*' if plan is best and speed != '-' else ' '} {plan.name:<{width}}  {speed:>11}  {step:>10}  "
             f"{plan.num_tokens:>12,}  {plan.peak_bytes / _GIB:>5.1f} GiB  {_reason(plan, best)}"
         )
     if best.forecast is None:

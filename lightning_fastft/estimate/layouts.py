@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lightning_fastft.estimate.clusters import Cluster, Rings
+from lightning_fastft.fused.layer_parts import fp8_shapes
 from lightning_fastft.hf.expert_nf4 import is_stack
 from lightning_fastft.hf.families import decoder_layers
 from lightning_fastft.planner.step import Prediction, SegmentCost, SegmentPlan, StepCost
@@ -26,6 +27,8 @@ RANK_WAIT = 1.031
 HANDLED_BYTES_PER_S = 30.3e9 / 53e-3
 # FSDP2 gathers the next layer while one computes.
 _GATHERED_LAYERS = 2
+# Scales of an output column in fp32 and in bf16.
+_SCALE_BYTES = 6
 # Gradients are reduced in fp32.
 _REDUCED_BYTES = 4
 # Communication that costs this share of a step makes it link-bound.
@@ -67,12 +70,18 @@ class LayerSize(NamedTuple):
         num_trained: Trained numbers.
         expert_bytes: Part of frozen_bytes that belongs to routed experts.
         num_expert_trained: Part of num_trained that belongs to routed experts.
+        num_fp8: Frozen weights that compute in fp8, which sharding layouts gather in e4m3.
+        num_fp8_columns: Output columns of these weights, each with two scales.
+        max_fp8: The largest number of these weights that one product reads.
     """
 
     frozen_bytes: float
     num_trained: int
     expert_bytes: float
     num_expert_trained: int
+    num_fp8: int = 0
+    num_fp8_columns: int = 0
+    max_fp8: int = 0
 
 
 class ModelSize(NamedTuple):
@@ -111,7 +120,18 @@ class ModelSize(NamedTuple):
 
     def gathered_bytes(self, part: LayerSize, *, is_resident: bool = False) -> float:
         """Return the bytes of the weights of a part that are gathered for each use."""
-        return (0 if is_resident else part.frozen_bytes) + part.num_trained * self.trained_itemsize
+        return (0 if is_resident else self.sharded_bytes(part)) + part.num_trained * self.trained_itemsize
+
+    def sharded_bytes(self, part: LayerSize) -> float:
+        """Return the bytes of the frozen weights of a part as they are sharded and gathered: in e4m3 if they compute in
+        fp8.
+        """
+        return part.frozen_bytes - part.num_fp8 * (self.itemsize - 1)
+
+    @property
+    def gathers_fp8(self) -> bool:
+        """Whether sharding layouts gather frozen weights in e4m3."""
+        return any(layer.num_fp8 for layer in self.layers)
 
 
 class Traffic(NamedTuple):
@@ -151,21 +171,24 @@ class Forecast(NamedTuple):
         return self.added_ms > _BOUND_SHARE * self.step_ms
 
 
-def measure_model(model: PreTrainedModel, cost: StepCost) -> ModelSize:
+def measure_model(model: PreTrainedModel, cost: StepCost, *, is_fp8: bool = False) -> ModelSize:
     """Return the sizes of a model on the meta device whose adapters were added.
 
     Args:
         model: The model that was passed to ``model_costs``.
         cost: What ``model_costs`` returned for it.
+        is_fp8: The ``Swaps.is_fp8`` of this cost.
     """
     config = model.config.get_text_config(decoder=True)
-    layers = [_layer_size(layer, segment) for layer, segment in zip(decoder_layers(model), cost.segments)]
+    layers = [
+        _layer_size(layer, segment, is_fp8=is_fp8) for layer, segment in zip(decoder_layers(model), cost.segments)
+    ]
     inside = {id(parameter) for layer in decoder_layers(model) for parameter in layer.parameters()}
     outside = [parameter for parameter in model.parameters() if id(parameter) not in inside]
     root_frozen = sum(p.numel() * p.element_size() for p in outside if not p.requires_grad)
     root = LayerSize(root_frozen, sum(p.numel() for p in outside if p.requires_grad), 0.0, 0)
     num_trained = sum(part.num_trained for part in (*layers, root))
-    frozen_bytes = sum(part.frozen_bytes for part in (*layers, root))
+    frozen_bytes = sum(part.frozen_bytes + _fp8_copy_bytes(part) for part in (*layers, root))
     has_adapters = any(not parameter.requires_grad for parameter in model.parameters())
     num_heads, head_width = _heads(config)
     num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
@@ -219,12 +242,17 @@ def resident_bytes(layout: Layout, cluster: Cluster, model: ModelSize, *, num_to
         num_tokens: Tokens of a GPU's micro-batch.
     """
     shards = num_shards(layout, cluster)
-    held = sum(part.frozen_bytes + part.num_trained * model.state_itemsize for part in model.parts) / shards
+    held = sum(model.sharded_bytes(part) + part.num_trained * model.state_itemsize for part in model.parts) / shards
     if shards == 1:
+        held = sum(part.frozen_bytes + _fp8_copy_bytes(part) for part in model.parts)
+        held += sum(part.num_trained for part in model.parts) * model.state_itemsize
         # Buckets of the first reduction, before gradients become views of them.
         buckets = sum(part.num_trained for part in model.parts) * model.trained_itemsize if cluster.num_gpus > 1 else 0
         return int(held + buckets) + model.shared_bytes
-    held += sum(layer.frozen_bytes for layer in model.layers) if layout.is_resident else 0.0
+    held += sum(model.sharded_bytes(layer) for layer in model.layers) if layout.is_resident else 0.0
+    # Every rank has the scales of the whole weights, and a buffer for the concatenated weights of one product.
+    held += sum(layer.num_fp8_columns for layer in model.layers) * _SCALE_BYTES
+    held += max(layer.max_fp8 for layer in model.layers)
     layers = [_gathered_part(layer, layout) for layer in model.layers]
     layer = max(layers, key=model.gathered_bytes)
     # The tensors outside of the layers stay gathered through the step, and so do their gradients in the backward.
@@ -241,7 +269,12 @@ def _gathered_part(part: LayerSize, layout: Layout) -> LayerSize:
     """Return the sizes of a part without the experts that ranks own, which are not gathered."""
     if layout.kind != "expert":
         return part
-    return LayerSize(part.frozen_bytes - part.expert_bytes, part.num_trained - part.num_expert_trained, 0.0, 0)
+    return part._replace(
+        frozen_bytes=part.frozen_bytes - part.expert_bytes,
+        num_trained=part.num_trained - part.num_expert_trained,
+        expert_bytes=0.0,
+        num_expert_trained=0,
+    )
 
 
 def rank_cost(cost: StepCost, layout: Layout, cluster: Cluster, model: ModelSize, *, num_tokens: int) -> StepCost:
@@ -379,7 +412,9 @@ def forecast(
     return Forecast(total_ms, total_ms - alone_ms, traffic.bound)
 
 
-def _layer_size(layer: nn.Module, segment: SegmentCost) -> LayerSize:
+def _layer_size(layer: nn.Module, segment: SegmentCost, *, is_fp8: bool) -> LayerSize:
+    products = fp8_shapes(layer) if is_fp8 else []
+    sizes = [sum(shape.numel() for shape in shapes) for shapes in products]
     trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     experts = _stacks(layer)
     frozen_experts = [parameter for parameter in experts if not parameter.requires_grad]
@@ -391,7 +426,15 @@ def _layer_size(layer: nn.Module, segment: SegmentCost) -> LayerSize:
             getattr(stack, "held_bytes", stack.numel() * stack.element_size()) for stack in frozen_experts
         ),
         num_expert_trained=sum(parameter.numel() for parameter in experts if parameter.requires_grad),
+        num_fp8=sum(sizes),
+        num_fp8_columns=sum(shape[0] for shapes in products for shape in shapes),
+        max_fp8=max(sizes, default=0),
     )
+
+
+def _fp8_copy_bytes(part: LayerSize) -> int:
+    """Return the memory of the e4m3 weights and their transposes on one device, with their scales."""
+    return 2 * part.num_fp8 + part.num_fp8_columns * _SCALE_BYTES
 
 
 def _stacks(layer: nn.Module) -> list[nn.Parameter]:

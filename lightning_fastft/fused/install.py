@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from lightning_fastft.core.errors import UnsupportedModelError
@@ -38,6 +40,8 @@ from lightning_fastft.moe.fp8_experts import held_memory
 STATUS_NAME = "fused layers"
 
 WEIGHT_BUFFERS_NAME = "weights next to adapters"
+# The fused layer that FSDP2 sharded in an earlier run, an instance attribute of the layer after that run.
+_SHARDED_ATTRIBUTE = "fastft_sharded_layer"
 
 
 def install_fused_layers(root: nn.Module, patcher: ModelPatcher, *, awaits_copies: bool = False) -> list[Status]:
@@ -196,7 +200,9 @@ def _install(model: PreTrainedModel, patcher: ModelPatcher, *, awaits_copies: bo
     for layer in layers:
         form = forms[type(layer)]
         assert form is not None
-        new = share_state(layer, fused_class(type(layer)))  # type: ignore[arg-type]
+        # A unit of FSDP2 is one object, so a later run takes the same one.
+        new = vars(layer).get(_SHARDED_ATTRIBUTE) or share_state(layer, fused_class(type(layer)))  # type: ignore[arg-type]
+        patcher.add_undo(functools.partial(_remember_sharded, new))
         patcher.replace_module(model, names[id(layer)], new)
         patcher.set_attribute(new, FUSION_ATTRIBUTE, Fusion(form, dense, KeptParts()))
         num_fused += is_known_block(layer, form)
@@ -226,6 +232,13 @@ def _install(model: PreTrainedModel, patcher: ModelPatcher, *, awaits_copies: bo
     return Status(STATUS_NAME, "active", f"{len(layers)} layers of {family}{blocks}{mixers}")
 
 
+def _remember_sharded(new: nn.Module) -> None:
+    """Let the layer whose state new shares name it for the next run, if FSDP2 sharded it."""
+    if isinstance(new, FSDPModule):
+        # Not as a submodule.
+        vars(new)[_SHARDED_ATTRIBUTE] = new
+
+
 def _known_form(layer: nn.Module) -> LayerForm | None:
     """Return the description of a layer that is not fused yet; None if it is not supported."""
     form = LAYERS.get(type(layer).__name__)
@@ -240,6 +253,8 @@ def _extras(layer: nn.Module) -> list[str]:
 
 def _describe(layer: nn.Module) -> str:
     """Return the class of an unsupported layer, with the reason if other layers of the class are supported."""
+    if isinstance(layer, FSDPModule):
+        return "A model that was sharded by a run without FusedKernels"
     extras = _extras(layer)
     return type(layer).__name__ + (f" ({', '.join(extras)})" if extras else "")
 
@@ -252,7 +267,10 @@ def _obstacle(layer: Any, *, awaits_copies: bool) -> str:
             block_activation(layer, form)
     except UnsupportedModelError as error:
         return str(error)
-    found = read_parts(layer, dtype=norm_dtype(layer, form), awaits_copies=awaits_copies)
+    is_sharded = _SHARDED_ATTRIBUTE in vars(layer)
+    found = read_parts(
+        layer, dtype=norm_dtype(layer, form), awaits_copies=awaits_copies or is_sharded, awaits_gather=is_sharded
+    )
     return found if isinstance(found, str) else ""
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from lightning_fastft.fused.delta_mixers import delta_modules, delta_obstacle
 from lightning_fastft.fused.dense_weights import DenseWeights
 from lightning_fastft.fused.fp8_base import FP8_ATTRIBUTE, in_fp8
+from lightning_fastft.fused.fp8_weights import gather_obstacle
 from lightning_fastft.fused.layer_forms import LAYERS, LayerForm
 from lightning_fastft.fused.linear_parts import read_part
 from lightning_fastft.fused.linears import FusedLinear, fuse_linears
@@ -163,8 +164,13 @@ def find_parts(layer: Any, *, dtype: torch.dtype) -> Parts | None:
     return found
 
 
-def read_parts(layer: Any, *, dtype: torch.dtype, awaits_copies: bool = False) -> Parts | str:
-    """Return the products of a layer for rows of this dtype, or the reason why it cannot be fused."""
+def read_parts(
+    layer: Any, *, dtype: torch.dtype, awaits_copies: bool = False, awaits_gather: bool = False
+) -> Parts | str:
+    """Return the products of a layer for rows of this dtype, or the reason why it cannot be fused.
+
+    awaits_copies and awaits_gather are those of ``read_part``.
+    """
     fusion: Fusion | None = vars(layer).get(FUSION_ATTRIBUTE)
     form = form_of(layer)
     dense = fusion.dense if fusion is not None else DenseWeights()
@@ -182,7 +188,11 @@ def read_parts(layer: Any, *, dtype: torch.dtype, awaits_copies: bool = False) -
     for place, (module, names) in enumerate(products):
         linears: Any = [module._modules[name] for name in names]
         fused_linear = fuse_linears(
-            [read_part(linear, dtype=dtype, awaits_copies=awaits_copies) for linear in linears], dense
+            [
+                read_part(linear, dtype=dtype, awaits_copies=awaits_copies, awaits_gather=awaits_gather)
+                for linear in linears
+            ],
+            dense,
         )
         if isinstance(fused_linear, str):
             return fused_linear
@@ -198,6 +208,21 @@ def read_parts(layer: Any, *, dtype: torch.dtype, awaits_copies: bool = False) -
 def linear_modules(layer: Any) -> list[list[nn.Module]]:
     """Return for each product of a layer its linear layers, with PEFT's wrappers."""
     return [[module._modules[name] for name in names] for module, names in _read_modules(layer, form_of(layer))[1]]
+
+
+def fp8_shapes(layer: nn.Module) -> list[list[torch.Size]]:
+    """Return the shapes, (O, I), of the frozen weights of each product of a layer, fused or not, that FSDP2 gathers in
+    e4m3 with ``base_compute="fp8"``.
+    """
+    if FUSION_ATTRIBUTE not in vars(layer) and type(layer).__name__ not in LAYERS:
+        return []
+    if has_own_mixer(layer, form_of(layer)):
+        return []
+    products: list[list[Any]] = [
+        [module.get_base_layer() if isinstance(module, LoraLayer) else module for module in modules]
+        for modules in linear_modules(layer)
+    ]
+    return [[base.weight.shape for base in bases] for bases in products if not gather_obstacle(bases)]
 
 
 def _read_modules(layer: Any, form: LayerForm) -> tuple[list[nn.Module], list[tuple[Any, tuple[str, ...]]]]:

@@ -5,11 +5,12 @@ Axes: T rows, I input columns, O output columns, R adapter ranks.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from peft.tuners.lora.layer import LoraLayer
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lightning_fastft.fused.low_precision_adapters import ActiveAdapter, read_adapter
 from lightning_fastft.kernels.fp8_linear.reference import FP8
@@ -62,12 +63,15 @@ class LinearPart(NamedTuple):
         return (None if self.is_packed else self.weight, self.bias, self.a_RI, self.b_OR)
 
 
-def read_part(module: nn.Module, *, dtype: torch.dtype, awaits_copies: bool = False) -> LinearPart | str:
+def read_part(
+    module: nn.Module, *, dtype: torch.dtype, awaits_copies: bool = False, awaits_gather: bool = False
+) -> LinearPart | str:
     """Return a linear layer with its PEFT adapter for a GEMM, or why it cannot be read.
 
     Supported are ``nn.Linear`` in the dtype of the rows or gathered in e4m3, and bitsandbytes' NF4, with at most one
     active plain LoRA without dropout, which may be merged or disabled. awaits_copies accepts an adapter in fp32,
-    because it gets low-precision copies before the first call.
+    because it gets low-precision copies before the first call; awaits_gather accepts sharded weights, because FSDP2
+    gathers them before the first call.
 
     Cost:
         A few microseconds of the host; if an adapter's low-precision copy is stale, that copy.
@@ -81,17 +85,21 @@ def read_part(module: nn.Module, *, dtype: torch.dtype, awaits_copies: bool = Fa
         if isinstance(found, str):
             return found
         base, adapter = module.get_base_layer(), found
-    obstacle = _base_obstacle(base, dtype=dtype)
+    obstacle = _base_obstacle(base, dtype=dtype, awaits_gather=awaits_gather)
     if obstacle:
         return obstacle
     linear: Any = base
-    num_outputs, is_packed = int(linear.out_features), type(linear.weight) is not nn.Parameter
+    num_outputs, is_packed = int(linear.out_features), not _is_dense(linear.weight, awaits_gather=awaits_gather)
     if adapter is None:
         return LinearPart(linear, linear.weight, linear.bias, None, None, None, None, 0.0, num_outputs, is_packed)
     return LinearPart(linear, linear.weight, linear.bias, *adapter, num_outputs, is_packed)
 
 
-def _base_obstacle(base: nn.Module, *, dtype: torch.dtype) -> str:
+def _is_dense(weight: object, *, awaits_gather: bool) -> TypeGuard[torch.Tensor]:
+    return type(weight) is nn.Parameter or (awaits_gather and isinstance(weight, DTensor))
+
+
+def _base_obstacle(base: nn.Module, *, dtype: torch.dtype, awaits_gather: bool) -> str:
     """Return why a base layer cannot be read, or ""."""
     weight, name = getattr(base, "weight", None), type(base).__name__
     if base._forward_hooks or base._forward_pre_hooks or base._backward_hooks or base._backward_pre_hooks:
@@ -101,9 +109,9 @@ def _base_obstacle(base: nn.Module, *, dtype: torch.dtype) -> str:
     if (
         isinstance(base, nn.Linear)
         and (type(base).forward is nn.Linear.forward or is_linear_point(base))
-        and type(weight) is nn.Parameter
+        and _is_dense(weight, awaits_gather=awaits_gather)
     ):
-        # Frozen weights that FSDP2 gathers in e4m3 are served by fused/fp8_base.py, or refused there.
+        # Frozen weights that FSDP2 gathers in e4m3 are served by fused/fp8_weights.py, or refused there.
         return "" if weight.dtype in (dtype, FP8) else f"{name} holds {weight.dtype} for rows in {dtype}"
     if type(weight).__name__ != "Params4bit":
         return f"{name} is not a plain linear layer"

@@ -399,6 +399,23 @@ def test_check_padded_refuses_what_is_not_the_documents():
         padded.check_padded({name: value[:-1] for name, value in batch.items()}, documents)
 
 
+def test_check_padded_derives_the_mask_of_a_collator_that_makes_none():
+    documents = make_packs(WORKLOADS["tiny-moe"])[0].documents(1.0)
+    batch = pad([{"input_ids": ids.tolist(), "labels": labels.tolist()} for ids, labels in documents])
+    del batch["attention_mask"]
+    padded.check_padded(batch, documents)
+    row = min(range(len(documents)), key=lambda number: len(documents[number][0]))
+    length = len(documents[row][0])
+    # A token that changed, a label that was lost, and a label in the padding.
+    for name, column, value in (("input_ids", length - 1, -1), ("labels", length - 1, -100), ("labels", length, 3)):
+        wrong = {**batch, name: batch[name].clone()}
+        wrong[name][row, column] = value
+        with pytest.raises(ValueError, match=f"Row {row}"):
+            padded.check_padded(wrong, documents)
+    with pytest.raises(ValueError, match="documents of up to"):
+        padded.check_padded({name: value[:, :-1] for name, value in batch.items()}, documents)
+
+
 class Trainer:
     """As much of a transformers Trainer as the padded arm touches."""
 

@@ -105,6 +105,7 @@ def run(module, *, policy="recompute", weights="sharded", adapters="replicate", 
         "gradients": watch.gradients,
         "losses": torch.stack(watch.losses),
         "status": [tuple(status) for each in fused for status in each.status() if status.name == "fp8 products"],
+        "fused": [tuple(each.status()[0]) for each in fused],
         "gathered_bytes": watch.gathered_bytes,
     }
 
@@ -181,6 +182,15 @@ def cpu(rank, folder):
     return found
 
 
+def refit(rank, folder):
+    """Three fused fits of one model, the last one in fp8, each with the weights before it."""
+    module, found = make("qwen3"), []
+    for base in ("model_dtype", "model_dtype", EMULATED):
+        before = whole_state(module) if found else {}
+        found.append({"before": before, **run(module, base=base, rank=rank, folder=folder)})
+    return found
+
+
 class Memory(Callback):
     """Keeps the device memory between two steps."""
 
@@ -212,7 +222,7 @@ def frozen_state(module):
 
 def main(part, folder):
     register_strategies()
-    found = {"cpu": cpu, "gpu": gpu}[part](int(os.environ["RANK"]), folder)
+    found = {"cpu": cpu, "gpu": gpu, "refit": refit}[part](int(os.environ["RANK"]), folder)
     if os.environ["RANK"] == "0":
         torch.save(found, Path(folder) / f"{part}.pt")
 

@@ -109,6 +109,15 @@ def test_a_cluster_is_a_table_of_strategies_with_the_fastest_marked(plan):
     assert tight.splitlines()[-1].startswith("Nothing fits: use more GPUs")
 
 
+def test_a_cluster_says_where_frozen_weights_are_gathered_in_e4m3(plan, folder):
+    fused = "{class_path: lightning_fastft.FusedKernels, init_args: {base_compute: fp8}}"
+    (folder / "fp8.yaml").write_text(f"trainer: {{callbacks: [{fused}]}}")
+    words = ["--config", "fp8.yaml", "--model.quantization", "null"]
+    lines = plan("--gpu", "4090", "--gpus", "2", *words).splitlines()[4:]
+    assert len(lines) == 5
+    assert [", gathered in e4m3" in line for line in lines] == [line[2:7] == "FSDP2" for line in lines]
+
+
 def test_options_of_a_cluster_that_cannot_be_answered_say_what_to_do(plan):
     with pytest.raises(OptionError, match="--nodes belongs to a cluster"):
         plan("--gpu", "4090", "--nodes", "2")

@@ -5,7 +5,7 @@ import pytest
 from benchmarks import cluster_model
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.estimate.clusters import LINK_SHARE, NETWORK_HOP_MS, NVLINK_HOP_MS, Rings, make_cluster
-from lightning_fastft.estimate.costs import build_on_meta, model_costs
+from lightning_fastft.estimate.costs import Swaps, build_on_meta, model_costs
 from lightning_fastft.estimate.layouts import (
     RANK_WAIT,
     Layout,
@@ -32,6 +32,19 @@ CONFIG = {
     "num_experts": 8,
     "num_experts_per_tok": 2,
 }
+DENSE_CONFIG = {
+    "model_type": "qwen3",
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_hidden_layers": 2,
+    "intermediate_size": 256,
+}
+# Of a dense layer: q, k and v; output; gate and up; down.
+FP8_COLUMNS = 128 + 2 * 32 + 128 + 2 * 256 + 128
+FP8_NUMBERS = 128 * (128 + 2 * 32 + 128 + 2 * 256 + 256)
 EXPERT_NUMBERS = 8 * 3 * 64 * 128
 LAYER_NUMBERS = EXPERT_NUMBERS + 128 * (128 + 2 * 32 + 128) + 8 * 128 + 2 * 128 + 2 * 16
 ROOT_NUMBERS = 2 * 512 * 128 + 128
@@ -139,6 +152,43 @@ def test_frozen_layers_that_stay_gathered_cost_memory_and_no_exchange(sized):
     held = [rank_cost(cost, layout, two, model, **options).base_bytes for layout in (sharded, resident)]
     # Both layers, in place of the two that are gathered at a time.
     assert held[1] == pytest.approx(held[0], abs=1)
+
+
+def test_frozen_weights_in_fp8_are_gathered_and_held_in_one_byte():
+    found = {}
+    for is_fp8 in (False, True):
+        model = build_on_meta(DENSE_CONFIG)
+        options = {"num_tokens": TOKENS, "mean_document_tokens": 128, "machine": H100, "lora": 4}
+        cost = model_costs(model, swaps=Swaps(is_fp8=is_fp8), **options)
+        found[is_fp8] = (cost, measure_model(model, cost, is_fp8=is_fp8))
+    (plain_cost, plain), (fp8_cost, fp8) = found[False], found[True]
+    # One device also has the weights in e4m3, their transposes and scales; what it trains takes the same memory.
+    assert fp8_cost.base_bytes - plain_cost.base_bytes == 2 * (2 * FP8_NUMBERS + 6 * FP8_COLUMNS)
+    assert fp8.state_itemsize == plain.state_itemsize == pytest.approx(18)
+    one, two = cluster(1, 1), cluster(16, 2)
+    assert rank_cost(fp8_cost, Layout("ddp"), one, fp8, num_tokens=TOKENS).base_bytes == fp8_cost.base_bytes
+    options = {"num_tokens": TOKENS, "recomputed": [False] * 2}
+    times = [exchange(Layout("fsdp2"), two, size, **options) for size in (plain, fp8)]
+    # In bf16 a layer has a byte more per weight.
+    saved_ms = 2 * (Rings(two).neighbours_ms(1e9 + FP8_NUMBERS, 16) - Rings(two).neighbours_ms(1e9, 16))
+    assert times[0].forward_ms - times[1].forward_ms == pytest.approx(saved_ms)
+    held = {
+        layout: rank_cost(plain_cost, layout, two, plain, num_tokens=TOKENS).base_bytes
+        - rank_cost(fp8_cost, layout, two, fp8, num_tokens=TOKENS).base_bytes
+        for layout in (Layout("fsdp2"), Layout("fsdp2", is_resident=True))
+    }
+    # Shards and two gathered layers; each rank has all scales and the concatenated weights of gate and up.
+    saved = 2 * FP8_NUMBERS / 16 + 2 * FP8_NUMBERS - 2 * 6 * FP8_COLUMNS - 2 * 256 * 128
+    assert list(held.values()) == pytest.approx([saved, saved], abs=2)
+
+
+@pytest.mark.parametrize("options", [{"lora": None}, {"lora": 4, "quantization": "nf4"}], ids=["trained", "nf4"])
+def test_weights_that_fsdp2_does_not_gather_in_e4m3_are_not_counted_so(options):
+    model = build_on_meta(DENSE_CONFIG)
+    cost = model_costs(
+        model, num_tokens=TOKENS, mean_document_tokens=128, machine=H100, swaps=Swaps(is_fp8=True), **options
+    )
+    assert not measure_model(model, cost, is_fp8=True).gathers_fp8
 
 
 def test_memory_of_a_gpu_falls_with_its_share(sized):

@@ -10,7 +10,8 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher
-from lightning_fastft.fused.fp8_base import Fp8Base, Fp8Weight
+from lightning_fastft.fused.fp8_base import Fp8Base
+from lightning_fastft.fused.fp8_weights import Fp8Weight
 from lightning_fastft.hf.sharding.stand_ins import gather_instead, gathered_bytes
 from lightning_fastft.kernels.fp8_linear.reference import FP8, quantise_rows
 from tests.support.rank_exit import leave

@@ -13,7 +13,7 @@ from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from torch import nn
 
 from lightning_fastft.core.patcher import ModelPatcher
-from lightning_fastft.fused import fp8_base
+from lightning_fastft.fused import fp8_base, fp8_weights
 from lightning_fastft.fused.fp8_base import FP8_ATTRIBUTE
 from lightning_fastft.fused.install import install_fp8_base
 from lightning_fastft.fused.linear_parts import read_part
@@ -105,22 +105,22 @@ def test_with_rows_left_as_they_are_it_is_the_layer_of_the_rounded_weights(famil
             for name, module in layer.named_modules():
                 if isinstance(module, nn.Linear) and "lora" not in name and "router" not in name:
                     module.weight.copy_(rounded(module.weight, is_weight=True))
-    real = fp8_base.quantise_rows
+    real = fp8_weights.quantise_rows
 
     def wide_rows(x_TI, *, factor_I=None, **options):
         if isinstance(x_TI, nn.Parameter):
             return real(x_TI, factor_I=factor_I, **options)
         return Fp8Rows(x_TI if factor_I is None else x_TI * factor_I, torch.ones(len(x_TI)))
 
-    monkeypatch.setattr(fp8_base, "quantise_rows", wide_rows)
-    monkeypatch.setattr(fp8_base.Fp8Weight, "quantises", lambda *_: False)
+    monkeypatch.setattr(fp8_weights, "quantise_rows", wide_rows)
+    monkeypatch.setattr(fp8_weights.Fp8Weight, "quantises", lambda *_: False)
     monkeypatch.setattr(
-        fp8_base,
+        fp8_weights,
         "multiply",
         lambda rows, weight, scale, **options: (rows.values_TI @ weight.float().T) * (1.0 if scale is None else scale),
     )
     monkeypatch.setattr(
-        fp8_base,
+        fp8_weights,
         "weight_gradient",
         lambda d, x, scale_O, **options: (d.values_TI / scale_O).T @ x.values_TI,
     )
@@ -175,13 +175,15 @@ def test_kernels_that_quantise_what_they_compute_change_no_bit(family, monkeypat
     in_fp8(model)
     calls = []
     for name in ("rms_norm_quantised", "gate_forward_quantised", "gate_backward_quantised"):
-        real = getattr(fp8_base, name)
+        real = getattr(fp8_weights, name)
         monkeypatch.setattr(
-            fp8_base, name, lambda *args, name=name, real=real, **options: calls.append(name) or real(*args, **options)
+            fp8_weights,
+            name,
+            lambda *args, name=name, real=real, **options: calls.append(name) or real(*args, **options),
         )
     found = step(model, make_batch(BATCH))
     num_calls = dict(Counter(calls))
-    monkeypatch.setattr(fp8_base.Fp8Weight, "quantises", lambda *_: False)
+    monkeypatch.setattr(fp8_weights.Fp8Weight, "quantises", lambda *_: False)
     apart = step(model, make_batch(BATCH))
     assert len(calls) == sum(num_calls.values())
     assert all(torch.equal(found[name], value) for name, value in apart.items())
@@ -221,9 +223,11 @@ def test_weights_are_quantised_once_per_step_after_it(optimizer, monkeypatch):
     model = make(trained="full")
     twin = copy.deepcopy(model)
     _, base = in_fp8(model)
-    given, real = [], fp8_base.quantise_rows
+    given, real = [], fp8_weights.quantise_rows
     monkeypatch.setattr(
-        fp8_base, "quantise_rows", lambda x, **options: given.append(isinstance(x, nn.Parameter)) or real(x, **options)
+        fp8_weights,
+        "quantise_rows",
+        lambda x, **options: given.append(isinstance(x, nn.Parameter)) or real(x, **options),
     )
     steps = optimizer(model.parameters(), lr=0.05)
     for number in range(3):
@@ -296,9 +300,11 @@ def test_nf4_goes_to_fp8_without_a_copy(adapter_dtype):
 def test_two_runs_are_bit_equal_and_dense_weights_are_quantised_once(monkeypatch):
     model = make()
     in_fp8(model)
-    given, real = [], fp8_base.quantise_rows
+    given, real = [], fp8_weights.quantise_rows
     monkeypatch.setattr(
-        fp8_base, "quantise_rows", lambda x, **options: given.append(isinstance(x, nn.Parameter)) or real(x, **options)
+        fp8_weights,
+        "quantise_rows",
+        lambda x, **options: given.append(isinstance(x, nn.Parameter)) or real(x, **options),
     )
     first = step(model, make_batch(BATCH))
     assert sum(given) == 14
@@ -436,7 +442,8 @@ def test_what_cannot_compute_in_fp8_runs_as_ever_and_the_table_says_why(change, 
     options = dict(change)
     is_emulated = options.pop("is_emulated", True)
     if options.pop("is_sharded", False):
-        monkeypatch.setattr(fp8_base, "FSDPModule", nn.Module)
+        for module in (fp8_base, fp8_weights):
+            monkeypatch.setattr(module, "FSDPModule", nn.Module)
     model = build("qwen3", "lora", **{**WIDE, **options})
     plain = copy.deepcopy(model)
     _, base = in_fp8(model, is_emulated=is_emulated)

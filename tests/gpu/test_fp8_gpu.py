@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_fastft.core.patcher import ModelPatcher
-from lightning_fastft.fused import fp8_base
+from lightning_fastft.fused import fp8_weights
 from lightning_fastft.fused.fp8_base import FP8_ATTRIBUTE
 from lightning_fastft.fused.install import install_fp8_base
 from lightning_fastft.graphs.install import install_layer_graphs
@@ -293,7 +293,7 @@ def gradients(model, batch, *, base, noise=0.0):
     with pytest.MonkeyPatch.context() as patch:
         if noise:
             for name in ("multiply", "weight_gradient"):
-                patch.setattr(fp8_base, name, functools.partial(noisy, getattr(fp8_base, name)))
+                patch.setattr(fp8_weights, name, functools.partial(noisy, getattr(fp8_weights, name)))
         is_fused, found = is_served(each, lambda: step(each, batch))
     assert is_fused
     return found

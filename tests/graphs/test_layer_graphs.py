@@ -14,7 +14,7 @@ from torch import nn
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.core.errors import ShapeError, SwapError
 from lightning_fastft.core.patcher import ModelPatcher
-from lightning_fastft.fused import fp8_base
+from lightning_fastft.fused import fp8_weights
 from lightning_fastft.fused.install import install_fp8_base
 from lightning_fastft.fused.low_precision_adapters import install_low_precision_adapters
 from lightning_fastft.graphs.install import install_layer_graphs
@@ -240,7 +240,7 @@ class Held(Repeating):
         self.is_replaying = False
         # A recording transposes only trained weights.
         for name in ("quantise_rows", "nf4_row_scales", *(() if is_trained else ("transpose",))):
-            monkeypatch.setattr(fp8_base, name, self._checked(getattr(fp8_base, name)))
+            monkeypatch.setattr(fp8_weights, name, self._checked(getattr(fp8_weights, name)))
 
     def _checked(self, real):
         def checked(rows, **options):

@@ -128,12 +128,20 @@ def real_share(groups: Sequence[Pack]) -> float:
 def check_padded(batch: dict[str, Any], documents: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
     """Check that a collator padded the given documents and nothing else.
 
+    Some collators (of Gemma-4) make no attention mask. Padding is behind a document then, where no causal attention
+    reads it, and has no labels.
+
     Raises:
         ValueError: Tokens, labels or mask are not those of the documents.
     """
-    ids, labels, mask = (batch[name].cpu().numpy() for name in ("input_ids", "labels", "attention_mask"))
+    ids, labels = (batch[name].cpu().numpy() for name in ("input_ids", "labels"))
+    lengths = np.asarray([len(own_ids) for own_ids, _ in documents])
+    given = batch.get("attention_mask")
     if ids.shape[0] != len(documents):
         raise ValueError(f"The trainer's batch has {ids.shape[0]} rows for {len(documents)} documents.")
+    if ids.shape != labels.shape or ids.shape[1] < lengths.max():
+        raise ValueError(f"The trainer's batch is {ids.shape} for documents of up to {lengths.max()} tokens.")
+    mask = np.arange(ids.shape[1]) < lengths[:, None] if given is None else given.cpu().numpy()
     for row, (own_ids, own_labels) in enumerate(documents):
         length = len(own_ids)
         # The first label of a document is no target of anything.
