@@ -31,9 +31,9 @@ class FastFTTrainer(Trainer):
         **kwargs: As Lightning's Trainer.
 
     Raises:
-        OptionError: The launcher started several processes, and the strategy is for one device; or num_nodes is "auto",
-            and NODE_RANK says that there are several nodes but not how many; or two ModelCheckpoints differ in no
-            more than their folder.
+        OptionError: The launcher started several processes, or there are several nodes, and the strategy is for one
+            device; or num_nodes is "auto", and NODE_RANK says that there are several nodes but not how many; or two
+            ModelCheckpoints differ in no more than their folder.
     """
 
     def __init__(
@@ -50,14 +50,15 @@ class FastFTTrainer(Trainer):
         _refuse_equal_savers(callbacks)
         if enable_progress_bar is False:
             kwargs["callbacks"] = [callback for callback in callbacks if not isinstance(callback, ProgressBar)]
+        num_nodes = _count_nodes() if num_nodes == "auto" else num_nodes
         super().__init__(
             *args,
             enable_progress_bar=enable_progress_bar,
-            num_nodes=_count_nodes() if num_nodes == "auto" else num_nodes,
+            num_nodes=num_nodes,
             log_every_n_steps=None if log_every_n_steps == "auto" else log_every_n_steps,
             **kwargs,
         )
-        refuse_several_processes(self.strategy)
+        refuse_several_processes(self.strategy, num_nodes=num_nodes)
         if self.gradient_clip_val is not None:
             check_float("trainer.gradient_clip_val", self.gradient_clip_val, low=0.0)
         if self.check_val_every_n_epoch is not None:

@@ -9,16 +9,26 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from lightning_fastft.core.errors import OptionError
 
 
-def refuse_several_processes(strategy: Strategy) -> None:
-    """Refuse a strategy for one device if torchrun or srun started several processes for this run.
+def refuse_several_processes(strategy: Strategy, *, num_nodes: int = 1) -> None:
+    """Refuse a strategy for one device in a run of several processes or nodes.
+
+    Args:
+        strategy: The strategy of the run.
+        num_nodes: Nodes that the trainer was given.
 
     Raises:
-        OptionError: They did, so that each process would train alone and write the same files.
+        OptionError: torchrun or srun started several processes, or there are several nodes, so that each process would
+            train alone and write the same files.
     """
+    if not isinstance(strategy, SingleDeviceStrategy):
+        return
     num_processes = _count_processes()
-    if num_processes > 1 and isinstance(strategy, SingleDeviceStrategy):
+    if num_processes > 1 or num_nodes > 1:
+        told = (
+            f"The launcher started {num_processes} processes" if num_processes > 1 else f"There are {num_nodes} nodes"
+        )
         raise OptionError(
-            f"The launcher started {num_processes} processes, and each would train alone and write the same files. "
+            f"{told}, and each would train alone and write the same files. "
             "Use strategy fastft_ddp (a whole model on each device) or fastft_fsdp (one model over all devices): "
             '--trainer.strategy fastft_ddp, or Trainer(strategy="fastft_ddp").'
         )

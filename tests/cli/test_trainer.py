@@ -163,6 +163,11 @@ def test_ranks_that_would_train_alone_are_refused(monkeypatch, launcher, message
         FastFTTrainer(**QUIET, strategy="fastft", devices=1)
 
 
+def test_several_nodes_with_a_strategy_for_one_device_are_refused():
+    with pytest.raises(OptionError, match="2 nodes"):
+        FastFTTrainer(**QUIET, strategy="fastft", devices=1, num_nodes=2)
+
+
 def test_two_checkpoint_callbacks_of_equal_settings_are_refused_with_both_folders(tmp_path):
     first, second = ModelCheckpoint(tmp_path / "a", save_last=True), ModelCheckpoint(tmp_path / "b")
     with pytest.raises(OptionError, match=r"(?s)/a and .*/b.*write its options into the config"):
