@@ -46,7 +46,7 @@ def check_has_end(options: Mapping[str, Any]) -> None:
     is_endless = options.get("max_steps", -1) in (None, -1)
     if is_endless and not any(options.get(name) for name in ("max_epochs", "max_time", "fast_dev_run")):
         raise OptionError(
-            "The run has no end: give --trainer.max_epochs 1, or --trainer.max_steps, or --trainer.max_time "
+            "The run has no end: give --trainer.max_epochs 1, --trainer.max_steps N or --trainer.max_time DD:HH:MM:SS "
             "(max_epochs -1 trains until you stop it)."
         )
 

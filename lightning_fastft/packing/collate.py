@@ -63,11 +63,13 @@ class PackedBatch:
         self.context = context
         self.index = index
         self.numbers = tuple(numbers)
+        # Routers leave padding out of their auxiliary loss by this mask.
+        is_real_T = torch.arange(context.num_tokens, device=input_id_T.device) < context.num_real_tokens
         self._items: dict[str, Any] = {
             "input_ids": input_id_T[None],
             "position_ids": context.position_T[None] if position_AT is None else position_AT[:, None],
             "labels": context.label_T[None],
-            "attention_mask": torch.ones_like(input_id_T)[None],
+            "attention_mask": is_real_T.to(input_id_T.dtype)[None],
             "use_cache": False,
             "num_items_in_batch": context.num_items,
             "context": context,

@@ -11,6 +11,7 @@ import csv
 import gzip
 import json
 import lzma
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -93,7 +94,9 @@ def check_beginning(path: Path, beginning: bytes, *, is_json: bool) -> None:
     if found is not None:
         raise DataError(f"{path} has the suffix of a text file but is {found}. Rename it, or decompress it.")
     lines = [line.strip() for line in beginning.removeprefix(BOM).split(b"\n") if line.strip()]
-    if is_json and file_kind(path) != ".json" and lines and lines[0].startswith(b"["):
+    # A line such as ["a"] is one bad row.
+    is_array = bool(lines) and re.match(rb"\[\s*({|$)", lines[0]) is not None
+    if is_json and file_kind(path) != ".json" and is_array:
         raise DataError(f"{path} holds an array, not one row per line. Rename it: a .json file may hold an array.")
     # A truncated row is followed by other rows; an object that spans lines is followed by its keys.
     if (

@@ -2,12 +2,14 @@
 
 import json
 import os
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 
 from lightning_fastft.core.errors import DataError, OptionError
 from lightning_fastft.packing.reading.sources import open_sources
+from lightning_fastft.packing.reading.text_files import check_beginning
 from lightning_fastft.packing.rows import rejects
 from lightning_fastft.packing.rows.formats import FormatOptions
 from lightning_fastft.packing.rows.parsing import parse_row
@@ -422,3 +424,11 @@ def test_unknown_columns_are_named_with_the_way_out(tmp_path, plain_tokenizer):
         tokenize_sources(path, tokenizer=plain_tokenizer, options=FormatOptions(max_tokens=64))
     mapped = FormatOptions(max_tokens=64, columns={"prompt": "question", "completion": "answer"})
     assert len(tokenize_sources(path, tokenizer=plain_tokenizer, options=mapped)) == 5
+
+
+@pytest.mark.parametrize(("first", "is_array"), [('[{"text": "a"},', True), ("[", True), ('["a"]', False)])
+def test_an_array_of_rows_is_told_from_a_bad_row(tmp_path, first, is_array):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(first + '\n{"text": "b"}\n')
+    with pytest.raises(DataError, match="holds an array") if is_array else nullcontext():
+        check_beginning(path, path.read_bytes(), is_json=True)
