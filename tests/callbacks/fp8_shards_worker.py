@@ -48,6 +48,8 @@ CASES = [
     ("llama", "keep", "sharded", "shard"),
     ("llama", "recompute", "resident", "replicate"),
 ]
+# Base compute of the fits of one model; None is a fit without FusedKernels.
+REFITS = {"fused": ("model_dtype", "model_dtype", None, EMULATED), "unfused": (None, "model_dtype")}
 
 
 class GatheredBytes(TorchDispatchMode):
@@ -183,11 +185,15 @@ def cpu(rank, folder):
 
 
 def refit(rank, folder):
-    """Three fused fits of one model, the last one in fp8, each with the weights before it."""
+    """Several fits of each of two models whose units stay gathered, each with the weights before it."""
+    return {first: fit_again(bases, rank=rank, folder=folder) for first, bases in REFITS.items()}
+
+
+def fit_again(bases, **options):
     module, found = make("qwen3"), []
-    for base in ("model_dtype", "model_dtype", EMULATED):
+    for base in bases:
         before = whole_state(module) if found else {}
-        found.append({"before": before, **run(module, base=base, rank=rank, folder=folder)})
+        found.append({"before": before, **run(module, base=base, weights="resident", **options)})
     return found
 
 
