@@ -54,12 +54,10 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 class FusedLayer:
     """The forward of a decoder layer as a few Functions; all other calls run the forward of the layer's own class.
 
-    A layer that FSDP2 sharded stays in the model after the run, and runs that forward until it is installed again.
-
-    Args:
-        own_class: The class of the layer in transformers.
+    A layer that FSDP2 sharded stays in the model after the run. Without a ``Fusion`` it runs its own class's forward.
     """
 
+    # In transformers.
     own_class: type[nn.Module]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
