@@ -13,7 +13,7 @@ from torch import nn
 from lightning_fastft.fused.delta_mixers import delta_modules, delta_obstacle
 from lightning_fastft.fused.dense_weights import DenseWeights
 from lightning_fastft.fused.fp8_base import FP8_ATTRIBUTE, in_fp8
-from lightning_fastft.fused.fp8_weights import gather_obstacle
+from lightning_fastft.fused.fp8_obstacles import gather_obstacle
 from lightning_fastft.fused.layer_forms import LAYERS, LayerForm
 from lightning_fastft.fused.linear_parts import read_part
 from lightning_fastft.fused.linears import FusedLinear, fuse_linears
