@@ -185,15 +185,12 @@ def cpu(rank, folder):
 
 
 def refit(rank, folder):
-    """Several fits of each of two models whose units stay gathered, each with the weights before it."""
-    return {first: fit_again(bases, rank=rank, folder=folder) for first, bases in REFITS.items()}
-
-
-def fit_again(bases, **options):
-    module, found = make("qwen3"), []
-    for base in bases:
-        before = whole_state(module) if found else {}
-        found.append({"before": before, **run(module, base=base, weights="resident", **options)})
+    """A short first fit of each of two models whose units stay gathered, and later ones with the weights before each."""
+    found, options = {}, {"weights": "resident", "rank": rank, "folder": folder}
+    for first, (base, *later) in REFITS.items():
+        module = make("qwen3")
+        found[first] = [run(module, base=base, max_steps=1, **options)]
+        found[first] += [{"before": whole_state(module), **run(module, base=base, **options)} for base in later]
     return found
 
 

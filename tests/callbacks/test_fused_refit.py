@@ -16,11 +16,11 @@ def two_ranks(tmp_path_factory):
 
 
 @pytest.mark.parametrize("first", REFITS)
-def test_every_fit_trains_as_one_process_does_from_its_weights(two_ranks, first):
+def test_later_fits_train_as_one_process_does_from_their_weights(two_ranks, first):
     module = make("qwen3")
-    for found, base in zip(two_ranks[first], REFITS[first]):
-        if found["before"]:
-            module.model.load_state_dict(found["before"])
+    module.configure_model()
+    for found, base in zip(two_ranks[first][1:], REFITS[first][1:]):
+        module.model.load_state_dict(found["before"])
         expected = run(module, base=base if first == "fused" else None, name="one")
         check_equal(found, expected)
 
@@ -41,7 +41,8 @@ def test_every_fit_gathers_in_its_first_micro_batch_only(two_ranks, first):
     for found in two_ranks[first]:
         num_bytes, *later = found["gathered_bytes"]
         assert num_bytes > 0
-        assert later == [0, 0, 0]
+        assert later
+        assert not any(later)
 
 
 def test_a_later_fit_gathers_in_e4m3(two_ranks):
