@@ -24,7 +24,15 @@ from benchmarks.results import RESULTS_PATH
 from benchmarks.ruler.workloads import WORKLOADS, lora_config
 from lightning_fastft.estimate.clusters import make_cluster
 from lightning_fastft.estimate.costs import Swaps, build_on_meta, model_costs, plan_on
-from lightning_fastft.estimate.layouts import Layout, ModelSize, forecast, measure_model, rank_cost, scale_times
+from lightning_fastft.estimate.layouts import (
+    Layout,
+    ModelSize,
+    forecast,
+    keeps_fp8,
+    measure_model,
+    rank_cost,
+    scale_times,
+)
 from lightning_fastft.estimate.machines import Gpu, find_gpu
 from lightning_fastft.planner.plan import StepCost, predict, uniform_plan
 from lightning_fastft.training.optimizer import FusedAdamW
@@ -177,16 +185,19 @@ def estimate(
     cluster = make_cluster(gpu, num_gpus=num_gpus, num_nodes=1)
     num_tokens = int(workload["tokens"]) // layout.context
     document_tokens = int(workload["tokens"]) if workload["packs"] == "one document" else DOCUMENT_TOKENS
-    size, whole = _costs(
+    measure = functools.partial(
+        _costs,
         workload["name"],
         gpu,
         num_tokens=num_tokens,
         document_tokens=document_tokens,
         is_full=is_full,
         is_fused=any(part in workload["mode"] for part in ("+fused", "+graphs", "+fp8")),
-        is_fp8="+fp8" in workload["mode"],
         has_8bit_moments=workload["moments"] is not None,
     )
+    size, whole = measure(is_fp8="+fp8" in workload["mode"])
+    if not keeps_fp8(layout, cluster, size):
+        size, whole = measure(is_fp8=False)
     cost = rank_cost(scale_times(whole, factor), layout, cluster, size, num_tokens=num_tokens)
     policy, _, host_gib = workload["mode"].partition("+")[0].partition(":")
     if policy == "auto":

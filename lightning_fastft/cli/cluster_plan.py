@@ -14,6 +14,7 @@ from lightning_fastft.estimate.layouts import (
     Layout,
     ModelSize,
     forecast,
+    keeps_fp8,
     measure_model,
     num_shards,
     possible_layouts,
@@ -96,9 +97,7 @@ def plan_layouts(
     found = []
     for layout in possible_layouts(cluster, one):
         rank_tokens = -(-num_tokens // layout.context)
-        # Sharded weights compute in fp8 only if they are gathered in e4m3.
-        is_fp8 = swaps.is_fp8 and (one.gathers_fp8 or num_shards(layout, cluster) == 1)
-        cost, size = measure(rank_tokens, is_fp8=is_fp8)
+        cost, size = measure(rank_tokens, is_fp8=swaps.is_fp8 and keeps_fp8(layout, cluster, one))
         cost = rank_cost(scale_times(cost, factor), layout, cluster, size, num_tokens=rank_tokens)
         gathers_fp8 = size.gathers_fp8 and num_shards(layout, cluster) > 1
         total = num_tokens * (cluster.num_gpus // layout.context) * num_micro

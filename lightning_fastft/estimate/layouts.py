@@ -232,6 +232,13 @@ def num_shards(layout: Layout, cluster: Cluster) -> int:
     return shards.get(layout.kind, 1)
 
 
+def keeps_fp8(layout: Layout, cluster: Cluster, model: ModelSize) -> bool:
+    """Return whether frozen weights that compute in fp8 on one GPU do so in a layout: sharded ones only if they are
+    gathered in e4m3.
+    """
+    return model.gathers_fp8 or num_shards(layout, cluster) == 1
+
+
 def resident_bytes(layout: Layout, cluster: Cluster, model: ModelSize, *, num_tokens: int) -> int:
     """Return the device memory that one GPU needs throughout: shards and what is gathered of them, state, messages.
 

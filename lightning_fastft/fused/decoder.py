@@ -52,7 +52,13 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class FusedLayer:
-    """The forward of a decoder layer as a few Functions; all other calls run the forward of the layer's own class."""
+    """The forward of a decoder layer as a few Functions; all other calls run the forward of the layer's own class.
+
+    A layer that FSDP2 sharded stays in the model after the run. Without a ``Fusion`` it runs its own class's forward.
+    """
+
+    # In transformers.
+    own_class: type[nn.Module]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer, or its graph; overridden because transformers begins checkpointing in ``__call__``."""
@@ -141,7 +147,7 @@ class FusedLayer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Create the class again in a copied or pickled layer, because pickle cannot find classes made at run time."""
-        return _new_instance, (fused_class, type(self).__mro__[2]), vars(self)
+        return _new_instance, (fused_class, self.own_class), vars(self)
 
 
 class FusedNorm:
@@ -170,7 +176,7 @@ def fused_class(old: type[Any]) -> type[nn.Module]:
     return type(
         f"Fused{old.__name__}",
         (FusedLayer, old),
-        {"__doc__": f"transformers' {old.__name__} as a few fused Functions."},
+        {"__doc__": f"transformers' {old.__name__} as a few fused Functions.", "own_class": old},
     )
 
 
@@ -187,6 +193,8 @@ def _new_instance(make_class: Callable[[type[Any]], type[nn.Module]], old: type[
 
 def _read_call(layer: Any, x: torch.Tensor, cache: object, angles: object, options: dict[str, Any]) -> Parts | None:
     """Return the products of a layer for one call, or None if the layer's own forward must run."""
+    if FUSION_ATTRIBUTE not in vars(layer):
+        return None
     if cache is not None or x.dtype not in _DTYPES or torch.compiler.is_compiling():
         return None
     if is_autocast_on(x.device.type):

@@ -16,15 +16,15 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from lightning_fastft.core.patcher import ModelPatcher
+from lightning_fastft.fused.fp8_obstacles import product_obstacle, shard_obstacle
 from lightning_fastft.fused.linear_parts import LinearPart
 from lightning_fastft.hf.sharding.stand_ins import local_rows
 from lightning_fastft.kernels.expert_gate.op import gate_backward_quantised, gate_forward_quantised
 from lightning_fastft.kernels.expert_gate.reference import GateForm, QuantisedGateGradients
 from lightning_fastft.kernels.fp8_linear.op import (
-    ALIGNED_COLUMNS,
     multiply,
     nf4_row_scales,
     quantise_nf4,
@@ -40,8 +40,6 @@ from lightning_fastft.kernels.rms_norm.reference import NormForm
 
 if TYPE_CHECKING:
     from lightning_fastft.fused.fp8_base import Fp8Base
-
-_SHARDED = "the weights are sharded (FSDP2)"
 
 
 class _Scales(NamedTuple):
@@ -90,15 +88,8 @@ class Fp8Weight:
         """
         if isinstance(layer, FSDPModule) and not self.is_sharded:
             # Why shard left them, or that it was not called.
-            return self.reason or _SHARDED
-        reason = self.owner.obstacle(parts[0].weight.device, dtype)
-        if reason:
-            return reason
-        if len({part.weight.requires_grad for part in parts}) > 1:
-            return "trained and frozen layers read the same rows"
-        if any(isinstance(module, BaseTunerLayer) and module.merged for module in modules):
-            return "adapters are merged into the weights"
-        reason = _size_obstacle([(part.num_outputs, part.num_inputs) for part in parts])
+            return self.reason or "the weights are sharded (FSDP2)"
+        reason = self.owner.obstacle(parts[0].weight.device, dtype) or product_obstacle(modules, parts)
         if reason:
             return reason
         # A merge by PEFT does not change version counters; a permanent merge removes PEFT's layers.
@@ -117,7 +108,7 @@ class Fp8Weight:
             Reads the shards and writes one byte per number; one gather of the scales per weight.
         """
         bases: list[Any] = [each.get_base_layer() if isinstance(each, BaseTunerLayer) else each for each in modules]
-        self.reason = _shard_obstacle(bases) or self.owner.obstacle(bases[0].weight.device, bases[0].weight.dtype)
+        self.reason = shard_obstacle(bases) or self.owner.obstacle(bases[0].weight.device, bases[0].weight.dtype)
         if self.reason:
             return {}
         values, scales = {}, []
@@ -374,37 +365,6 @@ class Fp8Weight:
         self._scales = _Scales(_put(held[0], scale_O), _put(held[1], scale_O.to(torch.bfloat16)))
         self._forward_key, self._weights = self._key, tuple(weights)
         return self._scales
-
-
-def _shard_obstacle(bases: Sequence[Any]) -> str:
-    """Return why FSDP2 cannot gather the weights of these layers in e4m3; empty if it can."""
-    weights = [base.weight for base in bases]
-    if not all(isinstance(weight, DTensor) and isinstance(base, nn.Linear) for base, weight in zip(bases, weights)):
-        return "weights are whole on every device (FSDP2)"
-    if any(weight.placements[-1] != Shard(0) or weight.device_mesh.ndim > 2 for weight in weights):
-        return "weights are not sharded by rows alone"
-    return gather_obstacle(bases)
-
-
-def gather_obstacle(bases: Sequence[Any]) -> str:
-    """Return why the weights of these layers are not gathered in e4m3 where FSDP2 shards them; empty if they are."""
-    weights = [base.weight for base in bases]
-    if any(weight.requires_grad for weight in weights):
-        return "trained weights are sharded (FSDP2)"
-    if any(
-        not weight.is_floating_point() or weight.shape != (base.out_features, base.in_features)
-        for base, weight in zip(bases, weights)
-    ):
-        return "packed weights are sharded (FSDP2)"
-    return _size_obstacle([weight.shape for weight in weights])
-
-
-def _size_obstacle(sizes: Sequence[Sequence[int]]) -> str:
-    """Return the first size, (O, I), that fp8 products do not have; empty if they have all."""
-    odd = next((size for size in sizes if size[0] % ALIGNED_COLUMNS or size[1] % ALIGNED_COLUMNS), None)
-    if odd is None:
-        return ""
-    return f"fp8 products need multiples of {ALIGNED_COLUMNS} columns, and a weight is {odd[0]} x {odd[1]}"
 
 
 def _read_nf4(weights: Sequence[torch.Tensor]) -> list[NF4Weight]:

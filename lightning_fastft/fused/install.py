@@ -31,6 +31,7 @@ from lightning_fastft.fused.layer_parts import (
     is_known_block,
     linear_modules,
     norm_dtype,
+    own_class,
     read_for_norms,
     read_parts,
 )
@@ -40,8 +41,6 @@ from lightning_fastft.moe.fp8_experts import held_memory
 STATUS_NAME = "fused layers"
 
 WEIGHT_BUFFERS_NAME = "weights next to adapters"
-# The fused layer that FSDP2 sharded in an earlier run, an instance attribute of the layer after that run.
-_SHARDED_ATTRIBUTE = "fastft_sharded_layer"
 
 
 def install_fused_layers(root: nn.Module, patcher: ModelPatcher, *, awaits_copies: bool = False) -> list[Status]:
@@ -106,7 +105,7 @@ def fuse_weight_buffers(
     for _, model in find_causal_models(root):
         layers, products = decoder_layers(model), []
         for layer in layers:
-            parts = read_for_norms(layer) if isinstance(layer, FusedLayer) else ""
+            parts = read_for_norms(layer) if _is_fused(layer) else ""
             if isinstance(parts, str):
                 continue
             for fused_linear in parts:
@@ -165,7 +164,12 @@ def fused_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _is_fused_whole(layer: nn.Module) -> bool:
-    return isinstance(layer, FusedLayer) and not has_own_mixer(layer, form_of(layer))
+    return _is_fused(layer) and not has_own_mixer(layer, form_of(layer))
+
+
+def _is_fused(layer: nn.Module) -> bool:
+    """Return whether a layer is fused in the present run."""
+    return FUSION_ATTRIBUTE in vars(layer)
 
 
 def shared_memory(layer: nn.Module) -> list[torch.Tensor]:
@@ -200,14 +204,14 @@ def _install(model: PreTrainedModel, patcher: ModelPatcher, *, awaits_copies: bo
     for layer in layers:
         form = forms[type(layer)]
         assert form is not None
-        # A unit of FSDP2 is one object, so a later run takes the same one.
-        new = vars(layer).get(_SHARDED_ATTRIBUTE) or share_state(layer, fused_class(type(layer)))  # type: ignore[arg-type]
-        patcher.add_undo(functools.partial(_remember_sharded, new))
-        patcher.replace_module(model, names[id(layer)], new)
-        patcher.set_attribute(new, FUSION_ATTRIBUTE, Fusion(form, dense, KeptParts()))
+        if not isinstance(layer, FusedLayer):
+            new = share_state(layer, fused_class(type(layer)))  # type: ignore[arg-type]
+            model.set_submodule(names[id(layer)], new)
+            patcher.add_undo(functools.partial(_put_back, model, names[id(layer)], layer, fused=new))
+        patcher.set_attribute(layer, FUSION_ATTRIBUTE, Fusion(form, dense, KeptParts()))
         num_fused += is_known_block(layer, form)
         num_mixers += has_own_mixer(layer, form)
-    form = LAYERS[type(layers[0]).__name__]
+    form = form_of(layers[0])
     last_norm = getattr(model.get_decoder(), form.last_norm, None)
     if type(last_norm) is type(layers[0]._modules[(*form.norms, *form.post_norms)[0]]):
         # The norm before the head belongs to the same family.
@@ -232,22 +236,21 @@ def _install(model: PreTrainedModel, patcher: ModelPatcher, *, awaits_copies: bo
     return Status(STATUS_NAME, "active", f"{len(layers)} layers of {family}{blocks}{mixers}")
 
 
-def _remember_sharded(new: nn.Module) -> None:
-    """Let the layer whose state new shares name it for the next run, if FSDP2 sharded it."""
-    if isinstance(new, FSDPModule):
-        # Not as a submodule.
-        vars(new)[_SHARDED_ATTRIBUTE] = new
+def _put_back(model: nn.Module, name: str, layer: nn.Module, *, fused: nn.Module) -> None:
+    """Put a layer back in the place of its fused one, unless FSDP2 sharded that one: a unit is one object."""
+    if not isinstance(fused, FSDPModule):
+        model.set_submodule(name, layer)
 
 
 def _known_form(layer: nn.Module) -> LayerForm | None:
-    """Return the description of a layer that is not fused yet; None if it is not supported."""
-    form = LAYERS.get(type(layer).__name__)
+    """Return the description of a layer; None if it is not supported."""
+    form = LAYERS.get(own_class(layer).__name__)
     return None if form is None or _extras(layer) else form
 
 
 def _extras(layer: nn.Module) -> list[str]:
     """Return the operations of a layer that its description does not cover."""
-    form = LAYERS.get(type(layer).__name__)
+    form = LAYERS.get(own_class(layer).__name__)
     return [] if form is None else [name for name in form.without if getattr(layer, name, False)]
 
 
@@ -267,7 +270,7 @@ def _obstacle(layer: Any, *, awaits_copies: bool) -> str:
             block_activation(layer, form)
     except UnsupportedModelError as error:
         return str(error)
-    is_sharded = _SHARDED_ATTRIBUTE in vars(layer)
+    is_sharded = isinstance(layer, FSDPModule)
     found = read_parts(
         layer, dtype=norm_dtype(layer, form), awaits_copies=awaits_copies or is_sharded, awaits_gather=is_sharded
     )
@@ -279,7 +282,7 @@ def _find_differences(model: PreTrainedModel, layers: Sequence[nn.Module]) -> Co
     found: dict[tuple[type[Any], bool, bool], str] = {}
     counts: Counter[str] = Counter()
     for index, layer in enumerate(layers):
-        kind: type[Any] = type(layer)
+        kind = own_class(layer)
         form = LAYERS[kind.__name__]
         if not form.delta_projections:
             continue
@@ -295,5 +298,5 @@ def _find_differences(model: PreTrainedModel, layers: Sequence[nn.Module]) -> Co
 def _fuse_alone(layer: nn.Module) -> nn.Module:
     """Return the fused layer that shares the parameters of a layer outside of a model."""
     new = share_state(layer, fused_class(type(layer)))  # type: ignore[arg-type]
-    vars(new)[FUSION_ATTRIBUTE] = Fusion(LAYERS[type(layer).__name__], DenseWeights(), KeptParts())
+    vars(new)[FUSION_ATTRIBUTE] = Fusion(form_of(layer), DenseWeights(), KeptParts())
     return new

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_fastft.fused.delta_mixers import delta_modules, delta_obstacle
 from lightning_fastft.fused.dense_weights import DenseWeights
 from lightning_fastft.fused.fp8_base import FP8_ATTRIBUTE, in_fp8
-from lightning_fastft.fused.fp8_weights import gather_obstacle
+from lightning_fastft.fused.fp8_obstacles import gather_obstacle
 from lightning_fastft.fused.layer_forms import LAYERS, LayerForm
 from lightning_fastft.fused.linear_parts import read_part
 from lightning_fastft.fused.linears import FusedLinear, fuse_linears
@@ -214,9 +214,7 @@ def fp8_shapes(layer: nn.Module) -> list[list[torch.Size]]:
     """Return the shapes, (O, I), of the frozen weights of each product of a layer, fused or not, that FSDP2 gathers in
     e4m3 with ``base_compute="fp8"``.
     """
-    if FUSION_ATTRIBUTE not in vars(layer) and type(layer).__name__ not in LAYERS:
-        return []
-    if has_own_mixer(layer, form_of(layer)):
+    if own_class(layer).__name__ not in LAYERS or has_own_mixer(layer, form_of(layer)):
         return []
     products: list[list[Any]] = [
         [module.get_base_layer() if isinstance(module, LoraLayer) else module for module in modules]
@@ -283,7 +281,13 @@ def _draws_nothing(module: nn.Module | None) -> bool:
 def form_of(layer: nn.Module) -> LayerForm:
     """Return the description of a layer, fused or not."""
     fusion: Fusion | None = vars(layer).get(FUSION_ATTRIBUTE)
-    return LAYERS[type(layer).__name__] if fusion is None else fusion.form
+    return LAYERS[own_class(layer).__name__] if fusion is None else fusion.form
+
+
+def own_class(layer: nn.Module) -> type[Any]:
+    """Return the class of a layer in transformers, fused or not."""
+    found: type[Any] = getattr(type(layer), "own_class", type(layer))
+    return found
 
 
 def norm_dtype(layer: Any, form: LayerForm) -> torch.dtype:

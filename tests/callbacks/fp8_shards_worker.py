@@ -48,6 +48,8 @@ CASES = [
     ("llama", "keep", "sharded", "shard"),
     ("llama", "recompute", "resident", "replicate"),
 ]
+# Base compute of the fits of one model; None is a fit without FusedKernels.
+REFITS = {"fused": ("model_dtype", "model_dtype", None, EMULATED), "unfused": (None, "model_dtype")}
 
 
 class GatheredBytes(TorchDispatchMode):
@@ -183,11 +185,12 @@ def cpu(rank, folder):
 
 
 def refit(rank, folder):
-    """Three fused fits of one model, the last one in fp8, each with the weights before it."""
-    module, found = make("qwen3"), []
-    for base in ("model_dtype", "model_dtype", EMULATED):
-        before = whole_state(module) if found else {}
-        found.append({"before": before, **run(module, base=base, rank=rank, folder=folder)})
+    """A short first fit of each of two models whose units stay gathered, and later ones with the weights before each."""
+    found, options = {}, {"weights": "resident", "rank": rank, "folder": folder}
+    for first, (base, *later) in REFITS.items():
+        module = make("qwen3")
+        found[first] = [run(module, base=base, max_steps=1, **options)]
+        found[first] += [{"before": whole_state(module), **run(module, base=base, **options)} for base in later]
     return found
 
 

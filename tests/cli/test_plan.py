@@ -118,6 +118,19 @@ def test_a_cluster_says_where_frozen_weights_are_gathered_in_e4m3(plan, folder):
     assert [", gathered in e4m3" in line for line in lines] == [line[2:7] == "FSDP2" for line in lines]
 
 
+def test_sharded_nf4_weights_do_not_compute_in_fp8(plan, folder):
+    steps = {}
+    for base in ("model_dtype", "fp8"):
+        fused = f"{{class_path: lightning_fastft.FusedKernels, init_args: {{base_compute: {base}}}}}"
+        (folder / "fused.yaml").write_text(f"trainer: {{callbacks: [{fused}]}}")
+        lines = plan("--gpu", "4090", "--gpus", "2", "--config", "fused.yaml").splitlines()[4:]
+        # Strategy, tokens per second, step.
+        steps[base] = [line[2:].partition(" ms")[0] for line in lines]
+    same = [line for line in steps["fp8"] if line in steps["model_dtype"]]
+    assert len(steps["fp8"]) == 5
+    assert same == [line for line in steps["fp8"] if line.startswith("FSDP2")]
+
+
 def test_options_of_a_cluster_that_cannot_be_answered_say_what_to_do(plan):
     with pytest.raises(OptionError, match="--nodes belongs to a cluster"):
         plan("--gpu", "4090", "--nodes", "2")

@@ -11,6 +11,7 @@ from lightning_fastft.estimate.layouts import (
     Layout,
     exchange,
     forecast,
+    keeps_fp8,
     measure_model,
     possible_layouts,
     rank_cost,
@@ -188,7 +189,9 @@ def test_weights_that_fsdp2_does_not_gather_in_e4m3_are_not_counted_so(options):
     cost = model_costs(
         model, num_tokens=TOKENS, mean_document_tokens=128, machine=H100, swaps=Swaps(is_fp8=True), **options
     )
-    assert not measure_model(model, cost, is_fp8=True).gathers_fp8
+    size, two = measure_model(model, cost, is_fp8=True), cluster(2, 1)
+    assert not size.gathers_fp8
+    assert [keeps_fp8(Layout(kind), two, size) for kind in ("ddp", "fsdp2")] == [True, False]
 
 
 def test_memory_of_a_gpu_falls_with_its_share(sized):
