@@ -209,7 +209,7 @@ def _tuner_options(request: Request, content: dict[str, Any]) -> dict[str, Any]:
     # The master dtype of a sharded run is not needed here.
     options["master_dtype"] = "auto"
     if not has_adapters:
-        options["dtype"] = _dtype_of(content["state_dict"])
+        options["dtype"] = _dtype_of(content["state_dict"]) if request.dtype == "auto" else request.dtype
     elif request.is_merged:
         options["dtype"] = _merge_dtype(request, options)
     return options
