@@ -27,7 +27,7 @@ from lightning_fastft.monitor import run_report
 from lightning_fastft.monitor.report import content
 from lightning_fastft.monitor.report.copies import StepTrace, read_events
 from lightning_fastft.monitor.report.findings import describe_profile
-from lightning_fastft.monitor.report.losses import StepLosses, WindowLosses
+from lightning_fastft.monitor.report.losses import StepLosses
 from lightning_fastft.monitor.report.page import render_page
 from lightning_fastft.monitor.report.sums import Curve, PackSums, Spread
 from lightning_fastft.packing.collate import Document, collate
@@ -592,10 +592,11 @@ def test_loss_of_a_step_is_the_mean_over_the_labelled_tokens_of_its_window(tmp_p
 
 
 def test_window_with_a_loss_that_is_not_finite_has_no_point():
-    window = WindowLosses()
-    values = [1.0, float("nan"), 3.0, 5.0]
-    assert [window.add(value, is_last=bool(index % 2)) for index, value in enumerate(values)] == [None, None, None, 4.0]
-    assert window.num_not_finite == 1
+    losses = StepLosses()
+    for index, value in enumerate([1.0, float("nan"), 3.0, 5.0]):
+        losses.add(index // 2, value, is_last=bool(index % 2))
+    assert losses.curve.points() == [(1, 1, 4.0)]
+    assert (losses.first(2), losses.num_not_finite) == (4.0, 1)
 
 
 @pytest.mark.parametrize(
