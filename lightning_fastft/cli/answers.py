@@ -76,13 +76,6 @@ def explain_refusal(message: str, *, options: Collection[str], program: str, con
         name = next(filter(None, unknown.groups()))
         return f"error: {where}{_explain_unknown(name, lines, options)}{last_line}"
 
-    unknown = _UNKNOWN_LORA.search(message)
-    if unknown:
-        hint = (
-            f"hint: did you mean {unknown[2]}?\n" if unknown[2] else "hint: the fields are those of PEFT's LoraConfig\n"
-        )
-        return f"error: {where}{unknown[1]}\n{hint}{last_line}"
-
     special = _explain_special(message, lines, where=where, configs=configs)
     if special:
         return f"{special}{last_line}"
@@ -108,6 +101,10 @@ def explain_refusal(message: str, *, options: Collection[str], program: str, con
 def _explain_special(message: str, lines: list[str], *, where: str, configs: Collection[str]) -> str:
     """Return the reason and the hint of an error that the parser words for itself; "" for others."""
     key = re.match(r'Parser key "([^"]+)":', lines[0])
+    field = _UNKNOWN_LORA.search(message)
+    if field:
+        hint = f"did you mean {field[2]}?" if field[2] else "the fields are those of PEFT's LoraConfig"
+        return f"error: {where}{field[1]}\nhint: {hint}\n"
     function = _FUNCTION.search(message)
     if function:
         return f"error: {where}{function[1]}: {function[2].rstrip('. ')}\n"

@@ -85,15 +85,9 @@ def plan_layouts(
         cost = model_costs(model, num_tokens=rank_tokens, machine=cluster.gpu, **own)
         return cost, measure_model(model, cost, is_fp8=is_fp8)
 
-    (whole, one), factor = measure(num_tokens, is_fp8=swaps.is_fp8), 1.0
-    if step_ms is not None:
-        alone = _make_plan(whole, cluster, host_bytes=host_bytes, vram_bytes=vram_bytes)
-        if alone is None:
-            raise OptionError(
-                "--step-ms is the time of a pack on one GPU, where this run does not fit. Remove it, or give a "
-                "model that fits."
-            )
-        factor = step_ms / alone.prediction.step_ms
+    make_plan = functools.partial(_make_plan, cluster=cluster, host_bytes=host_bytes, vram_bytes=vram_bytes)
+    whole, one = measure(num_tokens, is_fp8=swaps.is_fp8)
+    factor = 1.0 if step_ms is None else step_ms / _predict_step_ms(make_plan(whole))
     found = []
     for layout in possible_layouts(cluster, one):
         rank_tokens = -(-num_tokens // layout.context)
@@ -101,7 +95,7 @@ def plan_layouts(
         cost = rank_cost(scale_times(cost, factor), layout, cluster, size, num_tokens=rank_tokens)
         gathers_fp8 = size.gathers_fp8 and num_shards(layout, cluster) > 1
         total = num_tokens * (cluster.num_gpus // layout.context) * num_micro
-        plan = _make_plan(cost, cluster, host_bytes=host_bytes, vram_bytes=vram_bytes)
+        plan = make_plan(cost)
         if plan is None:
             least = predict(cost, uniform_plan(len(cost.segments), "recompute"), machine=cluster.gpu.machine)
             found.append(LayoutPlan(layout, total, least.peak_bytes, None, gathers_fp8))
@@ -118,6 +112,16 @@ def plan_layouts(
         )
         found.append(LayoutPlan(layout, total, plan.prediction.peak_bytes, step, gathers_fp8))
     return found
+
+
+def _predict_step_ms(plan: Plan | None) -> float:
+    """Return the time of a pack on one GPU; refuse None, the plan of a run that does not fit there."""
+    if plan is None:
+        raise OptionError(
+            "--step-ms is the time of a pack on one GPU, where this run does not fit. Remove it, or give a model that "
+            "fits."
+        )
+    return plan.prediction.step_ms
 
 
 def render_layouts(cluster: Cluster, plans: Sequence[LayoutPlan]) -> str:
@@ -154,7 +158,7 @@ def _reason(plan: LayoutPlan, best: LayoutPlan) -> str:
     return f"fastest; {bound}" if plan is best else bound
 
 
-def _make_plan(cost: StepCost, cluster: Cluster, *, host_bytes: int, vram_bytes: int | None) -> Plan | None:
+def _make_plan(cost: StepCost, *, cluster: Cluster, host_bytes: int, vram_bytes: int | None) -> Plan | None:
     """Return the plan of a GPU, or None if nothing fits."""
     try:
         return plan_on(cluster.gpu, cost, vram_budget_bytes=vram_bytes, host_budget_bytes=host_bytes)

@@ -35,13 +35,13 @@ DEFAULT_HOST_GIB = 64.0
 _GIB = 2**30
 
 
-class _Question(NamedTuple):
-    """The options of ``fastft plan``."""
+class _Options(NamedTuple):
+    """The options of ``fastft plan``; cluster is None without ``--gpus``."""
 
     gpu: Gpu
     is_here: bool
-    vram_gib: float | None
-    host_gib: float
+    vram_bytes: int | None
+    host_bytes: int
     document_tokens: int
     cluster: Cluster | None
     step_ms: float | None
@@ -61,7 +61,7 @@ def run_plan(words: Sequence[str]) -> int:
         OptionError: There is no local GPU and none is named, the model of the config is not a tuner of this package, or
             a second model is held beside it.
     """
-    question, words = _read_question(words)
+    options, words = _read_options(words)
     cli = FastFTCLI(words, run=False)
     model, data = cli.model, cli.datamodule
     is_known = isinstance(model, Tuner) and isinstance(data, (PackedDataModule, RolloutDataModule))
@@ -75,47 +75,56 @@ def run_plan(words: Sequence[str]) -> int:
             "fastft plan counts one model, and a second one is held beside it: a teacher without store, or a "
             "reference. The plan of a run is made from its first training steps and logged."
         )
-    document_tokens = min(question.document_tokens, data.max_tokens)
-    if question.cluster is not None:
-        plans = plan_layouts(
-            question.cluster,
-            source=model.source,
-            options=_cost_options(model, cli.trainer, document_tokens=document_tokens),
-            num_tokens=data.max_tokens,
-            num_micro=cli.trainer.accumulate_grad_batches,
-            host_bytes=int(question.host_gib * _GIB),
-            vram_bytes=None if question.vram_gib is None else int(question.vram_gib * _GIB),
-            step_ms=question.step_ms,
-        )
-        sys.stdout.write(_describe_run(model, num_tokens=data.max_tokens, document_tokens=document_tokens) + "\n")
-        sys.stdout.write(render_layouts(question.cluster, plans) + "\n")
-        return 0
-    num_parts = getattr(cli.trainer.strategy, "context_parallel", 1)
-    # Each device computes the rows of its part, and of attention the heads that are its share.
-    num_tokens = -(-data.max_tokens // num_parts)
-    options = _cost_options(model, cli.trainer, document_tokens=document_tokens)
-    cost = model_costs(model.source, num_tokens=num_tokens, machine=question.gpu, **options)
-    vram_bytes = None if question.vram_gib is None else int(question.vram_gib * _GIB)
-    host_bytes = int(question.host_gib * _GIB)
-    plan = plan_on(question.gpu, cost, vram_budget_bytes=vram_bytes, host_budget_bytes=host_bytes)
-    vram_gib = question.vram_gib or default_vram_bytes(question.gpu, cost) / _GIB
-    lines = [
-        _describe_run(model, num_tokens=data.max_tokens, document_tokens=document_tokens),
-        *([f"mesh: {num_parts} devices share each pack, {num_tokens:,} tokens each"] if num_parts > 1 else []),
-        f"{question.gpu.name}: {_origin(question)}",
-        f"budgets: {vram_gib:.1f} GiB of device memory for everything, {question.host_gib:.1f} GiB of pinned "
-        "host memory",
-        "",
-        render_plan(cost, plan),
-        "",
-        *(_describe_end(cost, kind, gpu=question.gpu, num_tokens=num_tokens) for kind in ("recompute", "keep")),
-        f"{'this plan':<15} {num_tokens / plan.prediction.step_ms * 1e3:>9,.0f} tokens/s",
-    ]
-    sys.stdout.write("\n".join(lines) + "\n")
+    options = options._replace(document_tokens=min(options.document_tokens, data.max_tokens))
+    render = _render_gpu if options.cluster is None else _render_cluster
+    run = _describe_run(model, num_tokens=data.max_tokens, document_tokens=options.document_tokens)
+    text = render(options, model, cli.trainer, max_tokens=data.max_tokens)
+    sys.stdout.write(f"{run}\n{text}\n")
     return 0
 
 
-def _read_question(words: Sequence[str]) -> tuple[_Question, list[str]]:
+def _render_cluster(options: _Options, model: Tuner, trainer: pl.Trainer, *, max_tokens: int) -> str:
+    """Return the table of strategies on a cluster."""
+    assert options.cluster is not None
+    assert model.source is not None
+    plans = plan_layouts(
+        options.cluster,
+        source=model.source,
+        options=_cost_options(model, trainer, document_tokens=options.document_tokens),
+        num_tokens=max_tokens,
+        num_micro=trainer.accumulate_grad_batches,
+        host_bytes=options.host_bytes,
+        vram_bytes=options.vram_bytes,
+        step_ms=options.step_ms,
+    )
+    return render_layouts(options.cluster, plans)
+
+
+def _render_gpu(options: _Options, model: Tuner, trainer: pl.Trainer, *, max_tokens: int) -> str:
+    """Return the plan for one GPU, and the speed of recomputing all and keeping all."""
+    assert model.source is not None
+    gpu, num_parts = options.gpu, getattr(trainer.strategy, "context_parallel", 1)
+    # Each device computes the rows of its part, and of attention the heads that are its share.
+    num_tokens = -(-max_tokens // num_parts)
+    cost_options = _cost_options(model, trainer, document_tokens=options.document_tokens)
+    cost = model_costs(model.source, num_tokens=num_tokens, machine=gpu, **cost_options)
+    plan = plan_on(gpu, cost, vram_budget_bytes=options.vram_bytes, host_budget_bytes=options.host_bytes)
+    vram_bytes = options.vram_bytes or default_vram_bytes(gpu, cost)
+    lines = [
+        *([f"mesh: {num_parts} devices share each pack, {num_tokens:,} tokens each"] if num_parts > 1 else []),
+        f"{gpu.name}: {_describe_origin(options)}",
+        f"budgets: {vram_bytes / _GIB:.1f} GiB of device memory for everything, {options.host_bytes / _GIB:.1f} GiB of "
+        "pinned host memory",
+        "",
+        render_plan(cost, plan),
+        "",
+        *(_describe_end(cost, kind, gpu=gpu, num_tokens=num_tokens) for kind in ("recompute", "keep")),
+        f"{'this plan':<15} {num_tokens / plan.prediction.step_ms * 1e3:>9,.0f} tokens/s",
+    ]
+    return "\n".join(lines)
+
+
+def _read_options(words: Sequence[str]) -> tuple[_Options, list[str]]:
     """Parse and validate the options of this command; return them and the other arguments."""
     name, rest = take_option(words, "--gpu", default="")
     vram, rest = take_option(rest, "--vram-gib", default="")
@@ -123,16 +132,16 @@ def _read_question(words: Sequence[str]) -> tuple[_Question, list[str]]:
     document, rest = take_option(rest, "--document-tokens", default=str(DEFAULT_DOCUMENT_TOKENS))
     gpu = find_gpu(name or _device_here())
     cluster, step, rest = _read_cluster(gpu, rest)
-    question = _Question(
+    options = _Options(
         gpu=gpu,
         is_here=not name,
-        vram_gib=check_float("--vram-gib", _number("--vram-gib", vram), low=0.0) if vram else None,
-        host_gib=check_float("--host-gib", _number("--host-gib", host), low=0.0),
-        document_tokens=check_int("--document-tokens", int(_number("--document-tokens", document)), low=1),
+        vram_bytes=_read_gib("--vram-gib", vram) if vram else None,
+        host_bytes=_read_gib("--host-gib", host),
+        document_tokens=_read_int("--document-tokens", document),
         cluster=cluster,
-        step_ms=check_float("--step-ms", _number("--step-ms", step), low=1e-3) if step else None,
+        step_ms=check_float("--step-ms", _read_float("--step-ms", step), low=1e-3) if step else None,
     )
-    return question, rest
+    return options, rest
 
 
 def _read_cluster(gpu: Gpu, words: Sequence[str]) -> tuple[Cluster | None, str, list[str]]:
@@ -148,8 +157,8 @@ def _read_cluster(gpu: Gpu, words: Sequence[str]) -> tuple[Cluster | None, str, 
         return None, "", rest
     cluster = make_cluster(
         gpu,
-        num_gpus=check_int("--gpus", int(_number("--gpus", gpus)), low=1),
-        num_nodes=check_int("--nodes", int(_number("--nodes", found["--nodes"] or "1")), low=1),
+        num_gpus=_read_int("--gpus", gpus),
+        num_nodes=_read_int("--nodes", found["--nodes"] or "1"),
         node_link=found["--node-link"],
         network=found["--network"],
     )
@@ -164,11 +173,24 @@ def _device_here() -> str:
     return torch.cuda.get_device_name()
 
 
-def _number(name: str, text: str) -> float:
+def _read_float(name: str, text: str) -> float:
     try:
         return float(text)
     except ValueError:
         raise OptionError(f"{name} must be a number, got {text!r}.") from None
+
+
+def _read_gib(name: str, text: str) -> int:
+    """Return a size in GiB as bytes."""
+    return int(check_float(name, _read_float(name, text), low=0.0) * _GIB)
+
+
+def _read_int(name: str, text: str) -> int:
+    """Return a whole number of at least 1, which may be written as 1e4."""
+    number = _read_float(name, text)
+    if not number.is_integer():
+        raise OptionError(f"{name} must be a whole number, got {text!r}.")
+    return check_int(name, int(number), low=1)
 
 
 def _has_second_model(model: Tuner) -> bool:
@@ -213,10 +235,10 @@ def _describe_run(model: Tuner, *, num_tokens: int, document_tokens: int) -> str
     return f"{model.source.name}: {training}{base}, packs of {num_tokens:,} tokens, documents of {document_tokens:,}"
 
 
-def _origin(question: _Question) -> str:
-    if not question.is_here:
-        return f"simulation from published rates ({question.gpu.source})"
-    return f"the local GPU, by its published rates ({question.gpu.source}); a run measures its first steps instead"
+def _describe_origin(options: _Options) -> str:
+    if not options.is_here:
+        return f"simulation from published rates ({options.gpu.source})"
+    return f"the local GPU, by its published rates ({options.gpu.source}); a run measures its first steps instead"
 
 
 def _describe_end(cost: StepCost, kind: str, *, gpu: Gpu, num_tokens: int) -> str:

@@ -54,7 +54,7 @@ def take_option(words: Sequence[str], name: str, *, default: str) -> tuple[str, 
     """Return the value of an option that the parser does not know, and the arguments without it.
 
     Raises:
-        OptionError: The option comes last, without a value.
+        OptionError: The option has no value.
 
     Example:
         >>> take_option(["--out", "here", "--config", "demo"], "--out", default=".")
@@ -62,14 +62,13 @@ def take_option(words: Sequence[str], name: str, *, default: str) -> tuple[str, 
     """
     value, rest, remaining = default, [], iter(words)
     for word in remaining:
-        if word == name:
-            value = next(remaining, "")
-            if not value:
-                raise OptionError(f"{name} needs a value.")
-        elif word.startswith(f"{name}="):
-            value = word.partition("=")[2]
-        else:
+        option, equals, text = word.partition("=")
+        if option != name:
             rest.append(word)
+            continue
+        value = text if equals else next(remaining, "")
+        if not value:
+            raise OptionError(f"{name} needs a value.")
     return value, rest
 
 

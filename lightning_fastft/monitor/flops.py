@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 # A multiply and an add per weight and token; attention multiplies queries with keys and weights with values.
 FLOPS_PER_WEIGHT = 2
 _ACTIVE_EXPERT_NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts")
+# Names of transformers in ``config.layer_types``.
+_TYPES_WITHOUT_SOFTMAX = frozenset({"linear_attention", "conv", "mlp", "moe"})
 
 
 class LayerFlops(NamedTuple):
@@ -20,7 +22,7 @@ class LayerFlops(NamedTuple):
     Args:
         num_active_weights: Weights that multiply each token; for experts, the share used by one token.
         num_trained_weights: Active weights that get a gradient.
-        attention_width: Heads x (width of a query head + width of a value head).
+        attention_width: Heads x (width of a query head + width of a value head); 0 without softmax attention.
         window: Keys a query sees; None for all of its document.
         has_backward: Gradients pass through this layer.
     """
@@ -75,9 +77,9 @@ def count_flops(model: nn.Module, layers: list[nn.Module]) -> ModelFlops:
     """Return the FLOP counts of a causal language model from the shapes of its weights.
 
     All weights with at least two axes in the decoder layers (linear layers, routers, experts, adapters) and the head
-    are counted; embeddings, norms and element-wise operations are not. A frozen weight costs its forward and the
-    gradient of its input; a trained weight also costs its own gradient. Layers below the first trained weight have no
-    backward.
+    are counted. Embeddings, norms, element-wise operations and the states of linear attention are not. A frozen weight
+    costs its forward and the gradient of its input; a trained weight also costs its own gradient. Layers below the
+    first trained weight have no backward.
 
     Cost:
         One walk over the modules on the host; no device work.
@@ -95,7 +97,7 @@ def count_flops(model: nn.Module, layers: list[nn.Module]) -> ModelFlops:
         num_active, num_trained = _count_weights(layer, config)
         has_backward = has_backward or any(parameter.requires_grad for parameter in layer.parameters())
         counted.append(
-            LayerFlops(num_active, num_trained, _attention_width(config), _window(config, index), has_backward)
+            LayerFlops(num_active, num_trained, _attention_width(config, index), _window(config, index), has_backward)
         )
     head = causal_model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     head_weight = getattr(head, "weight", None)
@@ -145,7 +147,16 @@ def _num_experts(config: Any) -> int | None:
     return next((getattr(config, name) for name in names if getattr(config, name, None)), None)
 
 
-def _attention_width(config: Any) -> int:
+def _layer_type(config: Any, index: int) -> str | None:
+    """Return the type of a layer; None for a model whose layers are all alike."""
+    layer_types = getattr(config, "layer_types", None)
+    return None if layer_types is None or index >= len(layer_types) else layer_types[index]
+
+
+def _attention_width(config: Any, index: int) -> int:
+    """Return the width of the softmax attention of a layer; 0 for linear attention, convolutions and plain MLPs."""
+    if _layer_type(config, index) in _TYPES_WITHOUT_SOFTMAX:
+        return 0
     num_heads = config.num_attention_heads
     head_width = getattr(config, "head_dim", None) or config.hidden_size // num_heads
     query_width = getattr(config, "qk_head_dim", None) or head_width
@@ -158,7 +169,6 @@ def _window(config: Any, index: int) -> int | None:
     window = getattr(config, "sliding_window", None)
     if not window or getattr(config, "use_sliding_window", True) is False:
         return None
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is None:
+    if getattr(config, "layer_types", None) is None:
         return window
-    return window if index < len(layer_types) and layer_types[index] == "sliding_attention" else None
+    return window if _layer_type(config, index) == "sliding_attention" else None

@@ -24,7 +24,7 @@ from lightning_fastft.monitor.host_waits import HostWaitDetector
 from lightning_fastft.monitor.report.content import SCHEMA, collect
 from lightning_fastft.monitor.report.copies import StepProfile
 from lightning_fastft.monitor.report.record import RunRecord
-from lightning_fastft.monitor.report.timing import EPOCH_START, RECORDED, Clock
+from lightning_fastft.monitor.report.timing import EPOCH_START, RECORDED, Batch
 from lightning_fastft.monitor.report.verdict import summarize
 from lightning_fastft.strategies.patching import callbacks_of, patcher_of
 
@@ -93,7 +93,7 @@ class RunReport(Callback):
         self._is_open = False
         self._copies = AsyncScalarReader()
         self._scalar_copies = AsyncScalarReader()
-        self._clock: Clock | None = None
+        self._batch: Batch | None = None
         self._last_end: Any = None
         self._last_global_step = 0
         self._is_epoch_start = False
@@ -164,10 +164,11 @@ class RunReport(Callback):
             self._run.detector.on_train_batch_start(trainer, pl_module, batch, batch_idx)
         self._num_recordings = _count_recordings(trainer)
         begin = mark_time(self._run.device)
-        self._clock = Clock(self._run.add_batch(batch), is_counted=not self._begin_profile(trainer, batch_idx))
+        self._batch = self._run.add_batch(batch)
+        self._batch.is_counted = not self._begin_profile(trainer, batch_idx)
         if self._last_end is not None:
-            self._clock.begin("between", self._last_end)
-        self._clock.begin("forward", begin)
+            self._batch.marks.append(("between", self._last_end))
+        self._batch.marks.append(("forward", begin))
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
         """Mark the end of the forward."""
@@ -191,19 +192,19 @@ class RunReport(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Close the micro-batch, and take in what has arrived."""
-        clock, self._clock = self._clock, None
-        if clock is None:
+        timed, self._batch = self._batch, None
+        if timed is None:
             return
         end = mark_time(self._run.device)
-        clock.begin("end", end)
+        timed.marks.append(("end", end))
         # Checked at the end, because a detector of the user may run after this callback.
-        clock.is_counted &= not (self._run.detector is not None and self._run.detector.is_watching)
+        timed.is_counted &= not (self._run.detector is not None and self._run.detector.is_watching)
         is_recorded = _count_recordings(trainer) > self._num_recordings
         is_epoch_start, self._is_epoch_start = self._is_epoch_start, False
-        clock.batch = clock.batch._replace(set_up=RECORDED if is_recorded else EPOCH_START if is_epoch_start else "")
-        self._run.times.push(clock)
+        timed.set_up = RECORDED if is_recorded else EPOCH_START if is_epoch_start else ""
+        self._run.times.push(timed)
         # The time after a profiled or watched step is not time spent waiting for data.
-        self._last_end = end if clock.is_counted else None
+        self._last_end = end if timed.is_counted else None
         if self._profile is not None:
             self._run.trace, self._profile = self._profile.stop(), None
         has_stepped = trainer.global_step != self._last_global_step
@@ -263,7 +264,7 @@ class RunReport(Callback):
         try:
             if state == "stopped":
                 # An earlier callback has ended the run at the end of a step that is not counted yet.
-                self._run.step += self._clock is not None
+                self._run.step += self._batch is not None
                 self.on_train_end(trainer, pl_module)
             elif self._run.device.type != "cuda":
                 self._poll()
@@ -280,14 +281,14 @@ class RunReport(Callback):
         self._copies.clear()
         self._scalar_copies.clear()
         self._run.times.drop()
-        self._clock = self._last_end = None
+        self._batch = self._last_end = None
         self._run.plans = []
 
     # Counting.
 
     def _begin_part(self, part: str) -> None:
-        if self._clock is not None:
-            self._clock.begin(part, mark_time(self._run.device))
+        if self._batch is not None:
+            self._batch.marks.append((part, mark_time(self._run.device)))
 
     def _pause(self) -> None:
         self._last_end = None

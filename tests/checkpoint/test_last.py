@@ -113,17 +113,13 @@ def test_damaged_file_that_is_named_is_refused(saved):
         fit(saved, max_steps=4, ckpt_path=str(saved / "runs" / "last.ckpt"))
 
 
-def test_stopped_run_goes_on(tmp_path):
+@pytest.mark.parametrize("has_model_checkpoint", [True, False])
+def test_stopped_run_goes_on(tmp_path, has_model_checkpoint):
+    callbacks = [callback(tmp_path, save_last=None)] if has_model_checkpoint else []
     with pytest.raises(RunStopped):
-        fit(tmp_path, max_steps=5, callbacks=[callback(tmp_path, save_last=None), Interrupt()])
-    trainer = fit(tmp_path, max_steps=5, ckpt_path="last", callbacks=[callback(tmp_path, save_last=None)])
+        fit(tmp_path, max_steps=5, callbacks=[*callbacks, Interrupt()])
+    trainer = fit(tmp_path, max_steps=5, ckpt_path="last", callbacks=callbacks)
     assert resumed_from(trainer) == "stopped-step=3.ckpt"
-
-
-def test_stopped_run_without_a_model_checkpoint_goes_on(tmp_path):
-    with pytest.raises(RunStopped):
-        fit(tmp_path, max_steps=5, callbacks=[Interrupt()])
-    assert resumed_from(fit(tmp_path, max_steps=5, ckpt_path="last", callbacks=[])) == "stopped-step=3.ckpt"
 
 
 def test_newer_last_goes_before_an_older_stop(tmp_path):

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from lightning_fastft.cli.command import main
+from lightning_fastft.cli.export import WITHOUT_GGUF
 from lightning_fastft.cli.trained import opening
 from lightning_fastft.core.errors import CheckpointNotSavedError, UnsupportedModelError
 from lightning_fastft.hf import export
@@ -161,6 +162,9 @@ def test_all_weights_of_a_checkpoint_become_a_model(trained, folder, answer):
     status, text = answer(["export", str(run.checkpoint), "more", "--merge"])
     assert status == 1
     assert "no adapters" in text
+    words = ["--gguf", "bf16", "--dtype", "bfloat16"]
+    assert answer(["export", str(run.checkpoint), "narrow", *words])[0] == WITHOUT_GGUF
+    assert AutoModelForCausalLM.from_pretrained("narrow", dtype="auto").dtype == torch.bfloat16
 
 
 @pytest.mark.slow

@@ -67,6 +67,9 @@ def test_what_cannot_be_answered_says_what_to_do(plan, monkeypatch):
         plan("--gpu", "3090")
     with pytest.raises(OptionError, match="--vram-gib must be a number, got 'much'"):
         plan("--gpu", "4090", "--vram-gib", "much")
+    for number in ("1.5", "nan", "inf", ""):
+        with pytest.raises(OptionError, match="--document-tokens"):
+            plan("--gpu", "4090", f"--document-tokens={number}")
     with pytest.raises(OptionError, match=r"No plan fits the VRAM budget of 0\.10 GiB"):
         plan("--gpu", "4090", "--vram-gib", "0.1")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -134,7 +137,12 @@ def test_sharded_nf4_weights_do_not_compute_in_fp8(plan, folder):
 def test_options_of_a_cluster_that_cannot_be_answered_say_what_to_do(plan):
     with pytest.raises(OptionError, match="--nodes belongs to a cluster"):
         plan("--gpu", "4090", "--nodes", "2")
-    with pytest.raises(OptionError, match="--gpus must be"):
-        plan("--gpu", "4090", "--gpus", "0")
+    for number in ("0", "1.5", "many"):
+        with pytest.raises(OptionError, match="--gpus must be"):
+            plan("--gpu", "4090", "--gpus", number)
+    with pytest.raises(OptionError, match="--nodes must be"):
+        plan("--gpu", "4090", "--gpus", "4", "--nodes", "1.5")
+    with pytest.raises(OptionError, match="--gpu needs a value"):
+        plan("--gpu=")
     with pytest.raises(OptionError, match="where this run does not fit"):
         plan("--gpu", "4090", "--gpus", "2", "--vram-gib", "0.1", "--step-ms", "5")

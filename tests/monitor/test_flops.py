@@ -4,11 +4,19 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from lightning_fastft.hf.families import decoder_layers, find_causal_models
 from lightning_fastft.monitor.flops import count_flops
 from tests.support.sizes import sizes
+from tests.support.tiny_models import build_tiny
 
 NUM_TOKENS = 64
 
@@ -82,6 +90,22 @@ def test_attention_follows_the_documents_and_the_window():
     assert per_pair == pytest.approx(3 * 2 * 3 * 4 * 16)
     model.config.sliding_window = 8
     assert ours(model) < ours(tiny_llama())
+
+
+def test_only_layers_with_softmax_attention_count_pairs_of_tokens():
+    model = build_tiny("qwen3_next")
+    config = model.config
+    num_softmax = config.layer_types.count("full_attention")
+    assert 0 < num_softmax < config.num_hidden_layers
+    per_pair = ours(model, sum_squared=2) - ours(model, sum_squared=0)
+    assert per_pair == pytest.approx(3 * 2 * num_softmax * config.num_attention_heads * 2 * config.head_dim)
+
+
+def test_a_model_without_attention_heads_is_counted():
+    model = Mamba2ForCausalLM(
+        Mamba2Config(vocab_size=96, hidden_size=32, num_hidden_layers=2, num_heads=8, head_dim=8, n_groups=1)
+    )
+    assert ours(model, sum_squared=NUM_TOKENS**2) == ours(model, sum_squared=0) > 0
 
 
 @pytest.mark.parametrize("num_active", [1, 2])

@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lightning_fastft import HostWaitDetector
 from lightning_fastft.monitor.host_waits import HostWaitError, render_waits
-from lightning_fastft.monitor.report.waits import WaitRecorder, _judge_copy, is_library
+from lightning_fastft.monitor.report.sync_calls import judge_copy
+from lightning_fastft.monitor.report.waits import WaitRecorder, is_library
 from tests.support.training_parts import quiet_trainer
 
 READS = (
@@ -263,7 +264,7 @@ def test_rule_for_copies_knows_direction_blocking_and_pinned_memory(monkeypatch)
         ("copy_", (host, pinned), {}, None),
     ]
     for name, args, kwargs, expected in cases:
-        found = _judge_copy(name, args, kwargs)
+        found = judge_copy(name, args, kwargs)
         assert (found and found[0]) == expected, (name, kwargs, expected)
 
 

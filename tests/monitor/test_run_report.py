@@ -27,9 +27,8 @@ from lightning_fastft.monitor import run_report
 from lightning_fastft.monitor.report import content
 from lightning_fastft.monitor.report.copies import StepTrace, read_events
 from lightning_fastft.monitor.report.findings import describe_profile
-from lightning_fastft.monitor.report.losses import StepLosses, WindowLosses
+from lightning_fastft.monitor.report.losses import StepLosses
 from lightning_fastft.monitor.report.page import render_page
-from lightning_fastft.monitor.report.sums import Curve, PackSums, Spread
 from lightning_fastft.packing.collate import Document, collate
 from lightning_fastft.planner.plan import Machine, SegmentCost, StepCost, ValueCost, make_plan
 from lightning_fastft.strategies.single_device import FastFTStrategy
@@ -493,26 +492,6 @@ def test_best_checkpoint_is_told_where_one_is_watched_for(tmp_path, caplog):
     assert f"; best checkpoint {checkpoint.best_model_path}\n" in caplog.text
 
 
-@pytest.mark.parametrize(("low", "high"), [(70, 120), (3, 9000), (1, 1), (40, 44)])
-def test_lengths_of_documents_are_seen_in_bins_over_those_that_occur(low, high):
-    lengths = np.random.default_rng(0).integers(low, high + 1, size=400)
-    lengths[:2] = low, high
-    sums = PackSums()
-    for part in np.split(lengths, 20):
-        sums.add(
-            collate(
-                [Document(np.ones(length, dtype=np.int64), np.ones(length, dtype=np.int64)) for length in part]
-            ).context
-        )
-    bars = sums.to_dict(max_tokens=None)["lengths"]
-    assert min(7, high - low + 1) <= len(bars) <= 12
-    assert (bars[0]["low"], bars[-1]["high"]) == (low, high)
-    assert [bar["low"] for bar in bars[1:]] == [bar["high"] + 1 for bar in bars[:-1]]
-    assert [bar["count"] for bar in bars] == [
-        int(((lengths >= bar["low"]) & (lengths <= bar["high"])).sum()) for bar in bars
-    ]
-
-
 @pytest.mark.parametrize("reads", [0, 1, 2])
 def test_what_only_logged_steps_read_is_named_and_no_verdict(tmp_path, reads):
     class Reads(Keeps):
@@ -589,13 +568,6 @@ def test_loss_of_a_step_is_the_mean_over_the_labelled_tokens_of_its_window(tmp_p
     assert (data["head"]["first_loss"], data["head"]["final_loss"]) == pytest.approx(truth, rel=1e-4)
     assert (data["head"]["num_steps"], data["head"]["num_batches"]) == (2, 4)
     assert "Each point is one optimizer step." in Page(text).text
-
-
-def test_window_with_a_loss_that_is_not_finite_has_no_point():
-    window = WindowLosses()
-    values = [1.0, float("nan"), 3.0, 5.0]
-    assert [window.add(value, is_last=bool(index % 2)) for index, value in enumerate(values)] == [None, None, None, 4.0]
-    assert window.num_not_finite == 1
 
 
 @pytest.mark.parametrize(
@@ -865,27 +837,6 @@ def test_hooks_read_nothing_from_the_device(tmp_path):
         trainer.fit(PlainModule(tiny_llama()), packed_loader(4))
     assert not [origin for origin in counts.waits.origin if "run_report.py" in origin or "timing.py" in origin]
     assert {origin.partition(":")[0] for origin in counts.waits.origin if "report/" in origin} == {"numpy"}
-
-
-def test_curve_loses_no_value_and_stays_bounded():
-    curve, values = Curve(max_points=8), np.random.default_rng(0).normal(size=1001)
-    for step, value in enumerate(values):
-        curve.add(step, float(value))
-        assert len(curve.points()) <= 8
-    points = curve.points()
-    assert (points[0][0], points[-1][1]) == (0, 1000)
-    for (first, last, value), after in zip(points, [*points[1:], None]):
-        assert value == pytest.approx(values[first : last + 1].mean())
-        assert after is None or after[0] == last + 1
-    assert {last - first + 1 for first, last, _ in points[:-1]} == {curve.values_per_point}
-
-
-def test_spread_is_right_to_a_percent():
-    spread, values = Spread(), np.random.default_rng(0).lognormal(3, 1, size=5000)
-    for value in values:
-        spread.add(float(value))
-    for percent in (10, 50, 90, 100):
-        assert spread.percentile(percent) == pytest.approx(np.percentile(values, percent), rel=0.01)
 
 
 def trace_events():

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_fastft.cli.trained.opening import COMMAND_KEY, Opened
+from lightning_fastft.monitor.report.facts import describe_command
 from lightning_fastft.training.model.run_record import RUN_KEY, find_versions
 
 # Fields of adapters that a card shows where the run is not known.
@@ -99,7 +101,9 @@ def render_card(facts: Facts, *, name: str) -> str:
             parts.append("\n".join([f"## {title}", "| | |", "|---|---|", *lines]))
     command = facts.record.get(COMMAND_KEY)
     if command:
-        parts.append(f"## Command\n```\n{_shorten_paths(command)}\n```")
+        # Checkpoints of earlier versions hold the secrets of a command.
+        shown = describe_command(shlex.split(command))
+        parts.append(f"## Command\n```\n{_shorten_paths(shown)}\n```")
     parts.append(f"## Use\n```python\n{_use_of(facts.kind, base=base)}\n```")
     return "\n\n".join(parts) + "\n"
 

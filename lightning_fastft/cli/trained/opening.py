@@ -154,47 +154,16 @@ def _open_checkpoint(request: Request) -> Opened:
 
     from lightning_fastft.training.fine_tuner import FineTuner
     from lightning_fastft.training.model.run_record import RUN_KEY
-    from lightning_fastft.training.tuner import Tuner
 
     content = _read_checkpoint(request.source)
-    trained = content["fastft_base"]
-    # Options of the loss belong to the run, not to the model.
-    known = inspect.signature(Tuner.__init__).parameters
-    options = {name: value for name, value in content["hyper_parameters"].items() if name in known}
+    options = _tuner_options(request, content)
     has_adapters = options.get("lora") is not None
-    is_merged = request.is_merged and has_adapters
-    if request.is_merged and not has_adapters and not request.takes_whole:
-        raise OptionError(
-            f"{request.source} has all weights and no adapters, so there is nothing to merge. Remove --merge."
-        )
-    if request.base:
-        options.update(model=request.base, init="pretrained", revision=None)
-    if "model" not in options:
-        raise OptionError(
-            f"{request.source} does not say which model it was trained on, because a loaded model was given. Add "
-            "--base NAME."
-        )
-    if request.is_exported and options["init"] == "random" and has_adapters and not is_merged:
-        raise OptionError(
-            "These adapters belong to random weights, which cannot be loaded elsewhere. Add --merge to write base and "
-            "adapters as one model."
-        )
-    if has_adapters and not any(options["lora"].get(field) for field in ("target_modules", "target_parameters")):
-        # Checkpoints hold the names of default targets. Those of earlier versions do not, whose default was all-linear.
-        options["lora"] = {**options["lora"], "target_modules": "all-linear"}
-    options["accept_other_base"] = request.accepts_other_base
-    # The master dtype of a sharded run is not needed here.
-    options["master_dtype"] = "auto"
-    notes = []
-    if not has_adapters:
-        options["dtype"] = _dtype_of(content["state_dict"])
-    elif is_merged:
-        options["dtype"] = _merge_dtype(request, options)
     # Random weights are recreated from the seed of the run.
-    torch.manual_seed(trained["seed"])
+    torch.manual_seed(content["fastft_base"]["seed"])
     module = FineTuner(**options).to(request.device)
-    if is_merged and options.get("quantization") is not None:
-        assert module.source is not None
+    assert module.source is not None
+    notes = []
+    if request.is_merged and has_adapters and options.get("quantization") is not None:
         notes.append(
             f"merged into the weights of {module.source.name} dequantised from NF4 to {options['dtype']}, as in "
             "training; they differ from the original weights by the 4-bit rounding"
@@ -206,8 +175,44 @@ def _open_checkpoint(request: Request) -> Opened:
     # Remove low-precision copies of the adapters, so that the model computes as PEFT does.
     module.teardown("export")
     record = {name: content.get(name) for name in ("hyper_parameters", RUN_KEY, COMMAND_KEY)}
-    assert module.source is not None
     return _finish(module, notes, record=record, base=module.source.name)
+
+
+def _tuner_options(request: Request, content: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of the FineTuner that builds the model of a checkpoint; refuse requests that do not fit it."""
+    from lightning_fastft.training.tuner import Tuner
+
+    # Options of the loss belong to the run, not to the model.
+    known = inspect.signature(Tuner.__init__).parameters
+    options = {name: value for name, value in content["hyper_parameters"].items() if name in known}
+    has_adapters = options.get("lora") is not None
+    if request.is_merged and not has_adapters and not request.takes_whole:
+        raise OptionError(
+            f"{request.source} has all weights and no adapters, so there is nothing to merge. Remove --merge."
+        )
+    if request.base:
+        options.update(model=request.base, init="pretrained", revision=None)
+    if "model" not in options:
+        raise OptionError(
+            f"{request.source} does not say which model it was trained on, because a loaded model was given. Add "
+            "--base NAME."
+        )
+    if request.is_exported and options["init"] == "random" and has_adapters and not request.is_merged:
+        raise OptionError(
+            "These adapters belong to random weights, which cannot be loaded elsewhere. Add --merge to write base and "
+            "adapters as one model."
+        )
+    if has_adapters and not any(options["lora"].get(field) for field in ("target_modules", "target_parameters")):
+        # Checkpoints hold the names of default targets. Those of earlier versions do not, whose default was all-linear.
+        options["lora"] = {**options["lora"], "target_modules": "all-linear"}
+    options["accept_other_base"] = request.accepts_other_base
+    # The master dtype of a sharded run is not needed here.
+    options["master_dtype"] = "auto"
+    if not has_adapters:
+        options["dtype"] = _dtype_of(content["state_dict"]) if request.dtype == "auto" else request.dtype
+    elif request.is_merged:
+        options["dtype"] = _merge_dtype(request, options)
+    return options
 
 
 def _read_checkpoint(path: Path) -> dict[str, Any]:

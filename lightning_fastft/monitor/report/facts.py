@@ -43,9 +43,11 @@ _TRAINER_OPTIONS = (
     "world_size",
 )
 # Last parts of option names, and patterns of texts, that mark secrets; "max_tokens" and "tokenizer" are no secrets.
-_SECRET_NAME = re.compile(
-    r"(?:^|[._-])(?:token|secret|password|passwd|api[_-]?key|access[_-]?key|private[_-]?key|credentials?|auth)$",
-    re.IGNORECASE,
+_PRIVATE_NAMES = r"token|secret|password|passwd|api[_-]?key|access[_-]?key|private[_-]?key|credentials?|auth"
+_SECRET_NAME = re.compile(rf"(?:^|[._-])(?:{_PRIVATE_NAMES})$", re.IGNORECASE)
+# An entry of a mapping in YAML or JSON: the name and the value.
+_SECRET_ENTRY = re.compile(
+    rf"""((?:^|[\s{{,._'"-])(?:{_PRIVATE_NAMES})['"]?\s*:\s*)("[^"]*"|'[^']*'|[^\s,}}\]]+)""", re.IGNORECASE
 )
 _SECRET_TEXT = re.compile(
     r"\b(?:hf_\w{8,}|sk-[\w-]{8,}|gh[pousr]_\w{8,}|github_pat_\w{8,}|xox[abprs]-[\w-]+|AKIA[0-9A-Z]{12,}|AIza[\w-]{20,})"
@@ -141,7 +143,9 @@ def describe_versions() -> dict[str, str]:
 
 
 def describe_command(words: Sequence[str] | None = None) -> str:
-    """Return the command line of this process, without secrets.
+    """Return a command line, by default that of this process, without secrets.
+
+    They are found by the names of options and of entries in YAML, and by patterns.
 
     Example:
         >>> describe_command(["train.py", "--hf_token=abc", "--api-key", "xyz", "--max_tokens=9"])
@@ -154,7 +158,8 @@ def describe_command(words: Sequence[str] | None = None) -> str:
         if is_secret and not word.startswith("-"):
             shown.append(REMOVED)
         else:
-            shown.append(f"{name}={REMOVED}" if equals and _SECRET_NAME.search(name) else word)
+            has_secret = equals and _SECRET_NAME.search(name)
+            shown.append(f"{name}={REMOVED}" if has_secret else _SECRET_ENTRY.sub(rf"\1{REMOVED}", word))
         is_secret = word.startswith("-") and not equals and bool(_SECRET_NAME.search(word))
     return without_secrets(shlex.join(shown))
 

@@ -13,36 +13,12 @@ from lightning_fastft.monitor.report.sums import Curve
 NUM_ENDS = 20
 
 
-class WindowLosses:
-    """Combine the losses of micro-batches into one for each optimizer step.
-
-    Under accumulation a micro-batch's loss is its sum divided by (labelled tokens of the window / micro-batches), so a
-    single one also depends on its number of labelled tokens. The mean over the micro-batches is the mean over the
-    window's labelled tokens.
-
-    Example:
-        >>> window = WindowLosses()
-        >>> window.add(3.0, is_last=False), window.add(1.0, is_last=True)
-        (None, 2.0)
-    """
-
-    def __init__(self) -> None:
-        self.num_not_finite = 0
-        self._sum, self._num = 0.0, 0
-
-    def add(self, loss: float, *, is_last: bool) -> float | None:
-        """Add the loss of a micro-batch; return the loss of the step at its end if all losses were finite."""
-        self.num_not_finite += not math.isfinite(loss)
-        self._sum, self._num = self._sum + loss, self._num + 1
-        if not is_last:
-            return None
-        mean = self._sum / self._num
-        self._sum, self._num = 0.0, 0
-        return mean if math.isfinite(mean) else None
-
-
 class StepLosses:
     """Losses of optimizer steps: a curve, the first and the last ones, and their means over ranks after the run.
+
+    Under accumulation a micro-batch's loss is its sum divided by (labelled tokens of the window / micro-batches), so a
+    single one also depends on its number of labelled tokens. The loss of a step is the mean over the micro-batches,
+    which is the mean over the window's labelled tokens.
 
     A rank records its part of the loss: the sum over its labelled tokens of a step, divided by (labelled tokens of all
     ranks / ranks). The plain mean over ranks is therefore the training loss over the labelled tokens of all ranks.
@@ -61,20 +37,24 @@ class StepLosses:
     def __init__(self) -> None:
         self.curve = Curve()
         self.num_not_finite = 0
-        self._window = WindowLosses()
+        # Sum and number of the micro-batches of the current step.
+        self._sum, self._num = 0.0, 0
         # Steps and their finite losses.
         self._first: dict[int, float] = {}
         self._last: deque[tuple[int, float]] = deque(maxlen=NUM_ENDS)
 
     def add(self, step: int, loss: float, *, is_last: bool) -> None:
         """Add the loss of a micro-batch; is_last marks the last one of an optimizer step."""
-        mean = self._window.add(loss, is_last=is_last)
-        self.num_not_finite = self._window.num_not_finite
+        self.num_not_finite += not math.isfinite(loss)
+        self._sum, self._num = self._sum + loss, self._num + 1
         if not is_last:
             return
+        mean = self._sum / self._num
+        self._sum, self._num = 0.0, 0
+        is_finite = math.isfinite(mean)
         # A step without a finite loss is recorded too, so that curves of all ranks have the same steps.
-        self.curve.add(step, 0.0 if mean is None else mean, weight=0.0 if mean is None else 1.0)
-        if mean is not None:
+        self.curve.add(step, mean if is_finite else 0.0, weight=float(is_finite))
+        if is_finite:
             if len(self._first) < NUM_ENDS:
                 self._first[step] = mean
             self._last.append((step, mean))

@@ -79,20 +79,16 @@ class RunRecord:
 
     def add_batch(self, batch: Any) -> Batch:
         """Count the packs of a micro-batch and return what is known of it from the host."""
-        packed = find_packed_batches(batch)
-        if packed:
-            contexts = [found.context for found in packed]
+        found = Batch(number=self.num_batches, step=self.step)
+        contexts = [packed.context for packed in find_packed_batches(batch)]
+        if contexts:
             counted = [self.packs.add(context) for context in contexts]
-            num_tokens = sum(context.num_real_tokens for context in contexts)
-            return Batch(
-                self.num_batches,
-                self.step,
-                num_tokens,
-                sum(number for number, _ in counted),
-                max(longest for _, longest in counted),
-            )
-        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-        return Batch(self.num_batches, self.step, ids.numel() if isinstance(ids, torch.Tensor) else None, None, None)
+            found.num_tokens = sum(context.num_real_tokens for context in contexts)
+            found.num_documents = sum(number for number, _ in counted)
+            found.longest_document = max(longest for _, longest in counted)
+        elif isinstance(batch, Mapping) and isinstance(ids := batch.get("input_ids"), torch.Tensor):
+            found.num_tokens = ids.numel()
+        return found
 
     def add_losses(self, arrived: list[tuple[Any, torch.Tensor]]) -> None:
         """Add losses and logged values whose copies to the host are complete."""

@@ -5,13 +5,15 @@ passed.
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
 
 from lightning_fastft.core.marks import Mark, has_passed, ms_between
 from lightning_fastft.monitor.report.sums import Curve, Spread
 
-# In the order of a micro-batch; "between" is what lies between the end of one and the start of the next: data,
-# transfer, other callbacks, logging.
+# In the order of a micro-batch; "between" is the time from the end of the last one: data, transfer, other callbacks,
+# logging.
 PARTS = ("between", "forward", "backward", "optimizer")
 # Values of Batch.set_up: the loader starts in the first micro-batch of an epoch, and graphs are recorded in others.
 EPOCH_START = "an epoch and its data loader began"
@@ -20,40 +22,42 @@ RECORDED = "layers were recorded as CUDA graphs"
 _MOST_EARLY = 64
 
 
-class Batch(NamedTuple):
-    """What a micro-batch held, None where it cannot be known from the host, and what was made once while it ran."""
+@dataclass(kw_only=True)
+class Batch:
+    """A micro-batch: what it held, marks at the start of its parts, and later the times between them.
+
+    Args:
+        number: Number in this fit.
+        step: Optimizer step of this fit.
+        num_tokens: Tokens without padding; None where the host cannot know them, like the next two.
+        num_documents: Documents of its packs.
+        longest_document: Tokens of the longest of them.
+        set_up: What was made once while it ran; "" for nothing.
+        is_counted: Whether its times are read; not those of a profiled or watched micro-batch.
+        marks: (part that begins, mark), in order; the last one is the end.
+        parts_ms: Milliseconds of each part, once its marks have been read.
+    """
 
     number: int
     step: int
-    num_tokens: int | None
-    num_documents: int | None
-    longest_document: int | None
+    num_tokens: int | None = None
+    num_documents: int | None = None
+    longest_document: int | None = None
     set_up: str = ""
-
-
-class Timed(NamedTuple):
-    """A micro-batch and the milliseconds of its parts, by their names."""
-
-    batch: Batch
-    parts_ms: dict[str, float]
+    is_counted: bool = True
+    marks: list[tuple[str, Mark]] = field(default_factory=list)
+    parts_ms: dict[str, float] = field(default_factory=dict)
 
     @property
     def ms(self) -> float:
         """Time of the whole micro-batch."""
         return sum(self.parts_ms.values())
 
-
-class Clock:
-    """Marks of one micro-batch: each begins a part."""
-
-    def __init__(self, batch: Batch, *, is_counted: bool) -> None:
-        self.batch = batch
-        self.is_counted = is_counted
-        self.marks: list[tuple[str, Mark]] = []
-
-    def begin(self, part: str, mark: Mark) -> None:
-        """Begin a part, which ends the one before it."""
-        self.marks.append((part, mark))
+    def read_marks(self) -> None:
+        """Replace the marks, which have passed, by the times between them."""
+        for (part, begin), (_, end) in pairwise(self.marks):
+            self.parts_ms[part] = self.parts_ms.get(part, 0.0) + ms_between(begin, end)
+        self.marks.clear()
 
 
 class BatchTimes:
@@ -67,20 +71,20 @@ class BatchTimes:
         self.num_warmup = num_warmup
         self.tokens_per_s = Curve()
         self.spread = Spread()
-        self.slowest: Timed | None = None
+        self.slowest: Batch | None = None
         self.has_warmup = False
         # What was made once, with how many micro-batches that took, and their milliseconds.
         self.set_ups: dict[str, tuple[int, float]] = {}
         self.num_tokens = 0
         self.seconds = 0.0
         self._parts_ms = dict.fromkeys(PARTS, 0.0)
-        self._early: list[Timed] = []
-        self._waiting: deque[Clock] = deque()
+        self._early: list[Batch] = []
+        self._waiting: deque[Batch] = deque()
 
-    def push(self, clock: Clock) -> None:
-        """Take the marks of a micro-batch; they are read when the last of them has passed."""
-        if clock.is_counted:
-            self._waiting.append(clock)
+    def push(self, batch: Batch) -> None:
+        """Take a micro-batch; its marks are read when the last of them has passed."""
+        if batch.is_counted:
+            self._waiting.append(batch)
 
     def poll(self, *, wait: bool = False) -> None:
         """Read what has passed.
@@ -90,33 +94,31 @@ class BatchTimes:
         while self._waiting:
             if not has_passed(self._waiting[0].marks[-1][1], wait=wait):
                 return
-            clock = self._waiting.popleft()
-            parts_ms: dict[str, float] = {}
-            for (part, begin), (_, end) in zip(clock.marks, clock.marks[1:]):
-                parts_ms[part] = parts_ms.get(part, 0.0) + ms_between(begin, end)
-            self.add(Timed(clock.batch, parts_ms))
+            batch = self._waiting.popleft()
+            batch.read_marks()
+            self.add(batch)
 
-    def add(self, timed: Timed) -> None:
+    def add(self, batch: Batch) -> None:
         """Count a micro-batch; one in which something was made once is counted apart."""
-        if timed.batch.num_tokens is not None:
-            self.tokens_per_s.add(timed.batch.step, float(timed.batch.num_tokens), timed.ms / 1e3)
-        if timed.batch.step >= self.num_warmup and timed.batch.set_up:
-            num_batches, ms = self.set_ups.get(timed.batch.set_up, (0, 0.0))
-            self.set_ups[timed.batch.set_up] = num_batches + 1, ms + timed.ms
-        elif timed.batch.step >= self.num_warmup:
-            self._count(timed)
+        if batch.num_tokens is not None:
+            self.tokens_per_s.add(batch.step, float(batch.num_tokens), batch.ms / 1e3)
+        if batch.step >= self.num_warmup and batch.set_up:
+            num_batches, ms = self.set_ups.get(batch.set_up, (0, 0.0))
+            self.set_ups[batch.set_up] = num_batches + 1, ms + batch.ms
+        elif batch.step >= self.num_warmup:
+            self._count(batch)
             return
-        is_early = timed.batch.step < self.num_warmup or timed.batch.set_up == EPOCH_START
+        is_early = batch.step < self.num_warmup or batch.set_up == EPOCH_START
         if is_early and len(self._early) < _MOST_EARLY:
-            self._early.append(timed)
+            self._early.append(batch)
 
     def finish(self) -> None:
         """Count the warm-up and the starts of epochs where nothing else was timed."""
         if not self.spread.num_values:
             self.has_warmup = bool(self._early)
             self.set_ups.pop(EPOCH_START, None)
-            for timed in self._early:
-                self._count(timed)
+            for batch in self._early:
+                self._count(batch)
         self._early.clear()
 
     def drop(self) -> None:
@@ -165,24 +167,24 @@ class BatchTimes:
         """
         if self.slowest is None:
             return None
-        batch = self.slowest.batch
+        batch = self.slowest
         median = self.spread.percentile(50)
         return {
             "batch": batch.number,
             "step": batch.step + first_step,
-            "ms": self.slowest.ms,
-            "times_median": self.slowest.ms / median if median else None,
+            "ms": batch.ms,
+            "times_median": batch.ms / median if median else None,
             "num_tokens": batch.num_tokens,
             "num_documents": batch.num_documents,
             "longest_document": batch.longest_document,
         }
 
-    def _count(self, timed: Timed) -> None:
-        self.spread.add(timed.ms)
-        for part, part_ms in timed.parts_ms.items():
+    def _count(self, batch: Batch) -> None:
+        self.spread.add(batch.ms)
+        for part, part_ms in batch.parts_ms.items():
             self._parts_ms[part] += part_ms
-        if timed.batch.num_tokens is not None:
-            self.num_tokens += timed.batch.num_tokens
-            self.seconds += timed.ms / 1e3
-        if self.slowest is None or timed.ms > self.slowest.ms:
-            self.slowest = timed
+        if batch.num_tokens is not None:
+            self.num_tokens += batch.num_tokens
+            self.seconds += batch.ms / 1e3
+        if self.slowest is None or batch.ms > self.slowest.ms:
+            self.slowest = batch

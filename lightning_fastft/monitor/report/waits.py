@@ -16,13 +16,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+
+from lightning_fastft.monitor.report.sync_calls import (
+    NAMES,
+    OTHER,
+    REMEDIES,
+    SYNCHRONIZE,
+    UNDISPATCHED,
+    judge_call,
+)
 
 # Text of the warning of torch.cuda.set_sync_debug_mode.
 _SYNC_WARNING = "called a synchronizing CUDA operation"
 _PACKAGE = str(Path(__file__).parents[2])
-# Callbacks of this package read what has been copied to the host, its optimizers counters that lie there; their tests
-# hold them to that.
+# Callbacks and optimizers of this package read only tensors on the host, as their tests check.
 HOST_READERS = (
     *(os.path.join(_PACKAGE, folder, "") for folder in ("callbacks", "monitor")),
     os.path.join(_PACKAGE, "training", "optimizer.py"),
@@ -41,7 +48,6 @@ _LOOP = os.path.join("loops", "training_epoch_loop.py")
 # Lightning hands logged values to the loggers here.
 _CONNECTOR = "logger_connector"
 _ENGINE = os.path.join("torch", "autograd", "graph.py")
-# Batches are loaded and collated from here.
 # Batches are made by a fetcher of Lightning, or by our thread that reads ahead.
 _FETCHERS = (os.path.join("loops", "fetchers.py"), os.path.join("packing", "stream.py"))
 _SITES = ("site-packages", "dist-packages")
@@ -49,42 +55,6 @@ _ROOTS = tuple(
     os.path.join(path, "") for path in (sysconfig.get_path("stdlib"), _PACKAGE, str(Path(torch.__file__).parent))
 )
 
-_READ = (
-    "keep the number on the device (add tensors up, torch.where instead of an if); to show it, copy it with .to('cpu', "
-    "non_blocking=True), record an "
-    "event behind the copy, and read it a step later, when the event has passed"
-)
-_SELECT = (
-    "the size of the result depends on data: keep the shape (torch.where, multiply by the mask) or make the row "
-    "numbers on the host with the batch"
-)
-_ASSIGN = "write x = torch.where(mask, value, x), or x.masked_fill_(mask, number): no row numbers are needed for that"
-_UNIQUE = (
-    "the size of the result depends on data: work it out on the host when the batch is made, or sort and "
-    "compare "
-    "neighbours, which keeps the size"
-)
-_COMPARE = (
-    "the answer is a bool on the host: compare with (x == y).all(), keep it on the device, and read it a step later"
-)
-_TO_HOST = (
-    "copy with .to('cpu', non_blocking=True), record an event behind the copy, and read it a step later, when "
-    "the event has passed"
-)
-_TO_DEVICE = (
-    "pin the host tensor (pin_memory=True in the DataLoader) and copy with non_blocking=True; constants: "
-    "make "
-    "them on the device once"
-)
-_SYNCHRONIZE = (
-    "wait for nothing in the step: let a stream wait for an event (stream.wait_event), and time with "
-    "events "
-    "that are read later"
-)
-_OTHER = (
-    "this call copies to or from the host, or asks the device for a size: move it out of the step, or make its "
-    "input on the device"
-)
 # (part of a path on the stack, what to do): waits whose cause is known better than by their operation.
 _KNOWN = (
     (
@@ -101,25 +71,6 @@ _KNOWN = (
         "the gradient scaler asks whether gradients are finite: train in bf16 (precision='bf16-mixed' or 'bf16-true')",
     ),
 )
-_REMEDIES = {
-    **dict.fromkeys(("_local_scalar_dense", "item", "is_nonzero", "tolist", "numpy"), _READ),
-    **dict.fromkeys(("nonzero", "nonzero_numpy", "argwhere", "masked_select"), _SELECT),
-    **dict.fromkeys(("unique_dim", "unique_consecutive", "unique_dim_consecutive", "_unique", "_unique2"), _UNIQUE),
-    **dict.fromkeys(("equal", "allclose"), _COMPARE),
-    "bincount": "bincount asks for the largest value: torch.zeros(n, device=x.device).scatter_add_ with a known n, or "
-    "searchsorted on sorted values",
-    "repeat_interleave": "give output_size=, the sum of the repeats, which the host knows when it makes the batch",
-    "cpu": _TO_HOST,
-}
-_INDEXING = {"index", "_unsafe_index"}
-_ASSIGNING = {"index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"}
-_COPYING = {"_to_copy", "copy_", "_copy_from", "_copy_from_and_resize"}
-_UNDISPATCHED = ("tolist", "numpy", "cpu")
-_NAMES = {
-    "_local_scalar_dense": "reading a number (.item(), float(), int(), bool(), if)",
-    "is_nonzero": "bool() of a tensor",
-    **{name: f".{name}()" for name in ("item", *_UNDISPATCHED)},
-}
 
 
 class Place(NamedTuple):
@@ -210,9 +161,9 @@ class WaitRecorder:
             if self.device.type == "cuda":
                 stack.enter_context(_sync_warnings(self.note))
                 for owner in (torch.cuda, torch.cuda.Stream, torch.cuda.Event):
-                    stack.enter_context(_watched(owner, "synchronize", lambda name: self.note(name, _SYNCHRONIZE)))
+                    stack.enter_context(_watched(owner, "synchronize", lambda name: self.note(name, SYNCHRONIZE)))
             else:
-                for name in _UNDISPATCHED:
+                for name in UNDISPATCHED:
                     stack.enter_context(_watched(torch.Tensor, name, self.note))
             stack.enter_context(_DispatchWatch(self))
             self._stack = stack.pop_all()
@@ -260,48 +211,15 @@ class WaitRecorder:
         is_direct = mine is None or (mine is frames[0])
         wait = HostWait(
             operation=operation,
-            call=_NAMES.get(operation, operation) if logging is None else _describe_logging(logging),
+            call=NAMES.get(operation, operation) if logging is None else _describe_logging(logging),
             place=inner if mine is None else _place(mine),
             library=None if is_direct else inner,
-            remedy=known or remedy or _REMEDIES.get(operation, _OTHER),
+            remedy=known or remedy or REMEDIES.get(operation, OTHER),
             is_logging=logging is not None,
         )
         self.count[wait] += 1
         if self.on_wait is not None:
             self.on_wait(wait)
-
-    def judge(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, str] | None:
-        """Return (operation, remedy) if this call makes the host wait, else None."""
-        name = func.overloadpacket.__name__
-        is_candidate = name in _REMEDIES or name in _INDEXING or name in _ASSIGNING
-        if name in _COPYING:
-            return _judge_copy(name, args, kwargs) if self.device.type == "cuda" else None
-        if not is_candidate or not self._is_on_device(args, kwargs):
-            return None
-        if name == "repeat_interleave":
-            return (
-                (f"{name} without output_size", _REMEDIES[name])
-                if kwargs.get("output_size") is None and "Tensor" in func._overloadname
-                else None
-            )
-        if name in _INDEXING or name in _ASSIGNING:
-            return self._judge_index(name, args)
-        return name, _REMEDIES[name]
-
-    def _judge_index(self, name: str, args: tuple[Any, ...]) -> tuple[str, str] | None:
-        if not any(isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1]):
-            return None
-        # A number that lies on the host is filled in under the mask (ATen's canDispatchToMaskedFill), which needs no
-        # row numbers.
-        if self.device.type == "cuda" and name in _ASSIGNING and args[2].numel() == 1 and args[2].device.type == "cpu":
-            return None
-        return f"{name} with a bool tensor", _ASSIGN if name in _ASSIGNING else _SELECT
-
-    def _is_on_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor)]
-        if self.device.type == "cuda":
-            return any(tensor.is_cuda for tensor in tensors)
-        return not tensors or any(not tensor.is_meta for tensor in tensors)
 
 
 class _DispatchWatch(TorchDispatchMode):
@@ -313,11 +231,11 @@ class _DispatchWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        found = self._recorder.judge(func, args, kwargs)
-        if found is None:
-            return func(*args, **kwargs)
-        self._recorder.note(*found)
-        if self._recorder.device.type != "cuda":
+        is_cuda = self._recorder.device.type == "cuda"
+        found = judge_call(func, args, kwargs, is_cuda=is_cuda)
+        if found is not None:
+            self._recorder.note(*found)
+        if found is None or not is_cuda:
             return func(*args, **kwargs)
         # Counted: the warning of the same call would count it twice, and in a backward it would come late and without
         # its line.
@@ -343,28 +261,6 @@ def is_library(file: str) -> bool:
     user.
     """
     return file.startswith(("<", *_ROOTS)) or any(f"{os.sep}{site}{os.sep}" in file for site in _SITES)
-
-
-def _judge_copy(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, str] | None:
-    """Whether a copy between host and device waits: unless it is asked not to and the host's side is pinned."""
-    source = args[0] if name in ("_to_copy", "_copy_from", "_copy_from_and_resize") else args[1]
-    if not isinstance(source, torch.Tensor):
-        return None
-    if name == "_to_copy":
-        target = torch.device(kwargs.get("device") or source.device)
-        is_free = bool(kwargs.get("non_blocking"))
-        # What .to("cpu", non_blocking=True) makes is pinned.
-        is_pinned = is_free
-    else:
-        other = args[1] if name.startswith("_copy_from") else args[0]
-        target, is_pinned = other.device, other.device.type == "cpu" and other.is_pinned()
-        is_free = bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
-    ends = source.device.type, target.type
-    if ends == ("cuda", "cpu") and not (is_free and is_pinned):
-        return "copy to the host" + (" (pageable memory)" if is_free else ""), _TO_HOST
-    if ends == ("cpu", "cuda") and not is_free and source.numel() > 0:
-        return "copy to the device", _TO_DEVICE
-    return None
 
 
 @contextlib.contextmanager

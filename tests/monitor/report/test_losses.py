@@ -52,3 +52,11 @@ def test_ranks_with_different_steps_have_no_mean(other):
 
 def test_ranks_hand_over_as_many_numbers_however_long_they_ran():
     assert len({len(noted([1.0] * num_steps).to_array()) for num_steps in (0, 1, 3000)}) == 1
+
+
+def test_window_with_a_loss_that_is_not_finite_has_no_point():
+    losses = StepLosses()
+    for index, value in enumerate([1.0, float("nan"), 3.0, 5.0]):
+        losses.add(index // 2, value, is_last=bool(index % 2))
+    assert losses.curve.points() == [(1, 1, 4.0)]
+    assert (losses.first(2), losses.num_not_finite) == (4.0, 1)

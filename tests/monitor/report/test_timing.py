@@ -2,11 +2,12 @@
 
 import pytest
 
-from lightning_fastft.monitor.report.timing import Batch, BatchTimes, Timed
+from lightning_fastft.monitor.report.timing import Batch, BatchTimes
 
 
 def timed(step, ms, *, set_up=""):
-    return Timed(Batch(step, step, 100, 4, 50, set_up), {"forward": ms / 4, "backward": 3 * ms / 4})
+    parts_ms = {"forward": ms / 4, "backward": 3 * ms / 4}
+    return Batch(number=step, step=step, num_tokens=100, set_up=set_up, parts_ms=parts_ms)
 
 
 def test_what_was_made_once_is_no_measure_of_a_step():

@@ -1,0 +1,28 @@
+"""The model card: what it must not tell."""
+
+import shlex
+
+from lightning_fastft.cli.command_record import CommandRecord
+from lightning_fastft.cli.trained.card import Facts, render_card
+from lightning_fastft.cli.trained.opening import COMMAND_KEY
+
+WORDS = [
+    "fit",
+    "--trainer.logger.init_args.api_key",
+    "abc123",
+    "--trainer.logger={class_path: WandbLogger, init_args: {project: mine, 'password': hunter2}}",
+    '--trainer.loggers=[{"token": "hunter3"}]',
+    "--data.max_tokens=4096",
+]
+
+
+def test_secrets_of_a_command_are_in_no_checkpoint_and_no_card():
+    checkpoint = {}
+    CommandRecord(WORDS).on_save_checkpoint(None, None, checkpoint)
+    # Checkpoints of earlier versions hold the command as it was given.
+    earlier = {COMMAND_KEY: shlex.join(["fastft", *WORDS])}
+    cards = [render_card(Facts("base", "adapters", {}, record), name="tuned") for record in (checkpoint, earlier)]
+    for text in (checkpoint[COMMAND_KEY], *cards):
+        assert not [secret for secret in ("abc123", "hunter2", "hunter3") if secret in text]
+        assert "project: mine" in text
+        assert "--data.max_tokens=4096" in text
