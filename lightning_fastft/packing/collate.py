@@ -62,11 +62,14 @@ class PackedBatch:
         self.context = context
         self.index = index
         self.numbers = tuple(numbers)
+        mask_T = torch.ones_like(input_id_T)
+        # The auxiliary loss of routers counts the tokens that the mask keeps.
+        mask_T[context.num_real_tokens :] = 0
         self._items: dict[str, Any] = {
             "input_ids": input_id_T[None],
             "position_ids": context.position_T[None] if position_AT is None else position_AT[:, None],
             "labels": context.label_T[None],
-            "attention_mask": torch.ones_like(input_id_T)[None],
+            "attention_mask": mask_T[None],
             "use_cache": False,
             "num_items_in_batch": context.num_items,
             "context": context,
