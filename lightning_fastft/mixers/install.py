@@ -198,7 +198,7 @@ def _slice(value: Any, *, begin: int, length: int, num_tokens: int) -> Any:
 
 
 def _hide_mask(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Add an axis to the 2-D mask of a packed batch, all ones, in a forward pre-hook of the decoder.
+    """Add an axis to the 2-D mask of a packed batch in a forward pre-hook of the decoder.
 
     For its mixers transformers reads the values of a 2-D mask, which is a host sync.
     """

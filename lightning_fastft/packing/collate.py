@@ -63,13 +63,14 @@ class PackedBatch:
         self.context = context
         self.index = index
         self.numbers = tuple(numbers)
-        # Routers leave padding out of their auxiliary loss by this mask.
-        is_real_T = torch.arange(context.num_tokens, device=input_id_T.device) < context.num_real_tokens
+        mask_T = torch.ones_like(input_id_T)
+        # The auxiliary loss of routers counts the tokens that the mask keeps.
+        mask_T[context.num_real_tokens :] = 0
         self._items: dict[str, Any] = {
             "input_ids": input_id_T[None],
             "position_ids": context.position_T[None] if position_AT is None else position_AT[:, None],
             "labels": context.label_T[None],
-            "attention_mask": is_real_T.to(input_id_T.dtype)[None],
+            "attention_mask": mask_T[None],
             "use_cache": False,
             "num_items_in_batch": context.num_items,
             "context": context,

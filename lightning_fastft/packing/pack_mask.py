@@ -37,7 +37,7 @@ _COPIES = frozenset(
 
 
 class PackMask(torch.Tensor):
-    """The mask of ones of a packed batch. It says nothing about documents; only the context does.
+    """The mask of a packed batch: 0 at the pad tail, else 1. It says nothing about documents; only the context does.
 
     A model with packed attention passes the mask on without reading it. A model without it builds its own mask from
     this one, and the documents of the pack would see each other: that raises. Code outside transformers reads the

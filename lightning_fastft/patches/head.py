@@ -144,7 +144,10 @@ class HeadLink:
             nll_sum, num_correct = token_statistics(head, **rows)
             logits.statistics = TokenStatistics(nll_sum, num_correct, targets.num_labelled)
             loss = nll_sum / num_items
-        return loss if part is None else sum_over_parts(loss, part=part)
+        loss = loss if part is None else sum_over_parts(loss, part=part)
+        # Models add auxiliary losses in place.
+        logits.cross_entropy = loss.detach().clone()
+        return loss
 
 
 def install_head(model: PreTrainedModel, patcher: ModelPatcher) -> Status:

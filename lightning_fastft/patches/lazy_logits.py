@@ -50,6 +50,8 @@ class LazyLogits:
         self.context = context
         # The loss function sets them in an evaluation without gradients.
         self.statistics: TokenStatistics | None = None
+        # The cross-entropy that the loss function computed, before the model adds auxiliary losses; no graph.
+        self.cross_entropy: torch.Tensor | None = None
         self._operations: tuple[tuple[Callable[..., torch.Tensor], tuple[Any, ...]], ...] = ()
         self._tensor: torch.Tensor | None = None
         self._scale = 1.0

@@ -62,7 +62,7 @@ class FineTuner(Tuner):
         self.save_hyperparameters({"neftune_noise_alpha": neftune_noise_alpha})
 
     def training_step(self, batch: PackedBatch | Mapping[str, Any], batch_idx: int) -> torch.Tensor:
-        """Return the loss of a batch; log ``train_loss``, the mean over its labelled tokens.
+        """Return the loss of a batch; log ``train_loss``, the mean over its labelled tokens plus auxiliary losses.
 
         Cost:
             No host sync of its own.
@@ -77,7 +77,11 @@ class FineTuner(Tuner):
             # mean.
             context = batch.context.whole
             num_labelled = max(1, context.num_labelled)
-            self.log("train_loss", loss * (context.num_items / num_labelled), batch_size=num_labelled)
+            # Auxiliary losses of the model are means already.
+            cross_entropy = getattr(output.logits, "cross_entropy", None)
+            cross_entropy = loss if cross_entropy is None else cross_entropy
+            mean = cross_entropy * (context.num_items / num_labelled) + (loss - cross_entropy)
+            self.log("train_loss", mean, batch_size=num_labelled)
         else:
             self.log("train_loss", loss, batch_size=len(batch["input_ids"]))
         return output.loss

@@ -68,6 +68,10 @@ def test_batch_unpacks_into_model_arguments():
     assert batch["labels"].data_ptr() == batch.context.label_T.data_ptr()
 
 
+def test_the_mask_is_zero_at_the_pad_tail():
+    assert collate(make_documents([2, 3]), pad_to=8)["attention_mask"].tolist() == [[1] * 5 + [0] * 3]
+
+
 def test_lightning_reads_labelled_tokens_as_the_batch_size():
     batch = collate(make_documents([40, 30]))
     assert extract_batch_size(batch) == batch.context.num_labelled > 0

@@ -24,6 +24,7 @@ from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.fine_tuner import FineTuner
 from tests.support.fine_tuners import CONFIG, LORA, MODES, fit, trainable, tuner
 from tests.support.host_waits import HostWaits
+from tests.support.tiny_models import build_tiny
 from tests.support.training_parts import VOCAB_SIZE, packed_batches, packed_loader, quiet_trainer
 
 register_strategies()
@@ -61,6 +62,34 @@ def test_train_loss_is_the_mean_over_the_labelled_tokens_of_its_batch(tmp_path):
     )[0]["val_loss"]
     # The fresh adapters are 0 at B, as those of the first step were.
     assert float(trainer.callback_metrics["train_loss"]) == pytest.approx(truth, rel=1e-5)
+
+
+def test_auxiliary_loss_of_routers_counts_no_padding(tmp_path):
+    """The pad tail changes neither the step nor what is logged."""
+
+    def step(**padding):
+        model = build_tiny("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.5)
+        module = FineTuner(model, dtype="float32", optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1))
+        trainer = quiet_trainer(tmp_path, strategy="fastft", max_steps=1)
+        trainer.fit(module, packed_loader(1, **padding))
+        return dict(module.model.named_parameters()), trainer.callback_metrics["train_loss"]
+
+    (expected, expected_loss), (found, loss) = step(), step(pad_to=96)
+    assert loss == pytest.approx(float(expected_loss), rel=1e-5)
+    for name, parameter in expected.items():
+        torch.testing.assert_close(found[name], parameter, rtol=1e-4, atol=1e-6)
+
+
+def test_train_loss_has_the_auxiliary_loss_once(tmp_path):
+    """A large window scales the cross-entropy, not the auxiliary loss."""
+
+    def logged(**options):
+        model = build_tiny("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.5)
+        trainer = quiet_trainer(tmp_path, strategy="fastft", max_steps=1)
+        trainer.fit(FineTuner(model, dtype="float32"), packed_loader(1, **options))
+        return float(trainer.callback_metrics["train_loss"])
+
+    assert logged(num_items=1000.0) == pytest.approx(logged(), rel=1e-5)
 
 
 @pytest.mark.parametrize("mode", ["full", "lora_bf16"])
