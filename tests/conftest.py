@@ -17,6 +17,7 @@ os.environ.setdefault("FASTFT_CHECK_KERNELS", "1")
 
 import pytest
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
 
 from tests.support.covering import keep_covering_cases
 
@@ -37,6 +38,13 @@ def no_process_group_is_left():
     yield
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def no_rank_is_left():
+    """A trainer of another node would silence the warnings and loggers of later tests."""
+    yield
+    rank_zero_only.rank = 0
 
 
 @pytest.fixture

@@ -434,8 +434,8 @@ FORMS = (
     ),
     Form("a comma behind each line", file("a.jsonl", LINES.replace(b"\n", b",\n")), "malformed JSON"),
     Form("lines with single quotes", file("a.jsonl", "{'text': 'a'}\n"), "malformed JSON"),
-    Form("an array a line", file("a.jsonl", (json.dumps(ROWS) + "\n") * 2), "not an object"),
-    Form("an array in a file named jsonl", file("a.jsonl", json.dumps(ROWS)), "not an object"),
+    Form("an array a line", file("a.jsonl", (json.dumps(ROWS) + "\n") * 2), "holds an array"),
+    Form("an array in a file named jsonl", file("a.jsonl", json.dumps(ROWS)), "holds an array"),
     Form(
         "an array in a file named jsonl, indented",
         file("a.jsonl", json.dumps(ROWS, indent=1)),

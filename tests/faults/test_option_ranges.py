@@ -298,7 +298,7 @@ GIVEN = {
     "PackedDataModule": {"paths": "rows.jsonl"},
     "RolloutDataModule": {"prompts": "rows.jsonl"},
 }
-LORA = {"r": whole(1, 2**16), "lora_alpha": number(0, 2**20), "lora_dropout": share}
+LORA = {"r": whole(1, 2**16), "lora_alpha": lambda value: number(0, 2**20)(value) and value > 0, "lora_dropout": share}
 CHECKED_WHEN_USED = (
     "BatchContext",
     "Document",
