@@ -17,7 +17,7 @@ _QUERY = ("--query-gpu=name,memory.total,compute_cap,driver_version", "--format=
 _SECONDS_FOR_DRIVER = 10.0
 
 
-class Gpu(NamedTuple):
+class InstalledGpu(NamedTuple):
     """A GPU as the driver names it."""
 
     name: str
@@ -45,7 +45,7 @@ def describe_machine() -> str:
     )
 
 
-def find_gpus() -> list[Gpu]:
+def find_gpus() -> list[InstalledGpu]:
     """Return the GPUs that nvidia-smi lists; none without a driver."""
     program = shutil.which("nvidia-smi")
     if program is None:
@@ -58,13 +58,13 @@ def find_gpus() -> list[Gpu]:
         return []
     rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if done.returncode == 0]
     return [
-        Gpu(name, float(mib) / 1024, (int(capability.partition(".")[0]), int(capability.partition(".")[2])), driver)
+        InstalledGpu(name, float(mib) / 1024, (int(capability.partition(".")[0]), int(capability.partition(".")[2])), driver)
         for name, mib, capability, driver in (row for row in rows if len(row) == 4)
         if mib.replace(".", "").isdigit()
     ]
 
 
-def _judge_gpu(gpus: list[Gpu]) -> Iterator[Status]:
+def _judge_gpu(gpus: list[InstalledGpu]) -> Iterator[Status]:
     """Yield what the GPUs and the build of torch allow; the least capable GPU counts."""
     torch_version = version_of("torch")
     if not gpus or "+cpu" in torch_version:
