@@ -15,8 +15,9 @@ with experts owned in shares (experts); the losses of both must agree to 1e-3.
 
 Weights are random and the same in every run (one seed). Two GPUs and one GPU with an accumulation of two, and so on (under
 "context" one GPU without) take the same steps: their losses must agree to 1e-3. The first steps (8; --warmup) repeat the same
-packs of the ruler, so that losses fall if the steps train; timed steps follow, and each has new packs. Time between the ends
-of steps by CUDA events on rank 0, clipping and fused AdamW included. Records are flushed run by run.
+packs of the ruler, so that losses fall if the steps train; timed steps follow, and each has new packs. The packs of a step
+have similar attention cost, as PackedDataModule gives them to ranks. Time between the ends of steps by CUDA events on
+rank 0, clipping and fused AdamW included. Records are flushed run by run.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import numpy as np
 import torch
 from lightning.pytorch import Callback, Trainer
 
@@ -50,6 +52,8 @@ from benchmarks.ruler.report import read_records
 from benchmarks.ruler.workloads import IGNORED_LABEL, WORKLOADS, Pack, lora_config, make_packs
 from lightning_fastft.callbacks.bincount_router import BincountRouter
 from lightning_fastft.packing.collate import Document, PackedBatch, collate
+from lightning_fastft.packing.packs import Packs
+from lightning_fastft.packing.step_plan import BALANCE_POOL_MICRO_BATCHES, StepPlan
 from lightning_fastft.strategies.ddp import FastFTDDPStrategy
 from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
 from lightning_fastft.strategies.single_device import FastFTStrategy
@@ -292,10 +296,12 @@ def worker(options: argparse.Namespace) -> int:
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     num_sharing = num_ranks if options.strategy == CONTEXT else 1
     num_step_packs = num_ranks // num_sharing * options.accumulate
+    # Whole pools, so that runs of few and of many steps take the same ones.
+    num_pool_steps = -(-options.steps // BALANCE_POOL_MICRO_BATCHES) * BALANCE_POOL_MICRO_BATCHES
     workload = replace(
         WORKLOADS[options.workload],
         max_tokens=options.tokens,
-        num_packs=num_step_packs * (1 + options.steps),
+        num_packs=num_step_packs * (1 + (options.steps if num_step_packs == 1 else num_pool_steps)),
         document_lengths=(options.tokens,) if options.one_document else None,
     )
     torch.manual_seed(0)
@@ -341,8 +347,9 @@ def worker(options: argparse.Namespace) -> int:
     trainer.callbacks.extend(mode.callbacks(is_cuda=is_cuda))
     if workload.num_experts:
         trainer.callbacks.append(BincountRouter())
+    packs = make_packs(workload)
     share = Share(
-        make_packs(workload),
+        [*packs[:num_step_packs], *balance(packs[num_step_packs:], num_step_packs=num_step_packs)],
         rank=rank // num_sharing,
         num_ranks=num_ranks // num_sharing,
         accumulate=options.accumulate,
@@ -380,6 +387,26 @@ def make_tuner(workload: Any, options: argparse.Namespace) -> FineTuner:
         warmup_share=0.0,
         **choices,
     )
+
+
+def balance(packs: Sequence[Pack], *, num_step_packs: int) -> list[Pack]:
+    """Return packs in the order in which PackedDataModule trains them: those of a step have similar attention cost."""
+    if num_step_packs == 1:
+        return list(packs)
+    length_N = np.concatenate([pack.lengths for pack in packs])
+    starts = np.cumsum([0, *(len(pack.lengths) for pack in packs)])
+    size = num_step_packs * BALANCE_POOL_MICRO_BATCHES
+    order: list[int] = []
+    for begin in range(0, len(packs), size):
+        part = starts[begin : begin + size + 1]
+        own = Packs(
+            document_N=np.arange(part[0], part[-1]), start_P1=part - part[0], max_tokens=packs[0].input_id_T.size
+        )
+        plan = StepPlan(
+            own, length_N=length_N, num_labelled_N=length_N - 1, seed=0, world_size=num_step_packs, accumulate=1
+        )
+        order += (begin + plan.epoch(0).pack_MR.reshape(-1)).tolist()
+    return [packs[number] for number in order]
 
 
 class Share:

@@ -1,7 +1,9 @@
 import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -587,6 +589,16 @@ def test_every_rank_gets_its_own_packs_and_the_window_divides_the_loss():
     assert torch.equal(shares[1].batch(17)["input_ids"][0], torch.from_numpy(packs[7].input_id_T))
     num_labelled = sum(int((pack.label_T(1.0) != -100).sum()) for pack in packs[:4])
     assert shares[0].batch(0)["num_items_in_batch"] == pytest.approx(num_labelled / 4)
+
+
+def test_packs_of_a_step_cost_alike_whatever_the_number_of_steps():
+    packs = multi_gpu.make_packs(replace(TINY, num_packs=4 * 64))
+    found = multi_gpu.balance(packs, num_step_packs=4)
+    costs = [[sum(length**2 for length in pack.lengths) for pack in order] for order in (packs, found)]
+    assert sorted(costs[0]) == sorted(costs[1])
+    plain, balanced = (np.reshape(cost, (-1, 4)).max(axis=1).mean() / np.mean(cost) for cost in costs)
+    assert balanced < 1.05 < plain
+    assert multi_gpu.balance(packs[: 4 * 32], num_step_packs=4) == found[: 4 * 32]
 
 
 # Over half a minute: with the long half of the other tests.
