@@ -24,6 +24,13 @@ COLOURS = {
     "grey": ("#e3e7eb", "#343b44"),
     "bold": ("#1a66d6", "#4c94ff"),
 }
+# Stroke of the curves of each system.
+CURVES = {
+    "ours": ("#1a66d6", "#4c94ff"),
+    "unsloth": ("#b45309", "#f0a94e"),
+    "trl": ("#2e7d46", "#6cc784"),
+    "plain": ("#6b7280", "#a3acb8"),
+}
 # The workloads of the chart; all bars of one are of one run (NAMED_RUNS of docs/numbers_page.py).
 CHART = (
     ("14b", "Qwen3-14B QLoRA"),
@@ -70,12 +77,23 @@ class Drawing:
         dashes = ' stroke-dasharray="4 3"' if is_dashed else ""
         self._parts.append(f'<path class="line" d="M {x:g} {y:g} L {to_x:g} {to_y:g}"{head}{dashes}/>')
 
+    def curve(self, points: Sequence[tuple[float, float]], kind: str, *, is_dashed: bool = False) -> None:
+        """Draw a line through points, in the stroke of a kind."""
+        path = " L ".join(f"{x:.1f} {y:.1f}" for x, y in points)
+        dashes = ' stroke-dasharray="4 3"' if is_dashed else ""
+        self._parts.append(f'<path class="curve {kind}-curve" d="M {path}"{dashes}/>')
+
     def render(self) -> str:
         """Return the SVG text."""
         fills = [[f".{name} {{ fill: {pair[number]} }}" for name, pair in COLOURS.items()] for number in range(2)]
-        strokes = [f".line {{ stroke: {COLOURS['soft'][number]}; fill: none }}" for number in range(2)]
+        strokes = [
+            f".line {{ stroke: {COLOURS['soft'][number]}; fill: none }} "
+            + " ".join(f".{name}-curve {{ stroke: {pair[number]} }}" for name, pair in CURVES.items())
+            for number in range(2)
+        ]
         style = (
-            f"text {{ font-family: system-ui, sans-serif }}\n{' '.join(fills[0])} {strokes[0]}\n"
+            "text { font-family: system-ui, sans-serif } .curve { fill: none; stroke-width: 2 }\n"
+            f"{' '.join(fills[0])} {strokes[0]}\n"
             f"@media (prefers-color-scheme: dark) {{ {' '.join(fills[1])} {strokes[1]} }}"
         )
         return (
@@ -223,12 +241,59 @@ def _chart_height(groups: Sequence[tuple[str, Sequence[object]]]) -> int:
     return 28 + sum(_GROUP + _PITCH * len(bars) for _, bars in groups)
 
 
+def draw_quality() -> Drawing:
+    """Draw validation loss and exact match of four systems over the seconds of training."""
+    from docs.numbers_page import SYSTEM_NAMES, read_quality
+
+    curves = read_quality()
+    drawing = Drawing("Validation loss and exact match over wall time, by four systems", height=400)
+    longest = max(row.seconds for row in curves)
+    for panel, (name, title, shown) in enumerate(
+        (
+            ("loss", "validation loss of the answers", "{:.2f}"),
+            ("exact", "final number exact, given the solution", "{:.0%}"),
+        )
+    ):
+        left, width, top, height = 48 + 384 * panel, 316, 40, 240
+        values = [getattr(row, name) for row in curves]
+        low, high = min(values), max(values)
+        drawing.text(left, 22, title, size=14)
+        drawing.line(left, top + height, left + width, top + height)
+        drawing.line(left, top, left, top + height)
+        for value in (low, high):
+            y = top + height - height * (value - low) / (high - low)
+            drawing.text(left - 4, y + 4, shown.format(value), kind="soft", anchor="end", size=11)
+        for second in range(0, int(longest) + 1, 5):
+            drawing.text(
+                left + width * second / longest, top + height + 16, str(second), kind="soft", anchor="middle", size=11
+            )
+        for system, seed in dict.fromkeys((row.system, row.seed) for row in curves):
+            points = [
+                (
+                    left + width * row.seconds / longest,
+                    top + height - height * (getattr(row, name) - low) / (high - low),
+                )
+                for row in curves
+                if (row.system, row.seed) == (system, seed)
+            ]
+            drawing.curve(points, system, is_dashed=seed == 0)
+    drawing.text(
+        48, 318, "seconds of training; dashed: the first start, which compiles; solid: two more seeds", kind="soft"
+    )
+    for number, system in enumerate(dict.fromkeys(row.system for row in curves)):
+        x, y = 48 + 384 * (number % 2), 346 + 26 * (number // 2)
+        drawing.curve([(x, y - 4), (x + 28, y - 4)], system)
+        drawing.text(x + 36, y, SYSTEM_NAMES[system])
+    return drawing
+
+
 PICTURES: dict[str, Callable[[], Drawing]] = {
     "pack": draw_pack,
     "plan": draw_plan,
     "overlap": draw_overlap,
     "graphs": draw_graphs,
     "chart": draw_chart,
+    "quality": draw_quality,
 }
 
 

@@ -145,3 +145,16 @@ def test_figures_have_three_digits_or_more(numbers):
     assert numbers.format_figure(2293.28) == "2,293"
     assert numbers.format_figure(14.94) == "14.9"
     assert numbers.format_figure(0.48822) == "0.488"
+
+
+def test_the_table_of_quality_shows_the_newest_curves_and_a_slower_start(tmp_path, numbers):
+    head = "system,mode,seed,step,seconds,loss,exact\n"
+    ends = "ours,keep,0,9,{},2.5,0.5\nours,keep,1,9,2,2.7,0.7\nplain,keep,0,9,4,2.6,0.6\nplain,keep,1,9,3,2.6,0.6\n"
+    start = "ours,keep,0,0,0,3.0,0.4\n"
+    (tmp_path / "quality-x-2026-01-02.csv").write_text(head + start + ends.format(5))
+    (tmp_path / "quality-y-2026-01-01.csv").write_text(head + start + ends.format(1))
+    text = numbers.write_quality(tmp_path)
+    assert "| lightning_fastft | `keep` | 5 | 2.0 to 2.0 | 2.6000 (2.5000 to 2.7000) | 60.0% (50.0% to 70.0%) |" in text
+    assert "slower than transformers + PEFT" in text
+    (tmp_path / "quality-x-2026-01-02.csv").unlink()
+    assert "slower" not in numbers.write_quality(tmp_path)
