@@ -416,6 +416,21 @@ def test_check_padded_derives_the_mask_of_a_collator_that_makes_none():
         padded.check_padded({name: value[:, :-1] for name, value in batch.items()}, documents)
 
 
+def test_check_padded_takes_documents_that_a_collator_concatenates():
+    documents = make_packs(WORKLOADS["tiny-moe"])[0].documents(1.0)
+    batch = {
+        "input_ids": torch.tensor(np.concatenate([ids for ids, _ in documents]))[None],
+        "labels": torch.tensor(np.concatenate([labels for _, labels in documents]))[None],
+        "position_ids": torch.tensor(np.concatenate([np.arange(len(ids)) for ids, _ in documents]))[None],
+    }
+    assert not padded.check_padded(batch, documents)
+    for name, words in (("input_ids", "one after the other"), ("labels", "labels"), ("position_ids", "anew")):
+        wrong = {**batch, name: batch[name].clone()}
+        wrong[name][0, 1] = -7
+        with pytest.raises(ValueError, match=words):
+            padded.check_padded(wrong, documents)
+
+
 class Trainer:
     """As much of a transformers Trainer as the padded arm touches."""
 

@@ -57,25 +57,25 @@ def run_padded_cases(
     A row of the data set is a whole batch, so that the judged one may have as many documents as the first pack.
     """
     driver, start, packs = sft.install_driver(trainer), files.read_trained(), files.read_packs()
-    own_collator, seen = trainer.data_collator, set()
+    own_collator = trainer.data_collator
     for case in cases:
         groups = padded_batches(packs, batch_size=batch_size, num_warmup=case.num_warmup, num_steps=case.num_steps)
         case = replace(case, num_steps=len(groups) - case.num_warmup)
         one = recorder(case, files=files, packs=groups, is_cuda=is_cuda)
-        one.record["real_share"] = real_share(groups[case.num_warmup :])
+        rows = _batches_data_set(groups, share=case.label_share)
 
-        def collate(rows: list[dict[str, Any]], *, case: Case = case) -> dict[str, Any]:
+        def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
             ((_, ids), (_, labels)) = sorted(rows[0].items())
-            batch = own_collator([{"input_ids": one, "labels": other} for one, other in zip(ids, labels)])
-            if case not in seen:
-                check_padded(batch, [(np.asarray(one), np.asarray(other)) for one, other in zip(ids, labels)])
-                seen.add(case)
-            return batch
+            return own_collator([{"input_ids": one, "labels": other} for one, other in zip(ids, labels)])
 
-        def body(recorder: CaseRecorder, *, groups: list[Pack] = groups, collate: Callable[..., Any] = collate) -> None:
+        def body(
+            recorder: CaseRecorder, *, rows: Any = rows, groups: list[Pack] = groups, collate: Any = collate
+        ) -> None:
+            is_padded = check_padded(collate([rows[0]]), groups[0].documents(recorder.case.label_share))
+            share = real_share(groups[recorder.case.num_warmup :]) if is_padded else 1.0
+            recorder.record["real_share"] = share
             driver.expected, trainer.data_collator = {}, collate
             load_start(trainer.model, start)
-            rows = _batches_data_set(groups, share=recorder.case.label_share)
             sft.train(trainer, rows, driver=driver, recorder=recorder, is_cuda=is_cuda)
 
         run_case(one, body, log=log)
@@ -125,11 +125,11 @@ def real_share(groups: Sequence[Pack]) -> float:
     return sum(group.input_id_T.size for group in groups) / max(1, padded)
 
 
-def check_padded(batch: dict[str, Any], documents: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-    """Check that a collator padded the given documents and nothing else.
+def check_padded(batch: dict[str, Any], documents: Sequence[tuple[np.ndarray, np.ndarray]]) -> bool:
+    """Check that a collator took the given documents and nothing else; return whether it padded them.
 
-    Some collators (of Gemma-4) make no attention mask. Padding is behind a document then, where no causal attention
-    reads it, and has no labels.
+    Some collators make no attention mask. Padding is behind a document then, where no causal attention reads it, and
+    has no labels. Others concatenate the documents in one row without padding, with positions that begin anew.
 
     Raises:
         ValueError: Tokens, labels or mask are not those of the documents.
@@ -137,6 +137,9 @@ def check_padded(batch: dict[str, Any], documents: Sequence[tuple[np.ndarray, np
     ids, labels = (batch[name].cpu().numpy() for name in ("input_ids", "labels"))
     lengths = np.asarray([len(own_ids) for own_ids, _ in documents])
     given = batch.get("attention_mask")
+    if ids.shape[0] == 1 < len(documents) and "position_ids" in batch:
+        _check_one_row(batch, documents)
+        return False
     if ids.shape[0] != len(documents):
         raise ValueError(f"The trainer's batch has {ids.shape[0]} rows for {len(documents)} documents.")
     if ids.shape != labels.shape or ids.shape[1] < lengths.max():
@@ -153,3 +156,19 @@ def check_padded(batch: dict[str, Any], documents: Sequence[tuple[np.ndarray, np
             or (labels[row, length:] != -100).any()
         ):
             raise ValueError(f"Row {row} of the trainer's batch is not document {row} with padding behind it.")
+    return True
+
+
+def _check_one_row(batch: dict[str, Any], documents: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+    """Check that the only row holds the documents one after the other, each with its own positions."""
+    ids_T, label_T, position_T = (batch[name].cpu().numpy()[0] for name in ("input_ids", "labels", "position_ids"))
+    wanted_T = np.concatenate([own_labels for _, own_labels in documents])
+    places_T = np.concatenate([np.arange(len(own_ids)) for own_ids, _ in documents])
+    if not np.array_equal(ids_T, np.concatenate([own_ids for own_ids, _ in documents])):
+        raise ValueError("The only row of the trainer's batch is not the documents one after the other.")
+    if not np.array_equal(position_T, places_T):
+        raise ValueError("The positions of the trainer's batch do not begin anew with each document.")
+    # The first label of a document is no target of anything.
+    is_target_T = places_T > 0
+    if not np.array_equal(label_T[is_target_T], wanted_T[is_target_T]):
+        raise ValueError("The labels of the trainer's batch are not those of the documents.")
