@@ -1,7 +1,13 @@
-"""A budget of device memory on a GPU: the whole run stays within it, with the losses of a run without one."""
+"""A budget of device memory on a GPU: the whole run stays within it, with the losses of a run without one.
+
+The runs share a process of their own: what earlier tests left on the device would count against the budget.
+"""
 
 import gc
 import re
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -48,7 +54,13 @@ class Peaks(Callback):
         assert all(torch.any(item.grad != 0) for item in pl_module.parameters() if item.requires_grad)
 
 
-def fit(folder, *, num_steps=NUM_STEPS, **activations):
+@pytest.fixture(scope="module")
+def fit():
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        yield lambda *arguments, **options: pool.submit(fit_here, *arguments, **options).result()
+
+
+def fit_here(folder, *, num_steps=NUM_STEPS, **activations):
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -61,17 +73,21 @@ def fit(folder, *, num_steps=NUM_STEPS, **activations):
     loader = torch.utils.data.DataLoader([batch] * NUM_STEPS, batch_size=None, collate_fn=lambda batch: batch)
     strategy = FastFTStrategy(activations=OffloadCheckpointing("auto", host_budget=2, **activations))
     trainer = quiet_trainer(folder, accelerator="gpu", strategy=strategy, max_steps=num_steps, callbacks=[peaks])
-    trainer.fit(tuner, loader)
-    return peaks
+    try:
+        trainer.fit(tuner, loader)
+    finally:
+        assert torch.cuda.get_per_process_memory_fraction() == 1.0
+    names = ("losses", "reserved", "statuses", "least_bytes")
+    return SimpleNamespace(**{name: getattr(peaks, name) for name in names})
 
 
 @pytest.fixture(scope="module")
-def free(tmp_path_factory):
+def free(fit, tmp_path_factory):
     return fit(tmp_path_factory.mktemp("free"))
 
 
 @pytest.fixture(scope="module")
-def least_bytes(tmp_path_factory, free):
+def least_bytes(fit, tmp_path_factory, free):
     """Memory of the leanest plan, which streams the weights."""
     ample = fit(tmp_path_factory.mktemp("ample"), num_steps=1, vram_budget=free.reserved / 2**30, weights="stream")
     assert ample.losses == pytest.approx(free.losses[:1], rel=1e-3)
@@ -83,31 +99,28 @@ def check_within(found, budget, free):
     assert found.losses == pytest.approx(free.losses, rel=1e-3)
     memory = next(status for status in found.statuses if status.name == "device memory")
     assert "capped at vram_budget" in memory.reason
-    assert torch.cuda.get_per_process_memory_fraction() == 1.0
 
 
 @pytest.mark.parametrize("share", [0.5, 0.25])
-def test_a_whole_run_stays_within_its_budget(tmp_path, free, share):
+def test_a_whole_run_stays_within_its_budget(fit, tmp_path, free, share):
     budget = int(share * free.reserved)
     check_within(fit(tmp_path, vram_budget=budget / 2**30), budget, free)
 
 
-def test_a_run_with_streamed_weights_stays_within_the_memory_of_its_leanest_plan(tmp_path, free, least_bytes):
+def test_a_run_with_streamed_weights_stays_within_the_memory_of_its_leanest_plan(fit, tmp_path, free, least_bytes):
     found = fit(tmp_path, vram_budget=least_bytes / 2**30, weights="stream")
     check_within(found, least_bytes, free)
     # The budget is tight: less than a fifth of the memory of a run without one.
     assert least_bytes < 0.2 * free.reserved
 
 
-def test_an_infeasible_budget_is_refused_before_the_first_step(tmp_path, least_bytes):
+def test_an_infeasible_budget_is_refused_before_the_first_step(fit, tmp_path, least_bytes):
     with pytest.raises(OptionError, match="leanest plan") as refused:
         fit(tmp_path, vram_budget=0.35 * least_bytes / 2**30, weights="stream")
     (gib,) = re.findall(r"takes about (\S+) GiB", str(refused.value))
     assert float(gib) == pytest.approx(least_bytes / 2**30, rel=0.02)
-    assert torch.cuda.get_per_process_memory_fraction() == 1.0
 
 
-def test_a_budget_that_cannot_hold_the_model_ends_in_an_error_that_names_it(tmp_path):
+def test_a_budget_that_cannot_hold_the_model_ends_in_an_error_that_names_it(fit, tmp_path):
     with pytest.raises(DeviceMemoryError, match=r"ran out of memory on cuda:0.*vram_budget 0\.3 GiB"):
         fit(tmp_path, vram_budget=0.3)
-    assert torch.cuda.get_per_process_memory_fraction() == 1.0
