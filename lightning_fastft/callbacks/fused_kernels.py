@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import functools
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch import LightningModule
 
 from lightning_fastft.callbacks.model_swaps import ModelSwaps
 from lightning_fastft.core.checks import check_choice
+from lightning_fastft.core.phases import LOGGER
 from lightning_fastft.core.status import Status
+from lightning_fastft.kernels.compilation import Compilation
+from lightning_fastft.strategies.patching import callbacks_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from torch import nn
 
     from lightning_fastft.core.patcher import ModelPatcher
+    from lightning_fastft.estimate.costs import Swaps
     from lightning_fastft.fused.fp8_base import Fp8Base
     from lightning_fastft.fused.install import FusedWeightBuffers
     from lightning_fastft.graphs.layer_graphs import LayerGraphs
     from lightning_fastft.moe.fp8_experts import Fp8Experts
 
+# Threads that compile kernels while the model is read; more would only wait for Python's lock.
+_MOST_THREADS = 8
 CUDA_GRAPHS = (False, True, "auto")
 BASE_COMPUTES = ("model_dtype", "fp8", "fp8_reference")
 
@@ -34,6 +42,9 @@ class FusedKernels(ModelSwaps):
     do not change. A call that the Functions cannot compute exactly (a cache, autocast, adapters other than plain LoRA)
     runs the layer's own forward. Unsupported families keep their layers, and the status table says so. All changes are
     undone when the run ends, also after an exception.
+
+    On a GPU, the kernels of a FineTuner's run are compiled in threads while it reads its model: its layers run on the
+    meta device first, which shows what they launch. Kernels that fail there are compiled at their first launch.
 
     On a GPU, frozen weights that are neither quantised nor sharded share a padded buffer with their adapters from
     ``on_fit_start`` to ``on_train_end``, so that one GEMM reads both. Parameters and values stay the same, but the rows
@@ -80,6 +91,7 @@ class FusedKernels(ModelSwaps):
         self._fp8: list[Fp8Base] = []
         self._fp8_experts: list[Fp8Experts] = []
         self._weight_buffers: list[FusedWeightBuffers] = []
+        self._compilation: Compilation | None = None
 
     def status(self) -> list[Status]:
         """Return the statuses for the table of the run, also after the run."""
@@ -127,10 +139,50 @@ class FusedKernels(ModelSwaps):
             statuses.append(Status(GRAPHS_STATUS, "inactive", f"{reason}, and no gated delta rule"))
         return statuses
 
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Register the swap; before a fit on a GPU, begin to compile kernels."""
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit" and trainer.strategy.root_device.type == "cuda":
+            self._compile_ahead(trainer, pl_module)
+
+    def _compile_ahead(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Compile the kernels of the run in threads, if its model is still to be read."""
+        from lightning_fastft.estimate.rehearsal import record_launches
+        from lightning_fastft.hf.dtypes import DTYPES
+
+        module: Any = pl_module
+        num_tokens = getattr(getattr(trainer, "datamodule", None), "max_tokens", None)
+        if getattr(module, "source", None) is None or module.model is not None or num_tokens is None:
+            return
+        # A thread has its own default device and modes, and whatever a model raises there is no error of the run.
+        with ThreadPoolExecutor(1) as pool:
+            recording = pool.submit(
+                record_launches,
+                module.source,
+                num_tokens=num_tokens,
+                quantization=module.quantization,
+                lora=module.lora,
+                dtype=DTYPES.get(module.dtype_name, torch.bfloat16),
+                swaps=swaps_of(trainer),
+            )
+        error = recording.exception()
+        if error is not None:
+            LOGGER.info(f"kernels are compiled at their first launch: {error!r:.300}")
+            return
+        num_threads = min(_MOST_THREADS, torch.get_num_threads())
+        self._compilation = Compilation(
+            recording.result(), device=trainer.strategy.root_device, num_threads=num_threads
+        )
+        assert self._patcher is not None
+        self._patcher.add_undo(self._compilation.cancel)
+
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Install, and move frozen weights into buffers with their adapters; the model is on its device now."""
         from lightning_fastft.fused.install import fuse_weight_buffers
 
+        if self._compilation is not None:
+            self._compilation.wait()
+            self._compilation = None
         super().on_fit_start(trainer, pl_module)
         if self._patcher is not None and self.is_installed and self.base_compute == "model_dtype":
             self._weight_buffers = fuse_weight_buffers(pl_module, self._patcher)
@@ -176,6 +228,23 @@ class FusedKernels(ModelSwaps):
         assert self._patcher is not None
         for base in self._fp8:
             base.shard(self._patcher, host_bytes=auto_host_bytes() // max(1, trainer.num_devices))
+
+
+def swaps_of(trainer: pl.Trainer) -> Swaps:
+    """Return what the callbacks and the strategy of a run change in its layers."""
+    from lightning_fastft.callbacks.bincount_router import BincountRouter
+    from lightning_fastft.estimate.costs import Swaps
+
+    callbacks = callbacks_of(trainer)
+    fused = next((callback for callback in callbacks if isinstance(callback, FusedKernels)), None)
+    checkpointing = getattr(trainer.strategy, "checkpointing", None)
+    return Swaps(
+        is_fused=fused is not None,
+        is_graphed=False if fused is None else fused.cuda_graphs,
+        is_fp8=fused is not None and fused.base_compute == "fp8",
+        has_router=any(isinstance(callback, BincountRouter) for callback in callbacks),
+        mlp_tiles=getattr(checkpointing, "mlp_tiles", 1),
+    )
 
 
 def _refresh(base: Fp8Base, *_: Any) -> None:
