@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ class Compilation:
     launchers run beside the main thread.
 
     Args:
-        launches: What to compile. Launches of one kernel are compiled one after the other.
+        launches: What to compile. The first kernel is compiled alone, because it loads Triton's driver;
+            launches of one kernel are compiled one after the other.
         device: CUDA device of the run.
         num_threads: At least 1.
 
@@ -31,11 +32,10 @@ class Compilation:
         by_kernel: dict[int, list[Launch]] = {}
         for launch in launches:
             by_kernel.setdefault(id(launch.kernel), []).append(launch)
-        # A new thread would compile for device 0.
-        self._pool = ThreadPoolExecutor(
-            num_threads, "fastft-compile", initializer=torch.cuda.set_device, initargs=(device,)
-        )
-        self._futures: list[Future[Any]] = [self._pool.submit(_compile, group) for group in by_kernel.values()]
+        self._pool = ThreadPoolExecutor(num_threads, "fastft-compile")
+        self._futures: list[Future[Any]] = []
+        for group in by_kernel.values():
+            self._futures.append(self._pool.submit(_compile, group, device=device, after=self._futures[:1]))
 
     def wait(self) -> None:
         """Wait for all kernels; log once if some failed: their first launches compile them again, and raise."""
@@ -50,6 +50,9 @@ class Compilation:
         self._futures = []
 
 
-def _compile(launches: Sequence[Launch]) -> None:
+def _compile(launches: Sequence[Launch], *, device: torch.device, after: Sequence[Future[Any]]) -> None:
+    wait(after)
+    # The current device of a new thread is device 0.
+    torch.cuda.set_device(device)
     for launch in launches:
         launch.compile()

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -163,6 +164,25 @@ def test_launches_are_compiled_in_threads_of_the_device(no_device):
     assert set(no_device) == {torch.device("cuda", 3)}
     assert not [thread for thread in threading.enumerate() if "fastft-compile" in thread.name]
     compilation.cancel()
+    # A model of another family may launch none.
+    Compilation([], device=torch.device("cuda"), num_threads=2).wait()
+
+
+def test_the_first_kernel_is_compiled_alone(no_device):
+    order, others = [], threading.Barrier(2, timeout=10.0)
+
+    class Ordered(Warmed):
+        def warmup(self, *arguments, **options):
+            order.append("begin")
+            # Two others run at once, and nothing beside the first.
+            _ = others.wait() if arguments else time.sleep(0.05)
+            order.append("end")
+            return super().warmup(*arguments, **options)
+
+    launches = [Launch(Ordered(), (), {}), Launch(Ordered(), (1,), {}), Launch(Ordered(), (2,), {})]
+    Compilation(launches, device=torch.device("cuda"), num_threads=3).wait()
+    assert order[:2] == ["begin", "end"]
+    assert len(order) == 6
 
 
 def test_kernels_that_fail_are_reported_once(no_device, caplog):
