@@ -180,15 +180,13 @@ class FusedKernels(ModelSwaps):
         """Install, and move frozen weights into buffers with their adapters; the model is on its device now."""
         from lightning_fastft.fused.install import fuse_weight_buffers
 
-        if self._compilation is not None:
-            self._compilation.wait()
-            self._compilation = None
         super().on_fit_start(trainer, pl_module)
         if self._patcher is not None and self.is_installed and self.base_compute == "model_dtype":
             self._weight_buffers = fuse_weight_buffers(pl_module, self._patcher)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Install, and quantise sharded weights; a checkpoint is loaded by now."""
+        self._await_kernels()
         super().on_validation_start(trainer, pl_module)
         self._shard_fp8(trainer)
 
@@ -198,6 +196,7 @@ class FusedKernels(ModelSwaps):
         """Quantise trained and sharded weights now, so that the activation plan counts them, and trained weights after
         each optimizer step.
         """
+        self._await_kernels()
         if self._patcher is None:
             return
         self._shard_fp8(trainer)
@@ -220,6 +219,12 @@ class FusedKernels(ModelSwaps):
         """Write contiguous weights, without the padding for their adapters."""
         for weight_buffer in self._weight_buffers:
             weight_buffer.make_whole(checkpoint.get("state_dict", {}))
+
+    def _await_kernels(self) -> None:
+        """Wait until the kernels of the first step are compiled."""
+        if self._compilation is not None:
+            self._compilation.wait()
+            self._compilation = None
 
     def _shard_fp8(self, trainer: pl.Trainer) -> None:
         """Let FSDP2 gather frozen weights in e4m3."""
