@@ -139,10 +139,9 @@ class FusedKernels(ModelSwaps):
             statuses.append(Status(GRAPHS_STATUS, "inactive", f"{reason}, and no gated delta rule"))
         return statuses
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Register the swap; before a fit on a GPU, begin to compile kernels."""
-        super().setup(trainer, pl_module, stage)
-        if stage == "fit" and trainer.strategy.root_device.type == "cuda":
+    def before_model(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin to compile kernels, on a GPU."""
+        if trainer.strategy.root_device.type == "cuda":
             self._compile_ahead(trainer, pl_module)
 
     def _compile_ahead(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

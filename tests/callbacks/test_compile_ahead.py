@@ -22,10 +22,8 @@ pytest.importorskip("triton")
 class AsOnGpu(FusedKernels):
     """Compile ahead on the CPU too."""
 
-    def setup(self, trainer, pl_module, stage):
-        super().setup(trainer, pl_module, stage)
-        if stage == "fit":
-            self._compile_ahead(trainer, pl_module)
+    def before_model(self, trainer, pl_module):
+        self._compile_ahead(trainer, pl_module)
 
 
 @pytest.fixture
