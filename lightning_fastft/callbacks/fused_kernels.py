@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule
 
 from lightning_fastft.callbacks.model_swaps import ModelSwaps
 from lightning_fastft.core.checks import check_choice
+from lightning_fastft.core.cores import count_usable_cores
 from lightning_fastft.core.phases import LOGGER
 from lightning_fastft.core.status import Status
 from lightning_fastft.kernels.compilation import Compilation
@@ -168,7 +169,8 @@ class FusedKernels(ModelSwaps):
         if error is not None:
             LOGGER.info(f"kernels are compiled at their first launch: {error!r:.300}")
             return
-        num_threads = min(_MOST_THREADS, torch.get_num_threads())
+        # torchrun sets OMP_NUM_THREADS=1, which is not meant for compilers.
+        num_threads = min(_MOST_THREADS, max(1, count_usable_cores() // max(1, trainer.num_devices)))
         self._compilation = Compilation(
             recording.result(), device=trainer.strategy.root_device, num_threads=num_threads
         )
