@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import functools
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch import LightningModule
 
 from lightning_fastft.callbacks.model_swaps import ModelSwaps
 from lightning_fastft.core.checks import check_choice
+from lightning_fastft.core.cores import count_usable_cores
+from lightning_fastft.core.phases import LOGGER
 from lightning_fastft.core.status import Status
+from lightning_fastft.kernels.compilation import Compilation
+from lightning_fastft.strategies.patching import callbacks_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from torch import nn
 
     from lightning_fastft.core.patcher import ModelPatcher
+    from lightning_fastft.estimate.costs import Swaps
     from lightning_fastft.fused.fp8_base import Fp8Base
     from lightning_fastft.fused.install import FusedWeightBuffers
     from lightning_fastft.graphs.layer_graphs import LayerGraphs
     from lightning_fastft.moe.fp8_experts import Fp8Experts
 
+# Threads that compile kernels while the model is read; more would only wait for Python's lock.
+_MOST_THREADS = 8
 CUDA_GRAPHS = (False, True, "auto")
 BASE_COMPUTES = ("model_dtype", "fp8", "fp8_reference")
 
@@ -34,6 +43,9 @@ class FusedKernels(ModelSwaps):
     do not change. A call that the Functions cannot compute exactly (a cache, autocast, adapters other than plain LoRA)
     runs the layer's own forward. Unsupported families keep their layers, and the status table says so. All changes are
     undone when the run ends, also after an exception.
+
+    On a GPU, the kernels of a FineTuner's run are compiled in threads while it reads its model: its layers run on the
+    meta device first, which shows what they launch. Kernels that fail there are compiled at their first launch.
 
     On a GPU, frozen weights that are neither quantised nor sharded share a padded buffer with their adapters from
     ``on_fit_start`` to ``on_train_end``, so that one GEMM reads both. Parameters and values stay the same, but the rows
@@ -80,6 +92,7 @@ class FusedKernels(ModelSwaps):
         self._fp8: list[Fp8Base] = []
         self._fp8_experts: list[Fp8Experts] = []
         self._weight_buffers: list[FusedWeightBuffers] = []
+        self._compilation: Compilation | None = None
 
     def status(self) -> list[Status]:
         """Return the statuses for the table of the run, also after the run."""
@@ -127,6 +140,43 @@ class FusedKernels(ModelSwaps):
             statuses.append(Status(GRAPHS_STATUS, "inactive", f"{reason}, and no gated delta rule"))
         return statuses
 
+    def before_model(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin to compile kernels, on a GPU."""
+        if trainer.strategy.root_device.type == "cuda":
+            self._compile_ahead(trainer, pl_module)
+
+    def _compile_ahead(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Compile the kernels of the run in threads, if its model is still to be read."""
+        from lightning_fastft.estimate.rehearsal import record_launches
+        from lightning_fastft.hf.dtypes import DTYPES
+
+        module: Any = pl_module
+        num_tokens = getattr(getattr(trainer, "datamodule", None), "max_tokens", None)
+        if getattr(module, "source", None) is None or module.model is not None or num_tokens is None:
+            return
+        # A thread has its own default device and modes, and whatever a model raises there is no error of the run.
+        with ThreadPoolExecutor(1) as pool:
+            recording = pool.submit(
+                record_launches,
+                module.source,
+                num_tokens=num_tokens,
+                quantization=module.quantization,
+                lora=module.lora,
+                dtype=DTYPES.get(module.dtype_name, torch.bfloat16),
+                swaps=swaps_of(trainer),
+            )
+        error = recording.exception()
+        if error is not None:
+            LOGGER.info(f"kernels are compiled at their first launch: {error!r:.300}")
+            return
+        # torchrun sets OMP_NUM_THREADS=1, which is not meant for compilers.
+        num_threads = min(_MOST_THREADS, max(1, count_usable_cores() // max(1, trainer.num_devices)))
+        self._compilation = Compilation(
+            recording.result(), device=trainer.strategy.root_device, num_threads=num_threads
+        )
+        assert self._patcher is not None
+        self._patcher.add_undo(self._compilation.cancel)
+
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Install, and move frozen weights into buffers with their adapters; the model is on its device now."""
         from lightning_fastft.fused.install import fuse_weight_buffers
@@ -137,6 +187,7 @@ class FusedKernels(ModelSwaps):
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Install, and quantise sharded weights; a checkpoint is loaded by now."""
+        self._await_kernels()
         super().on_validation_start(trainer, pl_module)
         self._shard_fp8(trainer)
 
@@ -146,6 +197,7 @@ class FusedKernels(ModelSwaps):
         """Quantise trained and sharded weights now, so that the activation plan counts them, and trained weights after
         each optimizer step.
         """
+        self._await_kernels()
         if self._patcher is None:
             return
         self._shard_fp8(trainer)
@@ -169,6 +221,12 @@ class FusedKernels(ModelSwaps):
         for weight_buffer in self._weight_buffers:
             weight_buffer.make_whole(checkpoint.get("state_dict", {}))
 
+    def _await_kernels(self) -> None:
+        """Wait until the kernels of the first step are compiled."""
+        if self._compilation is not None:
+            self._compilation.wait()
+            self._compilation = None
+
     def _shard_fp8(self, trainer: pl.Trainer) -> None:
         """Let FSDP2 gather frozen weights in e4m3."""
         from lightning_fastft.activations.budgets import auto_host_bytes
@@ -176,6 +234,23 @@ class FusedKernels(ModelSwaps):
         assert self._patcher is not None
         for base in self._fp8:
             base.shard(self._patcher, host_bytes=auto_host_bytes() // max(1, trainer.num_devices))
+
+
+def swaps_of(trainer: pl.Trainer) -> Swaps:
+    """Return what the callbacks and the strategy of a run change in its layers."""
+    from lightning_fastft.callbacks.bincount_router import BincountRouter
+    from lightning_fastft.estimate.costs import Swaps
+
+    callbacks = callbacks_of(trainer)
+    fused = next((callback for callback in callbacks if isinstance(callback, FusedKernels)), None)
+    checkpointing = getattr(trainer.strategy, "checkpointing", None)
+    return Swaps(
+        is_fused=fused is not None,
+        is_graphed=False if fused is None else fused.cuda_graphs,
+        is_fp8=fused is not None and fused.base_compute == "fp8",
+        has_router=any(isinstance(callback, BincountRouter) for callback in callbacks),
+        mlp_tiles=getattr(checkpointing, "mlp_tiles", 1),
+    )
 
 
 def _refresh(base: Fp8Base, *_: Any) -> None:

@@ -74,6 +74,11 @@ class ModelSwaps(Callback):
             # A model that is already built is swapped when the run starts.
             with contextlib.suppress(SwapError):
                 register(type(self).__name__, self._transform, stage="after_adapters")
+        if stage == "fit":
+            self.before_model(trainer, pl_module)
+
+    def before_model(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Prepare a fit before a FineTuner builds its model; no-op unless overridden."""
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Install after configure_model; in a fit before sanity validation."""

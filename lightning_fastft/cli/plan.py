@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from lightning_fastft.callbacks.bincount_router import BincountRouter
-from lightning_fastft.callbacks.fused_kernels import FusedKernels
+from lightning_fastft.callbacks.fused_kernels import swaps_of
 from lightning_fastft.cli.cluster_plan import plan_layouts, render_layouts
 from lightning_fastft.cli.lightning_cli import FastFTCLI
 from lightning_fastft.cli.words import take_option
 from lightning_fastft.core.checks import check_float, check_int
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.estimate.clusters import Cluster, make_cluster
-from lightning_fastft.estimate.costs import Swaps, default_vram_bytes, model_costs, plan_on
+from lightning_fastft.estimate.costs import default_vram_bytes, model_costs, plan_on
 from lightning_fastft.estimate.machines import GPUS, Gpu, find_gpu
 from lightning_fastft.planner.picture import render_plan
 from lightning_fastft.planner.plan import StepCost, predict, uniform_plan
@@ -210,22 +209,8 @@ def _cost_options(model: Tuner, trainer: pl.Trainer, *, document_tokens: int) ->
         "optimizer": model.optimizer_factory,
         "has_masters": model.lora is None and model.master_dtype_name == "float32" and model.dtype_name != "float32",
         "lora": model.lora,
-        "swaps": _swaps(trainer),
+        "swaps": swaps_of(trainer),
     }
-
-
-def _swaps(trainer: pl.Trainer) -> Swaps:
-    """Return what the callbacks and the strategy of a run change in its layers."""
-    callbacks: list[Any] = getattr(trainer, "callbacks", [])
-    fused = next((callback for callback in callbacks if isinstance(callback, FusedKernels)), None)
-    checkpointing = getattr(trainer.strategy, "checkpointing", None)
-    return Swaps(
-        is_fused=fused is not None,
-        is_graphed=False if fused is None else fused.cuda_graphs,
-        is_fp8=fused is not None and fused.base_compute == "fp8",
-        has_router=any(isinstance(callback, BincountRouter) for callback in callbacks),
-        mlp_tiles=getattr(checkpointing, "mlp_tiles", 1),
-    )
 
 
 def _describe_run(model: Tuner, *, num_tokens: int, document_tokens: int) -> str:

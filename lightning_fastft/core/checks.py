@@ -231,7 +231,12 @@ def check_out(
 
 def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether each element of two tensors of one shape has one place."""
-    return one is other or (one.data_ptr() == other.data_ptr() and one.stride() == other.stride())
+    if one is other:
+        return True
+    if one.data_ptr() != other.data_ptr() or one.stride() != other.stride():
+        return False
+    # On the meta device the address of a tensor is its offset in its storage.
+    return not one.is_meta or one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 def do_ranges_overlap(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -1,5 +1,6 @@
-"""Estimate steps on GPUs of other machines; only ``fastft plan`` uses it.
+"""Run the layers of a model on the meta device: ``fastft plan`` estimates steps on GPUs of other machines.
 
 ``model_costs`` takes a configuration and a GPU and returns a ``StepCost`` for the planner. ``machines`` lists published
-rates, ``metering`` counts the work of a model on the meta device. Read ``costs`` first.
+rates, ``metering`` counts the work of a model on the meta device. ``rehearsal`` finds the Triton kernels of a step,
+which ``FusedKernels`` compiles while the model is read. Read ``costs`` first.
 """

@@ -191,18 +191,18 @@ def meter_step(
     swaps = swaps or Swaps()
     base = model if isinstance(model, PreTrainedModel) else build_on_meta(model, dtype=dtype)
     if quantization:
-        _quantise(base, dtype=dtype)
+        quantise_on_meta(base, dtype=dtype)
     if lora is not None:
-        _add_adapters(base, lora)
+        add_adapters_on_meta(base, lora)
     own_bytes: Callable[[nn.Parameter], int] | None = None
     if optimizer is not None:
         given = optimizer([parameter for parameter in base.parameters() if parameter.requires_grad])
         own_bytes = getattr(given, "state_bytes", None)
     layers = decoder_layers(base)
-    kinds = [_kind(layer) for layer in layers]
+    kinds = [kind_of(layer) for layer in layers]
     num_layers = max(kinds.index(kind) for kind in kinds) + 2
-    batch = _make_batch(num_tokens, document_tokens=mean_document_tokens, label_share=label_share)
-    with _first_layers(base, num_layers):
+    batch = make_batch(num_tokens, document_tokens=mean_document_tokens, label_share=label_share)
+    with first_layers(base, num_layers):
         metered = _meter_layers(base, batch, document_tokens=mean_document_tokens, swaps=swaps)
     # The first layer also takes the end of its backward, so the costs of the last layer of a kind are used for all.
     place_of = {kind: place for place, kind in enumerate(kinds[:num_layers])}
@@ -326,7 +326,7 @@ def _meter_layers(
     """Install what a run installs, keep and then recompute every layer on the meta device, under the probes."""
     patcher, checkpointing = ModelPatcher(), OffloadCheckpointing("recompute", mlp_tiles=swaps.mlp_tiles)
     try:
-        is_fused = _install(model, patcher, checkpointing, swaps=swaps)
+        is_fused = install_as_in_a_run(model, patcher, checkpointing, swaps=swaps)
         segments, layers = checkpointing.last_segments(), decoder_layers(model)
         meter = Meter(document_tokens=document_tokens, resident=[*_weights_of(model), *model.buffers()])
         device = MeteredDevice(meter)
@@ -369,7 +369,7 @@ def _meter_layers(
     return _MeteredLayers(device, read, held_bytes, gradient_bytes, is_fused)
 
 
-def _install(
+def install_as_in_a_run(
     model: PreTrainedModel, patcher: ModelPatcher, checkpointing: OffloadCheckpointing, *, swaps: Swaps
 ) -> bool:
     """Patch a model as a run does; return whether its layers are fused."""
@@ -417,7 +417,7 @@ def _launched(device: SegmentCost, host: SegmentCost) -> SegmentCost:
     )
 
 
-def _make_batch(num_tokens: int, *, document_tokens: float, label_share: float) -> PackedBatch:
+def make_batch(num_tokens: int, *, document_tokens: float, label_share: float) -> PackedBatch:
     """Return a pack of equal documents on the meta device, whose last tokens are labelled."""
     length = max(2, min(num_tokens, round(document_tokens)))
     lengths = [length] * (num_tokens // length) + [num_tokens % length] * bool(num_tokens % length)
@@ -430,7 +430,7 @@ def _make_batch(num_tokens: int, *, document_tokens: float, label_share: float) 
     return PackedBatch(input_id_T=torch.zeros(num_tokens, dtype=torch.int64), context=context).to("meta")
 
 
-def _quantise(model: PreTrainedModel, *, dtype: torch.dtype) -> None:
+def quantise_on_meta(model: PreTrainedModel, *, dtype: torch.dtype) -> None:
     """Give linear layers other than the head, and stacks of experts, weights in NF4 without numbers."""
     state_class: Any = nf4_shapes.QuantState
     layer_class: Any = nf4_shapes.Linear4bit
@@ -476,7 +476,7 @@ def _quantise(model: PreTrainedModel, *, dtype: torch.dtype) -> None:
     quantise_experts(model)
 
 
-def _add_adapters(model: PreTrainedModel, lora: LoraConfig | int) -> None:
+def add_adapters_on_meta(model: PreTrainedModel, lora: LoraConfig | int) -> None:
     """Add adapters to the modules of the model."""
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -489,7 +489,7 @@ def _add_adapters(model: PreTrainedModel, lora: LoraConfig | int) -> None:
 
 
 @contextlib.contextmanager
-def _first_layers(model: PreTrainedModel, num_layers: int) -> Iterator[None]:
+def first_layers(model: PreTrainedModel, num_layers: int) -> Iterator[None]:
     """Let a model run only its first decoder layers."""
     layers = decoder_layers(model)
     name = next(
@@ -503,7 +503,7 @@ def _first_layers(model: PreTrainedModel, num_layers: int) -> Iterator[None]:
         model.set_submodule(name, whole)
 
 
-def _kind(layer: nn.Module) -> tuple[Any, ...]:
+def kind_of(layer: nn.Module) -> tuple[Any, ...]:
     """Return a key that is equal for layers of equal cost: modules with their plain attributes, and shapes."""
     modules = tuple(
         (name, type(module).__name__, *((key, value) for key, value in vars(module).items() if _is_plain(key, value)))

@@ -1,7 +1,8 @@
 """Load a checkpoint with linear layers and experts in NF4; each tensor is quantised as soon as it is loaded.
 
 transformers quantises linear layers while it loads them, but not stacks of experts. The quantizer registered here does
-both, so peak memory is the quantised model plus one dense stack.
+both, so peak memory is the quantised model plus one dense stack. It keeps the largest magnitude of every dense tensor,
+because quantisation on CUDA hides a NaN.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from torch import nn
 
 from lightning_fastft.hf.expert_nf4 import check_experts, is_stack, quantise_experts
 from lightning_fastft.hf.expert_nf4_tensor import quantise_stack
+from lightning_fastft.hf.loading.finite_weights import largest_magnitude
 
 if TYPE_CHECKING:
+    import torch
     from transformers import BitsAndBytesConfig, PreTrainedModel
 
 METHOD = "fastft_nf4"
@@ -31,7 +34,8 @@ def quantise_experts_too(config: BitsAndBytesConfig) -> BitsAndBytesConfig:
 
     Returns:
         The value for ``quantization_config``. ``from_pretrained`` raises the UnsupportedModelError of quantise_experts
-        before it reads weights.
+        before it reads weights. ``largest`` of the model's ``hf_quantizer`` has the largest magnitude (fp32) of each
+        weight before it was quantised, by name.
 
     Cost:
         Peak memory of loading is the quantised model plus one dense stack.
@@ -61,16 +65,20 @@ def _register() -> None:
 
     class QuantiseBoth(Bnb4bitQuantize):
         def convert(self, input_dict: dict[str, Any], *args: Any, model: nn.Module, **kwargs: Any) -> dict[str, Any]:
-            stacks = {name for name in input_dict if is_stack(*get_module_from_name(model, name))}
-            others = {name: value for name, value in input_dict.items() if name not in stacks}
+            weights = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
+            self.hf_quantizer.largest.update((name, largest_magnitude(weight)) for name, weight in weights.items())
+            stacks = {name for name in weights if is_stack(*get_module_from_name(model, name))}
+            others = {name: weight for name, weight in weights.items() if name not in stacks}
             result = super().convert(others, *args, model=model, **kwargs)
             for name in stacks:
-                value = input_dict[name]
-                weight = value[0] if isinstance(value, list) else value
-                result[name] = nn.Parameter(quantise_stack(weight), requires_grad=False)
+                result[name] = nn.Parameter(quantise_stack(weights[name]), requires_grad=False)
             return result
 
     class ExpertQuantizer(Bnb4BitHfQuantizer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.largest: dict[str, torch.Tensor] = {}
+
         def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
             return is_stack(*get_module_from_name(model, param_name)) or super().param_needs_quantization(
                 model, param_name, **kwargs

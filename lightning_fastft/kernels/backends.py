@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from lightning_fastft.core.autocast import autocast_off, is_autocast_on
 from lightning_fastft.core.checks import check_choice
 from lightning_fastft.core.errors import OptionError
+from lightning_fastft.kernels.launch import current_recorder
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -78,7 +79,8 @@ def _plain_numbers(device_type: str) -> Iterator[None]:
 def uses_triton(backend: str, device: torch.device, *, dtype: torch.dtype | None = None) -> bool:
     """Return whether the Triton kernel runs.
 
-    "auto" selects the kernel if it supports the tensors. An explicit backend is never replaced.
+    "auto" selects the kernel if it supports the tensors. An explicit backend is never replaced. Tensors on the meta
+    device run in kernels while their launches are recorded (``LaunchRecorder``).
 
     Args:
         backend: "auto", "triton" or "reference".
@@ -95,7 +97,8 @@ def uses_triton(backend: str, device: torch.device, *, dtype: torch.dtype | None
     """
     if backend != "auto":
         check_choice("backend", backend, BACKENDS)
-    is_able = device.type == "cuda" and (dtype is None or dtype in TRITON_DTYPES)
+    is_gpu = device.type == "cuda" or (device.type == "meta" and current_recorder() is not None)
+    is_able = is_gpu and (dtype is None or dtype in TRITON_DTYPES)
     if backend == "triton" and not is_able:
         takes = "tensors" if dtype is None else "bf16, fp16 and fp32"
         given = f"{device}" if dtype is None else f"{dtype} on {device}"

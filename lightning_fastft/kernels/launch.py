@@ -1,10 +1,14 @@
-"""Launch Triton kernels, and skip what Triton repeats at every launch of a kernel that is compiled already."""
+"""Launch Triton kernels, and skip what Triton repeats at every launch of a kernel that is compiled already.
+
+Launches on the meta device can be recorded, to compile their kernels before a run launches them.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 # Attribute of a kernel: what it was compiled to, by the kinds of its arguments.
 _ATTRIBUTE = "fastft_compiled"
@@ -34,10 +38,55 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
         made, constants = found
         made[(*grid, 1, 1)](*arguments, *constants)
         return
+    recorder = current_recorder()
+    if recorder is not None:
+        recorder.launches.setdefault((kernel, *key), Launch(kernel, arguments, options))
+        return
     made = kernel[grid](*arguments, **options)
     # Triton's interpreter compiles nothing. On AMD the size of a tensor matters too.
     if made is not None and torch.version.hip is None:
         compiled[key] = made, tuple(options[name] for name in kernel.arg_names[len(arguments) :])
+
+
+class Launch(NamedTuple):
+    """A launch that was recorded, with its arguments as in ``launch``; tensors are on the meta device."""
+
+    kernel: Any
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def compile(self) -> None:
+        """Compile the kernel for the current CUDA device, build Triton's launcher for it, and load both."""
+        made = self.kernel.warmup(*self.arguments, grid=(1,), **self.options)
+        # Prepares a launch, and launches nothing.
+        _ = made[1, 1, 1]
+
+
+class LaunchRecorder(TorchDispatchMode):
+    """Record launches of operations on the meta device, which then choose their Triton kernels as on CUDA.
+
+    Args:
+        launches: One launch for each code that Triton compiles, in the order of the first launches.
+
+    Example:
+        >>> with LaunchRecorder() as recorder:
+        ...     current_recorder() is recorder
+        True
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: dict[Any, Launch] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run operators as without the mode."""
+        return function(*args, **(kwargs or {}))
+
+
+def current_recorder() -> LaunchRecorder | None:
+    """Return the recorder of launches in whose block this thread is, else None."""
+    mode = _get_current_dispatch_mode()
+    return mode if isinstance(mode, LaunchRecorder) else None
 
 
 def _kind(argument: Any) -> Any:

@@ -2,13 +2,18 @@
 
 import ast
 import importlib
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 import lightning_fastft.kernels
-from lightning_fastft.kernels.launch import launch
+from lightning_fastft.core.phases import LOGGER
+from lightning_fastft.kernels.backends import uses_triton
+from lightning_fastft.kernels.compilation import Compilation
+from lightning_fastft.kernels.launch import Launch, LaunchRecorder, launch
 
 KERNELS = Path(lightning_fastft.kernels.__file__).parent
 
@@ -114,3 +119,101 @@ def test_every_kernel_ends_with_its_constants_and_gets_nothing_else_by_name():
             named = {keyword.arg for keyword in node.keywords} - {None, "num_warps", "num_stages", "enable_fp_fusion"}
             assert named <= constants, (kernel, named - constants)
     assert num_launches > 40
+
+
+def test_a_recorder_keeps_one_launch_for_each_code_and_makes_none():
+    kernel, row = Kernel(), torch.empty(64, device="meta")
+    with LaunchRecorder() as recorder:
+        assert uses_triton("auto", row.device)
+        for size in (32, 48, 7):
+            launch(kernel, (2,), row, size, 0.5, **OPTIONS)
+    assert [recorded.arguments[1] for recorded in recorder.launches.values()] == [32, 7]
+    assert kernel.launched == []
+    assert not uses_triton("auto", row.device)
+    launch(kernel, (2,), row, 32, 0.5, **OPTIONS)
+    assert kernel.num_compiled == 1
+
+
+class Warmed:
+    """What Launch needs of Triton: a kernel that is compiled without a launch, and then prepared for launches."""
+
+    def __init__(self, fails=False):
+        self.fails, self.warmed, self.threads = fails, [], set()
+
+    def warmup(self, *arguments, grid, **options):
+        if self.fails:
+            raise KeyError("no such operation")
+        return {(1, 1, 1): self.warmed.append((arguments, options, threading.current_thread().name))}
+
+
+@pytest.fixture
+def no_device(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    return chosen
+
+
+def test_launches_are_compiled_in_threads_of_the_device(no_device):
+    kernels = [Warmed(), Warmed()]
+    launches = [Launch(kernel, (number,), OPTIONS) for number in range(3) for kernel in kernels]
+    compilation = Compilation(launches, device=torch.device("cuda", 3), num_threads=2)
+    compilation.wait()
+    for kernel in kernels:
+        assert [(arguments, options) for arguments, options, _ in kernel.warmed] == [((n,), OPTIONS) for n in range(3)]
+        assert all("fastft-compile" in thread for *_, thread in kernel.warmed)
+    assert set(no_device) == {torch.device("cuda", 3)}
+    assert not [thread for thread in threading.enumerate() if "fastft-compile" in thread.name]
+    compilation.cancel()
+    # A model of another family may launch none.
+    Compilation([], device=torch.device("cuda"), num_threads=2).wait()
+
+
+def test_the_first_kernel_is_compiled_alone(no_device):
+    order, others = [], threading.Barrier(2, timeout=10.0)
+
+    class Ordered(Warmed):
+        def warmup(self, *arguments, **options):
+            order.append("begin")
+            # Two others run at once, and nothing beside the first.
+            _ = others.wait() if arguments else time.sleep(0.05)
+            order.append("end")
+            return super().warmup(*arguments, **options)
+
+    launches = [Launch(Ordered(), (), {}), Launch(Ordered(), (1,), {}), Launch(Ordered(), (2,), {})]
+    Compilation(launches, device=torch.device("cuda"), num_threads=3).wait()
+    assert order[:2] == ["begin", "end"]
+    assert len(order) == 6
+
+
+def test_kernels_that_fail_are_reported_once(no_device, caplog):
+    launches = [
+        Launch(Warmed(fails=True), (), {}),
+        Launch(good := Warmed(), (), {}),
+        Launch(Warmed(fails=True), (), {}),
+    ]
+    with caplog.at_level("INFO", LOGGER.name):
+        compilation = Compilation(launches, device=torch.device("cuda", 0), num_threads=1)
+        compilation.wait()
+        compilation.wait()
+    assert len(good.warmed) == 1
+    assert [record.getMessage() for record in caplog.records] == [
+        "2 kernels were not compiled ahead of the first step: KeyError('no such operation')"
+    ]
+
+
+def test_a_cancelled_compilation_starts_no_other_kernel(no_device):
+    begun, end = threading.Event(), threading.Event()
+
+    class Slow(Warmed):
+        def warmup(self, *arguments, **options):
+            begun.set()
+            end.wait(10.0)
+            return super().warmup(*arguments, **options)
+
+    slow, other = Slow(), Warmed()
+    compilation = Compilation([Launch(slow, (), {}), Launch(other, (), {})], device=torch.device("cuda"), num_threads=1)
+    assert begun.wait(10.0)
+    threading.Timer(0.05, end.set).start()
+    compilation.cancel()
+    assert len(slow.warmed) == 1
+    assert other.warmed == []

@@ -8,14 +8,13 @@ import torch
 from torch import nn
 
 from lightning_fastft.core.errors import DataError, list_names
-from lightning_fastft.hf.loading.source import ModelSource, weight_files
 
 
 def check_finite(model: nn.Module, *, name: str) -> None:
     """Refuse weights that hold NaN or infinity.
 
-    Quantised weights are checked by their scales, which show infinity but, on CUDA, no NaN. So files are checked before
-    they are quantised.
+    Quantised weights are checked by their scales, which show infinity but, on CUDA, no NaN. So
+    ``hf/expert_nf4_reading.py`` measures the weights of a checkpoint before it quantises them.
 
     Raises:
         DataError: A weight is not finite; the message names the tensors.
@@ -31,21 +30,6 @@ def check_finite(model: nn.Module, *, name: str) -> None:
                 tensors.append(tensor.detach())
     # The largest magnitude propagates NaN and infinity, and needs no copy of the weights.
     refuse_not_finite(names, [largest_magnitude(tensor) for tensor in tensors], name=name)
-
-
-def check_files_finite(source: ModelSource, *, device: torch.device) -> None:
-    """Refuse NaN and infinity in the files of a checkpoint; quantisation on CUDA would hide a NaN."""
-    from safetensors import safe_open
-
-    names, largest = [], []
-    for path in weight_files(source):
-        with safe_open(path, framework="pt", device=str(device)) as file:
-            for key in file.keys():  # noqa: SIM118 - safe_open is no mapping
-                tensor = file.get_tensor(key)
-                if tensor.is_floating_point() and tensor.numel():
-                    names.append(key)
-                    largest.append(largest_magnitude(tensor))
-    refuse_not_finite(names, largest, name=source.name)
 
 
 def largest_magnitude(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_fastft.core.errors import DataError, MissingDependencyError, OptionError, list_names
 from lightning_fastft.core.extras import pip_line
 from lightning_fastft.hf.dtypes import default_dtype
-from lightning_fastft.hf.loading.finite_weights import check_files_finite, check_finite
+from lightning_fastft.hf.loading.finite_weights import check_finite, refuse_not_finite
 from lightning_fastft.hf.loading.initialisation import initialise
 from lightning_fastft.hf.loading.safe_files import check_headers
 from lightning_fastft.hf.loading.source import ModelSource, auto_class, refuse_adapters, weight_files
@@ -48,7 +48,7 @@ def build_model(
         OptionError: quantization="nf4" for a checkpoint in MXFP4, which is read dequantised.
 
     Cost:
-        One read of the weights (two if they are quantised), one reduction over them on the device and one host sync.
+        One read of the weights, one reduction over them on the device and one host sync (two if they are quantised).
         A random model is built block by block: peak memory is the finished model plus one block.
 
     Source:
@@ -67,8 +67,6 @@ def build_model(
             _refuse_adapters(source)
             held = getattr(source.config, "quantization_config", None)
             check_headers(weight_files(source), name=source.name, is_quantised=held is not None)
-            if quantization is not None:
-                check_files_finite(source, device=device)
             model = _read(source, device=device, dtype=dtype, quantization_config=quantization_config)
     if quantization is not None:
         _check_nf4_layers(model, name=source.name)
@@ -122,6 +120,10 @@ def _read(
         output_loading_info=True,
         **options,
     )
+    if quantization_config is not None:
+        # Quantisation on CUDA hides a NaN.
+        largest = model.hf_quantizer.largest
+        refuse_not_finite(list(largest), list(largest.values()), name=source.name)
     wrong = {
         "missing from the files": sorted(report["missing_keys"]),
         "in the files but not in the model": sorted(report["unexpected_keys"]),

@@ -17,7 +17,7 @@ from lightning_fastft.core.autocast import autocast_off
 from lightning_fastft.core.checks import check_tensor
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.kernels import logit_rows
-from lightning_fastft.kernels.backends import wide_dtype
+from lightning_fastft.kernels.backends import uses_triton, wide_dtype
 from lightning_fastft.kernels.cross_entropy import reference
 from lightning_fastft.kernels.cross_entropy.reference import RowLosses
 from lightning_fastft.kernels.logit_rows import DEFAULT_CHUNK_ROWS, Chunk, Head, LabelledRows
@@ -250,7 +250,7 @@ def _row_losses(
     The kernel uses the hardware's approximate exp, which is not accurate enough for fp32.
     """
     launch = reference.row_losses
-    if chunk.logits_RV.is_cuda and chunk.logits_RV.dtype in (torch.bfloat16, torch.float16):
+    if chunk.logits_RV.dtype in (torch.bfloat16, torch.float16) and uses_triton("auto", chunk.logits_RV.device):
         from lightning_fastft.kernels.cross_entropy import triton
 
         launch = triton.row_losses
