@@ -32,7 +32,6 @@ from lightning_fastft.cli.words import (
 )
 from lightning_fastft.core.errors import MissingDependencyError, OptionError, printable
 from lightning_fastft.core.extras import find_extra, pip_line
-from lightning_fastft.hf.quick_import import import_bitsandbytes
 from lightning_fastft.strategies.registry import register_strategies
 from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.distillation import DistillationTuner
@@ -101,8 +100,6 @@ class FastFTCLI(LightningCLI):
     def __init__(self, args: Sequence[str], *, run: bool = True, callbacks: Sequence[Callback] = ()) -> None:
         # The package leaves it to us in the process of the command.
         register_strategies()
-        # Before the parser imports PEFT.
-        import_bitsandbytes()
         words, self.allowed_imports = take_allowed_imports(args)
         if self.allowed_imports and "" not in sys.path:
             # Console scripts do not search the current folder. Append it, so that it shadows no installed module.
