@@ -80,13 +80,14 @@ def test_auxiliary_loss_of_routers_counts_no_padding(tmp_path):
         torch.testing.assert_close(found[name], parameter, rtol=1e-4, atol=1e-6)
 
 
-def test_train_loss_has_the_auxiliary_loss_once(tmp_path):
-    """A large window scales the cross-entropy, not the auxiliary loss."""
+@pytest.mark.parametrize("lora", [None, {"r": 4, "target_modules": ["lm_head"]}])
+def test_train_loss_has_the_auxiliary_loss_once(lora, tmp_path):
+    """A large window scales the cross-entropy, not the auxiliary loss; also where the head is not lazy."""
 
     def logged(**options):
         model = build_tiny("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.5)
         trainer = quiet_trainer(tmp_path, strategy="fastft", max_steps=1)
-        trainer.fit(FineTuner(model, dtype="float32"), packed_loader(1, **options))
+        trainer.fit(FineTuner(model, dtype="float32", lora=lora), packed_loader(1, **options))
         return float(trainer.callback_metrics["train_loss"])
 
     assert logged(num_items=1000.0) == pytest.approx(logged(), rel=1e-5)
