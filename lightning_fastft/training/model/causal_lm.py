@@ -25,6 +25,7 @@ from lightning_fastft.training.model.construction import (
     Transform,
     add_lora,
     apply_transforms,
+    check_averaging,
     find_mesh,
     first_packs,
     open_frozen_model,
@@ -129,6 +130,8 @@ class CausalLMModule(LightningModule):
         self._compute_dtype = torch.float32
         # Only for a model that is built without a Trainer.
         self._own_patcher = ModelPatcher()
+        # Of a load by a module around this one, which does not call load_state_dict below (WeightAveraging).
+        self.register_load_state_dict_post_hook(_drop_frozen)
         self._sharding: Status | None = None
         self._default_targets: DefaultTargets | None = None
         self.save_hyperparameters(
@@ -229,8 +232,10 @@ class CausalLMModule(LightningModule):
             trainer=self._trainer,
             device=device,
         )
+        is_copied_whole = self._is_built or (self.model is not None and self.lora is None)
         if not self._is_built:
             filler = self._build(device=device, dtype=dtype, is_sharded=mesh is not None)
+        check_averaging(self._trainer, self, is_copied_whole=is_copied_whole)
         if mesh is not None and self._sharding is None:
             self._shard(mesh, filler=filler)
         self._install_low_precision_adapters(self._find_patcher())
@@ -554,3 +559,10 @@ class CausalLMModule(LightningModule):
         return generate_texts(
             self.model, tokenizer=tokenizer, prompts=prompts, max_new_tokens=max_new_tokens, **options
         )
+
+
+def _drop_frozen(module: CausalLMModule, incompatible: Any) -> None:
+    """Remove the frozen weights of a module with adapters from the missing keys of a load: no file has them."""
+    if module._is_built and module.has_adapters:
+        trained = tuple(f".{name}" for name, parameter in module.named_parameters() if parameter.requires_grad)
+        incompatible.missing_keys[:] = [key for key in incompatible.missing_keys if f".{key}".endswith(trained)]
