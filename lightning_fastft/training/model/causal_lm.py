@@ -477,6 +477,8 @@ class CausalLMModule(LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse adapters that were trained on another base; a checkpoint without a digest of it is accepted.
 
+        A resumed run keeps the seed of the checkpoint, for noise on embeddings.
+
         Raises:
             ResumeError: The base of this run has other weights, or was initialised with another seed.
         """
@@ -491,6 +493,7 @@ class CausalLMModule(LightningModule):
             from lightning_fastft.hf.lora_init import check_initial
 
             check_initial(checkpoint.get("fastft_base", {}).get("initial", {}), initial=self._initial)
+        self._seed = checkpoint.get("fastft_base", {}).get("seed", self._seed)
 
     def save_pretrained(self, folder: str) -> None:
         """Write a plain PEFT adapter, or a plain transformers model where all weights are trained, and the tokenizer.
