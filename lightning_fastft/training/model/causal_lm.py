@@ -367,6 +367,12 @@ class CausalLMModule(LightningModule):
 
     on_validation_start = on_test_start = on_predict_start = on_fit_start
 
+    def on_validation_epoch_start(self) -> None:
+        """Refresh them again: callbacks swap averages in here, and back at the end."""
+        self._refresh_low_precision_adapters()
+
+    on_validation_end = on_test_epoch_start = on_predict_epoch_start = on_validation_epoch_start
+
     def teardown(self, stage: str) -> None:
         """Leave a plain transformers or PEFT model; the run's patcher has undone its changes."""
         self._own_patcher.undo()
