@@ -90,6 +90,8 @@ class FusedKernels(ModelSwaps):
         self.base_compute = check_choice("base_compute", base_compute, BASE_COMPUTES)
         self._graphs: list[LayerGraphs] = []
         self._fp8: list[Fp8Base] = []
+        # Whether a validation was since the last micro-batch.
+        self._is_validated = False
         self._fp8_experts: list[Fp8Experts] = []
         self._weight_buffers: list[FusedWeightBuffers] = []
         self._compilation: Compilation | None = None
@@ -208,6 +210,33 @@ class FusedKernels(ModelSwaps):
             for optimizer in trainer.optimizers:
                 hook = optimizer.register_step_post_hook(functools.partial(_refresh, base))
                 self._patcher.add_undo(hook.remove)
+
+    def on_validation_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Quantise trained weights before the first batch: another callback may have swapped an average in."""
+        if batch_idx == 0:
+            self._refresh_fp8()
+
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Note that an average may be swapped back."""
+        self._is_validated = True
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Quantise trained weights after a validation."""
+        if self._is_validated:
+            self._is_validated = False
+            self._refresh_fp8()
+
+    def _refresh_fp8(self) -> None:
+        # Scales that are allocated in a validation may be saved for a backward later.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            for base in self._fp8:
+                base.refresh()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Make the weights contiguous again, because they may be merged or written next."""

@@ -328,8 +328,9 @@ def collect_settings(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict
     """Return the settings of Trainer and module by dotted name, as plain types."""
     found = {name: getattr(trainer, name) for name in _TRAINER_SETTINGS}
     hparams = dict(getattr(pl_module, "hparams", {}))
+    # Lightning makes some names members of enumerations, which no checkpoint of plain types can hold.
     return {
-        name: value
+        name: str.__str__(value) if isinstance(value, str) else value
         for name, value in (found | flatten(hparams)).items()
         if isinstance(value, (int, float, str, list, tuple, type(None)))
     }

@@ -36,6 +36,8 @@ _MATCH = (
     "import json, re, sys; patterns, names = json.load(sys.stdin)\nfor pattern in patterns:\n for name in names: "
     "re.fullmatch(pattern, name)"
 )
+# A parameter of an adapter; the group is the name of the adapter.
+_OWNED = re.compile(r"\.(?:lora_\w+|modules_to_save|trainable_tokens_\w+)\.([^.]+)")
 # Names of PEFT's fields in other libraries that are not spelled alike.
 _NAMES_ELSEWHERE = {"rank": "r"}
 _INITIALISATIONS = ("gaussian", "eva", "olora", "pissa", "loftq", "orthogonal")
@@ -53,9 +55,10 @@ def tuner_layers(root: nn.Module) -> list[BaseTunerLayer]:
 
 def trained_adapters(model: PeftModel) -> list[str]:
     """Return the names of the adapters with trained weights; of all adapters if none has any."""
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    found = (_OWNED.search(name) for name, parameter in model.named_parameters() if parameter.requires_grad)
+    trained = {match[1] for match in found if match is not None}
     names = list(model.peft_config)
-    return [name for name in names if any(f".{name}" in parameter for parameter in trained)] or names
+    return [name for name in names if name in trained] or names
 
 
 def add_adapters(model: PreTrainedModel, *, lora: LoraConfig, adapter_dtype: torch.dtype, seed: int = 0) -> PeftModel:

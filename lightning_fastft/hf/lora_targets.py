@@ -203,6 +203,26 @@ def refuse_unknown_targets(model: nn.Module, lora: LoraConfig) -> None:
     )
 
 
+def _refuse_routers(model: nn.Module, lora: LoraConfig) -> None:
+    """Raise on targets that are routers derived from ``nn.Linear``: PEFT cannot add to the tuple that they return.
+
+    Raises:
+        OptionError: A target is such a router.
+    """
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    for name, module in model.named_modules():
+        if _is_linear_router(module) and check_target_module_exists(lora, name):
+            raise OptionError(
+                f"lora.target_modules has the router {name!r} ({type(module).__name__}), which returns a tuple, and "
+                f"LoRA adds to a tensor. Remove {name.rpartition('.')[2]!r} from target_modules."
+            )
+
+
+def _is_linear_router(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) and "Router" in type(module).__name__
+
+
 def _refuse_unused_names(model: nn.Module, lora: LoraConfig) -> None:
     """Raise on plain names of modules to save, ranks and alphas that no module has; PEFT ignores them.
 
@@ -267,6 +287,7 @@ def copy_with_targets(model: PreTrainedModel, lora: LoraConfig) -> tuple[LoraCon
         lora.exclude_modules = _excluded_from_all_linear(model) or None
     if lora.target_modules is not None or lora.target_parameters:
         refuse_unknown_targets(model, lora)
+        _refuse_routers(model, lora)
         return lora, None
     found = find_default_targets(model)
     if not found.names:
@@ -290,7 +311,7 @@ def _excluded_from_all_linear(model: PreTrainedModel) -> list[str]:
         if module is not head
         and (
             reason == "outside the text part"
-            or "Router" in type(module).__name__
+            or _is_linear_router(module)
             or (reason.startswith("projections") and name.endswith(".out_proj"))
         )
     ]

@@ -80,7 +80,7 @@ def install_one_by_one(model: PreTrainedModel, patcher: ModelPatcher) -> Status:
             f"{name} adds an auxiliary loss of its routers (output_router_logits), which attention={ONE_BY_ONE!r} "
             "would ignore. Set config.output_router_logits = False."
         )
-    if not isinstance(getattr(vars(model).get("forward"), "__self__", None), OneByOne):
+    if not runs_one_by_one(model):
         patcher.set_attribute(model, "forward", OneByOne(model).forward)
     return Status(
         STATUS_NAME,
@@ -88,3 +88,8 @@ def install_one_by_one(model: PreTrainedModel, patcher: ModelPatcher) -> Status:
         f"{model.config.model_type}: each document of a pack runs separately with the model's own attention "
         f"(attention={ONE_BY_ONE!r})",
     )
+
+
+def runs_one_by_one(model: PreTrainedModel) -> bool:
+    """Return whether ``install_one_by_one`` has changed the model."""
+    return isinstance(getattr(vars(model).get("forward"), "__self__", None), OneByOne)

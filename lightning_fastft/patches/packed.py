@@ -37,7 +37,7 @@ from lightning_fastft.patches.document_check import check_documents
 from lightning_fastft.patches.guards import install_guards, refuse_packed_batches
 from lightning_fastft.patches.head import STATUS_NAME as HEAD_STATUS
 from lightning_fastft.patches.head import install_head
-from lightning_fastft.patches.one_by_one import install_one_by_one
+from lightning_fastft.patches.one_by_one import install_one_by_one, runs_one_by_one
 from lightning_fastft.patches.rotary import install_document_rotary
 from lightning_fastft.patches.value_points import install_value_points
 from lightning_fastft.patches.weight_streaming import (
@@ -188,10 +188,10 @@ def describe_models(root: nn.Module) -> list[str]:
 
 
 def describe_unprepared(root: nn.Module) -> str:
-    """Return the transformers models inside root if none of them has packed attention, else an empty list."""
-    models = find_causal_models(root)
-    if any(model.config.get_text_config(decoder=True)._attn_implementation == NAME for _, model in models):
-        return ""
+    """Return the transformers models inside root if none of them takes packed documents apart, else an empty text."""
+    for _, model in find_causal_models(root):
+        if runs_one_by_one(model) or model.config.get_text_config(decoder=True)._attn_implementation == NAME:
+            return ""
     return "; ".join(describe_models(root))
 
 

@@ -78,7 +78,7 @@ class FineTuner(Tuner):
             context = batch.context.whole
             num_labelled = max(1, context.num_labelled)
             # Auxiliary losses of the model are means already.
-            cross_entropy = getattr(output.logits, "cross_entropy", None)
+            cross_entropy = _find_cross_entropy(output, batch)
             cross_entropy = loss if cross_entropy is None else cross_entropy
             mean = cross_entropy * (context.num_items / num_labelled) + (loss - cross_entropy)
             self.log("train_loss", mean, batch_size=num_labelled)
@@ -127,3 +127,16 @@ class FineTuner(Tuner):
             self.log(
                 f"{prefix}_{name}", metric, metric_attribute=attribute, on_step=False, on_epoch=True, prog_bar=True
             )
+
+
+def _find_cross_entropy(output: Any, batch: PackedBatch) -> torch.Tensor | None:
+    """Return the cross-entropy in the loss of a packed batch, without a graph; None if it is the whole loss.
+
+    Cost:
+        A pass over the logits if the head is not lazy and the model has an auxiliary loss; no host sync.
+    """
+    if not isinstance(output.logits, torch.Tensor):
+        return cast("torch.Tensor | None", output.logits.cross_entropy)
+    if getattr(output, "aux_loss", None) is None:
+        return None
+    return logits_statistics(output.logits.detach(), batch["labels"])[0] / batch.context.num_items

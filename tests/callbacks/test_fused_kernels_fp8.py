@@ -109,6 +109,36 @@ def test_weights_are_quantised_after_steps_that_no_version_counter_shows(tmp_pat
     assert all(torch.equal(value, found[Unseen][name]) for name, value in found[torch.optim.SGD].items())
 
 
+@pytest.mark.parametrize("hooks", [("start", "end"), ("epoch_start", "end")])
+def test_weights_that_are_swapped_for_a_validation_are_quantised(tmp_path, hooks):
+    """Callbacks swap averages in through .data, which no version counter shows."""
+
+    class Swap(Callback):
+        def __init__(self, *, is_seen):
+            self.is_seen, self.losses = is_seen, []
+
+        def swap(self, trainer, pl_module):
+            with torch.no_grad():
+                for parameter in pl_module.parameters():
+                    (parameter if self.is_seen else parameter.data).neg_()
+
+        def on_validation_epoch_end(self, trainer, pl_module):
+            self.losses.append(float(trainer.callback_metrics["val_loss"]))
+
+    for hook in hooks:
+        setattr(Swap, f"on_validation_{hook}", Swap.swap)
+    found = {}
+    for is_seen in (True, False):
+        module = tuner(**MODES["full"], optimizer=functools.partial(torch.optim.SGD, lr=0.2))
+        swap = Swap(is_seen=is_seen)
+        callbacks = (FusedKernels(base_compute="fp8_reference"), swap)
+        _, weights, table = fit(module, tmp_path, *callbacks, val_check_interval=1, num_sanity_val_steps=0)
+        assert ACTIVE in table
+        found[is_seen] = swap.losses, weights
+    assert found[False][0] == found[True][0]
+    assert all(torch.equal(value, found[False][1][name]) for name, value in found[True][1].items())
+
+
 def test_trained_weights_are_quantised_before_the_first_step_is_measured(tmp_path):
     """A plan takes what the first forward allocates for saved activations."""
     held = []

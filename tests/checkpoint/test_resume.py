@@ -22,7 +22,7 @@ from lightning_fastft.strategies.single_device import FastFTStrategy
 from lightning_fastft.training.fine_tuner import FineTuner
 from tests.faults.saves import fork
 from tests.support.token_weighting_worker import CONFIG
-from tests.support.training_parts import VOCAB_SIZE, PlainModule, packed_loader, quiet_trainer, tiny_llama
+from tests.support.training_parts import VOCAB_SIZE, PlainModule, SaveAtStep, packed_loader, quiet_trainer, tiny_llama
 
 
 def fit(folder, module=None, *, ckpt_path=None, num_batches=4, **options):
@@ -67,6 +67,13 @@ def test_it_is_switched_off_where_asked(tmp_path):
     assert STATE not in torch.load(tmp_path / "a.ckpt", weights_only=True)
     with pytest.warns(UserWarning, match="no random states"):
         fit(tmp_path, max_steps=2, ckpt_path=tmp_path / "a.ckpt", num_batches=1)
+
+
+def test_a_run_that_names_its_clipping_resumes(tmp_path):
+    path = tmp_path / "a.ckpt"
+    options = {"max_steps": 2, "gradient_clip_val": 1.0, "gradient_clip_algorithm": "norm"}
+    fit(tmp_path, callbacks=[SaveAtStep(1, path)], **options)
+    assert fit(tmp_path, ckpt_path=path, **options).global_step == 2
 
 
 def test_it_works_under_another_strategy(tmp_path):

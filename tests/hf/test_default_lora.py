@@ -126,6 +126,16 @@ def test_a_wrong_target_is_refused_with_the_nearest_names(lora, nearest):
         add_adapters(build_tiny("qwen3_moe"), lora=LoraConfig(r=2, **lora), adapter_dtype=torch.float32)
 
 
+@pytest.mark.parametrize("name", ["llama4_text", "phimoe"])
+def test_a_router_that_returns_a_tuple_is_no_target(name):
+    with pytest.raises(OptionError, match="Remove 'router'"):
+        add_adapters(build_tiny(name), lora=LoraConfig(r=2, target_modules=["router"]), adapter_dtype=torch.float32)
+    adapted = add_adapters(
+        build_tiny(name), lora=LoraConfig(r=2, target_modules="all-linear"), adapter_dtype=torch.float32
+    )
+    assert not any("router" in layer for layer in adapted_layers(adapted))
+
+
 def test_a_name_that_peft_maps_to_experts_is_no_wrong_target():
     lora = LoraConfig(r=2, target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"])
     adapted = add_adapters(build_tiny("qwen3_moe"), lora=lora, adapter_dtype=torch.float32)

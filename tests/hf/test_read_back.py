@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from benchmarks.model_types import build_model
@@ -34,6 +34,16 @@ def test_what_is_saved_reads_back(name, lora, tmp_path):
     model = adapted(name, **lora)
     export.save_adapters(model, tmp_path / "out")
     assert check_read_back(model, tmp_path / "out") == sum(value.requires_grad for value in model.parameters())
+
+
+@pytest.mark.parametrize("idle", ["x", "lora"])
+def test_the_trained_adapter_is_saved_whatever_the_others_are_called(idle, tmp_path):
+    lora = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model = get_peft_model(build_tiny("llama"), lora, adapter_name=idle)
+    model.add_adapter("x2", lora)
+    model.set_adapter("x2")
+    export.save_adapters(model, tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir() if path.is_dir()] == ["x2"]
 
 
 @pytest.mark.parametrize("fault", ["value", "name", "scale"])

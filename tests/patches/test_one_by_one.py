@@ -11,6 +11,7 @@ from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.hf.lora import add_adapters, parse_lora
 from lightning_fastft.patches.packed import install_packed_training
 from lightning_fastft.strategies.single_device import FastFTStrategy
+from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.fine_tuner import FineTuner
 from tests.support.packs import assert_close, make_batch, make_documents, run_one_by_one, run_packed, take_gradients
 from tests.support.tiny_models import VOCABULARY
@@ -60,14 +61,15 @@ def test_inputs_beside_a_packed_batch_are_refused():
 
 
 def test_a_refusal_names_the_option_and_the_option_trains():
-    loader = torch.utils.data.DataLoader([make_batch()], batch_size=None)
+    rows = [{"input_ids": document.input_ids.tolist()} for document in make_documents((5, 11, 8))]
+    data = PackedDataModule(rows, max_tokens=32, num_workers=0, cache_dir=None, num_proc=1, show_progress=False)
     options = {"accelerator": "cpu", "max_steps": 1, "logger": False, "enable_checkpointing": False}
     options |= {"enable_progress_bar": False, "enable_model_summary": False}
     tuner = FineTuner(tiny_bloom(), lora={"r": 2}, warmup_share=0.0)
     with pytest.raises(UnsupportedModelError, match="attention='one_by_one'"):
-        pl.Trainer(strategy=FastFTStrategy(), **options).fit(tuner, loader)
+        pl.Trainer(strategy=FastFTStrategy(), **options).fit(tuner, data)
     before = [value.clone() for value in tuner.parameters() if value.requires_grad]
-    pl.Trainer(strategy=FastFTStrategy(attention="one_by_one"), **options).fit(tuner, loader)
+    pl.Trainer(strategy=FastFTStrategy(attention="one_by_one"), **options).fit(tuner, data)
     assert any(
         not torch.equal(one, two) for one, two in zip(before, (v for v in tuner.parameters() if v.requires_grad))
     )

@@ -80,13 +80,14 @@ def test_auxiliary_loss_of_routers_counts_no_padding(tmp_path):
         torch.testing.assert_close(found[name], parameter, rtol=1e-4, atol=1e-6)
 
 
-def test_train_loss_has_the_auxiliary_loss_once(tmp_path):
-    """A large window scales the cross-entropy, not the auxiliary loss."""
+@pytest.mark.parametrize("lora", [None, {"r": 4, "target_modules": ["lm_head"]}])
+def test_train_loss_has_the_auxiliary_loss_once(lora, tmp_path):
+    """A large window scales the cross-entropy, not the auxiliary loss; also where the head is not lazy."""
 
     def logged(**options):
         model = build_tiny("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.5)
         trainer = quiet_trainer(tmp_path, strategy="fastft", max_steps=1)
-        trainer.fit(FineTuner(model, dtype="float32"), packed_loader(1, **options))
+        trainer.fit(FineTuner(model, dtype="float32", lora=lora), packed_loader(1, **options))
         return float(trainer.callback_metrics["train_loss"])
 
     assert logged(num_items=1000.0) == pytest.approx(logged(), rel=1e-5)
@@ -131,6 +132,38 @@ def test_copies_follow_their_masters_under_any_strategy_and_leave_a_plain_model(
         "peft.tuners.lora.layer"
     }
     assert module.low_precision_adapters is None
+
+
+@pytest.mark.parametrize("hooks", [("start", "end"), ("epoch_start", "epoch_end"), ("epoch_start", "end")])
+def test_copies_follow_weights_that_are_swapped_for_a_validation(tmp_path, hooks):
+    """Callbacks that evaluate an average write through .data, which no version counter shows."""
+    counts = {"validation": 0, "training": 0}
+
+    class Swap(Callback):
+        def swap(self, trainer, pl_module):
+            for name, parameter in trainable(pl_module).items():
+                if "lora_B" in name:
+                    parameter.data.neg_()
+
+        def check(self, pl_module, *, when):
+            for module in pl_module.model.modules():
+                if (low_copy := vars(module).get("fastft_copy")) is not None:
+                    counts[when] += 1
+                    assert torch.equal(low_copy.tensor, module.weight.to(torch.bfloat16)), when
+
+        def on_validation_batch_start(self, trainer, pl_module, *args):
+            self.check(pl_module, when="validation")
+
+        def on_train_batch_start(self, trainer, pl_module, *args):
+            self.check(pl_module, when="training")
+
+    for hook in hooks:
+        setattr(Swap, f"on_validation_{hook}", Swap.swap)
+    trainer = quiet_trainer(
+        tmp_path, strategy="fastft", callbacks=[Swap()], val_check_interval=1, num_sanity_val_steps=0
+    )
+    trainer.fit(tuner("lora_bf16"), packed_loader(3), packed_loader(1))
+    assert counts == {"validation": 3 * 2 * 7 * 2, "training": 2 * 2 * 7 * 2}
 
 
 def test_adapters_in_bf16_are_served_as_asked(tmp_path):

@@ -25,6 +25,7 @@ from lightning_fastft.training.model.construction import (
     Transform,
     add_lora,
     apply_transforms,
+    check_averaging,
     find_mesh,
     first_packs,
     open_frozen_model,
@@ -129,6 +130,8 @@ class CausalLMModule(LightningModule):
         self._compute_dtype = torch.float32
         # Only for a model that is built without a Trainer.
         self._own_patcher = ModelPatcher()
+        # Of a load by a module around this one, which does not call load_state_dict below (WeightAveraging).
+        self.register_load_state_dict_post_hook(_drop_frozen)
         self._sharding: Status | None = None
         self._default_targets: DefaultTargets | None = None
         self.save_hyperparameters(
@@ -229,8 +232,10 @@ class CausalLMModule(LightningModule):
             trainer=self._trainer,
             device=device,
         )
+        is_copied_whole = self._is_built or (self.model is not None and self.lora is None)
         if not self._is_built:
             filler = self._build(device=device, dtype=dtype, is_sharded=mesh is not None)
+        check_averaging(self._trainer, self, is_copied_whole=is_copied_whole)
         if mesh is not None and self._sharding is None:
             self._shard(mesh, filler=filler)
         self._install_low_precision_adapters(self._find_patcher())
@@ -362,6 +367,12 @@ class CausalLMModule(LightningModule):
 
     on_validation_start = on_test_start = on_predict_start = on_fit_start
 
+    def on_validation_epoch_start(self) -> None:
+        """Refresh them again: callbacks swap averages in here, and back at the end."""
+        self._refresh_low_precision_adapters()
+
+    on_validation_end = on_test_epoch_start = on_predict_epoch_start = on_validation_epoch_start
+
     def teardown(self, stage: str) -> None:
         """Leave a plain transformers or PEFT model; the run's patcher has undone its changes."""
         self._own_patcher.undo()
@@ -472,6 +483,8 @@ class CausalLMModule(LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse adapters that were trained on another base; a checkpoint without a digest of it is accepted.
 
+        A resumed run keeps the seed of the checkpoint, for noise on embeddings.
+
         Raises:
             ResumeError: The base of this run has other weights, or was initialised with another seed.
         """
@@ -486,6 +499,7 @@ class CausalLMModule(LightningModule):
             from lightning_fastft.hf.lora_init import check_initial
 
             check_initial(checkpoint.get("fastft_base", {}).get("initial", {}), initial=self._initial)
+        self._seed = checkpoint.get("fastft_base", {}).get("seed", self._seed)
 
     def save_pretrained(self, folder: str) -> None:
         """Write a plain PEFT adapter, or a plain transformers model where all weights are trained, and the tokenizer.
@@ -554,3 +568,10 @@ class CausalLMModule(LightningModule):
         return generate_texts(
             self.model, tokenizer=tokenizer, prompts=prompts, max_new_tokens=max_new_tokens, **options
         )
+
+
+def _drop_frozen(module: CausalLMModule, incompatible: Any) -> None:
+    """Remove the frozen weights of a module with adapters from the missing keys of a load: no file has them."""
+    if module._is_built and module.has_adapters:
+        trained = tuple(f".{name}" for name, parameter in module.named_parameters() if parameter.requires_grad)
+        incompatible.missing_keys[:] = [key for key in incompatible.missing_keys if f".{key}".endswith(trained)]

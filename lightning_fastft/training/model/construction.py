@@ -7,7 +7,8 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
@@ -29,6 +30,36 @@ Transform = Callable[[Any], Any]
 Stage = Literal["before_adapters", "after_adapters"]
 
 STAGES = ("before_adapters", "after_adapters")
+
+
+def check_averaging(trainer: Trainer | None, module: LightningModule, *, is_copied_whole: bool) -> None:
+    """Refuse Lightning's callbacks that average weights where they would average other tensors, or round frozen ones.
+
+    Args:
+        trainer: The Trainer of the run, if there is one.
+        module: The module after its model was built.
+        is_copied_whole: Whether a copy of the module from before that has the same parameters.
+
+    Raises:
+        OptionError: Such a callback is there.
+    """
+    callbacks = [] if trainer is None else trainer.callbacks  # type: ignore[attr-defined]
+    if not is_copied_whole and any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks):
+        raise OptionError(
+            "StochasticWeightAveraging copies the module before its model is built, so it would average nothing or "
+            "other weights. Use WeightAveraging or EMAWeightAveraging."
+        )
+    averaging = next((type(callback).__name__ for callback in callbacks if isinstance(callback, WeightAveraging)), None)
+    frozen = (
+        (name, parameter)
+        for name, parameter in module.named_parameters()
+        if not parameter.requires_grad and parameter.dtype is not torch.float32
+    )
+    if averaging is not None and (found := next(frozen, None)) is not None:
+        raise OptionError(
+            f"{averaging} averages frozen weights too, and would round {found[0]} ({found[1].dtype}) at every step. "
+            "Remove it, or hold the frozen weights in float32: dtype='float32' without quantization."
+        )
 
 
 def find_mesh(strategy: Strategy | None) -> DeviceMesh | None:

@@ -8,7 +8,13 @@ import fsspec
 import pytest
 import torch
 from lightning.pytorch import seed_everything
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    Callback,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.utils.data import DataLoader
@@ -23,7 +29,7 @@ from lightning_fastft.core.errors import (
 from lightning_fastft.strategies.registry import register_strategies
 from lightning_fastft.training.fine_tuner import FineTuner
 from tests.support.fine_tuners import CONFIG, LORA, MODES, fit, trainable, tuner, word_tokenizer
-from tests.support.training_parts import VOCAB_SIZE, packed_batches, packed_loader, quiet_trainer
+from tests.support.training_parts import VOCAB_SIZE, SaveAtStep, packed_batches, packed_loader, quiet_trainer
 
 register_strategies()
 
@@ -102,6 +108,38 @@ def test_transforms_run_in_their_stage_and_what_they_add_is_trained(tmp_path):
     assert float(gain.detach()) != 1.0
     with pytest.raises(SwapError, match="too late"):
         module.register_transform("another", lambda model: model)
+
+
+@pytest.mark.parametrize(
+    ("mode", "callback"),
+    [
+        # It would average no weight, and end with those of the last step.
+        ("full", StochasticWeightAveraging(swa_lrs=1e-2)),
+        # They would round the frozen base.
+        ("lora_bf16", EMAWeightAveraging()),
+        ("qlora", WeightAveraging()),
+    ],
+)
+def test_averages_of_other_tensors_are_refused(mode, callback, tmp_path):
+    with pytest.raises(OptionError, match=type(callback).__name__):
+        fit(tuner(mode), tmp_path, callbacks=[callback], max_epochs=1)
+
+
+def test_averaged_adapters_resume(tmp_path):
+    # A plain loader begins anew, so all batches are equal.
+    path, loader = tmp_path / "a.ckpt", DataLoader(packed_batches(1) * 3, batch_size=None)
+
+    def run(**options):
+        # Averages are of adapters that were drawn before.
+        seed_everything(3, verbose=False)
+        module = tuner("lora")
+        callbacks = [EMAWeightAveraging(decay=0.5), SaveAtStep(2, path)]
+        quiet_trainer(tmp_path, strategy="fastft", callbacks=callbacks).fit(module, loader, **options)
+        return trainable(module)
+
+    whole = run()
+    for name, value in run(ckpt_path=path).items():
+        torch.testing.assert_close(value, whole[name], rtol=0, atol=0, msg=name)
 
 
 def test_model_given_is_used_as_it_is(tmp_path):
