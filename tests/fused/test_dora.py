@@ -278,18 +278,27 @@ def test_what_is_not_served_runs_pefts_own_forward_and_says_so(case):
 
 
 def test_products_in_fp8_are_scaled_too():
-    model = make_model("llama", target_modules="all-linear").bfloat16()
-    plain, patcher = copy.deepcopy(model), ModelPatcher()
-    for each, is_fp8 in ((model, True), (plain, False)):
-        install_fused_layers(each, patcher)
-        if is_fp8:
-            install_fp8_base(each, patcher, is_emulated=True)
-        install_packed_training(each, patcher)
-    found, expected = step(model, make_batch()), step(plain, make_batch())
-    errors = {name: relative_error(found[name].float(), value.float()) for name, value in expected.items()}
-    assert found.keys() == expected.keys()
-    assert 0.0 < errors.pop("loss") < 1e-2
-    assert max(errors.values()) < 0.3
+    def error_of(model):
+        """How far the gradients of an fp8 base are from those of a bf16 base."""
+        plain, patcher = copy.deepcopy(model), ModelPatcher()
+        for each in (model, plain):
+            install_fused_layers(each, patcher)
+            install_packed_training(each, patcher)
+        (base,) = install_fp8_base(model, patcher, is_emulated=True)
+        found, expected = step(model, make_batch()), step(plain, make_batch())
+        assert base.status().state == "active", base.status()
+        found, expected = (
+            torch.cat([value.float().flatten() for value in each.values()]) for each in (found, expected)
+        )
+        return relative_error(found, expected)
+
+    def lora(**options):
+        torch.manual_seed(0)
+        return add_lora(build("llama", "full"), **options).bfloat16().train()
+
+    assert error_of(lora(use_dora=True)) < 1.3 * error_of(lora())
+    # Other magnitudes are another function, whose errors are larger; without its scale the error is above 0.5.
+    assert error_of(make_model().bfloat16()) < 0.3
 
 
 def test_a_released_model_is_freed():
