@@ -21,9 +21,6 @@ from lightning_fastft.patches.value_points import is_linear_point
 TENSORS_PER_LAYER = 5
 
 
-_NO_ADAPTER = (None, None, None, None, 0.0, None, None)
-
-
 class LinearPart(NamedTuple):
     """A linear layer as one pass reads it.
 
@@ -36,10 +33,10 @@ class LinearPart(NamedTuple):
         copy_a_RI: A in the dtype of the rows.
         copy_b_OR: B in the dtype of the rows.
         scale: Factor on the low-rank product.
-        magnitude_O: Magnitude of DoRA; None without DoRA.
-        factors_2O: Row factors of DoRA, ``magnitude / norm`` and ``1 / norm``, fp32 (float64 for float64).
         num_outputs: O.
         is_packed: The weight is NF4, and frozen.
+        magnitude_O: Magnitude of DoRA; None without DoRA.
+        factors_2O: Row factors of DoRA, ``magnitude / norm`` and ``1 / norm``, fp32 (float64 for float64).
     """
 
     base: nn.Module
@@ -50,10 +47,10 @@ class LinearPart(NamedTuple):
     copy_a_RI: torch.Tensor | None
     copy_b_OR: torch.Tensor | None
     scale: float
-    magnitude_O: torch.Tensor | None
-    factors_2O: torch.Tensor | None
     num_outputs: int
     is_packed: bool
+    magnitude_O: torch.Tensor | None = None
+    factors_2O: torch.Tensor | None = None
 
     @property
     def num_inputs(self) -> int:
@@ -98,8 +95,11 @@ def read_part(
     linear: Any = base
     num_outputs, is_packed = int(linear.out_features), not _is_dense(linear.weight, awaits_gather=awaits_gather)
     if adapter is None:
-        return LinearPart(linear, linear.weight, linear.bias, *_NO_ADAPTER, num_outputs, is_packed)
-    return LinearPart(linear, linear.weight, linear.bias, *adapter, num_outputs, is_packed)
+        return LinearPart(linear, linear.weight, linear.bias, None, None, None, None, 0.0, num_outputs, is_packed)
+    return LinearPart(
+        linear, linear.weight, linear.bias, *adapter[:5], num_outputs, is_packed,
+        magnitude_O=adapter.magnitude_N, factors_2O=adapter.factors_2N,
+    )  # fmt: skip
 
 
 def _is_dense(weight: object, *, awaits_gather: bool) -> TypeGuard[torch.Tensor]:
