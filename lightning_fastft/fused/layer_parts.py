@@ -13,7 +13,7 @@ from torch import nn
 from lightning_fastft.fused.delta_mixers import delta_modules, delta_obstacle
 from lightning_fastft.fused.dense_weights import DenseWeights
 from lightning_fastft.fused.fp8_base import FP8_ATTRIBUTE, in_fp8
-from lightning_fastft.fused.fp8_obstacles import gather_obstacle
+from lightning_fastft.fused.fp8_obstacles import adapter_obstacle, gather_obstacle
 from lightning_fastft.fused.layer_forms import LAYERS, LayerForm
 from lightning_fastft.fused.linear_parts import read_part
 from lightning_fastft.fused.linears import FusedLinear, fuse_linears
@@ -221,6 +221,7 @@ def fp8_shapes(layer: nn.Module) -> list[list[torch.Size]]:
     products: list[list[Any]] = [
         [module.get_base_layer() if isinstance(module, LoraLayer) else module for module in modules]
         for modules in linear_modules(layer)
+        if not adapter_obstacle(modules)
     ]
     return [[base.weight.shape for base in bases] for bases in products if not gather_obstacle(bases)]
 
