@@ -238,7 +238,7 @@ class LoraLinear(_CopyForward, PeftLinear):
 def install_low_precision_adapters(
     model: nn.Module, patcher: ModelPatcher, *, compute_dtype: torch.dtype
 ) -> LowPrecisionAdapters:
-    """Make every plain LoRA layer of a PEFT model compute in compute_dtype; its Parameters stay the fp32 masters.
+    """Make every LoRA and DoRA layer of a PEFT model compute in compute_dtype; its Parameters stay the fp32 masters.
 
     PEFT's names, files and methods do not change. A layer takes the fast path with exactly one active LoRA or DoRA
     adapter that is neither merged nor disabled (no other variant, no LoRA bias, no mixed batch; DoRA without dropout,
@@ -397,7 +397,7 @@ def _forget_merged(layer: LoraLayer) -> None:
     """Drop what was computed from the base weight of a layer that is merged at present."""
     if layer.merged:
         for factors in _factors_of(layer).values():
-            factors.forget_weight()
+            factors.make_stale()
 
 
 def _class_for(old: type[LoraLayer]) -> type[nn.Module] | None:
@@ -468,7 +468,7 @@ def read_adapter(layer: LoraLayer, *, dtype: torch.dtype, awaits_gather: bool = 
         return "adapters are disabled while they are merged" if layer.merged and layer.disable_adapters else None
     adapters: LowPrecisionAdapters | None = vars(layer).get(_LAYER_ATTRIBUTE)
     if _class_for(type(layer)) is None and adapters is None:
-        return f"{type(layer).__name__} is not a plain LoRA layer"
+        return f"{type(layer).__name__} is not a LoRA layer that is read"
     names = [name for name in layer.active_adapters if name in layer.lora_A]
     if len(names) != 1:
         return "several adapters are active" if names else None

@@ -14,7 +14,7 @@ from peft.tuners.lora.variants import DoraLinearVariant
 from torch import nn
 
 from lightning_fastft.kernels.backends import FLOATING, wide_dtype
-from lightning_fastft.kernels.lora_linear.op import wide_product
+from lightning_fastft.kernels.column_scale.op import row_factors
 from lightning_fastft.kernels.nf4_linear.op import dequantise_many, read_params4bit
 
 # An instance attribute of PEFT's DoraLinearLayer, so no state_dict has it.
@@ -55,8 +55,6 @@ class RowFactors:
         # Not the layer itself, which patches may replace by another instance with the same parameters.
         self._masters = _masters(layer, name)
         self._weight = layer.get_base_layer().weight
-        self._square_O: torch.Tensor | None = None
-        self._weight_version = -1
         self._marks: list[Any] = []
         weight, magnitude = self._weight, self._masters[2]
         with torch.inference_mode(mode=False):
@@ -82,12 +80,8 @@ class RowFactors:
         return self._marks == self._find_marks()
 
     def make_stale(self) -> None:
-        """Compute again at the next ``update``: an optimizer step may have changed no version counter."""
+        """Compute again at the next read: an optimizer step or a merge may have changed no version counter."""
         self._marks = []
-
-    def forget_weight(self) -> None:
-        """Read the base weight again too: it was merged, which changes no version counter."""
-        self._square_O, self._marks = None, []
 
     def can_update(self) -> bool:
         """Return whether the base weight is on the device; streamed weights are there in their layer's pass only."""
@@ -97,15 +91,9 @@ class RowFactors:
         """Compute the factors in place.
 
         Cost:
-            2 O I R FLOP and one read of the base weight, the first time two; a packed weight is dequantised into
-            temporary memory. No host sync.
+            That of the kernel row_factors; a packed weight is dequantised into temporary memory. No host sync.
         """
-        with torch.inference_mode(mode=False), torch.no_grad():
-            weight_OI = _dense(self._weight, dtype=copy_a_RI.dtype)
-            if self._square_O is None or self._weight_version != self._weight._version:
-                self._square_O, self._weight_version = row_squares(weight_OI), self._weight._version
-            factors = compute_factors(weight_OI, copy_a_RI, copy_b_OR, self._masters[2], scale, square_O=self._square_O)
-            self.tensor.copy_(factors)
+        _write(self._weight, copy_a_RI, copy_b_OR, self._masters[2], scale=scale, out=self.tensor)
         self._marks = self._find_marks()
 
     def _find_marks(self) -> list[Any]:
@@ -119,42 +107,28 @@ def fresh_factors(
     """Return the factors in new memory, for parameters that are gathered for each pass.
 
     Cost:
-        As the first ``RowFactors.update``.
+        As ``RowFactors.update``.
     """
-    with torch.inference_mode(mode=False), torch.no_grad():
-        weight_OI = _dense(layer.get_base_layer().weight, dtype=copy_a_RI.dtype)
-        magnitude_O = _masters(layer, name)[2]
-        return compute_factors(
-            weight_OI, copy_a_RI, copy_b_OR, magnitude_O, scale, square_O=row_squares(weight_OI)
-        )  # fmt: skip
+    magnitude_O = _masters(layer, name)[2].detach()
+    out = magnitude_O.new_empty(2, len(magnitude_O), dtype=wide_dtype(copy_a_RI.dtype))
+    return _write(layer.get_base_layer().weight, copy_a_RI, copy_b_OR, magnitude_O, scale=scale, out=out)
 
 
-def row_squares(weight_OI: torch.Tensor) -> torch.Tensor:
-    """Return the squared norms of the rows, fp32 (float64 for float64)."""
-    return torch.linalg.vector_norm(weight_OI, dim=1, dtype=wide_dtype(weight_OI.dtype)).square()
-
-
-def compute_factors(
-    weight_OI: torch.Tensor,
-    a_RI: torch.Tensor,
-    b_OR: torch.Tensor,
+def _write(
+    weight: Any,
+    copy_a_RI: torch.Tensor,
+    copy_b_OR: torch.Tensor,
     magnitude_O: torch.Tensor,
-    scale: float,
     *,
-    square_O: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
 ) -> torch.Tensor:
-    """Return ``[magnitude / norm, 1 / norm]`` with the norms of the rows of ``W + scale * B A``.
-
-    The squares are ``|W|^2 + 2 scale (W A^T) . B + scale^2 (B A A^T) . B``, so W + scale B A is never written.
-    """
-    wide = square_O.dtype
-    cross_OR = wide_product(weight_OI, a_RI.T, dtype=wide)
-    wide_b_OR = b_OR.to(wide)
-    own_RR = wide_product(a_RI, a_RI.T, dtype=wide)
-    sums_OR = torch.addmm(cross_OR, wide_b_OR, own_RR, beta=2.0 * scale, alpha=scale * scale)
-    # Rounding may leave less than 0 of a row that the adapter cancels.
-    norm_O = (square_O + (sums_OR * wide_b_OR).sum(dim=1)).clamp_(min=0.0).sqrt_()
-    return torch.stack([magnitude_O.detach().to(wide) / norm_O, 1.0 / norm_O])
+    """Write the factors of a weight, dense or packed."""
+    with torch.inference_mode(mode=False), torch.no_grad():
+        weight_OI = _dense(weight, dtype=copy_a_RI.dtype)
+        return row_factors(
+            weight_OI, copy_a_RI, copy_b_OR, magnitude_O.detach(), scale=scale, out=out, is_checked=False
+        )
 
 
 def _masters(layer: LoraLayer, name: str) -> list[torch.Tensor]:

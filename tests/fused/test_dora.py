@@ -15,7 +15,8 @@ from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.fused import column_scales, row_factors
 from lightning_fastft.fused.install import fuse_weight_buffers, install_fp8_base, install_fused_layers
 from lightning_fastft.fused.low_precision_adapters import install_low_precision_adapters
-from lightning_fastft.fused.row_factors import FACTORS_ATTRIBUTE, compute_factors, row_squares
+from lightning_fastft.fused.row_factors import FACTORS_ATTRIBUTE
+from lightning_fastft.kernels.column_scale.op import row_factors as compute_factors
 from lightning_fastft.patches.packed import install_packed_training
 from tests.support.layer_pairs import add_lora, build, is_served, layers_of, step
 from tests.support.packs import make_batch, relative_error
@@ -113,7 +114,7 @@ def test_norms_are_computed_once_per_step(monkeypatch):
         calls.append(1)
         return real(*args, **options)
 
-    monkeypatch.setattr(row_factors, "compute_factors", counted)
+    monkeypatch.setattr(row_factors, "row_factors", counted)
     model, patcher = make_model(), ModelPatcher()
     owner = fused(model, patcher, policy="recompute")
     num_layers = 7 * len(layers_of(model))
@@ -172,7 +173,7 @@ FAULTS = {
     "norms of the first step": (row_factors.RowFactors, "update", None),
     "no scale in the gradient": (column_scales, "scale_columns_backward", "ones"),
     "gradient of the magnitude lost": (column_scales, "magnitude_gradient", "zeros"),
-    "adapter not in the norm": (row_factors, "compute_factors", "base only"),
+    "adapter not in the norm": (row_factors, "row_factors", "base only"),
 }
 
 
@@ -185,7 +186,9 @@ def test_planted_faults_are_seen(fault, monkeypatch):
         if kind is None:
             # Computed once, then taken for current.
             self = args[0]
-            if self._square_O is None:
+            if not self._marks:
+                self.is_computed = getattr(self, "is_computed", 0) + 1
+            if self.is_computed == 1:
                 real(*args, **options)
             self._marks = self._find_marks()
             return None
@@ -193,8 +196,8 @@ def test_planted_faults_are_seen(fault, monkeypatch):
             return real(args[0], args[1], torch.ones_like(args[2]), **options)
         if kind == "zeros":
             return torch.zeros_like(real(*args, **options))
-        weight_OI, a_RI, b_OR, magnitude_O, scale = args
-        return real(weight_OI, a_RI, torch.zeros_like(b_OR), magnitude_O, scale, **options)
+        weight_OI, a_RI, b_OR, magnitude_O = args
+        return real(weight_OI, a_RI, torch.zeros_like(b_OR), magnitude_O, **options)
 
     model = make_model()
     plain = own_forward(model)
@@ -211,14 +214,6 @@ def test_a_refresh_between_forward_and_backward_is_an_error():
     owner.refresh()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_row_norms_in_bf16_are_those_of_the_sum():
-    torch.manual_seed(0)
-    weight_OI, a_RI, b_OR = (torch.randn(shape).bfloat16() for shape in ((9, 64), (4, 64), (9, 4)))
-    factors_2O = compute_factors(weight_OI, a_RI, b_OR, torch.ones(9), 0.7, square_O=row_squares(weight_OI))
-    norm_O = (weight_OI.double() + 0.7 * b_OR.double() @ a_RI.double()).norm(dim=1)
-    torch.testing.assert_close(factors_2O.double(), (1.0 / norm_O).expand(2, 9), rtol=1e-6, atol=0.0)
 
 
 def test_merging_switching_and_files_are_pefts():
@@ -245,11 +240,7 @@ def test_merging_switching_and_files_are_pefts():
         each.unmerge_adapter()
         for layer in layers_of(each):
             layer.self_attn.q_proj.base_layer.weight.data.mul_(1.5)
-    # A merged weight may come back changed.
-    same_norms = [
-        vars(module)[FACTORS_ATTRIBUTE]._square_O for module in magnitudes(model) if FACTORS_ATTRIBUTE in vars(module)
-    ]
-    assert None in same_norms
+    # A merged weight may come back changed, which no version counter shows.
     same()
     assert get_peft_model_state_dict(model).keys() == get_peft_model_state_dict(plain).keys()
     assert any("lora_magnitude_vector" in name for name in get_peft_model_state_dict(model))

@@ -7,7 +7,12 @@ import torch
 
 from lightning_fastft.core.errors import ShapeError
 from lightning_fastft.kernels.column_scale import reference
-from lightning_fastft.kernels.column_scale.op import scale_by_magnitude, scale_columns, scale_columns_backward
+from lightning_fastft.kernels.column_scale.op import (
+    row_factors,
+    scale_by_magnitude,
+    scale_columns,
+    scale_columns_backward,
+)
 from tests.support.kernel_harness import planted_faults
 from tests.support.truth import Watch, assert_within_bound, fresh_memory_is_nan, poisoned
 
@@ -76,6 +81,60 @@ def check_backward(backward, shape, dtype, *, device="cpu", has_saved=True, need
             assert ours_N.dtype is torch.float32
             bound = 1e-6 * truth[place_of].abs().sum(dim=0)
             assert ((ours_N - truth[place_of].sum(dim=0)).abs() <= bound).all(), "sums"
+
+
+def before_nan(tensor):
+    """The same values, contiguous, with NaN in the memory after them."""
+    memory = torch.full((tensor.numel() + 64,), float("nan"), dtype=tensor.dtype, device=tensor.device)
+    return memory[: tensor.numel()].view(tensor.shape).copy_(tensor)
+
+
+def check_factors(factors, shape, num_ranks, dtype, *, device="cpu"):
+    """Factors equal the truth, of a weight whose rows lie apart; nothing is written beside them, and it is noted."""
+    num_outputs, num_inputs = shape
+    weight_NI, a_RI, b_NR = (
+        torch.randn(*size, device=device).to(dtype)
+        for size in ((num_outputs, num_inputs), (num_ranks, num_inputs), (num_outputs, num_ranks))
+    )
+    # Columns of another size than the first ones.
+    weight_NI[:, num_inputs // 2 :] *= 3.0
+    magnitude_N, scale = torch.rand(num_outputs, device=device) + 0.5, 0.7
+    buffer = torch.full((4, num_outputs), BESIDE, device=device)
+    out = buffer[1:3].fill_(float("nan"))
+    version = out._version
+    with fresh_memory_is_nan():
+        found = factors(poisoned(weight_NI), before_nan(a_RI), before_nan(b_NR), magnitude_N, scale=scale, out=out)
+    assert found is out
+    assert out._version > version, "a write that autograd does not see"
+    assert (buffer == BESIDE).sum() == 2 * num_outputs, "written beside"
+    norm_N = (weight_NI.double() + scale * b_NR.double() @ a_RI.double()).norm(dim=1)
+    terms_N = (weight_NI.double().abs() + scale * b_NR.double().abs() @ a_RI.double().abs()).norm(dim=1)
+    assert ((1.0 / out[1].double() - norm_N).abs() <= 1e-6 * terms_N).all()
+    torch.testing.assert_close(out[0], magnitude_N * out[1], rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_factors_equal_the_truth(dtype):
+    for shape in ((1, 1), (7, 5), (33, 130)):
+        for num_ranks in (1, 4, 70):
+            check_factors(row_factors, shape, num_ranks, dtype)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight_NI": torch.ones(4, 3).T}, "weight_NI has strides .* contiguous"),
+        ({"a_RI": torch.ones(2, 5)}, "a_RI is"),
+        ({"b_NR": torch.ones(2, 3).T}, "b_NR has strides"),
+        ({"magnitude_N": torch.ones(4)}, "magnitude_N is"),
+        ({"out": torch.ones(2, 3).bfloat16()}, "out must have dtype"),
+    ],
+)
+def test_impossible_weights_are_refused(change, message):
+    arguments = {"weight_NI": torch.ones(3, 4), "a_RI": torch.ones(2, 4), "b_NR": torch.ones(3, 2)}
+    arguments |= {"magnitude_N": torch.ones(3), "out": torch.ones(2, 3), **change}
+    with pytest.raises(ShapeError, match=message):
+        row_factors(**arguments, scale=1.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -161,6 +220,7 @@ REFERENCE_FAULTS = {
     "offset lost": "{y_TN += offset_N => pass}",
     "addend lost": "{y_TN += addend_TN => pass}",
     "alpha lost": "{y_TN *= alpha => pass}",
+    "scale of the adapter lost": "a_RI.to(wide){, alpha=scale => }",
     "factor lost in the gradient": "wide_TN{ * factor_N => }",
     "memory that was given not used": "return y_TN.to(x_TN.dtype){ if out is None else out.copy_(y_TN) => }",
     "sum of saved columns": "{(wide_TN * saved_TN) => (0.0 * wide_TN + saved_TN)}.sum",
@@ -172,6 +232,7 @@ def check_every_part(functions):
         shape, dtype = (9, 130), torch.bfloat16
         check(functions.scale_columns, shape, dtype, has_offset=True, has_addend=True, alpha=0.3, place=place)
     check_backward(functions.scale_columns_backward, (9, 130), torch.bfloat16)
+    check_factors(functions.row_factors, (9, 130), 5, torch.bfloat16)
 
 
 test_a_planted_fault_is_seen, test_without_a_fault_the_same_check_passes = planted_faults(

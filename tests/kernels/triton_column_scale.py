@@ -4,11 +4,22 @@ import pytest
 import torch
 
 from lightning_fastft.kernels.column_scale import triton
-from tests.kernels.test_column_scale import DTYPES, PLACES, check, check_backward, fresh_memory_is_nan, make_inputs
+from tests.kernels.test_column_scale import (
+    DTYPES,
+    PLACES,
+    check,
+    check_backward,
+    check_factors,
+    fresh_memory_is_nan,
+    make_inputs,
+)
 from tests.support.children import thinned
 from tests.support.kernel_harness import DEVICE, NARROW, far, planted_faults
 
 ROWS, COLUMNS = triton.BLOCK_ROWS, triton.BLOCK_COLUMNS
+# The interpreter multiplies the bits of bf16 where a kernel multiplies matrices.
+PRODUCT_DTYPES = (torch.float32, torch.float16) if DEVICE == "cpu" else DTYPES
+OUTPUTS, INPUTS, RANKS = triton.FEW_OUTPUTS, triton.NORM_INPUTS, triton.MAX_BLOCK_RANKS
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -39,6 +50,25 @@ def test_number_of_rows_and_columns(num_rows, num_columns):
     check_backward(triton.scale_columns_backward, (num_rows, num_columns), NARROW, device=DEVICE, has_saved=False)
 
 
+@pytest.mark.parametrize(
+    ("num_outputs", "num_inputs", "num_ranks", "dtype"),
+    thinned(
+        (1, OUTPUTS, 2 * OUTPUTS + 1),
+        (1, INPUTS - 1, 2 * INPUTS + 5),
+        (1, 16, 17, RANKS + 1),
+        PRODUCT_DTYPES,
+        keep=lambda *places: sum(places) % 3 == 0,
+    ),
+)
+def test_factors_of_rows(num_outputs, num_inputs, num_ranks, dtype):
+    check_factors(triton.row_factors, (num_outputs, num_inputs), num_ranks, dtype, device=DEVICE)
+
+
+def test_factors_of_many_outputs(monkeypatch):
+    monkeypatch.setattr(triton, "MANY_OUTPUTS", 1)
+    check_factors(triton.row_factors, (triton.NORM_OUTPUTS + 1, INPUTS + 5), 5, NARROW, device=DEVICE)
+
+
 @pytest.mark.parametrize("shape", [(0, 0), (0, 6), (3, 0)])
 def test_without_rows_or_columns(shape):
     x_TN, factor_N, _, _ = make_inputs(*shape, NARROW, device=DEVICE)
@@ -67,6 +97,18 @@ def test_rows_beyond_two_to_the_31_elements_are_reached():
 
 
 FAULTS = {
+    "adapter not in the norm": "weight.to(tl.float32){ + scale * product => }",
+    "scale of the adapter lost": "{scale * => } product",
+    "squares of the last columns only": "squares {+= total => = total} * total",
+    "product of the last ranks only": "tl.dot(b, a, {product => tl.zeros_like(product)},",
+    "every step of ranks the first": "{step * BLOCK_R + => } tl.arange(0, BLOCK_R)",
+    "rank mask of B lost": "inside_outputs[:, None] & {inside_ranks => (ranks < num_ranks + 1)}[None, :]",
+    "rank mask of A lost": "{inside_ranks => (ranks < num_ranks + 1)}[:, None] & inside_cols",
+    "last input lost": "inside_cols = cols < num_inputs{ => - 1}",
+    "wrong stride of the weight": "outputs[:, None] * {weight_stride => num_inputs}",
+    "second factor over the first": "tl.store(out_ptr + {num_outputs => 0} + outputs",
+    "last output not written": "inside_outputs = outputs < num_outputs{ => - 1}",
+    "version not raised": "{torch.autograd.graph.increment_version(out) => pass}",
     "offset lost": "if {HAS_OFFSET => False}:",
     "addend lost": "if {HAS_ADDEND => False}:",
     "x in place of the addend": "tl.load({addend_ptr => x_ptr} + rows",
@@ -95,6 +137,7 @@ def check_every_part(functions):
             functions.scale_columns, (ROWS + 1, COLUMNS + 5), NARROW, device=DEVICE,
             has_offset=True, has_addend=True, alpha=0.3, place=place,
         )  # fmt: skip
+    check_factors(functions.row_factors, (OUTPUTS + 1, INPUTS + 5), RANKS + 1, NARROW, device=DEVICE)
     for place in ("apart", "x", "new"):
         shape = (triton.PROGRAM_ROWS + ROWS + 1, COLUMNS + 5)
         check_backward(functions.scale_columns_backward, shape, NARROW, device=DEVICE, place=place)

@@ -1,6 +1,6 @@
 """Columns times factors, such as magnitude over row norm (DoRA), and the gradients, each in one pass over memory.
 
-Axes: T rows, N columns.
+Axes: T rows, N columns (outputs of a layer), I inputs of the layer, R ranks.
 ``scale_columns`` and its backward are not differentiable; the autograd Functions of layers call them.
 """
 
@@ -16,6 +16,62 @@ from lightning_fastft.core.errors import ShapeError
 from lightning_fastft.kernels.backends import FLOATING, choose_module, must_check, plain_numbers, wide_dtype
 from lightning_fastft.kernels.column_scale import reference
 from lightning_fastft.kernels.column_scale.reference import ScaleGradients
+
+
+def row_factors(
+    weight_NI: torch.Tensor,
+    a_RI: torch.Tensor,
+    b_NR: torch.Tensor,
+    magnitude_N: torch.Tensor,
+    *,
+    scale: float,
+    out: torch.Tensor,
+    backend: str = "auto",
+    is_checked: bool = True,
+) -> torch.Tensor:
+    """Write ``magnitude / norm`` and ``1 / norm`` of the rows of ``W + scale * B A``.
+
+    Products, sums and norms are fp32 (float64 for float64) in a fixed order; nothing is rounded in between.
+
+    Args:
+        weight_NI: Shape (N, I); bf16, fp16, fp32 or float64; last axis contiguous, any row stride.
+        a_RI: Shape (R, I), like weight_NI, contiguous.
+        b_NR: Shape (N, R), like weight_NI, contiguous.
+        magnitude_N: Shape (N,); any floating dtype, contiguous.
+        scale: Factor on the product of B and A.
+        out: Shape (2, N); fp32, or float64 if weight_NI is; contiguous.
+        backend: As in ``choose_module``; "triton" does not take float64.
+        is_checked: As in ``must_check``.
+
+    Returns:
+        out.
+
+    Raises:
+        ShapeError: A shape, dtype, device or layout is wrong.
+
+    Cost:
+        Reads the weight once, 2 N I R FLOP; no temporary memory and no host sync. "reference" makes a wide copy of the
+        weight.
+
+    Source:
+        DoRA, arXiv 2402.09353.
+
+    Example:
+        >>> weight, a, b = torch.tensor([[3.0, 3.0]]), torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0]])
+        >>> row_factors(weight, a, b, torch.tensor([10.0]), scale=1.0, out=torch.empty(2, 1))
+        tensor([[2.0000],
+                [0.2000]])
+    """
+    if must_check(is_checked):
+        check_layout("weight_NI", weight_NI, (None, None), dtypes=FLOATING, num_strided=1)
+        check_layout("a_RI", a_RI, (None, weight_NI.shape[1]), like=weight_NI)
+        check_layout("b_NR", b_NR, (weight_NI.shape[0], a_RI.shape[0]), like=weight_NI)
+        check_layout("magnitude_N", magnitude_N, (weight_NI.shape[0],), dtypes=FLOATING)
+        check_layout("out", out, (2, weight_NI.shape[0]), dtypes=(wide_dtype(weight_NI.dtype),))
+    with plain_numbers(weight_NI.device.type):
+        return choose_module(reference, backend, weight_NI).row_factors(
+            weight_NI, a_RI, b_NR, magnitude_N, scale=scale, out=out
+        )
 
 
 def scale_columns(

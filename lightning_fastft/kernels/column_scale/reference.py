@@ -1,6 +1,6 @@
 """Columns times factors in plain PyTorch.
 
-Axes: T rows, N columns.
+Axes: T rows, N columns (outputs of a layer), I inputs of the layer, R ranks.
 """
 
 from __future__ import annotations
@@ -24,6 +24,22 @@ class ScaleGradients(NamedTuple):
     d_x_TN: torch.Tensor
     products_N: torch.Tensor | None
     totals_N: torch.Tensor | None
+
+
+@one_kernel
+def row_factors(
+    weight_NI: torch.Tensor,
+    a_RI: torch.Tensor,
+    b_NR: torch.Tensor,
+    magnitude_N: torch.Tensor,
+    *,
+    scale: float,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """Write ``magnitude / norm`` and ``1 / norm`` of the rows of ``W + scale * B A``, in fp32 (float64 for float64)."""
+    wide = out.dtype
+    norm_N = torch.addmm(weight_NI.to(wide), b_NR.to(wide), a_RI.to(wide), alpha=scale).norm(dim=1)
+    return out.copy_(torch.stack([magnitude_N.to(wide) / norm_N, 1.0 / norm_N]))
 
 
 @one_kernel

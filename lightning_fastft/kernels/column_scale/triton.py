@@ -1,6 +1,6 @@
 """Columns times factors on a GPU: one pass over memory each way.
 
-Axes: T rows and N columns (walked in tiles), P programs along the rows.
+Axes: T rows and N columns (walked in tiles), P programs along the rows; I inputs and R ranks of a layer.
 The backward reads gradient and saved columns once: it writes the scaled gradient, and each program its part of the sums
 over rows, which a second kernel adds in a fixed order.
 """
@@ -13,13 +13,65 @@ import triton.language as tl
 
 from lightning_fastft.kernels.column_scale.reference import ScaleGradients
 from lightning_fastft.kernels.launch import launch
-from lightning_fastft.kernels.sizes import ceil_div
+from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
 BLOCK_ROWS = 16
 BLOCK_COLUMNS = 256
 NUM_WARPS = 4
 # Rows of one program of the backward. Sums of 8,192 rows are then 32 parts.
 PROGRAM_ROWS = 256
+# Row norms: outputs of one program and inputs of one step. Every program reads all of A from the L2 cache, R / outputs
+# of what it reads of the weight; layers with few outputs need small programs to fill the device.
+NORM_OUTPUTS, FEW_OUTPUTS, NORM_INPUTS, NORM_STAGES = 32, 16, 128, 4
+MANY_OUTPUTS = 8192
+# Ranks of one product; more ranks take more products. tl.dot needs at least 16.
+MIN_BLOCK_RANKS, MAX_BLOCK_RANKS = 16, 64
+
+
+@triton.jit
+def _row_factors_kernel(
+    weight_ptr,
+    a_ptr,
+    b_ptr,
+    magnitude_ptr,
+    out_ptr,
+    weight_stride,
+    num_outputs,
+    num_inputs,
+    num_ranks,
+    scale,
+    NUM_RANK_STEPS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """Run one program per BLOCK_N outputs; ``norm = sqrt(sum over inputs of (W + scale * B A)^2)``, all in fp32."""
+    outputs = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside_outputs = outputs < num_outputs
+    squares = tl.zeros((BLOCK_N, BLOCK_I), dtype=tl.float32)
+    for first in tl.range(0, num_inputs, BLOCK_I, num_stages=NUM_STAGES):
+        cols = first + tl.arange(0, BLOCK_I)
+        inside_cols = cols < num_inputs
+        product = tl.zeros((BLOCK_N, BLOCK_I), dtype=tl.float32)
+        for step in tl.static_range(NUM_RANK_STEPS):
+            ranks = step * BLOCK_R + tl.arange(0, BLOCK_R)
+            inside_ranks = ranks < num_ranks
+            b_ptrs = b_ptr + outputs[:, None] * num_ranks + ranks[None, :]
+            b = tl.load(b_ptrs, mask=inside_outputs[:, None] & inside_ranks[None, :], other=0.0)
+            a_ptrs = a_ptr + ranks.to(tl.int64)[:, None] * num_inputs + cols[None, :]
+            a = tl.load(a_ptrs, mask=inside_ranks[:, None] & inside_cols[None, :], other=0.0)
+            product = tl.dot(b, a, product, input_precision="ieee")
+        weight_ptrs = weight_ptr + outputs[:, None] * weight_stride + cols[None, :]
+        weight = tl.load(weight_ptrs, mask=inside_outputs[:, None] & inside_cols[None, :], other=0.0)
+        total = weight.to(tl.float32) + scale * product
+        squares += total * total
+    norm = tl.sqrt_rn(tl.sum(squares, axis=1))
+    magnitude = tl.load(magnitude_ptr + outputs, mask=inside_outputs, other=0.0).to(tl.float32)
+    tl.store(out_ptr + outputs, tl.div_rn(magnitude, norm), mask=inside_outputs)
+    tl.store(
+        out_ptr + num_outputs + outputs, tl.div_rn(tl.full((BLOCK_N,), 1.0, tl.float32), norm), mask=inside_outputs
+    )
 
 
 @triton.jit
@@ -103,6 +155,46 @@ def _scale_columns_backward_kernel(
         tl.store(products_ptr + part * num_columns + cols, tl.sum(products, axis=0), mask=inside_cols)
     if HAS_TOTALS:
         tl.store(totals_ptr + part * num_columns + cols, tl.sum(totals, axis=0), mask=inside_cols)
+
+
+def row_factors(
+    weight_NI: torch.Tensor,
+    a_RI: torch.Tensor,
+    b_NR: torch.Tensor,
+    magnitude_N: torch.Tensor,
+    *,
+    scale: float,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """Write the factors; same contract as the reference."""
+    (num_outputs, num_inputs), num_ranks = weight_NI.shape, a_RI.shape[0]
+    if num_outputs == 0:
+        return out
+    block_outputs = NORM_OUTPUTS if num_outputs >= MANY_OUTPUTS else FEW_OUTPUTS
+    block_ranks = min(max(next_power_of_2(num_ranks), MIN_BLOCK_RANKS), MAX_BLOCK_RANKS)
+    launch(
+        _row_factors_kernel,
+        (ceil_div(num_outputs, block_outputs),),
+        weight_NI,
+        a_RI,
+        b_NR,
+        magnitude_N,
+        out,
+        weight_NI.stride(0),
+        num_outputs,
+        num_inputs,
+        num_ranks,
+        float(scale),
+        NUM_RANK_STEPS=ceil_div(num_ranks, block_ranks),
+        BLOCK_N=block_outputs,
+        BLOCK_I=NORM_INPUTS,
+        BLOCK_R=block_ranks,
+        NUM_STAGES=NORM_STAGES,
+        num_warps=NUM_WARPS,
+    )
+    # A backward that saved the factors must see that they were written.
+    torch.autograd.graph.increment_version(out)
+    return out
 
 
 def scale_columns(
