@@ -22,7 +22,7 @@ NUM_WARPS = 4
 PROGRAM_ROWS = 256
 # Row norms: outputs of one program and inputs of one step. Every program reads all of A from the L2 cache, R / outputs
 # of what it reads of the weight; layers with few outputs need small programs to fill the device.
-NORM_OUTPUTS, FEW_OUTPUTS, NORM_INPUTS, NORM_STAGES = 32, 16, 128, 4
+NORM_OUTPUTS, FEW_OUTPUTS, NORM_INPUTS, NORM_STAGES, NORM_WARPS = 32, 16, 128, 4, 4
 MANY_OUTPUTS = 8192
 # Ranks of one product; more ranks take more products. tl.dot needs at least 16.
 MIN_BLOCK_RANKS, MAX_BLOCK_RANKS = 16, 64
@@ -190,7 +190,7 @@ def row_factors(
         BLOCK_I=NORM_INPUTS,
         BLOCK_R=block_ranks,
         NUM_STAGES=NORM_STAGES,
-        num_warps=NUM_WARPS,
+        num_warps=NORM_WARPS,
     )
     # A backward that saved the factors must see that they were written.
     torch.autograd.graph.increment_version(out)
