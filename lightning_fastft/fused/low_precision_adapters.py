@@ -12,6 +12,7 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
 from lightning_fastft.activations.values import find_session, unneeded, value_name
+from lightning_fastft.activations.weights import STREAMED_ATTRIBUTE
 from lightning_fastft.core.autocast import is_autocast_on
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.core.patcher import ModelPatcher, share_state
@@ -171,7 +172,8 @@ class LowPrecisionAdapters:
         for layer in self._layers:
             for name, factors in _factors_of(layer).items():
                 factors.make_stale()
-                if factors.belongs_to(layer, name) and factors.can_update() and not layer.merged:
+                is_there = STREAMED_ATTRIBUTE not in vars(layer.get_base_layer()) and not layer.merged
+                if is_there and factors.belongs_to(layer, name):
                     self._update(factors, layer, name)
 
     def _linears(self) -> list[nn.Linear]:

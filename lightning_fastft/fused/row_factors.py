@@ -83,10 +83,6 @@ class RowFactors:
         """Compute again at the next read: an optimizer step or a merge may have changed no version counter."""
         self._marks = []
 
-    def can_update(self) -> bool:
-        """Return whether the base weight is on the device; streamed weights are there in their layer's pass only."""
-        return self._weight.device == self.tensor.device
-
     def update(self, copy_a_RI: torch.Tensor, copy_b_OR: torch.Tensor, scale: float) -> None:
         """Compute the factors in place.
 
