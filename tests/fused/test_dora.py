@@ -14,6 +14,7 @@ from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.fused import column_scales, row_factors
 from lightning_fastft.fused.install import fuse_weight_buffers, install_fp8_base, install_fused_layers
+from lightning_fastft.fused.layer_parts import fp8_shapes
 from lightning_fastft.fused.low_precision_adapters import install_low_precision_adapters
 from lightning_fastft.fused.row_factors import FACTORS_ATTRIBUTE
 from lightning_fastft.kernels.column_scale.op import row_factors as compute_factors
@@ -290,6 +291,23 @@ def test_products_in_fp8_are_scaled_too():
     assert error_of(lora(use_dora=True)) < 1.3 * error_of(lora())
     # Other magnitudes are another function, whose errors are larger; without its scale the error is above 0.5.
     assert error_of(make_model().bfloat16()) < 0.3
+
+
+def test_weights_below_dora_are_not_gathered_in_e4m3():
+    of_lora, of_dora = (
+        fp8_shapes(
+            layers_of(
+                add_lora(
+                    build("llama", "full", intermediate_size=64),
+                    target_modules=["q_proj", "down_proj"],
+                    use_dora=is_dora,
+                )
+            )[0]
+        )
+        for is_dora in (False, True)
+    )
+    assert [len(shapes) for shapes in of_lora] == [3, 1, 2, 1]
+    assert of_dora == [of_lora[1], of_lora[2]]
 
 
 def test_a_released_model_is_freed():
