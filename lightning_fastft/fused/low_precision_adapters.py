@@ -164,7 +164,8 @@ class LowPrecisionAdapters:
         return factors.tensor
 
     def _update(self, factors: RowFactors, layer: LoraLayer, name: str) -> None:
-        copy_a, copy_b = self.read(layer.lora_A[name]), self.read(layer.lora_B[name])
+        sides: list[Any] = [layer._modules[side] for side in ("lora_A", "lora_B")]
+        copy_a, copy_b = (self.read(side._modules[name]) for side in sides)
         factors.update(copy_a, copy_b, float(layer.scaling[name]))
 
     def _refresh_factors(self) -> None:
@@ -350,7 +351,8 @@ def _draws(layer: LoraLayer, name: str, *, is_training: bool) -> bool:
 
 def _factors_of(layer: LoraLayer) -> dict[str, RowFactors]:
     """Return the row factors that a layer holds now, by adapter."""
-    held = {name: vars(module).get(FACTORS_ATTRIBUTE) for name, module in layer.lora_magnitude_vector.items()}
+    modules: Any = layer._modules["lora_magnitude_vector"]
+    held = {name: vars(module).get(FACTORS_ATTRIBUTE) for name, module in modules._modules.items()}
     return {name: factors for name, factors in held.items() if factors is not None}
 
 

@@ -5,6 +5,7 @@ Axes: I input columns, O output columns, R adapter ranks.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -67,12 +68,11 @@ class RowFactors:
 
     def belongs_to(self, layer: LoraLayer, name: str) -> bool:
         """Return whether the parameters are the same objects on the same device as before."""
-        masters = _masters(layer, name)
-        weight = layer.get_base_layer().weight
+        weight = layer.get_base_layer()._parameters["weight"]
         return (
             weight is self._weight
             and weight.device == self.tensor.device
-            and all(one is other for one, other in zip(masters, self._masters))
+            and all(map(operator.is_, _masters(layer, name), self._masters))
         )
 
     def is_current(self) -> bool:
@@ -129,7 +129,9 @@ def _write(
 
 def _masters(layer: LoraLayer, name: str) -> list[torch.Tensor]:
     """Return A, B and the magnitude of an adapter."""
-    return [layer.lora_A[name].weight, layer.lora_B[name].weight, layer.lora_magnitude_vector[name].weight]
+    # Not as attributes, which take a microsecond each in modules.
+    kinds: list[Any] = [layer._modules[kind] for kind in ("lora_A", "lora_B", "lora_magnitude_vector")]
+    return [kind._modules[name]._parameters["weight"] for kind in kinds]
 
 
 def _dense(weight: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
