@@ -18,6 +18,10 @@ from lightning_fastft.core.errors import HostMemoryError, OptionError, SwapError
 DEFAULT_NUM_SLOTS = 3
 
 
+# An instance attribute of modules whose tensors are in slots: outside of their layer's pass these hold other layers.
+STREAMED_ATTRIBUTE = "fastft_streamed"
+
+
 class _Piece(NamedTuple):
     """A tensor and its position in the bytes of its layer."""
 

@@ -40,9 +40,9 @@ class FusedKernels(ModelSwaps):
     Each of these parts runs as one Function: the norm with its residual and the q, k and v projections with their LoRA,
     the norm and rotation of heads, the output projection with its residual, and the dense feed-forward block.
     Elementwise results are recomputed in the backward instead of saved. Parameters, state-dict keys and adapter files
-    do not change. A call that the Functions cannot compute exactly (a cache, autocast, adapters other than plain LoRA)
-    runs the layer's own forward. Unsupported families keep their layers, and the status table says so. All changes are
-    undone when the run ends, also after an exception.
+    do not change. A call that the Functions cannot compute exactly (a cache, autocast, adapters other than LoRA and
+    DoRA) runs the layer's own forward. Unsupported families keep their layers, and the status table says so. All
+    changes are undone when the run ends, also after an exception.
 
     On a GPU, the kernels of a FineTuner's run are compiled in threads while it reads its model: its layers run on the
     meta device first, which shows what they launch. Kernels that fail there are compiled at their first launch.

@@ -58,7 +58,9 @@ def find_gpus() -> list[InstalledGpu]:
         return []
     rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if done.returncode == 0]
     return [
-        InstalledGpu(name, float(mib) / 1024, (int(capability.partition(".")[0]), int(capability.partition(".")[2])), driver)
+        InstalledGpu(
+            name, float(mib) / 1024, (int(capability.partition(".")[0]), int(capability.partition(".")[2])), driver
+        )
         for name, mib, capability, driver in (row for row in rows if len(row) == 4)
         if mib.replace(".", "").isdigit()
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
@@ -25,6 +26,14 @@ def product_obstacle(modules: Sequence[nn.Module], parts: Sequence[LinearPart]) 
     if any(isinstance(module, BaseTunerLayer) and module.merged for module in modules):
         return "adapters are merged into the weights"
     return _size_obstacle([(part.num_outputs, part.num_inputs) for part in parts])
+
+
+def adapter_obstacle(modules: Sequence[nn.Module]) -> str:
+    """Return why the adapters around these layers need weights that FSDP2 gathers in the dtype of the model; empty if
+    they do not.
+    """
+    is_dora = any(isinstance(module, LoraLayer) and module.lora_variant for module in modules)
+    return "the row norms of DoRA read the weights in the dtype of the model" if is_dora else ""
 
 
 def shard_obstacle(bases: Sequence[Any]) -> str:

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_fastft.core.patcher import ModelPatcher
-from lightning_fastft.fused.fp8_obstacles import product_obstacle, shard_obstacle
+from lightning_fastft.fused.fp8_obstacles import adapter_obstacle, product_obstacle, shard_obstacle
 from lightning_fastft.fused.linear_parts import LinearPart
 from lightning_fastft.hf.sharding.stand_ins import local_rows
 from lightning_fastft.kernels.expert_gate.op import gate_backward_quantised, gate_forward_quantised
@@ -108,7 +108,8 @@ class Fp8Weight:
             Reads the shards and writes one byte per number; one gather of the scales per weight.
         """
         bases: list[Any] = [each.get_base_layer() if isinstance(each, BaseTunerLayer) else each for each in modules]
-        self.reason = shard_obstacle(bases) or self.owner.obstacle(bases[0].weight.device, bases[0].weight.dtype)
+        self.reason = adapter_obstacle(modules) or shard_obstacle(bases)
+        self.reason = self.reason or self.owner.obstacle(bases[0].weight.device, bases[0].weight.dtype)
         if self.reason:
             return {}
         values, scales = {}, []

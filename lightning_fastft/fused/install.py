@@ -48,7 +48,7 @@ def install_fused_layers(root: nn.Module, patcher: ModelPatcher, *, awaits_copie
 
     A layer is swapped for a subclass that shares its state. Each call reads the layer's modules again. It runs the
     forward of the layer's own class if a Function would not be exact: with a cache, under autocast or torch.compile,
-    with adapters other than plain LoRA, with hooks on a module that would be skipped, or with another attention
+    with adapters other than LoRA and DoRA, with hooks on a module that would be skipped, or with another attention
     implementation. awaits_copies accepts fp32 adapters, which get low-precision copies before the first call.
 
     Returns:

@@ -13,11 +13,12 @@ from torch import nn
 from lightning_fastft.fused.delta_mixers import delta_modules, delta_obstacle
 from lightning_fastft.fused.dense_weights import DenseWeights
 from lightning_fastft.fused.fp8_base import FP8_ATTRIBUTE, in_fp8
-from lightning_fastft.fused.fp8_obstacles import gather_obstacle
+from lightning_fastft.fused.fp8_obstacles import adapter_obstacle, gather_obstacle
 from lightning_fastft.fused.layer_forms import LAYERS, LayerForm
 from lightning_fastft.fused.linear_parts import read_part
 from lightning_fastft.fused.linears import FusedLinear, fuse_linears
 from lightning_fastft.fused.low_precision_adapters import LowPrecisionCopy, copies_read
+from lightning_fastft.fused.row_factors import RowFactors
 from lightning_fastft.hf.activation_functions import activation_name
 from lightning_fastft.mixers.install import PackedMixer
 
@@ -59,7 +60,7 @@ class KeptParts:
         self._empty: list[Any] = []
         self._weights: list[torch.Tensor] = []
         self._described: list[Any] = []
-        self._copies: list[LowPrecisionCopy] = []
+        self._copies: list[LowPrecisionCopy | RowFactors] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Keep nothing in a copy or pickle, which has modules of its own."""
@@ -99,11 +100,12 @@ class KeptParts:
                 if copies is None:
                     return
                 self._copies += copies
-                self._empty += [linear.merged_adapters, linear.lora_variant]
+                self._empty.append(linear.merged_adapters)
                 modules += linear.modules()
                 self._watch(vars(linear), "merged_adapters", "lora_variant", "_disable_adapters", "_active_adapter")
                 for setting in (linear.scaling, linear.lora_bias):
                     self._watch(setting, *setting)
+                self._watch(linear.lora_variant, *linear.active_adapters)
             else:
                 modules.append(linear)
         self._modules = list(dict.fromkeys([layer, *modules]))
@@ -219,6 +221,7 @@ def fp8_shapes(layer: nn.Module) -> list[list[torch.Size]]:
     products: list[list[Any]] = [
         [module.get_base_layer() if isinstance(module, LoraLayer) else module for module in modules]
         for modules in linear_modules(layer)
+        if not adapter_obstacle(modules)
     ]
     return [[base.weight.shape for base in bases] for bases in products if not gather_obstacle(bases)]
 

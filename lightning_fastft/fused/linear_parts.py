@@ -17,8 +17,8 @@ from lightning_fastft.kernels.fp8_linear.reference import FP8
 from lightning_fastft.kernels.nf4_linear.op import read_params4bit
 from lightning_fastft.patches.value_points import is_linear_point
 
-# Number of tensors of a layer for autograd: weight, bias, A, B.
-TENSORS_PER_LAYER = 4
+# Number of tensors of a layer for autograd: weight, bias, A, B, magnitude.
+TENSORS_PER_LAYER = 5
 
 
 class LinearPart(NamedTuple):
@@ -35,6 +35,8 @@ class LinearPart(NamedTuple):
         scale: Factor on the low-rank product.
         num_outputs: O.
         is_packed: The weight is NF4, and frozen.
+        magnitude_O: Magnitude of DoRA; None without DoRA.
+        factors_2O: Row factors of DoRA, ``magnitude / norm`` and ``1 / norm``, fp32 (float64 for float64).
     """
 
     base: nn.Module
@@ -47,6 +49,8 @@ class LinearPart(NamedTuple):
     scale: float
     num_outputs: int
     is_packed: bool
+    magnitude_O: torch.Tensor | None = None
+    factors_2O: torch.Tensor | None = None
 
     @property
     def num_inputs(self) -> int:
@@ -60,7 +64,7 @@ class LinearPart(NamedTuple):
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """Return the tensors for autograd; a packed weight is never trained."""
-        return (None if self.is_packed else self.weight, self.bias, self.a_RI, self.b_OR)
+        return (None if self.is_packed else self.weight, self.bias, self.a_RI, self.b_OR, self.magnitude_O)
 
 
 def read_part(
@@ -69,19 +73,19 @@ def read_part(
     """Return a linear layer with its PEFT adapter for a GEMM, or why it cannot be read.
 
     Supported are ``nn.Linear`` in the dtype of the rows or gathered in e4m3, and bitsandbytes' NF4, with at most one
-    active plain LoRA without dropout, which may be merged or disabled. awaits_copies accepts an adapter in fp32,
+    active LoRA or DoRA without dropout, which may be merged or disabled. awaits_copies accepts an adapter in fp32,
     because it gets low-precision copies before the first call; awaits_gather accepts sharded weights, because FSDP2
     gathers them before the first call.
 
     Cost:
-        A few microseconds of the host; if an adapter's low-precision copy is stale, that copy.
+        A few microseconds of the host; if an adapter's low-precision copy is stale, that copy; as read_adapter.
     """
     base: nn.Module = module
     adapter: ActiveAdapter | None = None
     if isinstance(module, LoraLayer):
-        found = read_adapter(module, dtype=dtype)
+        found = read_adapter(module, dtype=dtype, awaits_gather=awaits_gather)
         if isinstance(found, str) and awaits_copies:
-            found = read_adapter(module, dtype=torch.float32)
+            found = read_adapter(module, dtype=torch.float32, awaits_gather=awaits_gather)
         if isinstance(found, str):
             return found
         base, adapter = module.get_base_layer(), found
@@ -92,7 +96,10 @@ def read_part(
     num_outputs, is_packed = int(linear.out_features), not _is_dense(linear.weight, awaits_gather=awaits_gather)
     if adapter is None:
         return LinearPart(linear, linear.weight, linear.bias, None, None, None, None, 0.0, num_outputs, is_packed)
-    return LinearPart(linear, linear.weight, linear.bias, *adapter, num_outputs, is_packed)
+    return LinearPart(
+        linear, linear.weight, linear.bias, *adapter[:5], num_outputs, is_packed,
+        magnitude_O=adapter.magnitude_N, factors_2O=adapter.factors_2N,
+    )  # fmt: skip
 
 
 def _is_dense(weight: object, *, awaits_gather: bool) -> TypeGuard[torch.Tensor]:

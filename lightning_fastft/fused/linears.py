@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from lightning_fastft.core.checks import is_same_memory
+from lightning_fastft.fused.column_scales import scale_output
 from lightning_fastft.fused.dense_weights import DenseWeights, rides_along
 from lightning_fastft.fused.linear_parts import TENSORS_PER_LAYER, LinearPart
 from lightning_fastft.kernels.expert_gate.reference import GateForm, QuantisedGateGradients
@@ -116,6 +117,11 @@ class FusedLinear(_Linears):
         return list({part.scale for part in self.parts if part.rank})
 
     @functools.cached_property
+    def is_scaled(self) -> bool:
+        """Whether a layer is DoRA, whose output is scaled by column."""
+        return any(part.factors_2O is not None for part in self.parts)
+
+    @functools.cached_property
     def rides_along(self) -> bool:
         """Whether the GEMM of the weights can include the adapters."""
         return self.base is None and rides_along(self.parts)
@@ -204,7 +210,7 @@ def product(
     addend_TO: torch.Tensor | None = None,
     factor: float = 1.0,
 ) -> Product:
-    """Return ``x @ W^T + bias + scale * (x @ A^T) @ B^T`` of all layers, concatenated.
+    """Return ``x @ W^T + bias + scale * (x @ A^T) @ B^T`` of all layers, concatenated; with DoRA scaled by column.
 
     Rows are 2-D, or the result of quantised_norm or quantised_gate. Those in memory of rows_for are not copied, and the
     room after them is written. addend_TO is for a single layer; only with it there is a factor of the product.
@@ -213,8 +219,25 @@ def product(
         2 T I O FLOP and those of the adapters; no host sync. All layers share one GEMM if they are packed, in a fused
         buffer, computed by fused_linear.base, or dense with many rows (then copied next to their adapters); else each
         layer has its own. One GEMM without addend_TO also adds the biases; otherwise they cost a pass over the output,
-        and so do an adapter outside of the GEMM and addend_TO.
+        and so do an adapter outside of the GEMM and addend_TO. DoRA costs
+        one more pass.
     """
+    if fused_linear.is_scaled:
+        out = unscaled_product(fused_linear, x_TI)
+        return out._replace(
+            y_TO=scale_output(fused_linear.parts, out.y_TO, addend_TO=addend_TO, alpha=factor, out=out.y_TO)
+        )
+    return unscaled_product(fused_linear, x_TI, addend_TO=addend_TO, factor=factor)
+
+
+def unscaled_product(
+    fused_linear: FusedLinear,
+    x_TI: torch.Tensor | Fp8Rows,
+    *,
+    addend_TO: torch.Tensor | None = None,
+    factor: float = 1.0,
+) -> Product:
+    """Return product without the scale of DoRA."""
     if isinstance(x_TI, Fp8Rows):
         return Product(_base_product(fused_linear, x_TI, addend_TO=addend_TO, factor=factor), None)
     if addend_TO is None and _has_augmented(fused_linear, x_TI.shape[0]):
@@ -336,19 +359,21 @@ def parameter_gradients(
     needs: Sequence[bool],
     factor_I: torch.Tensor | None = None,
     d: Any = None,
+    d_magnitudes: Sequence[torch.Tensor | None] = (),
 ) -> list[torch.Tensor | None]:
     """Return the gradients of FusedLinear.tensors in the dtypes of the parameters; None where not needed.
 
     Args:
         fused_linear: The layers.
         x_TI: Rows that the product read.
-        d_TO: Gradient of its output.
+        d_TO: Gradient of its output; with DoRA before the scale.
         low_TR: Low-rank rows that the product returned.
         d_low_TR: Result of low_rows_gradient.
         needs: Whether each gradient is needed, in the order of FusedLinear.tensors.
         factor_I: Factor of the columns of x_TI in the rows that the product read; None for 1. Not allowed if the
             gradient of a weight is needed.
         d: Result of quantised_gradient.
+        d_magnitudes: Gradients of the magnitudes of DoRA; empty without.
 
     Cost:
         2 T I FLOP per rank and trained column; no host sync. A ``BaseWeight`` has one GEMM for all trained weights.
@@ -364,7 +389,7 @@ def parameter_gradients(
             d_a.mul_(factor_I)
     d_weights = _weight_gradients(fused_linear, x_TI, d_TO, needs=needs[::TENSORS_PER_LAYER], d=d)
     for place, (part, columns, ranks) in enumerate(zip(parts, fused_linear.columns, fused_linear.ranks)):
-        _, needs_bias, needs_a, needs_b = needs[place * TENSORS_PER_LAYER : (place + 1) * TENSORS_PER_LAYER]
+        _, needs_bias, needs_a, needs_b, _ = needs[place * TENSORS_PER_LAYER : (place + 1) * TENSORS_PER_LAYER]
         d_piece = _piece(d_TO, columns, parts) if isinstance(d_TO, torch.Tensor) else None
         found.append(d_weights[place])
         found.append(d_piece.sum(0) if needs_bias and d_piece is not None else None)
@@ -373,6 +398,7 @@ def parameter_gradients(
             found.append(wide_product(d_piece.T, _piece(low_TR, ranks, parts), dtype=part.b_OR.dtype))
         else:
             found.append(None)
+        found.append(d_magnitudes[place] if d_magnitudes else None)
     return found
 
 
@@ -544,7 +570,8 @@ def fuse_linears(parts: Sequence[LinearPart | str], dense: DenseWeights) -> Fuse
 
 def _watched_names(part: LinearPart) -> list[str]:
     trained = ["weight"] if part.weight.requires_grad else []
-    return trained if part.copy_a_RI is None else [*trained, "copy_a_RI", "copy_b_OR"]
+    scaled = [] if part.factors_2O is None else ["factors_2O"]
+    return trained if part.copy_a_RI is None else [*trained, "copy_a_RI", "copy_b_OR", *scaled]
 
 
 def _slices(sizes: Sequence[int]) -> list[slice]:

@@ -12,10 +12,13 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
 from lightning_fastft.activations.values import find_session, unneeded, value_name
+from lightning_fastft.activations.weights import STREAMED_ATTRIBUTE
 from lightning_fastft.core.autocast import is_autocast_on
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.core.patcher import ModelPatcher, share_state
 from lightning_fastft.core.status import Status
+from lightning_fastft.fused.row_factors import FACTORS_ATTRIBUTE, RowFactors, dora_obstacle, fresh_factors, is_dora
+from lightning_fastft.kernels.column_scale.op import scale_by_magnitude
 from lightning_fastft.kernels.lora_linear.op import lora_addmm
 from lightning_fastft.moe.adapters import FACTOR_ATTRIBUTE, LowPrecisionExpertAdapters
 from lightning_fastft.moe.adapters import ParamWrapper as RoutedWrapper
@@ -69,7 +72,7 @@ class LowPrecisionAdapters:
 
     A copy is made in the first forward that needs it, and again if the master's version counter or address changed.
     Some writes change neither (fused and bitsandbytes optimizers, writes through ``.data``); they need ``refresh``
-    after every optimizer step.
+    after every optimizer step. The row factors of DoRA are kept in the same way.
 
     Args:
         compute_dtype: Dtype of the copies and of the low-rank GEMMs.
@@ -112,9 +115,13 @@ class LowPrecisionAdapters:
 
         Cost:
             One foreach copy over all adapters; for adapters on experts another one, and a launch for each second
-            factor. Reads masters, writes copies; no host sync.
+            factor. Reads masters, writes copies; no host sync. For DoRA also ``RowFactors.update`` of each layer.
         """
         self._experts.refresh()
+        self._copy_masters(is_after_step=is_after_step)
+        self._refresh_factors()
+
+    def _copy_masters(self, *, is_after_step: bool) -> None:
         copies = []
         for copy in self._copies():
             is_done = is_after_step and copy.is_written and copy.is_current()
@@ -144,6 +151,32 @@ class LowPrecisionAdapters:
             copy.copy_master()
         return copy.tensor
 
+    def read_factors(self, layer: LoraLayer, name: str) -> torch.Tensor:
+        """Return the row factors of a DoRA adapter, computed again if a version counter changed."""
+        if self.is_sharded:
+            return _fresh_factors(self, layer, name)
+        owner = vars(layer.lora_magnitude_vector[name])
+        factors: RowFactors | None = owner.get(FACTORS_ATTRIBUTE)
+        if factors is None or not factors.belongs_to(layer, name):
+            factors = owner[FACTORS_ATTRIBUTE] = RowFactors(layer, name)
+        if not factors.is_current():
+            self._update(factors, layer, name)
+        return factors.tensor
+
+    def _update(self, factors: RowFactors, layer: LoraLayer, name: str) -> None:
+        sides: list[Any] = [layer._modules[side] for side in ("lora_A", "lora_B")]
+        copy_a, copy_b = (self.read(side._modules[name]) for side in sides)
+        factors.update(copy_a, copy_b, float(layer.scaling[name]))
+
+    def _refresh_factors(self) -> None:
+        """Compute the row factors again; those of streamed weights in the next pass of their layer."""
+        for layer in self._layers:
+            for name, factors in _factors_of(layer).items():
+                factors.make_stale()
+                is_there = STREAMED_ATTRIBUTE not in vars(layer.get_base_layer()) and not layer.merged
+                if is_there and factors.belongs_to(layer, name):
+                    self._update(factors, layer, name)
+
     def _linears(self) -> list[nn.Linear]:
         # Not as attributes, which take a microsecond each in modules.
         return [
@@ -160,6 +193,9 @@ class LowPrecisionAdapters:
     def _drop(self) -> None:
         for linear in self._linears():
             vars(linear).pop(_WEIGHT_ATTRIBUTE, None)
+        for layer in self._layers:
+            for magnitude in layer.lora_magnitude_vector.values():
+                vars(magnitude).pop(FACTORS_ATTRIBUTE, None)
 
 
 class _CopyForward:
@@ -176,6 +212,10 @@ class _CopyForward:
             copy_a_RD=adapters.read(lora_A), copy_b_NR=adapters.read(lora_B),
         )  # fmt: skip
         session = find_session(self)  # type: ignore[arg-type]
+        if name in self.lora_variant:  # type: ignore[attr-defined]
+            rows = add_low_rank(self.base_layer(x), x)  # type: ignore[attr-defined]
+            magnitude, bias = self.lora_magnitude_vector[name].weight, self.base_layer.bias  # type: ignore[attr-defined]
+            return scale_by_magnitude(rows, magnitude, adapters.read_factors(self, name), bias_N=bias)  # type: ignore[arg-type]
         if session is None or not session.is_replay:
             return add_low_rank(self.base_layer(x), self.lora_dropout[name](x))  # type: ignore[attr-defined]
         point = value_name(self)  # type: ignore[arg-type]
@@ -201,16 +241,16 @@ class LoraLinear(_CopyForward, PeftLinear):
 def install_low_precision_adapters(
     model: nn.Module, patcher: ModelPatcher, *, compute_dtype: torch.dtype
 ) -> LowPrecisionAdapters:
-    """Make every plain LoRA layer of a PEFT model compute in compute_dtype; its Parameters stay the fp32 masters.
+    """Make every LoRA and DoRA layer of a PEFT model compute in compute_dtype; its Parameters stay the fp32 masters.
 
-    PEFT's names, files and methods do not change. A layer takes the fast path with exactly one active plain LoRA
-    adapter that is neither merged nor disabled (no variant such as DoRA, no LoRA bias, no mixed batch). All other cases
-    run PEFT's own forward.
+    PEFT's names, files and methods do not change. A layer takes the fast path with exactly one active LoRA or DoRA
+    adapter that is neither merged nor disabled (no other variant, no LoRA bias, no mixed batch; DoRA without dropout,
+    on frozen dense or NF4 weights). All other cases run PEFT's own forward.
 
     Args:
         model: A PEFT model, or a module around one. Sharded adapters are cast as they are gathered, in each pass.
         patcher: Records the swaps.
-        compute_dtype: torch.bfloat16 or torch.float16; with torch.float32 nothing is changed.
+        compute_dtype: torch.bfloat16 or torch.float16; with torch.float32 only DoRA layers are changed.
 
     Returns:
         The copies; call ``refresh()`` after each optimizer step. ``status`` is the status of the installation.
@@ -219,7 +259,7 @@ def install_low_precision_adapters(
         OptionError: compute_dtype is not a floating dtype.
 
     Cost:
-        Two bytes per adapter parameter, on the first forward.
+        Two bytes per adapter parameter, on the first forward; for DoRA 12 bytes per output column.
     """
     if not compute_dtype.is_floating_point:
         raise OptionError(f"compute_dtype must be a floating dtype, got {compute_dtype}.")
@@ -256,10 +296,10 @@ def copies_in(module: nn.Module) -> list[torch.Tensor]:
 def _judge(layers: dict[str, LoraLayer], *, served: dict[str, LoraLayer], compute_dtype: torch.dtype) -> Status:
     """Return the status: whether low-precision copies are needed, and for which layers."""
     # PEFT's own forward runs variants and biases (_plain_adapter).
-    num_variants = sum(bool(layer.lora_variant) or any(layer.lora_bias.values()) for layer in served.values())
+    num_variants = sum(bool(_own_forward_reason(layer)) for layer in served.values())
     if num_variants == len(layers) > 0:
-        reason = f"PEFT's own forward for {num_variants} LoRA layers: a variant such as DoRA, or a bias"
-        return Status(STATUS_NAME, "inactive", reason)
+        reason = _own_forward_reason(next(iter(served.values())))
+        return Status(STATUS_NAME, "inactive", f"PEFT's own forward for {num_variants} LoRA layers: {reason}")
     # Wrappers around routed experts have copies in another layout (moe/adapters.py).
     routed = {name: layer for name, layer in layers.items() if isinstance(layer, RoutedWrapper)}
     others = _count_types([layer for name, layer in layers.items() if name not in served and name not in routed])
@@ -272,14 +312,55 @@ def _judge(layers: dict[str, LoraLayer], *, served: dict[str, LoraLayer], comput
     ]
     dtypes = {weight.dtype for weight in weights}
     named = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-    if dtypes == {compute_dtype} or compute_dtype is torch.float32:
+    num_dora = sum(any(is_dora(layer, name) for name in layer.lora_variant) for layer in served.values())
+    of_dora = f"; row norms of {num_dora} DoRA layers once per step" if num_dora else ""
+    if (dtypes == {compute_dtype} or compute_dtype is torch.float32) and not num_dora:
         return Status(STATUS_NAME, "inactive", f"adapters compute in the dtype they are held in ({named})")
     held = "sharded " if _has_pieces(served) else ""
     layers_and_stacks = " and ".join(
         [f"{len(served)} LoRA layers"] * bool(served) + [f"{len(routed)} stacks of experts"] * bool(routed)
     )
-    reason = f"{layers_and_stacks}: {held}{named} masters, {str(compute_dtype).removeprefix('torch.')} compute"
+    reason = f"{layers_and_stacks}: {held}{named} masters, {str(compute_dtype).removeprefix('torch.')} compute{of_dora}"
     return Status(STATUS_NAME, "active", f"{reason}; PEFT's own forward for {others}" if others else reason)
+
+
+def _own_forward_reason(layer: LoraLayer) -> str:
+    """Return why PEFT's own forward runs all adapters of a layer; empty if it does not."""
+    reasons = [_variant_reason(layer, name) for name in layer.lora_A]
+    return reasons[0] if reasons and all(reasons) else ""
+
+
+def _variant_reason(layer: LoraLayer, name: str) -> str:
+    """Return why an adapter is neither LoRA nor a DoRA that is served; empty if it is."""
+    if layer.lora_bias.get(name, False):
+        return "the adapter has a bias"
+    if name not in layer.lora_variant:
+        return ""
+    if not is_dora(layer, name):
+        return f"the adapter is a variant of LoRA ({type(layer.lora_variant[name]).__name__})"
+    if _draws(layer, name, is_training=True):
+        return "DoRA with dropout"
+    return dora_obstacle(layer, name)
+
+
+def _draws(layer: LoraLayer, name: str, *, is_training: bool) -> bool:
+    """Return whether the dropout of an adapter draws."""
+    dropout = layer.lora_dropout[name]
+    return is_training and not isinstance(dropout, nn.Identity) and getattr(dropout, "p", 1.0) > 0.0
+
+
+def _factors_of(layer: LoraLayer) -> dict[str, RowFactors]:
+    """Return the row factors that a layer holds now, by adapter."""
+    modules: Any = layer._modules["lora_magnitude_vector"]
+    held = {name: vars(module).get(FACTORS_ATTRIBUTE) for name, module in modules._modules.items()}
+    return {name: factors for name, factors in held.items() if factors is not None}
+
+
+def _fresh_factors(adapters: LowPrecisionAdapters | None, layer: LoraLayer, name: str) -> torch.Tensor:
+    """Return row factors in new memory."""
+    linears = layer.lora_A[name], layer.lora_B[name]
+    a, b = (linear.weight.detach() if adapters is None else adapters.read(linear) for linear in linears)
+    return fresh_factors(layer, name, a, b, float(layer.scaling[name]))
 
 
 def _has_pieces(layers: dict[str, LoraLayer]) -> bool:
@@ -300,6 +381,7 @@ def _count_types(layers: list[LoraLayer]) -> str:
 
 def _plain_adapter(layer: PeftLinear, x: torch.Tensor, *, adapters: LowPrecisionAdapters) -> str | None:
     """Return the one adapter whose low-precision copies can serve this call; None if PEFT's own forward must run."""
+    _forget_merged(layer)
     if layer.disable_adapters or layer.merged or not layer.cast_input_dtype_enabled:
         return None
     names = [name for name in layer.active_adapters if name in layer.lora_A]
@@ -307,13 +389,19 @@ def _plain_adapter(layer: PeftLinear, x: torch.Tensor, *, adapters: LowPrecision
         return None
     name = names[0]
     linears, dtype = (layer.lora_A[name], layer.lora_B[name]), adapters.compute_dtype
-    is_plain = name not in layer.lora_variant and not layer.lora_bias.get(name, False)
-    is_plain = is_plain and x.dtype is dtype and not is_autocast_on(x.device.type)
+    is_plain = not _variant_reason(layer, name) and x.dtype is dtype and not is_autocast_on(x.device.type)
     # A hook or another class on lora_A or lora_B is an extension that must run.
     is_plain = is_plain and all(
         type(linear) is nn.Linear and not linear._forward_hooks and not linear._forward_pre_hooks for linear in linears
     )
     return name if is_plain else None
+
+
+def _forget_merged(layer: LoraLayer) -> None:
+    """Drop what was computed from the base weight of a layer that is merged at present."""
+    if layer.merged:
+        for factors in _factors_of(layer).values():
+            factors.make_stale()
 
 
 def _class_for(old: type[LoraLayer]) -> type[nn.Module] | None:
@@ -329,11 +417,11 @@ def _class_for(old: type[LoraLayer]) -> type[nn.Module] | None:
     return None
 
 
-def copies_read(layer: LoraLayer, *, dtype: torch.dtype) -> list[LowPrecisionCopy] | None:
+def copies_read(layer: LoraLayer, *, dtype: torch.dtype) -> list[LowPrecisionCopy | RowFactors] | None:
     """Return the low-precision copies that ``read_adapter`` takes from a layer for rows of this dtype.
 
-    They are kept equal to their masters. None if a tensor that it returns is made for the call, or if it returns the
-    memory of a master, which may be replaced.
+    They and the row factors of DoRA are kept equal to their masters. None if a tensor that it returns is made for the
+    call, or if it returns the memory of a master, which may be replaced.
     """
     adapters: LowPrecisionAdapters | None = vars(layer).get(_LAYER_ATTRIBUTE)
     if adapters is None or dtype is not adapters.compute_dtype or adapters.is_sharded:
@@ -342,13 +430,16 @@ def copies_read(layer: LoraLayer, *, dtype: torch.dtype) -> list[LowPrecisionCop
         sides[name] for name in layer.active_adapters if name in layer.lora_A for sides in (layer.lora_A, layer.lora_B)
     ]
     copies = [vars(linear).get(_WEIGHT_ATTRIBUTE) for linear in linears]
+    factors = _factors_of(layer)
+    copies += [factors.get(name) for name in layer.active_adapters if name in layer.lora_variant]
     return None if None in copies else copies
 
 
 class ActiveAdapter(NamedTuple):
-    """The one plain LoRA that is active around a linear layer.
+    """The one LoRA or DoRA that is active around a linear layer.
 
-    It has the masters of A (R, D) and B (N, R), the copies of both that compute, and the scale.
+    It has the masters of A (R, D) and B (N, R), the copies of both that compute, and the scale; with DoRA also the
+    magnitude (N,) and the row factors (2, N), which are None until sharded weights are gathered.
     """
 
     a_RD: torch.Tensor
@@ -356,39 +447,40 @@ class ActiveAdapter(NamedTuple):
     copy_a_RD: torch.Tensor
     copy_b_NR: torch.Tensor
     scale: float
+    magnitude_N: torch.Tensor | None
+    factors_2N: torch.Tensor | None
 
 
-def read_adapter(layer: LoraLayer, *, dtype: torch.dtype) -> ActiveAdapter | str | None:
-    """Return the one plain LoRA that is active around a linear layer, for rows of this dtype.
+def read_adapter(layer: LoraLayer, *, dtype: torch.dtype, awaits_gather: bool = False) -> ActiveAdapter | str | None:
+    """Return the one LoRA or DoRA that is active around a linear layer, for rows of this dtype.
 
     Args:
         layer: PEFT's layer.
         dtype: Dtype of the rows that it reads.
+        awaits_gather: Weights are sharded, and gathered before the first call.
 
     Returns:
         The adapter; None if only the base computes, because no adapter is active, or they are disabled or merged. A
         str is the reason why PEFT's own forward must run.
 
     Cost:
-        A few microseconds of the host, and a copy if the low-precision copy is stale.
+        A few microseconds of the host; a copy if the low-precision copy is stale, and ``RowFactors.update`` if the
+        row factors of DoRA are.
     """
+    _forget_merged(layer)
     if layer.merged or layer.disable_adapters:
         return "adapters are disabled while they are merged" if layer.merged and layer.disable_adapters else None
     adapters: LowPrecisionAdapters | None = vars(layer).get(_LAYER_ATTRIBUTE)
     if _class_for(type(layer)) is None and adapters is None:
-        return f"{type(layer).__name__} is not a plain LoRA layer"
+        return f"{type(layer).__name__} is not a LoRA layer that is read"
     names = [name for name in layer.active_adapters if name in layer.lora_A]
     if len(names) != 1:
         return "several adapters are active" if names else None
     name = names[0]
     linears = (layer.lora_A[name], layer.lora_B[name])
-    if name in layer.lora_variant or layer.lora_bias.get(name, False):
-        return "the adapter is not plain LoRA (a variant such as DoRA, or with a bias)"
-    dropout = layer.lora_dropout[name]
-    if layer.training and not isinstance(dropout, nn.Identity) and getattr(dropout, "p", 1.0) > 0.0:
-        return "the adapter has dropout"
-    if any(type(linear) is not nn.Linear or linear._forward_hooks or linear._forward_pre_hooks for linear in linears):
-        return "lora_A or lora_B has another class than nn.Linear, or hooks"
+    reason = _adapter_obstacle(layer, name)
+    if reason:
+        return reason
     masters = [linear.weight for linear in linears]
     if adapters is not None and dtype is adapters.compute_dtype:
         copies = [adapters.read(linear) for linear in linears]
@@ -399,4 +491,27 @@ def read_adapter(layer: LoraLayer, *, dtype: torch.dtype) -> ActiveAdapter | str
             f"the adapter is in {masters[0].dtype} and rows are in {dtype}, without the low-precision copies that "
             "FineTuner keeps"
         )
-    return ActiveAdapter(masters[0], masters[1], copies[0], copies[1], float(layer.scaling[name]))
+    magnitude = factors = None
+    if name in layer.lora_variant:
+        magnitude = layer.lora_magnitude_vector[name].weight
+        if not awaits_gather:
+            factors = _read_factors(adapters, layer, name)
+    return ActiveAdapter(masters[0], masters[1], copies[0], copies[1], float(layer.scaling[name]), magnitude, factors)
+
+
+def _adapter_obstacle(layer: LoraLayer, name: str) -> str:
+    """Return why an active adapter cannot be read; empty if it can."""
+    reason = _variant_reason(layer, name)
+    if reason:
+        return reason
+    if _draws(layer, name, is_training=layer.training):
+        return "the adapter has dropout"
+    linears = (layer.lora_A[name], layer.lora_B[name])
+    if any(type(linear) is not nn.Linear or linear._forward_hooks or linear._forward_pre_hooks for linear in linears):
+        return "lora_A or lora_B has another class than nn.Linear, or hooks"
+    return ""
+
+
+def _read_factors(adapters: LowPrecisionAdapters | None, layer: LoraLayer, name: str) -> torch.Tensor:
+    """Return the row factors; in new memory without low-precision copies, whose owner refreshes what is kept."""
+    return _fresh_factors(None, layer, name) if adapters is None else adapters.read_factors(layer, name)

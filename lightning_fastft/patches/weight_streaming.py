@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from lightning_fastft.activations.streams import CopyStreams
-from lightning_fastft.activations.weights import DEFAULT_NUM_SLOTS, WeightStreamer
+from lightning_fastft.activations.weights import DEFAULT_NUM_SLOTS, STREAMED_ATTRIBUTE, WeightStreamer
 from lightning_fastft.core.errors import HostMemoryError, OptionError, SwapError, UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher, share_state
 from lightning_fastft.core.status import Status
@@ -89,6 +89,8 @@ def install_weight_streaming(
     for index, (layer, tensors) in enumerate(zip(layers, frozen)):
         link = _LayerLink(streamer, index=index, names=list(tensors))
         _serve_state_dict(layer, link, patcher)
+        for module in layer.modules():
+            patcher.set_attribute(module, STREAMED_ATTRIBUTE, True)
         # Weights must be on the device before another hook or the layer reads them.
         patcher.add_undo(layer.register_forward_pre_hook(link.before_forward, prepend=True).remove)
         patcher.add_undo(layer.register_forward_hook(link.after_forward).remove)

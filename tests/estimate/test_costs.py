@@ -118,7 +118,11 @@ def test_fused_layers_on_nf4_cost_the_same_without_bitsandbytes():
 def test_values_of_fused_layers_are_the_products_and_the_attention():
     values = small_costs(lora=LoraConfig(r=4)).segments[0].values
     # The last projection is left out: no backward reads its output.
-    assert [value.name for value in values] == ["self_attn.qkv", "attention", "self_attn.o_proj", "mlp.gate_up"]
+    names = ["self_attn.qkv", "attention", "self_attn.o_proj", "mlp.gate_up"]
+    assert [value.name for value in values] == names
+    # The magnitude of DoRA reads it.
+    values = small_costs(lora=LoraConfig(r=4, use_dora=True)).segments[0].values
+    assert [value.name for value in values] == [*names, "mlp.down"]
 
 
 @pytest.mark.slow

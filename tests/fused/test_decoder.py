@@ -394,8 +394,8 @@ def two_adapters(model):
     return lambda: model.set_adapter("default")
 
 
-def dora(model):
-    model.set_adapter("dora")
+def biased(model):
+    model.set_adapter("biased")
     return lambda: model.set_adapter("default")
 
 
@@ -415,7 +415,7 @@ FALLBACKS = {
     "forward of its own": (own_forward("mlp.down_proj"), {}),
     "forward of its own inside an adapter": (own_forward("mlp.down_proj.base_layer"), {}),
     "several adapters": (two_adapters, {}),
-    "DoRA": (dora, {}),
+    "adapter with a bias": (biased, {}),
     "another attention": (eager, {}),
     "attention weights": (None, {"output_attentions": True}),
     "mixed batch": (None, {"adapter_names": ["second"]}),
@@ -423,9 +423,9 @@ FALLBACKS = {
 
 
 def with_more_adapters(model):
-    for name, options in {"second": {}, "dora": {"use_dora": True}}.items():
+    for name, options in {"second": {}, "biased": {"lora_bias": True}}.items():
         config = copy.deepcopy(model.peft_config["default"])
-        config.use_dora = options.get("use_dora", False)
+        config.lora_bias = options.get("lora_bias", False)
         torch.manual_seed(len(name))
         model.add_adapter(name, config, autocast_adapter_dtype=False)
     return model
@@ -745,9 +745,9 @@ OBSTACLES = {
         lambda: hooked(build("llama", "full")),
         "1 of 2 layers: LlamaAttention has hooks or a replaced forward, which would be skipped",
     ),
-    "DoRA": (
-        lambda: add_lora(build("llama", "full"), use_dora=True),
-        r"2 of 2 layers: the adapter is not plain LoRA \(a variant such as DoRA",
+    "DoRA with dropout": (
+        lambda: add_lora(build("llama", "full"), use_dora=True, lora_dropout=0.1),
+        "2 of 2 layers: DoRA with dropout",
     ),
     "dropout": (
         lambda: add_lora(build("llama", "full"), lora_dropout=0.1).train(),

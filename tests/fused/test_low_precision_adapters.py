@@ -250,7 +250,7 @@ def test_what_is_not_plain_lora_runs_pefts_own_forward(case, calls):
     assert calls == []
 
 
-@pytest.mark.parametrize("config", [{"use_dora": True}, {"lora_bias": True}])
+@pytest.mark.parametrize("config", [{"use_dora": True, "lora_dropout": 0.1}, {"lora_bias": True}])
 def test_variants_of_lora_run_pefts_own_forward(config, calls):
     arms = [build_net(**config), build_net(**config)]
     status = install(arms[1])[0].status

@@ -352,6 +352,27 @@ def test_head_gate(capability, dtype, form):
 
 
 @GPUS
+def test_column_scale(capability, dtype):
+    module = module_of("column_scale")
+    x, addend = (torch.empty(64, 2048, dtype=dtype) for _ in range(2))
+    weight, a, b = (
+        torch.empty(2048, 4096, dtype=dtype),
+        torch.empty(16, 4096, dtype=dtype),
+        torch.empty(2048, 16, dtype=dtype),
+    )
+    factor, out = torch.empty(2048), torch.empty(2, 2048)
+
+    def launch():
+        module.scale_columns(x, factor, offset_N=factor, addend_TN=addend)
+        module.scale_columns_backward(x, addend, factor, needs_totals=True)
+        module.row_factors(weight, a, b, factor, scale=1.0, out=out)
+
+    kernels = compile_launches(module, capability, launch)
+    # Weight and A are read in words of 16 bytes, ahead of the products.
+    assert any(re.search(r"cp\.async\.cg\.shared\.global[^;]*0x10", kernel.asm["ptx"]) for kernel in kernels)
+
+
+@GPUS
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 def test_host_gather(capability, dtype, index):
     module = module_of("host_gather")

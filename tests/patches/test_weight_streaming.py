@@ -63,10 +63,10 @@ def base_model(name, num_layers):
     return model.bfloat16() if name == "llama" else model
 
 
-def lora_model(name="llama", num_layers=5, *, recomputes=False):
+def lora_model(name="llama", num_layers=5, *, recomputes=False, **options):
     """A PEFT model whose adapters do something, in training mode."""
     base = base_model(name, num_layers)
-    model = add_adapters(base, lora=LoraConfig(r=4, lora_dropout=0.0), adapter_dtype=torch.float32)
+    model = add_adapters(base, lora=LoraConfig(r=4, lora_dropout=0.0, **options), adapter_dtype=torch.float32)
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -278,11 +278,16 @@ def test_the_router_loss_reaches_its_layers():
     assert_same(step(), expected)
 
 
-def test_copies_of_adapters_and_streaming_together():
-    model = lora_model("nf4", num_layers=4)
-    install_low_precision_adapters(model, ModelPatcher(), compute_dtype=torch.bfloat16)
+@pytest.mark.parametrize("name", ["nf4", "llama"])
+@pytest.mark.parametrize("is_dora", [False, True])
+def test_copies_of_adapters_and_streaming_together(name, is_dora):
+    model = lora_model(name, num_layers=4, use_dora=is_dora)
+    copies = install_low_precision_adapters(model, ModelPatcher(), compute_dtype=torch.bfloat16)
     expected = plain_steps(model)
     install(model)
+    assert_same(plain_steps(model), expected)
+    # Between two passes the slots hold other layers.
+    copies.refresh(is_after_step=True)
     assert_same(plain_steps(model), expected)
 
 

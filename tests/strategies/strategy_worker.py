@@ -47,6 +47,7 @@ KINDS = {
     "full": {},
     "full, head of its own": {"tie_word_embeddings": False},
     "lora": {"lora": LORA},
+    "dora": {"lora": {**LORA, "use_dora": True}},
     "lora, trained copies": {"lora": {**LORA, "modules_to_save": ["lm_head"]}, "tie_word_embeddings": False},
     "nf4": {"lora": LORA, "quantization": "nf4"},
     "nf4 experts": {
@@ -77,7 +78,12 @@ FSDP_CHOICES = {
     "resident, sharded adapters": {"weights": "resident", "adapters": "shard"},
     "resident, activations kept": {"weights": "resident", "policy": "keep"},
 }
-FSDP_EQUALITY = [*EQUALITY, ("full, head of its own", "keep"), ("lora, trained copies", "recompute")]
+FSDP_EQUALITY = [
+    *EQUALITY,
+    ("dora", "recompute"),
+    ("full, head of its own", "keep"),
+    ("lora, trained copies", "recompute"),
+]
 
 
 def difference(found, truth):

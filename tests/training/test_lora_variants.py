@@ -48,8 +48,8 @@ VARIANTS = {
         {"init_lora_weights": "pissa_niter_4", "use_rslora": True, "rank_pattern": {"q_proj": 2}}
     ),
     "olora": Variant({"init_lora_weights": "olora"}),
-    "dora": Variant({"use_dora": True}, is_fused=False),
-    "dora of pissa": Variant({"use_dora": True, "init_lora_weights": "pissa"}, is_fused=False),
+    "dora": Variant({"use_dora": True}),
+    "dora of pissa": Variant({"use_dora": True, "init_lora_weights": "pissa"}),
     "lora_bias": Variant({"lora_bias": True}, is_fused=False),
     "modules_to_save": Variant({"modules_to_save": ["embed_tokens", "lm_head"]}),
     "tokens": Variant({"trainable_token_indices": {"embed_tokens": [3, 5, 9]}}),

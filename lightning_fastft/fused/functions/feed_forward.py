@@ -13,8 +13,16 @@ from torch.autograd.function import once_differentiable
 
 from lightning_fastft.activations.segments import Session
 from lightning_fastft.activations.values import unneeded
-from lightning_fastft.fused.functions.projections import normed_gradients, planned_value, project_normed, times_factor
+from lightning_fastft.fused.column_scales import scale_output
+from lightning_fastft.fused.functions.projections import (
+    as_value,
+    normed_gradients,
+    planned_value,
+    project_normed,
+    times_factor,
+)
 from lightning_fastft.fused.functions.rows import Grads, Norm, contiguous_rows, norm_gradients
+from lightning_fastft.fused.functions.scales import before_scale
 from lightning_fastft.fused.linears import (
     FusedLinear,
     low_rank_rows,
@@ -24,6 +32,7 @@ from lightning_fastft.fused.linears import (
     quantised_gate_gradients,
     quantised_gradient,
     rows_gradients_apart,
+    unscaled_product,
 )
 from lightning_fastft.kernels.expert_gate.op import gate_backward, gate_forward
 from lightning_fastft.kernels.expert_gate.reference import GateForm, LowRankRows
@@ -33,7 +42,7 @@ from lightning_fastft.kernels.rms_norm.reference import NormForm
 
 GATE_UP_VALUE, DOWN_VALUE = "mlp.gate_up", "mlp.down"
 
-# Point at which a norm after the block is the last to save a tensor; its input is a value too.
+# Point at which a norm after the block, or the scale of DoRA, is the last to save a tensor; its input is a value too.
 POST_NORM_POINT = "mlp.post_norm"
 
 
@@ -58,7 +67,7 @@ def norm_feed_forward(
     def run(call: _FeedForwardCall) -> torch.Tensor:
         return _NormFeedForward.apply(call, x_TD, norm.weight_D, *gate_up.tensors, *down.tensors)
 
-    return _run_block(run, call, point=DOWN_VALUE)
+    return _run_block(run, call, point=POST_NORM_POINT if down.is_scaled else DOWN_VALUE)
 
 
 def feed_forward_between_norms(
@@ -117,7 +126,18 @@ class _NormFeedForward(torch.autograd.Function):
         gate_up_TP, *low = project_normed(session, GATE_UP_VALUE, call.gate_up, x_TD, weight_D, form=call.norm_form)
         # Without the session, which belongs to a forward.
         ctx.call, ctx.num_low = call._replace(session=None), len(low)
-        saved = (x_TD, weight_D, gate_up_TP, *low, *call.gate_up.watched_tensors, *call.down.watched_tensors)
+        watched = (*call.gate_up.watched_tensors, *call.down.watched_tensors)
+        if call.down.is_scaled:
+            products_TD, *low_down = planned_value(
+                session, DOWN_VALUE, lambda: as_value(unscaled_product(call.down, _gated(call, gate_up_TP)))
+            )
+            # Every run of a layer must save the same number of tensors.
+            low_down = low_down if session is None else []
+            ctx.save_for_backward(x_TD, weight_D, gate_up_TP, products_TD, *low, *watched, *low_down)
+            if session is not None and session.is_last(POST_NORM_POINT):
+                return unneeded(x_TD, x_TD.shape[-1])
+            return scale_output(call.down.parts, products_TD, addend_TO=x_TD, alpha=call.factor)
+        saved = (x_TD, weight_D, gate_up_TP, None, *low, *watched)
         if session is not None:
             # Every run of a layer must save the same number of tensors, even one that ends here.
             ctx.save_for_backward(*saved)
@@ -131,11 +151,13 @@ class _NormFeedForward(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_y_TD: torch.Tensor) -> Grads:
-        x_TD, weight_D, gate_up_TP, *others = ctx.saved_tensors
+        x_TD, weight_D, gate_up_TP, products_TD, *others = ctx.saved_tensors
         d_y_TD = contiguous_rows(d_y_TD)
         d_out_TD = times_factor(d_y_TD, ctx.call.factor, reader=ctx.call.down)
+        saved_out = _SavedOut(products_TD, is_scaled=False, is_own=ctx.call.factor != 1.0)
         return None, *_block_gradients(
-            ctx.call, others, ctx.num_low, d_out_TD, d_y_TD, x_TD, weight_D, gate_up_TP, needs=ctx.needs_input_grad[1:]
+            ctx.call, others, ctx.num_low, d_out_TD, saved_out, d_y_TD, x_TD, weight_D, gate_up_TP,
+            needs=ctx.needs_input_grad[1:],
         )  # fmt: skip
 
 
@@ -193,6 +215,7 @@ class _FeedForwardBetweenNorms(torch.autograd.Function):
             others,
             ctx.num_low,
             d_out_TD,
+            _SavedOut(out_TD, is_scaled=True, is_own=True),
             d_y_TD,
             x_TD,
             weight_D,
@@ -200,6 +223,20 @@ class _FeedForwardBetweenNorms(torch.autograd.Function):
             needs=(needs_x, needs_weight, *needs),
         )
         return None, None, d_x_TD, d_weight_D, d_post_weight_D, *gradients
+
+
+class _SavedOut(NamedTuple):
+    """What the magnitude of down reads, and the state of the gradient of down's output.
+
+    Args:
+        rows_TD: Output of down, or its products before the scale; None without DoRA in the second case.
+        is_scaled: Whether rows_TD is the output.
+        is_own: Whether the gradient may be overwritten.
+    """
+
+    rows_TD: torch.Tensor | None
+    is_scaled: bool
+    is_own: bool
 
 
 def _gated(call: _FeedForwardCall, gate_up_TP: torch.Tensor) -> torch.Tensor | Fp8Rows:
@@ -220,6 +257,7 @@ def _block_gradients(
     others: Sequence[torch.Tensor],
     num_low: int,
     d_out_TD: torch.Tensor,
+    saved_out: _SavedOut,
     d_x_TD: torch.Tensor,
     x_TD: torch.Tensor,
     weight_D: torch.Tensor | None,
@@ -239,6 +277,14 @@ def _block_gradients(
         call.down.with_watched(others[num_first:num_watched]),
     )
     num_needs = 2 + len(gate_up.tensors)
+    d_out_TD, d_magnitudes = before_scale(
+        down,
+        d_out_TD,
+        saved_out.rows_TD,
+        needs=needs[num_needs:],
+        is_scaled=saved_out.is_scaled,
+        in_place=saved_out.is_own,
+    )
     d = quantised_gradient(down, d_out_TD, needs=needs[num_needs:])
     d_act_TF, d_low_TR, a_RF = rows_gradients_apart(down, d_out_TD, d=d)
     d_gate_up: torch.Tensor | Fp8Rows
@@ -258,8 +304,11 @@ def _block_gradients(
     if act is not None:
         # They were saved if the layer ran without a session; else they cost one thin GEMM.
         low_TR = others[num_watched] if len(others) > num_watched else low_rank_rows(down, act)
-        d_down = parameter_gradients(down, act, d_out_TD, low_TR, d_low_TR, needs=needs[num_needs:], d=d)
+        d_down = parameter_gradients(
+            down, act, d_out_TD, low_TR, d_low_TR, needs=needs[num_needs:], d=d, d_magnitudes=d_magnitudes
+        )
     del act, d_out_TD, d
+    d_gate_up, d_magnitudes = before_scale(gate_up, d_gate_up, gate_up_TP, needs=needs[2:num_needs], in_place=True)
     return (
         *normed_gradients(
             gate_up,
@@ -270,6 +319,7 @@ def _block_gradients(
             weight_D,
             form=call.norm_form,
             needs=needs[:num_needs],
+            d_magnitudes=d_magnitudes,
         ),
         *d_down,
     )

@@ -12,7 +12,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from lightning_fastft.activations.segments import Session
+from lightning_fastft.fused.column_scales import scale_output
 from lightning_fastft.fused.functions.rows import Grads, Norm, contiguous_rows, norm_gradients
+from lightning_fastft.fused.functions.scales import before_scale, saved_output
 from lightning_fastft.fused.linear_parts import TENSORS_PER_LAYER
 from lightning_fastft.fused.linears import (
     FusedLinear,
@@ -23,6 +25,7 @@ from lightning_fastft.fused.linears import (
     quantised_norm,
     rows_for,
     rows_gradients,
+    unscaled_product,
 )
 from lightning_fastft.kernels.backends import wide_dtype
 from lightning_fastft.kernels.fp8_linear.reference import Fp8Rows
@@ -100,19 +103,22 @@ class _NormProject(torch.autograd.Function):
 
         y_TC, *low = project_normed(session, QKV_VALUE, fused_linear, x_TD, weight_D, form=form)
         ctx.fused_linear, ctx.form, ctx.num_low = fused_linear, form, len(low)
-        ctx.save_for_backward(x_TD, weight_D, *low, *fused_linear.watched_tensors)
+        saved_y = saved_output(fused_linear, y_TC)
+        ctx.save_for_backward(x_TD, weight_D, *saved_y, *low, *fused_linear.watched_tensors)
         return (y_TC, x_TD) if ctx.needs_input_grad[3] else y_TC
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_y_TC: torch.Tensor | None, d_x_TD: torch.Tensor | None = None) -> Grads:
-        x_TD, weight_D, *others = ctx.saved_tensors
+        x_TD, weight_D, y_TC, *others = ctx.saved_tensors
         needs_x, needs_weight, *needs = ctx.needs_input_grad[3:]
         if d_y_TC is None:
             return None, None, None, d_x_TD, None, *(None for _ in needs)
         low, fused_linear = others[: ctx.num_low], ctx.fused_linear.with_watched(others[ctx.num_low :])
+        d_y_TC, d_magnitudes = before_scale(fused_linear, d_y_TC, y_TC, needs=needs)
         return None, None, None, *normed_gradients(
-            fused_linear, low, d_y_TC, d_x_TD, x_TD, weight_D, form=ctx.form, needs=(needs_x, needs_weight, *needs)
+            fused_linear, low, d_y_TC, d_x_TD, x_TD, weight_D, form=ctx.form, needs=(needs_x, needs_weight, *needs),
+            d_magnitudes=d_magnitudes,
         )  # fmt: skip
 
 
@@ -132,30 +138,42 @@ class _ProjectAdd(torch.autograd.Function):
         residual_TD: torch.Tensor,
         *parameters: torch.Tensor | None,
     ) -> torch.Tensor:
-        y_TD, *low = planned_value(
-            session, OUT_VALUE, lambda: as_value(product(fused_linear, x_TI, addend_TO=residual_TD, factor=factor))
-        )
+        products_TD = None
+        if fused_linear.is_scaled:
+            # The gradient of the magnitude reads the products, which the sum does not give back.
+            products_TD, *low = planned_value(
+                session, OUT_VALUE, lambda: as_value(unscaled_product(fused_linear, x_TI))
+            )
+            y_TD = scale_output(fused_linear.parts, products_TD, addend_TO=residual_TD, alpha=factor)
+        else:
+            y_TD, *low = planned_value(
+                session, OUT_VALUE, lambda: as_value(product(fused_linear, x_TI, addend_TO=residual_TD, factor=factor))
+            )
         ctx.fused_linear, ctx.factor, ctx.num_low = fused_linear, factor, len(low)
         saved_x = (x_TI,) if any(ctx.needs_input_grad[5:]) else ()
-        ctx.save_for_backward(*low, *fused_linear.watched_tensors, *saved_x)
+        ctx.save_for_backward(products_TD, *low, *fused_linear.watched_tensors, *saved_x)
         return y_TD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_y_TD: torch.Tensor) -> Grads:
         needs_x, needs_residual, *needs = ctx.needs_input_grad[3:]
-        others = list(ctx.saved_tensors)
+        products_TD, *others = ctx.saved_tensors
         x_TI = others.pop() if any(needs) else None
         low, fused_linear = others[: ctx.num_low], ctx.fused_linear.with_watched(others[ctx.num_low :])
         d_y_TD = contiguous_rows(d_y_TD)
         d_out_TD = times_factor(d_y_TD, ctx.factor, reader=fused_linear)
+        d_out_TD, d_magnitudes = before_scale(
+            fused_linear, d_out_TD, products_TD, needs=needs, is_scaled=False, in_place=ctx.factor != 1.0
+        )
         d = quantised_gradient(fused_linear, d_out_TD, needs=needs)
         d_x_TI, d_low_TR = rows_gradients(fused_linear, d_out_TD, needs_x=needs_x, d=d)
         gradients: list[torch.Tensor | None] = [None] * len(needs)
         if x_TI is not None:
             gradients = parameter_gradients(
-                fused_linear, x_TI, d_out_TD, low[0] if low else None, d_low_TR, needs=needs, d=d
-            )
+                fused_linear, x_TI, d_out_TD, low[0] if low else None, d_low_TR, needs=needs, d=d,
+                d_magnitudes=d_magnitudes,
+            )  # fmt: skip
         return None, None, None, d_x_TI, d_y_TD if needs_residual else None, *gradients
 
 
@@ -202,12 +220,14 @@ class _ProjectNormAdd(torch.autograd.Function):
         d_x_TI: torch.Tensor | None = None
         gradients: list[torch.Tensor | None] = [None] * len(needs)
         if d_out_TD is not None:
+            d_out_TD, d_magnitudes = before_scale(fused_linear, d_out_TD, out_TD, needs=needs, in_place=True)
             d = quantised_gradient(fused_linear, d_out_TD, needs=needs)
             d_x_TI, d_low_TR = rows_gradients(fused_linear, d_out_TD, needs_x=needs_x, d=d)
             if x_TI is not None:
                 gradients = parameter_gradients(
-                    fused_linear, x_TI, d_out_TD, low[0] if low else None, d_low_TR, needs=needs, d=d
-                )
+                    fused_linear, x_TI, d_out_TD, low[0] if low else None, d_low_TR, needs=needs, d=d,
+                    d_magnitudes=d_magnitudes,
+                )  # fmt: skip
         return None, None, None, d_x_TI, d_y_TD if needs_residual else None, d_weight_D, *gradients
 
 
@@ -247,14 +267,17 @@ def normed_gradients(
     *,
     form: NormForm | None,
     needs: Sequence[bool],
+    d_magnitudes: Sequence[torch.Tensor | None] = (),
 ) -> Grads:
     """Return the gradients of project_normed: of the rows, of the norm's weight, and of FusedLinear.tensors.
 
-    The gradient of the rows includes that of the residual stream.
+    The gradient of the rows includes that of the residual stream. d_y_TC and d_magnitudes are results of before_scale.
     """
     needs_x, needs_weight, *needs_tensors = needs
     if weight_D is None or form is None:
-        return _raw_gradients(fused_linear, low, d_y_TC, d_x_TD, x_TD, needs_x=needs_x, needs=needs_tensors)
+        return _raw_gradients(
+            fused_linear, low, d_y_TC, d_x_TD, x_TD, needs_x=needs_x, needs=needs_tensors, d_magnitudes=d_magnitudes
+        )
     d = quantised_gradient(fused_linear, d_y_TC, needs=needs_tensors)
     d_h_TD, d_low_TR = rows_gradients(fused_linear, d_y_TC, needs_x=needs_x or needs_weight, d=d)
     rstd_T = None
@@ -272,12 +295,15 @@ def normed_gradients(
         d_low_TR = torch.mul(d_low_TR, rstd_T[:, None], out=torch.empty_like(d_low_TR))
         factor_D = shifted_weight(weight_D, rstd_T.dtype, form)
         gradients = parameter_gradients(
-            fused_linear, x_TD, d_y_TC, low_TR, d_low_TR, needs=needs_tensors, factor_I=factor_D
-        )
+            fused_linear, x_TD, d_y_TC, low_TR, d_low_TR, needs=needs_tensors, factor_I=factor_D,
+            d_magnitudes=d_magnitudes,
+        )  # fmt: skip
     elif any(needs_tensors):
         quantised = quantised_norm(fused_linear, x_TD, weight_D, form=form)
         h = rms_norm_forward(x_TD, weight_D, form=form, is_checked=False) if quantised is None else quantised
-        gradients = parameter_gradients(fused_linear, h, d_y_TC, low_TR, d_low_TR, needs=needs_tensors, d=d)
+        gradients = parameter_gradients(
+            fused_linear, h, d_y_TC, low_TR, d_low_TR, needs=needs_tensors, d=d, d_magnitudes=d_magnitudes
+        )
     return (*of_norm, *gradients)
 
 
@@ -290,6 +316,7 @@ def _raw_gradients(
     *,
     needs_x: bool,
     needs: Sequence[bool],
+    d_magnitudes: Sequence[torch.Tensor | None],
 ) -> Grads:
     """Return the gradients of project_normed without a norm."""
     d = quantised_gradient(fused_linear, d_y_TC, needs=needs)
@@ -298,7 +325,9 @@ def _raw_gradients(
         found_TD = found_TD + d_x_TD
     gradients: list[torch.Tensor | None] = [None] * len(needs)
     if any(needs):
-        gradients = parameter_gradients(fused_linear, x_TD, d_y_TC, low[0] if low else None, d_low_TR, needs=needs, d=d)
+        gradients = parameter_gradients(
+            fused_linear, x_TD, d_y_TC, low[0] if low else None, d_low_TR, needs=needs, d=d, d_magnitudes=d_magnitudes
+        )
     return found_TD, None, *gradients
 
 

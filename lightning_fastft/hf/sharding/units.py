@@ -302,7 +302,7 @@ def _is_trained_factor(name: str, parameter: nn.Parameter) -> bool:
 
 
 def _is_factor(name: str) -> bool:
-    return ".lora_A." in name or ".lora_B." in name
+    return any(part in name for part in (".lora_A.", ".lora_B.", ".lora_magnitude_vector."))
 
 
 def _plain_name(name: str) -> str:

@@ -1,0 +1,1 @@
+"""Columns times factors, and the gradients, each in one pass over memory."""
