@@ -29,7 +29,7 @@ from benchmarks.ruler.measure import StepClock
 from benchmarks.ruler.workloads import WORKLOADS, Workload, make_packs
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.callbacks.fused_kernels import FusedKernels
-from lightning_fastft.fused import low_precision_adapters
+from lightning_fastft.fused import row_factors
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from lightning_fastft.training.fine_tuner import FineTuner
 
@@ -147,7 +147,7 @@ def run_arm(arm: str, base: Any, workload: Workload, *, num_steps: int, is_cuda:
     strategy = FastFTStrategy(activations=OffloadCheckpointing(mode))
     trainer = make_trainer(strategy, measure, max_steps=num_steps, is_cuda=is_cuda)
     trainer.callbacks.append(FusedKernels())  # type: ignore[attr-defined]
-    own = mock.patch.object(low_precision_adapters, "dora_obstacle", return_value="PEFT's forward is measured")
+    own = mock.patch.object(row_factors, "dora_obstacle", return_value="PEFT's forward is measured")
     if arm == "peft":
         own.start()
     try:

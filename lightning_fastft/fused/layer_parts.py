@@ -10,6 +10,7 @@ import torch
 from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
+from lightning_fastft.fused.active_adapters import copies_read
 from lightning_fastft.fused.delta_mixers import delta_modules, delta_obstacle
 from lightning_fastft.fused.dense_weights import DenseWeights
 from lightning_fastft.fused.fp8_base import FP8_ATTRIBUTE, in_fp8
@@ -17,7 +18,7 @@ from lightning_fastft.fused.fp8_obstacles import adapter_obstacle, gather_obstac
 from lightning_fastft.fused.layer_forms import LAYERS, LayerForm
 from lightning_fastft.fused.linear_parts import read_part
 from lightning_fastft.fused.linears import FusedLinear, fuse_linears
-from lightning_fastft.fused.low_precision_adapters import LowPrecisionCopy, copies_read
+from lightning_fastft.fused.low_precision_adapters import LowPrecisionCopy
 from lightning_fastft.fused.row_factors import RowFactors
 from lightning_fastft.hf.activation_functions import activation_name
 from lightning_fastft.mixers.install import PackedMixer

@@ -12,7 +12,7 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_fastft.fused.low_precision_adapters import ActiveAdapter, read_adapter
+from lightning_fastft.fused.active_adapters import ActiveAdapter, read_adapter
 from lightning_fastft.kernels.fp8_linear.reference import FP8
 from lightning_fastft.kernels.nf4_linear.op import read_params4bit
 from lightning_fastft.patches.value_points import is_linear_point

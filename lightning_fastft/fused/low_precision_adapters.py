@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from peft.tuners.lora.layer import Linear as PeftLinear
@@ -17,7 +17,15 @@ from lightning_fastft.core.autocast import is_autocast_on
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.core.patcher import ModelPatcher, share_state
 from lightning_fastft.core.status import Status
-from lightning_fastft.fused.row_factors import FACTORS_ATTRIBUTE, RowFactors, dora_obstacle, fresh_factors, is_dora
+from lightning_fastft.fused.row_factors import (
+    FACTORS_ATTRIBUTE,
+    RowFactors,
+    factors_of,
+    forget_merged,
+    fresh_factors,
+    is_dora,
+    variant_obstacle,
+)
 from lightning_fastft.kernels.column_scale.op import scale_by_magnitude
 from lightning_fastft.kernels.lora_linear.op import lora_addmm
 from lightning_fastft.moe.adapters import FACTOR_ATTRIBUTE, LowPrecisionExpertAdapters
@@ -26,8 +34,8 @@ from lightning_fastft.patches.value_points import is_frozen_point
 
 STATUS_NAME = "low-precision adapters"
 # Instance attributes, neither parameters nor buffers, so no state_dict has them.
-_LAYER_ATTRIBUTE = "fastft_low_precision_adapters"
-_WEIGHT_ATTRIBUTE = "fastft_copy"
+LAYER_ATTRIBUTE = "fastft_low_precision_adapters"
+WEIGHT_ATTRIBUTE = "fastft_copy"
 
 
 class LowPrecisionCopy:
@@ -143,10 +151,10 @@ class LowPrecisionAdapters:
         if self.is_sharded:
             # The master was gathered for this pass, so no version counter tells whether a copy is stale.
             return master.detach().to(self.compute_dtype)
-        copy = vars(linear).get(_WEIGHT_ATTRIBUTE)
+        copy = vars(linear).get(WEIGHT_ATTRIBUTE)
         if copy is None or not copy.is_copy_of(master, self.compute_dtype):
             copy = LowPrecisionCopy(master, self.compute_dtype)
-            setattr(linear, _WEIGHT_ATTRIBUTE, copy)
+            setattr(linear, WEIGHT_ATTRIBUTE, copy)
         elif not copy.is_current():
             copy.copy_master()
         return copy.tensor
@@ -154,7 +162,8 @@ class LowPrecisionAdapters:
     def read_factors(self, layer: LoraLayer, name: str) -> torch.Tensor:
         """Return the row factors of a DoRA adapter, computed again if a version counter changed."""
         if self.is_sharded:
-            return _fresh_factors(self, layer, name)
+            a, b = (self.read(side[name]) for side in (layer.lora_A, layer.lora_B))
+            return fresh_factors(layer, name, a, b, float(layer.scaling[name]))
         owner = vars(layer.lora_magnitude_vector[name])
         factors: RowFactors | None = owner.get(FACTORS_ATTRIBUTE)
         if factors is None or not factors.belongs_to(layer, name):
@@ -171,7 +180,7 @@ class LowPrecisionAdapters:
     def _refresh_factors(self) -> None:
         """Compute the row factors again; those of streamed weights in the next pass of their layer."""
         for layer in self._layers:
-            for name, factors in _factors_of(layer).items():
+            for name, factors in factors_of(layer).items():
                 factors.make_stale()
                 is_there = STREAMED_ATTRIBUTE not in vars(layer.get_base_layer()) and not layer.merged
                 if is_there and factors.belongs_to(layer, name):
@@ -187,12 +196,12 @@ class LowPrecisionAdapters:
         ]
 
     def _copies(self) -> list[LowPrecisionCopy]:
-        copies = [vars(linear).get(_WEIGHT_ATTRIBUTE) for linear in self._linears()]
+        copies = [vars(linear).get(WEIGHT_ATTRIBUTE) for linear in self._linears()]
         return [copy for copy in copies if copy is not None]
 
     def _drop(self) -> None:
         for linear in self._linears():
-            vars(linear).pop(_WEIGHT_ATTRIBUTE, None)
+            vars(linear).pop(WEIGHT_ATTRIBUTE, None)
         for layer in self._layers:
             for magnitude in layer.lora_magnitude_vector.values():
                 vars(magnitude).pop(FACTORS_ATTRIBUTE, None)
@@ -202,7 +211,7 @@ class _CopyForward:
     """The forward of a LoRA layer with low-precision copies; all other calls run the forward of PEFT's class."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        adapters: LowPrecisionAdapters = vars(self)[_LAYER_ATTRIBUTE]
+        adapters: LowPrecisionAdapters = vars(self)[LAYER_ATTRIBUTE]
         name = None if args or kwargs else _plain_adapter(self, x, adapters=adapters)  # type: ignore[arg-type]
         if name is None:
             return super().forward(x, *args, **kwargs)  # type: ignore[misc]
@@ -267,7 +276,7 @@ def install_low_precision_adapters(
         compute_dtype=compute_dtype, status=Status(STATUS_NAME, "inactive", "no LoRA layers")
     )
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
-    found = {old: _class_for(old) for old in {type(layer) for layer in layers.values()}}
+    found = {old: class_for(old) for old in {type(layer) for layer in layers.values()}}
     classes = {old: new for old, new in found.items() if new is not None}
     served = {name: layer for name, layer in layers.items() if type(layer) in classes}
     adapters.status = _judge(layers, served=served, compute_dtype=compute_dtype)
@@ -280,7 +289,7 @@ def install_low_precision_adapters(
     for name, layer in served.items():
         new = share_state(layer, classes[type(layer)])
         patcher.replace_module(model, name, new)
-        patcher.set_attribute(new, _LAYER_ATTRIBUTE, adapters)
+        patcher.set_attribute(new, LAYER_ATTRIBUTE, adapters)
         adapters._layers.append(new)
     patcher.add_undo(adapters._drop)
     return adapters
@@ -288,7 +297,7 @@ def install_low_precision_adapters(
 
 def copies_in(module: nn.Module) -> list[torch.Tensor]:
     """Return the low-precision copies that the adapters in a module hold now."""
-    attributes = (_WEIGHT_ATTRIBUTE, FACTOR_ATTRIBUTE)
+    attributes = (WEIGHT_ATTRIBUTE, FACTOR_ATTRIBUTE)
     owners = [vars(linear) for linear in module.modules()]
     return [owner[name].tensor for owner in owners for name in attributes if name in owner]
 
@@ -326,41 +335,8 @@ def _judge(layers: dict[str, LoraLayer], *, served: dict[str, LoraLayer], comput
 
 def _own_forward_reason(layer: LoraLayer) -> str:
     """Return why PEFT's own forward runs all adapters of a layer; empty if it does not."""
-    reasons = [_variant_reason(layer, name) for name in layer.lora_A]
+    reasons = [variant_obstacle(layer, name) for name in layer.lora_A]
     return reasons[0] if reasons and all(reasons) else ""
-
-
-def _variant_reason(layer: LoraLayer, name: str) -> str:
-    """Return why an adapter is neither LoRA nor a DoRA that is served; empty if it is."""
-    if layer.lora_bias.get(name, False):
-        return "the adapter has a bias"
-    if name not in layer.lora_variant:
-        return ""
-    if not is_dora(layer, name):
-        return f"the adapter is a variant of LoRA ({type(layer.lora_variant[name]).__name__})"
-    if _draws(layer, name, is_training=True):
-        return "DoRA with dropout"
-    return dora_obstacle(layer, name)
-
-
-def _draws(layer: LoraLayer, name: str, *, is_training: bool) -> bool:
-    """Return whether the dropout of an adapter draws."""
-    dropout = layer.lora_dropout[name]
-    return is_training and not isinstance(dropout, nn.Identity) and getattr(dropout, "p", 1.0) > 0.0
-
-
-def _factors_of(layer: LoraLayer) -> dict[str, RowFactors]:
-    """Return the row factors that a layer holds now, by adapter."""
-    modules: Any = layer._modules["lora_magnitude_vector"]
-    held = {name: vars(module).get(FACTORS_ATTRIBUTE) for name, module in modules._modules.items()}
-    return {name: factors for name, factors in held.items() if factors is not None}
-
-
-def _fresh_factors(adapters: LowPrecisionAdapters | None, layer: LoraLayer, name: str) -> torch.Tensor:
-    """Return row factors in new memory."""
-    linears = layer.lora_A[name], layer.lora_B[name]
-    a, b = (linear.weight.detach() if adapters is None else adapters.read(linear) for linear in linears)
-    return fresh_factors(layer, name, a, b, float(layer.scaling[name]))
 
 
 def _has_pieces(layers: dict[str, LoraLayer]) -> bool:
@@ -381,7 +357,7 @@ def _count_types(layers: list[LoraLayer]) -> str:
 
 def _plain_adapter(layer: PeftLinear, x: torch.Tensor, *, adapters: LowPrecisionAdapters) -> str | None:
     """Return the one adapter whose low-precision copies can serve this call; None if PEFT's own forward must run."""
-    _forget_merged(layer)
+    forget_merged(layer)
     if layer.disable_adapters or layer.merged or not layer.cast_input_dtype_enabled:
         return None
     names = [name for name in layer.active_adapters if name in layer.lora_A]
@@ -389,7 +365,7 @@ def _plain_adapter(layer: PeftLinear, x: torch.Tensor, *, adapters: LowPrecision
         return None
     name = names[0]
     linears, dtype = (layer.lora_A[name], layer.lora_B[name]), adapters.compute_dtype
-    is_plain = not _variant_reason(layer, name) and x.dtype is dtype and not is_autocast_on(x.device.type)
+    is_plain = not variant_obstacle(layer, name) and x.dtype is dtype and not is_autocast_on(x.device.type)
     # A hook or another class on lora_A or lora_B is an extension that must run.
     is_plain = is_plain and all(
         type(linear) is nn.Linear and not linear._forward_hooks and not linear._forward_pre_hooks for linear in linears
@@ -397,14 +373,7 @@ def _plain_adapter(layer: PeftLinear, x: torch.Tensor, *, adapters: LowPrecision
     return name if is_plain else None
 
 
-def _forget_merged(layer: LoraLayer) -> None:
-    """Drop what was computed from the base weight of a layer that is merged at present."""
-    if layer.merged:
-        for factors in _factors_of(layer).values():
-            factors.make_stale()
-
-
-def _class_for(old: type[LoraLayer]) -> type[nn.Module] | None:
+def class_for(old: type[LoraLayer]) -> type[nn.Module] | None:
     """Return the class that serves instances of exactly this PEFT class, or None."""
     if old is PeftLinear:
         return LoraLinear
@@ -415,103 +384,3 @@ def _class_for(old: type[LoraLayer]) -> type[nn.Module] | None:
             {"__doc__": f"PEFT's LoRA on bitsandbytes {old.__name__}, computing from low-precision copies."},
         )
     return None
-
-
-def copies_read(layer: LoraLayer, *, dtype: torch.dtype) -> list[LowPrecisionCopy | RowFactors] | None:
-    """Return the low-precision copies that ``read_adapter`` takes from a layer for rows of this dtype.
-
-    They and the row factors of DoRA are kept equal to their masters. None if a tensor that it returns is made for the
-    call, or if it returns the memory of a master, which may be replaced.
-    """
-    adapters: LowPrecisionAdapters | None = vars(layer).get(_LAYER_ATTRIBUTE)
-    if adapters is None or dtype is not adapters.compute_dtype or adapters.is_sharded:
-        return None
-    linears = [
-        sides[name] for name in layer.active_adapters if name in layer.lora_A for sides in (layer.lora_A, layer.lora_B)
-    ]
-    copies = [vars(linear).get(_WEIGHT_ATTRIBUTE) for linear in linears]
-    factors = _factors_of(layer)
-    copies += [factors.get(name) for name in layer.active_adapters if name in layer.lora_variant]
-    return None if None in copies else copies
-
-
-class ActiveAdapter(NamedTuple):
-    """The one LoRA or DoRA that is active around a linear layer.
-
-    It has the masters of A (R, D) and B (N, R), the copies of both that compute, and the scale; with DoRA also the
-    magnitude (N,) and the row factors (2, N), which are None until sharded weights are gathered.
-    """
-
-    a_RD: torch.Tensor
-    b_NR: torch.Tensor
-    copy_a_RD: torch.Tensor
-    copy_b_NR: torch.Tensor
-    scale: float
-    magnitude_N: torch.Tensor | None
-    factors_2N: torch.Tensor | None
-
-
-def read_adapter(layer: LoraLayer, *, dtype: torch.dtype, awaits_gather: bool = False) -> ActiveAdapter | str | None:
-    """Return the one LoRA or DoRA that is active around a linear layer, for rows of this dtype.
-
-    Args:
-        layer: PEFT's layer.
-        dtype: Dtype of the rows that it reads.
-        awaits_gather: Weights are sharded, and gathered before the first call.
-
-    Returns:
-        The adapter; None if only the base computes, because no adapter is active, or they are disabled or merged. A
-        str is the reason why PEFT's own forward must run.
-
-    Cost:
-        A few microseconds of the host; a copy if the low-precision copy is stale, and ``RowFactors.update`` if the
-        row factors of DoRA are.
-    """
-    _forget_merged(layer)
-    if layer.merged or layer.disable_adapters:
-        return "adapters are disabled while they are merged" if layer.merged and layer.disable_adapters else None
-    adapters: LowPrecisionAdapters | None = vars(layer).get(_LAYER_ATTRIBUTE)
-    if _class_for(type(layer)) is None and adapters is None:
-        return f"{type(layer).__name__} is not a LoRA layer that is read"
-    names = [name for name in layer.active_adapters if name in layer.lora_A]
-    if len(names) != 1:
-        return "several adapters are active" if names else None
-    name = names[0]
-    linears = (layer.lora_A[name], layer.lora_B[name])
-    reason = _adapter_obstacle(layer, name)
-    if reason:
-        return reason
-    masters = [linear.weight for linear in linears]
-    if adapters is not None and dtype is adapters.compute_dtype:
-        copies = [adapters.read(linear) for linear in linears]
-    elif all(weight.dtype is dtype for weight in masters):
-        copies = [weight.detach() for weight in masters]
-    else:
-        return (
-            f"the adapter is in {masters[0].dtype} and rows are in {dtype}, without the low-precision copies that "
-            "FineTuner keeps"
-        )
-    magnitude = factors = None
-    if name in layer.lora_variant:
-        magnitude = layer.lora_magnitude_vector[name].weight
-        if not awaits_gather:
-            factors = _read_factors(adapters, layer, name)
-    return ActiveAdapter(masters[0], masters[1], copies[0], copies[1], float(layer.scaling[name]), magnitude, factors)
-
-
-def _adapter_obstacle(layer: LoraLayer, name: str) -> str:
-    """Return why an active adapter cannot be read; empty if it can."""
-    reason = _variant_reason(layer, name)
-    if reason:
-        return reason
-    if _draws(layer, name, is_training=layer.training):
-        return "the adapter has dropout"
-    linears = (layer.lora_A[name], layer.lora_B[name])
-    if any(type(linear) is not nn.Linear or linear._forward_hooks or linear._forward_pre_hooks for linear in linears):
-        return "lora_A or lora_B has another class than nn.Linear, or hooks"
-    return ""
-
-
-def _read_factors(adapters: LowPrecisionAdapters | None, layer: LoraLayer, name: str) -> torch.Tensor:
-    """Return the row factors; in new memory without low-precision copies, whose owner refreshes what is kept."""
-    return _fresh_factors(None, layer, name) if adapters is None else adapters.read_factors(layer, name)

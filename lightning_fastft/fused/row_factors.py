@@ -44,6 +44,25 @@ def dora_obstacle(layer: LoraLayer, name: str) -> str:
     return ""
 
 
+def variant_obstacle(layer: LoraLayer, name: str) -> str:
+    """Return why an adapter is neither LoRA nor a DoRA that is served; empty if it is."""
+    if layer.lora_bias.get(name, False):
+        return "the adapter has a bias"
+    if name not in layer.lora_variant:
+        return ""
+    if not is_dora(layer, name):
+        return f"the adapter is a variant of LoRA ({type(layer.lora_variant[name]).__name__})"
+    if draws(layer, name, is_training=True):
+        return "DoRA with dropout"
+    return dora_obstacle(layer, name)
+
+
+def draws(layer: LoraLayer, name: str, *, is_training: bool) -> bool:
+    """Return whether the dropout of an adapter draws."""
+    dropout = layer.lora_dropout[name]
+    return is_training and not isinstance(dropout, nn.Identity) and getattr(dropout, "p", 1.0) > 0.0
+
+
 class RowFactors:
     """The factors of one DoRA layer and what they were computed from.
 
@@ -95,6 +114,20 @@ class RowFactors:
     def _find_marks(self) -> list[Any]:
         masters = [(master._version, master.data_ptr()) for master in self._masters]
         return [*masters, self._weight._version]
+
+
+def factors_of(layer: LoraLayer) -> dict[str, RowFactors]:
+    """Return the row factors that a layer holds now, by adapter."""
+    modules: Any = layer._modules["lora_magnitude_vector"]
+    held = {name: vars(module).get(FACTORS_ATTRIBUTE) for name, module in modules._modules.items()}
+    return {name: factors for name, factors in held.items() if factors is not None}
+
+
+def forget_merged(layer: LoraLayer) -> None:
+    """Drop what was computed from the base weight of a layer that is merged at present."""
+    if layer.merged:
+        for factors in factors_of(layer).values():
+            factors.make_stale()
 
 
 def fresh_factors(

@@ -168,6 +168,15 @@ def grouped_mm(triton):
         triton.add_to_rows(d_rows, ends, addend=addend, out_NO=torch.empty_like(d_rows))
 
 
+def column_scale(triton):
+    for dtype in DTYPES:
+        x, addend, factor, out = numbers(5, 13, dtype=dtype), numbers(5, 13, dtype=dtype), numbers(13), numbers(2, 13)
+        triton.scale_columns(x, factor, offset_N=factor, addend_TN=addend, out=addend)
+        triton.scale_columns_backward(x, addend, factor, needs_totals=True, out=x)
+        weight, a, b = (numbers(*size, dtype=dtype) for size in ((13, 5), (3, 5), (13, 3)))
+        triton.row_factors(weight, a, b, factor, scale=0.5, out=out)
+
+
 def host_gather(triton):
     for dtype in DTYPES:
         table = torch.randn(5, 13).to(dtype)
@@ -327,6 +336,7 @@ CASES = {
         adamw_step,
         block_diagonal,
         chunk_gradients,
+        column_scale,
         cross_entropy,
         delta_inputs,
         divergence,

@@ -8,6 +8,7 @@ import torch
 from lightning_fastft.core.errors import ShapeError
 from lightning_fastft.kernels import backends
 from lightning_fastft.kernels.block_diagonal.op import write_block_diagonal
+from lightning_fastft.kernels.column_scale.op import row_factors, scale_columns, scale_columns_backward
 from lightning_fastft.kernels.delta_inputs.op import delta_inputs_forward
 from lightning_fastft.kernels.delta_inputs.reference import DeltaForm, DeltaParameters
 from lightning_fastft.kernels.expert_gate.op import gate_backward, gate_forward
@@ -60,6 +61,12 @@ CALLS = {
     gate_forward: ((rows(3, 4),), {"form": GateForm()}),
     gate_backward: ((rows(3, 2), rows(3, 4)), {"form": GateForm(), "weight_N": rows(3), "need_act": True}),
     add_low_rank: ((rows(3, 4), rows(3, 2), rows(2, 4)), {"residual_TN": rows(3, 4)}),
+    scale_columns: ((rows(3, 4), rows(4)), {"offset_N": rows(4), "addend_TN": rows(3, 4)}),
+    scale_columns_backward: ((rows(3, 4), rows(3, 4) + 1, rows(4)), {"needs_totals": True}),
+    row_factors: (
+        (rows(3, 4), rows(2, 4), rows(3, 2), rows(3)),
+        {"scale": 2.0, "out": torch.empty(2, 3)},
+    ),
     lora_addmm: ((rows(3, 4), rows(3, 2), rows(1, 2), rows(4, 1)), {"scale": 2.0}),
     quantise_rows: ((rows(3, 4),), {"factor_I": rows(4)}),
     grouped_mm: ((rows(3, 4), rows(2, 4, 5), END_E), {"bias_EO": rows(2, 5)}),
