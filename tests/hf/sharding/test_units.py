@@ -268,6 +268,19 @@ def test_trained_tensors_that_a_model_keeps_wide_are_refused():
             shard_model(model, mesh, compute_dtype=torch.bfloat16, master_dtype=torch.float32)
 
 
+def test_trained_rows_of_a_tied_embedding_are_refused():
+    lora = parse_lora({"r": 2, "target_modules": ["o_proj"], "trainable_token_indices": [3, 5]})
+    for is_tied in (False, True):
+        with rank_of_two(0) as mesh:
+            model = build_tiny("llama", tie_word_embeddings=is_tied)
+            adapted = add_adapters(model, lora=lora, adapter_dtype=torch.float32)
+            if not is_tied:
+                assert shard_model(adapted, mesh).state == "active"
+                continue
+            with pytest.raises(UnsupportedModelError, match="trainable_token_indices"):
+                shard_model(adapted, mesh)
+
+
 def test_module_without_a_language_model_is_refused():
     with rank_of_two(0) as mesh, pytest.raises(UnsupportedModelError, match="Linear holds no transformers model"):
         shard_model(torch.nn.Linear(2, 2), mesh)
