@@ -209,8 +209,10 @@ class _Sharder:
             if shared is not None:
                 module._parameters[key] = shared
             elif names[key] in self._originals:
-                real = self._originals[names[key]].detach().clone()
-                module._parameters[key] = nn.Parameter(real, requires_grad=meta.requires_grad)
+                real = nn.Parameter(self._originals[names[key]].detach().clone(), requires_grad=meta.requires_grad)
+                # transformers initialises the module for its buffers, and skips what has this mark.
+                real._is_hf_initialized = True  # type: ignore[attr-defined]
+                module._parameters[key] = real
             elif meta.is_meta:
                 open_keys.append(key)
         has_buffers = any(buffer is not None and buffer.is_meta for buffer in module._buffers.values())

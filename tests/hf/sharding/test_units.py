@@ -117,6 +117,18 @@ def test_every_family_is_built_in_pieces(family):
         assert all(isinstance(layer, FSDPModule) for layer in decoder_layers(model))
 
 
+@pytest.mark.parametrize("init", ["random", "pretrained"])
+def test_trained_copies_of_an_embedding_with_a_buffer_begin_as_the_embedding(init, tmp_path):
+    """The buffer of a scaled embedding is computed by an initialisation of its module."""
+    tiny, lora = build_tiny("gemma2"), LORAS["trained copies"]
+    tiny.save_pretrained(tmp_path)
+    source = ModelSource(str(tmp_path) if init == "pretrained" else tiny.config, init=init)
+    with rank_of_two(0) as mesh:
+        model, filler = build_pieces(source, mesh, dtype=torch.float32, lora=lora)
+        assert filler is not None
+        check_pieces(model, build_whole(source, dtype=torch.float32, lora=lora), rank=0)
+
+
 def test_global_generators_are_left_as_they_were():
     before = torch.get_rng_state()
     with rank_of_two(0) as mesh:
