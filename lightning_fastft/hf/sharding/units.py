@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import torch
+from peft.utils.other import TrainableTokensWrapper
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -62,7 +63,8 @@ def shard_model(
 
     Raises:
         UnsupportedModelError: There is no language model, nothing fills a tensor, a model keeps a trained tensor wider
-            than compute_dtype on purpose, experts are in NF4, or ranks cannot own them in equal shares.
+            than compute_dtype on purpose, experts are in NF4, ranks cannot own them in equal shares, or the head is
+            tied to an embedding with trained rows.
         DataError: Weights of the files are not finite.
 
     Cost:
@@ -78,6 +80,8 @@ def shard_model(
             f"{type(model).__name__} holds no transformers model to shard. Shard it in configure_model with "
             "fully_shard."
         )
+    for _, inner in found:
+        _refuse_tied_tokens(inner)
     sharder = _Sharder(
         mesh, filler=filler, compute_dtype=compute_dtype, master_dtype=master_dtype, owns_experts=owns_experts
     )
@@ -97,6 +101,21 @@ def shard_model(
             f"{type(model).__name__} cannot be built in shards: nothing fills {list_names(left)}."
         )
     return Status(STATUS_NAME, "active", sharder.describe(len(sharder.units)))
+
+
+def _refuse_tied_tokens(model: PreTrainedModel) -> None:
+    """Refuse trained rows of an embedding whose weight the head reads too: it would read the shard, not the whole.
+
+    Raises:
+        UnsupportedModelError: The model has such rows.
+    """
+    is_tied = model.config.get_text_config(decoder=True).tie_word_embeddings
+    if is_tied and isinstance(model.get_output_embeddings(), TrainableTokensWrapper):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} ties its head to the embedding, whose trained rows (lora.trainable_token_indices) "
+            "cannot be sharded. Use strategy='fastft_ddp', or train the whole embedding: "
+            "modules_to_save=['embed_tokens']."
+        )
 
 
 class _Sharder:
@@ -190,8 +209,10 @@ class _Sharder:
             if shared is not None:
                 module._parameters[key] = shared
             elif names[key] in self._originals:
-                real = self._originals[names[key]].detach().clone()
-                module._parameters[key] = nn.Parameter(real, requires_grad=meta.requires_grad)
+                real = nn.Parameter(self._originals[names[key]].detach().clone(), requires_grad=meta.requires_grad)
+                # transformers initialises the module for its buffers, and skips what has this mark.
+                real._is_hf_initialized = True  # type: ignore[attr-defined]
+                module._parameters[key] = real
             elif meta.is_meta:
                 open_keys.append(key)
         has_buffers = any(buffer is not None and buffer.is_meta for buffer in module._buffers.values())

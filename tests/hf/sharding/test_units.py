@@ -117,6 +117,18 @@ def test_every_family_is_built_in_pieces(family):
         assert all(isinstance(layer, FSDPModule) for layer in decoder_layers(model))
 
 
+@pytest.mark.parametrize("init", ["random", "pretrained"])
+def test_trained_copies_of_an_embedding_with_a_buffer_begin_as_the_embedding(init, tmp_path):
+    """The buffer of a scaled embedding is computed by an initialisation of its module."""
+    tiny, lora = build_tiny("gemma2"), LORAS["trained copies"]
+    tiny.save_pretrained(tmp_path)
+    source = ModelSource(str(tmp_path) if init == "pretrained" else tiny.config, init=init)
+    with rank_of_two(0) as mesh:
+        model, filler = build_pieces(source, mesh, dtype=torch.float32, lora=lora)
+        assert filler is not None
+        check_pieces(model, build_whole(source, dtype=torch.float32, lora=lora), rank=0)
+
+
 def test_global_generators_are_left_as_they_were():
     before = torch.get_rng_state()
     with rank_of_two(0) as mesh:
@@ -266,6 +278,19 @@ def test_trained_tensors_that_a_model_keeps_wide_are_refused():
         model.model.norm.float()
         with pytest.raises(UnsupportedModelError, match=r"norm\.weight in float32"):
             shard_model(model, mesh, compute_dtype=torch.bfloat16, master_dtype=torch.float32)
+
+
+def test_trained_rows_of_a_tied_embedding_are_refused():
+    lora = parse_lora({"r": 2, "target_modules": ["o_proj"], "trainable_token_indices": [3, 5]})
+    for is_tied in (False, True):
+        with rank_of_two(0) as mesh:
+            model = build_tiny("llama", tie_word_embeddings=is_tied)
+            adapted = add_adapters(model, lora=lora, adapter_dtype=torch.float32)
+            if not is_tied:
+                assert shard_model(adapted, mesh).state == "active"
+                continue
+            with pytest.raises(UnsupportedModelError, match="trainable_token_indices"):
+                shard_model(adapted, mesh)
 
 
 def test_module_without_a_language_model_is_refused():
