@@ -127,11 +127,13 @@ class StubbedDevice:
 
     def install_products(self) -> None:
         """Return uninitialised memory for every GEMM; after the first steps, which need numbers that are finite."""
-        import lightning_fastft.fused.linears as linears
+        from lightning_fastft.fused import linear_gradients
 
         torch.mm = torch.Tensor.__matmul__ = _multiply_nothing
         torch.addmm = lambda summand, left, right, *, beta=1, alpha=1, out=None: _multiply_nothing(left, right, out=out)
-        linears.wide_product = lambda left, right, *, dtype: left.new_empty(left.shape[0], right.shape[1], dtype=dtype)
+        linear_gradients.wide_product = lambda left, right, *, dtype: left.new_empty(
+            left.shape[0], right.shape[1], dtype=dtype
+        )
 
 
 def _always_triton(backend: str, device: torch.device, *, dtype: torch.dtype | None = None) -> bool:

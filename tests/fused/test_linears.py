@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fastft.fused import dense_weights, linears
+from lightning_fastft.fused import dense_weights, linear_gradients, linears
 from lightning_fastft.fused.dense_weights import DenseWeights, PaddedBuffer
 from lightning_fastft.fused.linear_parts import LinearPart
 from lightning_fastft.fused.linears import FusedLinear
@@ -17,7 +17,7 @@ from lightning_fastft.kernels.low_rank_add.op import add_low_rank
 from tests.support.truth import fresh_memory_is_nan
 
 NUM_INPUTS, NUM_OUTPUTS, RANKS = 24, (40, 8, 16), (4, 0, 3)
-MANY = linears._COPIED_FROM_ROWS_PER_INPUT * NUM_INPUTS
+MANY = linears.COPIED_FROM_ROWS_PER_INPUT * NUM_INPUTS
 
 
 def make_joint(*, dtype=torch.float32, is_trained=False, num_inputs=NUM_INPUTS, stride=0):
@@ -46,7 +46,7 @@ def run(fused_linear, num_rows, *, has_room=True):
     x_TI = linears.rows_for(fused_linear, like_TI).copy_(like_TI) if has_room else like_TI.clone()
     out = linears.product(fused_linear, x_TI)
     d_TO = torch.randn(out.y_TO.shape, generator=generator).to(like_TI.dtype)
-    return x_TI, d_TO, (out.y_TO, out.low_TR, *linears.rows_gradients(fused_linear, d_TO, needs_x=True))
+    return x_TI, d_TO, (out.y_TO, out.low_TR, *linear_gradients.rows_gradients(fused_linear, d_TO, needs_x=True))
 
 
 def truth(fused_linear, x_TI, d_TO):
@@ -87,7 +87,7 @@ def test_outputs_and_gradients_are_those_of_the_definition(num_rows, has_room):
 def test_gradients_apart_are_those_of_the_definition_once_they_are_added(num_rows):
     fused_linear = make_joint()
     x_TI, d_TO, (_, _, d_x_TI, d_low_TR) = run(fused_linear, num_rows)
-    rest_TI, d_low_again_TR, a_RI = linears.rows_gradients_apart(fused_linear, d_TO)
+    rest_TI, d_low_again_TR, a_RI = linear_gradients.rows_gradients_apart(fused_linear, d_TO)
     _, _, true_d_x_TI, _ = truth(fused_linear, x_TI, d_TO)
     whole_TI = rest_TI.double() + d_low_again_TR.double() @ a_RI.double()
     assert ((whole_TI - true_d_x_TI).norm() / true_d_x_TI.norm()).item() < 1e-6
@@ -99,9 +99,9 @@ def test_without_adapters_nothing_is_left_apart():
     fused_linear = make_joint()
     bare = fused_linear._replace(parts=fused_linear.parts[1:2])
     d_TO = torch.randn(5, NUM_OUTPUTS[1])
-    rest_TI, d_low_TR, a_RI = linears.rows_gradients_apart(bare, d_TO)
+    rest_TI, d_low_TR, a_RI = linear_gradients.rows_gradients_apart(bare, d_TO)
     assert d_low_TR is a_RI is None
-    assert torch.equal(rest_TI, linears.rows_gradients(bare, d_TO, needs_x=True)[0])
+    assert torch.equal(rest_TI, linear_gradients.rows_gradients(bare, d_TO, needs_x=True)[0])
 
 
 def make_down(*, rank=4, num_outputs=16, is_trained=False, dtype=torch.float32):
@@ -117,7 +117,7 @@ def make_down(*, rank=4, num_outputs=16, is_trained=False, dtype=torch.float32):
 def check_apart(fused_linear, num_rows, *, is_whole, tolerance=1e-6):
     x_TI, d_TO, (_, _, d_x_TI, d_low_TR) = run(fused_linear, num_rows)
     with torch.no_grad(), fresh_memory_is_nan():
-        rest_TI, d_low_again_TR, a_RI = linears.rows_gradients_apart(fused_linear, d_TO)
+        rest_TI, d_low_again_TR, a_RI = linear_gradients.rows_gradients_apart(fused_linear, d_TO)
     assert (a_RI is None) == is_whole
     true_d_x_TI = truth(fused_linear, x_TI, d_TO)[2]
     whole_TI = rest_TI.double() if a_RI is None else rest_TI.double() + d_low_again_TR.double() @ a_RI.double()
@@ -173,7 +173,7 @@ def test_a_residual_is_added_to_base_and_adapter_times_a_factor(dtype, rank, fac
         assert ((out.low_TR.double() - true_low_TR).norm() / true_low_TR.norm()).item() < 5e-3
 
 
-APPENDED = linears._appended_gradient
+APPENDED = linear_gradients._appended_gradient
 APPENDED_FAULTS = {
     "adapter not below the weight": (
         DenseWeights,
@@ -181,7 +181,7 @@ APPENDED_FAULTS = {
         lambda self, part, a_RI: torch.cat([part.weight, torch.zeros(8, 48)]),
     ),
     "low-rank rows not behind the rows": (
-        linears,
+        linear_gradients,
         "_appended_gradient",
         lambda fused_linear, d_TO, d_low_TR: APPENDED(fused_linear, d_TO, d_low_TR * 0.0),
     ),
@@ -278,13 +278,13 @@ def test_gradients_with_room_are_not_copied(monkeypatch, num_inputs_per_output):
     fused_linear = make_down(num_outputs=48 // num_inputs_per_output)
     fused_linear.dense.fuse_buffer(fused_linear.parts)
     d_TO = torch.randn(5, fused_linear.parts[0].num_outputs)
-    roomy_TO = linears.gradients_for(fused_linear, d_TO).copy_(d_TO)
+    roomy_TO = linear_gradients.gradients_for(fused_linear, d_TO).copy_(d_TO)
     kept_TO = roomy_TO.clone()
     with torch.no_grad():
-        expected = linears.rows_gradients(fused_linear, d_TO, needs_x=True)
+        expected = linear_gradients.rows_gradients(fused_linear, d_TO, needs_x=True)
         monkeypatch.setattr(torch.Tensor, "new_empty", lambda *_: pytest.fail("rows are copied"))
-        monkeypatch.setattr(linears, "low_rows_gradient", lambda fused_linear, d_TO: expected[1])
-        d_x_TI, _, a_RI = linears.rows_gradients_apart(fused_linear, roomy_TO)
+        monkeypatch.setattr(linear_gradients, "low_rows_gradient", lambda fused_linear, d_TO: expected[1])
+        d_x_TI, _, a_RI = linear_gradients.rows_gradients_apart(fused_linear, roomy_TO)
     assert a_RI is None
     assert ((d_x_TI - expected[0]).norm() / expected[0].norm()).item() < 1e-6
     assert torch.equal(roomy_TO, kept_TO)
@@ -294,9 +294,9 @@ def test_a_settled_layer_that_widens_its_rows_copies_no_weight_for_gradients_wit
     fused_linear = make_joint()
     fused_linear = fused_linear._replace(parts=fused_linear.parts[:1])
     fused_linear.dense.fuse_buffer(fused_linear.parts)
-    d_TO = linears.gradients_for(fused_linear, torch.empty(3, NUM_OUTPUTS[0])).normal_()
+    d_TO = linear_gradients.gradients_for(fused_linear, torch.empty(3, NUM_OUTPUTS[0])).normal_()
     with torch.no_grad():
-        linears.rows_gradients(fused_linear, d_TO, needs_x=True)
+        linear_gradients.rows_gradients(fused_linear, d_TO, needs_x=True)
     assert fused_linear.dense.memory() == []
 
 
@@ -316,8 +316,8 @@ def test_room_is_found_again_in_its_own_rows_alone():
 
 def test_weights_that_compute_in_a_format_of_their_own_ask_for_no_room():
     fused_linear, like_TO = make_down(), torch.ones(4, 16)
-    assert linears.gradients_for(fused_linear, like_TO).stride(0) == 16 + 8
-    assert linears.gradients_for(fused_linear._replace(base=object()), like_TO).is_contiguous()
+    assert linear_gradients.gradients_for(fused_linear, like_TO).stride(0) == 16 + 8
+    assert linear_gradients.gradients_for(fused_linear._replace(base=object()), like_TO).is_contiguous()
 
 
 @pytest.mark.parametrize("is_given", [False, True])

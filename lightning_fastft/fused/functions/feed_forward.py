@@ -23,15 +23,13 @@ from lightning_fastft.fused.functions.projections import (
 )
 from lightning_fastft.fused.functions.rows import Grads, Norm, contiguous_rows, norm_gradients
 from lightning_fastft.fused.functions.scales import before_scale
+from lightning_fastft.fused.linear_gradients import parameter_gradients, quantised_gradient, rows_gradients_apart
 from lightning_fastft.fused.linears import (
     FusedLinear,
     low_rank_rows,
-    parameter_gradients,
     product,
     quantised_gate,
     quantised_gate_gradients,
-    quantised_gradient,
-    rows_gradients_apart,
     unscaled_product,
 )
 from lightning_fastft.kernels.expert_gate.op import gate_backward, gate_forward

@@ -15,18 +15,14 @@ from lightning_fastft.activations.segments import Session
 from lightning_fastft.fused.column_scales import scale_output
 from lightning_fastft.fused.functions.rows import Grads, Norm, contiguous_rows, norm_gradients
 from lightning_fastft.fused.functions.scales import before_scale, saved_output
-from lightning_fastft.fused.linear_parts import TENSORS_PER_LAYER
-from lightning_fastft.fused.linears import (
-    FusedLinear,
+from lightning_fastft.fused.linear_gradients import (
     gradients_for,
     parameter_gradients,
-    product,
     quantised_gradient,
-    quantised_norm,
-    rows_for,
     rows_gradients,
-    unscaled_product,
 )
+from lightning_fastft.fused.linear_parts import TENSORS_PER_LAYER
+from lightning_fastft.fused.linears import FusedLinear, product, quantised_norm, rows_for, unscaled_product
 from lightning_fastft.kernels.backends import wide_dtype
 from lightning_fastft.kernels.fp8_linear.reference import Fp8Rows
 from lightning_fastft.kernels.rms_norm.op import rms_norm_forward

@@ -12,10 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from lightning_fastft.fused.linears import (
-    FusedLinear,
-    gradients_for,
-)
+from lightning_fastft.fused.linear_gradients import gradients_for
+from lightning_fastft.fused.linears import FusedLinear
 from lightning_fastft.kernels.rms_norm.op import rms_norm_backward, rms_norm_forward
 from lightning_fastft.kernels.rms_norm.reference import NormForm
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from lightning_fastft.fused.column_scales import unscaled_gradient
-from lightning_fastft.fused.linears import FusedLinear, gradients_for
+from lightning_fastft.fused.linear_gradients import gradients_for
+from lightning_fastft.fused.linears import FusedLinear
 
 
 def before_scale(
