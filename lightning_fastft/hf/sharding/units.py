@@ -169,10 +169,14 @@ class _Sharder:
     def visit(self, module: nn.Module, *, prefix: str, owner: PreTrainedModel | None) -> None:
         """Fill and shard the children of module, then module itself."""
         owner = module if isinstance(module, PreTrainedModel) else owner
+        has_open_buffers = any(buffer.is_meta for child in module.children() for buffer in child.buffers())
         for name, child in module.named_children():
             self.visit(child, prefix=f"{prefix}{name}.", owner=owner)
         if self.filler is not None and owner is not None:
             self._fill(module, prefix=prefix, owner=owner, filler=self.filler)
+            if has_open_buffers:
+                # Some models compute buffers of their layers (Falcon-H1). Weights of files have a mark and stay.
+                owner._init_weights(module)
         if self.owns_experts and is_on_interface(module):
             self._own(module)
         if hasattr(module, "original_module"):
