@@ -21,6 +21,9 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 from tests.support.covering import keep_covering_cases
 
+# What is imported until all tests are collected stays: a third of that time went into looking for garbage.
+gc.disable()
+
 # What ranks and workers are forked from has loaded these once; it is started by the first test that needs it.
 multiprocessing.set_forkserver_preload(
     ["tests.support.two_ranks", "lightning_fastft.training.fine_tuner", "transformers.modeling_utils", "peft"]
@@ -105,5 +108,10 @@ def frozen_modules():
     gc.freeze()
 
 
+def pytest_collection_finish():
+    gc.enable()
+
+
 def pytest_unconfigure():
+    gc.enable()
     gc.unfreeze()
