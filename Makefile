@@ -43,7 +43,8 @@ gpu_tests = { $(PY) -m pytest -q --durations=15 --junitxml=$(GPU_LOGS)/$(1).xml 
 # The tests against transformers and PEFT; what looks at our code only is left out.
 SEAMS := tests/hf tests/patches tests/mixers tests/moe tests/fused $(addprefix --ignore=tests/, \
   hf/test_base_digest.py hf/test_dtypes.py patches/test_weight_streaming.py mixers/test_gated_delta.py \
-  mixers/test_interpreted.py moe/test_routing.py fused/test_linears.py fused/test_fp8_base.py)
+  mixers/test_interpreted.py moe/test_routing.py fused/test_linears.py fused/test_fp8_base.py \
+  fused/test_layer_parts.py hf/loading/test_finite_weights.py)
 
 # Compile modules to bytecode on import instead of all of them at install.
 PIP_OPTIONS := --no-compile
