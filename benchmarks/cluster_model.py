@@ -18,12 +18,12 @@ import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from benchmarks.results import RESULTS_PATH
 from benchmarks.ruler.workloads import WORKLOADS, lora_config
 from lightning_fastft.estimate.clusters import make_cluster
-from lightning_fastft.estimate.costs import MeteredStep, Swaps, build_on_meta, meter_step, plan_on
+from lightning_fastft.estimate.costs import Swaps, build_on_meta, model_costs, plan_on
 from lightning_fastft.estimate.layouts import (
     Layout,
     ModelSize,
@@ -36,9 +36,6 @@ from lightning_fastft.estimate.layouts import (
 from lightning_fastft.estimate.machines import Gpu, find_gpu
 from lightning_fastft.planner.plan import StepCost, predict, uniform_plan
 from lightning_fastft.training.optimizer import FusedAdamW
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 MAX_ERROR = 0.10
 # Of the packs of the ruler, on average over tokens.
@@ -154,8 +151,9 @@ def compare_rows(path: Path = RESULTS_PATH) -> list[Row]:
 
 
 @functools.cache
-def _metered(
+def _costs(
     name: str,
+    gpu: Gpu,
     *,
     num_tokens: int,
     document_tokens: int,
@@ -166,20 +164,16 @@ def _metered(
 ) -> tuple[ModelSize, StepCost]:
     workload = WORKLOADS[name]
     model = build_on_meta({"model_type": workload.model_type, **workload.model_config})
-    step = meter_step(
+    cost = model_costs(
         model,
         num_tokens=num_tokens,
         mean_document_tokens=document_tokens,
+        machine=gpu,
         quantization=None if is_full else workload.quantization,
         lora=None if is_full else lora_config(workload),
         optimizer=functools.partial(FusedAdamW, optim_bits=8) if has_8bit_moments else None,
         swaps=Swaps(is_fused=is_fused, is_fp8=is_fp8),
     )
-    return model, step
-
-
-def _sizes(model: PreTrainedModel, step: MeteredStep, gpu: Gpu, *, is_fp8: bool) -> tuple[ModelSize, StepCost]:
-    cost = step.costs_on(gpu)
     return measure_model(model, cost, is_fp8=is_fp8), cost
 
 
@@ -192,18 +186,18 @@ def estimate(
     num_tokens = int(workload["tokens"]) // layout.context
     document_tokens = int(workload["tokens"]) if workload["packs"] == "one document" else DOCUMENT_TOKENS
     measure = functools.partial(
-        _metered,
+        _costs,
         workload["name"],
+        gpu,
         num_tokens=num_tokens,
         document_tokens=document_tokens,
         is_full=is_full,
         is_fused=any(part in workload["mode"] for part in ("+fused", "+graphs", "+fp8")),
         has_8bit_moments=workload["moments"] is not None,
     )
-    is_fp8 = "+fp8" in workload["mode"]
-    size, whole = _sizes(*measure(is_fp8=is_fp8), gpu, is_fp8=is_fp8)
+    size, whole = measure(is_fp8="+fp8" in workload["mode"])
     if not keeps_fp8(layout, cluster, size):
-        size, whole = _sizes(*measure(is_fp8=False), gpu, is_fp8=False)
+        size, whole = measure(is_fp8=False)
     cost = rank_cost(scale_times(whole, factor), layout, cluster, size, num_tokens=num_tokens)
     policy, _, host_gib = workload["mode"].partition("+")[0].partition(":")
     if policy == "auto":
