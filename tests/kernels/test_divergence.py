@@ -49,17 +49,22 @@ def cast_head(head, dtype):
 
 def check_against_truth(compute, compute_plain, student, *, dtype, num_rows, num_padded=5):
     """Values, and every gradient of a weighted sum, where the weights of padding rows are not read."""
-    # Plain PyTorch is judged on more weights than the first: its error of one sum may be small by luck.
+    # Plain PyTorch is judged on more weights than the first, and on logits summed in other orders: its error of one sum
+    # may be small by luck.
     weights = [torch.randn(num_rows) for _ in range(4)]
+    width = student.hidden_TD.shape[1]
+    orders = [torch.arange(width), *(torch.randperm(width) for _ in weights[1:])]
 
-    def run_plain(wide, weight_R):
+    def run_plain(wide, weight_R, order_D):
         head = cast_head(student, wide)
-        value_R = compute_plain(head)
+        value_R = compute_plain(
+            head._replace(hidden_TD=head.hidden_TD[:, order_D], weight_VD=head.weight_VD[:, order_D])
+        )
         value_R.backward(weight_R.to(value_R.dtype))
         return [value_R.detach(), *(tensor.grad for tensor in head.inputs if tensor is not None)]
 
-    truths = [run_plain(torch.float64, weight_R) for weight_R in weights]
-    plains = [run_plain(dtype, weight_R) for weight_R in weights]
+    truths = [run_plain(torch.float64, weight_R, orders[0]) for weight_R in weights]
+    plains = [run_plain(dtype, weight_R, order_D) for weight_R, order_D in zip(weights, orders)]
     value_R = compute(student)
     value_R.backward(torch.nn.functional.pad(weights[0], (0, num_padded), value=float("nan")).to(value_R.dtype))
     assert value_R.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)

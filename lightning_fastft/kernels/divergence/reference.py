@@ -90,11 +90,14 @@ def rest_rows(
     value_RV, slope_RV = value_and_slope(wide_RV, scale=scale, softcap=softcap)
     # A soft cap would make the -inf of known tokens finite.
     value_RV = torch.where(wide_RV == -torch.inf, -torch.inf, value_RV)
-    value_RV = value_RV - highest_R[:, None]
-    rest_R = value_RV.logsumexp(dim=1)
+    # Shares of the rest are relative to its own highest logit: far above the known ones, differences to theirs round.
+    top_R = value_RV.amax(dim=1)
+    value_RV = value_RV - top_R[:, None]
+    own_R = value_RV.logsumexp(dim=1)
+    rest_R = own_R + (top_R - highest_R)
     if writes_gradient:
         difference_R = torch.sigmoid(rest_R - known_R) - teacher_rest_R
-        logits_RV.copy_((value_RV - rest_R[:, None]).exp() * difference_R[:, None] * slope_RV)
+        logits_RV.copy_((value_RV - own_R[:, None]).exp() * difference_R[:, None] * slope_RV)
     return rest_R
 
 
