@@ -62,7 +62,8 @@ def train(tmp_path, tuner, data, *, max_steps, **options):
 
 @pytest.mark.slow
 def test_the_reward_of_an_arithmetic_task_rises(tmp_path):
-    tuner, data = make_parts()
+    # At 3e-3 a third of the seeds forget what they have learned, and the processor's rounding decides which.
+    tuner, data = make_parts(learning_rate=1e-3)
     rewards = []
     own_step = tuner.training_step
 
