@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -11,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_fastft.cli.arguments import Arguments, take_columns
 from lightning_fastft.cli.trained.opening import add_options, read_request
-from lightning_fastft.core.checks import check_int
-from lightning_fastft.core.errors import MissingDependencyError, OptionError
+from lightning_fastft.core.checks import check_choice, check_int, check_share
+from lightning_fastft.core.errors import DataError, MissingDependencyError, OptionError
 from lightning_fastft.core.extras import pip_line
 from lightning_fastft.packing.reading.sources import check_exists
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 # An answer may be longer than the right one by this many tokens, to be seen as wrong.
 _MORE_TOKENS = 16
+# Options of PackedDataModule that eval takes, as an error names them, with their value.
+_DATA_OPTION = re.compile(r"\b(max_tokens|too_long|max_reject_share|extra_columns)\b(?:='?([\w.]*\w)'?)?")
 
 
 def run_eval(words: Sequence[str]) -> int:
@@ -31,7 +34,8 @@ def run_eval(words: Sequence[str]) -> int:
         words: A checkpoint, a PEFT folder or a whole model's folder, and ``--data FILE`` and/or ``--tasks NAMES`` of
             lm-eval. ``--exact-match`` generates greedily and compares. ``--max-tokens N`` (8192) is the length of a
             pack, ``--batch-size N`` (16) that of generation, ``--limit N`` the most rows to answer and the most
-            examples of a task, ``--json`` prints one JSON object. ``--data.columns.OURS YOURS``, ``--base``,
+            examples of a task, ``--json`` prints one JSON object. ``--too-long``, ``--max-reject-share`` and
+            ``--extra-columns`` are the options of PackedDataModule. ``--data.columns.OURS YOURS``, ``--base``,
             ``--device`` and ``--accept-other-base`` as for fit and export.
 
     Raises:
@@ -64,6 +68,9 @@ def _evaluate(module: FineTuner, question: Namespace) -> dict[str, Any]:
         test_paths=question.data,
         columns=question.columns or None,
         max_tokens=question.max_tokens,
+        too_long=question.too_long,
+        max_reject_share=question.max_reject_share,
+        extra_columns=question.extra_columns,
         show_progress=not question.json,
     )
     trainer = Trainer(
@@ -75,7 +82,10 @@ def _evaluate(module: FineTuner, question: Namespace) -> dict[str, Any]:
         enable_progress_bar=not question.json,
         enable_model_summary=False,
     )
-    [found] = trainer.test(module, datamodule=data, verbose=False)
+    try:
+        [found] = trainer.test(module, datamodule=data, verbose=False)
+    except DataError as error:
+        raise DataError(_name_options(str(error))) from error
     subset = data.subset("test")
     assert subset is not None
     results = {
@@ -87,6 +97,18 @@ def _evaluate(module: FineTuner, question: Namespace) -> dict[str, Any]:
     if question.exact_match:
         results |= _match(module, subset, question=question)
     return results
+
+
+def _name_options(message: str) -> str:
+    """Return an error of the data with options as this command spells them.
+
+    Example:
+        >>> _name_options("Raise max_tokens to 90, or use too_long='truncate'.")
+        'Raise --max-tokens to 90, or use --too-long truncate.'
+    """
+    return _DATA_OPTION.sub(
+        lambda found: f"--{found[1].replace('_', '-')}" + (f" {found[2]}" if found[2] else ""), message
+    )
 
 
 def _match(module: FineTuner, subset: DocumentSubset, *, question: Namespace) -> dict[str, Any]:
@@ -152,6 +174,9 @@ def _read_question(words: Sequence[str]) -> Namespace:
     add_options(arguments)
     arguments.add_argument("--data", default="")
     arguments.add_argument("--max-tokens", type=int, default=8192)
+    arguments.add_argument("--too-long", default="refuse")
+    arguments.add_argument("--max-reject-share", type=float, default=0.01)
+    arguments.add_argument("--extra-columns", default="refuse")
     arguments.add_argument("--exact-match", action="store_true")
     arguments.add_argument("--batch-size", type=int, default=16)
     arguments.add_argument("--limit", type=int)
@@ -164,6 +189,9 @@ def _read_question(words: Sequence[str]) -> Namespace:
     if given.exact_match and not given.data:
         raise OptionError("--exact-match needs --data FILE.")
     check_int("--max-tokens", given.max_tokens, low=2)
+    check_choice("--too-long", given.too_long, ("refuse", "truncate", "split"))
+    check_share("--max-reject-share", given.max_reject_share)
+    check_choice("--extra-columns", given.extra_columns, ("refuse", "ignore"))
     check_int("--batch-size", given.batch_size, low=1)
     if given.limit is not None:
         check_int("--limit", given.limit, low=1)

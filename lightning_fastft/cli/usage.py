@@ -124,6 +124,9 @@ Loss, perplexity and token accuracy over the trained tokens of held-out data, pa
 
   --data FILE               file or folder (.jsonl, .json, .parquet, .csv) or hub id
   --max-tokens N            length of a pack (8192)
+  --too-long NAME           of rows longer than a pack: refuse, truncate or split (refuse)
+  --max-reject-share X      largest share of rows that may be rejected (0.01)
+  --extra-columns NAME      of columns that the first rows do not have: refuse or ignore (refuse)
   --exact-match             also generate the answer of each row, and compare it as text
   --batch-size N            rows that are answered at once (16)
   --limit N                 most rows to answer, and most examples of a task

@@ -133,6 +133,27 @@ def test_eval_is_the_validation_of_the_run(here, demo_files, capsys):
     assert found["perplexity"] == pytest.approx(torch.tensor(found["loss"]).exp().item(), rel=1e-5)
 
 
+def test_advice_of_eval_names_options_that_it_takes(here, answer, tmp_path):
+    rows = [{"prompt": QUESTION, "completion": "5"}] * 9
+    data = tmp_path / "test.jsonl"
+
+    def evaluate(rows, *words):
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return answer(["eval", CHECKPOINT, "--data", str(data), "--device", "cpu", *words])
+
+    long = [*rows, {"prompt": QUESTION, "completion": "word " * 90}]
+    short_pack = ["--max-tokens", "64"]
+    status, text = evaluate(long, *short_pack)
+    assert (status, "use --too-long truncate" in text, "Raise --max-tokens to" in text) == (1, True, True)
+    assert evaluate(long, *short_pack, "--too-long", "truncate")[0] == 0
+    status, text = evaluate([*rows, {"prompt": 1}])
+    assert (status, "raise --max-reject-share" in text) == (1, True)
+    assert evaluate([*rows, {"prompt": 1}], "--max-reject-share", "0.2")[0] == 0
+    for option in ("--too-long", "--extra-columns"):
+        status, text = evaluate(rows, option, "no")
+        assert (status, f"{option} must be" in text) == (1, True)
+
+
 def test_exact_match_counts_answers_that_are_equal_as_text(here, tmp_path, capsys, monkeypatch):
     rows = [
         {"messages": [{"role": "user", "content": f"Say {text}"}, {"role": "assistant", "content": text}]}
