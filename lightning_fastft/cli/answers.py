@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Collection
 from pathlib import Path
 
-from lightning_fastft.cli.other_names import hint_option
+from lightning_fastft.cli.other_names import hint_option, hint_value
 from lightning_fastft.cli.signatures import read_parameters
 
 PARTLY_ALLOWED = ("lightning", "peft", "torch", "torchmetrics", "transformers")
@@ -38,6 +38,7 @@ _CLASS_MODULES = {
     "model": ("lightning_fastft",),
     "data": ("lightning_fastft",),
 }
+_AMBIGUOUS = re.compile(r"Multiple subclasses with name (\w+)\. Give the full class path[^:]*: ([\w., ]+\w)")
 _INNER_KEY = re.compile(r"Problem with given class_path '[^']+': Parser key \"([\w.]+)\": ")
 _CHOICE = re.compile(r"Expected a typing\.Literal\[([^\]]*)\](?:\. Got value: (.*))?")
 # Functions of transformers that read files of a folder or the hub.
@@ -81,10 +82,14 @@ def explain_refusal(message: str, *, options: Collection[str], program: str, con
         return f"{special}{last_line}"
 
     unknown = _NO_CLASS.search(message)
-    if key and unknown and (near := _find_near_classes(key[1], unknown[1])):
-        if near == unknown[1]:
-            near = f"lightning_fastft.{near}"
-        return f"error: {where}there is no class {unknown[1]}\nhint: did you mean {near}?\n{last_line}"
+    if key and unknown:
+        inner = _INNER_KEY.search(" ".join(lines))
+        hint = hint_value(inner[1] if inner else key[1], unknown[1])
+        where = f"{key[1]}.{inner[1]}: " if inner and hint else where
+        if not hint and (near := _find_near_classes(key[1], unknown[1])):
+            hint = f"hint: did you mean {'lightning_fastft.' if near == unknown[1] else ''}{near}?\n"
+        if hint:
+            return f"error: {where}there is no class {unknown[1]}\n{hint}{last_line}"
 
     kept = [
         _explain_choice(line.removeprefix("- "), lines)
@@ -95,7 +100,10 @@ def explain_refusal(message: str, *, options: Collection[str], program: str, con
     # The option of a class has a parser of its own.
     inner = _INNER_KEY.match(reason) if key else None
     where = f"{key[1]}.{inner[1]}: " if key and inner else where
-    return f"error: {where}{reason[inner.end() :] if inner else reason}\n{last_line}"
+    reason = reason[inner.end() :] if inner else reason
+    got = re.search(r", got '([^']*)'$", reason)
+    hint = hint_value(where.removesuffix(": "), got[1]) if got else ""
+    return f"error: {where}{reason}\n{hint}{last_line}"
 
 
 def _explain_special(message: str, lines: list[str], *, where: str, configs: Collection[str]) -> str:
@@ -108,6 +116,9 @@ def _explain_special(message: str, lines: list[str], *, where: str, configs: Col
     function = _FUNCTION.search(message)
     if function:
         return f"error: {where}{function[1]}: {function[2].rstrip('. ')}\n"
+    several = _AMBIGUOUS.search(message)
+    if several:
+        return f"error: {where}several classes are called {several[1]}\nhint: write one of {several[2]}\n"
     missing = _MISSING.search(message)
     if missing:
         names = ", ".join(f"--{f'{key[1]}.' if key else ''}{name.strip()}" for name in missing[1].split(","))

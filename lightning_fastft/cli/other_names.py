@@ -74,6 +74,18 @@ _SAME = {
     "train_batch_size": "batch_size",
     "per_device_eval_batch_size": "batch_size",
 }
+_EIGHT_BITS = "lightning_fastft.optim.FusedAdamW --model.optimizer.optim_bits 8"
+_DEFAULT_ADAMW = "AdamW is the default, in a fused form; remove the option."
+# By the option's last part and the value, in lower case.
+_VALUES: Mapping[tuple[str, str], str] = {
+    ("loss", "dpo"): "sigmoid",
+    ("optimizer", "adamw_torch"): _DEFAULT_ADAMW,
+    ("optimizer", "adamw_torch_fused"): _DEFAULT_ADAMW,
+    ("optimizer", "adamw_8bit"): _EIGHT_BITS,
+    ("optimizer", "adamw_bnb_8bit"): _EIGHT_BITS,
+    ("optimizer", "adamw8bit"): _EIGHT_BITS,
+    ("optimizer", "paged_adamw_8bit"): f"{_EIGHT_BITS} --model.optimizer.offload 1.0",
+}
 _COMMANDS: Mapping[str, str] = {
     "train": "fit",
     "finetune": "fit",
@@ -107,7 +119,20 @@ def hint_option(name: str) -> str:
         hint: did you mean trainer.max_epochs?
     """
     last = name.rpartition(".")[2].replace("-", "_").lower()
-    found = _OPTIONS.get(_SAME.get(last, last), "")
+    return _render_hint(_OPTIONS.get(_SAME.get(last, last), ""))
+
+
+def hint_value(option: str, value: str) -> str:
+    """Return a hint on a value that another tool has for an option, as a line; "" for none.
+
+    Example:
+        >>> print(hint_value("model.loss", "dpo"), end="")
+        hint: did you mean sigmoid?
+    """
+    return _render_hint(_VALUES.get((option.rpartition(".")[2], value.lower()), ""))
+
+
+def _render_hint(found: str) -> str:
     if not found:
         return ""
     return f"hint: {found}\n" if found.endswith(".") else f"hint: did you mean {found}?\n"

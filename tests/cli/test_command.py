@@ -71,6 +71,22 @@ def test_refused_choice_answers_with_the_value_and_the_choices(words, reason, fo
 
 
 @pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["--model.optimizer", "AdamW"], "write one of torch.optim.AdamW"),
+        (["--model.optimizer.class_path", "SGD"], "write one of torch.optim.SGD"),
+        (["--model.optimizer", "adamw_8bit"], "lightning_fastft.optim.FusedAdamW --model.optimizer.optim_bits 8"),
+        (["--model.optimizer", "adamw_torch"], "AdamW is the default"),
+        (["--model", "PreferenceTuner", "--model.model", "x", "--model.loss", "dpo"], "did you mean sigmoid?"),
+    ],
+)
+def test_values_of_other_tools_answer_with_what_to_write(words, hint, folder, answer):
+    status, text = answer(["fit", "--model.model", "x", "--data.paths", "y", *words])
+    assert status == 2
+    assert hint in text.splitlines()[1]
+
+
+@pytest.mark.parametrize(
     ("words", "name"),
     [
         (["fit", "--data.paths", "x"], "--model.model"),

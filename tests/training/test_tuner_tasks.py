@@ -2,6 +2,7 @@
 
 import math
 import random
+import warnings
 from unittest import mock
 
 import pytest
@@ -355,6 +356,18 @@ def test_each_completion_is_followed_by_that_of_the_next_example(tmp_path):
         ]
         expected = [rows[place % 20]["completion"] for number in batch.numbers for place in (number, number + 1)]
         assert texts == expected
+
+
+@pytest.mark.parametrize(("label", "name"), [(True, "true"), (False, "false")])
+def test_labels_of_one_value_are_warned_of_once(tmp_path, label, name):
+    rows = [{**row, "label": label} for row in digit_rows(8, kind="label")]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(tmp_path, make(PreferenceTuner, loss="kto", lora=LORA), make_data(rows), max_epochs=2, max_steps=-1)
+    assert (
+        len([one for one in caught if f"All 8 rows of the training data have the label {name}" in str(one.message)])
+        == 1
+    )
 
 
 @pytest.mark.parametrize("kind", ["dpo, adapters", "reward", "policy", "kto"])

@@ -30,6 +30,7 @@ from lightning_fastft.training.data.subsets import (
     choose_held_out,
     find_needs,
     name_source,
+    warn_of_one_label,
 )
 from lightning_fastft.training.data.trainer_facts import LoopFacts, find_run_folder
 
@@ -208,6 +209,8 @@ class SplitDataModule(LightningDataModule):
             if held is not None and held.is_like(subset):
                 continue
             check_lengths(split, subset, max_tokens=self.max_tokens)
+            if split == "train":
+                warn_of_one_label(datasets["train"], module=self._module)
             if len(subset) == 0:
                 raise DataError(
                     f"val_share={self.val_share} of {len(datasets['train'])} examples leaves none to {split}."

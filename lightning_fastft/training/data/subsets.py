@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_fastft.core.errors import DataError
 from lightning_fastft.packing.needs import DataNeeds
@@ -88,6 +88,19 @@ def check_lengths(split: str, subset: DocumentSubset, *, max_tokens: int) -> Non
         raise DataError(
             f"An example of the {split} data takes {longest} tokens in a pack ({prompts}), and max_tokens is "
             f"{max_tokens}. Raise max_tokens, or set too_long='truncate'."
+        )
+
+
+def warn_of_one_label(dataset: TokenizedDataset, *, module: LightningModule | None) -> None:
+    """Warn if the LightningModule compares labels, and all labels of its training data are the same."""
+    needs, store = find_needs(module), dataset.completions
+    if needs is None or needs.formats != {"labelled"} or store is None:
+        return
+    label_C = store.arrays["scores"]
+    if len(label_C) and (label_C == label_C[0]).all():
+        rank_zero_warn(
+            f"All {len(label_C)} rows of the training data have the label {'true' if label_C[0] else 'false'}, and the "
+            f"loss of {type(module).__name__} contrasts true with false. Add rows of the other label."
         )
 
 
