@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ from lightning_fastft.checkpoint.io import VerifiedCheckpointIO
 from lightning_fastft.checkpoint.ranks import on_all_ranks
 from lightning_fastft.core.checks import local_path
 from lightning_fastft.core.errors import CheckpointNotSavedError
+from lightning_fastft.core.files import find_write_obstacle
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -53,23 +53,15 @@ def prepare_places(trainer: pl.Trainer, io: CheckpointIO) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Check that a folder can be created and written to, without creating it.
+    """Check that a folder can be created and written to, and leave none behind.
 
     Raises:
         CheckpointNotSavedError: With the path that prevents it.
     """
-    place = folder.absolute()
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    if not place.is_dir():
+    obstacle = find_write_obstacle(folder)
+    if obstacle:
         raise CheckpointNotSavedError(
-            f"Checkpoints cannot be saved to {folder}: {place} is a file. Set ModelCheckpoint(dirpath=...) to another "
-            "folder."
-        )
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise CheckpointNotSavedError(
-            f"Checkpoints cannot be saved to {folder}: {place} is not writable. Set ModelCheckpoint(dirpath=...) to "
-            "another folder."
+            f"Checkpoints cannot be saved to {folder}: {obstacle}. Set ModelCheckpoint(dirpath=...) to another folder."
         )
 
 

@@ -6,14 +6,16 @@ import difflib
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
-from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import lightning_fastft
+from lightning_fastft.checkpoint.remote import is_remote
 from lightning_fastft.cli.answers import explain_refusal
 from lightning_fastft.cli.collection import paused_collection
 from lightning_fastft.cli.command_record import CommandRecord
@@ -32,6 +34,7 @@ from lightning_fastft.cli.words import (
 )
 from lightning_fastft.core.errors import MissingDependencyError, OptionError, printable
 from lightning_fastft.core.extras import find_extra, pip_line
+from lightning_fastft.core.files import find_write_obstacle
 from lightning_fastft.strategies.registry import register_strategies
 from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.distillation import DistillationTuner
@@ -168,6 +171,8 @@ class FastFTCLI(LightningCLI):
                 raise
             raise MissingDependencyError(f"{error!s:.100}. Install it with: {pip_line(extra)}") from error
         self._check_callbacks()
+        if self.subcommand:
+            _check_folders(self.trainer, command=self.subcommand)
 
     def _check_callbacks(self) -> None:
         """Reject a duplicate callback before the data is tokenised; its own setup would reject it afterwards."""
@@ -203,6 +208,18 @@ def _name_callbacks(words: Sequence[str]) -> list[str]:
             word = f"{option}{equals}lightning_fastft.{name}"
         found.append(word)
     return found
+
+
+def _check_folders(trainer: Trainer, *, command: str) -> None:
+    """Reject a folder of the run or of a logger that cannot be written to, before the data is tokenised."""
+    # What a fit writes without a logger is in the Trainer's folder: rejected rows, reports, checkpoints of a signal.
+    folders = {"--trainer.default_root_dir FOLDER": trainer.default_root_dir} if command == "fit" else {}
+    loggers = [logger for logger in trainer.loggers if logger.save_dir]
+    folders |= {f"save_dir of {type(logger).__name__}": logger.save_dir for logger in loggers}
+    for option, folder in folders.items():
+        obstacle = "" if is_remote(folder) or not trainer.is_global_zero else find_write_obstacle(Path(folder))
+        if obstacle:
+            raise OptionError(f"The run cannot write to {folder}: {obstacle}. Give another folder: {option}.")
 
 
 def _suggest(message: str) -> str:

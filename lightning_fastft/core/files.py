@@ -1,6 +1,7 @@
 """Files that must survive a crash."""
 
 import os
+from pathlib import Path
 from typing import IO
 
 
@@ -8,3 +9,29 @@ def sync_file(file: IO[bytes]) -> None:
     """Flush a file and wait until its content is on the disk."""
     file.flush()
     os.fsync(file.fileno())
+
+
+def find_write_obstacle(folder: Path) -> str:
+    """Return why a folder cannot be created or written to; "" if it can. No folder is left behind.
+
+    Example:
+        >>> find_write_obstacle(Path("/proc/runs"))
+        '/proc/runs cannot be created (No such file or directory)'
+    """
+    place, missing = folder.absolute(), Path()
+    while not place.exists() and place != place.parent:
+        place, missing = place.parent, place
+    if not place.is_dir():
+        return f"{place} is a file"
+    if not os.access(place, os.W_OK | os.X_OK):
+        return f"{place} is not writable"
+    if missing != Path():
+        # A file system such as /proc refuses although its permissions allow.
+        try:
+            missing.mkdir()
+            missing.rmdir()
+        except FileExistsError:
+            return ""
+        except OSError as error:
+            return f"{missing} cannot be created ({error.strerror})"
+    return ""

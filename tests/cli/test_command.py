@@ -146,6 +146,23 @@ def test_swapping_callback_beside_that_of_the_config_is_refused_before_data_is_r
     assert "empty.jsonl" not in text
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--trainer.default_root_dir", "/proc/runs"],
+        ["--trainer.default_root_dir", "/proc/runs", "--trainer.logger", "false"],
+        ["--trainer.logger", "CSVLogger", "--trainer.logger.save_dir", "a_file/runs"],
+    ],
+)
+def test_folder_that_cannot_be_written_is_refused_before_data_is_read(words, folder, answer):
+    (folder / "a_file").touch()
+    (folder / "y.jsonl").touch()
+    status, text = answer(["fit", "--model.model", "x", "--data.paths", "y.jsonl", "--trainer.max_steps", "1", *words])
+    assert status == 1
+    assert f"cannot write to {words[3] if 'save_dir' in words[2] else words[1]}" in text
+    assert "Give another folder" in text
+
+
 def test_last_is_a_word_and_no_file(folder):
     tried = []
 
