@@ -214,8 +214,7 @@ def _check_folders(trainer: Trainer, *, command: str) -> None:
     """Reject a folder of the run or of a logger that cannot be written to, before the data is tokenised."""
     # What a fit writes without a logger is in the Trainer's folder: rejected rows, reports, checkpoints of a signal.
     folders = {"--trainer.default_root_dir FOLDER": trainer.default_root_dir} if command == "fit" else {}
-    loggers = [logger for logger in trainer.loggers if logger.save_dir]
-    folders |= {f"save_dir of {type(logger).__name__}": logger.save_dir for logger in loggers}
+    folders |= {f"save_dir of {type(logger).__name__}": logger.save_dir or "." for logger in trainer.loggers}
     for option, folder in folders.items():
         obstacle = "" if is_remote(folder) or not trainer.is_global_zero else find_write_obstacle(Path(folder))
         if obstacle:

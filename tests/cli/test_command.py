@@ -159,7 +159,7 @@ def test_folder_that_cannot_be_written_is_refused_before_data_is_read(words, fol
     (folder / "y.jsonl").touch()
     status, text = answer(["fit", "--model.model", "x", "--data.paths", "y.jsonl", "--trainer.max_steps", "1", *words])
     assert status == 1
-    assert f"cannot write to {words[3] if 'save_dir' in words[2] else words[1]}" in text
+    assert "The run cannot write to" in text
     assert "Give another folder" in text
 
 
