@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -15,12 +16,20 @@ from lightning_fastft.core.errors import OptionError, printable
 if TYPE_CHECKING:
     from lightning_fastft.training.fine_tuner import FineTuner
 
-QUIT = "/quit"
+QUIT, RESET, HELP = "/quit", "/reset", "/help"
+_HELP = f"""\
+{RESET}   start a new conversation
+{QUIT}    end the chat, as Ctrl-D does
+Ctrl-C   ends an answer
+"""
 _PROMPT = "> "
+_COMMAND = re.compile(r"/[a-z]+")
 
 
 def run_chat(words: Sequence[str]) -> int:
     """Read lines and write an answer to each as it is generated, until ``/quit`` or the end of the input; return 0.
+
+    ``/reset`` starts a new conversation, ``/help`` lists the commands.
 
     Args:
         words: A checkpoint, a PEFT folder or a whole model's folder. ``--system TEXT`` begins the conversation,
@@ -48,19 +57,26 @@ def run_chat(words: Sequence[str]) -> int:
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         kind = "a chat" if has_template else "plain text to continue, without a chat template"
-        sys.stdout.write(f"{opened.base}: {kind}. {QUIT} ends it, Ctrl-C ends an answer.\n")
-    history: list[dict[str, str]] = [{"role": "system", "content": question.system}] if question.system else []
+        sys.stdout.write(f"{opened.base}: {kind}. {HELP} lists the commands, {QUIT} ends it.\n")
+    begin: list[dict[str, str]] = [{"role": "system", "content": question.system}] if question.system else []
+    history = begin
     while line := _read_line(is_terminal):
         # A byte that is not UTF-8 is read as a surrogate, which no tokenizer takes.
         text = line.rstrip("\n").encode(errors="surrogateescape").decode(errors="replace")
-        if text.strip() == QUIT:
+        command = text.strip()
+        if command == QUIT:
             break
-        if not text.strip():
-            continue
-        asked = [*history, {"role": "user", "content": text}]
-        answer = _answer(opened.module, asked if has_template else text, question=question)
-        if answer is not None and has_template:
-            history = [*asked, {"role": "assistant", "content": answer}]
+        if command == RESET:
+            history = begin
+        elif command == HELP:
+            sys.stdout.write(_HELP)
+        elif is_terminal and _COMMAND.fullmatch(command):
+            sys.stdout.write(f"There is no command {command}; {HELP} lists them.\n")
+        elif command:
+            asked = [*history, {"role": "user", "content": text}]
+            answer = _answer(opened.module, asked if has_template else text, question=question)
+            if answer is not None and has_template:
+                history = [*asked, {"role": "assistant", "content": answer}]
     return 0
 
 
@@ -70,10 +86,13 @@ def _read_line(is_terminal: bool) -> str:
         sys.stdout.write(_PROMPT)
         sys.stdout.flush()
     try:
-        return sys.stdin.readline()
+        line = sys.stdin.readline()
     except KeyboardInterrupt:
+        line = ""
+    if is_terminal and not line:
+        # The shell's prompt comes on a line of its own.
         sys.stdout.write("\n")
-        return ""
+    return line
 
 
 def _answer(module: FineTuner, prompt: Any, *, question: Namespace) -> str | None:

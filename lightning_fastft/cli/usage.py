@@ -110,8 +110,9 @@ Compare 2 to 12 runs that had the callback RunReport: their figures, curves, and
 """,
     "chat": f"""\
 fastft chat CHECKPOINT|FOLDER [--system TEXT] [--plain] [--max-new-tokens N] [--temperature T]
-Talk with a trained model: answers appear as they are generated, /quit ends it. Lines of a pipe are answered in turn.
-Without a chat template each line is text to continue.
+Talk with a trained model: answers appear as they are generated. /reset starts a new conversation, /quit or Ctrl-D ends
+the chat, Ctrl-C ends an answer. Lines of a pipe are answered in turn. Without a chat template each line is text to
+continue.
 
   --system TEXT             the system message
   --plain                   continue each line as it is, as models trained on prompt and completion expect

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import stat
 import sys
@@ -78,6 +79,31 @@ def test_chat_answers_each_line_with_the_adapters(here, say):
     begun = [{"role": "system", "content": "Be short."}, talk[0]]
     [short] = module.generate([begun], max_new_tokens=5, do_sample=False)
     assert say(f"{QUESTION}\n", CHECKPOINT, "--system", "Be short.") == f"{short}\n"
+
+
+def test_reset_forgets_and_help_lists(here, say, monkeypatch):
+    asked = []
+    monkeypatch.setattr(FineTuner, "generate", lambda module, prompts, **options: asked.extend(prompts) or ["a"])
+    text = say("one\n/reset\ntwo\n/help\n/exit\n/quit\n", CHECKPOINT, "--system", "Be short.")
+    said = [[turn["content"] for turn in talk] for talk in asked]
+    # A pipe may hold any text.
+    assert said == [["Be short.", "one"], ["Be short.", "two"], ["Be short.", "two", "a", "/exit"]]
+    assert "/reset" in text
+
+
+def test_chat_in_a_terminal_ends_with_ctrl_d_on_a_line_of_its_own(here, monkeypatch, capsys):
+    """In a pseudo-terminal, whose line discipline turns Ctrl-D into the end of the input."""
+    monkeypatch.setattr(FineTuner, "generate", lambda module, prompts, **options: ["a"])
+    ours, theirs = os.openpty()
+    os.write(ours, b"hello\n/exit\n\x04")
+    with open(theirs, encoding="utf-8") as terminal:
+        monkeypatch.setattr(sys, "stdin", terminal)
+        assert main(["chat", CHECKPOINT, "--device", "cpu"]) == 0
+    os.close(ours)
+    greeting, first, second, third = capsys.readouterr().out.split("> ")
+    assert "/help lists the commands" in greeting
+    assert (first, third) == ("\n", "\n")
+    assert "no command /exit" in second
 
 
 def test_plain_chat_continues_each_line(here, say, answer):
