@@ -47,13 +47,7 @@ def run_chat(words: Sequence[str]) -> int:
     from lightning_fastft.cli.trained.opening import open_trained
 
     opened = open_trained(question.request)
-    tokenizer = opened.module.tokenizer
-    if tokenizer is None:
-        raise OptionError(f"{opened.base} has no tokenizer, which chat needs. Save one in its folder.")
-    has_template = tokenizer.chat_template is not None and not question.plain
-    if question.system and not has_template:
-        reason = "--plain uses none" if question.plain else "the tokenizer has none"
-        raise OptionError(f"--system needs a chat template, and {reason}. Remove --system.")
+    has_template = _uses_template(question, opened.module.tokenizer, name=str(opened.base))
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         kind = "a chat" if has_template else "plain text to continue, without a chat template"
@@ -78,6 +72,17 @@ def run_chat(words: Sequence[str]) -> int:
             if answer is not None and has_template:
                 history = [*asked, {"role": "assistant", "content": answer}]
     return 0
+
+
+def _uses_template(question: Namespace, tokenizer: Any, *, name: str) -> bool:
+    """Return whether lines become messages of the chat template; refuse what the tokenizer cannot do."""
+    if tokenizer is None:
+        raise OptionError(f"{name} has no tokenizer, which chat needs. Save one in its folder.")
+    has_template = tokenizer.chat_template is not None and not question.plain
+    if question.system and not has_template:
+        reason = "--plain uses none" if question.plain else "the tokenizer has none"
+        raise OptionError(f"--system needs a chat template, and {reason}. Remove --system.")
+    return has_template
 
 
 def _read_line(is_terminal: bool) -> str:
