@@ -67,7 +67,7 @@ fastft init --model NAME --data FILE [--gpu NAME] [--method NAME] [--out FILE] [
 Look at the data, the model's shapes and a GPU, and write a config that fastft fit --config FILE runs.
 
   --model NAME              hub id or folder of the model; a folder with config.json alone is enough
-  --data FILE               file or folder (.jsonl, .json, .parquet, .csv) or hub id of the training data
+  --data FILE               file or folder (.jsonl, .json, .parquet, .csv, .tsv) or hub id of the training data
   --gpu NAME                a GPU by name, for example "RTX 4090" (the GPU of this machine)
   --method NAME             auto, qlora, lora or full (auto: lora where it fits and is about as fast, else qlora)
   --out FILE                the config (config.yaml)
@@ -123,7 +123,7 @@ continue.
 fastft eval CHECKPOINT|FOLDER --data FILE [--exact-match] [--tasks NAMES] [--json]
 Loss, perplexity and token accuracy over the trained tokens of held-out data, packed as in validation.
 
-  --data FILE               file or folder (.jsonl, .json, .parquet, .csv) or hub id
+  --data FILE               file or folder (.jsonl, .json, .parquet, .csv, .tsv) or hub id
   --max-tokens N            length of a pack (8192)
   --too-long NAME           of rows longer than a pack: refuse, truncate or split (refuse)
   --max-reject-share X      largest share of rows that may be rejected (0.01)

@@ -14,7 +14,7 @@ from lightning_fastft.packing.reading.text_files import COMPRESSED, file_kind
 
 _LOGGER = logging.getLogger(__name__)
 
-SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv")
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv")
 ALLOWED = f"{', '.join(SUFFIXES)} (text files also compressed: {', '.join(COMPRESSED)})"
 # Suffixes of unsupported data files. A folder with such a file is an error; other files are skipped.
 _OTHER_DATA = (
@@ -25,7 +25,6 @@ _OTHER_DATA = (
     ".arrow",
     ".feather",
     ".orc",
-    ".tsv",
     ".xls",
     ".xlsx",
     ".pkl",

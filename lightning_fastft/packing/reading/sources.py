@@ -27,6 +27,7 @@ from lightning_fastft.packing.reading.folders import (
     is_saved,
 )
 from lightning_fastft.packing.reading.text_files import (
+    TABLES,
     RawRow,
     check_beginning,
     count_lines,
@@ -211,14 +212,14 @@ def _open_file(path: Path) -> Source:
             beginning = file.read(4096)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}") from error
-    check_beginning(path, beginning, is_json=kind != ".csv")
+    check_beginning(path, beginning, is_json=kind not in TABLES)
     # UTF-16 starts with a byte order mark, or every second byte of ASCII text is zero.
     if beginning.startswith((b"\xff\xfe", b"\xfe\xff")) or (
         len(beginning) > 3 and 0 in beginning[:2] and 0 in beginning[2:4]
     ):
         raise DataError(f"{path} is UTF-16; files are read as UTF-8. Convert it with: iconv -f UTF-16 -t UTF-8")
     reader, counts = read_lines, "line"
-    if kind == ".csv":
+    if kind in TABLES:
         reader = read_csv
     elif kind == ".json" and beginning.removeprefix(BOM).lstrip().startswith(b"["):
         reader, counts = read_json_array, "row"

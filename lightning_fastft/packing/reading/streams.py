@@ -28,7 +28,7 @@ from lightning_fastft.packing.reading.sources import HUB_URL, check_exists, load
 from lightning_fastft.packing.reading.text_files import RawRow, file_kind
 
 # Readers of the datasets package, by the suffix of a file.
-_BUILDERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+_BUILDERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "tsv"}
 
 
 class HubStream:
@@ -195,7 +195,10 @@ def _load(given: str) -> Any:
             f"of one kind: {', '.join(SUFFIXES)}."
         )
     try:
-        return datasets.load_dataset(builders.pop(), data_files=files, split="train", streaming=True)
+        builder = builders.pop()
+        options = {"sep": "\t"} if builder == "tsv" else {}
+        builder = "csv" if builder == "tsv" else builder
+        return datasets.load_dataset(builder, data_files=files, split="train", streaming=True, **options)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise DataError(f"{given} cannot be streamed: {error}") from error
 

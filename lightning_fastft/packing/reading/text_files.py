@@ -1,4 +1,4 @@
-"""Read rows of text files: JSON lines, JSON arrays and CSV, also compressed.
+"""Read rows of text files: JSON lines, JSON arrays, CSV and TSV, also compressed.
 
 Lines are split here and not by a data-frame reader, so that a bad row does not affect other rows and every row keeps
 its line number.
@@ -13,9 +13,10 @@ import json
 import lzma
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from io import BufferedReader, TextIOWrapper
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -49,6 +50,8 @@ _BEGINNINGS = (
     (b"PAR1", "a Parquet file"),
     (b"ARROW1", "an Arrow file"),
 )
+
+TABLES = (".csv", ".tsv")
 
 # No pack takes a longer line, and a single line of a small compressed file could exhaust host memory.
 MAX_LINE_BYTES = 2**28
@@ -179,14 +182,20 @@ def _skip_space(text: str, place: int) -> int:
 
 
 def read_csv(path: Path) -> Iterator[RawRow]:
-    """Yield the records of a CSV file with a header line, numbered by their first line."""
+    """Yield the records of a CSV or TSV file with a header line, numbered by their first line.
+
+    Fields are divided by tabs in a .tsv file. In a .csv file they are divided by commas, or by the semicolons or tabs
+    of a header that has no comma.
+    """
     previous_limit = csv.field_size_limit(2**31 - 1)
     try:
         with (
             open_bytes(path) as binary,
             TextIOWrapper(binary, encoding="utf-8-sig", errors="surrogateescape", newline="") as file,
         ):
-            reader = csv.reader(file, strict=True)
+            begin = list(_read_header(file))
+            delimiter = "\t" if file_kind(path) == ".tsv" else _find_delimiter(begin[-1] if begin else "")
+            reader = csv.reader(chain(begin, file), strict=True, delimiter=delimiter)
             header: list[str] | None = None
             while True:
                 line = reader.line_num + 1
@@ -207,6 +216,24 @@ def read_csv(path: Path) -> Iterator[RawRow]:
                     yield RawRow(line, _parse_record(fields, header=header) if fields else None)
     finally:
         csv.field_size_limit(previous_limit)
+
+
+def _read_header(file: Iterable[str]) -> Iterator[str]:
+    """Yield the lines of a file up to the first that is not blank."""
+    for line in file:
+        yield line
+        if line.strip():
+            return
+
+
+def _find_delimiter(header: str) -> str:
+    """Return what divides the fields of a CSV file.
+
+    Example:
+        >>> _find_delimiter("prompt;completion")
+        ';'
+    """
+    return next((mark for mark in ",;\t" if mark in header), ",")
 
 
 def _check_header(fields: list[str], *, path: Path) -> list[str]:

@@ -293,7 +293,7 @@ def test_compressed_text_is_read_and_damage_in_it_is_named(tmp_path, suffix):
         [read(source) for source in open_sources(packed[0])]
 
 
-@pytest.mark.parametrize("name", ["b.txt.zst", "b.arrow", "sub/b.tsv", "b.zip", "b.txt.gz"])
+@pytest.mark.parametrize("name", ["b.txt.zst", "b.arrow", "sub/b.xls", "b.zip", "b.txt.gz"])
 def test_folder_with_data_in_a_form_that_is_not_read_is_refused(tmp_path, name):
     write_jsonl(tmp_path / "a.jsonl")
     write(tmp_path / "README.md", "about")

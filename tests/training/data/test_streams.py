@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lightning_fastft.core.errors import DataError, OptionError, ResumeError
+from lightning_fastft.packing.reading.streams import open_stream
 from lightning_fastft.packing.rows.rejects import read_rejects
 from tests.support.datamodule_worker import SaveAt, make_data, make_rows, rows_in
 from tests.support.stream_worker import NUM_ROWS, make_stream, train, train_and_resume
@@ -94,6 +95,13 @@ def test_litdata_chunks_are_shuffled_and_resumed(tmp_path):
         assert resumed.seen == whole.seen[240:]
         assert torch.equal(whole.weight, resumed.weight)
         assert {row for _, rows, *_ in whole.seen for row in rows} == set(range(NUM_ROWS))
+
+
+@pytest.mark.parametrize(("name", "mark"), [("a.csv", ","), ("a.tsv", "\t")])
+def test_tables_of_text_are_streamed(tmp_path, name, mark):
+    (tmp_path / name).write_text(f"prompt{mark}completion\none{mark}two\n")
+    stream = open_stream(str(tmp_path / name), seed=0)
+    assert next(stream.read(epoch=0, state="", num_behind=0)).raw == {"prompt": "one", "completion": "two"}
 
 
 def test_paths_are_streamed_with_weights_and_a_second_reading(tmp_path):
