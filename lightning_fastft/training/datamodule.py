@@ -59,8 +59,9 @@ class PackedDataModule(SplitDataModule):
     training goes on bit for bit.
 
     Args:
-        paths: Training data: a file (.jsonl, .json, .csv or .tsv, also in .gz, .bz2, .xz or .zst; .parquet), a folder of files or of ``save_to_disk``, a glob pattern such as ``data/*.jsonl.gz``, a hub data set id, a
-            list of them, rows, or a datasets.Dataset. Files of a folder or pattern are sorted by name. A mapping such
+        paths: Training data: a file (.jsonl, .json, .csv or .tsv, also in .gz, .bz2, .xz or .zst; .parquet), a folder
+            of files or of ``save_to_disk``, a glob pattern such as ``data/*.jsonl.gz``, a hub data set id, a list of
+            them, rows, or a datasets.Dataset. Files of a folder or pattern are sorted by name. A mapping such
             as ``{a.jsonl: 0.7, b.jsonl: 0.3}`` mixes sources: the weights are shares of the tokens of an epoch, which
             trains each example at least once and repeats examples of the sources whose weight asks for more. A
             ``datasets.IterableDataset`` or a LitData ``StreamingDataset`` is read while it is trained: see streaming.
