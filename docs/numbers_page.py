@@ -401,10 +401,14 @@ def _best_pair(run: Sequence[Entry], other: str, bits: str | None) -> list[Entry
     return [max(own, key=lambda e: e.rate) for own in found] if all(found) else []
 
 
+def find_quality(folder: Path = LOGS) -> Path:
+    """Return the curves of the newest run of benchmarks.quality."""
+    return max(folder.glob(QUALITY_CURVES), key=lambda path: path.stem[-10:])
+
+
 def read_quality(folder: Path = LOGS) -> list[QualityPoint]:
     """Return the points of the newest run of benchmarks.quality."""
-    path = max(folder.glob(QUALITY_CURVES), key=lambda path: path.stem[-10:])
-    with path.open(encoding="utf-8", newline="") as file:
+    with find_quality(folder).open(encoding="utf-8", newline="") as file:
         return [
             QualityPoint(
                 row["system"], row["mode"], *map(int, (row["seed"], row["step"])),
@@ -434,6 +438,7 @@ def write_quality(folder: Path = LOGS) -> str:
             )
         )
     lines += ["", f"Before the fine-tuning: loss {before.loss:.4f}, exact match {before.exact:.1%}."]
+    lines.append(f"`python -m benchmarks.quality` wrote {_log_link(find_quality(folder).name)}.")
     firsts = {point.system: point.seconds for point in points if point.seed == 0}
     faster = [SYSTEM_NAMES[system] for system, seconds in firsts.items() if seconds < firsts["ours"]]
     if faster:
