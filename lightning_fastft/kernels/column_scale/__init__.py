@@ -1,1 +1,1 @@
-"""Columns times factors, and the gradients, each in one pass over memory."""
+"""DoRA: the factor of each output column, columns times factors, and the gradients, each in one pass over memory."""
