@@ -5,13 +5,23 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from lightning_fastft.cli.usage import HELP
+from lightning_fastft.core.checks import check_share
 from lightning_fastft.core.errors import OptionError
 
 COLUMNS_OPTION = "--data.columns."
+# Options of PackedDataModule that its errors advise, as argparse takes them.
+_DATA_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "too_long": {"choices": ("refuse", "truncate", "split")},
+    "max_reject_share": {"type": float},
+    "extra_columns": {"choices": ("refuse", "ignore")},
+    "chat_template": {},
+    "cache_dir": {},
+}
+_ADVISED = re.compile(rf"(?:--data\.)?\b(max_tokens|{'|'.join(_DATA_OPTIONS)})\b(?:='?([\w.]*\w)'?)?")
 _CHOICE = re.compile(r"argument (.+): invalid choice: (.+) \(choose from (.+)\)")
 
 
@@ -79,3 +89,38 @@ def take_columns(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
             raise OptionError(f"{name} needs a name, for example {COLUMNS_OPTION}prompt question.")
         columns[name.removeprefix(COLUMNS_OPTION)] = value
     return columns, rest
+
+
+def add_data_options(arguments: Arguments, *, names: Sequence[str]) -> None:
+    """Add options of PackedDataModule; they are None where they are not given."""
+    for name in names:
+        arguments.add_argument(_dashed(name), **_DATA_OPTIONS[name])
+
+
+def read_data_options(given: argparse.Namespace, *, columns: Mapping[str, str]) -> dict[str, Any]:
+    """Return the columns and the added options that were given, as PackedDataModule takes them.
+
+    Raises:
+        OptionError: A value is not allowed.
+    """
+    found = {name: getattr(given, name, None) for name in _DATA_OPTIONS}
+    options: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
+    if "max_reject_share" in options:
+        check_share(_dashed("max_reject_share"), options["max_reject_share"])
+    if options.get("cache_dir") == "null":
+        options["cache_dir"] = None
+    return {"columns": dict(columns), **options} if columns else options
+
+
+def name_data_options(message: str) -> str:
+    """Return an error of the data with the options as ``add_data_options`` spells them.
+
+    Example:
+        >>> name_data_options("Raise max_tokens to 90, or use too_long='truncate'.")
+        'Raise --max-tokens to 90, or use --too-long truncate.'
+    """
+    return _ADVISED.sub(lambda found: _dashed(found[1]) + (f" {found[2]}" if found[2] else ""), message)
+
+
+def _dashed(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from lightning_fastft.cli.arguments import Arguments, take_columns
+from lightning_fastft.cli.arguments import (
+    Arguments,
+    add_data_options,
+    name_data_options,
+    read_data_options,
+    take_columns,
+)
 from lightning_fastft.cli.trained.opening import add_options, read_request
-from lightning_fastft.core.checks import check_choice, check_int, check_share
+from lightning_fastft.core.checks import check_int
 from lightning_fastft.core.errors import DataError, MissingDependencyError, OptionError
 from lightning_fastft.core.extras import pip_line
 from lightning_fastft.packing.reading.sources import check_exists
@@ -23,8 +28,8 @@ if TYPE_CHECKING:
 
 # An answer may be longer than the right one by this many tokens, to be seen as wrong.
 _MORE_TOKENS = 16
-# Options of PackedDataModule that eval takes, as an error names them, with their value.
-_DATA_OPTION = re.compile(r"\b(max_tokens|too_long|max_reject_share|extra_columns)\b(?:='?([\w.]*\w)'?)?")
+# Options of PackedDataModule that eval takes.
+_READING = ("too_long", "max_reject_share", "extra_columns", "chat_template", "cache_dir")
 
 
 def run_eval(words: Sequence[str]) -> int:
@@ -34,9 +39,9 @@ def run_eval(words: Sequence[str]) -> int:
         words: A checkpoint, a PEFT folder or a whole model's folder, and ``--data FILE`` and/or ``--tasks NAMES`` of
             lm-eval. ``--exact-match`` generates greedily and compares. ``--max-tokens N`` (8192) is the length of a
             pack, ``--batch-size N`` (16) that of generation, ``--limit N`` the most rows to answer and the most
-            examples of a task, ``--json`` prints one JSON object. ``--too-long``, ``--max-reject-share`` and
-            ``--extra-columns`` are the options of PackedDataModule. ``--data.columns.OURS YOURS``, ``--base``,
-            ``--device`` and ``--accept-other-base`` as for fit and export.
+            examples of a task, ``--json`` prints one JSON object. ``--too-long``, ``--max-reject-share``,
+            ``--extra-columns``, ``--chat-template`` and ``--cache-dir`` are the options of PackedDataModule.
+            ``--data.columns.OURS YOURS``, ``--base``, ``--device`` and ``--accept-other-base`` as for fit and export.
 
     Raises:
         OptionError: A value is not allowed.
@@ -66,12 +71,9 @@ def _evaluate(module: FineTuner, question: Namespace) -> dict[str, Any]:
     data = PackedDataModule(
         None,
         test_paths=question.data,
-        columns=question.columns or None,
         max_tokens=question.max_tokens,
-        too_long=question.too_long,
-        max_reject_share=question.max_reject_share,
-        extra_columns=question.extra_columns,
         show_progress=not question.json,
+        **question.reading,
     )
     trainer = Trainer(
         accelerator=question.request.device.type,
@@ -84,8 +86,8 @@ def _evaluate(module: FineTuner, question: Namespace) -> dict[str, Any]:
     )
     try:
         [found] = trainer.test(module, datamodule=data, verbose=False)
-    except DataError as error:
-        raise DataError(_name_options(str(error))) from error
+    except (DataError, OptionError) as error:
+        raise type(error)(name_data_options(str(error))) from error
     subset = data.subset("test")
     assert subset is not None
     results = {
@@ -97,18 +99,6 @@ def _evaluate(module: FineTuner, question: Namespace) -> dict[str, Any]:
     if question.exact_match:
         results |= _match(module, subset, question=question)
     return results
-
-
-def _name_options(message: str) -> str:
-    """Return an error of the data with options as this command spells them.
-
-    Example:
-        >>> _name_options("Raise max_tokens to 90, or use too_long='truncate'.")
-        'Raise --max-tokens to 90, or use --too-long truncate.'
-    """
-    return _DATA_OPTION.sub(
-        lambda found: f"--{found[1].replace('_', '-')}" + (f" {found[2]}" if found[2] else ""), message
-    )
 
 
 def _match(module: FineTuner, subset: DocumentSubset, *, question: Namespace) -> dict[str, Any]:
@@ -174,24 +164,20 @@ def _read_question(words: Sequence[str]) -> Namespace:
     add_options(arguments)
     arguments.add_argument("--data", default="")
     arguments.add_argument("--max-tokens", type=int, default=8192)
-    arguments.add_argument("--too-long", default="refuse")
-    arguments.add_argument("--max-reject-share", type=float, default=0.01)
-    arguments.add_argument("--extra-columns", default="refuse")
+    add_data_options(arguments, names=_READING)
     arguments.add_argument("--exact-match", action="store_true")
     arguments.add_argument("--batch-size", type=int, default=16)
     arguments.add_argument("--limit", type=int)
     arguments.add_argument("--tasks", default="")
     arguments.add_argument("--json", action="store_true")
     given = arguments.read(words)
-    given.columns, given.tasks = columns, [name for name in given.tasks.split(",") if name]
+    given.reading = read_data_options(given, columns=columns)
+    given.tasks = [name for name in given.tasks.split(",") if name]
     if not given.data and not given.tasks:
         raise OptionError("fastft eval needs --data FILE or --tasks NAMES of lm-eval.")
     if given.exact_match and not given.data:
         raise OptionError("--exact-match needs --data FILE.")
     check_int("--max-tokens", given.max_tokens, low=2)
-    check_choice("--too-long", given.too_long, ("refuse", "truncate", "split"))
-    check_share("--max-reject-share", given.max_reject_share)
-    check_choice("--extra-columns", given.extra_columns, ("refuse", "ignore"))
     check_int("--batch-size", given.batch_size, low=1)
     if given.limit is not None:
         check_int("--limit", given.limit, low=1)

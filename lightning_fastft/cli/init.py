@@ -8,8 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_fastft.cli.arguments import Arguments, take_columns
-from lightning_fastft.core.errors import OptionError, UnsupportedModelError
+from lightning_fastft.cli.arguments import (
+    Arguments,
+    add_data_options,
+    name_data_options,
+    read_data_options,
+    take_columns,
+)
+from lightning_fastft.core.errors import DataError, OptionError, UnsupportedModelError
 from lightning_fastft.core.phases import phase
 from lightning_fastft.estimate.machines import Gpu, find_gpu
 from lightning_fastft.packing.reading.sources import check_exists
@@ -22,6 +28,8 @@ if TYPE_CHECKING:
 _GIB = 2**30
 # Pinned host memory of another machine.
 _ASSUMED_HOST_GIB = 64
+# Options of PackedDataModule that init takes; it chooses max_tokens and too_long itself.
+_READING = ("max_reject_share", "extra_columns", "chat_template", "cache_dir")
 
 
 def run_init(words: Sequence[str]) -> int:
@@ -30,7 +38,8 @@ def run_init(words: Sequence[str]) -> int:
     Args:
         words: ``--model NAME``, ``--data PATH``, and ``--gpu NAME`` (default: the GPU of this machine), ``--method``
             (default: LoRA where it fits and is about as fast, else QLoRA), ``--out FILE`` (config.yaml),
-            ``--overwrite`` and ``--data.columns.OURS YOURS``.
+            ``--overwrite``. ``--data.columns.OURS YOURS``, ``--max-reject-share``, ``--extra-columns``,
+            ``--chat-template`` and ``--cache-dir`` are options of PackedDataModule, which the config has too.
 
     Raises:
         OptionError: A value is not allowed, out exists, the model cannot be read, or it does not fit the GPU.
@@ -73,7 +82,9 @@ def _read_question(words: Sequence[str]) -> Namespace:
     arguments.add_argument("--method", choices=("auto", "qlora", "lora", "full"), default="auto")
     arguments.add_argument("--out", type=Path, default="config.yaml")
     arguments.add_argument("--overwrite", action="store_true")
+    add_data_options(arguments, names=_READING)
     given = arguments.read(words)
+    given.reading = read_data_options(given, columns=columns)
     check_exists(given.data)
     _check_model(given.model)
     out = given.out
@@ -81,7 +92,7 @@ def _read_question(words: Sequence[str]) -> Namespace:
         raise OptionError(f"--out must name a .yaml file, got {given.out}.")
     if out.is_symlink() or (out.exists() and not (given.overwrite and out.is_file())):
         raise OptionError(f"{out} exists and is not overwritten. Name another file with --out, or add --overwrite.")
-    given.columns, given.gpu = columns, find_gpu(given.gpu) if given.gpu else None
+    given.gpu = find_gpu(given.gpu) if given.gpu else None
     return given
 
 
@@ -116,7 +127,10 @@ def _choose(question: Namespace) -> Recipe:
     if gpu is None and torch.cuda.is_available():
         gpu, host_bytes = find_gpu(torch.cuda.get_device_name()), auto_host_bytes()
     with phase("reading the data"):
-        lengths = measure_lengths(question.data, source=source, columns=question.columns)
+        try:
+            lengths = measure_lengths(question.data, source=source, reading=question.reading)
+        except (DataError, OptionError) as error:
+            raise type(error)(name_data_options(str(error))) from error
     length_N = lengths.length_N
     tokens = choose_pack_tokens(length_N * ASSUMED_MARGIN if lengths.assumption else length_N, most=most)
     planned: Planned | None = None
@@ -135,7 +149,7 @@ def _choose(question: Namespace) -> Recipe:
     return Recipe(
         model=question.model,
         data=question.data,
-        columns=question.columns,
+        reading=question.reading,
         out=question.out,
         method=method,
         method_reason=_explain_method(question.method, planned, gpu=gpu),

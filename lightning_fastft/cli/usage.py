@@ -72,6 +72,10 @@ Look at the data, the model's shapes and a GPU, and write a config that fastft f
   --method NAME             auto, qlora, lora or full (auto: lora where it fits and is about as fast, else qlora)
   --out FILE                the config (config.yaml)
   --overwrite               replace a config that is there
+  --max-reject-share X      largest share of rows that may be rejected (0.01)
+  --extra-columns NAME      of columns that the first rows do not have: refuse or ignore (refuse)
+  --chat-template FILE      a .jinja file in place of the tokenizer's chat template
+  --cache-dir FOLDER        where tokens are cached; null keeps them in memory (the user's cache folder)
   --data.columns.OURS YOURS names of the data's columns, for example --data.columns.prompt question
 """,
     "data": f"""\
@@ -128,6 +132,8 @@ Loss, perplexity and token accuracy over the trained tokens of held-out data, pa
   --too-long NAME           of rows longer than a pack: refuse, truncate or split (refuse)
   --max-reject-share X      largest share of rows that may be rejected (0.01)
   --extra-columns NAME      of columns that the first rows do not have: refuse or ignore (refuse)
+  --chat-template FILE      a .jinja file in place of the tokenizer's chat template
+  --cache-dir FOLDER        where tokens are cached; null keeps them in memory (the user's cache folder)
   --exact-match             also generate the answer of each row, and compare it as text
   --batch-size N            rows that are answered at once (16)
   --limit N                 most rows to answer, and most examples of a task

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import yaml
+from transformers import AutoTokenizer
 
 from lightning_fastft.cli.command import main
 from lightning_fastft.cli.lightning_cli import FastFTCLI
@@ -104,6 +105,44 @@ def test_mistakes_say_what_to_do(words, part, rows, answer, monkeypatch):
     status, text = answer([*WORDS[:5], *words])
     assert status == 1
     assert part in text
+
+
+def test_advice_on_the_data_names_options_that_init_takes(rows, answer):
+    lines = [ROW] * 300 + [{**ROW, "answer": 1}] * 10 + [{**ROW, "note": "x"}] * 10
+    (rows / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    status, text = answer(WORDS)
+    assert (status, "raise --max-reject-share" in text, "--extra-columns ignore" in text) == (1, True, True)
+    status, text = answer([*WORDS, "--extra-columns", "ignored"])
+    assert (status, "--extra-columns must be" in text) == (1, True)
+    status, text = answer([*WORDS, "--max-reject-share", "2"])
+    assert (status, "--max-reject-share must be" in text) == (1, True)
+    assert main([*WORDS, "--max-reject-share", "0.1", "--extra-columns", "ignore"]) == 0
+    data = read()["data"]["init_args"]
+    assert (data["max_reject_share"], data["extra_columns"]) == (0.1, "ignore")
+    assert data["columns"] == {"prompt": "question", "completion": "answer"}
+    assert FastFTCLI(["--config", "config.yaml"], run=False).datamodule.max_tokens == 512
+
+
+def test_a_cache_that_cannot_be_written_is_replaced_as_advised(rows, answer):
+    (rows / "cache").write_text("a file")
+    status, text = answer(WORDS)
+    assert (status, "--cache-dir null" in text) == (1, True)
+    assert main([*WORDS, "--cache-dir", "null"]) == 0
+    assert read()["data"]["init_args"]["cache_dir"] is None
+
+
+def test_chat_template_is_taken_as_advised(rows, demo_files, answer):
+    tokenizer = AutoTokenizer.from_pretrained(demo_files.model)
+    template, tokenizer.chat_template = tokenizer.chat_template, None
+    tokenizer.save_pretrained("model")
+    (rows / "chat.jinja").write_text(template)
+    turns = [{"role": "user", "content": "Eggs?"}, {"role": "assistant", "content": "24"}]
+    (rows / "train.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 30)
+    words = WORDS[:5]
+    status, text = answer(words)
+    assert (status, "--chat-template" in text) == (1, True)
+    assert main([*words, "--chat-template", "chat.jinja"]) == 0
+    assert read()["data"]["init_args"]["chat_template"] == "chat.jinja"
 
 
 def test_tokens_that_a_cut_drops_are_counted():

@@ -159,7 +159,7 @@ def test_eval_is_the_validation_of_the_run(here, demo_files, capsys):
     assert found["perplexity"] == pytest.approx(torch.tensor(found["loss"]).exp().item(), rel=1e-5)
 
 
-def test_advice_of_eval_names_options_that_it_takes(here, answer, tmp_path):
+def test_advice_of_eval_names_options_that_it_takes(here, answer, tmp_path, monkeypatch):
     rows = [{"prompt": QUESTION, "completion": "5"}] * 9
     data = tmp_path / "test.jsonl"
 
@@ -178,6 +178,11 @@ def test_advice_of_eval_names_options_that_it_takes(here, answer, tmp_path):
     for option in ("--too-long", "--extra-columns"):
         status, text = evaluate(rows, option, "no")
         assert (status, f"{option} must be" in text) == (1, True)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    status, text = evaluate(rows)
+    assert (status, "--cache-dir null" in text) == (1, True)
+    assert evaluate(rows, "--cache-dir", "null")[0] == 0
 
 
 def test_exact_match_counts_answers_that_are_equal_as_text(here, tmp_path, capsys, monkeypatch):

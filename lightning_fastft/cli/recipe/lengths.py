@@ -41,8 +41,8 @@ class Lengths(NamedTuple):
     assumption: str
 
 
-def measure_lengths(data: str, *, source: ModelSource, columns: Mapping[str, str]) -> Lengths:
-    """Return the length of every example.
+def measure_lengths(data: str, *, source: ModelSource, reading: Mapping[str, Any]) -> Lengths:
+    """Return the length of every example, read with these options of PackedDataModule.
 
     The model's tokenizer is used where it can be read.
 
@@ -53,12 +53,15 @@ def measure_lengths(data: str, *, source: ModelSource, columns: Mapping[str, str
         One pass over the data, in several processes; the tokens are cached.
     """
     tokenizer, assumption = _find_tokenizer(source)
+    cache_dir, share = reading.get("cache_dir", find_cache_dir()), reading.get("max_reject_share", 0.01)
+    rows = {name: value for name, value in reading.items() if name not in ("cache_dir", "max_reject_share")}
     dataset = tokenize_sources(
         data,
         tokenizer=tokenizer,
-        options=FormatOptions(max_tokens=_LONGEST, columns=dict(columns) or None),
-        cache_dir=find_cache_dir(),
+        options=FormatOptions(max_tokens=_LONGEST, **rows),
+        cache_dir=cache_dir,
         num_proc=count_processes(),
+        max_reject_share=share,
         show_progress=True,
     )
     foreign = [name for name in dataset.report.rows_per_format if name in TUNERS]

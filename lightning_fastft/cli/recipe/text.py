@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from textwrap import wrap
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
@@ -31,7 +31,7 @@ class Recipe(NamedTuple):
     Args:
         model: Hub id or folder.
         data: File, folder or hub id.
-        columns: Names of the data's columns by the names that a format has for them.
+        reading: Options of PackedDataModule that say how the data is read, such as columns.
         out: The config file.
         method: How the model is trained.
         method_reason: Why this method.
@@ -44,7 +44,7 @@ class Recipe(NamedTuple):
 
     model: str
     data: str
-    columns: Mapping[str, str]
+    reading: Mapping[str, Any]
     out: Path
     method: Method
     method_reason: str
@@ -104,8 +104,8 @@ def render_config(recipe: Recipe) -> str:
     lines = [line for name, text in head for line in _comment(f"{name}: {text}")]
     lines += ["data:", "  class_path: lightning_fastft.PackedDataModule", "  init_args:"]
     lines += [f"    paths: {_scalar(recipe.data)}"]
-    if recipe.columns:
-        lines += ["    columns:", *(f"      {ours}: {_scalar(yours)}" for ours, yours in recipe.columns.items())]
+    if recipe.reading:
+        lines += [f"    {line}" for line in yaml.safe_dump(dict(recipe.reading), sort_keys=False).splitlines()]
     num_held_out = round(steps.val_share * len(recipe.lengths.length_N))
     if num_held_out:
         lines += [
