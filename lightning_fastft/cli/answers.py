@@ -29,6 +29,7 @@ _FUNCTION = re.compile(
 _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 _TYPE = re.compile(r"Expected a <class '(int|float|bool)'>(?:\. Got value: (.*))?")
 _NO_CLASS = re.compile(r"Expected a dot import path string: ([A-Za-z_]\w*)\b(?!\.)")
+_CHOICE = re.compile(r"Expected a typing\.Literal\[([^\]]*)\](?:\. Got value: (.*))?")
 # Modules with classes of an option, by the last part of its name.
 _CLASS_MODULES = {
     "callbacks": ("lightning_fastft", "lightning.pytorch.callbacks"),
@@ -40,7 +41,6 @@ _CLASS_MODULES = {
 }
 _AMBIGUOUS = re.compile(r"Multiple subclasses with name (\w+)\. Give the full class path[^:]*: ([\w., ]+\w)")
 _INNER_KEY = re.compile(r"Problem with given class_path '[^']+': Parser key \"([\w.]+)\": ")
-_CHOICE = re.compile(r"Expected a typing\.Literal\[([^\]]*)\](?:\. Got value: (.*))?")
 # Functions of transformers that read files of a folder or the hub.
 _READERS = ("from_pretrained", "cached_files", "cached_file")
 _NOISE = re.compile(
@@ -82,14 +82,14 @@ def explain_refusal(message: str, *, options: Collection[str], program: str, con
         return f"{special}{last_line}"
 
     unknown = _NO_CLASS.search(message)
-    if key and unknown:
+    if key and unknown and not _CHOICE.search(message):
         inner = _INNER_KEY.search(" ".join(lines))
-        hint = hint_value(inner[1] if inner else key[1], unknown[1])
-        where = f"{key[1]}.{inner[1]}: " if inner and hint else where
-        if not hint and (near := _find_near_classes(key[1], unknown[1])):
+        option = f"{key[1]}.{inner[1]}" if inner else key[1]
+        hint = hint_value(option, unknown[1])
+        if not hint and (near := _find_near_classes(option, unknown[1])):
             hint = f"hint: did you mean {'lightning_fastft.' if near == unknown[1] else ''}{near}?\n"
         if hint:
-            return f"error: {where}there is no class {unknown[1]}\n{hint}{last_line}"
+            return f"error: {option}: there is no class {unknown[1]}\n{hint}{last_line}"
 
     kept = [
         _explain_choice(line.removeprefix("- "), lines)
@@ -164,7 +164,7 @@ def _explain_unknown(name: str, lines: list[str], options: Collection[str]) -> s
     owner, reason = _owner_of(lines, name), next(line for line in lines if name in line)
     known = read_parameters(owner) if owner else options
     near = _find_initials(name, known)
-    hint = "" if near else hint_option(name)
+    hint = "" if near else hint_option(name, known=known)
     near = near or next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.6)), "")
     hint = hint or (f"hint: did you mean {near}?\n" if near else "")
     return f"{reason}{f' by {owner}' if owner else ''}\n{hint}"
@@ -184,7 +184,7 @@ def _explain_choice(reason: str, lines: list[str]) -> str:
     if found and len(groups := [other[1] for other in map(_CHOICE.search, lines) if other]) > 1:
         # A union of choices has a line for each of them, and the first line is answered for all.
         return "" if found[1] != groups[0] else f"must be one of {', '.join(groups)}{_got(found, lines)}"
-    if _TYPE.search(reason) and any(map(_CHOICE.search, lines)):
+    if (_TYPE.search(reason) or _NO_CLASS.match(reason)) and any(map(_CHOICE.search, lines)):
         return ""
     types = [line for line in lines if _TYPE.search(line)]
     if not found and len(types) == 1:

@@ -67,7 +67,7 @@ class FastFTArgumentParser(LightningArgumentParser):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Abbreviations would hide misspelt names.
-        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+        super().__init__(*args, **{"allow_abbrev": False, "prog": "fastft", **kwargs})
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Write the reason and a hint to standard error and exit with status 2."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
+_LOSSES = "FineTuner has one loss; --model PreferenceTuner --model.loss sigmoid is DPO, --model PolicyTuner has GRPO."
 _TRAINED = "Answers alone are trained; with data.loss_on all every token is."
 # By the last part of an option: the option of ours with an example value where the name alone does not say it, or a
 # sentence where there is none.
@@ -62,6 +63,8 @@ _OPTIONS: Mapping[str, str] = {
     "assistant_only_loss": _TRAINED,
     "shuffle": "Packs are shuffled in each epoch, by data.seed and the number of the epoch.",
     "trust_remote_code": "Code of a model repository is never run; load such a model yourself and pass it in Python.",
+    "loss": _LOSSES,
+    "beta": _LOSSES,
     "packing": "Rows are always packed; data.max_tokens is the length of a pack.",
     "sample_packing": "Rows are always packed; data.max_tokens is the length of a pack.",
     "gradient_checkpointing": "Activations are planned from measured steps; the guide shows how to set them.",
@@ -69,22 +72,38 @@ _OPTIONS: Mapping[str, str] = {
     "attn_implementation": "Attention is chosen by device and length; the table that fit prints names it.",
 }
 _SAME = {
+    "loss_type": "loss",
     "per_device_train_batch_size": "batch_size",
     "micro_batch_size": "batch_size",
     "train_batch_size": "batch_size",
     "per_device_eval_batch_size": "batch_size",
 }
-_EIGHT_BITS = "lightning_fastft.optim.FusedAdamW --model.optimizer.optim_bits 8"
+_FUSED = "lightning_fastft.optim.FusedAdamW"
+_EIGHT_BITS = f"{_FUSED} --model.optimizer.optim_bits 8"
+_OFFLOAD = "--model.optimizer.offload 1.0"
 _DEFAULT_ADAMW = "AdamW is the default, in a fused form; remove the option."
-# By the option's last part and the value, in lower case.
-_VALUES: Mapping[tuple[str, str], str] = {
-    ("loss", "dpo"): "sigmoid",
-    ("optimizer", "adamw_torch"): _DEFAULT_ADAMW,
-    ("optimizer", "adamw_torch_fused"): _DEFAULT_ADAMW,
-    ("optimizer", "adamw_8bit"): _EIGHT_BITS,
-    ("optimizer", "adamw_bnb_8bit"): _EIGHT_BITS,
-    ("optimizer", "adamw8bit"): _EIGHT_BITS,
-    ("optimizer", "paged_adamw_8bit"): f"{_EIGHT_BITS} --model.optimizer.offload 1.0",
+_NF4 = ("4bit", "4", "int4", "fp4", "bnb", "bnb_4bit", "bitsandbytes", "8bit", "int8")
+# By the option's last part: what to write for a value in lower case.
+_VALUES: Mapping[str, Mapping[str, str]] = {
+    "loss": {
+        "dpo": "sigmoid",
+        "sft": "Supervised fine-tuning is --model FineTuner, without a loss.",
+        **dict.fromkeys(("grpo", "dapo", "dr_grpo", "gspo"), "This is a loss of --model PolicyTuner."),
+    },
+    "optimizer": {
+        **dict.fromkeys(("adam", "adamw", "adamw_hf", "adamw_torch", "adamw_torch_fused"), _DEFAULT_ADAMW),
+        **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "adamw8bit"), _EIGHT_BITS),
+        "paged_adamw_8bit": f"{_EIGHT_BITS} {_OFFLOAD}",
+        **dict.fromkeys(("paged_adamw", "paged_adamw_32bit"), f"{_FUSED} {_OFFLOAD}"),
+        "adafactor": "torch.optim.Adafactor",
+        "muon": "torch.optim.Muon",
+        **dict.fromkeys(("lion", "lion_32bit"), "bitsandbytes.optim.Lion --allow-import bitsandbytes"),
+        "lion_8bit": "bitsandbytes.optim.Lion8bit --allow-import bitsandbytes",
+        "sgd": "torch.optim.SGD",
+    },
+    "dtype": {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"},
+    "quantization": dict.fromkeys(_NF4, "nf4"),
+    "scheduler": {"constant_with_warmup": "constant --model.warmup_share 0.03", "cosine_with_min_lr": "cosine"},
 }
 _COMMANDS: Mapping[str, str] = {
     "train": "fit",
@@ -108,18 +127,20 @@ def find_command(name: str) -> str:
     return _COMMANDS.get(name.lower(), "")
 
 
-def hint_option(name: str) -> str:
+def hint_option(name: str, *, known: Collection[str] = ()) -> str:
     """Return a hint on an option that another tool has, as a line; "" for none.
 
     Args:
         name: The option, with or without the name of its group.
+        known: The options that there are.
 
     Example:
         >>> print(hint_option("trainer.num_train_epochs"), end="")
         hint: did you mean trainer.max_epochs?
     """
     last = name.rpartition(".")[2].replace("-", "_").lower()
-    return _render_hint(_OPTIONS.get(_SAME.get(last, last), ""))
+    last = _SAME.get(last, last)
+    return _render_hint(last if last in known else _OPTIONS.get(last, ""))
 
 
 def hint_value(option: str, value: str) -> str:
@@ -129,7 +150,7 @@ def hint_value(option: str, value: str) -> str:
         >>> print(hint_value("model.loss", "dpo"), end="")
         hint: did you mean sigmoid?
     """
-    return _render_hint(_VALUES.get((option.rpartition(".")[2], value.lower()), ""))
+    return _render_hint(_VALUES.get(option.rpartition(".")[2], {}).get(value.lower(), ""))
 
 
 def _render_hint(found: str) -> str:

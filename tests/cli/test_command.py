@@ -77,13 +77,28 @@ def test_refused_choice_answers_with_the_value_and_the_choices(words, reason, fo
         (["--model.optimizer.class_path", "SGD"], "write one of torch.optim.SGD"),
         (["--model.optimizer", "adamw_8bit"], "lightning_fastft.optim.FusedAdamW --model.optimizer.optim_bits 8"),
         (["--model.optimizer", "adamw_torch"], "AdamW is the default"),
+        (["--model.optimizer", "adamw"], "AdamW is the default"),
+        (["--model.optimizer", "paged_adamw_32bit"], "FusedAdamW --model.optimizer.offload 1.0"),
+        (["--model.optimizer", "adafactor"], "did you mean torch.optim.Adafactor?"),
+        (["--model.optimizer", "lion_8bit"], "bitsandbytes.optim.Lion8bit --allow-import bitsandbytes"),
+        (["--model.optimizer", "nadam"], "did you mean NAdam?"),
+        (["--model.quantization", "4bit"], "did you mean nf4?"),
+        (["--model.dtype", "bf16"], "did you mean bfloat16?"),
+        (["--model.scheduler", "constant_with_warmup"], "did you mean constant --model.warmup_share 0.03?"),
+        (["--model.loss", "dpo"], "--model PreferenceTuner"),
+        (["--model.beta", "0.1"], "--model PreferenceTuner"),
         (["--model", "PreferenceTuner", "--model.model", "x", "--model.loss", "dpo"], "did you mean sigmoid?"),
+        (["--model", "PreferenceTuner", "--model.model", "x", "--model.loss", "grpo"], "--model PolicyTuner"),
+        (["--model", "PreferenceTuner", "--model.model", "x", "--model.loss_type", "ipo"], "did you mean loss?"),
     ],
 )
 def test_values_of_other_tools_answer_with_what_to_write(words, hint, folder, answer):
     status, text = answer(["fit", "--model.model", "x", "--data.paths", "y", *words])
+    reason, second, last = [line for line in text.splitlines() if not line.startswith("importing")]
     assert status == 2
-    assert hint in text.splitlines()[1]
+    assert hint in second
+    assert "dot import path" not in reason
+    assert last == "hint: all options: fastft fit --help"
 
 
 @pytest.mark.parametrize(
