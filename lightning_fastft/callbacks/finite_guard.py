@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_fastft.core.async_reader import AsyncScalarReader
 from lightning_fastft.core.checks import check_choice, check_int
 from lightning_fastft.core.errors import NotTrainingError
+from lightning_fastft.core.given_once import GivenOnce
 from lightning_fastft.core.status import Status
 from lightning_fastft.strategies.packed_steps import find_packed_batches
 from lightning_fastft.strategies.patching import patcher_of
@@ -46,7 +47,7 @@ class _Window(NamedTuple):
     micros: tuple[_Micro, ...]
 
 
-class FiniteGuard(Callback):
+class FiniteGuard(GivenOnce, Callback):
     """Skip an optimizer step whose loss or gradients contain NaN or infinity, and stop the run after too many skips.
 
     Each rank computes a flag on the device from the losses of all micro-batches of the step and from the squared norm

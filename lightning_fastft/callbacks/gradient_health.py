@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_fastft.callbacks.optimizer_judge import FEWEST_STEPS_TO_JUDGE, OptimizerJudge, list_names
 from lightning_fastft.core.checks import check_int, check_string
 from lightning_fastft.core.errors import NotTrainingError, OptionError
+from lightning_fastft.core.given_once import GivenOnce
 from lightning_fastft.core.status import Status
 from lightning_fastft.strategies.packed_steps import find_packed_batches
 from lightning_fastft.strategies.patching import patcher_of
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 WHOLE = (SingleDeviceStrategy, DDPStrategy, FabricSingleDeviceStrategy, FabricDDPStrategy)
 
 
-class GradientHealth(Callback):
+class GradientHealth(GivenOnce, Callback):
     """Check in the first optimizer steps that every trainable tensor gets a finite, non-zero gradient and moves.
 
     A step counts if it can train: its learning rate is above 0, its accumulation window has a labelled token (for a

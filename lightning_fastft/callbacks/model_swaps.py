@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import Callback
 
-from lightning_fastft.core.errors import OptionError, SwapError
+from lightning_fastft.core.errors import SwapError
+from lightning_fastft.core.given_once import GivenOnce
 from lightning_fastft.core.status import Status
 from lightning_fastft.strategies.patching import patcher_of
 
@@ -18,24 +19,7 @@ if TYPE_CHECKING:
     from lightning_fastft.core.patcher import ModelPatcher
 
 
-def check_given_once(callback: Callback, trainer: pl.Trainer) -> None:
-    """Refuse a second callback of a class that swaps modules, because the first one has already swapped them.
-
-    Raises:
-        OptionError: The Trainer has another callback of this class.
-    """
-    kind = type(callback)
-    num_given = sum(isinstance(other, kind) for other in getattr(trainer, "callbacks", ()))
-    if num_given > 1:
-        raise OptionError(
-            f"{kind.__name__} is given {num_given} times, and only one of them can swap the modules. "
-            "--trainer.callbacks+= on the command line adds to the callbacks of the config and changes none of them. "
-            "Give it once; to change an option of the one in the config, set it under its init_args in the YAML of "
-            "your own config (a copy: fastft fit --config NAME --print_config > mine.yaml)."
-        )
-
-
-class ModelSwaps(Callback):
+class ModelSwaps(GivenOnce, Callback):
     """Swap modules of every transformers model in the LightningModule during a run; subclasses choose the modules.
 
     A FineTuner swaps them while it builds its model, before the model is sharded and measured. In any other module they
@@ -67,7 +51,7 @@ class ModelSwaps(Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Register the swap with a FineTuner that builds its model later; refuse a second callback of this class."""
-        check_given_once(self, trainer)
+        super().setup(trainer, pl_module, stage)
         self._patcher = patcher_of(trainer)
         register: Any = getattr(pl_module, "register_transform", None)
         if callable(register):

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateFinder
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_fastft.callbacks.model_swaps import check_given_once
 from lightning_fastft.core.errors import OptionError
+from lightning_fastft.core.given_once import GivenOnce
 from lightning_fastft.core.status import Status, render_status_table
 from lightning_fastft.strategies.mixin import FastFTStrategyMixin
 from lightning_fastft.strategies.packed_steps import PackedStep, PackedSteps, collect_statuses, environment_of
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 
 
-class PackedTraining(Callback):
+class PackedTraining(GivenOnce, Callback):
     """Prepare every transformers model in the LightningModule for packed batches, under a strategy of Lightning.
 
     It does what ``strategy="fastft"`` does. Modules are swapped once the model is built and restored when the run ends,
@@ -59,7 +59,7 @@ class PackedTraining(Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Check whether the strategy installs packed training itself; refuse a second callback of this class."""
-        check_given_once(self, trainer)
+        super().setup(trainer, pl_module, stage)
         self._is_redundant = isinstance(trainer.strategy, FastFTStrategyMixin)
         if self._is_redundant and (self.packed_steps.activations is not None or self.packed_steps.attention != "auto"):
             raise OptionError(

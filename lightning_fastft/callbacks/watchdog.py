@@ -23,6 +23,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_fastft.checkpoint.remote import is_remote
 from lightning_fastft.checkpoint.resume import checkpoint_folder
 from lightning_fastft.core.checks import check_float
+from lightning_fastft.core.given_once import GivenOnce
 from lightning_fastft.core.marks import has_passed, mark_time, ms_between
 from lightning_fastft.core.status import Status
 from lightning_fastft.monitor import watch_process
@@ -46,7 +47,7 @@ NUM_TIMES = 20
 _MOST_SECONDS = 86_400.0
 
 
-class Watchdog(Callback):
+class Watchdog(GivenOnce, Callback):
     """End a run in which a rank is dead, stopped (SIGSTOP) or hung, and name the rank and the step.
 
     Each rank has a small watchdog process, which continues if the rank does not. The run ends at most 10 s after a rank

@@ -27,6 +27,7 @@ from lightning_fastft.checkpoint.slurm import requeue_job, requeue_signal
 from lightning_fastft.checkpoint.stops import STOP_SIGNALS, RunStopped, StopSignals
 from lightning_fastft.core.checks import check_bool, check_float
 from lightning_fastft.core.errors import FastFTError, ResumeError
+from lightning_fastft.core.given_once import GivenOnce
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.core.status import Status
 
@@ -57,7 +58,7 @@ def checkpoint_folder(trainer: pl.Trainer) -> str:
     return str(next((folder for folder in folders if folder is not None), trainer.default_root_dir))
 
 
-class ExactResume(Callback):
+class ExactResume(GivenOnce, Callback):
     """Save the state that Lightning checkpoints lack, so that a resumed run equals an uninterrupted one.
 
     The strategies of this package add it. The result is bit-equal if the kernels of the model are deterministic.
@@ -121,7 +122,8 @@ class ExactResume(Callback):
         return self._status
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Reset the state of an earlier run."""
+        """Reset the state of an earlier run; refuse a second callback of this class."""
+        super().setup(trainer, pl_module, stage)
         self._stops.unwatch()
         self._stops = StopSignals()
         self._has_stopped = False

@@ -170,19 +170,8 @@ class FastFTCLI(LightningCLI):
             if not extra:
                 raise
             raise MissingDependencyError(f"{error!s:.100}. Install it with: {pip_line(extra)}") from error
-        self._check_callbacks()
         if self.subcommand:
             _check_folders(self.trainer, command=self.subcommand)
-
-    def _check_callbacks(self) -> None:
-        """Reject a duplicate callback before the data is tokenised; its own setup would reject it afterwards."""
-        # Imported on use, because it imports the strategies, which --help does not need.
-        from lightning_fastft.callbacks.model_swaps import ModelSwaps, check_given_once
-        from lightning_fastft.callbacks.packed_training import PackedTraining
-
-        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, (ModelSwaps, PackedTraining)):
-                check_given_once(callback, self.trainer)
 
     def before_fit(self) -> None:
         """Refuse a run without an end, after everything that is wrong in the config."""

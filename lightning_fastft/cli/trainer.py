@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 
 from lightning_fastft.core.checks import check_float, check_int
 from lightning_fastft.core.errors import OptionError
+from lightning_fastft.core.given_once import GivenOnce
 from lightning_fastft.strategies.launchers import refuse_several_processes
 
 # Each logged step has a host sync, so long runs keep Lightning's interval; short runs log this many times.
@@ -32,8 +33,8 @@ class FastFTTrainer(Trainer):
 
     Raises:
         OptionError: The launcher started several processes, or there are several nodes, and the strategy is for one
-            device; or num_nodes is "auto", and NODE_RANK says that there are several nodes but not how many; or two
-            ModelCheckpoints differ in no more than their folder.
+            device; or num_nodes is "auto", and NODE_RANK says that there are several nodes but not how many; or one of
+            our callbacks is given twice, or two ModelCheckpoints differ in no more than their folder.
     """
 
     def __init__(
@@ -47,9 +48,14 @@ class FastFTTrainer(Trainer):
         self._is_auto = log_every_n_steps == "auto"
         callbacks = kwargs.get("callbacks") or []
         callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
-        _refuse_equal_savers(callbacks)
         if enable_progress_bar is False:
-            kwargs["callbacks"] = [callback for callback in callbacks if not isinstance(callback, ProgressBar)]
+            callbacks = [callback for callback in callbacks if not isinstance(callback, ProgressBar)]
+            kwargs["callbacks"] = callbacks
+        _refuse_equal_savers(callbacks)
+        for callback in callbacks:
+            # Their setup would refuse too, but after the data is tokenised.
+            if isinstance(callback, GivenOnce):
+                callback.check_given_once(callbacks)
         num_nodes = _count_nodes() if num_nodes == "auto" else num_nodes
         super().__init__(
             *args,

@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from lightning_fastft.checkpoint.rng import RandomState
 from lightning_fastft.core.checks import check_int, tokenizer_of
 from lightning_fastft.core.errors import OptionError
+from lightning_fastft.core.given_once import GivenOnce
 from lightning_fastft.core.status import Status
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class Samples(NamedTuple):
     answers: list[str]
 
 
-class GenerateSamples(Callback):
+class GenerateSamples(GivenOnce, Callback):
     """Generate an answer to each prompt at the end of each validation of a fit, for the loggers and RunReport.
 
     Decoding is greedy, so that answers depend on the weights alone. Training is not changed: random states and the mode

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_fastft.core.checks import check_choice, check_int
 from lightning_fastft.core.errors import FastFTError, OptionError
+from lightning_fastft.core.given_once import GivenOnce
 from lightning_fastft.core.status import Status
 from lightning_fastft.monitor.report.waits import HOST_READERS, HostWait, WaitRecorder, order_waits
 from lightning_fastft.strategies.patching import patcher_of
@@ -26,7 +27,7 @@ class HostWaitError(FastFTError, RuntimeError):
     """Raised by HostWaitDetector(on_wait="raise") at the first host sync inside a watched training step."""
 
 
-class HostWaitDetector(Callback):
+class HostWaitDetector(GivenOnce, Callback):
     """Watch some training steps and list their host syncs: frequency, line of code, and a fix.
 
     It works with any LightningModule, strategy and model. A step is watched from one ``on_train_batch_start`` to the

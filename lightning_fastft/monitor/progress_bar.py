@@ -14,6 +14,7 @@ from lightning_fastft.checkpoint.lightning_internals import logged_step_values
 from lightning_fastft.core.async_reader import AsyncScalarReader
 from lightning_fastft.core.checks import check_bool, check_int, check_string
 from lightning_fastft.core.errors import OptionError
+from lightning_fastft.core.given_once import GivenOnce
 from lightning_fastft.strategies.packed_steps import find_packed_batches
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ NAMES = ("train_reward", "train_reward_accuracy", "train_accuracy", "train_diver
 TRAINING = "train_"
 
 
-class FastFTProgressBar(TQDMProgressBar):
+class FastFTProgressBar(GivenOnce, TQDMProgressBar):
     """Show loss, tokens per second, training values by name, and validation metrics logged with ``prog_bar=True``.
 
     Loss and training values are means over the micro-batches of an optimizer step. They are computed on the device from

@@ -18,6 +18,7 @@ from lightning_fastft.checkpoint.stops import RunStopped
 from lightning_fastft.core.async_reader import AsyncScalarReader
 from lightning_fastft.core.checks import check_int, check_replaceable
 from lightning_fastft.core.errors import OptionError
+from lightning_fastft.core.given_once import GivenOnce
 from lightning_fastft.core.marks import mark_time
 from lightning_fastft.core.status import Status
 from lightning_fastft.monitor.host_waits import HostWaitDetector
@@ -38,7 +39,7 @@ MOST_VALUES = 32
 TRAINING_LOSS = "train_loss"
 
 
-class RunReport(Callback):
+class RunReport(GivenOnce, Callback):
     """Write a self-contained HTML page about a run, and JSON with the same figures; also after an exception or signal.
 
     The page shows model, method, device, tokens per second, peak memory of each rank, losses, the last validation and a

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_fastft.activations.budgets import peak_memory_bytes
 from lightning_fastft.core.checks import check_float, check_int
 from lightning_fastft.core.device_peaks import peak_bf16_flops
+from lightning_fastft.core.given_once import GivenOnce
 from lightning_fastft.core.marks import Mark, has_passed, mark_time, ms_between
 from lightning_fastft.core.status import Status
 from lightning_fastft.strategies.packed_steps import find_packed_batches
@@ -34,7 +35,7 @@ class _Interval:
         self.flops = 0.0
 
 
-class TokenThroughput(Callback):
+class TokenThroughput(GivenOnce, Callback):
     """Log the throughput of this rank every few optimizer steps.
 
     The metrics are ``throughput/...``: tokens_per_s (without padding), labelled_tokens_per_s, padding_share, mfu (model

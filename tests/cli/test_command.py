@@ -139,8 +139,8 @@ def test_checkpoint_that_is_not_there_is_refused_before_anything_is_made(command
     assert str(folder) in text
 
 
-@pytest.mark.parametrize("name", ["FusedKernels", "BincountRouter", "PackedTraining"])
-def test_swapping_callback_beside_that_of_the_config_is_refused_before_data_is_read(name, folder, answer):
+@pytest.mark.parametrize("name", ["FusedKernels", "PackedTraining", "RunReport", "ExactResume", "FastFTProgressBar"])
+def test_callback_beside_that_of_the_config_is_refused_before_data_is_read(name, folder, answer):
     (folder / "own.yaml").write_text(f"trainer: {{callbacks: [{{class_path: lightning_fastft.{name}}}]}}\n")
     (folder / "empty.jsonl").write_text("")
     words = [
