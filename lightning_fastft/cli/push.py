@@ -37,8 +37,8 @@ def run_push(words: Sequence[str]) -> int:
     from lightning_fastft.cli.trained.writing import write_trained
 
     with tempfile.TemporaryDirectory() as place:
-        folder = Path(place) / question.repository.rpartition("/")[2]
-        write_trained(question.request, folder)
+        folder = Path(place) / "model"
+        write_trained(question.request, folder, title=question.title)
         return _push(folder, (folder / CARD).read_text(encoding="utf-8"), question=question)
 
 
@@ -49,7 +49,7 @@ def _read_card(question: Namespace) -> str:
     source = question.request.source
     card = source / CARD
     text = card.read_text(encoding="utf-8") if card.is_file() else ""
-    return text if keeps_card(text) else render_card(read_facts(source), name=question.repository.rpartition("/")[2])
+    return text if keeps_card(text) else render_card(read_facts(source), title=question.title)
 
 
 def _push(folder: Path, card: str, *, question: Namespace) -> int:
@@ -117,6 +117,7 @@ def _read_question(words: Sequence[str]) -> Namespace:
     given = arguments.read(words)
     if not _REPOSITORY.fullmatch(given.repository):
         raise OptionError(f"REPO must be owner/name, got {given.repository!r}.")
+    given.title = given.repository.rpartition("/")[2]
     source = check_source(given.source)
     if source.is_dir() and not any((source / name).is_file() for name in ("adapter_config.json", "config.json")):
         raise OptionError(f"{source} has no adapter_config.json and no config.json: it is no model's folder.")

@@ -319,6 +319,22 @@ def test_push_shows_and_uploads_only_if_asked(here, tmp_path, capsys, monkeypatc
     assert "hf auth login" in answer(["push", str(tmp_path / "out"), "me/mine", "--yes"])[1]
 
 
+@pytest.mark.parametrize(("words", "title"), [([], "# base, LoRA"), (["--merge"], "# base, LoRA merged")])
+def test_card_of_an_exported_folder_is_titled_by_base_and_method(words, title, here, tmp_path, capsys):
+    folder = tmp_path / "merged"
+    assert main(["export", CHECKPOINT, str(folder), *words]) == 0
+    assert title in (folder / "README.md").read_text().splitlines()
+    capsys.readouterr()
+    assert main(["push", str(folder), "me/mine"]) == 0
+    assert title in capsys.readouterr().out.splitlines()
+    (folder / "README.md").unlink()
+    assert main(["push", str(folder), "me/mine"]) == 0
+    text = capsys.readouterr().out
+    assert "# mine" in text.splitlines()
+    # The folder's name is not that of the base.
+    assert "merged`" not in text
+
+
 def test_push_fills_the_empty_card_of_peft(here, tmp_path, capsys):
     main(["export", CHECKPOINT, str(tmp_path / "out")])
     (tmp_path / "out/README.md").write_text("# Model Card for Model ID\n[More Information Needed]\n")

@@ -32,7 +32,7 @@ class Facts(NamedTuple):
     """What a card says.
 
     Args:
-        base: Name of the base model, or of the model itself.
+        base: Name of the base model, or of the model itself; "" if it is not known.
         kind: "adapters", "merged weights" or "all weights".
         lora: Main fields of the adapters; empty without adapters.
         record: A checkpoint's hyperparameters, record of the run and command; empty if they are not known.
@@ -56,14 +56,14 @@ def read_facts(folder: Path) -> Facts:
     """Return the facts of a folder of adapters or of a whole model, from its configuration."""
     file = folder / "adapter_config.json"
     if not file.is_file():
-        return Facts(folder.name, "all weights", {}, {})
+        return Facts("", "all weights", {}, {})
     config = json.loads(file.read_text(encoding="utf-8"))
     base = str(config.get("base_model_name_or_path") or "unknown")
     return Facts(base, "adapters", {name: config.get(name) for name in _LORA}, {})
 
 
-def render_card(facts: Facts, *, name: str) -> str:
-    """Return the model card as Markdown.
+def render_card(facts: Facts, *, title: str = "") -> str:
+    """Return the model card as Markdown; by default its title is base and method.
 
     Paths of this machine are shortened to their last part.
     """
@@ -82,23 +82,25 @@ def render_card(facts: Facts, *, name: str) -> str:
         tags=[_TAG, *(["lora"] if facts.kind == "adapters" else [])],
     )
     named = base if _is_hub_id(facts.base) else f"the local model `{base}`"
+    method = {"adapters": "LoRA", "merged weights": "LoRA merged", "all weights": "fine-tuned"}[facts.kind]
+    title = title or f"{base.rpartition('/')[2]}, {method}"
     what = {
         "adapters": f"LoRA adapters for {named}",
         "merged weights": f"{named} with trained LoRA adapters merged into its weights",
-        "all weights": f"{named}, with every weight fine-tuned",
+        "all weights": f"{named}, with every weight fine-tuned" if base else "the weights of a model",
     }[facts.kind]
     what = what[0].upper() + what[1:] if named != base else what
-    parts = [f"---\n{metadata.to_yaml()}\n---", f"# {name}", f"{what}, trained with lightning_fastft."]
+    parts = [f"---\n{metadata.to_yaml()}\n---", f"# {title}", f"{what}, trained with lightning_fastft."]
     tables = (
         ("Data", _describe_data(run.get("data", {}))),
         ("Settings", _describe_settings(facts, run)),
         ("Final figures", ((name, f"{value:.6g}") for name, value in run.get("figures", {}).items())),
         ("Versions", (run.get("versions") or find_versions()).items()),
     )
-    for title, rows in tables:
+    for heading, rows in tables:
         lines = [f"| {key} | {value} |" for key, value in rows]
         if lines:
-            parts.append("\n".join([f"## {title}", "| | |", "|---|---|", *lines]))
+            parts.append("\n".join([f"## {heading}", "| | |", "|---|---|", *lines]))
     command = facts.record.get(COMMAND_KEY)
     if command:
         # Checkpoints of earlier versions hold the secrets of a command.

@@ -29,10 +29,11 @@ class Written(NamedTuple):
     max_lora_rank: int | None
 
 
-def write_trained(request: Request, out: Path, *, is_for_vllm: bool = False) -> Written:
+def write_trained(request: Request, out: Path, *, title: str = "", is_for_vllm: bool = False) -> Written:
     """Open a trained model, write it to a new folder, and compare what stock libraries read back.
 
-    is_for_vllm refuses adapters of which vLLM would not read a part.
+    is_for_vllm refuses adapters of which vLLM would not read a part. The title is that of the model card, by default
+    base and method.
 
     Raises:
         OptionError: out exists, or the adapters belong to random weights or were trained beside frozen ones, and are
@@ -58,5 +59,5 @@ def write_trained(request: Request, out: Path, *, is_for_vllm: bool = False) -> 
         max_lora_rank = check_for_vllm(module.model)
     kind: Kind = "merged weights" if is_merged else "adapters" if module.has_adapters else "all weights"
     export = export_adapters if kind == "adapters" else export_merged
-    card = render_card(facts_of(opened, kind=kind), name=out.name)
+    card = render_card(facts_of(opened, kind=kind), title=title)
     return Written(opened, kind, export(module.model, out, tokenizer=module.tokenizer, card=card), max_lora_rank)
