@@ -109,14 +109,14 @@ class OffloadCheckpointing:
         # Whether the allocator was given expandable segments, and the device that is capped at the budget.
         self._has_segments = False
         self._capped_device: torch.device | None = None
-        self._last_description = self.describe()
+        # By the name of a status.
+        self._last_descriptions: dict[str, str] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Keep only the options in a copy or pickle; streams and pinned memory stay with the original."""
         alone = object.__new__(type(self))
         vars(alone).update(
-            vars(self)
-            | {"stacks": [], "_has_segments": False, "_capped_device": None, "_last_description": self.describe()}
+            vars(self) | {"stacks": [], "_has_segments": False, "_capped_device": None, "_last_descriptions": {}}
         )
         return vars(alone)
 
@@ -143,6 +143,7 @@ class OffloadCheckpointing:
         weights: MovableWeights | None = None,
         gathered: GatheredWeights | None = None,
         vocab_size: int = 0,
+        name: str = STATUS_NAME,
     ) -> Status:
         """Apply the policy to decoder layers until the patcher undoes it.
 
@@ -155,6 +156,7 @@ class OffloadCheckpointing:
             weights: Moves the frozen weights of the layers to the host; None if they cannot move.
             gathered: Lets sharded frozen weights stay gathered; None if none are sharded.
             vocab_size: Columns of the logits, to predict the memory of the first steps; 0 if unknown.
+            name: Name of the status; each of several models has its own.
 
         Returns:
             The statuses.
@@ -184,8 +186,9 @@ class OffloadCheckpointing:
                     "(gradient_checkpointing_enable() was called on the model), but the policy is 'keep'. Remove that "
                     'call. To recompute, pass activations=OffloadCheckpointing("recompute").'
                 )
-            self._last_description = "; ".join(filter(None, [self.describe(), describe_gathered()]))
-            return Status(STATUS_NAME, "active", self._last_description)
+            found = "; ".join(filter(None, [self.describe(), describe_gathered()]))
+            self._last_descriptions[STATUS_NAME] = self._last_descriptions[name] = found
+            return Status(name, "active", found)
         stack = SegmentStack(
             layers,
             self.options,
@@ -193,6 +196,7 @@ class OffloadCheckpointing:
             weights=weights,
             gathered=gathered if self.options.weights == "auto" else None,
             vocab_size=vocab_size,
+            name=name,
         )
         stack.describe_gathered = describe_gathered
         self.stacks.append(stack)
@@ -203,24 +207,24 @@ class OffloadCheckpointing:
             patcher.set_attribute(module, "gradient_checkpointing", True)
         taken_over = ", taken over from the model's own checkpointing" if checkpointed else ""
         parts = [self.describe(), f"{len(layers)} layers{taken_over}", describe_gathered()]
-        return Status(STATUS_NAME, "active", "; ".join(filter(None, parts)))
+        return Status(name, "active", "; ".join(filter(None, parts)))
 
     def last_segments(self) -> list[Segment]:
         """Return the segments of the stack attached last; none under policy "keep"."""
         return self.stacks[-1].segments if self.stacks else []
 
-    def status(self) -> Status:
-        """Return the current statuses, with the plan."""
-        if self.stacks:
-            self._last_description = f"{self.policy}: " + " | ".join(stack.describe() for stack in self.stacks)
-        return Status(STATUS_NAME, "active", self._last_description)
+    def status(self, name: str = STATUS_NAME) -> Status:
+        """Return the current status of the model that was attached by this name, with the plan; by default of all."""
+        stacks = [stack for stack in self.stacks if name in (STATUS_NAME, stack.name)]
+        if stacks:
+            self._last_descriptions[name] = f"{self.policy}: " + " | ".join(stack.describe() for stack in stacks)
+        return Status(name, "active", self._last_descriptions.get(name, self.describe()))
 
-    def statuses(self) -> list[Status]:
-        """Return the current statuses of activations, of frozen weights and the embedding if they are streamed, and of
-        device memory if it is capped.
+    def memory_statuses(self) -> list[Status]:
+        """Return the current statuses of device memory if it is capped, and of frozen weights and the embedding if they
+        are streamed.
         """
         return [
-            self.status(),
             *([] if self._capped_device is None else [self._describe_cap(self._capped_device)]),
             *(
                 status
@@ -328,6 +332,7 @@ class OffloadCheckpointing:
 
     def _detach(self, stack: SegmentStack) -> None:
         self.status()
+        self.status(stack.name)
         stack.executor.close_engine()
         self.stacks.remove(stack)
 

@@ -65,6 +65,7 @@ class SegmentStack:
         gathered: Sharded frozen weights, which may stay gathered in memory that the first plan leaves; None without
             any.
         vocab_size: Columns of the logits, for the memory of the first steps.
+        name: Name of the model's status.
     """
 
     def __init__(
@@ -76,8 +77,10 @@ class SegmentStack:
         weights: MovableWeights | None = None,
         gathered: GatheredWeights | None = None,
         vocab_size: int = 0,
+        name: str = "",
     ) -> None:
         self.options = options
+        self.name = name
         self.environment = environment
         self.segments = [
             Segment(index, is_random=any(map(is_random, layer.modules())), has_router=_has_router(layer))

@@ -115,10 +115,12 @@ def install_packed_training(
             *install_mixers(model, patcher),
             install_head(model, patcher),
         ]
-        if checkpointing is not None:
-            found.append(_attach(checkpointing, model, layers, patcher, environment))
         # If root contains several models, each status names its model.
-        statuses += [status._replace(name=f"{status.name} ({name})") if len(models) > 1 else status for status in found]
+        suffix = f" ({name})" if len(models) > 1 else ""
+        statuses += [status._replace(name=f"{status.name}{suffix}") for status in found]
+        if checkpointing is not None:
+            status_name = f"{ACTIVATIONS_STATUS}{suffix}"
+            statuses.append(_attach(checkpointing, model, layers, patcher, environment, name=status_name))
         all_layers += layers
     return PackedInstallation(statuses, all_layers, tuple(checks))
 
@@ -153,8 +155,10 @@ def _attach(
     layers: list[nn.Module],
     patcher: ModelPatcher,
     environment: RunEnvironment | None,
+    *,
+    name: str,
 ) -> Status:
-    """Apply the activation policy to the layers of one model."""
+    """Apply the activation policy to the layers of one model, whose status has this name."""
     weights = MovableWeights(
         functools.partial(_stream_weights, model, patcher), functools.partial(movable_embedding_bytes, model)
     )
@@ -168,6 +172,7 @@ def _attach(
         weights=weights,
         gathered=gathered,
         vocab_size=model.config.get_text_config(decoder=True).vocab_size,
+        name=name,
     )
     segments = checkpointing.last_segments()
     install_value_points(model, layers, segments, patcher)
@@ -175,7 +180,7 @@ def _attach(
         install_tiles(layers, segments, patcher, num_tiles=checkpointing.mlp_tiles)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         # A teacher, a reference.
-        return Status(ACTIVATIONS_STATUS, "inactive", "frozen: a forward without gradients keeps no activations")
+        return Status(name, "inactive", "frozen: a forward without gradients keeps no activations")
     return status
 
 

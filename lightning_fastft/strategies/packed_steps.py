@@ -120,15 +120,16 @@ class PackedSteps:
 
     def statuses(self) -> list[Status]:
         """Return the statuses, with the attention backends that ran so far."""
-        return [current for status in self._statuses for current in self._current(status)]
+        found = [self._current(status) for status in self._statuses]
+        return found if self.activations is None else found + self.activations.memory_statuses()
 
-    def _current(self, status: Status) -> list[Status]:
+    def _current(self, status: Status) -> Status:
         """Return a status of the installation as it is now."""
         if status.state == "active" and status.name.startswith("packed attention") and self.backends_used:
-            return [status._replace(reason=f"{status.reason}; ran: {', '.join(sorted(self.backends_used))}")]
-        if status.state == "active" and status.name == ACTIVATIONS_STATUS and self.activations is not None:
-            return self.activations.statuses()
-        return [status]
+            return status._replace(reason=f"{status.reason}; ran: {', '.join(sorted(self.backends_used))}")
+        if status.state == "active" and status.name.startswith(ACTIVATIONS_STATUS) and self.activations is not None:
+            return self.activations.status(status.name)
+        return status
 
 
 class PackedStep:

@@ -88,7 +88,7 @@ def test_a_process_that_holds_more_is_refused_before_anything_changes(calls):
 def test_a_policy_caps_at_its_budget_says_so_and_raises_it_after_a_failure(calls):
     checkpointing, patcher = OffloadCheckpointing("auto", vram_budget=8), ModelPatcher()
     checkpointing.cap(DEVICE, patcher)
-    status = next(status for status in checkpointing.statuses() if status.name == MEMORY_STATUS)
+    status = next(status for status in checkpointing.memory_statuses() if status.name == MEMORY_STATUS)
     assert status.reason == "capped at vram_budget, 8.00 GiB reserved; peak 7.00 GiB reserved, 6.00 allocated"
     peak = SimpleNamespace(plan=SimpleNamespace(prediction=SimpleNamespace(peak_bytes=7 * GIB)))
     checkpointing.stacks.append(peak)

@@ -468,8 +468,13 @@ def test_two_models_have_a_stack_each():
             assert_equal(read_gradients(model), wanted, what="two models")
     assert all(stack.plan is not None for stack in checkpointing.stacks)
     assert checkpointing.status().reason.count(" layers kept") == 2
+    names = {"activations (one)": "2 of 2 layers kept", "activations (other)": "3 of 3 layers kept"}
+    for name, kept in names.items():
+        assert kept in checkpointing.status(name).reason
     patcher.undo()
     assert not checkpointing.stacks
+    for name, kept in names.items():
+        assert kept in checkpointing.status(name).reason
 
 
 def test_undoing_closes_the_engine_and_remembers_what_ran():
@@ -557,11 +562,7 @@ def test_weights_are_streamed_when_no_resident_plan_fits(monkeypatch, least):
     assert any(
         "frozen weights are streamed: with resident weights the lowest peak" in report for report in attached.reports
     )
-    assert [status.name for status in attached.checkpointing.statuses()] == [
-        "activations",
-        "frozen weights",
-        "input embedding",
-    ]
+    assert [status.name for status in attached.checkpointing.memory_statuses()] == ["frozen weights", "input embedding"]
     assert_equal(attached.step(), expected, what="streamed")
     cost, segments = attached.stack.cost, attached.stack.plan.segments
     embedding = attached.model.get_input_embeddings().weight

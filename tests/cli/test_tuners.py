@@ -110,6 +110,7 @@ def test_doctor_checks_a_tuner_by_a_step_of_its_own_loss(name, rows, model, caps
     assert main(["doctor", *words_for(name, model)]) == 0
     text = capsys.readouterr().out
     assert "packed attention" in text
+    assert "on a CPU every activation is kept" in text
     assert ("frozen_model" in text) == name.startswith(("distill", "gkd"))
 
 

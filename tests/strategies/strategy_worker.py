@@ -354,7 +354,7 @@ def planned(rank, folder):
     with mock.patch.object(GatheredWeights, "num_within", num_within):
         strategy = FastFTFSDPStrategy(activations=activations)
         fit(module, strategy=strategy, rank=rank, folder=folder, callbacks=[watch], max_steps=4)
-    return {"gathers": watch.num_gathers, "fits": seen, "text": activations._last_description}
+    return {"gathers": watch.num_gathers, "fits": seen, "text": activations.status().reason}
 
 
 def reductions_of_every_batch(rank, folder):
