@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
@@ -135,8 +135,12 @@ class FastFTCLI(LightningCLI):
         return {name: kept[name] for name in TRAINER_COMMANDS}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Set FineTuner and PackedDataModule as default classes."""
+        """Set FineTuner and PackedDataModule as default classes; read no file for an option that takes names."""
         parser.set_defaults({key: {"class_path": path} for key, path in DEFAULT_CLASSES.items()})
+        for action in parser._actions:
+            if str in get_args(getattr(action, "_typehint", None)):
+                # The parser would read a file that has the name, such as a script called fastft, as the value.
+                action._enable_path = False  # type: ignore[attr-defined]
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse the given arguments, never sys.argv."""

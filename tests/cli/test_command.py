@@ -101,6 +101,16 @@ def test_values_of_other_tools_answer_with_what_to_write(words, hint, folder, an
     assert last == "hint: all options: fastft fit --help"
 
 
+@pytest.mark.parametrize("word", ["--trainer.strategy=fastft", ""])
+def test_files_with_the_names_of_values_are_not_read(word, folder):
+    (folder / "fastft").write_text("#!/bin/sh\nexec python -m lightning_fastft fit\n")
+    (folder / "cpu").write_text("a note\n")
+    (folder / "own.yaml").write_text("trainer: {strategy: fastft, accelerator: cpu, logger: false}\n")
+    words = ["--config", "own.yaml", "--model.model", "x", "--data.paths", "y", *filter(None, [word])]
+    cli = FastFTCLI(words, run=False)
+    assert type(cli.trainer.strategy).__name__ == "FastFTStrategy"
+
+
 @pytest.mark.parametrize(
     ("words", "name"),
     [
