@@ -11,11 +11,17 @@ from collections.abc import Iterator
 from types import MappingProxyType
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.hf.mixers import MIXERS, find_mixers, mixer_family
 
+# What to do with a model that cannot be trained on packed documents.
+ADVICE = (
+    "Use attention='one_by_one' of FastFTStrategy, FastFTDDPStrategy or PackedTraining, which runs documents one at a "
+    "time with the model's own attention. It does not work with sharded models (FSDP)."
+)
 _PLAIN = ("varlen", "cudnn", "flex", "sdpa", "reference")
 _WIDE_KEYS = ("varlen", "flex", "sdpa", "reference")
 _SINKS = ("varlen", "flex", "reference")
@@ -235,9 +241,8 @@ def check_servable(model: PreTrainedModel) -> None:
     reason = _find_obstacle(model)
     if reason:
         raise UnsupportedModelError(
-            f"{type(model).__name__} ({model.config.model_type}) cannot be trained on packed documents: {reason}. "
-            "Use attention='one_by_one' of the strategy or of PackedTraining, which runs documents one at a time with "
-            f"the model's own attention. Tested families: {', '.join(FAMILIES)}."
+            f"{_own_class(model).__name__} ({model.config.model_type}) cannot be trained on packed documents: "
+            f"{reason}. {ADVICE} Tested families: {', '.join(FAMILIES)}."
         )
 
 
@@ -287,9 +292,8 @@ def _find_obstacle_in_source(decoder: nn.Module) -> str:
     """Return an obstacle in the source text of a model; like transformers, read there whether it uses the attention
     interface.
     """
-    for name in sorted(
-        {type(module).__module__ for module in _text_modules(decoder) if "Attention" in type(module).__name__}
-    ):
+    kinds = (_own_class(module) for module in _text_modules(decoder))
+    for name in sorted({kind.__module__ for kind in kinds if "Attention" in kind.__name__}):
         try:
             source = inspect.getsource(sys.modules[name])
         except (KeyError, OSError, TypeError):
@@ -308,6 +312,11 @@ def _find_obstacle_in_source(decoder: nn.Module) -> str:
     if "position_ids" not in inspect.signature(decoder.forward).parameters:
         return "it takes no position_ids, so documents after the first would get wrong positions"
     return ""
+
+
+def _own_class(module: nn.Module) -> type:
+    """Return the class of a module before FSDP2 replaced it by one that is made in torch."""
+    return next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
 
 
 def drops_keywords(layer_type: type[nn.Module]) -> bool:

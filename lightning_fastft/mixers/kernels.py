@@ -20,6 +20,7 @@ from torch import nn
 
 from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.core.extras import pip_line
+from lightning_fastft.hf.families import ADVICE
 from lightning_fastft.hf.mixers import Kind, MixerFamily
 from lightning_fastft.mixers import kda, mamba2
 from lightning_fastft.mixers.chunks import chunk_indices, pack_chunks
@@ -38,8 +39,7 @@ def find_kernels(family: MixerFamily) -> dict[str, Callable[..., Any]]:
     """
     if family.kind not in _FUNCTIONS:
         raise UnsupportedModelError(
-            f"{family.class_name} ({family.kind}) has no GPU kernel yet, which packed documents need. Train this model "
-            "with attention='one_by_one', which runs documents one at a time."
+            f"{family.class_name} ({family.kind}) has no GPU kernel yet, which packed documents need. {ADVICE}"
         )
     try:
         import fla.modules.causal_conv1d

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.core.status import Status
-from lightning_fastft.hf.families import decoder_layers, drops_keywords, find_decoder, find_indexers
+from lightning_fastft.hf.families import ADVICE, decoder_layers, drops_keywords, find_decoder, find_indexers
 from lightning_fastft.hf.mixers import holds_attention, mixer_family
 from lightning_fastft.packing.context import BatchContext
 from lightning_fastft.patches.deferred_mask import DeferredMask
@@ -45,7 +45,7 @@ class DenseIndexer:
             raise UnsupportedModelError(
                 f"{self._name} chooses {limit} keys for each query (index_topk), and a document has "
                 f"{context.max_length} tokens; packed attention is exact only up to {limit}. Set "
-                f"PackedDataModule(max_tokens={limit}) or shorten the documents, or use attention='one_by_one'."
+                f"PackedDataModule(max_tokens={limit}) or shorten the documents. Or: {ADVICE}"
             )
         return torch.empty((*hidden_states.shape[:2], 0), dtype=torch.int32, device=hidden_states.device)
 

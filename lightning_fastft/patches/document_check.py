@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from lightning_fastft.core.errors import FastFTError, UnsupportedModelError
 from lightning_fastft.core.status import Status
-from lightning_fastft.hf.families import FAMILIES, decoder_layers
+from lightning_fastft.hf.families import ADVICE, FAMILIES, decoder_layers
 from lightning_fastft.hf.sharding.state import reshard, sharded_roots
 from lightning_fastft.packing.collate import Document, collate
 from lightning_fastft.patches.guards import ReadGuard
@@ -95,14 +95,14 @@ def check_documents(
     if found.silent_layers:
         raise UnsupportedModelError(
             f"Decoder layers {list(found.silent_layers)} of {name} do not read the batch context, so documents of a "
-            "pack would attend to each other. Use attention='one_by_one', which runs documents one at a time."
+            f"pack would attend to each other. {ADVICE}"
         )
     # NaN must raise too, hence "not <=".
     if not found.difference <= found.allowed:
         raise UnsupportedModelError(
             f"{name} gives other logits for two short documents in a pack than for each alone: the relative difference "
             f"is {found.difference:.1e}, and rounding explains {found.allowed:.1e}. Documents may attend to each other "
-            "or get wrong positions. Use attention='one_by_one', which runs documents one at a time."
+            f"or get wrong positions. {ADVICE}"
         )
     guard.expect(counted[0])
     return Status(

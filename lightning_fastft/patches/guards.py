@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher
-from lightning_fastft.hf.families import decoder_layers, find_decoder
+from lightning_fastft.hf.families import ADVICE, decoder_layers, find_decoder
 from lightning_fastft.hf.images import REFUSED_IMAGES, check_images
 from lightning_fastft.hf.mixers import find_mixers, holds_attention, mixer_family
 from lightning_fastft.packing.context import BatchContext
@@ -118,8 +118,7 @@ class ReadGuard:
             return
         raise UnsupportedModelError(
             f"Only {self._num_last} of {self._num_expected} {self._readers} of {self._name} read the batch context, so "
-            "documents of a pack would attend to each other in the others. Use attention='one_by_one', which runs "
-            "documents one at a time."
+            f"documents of a pack would attend to each other in the others. {ADVICE}"
         )
 
 
@@ -133,7 +132,7 @@ def _refuse_scaled(name: str, limit: float, module: nn.Module, args: tuple[Any, 
         raise UnsupportedModelError(
             f"{name} scales attention by the position in the row from {limit:.0f} tokens on (attn_temperature_tuning), "
             f"and the pack has {context.num_tokens}: later documents would get a wrong scale. Set "
-            f"PackedDataModule(max_tokens={limit - 1:.0f}), or use attention='one_by_one'."
+            f"PackedDataModule(max_tokens={limit - 1:.0f}). Or: {ADVICE}"
         )
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_fastft.core.errors import DataError, UnsupportedModelError
-from lightning_fastft.hf.families import decoder_layers
+from lightning_fastft.hf.families import check_servable, decoder_layers
 from lightning_fastft.hf.loading.model import build_model
 from lightning_fastft.hf.loading.source import ModelSource
 from lightning_fastft.hf.lora import add_adapters, parse_lora
@@ -24,7 +24,7 @@ from lightning_fastft.hf.sharding.fillers import open_model, reads_base
 from lightning_fastft.hf.sharding.state import is_sharded, sharded_roots, unsharded_trained_names
 from lightning_fastft.hf.sharding.units import shard_model
 from tests.support.sizes import sizes
-from tests.support.tiny_models import TINY, build_tiny
+from tests.support.tiny_models import HYBRIDS, TINY, build_tiny
 
 pytestmark = pytest.mark.covering
 
@@ -115,6 +115,14 @@ def test_every_family_is_built_in_pieces(family):
         assert filler is not None
         check_pieces(model, build_whole(source, dtype=torch.float32), rank=1)
         assert all(isinstance(layer, FSDPModule) for layer in decoder_layers(model))
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_every_hybrid_is_packed_in_pieces(family):
+    """FSDP2 replaces the classes of decoder layers, whose source says how they attend."""
+    with rank_of_two(0) as mesh:
+        model, _ = build_pieces(ModelSource(build_tiny(family).config, init="random"), mesh, dtype=torch.float32)
+        check_servable(model)
 
 
 @pytest.mark.parametrize("init", ["random", "pretrained"])
