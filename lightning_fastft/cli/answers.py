@@ -15,7 +15,7 @@ from lightning_fastft.cli.signatures import read_parameters
 PARTLY_ALLOWED = ("lightning", "peft", "torch", "torchmetrics", "transformers")
 _IMPORT_REFUSED = re.compile(r"Importing '([^']+)' is not allowed")
 _UNKNOWN_OPTION = re.compile(
-    r"[Oo]ption '([^']+)' is not accepted|does not accept option '([^']+)'|unrecognized arguments?: --([\w.+]+)"
+    r"[Oo]ption '([^']+)' is not accepted|does not accept option '([^']+)'|unrecognized arguments?: --([\w.+-]+)"
 )
 _UNKNOWN_LORA = re.compile(r"(lora has the unknown fields \[[^\]]*\])\.\s+(?:Did you mean ([^?]+)\?)?")
 _NO_VALUE = re.compile(r"argument (?:-\w/)?(--[\w.]+): expected one argument")

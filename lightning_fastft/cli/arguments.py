@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from lightning_fastft.cli.other_names import hint_argument
 from lightning_fastft.cli.usage import HELP
 from lightning_fastft.core.checks import check_share
 from lightning_fastft.core.errors import OptionError
@@ -55,10 +56,17 @@ class Arguments(argparse.ArgumentParser):
         if unknown:
             name = unknown[0].partition("=")[0]
             kind = "option" if name.startswith("-") else "argument"
-            near = difflib.get_close_matches(name, self._option_string_actions, n=1)
-            advice = f" Did you mean {near[0]}?" if near else ""
-            raise OptionError(f"{self.prog} has no {kind} {name}.{advice} All options: {self.prog} --help.")
+            raise OptionError(f"{self.prog} has no {kind} {name}.{self._advise(name)} All options: {self.prog} --help.")
         return found
+
+    def _advise(self, name: str) -> str:
+        """Return what was probably meant, as a sentence; "" if nothing is near."""
+        known, word = [option.lstrip("-") for option in self._option_string_actions], name.lstrip("-")
+        other = hint_argument(word, known=known)
+        if other or not name.startswith("-"):
+            return f" {other}" if other else ""
+        near = [option for option in known if option.startswith(word)] or difflib.get_close_matches(word, known, n=1)
+        return f" Did you mean --{near[0]}?" if near else ""
 
     def error(self, message: str) -> NoReturn:
         """Raise the reason as an OptionError."""

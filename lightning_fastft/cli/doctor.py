@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint, ProgressBar
+from lightning.pytorch.callbacks import Checkpoint, DeviceStatsMonitor, LearningRateMonitor, ProgressBar
 from lightning.pytorch.cli import SaveConfigCallback
 from torch.utils.data import DataLoader
 
@@ -53,6 +53,10 @@ OVERRIDES = (
     "--trainer.logger=false",
     "--trainer.enable_model_summary=false",
 )
+
+
+# Callbacks of which the one step has no use; some need a logger.
+_LEFT_OUT = (Checkpoint, DeviceStatsMonitor, LearningRateMonitor, ProgressBar, SaveConfigCallback)
 
 
 class LastTable(Callback):
@@ -103,11 +107,7 @@ def run_doctor(words: Sequence[str]) -> int:
         cli = _DoctorCLI([*words, *OVERRIDES, "--trainer.default_root_dir", folder], run=False, callbacks=[table])
         trainer = cli.trainer
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        callbacks[:] = [
-            callback
-            for callback in callbacks
-            if not isinstance(callback, (Checkpoint, ProgressBar, SaveConfigCallback))
-        ]
+        callbacks[:] = [callback for callback in callbacks if not isinstance(callback, _LEFT_OUT)]
         _replace_second_model(cli.model, device=trainer.strategy.root_device)
         batch = _make_batch(cli.model, num_parts=getattr(trainer.strategy, "context_parallel", 1))
         trainer.fit(cli.model, DataLoader([batch], batch_size=None))  # type: ignore[arg-type, list-item]

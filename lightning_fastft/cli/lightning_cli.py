@@ -177,6 +177,13 @@ class FastFTCLI(LightningCLI):
         if self.subcommand:
             _check_folders(self.trainer, command=self.subcommand)
 
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Run the Trainer; turn Lightning's errors about its use into short messages."""
+        try:
+            super()._run_subcommand(subcommand)
+        except MisconfigurationException as error:
+            raise OptionError(str(error)) from error
+
     def before_fit(self) -> None:
         """Refuse a run without an end, after everything that is wrong in the config."""
         check_has_end(self.config.fit.trainer)
@@ -224,5 +231,7 @@ def _suggest(message: str) -> str:
     if "`Trainer(devices=" in message:
         return " Give a number of devices, at least 1: --trainer.devices 1"
     found = re.search(r"`strategy='([^']+)'`", message)
-    near = difflib.get_close_matches(found[1], StrategyRegistry.available_strategies(), n=1) if found else []
+    # The name may be the path of a class.
+    given = found[1].rpartition(".")[2] if found else ""
+    near = difflib.get_close_matches(given, StrategyRegistry.available_strategies(), n=1)
     return f" Did you mean {near[0]}?" if near else ""

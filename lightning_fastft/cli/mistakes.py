@@ -253,7 +253,8 @@ def _locate(key: str, owner: str, *, name: str, reason: str) -> str:
 
 
 def _names_of(command: str) -> list[str]:
-    return [*parser_options(command), *(f"trainer.{name}" for name in read_parameters(TRAINER_CLASS))]
+    own = (name.removeprefix("--") for name in _OWN_OPTIONS.get(command, ()))
+    return [*parser_options(command), *own, *(f"trainer.{name}" for name in read_parameters(TRAINER_CLASS))]
 
 
 def _check_options(command: str, line: _Line) -> None:

@@ -53,6 +53,16 @@ _OPTIONS: Mapping[str, str] = {
     "max_seq_length": "data.max_tokens",
     "max_seq_len": "data.max_tokens",
     "max_length": "data.max_tokens",
+    "seq_len": "data.max_tokens",
+    "cutoff_len": "data.max_tokens",
+    "dataset_text_field": "data.columns.text body",
+    "dataset_num_proc": "data.num_proc",
+    "dataloader_num_workers": "data.num_workers",
+    "neftune_noise_alpha": "model.neftune_noise_alpha",
+    "deepspeed": "trainer.strategy fastft_fsdp",
+    "fsdp": "trainer.strategy fastft_fsdp",
+    "wandb_project": "trainer.logger WandbLogger --trainer.logger.project NAME",
+    "push_to_hub": "fastft push CHECKPOINT OWNER/NAME uploads a trained model.",
     "sequence_len": "data.max_tokens",
     "batch_size": "A pack is data.max_tokens long; a step has trainer.accumulate_grad_batches packs.",
     "mask_prompt": _TRAINED,
@@ -73,6 +83,8 @@ _OPTIONS: Mapping[str, str] = {
 }
 _SAME = {
     "loss_type": "loss",
+    "use_gradient_checkpointing": "gradient_checkpointing",
+    "hub_model_id": "push_to_hub",
     "per_device_train_batch_size": "batch_size",
     "micro_batch_size": "batch_size",
     "train_batch_size": "batch_size",
@@ -105,11 +117,23 @@ _VALUES: Mapping[str, Mapping[str, str]] = {
     "quantization": dict.fromkeys(_NF4, "nf4"),
     "scheduler": {"constant_with_warmup": "constant --model.warmup_share 0.03", "cosine_with_min_lr": "cosine"},
 }
+# Options of export, push and init.
+_ARGUMENTS: Mapping[str, str] = {
+    "merge_and_unload": "--merge",
+    "save_method": "--merge",
+    "quantization": "--gguf q8_0",
+    "quantization_method": "--gguf q8_0",
+    "token": "Log in first: hf auth login.",
+    "load_in_4bit": "--method qlora",
+    "qlora": "--method qlora",
+    "dataset": "--data",
+    "model_name": "--model",
+}
 _COMMANDS: Mapping[str, str] = {
     "train": "fit",
     "finetune": "fit",
     "run": "fit",
-    "sft": "fit",
+    **dict.fromkeys(("sft", "dpo", "orpo", "kto", "grpo", "reward", "pretrain"), "fit"),
     "evaluate": "eval",
     "merge": "export",
     "save": "export",
@@ -151,6 +175,19 @@ def hint_value(option: str, value: str) -> str:
         hint: did you mean sigmoid?
     """
     return _render_hint(_VALUES.get(option.rpartition(".")[2], {}).get(value.lower(), ""))
+
+
+def hint_argument(name: str, *, known: Collection[str]) -> str:
+    """Return a sentence on an option that another tool has for a command; "" if the command has no such option.
+
+    Example:
+        >>> hint_argument("merge_and_unload", known=["merge"])
+        'Did you mean --merge?'
+    """
+    found = _ARGUMENTS.get(name.replace("-", "_"), "")
+    if found.endswith("."):
+        return found
+    return f"Did you mean {found}?" if found and found.split()[0].lstrip("-") in known else ""
 
 
 def _render_hint(found: str) -> str:

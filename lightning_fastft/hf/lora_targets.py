@@ -249,8 +249,10 @@ def _refuse_unused_names(model: nn.Module, lora: LoraConfig) -> None:
 def _describe_nearest(target: str, known: Collection[str]) -> str:
     """Return the known names closest to a target."""
     depth = target.count(".")
-    alike = sorted(name for name in known if name.count(".") <= depth and not name.rpartition(".")[2].isdigit())
+    ends = {name: name.rpartition(".")[2] for name in known if name.count(".") <= depth}
+    alike = sorted(name for name, end in ends.items() if end and not end.isdigit())
     near = difflib.get_close_matches(target, alike, n=NUM_NEAREST, cutoff=0.5)
+    near = near or [name for name in alike if name.startswith(target)][:NUM_NEAREST]
     return f" (nearest: {', '.join(near)})" if near else f" (there are {', '.join(alike[:8])}, ...)"
 
 

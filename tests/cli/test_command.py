@@ -489,6 +489,24 @@ def test_doctor_asks_for_no_data_beyond_what_is_named(words, folder, monkeypatch
         main(["doctor", "--config", "lora_qwen3_0.6b", *words])
 
 
+def test_doctor_leaves_out_callbacks_that_need_a_logger(folder, demo_files, capsys):
+    (folder / "train.jsonl").write_text('{"text": "a"}\n')
+    model = ["--model.model", str(demo_files.model), "--model.init", "random"]
+    words = [*model, "--data.paths", "train.jsonl", "--trainer.accelerator", "cpu", "--trainer.strategy", "fastft"]
+    assert main(["doctor", *words, "--trainer.callbacks+=LearningRateMonitor"]) == 0
+    assert "packed attention" in capsys.readouterr().out
+
+
+def test_errors_of_lightning_about_its_use_are_short(folder, demo_files, answer):
+    (folder / "train.jsonl").write_text(json.dumps({"input_ids": [1, 2, 3, 4]}) + "\n")
+    model = ["--model.model", str(demo_files.model), "--model.init", "random", "--trainer.max_steps", "1"]
+    words = [*model, "--data.paths", "train.jsonl", "--data.cache_dir", "null", "--trainer.accelerator", "cpu"]
+    status, text = answer(["fit", *words, "--trainer.logger", "false", "--trainer.callbacks+=LearningRateMonitor"])
+    assert status == 1
+    assert "error: OptionError" in text
+    assert "no logger" in text
+
+
 def test_doctor_refuses_modules_that_it_cannot_shrink(folder, answer):
     (folder / "config.yaml").write_text(BORING)
     status, text = answer(["doctor", "--config", "config.yaml"])
