@@ -170,9 +170,9 @@ def test_a_tower_with_images_is_judged(tmp_path):
 def test_images_of_a_family_that_is_not_served_stop_before_the_first_step(tmp_path):
     processor = build_processor("llava")
     module = PlainModule(build_vision_model("llava", processor.tokenizer))
-    module.model.config.model_type = "gemma3"
+    module.model.config.model_type = "idefics3"
     module.processor, module.tokenizer = processor, processor.tokenizer
-    with pytest.raises(UnsupportedModelError, match="gemma3"):
+    with pytest.raises(UnsupportedModelError, match="idefics3"):
         quiet_trainer(tmp_path, strategy="fastft", max_steps=1).fit(
             module, open_data([chat([make_image(0, 16, 16), "what"], "four")])
         )
