@@ -19,6 +19,8 @@ _WARNINGS = (
     (FutureWarning, r"`is_gradient_checkpointing` is deprecated"),
     # There is no validation data.
     (UserWarning, r"Total length of `list` across ranks is zero"),
+    # One process reads the shards of several ranks, as it should.
+    (UserWarning, r"torch\.distributed is disabled, unavailable or uninitialized"),
     # Without tensorboard Lightning logs to CSV files; docs/guide.md describes the default logger.
     (UserWarning, r"Starting from v1\.9\.0, `tensorboardX` has been removed as a dependency"),
 )

@@ -68,6 +68,7 @@ def test_other_words_are_told(log, words):
             "due to",
             False,
         ),
+        (UserWarning, "torch.distributed is disabled, unavailable or uninitialized, assuming the intent", False),
         (UserWarning, "`tensorboardX` is not installed", True),
         (FutureWarning, "`use_cache` is deprecated", True),
         (UserWarning, "`is_gradient_checkpointing` is deprecated", True),
