@@ -157,6 +157,16 @@ def test_adapters_of_a_tuner_are_exported(name, more, rows, model, answer, caplo
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:GradientHealth checked nothing")
+def test_the_last_line_of_a_run_on_plain_text_names_a_plain_chat(rows, model, caplog):
+    caplog.set_level("INFO")
+    row = json.dumps({"prompt": "How many are 1 and 1?", "completion": " 2"})
+    (rows / "plain.jsonl").write_text((row + "\n") * 80)
+    fit("lora_qwen3_0.6b", model, "--data.paths", "plain.jsonl")
+    assert "fastft chat run/last.ckpt --plain" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:GradientHealth checked nothing")
 def test_a_reward_model_is_refused_with_the_line_that_writes_it(rows, model, answer, caplog):
     caplog.set_level("INFO")
     cli = fit("reward_qwen3_8b", model)
