@@ -120,15 +120,28 @@ class PackedSteps:
 
     def statuses(self) -> list[Status]:
         """Return the statuses, with the attention backends that ran so far."""
-        return [current for status in self._statuses for current in self._current(status)]
+        planned = [status for status in self._statuses if self._has_activations(status)]
+        found: list[Status] = []
+        for status in self._statuses:
+            if not self._has_activations(status):
+                found.append(self._current(status))
+            elif status is planned[0]:
+                assert self.activations is not None
+                # One line for all models whose activations are treated; it names the model if there is one.
+                first, *others = self.activations.statuses()
+                found += [first._replace(name=status.name) if len(planned) == 1 else first, *others]
+        return found
 
-    def _current(self, status: Status) -> list[Status]:
+    def _has_activations(self, status: Status) -> bool:
+        """Return whether a status is of a model whose activations the plugin treats."""
+        is_named = status.name.partition(" (")[0] == ACTIVATIONS_STATUS
+        return self.activations is not None and is_named and status.state == "active"
+
+    def _current(self, status: Status) -> Status:
         """Return a status of the installation as it is now."""
         if status.state == "active" and status.name.startswith("packed attention") and self.backends_used:
-            return [status._replace(reason=f"{status.reason}; ran: {', '.join(sorted(self.backends_used))}")]
-        if status.state == "active" and status.name == ACTIVATIONS_STATUS and self.activations is not None:
-            return self.activations.statuses()
-        return [status]
+            return status._replace(reason=f"{status.reason}; ran: {', '.join(sorted(self.backends_used))}")
+        return status
 
 
 class PackedStep:

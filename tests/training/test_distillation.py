@@ -172,6 +172,7 @@ def test_the_status_table_says_that_a_teacher_keeps_no_activations(tmp_path):
     trainer = fit(make_student(make_teacher()), tmp_path, max_steps=1)
     found = {status.name: status for status in trainer.strategy.statuses()}
     assert found["activations (model)"].state == "active"
+    assert "on a CPU" in found["activations (model)"].reason
     assert found["activations (frozen_model)"].state == "inactive"
     assert "frozen" in found["activations (frozen_model)"].reason
     assert found["packed attention (frozen_model)"].state == "active"
