@@ -129,6 +129,12 @@ def test_plan_counts_the_model_of_a_tuner_and_refuses_a_second_one(demo_files, r
     assert "a second one" in text
 
 
+def test_data_that_is_sampled_during_training_is_checked_by_doctor(rows, model, answer):
+    status, text = answer(["data", *words_for("grpo_qwen3_0.6b", model), "--data.prompts", "prompts.jsonl"])
+    assert status == 1
+    assert "fastft doctor" in text
+
+
 def fit(name, model, *words):
     words = [*words_for(name, model), *words, "--trainer.max_steps", "3", "--trainer.max_epochs", "-1"]
     words += ["--data.max_tokens", "256", "--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.dirpath", "run"]
