@@ -69,6 +69,8 @@ def test_other_words_are_told(log, words):
             False,
         ),
         (UserWarning, "torch.distributed is disabled, unavailable or uninitialized, assuming the intent", False),
+        (UserWarning, "FSDP2-wrapped module (FSDPFusedQwen3DecoderLayer) returned a view tensor. An in-place", False),
+        (UserWarning, "FSDP2-wrapped module (FSDPMyLayer) returned a view tensor. An in-place op", True),
         (UserWarning, "`tensorboardX` is not installed", True),
         (FutureWarning, "`use_cache` is deprecated", True),
         (UserWarning, "`is_gradient_checkpointing` is deprecated", True),
