@@ -30,7 +30,7 @@ def run_export(words: Sequence[str]) -> int:
             files. ``--device`` is the device to build the model on (cpu). ``--accept-other-base`` accepts a base with
             other weights than those of the run. ``--for vllm`` refuses adapters of which vLLM would not read a part.
             ``--gguf TYPE`` merges, and converts with llama.cpp's script, in the folder ``--llama-cpp`` or on PATH.
-            ``--ollama`` writes a Modelfile beside the GGUF file.
+            ``--ollama`` writes a Modelfile next to the GGUF file.
 
     Returns:
         0, or ``WITHOUT_GGUF`` where llama.cpp is not there: the command to run is printed.

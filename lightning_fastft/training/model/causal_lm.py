@@ -387,12 +387,12 @@ class CausalLMModule(LightningModule):
         """Hold a second model: read it from a folder or the hub in the dtype of the arithmetic, or take it as it is.
 
         Raises:
-            OptionError: The trained model is sharded, beside which a whole one would take the memory that was saved.
+            OptionError: The trained model is sharded; a whole second model would use up the memory that this saves.
         """
         if self._sharding is not None:
             raise OptionError(
-                "A second model is not sharded beside the trained one: under strategy='fastft_fsdp' use adapters, "
-                "whose base is the reference, or values that are stored before the training."
+                "A second model is not sharded: under strategy='fastft_fsdp' each device would hold all of it. Use "
+                "adapters, whose base is the reference, or values that are stored before the training."
             )
         self.frozen_model = open_frozen_model(source, device=self._find_device(), dtype=self._compute_dtype)
 
