@@ -424,10 +424,15 @@ def moe_rows(records: Sequence[dict[str, Any]], *, command: str, num_before: int
     """Return the ruler's rows of the records behind the first num_before, under this benchmark's name and with
     the routing in the workload.
     """
-    # An arm that the ruler runs as it is does not look at the routing, which the weights and the tokens decide.
-    busiest = {record["workload"]: record["routing"]["busiest_tenth"] for record in records if "routing" in record}
+    # An arm that the ruler runs as it is does not look at the routing, which the weights and the tokens decide. Without
+    # an arm that looks, the workload is named without it.
+    routing = {
+        record["workload"]: f", busiest tenth {record['routing']['busiest_tenth']:.0%}"
+        for record in records
+        if "routing" in record
+    }
     return [
-        {**row, "benchmark": "moe", "workload": f"{row['workload']}, busiest tenth {busiest[record['workload']]:.0%}"}
+        {**row, "benchmark": "moe", "workload": row["workload"] + routing.get(record["workload"], "")}
         for record in records[num_before:]
         for row in result_rows([record], command=command)
     ]

@@ -26,7 +26,7 @@ from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.fused.layer_forms import LAYERS
 from lightning_fastft.hf.expert_nf4 import check_experts
 from lightning_fastft.hf.families import FAMILIES, check_servable, find_sharing_obstacle, is_on_interface
-from lightning_fastft.hf.images import IMAGE_FAMILIES, REFUSED_IMAGES
+from lightning_fastft.hf.images import IMAGE_FAMILIES
 from lightning_fastft.hf.lora_targets import find_default_targets, shorten
 from lightning_fastft.hf.mixers import MIXERS
 from lightning_fastft.mixers.kernels import KINDS
@@ -157,9 +157,11 @@ def _describe_images() -> list[str]:
         "packs with each",
         "document alone, gradients included (`pytest tests/patches/test_images.py`):",
         f"{', '.join(IMAGE_FAMILIES)}.",
+        "Tokens of one image see each other in both directions in Gemma 3, and in the layers with a sliding window of "
+        "the larger",
+        "models of Gemma 4. Attention runs with a dense mask there, built once per batch.",
         "",
         "All others train on text. Images are refused with the reason:\n",
-        *(f"- `{family}`: {reason}" for family, reason in REFUSED_IMAGES.items()),
         "- other families: packed and alone have not been compared",
         "- videos and sound: the batch has no positions for them",
         "",

@@ -174,8 +174,8 @@ class LayerGraphs:
             log_phase("recording CUDA graphs", self._recording_seconds)
             self._recording_seconds = 0.0
         self._shapes[hidden.shape] += 1
-        if context.has_prefixes:
-            self.reasons["documents continue prefixes"] += 1
+        if context.causal_obstacle:
+            self.reasons[context.causal_obstacle] += 1
             return None
         num_documents = -(-context.num_documents // _DOCUMENT_BUCKET) * _DOCUMENT_BUCKET
         max_length = min(next_power_of_2(context.max_length), context.num_tokens)

@@ -8,9 +8,9 @@ import hashlib
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -28,14 +28,7 @@ if TYPE_CHECKING:
 # Model types for which tests compare packed images with separate documents.
 IMAGE_FAMILIES = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
-    *("llava", "mistral3", "internvl"),
-)
-# Model types whose images cannot be packed, and the reason.
-REFUSED_IMAGES = MappingProxyType(
-    {
-        "gemma3": "tokens of one image see each other in both directions, which packed attention does not compute",
-        "gemma4": "tokens of one image see each other in both directions, which packed attention does not compute",
-    }
+    *("llava", "mistral3", "internvl", "gemma3", "gemma4"),
 )
 # Outputs of a processor that belong to the text.
 _TEXT_OUTPUTS = frozenset(
@@ -139,6 +132,7 @@ class DocumentImages:
         # Copy the processor: a fast tokenizer must not be called from two threads at once.
         self._encoder = ImageEncoder(copy.deepcopy(encoder.processor))
         self._find_positions = position_finder(config)
+        self._config, self._directions = config, image_directions(config)
 
     def __call__(self, document: Document) -> ImageInputs:
         """Return the inputs of one document.
@@ -147,10 +141,35 @@ class DocumentImages:
             Decodes and processes its images on the host.
         """
         tensors = self._encoder.encode([decode_image(image) for image in document.images])
+        if self._directions != "causal":
+            spans = find_runs(document.input_ids == self._config.image_token_id)
+            return ImageInputs(tensors, spans=spans, in_windows_only=self._directions == "both in windows")
         if self._find_positions is None:
             return ImageInputs(tensors)
         input_ids = torch.from_numpy(document.input_ids)
         return ImageInputs(tensors, self._find_positions(input_ids, tensors))
+
+
+def image_directions(config: PretrainedConfig) -> str:
+    """Return how tokens of one image see each other: "causal", "both" (directions), or "both in windows" where only
+    layers with a sliding window do so.
+    """
+    if config.model_type == "gemma3":
+        return "both"
+    text = config.get_text_config()
+    is_both = config.model_type == "gemma4" and text.use_bidirectional_attention == "vision"
+    return "both in windows" if is_both else "causal"
+
+
+def find_runs(chosen_T: np.ndarray) -> tuple[tuple[int, int], ...]:
+    """Return the begin and end of each run of chosen tokens.
+
+    Example:
+        >>> find_runs(np.array([False, True, True, False, True]))
+        ((1, 3), (4, 5))
+    """
+    edges = np.flatnonzero(np.diff(chosen_T.astype(np.int8), prepend=0, append=0)).tolist()
+    return tuple(zip(edges[::2], edges[1::2]))
 
 
 def check_images(config: PretrainedConfig) -> None:
@@ -161,10 +180,9 @@ def check_images(config: PretrainedConfig) -> None:
     """
     if config.model_type in IMAGE_FAMILIES:
         return
-    reason = REFUSED_IMAGES.get(config.model_type, "packed and alone have not been compared for its images")
     raise UnsupportedModelError(
-        f"Images of {config.model_type} are not packed: {reason}. Families with images: {', '.join(IMAGE_FAMILIES)}; "
-        "this family supports text only."
+        f"Images of {config.model_type} are not packed: packed and alone have not been compared for its images. "
+        f"Families with images: {', '.join(IMAGE_FAMILIES)}; this family supports text only."
     )
 
 

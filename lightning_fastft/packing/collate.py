@@ -14,6 +14,7 @@ from lightning_fastft.packing.context import BatchContext
 from lightning_fastft.packing.document import IGNORED_LABEL, Document
 from lightning_fastft.packing.images import merge_inputs
 from lightning_fastft.packing.pack_mask import PackMask
+from lightning_fastft.packing.spans import BidirectionalSpans
 
 
 class PackedBatch:
@@ -217,6 +218,7 @@ def collate(
     if has_completions:
         context.completions = _join_completions(documents, parts, context=context)
     inputs = [document.image_inputs for document in documents if document.image_inputs is not None]
+    context.spans = _join_spans(documents, context=context)
     return PackedBatch(
         input_id_T=input_id_T,
         context=context,
@@ -325,6 +327,20 @@ def _count_rows(documents: Sequence[Document], parts: Sequence[Part]) -> list[in
         else:
             counts += [int((next(completions).labels[1:] != IGNORED_LABEL).sum()) for _ in document.scores]
     return counts
+
+
+def _join_spans(documents: Sequence[Document], *, context: BatchContext) -> BidirectionalSpans | None:
+    """Return the images of all documents whose tokens see each other in both directions."""
+    spans, in_windows_only = [], False
+    # A document with images is one document of the pack.
+    for document, start in zip(documents, context.start_host_S1.tolist()):
+        inputs = document.image_inputs
+        if inputs is not None and inputs.spans:
+            spans += [(start + begin, start + end) for begin, end in inputs.spans]
+            in_windows_only = inputs.in_windows_only
+    if not spans:
+        return None
+    return BidirectionalSpans.build(spans, in_windows_only=in_windows_only, document_T=context.document_T)
 
 
 def _join_positions(documents: Sequence[Document], *, position_T: torch.Tensor) -> torch.Tensor | None:

@@ -17,6 +17,7 @@ from lightning_fastft.packing.context_content import check_content
 from lightning_fastft.packing.document import IGNORED_LABEL
 from lightning_fastft.packing.masks import MaskBlock, build_block_mask, build_dense_mask, build_mask_blocks
 from lightning_fastft.packing.prefixes import PrefixKeys, check_prefixes, list_keys
+from lightning_fastft.packing.spans import BidirectionalSpans
 
 if TYPE_CHECKING:
     from lightning_fastft.packing.completions import Completions
@@ -117,6 +118,8 @@ class BatchContext:
     is_in_prepared_forward: bool = False
     # Set by ``cut``: the part of a pack that this context describes.
     part: PackPart | None = None
+    # Set by the collator: images whose tokens see each other in both directions.
+    spans: BidirectionalSpans | None = None
 
     def __init__(
         self,
@@ -177,6 +180,13 @@ class BatchContext:
         return self.reads.total()
 
     @property
+    def causal_obstacle(self) -> str:
+        """Why attention over the pack is not causal attention within each document; an empty string if it is."""
+        if self.has_prefixes:
+            return "documents continue prefixes"
+        return "" if self.spans is None else "tokens of an image see each other in both directions"
+
+    @property
     def whole(self) -> BatchContext:
         """The metadata of the whole pack: of this context, or of the one that it is a part of."""
         return self if self.part is None else self.part.whole
@@ -194,7 +204,8 @@ class BatchContext:
             group: Process group of the ranks that hold the parts.
 
         Raises:
-            ShapeError: The parts would not be equal, documents continue prefixes, or the context is not on the CPU.
+            ShapeError: The parts would not be equal, documents continue prefixes, images are attended in both
+                directions, or the context is not on the CPU.
 
         Example:
             >>> context = BatchContext(lengths=[1, 3], label_T=torch.tensor([-100, -100, 8, 9]), num_items=2)
@@ -207,9 +218,9 @@ class BatchContext:
                 f"A pack of {self.num_tokens} tokens has no {num_parts} equal parts. Pad it to a multiple: "
                 f"collate(..., pad_to_multiple_of={num_parts})."
             )
-        if self.has_prefixes or self.device.type != "cpu":
-            problem = "documents continue prefixes" if self.has_prefixes else f"the pack is on {self.device}"
-            raise ShapeError(f"A pack is cut on the host, and before its documents share prompts; {problem}.")
+        if self.causal_obstacle or self.device.type != "cpu":
+            problem = self.causal_obstacle or f"the pack is on {self.device}"
+            raise ShapeError(f"Only a pack of causal documents is cut, on the host; {problem}.")
         part = PackPart(self, rank, num_parts, group)
         begin, end = part.rows.start, part.rows.stop
         other = self._map(lambda tensor: tensor)
@@ -242,10 +253,10 @@ class BatchContext:
         are recorded with max_length.
 
         Raises:
-            ShapeError: This pack exceeds one of the limits, or its documents continue prefixes.
+            ShapeError: This pack exceeds one of the limits, or its attention is not causal.
         """
-        if self.has_prefixes:
-            raise ShapeError("A pack whose documents continue prefixes has no recordable context.")
+        if self.causal_obstacle:
+            raise ShapeError(f"The pack has no recordable context: {self.causal_obstacle}.")
         other = self._map(torch.clone)
         other.start_S1 = self.start_S1.new_empty(num_documents + 1)
         other.labelled_row_R = other.labelled_target_R = self.labelled_row_R.new_empty(0)
@@ -269,7 +280,7 @@ class BatchContext:
             other.num_tokens != self.num_tokens
             or other.num_documents > self.num_documents
             or other.max_length > self.max_length
-            or other.has_prefixes
+            or other.causal_obstacle
         ):
             raise ShapeError(
                 f"The pack has {other.num_tokens} tokens, {other.num_documents} documents and a longest document of "
@@ -316,8 +327,12 @@ class BatchContext:
             lambda: VarlenArguments(self.start_S1, self.max_own_length, key_start_S1, self.max_length),
         )
 
+    def spans_of(self, window: int | None) -> BidirectionalSpans | None:
+        """Return the spans whose tokens see each other in both directions in a layer with this window, or None."""
+        return self.spans if self.spans is not None and self.spans.apply_to(window) else None
+
     def dense_mask(self, *, window: int | None = None, dtype: torch.dtype = torch.bool) -> torch.Tensor:
-        """Return the causal document mask, shape (1, 1, T, T).
+        """Return the causal document mask, shape (1, 1, T, T); it also shows tokens of ``spans`` their whole span.
 
         A bool mask is True where a query sees a key. A float mask is additive: 0 or the lowest finite value.
 
@@ -328,11 +343,11 @@ class BatchContext:
         Cost:
             T x T elements, two or three element-wise launches, no loop over documents, no host sync.
         """
-        window = self._effective_window(window)
+        spans, window = self.spans_of(window), self._effective_window(window)
         return self.once(
             "dense_mask",
-            (self.device, dtype, window),
-            lambda: build_dense_mask(self.position_T, self._prefix_range_2T, window=window, dtype=dtype),
+            (self.device, dtype, window, spans is None),
+            lambda: build_dense_mask(self.position_T, self._prefix_range_2T, spans=spans, window=window, dtype=dtype),
         )
 
     def mask_blocks(self, *, window: int | None = None, dtype: torch.dtype, num_rows: int) -> list[MaskBlock]:
@@ -346,15 +361,16 @@ class BatchContext:
         Cost:
             T x (num_rows + tokens of a document before a block) elements, half a dozen launches a block, no host sync.
         """
-        window = self._effective_window(window)
+        spans, window = self.spans_of(window), self._effective_window(window)
         return self.once(
             "dense_mask",
-            (self.device, dtype, window, num_rows),
+            (self.device, dtype, window, spans is None, num_rows),
             lambda: build_mask_blocks(
                 self.position_T,
                 self._prefix_range_2T,
                 starts=list(accumulate(self.lengths[:-1], initial=0)),
                 prefixes=self.prefixes,
+                spans=spans,
                 window=window,
                 dtype=dtype,
                 num_rows=num_rows,
@@ -369,11 +385,13 @@ class BatchContext:
         Cost:
             (T / 128) squared elements, times 128 if documents continue prefixes; a dozen launches, no host sync.
         """
-        window = self._effective_window(window)
+        spans, window = self.spans_of(window), self._effective_window(window)
         return self.once(
             "block_mask",
-            (self.device, window),
-            lambda: build_block_mask(self.position_T, self._prefix_range_2T, document_T=self.document_T, window=window),
+            (self.device, window, spans is None),
+            lambda: build_block_mask(
+                self.position_T, self._prefix_range_2T, spans=spans, document_T=self.document_T, window=window
+            ),
         )
 
     @property
@@ -395,6 +413,8 @@ class BatchContext:
             other.prefix_keys = PrefixKeys(*map(move, self.prefix_keys))
         if self.completions is not None:
             other.completions = self.completions.map(move)
+        if self.spans is not None:
+            other.spans = self.spans.map(move)
         other.reads = Counter()
         other.num_builds = Counter()
         other._built = {}

@@ -52,10 +52,14 @@ class ImageInputs(NamedTuple):
 
     tensors: Keyword arguments of the model, each with images or patches along its first axis.
     position_AT: Positions of the document's tokens, shape (axes, length); None if they are those of text.
+    spans: First token and one past the last of each image whose tokens see each other in both directions.
+    in_windows_only: As ``BidirectionalSpans``.
     """
 
     tensors: Mapping[str, torch.Tensor]
     position_AT: torch.Tensor | None = None
+    spans: tuple[tuple[int, int], ...] = ()
+    in_windows_only: bool = False
 
 
 class Expanded(NamedTuple):

@@ -3,7 +3,8 @@
 Axes: T tokens of the pack, Q blocks of tokens, R queries of a block, K keys that a block sees.
 
 Documents are contiguous, so the keys that a token sees are one range of its own document and, where the document
-continues a prefix, one range of the prefix.
+continues a prefix, one range of the prefix. The range of the own document ends with the token, or with the span of
+tokens that see each other in both directions (packing/spans.py).
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+
+from lightning_fastft.packing.spans import BidirectionalSpans
 
 BLOCK_SIZE = 128
 # The first key of a block of queries is a multiple of this: kernels copy a mask whose rows are not aligned.
@@ -39,24 +42,35 @@ def build_mask_blocks(
     *,
     starts: Sequence[int],
     prefixes: Sequence[int],
+    spans: BidirectionalSpans | None = None,
     window: int | None,
     dtype: torch.dtype,
     num_rows: int,
 ) -> list[MaskBlock]:
     """Return the masks of ``BatchContext.mask_blocks``."""
-    ranges = list_block_ranges(position_T.numel(), starts=starts, prefixes=prefixes, window=window, num_rows=num_rows)
+    ranges = list_block_ranges(
+        position_T.numel(), starts=starts, prefixes=prefixes, spans=spans, window=window, num_rows=num_rows
+    )
     return [
         MaskBlock(
             queries,
             keys,
-            build_dense_mask(position_T, prefix_range_2T, window=window, dtype=dtype, queries=queries, keys=keys),
+            build_dense_mask(
+                position_T, prefix_range_2T, spans=spans, window=window, dtype=dtype, queries=queries, keys=keys
+            ),
         )
         for queries, keys in ranges
     ]
 
 
 def list_block_ranges(
-    num_tokens: int, *, starts: Sequence[int], prefixes: Sequence[int], window: int | None, num_rows: int
+    num_tokens: int,
+    *,
+    starts: Sequence[int],
+    prefixes: Sequence[int],
+    spans: BidirectionalSpans | None = None,
+    window: int | None,
+    num_rows: int,
 ) -> list[tuple[slice, slice]]:
     """Return the queries and the keys of each block of ``build_mask_blocks``."""
     ranges = []
@@ -66,14 +80,20 @@ def list_block_ranges(
         first = min(starts[document if prefixes[document] < 0 else prefixes[document]] for document in documents)
         if window is not None and all(prefixes[document] < 0 for document in documents):
             first = max(first, begin - (window - 1))
-        ranges.append((queries, slice(first // KEY_STEP * KEY_STEP, queries.stop)))
+        end = queries.stop if spans is None else _up_to_step(spans.end_of_keys(queries.stop), num_tokens)
+        ranges.append((queries, slice(first // KEY_STEP * KEY_STEP, end)))
     return ranges
+
+
+def _up_to_step(end: int, num_tokens: int) -> int:
+    return min(-(-end // KEY_STEP) * KEY_STEP, num_tokens)
 
 
 def build_dense_mask(
     position_T: torch.Tensor,
     prefix_range_2T: torch.Tensor | None,
     *,
+    spans: BidirectionalSpans | None = None,
     window: int | None,
     dtype: torch.dtype,
     queries: slice = slice(None),
@@ -84,6 +104,7 @@ def build_dense_mask(
     Args:
         position_T: Position of each token in its document, after the prefix if there is one, int64.
         prefix_range_2T: ``PrefixKeys.range_2T``; None if no document continues a prefix.
+        spans: Tokens that see later ones; None if no token does.
         window: Keys a query sees, itself included; None for all.
         dtype: torch.bool or a floating dtype.
         queries: Rows of the mask to build.
@@ -91,8 +112,9 @@ def build_dense_mask(
     """
     index_T = torch.arange(position_T.numel(), device=position_T.device)
     first_T, begin_T, end_T = _seen_ranges(position_T, prefix_range_2T, window=window)
-    query_R1, key_1K = index_T[queries, None], index_T[None, keys]
-    seen_RK = (key_1K >= first_T[queries, None]) & (key_1K <= query_R1)
+    last_T = index_T if spans is None else spans.last_T
+    key_1K = index_T[None, keys]
+    seen_RK = (key_1K >= first_T[queries, None]) & (key_1K <= last_T[queries, None])
     if begin_T is not None and end_T is not None:
         seen_RK |= (key_1K >= begin_T[queries, None]) & (key_1K < end_T[queries, None])
     if dtype is not torch.bool:
@@ -102,13 +124,19 @@ def build_dense_mask(
 
 
 def build_block_mask(
-    position_T: torch.Tensor, prefix_range_2T: torch.Tensor | None, *, document_T: torch.Tensor, window: int | None
+    position_T: torch.Tensor,
+    prefix_range_2T: torch.Tensor | None,
+    *,
+    spans: BidirectionalSpans | None = None,
+    document_T: torch.Tensor,
+    window: int | None,
 ) -> Any:
     """Return the mask of ``BatchContext.block_mask``.
 
     Args:
         position_T: As ``build_dense_mask``.
         prefix_range_2T: As ``build_dense_mask``.
+        spans: As ``build_dense_mask``.
         document_T: Document of each token, ascending.
         window: Keys a query sees, itself included; None for all.
     """
@@ -122,7 +150,9 @@ def build_block_mask(
     query_begin, query_end = begin_Q[:, None], end_Q[:, None]
     key_begin, key_end = begin_Q[None, :], end_Q[None, :]
 
-    touched_QQ = (key_begin <= query_end) & (last_document_Q[None, :] >= first_document_Q[:, None])
+    # Where a block ends in a span, its last token sees the span's end, and no other token of it sees further.
+    last_key = query_end if spans is None else spans.last_T[end_Q][:, None]
+    touched_QQ = (key_begin <= last_key) & (last_document_Q[None, :] >= first_document_Q[:, None])
     full_QQ = (key_end <= query_begin) & (first_document_Q[None, :] == last_document_Q[:, None])
     # A last block that reaches past T is never full, so that the kernel applies the mask there.
     full_QQ &= (query_begin + BLOCK_SIZE <= num_tokens) & (key_begin + BLOCK_SIZE <= num_tokens)
@@ -137,7 +167,8 @@ def build_block_mask(
     partial_QQ = touched_QQ & ~full_QQ
 
     def mask_mod(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        is_own = (key >= first_T[query]) & (key <= query)
+        last_key = query if spans is None else spans.last_T[query]
+        is_own = (key >= first_T[query]) & (key <= last_key)
         if prefix_begin_T is None or prefix_end_T is None:
             return is_own
         return is_own | ((key >= prefix_begin_T[query]) & (key < prefix_end_T[query]))

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.hf.families import decoder_layers, find_decoder
-from lightning_fastft.hf.images import REFUSED_IMAGES, check_images
+from lightning_fastft.hf.images import image_directions
 from lightning_fastft.hf.mixers import find_mixers, holds_attention, mixer_family
 from lightning_fastft.packing.context import BatchContext
 
@@ -39,8 +39,8 @@ def install_guards(model: PreTrainedModel, patcher: ModelPatcher) -> ReadGuard:
     _hook(decoder, patcher, before=guard.begin, after=guard.end)
     if _has_media_positions(model):
         _hook(model.base_model, patcher, before=_refuse_media)
-    if model.config.model_type in REFUSED_IMAGES:
-        _hook(model.base_model, patcher, before=_refuse_images)
+    if image_directions(model.config) != "causal":
+        _hook(model.base_model, patcher, before=_refuse_causal_images)
     scales = [
         float(part.floor_scale)  # type: ignore[arg-type]
         for part in decoder.modules()
@@ -180,10 +180,14 @@ def _refuse_media(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         )
 
 
-def _refuse_images(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise on images, in a forward pre-hook of a family whose images are not exact in a pack."""
-    if kwargs.get("pixel_values") is not None and isinstance(kwargs.get("context"), BatchContext):
-        check_images(module.config)
+def _refuse_causal_images(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise on images without spans, in a forward pre-hook of a family whose images see both directions."""
+    context = kwargs.get("context")
+    if kwargs.get("pixel_values") is not None and isinstance(context, BatchContext) and context.spans is None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} got images with a packed batch that does not say which tokens they are, so "
+            "tokens of an image would not see the later ones. Let PackedDataModule read the images."
+        )
 
 
 def _hook(module: nn.Module, patcher: ModelPatcher, *, before: Any, after: Any = None) -> None:

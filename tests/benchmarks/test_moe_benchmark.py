@@ -584,6 +584,9 @@ def test_whole_steps_of_plain_and_ours_have_the_same_gradients_and_get_rows(
     # Seven figures of every ruler row, then mean, host syncs of the whole step, device memory and the whole run.
     assert len(rows) == 1 + 5 * 11
     assert "busiest tenth" in rows[1]
+    # A run of peers alone, none of which looks at the routing, has rows too.
+    unrouted = [{name: value for name, value in record.items() if name != "routing"} for record in records]
+    assert {row["workload"] for row in moe.moe_rows(unrouted, command="x")} == {f"{name}, packed, labels 100%"}
     # Nothing is left for the next run, whose table is the same.
     again = run_moe(name, *arms)
     assert "arm:" not in again

@@ -1,5 +1,5 @@
-"""Shared prompts and tuners on a GPU: each backend against float64, equal bits in every run, and no host sync in a
-step.
+"""Shared prompts, images that see both directions, and tuners on a GPU: each backend against float64, equal bits in
+every run, and no host sync in a step.
 """
 
 import itertools
@@ -14,6 +14,7 @@ from lightning_fastft.kernels.attention.op import packed_attention
 from lightning_fastft.kernels.attention.reference import masked_attention
 from lightning_fastft.packing.collate import collate
 from lightning_fastft.packing.context import BatchContext
+from lightning_fastft.packing.spans import BidirectionalSpans
 from lightning_fastft.patches.packed import install_packed_training
 from lightning_fastft.training.policy import PolicyTuner
 from lightning_fastft.training.preference import PreferenceTuner
@@ -24,13 +25,21 @@ pytestmark = pytest.mark.gpu
 
 LENGTHS, PREFIXES = (300, 130, 1, 64, 257, 37, 200), (-1, 0, 0, 0, -1, 4, -1)
 SCALE, WINDOW = 0.125, 100
+SPANS = ((10, 266), (290, 300), (500, 750))
 
 
-def attention_and_gradients(backend, dtype, *, window=None, has_sinks=False):
+def make_context(spans):
+    """A pack with these spans, or with prefixes if there are none."""
+    labels = torch.full((sum(LENGTHS),), -100)
+    context = BatchContext(lengths=LENGTHS, label_T=labels, num_items=1, prefixes=None if spans else PREFIXES)
+    if spans:
+        context.spans = BidirectionalSpans.build(spans, in_windows_only=False, document_T=context.document_T)
+    return context.to("cuda")
+
+
+def attention_and_gradients(backend, dtype, *, window=None, has_sinks=False, spans=()):
     """Output and gradients of one backend, and of the definition in float64."""
-    context = BatchContext(
-        lengths=LENGTHS, label_T=torch.full((sum(LENGTHS),), -100), num_items=1, prefixes=PREFIXES
-    ).to("cuda")
+    context = make_context(spans)
     draws = torch.Generator().manual_seed(0)
     shapes = [(4, 64), (2, 64), (2, 64)]
     inputs = [torch.randn(sum(LENGTHS), *shape, generator=draws).to(dtype).cuda().requires_grad_() for shape in shapes]
@@ -60,6 +69,18 @@ def error(value, truth):
 def test_backends_see_prefixes_as_the_definition(backend, dtype, window):
     found, truth = attention_and_gradients(backend, dtype, window=window)
     plain, _ = attention_and_gradients("reference", dtype, window=window)
+    for ours, theirs, true in zip(found, plain, truth):
+        assert error(ours, true) <= max(2 * error(theirs, true), 1e-5)
+
+
+@pytest.mark.parametrize("window", [None, WINDOW])
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [("auto", torch.bfloat16), ("sdpa", torch.float16), ("sdpa", torch.float32), ("flex", torch.bfloat16)],
+)
+def test_backends_see_the_end_of_a_span_as_the_definition(backend, dtype, window):
+    found, truth = attention_and_gradients(backend, dtype, window=window, spans=SPANS)
+    plain, _ = attention_and_gradients("reference", dtype, window=window, spans=SPANS)
     for ours, theirs, true in zip(found, plain, truth):
         assert error(ours, true) <= max(2 * error(theirs, true), 1e-5)
 

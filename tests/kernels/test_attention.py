@@ -19,6 +19,7 @@ from lightning_fastft.kernels.attention.op import (
 )
 from lightning_fastft.kernels.attention.reference import masked_attention
 from lightning_fastft.packing.context import BatchContext
+from lightning_fastft.packing.spans import BidirectionalSpans
 
 pytestmark = pytest.mark.covering
 
@@ -394,6 +395,33 @@ def test_documents_see_their_prefix(backend, case, stand_in_flash, monkeypatch):
         assert distance(ours, theirs) <= bound * largest_value(theirs, truth) * math.sqrt(theirs.numel())
 
 
+@pytest.mark.filterwarnings(FLEX_WARNING)
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("backend", ["reference", "sdpa", "flex"])
+def test_tokens_of_a_span_see_its_end(backend, window, monkeypatch):
+    monkeypatch.setattr(sdpa, "QUERY_ROWS", 4)
+    lengths, ranges = [7, 13, 5], [(1, 6), (9, 18)]
+    context = BatchContext(lengths=lengths, label_T=torch.full((25,), -100), num_items=1)
+    context.spans = BidirectionalSpans.build(ranges, in_windows_only=False, document_T=context.document_T)
+    dtype = torch.float32 if backend == "flex" else torch.float64
+    q, k, v, _ = make_inputs(context, dtype=dtype, has_sinks=False)
+    if backend == "flex":
+        q, k, v = (x.detach() for x in (q, k, v))
+    out = packed_attention(
+        q, k, v, context=context, scale=SCALE, window=window, softcap=None, sink_H=None, backend=backend
+    )
+    seen = torch.block_diag(*(torch.ones(length, length).tril() for length in lengths)).bool()
+    for begin, end in ranges:
+        seen[begin:end, begin:end] = True
+    index = torch.arange(25)
+    seen &= index[:, None] - index[None] < (window or 25)
+    repeats = q.shape[1] // k.shape[1]
+    score = torch.einsum("qhw,khw->hqk", q, k.repeat_interleave(repeats, 1)) * SCALE
+    weight = score.masked_fill(~seen, -torch.inf).softmax(-1)
+    true = torch.einsum("hqk,khw->qhw", weight, v.repeat_interleave(repeats, 1))
+    assert distance(out, true) <= (1e-6 if backend == "flex" else 1e-12) * float(true.detach().norm())
+
+
 def test_cudnn_is_not_chosen_for_prefixes():
     need = H200._replace(has_cudnn=True, document_length=8192)
     assert choose_backend(need) == "cudnn"
@@ -537,6 +565,9 @@ CPU = H200._replace(device_type="cpu", capability=(0, 0), dtype=torch.float32)
         (H200, {"capability": (7, 5), "dtype": torch.float16}, "sdpa"),
         (H200, {"capability": (7, 5), "dtype": torch.float16, "has_sinks": True}, "reference"),
         (H200, {"head_width": 512, "value_width": 512}, "sdpa"),
+        (H200, {"has_spans": True}, "sdpa"),
+        (H200, {"has_spans": True, "has_cudnn": True, "document_length": 4096}, "sdpa"),
+        (H200, {"has_spans": True, "has_softcap": True}, "flex"),
         (H200, {"has_cudnn": True}, "varlen"),
         (H200, {"has_cudnn": True, "document_length": 4096}, "cudnn"),
         (H200, {"has_cudnn": True, "document_length": 4096, "num_tokens": 8190}, "varlen"),

@@ -8,6 +8,7 @@ import torch
 from lightning_fastft.core.errors import ContextError, OptionError, ShapeError
 from lightning_fastft.packing.context import LABELLED_ROW_BUCKET, BatchContext
 from lightning_fastft.packing.masks import BLOCK_SIZE, KEY_STEP
+from lightning_fastft.packing.spans import BidirectionalSpans
 
 
 def make_context(lengths, num_pad_tokens=0):
@@ -246,6 +247,82 @@ def test_prefixes_are_not_recorded():
     recorded = prefixed([2, 2], [-1, -1]).recordable(num_documents=2, max_length=4)
     with pytest.raises(ShapeError):
         recorded.load(prefixed([2, 2], [-1, 0]))
+
+
+def with_spans(lengths, ranges, *, in_windows_only=False):
+    context = make_context(lengths)
+    context.spans = BidirectionalSpans.build(
+        ranges, in_windows_only=in_windows_only, document_T=context.document_T.clone()
+    )
+    return context
+
+
+def spans_mask(lengths, ranges, window=None):
+    """Who sees whom, by transformers' rule: causal or of the same image, and not before the window."""
+    seen = plain_mask(lengths)
+    for begin, end in ranges:
+        seen[begin:end, begin:end] = True
+    index = torch.arange(len(seen))
+    return seen if window is None else seen & (index[:, None] - index[None, :] < window)
+
+
+SPANS = {
+    "one": ([9], [(2, 6)]),
+    "whole documents": ([3, 4], [(0, 3), (3, 7)]),
+    "two in a document": ([20, 5, 30], [(1, 4), (5, 9), (26, 50)]),
+    "over blocks of queries": ([129, 300, 1, 5], [(100, 129), (140, 400)]),
+    "whole blocks": ([BLOCK_SIZE * 3], [(0, BLOCK_SIZE * 2)]),
+}
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 130, 400])
+@pytest.mark.parametrize("case", SPANS)
+def test_masks_with_spans_equal_the_definition(case, window):
+    lengths, ranges = SPANS[case]
+    context, truth = with_spans(lengths, ranges), spans_mask(lengths, ranges, window)
+    assert torch.equal(context.dense_mask(window=window)[0, 0], truth)
+    for num_rows in (1, 48, 130):
+        check_mask_blocks(context, truth, window=window, num_rows=num_rows)
+    num_blocks = -(-len(truth) // BLOCK_SIZE)
+    room = num_blocks * BLOCK_SIZE - len(truth)
+    blocks = torch.nn.functional.pad(truth, (0, room, 0, room)).view(num_blocks, BLOCK_SIZE, num_blocks, BLOCK_SIZE)
+    mask = context.block_mask(window=window)
+    shown = mask.to_dense()[0, 0].bool()
+    assert torch.equal(shown | blocks.any(3).any(1), shown)
+    index = torch.arange(len(truth))
+    assert torch.equal(mask.mask_mod(torch.tensor(0), torch.tensor(0), index[:, None], index[None]), truth)
+    for row in range(num_blocks):
+        full = mask.full_kv_indices[0, 0, row, : mask.full_kv_num_blocks[0, 0, row]].long()
+        assert blocks[row][:, full].all()
+
+
+def test_spans_of_windows_leave_other_layers_causal():
+    lengths, ranges = SPANS["two in a document"]
+    context = with_spans(lengths, ranges, in_windows_only=True)
+    # The longest document has 30 tokens, so this window hides nothing, and layers with it have the spans.
+    for window in (3, 100):
+        assert torch.equal(context.dense_mask(window=window)[0, 0], spans_mask(lengths, ranges, window))
+    assert torch.equal(context.dense_mask()[0, 0], plain_mask(lengths))
+    assert torch.equal(context.block_mask().to_dense(), make_context(lengths).block_mask().to_dense())
+    moved = context.to("meta")
+    assert moved.spans.last_T.is_meta
+    assert moved.spans.ranges == tuple(ranges)
+
+
+@pytest.mark.parametrize("ranges", [[(0, 0)], [(2, 1)], [(1, 4)], [(0, 2), (1, 3)], [(5, 9)], [(-1, 1)]])
+def test_impossible_spans_are_refused(ranges):
+    with pytest.raises(ShapeError, match="span"):
+        with_spans([3, 4], ranges)
+
+
+def test_spans_are_neither_recorded_nor_cut():
+    context = with_spans([3, 3], [(0, 2)])
+    with pytest.raises(ShapeError, match="directions"):
+        context.recordable(num_documents=2, max_length=4)
+    with pytest.raises(ShapeError):
+        make_context([3, 3]).recordable(num_documents=2, max_length=4).load(context)
+    with pytest.raises(ShapeError, match="directions"):
+        context.cut(0, num_parts=2)
 
 
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 6])

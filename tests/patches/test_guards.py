@@ -128,7 +128,7 @@ def tiny_qwen2_vl():
     return AutoModelForImageTextToText.from_config(config)
 
 
-def test_images_of_gemma_3_are_refused_and_text_alone_is_served():
+def test_images_of_gemma_3_without_spans_are_refused_and_text_alone_is_served():
     text = {**SIZES, "query_pre_attn_scalar": 8}
     tower = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = AutoConfig.for_model(
@@ -138,7 +138,7 @@ def test_images_of_gemma_3_are_refused_and_text_alone_is_served():
     install_packed_training(model, ModelPatcher())
     batch = make_batch()
     model(**batch).loss.backward()
-    with pytest.raises(UnsupportedModelError, match="both directions"):
+    with pytest.raises(UnsupportedModelError, match="PackedDataModule"):
         model(**batch, pixel_values=torch.zeros(1, 3, 28, 28))
 
 

@@ -97,7 +97,7 @@ def run_packed(model, documents, *, checkpointing=None, fuses=False):
 def test_a_pack_equals_its_documents_alone(family):
     model = family.build()
     documents = family.prepared(model.config)
-    fuses = family.name in ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
+    fuses = family.name in ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3", "gemma4")
     loss, gradients, batch = run_packed(model, documents, fuses=fuses)
     truth = family.run_alone(model, num_items=batch.context.num_items)
     expected = take_gradients(model)
@@ -117,8 +117,7 @@ def test_planted_faults_show(qwen, fault):
     expected = take_gradients(model)
     broken = plant(documents, fault)
     loss, gradients, _ = run_packed(model, broken)
-    errors = [float((gradients[name] - expected[name]).norm() / expected[name].norm()) for name in expected]
-    assert max(errors) > 1e-3
+    assert max(distances(gradients, expected).values()) > 1e-3
     assert abs(float(loss - truth)) > 1e-6
 
 
@@ -143,6 +142,64 @@ def plant(documents, fault):
             else torch.nn.functional.pad(other, (0, length - other.shape[1]))
         )
     return [documents[0], documents[1]._replace(image_inputs=inputs[1]._replace(position_AT=wrong)), *documents[2:]]
+
+
+@pytest.mark.parametrize("fault", ["spans of the neighbour", "spans in other layers", "spans one token short"])
+@pytest.mark.parametrize("name", ["gemma3", "gemma4"])
+def test_planted_faults_of_spans_show(name, fault):
+    family = Family(name)
+    model = family.build()
+    documents = family.prepared(model.config)
+    family.run_alone(model, num_items=collate(documents).context.num_items)
+    expected = take_gradients(model)
+    _, gradients, _ = run_packed(model, [plant_in_spans(document, fault) for document in documents])
+    assert max(distances(gradients, expected).values()) > 1e-3
+
+
+def plant_in_spans(document, fault):
+    inputs = document.image_inputs
+    if inputs is None:
+        return document
+    if fault == "spans in other layers":
+        changed = inputs._replace(in_windows_only=not inputs.in_windows_only)
+    elif fault == "spans of the neighbour":
+        changed = inputs._replace(spans=((0, 1),))
+    else:
+        changed = inputs._replace(spans=tuple((begin, end - 1) for begin, end in inputs.spans))
+    return document._replace(image_inputs=changed)
+
+
+def distances(gradients, expected):
+    return {name: float((gradients[name] - expected[name]).norm() / expected[name].norm()) for name in expected}
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma4"])
+def test_images_that_see_both_directions_need_their_spans(name):
+    family = Family(name)
+    model = family.build()
+    documents = family.prepared(model.config)
+    causal = [
+        document
+        if (inputs := document.image_inputs) is None
+        else document._replace(image_inputs=inputs._replace(spans=()))
+        for document in documents
+    ]
+    with pytest.raises(UnsupportedModelError, match="PackedDataModule"):
+        run_packed(model, causal)
+    # Text alone has none.
+    run_packed(model, [document for document in documents if document.image_inputs is None])
+
+
+def test_images_of_the_smaller_gemma_4_are_causal():
+    family = Family("gemma4")
+    model = family.build()
+    model.config.text_config.use_bidirectional_attention = None
+    documents = family.prepared(model.config)
+    assert all(document.image_inputs is None or not document.image_inputs.spans for document in documents)
+    loss, gradients, batch = run_packed(model, documents)
+    assert batch.context.spans is None
+    assert_close(loss, family.run_alone(model, num_items=batch.context.num_items))
+    assert_close(gradients, take_gradients(model))
 
 
 @pytest.mark.parametrize("policy", ["keep", "recompute", "offload"])
@@ -172,7 +229,5 @@ def test_positions_of_a_text_in_a_pack_with_images_are_those_of_text(qwen):
 def test_families_whose_images_are_not_served_are_refused_by_name():
     from transformers import AutoConfig
 
-    with pytest.raises(UnsupportedModelError, match=r"gemma3.*both directions"):
-        check_images(AutoConfig.for_model("gemma3"))
     with pytest.raises(UnsupportedModelError, match="idefics3"):
         check_images(AutoConfig.for_model("idefics3"))

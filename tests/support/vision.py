@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, ProcessorMixin
+from transformers.processing_utils import ProcessingKwargs
 
 from tests.packing.conftest import build_tokenizer
 from tests.support.sizes import sizes
@@ -15,6 +16,9 @@ PLACEHOLDERS = {
     "llava": "<image>",
     "mistral3": "[IMG]",
     "internvl": "<IMG_CONTEXT>",
+    # Gemma 3 marks an image by the token before its tokens.
+    "gemma3": "<start_of_image>",
+    "gemma4": "<|image|>",
 }
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
@@ -25,7 +29,20 @@ TEMPLATE = (
 SPECIAL = (
     *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<image>"),
     *("[IMG]", "[IMG_BREAK]", "[IMG_END]", "<img>", "</img>", "<IMG_CONTEXT>"),
+    *("<start_of_image>", "<end_of_image>", "<image_soft_token>", "<|image>", "<image|>", "<|image|>", "<|video|>"),
+    "<|audio|>",
 )
+# Images of Gemma are longer than its windows here. What image tokens see in the last layer reaches no text.
+GEMMA_LAYERS = ["sliding_attention", "full_attention", "full_attention"]
+GEMMA_TEXT = {"sliding_window": 6, "layer_types": GEMMA_LAYERS, "num_hidden_layers": 3}
+GEMMA_TOKENS = {
+    "gemma3": {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"},
+    "gemma4": {
+        "boi_token": "<|image>",
+        "eoi_token": "<image|>",
+        "image_token": "<|image|>",
+    },
+}
 TEXT = sizes(
     vocab=384,
     width=64,
@@ -72,6 +89,9 @@ def build_image_tokenizer(name):
         tokenizer.context_image_token, tokenizer.video_token = "<IMG_CONTEXT>", "<|video_pad|>"
         for place in ("start_image_token", "end_image_token", "context_image_token"):
             setattr(tokenizer, f"{place}_id", tokenizer.convert_tokens_to_ids(getattr(tokenizer, place)))
+    for place, token in GEMMA_TOKENS.get(name, {}).items():
+        setattr(tokenizer, place, token)
+        setattr(tokenizer, f"{place}_id", tokenizer.convert_tokens_to_ids(token))
     return tokenizer
 
 
@@ -104,6 +124,29 @@ class PixtralLike(ProcessorMixin):
     def replace_image_token(self, image_inputs, image_idx, **options):
         height, width = (int(size) // 8 for size in image_inputs["image_sizes"][image_idx])
         return "[IMG_BREAK]".join(["[IMG]" * width] * height) + "[IMG_END]"
+
+
+class Gemma4Keywords(ProcessingKwargs, total=False):
+    _defaults = {"text_kwargs": {"return_mm_token_type_ids": True}}
+
+
+class Gemma4Like(ProcessorMixin):
+    """transformers' Gemma4Processor, whose module needs torchvision in 5.17, without videos and sound."""
+
+    valid_processor_kwargs = Gemma4Keywords
+    unused_input_names = ("num_soft_tokens_per_image",)
+
+    def __init__(self, image_processor=None, tokenizer=None, chat_template=None):
+        super().__init__(image_processor, tokenizer, chat_template=chat_template)
+        self.image_token, self.image_token_id = tokenizer.image_token, tokenizer.image_token_id
+
+    def prepare_inputs_layout(self, images=None, text=None, **options):
+        images, text, *others = super().prepare_inputs_layout(images=images, text=text, **options)
+        return None if images is None else [images], text, *others
+
+    def replace_image_token(self, image_inputs, image_idx, **options):
+        num_tokens = image_inputs["num_soft_tokens_per_image"][image_idx]
+        return f"{self.tokenizer.boi_token}{self.image_token * num_tokens}{self.tokenizer.eoi_token}"
 
 
 def build_processor(name):
@@ -140,6 +183,16 @@ def build_processor(name):
             size={"longest_edge": 32}, patch_size={"height": 4, "width": 4}
         )
         return PixtralLike(images, tokenizer, chat_template=template)
+    if name == "gemma3":
+        images = transformers.models.gemma3.image_processing_pil_gemma3.Gemma3ImageProcessorPil(
+            size={"height": 32, "width": 32}
+        )
+        return transformers.Gemma3Processor(images, tokenizer, chat_template=template, image_seq_length=16)
+    if name == "gemma4":
+        images = transformers.models.gemma4.image_processing_pil_gemma4.Gemma4ImageProcessorPil(
+            patch_size=2, max_soft_tokens=70
+        )
+        return Gemma4Like(images, tokenizer, chat_template=template)
     images = transformers.models.got_ocr2.image_processing_pil_got_ocr2.GotOcr2ImageProcessorPil(
         size={"height": 16, "width": 16}, crop_to_patches=False
     )
@@ -150,6 +203,7 @@ def build_processor(name):
 
 def build_config(name, tokenizer):
     token = {"qwen": "<|image_pad|>", "llava": "<image>", "mistral3": "[IMG]", "internvl": "<IMG_CONTEXT>"}
+    token |= {gemma: tokens["image_token"] for gemma, tokens in GEMMA_TOKENS.items()}
     image_token_id = tokenizer.convert_tokens_to_ids(token[family_of(name)])
     if name in ("qwen2_vl", "qwen2_5_vl"):
         tower = dict(QWEN_TOWER)
@@ -192,6 +246,27 @@ def build_config(name, tokenizer):
             vision_config={"model_type": "pixtral", **TOWER, "image_size": 32, "head_dim": 16},
             image_token_index=image_token_id,
             spatial_merge_size=2,
+        )
+    if name == "gemma3":
+        return AutoConfig.for_model(
+            name,
+            text_config={**TEXT, **GEMMA_TEXT, "query_pre_attn_scalar": 16},
+            vision_config={**TOWER, "image_size": 32, "vision_use_head": False},
+            image_token_index=image_token_id,
+            mm_tokens_per_image=16,
+        )
+    if name == "gemma4":
+        text = {**TEXT, **GEMMA_TEXT, "global_head_dim": 16, "vocab_size_per_layer_input": 384}
+        text |= {"hidden_size_per_layer_input": 8, "use_bidirectional_attention": "vision"}
+        tower = {"patch_size": 2, "head_dim": 16, "num_key_value_heads": 2, "position_embedding_size": 128}
+        return AutoConfig.for_model(
+            name,
+            text_config=text,
+            vision_config={**TOWER, **tower},
+            audio_config=None,
+            image_token_id=image_token_id,
+            video_token_id=tokenizer.convert_tokens_to_ids("<|video|>"),
+            audio_token_id=tokenizer.convert_tokens_to_ids("<|audio|>"),
         )
     return AutoConfig.for_model(
         "internvl",

@@ -6,6 +6,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_fastft.callbacks.fused_kernels import FusedKernels
 from lightning_fastft.callbacks.gradient_health import GradientHealth
 from lightning_fastft.cli.lightning_cli import FastFTCLI
 from lightning_fastft.core.errors import NotTrainingError, OptionError, UnsupportedModelError
@@ -102,6 +103,19 @@ def test_a_module_of_the_user_with_a_processor_trains(tmp_path):
     assert any("visual" in name and not torch.equal(tensor, before[name]) for name, tensor in module.named_parameters())
 
 
+@pytest.mark.parametrize("name", ["gemma3", "gemma4"])
+def test_images_that_see_both_directions_train_in_fused_layers(name, tmp_path):
+    processor = build_processor(name)
+    module = PlainModule(build_vision_model(name, processor.tokenizer))
+    module.tokenizer, module.processor = processor.tokenizer, processor
+    rows = [chat([make_image(number, 16, 24), "what is two"], "four") for number in range(4)]
+    health = GradientHealth(num_steps=3)
+    trainer = quiet_trainer(tmp_path, strategy="fastft", max_steps=3, callbacks=[FusedKernels(), health])
+    trainer.fit(module, open_data([*rows, chat(["two plus two"], "four")]))
+    assert "moved within 3 steps" in health.status().reason
+    assert [status.state for status in trainer.strategy.statuses() if status.name == "fused layers"] == ["active"]
+
+
 def test_the_command_line_trains_on_images(folder, rows, tmp_path):
     words = ["--data.class_path", "lightning_fastft.PackedDataModule", "--data.init_args.paths", str(rows)]
     words += [
@@ -156,9 +170,9 @@ def test_a_tower_with_images_is_judged(tmp_path):
 def test_images_of_a_family_that_is_not_served_stop_before_the_first_step(tmp_path):
     processor = build_processor("llava")
     module = PlainModule(build_vision_model("llava", processor.tokenizer))
-    module.model.config.model_type = "gemma3"
+    module.model.config.model_type = "idefics3"
     module.processor, module.tokenizer = processor, processor.tokenizer
-    with pytest.raises(UnsupportedModelError, match="gemma3"):
+    with pytest.raises(UnsupportedModelError, match="idefics3"):
         quiet_trainer(tmp_path, strategy="fastft", max_steps=1).fit(
             module, open_data([chat([make_image(0, 16, 16), "what"], "four")])
         )

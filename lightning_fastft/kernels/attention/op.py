@@ -55,6 +55,7 @@ class AttentionNeed(NamedTuple):
         num_tokens: Tokens of the pack.
         has_cudnn: nvidia-cudnn-frontend is installed.
         has_prefixes: Documents continue prefixes.
+        has_spans: Tokens of an image see each other in both directions.
     """
 
     device_type: str
@@ -70,6 +71,7 @@ class AttentionNeed(NamedTuple):
     num_tokens: int
     has_cudnn: bool
     has_prefixes: bool = False
+    has_spans: bool = False
 
 
 def packed_attention(
@@ -87,6 +89,8 @@ def packed_attention(
     collect: Collect | None = None,
 ) -> torch.Tensor:
     """Return causal attention in which every document of the pack attends only to its prefix and itself.
+
+    Tokens of an image also attend to the later tokens of this image where ``context.spans`` says so.
 
     Records in the context which backend ran.
 
@@ -235,6 +239,7 @@ def find_obstacle(backend: str, need: AttentionNeed) -> str:
                 f"takes heads up to {MAX_HEAD_WIDTH} wide, not {max(need.head_width, need.value_width)}",
             ),
             (need.has_softcap, "has no soft cap"),
+            (need.has_spans, "is causal, also within images"),
         ),
         "cudnn": (
             (need.device_type != "cuda", "runs on CUDA only"),
@@ -251,6 +256,7 @@ def find_obstacle(backend: str, need: AttentionNeed) -> str:
             (need.has_softcap, "has no soft cap"),
             (need.has_sinks, "has no sinks"),
             (need.has_prefixes, "takes no documents that continue a prefix"),
+            (need.has_spans, "is causal, also within images"),
             (not need.has_cudnn, f"needs the package nvidia-cudnn-frontend ({pip_line('hopper')})"),
         ),
         "flex": (
@@ -300,6 +306,7 @@ def describe_need(
         num_tokens=context.num_tokens,
         has_cudnn=q_THW.is_cuda and is_cudnn_installed(),
         has_prefixes=context.has_prefixes,
+        has_spans=context.spans_of(window) is not None,
     )
 
 
