@@ -1,6 +1,6 @@
 #!/bin/sh
 # One or two nodes with torchrun: the job continues without a lost node and readmits it. Run this line on every node:
-#   HEAD=ADDRESS-OF-NODE-0 sh clusters/elastic.sh --config CONFIG --data.paths train.jsonl
+#   HEAD=ADDRESS-OF-NODE-0 sh clusters/elastic.sh --config CONFIG --trainer.strategy fastft_ddp --data.paths train.jsonl
 # Without this, a node that joins later waits for an address that the others never write (torch 2.13).
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 exec torchrun --nnodes "${NODES:-1:2}" --nproc-per-node "${GPUS:-8}" --max-restarts "${RESTARTS:-10}" \

@@ -1,6 +1,6 @@
 #!/bin/bash
 # Two nodes with eight GPUs each under SLURM; the job is requeued before its time limit, and after a failure.
-#   sbatch --gpus-per-node=8 clusters/slurm.sh --config CONFIG --data.paths train.jsonl
+#   sbatch --gpus-per-node=8 clusters/slurm.sh --config CONFIG --trainer.strategy fastft_ddp --data.paths train.jsonl
 #SBATCH --nodes=2 --ntasks-per-node=8 --time=24:00:00
 #SBATCH --signal=USR1@120 --requeue --open-mode=append
 

@@ -110,8 +110,8 @@ def write_support() -> str:
         "| `BincountRouter` | yes | yes | yes, but for NF4 experts |",
         "| `context_parallel` | one device | yes | yes |",
         "| `expert_parallel` | one device | - | yes |",
-        "| `FusedAdamW` | yes | yes | torch.optim.AdamW |",
-        "| `fastft export` of its checkpoints | yes | yes | `FineTuner.save_pretrained` |",
+        "| `FusedAdamW` | yes | yes | yes |",
+        "| `fastft export` of its checkpoints | yes | yes | yes |",
     ]
     return "\n".join(lines) + "\n"
 

@@ -123,7 +123,7 @@ class FusedKernels(ModelSwaps):
         compiled = find_compiled(root)
         if compiled:
             reason = f"torch.compile traces {compiled} as a whole, and a traced layer runs transformers' forward"
-            return [Status(self.status_name, "refused", reason, "compile only parts of your own beside the model")]
+            return [Status(self.status_name, "refused", reason, "compile only your own modules outside of the model")]
         # A FineTuner passes only its model, and makes low-precision copies of fp32 adapters later.
         statuses = install_fused_layers(root, patcher, awaits_copies=not isinstance(root, LightningModule))
         is_emulated = self.base_compute == "fp8_reference"

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import enum
 import pickle
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, FileSystemReader, load, save
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -30,12 +32,14 @@ from lightning_fastft.checkpoint.ranks import on_all_ranks
 from lightning_fastft.core.errors import (
     CheckpointNotSavedError,
     DamagedCheckpointError,
+    OptionError,
     ResumeError,
     UnsafeCheckpointError,
 )
 
 # Lightning's names: without the commit record, the folder is a checkpoint of Lightning.
 METADATA = "meta.pt"
+_WEIGHTS = "state_dict"
 _INDEX = ".metadata"
 # Classes in torch's index of the shards. Any other class could run foreign code.
 _INDEX_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
@@ -71,7 +75,7 @@ def save_folder(checkpoint: dict[str, Any], path: Path) -> None:
 
 def take_pieces(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Remove the sharded states from a checkpoint and return them by their name in the index."""
-    pieces = {"state_dict": checkpoint.pop("state_dict")}
+    pieces = {_WEIGHTS: checkpoint.pop(_WEIGHTS)}
     pieces.update({f"optimizer_{number}": state for number, state in enumerate(checkpoint.pop("optimizer_states", []))})
     return pieces
 
@@ -168,9 +172,9 @@ def load_folder(
     content: dict[str, Any] = load_file(path / METADATA)
     judge(content)
     stored = FileSystemReader(path).read_metadata().state_dict_metadata if optimizers else {}
-    state = {"state_dict": get_model_state_dict(module)}
+    state = {_WEIGHTS: get_model_state_dict(module)}
     load(state, checkpoint_id=path, planner=_PlainPlanner())
-    module.load_state_dict(state["state_dict"], strict=strict)
+    module.load_state_dict(state[_WEIGHTS], strict=strict)
     for number, optimizer in enumerate(optimizers):
         name = f"optimizer_{number}"
         moments: dict[str, Any] = {name: get_optimizer_state_dict(module, optimizer)}
@@ -180,6 +184,48 @@ def load_folder(
             module, optimizer, optim_state_dict=moments[name], options=StateDictOptions(cpu_offload=True)
         )
     return content
+
+
+def read_folder(path: Path) -> dict[str, Any]:
+    """Return the whole weights and the rest of a folder's checkpoint on the host, without its optimizer states.
+
+    One process calls this, without a process group. The folder may be from any number of ranks.
+
+    Raises:
+        DamagedCheckpointError: A file is missing or does not match its digest.
+        UnsafeCheckpointError: The index has more than tensors and plain types.
+
+    Cost:
+        Reads the folder once for the digests, and its weights once more.
+    """
+    check_folder(path)
+    check_index(path / _INDEX)
+    content: dict[str, Any] = load_file(path / METADATA)
+    stored = FileSystemReader(path).read_metadata().state_dict_metadata
+    weights = {
+        key.removeprefix(f"{_WEIGHTS}."): torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in stored.items()
+        if key.startswith(f"{_WEIGHTS}.") and isinstance(entry, TensorStorageMetadata)
+    }
+    load({_WEIGHTS: weights}, checkpoint_id=path, planner=_PlainPlanner(), no_dist=True)
+    return {**content, _WEIGHTS: weights}
+
+
+@contextmanager
+def as_one_file(path: Path) -> Iterator[BinaryIO]:
+    """Yield an open temporary file with what ``read_folder`` returns.
+
+    Raises:
+        OptionError: The folder is no checkpoint.
+    """
+    if not (path / METADATA).is_file():
+        raise OptionError(
+            f"{path} is a folder and not a checkpoint. Give a checkpoint file, or a folder that fastft_fsdp wrote."
+        )
+    with TemporaryFile() as file:
+        torch.save(read_folder(path), file)
+        file.seek(0)
+        yield file
 
 
 def _check_moments(held: Mapping[str, Any], stored: Mapping[str, Any], *, name: str) -> None:

@@ -47,11 +47,11 @@ def run_chat(words: Sequence[str]) -> int:
     from lightning_fastft.cli.trained.opening import open_trained
 
     opened = open_trained(question.request)
-    has_template = _uses_template(question, opened.module.tokenizer, name=str(opened.base))
+    has_template = _uses_template(question, opened.module.tokenizer, name=opened.base)
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         kind = "a chat" if has_template else "plain text to continue, without a chat template"
-        sys.stdout.write(f"{opened.base}: {kind}. {HELP} lists the commands, {QUIT} ends it.\n")
+        sys.stdout.write(f"{question.source}: {kind}. {HELP} lists the commands, {QUIT} ends it.\n")
     begin: list[dict[str, str]] = [{"role": "system", "content": question.system}] if question.system else []
     history = begin
     while line := _read_line(is_terminal):

@@ -34,7 +34,10 @@ def run_data(words: Sequence[str]) -> int:
     cli = FastFTCLI(words, run=False)
     data, trainer = cli.datamodule, cli.trainer
     if not isinstance(data, PackedDataModule):
-        raise OptionError(f"fastft data needs a PackedDataModule, but the config has {type(data).__name__}.")
+        raise OptionError(
+            f"fastft data shows the packs of a PackedDataModule, and {type(data).__name__} builds its own during "
+            "training. fastft doctor with the same options checks the run."
+        )
     if data.is_streamed:
         raise OptionError("fastft data reads all examples, and a stream has no end: give it a few files.")
     # The data module reads the tokenizer of the trainer's module; the model itself is not built.

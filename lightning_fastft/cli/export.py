@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ def run_export(words: Sequence[str]) -> int:
             files. ``--device`` is the device to build the model on (cpu). ``--accept-other-base`` accepts a base with
             other weights than those of the run. ``--for vllm`` refuses adapters of which vLLM would not read a part.
             ``--gguf TYPE`` merges, and converts with llama.cpp's script, in the folder ``--llama-cpp`` or on PATH.
-            ``--ollama`` writes a Modelfile beside the GGUF file.
+            ``--ollama`` writes a Modelfile next to the GGUF file.
 
     Returns:
         0, or ``WITHOUT_GGUF`` where llama.cpp is not there: the command to run is printed.
@@ -53,7 +54,8 @@ def run_export(words: Sequence[str]) -> int:
     notes = [*written.opened.notes]
     if written.max_lora_rank is not None:
         notes.append(
-            f"for vLLM: vllm serve BASE --enable-lora --max-lora-rank {written.max_lora_rank} --lora-modules NAME={out}"
+            f"for vLLM: vllm serve {shlex.quote(written.opened.base)} --enable-lora --max-lora-rank "
+            f"{written.max_lora_rank} --lora-modules {shlex.quote(f'{out.name}={out}')}"
         )
     notes.append("without a tokenizer, because none is known" if tokenizer is None else "the tokenizer is included")
     lines = [f"Wrote {written.kind} to {out}: {exported.num_tensors} tensors, {exported.num_bytes / _MIB:,.1f} MiB."]
@@ -75,21 +77,23 @@ def _convert(question: Namespace, tokenizer: object) -> int:
     from lightning_fastft.cli.trained.gguf import convert_to_gguf, name_gguf
 
     out = question.out
-    file = name_gguf(out, question.gguf)
+    file, serve = name_gguf(out, question.gguf), ""
     if question.ollama:
         from lightning_fastft.cli.trained.modelfile import write_modelfile
 
         path = write_modelfile(out, gguf=file, tokenizer=tokenizer)
-        sys.stdout.write(f"Wrote {path}. Then: ollama create {out.name} -f {path}\n")
+        sys.stdout.write(f"Wrote {path}.\n")
+        serve = f"Then:\n  {shlex.join(['ollama', 'create', out.name, '-f', str(path)])}\n"
     command = convert_to_gguf(out, file, type_name=question.gguf, llama_cpp=question.llama_cpp)
     if command:
         sys.stdout.write(
-            f"No GGUF file yet: convert_hf_to_gguf.py of llama.cpp is not on PATH. Run, or give --llama-cpp FOLDER:\n"
-            f"  {command}\n"
+            "No GGUF file yet: convert_hf_to_gguf.py is not on PATH. Clone llama.cpp and run the script, or next time "
+            f"give the clone with --llama-cpp:\n  {command}\n"
         )
-        return WITHOUT_GGUF
-    sys.stdout.write(f"Wrote {file}: {file.stat().st_size / _MIB:,.1f} MiB.\n")
-    return 0
+    else:
+        sys.stdout.write(f"Wrote {file}: {file.stat().st_size / _MIB:,.1f} MiB.\n")
+    sys.stdout.write(serve)
+    return WITHOUT_GGUF if command else 0
 
 
 def _read_question(words: Sequence[str]) -> Namespace:

@@ -66,7 +66,7 @@ def run_init(words: Sequence[str]) -> int:
         *_warn_of_weights(question.model),
         "Then:",
         f"  fastft fit --config {question.out}",
-        f"  fastft chat {recipe.folder}/last.ckpt",
+        f"  fastft chat {recipe.folder}/last.ckpt{' --plain' if recipe.lengths.is_plain else ''}",
     ]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0

@@ -19,6 +19,10 @@ _WARNINGS = (
     (FutureWarning, r"`is_gradient_checkpointing` is deprecated"),
     # There is no validation data.
     (UserWarning, r"Total length of `list` across ranks is zero"),
+    # One process reads the shards of several ranks, as it should.
+    (UserWarning, r"torch\.distributed is disabled, unavailable or uninitialized"),
+    # Fused layers return views, and no operation of a model changes hidden states in place.
+    (UserWarning, r"FSDP2-wrapped module \(FSDPFused\w+\) returned a view tensor"),
     # Without tensorboard Lightning logs to CSV files; docs/guide.md describes the default logger.
     (UserWarning, r"Starting from v1\.9\.0, `tensorboardX` has been removed as a dependency"),
 )

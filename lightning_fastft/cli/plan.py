@@ -71,7 +71,7 @@ def run_plan(words: Sequence[str]) -> int:
         )
     if _has_second_model(model):
         raise OptionError(
-            "fastft plan counts one model, and a second one is held beside it: a teacher without store, or a "
+            "fastft plan counts one model, and this run holds a second one: a teacher without store, or a "
             "reference. The plan of a run is made from its first training steps and logged."
         )
     options = options._replace(document_tokens=min(options.document_tokens, data.max_tokens))

@@ -149,7 +149,8 @@ class RunLength(Callback):
             if saved and isinstance(pl_module, Tuner):
                 place = _shorten(saved)
                 can_talk = not isinstance(pl_module, RewardTuner)
-                talk = f" Talk with the model: fastft chat {shlex.quote(place)}" if can_talk else ""
+                plain = " --plain" if _is_plain(trainer) else ""
+                talk = f" Talk with the model: fastft chat {shlex.quote(place)}{plain}" if can_talk else ""
                 rank_zero_info(f"Saved {place}.{talk}")
         if self._has_trained or trainer.ckpt_path is None:
             return
@@ -170,6 +171,13 @@ class RunLength(Callback):
             f"Nothing was left to train: {trainer.ckpt_path} is at the end of this run ({place}). To continue, give a "
             f"higher {more}."
         )
+
+
+def _is_plain(trainer: pl.Trainer) -> bool:
+    """Return whether the run trained on plain text, without the chat template."""
+    data = getattr(trainer, "datamodule", None)
+    report = data.report("train") if isinstance(data, PackedDataModule) else None
+    return report is not None and report.is_plain
 
 
 def _shorten(path: str) -> str:

@@ -1,4 +1,4 @@
-"""FastFTTrainer: a Trainer for the command line that chooses its logging interval and its number of nodes."""
+"""FastFTTrainer: a Trainer for the command line that chooses its logging interval, and in a job its size."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 
 from lightning_fastft.core.checks import check_float, check_int
 from lightning_fastft.core.errors import OptionError
@@ -21,6 +22,9 @@ LONGEST_INTERVAL, TIMES_IN_A_RUN = 50, 10
 
 class FastFTTrainer(Trainer):
     """Lightning's Trainer; with "auto" short runs log their loss too, and the launcher sets the number of nodes.
+
+    torchrun and srun also set the number of devices, with a strategy for several: they start one process for each, and
+    a config for one GPU then serves a job.
 
     Args:
         *args: As Lightning's Trainer.
@@ -57,6 +61,7 @@ class FastFTTrainer(Trainer):
             if isinstance(callback, GivenOnce):
                 callback.check_given_once(callbacks)
         num_nodes = _count_nodes() if num_nodes == "auto" else num_nodes
+        _take_devices_of_launcher(kwargs)
         super().__init__(
             *args,
             enable_progress_bar=enable_progress_bar,
@@ -104,6 +109,24 @@ def _refuse_equal_savers(callbacks: Iterable[Callback]) -> None:
                 f"dirpath={callback.dirpath}. The command line adds callbacks to those of the config: remove "
                 "--trainer.callbacks+=ModelCheckpoint and write its options into the config."
             )
+
+
+def _take_devices_of_launcher(options: dict[str, Any]) -> None:
+    """Set devices to the number of processes that torchrun or srun started on this node, for strategies of several.
+
+    Lightning refuses every other number. A function of its own, because jsonargparse reads the options of ``__init__``
+    from its source.
+    """
+    strategy: str | Strategy = options.get("strategy", "auto")
+    if strategy in ("auto", "fastft") or isinstance(strategy, SingleDeviceStrategy):
+        return
+    given = os.environ
+    num_tasks = int(given.get("SLURM_STEP_NUM_TASKS", "1"))
+    if "TORCHELASTIC_RUN_ID" in given:
+        options["devices"] = int(given.get("LOCAL_WORLD_SIZE", "1"))
+    elif num_tasks > 1:
+        # A shell that srun started is one task, whose run may start processes itself.
+        options["devices"] = num_tasks // int(given["SLURM_STEP_NUM_NODES"])
 
 
 def _count_nodes() -> int:

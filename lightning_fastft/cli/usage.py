@@ -121,7 +121,7 @@ continue.
   --system TEXT             the system message
   --plain                   continue each line as it is, as models trained on prompt and completion expect
   --max-new-tokens N        most tokens of an answer (512)
-  --temperature T           0 takes the likeliest token (as the model's generation_config.json says)
+  --temperature T           0 takes the most likely token (as the model's generation_config.json says)
 {_OPTIONS_OF_MODELS.format(device="the GPU, else cpu")}""",
     "eval": f"""\
 fastft eval CHECKPOINT|FOLDER --data FILE [--exact-match] [--tasks NAMES] [--json]
@@ -152,7 +152,7 @@ again to compare.
   --gguf TYPE               merge, and convert with llama.cpp to q8_0, f16, bf16 or f32; exit status 3 and the command
                             to run where llama.cpp is not found
   --llama-cpp FOLDER        a clone of llama.cpp (convert_hf_to_gguf.py is searched on PATH)
-  --ollama                  a Modelfile beside the GGUF file, with the chat template and parameters
+  --ollama                  a Modelfile next to the GGUF file, with the chat template and parameters
 {_OPTIONS_OF_MODELS.format(device="cpu")}""",
     "push": f"""\
 fastft push CHECKPOINT|FOLDER REPO [--yes] [--private] [--merge]

@@ -24,6 +24,9 @@ from lightning_fastft.fused.row_factors import (
     variant_obstacle,
 )
 
+# End of the reason that install.py answers with a remedy of its own.
+WITHOUT_COPIES = "without the low-precision copies that FineTuner keeps"
+
 
 def copies_read(layer: LoraLayer, *, dtype: torch.dtype) -> list[LowPrecisionCopy | RowFactors] | None:
     """Return the low-precision copies that ``read_adapter`` takes from a layer for rows of this dtype.
@@ -95,10 +98,7 @@ def read_adapter(layer: LoraLayer, *, dtype: torch.dtype, awaits_gather: bool = 
     elif all(weight.dtype is dtype for weight in masters):
         copies = [weight.detach() for weight in masters]
     else:
-        return (
-            f"the adapter is in {masters[0].dtype} and rows are in {dtype}, without the low-precision copies that "
-            "FineTuner keeps"
-        )
+        return f"the adapter is in {masters[0].dtype} and rows are in {dtype}, {WITHOUT_COPIES}"
     magnitude = factors = None
     if name in layer.lora_variant:
         magnitude = layer.lora_magnitude_vector[name].weight

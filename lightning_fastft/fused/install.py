@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher, share_state
 from lightning_fastft.core.status import Status
+from lightning_fastft.fused.active_adapters import WITHOUT_COPIES
 from lightning_fastft.fused.decoder import FusedLayer, fused_class, fused_norm_class
 from lightning_fastft.fused.dense_weights import DenseWeights, FusedWeightBuffer
 from lightning_fastft.fused.fp8_base import FP8_ATTRIBUTE, Fp8Base
@@ -41,6 +42,11 @@ from lightning_fastft.moe.fp8_experts import held_memory
 STATUS_NAME = "fused layers"
 
 WEIGHT_BUFFERS_NAME = "weights next to adapters"
+
+# PEFT makes float32 adapters on a bfloat16 model.
+_HOLD_IN_ONE_DTYPE = (
+    "use FineTuner, or get_peft_model(..., autocast_adapter_dtype=False), which trains adapters in the model's dtype"
+)
 
 
 def install_fused_layers(root: nn.Module, patcher: ModelPatcher, *, awaits_copies: bool = False) -> list[Status]:
@@ -193,11 +199,9 @@ def _install(model: PreTrainedModel, patcher: ModelPatcher, *, awaits_copies: bo
     obstacles = obstacles or _find_differences(model, layers)
     if obstacles:
         reason, count = obstacles.most_common(1)[0]
+        remedy = _HOLD_IN_ONE_DTYPE if reason.endswith(WITHOUT_COPIES) else "change it"
         return Status(
-            STATUS_NAME,
-            "refused",
-            f"{count} of {len(layers)} layers: {reason}",
-            "change it, or remove FusedKernels",
+            STATUS_NAME, "refused", f"{count} of {len(layers)} layers: {reason}", f"{remedy}, or remove FusedKernels"
         )
     dense, names = DenseWeights(), {id(module): name for name, module in model.named_modules()}
     num_fused = num_mixers = 0

@@ -107,7 +107,7 @@ def add_frozen_adapters(model: PeftModel, folders: Sequence[str]) -> None:
     """Add adapters that are active in every forward and never trained or saved; they are named frozen0, frozen1, ...
 
     Raises:
-        OptionError: A folder holds no adapters, or whole modules beside them.
+        OptionError: A folder holds no adapters, or holds whole modules too.
         DataError: They do not fit the model.
     """
     names = [f"frozen{number}" for number in range(len(folders))]
@@ -115,7 +115,7 @@ def add_frozen_adapters(model: PeftModel, folders: Sequence[str]) -> None:
         lora = read_adapter_config(folder)
         if lora.modules_to_save or lora.trainable_token_indices or model.peft_config[ADAPTER].modules_to_save:  # type: ignore[union-attr]
             raise OptionError(
-                f"{folder} cannot be active beside the adapter that is trained, because one of them holds whole "
+                f"{folder} cannot be active together with the trained adapter, because one of them holds whole "
                 "modules or tokens. Merge it into the base first: fastft export --merge."
             )
         try:

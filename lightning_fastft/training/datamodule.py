@@ -55,8 +55,8 @@ class PackedDataModule(SplitDataModule):
     """Read, tokenise, pack and plan; yield PackedBatch objects that any model takes as ``model(**batch)``.
 
     Every example is trained once per epoch; packs are shuffled by seed and epoch, ranks get equal numbers of packs of
-    like cost, and accumulation windows are whole. The position of a run is one integer in the checkpoint, from which
-    training goes on bit for bit.
+    similar cost, and accumulation windows are whole. The position of a run is one integer in the checkpoint, from which
+    training resumes bit for bit.
 
     Args:
         paths: Training data: a file (.jsonl, .json, .csv or .tsv, also in .gz, .bz2, .xz or .zst; .parquet), a folder
@@ -85,10 +85,10 @@ class PackedDataModule(SplitDataModule):
         columns: Our column names to those of the data, for example {"prompt": "question", "completion": "answer"}.
         chat_template: Jinja text, or a file that ends in .jinja, in place of the tokenizer's own.
         loss_on: "completion" trains assistant turns and completions; "all" trains every token.
-        add_eos: Append, and train, the end-of-sequence token where the format does not bring one.
-        separator: Put between a prompt and a completion.
-        step_separator: Put behind each step of format "stepwise"; a step is scored at its last token.
-        extra_columns: "refuse" rejects a row with columns that the rows of its file do not have; "ignore" takes it.
+        add_eos: Append, and train, the end-of-sequence token unless the format ends with one.
+        separator: Text between a prompt and a completion.
+        step_separator: Text appended to each step of format "stepwise"; a step is scored at its last token.
+        extra_columns: "refuse" rejects a row with a column that the first 100 rows of its file lack; "ignore" takes it.
         too_long: What happens to an example of more than max_tokens: "refuse", "truncate" or "split"; always counted.
         pad_to_max: Pad every pack to max_tokens, for static shapes.
         share_prompts: Whether a prompt with several completions (preference, rollouts) is computed once in a pack.
@@ -103,8 +103,8 @@ class PackedDataModule(SplitDataModule):
         max_reject_share: Largest share of rejected rows before the run stops.
         rejected_path: Where rejected rows are written, if there are any; None for ``rejected.jsonl`` in the folder of
             the run: the logger's, or the Trainer's default_root_dir where there is no logger. Validation and test write
-            beside it (``rejected_val.jsonl``, ``rejected_test.jsonl``). The path is logged. A file that holds anything
-            but rejected rows is not replaced.
+            to the same folder (``rejected_val.jsonl``, ``rejected_test.jsonl``). The path is logged. A file that holds
+            anything but rejected rows is not replaced.
         show_progress: Whether tokenising shows a progress bar.
 
     Raises:

@@ -40,26 +40,26 @@ IDS, LOG_PROBS, STATES = "ids", "log_probs", "hidden_states"
 
 
 class DistillationTuner(Tuner):
-    """Train a student towards a teacher's distribution on the labelled tokens of packed batches.
+    """Train a student to match a teacher's distribution at the labelled tokens of packed batches.
 
     A live teacher is compared over the full vocabulary, in chunks of rows: no tensor of all tokens and the vocabulary
-    exists. With ``store`` the teacher runs once, in a pass before the training, and then leaves the memory: this and
-    later runs read its likeliest tokens, or its last hidden states, from there. From the hidden states and the
-    teacher's output layer, which stays in memory, the divergence is that of the live teacher.
+    exists. With ``store`` the teacher runs once over the data before training and is then freed: this run and later
+    ones read its most likely tokens, or its last hidden states, from the store. Hidden states give the divergence of
+    the live teacher; the teacher's output layer then stays in memory.
 
     A ``RolloutDataModule`` gives completions that the student samples itself (GKD, arXiv 2306.13649); they need a live
     teacher.
 
     Args:
         model: The student, as in ``FineTuner``.
-        teacher: Name, folder or model of the teacher, with the student's tokens. Held beside the student, frozen.
+        teacher: Name, folder or model of the teacher, with the student's tokenizer. Frozen, and held in memory.
         kind: "forward_kl" (teacher against student), "reverse_kl", or "jsd"; stored tokens serve "forward_kl" alone.
         beta: Share of the teacher in the mixture of "jsd", between 0 and 1.
         temperature: Divides the logits of both.
         sft_weight: Share of the cross-entropy of the labels in the loss, in [0, 1]; the divergence has the rest.
-        vocab_size: Compare the first columns only, where the embeddings of the two are padded differently.
-        store: Folder for what the teacher says about each labelled token; None compares with the live teacher.
-        top_k: Likeliest tokens that are stored for each labelled token, at 8 bytes each. None stores the teacher's last
+        vocab_size: Number of first columns to compare, if the embeddings of the two are padded differently.
+        store: Folder for the output of the teacher at each labelled token; None runs the teacher in each step.
+        top_k: Most likely tokens to store for each labelled token, at 8 bytes each. None stores the teacher's last
             hidden state, in its dtype: the whole vocabulary, with any kind and temperature.
         options: Options of ``Tuner``.
 
@@ -109,7 +109,7 @@ class DistillationTuner(Tuner):
             check_path("store", store)
             if top_k is not None and (kind != "forward_kl" or vocab_size is not None):
                 raise OptionError(
-                    "The likeliest tokens of a teacher serve kind='forward_kl' without vocab_size. Set top_k=None "
+                    "Stored tokens of a teacher serve kind='forward_kl' without vocab_size. Set top_k=None "
                     "(--model.top_k null) to store its hidden states instead."
                 )
         self._stores: dict[str, TeacherStore] = {}
@@ -135,7 +135,7 @@ class DistillationTuner(Tuner):
         return frozenset(f"{prefix}_{name}" for prefix in ("train", "val") for name in ("loss", "divergence", "nll"))
 
     def configure_model(self) -> None:
-        """Build the student, and hold a live teacher beside it."""
+        """Build the student, and load a live teacher."""
         super().configure_model()
         if self.store is None and self.frozen_model is None:
             self._open_teacher()
@@ -193,7 +193,7 @@ class DistillationTuner(Tuner):
         self._open_frozen(teacher)
 
     def on_fit_start(self) -> None:
-        """Store what the teacher says about the training and validation data, where it is not stored yet."""
+        """Store the outputs of the teacher for the training and validation data that are not stored yet."""
         super().on_fit_start()
         self._open_stores("train", "val")
 
@@ -285,11 +285,11 @@ class DistillationTuner(Tuner):
         }
 
     def _write_store(self, store: TeacherStore, split: str) -> None:
-        """Write what the teacher says about every labelled token.
+        """Write the output of the teacher at every labelled token.
 
         Cost:
             A forward of the teacher over the data, and a host sync for each pack. On disk, for each token, 8 bytes for
-            each of the likeliest tokens, or a hidden state.
+            each of the most likely tokens, or a hidden state.
         """
         from lightning_fastft.patches.packed import install_packed_training
 
@@ -301,11 +301,11 @@ class DistillationTuner(Tuner):
             store.write(self._teacher_rows(split))
         finally:
             patcher.undo()
-        what = "hidden states" if self.top_k is None else f"{self.top_k} likeliest tokens"
+        what = "hidden states" if self.top_k is None else f"{self.top_k} most likely tokens"
         rank_zero_info(f"Teacher: the {what} of {store.num_rows} labelled tokens are stored.")
 
     def _teacher_rows(self, split: str) -> Iterator[TeacherRows]:
-        """Yield what the teacher says about each pack of a data set."""
+        """Yield the outputs of the teacher for each pack of a data set."""
         data = getattr(self.trainer, "datamodule", None)
         assert isinstance(data, PackedDataModule)
 

@@ -35,7 +35,7 @@ class PreferenceTuner(ReferenceTuner):
     """Train a model to prefer chosen completions over rejected ones.
 
     A prompt with its completions is one example; a pack holds the prompt once. The loss of an optimizer
-    step is the exact mean over its examples, however they are packed, accumulated and spread over ranks.
+    step is the exact mean over its examples, however they are packed, accumulated and distributed over ranks.
 
     Args:
         model: As in ``FineTuner``.

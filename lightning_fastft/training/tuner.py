@@ -61,12 +61,12 @@ class Tuner(CausalLMModule):
         adapter_dtype: "float32" or "bfloat16".
         master_dtype: Dtype in which full fine-tuning holds its weights and AdamW's moments. "auto": fp32 where the
             model is sharded (16 bytes per weight over all devices, fp32 masters of bf16 arithmetic), dtype elsewhere.
-            "float32" and "bfloat16" say it; "bfloat16" takes 8 bytes. "float32" on whole bf16 weights: ``FusedAdamW``
-            holds masters beside them (16 bytes per weight with its gradient), without which changes below the last
+            "float32" and "bfloat16" set it; "bfloat16" takes 8 bytes. "float32" on whole bf16 weights: ``FusedAdamW``
+            adds masters (16 bytes per weight with its gradient), without which changes below the last
             digit of a weight are lost.
         optimizer: Called with the parameters; None for AdamW: ``FusedAdamW``, which clips, steps and writes the
-            adapters' compute copies in one pass, where every trained parameter is held in fp32, whole on one device,
-            without a loss scaler; else torch.optim.AdamW, fused where it can be.
+            adapters' compute copies in one pass, if every trained parameter is held in fp32 and there is no loss
+            scaler; else torch.optim.AdamW, fused where it can be.
         learning_rate: Peak learning rate, at least 0; None for the optimizer's own, and 2e-4 where optimizer is None.
         weight_decay: Decay of matrices, none on vectors (norms, biases); None for the optimizer's own, and 0 where
             optimizer is None.
@@ -81,7 +81,7 @@ class Tuner(CausalLMModule):
         revision: Branch, tag or commit on the hub, for the model and its tokenizer.
         accept_other_base: Whether adapters of a checkpoint or folder are loaded onto another base than the one that
             they were trained on.
-        adapter: Folder of PEFT LoRA adapters to train on, with their configuration, in place of lora.
+        adapter: Folder of PEFT LoRA adapters to continue training, with their configuration, in place of lora.
         frozen_adapters: Folders of more PEFT LoRA adapters: active in every forward, never trained or saved.
 
     Raises:

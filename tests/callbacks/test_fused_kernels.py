@@ -353,6 +353,14 @@ def test_an_obstacle_is_in_the_table_and_the_run_goes_on(tmp_path):
     assert own
 
 
+def test_adapters_of_peft_in_float32_on_a_model_in_bfloat16_are_told_how_to_fuse(tmp_path):
+    model = get_peft_model(build_tiny("qwen3").bfloat16(), LoraConfig(**LORA, target_modules=["q_proj"]))
+    _, _, table = fit(PlainModule(model.train()), tmp_path, FusedKernels())
+    found = {status.name: status for status in table}["fused layers"]
+    assert found.state == "refused"
+    assert "autocast_adapter_dtype=False" in found.remedy
+
+
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fused")

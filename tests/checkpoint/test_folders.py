@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from lightning_fastft.checkpoint.files import commit_folder, read_record
-from lightning_fastft.checkpoint.folders import _PlainPlanner, check_index, load_folder, save_folder
+from lightning_fastft.checkpoint.folders import _PlainPlanner, check_index, load_folder, read_folder, save_folder
 from lightning_fastft.core.errors import (
     CheckpointNotSavedError,
     DamagedCheckpointError,
@@ -150,6 +150,22 @@ def test_folder_brings_back_weights_moments_and_the_rest(group):
     assert all(torch.equal(one, two) for one, two in zip(saved.values(), other.values()))
     assert other.optimizer.param_groups[0]["lr"] == 0.1
     assert rest == {"epoch": 4, "names": ["a"]}
+
+
+def test_one_process_reads_the_whole_weights_of_a_folder(group):
+    saved = Sharded(1)
+    save_folder(saved.checkpoint(), group / "a.ckpt")
+    dist.destroy_process_group()
+    content = read_folder(group / "a.ckpt")
+    weights = content.pop("state_dict")
+    assert weights.keys() == {"weight", "bias"}
+    assert all(torch.equal(weights[name], value) for name, value in saved.module.state_dict().items())
+    assert content == {"epoch": 4, "names": ["a"]}
+    data = bytearray((group / "a.ckpt" / "__0_0.distcp").read_bytes())
+    data[len(data) // 2] ^= 2
+    (group / "a.ckpt" / "__0_0.distcp").write_bytes(data)
+    with pytest.raises(DamagedCheckpointError):
+        read_folder(group / "a.ckpt")
 
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "meta.pt", "commit.json", "judge"])

@@ -6,12 +6,14 @@ import json
 
 import pytest
 import torch
+import torch.distributed as dist
 from peft import PeftModel
 from peft.tuners.lora.layer import Linear as LoraLayer
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from lightning_fastft.checkpoint.folders import save_folder
 from lightning_fastft.cli.command import main
 from lightning_fastft.cli.export import WITHOUT_GGUF
 from lightning_fastft.cli.trained import opening
@@ -97,6 +99,19 @@ def test_adapters_of_a_checkpoint_load_in_stock_peft(name, trained, folder, caps
     assert AutoTokenizer.from_pretrained("out").eos_token_id == 0
     assert json.loads((folder / "out/generation_config.json").read_text())["max_new_tokens"] == 7
     assert json.loads((folder / "out/adapter_config.json").read_text())["base_model_name_or_path"] == str(run.base)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lora", "full"])
+def test_folder_of_shards_is_exported_as_the_file_is(name, trained, folder):
+    run = trained(name)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    save_folder(torch.load(run.checkpoint), folder / "last.ckpt")
+    dist.destroy_process_group()
+    words = ["--merge"] if name == "lora" else []
+    assert main(["export", "last.ckpt", "out", *words]) == 0
+    stock = AutoModelForCausalLM.from_pretrained("out", dtype="auto")
+    assert (logits_of(stock) - run.logits).norm() < 2e-6 * run.logits.norm()
 
 
 @pytest.mark.slow
@@ -186,7 +201,7 @@ def test_random_base_is_drawn_again_to_be_merged(tmp_path, folder):
 def test_a_folder_of_adapters_is_merged_into_its_base(trained, folder, capsys):
     run = trained("lora")
     assert main(["export", str(run.adapters), "out", "--merge", "--dtype", "float32"]) == 0
-    assert f"merged into the weights of {run.base} of its files" in capsys.readouterr().out
+    assert f"merged into the weights of {run.base} as its files hold them" in capsys.readouterr().out
     stock = AutoModelForCausalLM.from_pretrained("out", dtype="auto")
     assert (logits_of(stock) - run.logits).norm() < 2e-6 * run.logits.norm()
     (folder / "moved").symlink_to(run.base)
@@ -213,8 +228,7 @@ def test_experts_with_adapters_are_merged(quantization, tmp_path, folder):
         (["{checkpoint}", "out", "--merg"], "Did you mean --merge?"),
         (["{checkpoint}", "taken"], "taken already exists and is not overwritten"),
         (["{base}", "out"], "whole model"),
-        (["bare", "out"], "neither a checkpoint file of a FineTuner nor a folder"),
-        (["pieces", "out"], "pieces of several ranks"),
+        (["bare", "out"], "neither a checkpoint of a FineTuner nor a folder"),
         (["{checkpoint}", "out", "--dtype", "bfloat16"], "--dtype"),
         (["{checkpoint}", "out", "--merge", "--dtype", "int8"], "--dtype must be one of"),
         (["{checkpoint}", "out", "--device", "abacus"], "--device must be a device of torch"),
@@ -227,8 +241,6 @@ def test_what_cannot_be_exported_is_refused_by_name(words, reason, trained, fold
     run = trained("lora")
     (folder / "taken").mkdir()
     (folder / "bare").mkdir()
-    (folder / "pieces").mkdir()
-    (folder / "pieces" / "meta.pt").touch()
     torch.save({"state_dict": {}}, "other.ckpt")
     seed = {"name": None, "init": "given", "seed": 0}
     torch.save(

@@ -76,6 +76,18 @@ def test_qlora_is_chosen_where_the_base_does_not_fit_in_bf16(rows, capsys):
     assert "Give --method qlora" in capsys.readouterr().err
 
 
+def test_rows_of_plain_text_are_followed_by_a_plain_chat(rows, capsys):
+    assert main(WORDS) == 0
+    assert "fastft chat runs/config/last.ckpt --plain" in capsys.readouterr().out
+    turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    (rows / "both").mkdir()
+    for name, row in (("chat", {"messages": turns}), ("text", {"prompt": "a", "completion": "b"})):
+        (rows / f"both/{name}.jsonl").write_text((json.dumps(row) + "\n") * 20)
+    for data in ("both/chat.jsonl", "both"):
+        assert main([*WORDS[:3], "--data", data, "--out", "c.yaml", "--overwrite"]) == 0
+        assert "fastft chat runs/c/last.ckpt\n" in capsys.readouterr().out
+
+
 def test_without_a_gpu_nothing_is_planned(rows, capsys):
     assert main(WORDS) == 0
     assert "not planned" in capsys.readouterr().out

@@ -102,6 +102,7 @@ def test_chat_in_a_terminal_ends_with_ctrl_d_on_a_line_of_its_own(here, monkeypa
     os.close(ours)
     greeting, first, second, third = capsys.readouterr().out.split("> ")
     assert "/help lists the commands" in greeting
+    assert greeting.startswith(f"{CHECKPOINT}: ")
     assert (first, third) == ("\n", "\n")
     assert "no command /exit" in second
 
@@ -266,11 +267,22 @@ def test_card_says_what_the_run_was(here, tmp_path, demo_files, capsys):
     assert str(here) not in card
 
 
+def test_the_command_for_vllm_names_the_base_and_the_adapters(here, tmp_path, capsys):
+    assert main(["export", CHECKPOINT, str(tmp_path / "a"), "--for", "vllm"]) == 0
+    text = capsys.readouterr().out
+    assert "vllm serve base --enable-lora" in text
+    assert f"--lora-modules a={tmp_path}/a" in text
+
+
 def test_gguf_is_made_by_llama_cpp_or_its_command_is_told(here, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert main(["export", CHECKPOINT, str(tmp_path / "a"), "--ollama"]) == WITHOUT_GGUF
     text = capsys.readouterr().out
-    assert f"python convert_hf_to_gguf.py {tmp_path}/a --outfile {tmp_path}/a/a-q8_0.gguf --outtype q8_0" in text
+    steps = [
+        f"python llama.cpp/convert_hf_to_gguf.py {tmp_path}/a --outfile {tmp_path}/a/a-q8_0.gguf --outtype q8_0",
+        f"ollama create a -f {tmp_path}/a/Modelfile",
+    ]
+    assert [line.strip() for line in text.splitlines() if line.startswith("  ")][-2:] == steps
     assert "FROM ./a-q8_0.gguf" in (tmp_path / "a/Modelfile").read_text()
     script = tmp_path / "convert_hf_to_gguf.py"
     script.write_text(

@@ -141,15 +141,19 @@ SRUN = {
         (TORCHRUN, {"devices": 2}, 2),
         ({**TORCHRUN, "WORLD_SIZE": "2"}, {"devices": 2}, 1),
         (SRUN, {"devices": 2}, 3),
+        # Shipped configs are for one device, and "auto" is one on a CPU.
+        (TORCHRUN, {"devices": 1}, 2),
+        (SRUN, {"devices": "auto"}, 3),
         ({}, {"devices": 2}, 1),
         ({"NODE_RANK": "1"}, {"devices": 1, "num_nodes": 2}, 2),
     ],
 )
-def test_number_of_nodes_is_that_of_the_launcher(monkeypatch, launcher, options, num_nodes):
+def test_numbers_of_nodes_and_devices_are_those_of_the_launcher(monkeypatch, launcher, options, num_nodes):
     for name, value in launcher.items():
         monkeypatch.setenv(name, value)
     trainer = FastFTTrainer(**QUIET, strategy="ddp", **options)
     assert trainer.num_nodes == trainer.strategy.num_nodes == num_nodes
+    assert trainer.num_devices == (2 if launcher.keys() != {"NODE_RANK"} else 1)
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,12 @@ def test_plan_counts_the_model_of_a_tuner_and_refuses_a_second_one(demo_files, r
     assert "a second one" in text
 
 
+def test_data_that_is_sampled_during_training_is_checked_by_doctor(rows, model, answer):
+    status, text = answer(["data", *words_for("grpo_qwen3_0.6b", model), "--data.prompts", "prompts.jsonl"])
+    assert status == 1
+    assert "fastft doctor" in text
+
+
 def fit(name, model, *words):
     words = [*words_for(name, model), *words, "--trainer.max_steps", "3", "--trainer.max_epochs", "-1"]
     words += ["--data.max_tokens", "256", "--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.dirpath", "run"]
@@ -154,6 +160,16 @@ def test_adapters_of_a_tuner_are_exported(name, more, rows, model, answer, caplo
     with torch.no_grad():
         expected, found = (found(input_ids=ids).logits for found in (cli.model.model.eval(), stock))
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:GradientHealth checked nothing")
+def test_the_last_line_of_a_run_on_plain_text_names_a_plain_chat(rows, model, caplog):
+    caplog.set_level("INFO")
+    row = json.dumps({"prompt": "How many are 1 and 1?", "completion": " 2"})
+    (rows / "plain.jsonl").write_text((row + "\n") * 80)
+    fit("lora_qwen3_0.6b", model, "--data.paths", "plain.jsonl")
+    assert "fastft chat run/last.ckpt --plain" in caplog.text
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_fastft.cli.command import main
 from lightning_fastft.cli.lightning_cli import FastFTCLI
@@ -118,6 +119,34 @@ def test_commands_are_taken_by_the_command_line(page, tmp_path, monkeypatch):
         _, words = take_option(words, "--ckpt_path", default="")
         cli = FastFTCLI([*words, "--trainer.accelerator", "cpu", "--trainer.logger", "false"], run=False)
         assert cli.datamodule is not None
+
+
+JOB = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+LAUNCHERS = {
+    "torchrun.sh": {"TORCHELASTIC_RUN_ID": "job", **JOB},
+    "elastic.sh": {"TORCHELASTIC_RUN_ID": "job", **JOB},
+    "slurm.sh": {
+        "SLURM_NTASKS": "16", "SLURM_NTASKS_PER_NODE": "8", "SLURM_NNODES": "2", "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_NUM_TASKS": "16", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
+        "MASTER_ADDR": "127.0.0.1",
+    },
+    "plain.sh": {"MASTER_ADDR": "127.0.0.1", "NODE_RANK": "0"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("script", LAUNCHERS)
+def test_the_line_of_a_launcher_trains_on_every_gpu_of_two_nodes(script, monkeypatch):
+    """The options of the script and those of its line on the page, as a rank of the job gets them."""
+    for name, value in LAUNCHERS[script].items():
+        monkeypatch.setenv(name, value)
+    page = (ROOT / "docs/clusters.md").read_text().replace("\\\n", " ")
+    (line,) = re.findall(rf"clusters/{re.escape(script)} (--.+)", page)
+    (fixed,) = re.findall(r"fastft fit (.*)\"\$@\"", (ROOT / "clusters" / script).read_text())
+    _, words = take_option(shlex.split(fixed.replace("${NODES:-2}", "2")), "--ckpt_path", default="")
+    words += [*shlex.split(line), "--trainer.accelerator", "cpu", "--trainer.logger", "false"]
+    trainer = FastFTCLI(words, run=False).trainer
+    assert isinstance(trainer.strategy, DDPStrategy)
+    assert (trainer.num_nodes, trainer.num_devices) == (2, 8)
 
 
 def test_readme_commands_are_found():

@@ -234,7 +234,7 @@ def test_what_cannot_be_is_refused(tmp_path, options, error, message):
 def test_a_row_without_a_prompt_is_named(tmp_path):
     tuner, _ = make_parts()
     data = RolloutDataModule([{"prompt": "1+1="}, {"text": "x"}], rewards=is_right, prompts_per_round=1)
-    with pytest.raises(DataError, match="row 2"):
+    with pytest.raises(DataError, match=r"row 2: missing column.*'text'"):
         train(tmp_path, tuner, data, max_steps=1)
 
 

@@ -34,11 +34,13 @@ class Lengths(NamedTuple):
         length_N: Tokens of each example.
         num_rejected: Rows that cannot be trained on.
         assumption: How tokens were counted without the tokenizer; "" if it was there.
+        is_plain: Whether the rows are plain text, although there is a chat template.
     """
 
     length_N: np.ndarray
     num_rejected: int
     assumption: str
+    is_plain: bool = False
 
 
 def measure_lengths(data: str, *, source: ModelSource, reading: Mapping[str, Any]) -> Lengths:
@@ -74,7 +76,8 @@ def measure_lengths(data: str, *, source: ModelSource, reading: Mapping[str, Any
         )
     if not dataset.report.num_labelled:
         raise DataError(f"{data} has no token to train on.")
-    return Lengths(np.asarray(dataset.length_N), dataset.report.num_rejected, assumption)
+    report = dataset.report
+    return Lengths(np.asarray(dataset.length_N), report.num_rejected, assumption, report.is_plain)
 
 
 def _find_tokenizer(source: ModelSource) -> tuple[Any, str]:

@@ -32,7 +32,7 @@ def convert_to_gguf(folder: Path, file: Path, *, type_name: str, llama_cpp: str 
     """
     found = str(Path(llama_cpp) / SCRIPT) if llama_cpp else shutil.which(SCRIPT)
     python = [sys.executable] if found else ["python"]
-    command = [*python, found or SCRIPT, str(folder), "--outfile", str(file), "--outtype", type_name]
+    command = [*python, found or f"llama.cpp/{SCRIPT}", str(folder), "--outfile", str(file), "--outtype", type_name]
     if not found:
         return shlex.join(command)
     done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - no shell

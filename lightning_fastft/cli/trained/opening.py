@@ -129,22 +129,16 @@ def open_trained(request: Request) -> Opened:
     source = request.source
     with phase("importing transformers"):
         import lightning_fastft.training.fine_tuner  # noqa: F401
-    if source.is_file():
+    if source.is_file() or (source / "meta.pt").is_file():
         return _open_checkpoint(request)
     if (source / "adapter_config.json").is_file():
         return _open_adapters(request)
-    if (source / "meta.pt").is_file():
-        raise OptionError(
-            f"{source} is a folder with the pieces of several ranks: resume it with strategy='fastft_fsdp' and call "
-            "save_pretrained on the module."
-        )
     if (source / "config.json").is_file() and request.takes_whole:
         return _open_whole(request)
     if (source / "config.json").is_file():
         raise OptionError(f"{source} is a whole model already, so there is nothing to export.")
     raise OptionError(
-        f"{source} is neither a checkpoint file of a FineTuner nor a folder with an adapter_config.json or a "
-        "config.json."
+        f"{source} is neither a checkpoint of a FineTuner nor a folder with an adapter_config.json or a config.json."
     )
 
 
@@ -218,9 +212,11 @@ def _tuner_options(request: Request, content: dict[str, Any]) -> dict[str, Any]:
 def _read_checkpoint(path: Path) -> dict[str, Any]:
     """Return the content of a checkpoint; refuse those whose model cannot be written from here."""
     from lightning_fastft.checkpoint.files import load_file
+    from lightning_fastft.checkpoint.folders import read_folder
     from lightning_fastft.training.reward import HEAD
 
-    content = load_file(path, map_location="cpu")
+    # A run of fastft_fsdp writes a folder with the shards of all ranks.
+    content = read_folder(path) if path.is_dir() else load_file(path, map_location="cpu")
     if content.get("fastft_base") is None or "hyper_parameters" not in content:
         raise OptionError(
             f"{path} is not a checkpoint of a FineTuner. Save other modules with their model's save_pretrained."
@@ -250,7 +246,7 @@ def _open_adapters(request: Request) -> Opened:
         _register_dequantise(base)
     base.configure_model()
     module = FineTuner(open_adapters(base.model, request.source), tokenizer=base.tokenizer)
-    weights = "dequantised from 4 bits" if is_quantised else "of its files"
+    weights = "dequantised from 4 bits" if is_quantised else "as its files hold them"
     notes = [f"merged into the weights of {name} {weights}, in {dtype}"] if request.is_merged else []
     return _finish(module, notes, record={}, base=name)
 

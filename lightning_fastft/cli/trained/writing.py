@@ -49,7 +49,7 @@ def write_trained(request: Request, out: Path, *, title: str = "", is_for_vllm: 
     if not is_merged:
         if module.hparams.get("frozen_adapters"):
             raise OptionError(
-                f"The adapters in {request.source} were trained beside frozen ones and fit only a base with those. "
+                f"The adapters in {request.source} were trained with frozen ones and fit only a base that has those. "
                 "Add --merge to write the base with all adapters."
             )
         module.to_plain_lora()

@@ -192,7 +192,7 @@ to the host, {{ profile.h2d_gib | number(".2f") }} GiB to the device).
 <tr><td>{{ name }}</td><td class="text"><code>{{ value }}</code></td></tr>{% endfor %}</table></div></details>{%
   endfor %}</section>
 </div>
-<p class="soft">The same figures are in the JSON file beside this page ({{ schema }}, version {{ schema_version }}).
+<p class="soft">The same figures are in the JSON file next to this page ({{ schema }}, version {{ schema_version }}).
   This page loads nothing from
 anywhere.</p>
 </main></body></html>

@@ -30,9 +30,9 @@ COLUMNS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 ALTERNATIVES: Mapping[str, tuple[str, ...]] = {"rollouts": ("completions", "completion_ids")}
 # Formats whose examples are a prompt with completions, and the classes that train them. FineTuner trains all others.
 TUNERS: Mapping[str, str] = {
-    "preference": "PreferenceTuner or RewardTuner",
+    "preference": "PreferenceTuner(loss='sigmoid') or RewardTuner",
     "labelled": "PreferenceTuner(loss='kto')",
-    "scored": "RewardTuner",
+    "scored": "RewardTuner(loss='scalar')",
     "stepwise": "RewardTuner(loss='stepwise')",
     "rollouts": "PolicyTuner",
 }

@@ -33,6 +33,7 @@ from lightning_fastft.packing.store.dataset import (
 )
 from lightning_fastft.packing.store.report import IngestReport, render_counts
 from lightning_fastft.packing.tokens.chunks import make_chunks
+from lightning_fastft.packing.tokens.formatter import PLAIN_TEXT
 from lightning_fastft.packing.tokens.tokenisation import ChunkResult, Setup, describe_uniform_reject
 from lightning_fastft.packing.tokens.workers import run_chunks
 
@@ -201,6 +202,7 @@ class Ingest:
         report.num_documents = len(length_N)
         report.num_tokens = int(length_N.sum())
         report.num_labelled = int(_join(self._num_labelled).sum())
+        report.num_plain = self._notes[PLAIN_TEXT]
         report.num_duplicates = len(digest_N) - len(np.unique(digest_N))
         first = {note: f" (the first is {place})" for note, place in self._first_places.items()}
         report.notes = [f"{count} {note}{first.get(note, '')}" for note, count in sorted(self._notes.items()) if count]

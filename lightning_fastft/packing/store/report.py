@@ -28,6 +28,7 @@ class IngestReport:
         num_split: Of these, rows that were split.
         num_dropped_pieces: Pieces of split rows without trained tokens.
         num_duplicates: Rows with the same tokens and labels as another row; they are kept.
+        num_plain: Rows of plain text, although there is a chat template.
         longest: Tokens of the longest row before truncation, as a pack counts them.
         longest_place: Source and line of that row.
         highest_id: Highest token id kept.
@@ -49,6 +50,7 @@ class IngestReport:
     num_split: int = 0
     num_dropped_pieces: int = 0
     num_duplicates: int = 0
+    num_plain: int = 0
     longest: int = 0
     longest_place: str = ""
     highest_id: int = -1
@@ -59,6 +61,11 @@ class IngestReport:
     def num_rejected(self) -> int:
         """Number of rejected rows."""
         return sum(self.rejects.values())
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether no row is formatted by the chat template that there is."""
+        return 0 < self.num_rows - self.num_rejected <= self.num_plain
 
     @property
     def reject_share(self) -> float:

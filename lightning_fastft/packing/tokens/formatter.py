@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+# Note on rows that fastft chat continues with --plain.
+PLAIN_TEXT = "rows of plain text, to which the chat template is not applied"
+
+
 class _RowTexts(NamedTuple):
     """The texts of one row, and the function that joins their tokens to one example."""
 
@@ -210,6 +214,8 @@ class Formatter:
         return self._render_text(row, format=format), []
 
     def _render_text(self, row: Mapping[str, Any], *, format: str) -> Rendered:
+        if self._chat is not None and format in ("prompt_completion", "text"):
+            self.notes[PLAIN_TEXT] += 1
         if format == "prompt_completion":
             return self._render_strings(row["prompt"], row["completion"])
         if format == "instruction":

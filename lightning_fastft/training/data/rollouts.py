@@ -12,7 +12,7 @@ from lightning_fastft.core.errors import DataError
 from lightning_fastft.packing.document import IGNORED_LABEL, Document
 from lightning_fastft.packing.rows.messages import check_messages
 from lightning_fastft.packing.rows.parsing import check_text, parse_row
-from lightning_fastft.packing.rows.rejects import RowRejectedError
+from lightning_fastft.packing.rows.rejects import MISSING_COLUMN, RowRejectedError
 from lightning_fastft.training.samplers import Sampled
 
 PROMPT = "prompt"
@@ -48,13 +48,17 @@ def read_prompt(raw: Any, *, place: str) -> dict[str, Any]:
     """Return a row whose prompt is a text or a list of messages."""
     try:
         row = parse_row(raw if raw is not None else b"")
+        if PROMPT not in row:
+            raise RowRejectedError(MISSING_COLUMN, f"{PROMPT!r}; the row has {', '.join(map(repr, row)) or 'none'}")
         prompt = row.get(PROMPT)
         if isinstance(prompt, (list, tuple)):
             row[PROMPT] = check_messages(prompt, column=PROMPT, needs_assistant=False)
         else:
             row[PROMPT] = check_text(prompt, column=PROMPT)
     except RowRejectedError as error:
-        raise DataError(f"{place}: {error}. Every row needs a prompt: a text, or a list of messages.") from error
+        raise DataError(
+            f"{place}: {error}. Every row needs the column {PROMPT}: a text, or a list of messages."
+        ) from error
     return row
 
 

@@ -5,6 +5,7 @@ Axes: N documents of a data set.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_fastft.core.errors import DataError
 from lightning_fastft.packing.needs import DataNeeds
 from lightning_fastft.packing.reading.sources import is_mixture
-from lightning_fastft.packing.rows.formats import TUNERS
+from lightning_fastft.packing.rows.formats import ALTERNATIVES, COLUMNS, TUNERS
 from lightning_fastft.packing.step_plan import mix_bits
 from lightning_fastft.packing.store.dataset import TokenizedDataset
 from lightning_fastft.packing.stream import DocumentSubset
@@ -52,7 +53,7 @@ def check_formats(
     if needs is not None and needs.formats and not needs.formats.issuperset(found):
         raise DataError(
             f"{name} trains on rows of format {' or '.join(sorted(needs.formats))}, and the {split} data {source} "
-            f"has {', '.join(found)}."
+            f"has {', '.join(found)}. {_say_remedy(needs.formats, found)}"
         )
     foreign = [kind for kind in found if kind in TUNERS]
     if foreign and not takes_completions and format == "auto":
@@ -63,6 +64,13 @@ def check_formats(
             f"alike. Use {TUNERS[foreign[0]]}; or give {plain}format={foreign[0]!r} for a module of your own that "
             "reads batch.context.completions."
         )
+
+
+def _say_remedy(wanted: Collection[str], found: Sequence[str]) -> str:
+    """Return what to change if a tuner gets rows of another format."""
+    columns = " or ".join(", ".join((*COLUMNS[name][0], *ALTERNATIVES.get(name, ())[:1])) for name in sorted(wanted))
+    other = next((TUNERS[name] for name in found if name in TUNERS), "FineTuner")
+    return f"Give rows with the columns {columns}, or use {other} for these rows."
 
 
 def choose_held_out(num_documents: int, *, share: float, seed: int) -> np.ndarray:

@@ -387,12 +387,12 @@ class CausalLMModule(LightningModule):
         """Hold a second model: read it from a folder or the hub in the dtype of the arithmetic, or take it as it is.
 
         Raises:
-            OptionError: The trained model is sharded, beside which a whole one would take the memory that was saved.
+            OptionError: The trained model is sharded; a whole second model would use up the memory that this saves.
         """
         if self._sharding is not None:
             raise OptionError(
-                "A second model is not sharded beside the trained one: under strategy='fastft_fsdp' use adapters, "
-                "whose base is the reference, or values that are stored before the training."
+                "A second model is not sharded: under strategy='fastft_fsdp' each device would hold all of it. Use "
+                "adapters, whose base is the reference, or values that are stored before the training."
             )
         self.frozen_model = open_frozen_model(source, device=self._find_device(), dtype=self._compute_dtype)
 
@@ -407,16 +407,18 @@ class CausalLMModule(LightningModule):
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Self:
-        """Return the module of a checkpoint, with Lightning's options; a URL of this package's checkpoints is verified.
+        """Return the module of a checkpoint, with Lightning's options; a URL and a folder of shards are verified.
 
-        The path is a local file, an open file, or the URL that ModelCheckpoint saved to.
+        The path is a local file, an open file, the folder of a ``fastft_fsdp`` run, or the URL that ModelCheckpoint
+        saved to.
 
         Raises:
-            OptionError: The checkpoint is a local folder, as several ranks write it.
-            DamagedCheckpointError: No save at the URL is whole.
+            OptionError: A local folder is no checkpoint.
+            DamagedCheckpointError: No save at the URL is whole, or a file of the folder is damaged.
 
         Cost:
-            A URL is downloaded to the temporary folder (``TMPDIR``) and read once more for its SHA-256.
+            A URL is downloaded to the temporary folder (``TMPDIR``) and read once more for its SHA-256; the weights of
+            a folder are written there as one file.
         """
         if not isinstance(checkpoint_path, (str, Path)):
             return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
@@ -425,10 +427,11 @@ class CausalLMModule(LightningModule):
                 return super().load_from_checkpoint(file, *args, **kwargs)
         place = local_path(checkpoint_path, use="loaded from")
         if place.is_dir():
-            raise OptionError(
-                f"{place} is a folder, not a checkpoint file. If several ranks wrote it, resume it with "
-                "strategy='fastft_fsdp' and call save_pretrained on the module."
-            )
+            # Imported late: torch.distributed.checkpoint is slow to import.
+            from lightning_fastft.checkpoint.folders import as_one_file
+
+            with as_one_file(place) as whole:
+                return super().load_from_checkpoint(whole, *args, **kwargs)
         return super().load_from_checkpoint(place, *args, **kwargs)
 
     def state_dict(  # type: ignore[override]

@@ -95,7 +95,7 @@ def call_factory(
     """
     if fast and learning_rate is None:
         raise OptionError(
-            "loraplus_lr_ratio multiplies learning_rate, which is not given beside optimizer. Set "
+            "loraplus_lr_ratio multiplies learning_rate, which is not set together with optimizer. Set "
             "FineTuner(learning_rate=...)."
         )
     if wants_masters:

@@ -7,6 +7,7 @@ from unittest import mock
 import fsspec
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import (
     Callback,
@@ -20,6 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from lightning_fastft.checkpoint.folders import save_folder
 from lightning_fastft.core.errors import (
     DamagedCheckpointError,
     OptionError,
@@ -340,6 +342,16 @@ def test_local_checkpoint_is_loaded_from_a_file_and_a_folder_is_refused(tmp_path
     assert all(torch.equal(trainable(again)[name], value) for name, value in trainable(module).items())
     with pytest.raises(OptionError, match="fastft_fsdp"):
         FineTuner.load_from_checkpoint(f"{scheme}{tmp_path}")
+
+
+def test_module_is_loaded_from_a_folder_of_shards(tmp_path):
+    module = tuner()
+    fit(module, tmp_path).save_checkpoint(tmp_path / "a.ckpt")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    save_folder(torch.load(tmp_path / "a.ckpt"), tmp_path / "shards.ckpt")
+    dist.destroy_process_group()
+    again = FineTuner.load_from_checkpoint(tmp_path / "shards.ckpt")
+    assert all(torch.equal(trainable(again)[name], value) for name, value in trainable(module).items())
 
 
 def test_saved_adapters_load_in_stock_peft_with_equal_logits(tmp_path):
