@@ -187,7 +187,7 @@ def test_positions_without_a_model_are_asked_for():
 
 @pytest.mark.slow(seconds=5)
 def test_a_tower_trains_on_ranks_with_and_without_images(tmp_path):
-    run_two_ranks("tests.training.images_worker", tmp_path)
+    run_two_ranks("tests.training.images_worker", tmp_path, "tower")
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     pairs = set(zip(first["has_images"], second["has_images"]))
     assert {(True, False), (False, True)} & pairs
@@ -195,3 +195,20 @@ def test_a_tower_trains_on_ranks_with_and_without_images(tmp_path):
     assert any(
         "vision_tower" in name and "lora_B" in name and tensor.any() for name, tensor in first["trained"].items()
     )
+
+
+@pytest.mark.slow(seconds=10)
+def test_every_weight_trains_sharded_with_images_on_one_rank_as_under_ddp(tmp_path):
+    found = {}
+    for strategy in ("fastft_ddp", "fastft_fsdp"):
+        folder = tmp_path / strategy
+        processor = build_processor("qwen3_vl")
+        processor.tokenizer.save_pretrained(folder)
+        build_vision_model("qwen3_vl", processor.tokenizer).save_pretrained(folder)
+        run_two_ranks("tests.training.images_worker", folder, strategy)
+        found[strategy] = [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+    first, second = found["fastft_fsdp"]
+    # An image on one rank alone, and a step after it that shows what it trained.
+    assert any(one != other for one, other in zip(first["has_images"][:-1], second["has_images"][:-1]))
+    for ours, theirs in zip(found["fastft_fsdp"], found["fastft_ddp"]):
+        assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-4)

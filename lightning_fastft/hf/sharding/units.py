@@ -18,6 +18,7 @@ from lightning_fastft.core.status import Status
 from lightning_fastft.hf.expert_nf4_tensor import ExpertsNF4
 from lightning_fastft.hf.families import decoder_layers, find_causal_models, is_on_interface
 from lightning_fastft.hf.sharding.fillers import Filler
+from lightning_fastft.hf.sharding.towers import give_tower_gradients
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -93,6 +94,8 @@ def shard_model(
         if filler is not None:
             stack.enter_context(filler.opened())
         sharder.visit(model, prefix="", owner=None)
+    for _, inner in found:
+        give_tower_gradients(inner)
     left = [
         name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.device.type == "meta"
     ]
@@ -109,7 +112,9 @@ def _refuse_tied_tokens(model: PreTrainedModel) -> None:
     Raises:
         UnsupportedModelError: The model has such rows.
     """
-    is_tied = model.config.get_text_config(decoder=True).tie_word_embeddings
+    # Some vision-language models say it in the whole configuration only.
+    configs = (model.config, model.config.get_text_config(decoder=True))
+    is_tied = any(getattr(config, "tie_word_embeddings", False) for config in configs)
     if is_tied and isinstance(model.get_output_embeddings(), TrainableTokensWrapper):
         raise UnsupportedModelError(
             f"{type(model).__name__} ties its head to the embedding, whose trained rows (lora.trainable_token_indices) "
