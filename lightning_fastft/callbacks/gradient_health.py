@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.fabric.strategies import SingleDeviceStrategy as FabricSingleDeviceStrategy
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_fastft.callbacks.optimizer_judge import FEWEST_STEPS_TO_JUDGE, OptimizerJudge, list_names
@@ -43,6 +43,9 @@ class GradientHealth(GivenOnce, Callback):
     num_steps optimizer steps and fails at its end. Later steps cost nothing. Trained tensors of image towers are
     checked only in steps with images; a run with fewer than three such steps gets a warning.
 
+    Under FSDP2 each rank reads its shards and ranks combine what they saw. Every step counts there, because a rank
+    cannot know whether others have labelled tokens, and trained tensors of image towers are not checked.
+
     Args:
         num_steps: Number of steps to check, at least 3.
         allow_zero: Name patterns (``*`` and ``?``) of tensors that may have no gradient, such as experts that may
@@ -53,8 +56,9 @@ class GradientHealth(GivenOnce, Callback):
         NotTrainingError: From the training loop, with the names of the tensors and what to check.
 
     Cost:
-        In checked steps, two passes over the trainable tensors and one over the optimizer state on the device. Results
-        are copied to pinned memory and read one step late, without a host sync.
+        In checked steps, two passes over the trainable tensors and one over the optimizer state on the device, and
+        under FSDP2 an all-reduce of three bytes per tensor. Results are copied to pinned memory and read one step
+        late, without a host sync.
 
     Source:
         own.
@@ -81,9 +85,10 @@ class GradientHealth(GivenOnce, Callback):
         """List the trainable tensors and start to watch the optimizers."""
         self._stop_watching()
         patcher_of(trainer).add_undo(self._stop_watching)
-        if not isinstance(trainer.strategy, WHOLE):
-            reason = f"{type(trainer.strategy).__name__} may shard its parameters, and this check does not read shards"
-            self._status = Status("gradient health", "refused", reason, "use one device or DDP")
+        is_sharded = isinstance(trainer.strategy, ModelParallelStrategy)
+        if not is_sharded and not isinstance(trainer.strategy, WHOLE):
+            reason = f"{type(trainer.strategy).__name__} may shard its parameters in a form that this check cannot read"
+            self._status = Status("gradient health", "refused", reason, "use one device, DDP or fastft_fsdp")
             return
         named = [
             (name, parameter)
@@ -102,16 +107,20 @@ class GradientHealth(GivenOnce, Callback):
                 # A loop under Fabric may train a plain module.
                 is_automatic=getattr(pl_module, "automatic_optimization", True),
                 is_tower=is_tower,
+                is_sharded=is_sharded,
             )
             for optimizer in trainer.optimizers
-            for is_tower in (False, True)
+            # Ranks that share results must judge the same steps, and only some of them may have images.
+            for is_tower in ((False,) if is_sharded else (False, True))
             if parts[is_tower] or not is_tower
         ]
         self._judges = judges
+        num_unchecked = len(parts[True]) if is_sharded else 0
+        note = f"; {num_unchecked} of image towers are not checked in shards" if num_unchecked else ""
         self._status = Status(
             "gradient health",
             "active",
-            f"{len(named)} tensors, checked in the first {self.num_steps} steps that can train",
+            f"{len(named) - num_unchecked} tensors, checked in the first {self.num_steps} steps that can train{note}",
         )
 
     def on_train_batch_start(

@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_fastft.core.async_reader import AsyncScalarReader
 from lightning_fastft.core.errors import NotTrainingError
+from lightning_fastft.kernels.adamw_step.table import local_values
 from lightning_fastft.training.optimizer import FusedAdamW
 
 # A run that ends early is checked if it has at least this many steps: LoRA's A gets its first gradient in the second
@@ -31,6 +32,8 @@ class OptimizerJudge:
         is_automatic: Whether Lightning runs the backward, so that a step without one was skipped.
         is_tower: Whether the tensors belong to image towers. The owner then sets ``has_labels`` only for windows with
             images, and a run without images is no error.
+        is_sharded: Whether ranks hold shards. They combine what they saw, so all of them must judge the same steps:
+            those without labels count too.
 
     Cost:
         In checked steps two reads of the tensors and one of the optimizer state on the device; no host sync.
@@ -45,6 +48,7 @@ class OptimizerJudge:
         is_allowed: Callable[[str], bool],
         is_automatic: bool,
         is_tower: bool = False,
+        is_sharded: bool = False,
     ) -> None:
         name_of = {id(parameter): name for name, parameter in named}
         # Tied tensors appear once in the module and once in the optimizer.
@@ -62,6 +66,7 @@ class OptimizerJudge:
         self._is_allowed = is_allowed
         self._is_automatic = is_automatic
         self.is_tower = is_tower
+        self._is_sharded = is_sharded
         # State of the accumulation window so far. With manual optimization Lightning does not see a backward that is
         # called on the loss itself.
         self.has_labels = self.has_backward = False
@@ -120,7 +125,8 @@ class OptimizerJudge:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Record one step that the optimizer made; host work and launches only."""
-        has_labels, has_backward = self.has_labels, self.has_backward or not self._is_automatic
+        has_labels = self.has_labels or self._is_sharded
+        has_backward = self.has_backward or not self._is_automatic
         self.has_labels = self.has_backward = False
         if self.is_done:
             return
@@ -142,7 +148,10 @@ class OptimizerJudge:
         Masters move even if their rounded values do not.
         """
         optimizer = self._optimizer
-        return (optimizer.master_of(each) if isinstance(optimizer, FusedAdamW) else each for each in self._parameters)
+        written = (
+            optimizer.master_of(each) if isinstance(optimizer, FusedAdamW) else each for each in self._parameters
+        )
+        return map(local_values, written)
 
     def _gather(self, has_rate: Sequence[bool], *, found_inf: torch.Tensor | None) -> None:
         gradients = [parameter.grad for parameter in self._parameters]
@@ -157,6 +166,10 @@ class OptimizerJudge:
         seen_3P = torch.stack([is_finite_P & (largest_P > 0), ~is_finite_P, has_moved_P])
         if found_inf is not None:
             seen_3P = seen_3P & (found_inf.reshape(()) == 0)
+        if self._is_sharded:
+            seen_by_all = seen_3P.to(torch.uint8)
+            torch.distributed.all_reduce(seen_by_all, torch.distributed.ReduceOp.MAX)
+            seen_3P = seen_by_all.bool()
         self._seen_3P = self._seen_3P | seen_3P
         self._copies.push((self._num_judged, self._num_steps), self._seen_3P)
 
@@ -279,15 +292,17 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def _largest_values(gradients: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
     """Return the largest absolute value per gradient, 0 without a gradient; squares would round tiny values to 0."""
-    present = [_values(gradient) for gradient in gradients if gradient is not None]
+    values = [None if gradient is None else _values(gradient) for gradient in gradients]
+    # A shard may be empty.
+    present = [each for each in values if each is not None and each.numel()]
     is_double = any(gradient.dtype is torch.float64 for gradient in present)
     dtype = torch.float64 if is_double else torch.float32
     found = iter(torch._foreach_norm(present, ord=float("inf")) if present else ())
     zero = torch.zeros((), dtype=dtype, device=device)
     return torch.stack(
         [
-            zero if gradient is None else next(found).to(device=device, dtype=dtype, non_blocking=True)
-            for gradient in gradients
+            zero if each is None or not each.numel() else next(found).to(device=device, dtype=dtype, non_blocking=True)
+            for each in values
         ]
     )
 
@@ -298,8 +313,8 @@ def _has_values(held: object) -> bool:
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:
-    """Return the stored values of a gradient, dense or sparse."""
-    return gradient._values() if gradient.is_sparse else gradient
+    """Return the stored values of a gradient, dense or sparse; of a sharded one, those of this rank."""
+    return gradient._values() if gradient.is_sparse else local_values(gradient)
 
 
 def _is_above_zero(rate: float | torch.Tensor) -> bool:

@@ -1,5 +1,6 @@
 """GradientHealth: every way of not training is named, and nothing else raises an alarm."""
 
+import json
 import warnings
 
 import pytest
@@ -14,6 +15,7 @@ from lightning_fastft.core.errors import NotTrainingError
 from lightning_fastft.optim import FusedAdamW
 from lightning_fastft.strategies.registry import register_strategies
 from tests.support.training_parts import PlainModule, packed_batches, packed_loader, quiet_trainer, tiny_llama
+from tests.support.two_ranks import run_two_ranks
 
 register_strategies()
 
@@ -384,3 +386,14 @@ def test_vectors_outside_an_optimizer_of_matrices_are_named_not_refused(tmp_path
             Matrices(tiny_llama()), packed_loader(4)
         )
     assert health.status().state == "active"
+
+
+@pytest.mark.slow(seconds=8)
+def test_shards_are_judged_by_what_all_ranks_see(tmp_path):
+    run_two_ranks("tests.callbacks.health_worker", tmp_path)
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    for found in (first, second):
+        for case in ("every weight", "sharded adapters", "whole adapters", "half a weight"):
+            assert "moved within 4 steps" in found[case], case
+        assert "did not move" in found["too small a rate"]
+        assert "down_proj" in found["a broken gradient on one rank"]
