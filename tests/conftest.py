@@ -20,16 +20,11 @@ import pytest
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 
+import tests.support.done_once  # noqa: F401 (before a test imports Lightning)
 from tests.support.covering import keep_covering_cases
 
 # What is imported until all tests are collected stays: a third of that time went into looking for garbage.
 gc.disable()
-
-if not torch.cuda.is_available():
-    # torch.manual_seed seeds devices that are not there later, and for that keeps the stack of its caller three times:
-    # 1.3 ms, ten thousand times.
-    for devices in (torch.cuda, torch.xpu, torch.mtia):
-        devices.manual_seed_all = lambda seed: None
 
 # What ranks and workers are forked from has loaded these once; it is started by the first test that needs it.
 multiprocessing.set_forkserver_preload(

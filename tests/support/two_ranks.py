@@ -13,7 +13,7 @@ import torch
 from torch.multiprocessing import start_processes
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
-from tests.support import rank_exit
+from tests.support import done_once, rank_exit  # noqa: F401 (done_once: before a rank imports Lightning)
 
 ROOT = Path(__file__).parents[2]
 NUM_RANKS = 2
