@@ -2,6 +2,7 @@
 of a device.
 """
 
+import atexit
 import gc
 import multiprocessing
 import os
@@ -19,6 +20,7 @@ import pytest
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 
+import tests.support.done_once  # noqa: F401 (before a test imports Lightning)
 from tests.support.covering import keep_covering_cases
 
 # What is imported until all tests are collected stays: a third of that time went into looking for garbage.
@@ -109,9 +111,7 @@ def frozen_modules():
 
 
 def pytest_collection_finish():
+    gc.freeze()
     gc.enable()
-
-
-def pytest_unconfigure():
-    gc.enable()
-    gc.unfreeze()
+    # Later than pytest's own collections at the end. Libraries that look for what leaks need it.
+    atexit.register(gc.unfreeze)

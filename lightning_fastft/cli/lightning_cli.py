@@ -128,11 +128,14 @@ class FastFTCLI(LightningCLI):
                 run=run,
             )
 
-    @staticmethod
-    def subcommands() -> dict[str, set[str]]:
-        """Return the subcommands and the arguments of the Trainer's methods that are not options."""
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
+        """Return the given subcommand, or all, and the arguments of the Trainer's methods that are not options.
+
+        A parser is built for each.
+        """
         kept = {name: skipped | {"weights_only"} for name, skipped in LightningCLI.subcommands().items()}
-        return {name: kept[name] for name in TRAINER_COMMANDS}
+        given = self.words[:1]
+        return {name: kept[name] for name in (given if given and given[0] in TRAINER_COMMANDS else TRAINER_COMMANDS)}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Set FineTuner and PackedDataModule as default classes; read no file for an option that takes names."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import re
 import sys
@@ -321,10 +322,7 @@ def _own_class(module: nn.Module) -> type:
 
 def drops_keywords(layer_type: type[nn.Module]) -> bool:
     """Return whether decoder layers of a class drop their keywords, including the context."""
-    tree = _parse(layer_type.forward)
-    return tree is not None and not any(
-        keyword.arg is None for call in ast.walk(tree) if isinstance(call, ast.Call) for keyword in call.keywords
-    )
+    return _drops_keywords(layer_type.forward)
 
 
 def find_indexers(decoder: nn.Module) -> list[nn.Module]:
@@ -348,10 +346,7 @@ def _find_own_loss(model: PreTrainedModel) -> str:
 
     Such a formula ignores documents and accumulation windows.
     """
-    tree = _parse(type(model).forward)
-    names = (
-        set() if tree is None else {getattr(node, "attr", None) or getattr(node, "id", None) for node in ast.walk(tree)}
-    )
+    names = _names_in(type(model).forward)
     if names & {"CrossEntropyLoss", "cross_entropy"} and "loss_function" not in names:
         return (
             "its forward computes a loss of its own instead of calling loss_function, so labels would be shifted "
@@ -359,6 +354,24 @@ def _find_own_loss(model: PreTrainedModel) -> str:
             "weighted otherwise"
         )
     return ""
+
+
+# Cached, because all layers of a model share one forward, and a process may prepare many models.
+@functools.cache
+def _drops_keywords(function: object) -> bool:
+    """Return whether no call in a function passes on ``**keywords``; False if its source cannot be read."""
+    tree = _parse(function)
+    return tree is not None and not any(
+        keyword.arg is None for call in ast.walk(tree) if isinstance(call, ast.Call) for keyword in call.keywords
+    )
+
+
+@functools.cache
+def _names_in(function: object) -> frozenset[str]:
+    """Return the names and attributes in a function; none if its source cannot be read."""
+    tree = _parse(function)
+    nodes = () if tree is None else ast.walk(tree)
+    return frozenset(getattr(node, "attr", None) or getattr(node, "id", None) or "" for node in nodes)
 
 
 def _parse(function: object) -> ast.AST | None:

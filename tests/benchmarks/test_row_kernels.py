@@ -30,9 +30,9 @@ SCRIPT = """
 import os, sys
 os.environ["TRITON_INTERPRET"] = "1"
 import tests.support.bare_package
-from tests.support.interpreter import exchange_language_once_per_launch
+from tests.support.interpreter import exchange_language_once
 from benchmarks.row_kernels import main
-exchange_language_once_per_launch()
+exchange_language_once()
 raise SystemExit(main(sys.argv[1:]))
 """
 

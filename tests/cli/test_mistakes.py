@@ -169,19 +169,17 @@ class _Parses(FastFTCLI):
         raise _Parsed(parser)
 
 
-@pytest.fixture(scope="module")
-def parsers():
-    """The parsers of the commands, by their names."""
-    with pytest.raises(_Parsed) as fit:
-        _Parses(["fit"])
-    with pytest.raises(_Parsed) as other:
-        _Parses([], run=False)
-    return {**fit.value.args[0]._subcommands_action._name_parser_map, "data": other.value.args[0]}
+def parser_of(command):
+    is_run = command in TRAINER_COMMANDS
+    with pytest.raises(_Parsed) as parsed:
+        _Parses([command] if is_run else [], run=is_run)
+    (parser,) = parsed.value.args
+    return parser._subcommands_action._name_parser_map[command] if is_run else parser
 
 
 @pytest.mark.parametrize("command", [*TRAINER_COMMANDS, "data"])
-def test_known_options_are_those_of_the_parser(command, parsers):
-    names = {name.strip("-+") for action in parsers[command]._actions for name in action.option_strings}
+def test_known_options_are_those_of_the_parser(command):
+    names = {name.strip("-+") for action in parser_of(command)._actions for name in action.option_strings}
     assert {name.partition(".")[0] for name in names} == set(parser_options(command))
     trained = {name.split(".")[1] for name in names if name.startswith("trainer.")} - {"help"}
     assert trained == set(read_parameters("lightning_fastft.cli.trainer.FastFTTrainer"))

@@ -41,7 +41,7 @@ print(json.dumps({"counts": counts, "is equal": is_equal}))
 
 
 @pytest.mark.slow
-def test_a_language_exchanged_once_per_launch_computes_the_same():
+def test_a_language_exchanged_once_computes_the_same():
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
@@ -49,8 +49,8 @@ def test_a_language_exchanged_once_per_launch_computes_the_same():
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
     assert found["is equal"]
-    _, each_call, *once = found["counts"]
-    assert once[0] == once[1] < each_call / 10
+    _, each_call, once, never = found["counts"]
+    assert 0 == never < once < each_call / 10
 
 
 def test_thinned_cases_are_all_there_and_the_rest_is_marked():

@@ -13,7 +13,7 @@ from tests.support.covering import keep_covering_cases
 
 
 def pytest_configure():
-    exchange_language_once_per_launch()
+    exchange_language_once()
     check_no_overflow_for_nothing()
     make_types_once()
     compare_shapes_once()
@@ -28,28 +28,24 @@ def pytest_collection_modifyitems(items):
     keep_covering_cases([item for item in items if not item.get_closest_marker("fault")])
 
 
-def exchange_language_once_per_launch():
-    """Let a launch exchange the functions of triton.language once for each module that its functions are from.
+def exchange_language_once():
+    """Exchange the functions of triton.language once for each module that functions of kernels are from, for good.
 
-    The interpreter looks for what to exchange at every call of a function in a kernel, and finds nothing after the
-    first one of a module: that took half of its time (measured with cProfile on ``triton_qk_rope.py``, Triton 3.9).
+    The interpreter looks for what to exchange at every call of a function in a kernel, finds nothing after the first
+    one of a module, and puts everything back after a launch: that took half of its time (measured with cProfile on
+    ``triton_qk_rope.py``, Triton 3.9). Nothing in these processes needs the functions of compiled kernels.
     """
-    exchange, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    exchange, nothing = interpreter._patch_lang, interpreter._LangPatchScope()
     exchanged_modules = set()
 
     def exchange_once(function):
         module = id(function.__globals__)
-        if module in exchanged_modules:
-            return None
-        exchanged_modules.add(module)
-        return exchange(function)
+        if module not in exchanged_modules:
+            exchanged_modules.add(module)
+            exchange(function)
+        return nothing
 
-    def launch_afresh(*arguments, **options):
-        # What a launch has exchanged is put back at its end.
-        exchanged_modules.clear()
-        return launch(*arguments, **options)
-
-    interpreter._patch_lang, interpreter.GridExecutor.__call__ = exchange_once, launch_afresh
+    interpreter._patch_lang = exchange_once
 
 
 def check_no_overflow_for_nothing():
