@@ -17,6 +17,7 @@ from lightning_fastft.core.errors import UnsupportedModelError, list_names
 from lightning_fastft.core.status import Status
 from lightning_fastft.hf.expert_nf4_tensor import ExpertsNF4
 from lightning_fastft.hf.families import decoder_layers, find_causal_models, is_on_interface
+from lightning_fastft.hf.lora import adapters_off
 from lightning_fastft.hf.sharding.fillers import Filler
 
 if TYPE_CHECKING:
@@ -177,6 +178,10 @@ class _Sharder:
             if has_open_buffers:
                 # Some models compute buffers of their layers (Falcon-H1). Weights of files have a mark and stay.
                 owner._init_weights(module)
+                if any(hasattr(each, "original_module") for each in module.modules()):
+                    # A wrapper of modules_to_save showed its trained copy; without adapters it shows the original.
+                    with adapters_off(module):
+                        owner._init_weights(module)
         if self.owns_experts and is_on_interface(module):
             self._own(module)
         if hasattr(module, "original_module"):
