@@ -140,6 +140,21 @@ def test_buffers_that_a_model_computes_for_its_layers_are_filled(tmp_path, lora)
         check_pieces(model, build_whole(source, dtype=torch.float32, lora=lora), rank=0)
 
 
+def test_routers_that_their_block_draws_are_those_of_one_device():
+    source = ModelSource(build_tiny("qwen3_next").config.to_dict(), init="random")
+    with rank_of_two(0) as mesh:
+        model, _ = build_pieces(source, mesh, dtype=torch.float32)
+        check_pieces(model, build_whole(source, dtype=torch.float32), rank=0)
+
+
+def test_weights_that_nothing_draws_are_refused():
+    """The trained copy of a router is made before the block draws the original."""
+    source = ModelSource(build_tiny("qwen3_next").config.to_dict(), init="random")
+    lora = {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["gate"]}
+    with rank_of_two(0) as mesh, pytest.raises(UnsupportedModelError, match="modules_to_save"):
+        build_pieces(source, mesh, dtype=torch.float32, lora=lora)
+
+
 def test_global_generators_are_left_as_they_were():
     before = torch.get_rng_state()
     with rank_of_two(0) as mesh:
