@@ -80,7 +80,11 @@ def read_part(
     Cost:
         A few microseconds of the host; if an adapter's low-precision copy is stale, that copy; as read_adapter.
     """
-    base: nn.Module = module
+    base: nn.Module = module.get_base_layer() if isinstance(module, LoraLayer) else module
+    # First, because the row factors of DoRA cannot be computed from a sharded weight.
+    obstacle = _base_obstacle(base, dtype=dtype, awaits_gather=awaits_gather)
+    if obstacle:
+        return obstacle
     adapter: ActiveAdapter | None = None
     if isinstance(module, LoraLayer):
         found = read_adapter(module, dtype=dtype, awaits_gather=awaits_gather)
@@ -88,10 +92,7 @@ def read_part(
             found = read_adapter(module, dtype=torch.float32, awaits_gather=awaits_gather)
         if isinstance(found, str):
             return found
-        base, adapter = module.get_base_layer(), found
-    obstacle = _base_obstacle(base, dtype=dtype, awaits_gather=awaits_gather)
-    if obstacle:
-        return obstacle
+        adapter = found
     linear: Any = base
     num_outputs, is_packed = int(linear.out_features), not _is_dense(linear.weight, awaits_gather=awaits_gather)
     if adapter is None:

@@ -30,6 +30,8 @@ IMAGE_FAMILIES = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
     *("llava", "mistral3", "internvl", "gemma3", "gemma4"),
 )
+# How images are decoded, where it decides their size; a change has caches tokenised again.
+_DECODING = "upright"
 # Outputs of a processor that belong to the text.
 _TEXT_OUTPUTS = frozenset(
     {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets", "labels"}
@@ -76,7 +78,7 @@ class ImageEncoder:
             settings = given.processor_settings()
         else:
             settings = json.dumps([type(given).__name__, given.image_processor.to_json_string()])
-        return hashlib.sha256(settings.encode()).hexdigest()
+        return hashlib.sha256((_DECODING + settings).encode()).hexdigest()
 
     def expand(self, text: str, images: Sequence[Image]) -> Expanded:
         """Return the text with each placeholder expanded to the tokens of its image.
@@ -110,7 +112,7 @@ class ImageEncoder:
     def _process(self, text: str, images: Sequence[Image], **options: Any) -> Mapping[str, Any]:
         try:
             return self.processor(
-                images=[image.convert("RGB") for image in images],
+                images=list(images),
                 text=[text],
                 text_kwargs={"add_special_tokens": False},
                 return_tensors="pt",

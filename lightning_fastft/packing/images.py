@@ -11,6 +11,7 @@ import binascii
 import hashlib
 import io
 import os
+import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -265,13 +266,15 @@ def _digest(content: bytes) -> bytes:
 
 
 def _to_png(image: Any) -> bytes:
-    buffer = io.BytesIO()
+    buffer, image = io.BytesIO(), _turn_upright(image, name="a PIL image")
     (image if image.mode in _LOSSLESS else image.convert("RGB")).save(buffer, format="PNG")
     return buffer.getvalue()
 
 
 def decode_image(image: ImageFile) -> Image:
-    """Return the decoded image.
+    """Return the decoded image in RGB: upright, as its EXIF orientation says, and on white where it is transparent.
+
+    So do load_image and the image processors of transformers, and the Image feature of datasets.
 
     Raises:
         MissingDependencyError: Pillow is not installed.
@@ -301,7 +304,21 @@ def decode_image(image: ImageFile) -> Image:
         decoded.load()
     except (OSError, ValueError, SyntaxError, EOFError, PIL.Image.DecompressionBombError) as error:
         raise RowRejectedError(IMAGE_UNREADABLE, f"{image.path or 'bytes'}: {error}") from None
-    return decoded
+    upright = _turn_upright(decoded, name=image.path or "bytes")
+    if "A" not in upright.getbands() and "transparency" not in upright.info:
+        return upright.convert("RGB")
+    white = PIL.Image.new("RGBA", upright.size, "white")
+    return PIL.Image.alpha_composite(white, upright.convert("RGBA")).convert("RGB")
+
+
+def _turn_upright(image: Image, *, name: str) -> Image:
+    """Return an image turned as its EXIF orientation says, without it."""
+    from PIL import ImageOps
+
+    try:
+        return ImageOps.exif_transpose(image)
+    except (OSError, ValueError, SyntaxError, EOFError, TypeError, struct.error) as error:
+        raise RowRejectedError(IMAGE_UNREADABLE, f"{name}: its EXIF data: {error}") from None
 
 
 def merge_inputs(inputs: Sequence[ImageInputs]) -> dict[str, torch.Tensor]:

@@ -175,5 +175,7 @@ class _HeldQuantizedLinear(torch.autograd.Function):
 
         weight, compute_dtype = ctx.layer.weight, ctx.layer.compute_dtype or d_out.dtype
         narrow = d_out.to(compute_dtype)
-        weight_ND = dequantize_4bit(weight.data.view(-1, 1), weight.quant_state).to(narrow.dtype)
+        # FSDP2 gathers a weight without its state, which the layer's own forward puts back.
+        state = getattr(weight, "quant_state", None) or ctx.layer.quant_state
+        weight_ND = dequantize_4bit(weight.data.view(-1, 1), state).to(narrow.dtype)
         return torch.matmul(narrow, weight_ND).to(d_out.dtype), None, None, None, None

@@ -84,7 +84,18 @@ class FineTuner(Tuner):
             self.log("train_loss", mean, batch_size=num_labelled)
         else:
             self.log("train_loss", loss, batch_size=len(batch["input_ids"]))
-        return output.loss
+        return output.loss if output.loss.requires_grad else self._with_tower(output.loss)
+
+    def _with_tower(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return a loss without a graph with gradients of 0 for a trained image tower: the pack had no image, and
+        nothing else is trained.
+        """
+        from lightning_fastft.hf.families import tower_parameters
+
+        for parameter in tower_parameters(self.model):
+            if parameter.requires_grad:
+                loss = loss + 0.0 * parameter.sum()
+        return loss
 
     def _noise(self, batch: PackedBatch | Mapping[str, Any], batch_idx: int) -> AbstractContextManager[None]:
         """Return the block in which a training batch gets noise on its embeddings."""

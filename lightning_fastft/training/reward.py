@@ -86,8 +86,9 @@ class RewardTuner(Tuner):
         names = ("loss", "score", *more[self.loss])
         return frozenset(f"{prefix}_{name}" for prefix in ("train", "val") for name in names)
 
-    def _add_head(self, model: PreTrainedModel) -> None:
+    def _add_head(self, model: Any) -> None:
         """Give a causal language model the head of transformers' sequence or token classifiers, equal on every rank."""
+        model = _find_base(model)
         config = model.config.get_text_config(decoder=True)
         # A model that is sharded while it is filled is on the meta device, and what fills it does not know the head.
         device = "cpu" if model.device.type == "meta" else model.device
@@ -115,8 +116,7 @@ class RewardTuner(Tuner):
         self._find_head(model).requires_grad_(True)
 
     def _find_head(self, model: Any) -> nn.Linear:
-        base = model.get_base_model() if hasattr(model, "peft_config") else model
-        head: nn.Linear = getattr(base, HEAD)
+        head: nn.Linear = getattr(_find_base(model), HEAD)
         return head
 
     def predict_step(self, batch: PackedBatch, batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
@@ -200,6 +200,11 @@ class RewardTuner(Tuner):
             _add_head_to_adapters(Path(folder), self._find_head(self.model), task_type=task_type)
         else:
             _rename_architecture(Path(folder), kind=kind)
+
+
+def _find_base(model: Any) -> Any:
+    """Return the transformers model inside a PEFT model, or the model itself."""
+    return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
 def _add_head_to_adapters(folder: Path, head: nn.Linear, *, task_type: str) -> None:

@@ -8,7 +8,11 @@ import weakref
 import pytest
 import torch
 from peft import get_peft_model_state_dict
+from peft.tuners.lora.layer import LoraLayer
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.core.patcher import ModelPatcher
@@ -318,3 +322,20 @@ def test_a_released_model_is_freed():
     del model
     gc.collect()
     assert reference() is None
+
+
+def test_sharded_weights_wait_for_their_gather():
+    model = make_model()
+    patcher = ModelPatcher()
+    fused(model, patcher)
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        for module in model.modules():
+            if isinstance(module, LoraLayer):
+                base = module.get_base_layer()
+                base.weight = nn.Parameter(distribute_tensor(base.weight.data, mesh), requires_grad=False)
+        # A run calls it once its model is sharded.
+        assert fuse_weight_buffers(model, patcher, device_types=("cpu",)) == []
+    finally:
+        torch.distributed.destroy_process_group()

@@ -176,6 +176,12 @@ def test_the_gradients_of_a_scaled_layer_equal_autograds(has_bias):
         torch.testing.assert_close(ours, expected, rtol=1e-13, atol=1e-13)
 
 
+def test_a_transposed_gradient_is_taken():
+    x, magnitude_N, factors_2N = torch.randn(1, 5, 3, requires_grad=True), torch.ones(3), torch.rand(2, 3)
+    scale_by_magnitude(x, magnitude_N, factors_2N).transpose(1, 2).sum(1).cumsum(-1).sum().backward()
+    assert torch.allclose(x.grad, torch.arange(5.0, 0.0, -1.0)[:, None] * factors_2N[0])
+
+
 def test_no_graph_and_no_wait():
     x_TN, factor_N, offset_N, addend_TN = make_inputs(7, 5, torch.float32)
     with Watch() as watch:

@@ -1,10 +1,12 @@
 """Images of rows: every usual form gives the same image, and what cannot be read names the row and the reason."""
 
 import base64
+import io
 
 import numpy as np
 import pytest
 import torch
+from PIL import ExifTags, Image
 
 from lightning_fastft.core.errors import DataError
 from lightning_fastft.packing.images import Expanded, ImageInputs, decode_image, merge_inputs, place_images, read_image
@@ -79,6 +81,37 @@ def test_every_form_of_an_image_is_read(tmp_path, value):
     image = read_image(value, folder=str(tmp_path))
     assert np.array_equal(np.asarray(decode_image(image)), PIXELS)
     assert image.digest == read_image(CONTENT, folder="").digest
+
+
+@pytest.mark.parametrize("is_opened", [False, True])
+def test_a_photo_is_turned_upright(is_opened):
+    exif = Image.Exif()
+    # The first row of pixels is the right side of the photo.
+    exif[ExifTags.Base.Orientation] = 6
+    IMAGE.save(buffer := io.BytesIO(), format="PNG", exif=exif)
+    value = Image.open(buffer) if is_opened else buffer.getvalue()
+    found = np.asarray(decode_image(read_image(value, folder="")))
+    assert np.array_equal(found, np.rot90(PIXELS, -1))
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_transparent_pixels_are_white(mode):
+    image = Image.new(mode, (2, 1))
+    options = {"transparency": 0} if mode == "P" else {}
+    image.putpixel((1, 0), {"RGBA": (0, 0, 0, 255), "LA": (0, 255), "P": 1}[mode])
+    image.save(buffer := io.BytesIO(), format="PNG", **options)
+    found = np.asarray(decode_image(read_image(buffer.getvalue(), folder="")))
+    assert found.shape == (1, 2, 3)
+    assert (found[0, 0] == 255).all()
+    assert (found[0, 1] < 2).all()
+
+
+def test_damaged_exif_rejects_the_row():
+    IMAGE.save(buffer := io.BytesIO(), format="PNG", exif=b"damaged")
+    with pytest.raises(rejects.RowRejectedError, match="EXIF"):
+        decode_image(read_image(buffer.getvalue(), folder=""))
+    with pytest.raises(rejects.RowRejectedError, match="EXIF"):
+        read_image(Image.open(buffer), folder="")
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,21 @@ def test_what_is_held_is_not_computed_again(monkeypatch):
     assert products() == {"gate and up": 2, "down": 1}
 
 
+def test_packed_weights_that_were_gathered_again_are_read_in_the_backward():
+    """FSDP2 gathers a weight for the backward without its quantisation state, and the second run skips its layer."""
+    model, batch = adapted(quantization="nf4", dtype=torch.bfloat16), make_batch(LENGTHS)
+    expected = kept_gradients(model, [batch], 1)
+    install_packed_training(model, ModelPatcher(), checkpointing=OffloadCheckpointing("recompute"))
+    model(**batch).loss.backward()
+    model.zero_grad()
+    loss = model(**batch).loss
+    for module in model.modules():
+        if hasattr(module, "quant_state"):
+            module.weight.quant_state = None
+    loss.backward()
+    assert_equal(read_gradients(model), expected, what="after a gather")
+
+
 @pytest.mark.parametrize(("is_adapted", "guess"), [(False, "mlp.gate_proj"), (True, "mlp.up_proj")])
 def test_a_last_product_that_is_needed_after_all_is_computed(is_adapted, guess):
     """The second run learns where it ends; should a later forward go on beyond that point, nothing of it is made up."""

@@ -51,7 +51,7 @@ def rows(tmp_path_factory):
 
 def open_data(paths, **options):
     return PackedDataModule(
-        paths, max_tokens=192, cache_dir=None, num_proc=1, show_progress=False, **{"num_workers": 0, **options}
+        paths, cache_dir=None, num_proc=1, show_progress=False, **{"max_tokens": 192, "num_workers": 0, **options}
     )
 
 
@@ -91,6 +91,15 @@ def test_default_adapters_leave_the_tower_out_and_health_is_content(folder, rows
     quiet_trainer(tmp_path, strategy="fastft", max_steps=3, callbacks=[health]).fit(tuner, open_data(str(rows)))
     assert not [name for name in trained(tuner) if "vision" in name or "projector" in name]
     assert "moved within 3 steps" in health.status().reason
+
+
+def test_a_tower_alone_trains_on_packs_with_and_without_images(folder, tmp_path):
+    words = "two plus two " * 3
+    data = [chat([make_image(0, 16, 16), words] if number < 3 else [words * 2], "four") for number in range(6)]
+    tuner = tuner_of(folder, target_modules=r".*vision_tower.*layers\.0.*out_proj")
+    quiet_trainer(tmp_path, strategy="fastft", max_steps=6).fit(tuner, open_data(data, max_tokens=64))
+    assert {batch.has_images for batch in tuner.trainer.datamodule.train_dataloader()} == {True, False}
+    assert any(tensor.any() for name, tensor in trained(tuner).items() if "lora_B" in name)
 
 
 def test_a_module_of_the_user_with_a_processor_trains(tmp_path):

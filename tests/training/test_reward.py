@@ -7,6 +7,7 @@ from lightning_fastft.core.errors import DataError
 from lightning_fastft.packing.collate import collate
 from lightning_fastft.training.reward import RewardTuner
 from tests.support.packs import assert_close, make_groups, separate
+from tests.support.tiny_models import build_tiny
 from tests.support.tuners import gradients, make_tuner, packed, pairs, step
 
 
@@ -77,6 +78,20 @@ def test_stock_transformers_reads_the_classifier(tmp_path, lora):
             for document in separate(documents)
         ]
     assert_close(torch.stack(found), truth)
+
+
+def test_adapters_that_are_there_already_are_trained_with_a_head():
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(build_tiny("qwen3"), LoraConfig(r=4, target_modules=["q_proj"]))
+    tuner, documents = make_tuner(RewardTuner, model=model, lora=None), pairs()
+    found, ours, _ = step(tuner, documents)
+    scores = scores_alone(tuner, documents)
+    assert_close(found, -sum(
+        torch.sigmoid(chosen - rejected - (document.scores[0] - document.scores[1])).log().detach()
+        for chosen, rejected, document in zip(scores[::2], scores[1::2], documents)
+    ) / len(documents))  # fmt: skip
+    assert {name.split(".")[-2] for name in ours} == {"default", "score"}
 
 
 def test_a_pack_without_pairs_is_refused():

@@ -71,7 +71,13 @@ def reads_base(lora: LoraConfig) -> bool:
 
 
 class Filler:
-    """Give the tensors of a model on the meta device memory and values, module by module."""
+    """Give the tensors of a model on the meta device memory and values, module by module.
+
+    Attributes:
+        draws: Whether the model initialises its tensors. A module without tensors must then be initialised too.
+    """
+
+    draws = False
 
     def __init__(self, *, device: torch.device) -> None:
         self.device = device
@@ -125,6 +131,8 @@ class Filler:
 class _RandomFiller(Filler):
     """Initialise the weights from the configuration, in the order of ``build_model``."""
 
+    draws = True
+
     def __init__(self, *, seed: int, device: torch.device) -> None:
         super().__init__(device=device)
         self.seed = seed
@@ -148,8 +156,9 @@ class _RandomFiller(Filler):
         for key in keys:
             meta = module._parameters[key]
             assert meta is not None
+            # NaN shows what no module initialises.
             module._parameters[key] = nn.Parameter(
-                torch.empty_like(meta, device=self.device), requires_grad=meta.requires_grad
+                torch.full_like(meta, torch.nan, device=self.device), requires_grad=meta.requires_grad
             )
         _give_buffers(module, device=self.device)
         owner._init_weights(module)

@@ -17,6 +17,7 @@ from lightning_fastft.core.errors import UnsupportedModelError, list_names
 from lightning_fastft.core.status import Status
 from lightning_fastft.hf.expert_nf4_tensor import ExpertsNF4
 from lightning_fastft.hf.families import decoder_layers, find_causal_models, is_on_interface
+from lightning_fastft.hf.lora import adapters_off
 from lightning_fastft.hf.sharding.fillers import Filler
 from lightning_fastft.hf.sharding.towers import give_tower_gradients
 
@@ -99,11 +100,19 @@ def shard_model(
     left = [
         name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.device.type == "meta"
     ]
+    if filler is not None and filler.draws:
+        left += [name for name, parameter in model.named_parameters() if _is_undrawn(parameter)]
     if left:
         raise UnsupportedModelError(
             f"{type(model).__name__} cannot be built in shards: nothing fills {list_names(left)}."
         )
     return Status(STATUS_NAME, "active", sharder.describe(len(sharder.units)))
+
+
+def _is_undrawn(parameter: nn.Parameter) -> bool:
+    """Return whether a tensor of a random model still holds the NaN that it was allocated with; one host sync."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return local.is_floating_point() and bool(local.isnan().any())
 
 
 def _refuse_tied_tokens(model: PreTrainedModel) -> None:
@@ -179,9 +188,15 @@ class _Sharder:
             self.visit(child, prefix=f"{prefix}{name}.", owner=owner)
         if self.filler is not None and owner is not None:
             self._fill(module, prefix=prefix, owner=owner, filler=self.filler)
-            if has_open_buffers:
+            # Some modules have no tensors and draw those of their children (the routers of Qwen3-Next).
+            is_container = not module._parameters and not module._buffers
+            if has_open_buffers or (is_container and self.filler.draws):
                 # Some models compute buffers of their layers (Falcon-H1). Weights of files have a mark and stay.
                 owner._init_weights(module)
+                if any(hasattr(each, "original_module") for each in module.modules()):
+                    # A wrapper of modules_to_save showed its trained copy; without adapters it shows the original.
+                    with adapters_off(module):
+                        owner._init_weights(module)
         if self.owns_experts and is_on_interface(module):
             self._own(module)
         if hasattr(module, "original_module"):

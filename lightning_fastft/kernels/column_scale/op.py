@@ -267,8 +267,10 @@ class _ScaleByMagnitude(torch.autograd.Function):
     def backward(ctx: Any, d_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, factors_2N, bias_N = ctx.saved_tensors
         needs_magnitude = ctx.needs_input_grad[1]
+        # A mixer that transposes the output for a convolution brings a transposed gradient.
+        d_y_TN = d_y.reshape(-1, d_y.shape[-1])
         d_x_TN, products_N, totals_N = scale_columns_backward(
-            d_y.reshape(-1, d_y.shape[-1]),
+            d_y_TN if d_y_TN.stride(-1) == 1 else d_y_TN.contiguous(),
             x.reshape(-1, x.shape[-1]) if needs_magnitude else None,
             factors_2N[0],
             needs_totals=needs_magnitude and bias_N is not None,

@@ -137,14 +137,30 @@ def test_trained_copies_of_an_embedding_with_a_buffer_begin_as_the_embedding(ini
         check_pieces(model, build_whole(source, dtype=torch.float32, lora=lora), rank=0)
 
 
-def test_buffers_that_a_model_computes_for_its_layers_are_filled(tmp_path):
+@pytest.mark.parametrize("lora", [{"r": 4}, {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["mamba"]}])
+def test_buffers_that_a_model_computes_for_its_layers_are_filled(tmp_path, lora):
     tiny = build_tiny("falcon_h1", ssm_multipliers=[0.5, 2.0, 3.0, 4.0, 5.0])
     tiny.save_pretrained(tmp_path)
     source = ModelSource(str(tmp_path))
     with rank_of_two(0) as mesh:
-        model, filler = build_pieces(source, mesh, dtype=torch.float32, lora={"r": 4})
+        model, filler = build_pieces(source, mesh, dtype=torch.float32, lora=lora)
         assert filler is not None
-        check_pieces(model, build_whole(source, dtype=torch.float32, lora={"r": 4}), rank=0)
+        check_pieces(model, build_whole(source, dtype=torch.float32, lora=lora), rank=0)
+
+
+def test_routers_that_their_block_draws_are_those_of_one_device():
+    source = ModelSource(build_tiny("qwen3_next").config.to_dict(), init="random")
+    with rank_of_two(0) as mesh:
+        model, _ = build_pieces(source, mesh, dtype=torch.float32)
+        check_pieces(model, build_whole(source, dtype=torch.float32), rank=0)
+
+
+def test_weights_that_nothing_draws_are_refused():
+    """The trained copy of a router is made before the block draws the original."""
+    source = ModelSource(build_tiny("qwen3_next").config.to_dict(), init="random")
+    lora = {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["gate"]}
+    with rank_of_two(0) as mesh, pytest.raises(UnsupportedModelError, match="modules_to_save"):
+        build_pieces(source, mesh, dtype=torch.float32, lora=lora)
 
 
 def test_global_generators_are_left_as_they_were():
