@@ -21,7 +21,7 @@ def test_secrets_of_a_command_are_in_no_checkpoint_and_no_card():
     CommandRecord(WORDS).on_save_checkpoint(None, None, checkpoint)
     # Checkpoints of earlier versions hold the command as it was given.
     earlier = {COMMAND_KEY: shlex.join(["fastft", *WORDS])}
-    cards = [render_card(Facts("base", "adapters", {}, record), name="tuned") for record in (checkpoint, earlier)]
+    cards = [render_card(Facts("base", "adapters", {}, record), title="tuned") for record in (checkpoint, earlier)]
     for text in (checkpoint[COMMAND_KEY], *cards):
         assert not [secret for secret in ("abc123", "hunter2", "hunter3") if secret in text]
         assert "project: mine" in text
