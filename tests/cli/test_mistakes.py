@@ -243,7 +243,6 @@ FOREIGN = "data: {class_path: my_package.Data, init_args: {paths: nope.jsonl, pt
         ("fit", [*OK, "--data.val_paths", "null"]),
         # The last value counts.
         ("fit", [*CONFIG, "--data.paths", "nope.jsonl", "--data.paths", "there.jsonl"]),
-        ("fit", ["--data.paths", "nope.jsonl", "--config", "there.yaml"]),
         ("fit", [*OK, "--data.paths", "nope.jsonl", "--data.paths+", "there.jsonl"]),
         ("fit", [*CONFIG, "--data.init_args", "{paths: there.jsonl}"]),
         # Data that the command does not open.
@@ -298,10 +297,11 @@ def test_last_data_of_a_config_counts(folder):
         "data: {class_path: lightning_fastft.training.datamodule.PackedDataModule, init_args: {paths: [mine.jsonl]}}\n"
         "ckpt_path: mine.ckpt\n"
     )
+    (folder / "hub.yaml").write_text("data: {class_path: PackedDataModule, init_args: {paths: owner/name}}\n")
     with pytest.raises(OptionError, match=r"mine\.ckpt"):
         check_words("fit", ["--config", "own.yaml"])
     with pytest.raises(DataError, match=r"mine\.jsonl"):
-        check_words("fit", ["--data.paths", "owner/name", "--config", "own.yaml", "--ckpt_path", "null"])
+        check_words("fit", ["--config", "hub.yaml", "--config", "own.yaml", "--ckpt_path", "null"])
     assert issubclass(DataError, FastFTError)
 
 
