@@ -26,7 +26,7 @@ DEFAULT_CLASSES = {"model": "lightning_fastft.FineTuner", "data": "lightning_fas
 TRAINER_CLASS = "lightning_fastft.cli.trainer.FastFTTrainer"
 TRAINER_DEFAULTS = {"strategy": "fastft"}
 CONFIG_FOLDER = Path(__file__).parents[1] / "configs"
-_OPTION = re.compile(r"--?([A-Za-z][\w.]*)(\+?)(?:=(.*))?", re.DOTALL)
+_OPTION = re.compile(r"--?([A-Za-z][\w.-]*)(\+?)(?:=(.*))?", re.DOTALL)
 
 
 class Option(NamedTuple):

@@ -224,7 +224,7 @@ def test_experts_with_adapters_are_merged(quantization, tmp_path, folder):
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["{checkpoint}"], "required: out"),
+        (["{checkpoint}"], "needs OUT"),
         (["{checkpoint}", "out", "--merg"], "Did you mean --merge?"),
         (["{checkpoint}", "taken"], "taken already exists and is not overwritten"),
         (["{base}", "out"], "whole model"),
