@@ -11,6 +11,7 @@ from pathlib import Path
 
 from lightning_fastft.cli.other_names import hint_option, hint_value
 from lightning_fastft.cli.signatures import read_parameters
+from lightning_fastft.cli.words import TRAINER_COMMANDS
 
 PARTLY_ALLOWED = ("lightning", "peft", "torch", "torchmetrics", "transformers")
 _IMPORT_REFUSED = re.compile(r"Importing '([^']+)' is not allowed")
@@ -41,6 +42,7 @@ _CLASS_MODULES = {
 }
 # Options for a model and for data, by the option of their class.
 _PLACES = {"model": "model.model", "data": "data.paths"}
+_NO_ATTRIBUTE = re.compile(r"module '([\w.]+)' has no attribute '(\w+)'")
 _AMBIGUOUS = re.compile(r"Multiple subclasses with name (\w+)\. Give the full class path[^:]*: ([\w., ]+\w)")
 _INNER_KEY = re.compile(r"Problem with given class_path '[^']+': Parser key \"([\w.]+)\": ")
 # Functions of transformers that read files of a folder or the hub.
@@ -120,6 +122,15 @@ def _explain_special(message: str, lines: list[str], *, where: str, configs: Col
     function = _FUNCTION.search(message)
     if function:
         return f"error: {where}{function[1]}: {function[2].rstrip('. ')}\n"
+    absent = _NO_ATTRIBUTE.search(message)
+    if absent:
+        module = sys.modules.get(absent[1])
+        near = difflib.get_close_matches(absent[2], getattr(module, "__all__", dir(module)), n=1)
+        advice = f"hint: did you mean {absent[1]}.{near[0]}?\n" if near else ""
+        return f"error: {where}there is no class {absent[2]} in {absent[1]}\n{advice}"
+    has_class = "Problem with given class_path" in message or _NO_CLASS.search(message)
+    if "Not a valid subclass of" in message and not has_class:
+        return f"error: {where}no class is named\nhint: write class_path: NAME, and its options under init_args\n"
     several = _AMBIGUOUS.search(message)
     if several:
         return f"error: {where}several classes are called {several[1]}\nhint: write one of {several[2]}\n"
@@ -137,7 +148,12 @@ def _explain_special(message: str, lines: list[str], *, where: str, configs: Col
     inner = _INNER_KEY.search(" ".join(lines))
     if inner and _NO_MAPPING.search(message):
         advice = "hint: for example --model.lora.r 16\n" if inner[1] == "lora" else ""
-        return f"error: {where.removesuffix(': ')}.{inner[1]}: must be a mapping of options to values\n{advice}"
+        kinds = (
+            "a text or a mapping of options to values"
+            if "Expected a <class 'str'>" in message
+            else "a mapping of options to values"
+        )
+        return f"error: {where.removesuffix(': ')}.{inner[1]}: must be {kinds}\n{advice}"
     return ""
 
 
@@ -168,11 +184,19 @@ def _explain_unknown(name: str, lines: list[str], options: Collection[str]) -> s
     owner = _owner_of(lines, name)
     # The name may be a part of another word, as path of class_path.
     reason = next(line for line in sorted(lines, key=lambda line: f"'{name}'" not in line) if name in line)
+    if found := re.search(
+        rf"expects a function or a callable class: (Option '{re.escape(name)}' is not accepted)", reason
+    ):
+        reason = found[1]
     known = read_parameters(owner) if owner else options
     near = _find_initials(name, known)
     hint = "" if near else hint_option(name, known=known)
     near = near or next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.6)), "")
     hint = hint or (f"hint: did you mean {near}?\n" if near else "")
+    if name[:1].isupper():
+        hint = f"hint: write class_path: {name.partition('.')[0]}, and its options under init_args\n"
+    if name in TRAINER_COMMANDS:
+        hint = f"hint: the options of a config have no level {name} above them\n"
     return f"{reason}{f' by {owner}' if owner else ''}\n{hint}"
 
 

@@ -16,6 +16,7 @@ from lightning_fastft.cli.arguments import (
     take_columns,
 )
 from lightning_fastft.core.errors import DataError, OptionError, UnsupportedModelError
+from lightning_fastft.core.files import find_write_obstacle
 from lightning_fastft.core.phases import phase
 from lightning_fastft.estimate.machines import Gpu, find_gpu
 from lightning_fastft.packing.reading.sources import check_exists
@@ -53,8 +54,11 @@ def run_init(words: Sequence[str]) -> int:
     # Imported after the phases that say so.
     from lightning_fastft.cli.recipe.text import describe_expectation, describe_lengths, render_config
 
-    question.out.parent.mkdir(parents=True, exist_ok=True)
-    question.out.write_text(render_config(recipe), encoding="utf-8")
+    try:
+        question.out.parent.mkdir(parents=True, exist_ok=True)
+        question.out.write_text(render_config(recipe), encoding="utf-8")
+    except OSError as error:
+        raise OptionError(f"--out: {question.out} cannot be written: {error.strerror}. Name another file.") from error
     steps = recipe.steps
     lines = [
         f"Wrote {question.out}: {recipe.method} of {question.model}, packs of {steps.max_tokens:,} tokens, "
@@ -92,6 +96,8 @@ def _read_question(words: Sequence[str]) -> Namespace:
         raise OptionError(f"--out must name a .yaml file, got {given.out}.")
     if out.is_symlink() or (out.exists() and not (given.overwrite and out.is_file())):
         raise OptionError(f"{out} exists and is not overwritten. Name another file with --out, or add --overwrite.")
+    if obstacle := find_write_obstacle(out.parent):
+        raise OptionError(f"--out: {out} cannot be written: {obstacle}. Name a file in another folder.")
     given.gpu = find_gpu(given.gpu) if given.gpu else None
     return given
 

@@ -174,6 +174,9 @@ class FastFTCLI(LightningCLI):
         except ModuleNotFoundError as error:
             # Lightning's loggers name the package in different ways.
             extra = find_extra(error.name or "") or ("wandb" if "wandb" in str(error) else "")
+            if "Requirement '" in str(error):
+                # Of an accelerator that this machine does not have, as tpu.
+                raise MissingDependencyError(str(error)) from error
             if not extra:
                 raise
             raise MissingDependencyError(f"{error!s:.100}. Install it with: {pip_line(extra)}") from error
@@ -186,6 +189,17 @@ class FastFTCLI(LightningCLI):
             super()._run_subcommand(subcommand)
         except MisconfigurationException as error:
             raise OptionError(str(error)) from error
+        except ValueError as error:
+            if "`val_check_interval`" not in str(error):
+                raise
+            raise OptionError(f"trainer.val_check_interval:{error}") from error
+
+    def _set_seed(self) -> None:
+        """Seed everything; turn numpy's error into a short message."""
+        try:
+            super()._set_seed()
+        except ValueError as error:
+            raise OptionError(f"seed_everything: {error}. Give a whole number of at least 0.") from error
 
     def before_fit(self) -> None:
         """Refuse a run without an end, after everything that is wrong in the config."""

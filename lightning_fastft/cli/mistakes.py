@@ -32,7 +32,7 @@ from lightning_fastft.cli.words import (
     take_option,
 )
 from lightning_fastft.cli.yaml_text import check_size
-from lightning_fastft.core.errors import printable
+from lightning_fastft.core.errors import OptionError, printable
 from lightning_fastft.packing.reading.sources import check_exists
 
 # Options that the parser does not know, by command.
@@ -50,6 +50,8 @@ _OPENED: dict[str, dict[str, tuple[str, ...]]] = {
 }
 # Help, the whole config, and -cFILE.
 _LEFT_TO_PARSER = re.compile(r"-h|-c[^=]|--(.*\.)?help\b|--print_")
+# Files of a model, of a tokenizer (enough for fastft data), of adapters and of LitGPT; other answers are theirs.
+_MODEL_FILES = ("config.json", "tokenizer_config.json", "adapter_config.json", "lit_model.pth")
 # Parts of a value that names a class.
 _CLASS_KEYS = frozenset({"class_path", "init_args", "dict_kwargs"})
 
@@ -96,6 +98,7 @@ def check_words(command: str, words: Sequence[str]) -> None:
     _check_options(command, line)
     if command in TRAINER_COMMANDS and isinstance(path := line.values.get(("", "ckpt_path"), (None,))[0], str):
         check_checkpoint(path)
+    _check_model(line)
     _check_sources(command, line)
 
 
@@ -130,6 +133,10 @@ def _read_config(name: str | None, line: _Line) -> bool:
         return False
     _refuse_broken(name or "", text)
     content = load_text(text)
+    if content is None and not text.strip():
+        _refuse(f"The config {name} is empty", "fit")
+    if isinstance(content, (list, str)):
+        _refuse(f"The config {name} must be a mapping with the keys model, data and trainer", "fit")
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         return False
     line.sections.append(("", "", content))
@@ -155,13 +162,33 @@ def _refuse_broken(name: str, text: str) -> None:
     """Refuse a text that is not YAML, with the place."""
     try:
         check_size(text)
-        yaml.compose(text, Loader=yaml.SafeLoader)
+        twice = _find_twice(yaml.compose(text, Loader=yaml.SafeLoader))
     except yaml.MarkedYAMLError as error:
         place = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
         advice = " YAML is indented with spaces, not tabs." if "'\\t'" in str(error.problem) else ""
+        if Path(name).suffix in (".jsonl", ".csv", ".tsv", ".parquet"):
+            advice = f" Did you mean --data.paths {name}?"
         _refuse(f"Problems parsing config {name}{place}: {error.problem}.{advice}", "fit")
     except (yaml.YAMLError, ValueError, RecursionError):
         return
+    if twice:
+        _refuse(f"Problems parsing config {name}, line {twice[1]}: {twice[0]} is there twice. Keep one of them.", "fit")
+
+
+def _find_twice(node: yaml.Node | None) -> tuple[str, int] | None:
+    """Return a key that a mapping has twice, with its line: YAML takes the last of them without a word."""
+    parts: list[yaml.Node] = []
+    if isinstance(node, yaml.MappingNode):
+        seen = set()
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    return key.value, key.start_mark.line + 1
+                seen.add(key.value)
+            parts.append(value)
+    elif isinstance(node, yaml.SequenceNode):
+        parts = node.value
+    return next(filter(None, map(_find_twice, parts)), None)
 
 
 def _add_trainer(line: _Line, trainer: object) -> None:
@@ -294,6 +321,21 @@ def _refuse(message: str, command: str, options: Sequence[str] = ()) -> NoReturn
     answer = explain_refusal(message, options=options, program=program, configs=config_names())
     sys.stderr.write(printable(answer, keeps_lines=True))
     sys.exit(2)
+
+
+def _check_model(line: _Line) -> None:
+    """Refuse a file or a folder that holds no model, in place of a model."""
+    value, _ = line.values.get(("model", "model"), (None, False))
+    path = Path(value) if isinstance(value, str) and len(value) < 256 else Path("/")
+    if path.suffix == ".ckpt" and path.exists():
+        raise OptionError(
+            f"model.model: {value} is a checkpoint. Continue its run with --ckpt_path {value}, or write it as a model "
+            f"first: fastft export {value} FOLDER --merge."
+        )
+    if path.is_file() and path.suffix != ".json":
+        raise OptionError(f"model.model: {value} is a file. Give the folder of a model, or its name on huggingface.co.")
+    if path != Path("/") and path.is_dir() and not any((path / name).exists() for name in _MODEL_FILES):
+        raise OptionError(f"model.model: the folder {value} has no config.json, so it holds no model.")
 
 
 def _check_sources(command: str, line: _Line) -> None:

@@ -22,7 +22,7 @@ def check_order(words: Sequence[str]) -> None:
         words: Words of a command line.
 
     Raises:
-        OptionError: A config replaces options before it, or there is no such config.
+        OptionError: A config replaces options before it, or there is no such config, or it is no text.
     """
     options = list(options_of(words))
     for position, config in enumerate(options):
@@ -54,7 +54,9 @@ def _read_config(option: Option) -> Mapping[str, Any] | None:
         return None
     try:
         content = load_text(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeError):
+    except UnicodeDecodeError as error:
+        raise OptionError(f"{path} is not UTF-8 text ({error.reason}). Configs are YAML files.") from error
+    except OSError:
         return None
     content = {option.key: content} if _is_section(option) else content
     return content if isinstance(content, dict) else None

@@ -115,6 +115,8 @@ def _find_config(name: str) -> str:
     if name in config_names():
         return str(path)
     path = Path(name)
+    if path.is_dir():
+        raise OptionError(f"{name} is a folder; --config takes a file or the name of a shipped config.")
     files = [str(file) for file in path.parent.glob("*.y*ml")] if path.suffix in (".yaml", ".yml") else []
     near = difflib.get_close_matches(name, [*files, *config_names()], n=1)
     advice = f" Did you mean {near[0]}?" if near else ""
@@ -171,8 +173,21 @@ def check_checkpoint(path: object) -> None:
     if path is not None and str(path) not in CHECKPOINT_WORDS and not Path(str(path)).exists():
         raise OptionError(f"ckpt_path: there is nothing at {path} (searched from {Path.cwd()}).")
     inside = name_checkpoint(Path(str(path)))
+    if path is not None and str(path) not in CHECKPOINT_WORDS and (kind := _kind_of_other(Path(str(path)))):
+        raise OptionError(f"ckpt_path: {path} is no checkpoint, but {kind}.")
     if path is not None and inside:
         raise OptionError(f"ckpt_path: {path} is a folder with checkpoints. Name one of them: --ckpt_path {inside}")
+
+
+def _kind_of_other(path: Path) -> str:
+    """Return what a file or folder is that is certainly no checkpoint, and the option for it; "" for others."""
+    if path.suffix in (".safetensors", ".gguf"):
+        return f"a file of weights. Train its model with --model.model {path.parent}"
+    if (path / "adapter_config.json").is_file():
+        return f"a folder of adapters. Train them further with --model.adapter {path}"
+    if (path / "config.json").is_file():
+        return f"the folder of a model. Train it with --model.model {path}"
+    return "an empty folder" if path.is_dir() and not any(path.iterdir()) else ""
 
 
 def name_checkpoint(folder: Path) -> str:

@@ -204,7 +204,8 @@ def export_adapters(
         for config in model.peft_config.values():
             # The base of loaded adapters may have moved since they were saved.
             config.base_model_name_or_path = base.name_or_path or config.base_model_name_or_path
-        model.save_pretrained(str(part), save_embedding_layers=False)
+        with _disk_errors():
+            model.save_pretrained(str(part), save_embedding_layers=False)
         _write_companions(base, part, tokenizer, card=card)
         expected = get_peft_model_state_dict(model, save_embedding_layers=False)
         found = load_file(part / ADAPTER_WEIGHTS)
@@ -241,7 +242,8 @@ def export_merged(
     merged, moved = (model, 0.0) if not hasattr(model, "peft_config") else _merge(model, ids, adapted=before)  # type: ignore[arg-type]
     before = _logits(merged, ids)
     with writing(out) as part:
-        merged.save_pretrained(str(part))
+        with _disk_errors():
+            merged.save_pretrained(str(part))
         _write_companions(merged, part, tokenizer, card=card)
         again, report = auto_class(merged.config).from_pretrained(
             str(part), dtype="auto", use_safetensors=True, trust_remote_code=False, output_loading_info=True
@@ -277,6 +279,19 @@ def writing(out: Path) -> Iterator[Path]:
             check_free(out)
             part.rename(out)
         sync_folder(out.parent)
+
+
+@contextmanager
+def _disk_errors() -> Iterator[None]:
+    """Raise a full disk as OSError, which safetensors reports as an error of its own."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        if "I/O error" not in str(error):
+            raise
+        raise OSError(str(error)) from error
 
 
 def _write_companions(model: Any, part: Path, tokenizer: PreTrainedTokenizerBase | None, *, card: str) -> None:

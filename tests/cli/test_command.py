@@ -219,6 +219,7 @@ def test_fit_without_a_length_is_refused_before_the_model_is_read(folder, answer
 @pytest.mark.parametrize("command", ["fit", "data"])
 def test_a_model_that_is_not_there_answers_with_what_to_do(command, folder, answer):
     (folder / "empty").mkdir()
+    (folder / "empty/tokenizer_config.json").write_text("{}")
     (folder / "train.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 4)
     words = [
         "--model.model",
@@ -505,6 +506,23 @@ def test_errors_of_lightning_about_its_use_are_short(folder, demo_files, answer)
     assert status == 1
     assert "error: OptionError" in text
     assert "no logger" in text
+
+
+def test_validation_after_more_batches_than_there_are_is_answered(folder, demo_files, answer):
+    (folder / "train.jsonl").write_text(20 * (json.dumps({"input_ids": [1, 2, 3, 4]}) + "\n"))
+    model = ["--model.model", str(demo_files.model), "--model.init", "random", "--trainer.max_steps", "1"]
+    words = [*model, "--data.paths", "train.jsonl", "--data.cache_dir", "null", "--data.val_share", "0.5"]
+    run = ["--trainer.accelerator", "cpu", "--trainer.logger", "false", "--trainer.enable_checkpointing", "false"]
+    status, text = answer(["fit", *words, *run, "--trainer.val_check_interval", "1000"])
+    assert status == 1
+    assert "OptionError: trainer.val_check_interval" in text
+
+
+def test_device_that_is_not_there_is_answered(folder, demo_files, answer, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    status, text = answer(["chat", str(demo_files.model), "--device", "cuda"])
+    assert status == 1
+    assert "torch sees no GPU" in text
 
 
 def test_doctor_refuses_modules_that_it_cannot_shrink(folder, answer):

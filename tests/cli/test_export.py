@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from peft import PeftModel
 from peft.tuners.lora.layer import Linear as LoraLayer
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -318,6 +319,19 @@ def change_one(tensors):
 def narrow_one(tensors):
     name = sorted(tensors)[0]
     tensors[name] = tensors[name].bfloat16()
+
+
+@pytest.mark.parametrize("kind", ["adapters", "merged"])
+def test_full_disk_is_no_traceback_and_leaves_nothing(kind, tmp_path, monkeypatch):
+    def fill(*_, **__):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    model = small_adapted()
+    monkeypatch.setattr(model if kind == "adapters" else model.get_base_model(), "save_pretrained", fill)
+    write = export.export_adapters if kind == "adapters" else export.export_merged
+    with pytest.raises(CheckpointNotSavedError, match="No space left"):
+        write(model, tmp_path / "out", tokenizer=None)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.covering

@@ -63,6 +63,10 @@ def working_folder(tmp_path_factory):
     (folder / "short.yaml").write_text(CONFIG.replace("max_steps: 1", "max_steps: 1, callbacks: [FusedKernels]"))
     (folder / "saved").mkdir()
     (folder / "saved/last.ckpt").write_text("")
+    write_mistaken_configs(folder)
+    write_mistaken_data(folder)
+    (folder / "half.ckpt").write_bytes(bytes(100))
+    (folder / "void").mkdir()
     (folder / "empty.jsonl").write_text("")
     (folder / "data.zip").write_text("x")
     (folder / "bad.jsonl").write_text('{"text": }\n')
@@ -73,8 +77,33 @@ def working_folder(tmp_path_factory):
     return folder
 
 
-def test_table_has_eighty_lines():
-    assert len(MISTAKES) >= 80
+def write_mistaken_configs(folder):
+    for name, old, new in (
+        ("misspelt", "FineTuner", "FineTunr"),
+        ("nameless", "class_path: lightning_fastft.FineTuner", "class: lightning_fastft.FineTuner"),
+        ("twice", "trainer: {", "trainer: {max_steps: 2}\ntrainer: {"),
+        ("level", "model: {class", "fit:\n  model: {class"),
+        ("callbacks", "max_steps: 1", "max_steps: 1, callbacks: {ModelCheckpoint: {dirpath: x}}"),
+    ):
+        assert old in CONFIG
+        (folder / f"{name}.yaml").write_text(CONFIG.replace(old, new, 1))
+    (folder / "void.yaml").write_text("")
+    (folder / "list.yaml").write_text("- a\n")
+    (folder / "binary.yaml").write_bytes(b"\xff\x00")
+
+
+def write_mistaken_data(folder):
+    (folder / "latin.jsonl").write_bytes('{"text": "caf\u00e9"}\n'.encode("latin-1"))
+    (folder / "utf16.jsonl").write_bytes('{"text": "a"}\n'.encode("utf-16"))
+    (folder / "broken.parquet").write_bytes(b"PAR1xxxx")
+    (folder / "open.csv").write_text('prompt,completion\n"a,b\n')
+    (folder / "plain.jsonl.gz").write_text('{"text": "a"}\n')
+    turns = [{"role": "humn", "content": "a"}, {"role": "assistant", "content": "b"}]
+    write_rows(folder / "roles.jsonl", {"messages": turns})
+
+
+def test_table_has_many_lines():
+    assert len(MISTAKES) >= 120
     assert len({words for words, _ in MISTAKES}) == len(MISTAKES)
 
 

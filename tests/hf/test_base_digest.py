@@ -75,6 +75,12 @@ def test_same_weights_elsewhere_are_the_same_base(saved, tmp_path):
         assert fit(tmp_path, tuner(str(tmp_path / "elsewhere")), ckpt_path=checkpoint, max_steps=2).global_step == 2
 
 
+def test_random_weights_are_another_base_than_those_of_files(saved, tmp_path):
+    base, checkpoint = saved
+    with pytest.raises(ResumeError, match="accept_other_base"):
+        fit(tmp_path, tuner(base, init="random"), ckpt_path=checkpoint, max_steps=2)
+
+
 def test_checkpoint_without_a_digest_goes_on(saved, tmp_path):
     base, checkpoint = saved
     content = torch.load(checkpoint, weights_only=True)

@@ -100,9 +100,12 @@ def find_device(name: str, *, default: str = "auto") -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        return torch.device(name)
+        device = torch.device(name)
     except RuntimeError as error:
         raise OptionError(f"--device must be a device of torch, got {name!r}: {error}") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise OptionError(f"--device {name}: torch sees no GPU. Use --device cpu, or look at nvidia-smi.")
+    return device
 
 
 def read_request(given: Namespace, *, device: str = "auto", **choices: Any) -> Request:

@@ -180,7 +180,10 @@ def check_exists(given: str) -> None:
     if is_pattern(given):
         find_matches(given)
     elif is_local(given) and not path.is_dir() and not path.is_file():
-        raise DataError(f"There is no file or folder {given} (searched from {Path.cwd()}).")
+        parts = [part.strip() for part in given.split(",")]
+        is_list = len(parts) > 1 and all(Path(part).exists() for part in parts)
+        advice = f" Write several as a list: '[{', '.join(parts)}]'." if is_list else ""
+        raise DataError(f"There is no file or folder {given} (searched from {Path.cwd()}).{advice}")
 
 
 def _open_folder(path: Path, *, given: str) -> list[Source]:

@@ -31,7 +31,9 @@ def describe_base(source: ModelSource | None, *, seed: int, digest: str) -> dict
     return {"name": name, "init": init, "seed": seed, "digest": digest}
 
 
-def check_base(saved: Mapping[str, Any], *, seed: int | None, digest: str, accept_other: bool) -> None:
+def check_base(
+    saved: Mapping[str, Any], *, source: ModelSource | None, seed: int | None, digest: str, accept_other: bool
+) -> None:
     """Check that adapters were trained on this base; a checkpoint without a digest is accepted.
 
     Raises:
@@ -44,8 +46,10 @@ def check_base(saved: Mapping[str, Any], *, seed: int | None, digest: str, accep
         )
     kind, _, saved_digits = str(saved.get("digest", "")).partition(":")
     present_kind, _, digits = digest.partition(":")
-    # Digests of files and of tensors in memory are not comparable.
-    if not kind or kind != present_kind or saved_digits == digits:
+    inits = {str(saved.get("init")), "given" if source is None else source.init}
+    # Digests of files and of tensors in memory are not comparable, but files have no random weights.
+    is_other = inits == {"random", "pretrained"}
+    if not is_other and (not kind or kind != present_kind or saved_digits == digits):
         return
     found = (
         f"The adapters were trained on the base {saved.get('name') or 'of the run'} with other weights than the "

@@ -495,6 +495,7 @@ class CausalLMModule(LightningModule):
         if self.has_adapters:
             check_base(
                 checkpoint.get("fastft_base", {}),
+                source=self.source,
                 seed=self._seed if self._is_built else None,
                 digest=self._base_digest,
                 accept_other=self.accept_other_base,
