@@ -5,4 +5,4 @@
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 exec torchrun --nnodes "${NODES:-1:2}" --nproc-per-node "${GPUS:-8}" --max-restarts "${RESTARTS:-10}" \
   --rdzv-backend c10d --rdzv-endpoint "$HEAD:${PORT:-29500}" --rdzv-id fastft --rdzv-conf "${RDZV:-join_timeout=600}" \
-  -m lightning_fastft fit --trainer.strategy fastft_ddp --ckpt_path last "$@"
+  -m lightning_fastft fit --ckpt_path last "$@"

@@ -3,4 +3,4 @@
 #   HEAD=ADDRESS-OF-NODE-0 NODE_RANK=N sh clusters/plain.sh --config CONFIG \
 #     --trainer.strategy fastft_ddp --trainer.devices 8 --data.paths train.jsonl
 export NODE_RANK MASTER_ADDR="$HEAD" MASTER_PORT="${PORT:-29500}"
-exec fastft fit --trainer.num_nodes "${NODES:-2}" --trainer.strategy fastft_ddp --ckpt_path last "$@"
+exec fastft fit --trainer.num_nodes "${NODES:-2}" --ckpt_path last "$@"

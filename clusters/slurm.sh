@@ -4,7 +4,7 @@
 #SBATCH --nodes=2 --ntasks-per-node=8 --time=24:00:00
 #SBATCH --signal=USR1@120 --requeue --open-mode=append
 
-srun --kill-on-bad-exit=1 python -m lightning_fastft fit --trainer.strategy fastft_ddp --ckpt_path last "$@"
+srun --kill-on-bad-exit=1 python -m lightning_fastft fit --ckpt_path last "$@"
 code=$?
 # After USR1 the run has requeued the job itself (exit code 138). After other failures requeue it, at most ten times.
 if [ "$code" -ne 0 ] && [ "$code" -ne 138 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 10 ]; then

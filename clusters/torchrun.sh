@@ -4,4 +4,4 @@
 #     --data.paths train.jsonl
 exec torchrun --nnodes "${NODES:-2}" --node-rank "$NODE_RANK" --nproc-per-node "${GPUS:-8}" \
   --master-addr "$HEAD" --master-port "${PORT:-29500}" \
-  -m lightning_fastft fit --trainer.strategy fastft_ddp --ckpt_path last "$@"
+  -m lightning_fastft fit --ckpt_path last "$@"

@@ -16,6 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_fastft.cli.command import main
 from lightning_fastft.cli.lightning_cli import FastFTCLI
+from lightning_fastft.cli.option_order import check_order
 from lightning_fastft.cli.usage import USAGE
 from lightning_fastft.cli.words import CONFIG_FOLDER, take_option
 from lightning_fastft.demo.files import write_demo_files
@@ -147,6 +148,14 @@ def test_the_line_of_a_launcher_trains_on_every_gpu_of_two_nodes(script, monkeyp
     trainer = FastFTCLI(words, run=False).trainer
     assert isinstance(trainer.strategy, DDPStrategy)
     assert (trainer.num_nodes, trainer.num_devices) == (2, 8)
+
+
+@pytest.mark.parametrize("script", LAUNCHERS)
+def test_a_launcher_takes_the_strategy_of_a_config(script, tmp_path):
+    config = tmp_path / "mine.yaml"
+    config.write_text("trainer: {strategy: fastft_fsdp}\n")
+    (fixed,) = re.findall(r"fastft fit (.*)\"\$@\"", (ROOT / "clusters" / script).read_text())
+    check_order([*shlex.split(fixed.replace("${NODES:-2}", "2")), "--config", str(config)])
 
 
 def test_readme_commands_are_found():

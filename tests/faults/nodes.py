@@ -29,6 +29,10 @@ ADDRESSES = ("10.77.0.1", "10.77.0.2")
 START_S = 600.0
 
 
+# What the lines of docs/clusters.md give after the config, and this module's package.
+CLUSTER_OPTIONS = ["--trainer.strategy", "fastft_ddp", "--allow-import", "tests"]
+
+
 class Note(Callback):
     """Writes a line per start and per step of rank 0 to a file, and makes steps as long as a test needs.
 
@@ -90,7 +94,7 @@ class ClusterJob:
     @property
     def words(self):
         """Arguments that a user appends to a script of clusters/."""
-        return ["--config", str(self.folder / "config.yaml"), "--allow-import", "tests"]
+        return ["--config", str(self.folder / "config.yaml"), *CLUSTER_OPTIONS]
 
     @property
     def environment(self):
