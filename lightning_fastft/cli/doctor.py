@@ -200,7 +200,8 @@ def describe_machine() -> str:
             f"{device.major}.{device.minor}"
         )
     if not lines:
-        lines.append(f"device: CPU, {torch.get_num_threads()} threads")
+        num_threads = torch.get_num_threads()
+        lines.append(f"device: CPU, {num_threads} thread{'s' if num_threads != 1 else ''}")
     packages = ("torch", "lightning", "transformers", "peft", "bitsandbytes", "triton", "nvidia-cudnn-frontend")
     versions = [f"{package} {version_of(package) or 'not installed'}" for package in packages]
     return "\n".join([*lines, ", ".join(versions)])

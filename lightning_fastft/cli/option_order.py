@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_fastft.cli.words import Option, find_configs, load_text, options_of
+from lightning_fastft.cli.signatures import read_parameters
+from lightning_fastft.cli.words import DEFAULT_CLASSES, Option, find_configs, load_text, options_of
 from lightning_fastft.core.errors import OptionError
 
 _CONFIG_OPTIONS = ("config", "c")
@@ -31,14 +32,14 @@ def check_order(words: Sequence[str]) -> None:
             continue
         repeated = {option.key for option in options[position + 1 :]}
         replaced = [
-            f"{shlex.join(option.words)} (by {found})"
+            f"{shlex.join(option.words)} ({found})"
             for option in options[:position]
-            if option.key not in repeated and (found := _find_replacement(option, content))
+            if option.key not in repeated and (found := _find_replacement(option, content, given=options[:position]))
         ]
         if replaced:
             name = shlex.join(config.words)
             raise OptionError(
-                f"{name} replaces options before it: {', '.join(replaced)}. Write it first: {name} "
+                f"{name} must come before options that it decides: {', '.join(replaced)}. Write it first: {name} "
                 f"{' '.join(shlex.join(option.words) for option in options[:position])}"
             )
 
@@ -62,7 +63,7 @@ def _read_config(option: Option) -> Mapping[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-def _find_replacement(option: Option, content: Mapping[str, Any]) -> str:
+def _find_replacement(option: Option, content: Mapping[str, Any], *, given: Sequence[Option]) -> str:
     """Return the value of a config that replaces an option's, as text; "" where the option keeps its effect.
 
     A config replaces an argument of the model, the data module or the Trainer as a whole: ``lora`` with all its fields,
@@ -79,6 +80,15 @@ def _find_replacement(option: Option, content: Mapping[str, Any]) -> str:
         return _name_other(option, section, "class_path") if is_name and not _is_section(option) else ""
     arguments = section if head == "trainer" else section.get("init_args")
     name, _, inner = rest.removeprefix("init_args.").partition(".")
+    default = DEFAULT_CLASSES.get(head)
+    if (
+        default
+        and "class_path" in section
+        and name not in read_parameters(default)
+        and not _is_class_given(option, given)
+    ):
+        # The parser reads the option for the class that is known so far.
+        return f"an option of {section['class_path']!s:.60}"
     if not isinstance(arguments, dict):
         return ""
     value = arguments.get(name)
@@ -99,7 +109,7 @@ def _name_other(option: Option, values: Mapping[str, Any], name: str) -> str:
     if any(_is_same(option.value, entry) for entry in entries):
         return ""
     shown = value["class_path"] if isinstance(value, dict) and "class_path" in value else value
-    return f"{name}: {shown!s:.60}"
+    return f"it sets {name}: {shown!s:.60}"
 
 
 def _is_same(text: str | None, value: Any) -> bool:
@@ -114,6 +124,13 @@ def _is_same(text: str | None, value: Any) -> bool:
         return not isinstance(value, bool) and float(text) == float(value)
     except (TypeError, ValueError):
         return False
+
+
+def _is_class_given(option: Option, given: Sequence[Option]) -> bool:
+    """Return whether another class than the default may be known where an option is read."""
+    head = option.key.partition(".")[0]
+    known = (head, f"{head}.class_path", *_CONFIG_OPTIONS)
+    return any(other.key in known for other in given[: given.index(option)])
 
 
 def _is_section(option: Option) -> bool:

@@ -106,6 +106,15 @@ def test_order_counts_for_allowed_packages_and_sections(folder):
         check_words("fit", ["--trainer.max_steps", "5", "--trainer", "steps.yaml"])
 
 
+def test_option_of_the_class_of_a_later_config_is_refused(folder, tmp_path):
+    (tmp_path / "dpo.yaml").write_text("model: {class_path: lightning_fastft.PreferenceTuner, init_args: {model: x}}\n")
+    with pytest.raises(OptionError, match="PreferenceTuner"):
+        check_words("fit", ["--model.loss", "ipo", "--config", "dpo.yaml", "--data.paths", "a.jsonl"])
+    check_words("fit", ["--config", "dpo.yaml", "--model.loss", "ipo", "--data.paths", "a.jsonl"])
+    words = ["--model", "PreferenceTuner", "--model.loss", "ipo", "--config", "dpo.yaml", "--data.paths", "a.jsonl"]
+    check_words("fit", words)
+
+
 def test_option_between_two_configs_is_refused(folder):
     with pytest.raises(OptionError, match=r"max_epochs.*mine\.yaml|mine\.yaml.*max_epochs"):
         check_words("fit", ["--config", "run.yaml", "--trainer.max_epochs", "9", "--config", "mine.yaml"])
