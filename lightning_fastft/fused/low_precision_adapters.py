@@ -186,22 +186,22 @@ class LowPrecisionAdapters:
                 if is_there and factors.belongs_to(layer, name):
                     self._update(factors, layer, name)
 
-    def _linears(self) -> list[nn.Linear]:
+    def _owners(self) -> list[dict[str, Any]]:
+        """Return the attributes of every lora_A and lora_B."""
         # Not as attributes, which take a microsecond each in modules.
         return [
-            linear
+            linear.__dict__
             for layer in self._layers
             for name in ("lora_A", "lora_B")
             for linear in layer._modules[name]._modules.values()  # type: ignore[union-attr]
         ]
 
     def _copies(self) -> list[LowPrecisionCopy]:
-        copies = [vars(linear).get(WEIGHT_ATTRIBUTE) for linear in self._linears()]
-        return [copy for copy in copies if copy is not None]
+        return [owner[WEIGHT_ATTRIBUTE] for owner in self._owners() if WEIGHT_ATTRIBUTE in owner]
 
     def _drop(self) -> None:
-        for linear in self._linears():
-            vars(linear).pop(WEIGHT_ATTRIBUTE, None)
+        for owner in self._owners():
+            owner.pop(WEIGHT_ATTRIBUTE, None)
         for layer in self._layers:
             for magnitude in layer.lora_magnitude_vector.values():
                 vars(magnitude).pop(FACTORS_ATTRIBUTE, None)
