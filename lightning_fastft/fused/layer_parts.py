@@ -15,12 +15,15 @@ from lightning_fastft.fused.delta_mixers import delta_modules, delta_obstacle
 from lightning_fastft.fused.dense_weights import DenseWeights
 from lightning_fastft.fused.fp8_base import FP8_ATTRIBUTE, in_fp8
 from lightning_fastft.fused.fp8_obstacles import adapter_obstacle, gather_obstacle
+from lightning_fastft.fused.functions.rows import Norm
 from lightning_fastft.fused.layer_forms import LAYERS, LayerForm
 from lightning_fastft.fused.linear_parts import read_part
 from lightning_fastft.fused.linears import FusedLinear, fuse_linears
 from lightning_fastft.fused.low_precision_adapters import LowPrecisionCopy
 from lightning_fastft.fused.row_factors import RowFactors
 from lightning_fastft.hf.activation_functions import activation_name
+from lightning_fastft.kernels.expert_gate.reference import GateForm
+from lightning_fastft.kernels.rms_norm.reference import NormForm
 from lightning_fastft.mixers.install import PackedMixer
 
 # An instance attribute, so no state_dict has it.
@@ -109,22 +112,33 @@ class KeptParts:
                 self._watch(linear.lora_variant, *linear.active_adapters)
             else:
                 modules.append(linear)
-        self._modules = list(dict.fromkeys([layer, *modules]))
-        self._classes = list(map(type, self._modules))
         self._watch(vars(layer), FP8_ATTRIBUTE)
-        for module in self._modules:
-            self._watch(vars(module), "forward", "training", "p", "compute_dtype")
+        for module in dict.fromkeys([layer, *modules]):
             self._watch(module._modules, *module._modules)
-            self._watch(module._parameters, *module._parameters)
-            self._weights += [weight for weight in module._parameters.values() if weight is not None]
-            if module is not layer:
-                self._empty += [module._forward_hooks, module._forward_pre_hooks]
-                self._empty += [module._backward_hooks, module._backward_pre_hooks]
-        for weight in self._weights:
-            self._watch(vars(weight), "quant_state")
+            if not isinstance(module, (nn.ModuleDict, nn.ParameterDict)):
+                self._watch_module(module, has_hooks=module is not layer)
+        self._classes = list(map(type, self._modules))
         self._values = list(map(dict.get, self._mappings, self._names))
         self._described = _describe(self._weights)
         self._parts, self._dtype = parts, dtype
+
+    def _watch_module(self, module: nn.Module, *, has_hooks: bool) -> None:
+        """Compare a module that is not called, or that decides how others are called, and its parameters."""
+        self._modules.append(module)
+        state = vars(module)
+        # Attributes that only some modules have; every module may get a forward of its own.
+        self._watch(state, "forward", *[name for name in ("p", "compute_dtype") if name in state])
+        if "p" in state or isinstance(module, LoraLayer):
+            self._watch(state, "training")
+        self._watch(module._parameters, *module._parameters)
+        weights = [weight for weight in module._parameters.values() if weight is not None]
+        self._weights += weights
+        for weight in weights:
+            if hasattr(weight, "quant_state"):
+                self._watch(vars(weight), "quant_state")
+        if has_hooks:
+            self._empty += [module._forward_hooks, module._forward_pre_hooks]
+            self._empty += [module._backward_hooks, module._backward_pre_hooks]
 
     def _watch(self, mapping: dict[str, Any], *names: str) -> None:
         """Compare entries of a mapping, by identity."""
@@ -134,19 +148,29 @@ class KeptParts:
 
 def _describe(weights: Sequence[torch.Tensor]) -> list[Any]:
     """Return what makes a product read a weight in another way; addresses matter only to copies, which know them."""
-    return [(weight.dtype, weight.requires_grad) for weight in weights]
+    return list(map(operator.attrgetter("dtype", "requires_grad"), weights))
 
 
 class Parts(NamedTuple):
-    """Products of a layer at present.
+    """Products and norms of a layer at present.
 
-    Attention without qkv and out, and a feed-forward block without gate_up and down, run as modules.
+    Attention without qkv and out, and a feed-forward block without gate_up and down, run as modules. Norms are None
+    for a layer without them; those before and after attention come first, then those before and after the block.
     """
 
     qkv: FusedLinear | None
     out: FusedLinear | None
     gate_up: FusedLinear | None
     down: FusedLinear | None
+    norms: tuple[Norm | None, Norm | None]
+    post_norms: tuple[Norm | None, Norm | None]
+    head_norms: tuple[Norm | None, Norm | None]
+    gate: GateForm | None
+
+    @property
+    def products(self) -> list[FusedLinear]:
+        """The products that the layer computes itself."""
+        return [product for product in self[:4] if product is not None]
 
 
 def read_for_norms(layer: nn.Module) -> Parts | str:
@@ -205,7 +229,29 @@ def read_parts(
         fused_linears.append(fused_linear)
     of_attention = (None, None) if has_own_mixer(layer, form) else tuple(fused_linears[:2])
     of_block = tuple(fused_linears[-2:]) if is_known_block(layer, form) else (None, None)
-    return Parts(*of_attention, *of_block)
+    attention = None if of_attention[0] is None else layer._modules.get("self_attn")
+    return Parts(
+        *of_attention,
+        *of_block,
+        norms=_read_norms(layer, form.norms, form),
+        post_norms=_read_norms(layer, form.post_norms, form),
+        head_norms=_read_norms(attention, form.head_norms, form),
+        gate=GateForm(activation=block_activation(layer, form)) if is_known_block(layer, form) else None,
+    )
+
+
+def read_norm(module: Any, form: LayerForm) -> Norm:
+    """Return a norm of a layer of this form."""
+    # Gemma's norms name their epsilon differently.
+    eps = float(module.eps if hasattr(module, "eps") else module.variance_epsilon)
+    return Norm(module.weight, NormForm(eps=eps, weight_offset=form.norm_offset, is_weight_wide=form.is_norm_wide))
+
+
+def _read_norms(module: nn.Module | None, names: Sequence[str], form: LayerForm) -> tuple[Norm | None, Norm | None]:
+    """Return the two norms of these names; LFM3's norms after attention and block are an option."""
+    found = [None, None] if module is None or not names else [module._modules.get(name) for name in names]
+    first, second = (None if norm is None or type(norm) is nn.Identity else read_norm(norm, form) for norm in found)
+    return first, second
 
 
 def linear_modules(layer: Any) -> list[list[nn.Module]]:

@@ -133,6 +133,7 @@ def one_kernel(function: Callable[_P, _T]) -> Callable[_P, _T]:
     return call
 
 
+@functools.cache
 def capability_of(device: torch.device) -> tuple[int, int]:
     """Return the CUDA compute capability of a device; Hopper's on the meta device, (0, 0) on others."""
     if device.type == "cuda":
