@@ -192,7 +192,7 @@ class DenseWeights:
         num_inputs, num_extra = parts[0].num_inputs, aligned(_num_ranks(parts))
         room = self._room_of(parts)
         if room is not None and room.num_columns >= num_inputs + num_extra:
-            dense = _memory_of(parts, room)[:, : num_inputs + num_extra]
+            dense = _memory_of(parts, room, (room.num_rows, num_inputs + num_extra))
             copies = [part.copy_b_OR for part in parts if part.copy_b_OR is not None]
             if not room.must_write(copies, are_tracked=_are_tracked(parts)):
                 return dense
@@ -211,7 +211,7 @@ class DenseWeights:
         num_outputs, num_ranks = part.num_outputs, a_RI.shape[0]
         room = self._room_of((part,))
         if room is not None and room.num_rows >= num_outputs + aligned(num_ranks):
-            dense = _memory_of((part,), room)[: num_outputs + aligned(num_ranks)]
+            dense = _memory_of((part,), room, (num_outputs + aligned(num_ranks), room.num_columns))
             if not room.must_write([a_RI], are_tracked=_are_tracked((part,))):
                 return dense
         else:
@@ -282,12 +282,12 @@ class DenseWeights:
         return room if parts[0].weight.untyped_storage().nbytes() == room.num_bytes else None
 
 
-def _memory_of(parts: Sequence[LinearPart], room: _Room) -> torch.Tensor:
-    """Return the memory of weights in a fused buffer.
+def _memory_of(parts: Sequence[LinearPart], room: _Room, shape: tuple[int, int]) -> torch.Tensor:
+    """Return the first rows and columns of the fused buffer that weights are in.
 
     As ``.data``, because a write into the room changes no weight and must not change its version counter.
     """
-    return parts[0].weight.data.as_strided((room.num_rows, room.num_columns), (room.num_columns, 1), 0)
+    return parts[0].weight.data.as_strided(shape, (room.num_columns, 1), 0)
 
 
 def _are_tracked(parts: Sequence[LinearPart]) -> bool:

@@ -18,7 +18,7 @@ from lightning_fastft.fused.fp8_obstacles import adapter_obstacle, gather_obstac
 from lightning_fastft.fused.functions.rows import Norm
 from lightning_fastft.fused.layer_forms import LAYERS, LayerForm
 from lightning_fastft.fused.linear_parts import read_part
-from lightning_fastft.fused.linears import FusedLinear, fuse_linears
+from lightning_fastft.fused.linears import FusedLinear, fuse_linears, join_copies
 from lightning_fastft.fused.low_precision_adapters import LowPrecisionCopy
 from lightning_fastft.fused.row_factors import RowFactors
 from lightning_fastft.hf.activation_functions import activation_name
@@ -226,7 +226,7 @@ def read_parts(
         fused_linear = in_fp8(fused_linear, linears, layer=layer, place=place, dtype=dtype)
         if isinstance(fused_linear, str):
             return fused_linear
-        fused_linears.append(fused_linear)
+        fused_linears.append(join_copies(fused_linear, _copies_of_a(linears, dtype=dtype)))
     of_attention = (None, None) if has_own_mixer(layer, form) else tuple(fused_linears[:2])
     of_block = tuple(fused_linears[-2:]) if is_known_block(layer, form) else (None, None)
     attention = None if of_attention[0] is None else layer._modules.get("self_attn")
@@ -238,6 +238,13 @@ def read_parts(
         head_norms=_read_norms(attention, form.head_norms, form),
         gate=GateForm(activation=block_activation(layer, form)) if is_known_block(layer, form) else None,
     )
+
+
+def _copies_of_a(linears: Sequence[nn.Module], *, dtype: torch.dtype) -> list[LowPrecisionCopy]:
+    """Return the low-precision copies of A of the active adapters of layers that read the same rows."""
+    read = [copies_read(linear, dtype=dtype) for linear in linears if isinstance(linear, LoraLayer)]
+    # Those of A come first; a disabled layer has none in its part.
+    return [copies[0] for copies in read if copies and isinstance(copies[0], LowPrecisionCopy)]
 
 
 def read_norm(module: Any, form: LayerForm) -> Norm:

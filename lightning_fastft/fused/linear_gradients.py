@@ -16,7 +16,6 @@ from lightning_fastft.fused.linears import (
     FusedLinear,
     dense_pieces,
     has_augmented,
-    joint_a,
 )
 from lightning_fastft.kernels.fp8_linear.reference import Fp8Rows
 from lightning_fastft.kernels.lora_linear.op import wide_product
@@ -82,7 +81,7 @@ def rows_gradients_apart(
         d_low_TR = low_rows_gradient(fused_linear, d_TO)
         assert d_low_TR is not None
         return _appended_gradient(fused_linear, d_TO, d_low_TR), d_low_TR, None
-    a_RI = joint_a(fused_linear.parts)
+    a_RI = fused_linear.joint_a()
     if not has_augmented(fused_linear, num_rows):
         d_low_TR = low_rows_gradient(fused_linear, d_TO)
         return _base_gradient(fused_linear, d_TO, d=d), d_low_TR, a_RI
@@ -145,7 +144,7 @@ def parameter_gradients(
         assert d_low_TR is not None
         assert isinstance(x_TI, torch.Tensor)
         # One GEMM for all layers; the gradient of each layer is a block of its rows.
-        d_a = wide_product(d_low_TR.T, x_TI, dtype=next(part.a_RI.dtype for part in parts if part.a_RI is not None))
+        d_a = wide_product(d_low_TR.t(), x_TI, dtype=next(part.a_RI.dtype for part in parts if part.a_RI is not None))
         if factor_I is not None:
             d_a.mul_(factor_I)
     d_weights = _weight_gradients(fused_linear, x_TI, d_TO, needs=needs[::TENSORS_PER_LAYER], d=d)
@@ -156,7 +155,7 @@ def parameter_gradients(
         found.append(d_piece.sum(0) if needs_bias and d_piece is not None else None)
         found.append((d_a if len(parts) == 1 else d_a[ranks]) if needs_a and d_a is not None else None)
         if needs_b and low_TR is not None and part.b_OR is not None and d_piece is not None:
-            found.append(wide_product(d_piece.T, _piece(low_TR, ranks, parts), dtype=part.b_OR.dtype))
+            found.append(wide_product(d_piece.t(), _piece(low_TR, ranks, parts), dtype=part.b_OR.dtype))
         else:
             found.append(None)
         found.append(d_magnitudes[place] if d_magnitudes else None)
@@ -179,7 +178,7 @@ def _weight_gradients(
         assert isinstance(d_TO, torch.Tensor)
         assert isinstance(x_TI, torch.Tensor)
         return [
-            _piece(d_TO, columns, parts).T @ x_TI if is_needed else None
+            _piece(d_TO, columns, parts).t() @ x_TI if is_needed else None
             for columns, is_needed in zip(fused_linear.columns, needs)
         ]
     if d is None:
@@ -204,7 +203,7 @@ def _has_appended(fused_linear: FusedLinear, d_TO: torch.Tensor) -> bool:
     part = fused_linear.parts[0]
     if fused_linear.base is not None or len(fused_linear.parts) > 1 or not part.rank:
         return False
-    has_place = part.is_packed or fused_linear.dense.has_room_below(part)
+    has_place = part.is_packed or fused_linear.has_room(is_below=True)
     if part.num_inputs < 2 * part.num_outputs:
         return has_place and fused_linear.dense.gradients.has_room(d_TO, num_ranks=part.rank)
     return has_place or (

@@ -15,6 +15,7 @@ from lightning_fastft.core.checks import is_same_memory
 from lightning_fastft.fused.column_scales import scale_output
 from lightning_fastft.fused.dense_weights import DenseWeights, rides_along
 from lightning_fastft.fused.linear_parts import LinearPart
+from lightning_fastft.fused.low_precision_adapters import LowPrecisionCopy
 from lightning_fastft.kernels.expert_gate.reference import GateForm, QuantisedGateGradients
 from lightning_fastft.kernels.fp8_linear.reference import Fp8Rows
 from lightning_fastft.kernels.low_rank_add.op import add_low_rank
@@ -144,6 +145,35 @@ class FusedLinear(_Linears):
         """
         return tuple(getattr(part, name) for part in self.parts for name in _watched_names(part))
 
+    @functools.cached_property
+    def _a_below_each_other(self) -> torch.Tensor | None:
+        """A of all layers as one tensor, if it is one, or if ``join_copies`` has put them in one memory."""
+        factors = [part.copy_a_RI for part in self.parts if part.copy_a_RI is not None]
+        if len(factors) == 1:
+            return factors[0]
+        if not are_below_each_other(factors):
+            return None
+        with torch.inference_mode(mode=False), torch.no_grad():
+            return factors[0].as_strided((self.num_ranks, self.num_inputs), (self.num_inputs, 1))
+
+    def joint_a(self) -> torch.Tensor | None:
+        """Return A of all layers below each other; None without adapters."""
+        if self._a_below_each_other is not None or not self.num_ranks:
+            return self._a_below_each_other
+        return torch.cat([part.copy_a_RI for part in self.parts if part.copy_a_RI is not None])
+
+    def has_room(self, *, is_below: bool) -> bool:
+        """Return whether the weights are in a fused buffer with room for B beside them, or for A of one layer below.
+
+        The buffer is looked up again only if a weight has moved.
+        """
+        # On the meta device, tensors have no addresses.
+        addresses = None if self.parts[0].weight.is_meta else [part.weight.data_ptr() for part in self.parts]
+        if addresses is None or vars(self).get("_addresses") != addresses:
+            has_below = len(self.parts) == 1 and self.dense.has_room_below(self.parts[0])
+            vars(self).update(_addresses=addresses, _rooms=(self.dense.has_room_beside(self.parts), has_below))
+        return bool(vars(self)["_rooms"][is_below])
+
     def with_watched(self, tensors: Sequence[torch.Tensor]) -> FusedLinear:
         """Return the same layers with the saved tensors of watched_tensors."""
         if all(map(is_same_memory, tensors, self.watched_tensors)):
@@ -240,24 +270,24 @@ def unscaled_product(
         if part.copy_b_OR is not None:
             piece_TO = y_TO[:, columns]
             add_low_rank(
-                piece_TO, added_TR[:, ranks], part.copy_b_OR.T, residual_TN=addend_TO, out=piece_TO, is_checked=False
+                piece_TO, added_TR[:, ranks], part.copy_b_OR.t(), residual_TN=addend_TO, out=piece_TO, is_checked=False
             )
     return Product(y_TO, low_TR)
 
 
 def low_rank_rows(fused_linear: FusedLinear, x_TI: torch.Tensor | Fp8Rows) -> torch.Tensor | None:
     """Return the low-rank rows of the adapters with their scales, shape (T, R), rounded once; None without adapters."""
-    a_RI = joint_a(fused_linear.parts)
+    a_RI = fused_linear.joint_a()
     if a_RI is None or isinstance(x_TI, Fp8Rows):
         return None
     low_TR = x_TI.new_empty(x_TI.shape[0], a_RI.shape[0])
     if len(fused_linear.scales) == 1:
         # The usual case: one product.
-        return torch.addmm(low_TR, x_TI, a_RI.T, beta=0.0, alpha=fused_linear.scales[0], out=low_TR)
+        return torch.addmm(low_TR, x_TI, a_RI.t(), beta=0.0, alpha=fused_linear.scales[0], out=low_TR)
     for part, ranks in zip(fused_linear.parts, fused_linear.ranks):
         if part.rank:
             out = low_TR[:, ranks]
-            torch.addmm(out, x_TI, a_RI[ranks].T, beta=0.0, alpha=part.scale, out=out)
+            torch.addmm(out, x_TI, a_RI[ranks].t(), beta=0.0, alpha=part.scale, out=out)
     return low_TR
 
 
@@ -270,7 +300,7 @@ def has_augmented(fused_linear: FusedLinear, num_rows: int) -> bool:
     """
     if not fused_linear.rides_along:
         return False
-    if fused_linear.parts[0].is_packed or fused_linear.dense.has_room_beside(fused_linear.parts):
+    if fused_linear.parts[0].is_packed or fused_linear.has_room(is_below=False):
         return True
     return num_rows >= COPIED_FROM_ROWS_PER_INPUT * fused_linear.num_inputs and not fused_linear.is_trained
 
@@ -294,11 +324,11 @@ def _base_product(
     if addend_TO is not None or factor != 1.0:
         ((_, weight_OI),) = pieces
         summand, beta = (x_TI.new_empty(1), 0.0) if addend_TO is None else (addend_TO, 1.0)
-        y_TO = torch.addmm(summand, x_TI, weight_OI.T, beta=beta, alpha=factor)
+        y_TO = torch.addmm(summand, x_TI, weight_OI.t(), beta=beta, alpha=factor)
     else:
         y_TO = x_TI.new_empty(x_TI.shape[0], fused_linear.columns[-1].stop)
         for columns, weight_OI in pieces:
-            torch.mm(x_TI, weight_OI.T, out=y_TO[:, columns])
+            torch.mm(x_TI, weight_OI.t(), out=y_TO[:, columns])
     _add_bias(y_TO, fused_linear, factor=factor)
     return y_TO
 
@@ -319,10 +349,10 @@ def _augmented_product(fused_linear: FusedLinear, x_TI: torch.Tensor) -> Product
 def _biased_product(x_TI: torch.Tensor, weight_OI: torch.Tensor, parts: Sequence[LinearPart]) -> torch.Tensor:
     """Return ``x @ W^T + bias`` of all layers in one GEMM, which adds the bias to its fp32 sums on CUDA."""
     if all(part.bias is None for part in parts):
-        return x_TI @ weight_OI.T
+        return x_TI @ weight_OI.t()
     # As in bitsandbytes, a bias takes the dtype of the rows.
     biases = [x_TI.new_zeros(part.num_outputs) if part.bias is None else part.bias.to(x_TI.dtype) for part in parts]
-    return torch.addmm(biases[0] if len(biases) == 1 else torch.cat(biases), x_TI, weight_OI.T)
+    return torch.addmm(biases[0] if len(biases) == 1 else torch.cat(biases), x_TI, weight_OI.t())
 
 
 def _add_bias(y_TO: torch.Tensor, fused_linear: FusedLinear, *, factor: float) -> None:
@@ -367,9 +397,42 @@ def _slices(sizes: Sequence[int]) -> list[slice]:
     return ends
 
 
-def joint_a(parts: Sequence[LinearPart]) -> torch.Tensor | None:
-    """Return A of all layers below each other."""
-    factors = [part.copy_a_RI for part in parts if part.copy_a_RI is not None]
+def are_below_each_other(factors: Sequence[torch.Tensor]) -> bool:
+    """Return whether matrices with the same columns are below each other in one memory."""
     if not factors:
-        return None
-    return factors[0] if len(factors) == 1 else torch.cat(factors)
+        return False
+    first, end = factors[0], factors[0].data_ptr()
+    for factor in factors:
+        if factor.data_ptr() != end or not factor.is_contiguous():
+            return False
+        if factor.untyped_storage()._cdata != first.untyped_storage()._cdata:
+            return False
+        end += factor.numel() * factor.element_size()
+    return True
+
+
+def join_copies(fused_linear: FusedLinear, copies: Sequence[LowPrecisionCopy]) -> FusedLinear:
+    """Put low-precision copies of A of all layers below each other, so that one product reads them without a copy.
+
+    Args:
+        fused_linear: The layers.
+        copies: The copies that their parts hold as ``copy_a_RI``, in the order of the parts that have adapters.
+
+    Returns:
+        The same layers with the copies in their new memory, or as they are.
+    """
+    parts = [part for part in fused_linear.parts if part.copy_a_RI is not None]
+    if len(parts) < 2 or len(copies) != len(parts) or are_below_each_other([copy.tensor for copy in copies]):
+        return fused_linear
+    tensor = copies[0].tensor
+    with torch.inference_mode(mode=False):
+        memory_RI = tensor.new_empty(fused_linear.num_ranks, fused_linear.num_inputs)
+    for copy, place_RI in zip(copies, memory_RI.split([part.rank for part in parts])):
+        copy.move(place_RI)
+    moved = iter(copies)
+    return fused_linear._replace(
+        parts=tuple(
+            part if part.copy_a_RI is None else part._replace(copy_a_RI=next(moved).tensor)
+            for part in fused_linear.parts
+        )
+    )

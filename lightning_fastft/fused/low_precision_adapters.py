@@ -64,6 +64,11 @@ class LowPrecisionCopy:
         """Return whether version counter and address of the master are those of the last copy."""
         return self._version == self.master._version and self._pointer == self.master.data_ptr()
 
+    def move(self, place: torch.Tensor) -> None:
+        """Move the copy into this memory, which has its shape."""
+        with torch.no_grad():
+            self.tensor = place.copy_(self.tensor)
+
     def copy_master(self) -> None:
         """Copy the master."""
         with torch.no_grad():
