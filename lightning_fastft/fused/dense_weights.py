@@ -24,18 +24,18 @@ _ALIGNED_COLUMNS = 8
 class PaddedBuffer:
     """Rows with room after each for the low-rank rows of adapters, so that one GEMM reads both without a copy.
 
-    Rows in the memory returned last are recognised by its address; other rows are copied.
+    Rows in the memory returned last are recognised by their storage; other rows are copied.
     """
 
     def __init__(self) -> None:
-        self._memory: Any = None
+        self._memory: weakref.ref[torch.UntypedStorage] | None = None
         self._num_columns = 0
 
     def give(self, like_TI: torch.Tensor, *, num_ranks: int) -> torch.Tensor:
         """Return uninitialised memory for rows like these, with room for the ranks after each."""
         num_rows, self._num_columns = like_TI.shape
         memory = like_TI.new_empty(num_rows, self._num_columns + aligned(num_ranks))
-        self._memory = StorageWeakRef(memory.untyped_storage())
+        self._memory = weakref.ref(memory.untyped_storage())
         return memory[:, : self._num_columns]
 
     def has_room(self, rows_TI: torch.Tensor, *, num_ranks: int) -> bool:
@@ -43,9 +43,7 @@ class PaddedBuffer:
         num_columns = rows_TI.shape[1]
         if self._memory is None or num_columns != self._num_columns or rows_TI.storage_offset():
             return False
-        return rows_TI.stride() == (num_columns + aligned(num_ranks), 1) and self._memory == StorageWeakRef(
-            rows_TI.untyped_storage()
-        )
+        return rows_TI.stride() == (num_columns + aligned(num_ranks), 1) and self._memory() is rows_TI.untyped_storage()
 
     def with_low(self, rows_TI: torch.Tensor, low_TR: torch.Tensor) -> torch.Tensor:
         """Return ``[rows | low]`` with zeros up to an aligned column; rows without room are copied."""

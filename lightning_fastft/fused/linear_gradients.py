@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lightning_fastft.fused.linear_parts import TENSORS_PER_LAYER, LinearPart
+from lightning_fastft.fused.linear_parts import TENSORS_PER_LAYER
 from lightning_fastft.fused.linears import (
     COPIED_FROM_ROWS_PER_INPUT,
     FusedLinear,
@@ -148,17 +148,22 @@ def parameter_gradients(
         if factor_I is not None:
             d_a.mul_(factor_I)
     d_weights = _weight_gradients(fused_linear, x_TI, d_TO, needs=needs[::TENSORS_PER_LAYER], d=d)
-    for place, (part, columns, ranks) in enumerate(zip(parts, fused_linear.columns, fused_linear.ranks)):
+    d_pieces = _pieces(d_TO, fused_linear.output_sizes, axis=1)
+    d_a_pieces, low_pieces = (
+        _pieces(rows, fused_linear.rank_sizes, axis=axis) for rows, axis in ((d_a, 0), (low_TR, 1))
+    )
+    for place, (part, d_piece, d_a_piece, low_piece) in enumerate(zip(parts, d_pieces, d_a_pieces, low_pieces)):
         _, needs_bias, needs_a, needs_b, _ = needs[place * TENSORS_PER_LAYER : (place + 1) * TENSORS_PER_LAYER]
-        d_piece = _piece(d_TO, columns, parts) if isinstance(d_TO, torch.Tensor) else None
-        found.append(d_weights[place])
-        found.append(d_piece.sum(0) if needs_bias and d_piece is not None else None)
-        found.append((d_a if len(parts) == 1 else d_a[ranks]) if needs_a and d_a is not None else None)
-        if needs_b and low_TR is not None and part.b_OR is not None and d_piece is not None:
-            found.append(wide_product(d_piece.t(), _piece(low_TR, ranks, parts), dtype=part.b_OR.dtype))
-        else:
-            found.append(None)
-        found.append(d_magnitudes[place] if d_magnitudes else None)
+        d_b = None
+        if needs_b and low_piece is not None and part.b_OR is not None and d_piece is not None:
+            d_b = wide_product(d_piece.t(), low_piece, dtype=part.b_OR.dtype)
+        found += (
+            d_weights[place],
+            d_piece.sum(0) if needs_bias and d_piece is not None else None,
+            d_a_piece if needs_a else None,
+            d_b,
+            d_magnitudes[place] if d_magnitudes else None,
+        )
     return found
 
 
@@ -178,8 +183,8 @@ def _weight_gradients(
         assert isinstance(d_TO, torch.Tensor)
         assert isinstance(x_TI, torch.Tensor)
         return [
-            _piece(d_TO, columns, parts).t() @ x_TI if is_needed else None
-            for columns, is_needed in zip(fused_linear.columns, needs)
+            d_piece.t() @ x_TI if is_needed else None
+            for d_piece, is_needed in zip(_pieces(d_TO, fused_linear.output_sizes, axis=1), needs)
         ]
     if d is None:
         assert isinstance(d_TO, torch.Tensor)
@@ -188,9 +193,11 @@ def _weight_gradients(
     return [d_weight_OI[rows] if is_needed else None for rows, is_needed in zip(fused_linear.columns, needs)]
 
 
-def _piece(rows: torch.Tensor, columns: slice, parts: Sequence[LinearPart]) -> torch.Tensor:
-    """Return the columns of one layer; those of a single layer without a view, which costs the host microseconds."""
-    return rows if len(parts) == 1 else rows[:, columns]
+def _pieces(matrix: Any, sizes: list[int], *, axis: int) -> Sequence[Any]:
+    """Return the share of each layer along an axis; that of a single layer without a view, and None of no tensor."""
+    if not isinstance(matrix, torch.Tensor):
+        return [None] * len(sizes)
+    return [matrix] if len(sizes) == 1 else matrix.split_with_sizes(sizes, axis)
 
 
 def _has_appended(fused_linear: FusedLinear, d_TO: torch.Tensor) -> bool:

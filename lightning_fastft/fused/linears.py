@@ -102,14 +102,24 @@ class FusedLinear(_Linears):
         return max(part.rank for part in self.parts)
 
     @functools.cached_property
+    def output_sizes(self) -> list[int]:
+        """Number of output columns of each layer."""
+        return [part.num_outputs for part in self.parts]
+
+    @functools.cached_property
+    def rank_sizes(self) -> list[int]:
+        """Rank of the adapter of each layer."""
+        return [part.rank for part in self.parts]
+
+    @functools.cached_property
     def columns(self) -> list[slice]:
         """Output columns of each layer."""
-        return _slices([part.num_outputs for part in self.parts])
+        return _slices(self.output_sizes)
 
     @functools.cached_property
     def ranks(self) -> list[slice]:
         """Low-rank columns of each layer."""
-        return _slices([part.rank for part in self.parts])
+        return _slices(self.rank_sizes)
 
     @functools.cached_property
     def scales(self) -> list[float]:

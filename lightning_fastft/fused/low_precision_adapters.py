@@ -98,6 +98,8 @@ class LowPrecisionAdapters:
         # Whether masters are sharded, and gathered for each pass.
         self.is_sharded = False
         self._layers: list[LoraLayer] = []
+        # What pairs returned last: to look for copies takes longer than to mark them.
+        self._paired: list[LowPrecisionCopy] = []
         self._experts = LowPrecisionExpertAdapters(compute_dtype)
 
     def __len__(self) -> int:
@@ -108,14 +110,13 @@ class LowPrecisionAdapters:
         """Return masters with their low-precision copies, for an optimizer that writes both in one pass
         (``FusedAdamW.attach_copies``).
         """
-        return [
-            (copy.master, copy.tensor) for copy in self._copies() if copy.is_copy_of(copy.master, self.compute_dtype)
-        ]
+        self._paired = [copy for copy in self._copies() if copy.is_copy_of(copy.master, self.compute_dtype)]
+        return [(copy.master, copy.tensor) for copy in self._paired]
 
     def mark_written(self, copies: Sequence[torch.Tensor]) -> None:
-        """Mark copies that an optimizer has written with their masters."""
+        """Mark copies, of those that ``pairs`` returned last, that an optimizer has written with their masters."""
         written = {id(copy) for copy in copies}
-        for copy in self._copies():
+        for copy in self._paired:
             if id(copy.tensor) in written:
                 copy.is_written = True
                 copy._mark()
@@ -205,6 +206,7 @@ class LowPrecisionAdapters:
         return [owner[WEIGHT_ATTRIBUTE] for owner in self._owners() if WEIGHT_ATTRIBUTE in owner]
 
     def _drop(self) -> None:
+        self._paired = []
         for owner in self._owners():
             owner.pop(WEIGHT_ATTRIBUTE, None)
         for layer in self._layers:
