@@ -138,8 +138,8 @@ def parameter_gradients(
     Cost:
         2 T I FLOP per rank and trained column; no host sync. A ``BaseWeight`` has one GEMM for all trained weights.
     """
-    parts, found = fused_linear.parts, []
-    d_a = None
+    parts, d_a = fused_linear.parts, None
+    found: list[torch.Tensor | None] = []
     if any(needs[2::TENSORS_PER_LAYER]):
         assert d_low_TR is not None
         assert isinstance(x_TI, torch.Tensor)

@@ -14,8 +14,8 @@ import torch
 from lightning_fastft.core.checks import is_same_memory
 from lightning_fastft.fused.column_scales import scale_output
 from lightning_fastft.fused.dense_weights import DenseWeights, rides_along
+from lightning_fastft.fused.joined_copies import joined
 from lightning_fastft.fused.linear_parts import LinearPart
-from lightning_fastft.fused.low_precision_adapters import LowPrecisionCopy
 from lightning_fastft.kernels.expert_gate.reference import GateForm, QuantisedGateGradients
 from lightning_fastft.kernels.fp8_linear.reference import Fp8Rows
 from lightning_fastft.kernels.low_rank_add.op import add_low_rank
@@ -156,28 +156,21 @@ class FusedLinear(_Linears):
         return tuple(getattr(part, name) for part in self.parts for name in _watched_names(part))
 
     @functools.cached_property
-    def _a_below_each_other(self) -> torch.Tensor | None:
+    def _joined_a(self) -> torch.Tensor | None:
         """A of all layers as one tensor, if it is one, or if ``join_copies`` has put them in one memory."""
-        factors = [part.copy_a_RI for part in self.parts if part.copy_a_RI is not None]
-        if len(factors) == 1:
-            return factors[0]
-        if not are_below_each_other(factors):
-            return None
-        with torch.inference_mode(mode=False), torch.no_grad():
-            return factors[0].as_strided((self.num_ranks, self.num_inputs), (self.num_inputs, 1))
+        return joined([part.copy_a_RI for part in self.parts if part.copy_a_RI is not None])
 
     def joint_a(self) -> torch.Tensor | None:
         """Return A of all layers below each other; None without adapters."""
-        if self._a_below_each_other is not None or not self.num_ranks:
-            return self._a_below_each_other
+        if self._joined_a is not None or not self.num_ranks:
+            return self._joined_a
         return torch.cat([part.copy_a_RI for part in self.parts if part.copy_a_RI is not None])
 
     def has_room(self, *, is_below: bool) -> bool:
         """Return whether the weights are in a fused buffer with room for B beside them, or for A of one layer below.
 
-        The buffer is looked up again only if a weight has moved.
+        It is looked up again only if a weight has moved; always on the meta device, where tensors have no addresses.
         """
-        # On the meta device, tensors have no addresses.
         addresses = None if self.parts[0].weight.is_meta else [part.weight.data_ptr() for part in self.parts]
         if addresses is None or vars(self).get("_addresses") != addresses:
             has_below = len(self.parts) == 1 and self.dense.has_room_below(self.parts[0])
@@ -405,44 +398,3 @@ def _slices(sizes: Sequence[int]) -> list[slice]:
         ends.append(slice(start, start + size))
         start += size
     return ends
-
-
-def are_below_each_other(factors: Sequence[torch.Tensor]) -> bool:
-    """Return whether matrices with the same columns are below each other in one memory."""
-    if not factors:
-        return False
-    first, end = factors[0], factors[0].data_ptr()
-    for factor in factors:
-        if factor.data_ptr() != end or not factor.is_contiguous():
-            return False
-        if factor.untyped_storage()._cdata != first.untyped_storage()._cdata:
-            return False
-        end += factor.numel() * factor.element_size()
-    return True
-
-
-def join_copies(fused_linear: FusedLinear, copies: Sequence[LowPrecisionCopy]) -> FusedLinear:
-    """Put low-precision copies of A of all layers below each other, so that one product reads them without a copy.
-
-    Args:
-        fused_linear: The layers.
-        copies: The copies that their parts hold as ``copy_a_RI``, in the order of the parts that have adapters.
-
-    Returns:
-        The same layers with the copies in their new memory, or as they are.
-    """
-    parts = [part for part in fused_linear.parts if part.copy_a_RI is not None]
-    if len(parts) < 2 or len(copies) != len(parts) or are_below_each_other([copy.tensor for copy in copies]):
-        return fused_linear
-    tensor = copies[0].tensor
-    with torch.inference_mode(mode=False):
-        memory_RI = tensor.new_empty(fused_linear.num_ranks, fused_linear.num_inputs)
-    for copy, place_RI in zip(copies, memory_RI.split([part.rank for part in parts])):
-        copy.move(place_RI)
-    moved = iter(copies)
-    return fused_linear._replace(
-        parts=tuple(
-            part if part.copy_a_RI is None else part._replace(copy_a_RI=next(moved).tensor)
-            for part in fused_linear.parts
-        )
-    )

@@ -178,3 +178,19 @@ def test_copies_that_one_product_reads_are_in_one_memory_that_follows_their_mast
         with torch.no_grad():
             masters[1].add_(1.0)
     assert len(addresses) == 1
+
+
+@pytest.mark.parametrize("change", ["a share", "training"])
+def test_a_dropout_that_begins_to_draw_is_seen(change):
+    model = make_model().train(change != "training")
+    dropout = nn.Dropout(1.0 if change == "training" else 0.0).train(model.training)
+    projection(model).lora_dropout["default"] = dropout
+    before = logits_of(model)
+    layer = layers_of(model)[0]
+    assert find_parts(layer, dtype=torch.bfloat16) is find_parts(layer, dtype=torch.bfloat16)
+    dropout.p = 1.0
+    model.train()
+    expected = logits_of(copy.deepcopy(model))
+    found = logits_of(model)
+    assert torch.equal(found, expected)
+    assert not torch.equal(found.float(), before.float())

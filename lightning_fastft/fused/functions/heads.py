@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from lightning_fastft.core.once_differentiable import once_differentiable
 from lightning_fastft.fused.functions.rows import Grads, Norm
 from lightning_fastft.kernels.head_gate.op import RowGradient
 from lightning_fastft.kernels.qk_rope.op import qk_rope_backward, qk_rope_heads
