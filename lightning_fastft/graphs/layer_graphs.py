@@ -99,7 +99,8 @@ class LayerGraphs:
     ) -> None:
         self._layers = list(layers)
         # Mixers have no configuration; all layers share that of the model.
-        self._config = next((layer.self_attn.config for layer in layers if "self_attn" in layer._modules), None)
+        attention: Any = next((layer.self_attn for layer in layers if "self_attn" in layer._modules), None)
+        self._config = getattr(attention, "config", None)
         self._chunk_size = chunk_size
         uses = Counter(parameter for layer in self._layers for parameter in set(layer.parameters()))
         # Weights shared by layers: autograd adds their gradients only after the last of these layers.
