@@ -86,8 +86,8 @@ def write_support() -> str:
         "torch's SDPA, or",
         "plain PyTorch. The table that `fit` logs shows which one ran. `auto` chooses for each layer: on a GPU the "
         "global",
-        "layers of Gemma 4 (heads of 512 columns) run on SDPA, whose memory-efficient kernel reads document offsets, and",
-        "its other layers on flash varlen.",
+        "layers of Gemma 4 (heads of 512 columns) run on SDPA, whose memory-efficient kernel reads document offsets,",
+        "and its other layers on flash varlen.",
         "",
         "LoRA and full fine-tuning, offload, packed loss, the guards and the reports work with every family "
         "that is not refused.",

@@ -1,8 +1,8 @@
 """Attention over a packed row with the kernels of torch's scaled_dot_product_attention, in any dtype and head width.
 
 On CUDA the memory-efficient kernel reads document offsets. Elsewhere, and for windows, images and documents that
-continue prefixes, masks are dense and built once per batch, and queries run in blocks, because the keys that a block can see are few: those from the start of
-its first document to its last row.
+continue prefixes, masks are dense and built once per batch. Queries run in blocks there, because the keys that a block
+can see are few: those from the start of its first document to its last row.
 Axes: T tokens of the pack, S1 document borders, H query heads, G key/value heads, W width of a head.
 """
 
