@@ -18,6 +18,7 @@ from lightning_fastft.strategies.single_device import FastFTStrategy
 from tests.strategies.strategy_worker import (
     ACCUMULATE,
     BOUND,
+    EARLY_SAVES,
     FSDP_EQUALITY,
     NUM_WINDOWS,
     Lazy,
@@ -139,6 +140,16 @@ def test_resumed_run_equals_the_uninterrupted_one(two_ranks, kind, is_folder):
     assert whole["is_folder"] is is_folder
     assert whole["state"].keys() == resumed["state"].keys()
     assert all(torch.equal(value, resumed["state"][name]) for name, value in whole["state"].items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", ["saved at start", "saved in window", "resumed at start"])
+@pytest.mark.parametrize("kind", EARLY_SAVES)
+def test_checkpoints_before_the_first_step_change_no_step(two_ranks, kind, run):
+    found = two_ranks["early save", kind]
+    assert all(torch.equal(value, found[run][name]) for name, value in found["plain"].items())
+    # Its loader has no position, so the rest of the window is of other batches.
+    assert found["resumed in window"].keys() == found["plain"].keys()
 
 
 @pytest.mark.slow
