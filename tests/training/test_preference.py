@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 
 from lightning_fastft.core.errors import DataError, OptionError
@@ -113,6 +114,21 @@ def test_kto_weighs_labels_against_the_divergence_of_mismatched_completions():
     truth.backward()
     assert_close(found, truth.detach())
     assert_close(ours, gradients(tuner), bound=2e-5)
+
+
+def test_rewards_of_labelled_completions_are_means_over_those_of_a_label(tmp_path):
+    documents = [
+        document._replace(scores=(label, 0.0))
+        for document, label in zip(pairs(((5, 3, 4), (2, 4, 3), (6, 5, 2), (3, 3, 3))), (1.0, 0.0, 0.0, 0.0))
+    ]
+    tuner = PreferenceTuner(CONFIG, init="random", dtype="float32", lora=LORA, loss="kto")
+    found = []
+    for parts in ([documents], [documents[:1], documents[1:]]):
+        loader = DataLoader([collate(part) for part in parts], batch_size=None)
+        trainer = quiet_trainer(tmp_path, strategy=FastFTStrategy())
+        found += trainer.validate(tuner, loader, verbose=False)
+    for name in ("val_reward_chosen", "val_reward_rejected"):
+        assert found[0][name] == pytest.approx(found[1][name], rel=1e-5), name
 
 
 def test_a_second_model_is_the_reference_and_is_not_saved():
