@@ -121,5 +121,5 @@ def test_a_model_with_a_head_of_its_own_is_refused(tmp_path):
 def test_other_tuners_name_the_class_of_a_classifier(tmp_path):
     rows = [{"prompt_ids": [1], "completion_ids": [[2], [3]], "rewards": [1.0, 0.0]}]
     data = PackedDataModule(rows, max_tokens=16, num_workers=0, cache_dir=None, num_proc=1, show_progress=False)
-    with pytest.raises(UnsupportedModelError, match="Qwen3ForSequenceClassification.*AutoModelForCausalLM"):
+    with pytest.raises(UnsupportedModelError, match=r"Qwen3ForSequenceClassification.*AutoModelForCausalLM"):
         quiet_trainer(tmp_path, strategy="fastft").fit(PolicyTuner(classifier()), data)
