@@ -14,7 +14,7 @@ from unittest import mock
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch import seed_everything
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -571,6 +571,13 @@ def refused(rank, folder):
     cases = {
         "sizes": lambda: fit(
             make_tuner("lora"), strategy=FastFTFSDPStrategy(data_parallel_size=3), rank=rank, folder=folder
+        ),
+        "averaging": lambda: fit(
+            make_tuner("lora"),
+            strategy=FastFTFSDPStrategy(),
+            rank=rank,
+            folder=folder,
+            callbacks=[EMAWeightAveraging()],
         ),
         "tensor parallel FineTuner": lambda: fit(
             make_tuner("lora"), strategy=FastFTFSDPStrategy(tensor_parallel_size=2), rank=rank, folder=folder

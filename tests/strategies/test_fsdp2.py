@@ -239,6 +239,7 @@ def test_validation_before_within_and_after_training_changes_nothing(two_ranks, 
     ("case", "message"),
     [
         ("sizes", "data_parallel_size=3"),
+        ("averaging", "EMAWeightAveraging"),
         ("tensor parallel FineTuner", "tensor_parallel_size=2"),
         ("tensor parallel foreign", "Lazy applies no tensor parallelism"),
         ("precision by name", "precision='64-true' is not supported by FastFTFSDPStrategy"),
