@@ -299,7 +299,11 @@ class RolloutDataModule(LightningDataModule):
         )
         rows = [self._rows[index] for index in chosen]
         rewards = judge(rows, groups, rewards=self.rewards, tokenizer=tuner.tokenizer)
-        return [make_rollout(prompt, group, scores) for prompt, group, scores in zip(prompts, groups, rewards)]
+        rollouts = [make_rollout(prompt, group, scores) for prompt, group, scores in zip(prompts, groups, rewards)]
+        if getattr(tuner, "sampler_clip", None) is None:
+            # Nothing corrects for the sampler: it is taken for the policy, however many steps a round has.
+            return [rollout._replace(log_probs=None) for rollout in rollouts]
+        return rollouts
 
     def _weights(self, documents: Sequence[Document]) -> np.ndarray:
         """Return what each rollout counts in the mean of the loss."""
