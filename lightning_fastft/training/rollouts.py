@@ -213,6 +213,12 @@ class RolloutDataModule(LightningDataModule):
         Raises:
             DataError: A row has none, or one that cannot be trained or does not fit max_tokens.
         """
+        for place, row in zip(places, self._rows):
+            if row.get(COMPLETION) is None:
+                raise DataError(
+                    f"{place}: the row has no completion, and sampled_share={self.sampled_share} trains on those of "
+                    "rows: add the column completion, or sample all of them with --data.sampled_share 1.0."
+                )
         tuner, documents = self._tuner(), []
         options = FormatOptions(max_tokens=self.max_tokens, format="rollouts")
         formatter = Formatter(tuner.tokenizer, options=options, vocab_size=tuner.vocab_size)
@@ -220,8 +226,8 @@ class RolloutDataModule(LightningDataModule):
         for place, found in zip(places, formatter.encode(rows, format="rollouts")):
             if not isinstance(found, Encoded):
                 raise DataError(
-                    f"{place}: {found}. With sampled_share={self.sampled_share} every row needs a completion: a text "
-                    "behind a text, messages behind messages."
+                    f"{place}: {found}. With sampled_share={self.sampled_share} completion must be a text where "
+                    "prompt is a text, and messages where prompt is messages."
                 ) from found
             if len(found.input_ids) > self.max_tokens:
                 raise DataError(
