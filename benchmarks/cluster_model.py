@@ -23,17 +23,17 @@ from typing import NamedTuple
 from benchmarks.results import RESULTS_PATH
 from benchmarks.ruler.workloads import WORKLOADS, lora_config
 from lightning_fastft.estimate.clusters import make_cluster
-from lightning_fastft.estimate.costs import Swaps, build_on_meta, model_costs, plan_on
+from lightning_fastft.estimate.costs import model_costs, plan_on
 from lightning_fastft.estimate.layouts import (
     Layout,
-    ModelSize,
     forecast,
     keeps_fp8,
-    measure_model,
     rank_cost,
     scale_times,
 )
 from lightning_fastft.estimate.machines import Gpu, find_gpu
+from lightning_fastft.estimate.meta_model import Swaps, build_on_meta
+from lightning_fastft.estimate.model_size import ModelSize, measure_model
 from lightning_fastft.planner.plan import StepCost, predict, uniform_plan
 from lightning_fastft.training.optimizer import FusedAdamW
 

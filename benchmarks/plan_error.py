@@ -22,8 +22,9 @@ from benchmarks.cluster_model import DEFAULT_HOST_GIB, DOCUMENT_TOKENS, Row, cou
 from benchmarks.results import RESULTS_PATH
 from benchmarks.ruler.workloads import WORKLOADS, lora_config
 from lightning_fastft.core.errors import FastFTError
-from lightning_fastft.estimate.costs import MeteredStep, Swaps, build_on_meta, meter_step, plan_on
+from lightning_fastft.estimate.costs import MeteredStep, meter_step, plan_on
 from lightning_fastft.estimate.machines import Gpu, find_gpu
+from lightning_fastft.estimate.meta_model import Swaps, build_on_meta
 from lightning_fastft.planner.plan import predict, uniform_plan
 from lightning_fastft.training.optimizer import FusedAdamW
 

@@ -15,8 +15,9 @@ import numpy as np
 
 from lightning_fastft.cli.recipe.plans import METHODS, Method, Planned, plan_run
 from lightning_fastft.core.errors import FastFTError, OptionError
-from lightning_fastft.estimate.costs import build_on_meta, meter_step
+from lightning_fastft.estimate.costs import meter_step
 from lightning_fastft.estimate.machines import Gpu, find_gpu
+from lightning_fastft.estimate.meta_model import build_on_meta
 from lightning_fastft.hf.loading.source import ModelSource
 
 DOCS = Path(__file__).parent

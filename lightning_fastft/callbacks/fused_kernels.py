@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lightning_fastft.core.patcher import ModelPatcher
-    from lightning_fastft.estimate.costs import Swaps
+    from lightning_fastft.estimate.meta_model import Swaps
     from lightning_fastft.fused.fp8_base import Fp8Base
     from lightning_fastft.fused.install import FusedWeightBuffers
     from lightning_fastft.graphs.layer_graphs import LayerGraphs
@@ -139,7 +139,7 @@ class FusedKernels(ModelSwaps):
         if self.base_compute != "model_dtype" and not self._fp8:
             statuses.append(Status(FP8_STATUS, "inactive", reason))
         if self.cuda_graphs and not self._graphs:
-            statuses.append(Status(GRAPHS_STATUS, "inactive", f"{reason}, and no gated delta rule"))
+            statuses.append(Status(GRAPHS_STATUS, "inactive", reason))
         return statuses
 
     def before_model(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -268,7 +268,7 @@ class FusedKernels(ModelSwaps):
 def swaps_of(trainer: pl.Trainer) -> Swaps:
     """Return what the callbacks and the strategy of a run change in its layers."""
     from lightning_fastft.callbacks.bincount_router import BincountRouter
-    from lightning_fastft.estimate.costs import Swaps
+    from lightning_fastft.estimate.meta_model import Swaps
 
     callbacks = callbacks_of(trainer)
     fused = next((callback for callback in callbacks if isinstance(callback, FusedKernels)), None)

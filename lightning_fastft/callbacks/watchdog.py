@@ -26,8 +26,8 @@ from lightning_fastft.core.checks import check_float
 from lightning_fastft.core.given_once import GivenOnce
 from lightning_fastft.core.marks import has_passed, mark_time, ms_between
 from lightning_fastft.core.status import Status
-from lightning_fastft.monitor import watch_process
-from lightning_fastft.monitor.watch_process import Beat, Job, Phase
+from lightning_fastft.monitor import rank_watch
+from lightning_fastft.monitor.rank_watch.beats import RECORD_BYTES, Beat, Job, Phase, write_beat
 from lightning_fastft.strategies.even_batches import check_even_batches
 from lightning_fastft.strategies.mixin import FastFTStrategyMixin
 from lightning_fastft.strategies.patching import patcher_of
@@ -231,7 +231,7 @@ class Watchdog(GivenOnce, Callback):
                 if phase == Phase.PAUSED:
                     self._own_times.pause()
             place = (self._num_beats, self._num_batches, self._step, phase, is_first)
-            watch_process.write_beat(self._memory, Beat(*place, failed_at_s, own_s, text))
+            write_beat(self._memory, Beat(*place, failed_at_s, own_s, text))
 
     def _start(self, trainer: pl.Trainer, folder: Path, *, run: str) -> None:
         """Start the watchdog process of this rank."""
@@ -250,8 +250,8 @@ class Watchdog(GivenOnce, Callback):
         if stacks_signal:
             faulthandler.register(stacks_signal, file=self._stacks, all_threads=True)
         with tempfile.TemporaryFile() as record:
-            record.truncate(watch_process.RECORD_BYTES)
-            self._memory = mmap.mmap(record.fileno(), watch_process.RECORD_BYTES)
+            record.truncate(RECORD_BYTES)
+            self._memory = mmap.mmap(record.fileno(), RECORD_BYTES)
             self._beat(Phase.PAUSED)
             job = Job(
                 rank=trainer.global_rank,
@@ -269,7 +269,7 @@ class Watchdog(GivenOnce, Callback):
             )
             # In its own session: Ctrl-C and SIGHUP are for the rank.
             self._process = subprocess.Popen(  # noqa: S603 - this interpreter, with a file of this package
-                [sys.executable, "-I", "-S", watch_process.__file__, json.dumps(job._asdict())],
+                [sys.executable, "-I", "-S", rank_watch.ENTRY, json.dumps(job._asdict())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 pass_fds=(job.record_fd, job.stacks_fd),

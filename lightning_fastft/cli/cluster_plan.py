@@ -8,19 +8,19 @@ from typing import Any, NamedTuple
 
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.estimate.clusters import Cluster
-from lightning_fastft.estimate.costs import Swaps, build_on_meta, model_costs, plan_on
+from lightning_fastft.estimate.costs import model_costs, plan_on
 from lightning_fastft.estimate.layouts import (
     Forecast,
     Layout,
-    ModelSize,
     forecast,
     keeps_fp8,
-    measure_model,
     num_shards,
     possible_layouts,
     rank_cost,
     scale_times,
 )
+from lightning_fastft.estimate.meta_model import Swaps, build_on_meta
+from lightning_fastft.estimate.model_size import ModelSize, measure_model
 from lightning_fastft.hf.loading.source import ModelSource
 from lightning_fastft.planner.plan import Plan, StepCost, predict, uniform_plan
 

@@ -9,15 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
-import torch
-from torch import nn
-from transformers import PreTrainedModel
-
 from lightning_fastft.estimate.clusters import Cluster, Rings
-from lightning_fastft.fused.layer_parts import fp8_shapes
-from lightning_fastft.hf.expert_nf4 import is_stack
-from lightning_fastft.hf.families import decoder_layers
-from lightning_fastft.planner.step import Prediction, SegmentCost, SegmentPlan, StepCost
+from lightning_fastft.estimate.model_size import SCALE_BYTES, LayerSize, ModelSize
+from lightning_fastft.planner.step import Prediction, SegmentPlan, StepCost
 
 # Measured on two H200s (benchmarks/results.csv, multi_gpu). DDP of LoRA exchanges almost nothing, and its step is
 # 983 ms where one GPU takes 953: every step waits for the slowest rank.
@@ -27,8 +21,6 @@ RANK_WAIT = 1.031
 HANDLED_BYTES_PER_S = 30.3e9 / 53e-3
 # FSDP2 gathers the next layer while one computes.
 _GATHERED_LAYERS = 2
-# Scales of an output column in fp32 and in bf16.
-_SCALE_BYTES = 6
 # Gradients are reduced in fp32.
 _REDUCED_BYTES = 4
 # Communication that costs this share of a step makes it link-bound.
@@ -60,78 +52,6 @@ class Layout(NamedTuple):
         name += f" {self.size}" if self.kind == "expert" else ""
         name += ", frozen gathered" if self.is_resident else ""
         return name + (f", context parallel {self.context}" if self.context > 1 else "")
-
-
-class LayerSize(NamedTuple):
-    """Sizes of a decoder layer, or of the tensors outside of the layers.
-
-    Args:
-        frozen_bytes: Frozen weights as they are held (NF4: packed).
-        num_trained: Trained numbers.
-        expert_bytes: Part of frozen_bytes that belongs to routed experts.
-        num_expert_trained: Part of num_trained that belongs to routed experts.
-        num_fp8: Frozen weights that compute in fp8, which sharding layouts gather in e4m3.
-        num_fp8_columns: Output columns of these weights, each with two scales.
-        max_fp8: The largest number of these weights that one product reads.
-    """
-
-    frozen_bytes: float
-    num_trained: int
-    expert_bytes: float
-    num_expert_trained: int
-    num_fp8: int = 0
-    num_fp8_columns: int = 0
-    max_fp8: int = 0
-
-
-class ModelSize(NamedTuple):
-    """Sizes of a model, as a cluster exchanges and holds them.
-
-    Args:
-        layers: Decoder layers.
-        root: Everything else: embedding, head, last norm.
-        trained_itemsize: Bytes of a trained number when it is gathered: 4 for adapters, else those of the dtype.
-        state_itemsize: Bytes of a trained number with gradient and optimizer state.
-        itemsize: Bytes of an activation.
-        width: Hidden width.
-        num_heads: Query heads.
-        attention_columns: Columns of queries, keys and values of a token.
-        output_columns: Columns of the attention output of a token.
-        num_experts: Routed experts of a layer; 0 in a dense model.
-        shared_bytes: Memory of each GPU that is neither weights nor their state.
-    """
-
-    layers: tuple[LayerSize, ...]
-    root: LayerSize
-    trained_itemsize: int
-    state_itemsize: float
-    itemsize: int
-    width: int
-    num_heads: int
-    attention_columns: int
-    output_columns: int
-    num_experts: int
-    shared_bytes: int
-
-    @property
-    def parts(self) -> tuple[LayerSize, ...]:
-        """Layers and root."""
-        return (*self.layers, self.root)
-
-    def gathered_bytes(self, part: LayerSize, *, is_resident: bool = False) -> float:
-        """Return the bytes of the weights of a part that are gathered for each use."""
-        return (0 if is_resident else self.sharded_bytes(part)) + part.num_trained * self.trained_itemsize
-
-    def sharded_bytes(self, part: LayerSize) -> float:
-        """Return the bytes of the frozen weights of a part as they are sharded and gathered: in e4m3 if they compute in
-        fp8.
-        """
-        return part.frozen_bytes - part.num_fp8 * (self.itemsize - 1)
-
-    @property
-    def gathers_fp8(self) -> bool:
-        """Whether sharding layouts gather frozen weights in e4m3."""
-        return any(layer.num_fp8 for layer in self.layers)
 
 
 class Traffic(NamedTuple):
@@ -169,43 +89,6 @@ class Forecast(NamedTuple):
     def is_link_bound(self) -> bool:
         """Whether communication adds more than 15 % of the step."""
         return self.added_ms > _BOUND_SHARE * self.step_ms
-
-
-def measure_model(model: PreTrainedModel, cost: StepCost, *, is_fp8: bool = False) -> ModelSize:
-    """Return the sizes of a model on the meta device whose adapters were added.
-
-    Args:
-        model: The model that was passed to ``model_costs``.
-        cost: What ``model_costs`` returned for it.
-        is_fp8: The ``Swaps.is_fp8`` of this cost.
-    """
-    config = model.config.get_text_config(decoder=True)
-    layers = [
-        _layer_size(layer, segment, is_fp8=is_fp8) for layer, segment in zip(decoder_layers(model), cost.segments)
-    ]
-    inside = {id(parameter) for layer in decoder_layers(model) for parameter in layer.parameters()}
-    outside = [parameter for parameter in model.parameters() if id(parameter) not in inside]
-    root_frozen = sum(p.numel() * p.element_size() for p in outside if not p.requires_grad)
-    root = LayerSize(root_frozen, sum(p.numel() for p in outside if p.requires_grad), 0.0, 0)
-    num_trained = sum(part.num_trained for part in (*layers, root))
-    frozen_bytes = sum(part.frozen_bytes + _fp8_copy_bytes(part) for part in (*layers, root))
-    has_adapters = any(not parameter.requires_grad for parameter in model.parameters())
-    num_heads, head_width = _heads(config)
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-    itemsize = torch.empty(0, dtype=model.dtype).element_size()
-    return ModelSize(
-        layers=tuple(layers),
-        root=root,
-        trained_itemsize=4 if has_adapters else itemsize,
-        state_itemsize=(cost.base_bytes - cost.shared_bytes - frozen_bytes) / max(1, num_trained),
-        itemsize=itemsize,
-        width=config.hidden_size,
-        num_heads=num_heads,
-        attention_columns=(num_heads + 2 * num_kv_heads) * head_width,
-        output_columns=num_heads * head_width,
-        num_experts=max((stack.shape[0] for layer in decoder_layers(model) for stack in _stacks(layer)), default=0),
-        shared_bytes=cost.shared_bytes,
-    )
 
 
 def possible_layouts(cluster: Cluster, model: ModelSize) -> Iterator[Layout]:
@@ -251,14 +134,14 @@ def resident_bytes(layout: Layout, cluster: Cluster, model: ModelSize, *, num_to
     shards = num_shards(layout, cluster)
     held = sum(model.sharded_bytes(part) + part.num_trained * model.state_itemsize for part in model.parts) / shards
     if shards == 1:
-        held = sum(part.frozen_bytes + _fp8_copy_bytes(part) for part in model.parts)
+        held = sum(part.frozen_bytes + part.fp8_copy_bytes for part in model.parts)
         held += sum(part.num_trained for part in model.parts) * model.state_itemsize
         # Buckets of the first reduction, before gradients become views of them.
         buckets = sum(part.num_trained for part in model.parts) * model.trained_itemsize if cluster.num_gpus > 1 else 0
         return int(held + buckets) + model.shared_bytes
     held += sum(model.sharded_bytes(layer) for layer in model.layers) if layout.is_resident else 0.0
     # Every rank has the scales of the whole weights, and a buffer for the concatenated weights of one product.
-    held += sum(layer.num_fp8_columns for layer in model.layers) * _SCALE_BYTES
+    held += sum(layer.num_fp8_columns for layer in model.layers) * SCALE_BYTES
     held += max(layer.max_fp8 for layer in model.layers)
     layers = [_gathered_part(layer, layout) for layer in model.layers]
     layer = max(layers, key=model.gathered_bytes)
@@ -417,45 +300,3 @@ def forecast(
         total_ms += traffic.exposed_ms
     total_ms *= RANK_WAIT if cluster.num_gpus > 1 else 1.0
     return Forecast(total_ms, total_ms - alone_ms, traffic.bound)
-
-
-def _layer_size(layer: nn.Module, segment: SegmentCost, *, is_fp8: bool) -> LayerSize:
-    products = fp8_shapes(layer) if is_fp8 else []
-    sizes = [sum(shape.numel() for shape in shapes) for shapes in products]
-    trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
-    experts = _stacks(layer)
-    frozen_experts = [parameter for parameter in experts if not parameter.requires_grad]
-    return LayerSize(
-        frozen_bytes=segment.weight_bytes,
-        num_trained=sum(parameter.numel() for parameter in trained),
-        # NF4 numel() is the logical size; use held_bytes for memory.
-        expert_bytes=sum(
-            getattr(stack, "held_bytes", stack.numel() * stack.element_size()) for stack in frozen_experts
-        ),
-        num_expert_trained=sum(parameter.numel() for parameter in experts if parameter.requires_grad),
-        num_fp8=sum(sizes),
-        num_fp8_columns=sum(shape[0] for shapes in products for shape in shapes),
-        max_fp8=max(sizes, default=0),
-    )
-
-
-def _fp8_copy_bytes(part: LayerSize) -> int:
-    """Return the memory of the e4m3 weights and their transposes on one device, with their scales."""
-    return 2 * part.num_fp8 + part.num_fp8_columns * _SCALE_BYTES
-
-
-def _stacks(layer: nn.Module) -> list[nn.Parameter]:
-    """Return the stacks of routed experts' weights of a layer."""
-    return [
-        parameter
-        for module in layer.modules()
-        for name, parameter in module.named_parameters(recurse=False)
-        if is_stack(module, name)
-    ]
-
-
-def _heads(config: object) -> tuple[int, int]:
-    heads = getattr(config, "num_attention_heads", 1)
-    num_heads = max(heads) if isinstance(heads, (list, tuple)) else int(heads)
-    width = getattr(config, "head_dim", None) or config.hidden_size // num_heads  # type: ignore[attr-defined]
-    return num_heads, int(width)

@@ -10,17 +10,15 @@ import torch
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.activations.segments import KEEP, RECOMPUTE
 from lightning_fastft.core.patcher import ModelPatcher
-from lightning_fastft.estimate.costs import (
+from lightning_fastft.estimate.meta_model import (
     Swaps,
     add_adapters_on_meta,
     build_on_meta,
     first_layers,
     install_as_in_a_run,
-    kind_of,
     make_batch,
     quantise_on_meta,
 )
-from lightning_fastft.hf.families import decoder_layers
 from lightning_fastft.kernels.launch import Launch, LaunchRecorder
 
 if TYPE_CHECKING:
@@ -68,16 +66,11 @@ def record_launches(
     with torch.random.fork_rng(devices=[]):
         # transformers writes to the configuration.
         model = build_on_meta(copy.deepcopy(source.config), dtype=dtype)
-        layers = decoder_layers(model)
-        kinds = [kind_of(layer) for layer in layers]
         patcher, checkpointing = ModelPatcher(), OffloadCheckpointing("recompute", mlp_tiles=swaps.mlp_tiles)
-        with first_layers(model, max(kinds.index(kind) for kind in kinds) + 2):
+        with first_layers(model):
             if quantization is not None:
                 quantise_on_meta(model, dtype=dtype)
             if lora is not None:
-                # PEFT writes to its configuration, and other initialisations read weights.
-                lora = copy.deepcopy(lora)
-                lora.init_lora_weights = True
                 add_adapters_on_meta(model, lora)
             try:
                 install_as_in_a_run(model, patcher, checkpointing, swaps=swaps)

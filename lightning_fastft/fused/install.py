@@ -36,6 +36,7 @@ from lightning_fastft.fused.layer_parts import (
     read_for_norms,
     read_parts,
 )
+from lightning_fastft.fused.linears import FusedLinear
 from lightning_fastft.hf.families import decoder_layers, find_causal_models
 from lightning_fastft.moe.fp8_experts import held_memory
 
@@ -86,9 +87,15 @@ def install_fp8_base(root: nn.Module, patcher: ModelPatcher, *, is_emulated: boo
     for _, model in find_causal_models(root):
         layers = fused_layers(model)
         if layers:
-            found.append(Fp8Base(layers, read=read_for_norms, find=linear_modules, is_emulated=is_emulated))
+            found.append(Fp8Base(layers, read=_read_products, find=linear_modules, is_emulated=is_emulated))
             found[-1].install(patcher)
     return found
+
+
+def _read_products(layer: nn.Module) -> list[FusedLinear] | str:
+    """Return the products of a layer, or the reason why it cannot be fused."""
+    parts = read_for_norms(layer)
+    return parts if isinstance(parts, str) else parts.products
 
 
 def fuse_weight_buffers(
@@ -114,12 +121,8 @@ def fuse_weight_buffers(
             parts = read_for_norms(layer) if _is_fused(layer) else ""
             if isinstance(parts, str):
                 continue
-            for fused_linear in parts:
-                if (
-                    fused_linear is not None
-                    and fused_linear.base is None
-                    and fused_linear.parts[0].weight.device.type in device_types
-                ):
+            for fused_linear in parts.products:
+                if fused_linear.base is None and fused_linear.parts[0].weight.device.type in device_types:
                     weight_buffer = fused_linear.dense.fuse_buffer(fused_linear.parts)
                     if weight_buffer is not None:
                         patcher.add_undo(weight_buffer.give_back)
@@ -215,13 +218,7 @@ def _install(model: PreTrainedModel, patcher: ModelPatcher, *, awaits_copies: bo
         patcher.set_attribute(layer, FUSION_ATTRIBUTE, Fusion(form, dense, KeptParts()))
         num_fused += is_known_block(layer, form)
         num_mixers += has_own_mixer(layer, form)
-    form = form_of(layers[0])
-    last_norm = getattr(model.get_decoder(), form.last_norm, None)
-    if type(last_norm) is type(layers[0]._modules[(*form.norms, *form.post_norms)[0]]):
-        # The norm before the head belongs to the same family.
-        new = share_state(last_norm, fused_norm_class(type(last_norm)))  # type: ignore[arg-type]
-        patcher.replace_module(model, names[id(last_norm)], new)
-        patcher.set_attribute(new, FUSION_ATTRIBUTE, Fusion(form, dense, KeptParts()))
+    _install_norms(model, layers, names, dense, patcher)
     blocks = (
         ""
         if num_fused == len(layers)
@@ -238,6 +235,22 @@ def _install(model: PreTrainedModel, patcher: ModelPatcher, *, awaits_copies: bo
     )
     family = model.config.get_text_config().model_type
     return Status(STATUS_NAME, "active", f"{len(layers)} layers of {family}{blocks}{mixers}")
+
+
+def _install_norms(
+    model: PreTrainedModel, layers: Sequence[Any], names: dict[int, str], dense: DenseWeights, patcher: ModelPatcher
+) -> None:
+    """Run the norm before the head, and those inside attention that runs as a module, as one kernel each."""
+    form = form_of(layers[0])
+    kind = type(layers[0]._modules[(*form.norms, *form.post_norms)[0]])
+    attentions = [layer.self_attn for layer in layers if "self_attn" in layer._modules and has_own_mixer(layer, form)]
+    inner = [part for attention in attentions for part in attention.modules()]
+    for norm in (getattr(model.get_decoder(), form.last_norm, None), *inner):
+        # Norms of the class of the layers' own norms compute the same.
+        if norm is not None and type(norm) is kind and "weight" in norm._parameters:
+            new = share_state(norm, fused_norm_class(kind))  # type: ignore[arg-type]
+            patcher.replace_module(model, names[id(norm)], new)
+            patcher.set_attribute(new, FUSION_ATTRIBUTE, Fusion(form, dense, KeptParts()))
 
 
 def _put_back(model: nn.Module, name: str, layer: nn.Module, *, fused: nn.Module) -> None:

@@ -20,7 +20,7 @@ from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher, share_state
 from lightning_fastft.kernels.expert_pack.op import exchange_ends
 from lightning_fastft.moe.expert_axis import find_axis
-from lightning_fastft.moe.routing import ExpertAdapter
+from lightning_fastft.moe.expert_linears import ExpertAdapter
 
 # Attribute of experts modules, not in the state_dict: parameter name -> the wrapper around the parameter.
 WRAPPERS_ATTRIBUTE = "fastft_expert_wrappers"

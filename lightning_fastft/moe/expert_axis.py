@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional
 
 from lightning_fastft.core.errors import ShapeError
-from lightning_fastft.moe.routing import ExpertAdapter
+from lightning_fastft.moe.expert_linears import ExpertAdapter
 
 # Attribute of experts modules whose stacks are owned in shares, not in the state_dict: the ExpertAxis.
 AXIS_ATTRIBUTE = "fastft_expert_axis"

@@ -25,8 +25,9 @@ from lightning_fastft.kernels.grouped_mm.op import choose_backend
 from lightning_fastft.kernels.grouped_mm.reference import GatheredRows
 from lightning_fastft.moe.adapters import find_adapter
 from lightning_fastft.moe.expert_axis import RoutedTokens, find_axis, share_adapter
+from lightning_fastft.moe.expert_linears import ExpertLinear, PackedWeight, dense_weight
 from lightning_fastft.moe.fp8_experts import read_fp8
-from lightning_fastft.moe.routing import ExpertLinear, ExpertPoint, PackedWeight, dense_weight, run_experts
+from lightning_fastft.moe.routing import ExpertPoint, run_experts
 
 NAME = "fastft"
 # Instance attribute, not in the state_dict: the recognised gate form.

@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -23,6 +24,7 @@ from lightning_fastft.core.errors import CheckpointNotSavedError, DamagedCheckpo
 from lightning_fastft.core.status import Status
 from lightning_fastft.strategies.context_parallel import MOST_DEVICES
 from lightning_fastft.strategies.expert_parallel import ExpertParallelMixin
+from lightning_fastft.strategies.first_state import read_first_state
 from lightning_fastft.strategies.mesh import check_mesh
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
     import lightning.pytorch as pl
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
 
     from lightning_fastft.activations.checkpointing import OffloadCheckpointing
     from lightning_fastft.checkpoint.folder_writer import FolderWriter
@@ -246,6 +249,11 @@ class FastFTFSDPStrategy(ExpertParallelMixin, ModelParallelStrategy):
         """Return the sharded state of the model; layers that an evaluation left gathered are sharded first."""
         self._reshard()
         return super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the sharded state of an optimizer, as Lightning does; a read before the first step changes nothing."""
+        inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return super().optimizer_state(inner) if inner.state else read_first_state(inner, super().optimizer_state)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Save one file, or a folder, which is renamed after all ranks have written and rank 0 has their digests.

@@ -2,53 +2,33 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
-
 from lightning_fastft.checkpoint.lightning_internals import batch_progress
-from lightning_fastft.core.checks import check_bool, check_share, check_tokenizer
-from lightning_fastft.core.errors import DataError, OptionError, ResumeError
+from lightning_fastft.core.checks import check_bool
+from lightning_fastft.core.errors import DataError, OptionError
 from lightning_fastft.core.phases import phase
 from lightning_fastft.packing.collate import PackedBatch
-from lightning_fastft.packing.packs import Packs, pack_best_fit_decreasing
 from lightning_fastft.packing.reading.streams import is_stream, open_stream
 from lightning_fastft.packing.rows.formats import FormatOptions
 from lightning_fastft.packing.step_plan import StepPlan
-from lightning_fastft.packing.store.dataset import TokenizedDataset
-from lightning_fastft.packing.stream import ENDLESS, DocumentSubset, PackedLoader, PlannedStream
+from lightning_fastft.packing.stream import ENDLESS, PackedLoader, PlannedStream
 from lightning_fastft.packing.tokens.tokenisation import Setup
-from lightning_fastft.training.data.images import find_image_encoder, make_document_images
-from lightning_fastft.training.data.options import (
-    check_paths,
-    check_plan_options,
-    check_reading_options,
-    check_sources,
-    count_processes,
-)
-from lightning_fastft.training.data.position import align_position, check_ranks_agree, compare_plans, describe_plan
-from lightning_fastft.training.data.resizing import Resized, plan_rest, read_resized, resize
+from lightning_fastft.training.data.images import find_image_encoder
+from lightning_fastft.training.data.options import check_paths, count_processes
+from lightning_fastft.training.data.planned import TrainingPlan
+from lightning_fastft.training.data.position import check_ranks_agree
 from lightning_fastft.training.data.splits import SplitDataModule
-from lightning_fastft.training.data.streams import StreamOptions, TrainingStream, align_stream, check_stream_run
-from lightning_fastft.training.data.subsets import (
-    count_items,
-    find_needs,
-    name_source,
-)
+from lightning_fastft.training.data.streams import StreamOptions, TrainingStream, check_stream_run
+from lightning_fastft.training.data.subsets import find_needs, name_source
 from lightning_fastft.training.data.trainer_facts import (
     check_accumulation,
-    check_prepared,
     find_accumulation,
-    find_context_size,
     find_ranks,
     has_trained,
     repeats_first_epoch,
-    uses_cuda,
 )
-
-log = logging.getLogger(__name__)
 
 
 class PackedDataModule(SplitDataModule):
@@ -152,28 +132,11 @@ class PackedDataModule(SplitDataModule):
         rejected_path: str | None = None,
         show_progress: bool = True,
     ) -> None:
-        check_share("val_share", val_share)
-        check_bool("streaming", streaming)
-        check_plan_options(seed=seed, pad_to_max=pad_to_max, share_prompts=share_prompts)
-        check_reading_options(
-            num_workers=num_workers,
-            pin_memory=pin_memory,
-            cache_dir=cache_dir,
-            num_proc=num_proc,
-            max_reject_share=max_reject_share,
-            rejected_path=rejected_path,
-            show_progress=show_progress,
-        )
         check_paths(paths)
-        check_sources({"val_paths": val_paths, "test_paths": test_paths, "predict_paths": predict_paths})
-        check_tokenizer(tokenizer)
-        if val_share and val_paths is not None:
-            rank_zero_info(f"val_paths replaces val_share={val_share}: no training example is held out.")
-            val_share = 0.0
+        check_bool("streaming", streaming)
         # Only training data; the other splits are read whole.
         self.is_streamed = streaming or is_stream(paths)
         self._streamed_paths = paths
-        self._stream: TrainingStream | None = None
         super().__init__(
             sources={
                 "train": None if self.is_streamed else paths,
@@ -197,37 +160,33 @@ class PackedDataModule(SplitDataModule):
             val_share=val_share,
             share_prompts=share_prompts,
             seed=seed,
+            pad_to_max=pad_to_max,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
             cache_dir=cache_dir,
             num_proc=num_proc,
             max_reject_share=max_reject_share,
             rejected_path=rejected_path,
             show_progress=show_progress,
         )
-        self.pad_to_max = pad_to_max
-        self.num_workers = num_workers
-        self.pin_memory = pin_memory
-        self._plan: StepPlan | None = None
+        self._training: TrainingPlan | TrainingStream | None = None
         # The position at which the rest of the run, or its next epoch, begins; and Lightning's own count there.
         self._position = 0
         self._anchor: int | None = None
-        # Runs with other sizes before this one, in the epoch of the position.
-        self._resized: list[Resized] = []
-        self._moves_progress = False
-        self._is_model_checked = False
 
     @property
     def plan(self) -> StepPlan:
         """The plan of the training micro-batches; there after ``setup("fit")``."""
         if self.is_streamed:
             raise OptionError("A stream has no plan of an epoch: its packs are formed while it is read.")
-        if self._plan is None:
+        if not isinstance(self._training, TrainingPlan):
             raise OptionError('There is no training plan yet; call setup("fit") first.')
-        return self._plan
+        return self._training.plan
 
     @property
     def stream(self) -> TrainingStream | None:
         """The streamed training data; None before setup, and if the data is read whole."""
-        return self._stream
+        return self._training if isinstance(self._training, TrainingStream) else None
 
     @property
     def position(self) -> int:
@@ -242,8 +201,8 @@ class PackedDataModule(SplitDataModule):
 
         The index is that of the micro-batch in the plan, as ``PackedBatch.index`` has it.
         """
-        if self._stream is not None:
-            return self._stream.name, []
+        if self.stream is not None:
+            return self.stream.name, []
         epoch, micro_batch = divmod(index, self.plan.num_micro_batches)
         number_S = self.plan.epoch(0 if repeats_first_epoch(self.trainer) else epoch).documents(
             rank=find_ranks(self._run)[1], micro_batch=micro_batch
@@ -273,61 +232,23 @@ class PackedDataModule(SplitDataModule):
         for split in self._splits_of(stage):
             self._tokenize(split)
         self._choose_subsets(stage)
-        if stage == "fit" and self.is_streamed:
+        if stage == "fit":
             self._position, self._anchor = self.position if has_trained(self.trainer) else 0, None
-            self._stream = self._open_stream()
-        elif stage == "fit":
-            if "train" not in self._subsets:
-                raise DataError("There is no training data: paths is None.")
-            self._position, self._anchor = self.position if has_trained(self.trainer) else 0, None
-            with phase("planning packs"):
-                self._plan = self._make_plan()
-            check_ranks_agree(self._describe_plan())
+            self._training = self._open_stream() if self.is_streamed else self._plan_training()
 
     def train_dataloader(self) -> PackedLoader:
         """Return the micro-batches of this rank, from the run's position on."""
-        if self._stream is not None:
-            # The stream has its own threads; collectives run in the training thread.
-            return PackedLoader(
-                self._continue_stream,
-                num_batches=ENDLESS,
-                before_batch=self._check_prepared,
-                after_batch=self.count_by_hand,
-            )
+        is_planned = self.stream is None
         return PackedLoader(
             self._open_training_stream,
             # Uncut: the trainer applies limit_train_batches to this length itself.
-            num_batches=self.plan.num_uncut_micro_batches,
-            num_workers=self.num_workers,
-            pin_memory=self._pins_memory(),
+            num_batches=self.plan.num_uncut_micro_batches if is_planned else ENDLESS,
+            # A stream has its own threads, and pins in them; collectives run in the training thread.
+            num_workers=self.num_workers if is_planned else 0,
+            pin_memory=is_planned and self._pins_memory(),
             before_batch=self._check_step,
             after_batch=self.count_by_hand,
         )
-
-    def val_dataloader(self) -> PackedLoader | list[PackedLoader]:
-        """Return the validation packs of this rank, in the same order every time; an empty list where there is no
-        validation data.
-        """
-        return self._evaluation_loader("val")
-
-    def test_dataloader(self) -> PackedLoader | list[PackedLoader]:
-        """Return the test packs of this rank, in the same order every time; an empty list where there is no test
-        data.
-        """
-        return self._evaluation_loader("test")
-
-    def predict_dataloader(self) -> PackedLoader | list[PackedLoader]:
-        """Return the packs of this rank to predict from, in the same order every time.
-
-        Raises:
-            OptionError: There is no such data.
-        """
-        if self._sources["predict"] is None:
-            raise OptionError(
-                "trainer.predict(...) gives log-probabilities or scores of the rows in predict_paths, and there are "
-                "none. For metrics call trainer.test(...), for answers model.generate(...)."
-            )
-        return self._evaluation_loader("predict")
 
     # The position.
 
@@ -336,14 +257,7 @@ class PackedDataModule(SplitDataModule):
 
         For a stream, also the state of every rank, with the tokens that wait for a pack. All ranks must call this.
         """
-        if self._stream is not None:
-            return self._stream.state_dict(self.position)
-        if self._plan is None:
-            return {}
-        state = {"micro_batches": self.position, "plan": self._describe_plan()}
-        epoch = self.position // self.plan.num_micro_batches
-        resized = [entry._asdict() for entry in self._resized if entry.epoch == epoch]
-        return {**state, "resized": resized} if resized else state
+        return {} if self._training is None else self._training.state_dict(self.position)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take up the position of a checkpoint.
@@ -355,83 +269,27 @@ class PackedDataModule(SplitDataModule):
             ResumeError: The position belongs to another plan or stream, and the message names the changes; or sizes
                 changed and limit_train_batches cut its epochs.
         """
-        if self._stream is not None and state_dict:
-            self._position, self._anchor = self._stream.load_state_dict(state_dict), None
-            return
-        if "stream" in state_dict:
-            raise ResumeError(
-                "The checkpoint is of a run on a stream, and this data is read whole. Resume with the stream, or begin "
-                "a new run from its weights without resuming."
-            )
-        if self._plan is None or not state_dict:
-            return
-        changes, is_sizes_only = compare_plans(state_dict["plan"], self._describe_plan())
-        position = int(state_dict["micro_batches"])
-        if not changes:
-            self._position, self._resized = position, read_resized(state_dict)
-            if self._resized:
-                self._plan_rest()
-        elif is_sizes_only:
-            length_N = self._subsets["train"].length_N
-            epoch, self._resized = resize(
-                state_dict, make_plan=self._make_plan, length_N=length_N, max_tokens=self.max_tokens
-            )
-            self._position = epoch * self.plan.num_micro_batches + (self._plan_rest() if self._resized else 0)
-            self._moves_progress = True
-            rank_zero_info(
-                f"The checkpoint is of a run with other sizes ({changes}): the rest of its epoch is planned anew."
-            )
-        else:
-            raise ResumeError(
-                f"The checkpoint is at micro-batch {position} of another plan: {changes}. Resume with the values of "
-                "the checkpoint, or begin a new run from its weights without resuming."
-            )
-        self._anchor = None
+        if self._training is not None and state_dict:
+            self._position, self._anchor = self._training.load_state_dict(state_dict), None
 
-    def _plan_rest(self) -> int:
-        """Plan what earlier runs left of an epoch, and return the micro-batch of the epoch at which it begins."""
-        rest = plan_rest(
-            self._resized,
-            sizes=(self.plan.world_size, self.plan.accumulate),
-            make_plan=self._make_plan,
-            length_N=self._subsets["train"].length_N,
-            max_tokens=self.max_tokens,
-        )
-        return self.plan.continue_epoch(self._resized[-1].epoch, rest)
+    # Plans, streams and loaders.
 
-    def _describe_plan(self) -> dict[str, Any]:
+    def _plan_training(self) -> TrainingPlan:
+        """Plan the training packs of this run."""
+        if "train" not in self._subsets:
+            raise DataError("There is no training data: paths is None.")
         subset = self._subsets["train"]
         options: dict[str, Any] = {"val_share": self.val_share, "max_tokens": self.max_tokens, "seed": self.seed}
         if subset.documents.completions is not None:
             options |= {"share_prompts": subset.shares_prompts, "adds_mismatched": subset.adds_mismatched}
         if self._weights is not None:
             options["weights"] = list(self._weights.values())
-        return describe_plan(self.plan, content_digest=subset.documents.content_digest, **options)
-
-    def _make_plan(self, *, sizes: tuple[int, int] | None = None, packs: Packs | None = None) -> StepPlan:
-        """Return the plan of the training packs, or of some of them, for the world size and accumulation of this run or
-        of another.
-        """
-        world_size, accumulate = sizes or (find_ranks(self._run)[0], find_accumulation(self._run))
-        subset, packs = self._subsets["train"], packs or self._packs["train"]
-        plan = StepPlan(
-            packs,
-            length_N=subset.length_N,
-            num_labelled_N=count_items(subset, needs=find_needs(self._module)),
-            seed=self.seed,
-            world_size=world_size,
-            accumulate=accumulate,
-            limit=None if self.trainer is None else self.trainer.limit_train_batches,
-        )
-        if sizes is None and plan.num_extra_packs:
-            log.info(
-                "%d packs, and %d more by splitting, so that windows and ranks are whole.",
-                len(packs),
-                plan.num_extra_packs,
+        with phase("planning packs"):
+            planned = TrainingPlan(
+                subset, self._packs["train"], run=self._run, needs=find_needs(self._module), options=options
             )
-        return plan
-
-    # Streams and loaders.
+        check_ranks_agree(planned.describe())
+        return planned
 
     def _open_stream(self) -> TrainingStream:
         """Open the streamed training data."""
@@ -447,11 +305,6 @@ class PackedDataModule(SplitDataModule):
             getattr(self._module, "vocab_size", None),
             find_image_encoder(self._given_tokenizer, module=self._module),
         )
-        batch_options = {
-            "pad_to": self.max_tokens if self.pad_to_max else None,
-            "pad_to_multiple_of": find_context_size(self._run),
-            "pad_token_id": self._pad_token_id(),
-        }
         options = StreamOptions(
             ranks=find_ranks(self._run),
             accumulate=accumulate,
@@ -461,29 +314,20 @@ class PackedDataModule(SplitDataModule):
             pin_memory=self._pins_memory(),
             max_reject_share=self.max_reject_share,
             rejected_path=self.rejected_file("train", is_of_rank=True),
-            batch_options=batch_options,
+            batch_options=self._padding(),
         )
         return TrainingStream(rows, setup=setup, options=options)
 
-    def _continue_stream(self) -> Iterator[PackedBatch]:
-        """Continue the stream at the position when the first batch of an epoch, or of a resumed run, is requested."""
-        assert self._stream is not None
-        if self.trainer is not None:
-            accumulate = self._stream.options.accumulate
-            self._position = align_stream(self.trainer, position=self.position, accumulate=accumulate)
-            self._anchor = batch_progress(self.trainer).total.processed
-        return self._stream.batches(self.position)
-
-    def _open_training_stream(self) -> PlannedStream:
+    def _open_training_stream(self) -> Iterable[PackedBatch]:
         """Open the stream when the first batch of an epoch, or of a resumed run, is wanted."""
-        if self.trainer is not None:
-            self._position = align_position(
-                self.trainer, self.plan, position=self.position, moves_progress=self._moves_progress
-            )
-            self._anchor, self._moves_progress = batch_progress(self.trainer).total.processed, False
-        else:
+        if self.trainer is not None and self._training is not None:
+            self._position = self._training.align(self.trainer, self.position)
+            self._anchor = batch_progress(self.trainer).total.processed
+        elif not self.is_streamed:
             # Checkpoints hold no partial gradients: a window is trained again from its start.
             self._position -= self._position % self.plan.num_micro_batches % self.plan.accumulate
+        if self.stream is not None:
+            return self.stream.batches(self.position)
         return PlannedStream(
             self._subsets["train"],
             self.plan,
@@ -495,14 +339,8 @@ class PackedDataModule(SplitDataModule):
 
     def _check_step(self) -> None:
         self._check_prepared()
-        if self.trainer is not None:
+        if self.trainer is not None and not self.is_streamed:
             check_accumulation(self.trainer, planned=self.plan.accumulate)
-
-    def _check_prepared(self) -> None:
-        """Check packed attention once per run, before the first batch."""
-        if self.trainer is not None and not self._is_model_checked:
-            check_prepared(self.trainer)
-            self._is_model_checked = True
 
     def count_by_hand(self, batch: PackedBatch) -> None:
         """Count a batch as trained without a Trainer: when the next one is requested, or as soon as the loop reports
@@ -510,69 +348,3 @@ class PackedDataModule(SplitDataModule):
         """
         if self.trainer is None:
             self._position = batch.index + 1
-
-    def _evaluation_loader(self, split: str) -> PackedLoader | list[PackedLoader]:
-        if split not in self._subsets:
-            return []
-        stream = self._evaluation_stream(split, self._subsets[split], self._packs[split])
-        return PackedLoader(
-            lambda: stream,
-            num_batches=stream.plan.num_micro_batches,
-            num_workers=self.num_workers,
-            pin_memory=self._pins_memory(),
-            before_batch=self._check_prepared,
-        )
-
-    def _evaluation_stream(
-        self, split: str, subset: DocumentSubset, packs: Packs, *, ranks: tuple[int, int] | None = None
-    ) -> PlannedStream:
-        """Return this rank's packs of some documents, in their order; ranks: how many share them, and which this is."""
-        world_size, rank = ranks or find_ranks(self._run)
-        plan = StepPlan(
-            packs,
-            length_N=subset.length_N,
-            num_labelled_N=subset.num_labelled_N,
-            seed=self.seed,
-            world_size=world_size,
-            accumulate=1,
-            shuffle=False,
-        )
-        return PlannedStream(
-            subset,
-            plan,
-            rank=rank,
-            weigh_by_window=False,
-            **self._batch_options(split),
-        )
-
-    def whole_stream(self, split: str, *, is_shared: bool = True) -> PlannedStream:
-        """Return packs of all documents of the data set that a split is from, once and in their order.
-
-        Each rank gets all packs, or with is_shared a share of them.
-        """
-        dataset = self._subsets[split].documents
-        assert isinstance(dataset, TokenizedDataset)
-        subset = self._make_subset(dataset)
-        packs = pack_best_fit_decreasing(subset.length_N, max_tokens=self.max_tokens)
-        return self._evaluation_stream(split, subset, packs, ranks=None if is_shared else (1, 0))
-
-    def _batch_options(self, split: str) -> dict[str, Any]:
-        """Return what the streams of all stages have in common: padding and images."""
-        has_images = self._subsets[split].documents.images is not None
-        return {
-            "pad_to": self.max_tokens if self.pad_to_max else None,
-            "pad_to_multiple_of": find_context_size(self._run),
-            "pad_token_id": self._pad_token_id(),
-            "encode_images": make_document_images(self._given_tokenizer, module=self._module) if has_images else None,
-        }
-
-    def _pins_memory(self) -> bool:
-        return self.pin_memory if isinstance(self.pin_memory, bool) else uses_cuda(self._run)
-
-    def _pad_token_id(self) -> int:
-        tokenizer = self.tokenizer
-        for name in ("pad_token_id", "eos_token_id"):
-            token_id = getattr(tokenizer, name, None)
-            if token_id is not None:
-                return int(token_id)
-        return 0

@@ -96,15 +96,10 @@ class DistillationTuner(Tuner):
         self.kind: Kind = kind
         self.beta = check_float("beta", beta, low=1e-6, high=1 - 1e-6)
         self.temperature = check_float("temperature", temperature, low=1e-3, high=LARGEST_WEIGHT)
-        check_share("sft_weight", sft_weight)
-        self.sft_weight = sft_weight
-        self.compared_columns = vocab_size
-        if vocab_size is not None:
-            check_int("vocab_size", vocab_size, low=2)
+        self.sft_weight = check_share("sft_weight", sft_weight)
+        self.compared_columns = None if vocab_size is None else check_int("vocab_size", vocab_size, low=2)
         self.store = store
-        self.top_k = top_k
-        if top_k is not None:
-            check_int("top_k", top_k, low=1, high=LARGEST_TOP_K)
+        self.top_k = None if top_k is None else check_int("top_k", top_k, low=1, high=LARGEST_TOP_K)
         if store is not None:
             check_path("store", store)
             if top_k is not None and (kind != "forward_kl" or vocab_size is not None):

@@ -98,40 +98,28 @@ class RolloutDataModule(LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        for name, value, low in (
-            ("num_completions", num_completions, 1 if rewards is None else 2),
-            ("prompts_per_round", prompts_per_round, 1),
-            ("max_new_tokens", max_new_tokens, 1),
-            ("max_tokens", max_tokens, 2),
-        ):
-            check_int(name, value, low=low)
-        check_bool("pad_to_max", pad_to_max)
-        check_choice("share_prompts", share_prompts, ("auto", True, False))
         if prompts is None:
             raise OptionError("prompts is None: give a file, a folder, a data set or rows.")
         check_source("prompts", prompts)
-        check_int("seed", seed, low=0, high=2**64 - 1)
-        check_float("temperature", temperature, low=1e-3, high=1e3)
         self.rewards = list(rewards) if isinstance(rewards, (list, tuple)) else [] if rewards is None else [rewards]
         is_empty = rewards is not None and not self.rewards
         if is_empty or not all(map(callable, self.rewards)) or not callable(sampler):
             raise OptionError("rewards must be a function or a list of functions, and sampler a function.")
         self.sampler = sampler
-        check_share("sampled_share", sampled_share)
+        self.sampled_share = check_share("sampled_share", sampled_share)
         if self.rewards and sampled_share < 1:
             raise OptionError(
                 f"sampled_share={sampled_share} takes completions from rows, and rewards compare sampled ones: leave "
                 "one of the two out."
             )
-        self.sampled_share = sampled_share
-        self.num_completions = num_completions
-        self.prompts_per_round = prompts_per_round
-        self.max_new_tokens = max_new_tokens
-        self.temperature = temperature
-        self.max_tokens = max_tokens
-        self.pad_to_max = pad_to_max
-        self.share_prompts = share_prompts
-        self.seed = seed
+        self.num_completions = check_int("num_completions", num_completions, low=1 if rewards is None else 2)
+        self.prompts_per_round = check_int("prompts_per_round", prompts_per_round, low=1)
+        self.max_new_tokens = check_int("max_new_tokens", max_new_tokens, low=1)
+        self.temperature = check_float("temperature", temperature, low=1e-3, high=1e3)
+        self.max_tokens = check_int("max_tokens", max_tokens, low=2)
+        self.pad_to_max = check_bool("pad_to_max", pad_to_max)
+        self.share_prompts = check_choice("share_prompts", share_prompts, ("auto", True, False))
+        self.seed = check_int("seed", seed, low=0, high=2**64 - 1)
         self._source = prompts
         self._shares_prompts = share_prompts is True
         self._rows: list[dict[str, Any]] = []
@@ -305,7 +293,11 @@ class RolloutDataModule(LightningDataModule):
         )
         rows = [self._rows[index] for index in chosen]
         rewards = judge(rows, groups, rewards=self.rewards, tokenizer=tuner.tokenizer)
-        return [make_rollout(prompt, group, scores) for prompt, group, scores in zip(prompts, groups, rewards)]
+        rollouts = [make_rollout(prompt, group, scores) for prompt, group, scores in zip(prompts, groups, rewards)]
+        if getattr(tuner, "sampler_clip", None) is None:
+            # Nothing corrects for the sampler: it is taken for the policy, however many steps a round has.
+            return [rollout._replace(log_probs=None) for rollout in rollouts]
+        return rollouts
 
     def _weights(self, documents: Sequence[Document]) -> np.ndarray:
         """Return what each rollout counts in the mean of the loss."""

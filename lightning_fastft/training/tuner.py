@@ -14,9 +14,13 @@ from lightning_fastft.core.errors import DataError, OptionError
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.completions import Completions
 from lightning_fastft.packing.needs import DataNeeds
-from lightning_fastft.training.model.causal_lm import CausalLMModule
 from lightning_fastft.training.model.forward import read_logits, run_objective, sum_per_document
-from lightning_fastft.training.model.options import check_optimizer_options, collect_optimizer_hyperparameters
+from lightning_fastft.training.model.options import (
+    ModelOptions,
+    check_optimizer_options,
+    collect_optimizer_hyperparameters,
+)
+from lightning_fastft.training.model.saved import SavedCausalLM
 from lightning_fastft.training.optimization.choice import (
     call_factory,
     choose_optimizer,
@@ -36,7 +40,7 @@ if TYPE_CHECKING:
 ReadT = TypeVar("ReadT")
 
 
-class Tuner(CausalLMModule):
+class Tuner(SavedCausalLM):
     """Load, quantise, adapt, shard, optimise, resume and save a causal language model; subclasses add the steps.
 
     The model is built in ``configure_model``, on the device of its rank.
@@ -113,8 +117,7 @@ class Tuner(CausalLMModule):
         adapter: str | None = None,
         frozen_adapters: list[str] | None = None,
     ) -> None:
-        super().__init__(
-            model,
+        built_from = ModelOptions(
             tokenizer=tokenizer,
             quantization=quantization,
             lora=lora,
@@ -127,6 +130,7 @@ class Tuner(CausalLMModule):
             adapter=adapter,
             frozen_adapters=frozen_adapters,
         )
+        super().__init__(model, built_from)
         options: dict[str, Any] = {
             "learning_rate": learning_rate,
             "weight_decay": weight_decay,

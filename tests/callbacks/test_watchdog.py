@@ -14,24 +14,17 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_fastft import PackedTraining, Watchdog
 from lightning_fastft.core.errors import OptionError
-from lightning_fastft.monitor import watch_process
-from lightning_fastft.monitor.watch_process import (
-    Beat,
-    Phase,
-    descendants,
-    find_blamed,
-    find_slow_node,
-    read_beat,
-    read_frames,
-    write_beat,
-)
+from lightning_fastft.monitor import rank_watch
+from lightning_fastft.monitor.rank_watch.beats import RECORD_BYTES, Beat, Phase, read_beat, write_beat
+from lightning_fastft.monitor.rank_watch.verdict import find_blamed, find_slow_node, read_frames
+from lightning_fastft.monitor.rank_watch.watch import SETTLE_S, descendants
 from lightning_fastft.strategies.even_batches import check_even_batches
 from tests.faults.saves import fork
 from tests.support.training_parts import PlainModule, packed_batches, packed_loader, quiet_trainer, tiny_llama
 
 TIMEOUT_S = 1.0
 # Long enough to be found: more than the timeout and what other ranks are given to speak.
-LONG_S = TIMEOUT_S + watch_process.SETTLE_S + 1.0
+LONG_S = TIMEOUT_S + SETTLE_S + 1.0
 
 
 class Slow(Callback):
@@ -164,7 +157,7 @@ def test_no_step_adds_a_beat_without_a_run():
 
 
 def test_a_beat_arrives_as_it_was_written():
-    with mmap.mmap(-1, watch_process.RECORD_BYTES) as memory:
+    with mmap.mmap(-1, RECORD_BYTES) as memory:
         assert read_beat(memory) == Beat(is_first=False)
         beat = Beat(7, 3, 2, Phase.FAILED, False, 12.5, 0.25, "ValueError: ä")
         write_beat(memory, beat)
@@ -257,7 +250,7 @@ def test_processes_below_a_rank_are_found_but_for_those_that_watch():
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
-    watching = subprocess.Popen([sys.executable, "-c", "input()", watch_process.__file__], stdin=subprocess.PIPE)
+    watching = subprocess.Popen([sys.executable, "-c", "input()", rank_watch.ENTRY], stdin=subprocess.PIPE)
     child.stdout.readline()
     found = descendants(os.getpid())
     assert child.pid in found
@@ -272,12 +265,12 @@ def test_processes_below_a_rank_are_found_but_for_those_that_watch():
 def test_the_process_needs_nothing_but_the_standard_library():
     # It must not load torch, once per rank.
     code = (
-        f"import sys; sys.argv = ['']; import runpy; runpy.run_path({watch_process.__file__!r}); "
-        "print(sorted(sys.modules))"
+        f"import sys; sys.argv = ['']; import runpy; runpy.run_path({rank_watch.ENTRY!r}); print(sorted(sys.modules))"
     )
     loaded = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "rank_watch.watch" in loaded
     assert "torch" not in loaded
-    assert "lightning" not in loaded
+    assert "lightning." not in loaded
 
 
 def test_one_rank_needs_no_comparison_of_batches(tmp_path):

@@ -5,18 +5,19 @@ import pytest
 from benchmarks import cluster_model
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.estimate.clusters import LINK_SHARE, NETWORK_HOP_MS, NVLINK_HOP_MS, Rings, make_cluster
-from lightning_fastft.estimate.costs import Swaps, build_on_meta, model_costs
+from lightning_fastft.estimate.costs import model_costs
 from lightning_fastft.estimate.layouts import (
     RANK_WAIT,
     Layout,
     exchange,
     forecast,
     keeps_fp8,
-    measure_model,
     possible_layouts,
     rank_cost,
 )
 from lightning_fastft.estimate.machines import find_gpu
+from lightning_fastft.estimate.meta_model import Swaps, build_on_meta
+from lightning_fastft.estimate.model_size import measure_model
 from lightning_fastft.planner.plan import predict, uniform_plan
 
 H100 = find_gpu("H100")

@@ -9,8 +9,9 @@ import torch
 from peft import LoraConfig
 
 from lightning_fastft.core.errors import OptionError
-from lightning_fastft.estimate.costs import Swaps, meter_step, model_costs, plan_on
+from lightning_fastft.estimate.costs import meter_step, model_costs, plan_on
 from lightning_fastft.estimate.machines import find_gpu
+from lightning_fastft.estimate.meta_model import Swaps
 from lightning_fastft.planner.plan import make_plan, predict, uniform_plan
 from lightning_fastft.training.optimizer import FusedAdamW
 
@@ -93,7 +94,8 @@ def test_a_kept_fused_layer_saves_these_tensors_and_no_other(model_type, head_co
 WITHOUT_BITSANDBYTES = """
 import sys
 sys.modules["bitsandbytes"] = None
-from lightning_fastft.estimate.costs import Swaps, model_costs
+from lightning_fastft.estimate.costs import model_costs
+from lightning_fastft.estimate.meta_model import Swaps
 from lightning_fastft.estimate.machines import find_gpu
 config, options = eval(sys.argv[1])
 options |= {"machine": find_gpu("H200")}
@@ -298,6 +300,13 @@ def test_a_budget_is_planned_as_a_run_plans_it():
 
 
 @pytest.mark.slow
+def test_loftq_costs_what_other_initialisations_cost():
+    lora = LoraConfig(r=4)
+    # Set later, because PEFT asks for scipy in the call above.
+    lora.init_lora_weights, lora.loftq_config = "loftq", {"loftq_bits": 4, "loftq_iter": 1}
+    assert small_costs(lora=lora, quantization="nf4") == small_costs(lora=4, quantization="nf4")
+
+
 def test_an_optimizer_counts_its_own_state():
     plain = small_costs().base_bytes
     wide = small_costs(optimizer=FusedAdamW).base_bytes

@@ -9,7 +9,6 @@ import socket
 import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_fastft.callbacks.packed_training import PackedTraining
 from lightning_fastft.callbacks.watchdog import Watchdog
-from lightning_fastft.monitor import watch_process
+from lightning_fastft.monitor import rank_watch
 from lightning_fastft.strategies.ddp import FastFTDDPStrategy
 from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
 from tests.faults.saves import fork
@@ -234,9 +233,10 @@ def run_job(
         if num_ranks > 1:
             join(number, num_ranks=num_ranks, port=port, are_nodes=are_nodes)
         if number == slow_watchdog:
-            slow = folder / Path(watch_process.__file__).name
-            slow.write_text(SLOW_WATCHDOG.format(path=watch_process.__file__))
-            watch_process.__file__ = str(slow)
+            slow = folder / "rank_watch" / "__main__.py"
+            slow.parent.mkdir()
+            slow.write_text(SLOW_WATCHDOG.format(path=rank_watch.ENTRY))
+            rank_watch.ENTRY = str(slow)
         callbacks = [Watchdog(timeout_s=timeout_s)] if watched else []
         fault = [Fault(kind, write, rank=rank)] if hasattr(Fault, kind) or kind.endswith("_in_a_save") else []
         # The pause is in the forward, before the end of the forward that the watchdog records.

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from lightning_fastft.monitor.watch_process import LISTEN_S, SETTLE_S
+from lightning_fastft.monitor.rank_watch.watch import LISTEN_S, SETTLE_S
 from tests.faults.ranks import HURT_AT, HURT_STEP, run_job
 
 TIMEOUT_S = 5.0

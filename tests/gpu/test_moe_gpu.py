@@ -10,8 +10,9 @@ from peft import LoraConfig, get_peft_model
 
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.kernels.expert_gate.reference import GateForm
+from lightning_fastft.moe.expert_linears import ExpertAdapter, ExpertLinear
 from lightning_fastft.moe.install import install_bincount_router
-from lightning_fastft.moe.routing import ExpertAdapter, ExpertLinear, run_experts
+from lightning_fastft.moe.routing import run_experts
 from tests.moe.test_routing import plain_experts
 from tests.support.host_waits import waits_are_errors
 from tests.support.packs import make_batch

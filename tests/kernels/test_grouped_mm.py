@@ -508,7 +508,7 @@ test_a_fault_planted_in_the_composition_is_seen, test_the_composition_passes_the
 def pretend_cuda(monkeypatch):
     """Tensors without memory that say they are on a CUDA device, and the capability of that device."""
     capability = [9, 0]
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: tuple(capability))
+    monkeypatch.setattr(op, "capability_of", lambda device: tuple(capability))
     with FakeTensorMode():
         yield capability
 

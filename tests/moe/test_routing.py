@@ -8,8 +8,9 @@ import torch
 
 from lightning_fastft.core.errors import ShapeError
 from lightning_fastft.kernels.expert_gate.reference import GateForm, gate_forward
-from lightning_fastft.moe import routing as experts
-from lightning_fastft.moe.routing import ExpertAdapter, ExpertLinear, run_experts
+from lightning_fastft.moe import expert_linears as experts
+from lightning_fastft.moe.expert_linears import ExpertAdapter, ExpertLinear
+from lightning_fastft.moe.routing import run_experts
 from tests.support.host_waits import HostWaits
 
 WIDTH, EXPERT_WIDTH = 12, 7

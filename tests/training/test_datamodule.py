@@ -5,6 +5,7 @@ import re
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -16,6 +17,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelChec
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_fastft.core.errors import DataError, OptionError, ResumeError
+from lightning_fastft.training.data.trainer_facts import LoopFacts
 from lightning_fastft.training.datamodule import PackedDataModule
 from tests.support.datamodule_worker import (
     TWO_PROCESS_CASES,
@@ -40,6 +42,11 @@ pytestmark = pytest.mark.filterwarnings(
 def quiet_lightning(caplog):
     # Through caplog, which gives the level back.
     caplog.set_level(logging.ERROR, logger="lightning.pytorch")
+
+
+def loop_of(world_size: int, rank: int) -> LoopFacts:
+    """The facts of one rank's own loop."""
+    return LoopFacts(world_size, rank, 1, SimpleNamespace(root_device=torch.device("cpu")), None)
 
 
 def indices(run) -> list[int]:
@@ -295,12 +302,12 @@ class TestResume:
             assert rows_of([*first, *second, *third]) == list(range(NUM_ROWS))
 
     @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (4, 3), (1, 4)])
-    def test_goes_on_with_another_number_of_ranks(self, monkeypatch, before, after):
+    def test_goes_on_with_another_number_of_ranks(self, before, after):
         """Every example of the epoch is trained once, over all ranks of both runs."""
 
         def data_of(world_size, rank=0):
-            monkeypatch.setattr("lightning_fastft.training.datamodule.find_ranks", lambda _: (world_size, rank))
             data = make_data()
+            data.loop = loop_of(world_size, rank)
             data.setup("fit")
             return data
 
@@ -477,9 +484,9 @@ class TestEvaluation:
     def test_ranks_share_the_packs_to_predict_from_in_a_fixed_order(self):
         data, seen = make_data(rows=None, predict_paths=make_rows(23, seed=4)), []
         for rank in (0, 1, 0):
-            with mock.patch("lightning_fastft.training.datamodule.find_ranks", return_value=(2, rank)):
-                data.setup("predict")
-                batches = list(data.predict_dataloader())
+            data.loop = loop_of(2, rank)
+            data.setup("predict")
+            batches = list(data.predict_dataloader())
             # The batch says which rows it holds.
             assert all(list(batch.numbers) == rows_in(batch) for batch in batches)
             seen.append([batch.numbers for batch in batches])

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from lightning_fastft.core.errors import OptionError
-from lightning_fastft.estimate.costs import MeteredStep, Swaps, meter_step, plan_on
+from lightning_fastft.estimate.costs import MeteredStep, meter_step, plan_on
+from lightning_fastft.estimate.meta_model import Swaps
 from lightning_fastft.packing.packs import pack_best_fit_decreasing
 from lightning_fastft.planner.plan import Plan
 

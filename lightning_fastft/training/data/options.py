@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_fastft.core.checks import check_bool, check_choice, check_float, check_int, check_path, check_share
+from lightning_fastft.core.checks import check_float, check_path
 from lightning_fastft.core.cores import count_usable_cores
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.packing.reading.sources import is_mixture
@@ -17,12 +16,6 @@ from lightning_fastft.packing.reading.streams import is_stream
 MAX_PROCESSES = 8
 # More than any machine has cores: a larger number is a slip.
 MOST_WORKERS = 1024
-
-
-def check_sources(sources: Mapping[str, object]) -> None:
-    """Check the values that name data, by their option."""
-    for name, source in sources.items():
-        check_source(name, source)
 
 
 def check_paths(paths: object) -> None:
@@ -55,34 +48,11 @@ def check_source(name: str, source: object) -> None:
         )
 
 
-def check_plan_options(*, seed: int, pad_to_max: bool, share_prompts: bool | str) -> None:
-    """Check the options of a plan of packs."""
-    # The shuffle mixes 64 bits: a larger seed would give the order of a smaller one.
-    check_int("seed", seed, low=0, high=2**64 - 1)
-    check_bool("pad_to_max", pad_to_max)
-    check_choice("share_prompts", share_prompts, ("auto", True, False))
-
-
-def check_reading_options(
-    *,
-    num_workers: int,
-    pin_memory: bool | str,
-    cache_dir: str | None,
-    num_proc: int | None,
-    max_reject_share: float,
-    rejected_path: str | None,
-    show_progress: bool,
-) -> None:
-    """Check the options of reading and tokenising."""
-    check_int("num_workers", num_workers, low=0, high=MOST_WORKERS)
-    check_choice("pin_memory", pin_memory, ("auto", True, False))
-    check_share("max_reject_share", max_reject_share)
-    check_bool("show_progress", show_progress)
-    for name, path in (("cache_dir", cache_dir), ("rejected_path", rejected_path)):
-        if path is not None:
-            check_path(name, path)
-    if num_proc is not None:
-        check_int("num_proc", num_proc, low=1, high=MOST_WORKERS)
+def check_optional_path(name: str, path: str | None) -> str | None:
+    """Return path if it is None or can name a file or folder."""
+    if path is not None:
+        check_path(name, path)
+    return path
 
 
 def find_cache_dir() -> str:

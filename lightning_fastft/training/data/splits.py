@@ -1,4 +1,4 @@
-"""The data of each split: read and tokenised once, divided into subsets, and packed."""
+"""The data of each split: read and tokenised once, divided into subsets, packed, and yielded for evaluation."""
 
 from __future__ import annotations
 
@@ -10,19 +10,35 @@ import numpy as np
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_fastft.core.checks import check_choice, check_replaceable, tokenizer_of
-from lightning_fastft.core.errors import DataError, printable
+from lightning_fastft.core.checks import (
+    check_bool,
+    check_choice,
+    check_int,
+    check_replaceable,
+    check_share,
+    check_tokenizer,
+    tokenizer_of,
+)
+from lightning_fastft.core.errors import DataError, OptionError, printable
 from lightning_fastft.packing.packs import Packs, pack_best_fit_decreasing
 from lightning_fastft.packing.reading.sources import REJECTED
 from lightning_fastft.packing.rows.formats import FormatOptions
 from lightning_fastft.packing.rows.rejects import is_rejects
+from lightning_fastft.packing.step_plan import StepPlan
 from lightning_fastft.packing.store.cache import tokenize_sources
 from lightning_fastft.packing.store.dataset import TokenizedDataset
 from lightning_fastft.packing.store.report import render_counts
-from lightning_fastft.packing.stream import DocumentSubset
-from lightning_fastft.training.data.images import find_image_encoder
+from lightning_fastft.packing.stream import DocumentSubset, PackedLoader, PlannedStream
+from lightning_fastft.training.data.images import find_image_encoder, make_document_images
 from lightning_fastft.training.data.mixtures import MixedSource, mix_sources
-from lightning_fastft.training.data.options import count_processes, find_cache_dir, find_weights
+from lightning_fastft.training.data.options import (
+    MOST_WORKERS,
+    check_optional_path,
+    check_source,
+    count_processes,
+    find_cache_dir,
+    find_weights,
+)
 from lightning_fastft.training.data.subsets import (
     can_share_prompts,
     check_formats,
@@ -32,13 +48,20 @@ from lightning_fastft.training.data.subsets import (
     name_source,
     warn_of_one_label,
 )
-from lightning_fastft.training.data.trainer_facts import LoopFacts, find_run_folder
+from lightning_fastft.training.data.trainer_facts import (
+    LoopFacts,
+    check_prepared,
+    find_context_size,
+    find_ranks,
+    find_run_folder,
+    uses_cuda,
+)
 
 SPLITS = ("train", "val", "test", "predict")
 
 
 class SplitDataModule(LightningDataModule):
-    """A DataModule that reads, tokenises and packs the rows of each split; subclasses yield batches of them.
+    """A DataModule that reads, tokenises and packs the rows of each split, and yields those that are not trained.
 
     Args:
         sources: Data of each split of ``SPLITS``; None where there is none.
@@ -54,6 +77,9 @@ class SplitDataModule(LightningDataModule):
         val_share: float,
         share_prompts: bool | str,
         seed: int,
+        pad_to_max: bool,
+        num_workers: int,
+        pin_memory: bool | str,
         cache_dir: str | None,
         num_proc: int | None,
         max_reject_share: float,
@@ -63,14 +89,24 @@ class SplitDataModule(LightningDataModule):
         super().__init__()
         self.options = options
         self.max_tokens = options.max_tokens
-        self.val_share = val_share
-        self.share_prompts = share_prompts
-        self.seed = seed
-        self.cache_dir = find_cache_dir() if cache_dir == "auto" else cache_dir
-        self.num_proc = num_proc
-        self.max_reject_share = max_reject_share
-        self.rejected_path = rejected_path
-        self.show_progress = show_progress
+        self.val_share = check_share("val_share", val_share)
+        self.share_prompts = check_choice("share_prompts", share_prompts, ("auto", True, False))
+        # The shuffle mixes 64 bits: a larger seed would give the order of a smaller one.
+        self.seed = check_int("seed", seed, low=0, high=2**64 - 1)
+        self.pad_to_max = check_bool("pad_to_max", pad_to_max)
+        self.num_workers = check_int("num_workers", num_workers, low=0, high=MOST_WORKERS)
+        self.pin_memory = check_choice("pin_memory", pin_memory, ("auto", True, False))
+        self.cache_dir = find_cache_dir() if cache_dir == "auto" else check_optional_path("cache_dir", cache_dir)
+        self.num_proc = None if num_proc is None else check_int("num_proc", num_proc, low=1, high=MOST_WORKERS)
+        self.max_reject_share = check_share("max_reject_share", max_reject_share)
+        self.rejected_path = check_optional_path("rejected_path", rejected_path)
+        self.show_progress = check_bool("show_progress", show_progress)
+        for split in SPLITS[1:]:
+            check_source(f"{split}_paths", sources[split])
+        check_tokenizer(tokenizer)
+        if val_share and sources["val"] is not None:
+            rank_zero_info(f"val_paths replaces val_share={val_share}: no training example is held out.")
+            self.val_share = 0.0
         self._sources = sources
         self._given_tokenizer = tokenizer
         self._tokenizer: Any = tokenizer_of(tokenizer)
@@ -79,6 +115,7 @@ class SplitDataModule(LightningDataModule):
         self._tokenized: dict[str, tuple[Any, TokenizedDataset]] = {}
         self._subsets: dict[str, DocumentSubset] = {}
         self._packs: dict[str, Packs] = {}
+        self._is_model_checked = False
         # Facts of a loop without a Trainer, such as one under Fabric.
         self.loop: LoopFacts | None = None
 
@@ -241,3 +278,104 @@ class SplitDataModule(LightningDataModule):
             shares_prompts=can_share_prompts(self.share_prompts, self._module, name=self._given_tokenizer),
             adds_mismatched=may_add and needs is not None and needs.adds_mismatched,
         )
+
+    # Loaders of the splits that are evaluated.
+
+    def val_dataloader(self) -> PackedLoader | list[PackedLoader]:
+        """Return the validation packs of this rank, in the same order every time; an empty list where there is no
+        validation data.
+        """
+        return self._evaluation_loader("val")
+
+    def test_dataloader(self) -> PackedLoader | list[PackedLoader]:
+        """Return the test packs of this rank, in the same order every time; an empty list where there is no test
+        data.
+        """
+        return self._evaluation_loader("test")
+
+    def predict_dataloader(self) -> PackedLoader | list[PackedLoader]:
+        """Return the packs of this rank to predict from, in the same order every time.
+
+        Raises:
+            OptionError: There is no such data.
+        """
+        if self._sources["predict"] is None:
+            raise OptionError(
+                "trainer.predict(...) gives log-probabilities or scores of the rows in predict_paths, and there are "
+                "none. For metrics call trainer.test(...), for answers model.generate(...)."
+            )
+        return self._evaluation_loader("predict")
+
+    def _evaluation_loader(self, split: str) -> PackedLoader | list[PackedLoader]:
+        if split not in self._subsets:
+            return []
+        stream = self._evaluation_stream(split, self._subsets[split], self._packs[split])
+        return PackedLoader(
+            lambda: stream,
+            num_batches=stream.plan.num_micro_batches,
+            num_workers=self.num_workers,
+            pin_memory=self._pins_memory(),
+            before_batch=self._check_prepared,
+        )
+
+    def _evaluation_stream(
+        self, split: str, subset: DocumentSubset, packs: Packs, *, ranks: tuple[int, int] | None = None
+    ) -> PlannedStream:
+        """Return this rank's packs of some documents, in their order; ranks: how many share them, and which this is."""
+        world_size, rank = ranks or find_ranks(self._run)
+        plan = StepPlan(
+            packs,
+            length_N=subset.length_N,
+            num_labelled_N=subset.num_labelled_N,
+            seed=self.seed,
+            world_size=world_size,
+            accumulate=1,
+            shuffle=False,
+        )
+        return PlannedStream(
+            subset,
+            plan,
+            rank=rank,
+            weigh_by_window=False,
+            **self._batch_options(split),
+        )
+
+    def whole_stream(self, split: str, *, is_shared: bool = True) -> PlannedStream:
+        """Return packs of all documents of the data set that a split is from, once and in their order.
+
+        Each rank gets all packs, or with is_shared a share of them.
+        """
+        dataset = self._subsets[split].documents
+        assert isinstance(dataset, TokenizedDataset)
+        subset = self._make_subset(dataset)
+        packs = pack_best_fit_decreasing(subset.length_N, max_tokens=self.max_tokens)
+        return self._evaluation_stream(split, subset, packs, ranks=None if is_shared else (1, 0))
+
+    def _batch_options(self, split: str) -> dict[str, Any]:
+        """Return what the streams of all stages have in common: padding and images."""
+        if self._subsets[split].documents.images is None:
+            return self._padding()
+        return {
+            **self._padding(),
+            "encode_images": make_document_images(self._given_tokenizer, module=self._module),
+        }
+
+    def _padding(self) -> dict[str, Any]:
+        return {
+            "pad_to": self.max_tokens if self.pad_to_max else None,
+            "pad_to_multiple_of": find_context_size(self._run),
+            "pad_token_id": self._pad_token_id(),
+        }
+
+    def _pins_memory(self) -> bool:
+        return self.pin_memory if isinstance(self.pin_memory, bool) else uses_cuda(self._run)
+
+    def _pad_token_id(self) -> int:
+        found = (getattr(self.tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
+        return next((int(token_id) for token_id in found if token_id is not None), 0)
+
+    def _check_prepared(self) -> None:
+        """Check packed attention once per run, before the first batch."""
+        if self.trainer is not None and not self._is_model_checked:
+            check_prepared(self.trainer)
+            self._is_model_checked = True

@@ -159,6 +159,15 @@ class TrainingStream:
             )
         return int(state_dict["micro_batches"])
 
+    def align(self, trainer: Trainer, position: int) -> int:
+        """Return the position without the micro-batches of an unfinished accumulation window.
+
+        Checkpoints hold no partial gradients, so these micro-batches are trained again.
+        """
+        num_replayed = batch_progress(trainer).current.ready % self.options.accumulate
+        take_back_batches(trainer, num_replayed)
+        return position - num_replayed
+
     def batches(self, position: int) -> Iterator[PackedBatch]:
         """Yield micro-batches from a position on, without end.
 
@@ -264,16 +273,6 @@ class TrainingStream:
                 f"Ranks see different first rows of {self.name}. Give all of them the whole stream, not split by rank, "
                 "and shuffle it with a seed."
             ) from error
-
-
-def align_stream(trainer: Trainer, *, position: int, accumulate: int) -> int:
-    """Return the position without the micro-batches of an unfinished accumulation window.
-
-    Checkpoints hold no partial gradients, so these micro-batches are trained again.
-    """
-    num_replayed = batch_progress(trainer).current.ready % accumulate
-    take_back_batches(trainer, num_replayed)
-    return position - num_replayed
 
 
 def check_stream_run(trainer: Trainer | None, *, val_share: float, accumulate: int) -> None:

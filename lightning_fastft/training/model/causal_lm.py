@@ -1,24 +1,21 @@
-"""CausalLMModule: a LightningModule that builds, adapts, shards, resumes and saves a causal language model."""
+"""CausalLMModule: a LightningModule that builds, adapts and shards a causal language model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_fastft.checkpoint.io import local_path
-from lightning_fastft.checkpoint.remote import downloaded, is_remote
-from lightning_fastft.core.checks import check_bool, check_choice, is_processor, tokenizer_of
+from lightning_fastft.checkpoint.lightning_internals import wrap_average
+from lightning_fastft.core.checks import check_choice, is_processor, tokenizer_of
 from lightning_fastft.core.errors import OptionError, SwapError
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.core.status import Status
 from lightning_fastft.strategies.patching import patcher_of
-from lightning_fastft.training.model.base_identity import check_adapter_names, check_base, describe_base, digest_base
+from lightning_fastft.training.model.base_identity import digest_base
 from lightning_fastft.training.model.construction import (
     STAGES,
     Stage,
@@ -28,6 +25,7 @@ from lightning_fastft.training.model.construction import (
     check_averaging,
     find_mesh,
     first_packs,
+    keep_equal_tensors,
     open_frozen_model,
     open_source,
     replicates_adapters,
@@ -37,9 +35,7 @@ from lightning_fastft.training.model.dtypes import (
     resolve_compute_dtype,
     resolve_sharded_masters,
 )
-from lightning_fastft.training.model.export import save_model
-from lightning_fastft.training.model.options import check_model_options, collect_hyperparameters
-from lightning_fastft.training.model.run_record import RUN_KEY, describe_run
+from lightning_fastft.training.model.options import ModelOptions
 from lightning_fastft.training.model.summary import describe_model
 
 if TYPE_CHECKING:
@@ -57,28 +53,15 @@ if TYPE_CHECKING:
 class CausalLMModule(LightningModule):
     """Hold a causal language model, which ``configure_model`` builds on the device of its rank.
 
-    Options are those of ``Tuner``.
+    Args:
+        model: As in ``Tuner``.
+        options: Those of ``Tuner`` from which the model is built.
 
     Raises:
         OptionError: A value is not allowed, or two options do not fit.
     """
 
-    def __init__(
-        self,
-        model: str | dict[str, Any] | PretrainedConfig | PreTrainedModel,
-        *,
-        tokenizer: str | PreTrainedTokenizerBase | Any,
-        quantization: Literal["nf4"] | None,
-        lora: dict[str, Any] | LoraConfig | None,
-        init: Literal["pretrained", "random"],
-        dtype: Literal["auto", "bfloat16", "float16", "float32"],
-        adapter_dtype: Literal["float32", "bfloat16"],
-        master_dtype: Literal["auto", "float32", "bfloat16"],
-        revision: str | None,
-        accept_other_base: bool,
-        adapter: str | None,
-        frozen_adapters: list[str] | None,
-    ) -> None:
+    def __init__(self, model: str | dict[str, Any] | PretrainedConfig | PreTrainedModel, options: ModelOptions) -> None:
         super().__init__()
         from lightning_fastft.hf.dtypes import DTYPES
         from lightning_fastft.hf.loading.source import ModelSource, refuse_litgpt
@@ -86,41 +69,30 @@ class CausalLMModule(LightningModule):
         from lightning_fastft.hf.lora_folders import read_adapter_config
         from lightning_fastft.hf.lora_init import check_initialisation
 
-        options: dict[str, Any] = {
-            "tokenizer": tokenizer,
-            "quantization": quantization,
-            "dtype": dtype,
-            "adapter_dtype": adapter_dtype,
-            "master_dtype": master_dtype,
-            "revision": revision,
-            "frozen_adapters": frozen_adapters,
-        }
-        check_model_options(model, lora=lora, adapter=adapter, **options)
-        if adapter is not None:
-            lora = read_adapter_config(adapter)
+        options.check(model)
+        lora = options.lora if options.adapter is None else read_adapter_config(options.adapter)
         is_instance = isinstance(model, nn.Module)
-        self.source = None if is_instance else ModelSource(model, init=init, revision=revision)
-        if isinstance(model, str) and init == "pretrained":
+        self.source = None if is_instance else ModelSource(model, init=options.init, revision=options.revision)
+        if isinstance(model, str) and options.init == "pretrained":
             refuse_litgpt(model)
         self.lora = None if lora is None else parse_lora(lora)
-        self.quantization = quantization
-        self.dtype_name = dtype
-        self.adapter_dtype = DTYPES[adapter_dtype]
-        check_initialisation(self.lora, quantization=quantization, adapter_dtype=self.adapter_dtype, source=self.source)
-        self.master_dtype_name = master_dtype
-        # Folders of PEFT adapters that the run begins with.
-        self._adapter = adapter
-        self._frozen_adapters = tuple(frozen_adapters or ())
+        self.quantization = options.quantization
+        self.dtype_name = options.dtype
+        self.adapter_dtype = DTYPES[options.adapter_dtype]
+        self.master_dtype_name = options.master_dtype
+        check_initialisation(
+            self.lora, quantization=self.quantization, adapter_dtype=self.adapter_dtype, source=self.source
+        )
+        self._options = options
         # Not a hyperparameter: a checkpoint must not carry the permission.
-        self.accept_other_base = check_bool("accept_other_base", accept_other_base)
-
+        self.accept_other_base = options.accept_other_base
         self.model: Any = model if is_instance else None
         # A second model that is never trained or saved: a reference, a teacher.
         self.frozen_model: Any = None
         self.low_precision_adapters: Any = None
-        self._given_tokenizer = tokenizer
+        self._given_tokenizer = options.tokenizer
         # A processor of texts and images holds the tokenizer.
-        self._tokenizer: Any = tokenizer_of(tokenizer)
+        self._tokenizer: Any = tokenizer_of(options.tokenizer)
         self._transforms: dict[str, tuple[Transform, Stage]] = {}
         self._is_built = False
         # Where the initialisation of the adapters changed the base: its factors.
@@ -130,13 +102,9 @@ class CausalLMModule(LightningModule):
         self._compute_dtype = torch.float32
         # Only for a model that is built without a Trainer.
         self._own_patcher = ModelPatcher()
-        # Of a load by a module around this one, which does not call load_state_dict below (WeightAveraging).
-        self.register_load_state_dict_post_hook(_drop_frozen)
         self._sharding: Status | None = None
         self._default_targets: DefaultTargets | None = None
-        self.save_hyperparameters(
-            collect_hyperparameters(model, source=self.source, lora=self.lora, init=init, **options)
-        )
+        self.save_hyperparameters(options.to_hyperparameters(model, source=self.source, lora=self.lora))
 
     # For data modules and callbacks.
 
@@ -235,7 +203,9 @@ class CausalLMModule(LightningModule):
         is_copied_whole = self._is_built or (self.model is not None and self.lora is None)
         if not self._is_built:
             filler = self._build(device=device, dtype=dtype, is_sharded=mesh is not None)
-        check_averaging(self._trainer, self, is_copied_whole=is_copied_whole)
+        averaging = check_averaging(self._trainer, self, is_copied_whole=is_copied_whole, is_sharded=mesh is not None)
+        if averaging is not None:
+            wrap_average(averaging, self._find_patcher(), keep_equal_tensors)
         if mesh is not None and self._sharding is None:
             self._shard(mesh, filler=filler)
         self._install_low_precision_adapters(self._find_patcher())
@@ -289,8 +259,8 @@ class CausalLMModule(LightningModule):
                 seed=self._seed,
                 filler=filler,
                 source=self.source,
-                adapter=self._adapter,
-                frozen_adapters=self._frozen_adapters,
+                adapter=self._options.adapter,
+                frozen_adapters=self._options.frozen_adapters or (),
                 accept_other_base=self.accept_other_base,
             )
             self._initial = read_initial(model) if changes_base(lora) else None
@@ -329,18 +299,16 @@ class CausalLMModule(LightningModule):
         """Shard the model over the ranks; adapters keep their dtype, a trained base gets masters."""
         from lightning_fastft.hf.sharding.units import shard_model
 
-        master_dtype = (
-            None
-            if self.has_adapters
-            else resolve_sharded_masters(self.master_dtype_name, compute_dtype=self._compute_dtype)
-        )
+        master_dtype = None
+        if not self.has_adapters:
+            master_dtype = resolve_sharded_masters(self.master_dtype_name, compute_dtype=self._compute_dtype)
         self._sharding = shard_model(
             self.model,
             mesh,
             filler=filler,
             compute_dtype=self._compute_dtype,
             master_dtype=master_dtype,
-            replicates_adapters=replicates_adapters(None if self._trainer is None else self.trainer.strategy),
+            replicates_adapters=replicates_adapters(self.trainer.strategy),
             owns_experts=getattr(self.trainer.strategy, "expert_parallel", 1) > 1,
         )
 
@@ -403,146 +371,6 @@ class CausalLMModule(LightningModule):
             self.frozen_model.eval()
         return self
 
-    # Saving and loading.
-
-    @classmethod
-    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Self:
-        """Return the module of a checkpoint, with Lightning's options; a URL and a folder of shards are verified.
-
-        The path is a local file, an open file, the folder of a ``fastft_fsdp`` run, or the URL that ModelCheckpoint
-        saved to.
-
-        Raises:
-            OptionError: A local folder is no checkpoint.
-            DamagedCheckpointError: No save at the URL is whole, or a file of the folder is damaged.
-
-        Cost:
-            A URL is downloaded to the temporary folder (``TMPDIR``) and read once more for its SHA-256; the weights of
-            a folder are written there as one file.
-        """
-        if not isinstance(checkpoint_path, (str, Path)):
-            return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
-        if is_remote(checkpoint_path):
-            with downloaded(str(checkpoint_path)) as file:
-                return super().load_from_checkpoint(file, *args, **kwargs)
-        place = local_path(checkpoint_path, use="loaded from")
-        if place.is_dir():
-            # Imported late: torch.distributed.checkpoint is slow to import.
-            from lightning_fastft.checkpoint.folders import as_one_file
-
-            with as_one_file(place) as whole:
-                return super().load_from_checkpoint(whole, *args, **kwargs)
-        return super().load_from_checkpoint(place, *args, **kwargs)
-
-    def state_dict(  # type: ignore[override]
-        self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
-    ) -> dict[str, Any]:
-        """Return the trained parameters only where adapters are trained, else everything."""
-        destination = {} if destination is None else destination
-        if not (self._is_built and self.has_adapters):
-            with self._without_frozen():
-                return super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-        for name, parameter in self.named_parameters():
-            if parameter.requires_grad:
-                destination[prefix + name] = parameter if keep_vars else parameter.detach()
-        return destination
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load trained parameters, and refresh the compute copies of adapters.
-
-        Raises:
-            ResumeError: Adapter weights are missing, or there are weights that are no adapter's.
-        """
-        if self._is_built and self.has_adapters:
-            check_adapter_names(
-                state_dict, expected=self.state_dict(), has_default_targets=self._default_targets is not None
-            )
-            strict = False
-        with self._without_frozen():
-            result = super().load_state_dict(state_dict, strict=strict, assign=assign)
-        self._refresh_low_precision_adapters()
-        return result
-
-    @contextmanager
-    def _without_frozen(self) -> Iterator[None]:
-        """Take the frozen model out of the module for the time of a block."""
-        frozen, self.frozen_model = self.frozen_model, None
-        try:
-            yield
-        finally:
-            self.frozen_model = frozen
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add which base the trained parameters belong to, and what a model card says of the run."""
-        from lightning_fastft.hf.lora_init import probe_initial
-
-        checkpoint["fastft_base"] = {
-            **describe_base(self.source, seed=self._seed, digest=self._base_digest),
-            "initial": probe_initial(self._initial),
-            "dtype": str(self._compute_dtype).removeprefix("torch."),
-        }
-        if self._trainer is not None:
-            checkpoint[RUN_KEY] = describe_run(self.trainer)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse adapters that were trained on another base; a checkpoint without a digest of it is accepted.
-
-        A resumed run keeps the seed of the checkpoint, for noise on embeddings.
-
-        Raises:
-            ResumeError: The base of this run has other weights, or was initialised with another seed.
-        """
-        if self.has_adapters:
-            check_base(
-                checkpoint.get("fastft_base", {}),
-                source=self.source,
-                seed=self._seed if self._is_built else None,
-                digest=self._base_digest,
-                accept_other=self.accept_other_base,
-            )
-        if self._initial is not None:
-            from lightning_fastft.hf.lora_init import check_initial
-
-            check_initial(checkpoint.get("fastft_base", {}).get("initial", {}), initial=self._initial)
-        self._seed = checkpoint.get("fastft_base", {}).get("seed", self._seed)
-
-    def save_pretrained(self, folder: str) -> None:
-        """Write a plain PEFT adapter, or a plain transformers model where all weights are trained, and the tokenizer.
-
-        Adapters of PiSSA and OLoRA are written as plain LoRA of twice the rank, which fits the original base.
-
-        Args:
-            folder: Made if it is not there, by rank 0; a sharded model is gathered, so every rank makes this call.
-                ``PeftModel.from_pretrained`` or ``AutoModelForCausalLM.from_pretrained`` reads it without this package.
-
-        Raises:
-            OptionError: There is no model yet.
-            UnsupportedModelError: PEFT would not read the adapters back; nothing is written.
-            CheckpointNotSavedError: Stock PEFT reads other adapters than were saved; the folder is as before.
-        """
-        if self.model is None:
-            raise OptionError("There is no model yet: run the Trainer first, or call configure_model().")
-        save_model(
-            self.model,
-            folder,
-            tokenizer=self.tokenizer,
-            is_sharded=self.is_sharded,
-            is_writer=self._trainer is None or self.trainer.is_global_zero,
-            has_adapters=self.has_adapters,
-            compute_dtype=self._compute_dtype,
-            initial=self._initial,
-        )
-
-    def to_plain_lora(self) -> None:
-        """Make adapters whose initialisation changed the base plain LoRA on the original base, for an export.
-
-        The module cannot be trained afterwards. Other models do not change.
-        """
-        if self._initial is not None:
-            from lightning_fastft.hf.lora_init import as_plain_lora
-
-            self.model, self._initial = as_plain_lora(self.model, initial=self._initial), None
-
     # Generation.
 
     def generate(
@@ -573,10 +401,3 @@ class CausalLMModule(LightningModule):
         return generate_texts(
             self.model, tokenizer=tokenizer, prompts=prompts, max_new_tokens=max_new_tokens, **options
         )
-
-
-def _drop_frozen(module: CausalLMModule, incompatible: Any) -> None:
-    """Remove the frozen weights of a module with adapters from the missing keys of a load: no file has them."""
-    if module._is_built and module.has_adapters:
-        trained = tuple(f".{name}" for name, parameter in module.named_parameters() if parameter.requires_grad)
-        incompatible.missing_keys[:] = [key for key in incompatible.missing_keys if f".{key}".endswith(trained)]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
 from lightning_fastft.core.checks import (
+    check_bool,
     check_choice,
     check_float,
     check_int,
@@ -20,75 +22,103 @@ from lightning_fastft.training.optimization.schedules import SCHEDULES
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+    from transformers import PreTrainedTokenizerBase
 
     from lightning_fastft.hf.loading.source import ModelSource
 
 # Ten times the largest rate in use, and more steps than a run has: a larger number has a misplaced decimal point.
 LARGEST_RATE, LARGEST_STEP = 1e3, 10**9
+# Options of the model that a checkpoint keeps as they are.
+_KEPT = ("quantization", "dtype", "adapter_dtype", "master_dtype", "revision", "frozen_adapters", "init")
 
 
-def check_model_options(
-    model: object,
-    *,
-    tokenizer: object,
-    quantization: str | None,
-    lora: object,
-    dtype: str,
-    adapter_dtype: str,
-    master_dtype: str,
-    revision: object,
-    adapter: str | None,
-    frozen_adapters: Sequence[str] | None,
-) -> None:
-    """Check the options from which the model is built.
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Options of ``Tuner`` from which the model is built."""
 
-    Raises:
-        OptionError: A value is not allowed, or two options do not fit.
-    """
-    from lightning_fastft.hf.dtypes import DTYPES
+    tokenizer: str | PreTrainedTokenizerBase | Any
+    quantization: Literal["nf4"] | None
+    lora: dict[str, Any] | LoraConfig | None
+    init: Literal["pretrained", "random"]
+    dtype: Literal["auto", "bfloat16", "float16", "float32"]
+    adapter_dtype: Literal["float32", "bfloat16"]
+    master_dtype: Literal["auto", "float32", "bfloat16"]
+    revision: str | None
+    accept_other_base: bool
+    adapter: str | None
+    frozen_adapters: list[str] | None
 
-    check_choice("quantization", quantization, (None, "nf4"))
-    check_choice("dtype", dtype, ("auto", *DTYPES))
-    check_choice("adapter_dtype", adapter_dtype, ("float32", "bfloat16"))
-    check_choice("master_dtype", master_dtype, ("auto", "float32", "bfloat16"))
-    check_tokenizer(tokenizer)
-    if revision is not None:
-        check_string("revision", revision)  # type: ignore[arg-type]
-    if quantization is not None and lora is None and adapter is None:
-        raise OptionError(
-            f"quantization={quantization!r} freezes the base, so nothing would be trained: give lora, for example "
-            f"lora={{'r': 16}}."
-        )
-    if quantization is not None and isinstance(model, nn.Module):
-        raise OptionError(
-            "A model that is loaded already is used as it is: load it quantised yourself, or give its name to "
-            "FineTuner."
-        )
-    has_adapters = hasattr(model, "peft_config")
-    _check_folders(adapter, frozen_adapters, lora=lora, has_adapters=has_adapters)
-    if lora is not None and has_adapters:
-        raise OptionError("The model has PEFT adapters already: remove lora, or give the base model.")
-    if master_dtype != "auto" and (lora is not None or adapter is not None or has_adapters):
-        raise OptionError(
-            f"master_dtype={master_dtype!r} is for full fine-tuning; the dtype of adapters is adapter_dtype."
-        )
+    def check(self, model: object) -> None:
+        """Check the options for a model.
 
+        Raises:
+            OptionError: A value is not allowed, or two options do not fit.
+        """
+        from lightning_fastft.hf.dtypes import DTYPES
 
-def _check_folders(
-    adapter: str | None, frozen_adapters: Sequence[str] | None, *, lora: object, has_adapters: bool
-) -> None:
-    """Check the options that name folders of adapters."""
-    if adapter is not None:
-        check_string("adapter", adapter)
-        if lora is not None:
-            raise OptionError("adapter brings the configuration of its folder: remove lora, or remove adapter.")
-    is_list = frozen_adapters is None or isinstance(frozen_adapters, (list, tuple))
-    if not is_list or not all(isinstance(folder, str) for folder in frozen_adapters or ()):
-        raise OptionError(f"frozen_adapters must be a list of folders, got {frozen_adapters!r}.")
-    if frozen_adapters and lora is None and adapter is None:
-        raise OptionError("frozen_adapters are not trained: give lora or adapter for the adapter that is.")
-    if adapter is not None and has_adapters:
-        raise OptionError("The model has PEFT adapters already: remove adapter, or give the base model.")
+        check_choice("quantization", self.quantization, (None, "nf4"))
+        check_choice("dtype", self.dtype, ("auto", *DTYPES))
+        check_choice("adapter_dtype", self.adapter_dtype, ("float32", "bfloat16"))
+        check_choice("master_dtype", self.master_dtype, ("auto", "float32", "bfloat16"))
+        check_tokenizer(self.tokenizer)
+        check_bool("accept_other_base", self.accept_other_base)
+        if self.revision is not None:
+            check_string("revision", self.revision)
+        if self.quantization is not None and self.lora is None and self.adapter is None:
+            raise OptionError(
+                f"quantization={self.quantization!r} freezes the base, so nothing would be trained: give lora, for "
+                "example lora={'r': 16}."
+            )
+        if self.quantization is not None and isinstance(model, nn.Module):
+            raise OptionError(
+                "A model that is loaded already is used as it is: load it quantised yourself, or give its name to "
+                "FineTuner."
+            )
+        has_adapters = hasattr(model, "peft_config")
+        self._check_folders(has_adapters=has_adapters)
+        if self.lora is not None and has_adapters:
+            raise OptionError("The model has PEFT adapters already: remove lora, or give the base model.")
+        if self.master_dtype != "auto" and (self.lora is not None or self.adapter is not None or has_adapters):
+            raise OptionError(
+                f"master_dtype={self.master_dtype!r} is for full fine-tuning; the dtype of adapters is adapter_dtype."
+            )
+
+    def _check_folders(self, *, has_adapters: bool) -> None:
+        """Check the options that name folders of adapters."""
+        if self.adapter is not None:
+            check_string("adapter", self.adapter)
+            if self.lora is not None:
+                raise OptionError("adapter brings the configuration of its folder: remove lora, or remove adapter.")
+            if has_adapters:
+                raise OptionError("The model has PEFT adapters already: remove adapter, or give the base model.")
+        folders = () if self.frozen_adapters is None else self.frozen_adapters
+        if not isinstance(folders, (list, tuple)) or not all(isinstance(folder, str) for folder in folders):
+            raise OptionError(f"frozen_adapters must be a list of folders, got {self.frozen_adapters!r}.")
+        if folders and self.lora is None and self.adapter is None:
+            raise OptionError("frozen_adapters are not trained: give lora or adapter for the adapter that is.")
+
+    def to_hyperparameters(
+        self, model: object, *, source: ModelSource | None, lora: LoraConfig | None
+    ) -> dict[str, Any]:
+        """Return the options that a checkpoint keeps.
+
+        They have plain types only, so that torch.load(weights_only=True) reads them: a model or a tokenizer that is an
+        object is dropped.
+
+        Args:
+            model: As in ``Tuner``.
+            source: Where the model is read from; None for a module.
+            lora: The parsed LoRA configuration.
+        """
+        from lightning_fastft.hf.lora import describe_lora, to_plain
+
+        kept = {name: getattr(self, name) for name in _KEPT}
+        kept["lora"] = None if lora is None else describe_lora(lora)
+        if source is not None:
+            kept["model"] = to_plain(source.config.to_diff_dict() if hasattr(model, "to_diff_dict") else model)
+        if isinstance(self.tokenizer, str):
+            kept["tokenizer"] = self.tokenizer
+        return kept
 
 
 def check_optimizer_options(
@@ -139,31 +169,6 @@ def check_second_model(name: str, model: object) -> None:
     if not isinstance(model, str):
         raise OptionError(f"{name} must be a name, a folder or a model, got {model!r} ({type(model).__name__}).")
     check_string(name, model)
-
-
-def collect_hyperparameters(
-    model: object, *, source: ModelSource | None, lora: LoraConfig | None, tokenizer: object, **options: Any
-) -> dict[str, Any]:
-    """Return the options of the model that a checkpoint keeps.
-
-    They have plain types only, so that torch.load(weights_only=True) reads them: a model or a tokenizer that is an
-    object is dropped.
-
-    Args:
-        model: As in ``Tuner``.
-        source: Where the model is read from; None for a module.
-        lora: The parsed LoRA configuration.
-        tokenizer: As in ``Tuner``.
-        **options: All other options.
-    """
-    from lightning_fastft.hf.lora import describe_lora, to_plain
-
-    kept = {**options, "lora": None if lora is None else describe_lora(lora)}
-    if source is not None:
-        kept["model"] = to_plain(source.config.to_diff_dict() if hasattr(model, "to_diff_dict") else model)
-    if isinstance(tokenizer, str):
-        kept["tokenizer"] = tokenizer
-    return kept
 
 
 def collect_optimizer_hyperparameters(options: Mapping[str, Any]) -> dict[str, Any]:

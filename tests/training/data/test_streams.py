@@ -12,7 +12,7 @@ import torch
 from lightning_fastft.core.errors import DataError, OptionError, ResumeError
 from lightning_fastft.packing.reading.streams import open_stream
 from lightning_fastft.packing.rows.rejects import read_rejects
-from tests.support.datamodule_worker import SaveAt, make_data, make_rows, rows_in
+from tests.support.datamodule_worker import SaveAt, TinyModel, make_data, make_rows, make_trainer, rows_in
 from tests.support.stream_worker import NUM_ROWS, make_stream, train, train_and_resume
 from tests.support.two_ranks import run_two_ranks
 
@@ -234,6 +234,15 @@ def test_a_position_in_another_stream_is_refused_by_name(tmp_path):
     train(tmp_path, stream=make_rows(), callbacks=[SaveAt(path, micro_batch=10)], trainer={"max_steps": 10})
     with pytest.raises(ResumeError, match="read whole"):
         train(tmp_path, stream=make_stream(), ckpt_path=path)
+
+
+@pytest.mark.parametrize(("trained", "validated"), [(make_stream, make_stream), (make_stream, make_rows)])
+def test_a_checkpoint_of_a_stream_is_validated(tmp_path, trained, validated):
+    path = tmp_path / "saved.ckpt"
+    train(tmp_path, stream=trained(), callbacks=[SaveAt(path, micro_batch=3)], trainer={"max_steps": 3})
+    data = make_data(rows=validated(), val_paths=make_rows(9))
+    (metrics,) = make_trainer(tmp_path).validate(TinyModel(), data, ckpt_path=path, verbose=False)
+    assert metrics["val_loss"] > 0
 
 
 def test_two_ranks_read_disjoint_rows_train_as_many_batches_and_resume(tmp_path):

@@ -1,27 +1,20 @@
-"""Watchdog process of a rank: end the job if a rank is dead, stopped or hung.
-
-It is a process, because a thread stops with its rank under SIGSTOP or while other code holds the GIL. It is run by its
-path and imports only the standard library, so it starts fast and uses about ten MiB. A rank writes its state to shared
-memory, without a system call per step. The watchdogs of all ranks exchange their states in files, one write per second,
-because a torch.distributed store would be inside one of the ranks.
-"""
+"""Watch one rank from a process of its own, and end the rank if it or another rank makes no progress."""
 
 import contextlib
 import json
 import mmap
 import os
-import re
 import select
 import shutil
 import signal
 import socket
-import statistics
-import struct
 import sys
 import time
-from enum import IntEnum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+from lightning_fastft.monitor.rank_watch.beats import RECORD_BYTES, Job, Phase, read_beat
+from lightning_fastft.monitor.rank_watch.verdict import describe, find_blamed, find_slow_node, read_frames
 
 POLL_S = 0.25
 PUBLISH_S = 1.0
@@ -34,100 +27,9 @@ SILENT_S = 30.0
 LISTEN_S = 5.0
 # Time for a rank to end with its own error after another rank died.
 GRACE_S = 3.0
-# A node is slow if its micro-batches take this many times as long as those of the other nodes, in two consecutive
-# checks.
-SLOW_RATIO = 1.3
-_MOST_TEXT = 400
-_LAYOUT = struct.Struct("<QQQBBddH")
-_FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
-RECORD_BYTES = _LAYOUT.size + _MOST_TEXT
-
-
-class Phase(IntEnum):
-    """Phase of a rank in a micro-batch, in order, and how it ended."""
-
-    PAUSED = 0
-    FORWARD = 1
-    BACKWARD = 2
-    BACKWARD_DONE = 3
-    OPTIMIZER = 4
-    BETWEEN = 5
-    LEAVING = 6
-    FAILED = 7
-    DONE = 8
-
-
-_WORDS = {
-    Phase.PAUSED: "outside of the training batches (start, validation or save)",
-    Phase.FORWARD: "in the forward",
-    Phase.BACKWARD: "in the backward",
-    Phase.BACKWARD_DONE: "after the backward",
-    Phase.OPTIMIZER: "in the optimizer step",
-    Phase.BETWEEN: "between two batches",
-    Phase.LEAVING: "ending on request",
-    Phase.FAILED: "ending after an error",
-    Phase.DONE: "done",
-}
+# In the command line of a watchdog.
+_ENTRY = b"rank_watch/__main__.py"
 _TIMED = range(Phase.FORWARD, Phase.LEAVING)
-
-
-class Beat(NamedTuple):
-    """State of a rank in shared memory.
-
-    Args:
-        num_beats: Number of hooks called so far.
-        num_batches: Number of started micro-batches of this run.
-        step: Optimizer step, from 1.
-        phase: Phase in the micro-batch.
-        is_first: Whether this is one of the first steps of the run.
-        failed_at_s: Wall-clock time of an error.
-        own_s: Median time of the last micro-batches until the backward, in which ranks do not wait for each other;
-            0 if it is not known.
-        text: The error message.
-    """
-
-    num_beats: int = 0
-    num_batches: int = 0
-    step: int = 0
-    phase: int = Phase.PAUSED
-    is_first: bool = True
-    failed_at_s: float = 0.0
-    own_s: float = 0.0
-    text: str = ""
-
-
-class Job(NamedTuple):
-    """Arguments of a watchdog process, passed on its command line as JSON."""
-
-    rank: int
-    num_ranks: int
-    # The rank's machine, and how many there are.
-    node: int
-    num_nodes: int
-    pid: int
-    timeout_s: float
-    first_timeout_s: float
-    record_fd: int
-    stacks_fd: int
-    stacks_signal: int
-    # Folder of reports, and folder in which the watchdogs exchange states.
-    folder: str
-    meeting: str
-
-
-def write_beat(memory: mmap.mmap, beat: Beat) -> None:
-    """Write the state of this rank; the text only if there is one."""
-    text = beat.text.encode()[:_MOST_TEXT]
-    if text:
-        memory[_LAYOUT.size : _LAYOUT.size + len(text)] = text
-    _LAYOUT.pack_into(memory, 0, *beat[:-1], len(text))
-
-
-def read_beat(memory: mmap.mmap) -> Beat:
-    """Return the state of the rank."""
-    num_beats, num_batches, step, phase, is_first, failed_at_s, own_s, length = _LAYOUT.unpack_from(memory, 0)
-    text = memory[_LAYOUT.size : _LAYOUT.size + length].decode(errors="replace")
-    return Beat(num_beats, num_batches, step, phase, bool(is_first), failed_at_s, own_s, text)
 
 
 class RankWatch:
@@ -425,137 +327,13 @@ class RankWatch:
         self._publish()
 
 
-def find_blamed(states: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the ranks to blame: first to die without an error, else on a lost node, else stopped, else first to fail,
-    else with the least progress.
-    """
-    dead = [state for state in states if state["condition"] == "gone" and state["phase"] != Phase.FAILED]
-    lost = [state for state in states if state["condition"] == "lost"]
-    if lost and not dead:
-        return lost
-    stopped = [state for state in states if state["condition"] == "stopped"]
-    # An error is often caused by the death of another rank.
-    failed = [state for state in states if state["phase"] == Phase.FAILED]
-    if dead:
-        # The death of a rank may abort others, because their libraries lose a peer.
-        first_s = min(state["gone_at_s"] for state in dead)
-        return [state for state in dead if state["gone_at_s"] == first_s]
-    if stopped or failed:
-        return stopped or [min(failed, key=lambda state: state["failed_at_s"])]
-    # A paused rank has started no batch since; ranks that wait for it are not to blame.
-    least = min((state["num_batches"], state["phase"]) for state in states)
-    tied = [state for state in states if (state["num_batches"], state["phase"]) == least]
-    # A rank that waits for others does so inside torch.
-    outside = [state for state in tied if state["frames"] and not _is_in_torch(state["frames"][0])]
-    return outside or tied
-
-
-class SlowNode(NamedTuple):
-    """A node whose micro-batches take longer than those of the other nodes (medians)."""
-
-    node: int
-    host: str
-    own_s: float
-    others_s: float
-
-
-def find_slow_node(states: list[dict[str, Any]]) -> SlowNode | None:
-    """Return the slowest node if it takes SLOW_RATIO times as long as the other nodes; None if a time is unknown."""
-    nodes: dict[int, list[dict[str, Any]]] = {}
-    for state in states:
-        nodes.setdefault(state["node"], []).append(state)
-    if len(nodes) < 2 or any(not state["own_s"] for state in states):
-        return None
-    times = {node: statistics.median(state["own_s"] for state in found) for node, found in nodes.items()}
-    slowest = max(times, key=times.__getitem__)
-    others_s = statistics.median(time for node, time in times.items() if node != slowest)
-    if times[slowest] <= SLOW_RATIO * others_s:
-        return None
-    return SlowNode(slowest, nodes[slowest][0]["host"], times[slowest], others_s)
-
-
-def read_frames(stacks: str) -> list[str]:
-    """Return the frames of the main thread in a faulthandler dump as "function (path:line)", innermost first.
-
-    Example:
-        >>> read_frames('(most recent call first):   File "/a/b.py", line 3 in work')
-        ['work (/a/b.py:3)']
-    """
-    # The main thread is the oldest one and comes last.
-    main_thread = stacks.rpartition("most recent call first")[2]
-    return [f"{name} ({path}:{line})" for path, line, name in _FRAME.findall(main_thread)]
-
-
-def _is_in_torch(frame: str) -> bool:
-    return "/torch/" in frame
-
-
-def _describe_frames(frames: list[str]) -> str:
-    """Return the innermost function of a rank, and its caller outside of torch."""
-    if not frames:
-        return ""
-    caller = next((frame for frame in frames if not _is_in_torch(frame)), frames[0])
-    return f"; in {frames[0]}" + (f", called by {caller}" if caller != frames[0] else "")
-
-
-def describe(blamed: list[dict[str, Any]], states: list[dict[str, Any]], *, timeout_s: float, report: Path) -> str:
-    """Return the report: the blamed ranks, the step, and the state of every rank."""
-    first, many = blamed[0], len(blamed) > 1
-    names = ", ".join(str(state["rank"]) for state in blamed)
-    what = f"{'ranks' if many else 'rank'} {names} {_describe_condition(first, is_plural=many)}"
-    if len({state["node"] for state in states}) > 1:
-        nodes = {state["node"]: state["host"] for state in blamed}
-        where = ", ".join(f"node {node} ({host})" for node, host in nodes.items())
-        what = (
-            f"{where} {'are' if len(nodes) > 1 else 'is'} lost: {what}"
-            if first["condition"] == "lost"
-            else (f"on {where} {what}")
-        )
-    heard = "last heard " if first["condition"] == "lost" else ""
-    lines = [
-        f"Watchdog: {what}, {heard}at optimizer step {first['step']} (micro-batch {first['num_batches']} of this run), "
-        f"{_WORDS[Phase(first['phase'])]}. "
-        f"The job is ended (timeout_s={timeout_s:g}; this report: {report}).",
-        *(_describe_state(state) for state in states),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _describe_condition(state: dict[str, Any], *, is_plural: bool) -> str:
-    if state["condition"] == "gone":
-        after = f" after {state['text']}" if state["text"] else ": killed, crashed, or ended by its own code"
-        return f"{'are' if is_plural else 'is'} dead{after}"
-    if state["condition"] == "lost":
-        return (
-            f"gave no sign of life for {state['idle_s']:.0f} s, because the machine or its network is down, or it is "
-            "stopped"
-        )
-    if state["condition"] == "cut off":
-        return "lost the folder of the run, because its node is cut off or the other nodes went on without it"
-    if state["phase"] == Phase.FAILED:
-        return f"failed with {state['text']}"
-    if state["condition"] == "stopped":
-        return f"{'are' if is_plural else 'is'} stopped (SIGSTOP)"
-    return f"made no progress for {state['idle_s']:.0f} s"
-
-
-def _describe_state(state: dict[str, Any]) -> str:
-    idle = f", no progress for {state['idle_s']:.0f} s" if state["idle_s"] >= 1 else ""
-    place = f"{_WORDS[Phase(state['phase'])]}, optimizer step {state['step']}, micro-batch {state['num_batches']}"
-    frames = _describe_frames(state["frames"])
-    return (
-        f"  rank {state['rank']} (process {state['pid']} on {state['host']}): {state['condition']}, "
-        f"{place}{idle}{frames}"
-    )
-
-
 def descendants(pid: int) -> list[int]:
     """Return all descendants of a process except watchdogs; none without /proc."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            if Path(__file__).name.encode() not in (entry / "cmdline").read_bytes():
+            if _ENTRY not in (entry / "cmdline").read_bytes():
                 children.setdefault(parent, []).append(int(entry.name))
     found, left = [], [pid]
     while left:
@@ -597,7 +375,3 @@ def main(argument: str) -> None:
     job = Job(**json.loads(argument))
     with mmap.mmap(job.record_fd, RECORD_BYTES) as memory:
         RankWatch(job, memory).run()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
