@@ -1,6 +1,6 @@
 """Run the layers of a model on the meta device: ``fastft plan`` estimates steps on GPUs of other machines.
 
 ``model_costs`` takes a configuration and a GPU and returns a ``StepCost`` for the planner. ``machines`` lists published
-rates, ``metering`` counts the work of a model on the meta device. ``rehearsal`` finds the Triton kernels of a step, and
+rates, ``meta_model`` builds the model and ``metering`` counts its work; ``layouts`` distributes it. ``rehearsal`` finds the Triton kernels of a step, and
 ``FusedKernels`` compiles them while the model is read. Read ``costs`` first.
 """
