@@ -23,8 +23,10 @@ A run that reached its time limit continues with the same --out; on another mach
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -34,7 +36,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 # As in train_step: set before anything is imported.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -128,8 +130,19 @@ def read_options(words: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+class _ShortErrors(argparse.ArgumentParser):
+    """End with the reason alone: the usage fills a screen."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
+        known = [option for option in self._option_string_actions if option.startswith("--")]
+        near = difflib.get_close_matches(unknown[1], known, n=1) if unknown else []
+        advice = f" Did you mean {near[0]}?" if near else ""
+        self.exit(2, f"compare: {message}.{advice} All options: {self.prog} --help\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _ShortErrors(
         prog="python -m benchmarks.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     asked = parser.add_mutually_exclusive_group(required=True)
@@ -215,7 +228,7 @@ def find_settings(
             settings = tuple(
                 Setting(mode, needs="liger_kernel" if "liger" in mode else "") for mode in of_row.get(name, ())
             )
-        reason = find_gap(system)
+        reason = find_gap(system, device=device)
         if reason:
             gaps[name] = reason
             continue

@@ -1,10 +1,11 @@
-"""Time packed attention through dense masks, forward and backward, by the number of queries in a block.
+"""Time packed attention of wide heads, forward and backward: document offsets, and dense masks by the number of queries
+in a block.
 
     python -m benchmarks.masked_attention
     python -m benchmarks.masked_attention --device cpu --dtype float32 --width 64
 
 The defaults are a global layer of Gemma 4 E4B (8 query heads of 512, 2 key/value heads, bf16) on the ruler's first pack
-of 8,192 tokens, mean 512. Every block size is compared with one mask of the whole pack before it is timed: outputs and
+of 8,192 tokens, mean 512. Each way is compared with one mask of the whole pack before it is timed: outputs and
 gradients. Then 5 warm-up runs and 30 timed ones. ``QUERY_ROWS`` in kernels/attention/sdpa.py was chosen by it.
 """
 
@@ -30,9 +31,13 @@ BOUNDS = {"bfloat16": 1e-2, "float32": 1e-5}
 
 
 def run(inputs: list[torch.Tensor], context: BatchContext, *, num_rows: int) -> list[torch.Tensor]:
-    """Return the output and the gradients of queries, keys and values, with blocks of so many queries."""
-    sdpa.QUERY_ROWS = num_rows
-    out = sdpa.sdpa_attention(*inputs, context=context, scale=inputs[0].shape[-1] ** -0.5, window=None)
+    """Return the output and the gradients of queries, keys and values, with blocks of so many queries; 0: offsets."""
+    scale = inputs[0].shape[-1] ** -0.5
+    if num_rows:
+        sdpa.QUERY_ROWS = num_rows
+        out = sdpa.block_attention(*inputs, context=context, scale=scale, window=None)
+    else:
+        out = sdpa.offset_attention(*inputs, context=context, scale=scale)
     return [out.detach(), *torch.autograd.grad(out, inputs, torch.ones_like(out))]
 
 
@@ -70,19 +75,20 @@ def main() -> int:
     inputs = [each.requires_grad_() for each in inputs]
     truth = run(inputs, context, num_rows=num_tokens)
     rows = []
-    for num_rows in (*BLOCKS, num_tokens):
+    for num_rows in (*([0] if options.device == "cuda" else []), *BLOCKS, num_tokens):
+        name = f"blocks of {num_rows} queries" if num_rows else "offsets"
         for place, (value, true) in enumerate(zip(run(inputs, context, num_rows=num_rows), truth)):
             error = float((value.float() - true.float()).norm() / true.float().norm())
             if not error <= BOUNDS[options.dtype]:
-                raise SystemExit(f"blocks of {num_rows} queries: output {place} is off by {error:.3g}")
+                raise SystemExit(f"{name}: output {place} is off by {error:.3g}")
         found = measure(inputs, context, num_rows=num_rows)
-        sys.stdout.write(f"{num_rows:6} queries {found['median']:8.2f} ms [{found['p10']:.2f}, {found['p90']:.2f}]\n")
+        sys.stdout.write(f"{name:24} {found['median']:8.2f} ms [{found['p10']:.2f}, {found['p90']:.2f}]\n")
         rows.append(
             {
                 "benchmark": "masked_attention",
                 "workload": f"{num_tokens} tokens, {options.heads} and {options.groups} heads of {options.width}, "
                 f"{options.dtype}",
-                "system": f"blocks of {num_rows} queries",
+                "system": name,
                 "version": f"torch {torch.__version__.partition('+')[0]}",
                 "metric": "forward and backward",
                 "value": found["median"],

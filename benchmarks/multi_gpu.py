@@ -47,7 +47,7 @@ from benchmarks.results import append_rows
 from benchmarks.ruler.arms.ours import make_trainer
 from benchmarks.ruler.cases import CaseLog, versions
 from benchmarks.ruler.measure import StepClock, peak_memory_gib, summarise_ms
-from benchmarks.ruler.plans import describe_plan, parse_mode
+from benchmarks.ruler.plans import describe_plan, least_warmup, parse_mode
 from benchmarks.ruler.report import read_records
 from benchmarks.ruler.workloads import IGNORED_LABEL, WORKLOADS, Pack, lora_config, make_packs
 from lightning_fastft.callbacks.bincount_router import BincountRouter
@@ -85,6 +85,8 @@ LEAST_SECONDS = 30.0
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
+    # The first steps of auto are not those of its plan.
+    options.warmup = max(options.warmup, least_warmup(options.mode))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if options.command == "worker":
         code = worker(options)

@@ -24,7 +24,7 @@ from benchmarks.results import append_rows
 from benchmarks.ruler.cases import versions
 from benchmarks.ruler.measure import StepClock, summarise_ms
 from lightning_fastft.kernels.state_scan.op import state_scan
-from lightning_fastft.kernels.state_scan.reference import Chunks
+from lightning_fastft.packing.chunks import Chunks
 
 NUM_WARMUP, NUM_RUNS, CHUNK = 5, 30, 64
 MEAN_LENGTH, NUM_COMPARED = 700, 2048

@@ -83,11 +83,11 @@ def write_support() -> str:
         )
     lines += [
         "\nThe option `attention` chooses one of the kernels in a row: flash varlen, cuDNN, FlexAttention, "
-        "torch's SDPA with a",
-        "dense mask, or plain PyTorch. The table that `fit` logs shows which one ran. `auto` chooses for each layer: "
-        "on a GPU the",
-        "global layers of Gemma 4 (heads of 512 columns) run on SDPA with a dense mask, its other layers on flash "
-        "varlen.",
+        "torch's SDPA, or",
+        "plain PyTorch. The table that `fit` logs shows which one ran. `auto` chooses for each layer: on a GPU the "
+        "global",
+        "layers of Gemma 4 (heads of 512 columns) run on SDPA, whose memory-efficient kernel reads document offsets,",
+        "and its other layers on flash varlen.",
         "",
         "LoRA and full fine-tuning, offload, packed loss, the guards and the reports work with every family "
         "that is not refused.",

@@ -30,6 +30,7 @@ class System(NamedTuple):
         pip: The line that installs it.
         settings: Its modes on a GPU.
         cpu_settings: Its modes on a CPU.
+        why_no_cpu: Why it has none there.
         why_no_arm: Why it is not run.
     """
 
@@ -38,6 +39,7 @@ class System(NamedTuple):
     pip: str
     settings: tuple[Setting, ...] = ()
     cpu_settings: tuple[Setting, ...] = ()
+    why_no_cpu: str = ""
     why_no_arm: str = ""
 
 
@@ -74,6 +76,9 @@ CONFLICTS: Mapping[str, Conflict] = {
     "torchtune": Conflict("0.6.1", "its import fails beside torchao 0.18: No module named 'torchao.dtypes.nf4tensor'"),
 }
 
+# Of trl 1.15, whichever loss is asked for; Triton answers "0 active drivers".
+_TRITON_LOSS = "its loss is a Triton kernel"
+
 # In the order of the first pass; plain leads, because it leaves the reference gradients.
 SYSTEMS: Mapping[str, System] = {
     "plain": System(
@@ -101,21 +106,21 @@ SYSTEMS: Mapping[str, System] = {
         modules=("unsloth", "trl"),
         pip="pip install unsloth",
         settings=(Setting("unsloth", is_default=True), Setting("off"), Setting("skip-max")),
-        cpu_settings=(Setting("unsloth", is_default=True),),
+        why_no_cpu="its import refuses a machine without a GPU",
     ),
     "trl": System(
         arm="trl",
         modules=("trl",),
         pip="pip install trl",
         settings=(Setting("recompute", is_default=True),),
-        cpu_settings=(Setting("recompute", is_default=True),),
+        why_no_cpu=_TRITON_LOSS,
     ),
     "trl+liger": System(
         arm="trl",
         modules=("trl", "liger_kernel"),
         pip="pip install trl liger-kernel",
         settings=(Setting("recompute+liger", is_default=True), Setting("keep+liger")),
-        cpu_settings=(Setting("recompute+liger", is_default=True),),
+        why_no_cpu=_TRITON_LOSS,
     ),
     **{
         name: System(arm="", modules=(), pip="", why_no_arm=f"{found.version}: {found.why}")
@@ -140,13 +145,15 @@ def settings_of(system: System, *, device: str) -> tuple[Setting, ...]:
     return system.settings if device == "cuda" else system.cpu_settings
 
 
-def find_gap(system: System) -> str:
-    """Return why a system cannot run here, with the line that installs it; empty when it can.
+def find_gap(system: System, *, device: str) -> str:
+    """Return why a system cannot run on a device here, with the line that installs it; empty when it can.
 
     The process of an arm says itself which import fails.
     """
     if not system.arm:
         return f"it has no arm: {system.why_no_arm}"
+    if device == "cpu" and system.why_no_cpu:
+        return f"it needs a GPU: {system.why_no_cpu}"
     packages = [module.partition(".")[0] for module in system.modules]
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     return f"ModuleNotFoundError: No module named {missing[0]!r}; {system.pip}" if missing else ""

@@ -139,7 +139,7 @@ class FusedKernels(ModelSwaps):
         if self.base_compute != "model_dtype" and not self._fp8:
             statuses.append(Status(FP8_STATUS, "inactive", reason))
         if self.cuda_graphs and not self._graphs:
-            statuses.append(Status(GRAPHS_STATUS, "inactive", f"{reason}, and no gated delta rule"))
+            statuses.append(Status(GRAPHS_STATUS, "inactive", reason))
         return statuses
 
     def before_model(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

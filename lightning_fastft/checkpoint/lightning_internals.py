@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+    from lightning_fastft.core.patcher import ModelPatcher
 
 # A method of the epoch loop that broadcasts the stop flag of rank 0 before each micro-batch, with a host sync.
 _SIGTERM_BROADCAST = "_broadcast_sigterm_tensor"
@@ -76,6 +79,13 @@ def logged_step_values(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
 def checks_at_epoch_end(callback: Any) -> bool:
     """Return whether an EarlyStopping reads its metric at the end of a training epoch."""
     return bool(callback._check_on_train_epoch_end)
+
+
+def wrap_average(callback: Any, patcher: ModelPatcher, wrap: Callable[[Any], Any]) -> None:
+    """Wrap the function with which a WeightAveraging will average, if it has one, until the patcher undoes it."""
+    options = callback._kwargs
+    if options.get("avg_fn") is not None:
+        patcher.set_attribute(callback, "_kwargs", {**options, "avg_fn": wrap(options["avg_fn"])})
 
 
 def do_nothing(*_: object) -> None:

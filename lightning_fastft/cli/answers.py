@@ -39,6 +39,8 @@ _CLASS_MODULES = {
     "model": ("lightning_fastft",),
     "data": ("lightning_fastft",),
 }
+# Options for a model and for data, by the option of their class.
+_PLACES = {"model": "model.model", "data": "data.paths"}
 _AMBIGUOUS = re.compile(r"Multiple subclasses with name (\w+)\. Give the full class path[^:]*: ([\w., ]+\w)")
 _INNER_KEY = re.compile(r"Problem with given class_path '[^']+': Parser key \"([\w.]+)\": ")
 # Functions of transformers that read files of a folder or the hub.
@@ -88,6 +90,8 @@ def explain_refusal(message: str, *, options: Collection[str], program: str, con
         hint = hint_value(option, unknown[1])
         if not hint and (near := _find_near_classes(option, unknown[1])):
             hint = f"hint: did you mean {'lightning_fastft.' if near == unknown[1] else ''}{near}?\n"
+        elif not hint and option in _PLACES:
+            hint = f"hint: --{option} names a class; did you mean --{_PLACES[option]} {unknown[1]}?\n"
         if hint:
             return f"error: {option}: there is no class {unknown[1]}\n{hint}{last_line}"
 
@@ -161,7 +165,9 @@ def explain_missing_files(error: OSError | ValueError) -> str:
 
 def _explain_unknown(name: str, lines: list[str], options: Collection[str]) -> str:
     """Return the reason of an unknown option with its owner, and the closest known option as a hint."""
-    owner, reason = _owner_of(lines, name), next(line for line in lines if name in line)
+    owner = _owner_of(lines, name)
+    # The name may be a part of another word, as path of class_path.
+    reason = next(line for line in sorted(lines, key=lambda line: f"'{name}'" not in line) if name in line)
     known = read_parameters(owner) if owner else options
     near = _find_initials(name, known)
     hint = "" if near else hint_option(name, known=known)

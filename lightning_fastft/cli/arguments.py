@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import difflib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from lightning_fastft.cli.other_names import hint_argument
+from lightning_fastft.cli.other_names import advise_value, find_option, hint_argument, is_unnamed
 from lightning_fastft.cli.usage import HELP
 from lightning_fastft.core.checks import check_share
 from lightning_fastft.core.errors import OptionError
@@ -23,6 +24,9 @@ _DATA_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "cache_dir": {},
 }
 _ADVISED = re.compile(rf"(?:--data\.)?\b(max_tokens|{'|'.join(_DATA_OPTIONS)})\b(?:='?([\w.]*\w)'?)?")
+_MISSING = re.compile(r"the following arguments are required: (.+)")
+# Lower, "force" would be "for".
+_NEAR = 0.76
 _CHOICE = re.compile(r"argument (.+): invalid choice: (.+) \(choose from (.+)\)")
 
 
@@ -52,28 +56,55 @@ class Arguments(argparse.ArgumentParser):
         Raises:
             OptionError: An option is unknown or lacks its value, or a required argument is missing.
         """
+        # The parser names a missing argument first, often the one whose name is wrong.
+        before = words[: words.index("--")] if "--" in words else words
+        names = [word.partition("=")[0] for word in before if re.match("--?[A-Za-z]", word)]
+        if wrong := [name for name in names if name not in self._option_string_actions]:
+            self._refuse(wrong[0])
         found, unknown = self.parse_known_args(words)
         if unknown:
-            name = unknown[0].partition("=")[0]
-            kind = "option" if name.startswith("-") else "argument"
-            raise OptionError(f"{self.prog} has no {kind} {name}.{self._advise(name)} All options: {self.prog} --help.")
+            self._refuse(unknown[0])
         return found
-
-    def _advise(self, name: str) -> str:
-        """Return what was probably meant, as a sentence; "" if nothing is near."""
-        known, word = [option.lstrip("-") for option in self._option_string_actions], name.lstrip("-")
-        other = hint_argument(word, known=known)
-        if other or not name.startswith("-"):
-            return f" {other}" if other else ""
-        near = [option for option in known if option.startswith(word)] or difflib.get_close_matches(word, known, n=1)
-        return f" Did you mean --{near[0]}?" if near else ""
 
     def error(self, message: str) -> NoReturn:
         """Raise the reason as an OptionError."""
-        choice = _CHOICE.fullmatch(message)
-        if choice:
-            message = f"{choice[1]} must be one of {choice[3]}, got {choice[2]}"
-        raise OptionError(f"{self.prog}: {message}. Usage: {self._usage}. All options: {self.prog} --help.")
+        if choice := _CHOICE.fullmatch(message):
+            given = str(ast.literal_eval(choice[2]))
+            near = difflib.get_close_matches(given.lower(), re.findall(r"[\w.]+", choice[3]), n=1)
+            advice = advise_value(choice[1].lstrip("-"), given) or (f"Did you mean {near[0]}? " if near else "")
+            message = f"{choice[1]} must be one of {choice[3]}, got {choice[2]}. {advice}"
+        elif missing := _MISSING.fullmatch(message):
+            message = f"needs {missing[1]}. Usage: {self._usage}. "
+        else:
+            message = re.sub(r"argument (\S+): expected one argument", r"\1 needs a value", message) + ". "
+        colon = " " if message.startswith("needs") else ": "
+        raise OptionError(f"{self.prog}{colon}{message}All options: {self.prog} --help.")
+
+    def _refuse(self, word: str) -> NoReturn:
+        """Raise an OptionError for an option or an argument that the command does not have."""
+        name, is_option = word.partition("=")[0], word.startswith("-")
+        kind, advice = (
+            ("option", self._advise(name.lstrip("-"))) if is_option else ("argument", f"Usage: {self._usage}. ")
+        )
+        raise OptionError(f"{self.prog} has no {kind} {name}. {advice}All options: {self.prog} --help.")
+
+    def _advise(self, name: str) -> str:
+        """Return what was probably meant, as a sentence with a space behind it; "" if nothing is near."""
+        known = [option.lstrip("-") for option in self._option_string_actions]
+        unnamed = [action.dest for action in self._actions if not action.option_strings]
+        if other := hint_argument(name, known=known):
+            return f"{other} "
+        if is_unnamed(name, unnamed):
+            return f"Write its value without a name: {self._usage}. "
+        dashed = name.replace("_", "-").lower()
+        near = [option for option in known if option.startswith(dashed) or dashed.startswith(f"{option}-")]
+        near = near or difflib.get_close_matches(dashed, known, n=1, cutoff=_NEAR)
+        if near or name.startswith("columns."):
+            return f"Did you mean --{near[0] if near else f'data.{name}'}? "
+        option = find_option(name) if self.prog.endswith(" init") else ""
+        if not option or option.endswith("."):
+            return f"{option} ".lstrip()
+        return f"Change it in the config that init writes, or give it to fastft fit: --{option}. "
 
 
 def take_columns(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:

@@ -72,7 +72,7 @@ def find_repository() -> Path:
     raise MissingDependencyError(
         f"fastft bench runs benchmarks/compare.py of the repository, which is neither in {places[0]} nor in "
         f"{places[1]}. Installed packages do not contain it. Clone the repository of lightning_fastft, run `pip "
-        "install -e '.[qlora,test]'` in the clone, then `fastft bench` there."
+        "install -e '.[qlora]' matplotlib` in the clone, then `fastft bench` there."
     )
 
 

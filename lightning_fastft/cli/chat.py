@@ -130,7 +130,7 @@ def _write(text: str) -> None:
 def _read_question(words: Sequence[str]) -> Namespace:
     """Parse and check the command line."""
     arguments = Arguments("chat")
-    arguments.add_argument("source")
+    arguments.add_argument("source", metavar="CHECKPOINT|FOLDER")
     add_options(arguments)
     arguments.add_argument("--system", default="")
     arguments.add_argument("--plain", action="store_true")

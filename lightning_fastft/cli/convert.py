@@ -21,8 +21,8 @@ def run_convert(words: Sequence[str]) -> int:
         FastFTError: As ``convert_litgpt``.
     """
     arguments = Arguments("convert")
-    arguments.add_argument("source")
-    arguments.add_argument("out")
+    arguments.add_argument("source", metavar="FOLDER")
+    arguments.add_argument("out", metavar="OUT")
     given = arguments.read(words)
     from lightning_fastft.hf.loading.litgpt import convert_litgpt
 

@@ -160,7 +160,7 @@ def _read_question(words: Sequence[str]) -> Namespace:
     """Parse and check the command line."""
     columns, words = take_columns(words)
     arguments = Arguments("eval")
-    arguments.add_argument("source")
+    arguments.add_argument("source", metavar="CHECKPOINT|FOLDER")
     add_options(arguments)
     arguments.add_argument("--data", default="")
     arguments.add_argument("--max-tokens", type=int, default=8192)

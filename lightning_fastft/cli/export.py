@@ -99,8 +99,8 @@ def _convert(question: Namespace, tokenizer: object) -> int:
 def _read_question(words: Sequence[str]) -> Namespace:
     """Parse and check the command line."""
     arguments = Arguments("export")
-    arguments.add_argument("source")
-    arguments.add_argument("out", type=Path)
+    arguments.add_argument("source", metavar="CHECKPOINT|FOLDER")
+    arguments.add_argument("out", metavar="OUT", type=Path)
     add_options(arguments)
     arguments.add_argument("--merge", action="store_true")
     arguments.add_argument("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto")

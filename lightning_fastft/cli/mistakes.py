@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import yaml
 
 from lightning_fastft.cli.answers import explain_refusal
+from lightning_fastft.cli.option_order import check_order
 from lightning_fastft.cli.signatures import read_options, read_parameters
 from lightning_fastft.cli.types import find_wrong_type
 from lightning_fastft.cli.usage import parser_options
@@ -21,9 +22,12 @@ from lightning_fastft.cli.words import (
     DEFAULT_CLASSES,
     TRAINER_CLASS,
     TRAINER_COMMANDS,
+    Option,
     check_checkpoint,
     config_names,
     find_configs,
+    load_text,
+    options_of,
     take_allowed_imports,
     take_option,
 )
@@ -44,20 +48,10 @@ _OPENED: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "RolloutDataModule": {"prompts": ("fit", "doctor")},
 }
-_OPTION = re.compile(r"--?([A-Za-z][\w.]*)(\+?)(?:=(.*))?", re.DOTALL)
 # Help, the whole config, and -cFILE.
 _LEFT_TO_PARSER = re.compile(r"-h|-c[^=]|--(.*\.)?help\b|--print_")
 # Parts of a value that names a class.
 _CLASS_KEYS = frozenset({"class_path", "init_args", "dict_kwargs"})
-
-
-class _Option(NamedTuple):
-    """An option as it was written, its dotted name, and its value; None where no word is its value."""
-
-    words: tuple[str, ...]
-    key: str
-    value: str | None
-    appends: bool
 
 
 class _Line(NamedTuple):
@@ -70,7 +64,7 @@ class _Line(NamedTuple):
         sections: Of config files, in their order: the key, the class if it is one of ours, and the content.
     """
 
-    options: list[_Option]
+    options: list[Option]
     classes: dict[str, list[str | None]]
     values: dict[tuple[str, str], tuple[Any, bool]]
     sections: list[tuple[str, str, dict[str, Any]]]
@@ -80,7 +74,7 @@ def check_words(command: str, words: Sequence[str]) -> None:
     """Refuse a config, an option, a checkpoint or data that is not there.
 
     Raises:
-        OptionError: There is no such config or checkpoint.
+        OptionError: There is no such config or checkpoint, or a config replaces options before it.
         DataError: There is no such file or folder of data.
         SystemExit: An option or a key of a config is unknown, or a value has another type; the answer is written as
             the parser writes it.
@@ -88,7 +82,9 @@ def check_words(command: str, words: Sequence[str]) -> None:
     for name in _OWN_OPTIONS.get(command, ()):
         _, words = take_option(words, name, default="")
     words, allowed = take_allowed_imports(words)
-    found = find_configs([*(("--config", "demo") if command == "demo" else ()), *words])
+    words = [*(("--config", "demo") if command == "demo" else ()), *words]
+    check_order(words)
+    found = find_configs(words)
     # A package of the user may have classes of our names, and make files. Help is the parser's.
     if allowed or any(_LEFT_TO_PARSER.match(word) for word in found):
         return
@@ -105,7 +101,7 @@ def check_words(command: str, words: Sequence[str]) -> None:
 
 def _read_line(words: Sequence[str]) -> _Line | None:
     """Return what the words say, or None where only the parser can tell."""
-    line = _Line(list(_options_of(words)), {"model": [], "data": []}, {}, [])
+    line = _Line(list(options_of(words)), {"model": [], "data": []}, {}, [])
     for option in line.options:
         head, _, name = option.key.partition(".")
         name = name.removeprefix("init_args.")
@@ -126,18 +122,6 @@ def _read_line(words: Sequence[str]) -> _Line | None:
     return line
 
 
-def _options_of(words: Sequence[str]) -> Iterator[_Option]:
-    """Yield the options among words, as argparse takes them."""
-    remaining = list(words)
-    while remaining and remaining[0] != "--":
-        word = remaining.pop(0)
-        found = _OPTION.fullmatch(word)
-        if not found or not (word.startswith("--") or found[1] == "c"):
-            continue
-        following = [remaining.pop(0)] if found[3] is None and remaining and not remaining[0].startswith("--") else []
-        yield _Option((word, *following), found[1], following[0] if following else found[3], bool(found[2]))
-
-
 def _read_config(name: str | None, line: _Line) -> bool:
     """Add the classes and values of a config; return whether it is as simple as configs are."""
     try:
@@ -145,7 +129,7 @@ def _read_config(name: str | None, line: _Line) -> bool:
     except (OSError, UnicodeError):
         return False
     _refuse_broken(name or "", text)
-    content = _load(text)
+    content = load_text(text)
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         return False
     line.sections.append(("", "", content))
@@ -199,19 +183,10 @@ def _add_section(line: _Line, key: str, entry: object) -> None:
         line.sections.append((key, owner, entry["init_args"]))
 
 
-def _value_of(option: _Option) -> str | list[Any] | dict[Any, Any] | None:
+def _value_of(option: Option) -> str | list[Any] | dict[Any, Any] | None:
     """Return a text, a list or a mapping that the parser takes as such; None for other values."""
-    value = _load(option.value or "")
+    value = load_text(option.value or "")
     return value if not option.appends and (value == option.value or isinstance(value, (list, dict))) else None
-
-
-def _load(text: str) -> Any:
-    """Return the value of a YAML text; None where it has none."""
-    try:
-        check_size(text)
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        return None
 
 
 def _class_path(name: object) -> str | None:
@@ -288,7 +263,7 @@ def _check_options(command: str, line: _Line) -> None:
         _refuse(f"unrecognized arguments: {' '.join(unknown)}", command, _names_of(command))
 
 
-def _option_meant(option: _Option) -> str:
+def _option_meant(option: Option) -> str:
     """Return the option for a model or a file that was given where a class is expected; "" for a class or a config."""
     value = option.value or ""
     if Path(value).suffix in (".yaml", ".yml"):
@@ -297,11 +272,11 @@ def _option_meant(option: _Option) -> str:
     return {"model": "model.model", "data": "data.paths"}[option.key] if is_place else ""
 
 
-def _check_value(command: str, option: _Option, *, head: str, name: str, owner: str) -> None:
+def _check_value(command: str, option: Option, *, head: str, name: str, owner: str) -> None:
     """Refuse a value of another type than its option."""
     if name not in read_options(owner) or option.value is None or option.appends:
         return
-    reason = find_wrong_type(read_options(owner)[name].type, _load(option.value), text=option.value)
+    reason = find_wrong_type(read_options(owner)[name].type, load_text(option.value), text=option.value)
     if reason:
         _refuse(_locate(head, owner, name=name, reason=reason), command)
 

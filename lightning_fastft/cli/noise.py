@@ -19,6 +19,7 @@ _WARNINGS = (
     (FutureWarning, r"`is_gradient_checkpointing` is deprecated"),
     # There is no validation data.
     (UserWarning, r"Total length of `list` across ranks is zero"),
+    (UserWarning, r"You defined a `validation_step` but have no `val_dataloader`\. Skipping val loop"),
     # One process reads the shards of several ranks, as it should.
     (UserWarning, r"torch\.distributed is disabled, unavailable or uninitialized"),
     # Fused layers return views, and no operation of a model changes hidden states in place.

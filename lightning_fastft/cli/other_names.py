@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from lightning_fastft.cli.signatures import read_parameters
+from lightning_fastft.cli.words import DEFAULT_CLASSES, TRAINER_CLASS
+
 _LOSSES = "FineTuner has one loss; --model PreferenceTuner --model.loss sigmoid is DPO, --model PolicyTuner has GRPO."
 _TRAINED = "Answers alone are trained; with data.loss_on all every token is."
 # By the last part of an option: the option of ours with an example value where the name alone does not say it, or a
@@ -16,16 +19,22 @@ _OPTIONS: Mapping[str, str] = {
     "num_train_epochs": "trainer.max_epochs",
     "num_epochs": "trainer.max_epochs",
     "epochs": "trainer.max_epochs",
+    "steps": "trainer.max_steps",
+    "num_steps": "trainer.max_steps",
+    "gpus": "trainer.devices",
     "gradient_accumulation_steps": "trainer.accumulate_grad_batches",
     "max_grad_norm": "trainer.gradient_clip_val",
     "logging_steps": "trainer.log_every_n_steps",
     "eval_steps": "trainer.val_check_interval",
     "save_steps": "trainer.callbacks+=ModelCheckpoint --trainer.callbacks.every_n_train_steps N",
     "output_dir": "trainer.callbacks+=ModelCheckpoint --trainer.callbacks.dirpath FOLDER",
+    "method": "model.lora.r 16 --model.quantization nf4",
+    "dry_run": "fastft data, doctor and plan inspect a run without training it.",
     "report_to": "trainer.logger WandbLogger",
     "seed": "seed_everything",
     "resume_from_checkpoint": "ckpt_path",
     "resume": "ckpt_path",
+    "checkpoint": "ckpt_path",
     "lr": "model.learning_rate",
     "learning_rate": "model.learning_rate",
     "weight_decay": "model.weight_decay",
@@ -40,6 +49,8 @@ _OPTIONS: Mapping[str, str] = {
     "use_lora": "model.lora.r 16",
     "use_peft": "model.lora.r 16",
     "lora_r": "model.lora.r",
+    "lora_rank": "model.lora.r",
+    "rank": "model.lora.r",
     "lora_alpha": "model.lora.lora_alpha",
     "lora_dropout": "model.lora.lora_dropout",
     "target_modules": "model.lora.target_modules",
@@ -48,7 +59,11 @@ _OPTIONS: Mapping[str, str] = {
     "datasets": "data.paths",
     "dataset_name": "data.paths",
     "train_file": "data.paths",
+    "file": "data.paths",
+    "files": "data.paths",
     "eval_dataset": "data.val_paths",
+    "val_data": "data.val_paths",
+    "val_file": "data.val_paths",
     "val_set_size": "data.val_share",
     "max_seq_length": "data.max_tokens",
     "max_seq_len": "data.max_tokens",
@@ -82,6 +97,10 @@ _OPTIONS: Mapping[str, str] = {
     "attn_implementation": "Attention is chosen by device and length; the table that fit prints names it.",
 }
 _SAME = {
+    "num_gpus": "gpus",
+    "out": "output_dir",
+    "out_dir": "output_dir",
+    "output": "output_dir",
     "loss_type": "loss",
     "use_gradient_checkpointing": "gradient_checkpointing",
     "hub_model_id": "push_to_hub",
@@ -115,19 +134,41 @@ _VALUES: Mapping[str, Mapping[str, str]] = {
     },
     "dtype": {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"},
     "quantization": dict.fromkeys(_NF4, "nf4"),
+    "for": {"ollama": "--ollama", "gguf": "--gguf q8_0"},
+    "gguf": dict.fromkeys(
+        ("q4_k_m", "q4_0", "q5_k_m", "q6_k", "int4", "4"),
+        "Convert to f16, then run llama-quantize of llama.cpp on the file.",
+    ),
+    "method": {"peft": "lora", "sft": "full", "full_finetuning": "full", "4bit": "qlora"},
     "scheduler": {"constant_with_warmup": "constant --model.warmup_share 0.03", "cosine_with_min_lr": "cosine"},
 }
-# Options of export, push and init.
-_ARGUMENTS: Mapping[str, str] = {
-    "merge_and_unload": "--merge",
-    "save_method": "--merge",
-    "quantization": "--gguf q8_0",
-    "quantization_method": "--gguf q8_0",
-    "token": "Log in first: hf auth login.",
-    "load_in_4bit": "--method qlora",
-    "qlora": "--method qlora",
-    "dataset": "--data",
-    "model_name": "--model",
+# Options of the commands without a config: the one of ours if the command has it, else the next; or a sentence.
+_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("merge_and_unload", "save_method"), ("--merge",)),
+    **dict.fromkeys(
+        ("quantization", "quantization_method", "quantize", "quant", "format"), ("--gguf q8_0", "--method qlora")
+    ),
+    **dict.fromkeys(("load_in_4bit", "qlora"), ("--method qlora",)),
+    **dict.fromkeys(("use_lora", "lora"), ("--method lora",)),
+    "vllm": ("--for vllm",),
+    "token": ("Log in first: hf auth login.",),
+    "public": ("A new repository is public unless --private is given.",),
+    **dict.fromkeys(("confirm", "upload"), ("--yes",)),
+    **dict.fromkeys(("dataset", "datasets", "dataset_name", "data_path", "train_file", "train", "test"), ("--data",)),
+    **dict.fromkeys(("model_name", "model_name_or_path", "base_model"), ("--model", "--base")),
+    **dict.fromkeys(("output", "outfile", "output_file", "output_dir"), ("--out",)),
+    "force": ("--overwrite",),
+    "gpu": ("--device cuda",),
+    **dict.fromkeys(("max_seq_length", "max_length"), ("--max-tokens", "--max-new-tokens")),
+    **dict.fromkeys(("num_samples", "max_samples"), ("--limit",)),
+    **dict.fromkeys(("raw", "no_chat_template"), ("--plain",)),
+    "prompt": ("Write the text to its standard input.",),
+}
+# Names for the arguments of a command that have none.
+_UNNAMED: Mapping[str, tuple[str, ...]] = {
+    "source": ("source", "ckpt", "ckpt_path", "checkpoint", "model", "adapter", "folder", "path", "in", "input"),
+    "out": ("out", "output", "output_dir", "out_dir"),
+    "repository": ("repo", "repo_id", "repository", "name", "hub_model_id"),
 }
 _COMMANDS: Mapping[str, str] = {
     "train": "fit",
@@ -164,7 +205,24 @@ def hint_option(name: str, *, known: Collection[str] = ()) -> str:
     """
     last = name.rpartition(".")[2].replace("-", "_").lower()
     last = _SAME.get(last, last)
-    return _render_hint(last if last in known else _OPTIONS.get(last, ""))
+    return _render_hint(last if last in known else find_option(last))
+
+
+def find_option(name: str) -> str:
+    """Return the option of a config that an option of another tool means, or a sentence; "" for none.
+
+    Example:
+        >>> find_option("max-seq-length"), find_option("lora_rank"), find_option("val_paths")
+        ('data.max_tokens', 'model.lora.r', 'data.val_paths')
+    """
+    head, _, rest = name.partition(".")
+    owners = {**DEFAULT_CLASSES, "trainer": TRAINER_CLASS}
+    if rest.partition(".")[0] in read_parameters(owners.get(head, TRAINER_CLASS)):
+        return name
+    last = name.rpartition(".")[2].replace("-", "_").lower()
+    last = _SAME.get(last, last)
+    having = (f"{head}.{last}" for head, owner in owners.items() if last in read_parameters(owner))
+    return _OPTIONS.get(last) or next(having, "")
 
 
 def hint_value(option: str, value: str) -> str:
@@ -174,7 +232,18 @@ def hint_value(option: str, value: str) -> str:
         >>> print(hint_value("model.loss", "dpo"), end="")
         hint: did you mean sigmoid?
     """
-    return _render_hint(_VALUES.get(option.rpartition(".")[2], {}).get(value.lower(), ""))
+    return _render_hint(_find_value(option, value))
+
+
+def advise_value(option: str, value: str) -> str:
+    """Return the same as a sentence with a space behind it.
+
+    Example:
+        >>> advise_value("dtype", "bf16")
+        'Did you mean bfloat16? '
+    """
+    found = _find_value(option, value)
+    return f"{found} ".lstrip() if not found or found.endswith(".") else f"Did you mean {found}? "
 
 
 def hint_argument(name: str, *, known: Collection[str]) -> str:
@@ -184,10 +253,26 @@ def hint_argument(name: str, *, known: Collection[str]) -> str:
         >>> hint_argument("merge_and_unload", known=["merge"])
         'Did you mean --merge?'
     """
-    found = _ARGUMENTS.get(name.replace("-", "_"), "")
-    if found.endswith("."):
-        return found
-    return f"Did you mean {found}?" if found and found.split()[0].lstrip("-") in known else ""
+    for found in _ARGUMENTS.get(name.replace("-", "_").lower(), ()):
+        if found.endswith("."):
+            return found
+        if found.split()[0].lstrip("-") in known:
+            return f"Did you mean {found}?"
+    return ""
+
+
+def is_unnamed(name: str, arguments: Collection[str]) -> bool:
+    """Return whether an option stands for one of a command's arguments that have no name.
+
+    Example:
+        >>> is_unnamed("ckpt-path", ["source"]), is_unnamed("ckpt-path", ["runs"])
+        (True, False)
+    """
+    return any(name.replace("-", "_").lower() in _UNNAMED.get(argument, ()) for argument in arguments)
+
+
+def _find_value(option: str, value: str) -> str:
+    return _VALUES.get(option.rpartition(".")[2], {}).get(value.lower(), "")
 
 
 def _render_hint(found: str) -> str:

@@ -107,8 +107,8 @@ def _size(num_bytes: int) -> str:
 def _read_question(words: Sequence[str]) -> Namespace:
     """Parse and check the command line."""
     arguments = Arguments("push")
-    arguments.add_argument("source")
-    arguments.add_argument("repository")
+    arguments.add_argument("source", metavar="CHECKPOINT|FOLDER")
+    arguments.add_argument("repository", metavar="REPO")
     add_options(arguments)
     arguments.add_argument("--merge", action="store_true")
     arguments.add_argument("--private", action="store_true")

@@ -1,4 +1,4 @@
-"""Words of the command line: names of configs, checkpoints, and options that the parser does not know.
+"""Words of the command line: options, names of configs, checkpoints, and options that the parser does not know.
 
 Imports nothing heavy, because the command answers mistakes from here.
 """
@@ -6,9 +6,14 @@ Imports nothing heavy, because the command answers mistakes from here.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import yaml
+
+from lightning_fastft.cli.yaml_text import check_size
 from lightning_fastft.core.errors import OptionError
 
 # Commands that call a method of the Trainer.
@@ -21,6 +26,16 @@ DEFAULT_CLASSES = {"model": "lightning_fastft.FineTuner", "data": "lightning_fas
 TRAINER_CLASS = "lightning_fastft.cli.trainer.FastFTTrainer"
 TRAINER_DEFAULTS = {"strategy": "fastft"}
 CONFIG_FOLDER = Path(__file__).parents[1] / "configs"
+_OPTION = re.compile(r"--?([A-Za-z][\w.-]*)(\+?)(?:=(.*))?", re.DOTALL)
+
+
+class Option(NamedTuple):
+    """An option as it was written, its dotted name, and its value; None where no word is its value."""
+
+    words: tuple[str, ...]
+    key: str
+    value: str | None
+    appends: bool
 
 
 def config_names() -> list[str]:
@@ -48,6 +63,27 @@ def find_configs(words: Sequence[str]) -> list[str]:
         is_config = not is_config and word in ("--config", "-c")
         found.append(word)
     return found
+
+
+def options_of(words: Sequence[str]) -> Iterator[Option]:
+    """Yield the options among words, as argparse takes them."""
+    remaining = list(words)
+    while remaining and remaining[0] != "--":
+        word = remaining.pop(0)
+        found = _OPTION.fullmatch(word)
+        if not found or not (word.startswith("--") or found[1] == "c"):
+            continue
+        following = [remaining.pop(0)] if found[3] is None and remaining and not remaining[0].startswith("--") else []
+        yield Option((word, *following), found[1], following[0] if following else found[3], bool(found[2]))
+
+
+def load_text(text: str) -> Any:
+    """Return the value of a YAML text; None where it has none."""
+    try:
+        check_size(text)
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return None
 
 
 def take_option(words: Sequence[str], name: str, *, default: str) -> tuple[str, list[str]]:

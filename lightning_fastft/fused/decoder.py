@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lightning_fastft.activations.segments import Session, unwatched
-from lightning_fastft.activations.values import SEGMENT_ATTRIBUTE, find_session
+from lightning_fastft.activations.values import find_session
 from lightning_fastft.core.autocast import is_autocast_on
 from lightning_fastft.fused.delta_mixers import mix_delta
 from lightning_fastft.fused.fp8_base import refresh_written, refuse_own_forward
@@ -87,7 +87,7 @@ class FusedLayer:
             (per_layer_input,) = args
         elif args:
             (attention_mask,) = args
-        session = _open_session(layer)
+        session = find_session(layer)
         with unwatched(session):
             parts = _read_call(layer, hidden_states, past_key_values, position_embeddings, kwargs)
         if parts is None:
@@ -279,15 +279,6 @@ def _factor(layer: Any, form: LayerForm) -> float:
 def _eps(module: Any) -> float:
     """Return the epsilon of a norm; Gemma's norms name it differently."""
     return float(module.eps if hasattr(module, "eps") else module.variance_epsilon)
-
-
-def _open_session(layer: Any) -> Session | None:
-    """Return the open session of a layer; layers without attention have value points in their block."""
-    if "self_attn" in layer._modules:
-        return find_session(layer.self_attn)
-    block = layer._modules[form_of(layer).block]
-    point = next((part for part in block.modules() if SEGMENT_ATTRIBUTE in vars(part)), None)
-    return None if point is None else find_session(point)
 
 
 def _mix(

@@ -215,13 +215,7 @@ def _install(model: PreTrainedModel, patcher: ModelPatcher, *, awaits_copies: bo
         patcher.set_attribute(layer, FUSION_ATTRIBUTE, Fusion(form, dense, KeptParts()))
         num_fused += is_known_block(layer, form)
         num_mixers += has_own_mixer(layer, form)
-    form = form_of(layers[0])
-    last_norm = getattr(model.get_decoder(), form.last_norm, None)
-    if type(last_norm) is type(layers[0]._modules[(*form.norms, *form.post_norms)[0]]):
-        # The norm before the head belongs to the same family.
-        new = share_state(last_norm, fused_norm_class(type(last_norm)))  # type: ignore[arg-type]
-        patcher.replace_module(model, names[id(last_norm)], new)
-        patcher.set_attribute(new, FUSION_ATTRIBUTE, Fusion(form, dense, KeptParts()))
+    _install_norms(model, layers, names, dense, patcher)
     blocks = (
         ""
         if num_fused == len(layers)
@@ -238,6 +232,22 @@ def _install(model: PreTrainedModel, patcher: ModelPatcher, *, awaits_copies: bo
     )
     family = model.config.get_text_config().model_type
     return Status(STATUS_NAME, "active", f"{len(layers)} layers of {family}{blocks}{mixers}")
+
+
+def _install_norms(
+    model: PreTrainedModel, layers: Sequence[Any], names: dict[int, str], dense: DenseWeights, patcher: ModelPatcher
+) -> None:
+    """Run the norm before the head, and those inside attention that runs as a module, as one kernel each."""
+    form = form_of(layers[0])
+    kind = type(layers[0]._modules[(*form.norms, *form.post_norms)[0]])
+    attentions = [layer.self_attn for layer in layers if "self_attn" in layer._modules and has_own_mixer(layer, form)]
+    inner = [part for attention in attentions for part in attention.modules()]
+    for norm in (getattr(model.get_decoder(), form.last_norm, None), *inner):
+        # Norms of the class of the layers' own norms compute the same.
+        if norm is not None and type(norm) is kind and "weight" in norm._parameters:
+            new = share_state(norm, fused_norm_class(kind))  # type: ignore[arg-type]
+            patcher.replace_module(model, names[id(norm)], new)
+            patcher.set_attribute(new, FUSION_ATTRIBUTE, Fusion(form, dense, KeptParts()))
 
 
 def _put_back(model: nn.Module, name: str, layer: nn.Module, *, fused: nn.Module) -> None:

@@ -8,6 +8,7 @@ from lightning_fastft.fused.install import fused_layers, shared_memory
 from lightning_fastft.graphs.launch_bound import LaunchBoundProbe
 from lightning_fastft.graphs.layer_graphs import LayerGraphs
 from lightning_fastft.hf.families import find_causal_models
+from lightning_fastft.kernels.chunk_gradients.reference import CHUNK
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,15 +25,19 @@ def install_layer_graphs(root: nn.Module, patcher: ModelPatcher, *, if_launch_bo
         if_launch_bound: Record only if training is launch-bound.
 
     Returns:
-        One LayerGraphs per model whose layers are all fused and all have attention. The gated delta rule runs eagerly,
-        because the length of its list of chunks changes from pack to pack.
+        One LayerGraphs per model whose layers are all fused.
     """
     found = []
     for _, model in find_causal_models(root):
         layers = fused_layers(model)
-        if layers and all("self_attn" in layer._modules for layer in layers):
-            found.append(
-                LayerGraphs(layers, memory_of=shared_memory, pace=LaunchBoundProbe() if if_launch_bound else None)
+        if layers:
+            has_mixers = any("self_attn" not in layer._modules for layer in layers)
+            graphs = LayerGraphs(
+                layers,
+                memory_of=shared_memory,
+                chunk_size=CHUNK if has_mixers else None,
+                pace=LaunchBoundProbe() if if_launch_bound else None,
             )
-            found[-1].install(patcher)
+            found.append(graphs)
+            graphs.install(patcher)
     return found

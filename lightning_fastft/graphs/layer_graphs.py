@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_fastft.activations.segments import is_random
-from lightning_fastft.activations.values import SEGMENT_ATTRIBUTE
+from lightning_fastft.activations.values import find_segment
 from lightning_fastft.core.autocast import is_autocast_on
 from lightning_fastft.core.errors import SwapError
 from lightning_fastft.core.phases import log_phase
@@ -29,6 +29,7 @@ from lightning_fastft.graphs.cuda_recorder import CudaRecorder, Recorder
 from lightning_fastft.graphs.launch_bound import LaunchBoundProbe
 from lightning_fastft.graphs.recordings import PackBucket, Recording
 from lightning_fastft.kernels.sizes import next_power_of_2
+from lightning_fastft.mixers.install import ON_KERNELS
 from lightning_fastft.packing.context import BatchContext
 
 if TYPE_CHECKING:
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STATUS_NAME = "layer graphs"
-# Backends whose kernels read only offsets on the device and a bound on the document length.
-_BACKENDS = frozenset({"varlen"})
+# Backends whose kernels read only offsets and chunks on the device and a bound on the document length.
+_BACKENDS = frozenset({"varlen", ON_KERNELS})
 # The number of documents of a pack is rounded up to a multiple of this.
 _DOCUMENT_BUCKET = 16
 # Micro-batches of a length before its first recording; they compile kernels and allocate buffers.
@@ -76,7 +77,8 @@ class LayerGraphs:
         memory_of: Returns memory that layers share and may replace later, such as dense copies of NF4 weights. The
             graphs keep a reference to the memory that they were recorded with.
         recorder: Records work; None for CUDA graphs.
-        backends: Attention backends that may be recorded.
+        backends: Backends of attention and mixers that may be recorded.
+        chunk_size: Tokens of the chunks of documents that mixers read; None if all layers have attention.
         pace: Probe that must find training launch-bound before layers are recorded; memory must suffice too. If
             recording fails, layers run eagerly from then on. None: always record, and raise if that fails.
 
@@ -92,9 +94,14 @@ class LayerGraphs:
         memory_of: Callable[[nn.Module], list[torch.Tensor]],
         recorder: Recorder | None = None,
         backends: frozenset[str] = _BACKENDS,
+        chunk_size: int | None = None,
         pace: LaunchBoundProbe | None = None,
     ) -> None:
         self._layers = list(layers)
+        # Mixers have no configuration; all layers share that of the model.
+        attention: Any = next((layer.self_attn for layer in layers if "self_attn" in layer._modules), None)
+        self._config = getattr(attention, "config", None)
+        self._chunk_size = chunk_size
         uses = Counter(parameter for layer in self._layers for parameter in set(layer.parameters()))
         # Weights shared by layers: autograd adds their gradients only after the last of these layers.
         self.shared = {parameter for parameter, num_layers in uses.items() if num_layers > 1}
@@ -194,7 +201,8 @@ class LayerGraphs:
                 self.reasons[reason] += 1
                 return None
             kind = self._kinds[key] = PackBucket(
-                context.recordable(num_documents=num_documents, max_length=max_length), hidden.shape
+                context.recordable(num_documents=num_documents, max_length=max_length, chunk_size=self._chunk_size),
+                hidden.shape,
             )
         else:
             kind.context.load(context)
@@ -223,7 +231,7 @@ class LayerGraphs:
         """Return the memory that recordings need, as text, if it is not free; "" if it is."""
         if not hidden.is_cuda:
             return ""
-        segments = [vars(layer.self_attn).get(SEGMENT_ATTRIBUTE) for layer in self._layers]
+        segments = [find_segment(layer) for layer in self._layers]
         kept_share = sum(segment is None or segment.plan.is_kept for segment in segments) / len(segments)
         allocated = torch.cuda.memory_allocated(hidden.device)
         work = torch.cuda.max_memory_allocated(hidden.device) - allocated
@@ -312,7 +320,7 @@ class LayerGraphs:
             return f"CUDA graphs do not exist on {hidden.device.type}"
         if is_autocast_on(hidden.device.type):
             return "autocast"
-        segment = vars(layer.self_attn).get(SEGMENT_ATTRIBUTE)
+        segment = find_segment(layer)
         if segment is not None and segment.engine is not None:
             return "the plan copies activations to the host"
         if segment is not None and (
@@ -323,8 +331,7 @@ class LayerGraphs:
 
     def lasting_obstacle(self, layer: Any, kwargs: dict[str, Any]) -> str:
         """Return why a layer cannot be recorded, or ""."""
-        config = layer.self_attn.config
-        asked = [flag for flag in _OUTPUT_FLAGS if kwargs.get(flag) or getattr(config, flag, False)]
+        asked = [flag for flag in _OUTPUT_FLAGS if kwargs.get(flag) or getattr(self._config, flag, False)]
         if asked:
             return f"{asked[0]} is requested"
         if any(is_random(module) for module in layer.modules()):

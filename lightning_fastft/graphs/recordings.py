@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_fastft.activations.values import SEGMENT_ATTRIBUTE
+from lightning_fastft.activations.values import find_segment
 from lightning_fastft.hf.lora import tuner_layers
 from lightning_fastft.packing.context import BatchContext
 from lightning_fastft.patches.deferred_mask import DeferredMask
@@ -168,5 +168,5 @@ class Recording:
 
 def plan_of(layer: Any) -> SegmentPlan | None:
     """Return the activation plan of a layer, or None."""
-    segment = vars(layer.self_attn).get(SEGMENT_ATTRIBUTE)
+    segment = find_segment(layer)
     return None if segment is None else segment.plan

@@ -195,8 +195,9 @@ def find_config(module: nn.Module | None, *, name: object) -> PretrainedConfig:
 
     Raises:
         OptionError: No configuration is found.
+        UnsupportedModelError: The module holds a model that is no causal language model.
     """
-    from lightning_fastft.hf.families import find_causal_models
+    from lightning_fastft.hf.families import find_causal_models, find_other_models
     from lightning_fastft.hf.loading.source import ModelSource
 
     models = [] if module is None else find_causal_models(module)
@@ -207,6 +208,11 @@ def find_config(module: nn.Module | None, *, name: object) -> PretrainedConfig:
         return source.config
     if isinstance(name, str):
         return ModelSource(name).config
+    for other in [] if module is None else find_other_models(module):
+        raise UnsupportedModelError(
+            f"{type(other).__name__} is no causal language model, and these data are packed for one. Load it with "
+            "AutoModelForCausalLM."
+        )
     raise OptionError(
         "Positions of images need the configuration of the model, and there is no model yet. Train with a Trainer, or "
         "give the folder of the model as tokenizer."

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_fastft.kernels.chunk_gradients.op import chunk_gradients
 from lightning_fastft.kernels.chunk_gradients.reference import CHUNK, ChunkInputs
-from lightning_fastft.kernels.state_scan.reference import Chunks
+from lightning_fastft.packing.chunks import Chunks
 
 
 def delta_rule(

@@ -10,7 +10,6 @@ import functools
 import inspect
 import os
 import textwrap
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -214,12 +213,15 @@ def _silent_layers(decoder: nn.Module, family: MixerFamily) -> list[nn.Module]:
         parent
         for parent in decoder.modules()
         for name, child in parent.named_children()
-        if is_mixer(child, family) and not _passes_keywords(type(parent).forward, name)
+        if is_mixer(child, family) and not any(_passes_keywords(kind, name) for kind in type(parent).__mro__)
     ]
 
 
-def _passes_keywords(forward: Callable[..., Any], name: str) -> bool:
-    """Return whether a forward calls ``self.<name>(..., **keywords)``."""
+def _passes_keywords(kind: type[Any], name: str) -> bool:
+    """Return whether a class has a forward of its own that calls ``self.<name>(..., **keywords)``."""
+    forward = vars(kind).get("forward")
+    if forward is None:
+        return False
     tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
     return any(
         isinstance(call, ast.Call)

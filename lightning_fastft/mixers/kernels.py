@@ -22,8 +22,8 @@ from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.core.extras import pip_line
 from lightning_fastft.hf.families import ADVICE
 from lightning_fastft.hf.mixers import Kind, MixerFamily
+from lightning_fastft.kernels.chunk_gradients.reference import CHUNK
 from lightning_fastft.mixers import kda, mamba2
-from lightning_fastft.mixers.chunks import chunk_indices, pack_chunks
 from lightning_fastft.mixers.delta_rule import delta_rule
 from lightning_fastft.packing.context import BatchContext
 
@@ -133,7 +133,7 @@ def _convolve(
         bias,
         activation=activation,
         cu_seqlens=context.start_S1,
-        chunk_indices=chunk_indices(context),
+        chunk_indices=context.chunks(CHUNK).index_C2,
     )
     return out_1TC.transpose(1, 2).to(x_1CT.dtype)
 
@@ -154,7 +154,7 @@ def _gated_delta_rule(
 
     if use_qk_l2norm_in_kernel:
         query_1THW, key_1THW = l2norm(query_1THW.contiguous()), l2norm(key_1THW.contiguous())
-    out_THW = delta_rule(query_1THW[0], key_1THW[0], value_1THW[0], g[0], beta[0], pack_chunks(context))
+    out_THW = delta_rule(query_1THW[0], key_1THW[0], value_1THW[0], g[0], beta[0], context.chunks(CHUNK))
     return out_THW[None], None
 
 

@@ -17,8 +17,8 @@ import torch
 from torch.nn.functional import softplus
 
 from lightning_fastft.core.errors import UnsupportedModelError
+from lightning_fastft.kernels.chunk_gradients.reference import CHUNK
 from lightning_fastft.kernels.state_scan.op import state_scan
-from lightning_fastft.mixers.chunks import pack_chunks
 from lightning_fastft.packing.context import BatchContext
 
 
@@ -54,7 +54,7 @@ def _scan(
         b_1TGN[0],
         c_1TGN[0],
         D.float(),
-        chunks=pack_chunks(context),
+        chunks=context.chunks(CHUNK),
         is_checked=False,
     )
     return y_THW[None]

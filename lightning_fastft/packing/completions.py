@@ -57,6 +57,7 @@ class Completions:
         self.num_rows = sum(num_rows)
         # Host copies: what a loss asks for without a sync.
         self.completions_per_example = tuple(num_completions)
+        self.scores = tuple(scores)
         self.has_unequal_scores = _differ(scores, num_completions)
         count_C = torch.as_tensor(num_rows, dtype=torch.int64)
         self.count_C = count_C.to(torch.float32)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 import torch
 
 from lightning_fastft.core.errors import ContextError, OptionError, ShapeError
+from lightning_fastft.packing.chunks import Chunks, build_chunks, load_chunks, recordable_chunks
 from lightning_fastft.packing.context_content import check_content, find_labelled_rows
 from lightning_fastft.packing.masks import MaskBlock, build_block_mask, build_dense_mask, build_mask_blocks
 from lightning_fastft.packing.prefixes import PrefixKeys, check_prefixes, list_keys
@@ -158,6 +159,8 @@ class BatchContext:
         self.reads: Counter[str] = Counter()
         self.num_builds: Counter[str] = Counter()
         self._built: dict[Hashable, Any] = {}
+        # Static memory of a recordable context.
+        self._recorded_chunks: Chunks | None = None
 
     @property
     def device(self) -> torch.device:
@@ -239,12 +242,12 @@ class BatchContext:
         """Return a context whose tensors are in pinned host memory."""
         return self._map(lambda tensor: tensor.pin_memory())
 
-    def recordable(self, *, num_documents: int, max_length: int) -> BatchContext:
+    def recordable(self, *, num_documents: int, max_length: int, chunk_size: int | None = None) -> BatchContext:
         """Return a copy with static tensor addresses, for CUDA graphs that are recorded once and replayed per pack.
 
         The copy describes this pack until ``load`` copies another pack into it. Its offsets are padded with those of
         empty documents, and it has no labelled rows. No pack to load may have more documents or a longer one; kernels
-        are recorded with max_length.
+        are recorded with max_length. Mixers read chunks of chunk_size tokens; None for a model without mixers.
 
         Raises:
             ShapeError: This pack exceeds one of the limits, or its attention is not causal.
@@ -256,6 +259,8 @@ class BatchContext:
         other.labelled_row_R = other.labelled_target_R = self.labelled_row_R.new_empty(0)
         other.num_documents = num_documents
         other.max_length = other.max_own_length = max_length
+        if chunk_size is not None:
+            other._recorded_chunks = recordable_chunks(other.start_S1, num_tokens=self.num_tokens, size=chunk_size)
         other.load(self)
         return other
 
@@ -268,7 +273,7 @@ class BatchContext:
             ShapeError: The other pack exceeds the limits of this context.
 
         Cost:
-            Three small copies on the device; no host sync.
+            Four small launches, with chunks nine; no host sync.
         """
         is_too_large = other.num_documents > self.num_documents or other.max_length > self.max_length
         if other.num_tokens != self.num_tokens or is_too_large or other.causal_obstacle:
@@ -283,6 +288,8 @@ class BatchContext:
         self.document_T.data.copy_(other.document_T)
         self.position_T.data.copy_(other.position_T)
         self._built.clear()
+        if self._recorded_chunks is not None:
+            load_chunks(self._recorded_chunks, other.chunks(self._recorded_chunks.size), num_tokens=self.num_tokens)
 
     def note_read(self, backend: str) -> None:
         """Record that an attention layer read this context. A packed step without a read is an error."""
@@ -313,6 +320,16 @@ class BatchContext:
         key_start_S1 = self.start_S1 if self.prefix_keys is None else self.prefix_keys.start_S1
         arguments = VarlenArguments(self.start_S1, self.max_own_length, key_start_S1, self.max_length)
         return self.once("varlen", self.device, lambda: arguments)
+
+    def chunks(self, size: int) -> Chunks:
+        """Return the documents and their chunks of size tokens, for the kernels of recurrent mixers, on this device.
+
+        Cost:
+            Built on the host once per batch and copied without a host sync.
+        """
+        if self._recorded_chunks is not None and self._recorded_chunks.size == size:
+            return self._recorded_chunks
+        return self.once("chunks", (self.device, size), lambda: build_chunks(self.lengths, self.start_S1, size))
 
     def spans_of(self, window: int | None) -> BidirectionalSpans | None:
         """Return the spans whose tokens see each other in both directions in a layer with this window, or None."""

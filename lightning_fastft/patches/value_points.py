@@ -33,6 +33,7 @@ def install_value_points(
     names = {id(module): name for name, module in root.named_modules()}
     num_points = 0
     for layer, segment in zip(layers, segments):
+        patcher.set_attribute(layer, SEGMENT_ATTRIBUTE, segment)
         for name, module in list(layer.named_modules()):
             if is_on_interface(module):
                 patcher.set_attribute(module, SEGMENT_ATTRIBUTE, segment)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -16,9 +17,12 @@ from lightning_fastft.checkpoint.ranks import on_all_ranks
 from lightning_fastft.core.checks import check_bool, local_path
 from lightning_fastft.core.errors import CheckpointNotSavedError, DamagedCheckpointError
 from lightning_fastft.strategies.expert_parallel import ExpertParallelMixin
+from lightning_fastft.strategies.first_state import read_first_state
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from torch.optim import Optimizer
 
     from lightning_fastft.checkpoint.folder_writer import FolderWriter
 
@@ -71,6 +75,11 @@ class FolderCheckpointStrategy(ExpertParallelMixin, ModelParallelStrategy):
         """Return the sharded state of the model; layers that an evaluation left gathered are sharded first."""
         self._reshard()
         return super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the sharded state of an optimizer, as Lightning does; a read before the first step changes nothing."""
+        inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return super().optimizer_state(inner) if inner.state else read_first_state(inner, super().optimizer_state)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Save one file, or a folder, which is renamed after all ranks have written and rank 0 has their digests.

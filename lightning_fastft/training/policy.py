@@ -51,9 +51,9 @@ class PolicyTuner(ReferenceTuner):
         clip_high: A ratio counts up to 1 + clip_high.
         kl_weight: Weight of the divergence from the reference model; 0 for none, which needs no reference.
         temperature: Temperature that the completions were sampled with; log-probabilities are taken at it.
-        sampler_clip: Largest weight that corrects for a sampler in another precision. None: none, and in rows of files
-            and in rounds of one step the sampler's log-probabilities are those of the policy before the update. In
-            rounds of several steps the policy computes its own.
+        sampler_clip: Largest weight that corrects for a sampler in another precision. None: no correction. The sampler
+            of a ``RolloutDataModule`` is then taken for the policy before the update, and log-probabilities in rows of
+            files are those of the policy before the update.
         max_completion_tokens: Length that "dr_grpo" divides by.
         reference: As in ``ReferenceTuner``; read if kl_weight is above 0. "stored" is refused.
         options: Options of ``Tuner``.

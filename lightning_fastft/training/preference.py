@@ -37,7 +37,10 @@ class PreferenceTuner(ReferenceTuner):
     """Train a model to prefer chosen completions over rejected ones.
 
     A prompt with its completions is one example; a pack holds the prompt once. The loss of an optimizer
-    step is the exact mean over its examples, however they are packed, accumulated and distributed over ranks.
+    step is the exact mean over its examples, however they are packed, accumulated and distributed over ranks. The loss
+    "kto" also reads an estimate of the divergence from the reference. As in TRL, it is the mean over the examples of
+    one micro-batch on all ranks: use packs of several examples, because longer packs and more ranks estimate it better,
+    and accumulation does not.
 
     Args:
         model: As in ``FineTuner``.
@@ -121,7 +124,8 @@ class PreferenceTuner(ReferenceTuner):
         """Return the loss of a batch; log it with rewards, margins and the share of pairs in the right order.
 
         Cost:
-            A forward of the reference model, if there is one. No host sync of its own.
+            A forward of the reference model, if there is one; with "kto" an all-reduce of two numbers. No host sync of
+            its own.
         """
         completions = self._find_completions(batch)
         reference_C = self._reference_sums(batch, completions) if self.needs_reference else None
@@ -133,7 +137,12 @@ class PreferenceTuner(ReferenceTuner):
             return compare(sum_C, completions, reference_C, num_items=batch.context.num_items, means=means)
 
         loss = self._minimise(batch, objective)
-        self._log_means(means, prefix=prefix, count=completions.num_examples, shown=("loss", "reward_accuracy"))
+        counts = dict.fromkeys(means, completions.num_examples)
+        if self.loss == "kto":
+            num_chosen = sum(label > 0 for label in completions.scores[::2])
+            counts |= {"reward_chosen": num_chosen, "reward_rejected": completions.num_examples - num_chosen}
+        for name, mean in means.items():
+            self._log_means({name: mean}, prefix=prefix, count=counts[name], shown=("loss", "reward_accuracy"))
         return loss
 
     def _compare_pairs(
@@ -188,13 +197,16 @@ class PreferenceTuner(ReferenceTuner):
     ) -> torch.Tensor:
         """Return the summed loss of labelled completions, divided by num_items; fill means.
 
-        Every second completion is a mismatched one: the mean of their ratios estimates the divergence.
+        Every second completion is a mismatched one: the mean of their ratios over all ranks estimates the divergence.
         """
         assert reference_C is not None
         ratio_G2 = (sum_C - reference_C).view(-1, 2)
         label_G = completions.score_C.view(-1, 2)[:, 0]
         divisor = max(1, completions.num_examples)
-        baseline = (ratio_G2[:, 1].detach().sum() / divisor).clamp(min=0.0)
+        total = ratio_G2[:, 1].detach().sum()
+        # A rank without examples has a share of the estimate too, so that all ranks meet here.
+        total, num_examples = self._sum_over_ranks(torch.stack([total, total.new_full((), completions.num_examples)]))
+        baseline = (total / num_examples.clamp(min=1.0)).clamp(min=0.0)
         loss_G = kto_loss(
             ratio_G2[:, 0], label_G, baseline=baseline, beta=self.beta, desirable_weight=self.desirable_weight,
             undesirable_weight=self.undesirable_weight,
@@ -213,3 +225,10 @@ class PreferenceTuner(ReferenceTuner):
             is_right_G = torch.where(label_G > 0, ratio_G2[:, 0] > baseline, ratio_G2[:, 0] < baseline)
             means["reward_accuracy"] = is_right_G.float().sum() / divisor
         return loss_G.sum() / num_items
+
+    def _sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum over the ranks of the run. No host sync."""
+        run = self._trainer or self._fabric
+        if run is not None and run.world_size > 1:
+            torch.distributed.all_reduce(values)
+        return values

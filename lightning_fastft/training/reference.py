@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +32,7 @@ class ReferenceTuner(Tuner):
         reference: "adapters_off": the same model without its adapters, which takes no memory. "stored": the
             log-probabilities of the model at the start of the run, computed once in a pass over the data and kept on
             the host and in checkpoints. A name, a folder or a model: a second model, held in memory. None for
-            "adapters_off" where adapters are trained.
+            "adapters_off" where adapters are trained. All of them are without dropout.
         needs_reference: Whether the loss reads the reference.
         options: Options of ``Tuner``.
 
@@ -165,7 +167,7 @@ class ReferenceTuner(Tuner):
             return self._read_log_probs(batch, temperature=temperature, model=self.frozen_model)
         from lightning_fastft.hf.lora import adapters_off
 
-        with adapters_off(self.model):
+        with adapters_off(self.model), _evaluating(self.model):
             return self._read_log_probs(batch, temperature=temperature)
 
     # Saving.
@@ -180,3 +182,16 @@ class ReferenceTuner(Tuner):
         """Take up the stored log-probabilities."""
         super().on_load_checkpoint(checkpoint)
         self._stored = dict(checkpoint.get("fastft_reference", {}))
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch dropout off inside a block: the reference is one distribution, and draws no random numbers."""
+    switched = [module for module in model.modules() if module.training]
+    try:
+        for module in switched:
+            module.training = False
+        yield
+    finally:
+        for module in switched:
+            module.training = True

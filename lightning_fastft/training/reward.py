@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, linear
 
 from lightning_fastft.core.checks import check_choice, check_float
-from lightning_fastft.core.errors import DataError
+from lightning_fastft.core.errors import DataError, UnsupportedModelError
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.completions import Completions
 from lightning_fastft.packing.context import BatchContext
@@ -47,6 +47,7 @@ class RewardTuner(Tuner):
 
     Raises:
         OptionError: A value is not allowed, or two options do not fit.
+        UnsupportedModelError: The model is a classifier, which has a head already.
 
     Example:
         >>> config = {"model_type": "qwen3", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1}
@@ -64,6 +65,8 @@ class RewardTuner(Tuner):
         **options: Any,
     ) -> None:
         super().__init__(model, **options)
+        if self.model is not None:
+            _refuse_classifier(type(_find_base(self.model)).__name__)
         self.loss = check_choice("loss", loss, tuple(FORMATS))
         self.read = check_choice("read", read, ("last", "mean"))
         self.center_weight = check_float("center_weight", center_weight, low=0.0, high=LARGEST_WEIGHT)
@@ -85,6 +88,17 @@ class RewardTuner(Tuner):
         more = {"pairwise": ("accuracy", "margin"), "scalar": (), "stepwise": ("accuracy",)}
         names = ("loss", "score", *more[self.loss])
         return frozenset(f"{prefix}_{name}" for prefix in ("train", "val") for name in names)
+
+    def configure_model(self) -> None:
+        """Build the model with its head.
+
+        Raises:
+            UnsupportedModelError: The folder or name is that of a classifier.
+        """
+        if self.model is None and self.source is not None:
+            for name in getattr(self.source.config, "architectures", None) or ():
+                _refuse_classifier(name)
+        super().configure_model()
 
     def _add_head(self, model: Any) -> None:
         """Give a causal language model the head of transformers' sequence or token classifiers, equal on every rank."""
@@ -205,6 +219,16 @@ class RewardTuner(Tuner):
 def _find_base(model: Any) -> Any:
     """Return the transformers model inside a PEFT model, or the model itself."""
     return model.get_base_model() if hasattr(model, "peft_config") else model
+
+
+def _refuse_classifier(name: str) -> None:
+    """Refuse a model class whose own head would be dropped."""
+    if name.endswith("Classification"):
+        raise UnsupportedModelError(
+            f"{name} has a head, and RewardTuner adds its own to a causal language model. Give the base that the "
+            "classifier was made from, loaded with AutoModelForCausalLM. To go on with a run of RewardTuner, give its "
+            "checkpoint as ckpt_path."
+        )
 
 
 def _add_head_to_adapters(folder: Path, head: nn.Linear, *, task_type: str) -> None:

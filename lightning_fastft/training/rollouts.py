@@ -201,6 +201,12 @@ class RolloutDataModule(LightningDataModule):
         Raises:
             DataError: A row has none, or one that cannot be trained or does not fit max_tokens.
         """
+        for place, row in zip(places, self._rows):
+            if row.get(COMPLETION) is None:
+                raise DataError(
+                    f"{place}: the row has no completion, and sampled_share={self.sampled_share} trains on those of "
+                    "rows: add the column completion, or sample all of them with --data.sampled_share 1.0."
+                )
         tuner, documents = self._tuner(), []
         options = FormatOptions(max_tokens=self.max_tokens, format="rollouts")
         formatter = Formatter(tuner.tokenizer, options=options, vocab_size=tuner.vocab_size)
@@ -208,8 +214,8 @@ class RolloutDataModule(LightningDataModule):
         for place, found in zip(places, formatter.encode(rows, format="rollouts")):
             if not isinstance(found, Encoded):
                 raise DataError(
-                    f"{place}: {found}. With sampled_share={self.sampled_share} every row needs a completion: a text "
-                    "behind a text, messages behind messages."
+                    f"{place}: {found}. With sampled_share={self.sampled_share} completion must be a text where "
+                    "prompt is a text, and messages where prompt is messages."
                 ) from found
             if len(found.input_ids) > self.max_tokens:
                 raise DataError(
@@ -287,7 +293,11 @@ class RolloutDataModule(LightningDataModule):
         )
         rows = [self._rows[index] for index in chosen]
         rewards = judge(rows, groups, rewards=self.rewards, tokenizer=tuner.tokenizer)
-        return [make_rollout(prompt, group, scores) for prompt, group, scores in zip(prompts, groups, rewards)]
+        rollouts = [make_rollout(prompt, group, scores) for prompt, group, scores in zip(prompts, groups, rewards)]
+        if getattr(tuner, "sampler_clip", None) is None:
+            # Nothing corrects for the sampler: it is taken for the policy, however many steps a round has.
+            return [rollout._replace(log_probs=None) for rollout in rollouts]
+        return rollouts
 
     def _weights(self, documents: Sequence[Document]) -> np.ndarray:
         """Return what each rollout counts in the mean of the loss."""

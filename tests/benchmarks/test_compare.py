@@ -277,16 +277,33 @@ def test_a_system_that_is_not_installed_is_named_with_its_error_and_its_pip_line
     system = System(
         arm="trl", modules=("no_such_peer.training",), pip="pip install no-such-peer", settings=(Setting("recompute"),)
     )
-    assert systems.find_gap(system) == "ModuleNotFoundError: No module named 'no_such_peer'; pip install no-such-peer"
+    assert (
+        systems.find_gap(system, device="cuda")
+        == "ModuleNotFoundError: No module named 'no_such_peer'; pip install no-such-peer"
+    )
 
 
 def test_a_system_without_an_arm_is_named_with_the_reason(tmp_path, monkeypatch):
     (tmp_path / "sound_peer.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert systems.find_gap(System(arm="trl", modules=("sound_peer",), pip="")) == ""
-    gap = systems.find_gap(System(arm="", modules=("sound_peer",), pip="", why_no_arm="it is young"))
+    assert systems.find_gap(System(arm="trl", modules=("sound_peer",), pip=""), device="cpu") == ""
+    gap = systems.find_gap(System(arm="", modules=("sound_peer",), pip="", why_no_arm="it is young"), device="cuda")
     assert gap == "it has no arm: it is young"
     assert "sound_peer" not in sys.modules
+
+
+def test_systems_without_a_mode_on_a_cpu_are_not_run_there():
+    found, gaps = compare.find_settings(SYSTEMS, device="cpu")
+    assert {arm for arm, _ in found} == {"plain", "ours"}
+    assert all("needs a GPU" in gaps[name] for name in ("unsloth", "trl", "trl+liger"))
+
+
+def test_unknown_option_is_answered_in_a_line(capsys):
+    with pytest.raises(SystemExit):
+        compare.read_options(["--workload", "tiny", "--num-steps", "3"])
+    said = capsys.readouterr().err
+    assert "Did you mean --steps?" in said
+    assert len(said.splitlines()) == 1
 
 
 def test_a_row_names_the_systems_that_pip_does_not_install_here():
@@ -296,8 +313,10 @@ def test_a_row_names_the_systems_that_pip_does_not_install_here():
 
 
 def test_settings_are_found_in_order_and_those_without_their_module_are_named(monkeypatch):
-    monkeypatch.setattr(systems, "find_gap", lambda system: "")
-    monkeypatch.setattr(compare, "find_gap", lambda system: "it is broken" if system is SYSTEMS["unsloth"] else "")
+    monkeypatch.setattr(systems, "find_gap", lambda system, device: "")
+    monkeypatch.setattr(
+        compare, "find_gap", lambda system, device: "it is broken" if system is SYSTEMS["unsloth"] else ""
+    )
     monkeypatch.setattr(compare, "missing_module", lambda setting: setting.needs)
     found, gaps = compare.find_settings(["unsloth", "trl+liger", "ours", "plain"], device="cuda")
     assert found == [
@@ -316,8 +335,8 @@ def test_every_system_has_one_default_and_modes_that_its_arm_knows():
     from benchmarks.ruler.plans import parse_mode
 
     for name, system in SYSTEMS.items():
-        for settings in (system.settings, system.cpu_settings):
-            assert sum(setting.is_default for setting in settings) == (1 if system.arm else 0), name
+        for settings, has_any in ((system.settings, system.arm), (system.cpu_settings, not system.why_no_cpu)):
+            assert sum(setting.is_default for setting in settings) == (1 if system.arm and has_any else 0), name
     for setting in (*SYSTEMS["ours"].settings, *SYSTEMS["ours"].cpu_settings):
         parse_mode(setting.mode)
     assert {setting.mode for setting in SYSTEMS["plain"].settings} <= set(plain.MODES)
@@ -359,7 +378,7 @@ def test_a_row_has_its_workload_both_optimizers_and_enough_steps():
 
 
 def test_settings_of_a_row_are_its_own(monkeypatch):
-    monkeypatch.setattr(compare, "find_gap", lambda system: "")
+    monkeypatch.setattr(compare, "find_gap", lambda system, device: "")
     monkeypatch.setattr(compare, "missing_module", lambda setting: setting.needs)
     found, gaps = compare.find_settings(SYSTEMS, device="cuda", row="qwen3-30b-a3b")
     assert found == [
@@ -602,7 +621,7 @@ def test_a_log_gives_the_rows_again(run, tmp_path):
 
 @pytest.mark.parametrize(("arms", "num_wanted"), [(["plain", "ours"], 2), (["ours:keep"], 1)])
 def test_systems_that_arms_do_not_name_are_not_missed(arms, num_wanted, monkeypatch, processes, tmp_path):
-    monkeypatch.setattr(compare, "find_gap", lambda system: "" if system.arm else "no arm")
+    monkeypatch.setattr(compare, "find_gap", lambda system, device: "" if system.arm else "no arm")
     monkeypatch.setattr(compare, "missing_module", lambda setting: "")
     monkeypatch.setattr(compare.ComparisonRun, "build", lambda self: None)
     seen = []

@@ -183,9 +183,10 @@ def test_all_weights_of_a_checkpoint_become_a_model(trained, folder, answer):
 
 
 @pytest.mark.slow
-def test_random_base_is_drawn_again_to_be_merged(tmp_path, folder):
+@pytest.mark.parametrize("dtype", ["float32", "auto"])
+def test_random_base_is_drawn_again_to_be_merged(dtype, tmp_path, folder):
     config = build_tiny("qwen3", **SIZES).config.to_dict()
-    module = FineTuner(config, init="random", learning_rate=2e-2, **RUNS["lora"])
+    module = FineTuner(config, init="random", learning_rate=2e-2, **{**RUNS["lora"], "dtype": dtype})
     torch.manual_seed(11)
     trainer = quiet_trainer(tmp_path, strategy="fastft")
     trainer.fit(module, packed_loader(3))
@@ -224,7 +225,7 @@ def test_experts_with_adapters_are_merged(quantization, tmp_path, folder):
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["{checkpoint}"], "required: out"),
+        (["{checkpoint}"], "needs OUT"),
         (["{checkpoint}", "out", "--merg"], "Did you mean --merge?"),
         (["{checkpoint}", "taken"], "taken already exists and is not overwritten"),
         (["{base}", "out"], "whole model"),

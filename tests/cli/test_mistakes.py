@@ -38,7 +38,16 @@ ANSWERED = [
     (["doctor", *CONFIG, "--data.paths", "nope.jsonl"], 1, "There is no file or folder nope.jsonl"),
     (["validate", *CONFIG, "--ckpt_path", "nope.ckpt"], 1, "there is nothing at nope.ckpt"),
     (["fit", "--ckpt_path=s3://nope.ckpt"], 1, "ckpt_path must be a local file or folder"),
-    (["init", "--modle", "x"], 1, "required: --model, --data"),
+    (["init", "--modle", "x"], 1, "Did you mean --model?"),
+    (["init", "--model", "x"], 1, "fastft init needs --data"),
+    (["init", "--model", "x", "--dataset", "y"], 1, "Did you mean --data?"),
+    (["init", "--model", "x", "--data", "y", "--max-seq-length", "64"], 1, "fastft fit: --data.max_tokens"),
+    (["init", "--model", "x", "--data", "y", "--trainer.max_steps", "64"], 1, "fastft fit: --trainer.max_steps"),
+    (["init", "--model", "x", "--data", "y", "--method", "LoRA"], 1, "Did you mean lora?"),
+    (["init", "--model", "x", "--data", "y", "--method", "peft"], 1, "Did you mean lora?"),
+    (["init", "--model", "x", "--data", "y", "--output-dir", "z"], 1, "Did you mean --out?"),
+    (["init", "--model", "x", "--data", "y", "--force"], 1, "Did you mean --overwrite?"),
+    (["init", "--model", "x", "--data", "y", "--columns.prompt", "q"], 1, "Did you mean --data.columns.prompt?"),
     (["init", "--model", "x", "--data", "y", "--gpus", "x"], 1, "Did you mean --gpu?"),
     (["init", "--model", "x", "--data", "nope.jsonl"], 1, "There is no file or folder nope.jsonl"),
     (["init", "--model", "./nope", "--data", "y"], 1, "there is nothing at ./nope"),
@@ -47,6 +56,16 @@ ANSWERED = [
     (["chat", "nope.ckpt"], 1, "There is nothing at nope.ckpt"),
     (["chat", "x", "--sytem", "y"], 1, "Did you mean --system?"),
     (["chat", ".", "--max-new-tokens", "0"], 1, "--max-new-tokens must be at least 1"),
+    (["chat", ".", "--base_model", "y"], 1, "Did you mean --base?"),
+    (["chat", "--ckpt", "y"], 1, "without a name: fastft chat CHECKPOINT|FOLDER"),
+    (["eval", ".", "--max-seq-length", "9"], 1, "Did you mean --max-tokens?"),
+    (["export", ".", "--output", "x"], 1, "without a name: fastft export CHECKPOINT|FOLDER OUT"),
+    (["export", "."], 1, "fastft export needs OUT"),
+    (["export", ".", "out", "--vllm"], 1, "Did you mean --for vllm?"),
+    (["export", ".", "out", "--for", "ollama"], 1, "Did you mean --ollama?"),
+    (["export", ".", "out", "--gguf", "q4_k_m"], 1, "llama-quantize"),
+    (["export", ".", "out", "--gguf"], 1, "--gguf needs a value"),
+    (["push", ".", "--repo-id", "me/mine"], 1, "without a name: fastft push CHECKPOINT|FOLDER REPO"),
     (["eval", "."], 1, "needs --data FILE or --tasks"),
     (["eval", ".", "--data", "nope.jsonl"], 1, "There is no file or folder nope.jsonl"),
     (["eval", "nope.ckpt", "--data", "x"], 1, "There is nothing at nope.ckpt"),
@@ -63,6 +82,13 @@ ANSWERED = [
     (["fit", *CONFIG, "--trainer.max_steps", "abc"], 2, "trainer.max_steps: must be a whole number, got 'abc'"),
     (["data", *CONFIG, "--data.max_tokens=1.5"], 2, "data.max_tokens: must be a whole number, got '1.5'"),
     (["fit", *CONFIG, "--model.learning_rate", "x"], 2, "model.learning_rate: must be None or a number, got 'x'"),
+    (["fit", *CONFIG, "--max-seq-length", "9"], 2, "did you mean data.max_tokens?"),
+    (["fit", *CONFIG, "--gpus", "2"], 2, "did you mean trainer.devices?"),
+    (["fit", *CONFIG, "--model.rank", "8"], 2, "did you mean model.lora.r?"),
+    (["fit", *CONFIG, "--data.path", "x"], 2, "Option 'path' is not accepted by lightning_fastft.PackedDataModule"),
+    (["data", *CONFIG, "--max-tokens", "9"], 2, "did you mean data.max_tokens?"),
+    (["demo", "--steps", "9"], 2, "did you mean trainer.max_steps?"),
+    (["plan", *CONFIG, "--num-gpus", "9"], 2, "did you mean gpus?"),
     (["--version"], 0, "."),
     (["train", "--config", "demo"], 1, "Did you mean fit?"),
     (["fit", "-config", "demo"], 1, "Did you mean --config?"),
@@ -243,7 +269,6 @@ FOREIGN = "data: {class_path: my_package.Data, init_args: {paths: nope.jsonl, pt
         ("fit", [*OK, "--data.val_paths", "null"]),
         # The last value counts.
         ("fit", [*CONFIG, "--data.paths", "nope.jsonl", "--data.paths", "there.jsonl"]),
-        ("fit", ["--data.paths", "nope.jsonl", "--config", "there.yaml"]),
         ("fit", [*OK, "--data.paths", "nope.jsonl", "--data.paths+", "there.jsonl"]),
         ("fit", [*CONFIG, "--data.init_args", "{paths: there.jsonl}"]),
         # Data that the command does not open.
@@ -298,10 +323,11 @@ def test_last_data_of_a_config_counts(folder):
         "data: {class_path: lightning_fastft.training.datamodule.PackedDataModule, init_args: {paths: [mine.jsonl]}}\n"
         "ckpt_path: mine.ckpt\n"
     )
+    (folder / "hub.yaml").write_text("data: {class_path: PackedDataModule, init_args: {paths: owner/name}}\n")
     with pytest.raises(OptionError, match=r"mine\.ckpt"):
         check_words("fit", ["--config", "own.yaml"])
     with pytest.raises(DataError, match=r"mine\.jsonl"):
-        check_words("fit", ["--data.paths", "owner/name", "--config", "own.yaml", "--ckpt_path", "null"])
+        check_words("fit", ["--config", "hub.yaml", "--config", "own.yaml", "--ckpt_path", "null"])
     assert issubclass(DataError, FastFTError)
 
 

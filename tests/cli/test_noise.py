@@ -57,6 +57,7 @@ def test_other_words_are_told(log, words):
     [
         (FutureWarning, "`isinstance(treespec, LeafSpec)` is deprecated, use `isinstance(treespec, TreeSpec)", False),
         (FutureWarning, "`is_gradient_checkpointing` is deprecated and will be removed in v6.", False),
+        (UserWarning, "You defined a `validation_step` but have no `val_dataloader`. Skipping val loop.", False),
         (
             FutureWarning,
             "torch.distributed.nn.functional.all_gather is deprecated, use torch.distributed._functional",

@@ -81,6 +81,25 @@ def count_blocks(model, monkeypatch):
     return counts
 
 
+# Gemma 4 norms its per-layer inputs before the first layer.
+@pytest.mark.parametrize(("family", "num_outside"), [("gemma4", 1), ("gemma4_shared", 1), ("deepseek_v3", 0)])
+def test_norms_inside_attention_run_as_one_kernel(family, num_outside, monkeypatch):
+    fused, plain, patcher = make_pair(build(family, "full"))
+    kind, counts = type(layers_of(plain)[0].input_layernorm), Counter()
+    own = kind.forward
+
+    def forward(self, x):
+        counts["own"] += "weight" in self._parameters
+        return own(self, x)
+
+    monkeypatch.setattr(kind, "forward", forward)
+    step(fused, make_batch())
+    assert counts["own"] == num_outside
+    patcher.undo()
+    step(fused, make_batch())
+    assert counts["own"] > 4 * len(layers_of(fused))
+
+
 def test_every_family_of_the_table_is_compared():
     kinds = {type(layer).__name__ for family in (*FAMILIES, *PADDED_ONLY) for layer in layers_of(build(family, "full"))}
     absent = set() if LATER else {"Lfm3DecoderLayer"}

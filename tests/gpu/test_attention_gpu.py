@@ -235,6 +235,30 @@ def test_sinks_have_exact_gradients(dtype, window, backend):
     assert context.reads[backend] >= 1
 
 
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 6e-3), (torch.float16, 1e-3), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("num_groups", [8, 2])
+def test_wide_heads_read_document_offsets(dtype, bound, num_groups):
+    """Global layers of Gemma 4 have heads of 512; flash attention takes 256."""
+    lengths = (190, 1, 64, 2, 255)
+    context = make_batch(lengths).context.to("cuda")
+    q, k, v = (
+        torch.randn(512, heads, 512, device="cuda").to(dtype).requires_grad_() for heads in (8, *[num_groups] * 2)
+    )
+    weight = torch.randn(512, 8, 512, device="cuda").to(dtype)
+
+    def run(backend, leaves, weight):
+        options = {"scale": 512**-0.5, "window": None, "softcap": None, "sink_H": None}
+        out = packed_attention(*leaves, context=context, backend=backend, **options)
+        return [out.detach(), *torch.autograd.grad((out * weight).sum(), leaves)]
+
+    given = run("auto", [q, k, v], weight)
+    assert context.reads == {"sdpa": 1}
+    assert not context.num_builds["dense_mask"]
+    truth = run("reference", [x.detach().double().requires_grad_() for x in (q, k, v)], weight.double())
+    for ours, true in zip(given, truth):
+        assert float((ours.double() - true).norm() / true.norm()) <= bound
+
+
 @pytest.mark.parametrize("backend", ["varlen", "flex", "sdpa", "reference"])
 @pytest.mark.parametrize("width", [64, 128])
 def test_pad_documents_and_poisoned_memory_give_no_nan_and_runs_are_close(backend, width):

@@ -9,6 +9,7 @@ import torch
 
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.core.patcher import ModelPatcher
+from lightning_fastft.graphs.install import install_layer_graphs
 from lightning_fastft.kernels.delta_inputs import op as delta_inputs
 from lightning_fastft.kernels.delta_inputs.reference import DeltaForm
 from lightning_fastft.kernels.head_columns import HeadColumns
@@ -20,13 +21,15 @@ from lightning_fastft.patches.packed import install_packed_training
 from tests.kernels.test_delta_inputs import check as check_delta_inputs
 from tests.kernels.test_head_gate import check as check_head_gate
 from tests.support.host_waits import waits_are_errors
-from tests.support.layer_pairs import add_lora, assert_as_near, fuse, step
+from tests.support.layer_pairs import add_lora, assert_as_near, fuse, layers_of, step
 from tests.support.packs import make_batch, relative_error
 from tests.support.tiny_models import build_tiny
 
 pytestmark = pytest.mark.gpu
 
 LENGTHS = (190, 1, 64, 2, 255)
+# 512 tokens in 5 to 32 documents and 8 to 33 chunks; the last three are of other kinds than the first.
+PACKS = (LENGTHS, (200, 56, 256), (128,) * 4, (250, 250, 12), (65,) * 7 + (57,), (16,) * 32, (512,), LENGTHS)
 WIDTH = 256
 SIZES = {
     "hidden_size": WIDTH,
@@ -128,3 +131,33 @@ def test_a_step_never_waits_for_the_device(has_lora):
     torch.cuda.synchronize()
     with waits_are_errors():
         model(**batch).loss.backward()
+
+
+@pytest.mark.slow(20)
+@pytest.mark.parametrize("policy", ["keep", "recompute"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_steps_from_graphs_equal_those_without(family, policy):
+    model = make_model(family, has_lora=True)
+    recorded, plain = (on_device(model, is_fused=True, policy=policy) for _ in range(2))
+    (graphs,) = install_layer_graphs(recorded, ModelPatcher())
+    for number, lengths in enumerate(PACKS):
+        batch, other = (make_batch(lengths, seed=number).to("cuda") for _ in range(2))
+        found, expected = step(recorded, batch), step(plain, other)
+        # The recomputed forward inside a graph is not counted.
+        assert batch.context.reads.keys() == other.context.reads.keys()
+        errors = {name: relative_error(found[name], value) for name, value in expected.items()}
+        assert max(errors.values()) <= 1e-3, (number, max(errors.items(), key=lambda item: item[1]))
+    assert graphs.num_replays == len(layers_of(recorded)) * (len(PACKS) - 2), graphs.reasons
+
+
+def test_a_step_from_graphs_never_waits_for_the_device():
+    model = on_device(make_model("qwen3_5_moe_text", has_lora=True), is_fused=True)
+    (graphs,) = install_layer_graphs(model, ModelPatcher())
+    for _ in range(4):
+        step(model, make_batch(LENGTHS).to("cuda"))
+    batch = make_batch(LENGTHS).to("cuda")
+    before = graphs.num_replays
+    torch.cuda.synchronize()
+    with waits_are_errors():
+        model(**batch).loss.backward()
+    assert graphs.num_replays == before + len(layers_of(model))

@@ -28,7 +28,7 @@ from lightning_fastft.kernels.qk_rope.reference import HeadGradients, Rope, Rope
 from lightning_fastft.kernels.rms_norm.op import rms_norm_backward, rms_norm_forward
 from lightning_fastft.kernels.rms_norm.reference import NormForm
 from lightning_fastft.kernels.state_scan.op import state_scan
-from lightning_fastft.kernels.state_scan.reference import Chunks
+from lightning_fastft.packing.chunks import Chunks
 
 NORM = NormForm(eps=1e-6)
 HEAD_GATE = HeadGateForm(HeadColumns(begin=0, width=4, num_heads=2, group_size=2, group_step=8))

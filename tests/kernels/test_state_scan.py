@@ -9,7 +9,7 @@ import torch
 from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.state_scan import reference
 from lightning_fastft.kernels.state_scan.op import state_scan
-from lightning_fastft.kernels.state_scan.reference import Chunks
+from lightning_fastft.packing.chunks import Chunks
 from tests.support.truth import fresh_memory_is_nan, one_unit
 
 NAMES = ("x_THW", "dt_TH", "a_H", "b_TGN", "c_TGN", "skip_H")

@@ -17,7 +17,7 @@ from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.hf.mixers import MIXERS, find_mixers, mixer_family
 from lightning_fastft.mixers import install, mamba2
 from lightning_fastft.mixers.install import install_mixers
-from lightning_fastft.mixers.kernels import KINDS, chunk_indices, find_kernels, run_on_kernels
+from lightning_fastft.mixers.kernels import KINDS, find_kernels, run_on_kernels
 from tests.support.packs import assert_close, make_batch
 from tests.support.tiny_models import HYBRIDS, build_tiny
 
@@ -166,5 +166,7 @@ def test_transformers_keeps_its_own_functions():
 
 def test_chunks_of_a_pack_end_with_their_documents():
     context = make_batch((3, 64, 130)).context
-    assert chunk_indices(context).tolist() == [[0, 0], [1, 0], [2, 0], [2, 1], [2, 2]]
-    assert chunk_indices(context) is chunk_indices(context)
+    chunks = context.chunks(64)
+    assert chunks.index_C2.tolist() == [[0, 0], [1, 0], [2, 0], [2, 1], [2, 2]]
+    assert chunks.first_S1.tolist() == [0, 1, 2, 5]
+    assert context.chunks(64) is chunks

@@ -14,7 +14,7 @@ from unittest import mock
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch import seed_everything
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -84,6 +84,8 @@ FSDP_EQUALITY = [
     ("full, head of its own", "keep"),
     ("lora, trained copies", "recompute"),
 ]
+# Kinds that save before their first step, and whether as a folder.
+EARLY_SAVES = {"lora": True, "full": False}
 
 
 def difference(found, truth):
@@ -331,6 +333,8 @@ def run_fsdp(rank, folder):
             for form in ("uninterrupted", "resumed"):
                 strategy = FastFTFSDPStrategy(save_distributed_checkpoint=is_folder)
                 found["checkpoint", kind, is_folder, form] = checkpointed(kind, form, rank, folder, strategy=strategy)
+    for kind, is_folder in EARLY_SAVES.items():
+        found["early save", kind] = saved_before_the_first_step(kind, rank, folder, is_folder=is_folder)
     found["bf16"] = masters(rank, folder)
     found["bf16 adapters"] = narrow_adapters(strategy=FastFTFSDPStrategy(), rank=rank, folder=folder)
     found["foreign"] = foreign(rank, folder)
@@ -400,6 +404,42 @@ def checkpointed(kind, form, rank, folder, *, strategy):
         found["keys"] = sorted(torch.load(path, weights_only=True, map_location="cpu")["state_dict"])
     module.save_pretrained(str(place / "export"))
     torch.distributed.barrier()
+    return found
+
+
+class SaveEarly(Callback):
+    """Saves before the first micro-batch, or inside the first accumulation window."""
+
+    def __init__(self, path, *, is_in_window):
+        self.path, self.is_in_window = path, is_in_window
+
+    def on_train_start(self, trainer, pl_module):
+        if not self.is_in_window:
+            trainer.save_checkpoint(self.path)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if self.is_in_window and batch_idx == 0:
+            trainer.save_checkpoint(self.path)
+
+
+def saved_before_the_first_step(kind, rank, folder, *, is_folder):
+    """States of a run that saves nothing, of those that save before their first optimizer step, and of those resumed
+    from there.
+    """
+    adamw = FusedAdamW if kind == "full" else torch.optim.AdamW
+
+    def run(**options):
+        seed_everything(5, verbose=False)
+        module = make_tuner(kind, optimizer=lambda parameters: adamw(parameters, lr=0.01))
+        strategy = FastFTFSDPStrategy(save_distributed_checkpoint=is_folder)
+        fit(module, strategy=strategy, rank=rank, folder=folder, **options)
+        return trained_state(module)
+
+    found = {"plain": run()}
+    for where in ("at start", "in window"):
+        path = str(Path(folder) / f"early-{kind}-{where}.ckpt")
+        found[f"saved {where}"] = run(callbacks=[SaveEarly(path, is_in_window=where == "in window")])
+        found[f"resumed {where}"] = run(ckpt_path=path)
     return found
 
 
@@ -531,6 +571,13 @@ def refused(rank, folder):
     cases = {
         "sizes": lambda: fit(
             make_tuner("lora"), strategy=FastFTFSDPStrategy(data_parallel_size=3), rank=rank, folder=folder
+        ),
+        "averaging": lambda: fit(
+            make_tuner("lora"),
+            strategy=FastFTFSDPStrategy(),
+            rank=rank,
+            folder=folder,
+            callbacks=[EMAWeightAveraging()],
         ),
         "tensor parallel FineTuner": lambda: fit(
             make_tuner("lora"), strategy=FastFTFSDPStrategy(tensor_parallel_size=2), rank=rank, folder=folder

@@ -18,6 +18,7 @@ from lightning_fastft.strategies.single_device import FastFTStrategy
 from tests.strategies.strategy_worker import (
     ACCUMULATE,
     BOUND,
+    EARLY_SAVES,
     FSDP_EQUALITY,
     NUM_WINDOWS,
     Lazy,
@@ -142,6 +143,16 @@ def test_resumed_run_equals_the_uninterrupted_one(two_ranks, kind, is_folder):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("run", ["saved at start", "saved in window", "resumed at start"])
+@pytest.mark.parametrize("kind", EARLY_SAVES)
+def test_checkpoints_before_the_first_step_change_no_step(two_ranks, kind, run):
+    found = two_ranks["early save", kind]
+    assert all(torch.equal(value, found[run][name]) for name, value in found["plain"].items())
+    # Its loader has no position, so the rest of the window is of other batches.
+    assert found["resumed in window"].keys() == found["plain"].keys()
+
+
+@pytest.mark.slow
 def test_single_file_holds_adapters_only(two_ranks):
     keys = two_ranks["checkpoint", "lora", False, "uninterrupted"]["keys"]
     assert keys
@@ -228,6 +239,7 @@ def test_validation_before_within_and_after_training_changes_nothing(two_ranks, 
     ("case", "message"),
     [
         ("sizes", "data_parallel_size=3"),
+        ("averaging", "EMAWeightAveraging"),
         ("tensor parallel FineTuner", "tensor_parallel_size=2"),
         ("tensor parallel foreign", "Lazy applies no tensor parallelism"),
         ("precision by name", "precision='64-true' is not supported by FastFTFSDPStrategy"),

@@ -48,12 +48,15 @@ KINDS = {
     "dapo": (PolicyTuner, {"loss": "dapo", "advantage": "centred"}),
     "distillation": (DistillationTuner, {"lora": LORA}),
 }
+# Its loss reads an estimate over the packs of a micro-batch, so other packs are another loss.
+KTO = "kto"
+KINDS_WITH_KTO = {**KINDS, KTO: (PreferenceTuner, {"loss": "kto", "lora": LORA, "beta": 0.5})}
 ACCUMULATIONS = (1, 4)
 
 
 def make_tuner(kind, *, config=DENSE, **more):
     """A tuner on random weights of a configuration, or on those of a folder."""
-    tuner_class, options = KINDS[kind]
+    tuner_class, options = KINDS_WITH_KTO[kind]
     if tuner_class is DistillationTuner:
         options = {**options, "teacher": make_teacher(config)}
     values = {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.0), **options, **more}
@@ -79,20 +82,22 @@ def examples(kind):
     if kind == "distillation":
         return make_documents([max(2, sum(each)) for each in lengths])
     documents = make_groups(lengths)
+    if kind == KTO:
+        return [each._replace(scores=(float(number % 2), 0.0)) for number, each in enumerate(documents)]
     # A sampler that was about as sure as the model is.
     return [document._replace(log_probs=document.log_probs * 3 - 3) for document in documents]
 
 
 def count(kind, document):
     """What an example counts in the mean of a loss."""
-    unit = KINDS[kind][0](DENSE, init="random", **_options(kind)).data_needs.loss_unit
+    unit = KINDS_WITH_KTO[kind][0](DENSE, init="random", **_options(kind)).data_needs.loss_unit
     if unit == "token":
         return int((document.labels[1:] != -100).sum())
     return 1 if unit == "example" else len(document.scores)
 
 
 def _options(kind):
-    tuner_class, options = KINDS[kind]
+    tuner_class, options = KINDS_WITH_KTO[kind]
     return {**options, "teacher": "none"} if tuner_class is DistillationTuner else options
 
 
@@ -211,6 +216,8 @@ def cases():
         ("grpo", "fsdp", 4),
         ("reward", "fsdp", 1),
         ("orpo", "fsdp", 4),
+        (KTO, "ddp", 1),
+        (KTO, "fsdp", 1),
     ]
 
 

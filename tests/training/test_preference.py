@@ -1,9 +1,12 @@
 """PreferenceTuner: losses and gradients of packed pairs against each completion alone, references, data and resume."""
 
+import copy
+
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from torch.utils.data import DataLoader
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from lightning_fastft.core.errors import DataError, OptionError
 from lightning_fastft.hf.lora import adapters_off
@@ -113,6 +116,39 @@ def test_kto_weighs_labels_against_the_divergence_of_mismatched_completions():
     truth.backward()
     assert_close(found, truth.detach())
     assert_close(ours, gradients(tuner), bound=2e-5)
+
+
+def test_rewards_of_labelled_completions_are_means_over_those_of_a_label(tmp_path):
+    documents = [
+        document._replace(scores=(label, 0.0))
+        for document, label in zip(pairs(((5, 3, 4), (2, 4, 3), (6, 5, 2), (3, 3, 3))), (1.0, 0.0, 0.0, 0.0))
+    ]
+    tuner = PreferenceTuner(CONFIG, init="random", dtype="float32", lora=LORA, loss="kto")
+    found = []
+    for parts in ([documents], [documents[:1], documents[1:]]):
+        loader = DataLoader([collate(part) for part in parts], batch_size=None)
+        trainer = quiet_trainer(tmp_path, strategy=FastFTStrategy())
+        found += trainer.validate(tuner, loader, verbose=False)
+    for name in ("val_reward_chosen", "val_reward_rejected"):
+        assert found[0][name] == pytest.approx(found[1][name], rel=1e-5), name
+
+
+def test_the_base_without_adapters_draws_no_dropout():
+    def model():
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        config = AutoConfig.for_model("phi", vocab_size=VOCABULARY, resid_pdrop=0.3, embd_pdrop=0.3, **sizes)
+        return AutoModelForCausalLM.from_config(config).train()
+
+    own = make_tuner(PreferenceTuner, model=model())
+    copied = make_tuner(PreferenceTuner, model=model(), reference=copy.deepcopy(own.model).unload())
+    found = []
+    for tuner in (own, copied):
+        torch.manual_seed(1)
+        tuner.train()
+        found.append(step(tuner, pairs())[:2])
+        assert all(module.training for module in tuner.model.modules())
+    assert torch.equal(found[0][0], found[1][0])
+    assert all(torch.equal(value, found[1][1][name]) for name, value in found[0][1].items())
 
 
 def test_a_second_model_is_the_reference_and_is_not_saved():

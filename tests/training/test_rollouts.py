@@ -199,6 +199,26 @@ def test_a_prompt_is_repeated_where_the_model_cannot_share_it(tmp_path, more, sh
     assert seen == [shares]
 
 
+@pytest.mark.parametrize("max_tokens", [512, 24])
+def test_without_a_correction_the_sampler_is_taken_for_the_policy(tmp_path, max_tokens):
+    """However many steps the packs of a round are."""
+
+    def sampler(log_probs):
+        return lambda tuner, prompts, *, num_completions, **_: [
+            [Sampled([2 + number], log_probs) for number in range(num_completions)] for _ in prompts
+        ]
+
+    found = []
+    for log_probs in (None, [-9.0]):
+        torch.manual_seed(0)
+        tuner, data = make_parts(
+            sampler=sampler(log_probs), max_tokens=max_tokens, num_completions=4, prompts_per_round=4
+        )
+        train(tmp_path, tuner, data, max_steps=2)
+        found.append(torch.cat([parameter.detach().flatten() for parameter in tuner.parameters()]))
+    assert torch.equal(*found)
+
+
 def test_a_rollout_holds_prompt_completions_and_scores():
     document = make_rollout([5, 6], [Sampled([7], [-0.5]), Sampled([8, 1], [-0.25, -1.0])], [1.0, 0.0])
     assert document.input_ids.tolist() == [5, 6, 7, 8, 1]

@@ -16,6 +16,7 @@ from tests.support.tuner_ranks_worker import (
     ACCUMULATIONS,
     DENSE,
     KINDS,
+    KTO,
     MIXTURE,
     NUM_EXAMPLES,
     cases,
@@ -38,7 +39,8 @@ def difference(found, truth):
 @pytest.fixture(scope="module")
 def one_by_one():
     """Every example in a pack of its own, in which each completion has a copy of its prompt."""
-    return {kind: gradient(kind, micro_batches(kind, accumulate=NUM_EXAMPLES, shares_prompts=False)) for kind in KINDS}
+    found = {kind: gradient(kind, micro_batches(kind, accumulate=NUM_EXAMPLES, shares_prompts=False)) for kind in KINDS}
+    return {**found, KTO: gradient(KTO, micro_batches(KTO, accumulate=1, shares_prompts=False))}
 
 
 @pytest.mark.covering

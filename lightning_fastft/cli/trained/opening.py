@@ -199,6 +199,9 @@ def _tuner_options(request: Request, content: dict[str, Any]) -> dict[str, Any]:
     if has_adapters and not any(options["lora"].get(field) for field in ("target_modules", "target_parameters")):
         # Checkpoints hold the names of default targets. Those of earlier versions do not, whose default was all-linear.
         options["lora"] = {**options["lora"], "target_modules": "all-linear"}
+    if options["init"] == "random" and options["dtype"] == "auto":
+        # Weights that are drawn in another dtype differ.
+        options["dtype"] = content["fastft_base"].get("dtype", "auto")
     options["accept_other_base"] = request.accepts_other_base
     # The master dtype of a sharded run is not needed here.
     options["master_dtype"] = "auto"

@@ -207,8 +207,8 @@ def choose_backend(need: AttentionNeed) -> str:
     """Return the fastest backend that supports a call.
 
     On CUDA: cuDNN for long documents of width 128 in packs of a fixed length, else torch's flash kernels;
-    FlexAttention for capped scores; a dense mask for float32. On other devices: a dense mask through
-    scaled_dot_product_attention, or the plain formula for caps and sinks.
+    FlexAttention for capped scores; scaled_dot_product_attention for float32 and heads wider than 256. On other
+    devices: scaled_dot_product_attention with a dense mask, or the plain formula for caps and sinks.
 
     Example:
         >>> flags = (False, False, False, True)

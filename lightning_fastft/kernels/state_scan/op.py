@@ -13,7 +13,7 @@ from lightning_fastft.core.checks import check_layout
 from lightning_fastft.core.errors import ShapeError
 from lightning_fastft.kernels.backends import FLOATING, must_check, uses_triton
 from lightning_fastft.kernels.state_scan import reference
-from lightning_fastft.kernels.state_scan.reference import Chunks
+from lightning_fastft.packing.chunks import Chunks
 
 _CHUNK_SIZES = (16, 32, 64)
 

@@ -6,26 +6,9 @@ Axes: T tokens of the pack, S documents (S1 = S + 1 offsets), C chunks of docume
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
-
-class Chunks(NamedTuple):
-    """Documents of a pack and their chunks; no chunk spans two documents.
-
-    Args:
-        start_S1: Offsets of the documents in tokens. Shape (S+1,), int32.
-        first_S1: Number of chunks before each document; the last entry is the number of all chunks. Shape (S+1,),
-            int32.
-        index_C2: Document of each chunk, and index of the chunk in it. Shape (C, 2), int32.
-        size: Tokens of a chunk; the last chunk of a document may have fewer.
-    """
-
-    start_S1: torch.Tensor
-    first_S1: torch.Tensor
-    index_C2: torch.Tensor
-    size: int
+from lightning_fastft.packing.chunks import Chunks
 
 
 def scan(

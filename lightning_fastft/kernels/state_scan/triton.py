@@ -25,7 +25,7 @@ import triton.language as tl
 
 from lightning_fastft.kernels.launch import launch
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
-from lightning_fastft.kernels.state_scan.reference import Chunks
+from lightning_fastft.packing.chunks import Chunks
 
 # Tiles of the state's axes; with chunks of 64 tokens every product is 64 x 64 x 64. Not measured yet.
 MIN_BLOCK, MAX_BLOCK = 16, 64

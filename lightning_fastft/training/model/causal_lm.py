@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
+from lightning_fastft.checkpoint.lightning_internals import wrap_average
 from lightning_fastft.core.checks import check_choice, is_processor, tokenizer_of
 from lightning_fastft.core.errors import OptionError, SwapError
 from lightning_fastft.core.patcher import ModelPatcher
@@ -24,6 +25,7 @@ from lightning_fastft.training.model.construction import (
     check_averaging,
     find_mesh,
     first_packs,
+    keep_equal_tensors,
     open_frozen_model,
     open_source,
     replicates_adapters,
@@ -201,7 +203,9 @@ class CausalLMModule(LightningModule):
         is_copied_whole = self._is_built or (self.model is not None and self.lora is None)
         if not self._is_built:
             filler = self._build(device=device, dtype=dtype, is_sharded=mesh is not None)
-        check_averaging(self._trainer, self, is_copied_whole=is_copied_whole)
+        averaging = check_averaging(self._trainer, self, is_copied_whole=is_copied_whole, is_sharded=mesh is not None)
+        if averaging is not None:
+            wrap_average(averaging, self._find_patcher(), keep_equal_tensors)
         if mesh is not None and self._sharding is None:
             self._shard(mesh, filler=filler)
         self._install_low_precision_adapters(self._find_patcher())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
@@ -26,19 +26,23 @@ if TYPE_CHECKING:
     from lightning_fastft.hf.sharding.fillers import Filler
     from lightning_fastft.packing.document import Document
 
+Average = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
 Transform = Callable[[Any], Any]
 Stage = Literal["before_adapters", "after_adapters"]
 
 STAGES = ("before_adapters", "after_adapters")
 
 
-def check_averaging(trainer: Trainer | None, module: LightningModule, *, is_copied_whole: bool) -> None:
-    """Refuse Lightning's callbacks that average weights where they would average other tensors, or round frozen ones.
+def check_averaging(
+    trainer: Trainer | None, module: LightningModule, *, is_copied_whole: bool, is_sharded: bool
+) -> Callback | None:
+    """Return Lightning's callback that averages weights; refuse one that would average other tensors, or round them.
 
     Args:
         trainer: The Trainer of the run, if there is one.
         module: The module after its model was built.
         is_copied_whole: Whether a copy of the module from before that has the same parameters.
+        is_sharded: Whether the model will be sharded.
 
     Raises:
         OptionError: Such a callback is there.
@@ -49,17 +53,46 @@ def check_averaging(trainer: Trainer | None, module: LightningModule, *, is_copi
             "StochasticWeightAveraging copies the module before its model is built, so it would average nothing or "
             "other weights. Use WeightAveraging or EMAWeightAveraging."
         )
-    averaging = next((type(callback).__name__ for callback in callbacks if isinstance(callback, WeightAveraging)), None)
-    frozen = (
-        (name, parameter)
-        for name, parameter in module.named_parameters()
-        if not parameter.requires_grad and parameter.dtype is not torch.float32
-    )
-    if averaging is not None and (found := next(frozen, None)) is not None:
+    averaging = next((callback for callback in callbacks if isinstance(callback, WeightAveraging)), None)
+    if averaging is None:
+        return None
+    name = type(averaging).__name__
+    if is_sharded:
         raise OptionError(
-            f"{averaging} averages frozen weights too, and would round {found[0]} ({found[1].dtype}) at every step. "
-            "Remove it, or hold the frozen weights in float32: dtype='float32' without quantization."
+            f"{name} copies the module, and a model that FSDP2 shards cannot be copied. Remove it, or train with "
+            "strategy='fastft_ddp', where each device holds a whole model."
         )
+    for parameter_name, parameter in module.named_parameters():
+        if parameter.dtype is torch.float32:
+            continue
+        if not parameter.requires_grad:
+            raise OptionError(
+                f"{name} averages frozen weights too, and would round {parameter_name} ({parameter.dtype}) at every "
+                "step. Remove it, or hold the frozen weights in float32: dtype='float32' without quantization."
+            )
+        raise OptionError(
+            f"{name} would hold the average of {parameter_name} in {parameter.dtype}, which rounds most of its steps "
+            "away. Remove it, or set dtype='float32'."
+        )
+    return averaging
+
+
+def keep_equal_tensors(average: Average) -> Average:
+    """Return an averaging function that leaves averages as they are where they equal the current value.
+
+    0.999 x + 0.001 x is not x in floating point. Frozen weights and the frequencies of rotary embeddings would drift by
+    1e-5 of their value with a decay of 0.999 and by 2e-4 with one of 0.9999.
+
+    Example:
+        >>> average = keep_equal_tensors(lambda averaged, current, num_averaged: 0.9 * averaged + 0.1 * current)
+        >>> average(torch.tensor([0.7, 1.0]), torch.tensor([0.7, 0.0]), 1)
+        tensor([0.7000, 0.9000])
+    """
+
+    def average_others(averaged: torch.Tensor, current: torch.Tensor, num_averaged: Any) -> torch.Tensor:
+        return torch.where(averaged == current, averaged, average(averaged, current, num_averaged))
+
+    return average_others
 
 
 def find_mesh(strategy: Strategy | None) -> DeviceMesh | None:

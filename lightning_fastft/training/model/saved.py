@@ -105,6 +105,7 @@ class SavedCausalLM(CausalLMModule):
         checkpoint["fastft_base"] = {
             **describe_base(self.source, seed=self._seed, digest=self._base_digest),
             "initial": probe_initial(self._initial),
+            "dtype": str(self._compute_dtype).removeprefix("torch."),
         }
         if self._trainer is not None:
             checkpoint[RUN_KEY] = describe_run(self.trainer)

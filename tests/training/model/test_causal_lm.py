@@ -127,6 +127,25 @@ def test_averages_of_other_tensors_are_refused(mode, callback, tmp_path):
         fit(tuner(mode), tmp_path, callbacks=[callback], max_epochs=1)
 
 
+def test_averages_in_bf16_are_refused(tmp_path):
+    # Most of their steps are too small for its digits.
+    with pytest.raises(OptionError, match=r"EMAWeightAveraging.*bfloat16"):
+        fit(tuner("full", dtype="bfloat16"), tmp_path, callbacks=[EMAWeightAveraging()])
+
+
+def test_averages_leave_what_is_not_trained_as_it_is(tmp_path):
+    # 0.9 x + 0.1 x is not x, in a third of all numbers.
+    callback, module, untrained = EMAWeightAveraging(decay=0.9), tuner("lora"), tuner("lora")
+    seed_everything(3, verbose=False)
+    fit(module, tmp_path, callbacks=[callback])
+    seed_everything(3, verbose=False)
+    untrained.configure_model()
+    before, after = ({**dict(each.named_parameters()), **dict(each.named_buffers())} for each in (untrained, module))
+    assert any("inv_freq" in name for name in after)
+    for name, value in before.items():
+        assert torch.equal(value, after[name]) is not value.requires_grad, name
+
+
 def test_averaged_adapters_resume(tmp_path):
     # A plain loader begins anew, so all batches are equal.
     path, loader = tmp_path / "a.ckpt", DataLoader(packed_batches(1) * 3, batch_size=None)
