@@ -15,6 +15,7 @@ from lightning_fastft.core.errors import ContextError, OptionError, ShapeError
 from lightning_fastft.packing.chunks import Chunks, build_chunks, load_chunks, recordable_chunks
 from lightning_fastft.packing.context_content import check_content, find_labelled_rows
 from lightning_fastft.packing.masks import MaskBlock, build_block_mask, build_dense_mask, build_mask_blocks
+from lightning_fastft.packing.parts import PackPart
 from lightning_fastft.packing.prefixes import PrefixKeys, check_prefixes, list_keys
 from lightning_fastft.packing.spans import BidirectionalSpans
 
@@ -37,28 +38,6 @@ class VarlenArguments(NamedTuple):
     max_length: int
     key_start_S1: torch.Tensor
     max_key_length: int
-
-
-class PackPart(NamedTuple):
-    """Which rows of a pack one rank of a context-parallel group computes: one of ``num_parts`` equal, contiguous parts.
-
-    Args:
-        whole: The metadata of the whole pack.
-        rank: Number of the part, which is the rank in the group.
-        num_parts: Number of parts.
-        group: Process group of the ranks that hold the parts; None if nothing is exchanged.
-    """
-
-    whole: BatchContext
-    rank: int
-    num_parts: int
-    group: Any
-
-    @property
-    def rows(self) -> slice:
-        """The rows of the part."""
-        size = self.whole.num_tokens // self.num_parts
-        return slice(self.rank * size, (self.rank + 1) * size)
 
 
 class BatchContext:

@@ -16,8 +16,9 @@ from lightning_fastft.core.patcher import ModelPatcher, share_state
 from lightning_fastft.core.status import Status
 from lightning_fastft.hf.families import find_decoder
 from lightning_fastft.kernels.cross_entropy.op import labelled_cross_entropy, token_statistics
-from lightning_fastft.packing.context import BatchContext, PackPart
+from lightning_fastft.packing.context import BatchContext
 from lightning_fastft.packing.document import IGNORED_LABEL
+from lightning_fastft.packing.parts import PackPart
 from lightning_fastft.patches.lazy_logits import LazyLogits, TokenStatistics
 from lightning_fastft.patches.part_exchange import sum_over_parts
 
