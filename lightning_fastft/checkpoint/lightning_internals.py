@@ -43,6 +43,18 @@ def set_batches_of_epoch(trainer: pl.Trainer, num_batches: int) -> None:
         fetcher.fetched += num_batches - num_before
 
 
+def note_begun_epoch(trainer: pl.Trainer) -> None:
+    """Make Lightning count the running epoch as begun.
+
+    It does not where it resumes at the last batch of an epoch (2.6.6). A checkpoint of the next epoch then reads like
+    one of its end, and a run that resumes it trains that epoch again.
+    """
+    progress: Any = trainer.fit_loop.epoch_progress
+    for tracker in (progress.total, progress.current):
+        for name in ("ready", "started"):
+            setattr(tracker, name, max(getattr(tracker, name), tracker.processed + 1))
+
+
 def is_in_window(trainer: pl.Trainer) -> bool:
     """Return whether gradients of a window are partly accumulated, or a micro-batch is running."""
     progress = batch_progress(trainer).current

@@ -17,6 +17,7 @@ from lightning_fastft.checkpoint.lightning_internals import (
     batch_progress,
     do_nothing,
     is_in_window,
+    note_begun_epoch,
     signal_connector,
     sigterm_broadcast,
 )
@@ -174,6 +175,7 @@ class ExactResume(GivenOnce, Callback):
     ) -> None:
         """Restore the random states at the first batch of a resumed run; record them at the start of each window."""
         self._stops.note_progress()
+        note_begun_epoch(trainer)
         self._step_before = trainer.global_step
         device = trainer.strategy.root_device
         if self._to_restore is not None:

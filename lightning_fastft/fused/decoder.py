@@ -18,32 +18,23 @@ from torch import nn
 from lightning_fastft.activations.segments import Session, unwatched
 from lightning_fastft.activations.values import find_session
 from lightning_fastft.core.autocast import is_autocast_on
+from lightning_fastft.fused.attention import attend_layer
 from lightning_fastft.fused.delta_mixers import mix_delta
 from lightning_fastft.fused.fp8_base import refresh_written, refuse_own_forward
 from lightning_fastft.fused.functions.feed_forward import feed_forward_between_norms, norm_feed_forward
-from lightning_fastft.fused.functions.heads import HeadShares, norm_head_columns, split_heads
-from lightning_fastft.fused.functions.projections import norm_project, project_add, project_norm_add
 from lightning_fastft.fused.functions.rows import Norm, norm_rows
 from lightning_fastft.fused.layer_forms import LayerForm
 from lightning_fastft.fused.layer_parts import (
     FUSION_ATTRIBUTE,
     Parts,
-    block_activation,
     find_delta_rule,
     find_parts,
     form_of,
     has_own_mixer,
+    read_norm,
 )
-from lightning_fastft.fused.linears import FusedLinear
-from lightning_fastft.kernels.expert_gate.reference import GateForm
-from lightning_fastft.kernels.head_columns import HeadColumns
-from lightning_fastft.kernels.head_gate.op import RowGradient, gate_heads
-from lightning_fastft.kernels.head_gate.reference import HeadGateForm
-from lightning_fastft.kernels.qk_rope.reference import Rope, RopeForm
-from lightning_fastft.kernels.rms_norm.reference import NormForm
 from lightning_fastft.packing.context import BatchContext
 from lightning_fastft.patches.attention import NAME as ATTENTION_NAME
-from lightning_fastft.patches.attention import attend
 
 # Also an instance attribute: the recordings of the layer, set by lightning_fastft.graphs.
 GRAPH_ATTRIBUTE = "fastft_layer_graph"
@@ -108,7 +99,7 @@ class FusedLayer:
             with unwatched(session):
                 x_TD = mix_delta(
                     delta_rule,
-                    _norm(layer.input_layernorm, form),
+                    read_norm(layer.input_layernorm, form),
                     (parts.qkv, parts.out),
                     x_TD,
                     context=kwargs["context"],
@@ -116,32 +107,34 @@ class FusedLayer:
                 )
         elif parts.qkv is None or parts.out is None:
             with unwatched(session):
-                h_TD, x_TD = _norm_before(x_TD, layer, form, place=0)
+                h_TD, x_TD = _norm_before(x_TD, parts.norms[0])
             options = {"attention_mask": attention_mask, "position_ids": position_ids, **kwargs}
             out = _mix(layer, h_TD.view(hidden_states.shape), angles=position_embeddings, options=options)
-            x_TD = _add(x_TD, out, layer, form, place=0)
+            x_TD = _add(x_TD, out, parts.post_norms[0], factor=_factor(layer, form))
         else:
             with unwatched(session):
-                x_TD = _attend(
-                    layer,
+                x_TD = attend_layer(
+                    layer.self_attn,
                     form,
-                    (parts.qkv, parts.out),
+                    parts,
                     x_TD,
                     shape=hidden_states.shape,
                     angles=position_embeddings,
                     mask=attention_mask,
                     options=kwargs,
+                    factor=_factor(layer, form),
+                    session=session,
                 )
         if parts.gate_up is not None and parts.down is not None:
             with unwatched(session):
-                x_TD = _feed_forward(layer, form, (parts.gate_up, parts.down), x_TD, session=session)
+                x_TD = _feed_forward(parts, x_TD, factor=_factor(layer, form), session=session)
         else:
             with unwatched(session):
-                h_TD, x_TD = _norm_before(x_TD, layer, form, place=1)
+                h_TD, x_TD = _norm_before(x_TD, parts.norms[1])
             out = layer._modules[form.block](h_TD.view(hidden_states.shape))
             # Some blocks also return the scores of their router.
             out = out[0] if isinstance(out, tuple) else out
-            x_TD = _add(x_TD, out, layer, form, place=1)
+            x_TD = _add(x_TD, out, parts.post_norms[1], factor=_factor(layer, form))
         x_BSD = x_TD.view(hidden_states.shape)
         return _add_layer_inputs(x_BSD, layer, form, per_layer_input) if form.has_layer_inputs else x_BSD
 
@@ -163,7 +156,7 @@ class FusedNorm:
         ):
             return super().forward(hidden_states)  # type: ignore[misc]
         x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
-        return norm_rows(x_TD, _norm(norm, vars(norm)[FUSION_ATTRIBUTE].form))[0].view(hidden_states.shape)
+        return norm_rows(x_TD, read_norm(norm, vars(norm)[FUSION_ATTRIBUTE].form))[0].view(hidden_states.shape)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Create the class again in a copied or pickled norm."""
@@ -227,32 +220,17 @@ def _num_unscaled(config: Any) -> float:
     return float(config.rope_parameters["original_max_position_embeddings"])
 
 
-def _norm(module: Any, form: LayerForm) -> Norm:
-    return Norm(
-        module.weight, NormForm(eps=_eps(module), weight_offset=form.norm_offset, is_weight_wide=form.is_norm_wide)
-    )
-
-
-def _named_norm(layer: Any, form: LayerForm, names: tuple[str, ...], *, place: int) -> Norm | None:
-    """Return one of the norms of attention (place 0) or of the block (place 1), or None for a layer without."""
-    # LFM3's norms after attention and block are an option.
-    has_norm = names and type(layer._modules[names[place]]) is not nn.Identity
-    return _norm(layer._modules[names[place]], form) if has_norm else None
-
-
-def _norm_before(x_TD: torch.Tensor, layer: Any, form: LayerForm, *, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _norm_before(x_TD: torch.Tensor, norm: Norm | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the input of a mixer or a block that runs as a module, and the residual stream."""
-    norm = _named_norm(layer, form, form.norms, place=place)
     return (x_TD, x_TD) if norm is None else norm_rows(x_TD, norm)
 
 
-def _add(x_TD: torch.Tensor, out: torch.Tensor, layer: Any, form: LayerForm, *, place: int) -> torch.Tensor:
+def _add(x_TD: torch.Tensor, out: torch.Tensor, norm: Norm | None, *, factor: float) -> torch.Tensor:
     """Return the residual stream after the output of a mixer or a block that ran as a module."""
-    norm = _named_norm(layer, form, form.post_norms, place=place)
     out_TD = out.reshape(x_TD.shape)
     if norm is not None:
         out_TD = norm_rows(out_TD, norm)[0]
-    return torch.add(x_TD, out_TD, alpha=_factor(layer, form))
+    return torch.add(x_TD, out_TD, alpha=factor)
 
 
 def _add_layer_inputs(
@@ -266,7 +244,7 @@ def _add_layer_inputs(
     if layer.hidden_size_per_layer_input:
         gate = layer.act_fn(layer.per_layer_input_gate(x_BSD)) * per_layer_input
         out_TD = layer.per_layer_projection(gate).flatten(0, 1)
-        x_BSD = x_BSD + norm_rows(out_TD, _norm(layer.post_per_layer_input_norm, form))[0].view(x_BSD.shape)
+        x_BSD = x_BSD + norm_rows(out_TD, read_norm(layer.post_per_layer_input_norm, form))[0].view(x_BSD.shape)
     # The scalar may be in another dtype.
     return (x_BSD * layer.layer_scalar).to(x_BSD.dtype)
 
@@ -274,11 +252,6 @@ def _add_layer_inputs(
 def _factor(layer: Any, form: LayerForm) -> float:
     """Return the factor by which outputs are multiplied before they are added."""
     return float(layer.residual_multiplier) if form.has_multiplier else 1.0
-
-
-def _eps(module: Any) -> float:
-    """Return the epsilon of a norm; Gemma's norms name it differently."""
-    return float(module.eps if hasattr(module, "eps") else module.variance_epsilon)
 
 
 def _mix(
@@ -298,111 +271,13 @@ def _mix(
     return out
 
 
-def _attend(
-    layer: Any,
-    form: LayerForm,
-    products: tuple[FusedLinear, FusedLinear],
-    x_TD: torch.Tensor,
-    *,
-    shape: torch.Size,
-    angles: tuple[torch.Tensor, torch.Tensor],
-    mask: Any,
-    options: dict[str, Any],
-) -> torch.Tensor:
-    """Return the residual stream after attention, shape (T, D)."""
-    attention, session = layer.self_attn, find_session(layer.self_attn)
-    qkv, projection = products
-    qkv_TC, x_TD = norm_project(x_TD, _named_norm(layer, form, form.norms, place=0), qkv, session=session)
-    if form.has_joint_head_norms:
-        q_norm, k_norm = (_norm(attention._modules[name], form) for name in form.head_norms)
-        qkv_TC = norm_head_columns(qkv_TC, q_norm, k_norm)
-    # The input of the output projection is as wide as the query heads.
-    shares, row_gradient = HeadShares(), RowGradient()
-    rope = _rope(attention, form, angles, rows_TC=qkv_TC, num_query_columns=projection.num_inputs)
-    heads = split_heads(qkv_TC, rope, shares, row_gradient)
-    # Attention layers pass (B, H, S, W).
-    q, k, v = (x_THW.view(shape[0], shape[1], *x_THW.shape[1:]).transpose(1, 2) for x_THW in heads)
-    out, _ = attend(
-        attention,
-        q,
-        k,
-        v,
-        mask,
-        # LFM2's layers have no dropout.
-        dropout=getattr(attention, "attention_dropout", 0.0) if attention.training else 0.0,
-        scaling=attention.scaling,
-        sliding_window=getattr(attention.config if form.has_config_window else attention, "sliding_window", None),
-        softcap=attention.attn_logit_softcapping if form.has_softcap else None,
-        s_aux=getattr(attention, "sinks", None),
-        collect=shares.put,
-        **options,
-    )
-    out_TI = out.reshape(x_TD.shape[0], -1)
-    if form.has_gated_heads:
-        width, num_heads = rope.form.head_width, rope.form.num_heads
-        gate = HeadGateForm(HeadColumns(width, width, num_heads, group_size=1, group_step=2 * width))
-        out_TI = gate_heads(out_TI.unflatten(1, (num_heads, width)), qkv_TC, form=gate, row_gradient=row_gradient)
-    post_norm = _named_norm(layer, form, form.post_norms, place=0)
-    if post_norm is not None:
-        return project_norm_add(out_TI, x_TD, post_norm, projection, session=session)
-    return project_add(out_TI, x_TD, projection, factor=_factor(layer, form), session=session)
-
-
-def _feed_forward(
-    layer: Any,
-    form: LayerForm,
-    products: tuple[FusedLinear, FusedLinear],
-    x_TD: torch.Tensor,
-    *,
-    session: Session | None,
-) -> torch.Tensor:
+def _feed_forward(parts: Parts, x_TD: torch.Tensor, *, factor: float, session: Session | None) -> torch.Tensor:
     """Return the residual stream after a dense feed-forward block, shape (T, D)."""
-    gate = GateForm(activation=block_activation(layer, form))
-    norm, post_norm = (_named_norm(layer, form, names, place=1) for names in (form.norms, form.post_norms))
-    if post_norm is not None:
-        return feed_forward_between_norms(x_TD, norm, *products, post_norm, form=gate, session=session)
+    gate_up, down, gate, norm = parts.gate_up, parts.down, parts.gate, parts.norms[1]
+    assert gate_up is not None
+    assert down is not None
+    assert gate is not None
+    if parts.post_norms[1] is not None:
+        return feed_forward_between_norms(x_TD, norm, gate_up, down, parts.post_norms[1], form=gate, session=session)
     assert norm is not None
-    return norm_feed_forward(x_TD, norm, *products, form=gate, factor=_factor(layer, form), session=session)
-
-
-def _rope(
-    attention: Any,
-    layer_form: LayerForm,
-    angles: tuple[torch.Tensor, torch.Tensor],
-    *,
-    rows_TC: torch.Tensor,
-    num_query_columns: int,
-) -> Rope:
-    """Return the rotation and the norms that turn projections into heads."""
-    width, (num_tokens, num_columns) = int(attention.head_dim), rows_TC.shape
-    q_norm, k_norm = (
-        None if layer_form.has_joint_head_norms else getattr(attention, name, None) for name in layer_form.head_norms
-    )
-    cos, sin = (
-        _angle_rows(angle, num_tokens=num_tokens, is_half=layer_form.has_half_angles, dtype=rows_TC.dtype)
-        for angle in angles
-    )
-    if not getattr(attention, "use_rope", True):
-        # Layers without positions (SmolLM3): rotate by an angle of 0.
-        cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
-    num_gates = num_query_columns if layer_form.has_gated_heads else 0
-    form = RopeForm(
-        num_heads=num_query_columns // width,
-        num_kv_heads=(num_columns - num_query_columns - num_gates) // (2 * width),
-        head_width=width,
-        rotary_width=cos.shape[1],
-        has_norm=q_norm is not None,
-        eps=1e-6 if q_norm is None else _eps(q_norm),
-        weight_offset=layer_form.norm_offset,
-        is_weight_wide=layer_form.is_norm_wide,
-        has_gate=layer_form.has_gated_heads,
-    )
-    return Rope(cos, sin, None if q_norm is None else q_norm.weight, None if k_norm is None else k_norm.weight, form)
-
-
-def _angle_rows(angle_BSW: torch.Tensor, *, num_tokens: int, is_half: bool, dtype: torch.dtype) -> torch.Tensor:
-    """Return cos or sin with a row per token, for both halves of the rotated columns."""
-    if is_half:
-        angle_BSW = torch.cat([angle_BSW, angle_BSW], dim=-1)
-    rows = angle_BSW.expand(num_tokens // angle_BSW.shape[1], -1, -1).reshape(num_tokens, -1)
-    return rows if rows.dtype in (dtype, torch.float32) else rows.to(dtype)
+    return norm_feed_forward(x_TD, norm, gate_up, down, form=gate, factor=factor, session=session)

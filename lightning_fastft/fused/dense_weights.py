@@ -24,18 +24,18 @@ _ALIGNED_COLUMNS = 8
 class PaddedBuffer:
     """Rows with room after each for the low-rank rows of adapters, so that one GEMM reads both without a copy.
 
-    Rows in the memory returned last are recognised by its address; other rows are copied.
+    Rows in the memory returned last are recognised by their storage; other rows are copied.
     """
 
     def __init__(self) -> None:
-        self._memory: Any = None
+        self._memory: weakref.ref[torch.UntypedStorage] | None = None
         self._num_columns = 0
 
     def give(self, like_TI: torch.Tensor, *, num_ranks: int) -> torch.Tensor:
         """Return uninitialised memory for rows like these, with room for the ranks after each."""
         num_rows, self._num_columns = like_TI.shape
         memory = like_TI.new_empty(num_rows, self._num_columns + aligned(num_ranks))
-        self._memory = StorageWeakRef(memory.untyped_storage())
+        self._memory = weakref.ref(memory.untyped_storage())
         return memory[:, : self._num_columns]
 
     def has_room(self, rows_TI: torch.Tensor, *, num_ranks: int) -> bool:
@@ -43,9 +43,7 @@ class PaddedBuffer:
         num_columns = rows_TI.shape[1]
         if self._memory is None or num_columns != self._num_columns or rows_TI.storage_offset():
             return False
-        return rows_TI.stride() == (num_columns + aligned(num_ranks), 1) and self._memory == StorageWeakRef(
-            rows_TI.untyped_storage()
-        )
+        return rows_TI.stride() == (num_columns + aligned(num_ranks), 1) and self._memory() is rows_TI.untyped_storage()
 
     def with_low(self, rows_TI: torch.Tensor, low_TR: torch.Tensor) -> torch.Tensor:
         """Return ``[rows | low]`` with zeros up to an aligned column; rows without room are copied."""
@@ -192,7 +190,7 @@ class DenseWeights:
         num_inputs, num_extra = parts[0].num_inputs, aligned(_num_ranks(parts))
         room = self._room_of(parts)
         if room is not None and room.num_columns >= num_inputs + num_extra:
-            dense = _memory_of(parts, room)[:, : num_inputs + num_extra]
+            dense = _memory_of(parts, room, (room.num_rows, num_inputs + num_extra))
             copies = [part.copy_b_OR for part in parts if part.copy_b_OR is not None]
             if not room.must_write(copies, are_tracked=_are_tracked(parts)):
                 return dense
@@ -211,7 +209,7 @@ class DenseWeights:
         num_outputs, num_ranks = part.num_outputs, a_RI.shape[0]
         room = self._room_of((part,))
         if room is not None and room.num_rows >= num_outputs + aligned(num_ranks):
-            dense = _memory_of((part,), room)[: num_outputs + aligned(num_ranks)]
+            dense = _memory_of((part,), room, (num_outputs + aligned(num_ranks), room.num_columns))
             if not room.must_write([a_RI], are_tracked=_are_tracked((part,))):
                 return dense
         else:
@@ -282,12 +280,12 @@ class DenseWeights:
         return room if parts[0].weight.untyped_storage().nbytes() == room.num_bytes else None
 
 
-def _memory_of(parts: Sequence[LinearPart], room: _Room) -> torch.Tensor:
-    """Return the memory of weights in a fused buffer.
+def _memory_of(parts: Sequence[LinearPart], room: _Room, shape: tuple[int, int]) -> torch.Tensor:
+    """Return the first rows and columns of the fused buffer that weights are in.
 
     As ``.data``, because a write into the room changes no weight and must not change its version counter.
     """
-    return parts[0].weight.data.as_strided((room.num_rows, room.num_columns), (room.num_columns, 1), 0)
+    return parts[0].weight.data.as_strided(shape, (room.num_columns, 1), 0)
 
 
 def _are_tracked(parts: Sequence[LinearPart]) -> bool:

@@ -36,6 +36,7 @@ from lightning_fastft.fused.layer_parts import (
     read_for_norms,
     read_parts,
 )
+from lightning_fastft.fused.linears import FusedLinear
 from lightning_fastft.hf.families import decoder_layers, find_causal_models
 from lightning_fastft.moe.fp8_experts import held_memory
 
@@ -86,9 +87,15 @@ def install_fp8_base(root: nn.Module, patcher: ModelPatcher, *, is_emulated: boo
     for _, model in find_causal_models(root):
         layers = fused_layers(model)
         if layers:
-            found.append(Fp8Base(layers, read=read_for_norms, find=linear_modules, is_emulated=is_emulated))
+            found.append(Fp8Base(layers, read=_read_products, find=linear_modules, is_emulated=is_emulated))
             found[-1].install(patcher)
     return found
+
+
+def _read_products(layer: nn.Module) -> list[FusedLinear] | str:
+    """Return the products of a layer, or the reason why it cannot be fused."""
+    parts = read_for_norms(layer)
+    return parts if isinstance(parts, str) else parts.products
 
 
 def fuse_weight_buffers(
@@ -114,12 +121,8 @@ def fuse_weight_buffers(
             parts = read_for_norms(layer) if _is_fused(layer) else ""
             if isinstance(parts, str):
                 continue
-            for fused_linear in parts:
-                if (
-                    fused_linear is not None
-                    and fused_linear.base is None
-                    and fused_linear.parts[0].weight.device.type in device_types
-                ):
+            for fused_linear in parts.products:
+                if fused_linear.base is None and fused_linear.parts[0].weight.device.type in device_types:
                     weight_buffer = fused_linear.dense.fuse_buffer(fused_linear.parts)
                     if weight_buffer is not None:
                         patcher.add_undo(weight_buffer.give_back)

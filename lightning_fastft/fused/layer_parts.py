@@ -15,12 +15,16 @@ from lightning_fastft.fused.delta_mixers import delta_modules, delta_obstacle
 from lightning_fastft.fused.dense_weights import DenseWeights
 from lightning_fastft.fused.fp8_base import FP8_ATTRIBUTE, in_fp8
 from lightning_fastft.fused.fp8_obstacles import adapter_obstacle, gather_obstacle
+from lightning_fastft.fused.functions.rows import Norm
+from lightning_fastft.fused.joined_copies import join_copies
 from lightning_fastft.fused.layer_forms import LAYERS, LayerForm
 from lightning_fastft.fused.linear_parts import read_part
 from lightning_fastft.fused.linears import FusedLinear, fuse_linears
 from lightning_fastft.fused.low_precision_adapters import LowPrecisionCopy
 from lightning_fastft.fused.row_factors import RowFactors
 from lightning_fastft.hf.activation_functions import activation_name
+from lightning_fastft.kernels.expert_gate.reference import GateForm
+from lightning_fastft.kernels.rms_norm.reference import NormForm
 from lightning_fastft.mixers.install import PackedMixer
 
 # An instance attribute, so no state_dict has it.
@@ -101,30 +105,54 @@ class KeptParts:
                 if copies is None:
                     return
                 self._copies += copies
-                self._empty.append(linear.merged_adapters)
-                modules += linear.modules()
-                self._watch(vars(linear), "merged_adapters", "lora_variant", "_disable_adapters", "_active_adapter")
-                for setting in (linear.scaling, linear.lora_bias):
-                    self._watch(setting, *setting)
-                self._watch(linear.lora_variant, *linear.active_adapters)
-            else:
-                modules.append(linear)
-        self._modules = list(dict.fromkeys([layer, *modules]))
-        self._classes = list(map(type, self._modules))
+                self._watch_adapter(linear)
+                modules.append(linear.get_base_layer())
+            modules.append(linear)
         self._watch(vars(layer), FP8_ATTRIBUTE)
-        for module in self._modules:
-            self._watch(vars(module), "forward", "training", "p", "compute_dtype")
-            self._watch(module._modules, *module._modules)
-            self._watch(module._parameters, *module._parameters)
-            self._weights += [weight for weight in module._parameters.values() if weight is not None]
-            if module is not layer:
-                self._empty += [module._forward_hooks, module._forward_pre_hooks]
-                self._empty += [module._backward_hooks, module._backward_pre_hooks]
-        for weight in self._weights:
-            self._watch(vars(weight), "quant_state")
+        for module in dict.fromkeys([layer, *modules]):
+            self._watch_module(module, has_hooks=module is not layer)
+        self._classes = list(map(type, self._modules))
         self._values = list(map(dict.get, self._mappings, self._names))
         self._described = _describe(self._weights)
         self._parts, self._dtype = parts, dtype
+
+    def _watch_module(self, module: nn.Module, *, has_hooks: bool) -> None:
+        """Compare a module whose forward a product replaces."""
+        self._modules.append(module)
+        self._watch(module._modules, *module._modules)
+        self._watch_weights(module, *module._parameters)
+        # Any module may get a forward of its own; only some have the others.
+        self._watch(vars(module), "forward", *({"p", "training", "compute_dtype"} & vars(module).keys()))
+        if has_hooks:
+            self._empty += [module._forward_hooks, module._forward_pre_hooks]
+            self._empty += [module._backward_hooks, module._backward_pre_hooks]
+
+    def _watch_adapter(self, layer: LoraLayer) -> None:
+        """Compare what read_adapter reads of a layer."""
+        self._empty.append(layer.merged_adapters)
+        self._watch(vars(layer), "merged_adapters", "lora_variant", "_disable_adapters", "_active_adapter")
+        for setting in (layer.scaling, layer.lora_bias, layer.lora_variant):
+            self._watch(setting, *layer.active_adapters)
+        for name in layer.active_adapters:
+            for side in (layer.lora_A, layer.lora_B, layer.lora_dropout, layer.lora_magnitude_vector):
+                self._watch(side._modules, name)
+                module = side._modules.get(name)
+                if module is not None:
+                    self._modules.append(module)
+                    self._watch_weights(module, *({"weight"} & module._parameters.keys()))
+                    self._watch(vars(module), *({"p"} & vars(module).keys()))
+            for side in (layer.lora_A, layer.lora_B):
+                if name in side:
+                    self._empty += [side[name]._forward_hooks, side[name]._forward_pre_hooks]
+
+    def _watch_weights(self, module: nn.Module, *names: str) -> None:
+        """Compare parameters of a module."""
+        self._watch(module._parameters, *names)
+        weights = [weight for weight in map(module._parameters.get, names) if weight is not None]
+        self._weights += weights
+        for weight in weights:
+            if hasattr(weight, "quant_state"):
+                self._watch(vars(weight), "quant_state")
 
     def _watch(self, mapping: dict[str, Any], *names: str) -> None:
         """Compare entries of a mapping, by identity."""
@@ -134,19 +162,29 @@ class KeptParts:
 
 def _describe(weights: Sequence[torch.Tensor]) -> list[Any]:
     """Return what makes a product read a weight in another way; addresses matter only to copies, which know them."""
-    return [(weight.dtype, weight.requires_grad) for weight in weights]
+    return list(map(operator.attrgetter("dtype", "requires_grad"), weights))
 
 
 class Parts(NamedTuple):
-    """Products of a layer at present.
+    """Products and norms of a layer at present.
 
-    Attention without qkv and out, and a feed-forward block without gate_up and down, run as modules.
+    Attention without qkv and out, and a feed-forward block without gate_up and down, run as modules. Norms are None
+    for a layer without them; those before and after attention come first, then those before and after the block.
     """
 
     qkv: FusedLinear | None
     out: FusedLinear | None
     gate_up: FusedLinear | None
     down: FusedLinear | None
+    norms: tuple[Norm | None, Norm | None]
+    post_norms: tuple[Norm | None, Norm | None]
+    head_norms: tuple[Norm | None, Norm | None]
+    gate: GateForm | None
+
+    @property
+    def products(self) -> list[FusedLinear]:
+        """The products that the layer computes itself."""
+        return [product for product in self[:4] if product is not None]
 
 
 def read_for_norms(layer: nn.Module) -> Parts | str:
@@ -202,10 +240,45 @@ def read_parts(
         fused_linear = in_fp8(fused_linear, linears, layer=layer, place=place, dtype=dtype)
         if isinstance(fused_linear, str):
             return fused_linear
-        fused_linears.append(fused_linear)
-    of_attention = (None, None) if has_own_mixer(layer, form) else tuple(fused_linears[:2])
-    of_block = tuple(fused_linears[-2:]) if is_known_block(layer, form) else (None, None)
-    return Parts(*of_attention, *of_block)
+        fused_linears.append(join_copies(fused_linear, _copies_of_a(linears, dtype=dtype)))
+    return _with_norms(fused_linears, layer, form)
+
+
+def _with_norms(products: Sequence[FusedLinear], layer: Any, form: LayerForm) -> Parts:
+    """Return products of a layer, in their order, with what else its fused form reads of its modules."""
+    is_mixer_fused, is_block_fused = not has_own_mixer(layer, form), is_known_block(layer, form)
+    attention = layer._modules.get("self_attn") if is_mixer_fused else None
+    return Parts(
+        qkv=products[0] if is_mixer_fused else None,
+        out=products[1] if is_mixer_fused else None,
+        gate_up=products[-2] if is_block_fused else None,
+        down=products[-1] if is_block_fused else None,
+        norms=_read_norms(layer, form.norms, form),
+        post_norms=_read_norms(layer, form.post_norms, form),
+        head_norms=_read_norms(attention, form.head_norms, form),
+        gate=GateForm(activation=block_activation(layer, form)) if is_block_fused else None,
+    )
+
+
+def _copies_of_a(linears: Sequence[nn.Module], *, dtype: torch.dtype) -> list[LowPrecisionCopy]:
+    """Return the low-precision copies of A of the active adapters of layers that read the same rows."""
+    read = [copies_read(linear, dtype=dtype) for linear in linears if isinstance(linear, LoraLayer)]
+    # Those of A come first; a disabled layer has none in its part.
+    return [copies[0] for copies in read if copies and isinstance(copies[0], LowPrecisionCopy)]
+
+
+def read_norm(module: Any, form: LayerForm) -> Norm:
+    """Return a norm of a layer of this form."""
+    # Gemma's norms name their epsilon differently.
+    eps = float(module.eps if hasattr(module, "eps") else module.variance_epsilon)
+    return Norm(module.weight, NormForm(eps=eps, weight_offset=form.norm_offset, is_weight_wide=form.is_norm_wide))
+
+
+def _read_norms(module: nn.Module | None, names: Sequence[str], form: LayerForm) -> tuple[Norm | None, Norm | None]:
+    """Return the two norms of these names; LFM3's norms after attention and block are an option."""
+    found = [None, None] if module is None or not names else [module._modules.get(name) for name in names]
+    first, second = (None if norm is None or type(norm) is nn.Identity else read_norm(norm, form) for norm in found)
+    return first, second
 
 
 def linear_modules(layer: Any) -> list[list[nn.Module]]:

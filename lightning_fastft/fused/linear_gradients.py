@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 
-from lightning_fastft.fused.linear_parts import TENSORS_PER_LAYER, LinearPart
+from lightning_fastft.fused.linear_parts import TENSORS_PER_LAYER
 from lightning_fastft.fused.linears import (
     COPIED_FROM_ROWS_PER_INPUT,
     FusedLinear,
     dense_pieces,
     has_augmented,
-    joint_a,
 )
 from lightning_fastft.kernels.fp8_linear.reference import Fp8Rows
 from lightning_fastft.kernels.lora_linear.op import wide_product
@@ -82,7 +81,7 @@ def rows_gradients_apart(
         d_low_TR = low_rows_gradient(fused_linear, d_TO)
         assert d_low_TR is not None
         return _appended_gradient(fused_linear, d_TO, d_low_TR), d_low_TR, None
-    a_RI = joint_a(fused_linear.parts)
+    a_RI = fused_linear.joint_a()
     if not has_augmented(fused_linear, num_rows):
         d_low_TR = low_rows_gradient(fused_linear, d_TO)
         return _base_gradient(fused_linear, d_TO, d=d), d_low_TR, a_RI
@@ -139,27 +138,32 @@ def parameter_gradients(
     Cost:
         2 T I FLOP per rank and trained column; no host sync. A ``BaseWeight`` has one GEMM for all trained weights.
     """
-    parts, found = fused_linear.parts, []
-    d_a = None
+    parts, d_a = fused_linear.parts, None
+    found: list[torch.Tensor | None] = []
     if any(needs[2::TENSORS_PER_LAYER]):
         assert d_low_TR is not None
         assert isinstance(x_TI, torch.Tensor)
         # One GEMM for all layers; the gradient of each layer is a block of its rows.
-        d_a = wide_product(d_low_TR.T, x_TI, dtype=next(part.a_RI.dtype for part in parts if part.a_RI is not None))
+        d_a = wide_product(d_low_TR.t(), x_TI, dtype=next(part.a_RI.dtype for part in parts if part.a_RI is not None))
         if factor_I is not None:
             d_a.mul_(factor_I)
     d_weights = _weight_gradients(fused_linear, x_TI, d_TO, needs=needs[::TENSORS_PER_LAYER], d=d)
-    for place, (part, columns, ranks) in enumerate(zip(parts, fused_linear.columns, fused_linear.ranks)):
+    d_pieces = _pieces(d_TO, fused_linear.output_sizes, axis=1)
+    d_a_pieces, low_pieces = (
+        _pieces(rows, fused_linear.rank_sizes, axis=axis) for rows, axis in ((d_a, 0), (low_TR, 1))
+    )
+    for place, (part, d_piece, d_a_piece, low_piece) in enumerate(zip(parts, d_pieces, d_a_pieces, low_pieces)):
         _, needs_bias, needs_a, needs_b, _ = needs[place * TENSORS_PER_LAYER : (place + 1) * TENSORS_PER_LAYER]
-        d_piece = _piece(d_TO, columns, parts) if isinstance(d_TO, torch.Tensor) else None
-        found.append(d_weights[place])
-        found.append(d_piece.sum(0) if needs_bias and d_piece is not None else None)
-        found.append((d_a if len(parts) == 1 else d_a[ranks]) if needs_a and d_a is not None else None)
-        if needs_b and low_TR is not None and part.b_OR is not None and d_piece is not None:
-            found.append(wide_product(d_piece.T, _piece(low_TR, ranks, parts), dtype=part.b_OR.dtype))
-        else:
-            found.append(None)
-        found.append(d_magnitudes[place] if d_magnitudes else None)
+        d_b = None
+        if needs_b and low_piece is not None and part.b_OR is not None and d_piece is not None:
+            d_b = wide_product(d_piece.t(), low_piece, dtype=part.b_OR.dtype)
+        found += (
+            d_weights[place],
+            d_piece.sum(0) if needs_bias and d_piece is not None else None,
+            d_a_piece if needs_a else None,
+            d_b,
+            d_magnitudes[place] if d_magnitudes else None,
+        )
     return found
 
 
@@ -179,8 +183,8 @@ def _weight_gradients(
         assert isinstance(d_TO, torch.Tensor)
         assert isinstance(x_TI, torch.Tensor)
         return [
-            _piece(d_TO, columns, parts).T @ x_TI if is_needed else None
-            for columns, is_needed in zip(fused_linear.columns, needs)
+            d_piece.t() @ x_TI if is_needed else None
+            for d_piece, is_needed in zip(_pieces(d_TO, fused_linear.output_sizes, axis=1), needs)
         ]
     if d is None:
         assert isinstance(d_TO, torch.Tensor)
@@ -189,9 +193,11 @@ def _weight_gradients(
     return [d_weight_OI[rows] if is_needed else None for rows, is_needed in zip(fused_linear.columns, needs)]
 
 
-def _piece(rows: torch.Tensor, columns: slice, parts: Sequence[LinearPart]) -> torch.Tensor:
-    """Return the columns of one layer; those of a single layer without a view, which costs the host microseconds."""
-    return rows if len(parts) == 1 else rows[:, columns]
+def _pieces(matrix: Any, sizes: list[int], *, axis: int) -> Sequence[Any]:
+    """Return the share of each layer along an axis; that of a single layer without a view, and None of no tensor."""
+    if not isinstance(matrix, torch.Tensor):
+        return [None] * len(sizes)
+    return [matrix] if len(sizes) == 1 else matrix.split_with_sizes(sizes, axis)
 
 
 def _has_appended(fused_linear: FusedLinear, d_TO: torch.Tensor) -> bool:
@@ -204,7 +210,7 @@ def _has_appended(fused_linear: FusedLinear, d_TO: torch.Tensor) -> bool:
     part = fused_linear.parts[0]
     if fused_linear.base is not None or len(fused_linear.parts) > 1 or not part.rank:
         return False
-    has_place = part.is_packed or fused_linear.dense.has_room_below(part)
+    has_place = part.is_packed or fused_linear.has_room(is_below=True)
     if part.num_inputs < 2 * part.num_outputs:
         return has_place and fused_linear.dense.gradients.has_room(d_TO, num_ranks=part.rank)
     return has_place or (

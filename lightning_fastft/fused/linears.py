@@ -14,6 +14,7 @@ import torch
 from lightning_fastft.core.checks import is_same_memory
 from lightning_fastft.fused.column_scales import scale_output
 from lightning_fastft.fused.dense_weights import DenseWeights, rides_along
+from lightning_fastft.fused.joined_copies import joined
 from lightning_fastft.fused.linear_parts import LinearPart
 from lightning_fastft.kernels.expert_gate.reference import GateForm, QuantisedGateGradients
 from lightning_fastft.kernels.fp8_linear.reference import Fp8Rows
@@ -101,14 +102,24 @@ class FusedLinear(_Linears):
         return max(part.rank for part in self.parts)
 
     @functools.cached_property
+    def output_sizes(self) -> list[int]:
+        """Number of output columns of each layer."""
+        return [part.num_outputs for part in self.parts]
+
+    @functools.cached_property
+    def rank_sizes(self) -> list[int]:
+        """Rank of the adapter of each layer."""
+        return [part.rank for part in self.parts]
+
+    @functools.cached_property
     def columns(self) -> list[slice]:
         """Output columns of each layer."""
-        return _slices([part.num_outputs for part in self.parts])
+        return _slices(self.output_sizes)
 
     @functools.cached_property
     def ranks(self) -> list[slice]:
         """Low-rank columns of each layer."""
-        return _slices([part.rank for part in self.parts])
+        return _slices(self.rank_sizes)
 
     @functools.cached_property
     def scales(self) -> list[float]:
@@ -143,6 +154,28 @@ class FusedLinear(_Linears):
         streaming overwrites their slots.
         """
         return tuple(getattr(part, name) for part in self.parts for name in _watched_names(part))
+
+    @functools.cached_property
+    def _joined_a(self) -> torch.Tensor | None:
+        """A of all layers as one tensor, if it is one, or if ``join_copies`` has put them in one memory."""
+        return joined([part.copy_a_RI for part in self.parts if part.copy_a_RI is not None])
+
+    def joint_a(self) -> torch.Tensor | None:
+        """Return A of all layers below each other; None without adapters."""
+        if self._joined_a is not None or not self.num_ranks:
+            return self._joined_a
+        return torch.cat([part.copy_a_RI for part in self.parts if part.copy_a_RI is not None])
+
+    def has_room(self, *, is_below: bool) -> bool:
+        """Return whether the weights are in a fused buffer with room for B beside them, or for A of one layer below.
+
+        It is looked up again only if a weight has moved; always on the meta device, where tensors have no addresses.
+        """
+        addresses = None if self.parts[0].weight.is_meta else [part.weight.data_ptr() for part in self.parts]
+        if addresses is None or vars(self).get("_addresses") != addresses:
+            has_below = len(self.parts) == 1 and self.dense.has_room_below(self.parts[0])
+            vars(self).update(_addresses=addresses, _rooms=(self.dense.has_room_beside(self.parts), has_below))
+        return bool(vars(self)["_rooms"][is_below])
 
     def with_watched(self, tensors: Sequence[torch.Tensor]) -> FusedLinear:
         """Return the same layers with the saved tensors of watched_tensors."""
@@ -240,24 +273,24 @@ def unscaled_product(
         if part.copy_b_OR is not None:
             piece_TO = y_TO[:, columns]
             add_low_rank(
-                piece_TO, added_TR[:, ranks], part.copy_b_OR.T, residual_TN=addend_TO, out=piece_TO, is_checked=False
+                piece_TO, added_TR[:, ranks], part.copy_b_OR.t(), residual_TN=addend_TO, out=piece_TO, is_checked=False
             )
     return Product(y_TO, low_TR)
 
 
 def low_rank_rows(fused_linear: FusedLinear, x_TI: torch.Tensor | Fp8Rows) -> torch.Tensor | None:
     """Return the low-rank rows of the adapters with their scales, shape (T, R), rounded once; None without adapters."""
-    a_RI = joint_a(fused_linear.parts)
+    a_RI = fused_linear.joint_a()
     if a_RI is None or isinstance(x_TI, Fp8Rows):
         return None
     low_TR = x_TI.new_empty(x_TI.shape[0], a_RI.shape[0])
     if len(fused_linear.scales) == 1:
         # The usual case: one product.
-        return torch.addmm(low_TR, x_TI, a_RI.T, beta=0.0, alpha=fused_linear.scales[0], out=low_TR)
+        return torch.addmm(low_TR, x_TI, a_RI.t(), beta=0.0, alpha=fused_linear.scales[0], out=low_TR)
     for part, ranks in zip(fused_linear.parts, fused_linear.ranks):
         if part.rank:
             out = low_TR[:, ranks]
-            torch.addmm(out, x_TI, a_RI[ranks].T, beta=0.0, alpha=part.scale, out=out)
+            torch.addmm(out, x_TI, a_RI[ranks].t(), beta=0.0, alpha=part.scale, out=out)
     return low_TR
 
 
@@ -270,7 +303,7 @@ def has_augmented(fused_linear: FusedLinear, num_rows: int) -> bool:
     """
     if not fused_linear.rides_along:
         return False
-    if fused_linear.parts[0].is_packed or fused_linear.dense.has_room_beside(fused_linear.parts):
+    if fused_linear.parts[0].is_packed or fused_linear.has_room(is_below=False):
         return True
     return num_rows >= COPIED_FROM_ROWS_PER_INPUT * fused_linear.num_inputs and not fused_linear.is_trained
 
@@ -294,11 +327,11 @@ def _base_product(
     if addend_TO is not None or factor != 1.0:
         ((_, weight_OI),) = pieces
         summand, beta = (x_TI.new_empty(1), 0.0) if addend_TO is None else (addend_TO, 1.0)
-        y_TO = torch.addmm(summand, x_TI, weight_OI.T, beta=beta, alpha=factor)
+        y_TO = torch.addmm(summand, x_TI, weight_OI.t(), beta=beta, alpha=factor)
     else:
         y_TO = x_TI.new_empty(x_TI.shape[0], fused_linear.columns[-1].stop)
         for columns, weight_OI in pieces:
-            torch.mm(x_TI, weight_OI.T, out=y_TO[:, columns])
+            torch.mm(x_TI, weight_OI.t(), out=y_TO[:, columns])
     _add_bias(y_TO, fused_linear, factor=factor)
     return y_TO
 
@@ -319,10 +352,10 @@ def _augmented_product(fused_linear: FusedLinear, x_TI: torch.Tensor) -> Product
 def _biased_product(x_TI: torch.Tensor, weight_OI: torch.Tensor, parts: Sequence[LinearPart]) -> torch.Tensor:
     """Return ``x @ W^T + bias`` of all layers in one GEMM, which adds the bias to its fp32 sums on CUDA."""
     if all(part.bias is None for part in parts):
-        return x_TI @ weight_OI.T
+        return x_TI @ weight_OI.t()
     # As in bitsandbytes, a bias takes the dtype of the rows.
     biases = [x_TI.new_zeros(part.num_outputs) if part.bias is None else part.bias.to(x_TI.dtype) for part in parts]
-    return torch.addmm(biases[0] if len(biases) == 1 else torch.cat(biases), x_TI, weight_OI.T)
+    return torch.addmm(biases[0] if len(biases) == 1 else torch.cat(biases), x_TI, weight_OI.t())
 
 
 def _add_bias(y_TO: torch.Tensor, fused_linear: FusedLinear, *, factor: float) -> None:
@@ -365,11 +398,3 @@ def _slices(sizes: Sequence[int]) -> list[slice]:
         ends.append(slice(start, start + size))
         start += size
     return ends
-
-
-def joint_a(parts: Sequence[LinearPart]) -> torch.Tensor | None:
-    """Return A of all layers below each other."""
-    factors = [part.copy_a_RI for part in parts if part.copy_a_RI is not None]
-    if not factors:
-        return None
-    return factors[0] if len(factors) == 1 else torch.cat(factors)

@@ -64,6 +64,11 @@ class LowPrecisionCopy:
         """Return whether version counter and address of the master are those of the last copy."""
         return self._version == self.master._version and self._pointer == self.master.data_ptr()
 
+    def move(self, place: torch.Tensor) -> None:
+        """Move the copy into this memory, which has its shape."""
+        with torch.no_grad():
+            self.tensor = place.copy_(self.tensor)
+
     def copy_master(self) -> None:
         """Copy the master."""
         with torch.no_grad():
@@ -93,6 +98,8 @@ class LowPrecisionAdapters:
         # Whether masters are sharded, and gathered for each pass.
         self.is_sharded = False
         self._layers: list[LoraLayer] = []
+        # What pairs returned last: to look for copies takes longer than to mark them.
+        self._paired: list[LowPrecisionCopy] = []
         self._experts = LowPrecisionExpertAdapters(compute_dtype)
 
     def __len__(self) -> int:
@@ -103,14 +110,13 @@ class LowPrecisionAdapters:
         """Return masters with their low-precision copies, for an optimizer that writes both in one pass
         (``FusedAdamW.attach_copies``).
         """
-        return [
-            (copy.master, copy.tensor) for copy in self._copies() if copy.is_copy_of(copy.master, self.compute_dtype)
-        ]
+        self._paired = [copy for copy in self._copies() if copy.is_copy_of(copy.master, self.compute_dtype)]
+        return [(copy.master, copy.tensor) for copy in self._paired]
 
     def mark_written(self, copies: Sequence[torch.Tensor]) -> None:
-        """Mark copies that an optimizer has written with their masters."""
+        """Mark copies, of those that ``pairs`` returned last, that an optimizer has written with their masters."""
         written = {id(copy) for copy in copies}
-        for copy in self._copies():
+        for copy in self._paired:
             if id(copy.tensor) in written:
                 copy.is_written = True
                 copy._mark()
@@ -186,22 +192,23 @@ class LowPrecisionAdapters:
                 if is_there and factors.belongs_to(layer, name):
                     self._update(factors, layer, name)
 
-    def _linears(self) -> list[nn.Linear]:
+    def _owners(self) -> list[dict[str, Any]]:
+        """Return the attributes of every lora_A and lora_B."""
         # Not as attributes, which take a microsecond each in modules.
         return [
-            linear
+            linear.__dict__
             for layer in self._layers
             for name in ("lora_A", "lora_B")
             for linear in layer._modules[name]._modules.values()  # type: ignore[union-attr]
         ]
 
     def _copies(self) -> list[LowPrecisionCopy]:
-        copies = [vars(linear).get(WEIGHT_ATTRIBUTE) for linear in self._linears()]
-        return [copy for copy in copies if copy is not None]
+        return [owner[WEIGHT_ATTRIBUTE] for owner in self._owners() if WEIGHT_ATTRIBUTE in owner]
 
     def _drop(self) -> None:
-        for linear in self._linears():
-            vars(linear).pop(WEIGHT_ATTRIBUTE, None)
+        self._paired = []
+        for owner in self._owners():
+            owner.pop(WEIGHT_ATTRIBUTE, None)
         for layer in self._layers:
             for magnitude in layer.lora_magnitude_vector.values():
                 vars(magnitude).pop(FACTORS_ATTRIBUTE, None)

@@ -25,6 +25,8 @@ BACKENDS = ("auto", "triton", "reference")
 GPU_TYPES = ("cuda", "meta")
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FLOATING = (*TRITON_DTYPES, torch.float64)
+# Can be entered any number of times.
+_NOTHING = nullcontext()
 # Tests set it, so that calls inside the package, which pass is_checked=False, validate their arguments too.
 _CHECKS_EVERY_CALL = os.environ.get("FASTFT_CHECK_KERNELS") == "1"
 
@@ -54,7 +56,7 @@ def no_graph() -> AbstractContextManager[Any]:
         ...     torch.is_grad_enabled()
         False
     """
-    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 
 
 def plain_numbers(device_type: str) -> AbstractContextManager[None]:
@@ -67,7 +69,7 @@ def plain_numbers(device_type: str) -> AbstractContextManager[None]:
         ...     torch.is_grad_enabled()
         False
     """
-    return _plain_numbers(device_type) if torch.is_grad_enabled() or is_autocast_on(device_type) else nullcontext()
+    return _plain_numbers(device_type) if torch.is_grad_enabled() or is_autocast_on(device_type) else _NOTHING
 
 
 @contextmanager
@@ -133,6 +135,7 @@ def one_kernel(function: Callable[_P, _T]) -> Callable[_P, _T]:
     return call
 
 
+@functools.cache
 def capability_of(device: torch.device) -> tuple[int, int]:
     """Return the CUDA compute capability of a device; Hopper's on the meta device, (0, 0) on others."""
     if device.type == "cuda":

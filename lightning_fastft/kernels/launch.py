@@ -32,7 +32,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
     """
     compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = vars(kernel).setdefault(_ATTRIBUTE, {})
     # Triton compiles code of its own for 1, and for numbers and addresses that 16 divides; each device loads its own.
-    key = (*options, *options.values(), *map(_kind, arguments))
+    key = (*options, *options.values(), *_kinds(arguments))
     found = compiled.get(key)
     if found is not None:
         made, constants = found
@@ -89,13 +89,22 @@ def current_recorder() -> LaunchRecorder | None:
     return mode if isinstance(mode, LaunchRecorder) else None
 
 
-def _kind(argument: Any) -> Any:
-    """Return what code of its own is compiled for."""
-    kind = type(argument)
-    if kind is float or kind is bool or argument is None:
-        return kind
-    if kind is int:
-        return argument == 1 or (argument & 15 == 0, argument.bit_length() >> 5)
-    if kind is tuple:
-        return tuple(map(_kind, argument))
-    return argument.dtype, argument.data_ptr() & 15, argument.get_device()
+def _kinds(arguments: tuple[Any, ...]) -> list[Any]:
+    """Return what code of its own is compiled for; in one loop, because every launch passes here."""
+    kinds: list[Any] = []
+    tensor = None
+    for argument in arguments:
+        kind = type(argument)
+        if kind is int:
+            kinds.append(-1 if argument == 1 else (argument & 15 == 0) + 2 * (argument.bit_length() >> 5))
+        elif kind is float or kind is bool or argument is None:
+            kinds.append(kind)
+        elif kind is tuple:
+            kinds.append(tuple(_kinds(argument)))
+        else:
+            tensor = argument
+            kinds += (argument.dtype, argument.data_ptr() & 15)
+    if tensor is not None:
+        # All tensors are on one device.
+        kinds.append(tensor.get_device())
+    return kinds

@@ -143,21 +143,85 @@ def attend(
             sink_H=s_aux,
             keywords=keywords,
         )
+
+    if query.shape[0] != 1:
+        raise _shape_error(module, query, key, context)
+    q_THW, k_TGW, v_TGW = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    out_THW = attend_rows(
+        module,
+        q_THW,
+        k_TGW,
+        v_TGW,
+        attention_mask,
+        dropout=dropout,
+        scale=scale,
+        window=sliding_window,
+        softcap=softcap,
+        sink_H=s_aux,
+        context=context,
+        collect=collect,
+        keywords=keywords,
+    )
+    # Models may take views of the output, as with transformers' own attention.
+    return out_THW[None].contiguous(), None
+
+
+def attend_rows(
+    module: nn.Module,
+    q_THW: torch.Tensor,
+    k_TGW: torch.Tensor,
+    v_TGW: torch.Tensor,
+    mask: DeferredMask | torch.Tensor | None,
+    *,
+    dropout: float,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sink_H: torch.Tensor | None,
+    context: BatchContext,
+    collect: Collect | None,
+    keywords: dict[str, Any],
+    is_checked: bool = True,
+) -> torch.Tensor:
+    """Compute one layer's attention over a packed row, as ``attend`` does with a context.
+
+    Args:
+        module: The attention layer.
+        q_THW: Queries, shape (T, H, W).
+        k_TGW: Keys, shape (T, G, W).
+        v_TGW: Values, shape (T, G, any width).
+        mask: As attention_mask of ``attend``.
+        dropout: As in ``attend``.
+        scale: Factor on the scores.
+        window: As sliding_window of ``attend``.
+        softcap: As in ``attend``.
+        sink_H: As s_aux of ``attend``.
+        context: The metadata of the packed batch.
+        collect: As in ``attend``.
+        keywords: Further keywords of the layer; those that change attention raise.
+        is_checked: As in ``packed_attention``.
+
+    Returns:
+        Shape (T, H, width of a value).
+
+    Raises:
+        BackendError: As ``attend``.
+        ShapeError: As ``attend``.
+    """
     if not context.is_model_prepared:
         check_row_angles(module, context)
-    _check_packable(
-        module, query, key, attention_mask, dropout=dropout, window=sliding_window, keywords=keywords, context=context
-    )
-    if is_autocast_on(query.device.type):
+    if q_THW.shape[0] != context.num_tokens or k_TGW.shape[0] != context.num_tokens:
+        raise _shape_error(module, q_THW.transpose(0, 1)[None], k_TGW.transpose(0, 1)[None], context)
+    _check_packable(module, mask, dropout=dropout, window=window, keywords=keywords, context=context)
+    if is_autocast_on(q_THW.device.type):
         # Cast like autocast for scaled_dot_product_attention: normalised queries and keys are float32, values are not.
-        query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
+        q_THW, k_TGW, v_TGW = (x.to(torch.get_autocast_dtype(x.device.type)) for x in (q_THW, k_TGW, v_TGW))
         collect = None
     session = find_session(module)
-    q_THW, k_TGW, v_TGW = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     part = context.part
     if part is not None:
         q_THW, k_TGW, v_TGW = gather_rows(q_THW, k_TGW, v_TGW, part=part)
-        s_aux = None if s_aux is None else share_of_heads(s_aux, part=part)
+        sink_H = None if sink_H is None else share_of_heads(sink_H, part=part)
         # Gradients of keys and values pass through the exchange.
         collect = None
     out_THW = packed_attention(
@@ -166,17 +230,15 @@ def attend(
         v_TGW,
         context=context.whole,
         scale=scale,
-        window=sliding_window,
+        window=window,
         softcap=softcap,
-        sink_H=s_aux,
+        sink_H=sink_H,
         backend=context.attention_backend,
         remember=None if session is None else functools.partial(session.value, ATTENTION_VALUE),
         collect=collect,
+        is_checked=is_checked,
     )
-    if part is not None:
-        out_THW = gather_heads(out_THW, part=part)
-    # Models may take views of the output, as with transformers' own attention.
-    return out_THW[None].contiguous(), None
+    return out_THW if part is None else gather_heads(out_THW, part=part)
 
 
 def _attend_unpacked(
@@ -255,10 +317,16 @@ def _eager_attention(
     return (weight_BHQT @ value).transpose(1, 2).contiguous(), weight_BHQT
 
 
+def _shape_error(module: nn.Module, query: torch.Tensor, key: torch.Tensor, context: BatchContext) -> ShapeError:
+    """Return the error of a call whose queries or keys are not one row of the tokens of a pack."""
+    return ShapeError(
+        f"{type(module).__name__} got queries {tuple(query.shape)} and keys {tuple(key.shape)} for a pack of "
+        f"{context.num_tokens} tokens: a packed batch is one row without a cache or a prefix (use_cache=False)."
+    )
+
+
 def _check_packable(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
     attention_mask: object,
     *,
     dropout: float,
@@ -268,12 +336,6 @@ def _check_packable(
 ) -> None:
     """Raise on a call whose result would differ from separate documents."""
     layer = type(module).__name__
-    if query.shape[0] != 1 or query.shape[2] != context.num_tokens or key.shape[2] != context.num_tokens:
-        raise ShapeError(
-            f"{layer} got queries {tuple(query.shape)} and keys {tuple(key.shape)} for a pack of {context.num_tokens} "
-            "tokens: "
-            f"a packed batch is one row without a cache or a prefix (use_cache=False)."
-        )
     if dropout > 0.0 and module.training:
         raise BackendError(
             f"{layer} needs attention dropout {dropout}, which packed attention does not support; set "

@@ -52,9 +52,12 @@ Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 class _KeptParts(NamedTuple):
-    """The parts of a step, the objects that they were made from, and the versions of what steps write."""
+    """The parts of a step, the low-precision copies and all objects that they were made from, and the versions of
+    counts and of what steps write.
+    """
 
     parts: list[Part]
+    pairs: Pairs
     sources: list[object]
     versions: list[object]
 
@@ -380,7 +383,7 @@ class FusedAdamW(torch.optim.Optimizer):
         with torch.no_grad(), naming_the_alternative():
             if self._judge is None and self.found_inf is None:
                 self._settle()
-            parts = self._find_parts()
+            parts = self._find_parts(has_clipped=norm is not None)
             # Until the step is complete, so that a step that fails keeps nothing.
             kept, self._kept = self._kept, None
             if self._judge is not None:
@@ -393,7 +396,7 @@ class FusedAdamW(torch.optim.Optimizer):
                     self._versions.update((row.owner, mark_of(row.owner)) for row in part.table.rows)
             if kept is not None:
                 done = [part._replace(num_done=part.num_done + 1) for part in parts]
-                self._kept = _KeptParts(done, kept.sources, self._read_versions(done))
+                self._kept = kept._replace(parts=done, versions=self._read_versions(done))
         # A skipped step leaves masters and copies as they were: still each the other's rounded value.
         if self._on_written is not None:
             self._on_written(written)
@@ -413,7 +416,7 @@ class FusedAdamW(torch.optim.Optimizer):
         for piece in part.pieces:
             assert self._host is not None
             self._host.step(piece, run)
-        torch._foreach_add_(part.steps, 1.0)
+        part.steps.add_(1.0)
         if skip is not None:
             # A new tensor: other parameters, and a reader on another stream, may still use the old one.
             owners = [row.owner for row in part.table.rows]
@@ -498,10 +501,14 @@ class FusedAdamW(torch.optim.Optimizer):
                 has_masters=self.master_weights,
             )
 
-    def _find_parts(self) -> list[Part]:
-        """Return the parts of the next step: those of the step before if it was made from the same objects."""
-        pairs = () if self._pairs is None else self._pairs()
+    def _find_parts(self, *, has_clipped: bool = False) -> list[Part]:
+        """Return the parts of the next step: those of the step before if it was made from the same objects.
+
+        A step that was clipped takes the copies that ``clip_next`` asked for. A copy made since then is not written,
+        and its owner is not told that it was.
+        """
         kept = self._kept
+        pairs = () if self._pairs is None else kept.pairs if has_clipped and kept is not None else self._pairs()
         if kept is not None:
             sources = self._find_sources(pairs)
             if (
@@ -511,24 +518,26 @@ class FusedAdamW(torch.optim.Optimizer):
             ):
                 return kept.parts
         parts = self._make_parts(pairs)
-        self._kept = _KeptParts(parts, self._find_sources(pairs), self._read_versions(parts))
+        self._kept = _KeptParts(parts, pairs, self._find_sources(pairs), self._read_versions(parts))
         return parts
 
     def _find_sources(self, pairs: Pairs) -> list[object]:
         """Return the objects that parts are made from, to be compared by identity."""
-        sources: list[object] = [self._judge is None and self.found_inf is None]
-        for group in self.param_groups:
-            sources.append(group)
-            for param in group["params"]:
-                if param.grad is not None:
-                    sources += (param, local_values(param), *self.state[param].values())
-        for pair in pairs:
-            sources += pair
-        return sources
+        params = [param for group in self.param_groups for param in group["params"]]
+        return [
+            self._judge is None and self.found_inf is None,
+            *self.param_groups,
+            *params,
+            *map(local_values, params),
+            *[param.grad is None for param in params],
+            # Parameters without a gradient change nothing, and may have no state.
+            *chain.from_iterable(map(dict.values, self.state.values())),
+            *chain.from_iterable(pairs),
+        ]
 
     def _read_versions(self, parts: Sequence[Part]) -> list[object]:
         """Return numbers that change when somebody writes the counts of steps, or parameters that have a master."""
-        versions: list[object] = [step._version for part in parts for step in part.steps]
+        versions: list[object] = [part.steps._version for part in parts]
         if self.master_weights:
             versions += [mark_of(row.owner) for part in parts for row in part.table.rows]
         return versions
@@ -553,7 +562,10 @@ class FusedAdamW(torch.optim.Optimizer):
                 chosen = [index for index, other in enumerate(keys) if other == key]
                 rows, pieces = self._make_rows([(held[i], states[i], copies.get(id(held[i]))) for i in chosen])
                 table = make_table(rows)
-                steps = [states[i]["step"] for i in chosen]
+                # One addition counts a step for all of them.
+                steps = torch.full((len(chosen),), key[0], dtype=torch.float32, device="cpu")
+                for index, step in zip(chosen, steps):
+                    states[index]["step"] = step
                 parts.append(Part(group, table, int(key[0]), steps, key[2], pieces))
         if len({part.table.device for part in parts}) > 1:
             raise ShapeError(

@@ -19,6 +19,7 @@ from lightning_fastft.checkpoint.files import check_file
 from lightning_fastft.checkpoint.resume import STATE, ExactResume, describe_differences
 from lightning_fastft.core.errors import ResumeError
 from lightning_fastft.strategies.single_device import FastFTStrategy
+from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.fine_tuner import FineTuner
 from tests.faults.saves import fork
 from tests.support.token_weighting_worker import CONFIG
@@ -100,6 +101,36 @@ def test_no_thread_is_left_by_a_fit_that_trains_or_by_one_that_does_not(tmp_path
     )
     trainer.fit(PlainModule(tiny_llama()), packed_loader(2), packed_loader(1, seed=9))
     assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "fastft-stop"]
+
+
+@pytest.mark.parametrize("length", [{"max_epochs": 3, "max_steps": -1}, {"max_epochs": -1, "max_steps": 9}], ids=str)
+def test_a_run_that_resumes_twice_trains_no_epoch_again(tmp_path, length):
+    class SaveAfter(Callback):
+        def __init__(self, num_batches, path):
+            self.num_batches, self.path, self.num_seen = num_batches, path, 0
+
+        def on_train_batch_end(self, trainer, *_):
+            self.num_seen += 1
+            if self.num_seen == self.num_batches:
+                trainer.save_checkpoint(self.path)
+
+    def run(num_batches=0, **options):
+        module = tuner(lora=None)
+        rows = [{"input_ids": [number, 2, 3, 4, 5, 6]} for number in range(7, 10)]
+        data = PackedDataModule(rows, max_tokens=6, num_workers=0, cache_dir=None, num_proc=1, show_progress=False)
+        callbacks = [SaveAfter(num_batches, tmp_path / f"{num_batches}.ckpt")]
+        trainer = quiet_trainer(tmp_path, strategy="fastft", callbacks=callbacks, **length)
+        seed_everything(3, verbose=False)
+        trainer.fit(module, data, **options)
+        return trainer.global_step, torch.cat([each.detach().flatten() for each in module.parameters()])
+
+    num_steps, whole = run()
+    # The end of the first epoch, and the first step of the second one.
+    run(3)
+    run(1, ckpt_path=tmp_path / "3.ckpt")
+    num_resumed, resumed = run(ckpt_path=tmp_path / "1.ckpt")
+    assert num_resumed == num_steps == 9
+    assert torch.equal(resumed, whole)
 
 
 def test_settings_that_differ_are_said_with_both_values(tmp_path):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_fastft.core.patcher import ModelPatcher
-from lightning_fastft.fused import decoder
+from lightning_fastft.fused import attention as fused_attention
 from lightning_fastft.fused.install import fuse_weight_buffers, install_fused_layers
 from lightning_fastft.fused.layer_forms import LAYERS
 from lightning_fastft.fused.low_precision_adapters import install_low_precision_adapters
@@ -192,10 +192,10 @@ def test_norms_of_heads_round_where_their_family_does(family, overrides, monkeyp
     """
     fused, plain = make_pair(build(family, "full", dtype=torch.bfloat16, **overrides))
     heads, expected = [], []
-    real = decoder.attend
+    real = fused_attention.attend_rows
     monkeypatch.setattr(
-        decoder,
-        "attend",
+        fused_attention,
+        "attend_rows",
         lambda layer, q, k, *args, **options: heads.append((q, k)) or real(layer, q, k, *args, **options),
     )
     attention = layers_of(plain)[0].self_attn
@@ -209,7 +209,7 @@ def test_norms_of_heads_round_where_their_family_does(family, overrides, monkeyp
             # Normed over all heads.
             value = value.unflatten(-1, (-1, attention.head_dim))
         # All but Gemma norm heads in the order of tokens.
-        assert torch.equal(found, value if family == "gemma3" else value.transpose(1, 2))
+        assert torch.equal(found, value[0].transpose(0, 1) if family == "gemma3" else value[0])
 
 
 @pytest.mark.parametrize("family", DENSE)

@@ -5,7 +5,7 @@ the flash kernels leave them.
 import pytest
 import torch
 
-from lightning_fastft.fused import decoder
+from lightning_fastft.fused import attention
 from tests.support.layer_pairs import build, is_served, layers_of, make_pair, step
 from tests.support.packs import make_batch, relative_error
 
@@ -15,7 +15,7 @@ FAMILIES = ("llama", "qwen3", "gemma3", "gpt_oss")
 
 
 class Repeated(torch.autograd.Function):
-    """Heads of shape (1, H or G, T, W), keys and values repeated for each query head; their gradients are handed
+    """Heads of shape (T, H or G, W), keys and values repeated for each query head; their gradients are handed
     over and not given to autograd.
     """
 
@@ -26,23 +26,23 @@ class Repeated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_query, d_key, d_value):
-        ctx.collect(*(d[0].transpose(0, 1).contiguous() for d in (d_key, d_value)))
+        ctx.collect(d_key.contiguous(), d_value.contiguous())
         return d_query, None, None, None
 
 
 @pytest.fixture
 def shared_layers(monkeypatch):
     """Have attention of fused layers hand over shares; the layers that did."""
-    served, attend = [], decoder.attend
+    served, attend_rows = [], attention.attend_rows
 
     def attend_by_head(module, query, key, value, mask, *, collect, **options):
         def note(*shares):
             served.append(module)
             collect(*shares)
 
-        return attend(module, *Repeated.apply(query, key, value, note), mask, **options)
+        return attend_rows(module, *Repeated.apply(query, key, value, note), mask, collect=None, **options)
 
-    monkeypatch.setattr(decoder, "attend", attend_by_head)
+    monkeypatch.setattr(attention, "attend_rows", attend_by_head)
     return served
 
 

@@ -159,3 +159,38 @@ def test_a_weight_that_is_trained_from_now_on_gets_its_gradient_and_must_not_be_
         weight.add_(1.0)
     with pytest.raises(RuntimeError, match="inplace operation"):
         loss.backward()
+
+
+def test_copies_that_one_product_reads_are_in_one_memory_that_follows_their_masters():
+    model = make_model()
+    layer = layers_of(model)[0]
+    addresses = set()
+    for _ in range(2):
+        write_master(model)
+        logits_of(model)
+        parts = find_parts(layer, dtype=torch.bfloat16)
+        joint_RI = parts.qkv.joint_a()
+        names = ("q_proj", "k_proj", "v_proj")
+        masters = [layer.self_attn._modules[name].lora_A["default"].weight for name in names]
+        assert torch.equal(joint_RI, torch.cat(masters).bfloat16())
+        assert joint_RI.data_ptr() == parts.qkv.parts[0].copy_a_RI.data_ptr()
+        addresses.add(joint_RI.data_ptr())
+        with torch.no_grad():
+            masters[1].add_(1.0)
+    assert len(addresses) == 1
+
+
+@pytest.mark.parametrize("change", ["a share", "training"])
+def test_a_dropout_that_begins_to_draw_is_seen(change):
+    model = make_model().train(change != "training")
+    dropout = nn.Dropout(1.0 if change == "training" else 0.0).train(model.training)
+    projection(model).lora_dropout["default"] = dropout
+    before = logits_of(model)
+    layer = layers_of(model)[0]
+    assert find_parts(layer, dtype=torch.bfloat16) is find_parts(layer, dtype=torch.bfloat16)
+    dropout.p = 1.0
+    model.train()
+    expected = logits_of(copy.deepcopy(model))
+    found = logits_of(model)
+    assert torch.equal(found, expected)
+    assert not torch.equal(found.float(), before.float())

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.fp8_linear.reference import FP8
-from lightning_fastft.kernels.grouped_mm import op, reference
+from lightning_fastft.kernels.grouped_mm import choice, op, reference
 from lightning_fastft.kernels.grouped_mm.choice import choose_backend, choose_grad_backend, why_not_torch
 from lightning_fastft.kernels.grouped_mm.op import (
     grouped_mm,
@@ -507,7 +507,7 @@ test_a_fault_planted_in_the_composition_is_seen, test_the_composition_passes_the
 def pretend_cuda(monkeypatch):
     """Tensors without memory that say they are on a CUDA device, and the capability of that device."""
     capability = [9, 0]
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: tuple(capability))
+    monkeypatch.setattr(choice, "capability_of", lambda device: tuple(capability))
     with FakeTensorMode():
         yield capability
 

@@ -25,6 +25,7 @@ from lightning_fastft.kernels.lora_linear.op import lora_addmm
 from lightning_fastft.kernels.low_rank_add.op import add_low_rank
 from lightning_fastft.kernels.qk_rope.op import qk_rope_backward, qk_rope_heads
 from lightning_fastft.kernels.qk_rope.reference import HeadGradients, Rope, RopeForm
+from lightning_fastft.kernels.repeat_heads.op import repeat_heads
 from lightning_fastft.kernels.rms_norm.op import rms_norm_backward, rms_norm_forward
 from lightning_fastft.kernels.rms_norm.reference import NormForm
 from lightning_fastft.kernels.state_scan.op import state_scan
@@ -61,6 +62,7 @@ CALLS = {
     gate_forward: ((rows(3, 4),), {"form": GateForm()}),
     gate_backward: ((rows(3, 2), rows(3, 4)), {"form": GateForm(), "weight_N": rows(3), "need_act": True}),
     add_low_rank: ((rows(3, 4), rows(3, 2), rows(2, 4)), {"residual_TN": rows(3, 4)}),
+    repeat_heads: ((rows(3, 2, 4), 4), {}),
     scale_columns: ((rows(3, 4), rows(4)), {"offset_N": rows(4), "addend_TN": rows(3, 4)}),
     scale_columns_backward: ((rows(3, 4), rows(3, 4) + 1, rows(4)), {"needs_totals": True}),
     row_factors: (

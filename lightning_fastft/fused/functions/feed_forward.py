@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from lightning_fastft.activations.segments import Session
 from lightning_fastft.activations.values import unneeded
+from lightning_fastft.core.once_differentiable import once_differentiable
 from lightning_fastft.fused.column_scales import scale_output
 from lightning_fastft.fused.functions.projections import (
     as_value,
@@ -123,7 +123,7 @@ class _NormFeedForward(torch.autograd.Function):
         session = call.session
         gate_up_TP, *low = project_normed(session, GATE_UP_VALUE, call.gate_up, x_TD, weight_D, form=call.norm_form)
         # Without the session, which belongs to a forward.
-        ctx.call, ctx.num_low = call._replace(session=None), len(low)
+        ctx.call, ctx.num_low = call if session is None else call._replace(session=None), len(low)
         watched = (*call.gate_up.watched_tensors, *call.down.watched_tensors)
         if call.down.is_scaled:
             products_TD, *low_down = planned_value(

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from lightning_fastft.core.once_differentiable import once_differentiable
 from lightning_fastft.fused.functions.rows import Grads, Norm
 from lightning_fastft.kernels.head_gate.op import RowGradient
 from lightning_fastft.kernels.qk_rope.op import qk_rope_backward, qk_rope_heads
@@ -136,10 +136,11 @@ class _SplitHeads(torch.autograd.Function):
         qkv_TC, q_weight_W, k_weight_W = others if others else (None, None, None)
         needs_weight = any(ctx.needs_input_grad[3:5])
         d_k_TJW, d_v_TJW = ctx.shares.take() or (d_k_TGW, d_v_TGW)
-        found = _head_gradients(d_q_THW, d_k_TJW, d_v_TJW, num_tokens=len(cos_TW), form=ctx.form)
+        num_tokens = cos_TW.shape[0]
+        found = _head_gradients(d_q_THW, d_k_TJW, d_v_TJW, num_tokens=num_tokens, form=ctx.form)
         d_raw_TC = ctx.row_gradient.take()
         if d_raw_TC is None and ctx.form.has_gate:
-            d_raw_TC = found.d_q_THW.new_zeros(len(cos_TW), ctx.form.num_columns)
+            d_raw_TC = found.d_q_THW.new_zeros(num_tokens, ctx.form.num_columns)
         gradients = qk_rope_backward(
             found,
             qkv_TC,

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from lightning_fastft.activations.segments import Session
+from lightning_fastft.core.once_differentiable import once_differentiable
 from lightning_fastft.fused.column_scales import scale_output
 from lightning_fastft.fused.functions.rows import Grads, Norm, contiguous_rows, norm_gradients
 from lightning_fastft.fused.functions.scales import before_scale, saved_output
@@ -288,8 +288,9 @@ def normed_gradients(
     low_TR = low[0] if low else None
     if rstd_T is not None and d_low_TR is not None:
         # A normed row is the raw row times one number, its columns times the weight, so it need not be written again.
-        d_low_TR = torch.mul(d_low_TR, rstd_T[:, None], out=torch.empty_like(d_low_TR))
-        factor_D = shifted_weight(weight_D, rstd_T.dtype, form)
+        d_low_TR.mul_(rstd_T.unsqueeze(1))
+        # Products of gradients and weights are computed in the wider dtype of both.
+        factor_D = shifted_weight(weight_D, rstd_T.dtype, form) if form.weight_offset else weight_D
         gradients = parameter_gradients(
             fused_linear, x_TD, d_y_TC, low_TR, d_low_TR, needs=needs_tensors, factor_I=factor_D,
             d_magnitudes=d_magnitudes,

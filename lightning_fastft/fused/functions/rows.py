@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from lightning_fastft.core.once_differentiable import once_differentiable
 from lightning_fastft.fused.linear_gradients import gradients_for
 from lightning_fastft.fused.linears import FusedLinear
 from lightning_fastft.kernels.rms_norm.op import rms_norm_backward, rms_norm_forward

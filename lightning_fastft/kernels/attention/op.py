@@ -19,7 +19,7 @@ from lightning_fastft.kernels.attention.flash import MAX_HEAD_WIDTH, Collect, Re
 from lightning_fastft.kernels.attention.flex import flex_attention
 from lightning_fastft.kernels.attention.reference import masked_attention
 from lightning_fastft.kernels.attention.sdpa import sdpa_attention
-from lightning_fastft.kernels.backends import capability_of
+from lightning_fastft.kernels.backends import capability_of, must_check
 from lightning_fastft.kernels.expert_rows.op import combine_rows
 from lightning_fastft.kernels.repeat_heads.op import repeat_heads
 from lightning_fastft.packing.context import BatchContext
@@ -87,6 +87,7 @@ def packed_attention(
     backend: str = "auto",
     remember: Remember | None = None,
     collect: Collect | None = None,
+    is_checked: bool = True,
 ) -> torch.Tensor:
     """Return causal attention in which every document of the pack attends only to its prefix and itself.
 
@@ -110,6 +111,7 @@ def packed_attention(
         collect: Receives in the backward the gradients of keys and values before they are summed over the query heads
             that share them, both (T, H, W), if the backend computes them per query head ("varlen", H > G). Keys and
             values then get no gradient through autograd.
+        is_checked: As in ``must_check``.
 
     Returns:
         Shape (T, H, width of a value), dtype of q_THW, differentiable in q_THW, k_TGW, v_TGW and sink_H.
@@ -134,7 +136,8 @@ def packed_attention(
         >>> packed_attention(q, q, v, context=context, **options)[:, 0, 0].tolist()
         [1.0, 2.0, 7.0]
     """
-    _check_inputs(q_THW, k_TGW, v_TGW, context=context, window=window, sink_H=sink_H)
+    if must_check(is_checked):
+        _check_inputs(q_THW, k_TGW, v_TGW, context=context, window=window, sink_H=sink_H)
     need = describe_need(q_THW, k_TGW, v_TGW, context=context, window=window, softcap=softcap, sink_H=sink_H)
     name = choose_backend(need) if backend == "auto" else _check_forced(backend, need)
     if q_THW.is_meta:
@@ -142,7 +145,7 @@ def packed_attention(
         name = "varlen"
     context.note_read(name)
     if name == "varlen":
-        shares = None if collect is None else Shares(repeat_heads, collect)
+        shares = None if collect is None else Shares(_repeat_heads, collect)
         if context.prefix_keys is not None:
             k_TGW, v_TGW = (gather_keys(x, context.prefix_keys) for x in (k_TGW, v_TGW))
             # The gradients of a prefix have to be summed over the documents that read it first.
@@ -170,6 +173,10 @@ def packed_attention(
     # Autocast would round values that the definition keeps in float32.
     with autocast_off(q_THW.device.type):
         return masked_attention(q_THW, k_TGW, v_TGW, mask_TT=mask_TT, scale=scale, softcap=softcap, sink_H=sink_H)
+
+
+# The heads come from packed_attention, which has checked them.
+_repeat_heads = functools.partial(repeat_heads, is_checked=False)
 
 
 def gather_keys(x_TGW: torch.Tensor, keys: PrefixKeys) -> torch.Tensor:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from lightning_fastft.core.errors import ShapeError
+from lightning_fastft.core.once_differentiable import once_differentiable
 from lightning_fastft.kernels.backends import GPU_TYPES, must_check
 
 

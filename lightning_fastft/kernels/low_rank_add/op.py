@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from lightning_fastft.core.checks import check_layout, check_out
-from lightning_fastft.kernels.backends import FLOATING, choose_module, must_check, plain_numbers
+from lightning_fastft.kernels.backends import FLOATING, choose_module, must_check, no_graph, plain_numbers
 from lightning_fastft.kernels.low_rank_add import reference
 
 
@@ -70,8 +70,7 @@ def add_low_rank(
         if out is not None:
             check_layout("out", out, base_TN.shape, like=base_TN, num_strided=1)
             check_out(out, may_be={"base_TN": base_TN, "residual_TN": residual_TN}, must_not_meet=(low_TR, factor_RN))
+    module = choose_module(reference, backend, base_TN)
     # Autocast would round the factors of the reference's products.
-    with plain_numbers(base_TN.device.type):
-        return choose_module(reference, backend, base_TN).add_low_rank(
-            base_TN, low_TR, factor_RN, residual_TN=residual_TN, out=out
-        )
+    with plain_numbers(base_TN.device.type) if module is reference else no_graph():
+        return module.add_low_rank(base_TN, low_TR, factor_RN, residual_TN=residual_TN, out=out)

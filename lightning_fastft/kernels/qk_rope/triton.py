@@ -8,6 +8,7 @@ weights, each program sums its own tokens, and a second small kernel sums the pr
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -404,12 +405,13 @@ def _add_partials_kernel(
 def qk_rope_heads(qkv_TC: torch.Tensor, rope: Rope) -> Heads:
     """Return q, k and v in three tensors; same contract as the reference."""
     cos_TW, sin_TW, q_weight_W, k_weight_W, form = rope
-    heads = Heads(*(qkv_TC.new_empty(len(qkv_TC), count, form.head_width) for count in form.head_counts))
-    if len(qkv_TC) == 0:
+    num_tokens = qkv_TC.shape[0]
+    heads = Heads(*[qkv_TC.new_empty(num_tokens, count, form.head_width) for count in form.head_counts])
+    if num_tokens == 0:
         return heads
     launch(
         _forward_kernel,
-        (len(qkv_TC),),
+        (num_tokens,),
         qkv_TC,
         cos_TW,
         sin_TW,
@@ -419,9 +421,9 @@ def qk_rope_heads(qkv_TC: torch.Tensor, rope: Rope) -> Heads:
         qkv_TC.stride(0),
         cos_TW.stride(0),
         sin_TW.stride(0),
-        *(each.stride(0) for each in heads),
+        *[each.stride(0) for each in heads],
         **_form_constants(form),
-        **_block_sizes(form, MAX_TILE),
+        **_block_sizes(form, max_tile=MAX_TILE, max_copy=BLOCK_COPY),
         num_warps=NUM_WARPS,
     )
     return heads
@@ -468,7 +470,7 @@ def qk_rope_backward(
             out_TC.stride(0),
             num_tokens,
             **_form_constants(form),
-            **_block_sizes(form, MAX_TILE_BACKWARD),
+            **_block_sizes(form, max_tile=MAX_TILE_BACKWARD, max_copy=BLOCK_COPY),
             NUM_SHARES=d_k.shape[1] // form.num_kv_heads,
             NEEDS_WEIGHT=needs_weight,
             num_warps=NUM_WARPS,
@@ -496,12 +498,14 @@ def _add_partials(partial_PW: torch.Tensor) -> torch.Tensor:
     return sum_W
 
 
+@functools.cache
 def _form_constants(form: RopeForm) -> dict[str, Any]:
     """Return the compile-time constants of the form, shared by both kernels."""
     return {"FORM": form._replace(rotary_width=form.num_rotated), "QUERY_STEP": form.query_step}
 
 
-def _block_sizes(form: RopeForm, max_tile: int) -> dict[str, int]:
+@functools.cache
+def _block_sizes(form: RopeForm, *, max_tile: int, max_copy: int) -> dict[str, int]:
     """Return the tile sizes: as many heads at once as fit, but no more than the form has."""
     block_pairs = next_power_of_2(form.num_rotated // 2)
     block_rest = next_power_of_2(max(form.head_width - form.num_rotated, 1))
@@ -511,5 +515,5 @@ def _block_sizes(form: RopeForm, max_tile: int) -> dict[str, int]:
         "BLOCK_K": min(next_power_of_2(form.num_kv_heads), max_heads),
         "BLOCK_P": block_pairs,
         "BLOCK_REST": block_rest,
-        "BLOCK_V": min(next_power_of_2(form.num_kv_heads * form.head_width), BLOCK_COPY),
+        "BLOCK_V": min(next_power_of_2(form.num_kv_heads * form.head_width), max_copy),
     }

@@ -9,11 +9,13 @@ import torch
 
 from lightning_fastft.core.checks import check_int, check_layout
 from lightning_fastft.core.errors import ShapeError
-from lightning_fastft.kernels.backends import FLOATING, choose_module, no_graph
+from lightning_fastft.kernels.backends import FLOATING, choose_module, must_check, no_graph
 from lightning_fastft.kernels.repeat_heads import reference
 
 
-def repeat_heads(x_TGW: torch.Tensor, num_heads: int, *, backend: str = "auto") -> torch.Tensor:
+def repeat_heads(
+    x_TGW: torch.Tensor, num_heads: int, *, backend: str = "auto", is_checked: bool = True
+) -> torch.Tensor:
     """Return each head repeated once per query head that shares it; no graph.
 
     Args:
@@ -21,6 +23,7 @@ def repeat_heads(x_TGW: torch.Tensor, num_heads: int, *, backend: str = "auto") 
             stride.
         num_heads: H, a multiple of G.
         backend: As in ``choose_module``; "triton" does not take float64.
+        is_checked: As in ``must_check``.
 
     Returns:
         Shape (T, H, W), contiguous: heads g H / G to (g + 1) H / G - 1 are head g.
@@ -36,9 +39,10 @@ def repeat_heads(x_TGW: torch.Tensor, num_heads: int, *, backend: str = "auto") 
         >>> repeat_heads(torch.tensor([[[1.0], [2.0]]]), 4)[0, :, 0]
         tensor([1., 1., 2., 2.])
     """
-    num_kv_heads = check_layout("x_TGW", x_TGW, (None, None, None), dtypes=FLOATING, num_strided=1).shape[1]
-    check_int("num_heads", num_heads, low=1)
-    if num_kv_heads == 0 or num_heads % num_kv_heads:
-        raise ShapeError(f"{num_heads} query heads cannot share the {num_kv_heads} heads of x_TGW evenly.")
+    if must_check(is_checked):
+        num_kv_heads = check_layout("x_TGW", x_TGW, (None, None, None), dtypes=FLOATING, num_strided=1).shape[1]
+        check_int("num_heads", num_heads, low=1)
+        if num_kv_heads == 0 or num_heads % num_kv_heads:
+            raise ShapeError(f"{num_heads} query heads cannot share the {num_kv_heads} heads of x_TGW evenly.")
     with no_graph():
         return choose_module(reference, backend, x_TGW).repeat_heads(x_TGW, num_heads)

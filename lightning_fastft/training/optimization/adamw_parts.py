@@ -19,13 +19,14 @@ from lightning_fastft.training.optimization.host_moments import Piece
 class Part(NamedTuple):
     """The parameters of one group that have a gradient, are shared by the same ranks and have made the same steps.
 
-    num_done counts the steps, those that a guard skipped included. Pieces are of rows whose moments are on the host.
+    num_done counts the steps, those that a guard skipped included. The counts in the states of the parameters are views
+    of ``steps``. Pieces are of rows whose moments are on the host.
     """
 
     group: dict[str, Any]
     table: TensorTable
     num_done: int
-    steps: list[torch.Tensor]
+    steps: torch.Tensor
     shard_groups: Groups
     pieces: list[Piece]
 
