@@ -9,10 +9,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
 from lightning_fastft.activations.engine import Group, HostAllocation, OffloadEngine
+from lightning_fastft.activations.router_choice import RouterChoice
 from lightning_fastft.core.errors import SwapError
 from lightning_fastft.planner.step import SegmentPlan
 
@@ -204,7 +204,7 @@ class Session:
         self._held: dict[str, tuple[Callable[[], torch.Tensor], ...]] = {}
         self._counts: Counter[str] = Counter()
         self._num_runs = 0
-        self._choice: _RememberedChoice | None = None
+        self._choice: RouterChoice | None = None
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run the layer in this session; the first run records, later runs replay."""
@@ -217,7 +217,7 @@ class Session:
             observer.replay_begins(segment)
         try:
             if segment.has_router:
-                self._choice = _RememberedChoice(self)
+                self._choice = RouterChoice(self.value)
                 with self._choice:
                     return function(*args)
             return function(*args)
@@ -360,50 +360,6 @@ def _unchanged(tensor: torch.Tensor, name: str, version: int) -> torch.Tensor:
             "layers: OffloadCheckpointing('keep') or 'recompute'."
         )
     return tensor
-
-
-class _RememberedChoice(TorchFunctionMode):
-    """Store the indices of every top-k of a layer, so that its recompute routes each token to the same experts."""
-
-    def __init__(self, session: Session) -> None:
-        super().__init__()
-        self._session = session
-
-    def is_innermost(self) -> bool:
-        """Return whether this mode is the first to receive a call."""
-        depth = torch._C._len_torch_function_stack()
-        return depth > 0 and torch._C._get_function_stack_at(depth - 1) is self
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is not torch.topk and func is not torch.Tensor.topk:
-            return func(*args, **kwargs)
-        scores: torch.Tensor = args[0] if args else kwargs["input"]
-        axis = args[2] if len(args) > 2 else kwargs.get("dim", -1)
-        with torch.no_grad():
-            (index,) = self._session.value(
-                "choice of experts", lambda: (func(*args, **kwargs).indices,), is_always_held=True
-            )
-        values = _ChosenValues.apply(scores, index, axis) if scores.is_floating_point() else scores.gather(axis, index)
-        return torch.return_types.topk((values, index))  # type: ignore[attr-defined]
-
-
-class _ChosenValues(torch.autograd.Function):
-    """Values of a top-k at known indices, with the bits of torch.topk in value and gradient; saves the indices."""
-
-    @staticmethod
-    def forward(ctx: Any, scores: torch.Tensor, index: torch.Tensor, axis: int) -> torch.Tensor:
-        ctx.save_for_backward(index)
-        ctx.axis, ctx.shape = axis, scores.shape
-        return scores.gather(axis, index)
-
-    @staticmethod
-    def backward(ctx: Any, d_values: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (index,) = ctx.saved_tensors
-        # Indices are unique along the axis, so nothing is summed.
-        return d_values.new_zeros(ctx.shape).scatter(ctx.axis, index, d_values), None, None
 
 
 def is_random(module: nn.Module) -> bool:

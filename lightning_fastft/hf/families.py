@@ -69,11 +69,7 @@ FAMILIES = MappingProxyType(
     }
 )
 
-_REFUSED = MappingProxyType(
-    {
-        "doge": "its attention makes a mask of its own from the values of each token",
-    }
-)
+_REFUSED = MappingProxyType({"doge": "its attention makes a mask of its own from the values of each token"})
 # For chunked attention the forward raises on a document longer than a chunk.
 _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention", "moe", "mlp"})
 # Layers with a mixer, supported if the table of mixers has the family.

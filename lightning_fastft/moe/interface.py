@@ -21,7 +21,7 @@ from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.hf.activation_functions import activation_name
 from lightning_fastft.hf.expert_nf4 import read_nf4, stack_names
 from lightning_fastft.kernels.expert_gate.reference import GateForm, gate_forward
-from lightning_fastft.kernels.grouped_mm.op import choose_backend
+from lightning_fastft.kernels.grouped_mm.choice import choose_backend
 from lightning_fastft.kernels.grouped_mm.reference import GatheredRows
 from lightning_fastft.moe.adapters import find_adapter
 from lightning_fastft.moe.expert_axis import RoutedTokens, find_axis, share_adapter

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 
 from lightning_fastft.core.errors import ContextError, OptionError, ShapeError
 from lightning_fastft.packing.chunks import Chunks, build_chunks, load_chunks, recordable_chunks
-from lightning_fastft.packing.context_content import check_content
-from lightning_fastft.packing.document import IGNORED_LABEL
+from lightning_fastft.packing.context_content import check_content, find_labelled_rows
 from lightning_fastft.packing.masks import MaskBlock, build_block_mask, build_dense_mask, build_mask_blocks
+from lightning_fastft.packing.parts import PackPart
 from lightning_fastft.packing.prefixes import PrefixKeys, check_prefixes, list_keys
 from lightning_fastft.packing.spans import BidirectionalSpans
 
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Rows passed to the loss are padded to a multiple of this, so that the allocator sees few different sizes.
-LABELLED_ROW_BUCKET = 128
 # Choice of attention= that runs the documents of a pack one at a time, and the name under which a context counts that.
 ONE_BY_ONE = "one_by_one"
 
@@ -41,28 +38,6 @@ class VarlenArguments(NamedTuple):
     max_length: int
     key_start_S1: torch.Tensor
     max_key_length: int
-
-
-class PackPart(NamedTuple):
-    """Which rows of a pack one rank of a context-parallel group computes: one of ``num_parts`` equal, contiguous parts.
-
-    Args:
-        whole: The metadata of the whole pack.
-        rank: Number of the part, which is the rank in the group.
-        num_parts: Number of parts.
-        group: Process group of the ranks that hold the parts; None if nothing is exchanged.
-    """
-
-    whole: BatchContext
-    rank: int
-    num_parts: int
-    group: Any
-
-    @property
-    def rows(self) -> slice:
-        """The rows of the part."""
-        size = self.whole.num_tokens // self.num_parts
-        return slice(self.rank * size, (self.rank + 1) * size)
 
 
 class BatchContext:
@@ -153,13 +128,12 @@ class BatchContext:
         self.completions = completions
 
         document_T = torch.repeat_interleave(torch.arange(self.num_documents), length_S)
-        self.start_host_S1 = offset_S1.to(torch.int32)
-        self.start_S1 = self.start_host_S1
+        self.start_host_S1 = self.start_S1 = offset_S1.to(torch.int32)
         self.document_T = document_T.to(torch.int32)
         self.position_T = torch.arange(self.num_tokens) - offset_S1[document_T] + prefix_length_S[document_T]
         self.label_T = label_T
         self.prefix_keys = list_keys(offset_S1, prefix_S=prefix_S, document_T=document_T) if self.has_prefixes else None
-        self.num_labelled, self.labelled_row_R, self.labelled_target_R = _find_labelled_rows(label_T)
+        self.num_labelled, self.labelled_row_R, self.labelled_target_R = find_labelled_rows(label_T)
 
         self.reads: Counter[str] = Counter()
         self.num_builds: Counter[str] = Counter()
@@ -232,9 +206,8 @@ class BatchContext:
         other.num_pad_tokens = min(other.num_tokens, max(0, end - self.num_real_tokens))
         # The heads of attention are shared out, and with them the pairs of tokens that are computed.
         other.sum_squared_lengths = self.sum_squared_lengths // num_parts
-        other.num_labelled, other.labelled_row_R, other.labelled_target_R = _find_labelled_rows(
-            self.label_T[begin : end + 1]
-        )
+        labels = find_labelled_rows(self.label_T[begin : end + 1])
+        other.num_labelled, other.labelled_row_R, other.labelled_target_R = labels
         other._join_whole()
         return other
 
@@ -281,12 +254,8 @@ class BatchContext:
         Cost:
             Four small launches, with chunks nine; no host sync.
         """
-        if (
-            other.num_tokens != self.num_tokens
-            or other.num_documents > self.num_documents
-            or other.max_length > self.max_length
-            or other.causal_obstacle
-        ):
+        is_too_large = other.num_documents > self.num_documents or other.max_length > self.max_length
+        if other.num_tokens != self.num_tokens or is_too_large or other.causal_obstacle:
             raise ShapeError(
                 f"The pack has {other.num_tokens} tokens, {other.num_documents} documents and a longest document of "
                 f"{other.max_length}. This recordable context takes exactly {self.num_tokens} tokens, at most "
@@ -328,11 +297,8 @@ class BatchContext:
         of keys.
         """
         key_start_S1 = self.start_S1 if self.prefix_keys is None else self.prefix_keys.start_S1
-        return self.once(
-            "varlen",
-            self.device,
-            lambda: VarlenArguments(self.start_S1, self.max_own_length, key_start_S1, self.max_length),
-        )
+        arguments = VarlenArguments(self.start_S1, self.max_own_length, key_start_S1, self.max_length)
+        return self.once("varlen", self.device, lambda: arguments)
 
     def chunks(self, size: int) -> Chunks:
         """Return the documents and their chunks of size tokens, for the kernels of recurrent mixers, on this device.
@@ -360,12 +326,7 @@ class BatchContext:
         Cost:
             T x T elements, two or three element-wise launches, no loop over documents, no host sync.
         """
-        spans, window = self.spans_of(window), self._effective_window(window)
-        return self.once(
-            "dense_mask",
-            (self.device, dtype, window, spans is None),
-            lambda: build_dense_mask(self.position_T, self._prefix_range_2T, spans=spans, window=window, dtype=dtype),
-        )
+        return self._mask("dense_mask", build_dense_mask, window=window, key=dtype, dtype=dtype)
 
     def mask_blocks(self, *, window: int | None = None, dtype: torch.dtype, num_rows: int) -> list[MaskBlock]:
         """Return the dense mask cut into blocks of queries, each with only the keys that its documents reach.
@@ -378,21 +339,8 @@ class BatchContext:
         Cost:
             T x (num_rows + tokens of a document before a block) elements, half a dozen launches a block, no host sync.
         """
-        spans, window = self.spans_of(window), self._effective_window(window)
-        return self.once(
-            "dense_mask",
-            (self.device, dtype, window, spans is None, num_rows),
-            lambda: build_mask_blocks(
-                self.position_T,
-                self._prefix_range_2T,
-                starts=list(accumulate(self.lengths[:-1], initial=0)),
-                prefixes=self.prefixes,
-                spans=spans,
-                window=window,
-                dtype=dtype,
-                num_rows=num_rows,
-            ),
-        )
+        options = {"lengths": self.lengths, "prefixes": self.prefixes, "dtype": dtype, "num_rows": num_rows}
+        return self._mask("dense_mask", build_mask_blocks, window=window, key=(dtype, num_rows), **options)
 
     def block_mask(self, *, window: int | None = None) -> Any:
         """Return a FlexAttention BlockMask of this pack, built from block borders without a T x T tensor.
@@ -402,24 +350,23 @@ class BatchContext:
         Cost:
             (T / 128) squared elements, times 128 if documents continue prefixes; a dozen launches, no host sync.
         """
-        spans, window = self.spans_of(window), self._effective_window(window)
-        return self.once(
-            "block_mask",
-            (self.device, window, spans is None),
-            lambda: build_block_mask(
-                self.position_T, self._prefix_range_2T, spans=spans, document_T=self.document_T, window=window
-            ),
-        )
+        return self._mask("block_mask", build_block_mask, window=window, document_T=self.document_T)
 
-    @property
-    def _prefix_range_2T(self) -> torch.Tensor | None:
-        return None if self.prefix_keys is None else self.prefix_keys.range_2T
-
-    def _effective_window(self, window: int | None) -> int | None:
-        """Return None if no document exceeds the window, so that sliding and full layers share one mask."""
+    def _mask(
+        self, kind: str, build: Callable[..., T], *, window: int | None, key: Hashable = None, **options: Any
+    ) -> T:
+        """Return the mask of a layer with this window; the key has the options that the mask depends on."""
         if window is not None and window < 1:
             raise OptionError(f"A sliding window must be at least 1 token, got {window}.")
-        return None if window is None or window >= self.max_length else window
+        spans = self.spans_of(window)
+        # If no document exceeds the window, sliding and full layers share one mask.
+        window = None if window is None or window >= self.max_length else window
+        prefix_range_2T = None if self.prefix_keys is None else self.prefix_keys.range_2T
+        return self.once(
+            kind,
+            (self.device, window, spans is None, key),
+            lambda: build(self.position_T, prefix_range_2T, spans=spans, window=window, **options),
+        )
 
     def _map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> BatchContext:
         other = object.__new__(BatchContext)
@@ -432,9 +379,7 @@ class BatchContext:
             other.completions = self.completions.map(move)
         if self.spans is not None:
             other.spans = self.spans.map(move)
-        other.reads = Counter()
-        other.num_builds = Counter()
-        other._built = {}
+        other.reads, other.num_builds, other._built = Counter(), Counter(), {}
         if self.part is not None:
             other.part = self.part._replace(whole=self.part.whole._map(move))
             other._join_whole()
@@ -447,12 +392,3 @@ class BatchContext:
         self.start_S1, self.reads = whole.start_S1, whole.reads
         self.document_T, self.position_T = whole.document_T[rows], whole.position_T[rows]
         self.label_T = whole.label_T[rows]
-
-
-def _find_labelled_rows(label_T: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """Return the number of rows that predict a label, those rows and their labels, both padded to a bucket."""
-    row_L = torch.nonzero(label_T[1:] != IGNORED_LABEL).flatten()
-    num_padding_rows = -row_L.numel() % LABELLED_ROW_BUCKET
-    row_R = torch.nn.functional.pad(row_L, (0, num_padding_rows))
-    target_R = torch.nn.functional.pad(label_T[row_L + 1], (0, num_padding_rows), value=IGNORED_LABEL)
-    return row_L.numel(), row_R, target_R

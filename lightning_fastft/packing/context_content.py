@@ -1,6 +1,6 @@
-"""Check the metadata of a packed batch before a context is built from it.
+"""Check the metadata of a packed batch before a context is built from it, and find its labelled rows.
 
-Axes: T tokens of the pack, S documents.
+Axes: T tokens of the pack, S documents, L labelled rows, R labelled rows padded to a bucket.
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ import torch
 
 from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.packing.document import IGNORED_LABEL
+
+# Rows passed to the loss are padded to a multiple of this, so that the allocator sees few different sizes.
+LABELLED_ROW_BUCKET = 128
 
 
 def check_content(*, length_S: torch.Tensor, label_T: torch.Tensor, num_pad_tokens: int, num_items: float) -> None:
@@ -48,3 +51,12 @@ def check_content(*, length_S: torch.Tensor, label_T: torch.Tensor, num_pad_toke
         raise ShapeError("The pad tail has trained labels. Set them to -100.")
     if not 0 < num_items < float("inf"):
         raise OptionError(f"num_items must be a finite number above 0, got {num_items}.")
+
+
+def find_labelled_rows(label_T: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:
+    """Return the number of rows that predict a label, those rows and their labels, both padded to a bucket."""
+    row_L = torch.nonzero(label_T[1:] != IGNORED_LABEL).flatten()
+    num_padding_rows = -row_L.numel() % LABELLED_ROW_BUCKET
+    row_R = torch.nn.functional.pad(row_L, (0, num_padding_rows))
+    target_R = torch.nn.functional.pad(label_T[row_L + 1], (0, num_padding_rows), value=IGNORED_LABEL)
+    return row_L.numel(), row_R, target_R

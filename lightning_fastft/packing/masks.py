@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +41,7 @@ def build_mask_blocks(
     position_T: torch.Tensor,
     prefix_range_2T: torch.Tensor | None,
     *,
-    starts: Sequence[int],
+    lengths: Sequence[int],
     prefixes: Sequence[int],
     spans: BidirectionalSpans | None = None,
     window: int | None,
@@ -48,6 +49,7 @@ def build_mask_blocks(
     num_rows: int,
 ) -> list[MaskBlock]:
     """Return the masks of ``BatchContext.mask_blocks``."""
+    starts = list(accumulate(lengths[:-1], initial=0))
     ranges = list_block_ranges(
         position_T.numel(), starts=starts, prefixes=prefixes, spans=spans, window=window, num_rows=num_rows
     )

@@ -58,14 +58,11 @@ class StepPlan:
         limit: float | None = None,
         shuffle: bool = True,
     ) -> None:
-        check_int("seed", seed, low=0)
-        check_int("world_size", world_size, low=1)
-        check_int("accumulate", accumulate, low=1)
+        self.seed = check_int("seed", seed, low=0)
+        self.world_size = check_int("world_size", world_size, low=1)
+        self.accumulate = check_int("accumulate", accumulate, low=1)
         self.packs = split_to_multiple(packs, length_N, multiple=world_size * accumulate)
         self.num_extra_packs = len(self.packs) - len(packs)
-        self.seed = seed
-        self.world_size = world_size
-        self.accumulate = accumulate
         self.shuffle = shuffle
         self.num_uncut_micro_batches = len(self.packs) // world_size
         self.num_micro_batches = _cut(self.num_uncut_micro_batches, limit=limit)

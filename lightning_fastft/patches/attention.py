@@ -132,23 +132,16 @@ def attend(
     if context is None and isinstance(attention_mask, DeferredMask):
         context = attention_mask.context
     if context is None:
-        mask = attention_mask.additive(query.dtype) if isinstance(attention_mask, DeferredMask) else attention_mask
-        mask = _keep_chosen(mask, keywords.get("indices"), query=query, key=key)
-        wants_weights = bool(keywords.get("output_attentions"))
-        rate = dropout if module.training else 0.0
-        if softcap is None and s_aux is None and rate == 0.0 and not wants_weights:
-            return dense_attention(query, key, value, mask_B1QT=_additive(mask, query.dtype), scale=scale).transpose(
-                1, 2
-            ).contiguous(), None
-        return _eager_attention(
+        return _attend_unpacked(
             query,
             key,
             value,
-            mask=_additive(mask, query.dtype),
+            attention_mask,
+            dropout=dropout if module.training else 0.0,
             scale=scale,
             softcap=softcap,
             sink_H=s_aux,
-            dropout=rate,
+            keywords=keywords,
         )
 
     if query.shape[0] != 1:
@@ -246,6 +239,27 @@ def attend_rows(
         is_checked=is_checked,
     )
     return out_THW if part is None else gather_heads(out_THW, part=part)
+
+
+def _attend_unpacked(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: DeferredMask | torch.Tensor | None,
+    *,
+    dropout: float,
+    scale: float,
+    softcap: float | None,
+    sink_H: torch.Tensor | None,
+    keywords: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute attention with a mask, as for padded batches and generation."""
+    mask = attention_mask.additive(query.dtype) if isinstance(attention_mask, DeferredMask) else attention_mask
+    mask = _additive(_keep_chosen(mask, keywords.get("indices"), query=query, key=key), query.dtype)
+    if softcap is None and sink_H is None and dropout == 0.0 and not keywords.get("output_attentions"):
+        out_BHQW = dense_attention(query, key, value, mask_B1QT=mask, scale=scale)
+        return out_BHQW.transpose(1, 2).contiguous(), None
+    return _eager_attention(query, key, value, mask=mask, scale=scale, softcap=softcap, sink_H=sink_H, dropout=dropout)
 
 
 def _keep_chosen(

@@ -16,8 +16,9 @@ from lightning_fastft.core.patcher import ModelPatcher, share_state
 from lightning_fastft.core.status import Status
 from lightning_fastft.hf.families import find_decoder
 from lightning_fastft.kernels.cross_entropy.op import labelled_cross_entropy, token_statistics
-from lightning_fastft.packing.context import BatchContext, PackPart
+from lightning_fastft.packing.context import BatchContext
 from lightning_fastft.packing.document import IGNORED_LABEL
+from lightning_fastft.packing.parts import PackPart
 from lightning_fastft.patches.lazy_logits import LazyLogits, TokenStatistics
 from lightning_fastft.patches.part_exchange import sum_over_parts
 
@@ -136,14 +137,7 @@ class HeadLink:
         if isinstance(num_items, torch.Tensor) and not (num_items.device.type == "cpu" and num_items.ndim == 0):
             # A number stays on the host; kernels take it as an argument.
             num_items = num_items.to(logits.device, non_blocking=True)
-        head = logits.as_head()
-        rows: dict[str, Any] = {"row_R": targets.row_R, "target_R": targets.target_R, "num_rows": targets.num_rows}
-        if torch.is_grad_enabled():
-            loss = labelled_cross_entropy(head, **rows, num_items=num_items)
-        else:
-            nll_sum, num_correct = token_statistics(head, **rows)
-            logits.statistics = TokenStatistics(nll_sum, num_correct, targets.num_labelled)
-            loss = nll_sum / num_items
+        loss = _labelled_loss(logits, targets, num_items)
         loss = loss if part is None else sum_over_parts(loss, part=part)
         # Models add auxiliary losses in place.
         logits.cross_entropy = loss.detach().clone()
@@ -245,6 +239,17 @@ def _find_targets(logits: LazyLogits, *, labels: torch.Tensor, shift_labels: tor
         shift_labels = nn.functional.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:]
     target_R = shift_labels.reshape(-1).to(logits.device, non_blocking=True)
     return _Targets(None, target_R, target_R.shape[0], (target_R != IGNORED_LABEL).sum())
+
+
+def _labelled_loss(logits: LazyLogits, targets: _Targets, num_items: float | torch.Tensor) -> torch.Tensor:
+    """Return the cross-entropy of labelled rows; without gradients also note their statistics."""
+    head = logits.as_head()
+    rows: dict[str, Any] = {"row_R": targets.row_R, "target_R": targets.target_R, "num_rows": targets.num_rows}
+    if torch.is_grad_enabled():
+        return labelled_cross_entropy(head, **rows, num_items=num_items)
+    nll_sum, num_correct = token_statistics(head, **rows)
+    logits.statistics = TokenStatistics(nll_sum, num_correct, targets.num_labelled)
+    return nll_sum / num_items
 
 
 def _is_untouched_view(labels: torch.Tensor, *, of: torch.Tensor) -> bool:

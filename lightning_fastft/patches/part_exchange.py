@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_fastft.core.errors import BackendError
-from lightning_fastft.packing.context import PackPart
+from lightning_fastft.packing.parts import PackPart
 
 
 def gather_rows(

@@ -2,40 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_fastft.activations.budgets import auto_host_bytes
-from lightning_fastft.checkpoint.files import check_file
-from lightning_fastft.checkpoint.io import VerifiedCheckpointIO, warn_of_options, warn_without_digest
-from lightning_fastft.checkpoint.ranks import on_all_ranks
-from lightning_fastft.core.checks import check_bool, check_choice, check_int, check_string, local_path
-from lightning_fastft.core.errors import CheckpointNotSavedError, DamagedCheckpointError, OptionError
+from lightning_fastft.core.checks import check_choice, check_int, check_string
+from lightning_fastft.core.errors import OptionError
 from lightning_fastft.core.status import Status
 from lightning_fastft.strategies.context_parallel import MOST_DEVICES
-from lightning_fastft.strategies.expert_parallel import ExpertParallelMixin
-from lightning_fastft.strategies.first_state import read_first_state
+from lightning_fastft.strategies.folder_checkpoints import FolderCheckpointStrategy
 from lightning_fastft.strategies.mesh import check_mesh
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import lightning.pytorch as pl
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.optim import Optimizer
 
     from lightning_fastft.activations.checkpointing import OffloadCheckpointing
-    from lightning_fastft.checkpoint.folder_writer import FolderWriter
     from lightning_fastft.hf.sharding.replicas import ReplicatedParameters
 
 # Precisions that Lightning's ModelParallelStrategy supports. Lightning 2.6.6 checks them for an instance, but not for a
@@ -43,7 +29,7 @@ if TYPE_CHECKING:
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true")
 
 
-class FastFTFSDPStrategy(ExpertParallelMixin, ModelParallelStrategy):
+class FastFTFSDPStrategy(FolderCheckpointStrategy):
     """Train with FSDP2: shard weights, gradients and optimizer state, and gather one decoder layer at a time.
 
     Distribution is torch's and Lightning's own. Every device is a data-parallel rank unless the sizes say otherwise. A
@@ -135,6 +121,7 @@ class FastFTFSDPStrategy(ExpertParallelMixin, ModelParallelStrategy):
             data_parallel_size=data_parallel_size,
             tensor_parallel_size=tensor_parallel_size,
             save_distributed_checkpoint=save_distributed_checkpoint,
+            async_save=async_save,
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
@@ -146,8 +133,6 @@ class FastFTFSDPStrategy(ExpertParallelMixin, ModelParallelStrategy):
         if shard not in ("auto", "node"):
             check_int("shard", shard, low=1, high=MOST_DEVICES)  # type: ignore[arg-type]
         self.shard = shard
-        check_bool("save_distributed_checkpoint", save_distributed_checkpoint)
-        self.async_save = check_bool("async_save", async_save)
         if process_group_backend is not None:
             check_string("process_group_backend", process_group_backend)
         if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta(0)):
@@ -155,7 +140,6 @@ class FastFTFSDPStrategy(ExpertParallelMixin, ModelParallelStrategy):
         self._sharding: Status | None = None
         self._replicated: ReplicatedParameters | None = None
         self._sharding_mesh: DeviceMesh | None = None
-        self._writer: FolderWriter | None = None
 
     @property
     def sharding_mesh(self) -> DeviceMesh:
@@ -194,36 +178,11 @@ class FastFTFSDPStrategy(ExpertParallelMixin, ModelParallelStrategy):
         self._replicate()
 
     def teardown(self) -> None:
-        """Tear down the parent strategies, and finish a checkpoint that is still being written."""
-        try:
-            self.finish_saves()
-        finally:
-            if self._writer is not None:
-                self._writer.close()
-                self._writer = None
-            if self._replicated is not None:
-                self._replicated.release()
-                self._replicated = None
-            super().teardown()
-            self.checkpoint_io.teardown()
-
-    def on_train_end(self) -> None:
-        """Wait for the last checkpoint.
-
-        Raises:
-            CheckpointNotSavedError: It was not written; on all ranks.
-        """
-        super().on_train_end()
-        self.finish_saves()
-
-    def on_exception(self, exception: BaseException) -> None:
-        """Wait for a checkpoint that is being written, and report its error in addition to that of the run."""
-        super().on_exception(exception)
-        writer, self._writer = self._writer, None
-        # Its process group is not destroyed, because other ranks may be gone.
-        failure = None if writer is None else writer.finish()
-        if failure is not None:
-            rank_zero_warn(f"The last checkpoint was not saved: {failure}")
+        """Tear down the parent strategies."""
+        if self._replicated is not None:
+            self._replicated.release()
+            self._replicated = None
+        super().teardown()
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -244,96 +203,6 @@ class FastFTFSDPStrategy(ExpertParallelMixin, ModelParallelStrategy):
             self._is_in_window = False
             for root in roots:
                 root.set_requires_gradient_sync(True)
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the sharded state of the model; layers that an evaluation left gathered are sharded first."""
-        self._reshard()
-        return super().lightning_module_state_dict()
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the sharded state of an optimizer, as Lightning does; a read before the first step changes nothing."""
-        inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return super().optimizer_state(inner) if inner.state else read_first_state(inner, super().optimizer_state)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Save one file, or a folder, which is renamed after all ranks have written and rank 0 has their digests.
-
-        During ``fit`` a folder is written in the background, see async_save.
-
-        Raises:
-            CheckpointNotSavedError: This checkpoint or the one before it was not written; on all ranks.
-        """
-        if (
-            not (self._save_distributed_checkpoint and isinstance(self.checkpoint_io, VerifiedCheckpointIO))
-            or storage_options is not None
-        ):
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-            return
-        from lightning_fastft.checkpoint.folders import save_folder
-
-        place = local_path(self.broadcast(filepath), use="saved to")
-        io = self.checkpoint_io
-        on_all_ranks(lambda: io.prepare(place.parent) if self.is_global_zero else None, error=CheckpointNotSavedError)
-        io.own(place.parent)
-        if not (self.async_save and self._is_fitting()):
-            self.finish_saves()
-            save_folder(checkpoint, place)
-            return
-        if self._writer is None:
-            from lightning_fastft.checkpoint.folder_writer import FolderWriter
-
-            self._writer = FolderWriter(self.root_device, self._timeout)
-        self._writer.save(checkpoint, place, host_bytes=auto_host_bytes() // self.num_processes)
-
-    def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove a checkpoint; one that is being replaced is kept until its successor is committed."""
-        remove = functools.partial(super().remove_checkpoint, filepath)
-        if self._writer is None:
-            remove()
-        else:
-            self._writer.then(remove)
-
-    def finish_saves(self) -> None:
-        """Wait until the checkpoint that is being written is committed. All ranks must call this.
-
-        Raises:
-            CheckpointNotSavedError: It was not written; on all ranks.
-        """
-        failure = None if self._writer is None else self._writer.finish()
-        if failure is not None:
-            raise failure
-
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load verified tensors into the shards of the model.
-
-        Raises:
-            DamagedCheckpointError: A file has changed since it was written; on all ranks.
-            UnsafeCheckpointError: A file holds more than tensors and plain types.
-            ResumeError: Settings of this run and of the checkpoint do not fit.
-        """
-        self.finish_saves()
-        self._reshard()
-        if not isinstance(self.checkpoint_io, VerifiedCheckpointIO):
-            return super().load_checkpoint(checkpoint_path, weights_only)
-        place = local_path(self.broadcast(checkpoint_path), use="loaded from")
-        warn_of_options(weights_only)
-        io = self.checkpoint_io
-        on_all_ranks(lambda: io.prepare(place.parent) if self.is_global_zero else None, error=DamagedCheckpointError)
-        if not place.is_dir():
-            on_all_ranks(lambda: check_file(place) if self.is_global_zero else True, error=DamagedCheckpointError)
-            warn_without_digest(place)
-            return super().load_checkpoint(place, True)
-        from lightning_fastft.checkpoint.folders import load_folder
-
-        assert self.lightning_module is not None
-        assert self.model is not None
-        return load_folder(
-            place,
-            module=self.model,
-            optimizers=self.optimizers,
-            strict=self.lightning_module.strict_loading,
-            judge=self._check_settings,
-        )
 
     def statuses(self) -> list[Status]:
         """Return the statuses, with how the model is sharded."""
@@ -370,15 +239,6 @@ class FastFTFSDPStrategy(ExpertParallelMixin, ModelParallelStrategy):
                 "their defaults, or set tensor_parallel_size=1."
             )
         return shard
-
-    def _is_fitting(self) -> bool:
-        """Return whether training steps follow, during which a save can run; after an error, other ranks may not take
-        part.
-        """
-        trainer = self._fastft_trainer
-        if trainer is None or trainer.interrupted or trainer.state.status != TrainerStatus.RUNNING:
-            return False
-        return trainer.state.fn == TrainerFn.FITTING
 
     def _num_shards(self) -> int:
         return self._choose_shard()
@@ -429,9 +289,3 @@ class FastFTFSDPStrategy(ExpertParallelMixin, ModelParallelStrategy):
         found = replicated_parameters(self.lightning_module)
         if found and self._replicated is None:
             self._replicated = ReplicatedParameters(found)
-
-    def _reshard(self) -> None:
-        from lightning_fastft.hf.sharding.state import reshard
-
-        assert self.model is not None
-        reshard(self.model)

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-
 _NOTHING_TRAINED = "Nothing was trained."
 
 
@@ -251,11 +250,8 @@ class FastFTStrategyMixin(_Base):
             return own
         found = [*collect_statuses(self._fastft_trainer, own), self._describe_checkpoints()]
         if not _resumes_exactly(self._fastft_trainer):
-            reason = (
-                "disabled (exact_resume=False)"
-                if not self.exact_resume
-                else "ExactResume was removed from the callbacks"
-            )
+            removed, disabled = "ExactResume was removed from the callbacks", "disabled (exact_resume=False)"
+            reason = removed if self.exact_resume else disabled
             found.append(Status("exact resume", "inactive", reason))
         if self._even_batches is not None and self._fastft_trainer.world_size > 1:
             found.append(self._even_batches)

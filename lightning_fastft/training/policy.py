@@ -26,6 +26,11 @@ ADVANTAGES: tuple[Advantage, ...] = get_args(Advantage)
 # Added to the deviation of a group's rewards, as GRPO's implementations do.
 DEVIATION_EPS = 1e-4
 LARGEST_WEIGHT = 1e3
+# Options that a checkpoint keeps.
+_OPTIONS = (
+    "loss", "advantage", "ratio", "clip_low", "clip_high", "kl_weight", "temperature", "sampler_clip",
+    "max_completion_tokens",
+)  # fmt: skip
 
 
 class PolicyTuner(ReferenceTuner):
@@ -99,19 +104,7 @@ class PolicyTuner(ReferenceTuner):
         self.max_completion_tokens = max_completion_tokens
         if max_completion_tokens is not None:
             check_int("max_completion_tokens", max_completion_tokens, low=1)
-        self.save_hyperparameters(
-            {
-                "loss": loss,
-                "advantage": advantage,
-                "ratio": ratio,
-                "clip_low": clip_low,
-                "clip_high": clip_high,
-                "kl_weight": kl_weight,
-                "temperature": temperature,
-                "sampler_clip": sampler_clip,
-                "max_completion_tokens": max_completion_tokens,
-            }
-        )
+        self.save_hyperparameters({name: getattr(self, name) for name in _OPTIONS})
 
     @property
     def data_needs(self) -> DataNeeds:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from lightning_fastft.patches.head import LazyLogits
 
 LARGEST_BETA = 1e3
+# Options that a checkpoint keeps; and sft_weight as it was given, because None is another number for another loss.
+_OPTIONS = ("loss", "beta", "label_smoothing", "gamma", "desirable_weight", "undesirable_weight")
 
 
 class PreferenceTuner(ReferenceTuner):
@@ -91,17 +93,7 @@ class PreferenceTuner(ReferenceTuner):
             raise OptionError(f"loss={loss!r} has no label_smoothing; leave it at 0.")
         if loss == "robust" and not label_smoothing:
             raise OptionError("loss='robust' corrects for wrong labels: set label_smoothing to their share, above 0.")
-        self.save_hyperparameters(
-            {
-                "loss": loss,
-                "beta": beta,
-                "label_smoothing": label_smoothing,
-                "gamma": gamma,
-                "sft_weight": sft_weight,
-                "desirable_weight": desirable_weight,
-                "undesirable_weight": undesirable_weight,
-            }
-        )
+        self.save_hyperparameters({name: getattr(self, name) for name in _OPTIONS} | {"sft_weight": sft_weight})
 
     @property
     def data_needs(self) -> DataNeeds:

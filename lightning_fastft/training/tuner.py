@@ -131,17 +131,6 @@ class Tuner(SavedCausalLM):
             frozen_adapters=frozen_adapters,
         )
         super().__init__(model, built_from)
-        options: dict[str, Any] = {
-            "learning_rate": learning_rate,
-            "weight_decay": weight_decay,
-            "scheduler": scheduler,
-            "scheduler_interval": scheduler_interval,
-            "warmup_share": warmup_share,
-            "warmup_steps": warmup_steps,
-            "min_learning_rate_share": min_learning_rate_share,
-            "loraplus_lr_ratio": loraplus_lr_ratio,
-        }
-        check_optimizer_options(optimizer=optimizer, has_adapters=self.has_adapters, **options)
         self.optimizer_factory = optimizer
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
@@ -151,7 +140,8 @@ class Tuner(SavedCausalLM):
         self.warmup_share = warmup_share
         self.warmup_steps = warmup_steps
         self.min_learning_rate_share = min_learning_rate_share
-        self.save_hyperparameters(collect_optimizer_hyperparameters(options))
+        check_optimizer_options(self)
+        self.save_hyperparameters(collect_optimizer_hyperparameters(self))
         self.token_metrics = nn.ModuleDict()
         self._checked_models: set[int] = set()
 

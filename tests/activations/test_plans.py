@@ -9,7 +9,7 @@ from lightning_fastft.activations.segments import RECOMPUTE
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.core.run_environment import RunEnvironment
 from lightning_fastft.fused.functions import feed_forward, projections
-from lightning_fastft.moe import routing as experts
+from lightning_fastft.moe import expert_linears as experts
 from lightning_fastft.moe.install import install_bincount_router
 from lightning_fastft.patches.packed import install_packed_training
 from lightning_fastft.planner.step import SegmentPlan

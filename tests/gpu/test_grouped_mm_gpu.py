@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from lightning_fastft.core.errors import OptionError
-from lightning_fastft.kernels.grouped_mm import op
-from lightning_fastft.kernels.grouped_mm.op import choose_backend, choose_grad_backend, grouped_mm, grouped_weight_grad
+from lightning_fastft.kernels.grouped_mm import choice
+from lightning_fastft.kernels.grouped_mm.choice import choose_backend, choose_grad_backend
+from lightning_fastft.kernels.grouped_mm.op import grouped_mm, grouped_weight_grad
 from tests.kernels.test_grouped_mm import check_grad, check_product, make_case, public_grad, public_product
 from tests.support.host_waits import waits_are_errors
 
@@ -113,7 +114,7 @@ def test_every_backend_gives_the_same_within_a_rounding_and_auto_says_which_it_t
     name = choose_backend(case.x_NI, case.weight_EIO, has_addend=True)
     assert name == (
         "torch"
-        if is_torch_fast() and torch.cuda.get_device_capability()[0] not in op._ONE_PASS_CAPABILITIES
+        if is_torch_fast() and torch.cuda.get_device_capability()[0] not in choice._ONE_PASS_CAPABILITIES
         else "triton"
     )
     assert choose_grad_backend(case.x_NI, case.d_NO, num_experts=len(COUNTS)) == (

@@ -10,10 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.fp8_linear.reference import FP8
-from lightning_fastft.kernels.grouped_mm import op, reference
+from lightning_fastft.kernels.grouped_mm import choice, op, reference
+from lightning_fastft.kernels.grouped_mm.choice import choose_backend, choose_grad_backend, why_not_torch
 from lightning_fastft.kernels.grouped_mm.op import (
-    choose_backend,
-    choose_grad_backend,
     grouped_mm,
     grouped_mm_fp8,
     grouped_weight_grad,
@@ -508,7 +507,7 @@ test_a_fault_planted_in_the_composition_is_seen, test_the_composition_passes_the
 def pretend_cuda(monkeypatch):
     """Tensors without memory that say they are on a CUDA device, and the capability of that device."""
     capability = [9, 0]
-    monkeypatch.setattr(op, "capability_of", lambda device: tuple(capability))
+    monkeypatch.setattr(choice, "capability_of", lambda device: tuple(capability))
     with FakeTensorMode():
         yield capability
 
@@ -641,7 +640,7 @@ def test_the_checks_and_the_choice_never_wait():
     case = make_case((5, 0, 7), 16, 24, dtype=torch.float32, rank=8, has_bias=True, step=8)
     with HostWaits() as waits:
         op._check_product(case.x_NI, case.weight_EIO, case.end_E, addend=case.addend, out_NO=None)
-        assert op._why_not_torch(case.x_NI, case.weight_EIO) is None
+        assert why_not_torch(case.x_NI, case.weight_EIO) is None
     assert waits.total == 0
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from lightning_fastft.core.errors import ContextError, OptionError, ShapeError
-from lightning_fastft.packing.context import LABELLED_ROW_BUCKET, BatchContext
+from lightning_fastft.packing.context import BatchContext
+from lightning_fastft.packing.context_content import LABELLED_ROW_BUCKET
 from lightning_fastft.packing.masks import BLOCK_SIZE, KEY_STEP
 from lightning_fastft.packing.spans import BidirectionalSpans
 

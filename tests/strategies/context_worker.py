@@ -64,8 +64,8 @@ GPU_CASES = ("llama, three key/value heads", "llama, lora, fused, recompute", "g
 
 def skip_the_last_label():
     """The last row of a part has no label: it is searched in the part alone."""
-    real = contexts._find_labelled_rows
-    return mock.patch.object(contexts, "_find_labelled_rows", lambda label_T: real(label_T[:-1]))
+    real = contexts.find_labelled_rows
+    return mock.patch.object(contexts, "find_labelled_rows", lambda label_T: real(label_T[:-1]))
 
 
 def restart_positions():

@@ -124,6 +124,17 @@ def _read(
         # Quantisation on CUDA hides a NaN.
         largest = model.hf_quantizer.largest
         refuse_not_finite(list(largest), list(largest.values()), name=source.name)
+    _check_report(report, model=model, source=source)
+    if is_mxfp4:
+        # transformers 5.17 leaves dequantised weights in bf16 for any requested dtype.
+        for parameter in model.parameters():
+            if parameter.ndim == 3:
+                parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def _check_report(report: Mapping[str, Any], *, model: PreTrainedModel, source: ModelSource) -> None:
+    """Raise DataError if a weight of the model did not come from the files, or one of theirs has no place in it."""
     wrong = {
         "missing from the files": sorted(report["missing_keys"]),
         "in the files but not in the model": sorted(report["unexpected_keys"]),
@@ -139,12 +150,6 @@ def _read(
             f"The weights of {source.model} do not fit {type(model).__name__}: {'; '.join(faults)}. "
             "Check the files and the configuration, or load the model yourself and pass it to FineTuner."
         )
-    if is_mxfp4:
-        # transformers 5.17 leaves dequantised weights in bf16 for any requested dtype.
-        for parameter in model.parameters():
-            if parameter.ndim == 3:
-                parameter.data = parameter.data.to(dtype)
-    return model
 
 
 def _holds_mxfp4(config: PretrainedConfig) -> bool:

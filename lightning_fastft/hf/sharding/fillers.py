@@ -75,9 +75,11 @@ class Filler:
 
     Attributes:
         draws: Whether the model initialises its tensors. A module without tensors must then be initialised too.
+        master_dtype: Dtype in which trained weights will be held; None for each weight's own.
     """
 
     draws = False
+    master_dtype: torch.dtype | None = None
 
     def __init__(self, *, device: torch.device) -> None:
         self.device = device
@@ -89,15 +91,7 @@ class Filler:
         with torch.device("cpu"), default_dtype(torch.float32), torch.no_grad():
             yield
 
-    def fill(
-        self,
-        module: nn.Module,
-        *,
-        keys: list[str],
-        prefix: str,
-        owner: PreTrainedModel,
-        master_dtype: torch.dtype | None,
-    ) -> None:
+    def fill(self, module: nn.Module, *, keys: list[str], prefix: str, owner: PreTrainedModel) -> None:
         """Fill module's own parameters of these keys and its buffers."""
         raise NotImplementedError
 
@@ -143,15 +137,7 @@ class _RandomFiller(Filler):
         with super().opened(), seeded(self.seed, device=self.device):
             yield
 
-    def fill(
-        self,
-        module: nn.Module,
-        *,
-        keys: list[str],
-        prefix: str,
-        owner: PreTrainedModel,
-        master_dtype: torch.dtype | None,
-    ) -> None:
+    def fill(self, module: nn.Module, *, keys: list[str], prefix: str, owner: PreTrainedModel) -> None:
         """Allocate module's own tensors and let the model initialise them."""
         for key in keys:
             meta = module._parameters[key]
@@ -186,21 +172,13 @@ class _FileFiller(Filler):
             refuse_not_finite(list(self.largest), list(self.largest.values()), name=self.name)
             self._files, self.largest = {}, {}
 
-    def fill(
-        self,
-        module: nn.Module,
-        *,
-        keys: list[str],
-        prefix: str,
-        owner: PreTrainedModel,
-        master_dtype: torch.dtype | None,
-    ) -> None:
+    def fill(self, module: nn.Module, *, keys: list[str], prefix: str, owner: PreTrainedModel) -> None:
         """Read module's own tensors; the model computes those that no file has (tables of rotary frequencies)."""
         for key in keys:
             meta = module._parameters[key]
             assert meta is not None
             # A master weight gets the value of the file, not one rounded to a narrower dtype.
-            dtype = master_dtype if master_dtype is not None and meta.requires_grad else meta.dtype
+            dtype = self.master_dtype if self.master_dtype is not None and meta.requires_grad else meta.dtype
             real = nn.Parameter(self._read(prefix + key, dtype=dtype), requires_grad=meta.requires_grad)
             # transformers checks this before it initialises a tensor.
             real._is_hf_initialized = True  # type: ignore[attr-defined]

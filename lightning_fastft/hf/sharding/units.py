@@ -149,6 +149,8 @@ class _Sharder:
         self.filler = filler
         self.compute_dtype = None if compute_dtype is torch.float32 else compute_dtype
         self.master_dtype = master_dtype
+        if filler is not None:
+            filler.master_dtype = master_dtype
         self.units: set[int] = set()
         self.replicates_adapters = False
         self.num_replicated = 0
@@ -241,7 +243,7 @@ class _Sharder:
                 open_keys.append(key)
         has_buffers = any(buffer is not None and buffer.is_meta for buffer in module._buffers.values())
         if open_keys or has_buffers:
-            filler.fill(module, keys=open_keys, prefix=_plain_name(prefix), owner=owner, master_dtype=self.master_dtype)
+            filler.fill(module, keys=open_keys, prefix=_plain_name(prefix), owner=owner)
         for key, meta in metas.items():
             filled = module._parameters[key]
             assert filled is not None

@@ -233,13 +233,11 @@ def choose_backend(need: AttentionNeed) -> str:
 
 def find_obstacle(backend: str, need: AttentionNeed) -> str:
     """Return why a backend cannot run a call; an empty string if it can."""
+    device = f"this device has {need.capability[0]}.{need.capability[1]}"
     obstacles: dict[str, tuple[tuple[bool, str], ...]] = {
         "varlen": (
             (need.device_type != "cuda", "runs on CUDA only"),
-            (
-                need.capability < AMPERE,
-                f"needs compute capability 8.0, this device has {need.capability[0]}.{need.capability[1]}",
-            ),
+            (need.capability < AMPERE, f"needs compute capability 8.0, {device}"),
             (need.dtype not in (torch.float16, torch.bfloat16), f"takes float16 and bfloat16, not {need.dtype}"),
             (
                 max(need.head_width, need.value_width) > MAX_HEAD_WIDTH,
@@ -250,10 +248,7 @@ def find_obstacle(backend: str, need: AttentionNeed) -> str:
         ),
         "cudnn": (
             (need.device_type != "cuda", "runs on CUDA only"),
-            (
-                need.capability < HOPPER,
-                f"needs compute capability 9.0, this device has {need.capability[0]}.{need.capability[1]}",
-            ),
+            (need.capability < HOPPER, f"needs compute capability 9.0, {device}"),
             (need.dtype not in (torch.float16, torch.bfloat16), f"takes float16 and bfloat16, not {need.dtype}"),
             (
                 need.head_width > CUDNN_HEAD_WIDTH or need.head_width % 8 > 0,
@@ -269,10 +264,7 @@ def find_obstacle(backend: str, need: AttentionNeed) -> str:
         "flex": (
             (need.device_type not in ("cuda", "cpu"), f"does not run on {need.device_type}"),
             (need.device_type == "cpu" and need.needs_grad, "has no backward on a CPU"),
-            (
-                need.device_type == "cuda" and need.capability < AMPERE,
-                f"needs compute capability 8.0, this device has {need.capability[0]}.{need.capability[1]}",
-            ),
+            (need.device_type == "cuda" and need.capability < AMPERE, f"needs compute capability 8.0, {device}"),
             (
                 need.device_type == "cuda" and min(need.head_width, need.value_width) < 16,
                 f"needs heads at least 16 wide, not {min(need.head_width, need.value_width)}",

@@ -55,17 +55,14 @@ def find_obstacle(device: torch.device) -> str:
         >>> find_obstacle(torch.device("cpu"))
         'fp8 products need a CUDA device of compute capability 8.9 or higher, and the weights are on cpu'
     """
-    needs = (
-        f"fp8 products need a CUDA device of compute capability {'.'.join(map(str, LEAST_CAPABILITY))} or higher, and"
-    )
+    least = ".".join(map(str, LEAST_CAPABILITY))
+    needs = f"fp8 products need a CUDA device of compute capability {least} or higher, and"
     if device.type != "cuda":
         return f"{needs} the weights are on {device}"
     capability = torch.cuda.get_device_capability(device)
-    return (
-        ""
-        if capability >= LEAST_CAPABILITY
-        else f"{needs} {torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}"
-    )
+    if capability >= LEAST_CAPABILITY:
+        return ""
+    return f"{needs} {torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}"
 
 
 def quantise_rows(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 from lightning_fastft.core.checks import check_float, check_path
 from lightning_fastft.core.cores import count_usable_cores
@@ -30,11 +29,6 @@ def check_paths(paths: object) -> None:
     for source, weight in paths.items():
         check_path("A source in paths", source)
         check_float(f"The weight of {source} in paths", weight, low=1e-9)
-
-
-def find_weights(paths: Any) -> dict[str, float] | None:
-    """Return the weights of a mixture; None for other training data."""
-    return dict(paths) if is_mixture(paths) else None
 
 
 def check_source(name: str, source: object) -> None:

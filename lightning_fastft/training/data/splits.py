@@ -21,7 +21,7 @@ from lightning_fastft.core.checks import (
 )
 from lightning_fastft.core.errors import DataError, OptionError, printable
 from lightning_fastft.packing.packs import Packs, pack_best_fit_decreasing
-from lightning_fastft.packing.reading.sources import REJECTED
+from lightning_fastft.packing.reading.sources import REJECTED, is_mixture
 from lightning_fastft.packing.rows.formats import FormatOptions
 from lightning_fastft.packing.rows.rejects import is_rejects
 from lightning_fastft.packing.step_plan import StepPlan
@@ -37,7 +37,6 @@ from lightning_fastft.training.data.options import (
     check_source,
     count_processes,
     find_cache_dir,
-    find_weights,
 )
 from lightning_fastft.training.data.subsets import (
     can_share_prompts,
@@ -110,7 +109,7 @@ class SplitDataModule(LightningDataModule):
         self._sources = sources
         self._given_tokenizer = tokenizer
         self._tokenizer: Any = tokenizer_of(tokenizer)
-        self._weights = find_weights(sources["train"])
+        self._weights: dict[str, float] | None = dict(sources["train"]) if is_mixture(sources["train"]) else None
         self._mixture: list[MixedSource] = []
         self._tokenized: dict[str, tuple[Any, TokenizedDataset]] = {}
         self._subsets: dict[str, DocumentSubset] = {}

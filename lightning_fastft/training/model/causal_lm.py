@@ -90,7 +90,6 @@ class CausalLMModule(LightningModule):
         # A second model that is never trained or saved: a reference, a teacher.
         self.frozen_model: Any = None
         self.low_precision_adapters: Any = None
-        self._given_tokenizer = options.tokenizer
         # A processor of texts and images holds the tokenizer.
         self._tokenizer: Any = tokenizer_of(options.tokenizer)
         self._transforms: dict[str, tuple[Transform, Stage]] = {}
@@ -125,7 +124,7 @@ class CausalLMModule(LightningModule):
         from lightning_fastft.hf.images import ImageEncoder
         from lightning_fastft.hf.loading.source import ModelSource
 
-        given = self._given_tokenizer
+        given = self._options.tokenizer
         if is_processor(given):
             return ImageEncoder(given)
         source = ModelSource(given) if isinstance(given, str) else self.source
@@ -259,9 +258,7 @@ class CausalLMModule(LightningModule):
                 seed=self._seed,
                 filler=filler,
                 source=self.source,
-                adapter=self._options.adapter,
-                frozen_adapters=self._options.frozen_adapters or (),
-                accept_other_base=self.accept_other_base,
+                options=self._options,
             )
             self._initial = read_initial(model) if changes_base(lora) else None
             if is_eva(lora):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lightning_fastft.hf.loading.source import ModelSource
     from lightning_fastft.hf.sharding.fillers import Filler
     from lightning_fastft.packing.document import Document
+    from lightning_fastft.training.model.options import ModelOptions
 
 Average = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
 Transform = Callable[[Any], Any]
@@ -183,10 +184,8 @@ def add_lora(
     adapter_dtype: torch.dtype,
     seed: int,
     filler: Filler | None,
-    source: ModelSource | None = None,
-    adapter: str | None = None,
-    frozen_adapters: Sequence[str] = (),
-    accept_other_base: bool = False,
+    source: ModelSource | None,
+    options: ModelOptions,
 ) -> PeftModel:
     """Return the PEFT model with adapters: those of the folder ``adapter``, or new ones; and frozen ones beside them.
 
@@ -198,8 +197,9 @@ def add_lora(
     from lightning_fastft.hf.lora_init import initialise_loftq, is_loftq
 
     compute_dtype = model.dtype
+    adapter, frozen_adapters = options.adapter, options.frozen_adapters or ()
     for folder in (*([] if adapter is None else [adapter]), *frozen_adapters):
-        check_adapter_base(folder, base=model, accept_other=accept_other_base)
+        check_adapter_base(folder, base=model, accept_other=options.accept_other_base)
     with_loftq = is_loftq(lora)
     if with_loftq:
         # Saved adapters must not ask PEFT for LoftQ, which would quantise the base that they are loaded onto.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,10 +24,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from lightning_fastft.hf.loading.source import ModelSource
+    from lightning_fastft.training.tuner import Tuner
 
 # Ten times the largest rate in use, and more steps than a run has: a larger number has a misplaced decimal point.
 LARGEST_RATE, LARGEST_STEP = 1e3, 10**9
-# Options of the model that a checkpoint keeps as they are.
+# Options of the model and of the optimizer that a checkpoint keeps as they are.
+_KEPT_OF_OPTIMIZER = (
+    "learning_rate", "weight_decay", "scheduler", "scheduler_interval", "warmup_share", "warmup_steps",
+    "min_learning_rate_share", "loraplus_lr_ratio",
+)  # fmt: skip
 _KEPT = ("quantization", "dtype", "adapter_dtype", "master_dtype", "revision", "frozen_adapters", "init")
 
 
@@ -121,42 +125,31 @@ class ModelOptions:
         return kept
 
 
-def check_optimizer_options(
-    *,
-    optimizer: object,
-    learning_rate: float | None,
-    weight_decay: float | None,
-    scheduler: object,
-    scheduler_interval: str,
-    warmup_share: float,
-    warmup_steps: int | None,
-    min_learning_rate_share: float,
-    loraplus_lr_ratio: float | None,
-    has_adapters: bool,
-) -> None:
+def check_optimizer_options(tuner: Tuner) -> None:
     """Check the options of the optimizer and its schedule.
 
     Raises:
         OptionError: A value is not allowed.
     """
+    optimizer = tuner.optimizer_factory
     if optimizer is not None and not callable(optimizer):
         raise OptionError(
             f"optimizer must be called with the parameters, got {optimizer!r} ({type(optimizer).__name__})."
         )
-    if not callable(scheduler):
-        check_choice("scheduler", scheduler, SCHEDULES)
-    check_choice("scheduler_interval", scheduler_interval, ("step", "epoch"))
-    check_share("warmup_share", warmup_share)
-    check_share("min_learning_rate_share", min_learning_rate_share)
-    if learning_rate is not None:
-        check_float("learning_rate", learning_rate, low=0.0, high=LARGEST_RATE)
-    if weight_decay is not None:
-        check_float("weight_decay", weight_decay, low=0.0, high=LARGEST_RATE)
-    if warmup_steps is not None:
-        check_int("warmup_steps", warmup_steps, low=0, high=LARGEST_STEP)
-    if loraplus_lr_ratio is not None:
-        check_float("loraplus_lr_ratio", loraplus_lr_ratio, low=1.0, high=LARGEST_RATE)
-        if not has_adapters:
+    if not callable(tuner.scheduler):
+        check_choice("scheduler", tuner.scheduler, SCHEDULES)
+    check_choice("scheduler_interval", tuner.scheduler_interval, ("step", "epoch"))
+    check_share("warmup_share", tuner.warmup_share)
+    check_share("min_learning_rate_share", tuner.min_learning_rate_share)
+    if tuner.learning_rate is not None:
+        check_float("learning_rate", tuner.learning_rate, low=0.0, high=LARGEST_RATE)
+    if tuner.weight_decay is not None:
+        check_float("weight_decay", tuner.weight_decay, low=0.0, high=LARGEST_RATE)
+    if tuner.warmup_steps is not None:
+        check_int("warmup_steps", tuner.warmup_steps, low=0, high=LARGEST_STEP)
+    if tuner.loraplus_lr_ratio is not None:
+        check_float("loraplus_lr_ratio", tuner.loraplus_lr_ratio, low=1.0, high=LARGEST_RATE)
+        if not tuner.has_adapters:
             raise OptionError(
                 "loraplus_lr_ratio is for adapters, and the whole model is trained: give lora, or remove it."
             )
@@ -171,6 +164,7 @@ def check_second_model(name: str, model: object) -> None:
     check_string(name, model)
 
 
-def collect_optimizer_hyperparameters(options: Mapping[str, Any]) -> dict[str, Any]:
+def collect_optimizer_hyperparameters(tuner: Tuner) -> dict[str, Any]:
     """Return the options of the optimizer that a checkpoint keeps: all but a scheduler that is a function."""
+    options = {name: getattr(tuner, name) for name in _KEPT_OF_OPTIMIZER}
     return {name: value for name, value in options.items() if not callable(value)}
