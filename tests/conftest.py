@@ -28,7 +28,13 @@ gc.disable()
 
 # What ranks and workers are forked from has loaded these once; it is started by the first test that needs it.
 multiprocessing.set_forkserver_preload(
-    ["tests.support.two_ranks", "lightning_fastft.training.fine_tuner", "transformers.modeling_utils", "peft"]
+    [
+        "tests.support.two_ranks",
+        "tests.strategies.strategy_worker",
+        "lightning_fastft.training.fine_tuner",
+        "transformers.modeling_utils",
+        "peft",
+    ]
 )
 
 

@@ -529,7 +529,8 @@ class WeightsCount(measurement_module.Meter):
 def streaming(monkeypatch, **options):
     """A model of adapters, and the least peak with all of its weights on the device, in GiB."""
     model = get_peft_model(
-        build_tiny("llama", num_hidden_layers=8), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+        build_tiny("llama", num_hidden_layers=NUM_LAYERS),
+        LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False),
     ).train()
     monkeypatch.setattr(
         WeightsCount, "num_bytes", sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())

@@ -14,6 +14,7 @@ from lightning_fastft.estimate.machines import find_gpu
 from lightning_fastft.estimate.meta_model import Swaps
 from lightning_fastft.planner.plan import make_plan, predict, uniform_plan
 from lightning_fastft.training.optimizer import FusedAdamW
+from tests.support.children import thinned
 
 GIB = 2**30
 H200 = find_gpu("H200")
@@ -44,6 +45,10 @@ SMALL = {
 # Two layers and their norms, embedding and head, which are not tied, and the last norm.
 NUM_WEIGHTS = 2 * (2 * 128 * 128 + 2 * 64 * 128 + 3 * 128 * 256 + 2 * 128) + 2 * 512 * 128 + 128
 EXPERTS = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
+PLANNED_FAMILIES = (
+    *("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text"),
+    *("gpt_oss", "qwen3_moe", "mixtral", "olmoe", "granite", "smollm3"),
+)
 # Of the documents of benchmarks/lengths, on average over tokens.
 DOCUMENT_TOKENS = 910
 
@@ -189,24 +194,10 @@ def test_longer_documents_cost_more_and_a_window_bounds_them():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("has_adapters", [False, True])
 @pytest.mark.parametrize(
-    "model_type",
-    [
-        "llama",
-        "mistral",
-        "qwen2",
-        "qwen3",
-        "phi3",
-        "gemma2",
-        "gemma3_text",
-        "gpt_oss",
-        "qwen3_moe",
-        "mixtral",
-        "olmoe",
-        "granite",
-        "smollm3",
-    ],
+    ("model_type", "has_adapters"),
+    # Every family with or without adapters, in turns; `make test-faults` has the others.
+    thinned(PLANNED_FAMILIES, (False, True), keep=lambda family, has_adapters: family % 2 == has_adapters),
 )
 def test_every_family_has_costs_that_can_be_planned(model_type, has_adapters):
     config = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0, **(EXPERTS if "moe" in model_type else {})}

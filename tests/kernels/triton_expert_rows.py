@@ -11,18 +11,7 @@ from tests.support.truth import fresh_memory_is_nan, poisoned
 
 TOKENS = (0, 1, 7, 64, 257)
 CHOICES = (1, 2, 4, 8)
-COLUMNS = (
-    1,
-    2,
-    13,
-    127,
-    128,
-    129,
-    triton.MAX_BLOCK - 1,
-    triton.MAX_BLOCK,
-    triton.MAX_BLOCK + 1,
-    2 * triton.MAX_BLOCK + 37,
-)
+COLUMNS = (1, 2, 13, *range(127, 130), *range(triton.MAX_BLOCK - 1, triton.MAX_BLOCK + 2), 2 * triton.MAX_BLOCK + 37)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 # Every token is a program of its own: many tokens meet one choice, many choices a few tokens.

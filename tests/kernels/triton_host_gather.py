@@ -7,18 +7,7 @@ from lightning_fastft.kernels.host_gather import reference, triton
 from tests.support.kernel_harness import DEVICE, planted_faults
 from tests.support.truth import poisoned
 
-COLUMNS = (
-    1,
-    2,
-    13,
-    127,
-    128,
-    129,
-    triton.MAX_BLOCK - 1,
-    triton.MAX_BLOCK,
-    triton.MAX_BLOCK + 1,
-    2 * triton.MAX_BLOCK + 37,
-)
+COLUMNS = (1, 2, 13, *range(127, 130), *range(triton.MAX_BLOCK - 1, triton.MAX_BLOCK + 2), 2 * triton.MAX_BLOCK + 37)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
