@@ -21,6 +21,7 @@ from lightning_fastft.activations.slots import align
 from lightning_fastft.activations.vram_budget import (
     PLANNED_SHARE,
     BudgetWatch,
+    budget_for,
     check_feasible,
     choose_first_plan,
     least_peak_bytes,
@@ -185,14 +186,14 @@ class SegmentStack:
 
     @property
     def least_bytes(self) -> int | None:
-        """Device memory of the leanest plan, including reserved but unallocated memory; None if unknown."""
+        """Budget for the leanest plan, with its margin and reserved but unallocated memory; None if unknown."""
         cost = self.cost or self._predicted
         if cost is None:
             return None
         peak_bytes = least_peak_bytes(
             cost, host_budget_bytes=self._host_budget(), buffers=self.options.buffers, streaming=self._streaming
         )
-        return peak_bytes + self.measurement.gap_bytes
+        return budget_for(peak_bytes) + self.measurement.gap_bytes
 
     def describe(self) -> str:
         """Return the current treatment in one line."""

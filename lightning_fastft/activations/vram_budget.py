@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -149,6 +150,12 @@ def least_peak_bytes(cost: StepCost, *, host_budget_bytes: int, buffers: int, st
     return min(plan.peak_bytes for plan in found)
 
 
+def budget_for(peak_bytes: int) -> int:
+    """Return the least budget with room for a plan of this peak, the margin of plans included."""
+    # One byte more, for the rounding of both.
+    return math.ceil(peak_bytes / PLANNED_SHARE) + 1
+
+
 def check_feasible(
     cost: StepCost,
     layers: Sequence[nn.Module],
@@ -177,7 +184,7 @@ def check_feasible(
         least_peak_bytes, host_budget_bytes=host_budget_bytes, buffers=buffers, streaming=streaming
     )
     if least_of(certain) > vram_budget_bytes:
-        least = least_of(cost)
+        least = budget_for(least_of(cost))
         raise OptionError(
             f"vram_budget is {vram_budget_bytes / 2**30:.2f} GiB, and the leanest plan for this model and these packs "
             f"takes about {least / 2**30:.2f} GiB. Raise vram_budget, or use a smaller max_tokens or mlp_tiles=8."
