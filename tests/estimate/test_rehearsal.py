@@ -29,7 +29,8 @@ def kind(argument):
     """What Triton compiles for, without the device."""
     if isinstance(argument, tuple):
         return tuple(map(kind, argument))
-    return launches._kind(argument)[:2] if isinstance(argument, torch.Tensor) else launches._kind(argument)
+    kinds = launches._kinds((argument,))
+    return tuple(kinds[:2] if isinstance(argument, torch.Tensor) else kinds)
 
 
 def codes(recorded):

@@ -49,8 +49,8 @@ from lightning_fastft.core.status import render_status_table
 from lightning_fastft.fused.fp8_base import STATUS_NAME as FP8_STATUS
 from lightning_fastft.packing.collate import Document, PackedBatch, collate
 from lightning_fastft.packing.packs import Packs
-from lightning_fastft.packing.step_plan import StepPlan
 from lightning_fastft.strategies.single_device import FastFTStrategy
+from lightning_fastft.training.data.planned import TrainingPlan
 from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.fine_tuner import FineTuner
 from lightning_fastft.training.optimizer import FusedAdamW
@@ -206,10 +206,11 @@ class RulerData(PackedDataModule):
         starts = np.cumsum([0, *(len(pack.lengths) for pack in packs)])
         self._ruler_packs = Packs(document_N=np.arange(starts[-1]), start_P1=starts, max_tokens=max_tokens)
 
-    def _make_plan(self, *, sizes: tuple[int, int] | None = None, packs: Packs | None = None) -> StepPlan:
-        plan = super()._make_plan(sizes=sizes, packs=self._ruler_packs)
-        plan.shuffle = False
-        return plan
+    def _plan_training(self) -> TrainingPlan:
+        self._packs["train"] = self._ruler_packs
+        planned = super()._plan_training()
+        planned.plan.shuffle = False
+        return planned
 
 
 def make_trainer(strategy: Any, callback: Callback, *, max_steps: int, is_cuda: bool, **options: Any) -> Trainer:
