@@ -96,10 +96,11 @@ class FusedLayer:
         x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
         delta_rule = find_delta_rule(layer, form)
         if parts.qkv is not None and parts.out is not None and delta_rule is not None:
+            assert parts.norms[0] is not None
             with unwatched(session):
                 x_TD = mix_delta(
                     delta_rule,
-                    read_norm(layer.input_layernorm, form),
+                    parts.norms[0],
                     (parts.qkv, parts.out),
                     x_TD,
                     context=kwargs["context"],

@@ -24,7 +24,7 @@ def joined(factors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     for factor in factors:
         if factor.data_ptr() != end or not factor.is_contiguous():
             return None
-        if factor.untyped_storage()._cdata != first.untyped_storage()._cdata:
+        if factor.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
             return None
         end += factor.numel() * factor.element_size()
     num_rows, num_columns = sum(factor.shape[0] for factor in factors), first.shape[1]

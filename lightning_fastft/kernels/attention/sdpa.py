@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from lightning_fastft.core.once_differentiable import once_differentiable
 from lightning_fastft.kernels.backends import capability_of
 from lightning_fastft.packing.context import BatchContext, VarlenArguments
 
@@ -104,12 +104,6 @@ class _OffsetAttention(torch.autograd.Function):
         return d_q[0], d_k_TGW, d_v_TGW, None, None
 
 
-def _repeat(x_TGW: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Return keys or values of every query head; the tensor itself if heads share none."""
-    num_repeats = num_heads // x_TGW.shape[1]
-    return x_TGW if num_repeats == 1 else x_TGW.repeat_interleave(num_repeats, dim=1)
-
-
 def block_attention(
     q_THW: torch.Tensor,
     k_TGW: torch.Tensor,
@@ -154,14 +148,15 @@ def dense_attention(
     Keys and values are repeated: with a mask, CUDA's memory-efficient kernel does not support grouped heads, and
     enable_gqa would silently run the slow kernel.
     """
-    num_repeats = q_BHQW.shape[1] // k_BGTW.shape[1]
-    is_grouped = num_repeats > 1
+    num_heads, is_grouped = q_BHQW.shape[1], q_BHQW.shape[1] > k_BGTW.shape[1]
     if is_grouped and q_BHQW.is_cuda:
-        k_BGTW, v_BGTW, is_grouped = (
-            k_BGTW.repeat_interleave(num_repeats, dim=1),
-            v_BGTW.repeat_interleave(num_repeats, dim=1),
-            False,
-        )
+        k_BGTW, v_BGTW, is_grouped = _repeat(k_BGTW, num_heads), _repeat(v_BGTW, num_heads), False
     return torch.nn.functional.scaled_dot_product_attention(
         q_BHQW, k_BGTW, v_BGTW, attn_mask=mask_B1QT, scale=scale, enable_gqa=is_grouped
     )
+
+
+def _repeat(x: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Return keys or values, whose heads are axis 1, for every query head; the tensor itself if heads share none."""
+    num_repeats = num_heads // x.shape[1]
+    return x if num_repeats == 1 else x.repeat_interleave(num_repeats, dim=1)
