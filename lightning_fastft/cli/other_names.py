@@ -262,7 +262,7 @@ def hint_argument(name: str, *, known: Collection[str]) -> str:
 
 
 def is_unnamed(name: str, arguments: Collection[str]) -> bool:
-    """Return whether an option stands for one of a command's arguments that have no name.
+    """Return whether an option names an argument that the command takes by position.
 
     Example:
         >>> is_unnamed("ckpt-path", ["source"]), is_unnamed("ckpt-path", ["runs"])

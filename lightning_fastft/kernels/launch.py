@@ -90,7 +90,7 @@ def current_recorder() -> LaunchRecorder | None:
 
 
 def _kinds(arguments: tuple[Any, ...]) -> list[Any]:
-    """Return what code of its own is compiled for; in one loop, because every launch passes here."""
+    """Return what Triton compiles separate code for, in one loop, because every launch passes here."""
     kinds: list[Any] = []
     tensor = None
     for argument in arguments:
