@@ -9,7 +9,7 @@ import torch
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.fused import delta_mixers
-from lightning_fastft.graphs.install import install_layer_graphs
+from lightning_fastft.graphs import install
 from lightning_fastft.graphs.layer_graphs import LayerGraphs
 from lightning_fastft.kernels.chunk_gradients.reference import CHUNK
 from lightning_fastft.mixers.install import BY_DOCUMENT
@@ -17,6 +17,7 @@ from lightning_fastft.packing.chunks import build_chunks
 from lightning_fastft.patches.packed import install_packed_training
 from tests.fused.test_hybrid_layers import FAMILIES, build
 from tests.graphs.test_layer_graphs import CPU, PACKS, Repeating, assert_same, train
+from tests.support.layer_pairs import build as build_attention
 from tests.support.layer_pairs import fuse, layers_of
 from tests.support.packs import make_batch
 
@@ -93,9 +94,10 @@ def test_chunks_have_room_for_every_pack():
     assert documents_of(context.chunks(SIZE), sum(lengths)) == list(lengths)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_hybrids_are_recorded(family):
-    model = build(family, "lora")
+@pytest.mark.parametrize(("family", "size"), [*((family, CHUNK) for family in FAMILIES), ("qwen3", None)])
+def test_layers_with_mixers_are_recorded_with_their_chunks(family, size):
+    model = (build if size else build_attention)(family, "lora")
     fuse(model)
-    (graphs,) = install_layer_graphs(model, ModelPatcher())
-    assert graphs._chunk_size == CHUNK
+    with mock.patch.object(install, "LayerGraphs") as made:
+        assert install.install_layer_graphs(model, ModelPatcher()) == [made.return_value]
+    assert made.call_args.kwargs["chunk_size"] == size
