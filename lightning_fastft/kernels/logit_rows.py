@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from lightning_fastft.core.autocast import autocast_off, is_autocast_on
 from lightning_fastft.core.checks import check_int, check_tensor
 from lightning_fastft.core.errors import OptionError, ShapeError
+from lightning_fastft.core.once_differentiable import once_differentiable
 from lightning_fastft.kernels.backends import FLOATING, GPU_TYPES, wide_dtype
 
 # Rows of logits in memory at a time: 2048 x 151,936 bf16 are 0.6 GiB and keep the GEMMs at full rate.

@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from lightning_fastft.core.once_differentiable import once_differentiable
 from lightning_fastft.kernels.chunk_gradients.op import chunk_gradients
 from lightning_fastft.kernels.chunk_gradients.reference import CHUNK, ChunkInputs
 from lightning_fastft.packing.chunks import Chunks

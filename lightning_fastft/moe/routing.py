@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from lightning_fastft.activations.segments import Session
 from lightning_fastft.core.checks import check_int, check_tensor
 from lightning_fastft.core.errors import ShapeError
+from lightning_fastft.core.once_differentiable import once_differentiable
 from lightning_fastft.kernels.expert_gate.op import gate_backward, gate_forward
 from lightning_fastft.kernels.expert_gate.reference import GateForm
 from lightning_fastft.kernels.expert_rows.op import combine_rows

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from lightning_fastft.activations.segments import Segment, Session
 from lightning_fastft.activations.values import NAME_ATTRIBUTE, SEGMENT_ATTRIBUTE, find_session, unneeded, value_name
 from lightning_fastft.core.autocast import is_autocast_on
+from lightning_fastft.core.once_differentiable import once_differentiable
 from lightning_fastft.core.patcher import ModelPatcher, share_state
 from lightning_fastft.hf.families import is_on_interface
 

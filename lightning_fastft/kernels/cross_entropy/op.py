@@ -11,11 +11,11 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from lightning_fastft.core.autocast import autocast_off
 from lightning_fastft.core.checks import check_tensor
 from lightning_fastft.core.errors import OptionError
+from lightning_fastft.core.once_differentiable import once_differentiable
 from lightning_fastft.kernels import logit_rows
 from lightning_fastft.kernels.backends import uses_triton, wide_dtype
 from lightning_fastft.kernels.cross_entropy import reference
