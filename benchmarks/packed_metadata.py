@@ -209,18 +209,18 @@ def _rebuilders(dtype: torch.dtype) -> dict[str, Callable[[BatchContext, torch.T
         context._built.clear()
 
     def with_builder(
-        kind: str, key: Callable[[BatchContext], Any], build: Callable[[torch.Tensor], Any]
+        method: str, kind: str, build: Callable[[BatchContext, torch.Tensor], Any]
     ) -> Callable[[BatchContext, torch.Tensor], None]:
         def rebuild(context: BatchContext, position_id_1T: torch.Tensor) -> None:
             context._built.clear()
-            context.once(kind, key(context), lambda: build(position_id_1T))
+            setattr(context, method, lambda **_: context.once(kind, build, lambda: build(context, position_id_1T)))
 
         return rebuild
 
     def with_mask(
         build: Callable[[torch.Tensor, torch.dtype], torch.Tensor],
     ) -> Callable[[BatchContext, torch.Tensor], None]:
-        def rebuild(context: BatchContext, position_id_1T: torch.Tensor) -> None:
+        def build_blocks(context: BatchContext, position_id_1T: torch.Tensor) -> list[MaskBlock]:
             mask_11TT = build(position_id_1T, dtype)
             # Attention reads the same blocks of queries in every arm, so that arms differ in the build alone.
             ranges = list_block_ranges(
@@ -230,23 +230,20 @@ def _rebuilders(dtype: torch.dtype) -> dict[str, Callable[[BatchContext, torch.T
                 window=None,
                 num_rows=QUERY_ROWS,
             )
-            context._built.clear()
-            context.once(
-                "dense_mask",
-                (context.device, dtype, None, QUERY_ROWS),
-                lambda: [MaskBlock(queries, keys, mask_11TT[:, :, queries, keys]) for queries, keys in ranges],
-            )
+            return [MaskBlock(queries, keys, mask_11TT[:, :, queries, keys]) for queries, keys in ranges]
 
-        return rebuild
+        return with_builder("mask_blocks", "dense_mask", build_blocks)
 
     return {
-        "varlen/every-layer": with_builder("varlen", lambda context: context.device, derived_offsets),
+        "varlen/every-layer": with_builder(
+            "varlen", "varlen", lambda _, position_id_1T: derived_offsets(position_id_1T)
+        ),
         "sdpa/every-layer": drop,
         "sdpa/every-layer-loop": with_mask(loop_mask),
         "sdpa/every-layer-transformers": with_mask(transformers_mask),
         "flex/every-layer": drop,
         "flex/every-layer-transformers": with_builder(
-            "block_mask", lambda context: (context.device, None), transformers_block_mask
+            "block_mask", "block_mask", lambda _, position_id_1T: transformers_block_mask(position_id_1T)
         ),
     }
 
