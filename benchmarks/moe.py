@@ -48,7 +48,7 @@ import torch
 
 from benchmarks.ruler.arms.padded import parse_unsloth_mode, run_padded_cases
 from benchmarks.ruler.cases import Case, CaseLog, CaseRecorder, base_dtype, quantization_config, run_case
-from benchmarks.ruler.driver import parse_arm, run_arms
+from benchmarks.ruler.driver import check_references, parse_arm, run_arms
 from benchmarks.ruler.fla_gradient import install_fla_gradient
 from benchmarks.ruler.judge import load_adapter
 from benchmarks.ruler.pairs import UNFINISHED
@@ -369,6 +369,7 @@ def _run(options: argparse.Namespace) -> int:
         diagnose=options.diagnose,
     )
     arms = [parse_arm(text, template=template) for text in options.arms]
+    check_references(arms, root=options.root)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options.out.mkdir(parents=True, exist_ok=True)
     raw = options.out / "raw.jsonl"

@@ -100,7 +100,7 @@ def _build(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     from benchmarks.results import append_rows
     from benchmarks.ruler.cases import Case
-    from benchmarks.ruler.driver import parse_arm, run_arms
+    from benchmarks.ruler.driver import check_references, parse_arm, run_arms
     from benchmarks.ruler.report import read_records, render_table, result_rows
 
     template = Case(
@@ -113,6 +113,7 @@ def _run(options: argparse.Namespace) -> int:
         diagnose=options.diagnose,
     )
     arms = [parse_arm(text, template=template) for text in options.arms]
+    check_references(arms, root=options.root)
     # A driver that is told to stop ends its arm first: SystemExit runs through the finally of run_arms.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options.out.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,7 @@ from pathlib import Path
 from benchmarks.ruler.cases import OPTIMIZERS, OUR_OPTIMIZERS, Case, CaseLog
 from benchmarks.ruler.flash_attn_stand_in import write_package
 from benchmarks.ruler.report import read_records
+from benchmarks.ruler.workloads import WORKLOADS, WorkloadFiles
 
 # Less than this is not enough to import, load and warm up.
 LEAST_SECONDS = 30.0
@@ -58,6 +59,24 @@ def parse_arm(text: str, *, template: Case) -> list[Case]:
             case = replace(case, mode=mode.replace("reference", "recompute", 1), num_warmup=1, num_steps=0)
         cases.append(case)
     return cases
+
+
+def check_references(arms: Sequence[Sequence[Case]], *, root: Path) -> None:
+    """Refuse arms that have no gradients to be compared with, before the first of them runs.
+
+    Raises:
+        ValueError: No plain arm comes before, and no earlier run left its gradients.
+    """
+    found: set[float] = set()
+    for case in (case for cases in arms for case in cases):
+        files = WorkloadFiles(root, WORKLOADS[case.workload])
+        if case.system == "plain":
+            found.add(case.label_share)
+        elif case.label_share not in found and not files.reference(case.label_share).exists():
+            share = "" if case.label_share == 1 else f"@{case.label_share:g}"
+            raise ValueError(
+                f"Nothing to compare the gradients of {case.title!r} with: put plain:reference{share} before it."
+            )
 
 
 def run_arms(

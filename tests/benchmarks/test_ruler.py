@@ -13,7 +13,7 @@ from benchmarks.ruler import judge, liger_layers, report
 from benchmarks.ruler.arms import sft
 from benchmarks.ruler.building import build
 from benchmarks.ruler.cases import Case, CaseLog, CaseRecorder, run_case
-from benchmarks.ruler.driver import parse_arm, run_arms
+from benchmarks.ruler.driver import check_references, parse_arm, run_arms
 from benchmarks.ruler.measure import HostWaits, StepClock, percentile, summarise_ms
 from benchmarks.ruler.workloads import (
     WORKLOADS,
@@ -472,6 +472,22 @@ def test_a_system_whose_documents_see_each_other_is_refused(records, monkeypatch
     (row,) = [row for row in records(ours, "ours:keep") if row["system"] == "ours"]
     assert "gradients differ from the plain arm's" in row["reason"]
     assert "summary" not in row
+
+
+def test_arms_without_gradients_to_compare_with_are_refused_before_they_run(tmp_path):
+    arms = {
+        text: parse_arm(text, template=Case("tiny", "", ""))
+        for text in ("plain:reference", "ours:keep@0.3", "ours:keep")
+    }
+    plain, few, whole = arms.values()
+    check_references([plain, whole], root=tmp_path)
+    for refused in ([whole], [whole, plain], [plain, few]):
+        with pytest.raises(ValueError, match="plain:reference"):
+            check_references(refused, root=tmp_path)
+    left = WorkloadFiles(tmp_path, WORKLOADS["tiny"]).reference(0.3)
+    left.parent.mkdir()
+    left.touch()
+    check_references([few], root=tmp_path)
 
 
 @pytest.mark.fault
