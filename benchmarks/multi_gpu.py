@@ -4,13 +4,14 @@ r"""Measure tokens/s of DDP, FSDP2, context and expert parallelism, and a model 
     python -m benchmarks.multi_gpu multi --out runs/context --runs one context --tokens 131072 --one-document
     python -m benchmarks.multi_gpu multi --out runs/resident --runs fsdp --mode keep+resident --adapters shard
     python -m benchmarks.multi_gpu multi --out runs/70b --runs fsdp --ranks 4 --workload llama-3.3-70b-lora --mode auto:8+fused+fp8
+    python -m benchmarks.multi_gpu multi --out runs/120b --runs experts --ranks 4 --workload gpt-oss-120b-lora --mode auto:16+fused
     python -m benchmarks.multi_gpu full32b --out runs/full32b --ranks 4
     python -m benchmarks.multi_gpu experts --out runs/experts --ranks 2
     python -m benchmarks.multi_gpu multi --out runs/four --ranks 4
 
 "multi" trains Qwen3-8B LoRA in bf16 on 2 GPUs, or more: DDP and FSDP2 with 8,192 tokens per GPU, "context" with a pack of
-so many tokens on all. "full32b" trains all weights of Qwen3-32B in bf16; the model is built sharded, so no rank ever holds it
-whole. "experts" trains all weights of 12 layers of Qwen3-30B-A3B, with expert weights gathered in each layer (fsdp) and
+so many tokens on all, "experts" with experts owned in shares. "full32b" trains all weights of Qwen3-32B in bf16; the model is built sharded, so no rank ever holds it
+whole. The command "experts" trains all weights of 12 layers of Qwen3-30B-A3B, with expert weights gathered in each layer (fsdp) and
 with experts owned in shares (experts); the losses of both must agree to 1e-3.
 
 Weights are random and the same in every run (one seed). Two GPUs and one GPU with an accumulation of two, and so on (under
@@ -123,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     one = commands.add_parser("multi", parents=[shared], help="one GPU, DDP and FSDP2")
     one.add_argument("--workload", default="qwen3-8b-lora")
     one.add_argument("--ranks", type=int, default=2)
-    one.add_argument("--runs", nargs="+", default=list(RUNS), choices=(*RUNS, CONTEXT))
+    one.add_argument("--runs", nargs="+", default=list(RUNS), choices=(*RUNS, CONTEXT, EXPERTS))
     two = commands.add_parser("full32b", parents=[shared], help="every weight of a large model")
     two.add_argument(
         "--workload", default="qwen3-32b-qlora", help="whose configuration is trained, in bf16 and without adapters"
@@ -243,7 +244,7 @@ def run_command(command: Sequence[str], *, log: Path, seconds: float) -> str:
 
 
 def multi(driver: Driver, options: argparse.Namespace) -> None:
-    """One GPU, one GPU with as much accumulation as there are ranks, DDP, FSDP2, context parallel."""
+    """One GPU, one GPU with as much accumulation as there are ranks, DDP, FSDP2, context and expert parallel."""
     if "one" in options.runs:
         driver.run("one GPU", strategy="one", num_ranks=1, num_steps=options.steps)
     if "accumulate" in options.runs:
@@ -255,7 +256,7 @@ def multi(driver: Driver, options: argparse.Namespace) -> None:
             num_steps=NUM_ACCUMULATED,
             arguments=arguments,
         )
-    for strategy in ("ddp", "fsdp", CONTEXT):
+    for strategy in ("ddp", "fsdp", CONTEXT, EXPERTS):
         if strategy in options.runs:
             is_cut = strategy == "fsdp" and options.adapters == "shard"
             driver.run(
