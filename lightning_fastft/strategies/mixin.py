@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
@@ -47,6 +48,8 @@ else:
     _Base = object
 
 _NOTHING_TRAINED = "Nothing was trained."
+_BACKWARD = "backward"
+_HALF_DONE = "Gradients may be incomplete; no weight was stepped."
 
 
 class FastFTStrategyMixin(_Base):
@@ -283,13 +286,11 @@ class FastFTStrategyMixin(_Base):
         Raises:
             DeviceMemoryError: The message has the options for a restart.
         """
-        with self._explaining_memory(
-            "backward", effect="Gradients may be incomplete, so the step cannot be repeated; no weight was stepped."
-        ):
+        with self._explaining_memory(_BACKWARD, effect=_HALF_DONE):
             return super().backward(closure_loss, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Run forward, backward and step; after an out-of-memory error, report the changes of the step.
+        """Run forward, backward and step; after an out-of-memory error of the step, report its changes.
 
         Raises:
             DeviceMemoryError: The message has the changes, and the options for a restart.
@@ -297,7 +298,7 @@ class FastFTStrategyMixin(_Base):
         witness = StepWitness(optimizer)
 
         def run_closure() -> Any:
-            loss = closure()
+            loss = self._close_or_step_down(closure)
             witness.note()
             return loss
 
@@ -333,8 +334,7 @@ class FastFTStrategyMixin(_Base):
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            # Ranks that wait for each other inside a forward cannot repeat it alone.
-            if not isinstance(self, SingleDeviceStrategy) or self.checkpointing.advice() is None:
+            if not self._can_step_down():
                 raise self._memory_error("forward", error, effect=effect) from error
             reason = _first_line(error)
         # Outside of the except block, so that the error and the activations in its frames are freed.
@@ -343,6 +343,33 @@ class FastFTStrategyMixin(_Base):
         rank_zero_warn(f"The forward ran out of memory and is repeated with less: {reason}")
         with self._explaining_memory("repeated forward", effect=effect):
             return self._judged_step(run_step, "training_step", *args, **kwargs)
+
+    def _close_or_step_down(self, closure: Callable[[], Any]) -> Any:
+        """Run forward and backward; if the backward runs out of memory, reduce the memory use and run both once more.
+
+        Only where the closure discards all gradients first: those of a failed backward are incomplete.
+        """
+        try:
+            return closure()
+        except DeviceMemoryError as error:
+            if error.where != _BACKWARD or not self._discards_gradients() or not self._can_step_down():
+                raise
+            reason = _first_line(error.__cause__ or error)
+        if not self.checkpointing.step_down():
+            raise self._memory_error(_BACKWARD, reason, effect=f"{_HALF_DONE} No smaller plan fits.")
+        rank_zero_warn(f"The backward ran out of memory, and the step is repeated with less: {reason}")
+        return closure()
+
+    def _can_step_down(self) -> bool:
+        # Ranks that wait for each other inside a step cannot repeat it alone.
+        return isinstance(self, SingleDeviceStrategy) and self.checkpointing.advice() is not None
+
+    def _discards_gradients(self) -> bool:
+        """Return whether each optimizer step has one micro-batch, and Lightning zeroes the gradients before it."""
+        trainer, module = self._fastft_trainer, self.lightning_module
+        if trainer is None or module is None or trainer.accumulate_grad_batches != 1:
+            return False
+        return not is_overridden("optimizer_zero_grad", module)
 
     @contextlib.contextmanager
     def _explaining_memory(self, where: str, *, effect: str | Callable[[], str]) -> Iterator[None]:
@@ -372,7 +399,8 @@ class FastFTStrategyMixin(_Base):
             f"The {where} ran out of memory on {place}. {effect} Activations: {plan}. Budget: "
             f"{self.checkpointing.describe_budget()}; "
             f"{describe_peak(self.root_device)}. {remedy}. "
-            f"({reason if isinstance(reason, str) else _first_line(reason)})"
+            f"({reason if isinstance(reason, str) else _first_line(reason)})",
+            where=where,
         )
 
     def _judged_step(self, run_step: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:

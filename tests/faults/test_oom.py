@@ -60,14 +60,28 @@ class Before(Callback):
 
 
 class RunsOut(PlainModule):
-    """Asks for too much once, in the step after FAILS_AT steps."""
+    """Asks for too much once, in the step after ``fails_at`` steps, in its last micro-batch."""
+
+    fails_at = FAILS_AT
 
     def __init__(self, model, *, where):
         super().__init__(model)
         self.where, self.num_failed, self.num_forwards = where, 0, 0
+        self.had_gradients = False
+        # Behind the last layer's backward.
+        model.model.layers[-1].register_forward_pre_hook(self.watch)
+
+    def watch(self, layer, args):
+        def fail(grad):
+            self.had_gradients |= any(torch.any(item.grad != 0) for item in layer.parameters() if item.grad is not None)
+            self.fail("middle")
+
+        if args[0].requires_grad:
+            args[0].register_hook(fail)
 
     def fail(self, where):
-        if where == self.where and self.trainer.global_step == FAILS_AT and not self.num_failed:
+        is_last = (self.trainer.fit_loop.batch_idx + 1) % self.trainer.accumulate_grad_batches == 0
+        if is_last and where == self.where and self.trainer.global_step == self.fails_at and not self.num_failed:
             self.num_failed += 1
             run_out()
 
@@ -87,9 +101,22 @@ class RunsOut(PlainModule):
         return FusedAdamW(self.parameters(), lr=1e-2)
 
 
-def fit(folder, *, where, activations=None, ckpt_path=None, num_done=0):
+class RunsOutLater(RunsOut):
+    """In a step that has a plan with two micro-batches per step too."""
+
+    fails_at = FAILS_AT + 1
+
+
+class KeepsGradients(RunsOut):
+    """Zeroes gradients by a rule of its own."""
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        optimizer.zero_grad()
+
+
+def fit(folder, *, where, activations=None, ckpt_path=None, num_done=0, kind=RunsOut, **options):
     torch.manual_seed(3)
-    module, before = RunsOut(tiny_llama(), where=where), Before()
+    module, before = kind(tiny_llama(), where=where), Before()
     saved = ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
     trainer = quiet_trainer(
         folder,
@@ -97,6 +124,7 @@ def fit(folder, *, where, activations=None, ckpt_path=None, num_done=0):
         max_steps=NUM_STEPS,
         callbacks=[before, saved],
         enable_checkpointing=True,
+        **options,
     )
     error = None
     try:
@@ -148,6 +176,33 @@ def test_forward_is_repeated_once_with_the_same_batch_under_a_leaner_plan(tmp_pa
     assert error is None
     assert (module.num_failed, module.num_forwards, trainer.global_step) == (1, NUM_STEPS + 1, NUM_STEPS)
     assert all(map(torch.equal, whole.parameters(), module.parameters()))
+
+
+PLANNED = {"vram_budget": 1000.0, "host_budget": 1.0}
+
+
+@pytest.mark.parametrize("where", ["backward", "middle"])
+def test_step_whose_backward_fails_is_repeated_under_a_leaner_plan(tmp_path, where):
+    whole, *_ = fit(tmp_path / "whole", where="nowhere", activations=OffloadCheckpointing("auto", **PLANNED))
+    with pytest.warns(UserWarning, match="backward ran out of memory, and the step is repeated .*tried to allocate"):
+        module, trainer, _, error = fit(
+            tmp_path / "hurt", where=where, activations=OffloadCheckpointing("auto", **PLANNED)
+        )
+    assert error is None
+    assert module.had_gradients
+    assert (module.num_failed, module.num_forwards, trainer.global_step) == (1, NUM_STEPS + 1, NUM_STEPS)
+    assert all(map(torch.equal, whole.parameters(), module.parameters()))
+
+
+@pytest.mark.parametrize("options", [{"accumulate_grad_batches": 2, "kind": RunsOutLater}, {"kind": KeepsGradients}])
+def test_backward_is_not_repeated_where_gradients_of_the_failed_one_would_stay(tmp_path, options):
+    _, trainer, before, error = fit(
+        tmp_path, where="middle", activations=OffloadCheckpointing("auto", **PLANNED), **options
+    )
+    assert error.where == "backward"
+    assert "predicted" in str(error)
+    assert "Gradients may be incomplete" in str(error)
+    assert is_equal(before.found, snapshot(trainer))
 
 
 def _announce(trainer, num_tokens):

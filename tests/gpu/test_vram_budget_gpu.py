@@ -54,13 +54,28 @@ class Peaks(Callback):
         assert all(torch.any(item.grad != 0) for item in pl_module.parameters() if item.requires_grad)
 
 
+class RunsOutOnce(Callback):
+    """Asks for memory that no device has, in the backward of a late step, between two layers."""
+
+    def on_train_start(self, trainer, pl_module):
+        self.num_failed = 0
+
+        def fail(grad):
+            if trainer.global_step == NUM_STEPS - 2 and not self.num_failed:
+                self.num_failed += 1
+                torch.empty(2**50, dtype=torch.uint8, device=grad.device)
+
+        layers = pl_module.model.get_base_model().model.layers
+        layers[8].register_forward_pre_hook(lambda layer, args: args[0].register_hook(fail) and None)
+
+
 @pytest.fixture(scope="module")
 def fit():
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         yield lambda *arguments, **options: pool.submit(fit_here, *arguments, **options).result()
 
 
-def fit_here(folder, *, num_steps=NUM_STEPS, **activations):
+def fit_here(folder, *, num_steps=NUM_STEPS, runs_out=False, **activations):
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -72,11 +87,14 @@ def fit_here(folder, *, num_steps=NUM_STEPS, **activations):
     batch = collate(make_documents((2000, 1500, 500, 96)))
     loader = torch.utils.data.DataLoader([batch] * NUM_STEPS, batch_size=None, collate_fn=lambda batch: batch)
     strategy = FastFTStrategy(activations=OffloadCheckpointing("auto", host_budget=2, **activations))
-    trainer = quiet_trainer(folder, accelerator="gpu", strategy=strategy, max_steps=num_steps, callbacks=[peaks])
+    callbacks = [peaks, RunsOutOnce()] if runs_out else [peaks]
+    trainer = quiet_trainer(folder, accelerator="gpu", strategy=strategy, max_steps=num_steps, callbacks=callbacks)
     try:
         trainer.fit(tuner, loader)
     finally:
         assert torch.cuda.get_per_process_memory_fraction() == 1.0
+    if runs_out:
+        assert callbacks[-1].num_failed == 1
     names = ("losses", "reserved", "statuses", "least_bytes")
     return SimpleNamespace(**{name: getattr(peaks, name) for name in names})
 
@@ -105,6 +123,11 @@ def check_within(found, budget, free):
 def test_a_whole_run_stays_within_its_budget(fit, tmp_path, free, share):
     budget = int(share * free.reserved)
     check_within(fit(tmp_path, vram_budget=budget / 2**30), budget, free)
+
+
+def test_a_step_whose_backward_runs_out_of_memory_is_repeated_within_the_budget(fit, tmp_path, free):
+    budget = int(0.4 * free.reserved)
+    check_within(fit(tmp_path, vram_budget=budget / 2**30, runs_out=True), budget, free)
 
 
 def test_a_run_with_streamed_weights_stays_within_the_memory_of_its_leanest_plan(fit, tmp_path, free, least_bytes):
