@@ -202,7 +202,7 @@ def estimate(
     policy, _, host_gib = workload["mode"].partition("+")[0].partition(":")
     if policy == "auto":
         host_bytes = int(float(host_gib or DEFAULT_HOST_GIB) * _GIB)
-        segments = plan_on(gpu, cost, vram_budget_bytes=None, host_budget_bytes=host_bytes).segments
+        segments = plan_on(cluster.gpu, cost, vram_budget_bytes=None, host_budget_bytes=host_bytes).segments
     else:
         segments = uniform_plan(len(cost.segments), policy)
     prediction = predict(cost, segments, machine=gpu.machine)
