@@ -63,15 +63,6 @@ class ImageInputs(NamedTuple):
     in_windows_only: bool = False
 
 
-class Expanded(NamedTuple):
-    """A text whose image placeholders became as many tokens as their images have; places: (begin, end) of each
-    placeholder in the old text, then in the new one.
-    """
-
-    text: str
-    places: tuple[tuple[int, int, int, int], ...]
-
-
 class ImageExpander(Protocol):
     """The interface of a model's processor that tokenising needs (hf/images.py has it)."""
 
@@ -83,8 +74,10 @@ class ImageExpander(Protocol):
     def chat_template(self) -> str | None:
         """The processor's own chat template."""
 
-    def expand(self, text: str, images: Sequence[Image]) -> Expanded:
-        """Return the text with each placeholder expanded to the tokens of its image."""
+    def expand(self, text: str, images: Sequence[Image]) -> tuple[str, tuple[tuple[int, int, int, int], ...]]:
+        """Return the text with each placeholder expanded to the tokens of its image, and the (begin, end) of each
+        placeholder in the old text, then in the new one.
+        """
 
 
 class ImageStore:

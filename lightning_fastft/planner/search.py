@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from itertools import accumulate, combinations
 from typing import Literal, NamedTuple
 
-from lightning_fastft.planner.prediction import Outcome, StepModel
-from lightning_fastft.planner.step import Place, SegmentCost, SegmentPlan
+from lightning_fastft.planner.prediction import StepModel
+from lightning_fastft.planner.step import Place, Prediction, SegmentCost, SegmentPlan, ValueCost
 
 UNLIMITED_BYTES = 2**62
 # Numbers of kept segments tried first for every family, and number of families that are then refined.
@@ -42,17 +42,9 @@ class _HostSet(NamedTuple):
     names: frozenset[str]
 
 
-class _Item(NamedTuple):
-    """A value that can be stored on the device."""
-
-    number: int
-    name: str
-    num_bytes: int
-
-
 class _Trial(NamedTuple):
     segments: tuple[SegmentPlan, ...]
-    outcome: Outcome
+    cost: Prediction
 
 
 class PlanSearch:
@@ -85,7 +77,7 @@ class PlanSearch:
     @property
     def least_bytes(self) -> int:
         """Smallest peak of all tried plans."""
-        return UNLIMITED_BYTES if self._least is None else self._least.outcome.peak_bytes
+        return UNLIMITED_BYTES if self._least is None else self._least.cost.peak_bytes
 
     def run(self) -> tuple[SegmentPlan, ...] | None:
         """Return the best plan, or None if no plan fits."""
@@ -218,12 +210,12 @@ class PlanSearch:
         trial = self._try(segments)
         if trial is None:
             return float("inf")
-        items = [item for item in self._items if _is_rebuilt(segments[item.number], item.name)]
-        ends = list(accumulate((item.num_bytes for item in items), initial=0))
+        items = [item for item in self._items if _is_rebuilt(segments[item[0]], item[1].name)]
+        ends = list(accumulate((value.num_bytes for _, value in items), initial=0))
         num_held = 0
         while num_held < len(items):
             # A value adds at most its bytes to the peak; less if the backward of its segment is the peak.
-            room = self.vram_bytes - trial.outcome.peak_bytes
+            room = self.vram_bytes - trial.cost.peak_bytes
             more = num_held
             while more < len(items) and ends[more + 1] - ends[num_held] <= room:
                 more += 1
@@ -231,7 +223,7 @@ class PlanSearch:
             if following is None:
                 break
             trial, num_held = following, max(more, num_held + 1)
-        return trial.outcome.step_ms
+        return trial.cost.step_ms
 
     def _try(self, segments: tuple[SegmentPlan, ...], *, if_better: bool = False) -> _Trial | None:
         """Return a plan with its simulated step if it fits, and remember it if it is the best.
@@ -246,7 +238,7 @@ class PlanSearch:
         if not fits and not is_least:
             return None
         least_ms = footprint.compute_ms - _MS_ROUNDING
-        if if_better and not is_least and self._best is not None and least_ms > self._best.outcome.step_ms:
+        if if_better and not is_least and self._best is not None and least_ms > self._best.cost.step_ms:
             return None
         trial = _Trial(segments, self.model.simulate(footprint))
         if is_least:
@@ -314,18 +306,18 @@ class PlanSearch:
 
 
 def _rank(trial: _Trial) -> tuple[float, int, int]:
-    return (round(trial.outcome.step_ms, 6), trial.outcome.peak_bytes, trial.outcome.host_bytes)
+    return (round(trial.cost.step_ms, 6), trial.cost.peak_bytes, trial.cost.host_bytes)
 
 
 def _is_rebuilt(plan: SegmentPlan, name: str) -> bool:
     return not plan.is_kept and all(name != held for held, _ in plan.values)
 
 
-def _hold(segments: tuple[SegmentPlan, ...], items: list[_Item]) -> tuple[SegmentPlan, ...]:
+def _hold(segments: tuple[SegmentPlan, ...], items: list[tuple[int, ValueCost]]) -> tuple[SegmentPlan, ...]:
     """Return the plan with more values held on the device."""
     added: dict[int, list[tuple[str, Place]]] = {}
-    for item in items:
-        added.setdefault(item.number, []).append((item.name, "device"))
+    for number, value in items:
+        added.setdefault(number, []).append((value.name, "device"))
     return tuple(
         plan._replace(values=(*plan.values, *added[number])) if number in added else plan
         for number, plan in enumerate(segments)
@@ -346,10 +338,10 @@ def _values_with(
     return tuple((value.name, found) for value in cost.values if (found := places.get(value.name)) is not None)
 
 
-def _items_by_density(costs: tuple[SegmentCost, ...]) -> list[_Item]:
-    """Return all values by recompute cost per byte, highest first; among equals later segments first."""
+def _items_by_density(costs: tuple[SegmentCost, ...]) -> list[tuple[int, ValueCost]]:
+    """Return segment and cost of all values by recompute cost per byte, highest first; then later segments first."""
     found = [
-        (_level(value.rebuild_ms, value.num_bytes), number, place, _Item(number, value.name, value.num_bytes))
+        (_level(value.rebuild_ms, value.num_bytes), number, place, (number, value))
         for number, cost in enumerate(costs)
         for place, value in enumerate(cost.values)
         if value.rebuild_ms > 0

@@ -192,10 +192,8 @@ class Formatter:
             return example
         assert self._images is not None
         files = [read_image(value, folder=folder) for value in values]
-        expanded = self._images.expand(example.text, [decode_image(file) for file in files])
-        return example._replace(
-            text=expanded.text, spans=move_spans(example.spans, expanded.places), images=tuple(files)
-        )
+        text, places = self._images.expand(example.text, [decode_image(file) for file in files])
+        return example._replace(text=text, spans=move_spans(example.spans, places), images=tuple(files))
 
     def _render(self, row: Mapping[str, Any], *, format: str) -> tuple[Rendered, list[object]]:
         """Return the text of a row, and its images in the order of their placeholders."""
