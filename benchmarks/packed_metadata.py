@@ -49,7 +49,7 @@ from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.kernels.attention.sdpa import QUERY_ROWS
 from lightning_fastft.packing.collate import Document, PackedBatch, collate
 from lightning_fastft.packing.context import BatchContext, VarlenArguments
-from lightning_fastft.packing.masks import MaskBlock, build_block_mask, build_dense_mask, list_block_ranges
+from lightning_fastft.packing.masks import build_block_mask, build_dense_mask, list_block_ranges
 from lightning_fastft.patches.packed import install_packed_training
 from lightning_fastft.training.fine_tuner import FineTuner
 
@@ -234,7 +234,7 @@ def _rebuilders(dtype: torch.dtype) -> dict[str, Callable[[BatchContext, torch.T
             context.once(
                 "dense_mask",
                 (context.device, dtype, None, QUERY_ROWS),
-                lambda: [MaskBlock(queries, keys, mask_11TT[:, :, queries, keys]) for queries, keys in ranges],
+                lambda: [(queries, keys, mask_11TT[:, :, queries, keys]) for queries, keys in ranges],
             )
 
         return rebuild

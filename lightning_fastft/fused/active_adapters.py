@@ -12,7 +12,6 @@ from lightning_fastft.fused.low_precision_adapters import (
     LAYER_ATTRIBUTE,
     WEIGHT_ATTRIBUTE,
     LowPrecisionAdapters,
-    LowPrecisionCopy,
     class_for,
 )
 from lightning_fastft.fused.row_factors import (
@@ -23,6 +22,7 @@ from lightning_fastft.fused.row_factors import (
     fresh_factors,
     variant_obstacle,
 )
+from lightning_fastft.moe.low_precision_copy import LowPrecisionCopy
 
 # End of the reason that install.py answers with a remedy of its own.
 WITHOUT_COPIES = "without the low-precision copies that FineTuner keeps"

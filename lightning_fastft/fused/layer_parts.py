@@ -20,12 +20,12 @@ from lightning_fastft.fused.joined_copies import join_copies
 from lightning_fastft.fused.layer_forms import LAYERS, LayerForm
 from lightning_fastft.fused.linear_parts import read_part
 from lightning_fastft.fused.linears import FusedLinear, fuse_linears
-from lightning_fastft.fused.low_precision_adapters import LowPrecisionCopy
 from lightning_fastft.fused.row_factors import RowFactors
 from lightning_fastft.hf.activation_functions import activation_name
 from lightning_fastft.kernels.expert_gate.reference import GateForm
 from lightning_fastft.kernels.rms_norm.reference import NormForm
 from lightning_fastft.mixers.install import PackedMixer
+from lightning_fastft.moe.low_precision_copy import LowPrecisionCopy
 
 # An instance attribute, so no state_dict has it.
 FUSION_ATTRIBUTE = "fastft_fusion"

@@ -108,9 +108,11 @@ def test_the_gradient_of_the_gates_goes_to_their_columns(form):
 def test_without_tokens():
     d_y, x, rows, weight = make(FORMS[1], 0, torch.float32)
     assert head_gate_forward(x, rows, weight, form=FORMS[1]).shape == (0, 48)
-    found = head_gate_backward(d_y, x, rows, weight, form=FORMS[1], needs_weight=True, out=torch.empty_like(rows))
-    assert found.d_x_THW.shape == x.shape
-    assert torch.equal(found.d_weight_W, torch.zeros(12))
+    d_x_THW, d_weight_W = head_gate_backward(
+        d_y, x, rows, weight, form=FORMS[1], needs_weight=True, out=torch.empty_like(rows)
+    )
+    assert d_x_THW.shape == x.shape
+    assert torch.equal(d_weight_W, torch.zeros(12))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from lightning_fastft.core.once_differentiable import once_differentiable
 from lightning_fastft.fused.functions.rows import Grads, Norm
 from lightning_fastft.kernels.head_gate.op import RowGradient
 from lightning_fastft.kernels.qk_rope.op import qk_rope_backward, qk_rope_heads
-from lightning_fastft.kernels.qk_rope.reference import HeadGradients, Rope, RopeForm
+from lightning_fastft.kernels.qk_rope.reference import Heads, Rope, RopeForm
 from lightning_fastft.kernels.rms_norm.op import rms_norm_backward, rms_norm_forward
 from lightning_fastft.kernels.rms_norm.reference import NormForm
 
@@ -92,7 +92,7 @@ class _NormHeadColumns(torch.autograd.Function):
         for weight_I, form, needs_weight in zip(weights, ctx.forms, ctx.needs_input_grad[1:3]):
             columns = slice(end, end := end + len(weight_I))
             # In place, so that the gradients of the values are not copied.
-            gradients = rms_norm_backward(
+            _, d_weight_D = rms_norm_backward(
                 d_out_TC[:, columns],
                 qkv_TC[:, columns],
                 weight_I,
@@ -101,7 +101,7 @@ class _NormHeadColumns(torch.autograd.Function):
                 out=d_out_TC[:, columns],
                 is_checked=False,
             )
-            d_weights.append(None if gradients.d_weight_D is None else gradients.d_weight_D.to(weight_I.dtype))
+            d_weights.append(None if d_weight_D is None else d_weight_D.to(weight_I.dtype))
         return d_out_TC, *d_weights, None, None
 
 
@@ -140,8 +140,8 @@ class _SplitHeads(torch.autograd.Function):
         found = _head_gradients(d_q_THW, d_k_TJW, d_v_TJW, num_tokens=num_tokens, form=ctx.form)
         d_raw_TC = ctx.row_gradient.take()
         if d_raw_TC is None and ctx.form.has_gate:
-            d_raw_TC = found.d_q_THW.new_zeros(num_tokens, ctx.form.num_columns)
-        gradients = qk_rope_backward(
+            d_raw_TC = found.q_THW.new_zeros(num_tokens, ctx.form.num_columns)
+        d_raw_TC, *d_raw_weights = qk_rope_backward(
             found,
             qkv_TC,
             Rope(cos_TW, sin_TW, q_weight_W, k_weight_W, ctx.form),
@@ -151,18 +151,16 @@ class _SplitHeads(torch.autograd.Function):
         )
         d_weights = (
             None if d is None or weight is None or not needs else d.to(weight.dtype)
-            for d, weight, needs in zip(
-                (gradients.d_q_weight_W, gradients.d_k_weight_W), (q_weight_W, k_weight_W), ctx.needs_input_grad[3:5]
-            )
+            for d, weight, needs in zip(d_raw_weights, (q_weight_W, k_weight_W), ctx.needs_input_grad[3:5])
         )
-        return gradients.d_raw_TC, None, None, *d_weights, None, None, None
+        return d_raw_TC, None, None, *d_weights, None, None, None
 
 
-def _head_gradients(*found: torch.Tensor | None, num_tokens: int, form: RopeForm) -> HeadGradients:
+def _head_gradients(*found: torch.Tensor | None, num_tokens: int, form: RopeForm) -> Heads:
     """Return the gradients of queries, keys and values as the kernel reads them, zeros for missing ones."""
     like = next(d for d in found if d is not None)
     counts = form.head_counts
-    return HeadGradients(
+    return Heads(
         *(
             like.new_zeros((num_tokens, count, form.head_width)) if d is None else d.contiguous()
             for d, count in zip(found, counts, strict=True)

@@ -14,7 +14,7 @@ from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.core.once_differentiable import once_differentiable
 from lightning_fastft.kernels.backends import FLOATING, choose_module, must_check, no_graph
 from lightning_fastft.kernels.head_gate import reference
-from lightning_fastft.kernels.head_gate.reference import ACTIVATIONS, HeadGateForm, HeadGateGradients
+from lightning_fastft.kernels.head_gate.reference import ACTIVATIONS, HeadGateForm
 
 
 class RowGradient:
@@ -126,7 +126,7 @@ def head_gate_backward(
     out: torch.Tensor,
     backend: str = "auto",
     is_checked: bool = True,
-) -> HeadGateGradients:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the gradients of the heads and of the weight, and write the gradient of the gates to ``out``.
 
     Sums have a fixed order, so two calls are bit-equal.
@@ -159,7 +159,7 @@ def head_gate_backward(
         >>> from lightning_fastft.kernels.head_columns import HeadColumns
         >>> form = HeadGateForm(HeadColumns(begin=0, width=1, num_heads=1, group_size=1, group_step=1))
         >>> one, gate, d_rows = torch.ones(1, 1), torch.zeros(1, 1), torch.empty(1, 1)
-        >>> head_gate_backward(one, one[None], gate, form=form, needs_weight=False, out=d_rows).d_x_THW
+        >>> head_gate_backward(one, one[None], gate, form=form, needs_weight=False, out=d_rows)[0]
         tensor([[[0.5000]]])
         >>> d_rows
         tensor([[0.2500]])
@@ -199,7 +199,7 @@ class _GateHeads(torch.autograd.Function):
         x_THW, rows_TC, weight_W = ctx.saved_tensors
         d_rows_TC = torch.empty(rows_TC.shape, dtype=rows_TC.dtype, device=rows_TC.device)
         d_y_TI = d_y_TI if d_y_TI.stride(-1) == 1 else d_y_TI.contiguous()
-        gradients = head_gate_backward(
+        d_x_THW, d_weight_W = head_gate_backward(
             d_y_TI,
             x_THW,
             rows_TC,
@@ -210,10 +210,9 @@ class _GateHeads(torch.autograd.Function):
             is_checked=False,
         )
         ctx.row_gradient.put(d_rows_TC)
-        d_weight_W = gradients.d_weight_W
         if weight_W is not None and d_weight_W is not None:
             d_weight_W = d_weight_W.to(weight_W.dtype)
-        return gradients.d_x_THW, None, d_weight_W, None, None
+        return d_x_THW, None, d_weight_W, None, None
 
 
 def _check(x_THW: torch.Tensor, rows_TC: torch.Tensor, weight_W: torch.Tensor | None, form: HeadGateForm) -> None:
