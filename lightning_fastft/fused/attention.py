@@ -101,36 +101,16 @@ def _attend_heads(
     context = options.get("context")
     if isinstance(context, BatchContext) and shape[0] == 1:
         out_THW = attend_rows(
-            attention,
-            *heads,
-            mask,
-            dropout=dropout,
-            scale=attention.scaling,
-            window=window,
-            softcap=softcap,
-            sink_H=sink_H,
-            context=context,
-            collect=collect,
-            keywords=options,
-            is_checked=False,
-        )
+            attention, *heads, mask, dropout=dropout, scale=attention.scaling, window=window, softcap=softcap,
+            sink_H=sink_H, context=context, collect=collect, keywords=options, is_checked=False,
+        )  # fmt: skip
         return out_THW.flatten(1)
     # Attention layers pass (B, H, S, W).
     q, k, v = (x_THW.view(shape[0], shape[1], *x_THW.shape[1:]).transpose(1, 2) for x_THW in heads)
     out, _ = attend(
-        attention,
-        q,
-        k,
-        v,
-        mask,
-        dropout=dropout,
-        scaling=attention.scaling,
-        sliding_window=window,
-        softcap=softcap,
-        s_aux=sink_H,
-        collect=collect,
-        **options,
-    )
+        attention, q, k, v, mask, dropout=dropout, scaling=attention.scaling, sliding_window=window, softcap=softcap,
+        s_aux=sink_H, collect=collect, **options,
+    )  # fmt: skip
     return out.reshape(heads[0].shape[0], -1)
 
 

@@ -25,7 +25,7 @@ from lightning_fastft.core.errors import SwapError
 from lightning_fastft.core.phases import log_phase
 from lightning_fastft.core.status import Status
 from lightning_fastft.fused.decoder import GRAPH_ATTRIBUTE
-from lightning_fastft.graphs.cuda_recorder import CudaRecorder, Recorder
+from lightning_fastft.graphs.cuda_recorder import CudaRecorder
 from lightning_fastft.graphs.launch_bound import LaunchBoundProbe
 from lightning_fastft.graphs.recordings import PackBucket, Recording
 from lightning_fastft.kernels.sizes import next_power_of_2
@@ -92,7 +92,7 @@ class LayerGraphs:
         layers: Sequence[nn.Module],
         *,
         memory_of: Callable[[nn.Module], list[torch.Tensor]],
-        recorder: Recorder | None = None,
+        recorder: CudaRecorder | None = None,
         backends: frozenset[str] = _BACKENDS,
         chunk_size: int | None = None,
         pace: LaunchBoundProbe | None = None,

@@ -151,16 +151,9 @@ def packed_attention(
             # The gradients of a prefix have to be summed over the documents that read it first.
             shares = None
         return varlen_attention(
-            q_THW,
-            k_TGW,
-            v_TGW,
-            context=context,
-            scale=scale,
-            window=window,
-            sink_H=sink_H,
-            remember=remember,
+            q_THW, k_TGW, v_TGW, context=context, scale=scale, window=window, sink_H=sink_H, remember=remember,
             shares=shares,
-        )
+        )  # fmt: skip
     if name == "cudnn":
         return cudnn_attention(q_THW, k_TGW, v_TGW, context=context, scale=scale, window=window)
     if name == "flex":

@@ -164,16 +164,10 @@ def _collect(
         length_N=np.asarray([len(example.input_ids) for example in kept], dtype=np.int64),
         digest_N=np.asarray(digests, dtype=np.uint64),
         rejects=[_describe_reject(rejected[place], row=read[place], chunk=chunk) for place in sorted(rejected)],
-        counts=counts,
-        notes=notes,
-        first_lines=first_lines,
-        longest=longest,
-        highest_id=highest,
-        impossible=impossible,
-        counted=chunk.counts,
-        images_N=[example.images for example in kept],
+        counts=counts, notes=notes, first_lines=first_lines, longest=longest, highest_id=highest,
+        impossible=impossible, counted=chunk.counts, images_N=[example.images for example in kept],
         completions_N=[example.completions for example in kept if example.completions is not None],
-    )
+    )  # fmt: skip
 
 
 def _describe_reject(error: RowRejectedError, *, row: RawRow, chunk: Chunk) -> Reject:
