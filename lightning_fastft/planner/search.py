@@ -9,7 +9,7 @@ from itertools import accumulate, combinations
 from typing import Literal, NamedTuple
 
 from lightning_fastft.planner.prediction import StepModel
-from lightning_fastft.planner.step import Place, Prediction, SegmentCost, SegmentPlan, ValueCost
+from lightning_fastft.planner.step import Place, Plan, SegmentCost, SegmentPlan, ValueCost
 
 UNLIMITED_BYTES = 2**62
 # Numbers of kept segments tried first for every family, and number of families that are then refined.
@@ -42,11 +42,6 @@ class _HostSet(NamedTuple):
     names: frozenset[str]
 
 
-class _Trial(NamedTuple):
-    segments: tuple[SegmentPlan, ...]
-    cost: Prediction
-
-
 class PlanSearch:
     """Search for the fastest plan within the budgets.
 
@@ -71,13 +66,13 @@ class PlanSearch:
         self._kept_by_density = _order_by_density(self._costs)
         self._times: dict[tuple[tuple[SegmentPlan, ...], bool], float] = {}
         # The fastest plan that fits, and the plan with the smallest peak.
-        self._best: _Trial | None = None
-        self._least: _Trial | None = None
+        self._best: Plan | None = None
+        self._least: Plan | None = None
 
     @property
     def least_bytes(self) -> int:
         """Smallest peak of all tried plans."""
-        return UNLIMITED_BYTES if self._least is None else self._least.cost.peak_bytes
+        return UNLIMITED_BYTES if self._least is None else self._least.prediction.peak_bytes
 
     def run(self) -> tuple[SegmentPlan, ...] | None:
         """Return the best plan, or None if no plan fits."""
@@ -215,7 +210,7 @@ class PlanSearch:
         num_held = 0
         while num_held < len(items):
             # A value adds at most its bytes to the peak; less if the backward of its segment is the peak.
-            room = self.vram_bytes - trial.cost.peak_bytes
+            room = self.vram_bytes - trial.prediction.peak_bytes
             more = num_held
             while more < len(items) and ends[more + 1] - ends[num_held] <= room:
                 more += 1
@@ -223,9 +218,9 @@ class PlanSearch:
             if following is None:
                 break
             trial, num_held = following, max(more, num_held + 1)
-        return trial.cost.step_ms
+        return trial.prediction.step_ms
 
-    def _try(self, segments: tuple[SegmentPlan, ...], *, if_better: bool = False) -> _Trial | None:
+    def _try(self, segments: tuple[SegmentPlan, ...], *, if_better: bool = False) -> Plan | None:
         """Return a plan with its simulated step if it fits, and remember it if it is the best.
 
         With ``if_better``, a plan that cannot be the best is not simulated, and None is returned.
@@ -238,9 +233,9 @@ class PlanSearch:
         if not fits and not is_least:
             return None
         least_ms = footprint.compute_ms - _MS_ROUNDING
-        if if_better and not is_least and self._best is not None and least_ms > self._best.cost.step_ms:
+        if if_better and not is_least and self._best is not None and least_ms > self._best.prediction.step_ms:
             return None
-        trial = _Trial(segments, self.model.simulate(footprint))
+        trial = Plan(segments, self.model.simulate(footprint))
         if is_least:
             self._least = trial
         if not fits:
@@ -305,8 +300,8 @@ class PlanSearch:
             yield plan._replace(input_place="host" if plan.input_place == "device" else "device")
 
 
-def _rank(trial: _Trial) -> tuple[float, int, int]:
-    return (round(trial.cost.step_ms, 6), trial.cost.peak_bytes, trial.cost.host_bytes)
+def _rank(trial: Plan) -> tuple[float, int, int]:
+    return (round(trial.prediction.step_ms, 6), trial.prediction.peak_bytes, trial.prediction.host_bytes)
 
 
 def _is_rebuilt(plan: SegmentPlan, name: str) -> bool:

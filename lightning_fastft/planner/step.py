@@ -149,7 +149,7 @@ class Plan(NamedTuple):
 
     segments: tuple[SegmentPlan, ...]
     prediction: Prediction
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
 
 def uniform_plan(num_segments: int, kind: str) -> tuple[SegmentPlan, ...]:
