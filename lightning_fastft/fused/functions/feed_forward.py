@@ -295,15 +295,8 @@ def _block_gradients(
     d_gate_up, d_magnitudes = before_scale(gate_up, d_gate_up, gate_up_TP, needs=needs[2:num_needs], in_place=True)
     return (
         *normed_gradients(
-            gate_up,
-            low_up,
-            d_gate_up,
-            d_x_TD,
-            x_TD,
-            weight_D,
-            form=call.norm_form,
-            needs=needs[:num_needs],
+            gate_up, low_up, d_gate_up, d_x_TD, x_TD, weight_D, form=call.norm_form, needs=needs[:num_needs],
             d_magnitudes=d_magnitudes,
         ),
         *d_down,
-    )
+    )  # fmt: skip

@@ -11,27 +11,11 @@ import torch
 
 from lightning_fastft.core.once_differentiable import once_differentiable
 from lightning_fastft.fused.functions.rows import Grads, Norm
-from lightning_fastft.kernels.head_gate.op import RowGradient
+from lightning_fastft.kernels.handover import Handover
 from lightning_fastft.kernels.qk_rope.op import qk_rope_backward, qk_rope_heads
 from lightning_fastft.kernels.qk_rope.reference import Heads, Rope, RopeForm
 from lightning_fastft.kernels.rms_norm.op import rms_norm_backward, rms_norm_forward
 from lightning_fastft.kernels.rms_norm.reference import NormForm
-
-
-class HeadShares:
-    """Pass gradients of keys and values, not yet summed over query heads, from attention to ``split_heads``."""
-
-    def __init__(self) -> None:
-        self._shares: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def put(self, d_k_THW: torch.Tensor, d_v_THW: torch.Tensor) -> None:
-        """Store the gradients; ``packed_attention`` calls this as ``collect``."""
-        self._shares = d_k_THW, d_v_THW
-
-    def take(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return the stored gradients once; None if attention returned its gradients to autograd."""
-        shares, self._shares = self._shares, None
-        return shares
 
 
 def norm_head_columns(qkv_TC: torch.Tensor, q_norm: Norm, k_norm: Norm) -> torch.Tensor:
@@ -46,7 +30,7 @@ def norm_head_columns(qkv_TC: torch.Tensor, q_norm: Norm, k_norm: Norm) -> torch
 
 
 def split_heads(
-    qkv_TC: torch.Tensor, rope: Rope, shares: HeadShares, row_gradient: RowGradient
+    qkv_TC: torch.Tensor, rope: Rope, shares: Handover, row_gradient: Handover
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return queries (T, H, W), keys and values (T, G, W), rotated, and normed if the family does so.
 
@@ -117,8 +101,8 @@ class _SplitHeads(torch.autograd.Function):
         q_weight_W: torch.Tensor | None,
         k_weight_W: torch.Tensor | None,
         form: RopeForm,
-        shares: HeadShares,
-        row_gradient: RowGradient,
+        shares: Handover,
+        row_gradient: Handover,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         ctx.form, ctx.shares, ctx.row_gradient = form, shares, row_gradient
         # Keys and values have no gradient here if attention passes shares.
@@ -138,7 +122,7 @@ class _SplitHeads(torch.autograd.Function):
         d_k_TJW, d_v_TJW = ctx.shares.take() or (d_k_TGW, d_v_TGW)
         num_tokens = cos_TW.shape[0]
         found = _head_gradients(d_q_THW, d_k_TJW, d_v_TJW, num_tokens=num_tokens, form=ctx.form)
-        d_raw_TC = ctx.row_gradient.take()
+        (d_raw_TC,) = ctx.row_gradient.take() or (None,)
         if d_raw_TC is None and ctx.form.has_gate:
             d_raw_TC = found.q_THW.new_zeros(num_tokens, ctx.form.num_columns)
         d_raw_TC, *d_raw_weights = qk_rope_backward(

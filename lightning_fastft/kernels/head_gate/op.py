@@ -13,28 +13,9 @@ from lightning_fastft.core.checks import check_choice, check_layout, check_out
 from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.core.once_differentiable import once_differentiable
 from lightning_fastft.kernels.backends import FLOATING, choose_module, must_check, no_graph
+from lightning_fastft.kernels.handover import Handover
 from lightning_fastft.kernels.head_gate import reference
 from lightning_fastft.kernels.head_gate.reference import ACTIVATIONS, HeadGateForm
-
-
-class RowGradient:
-    """Gradient of a fused projection whose columns several autograd Functions write, in the order of the backward.
-
-    The first Function allocates the gradient and puts it here. The last one takes it, writes its columns, and returns
-    it to autograd. So autograd sums nothing and no column is copied.
-    """
-
-    def __init__(self) -> None:
-        self._rows_TC: torch.Tensor | None = None
-
-    def put(self, d_rows_TC: torch.Tensor) -> None:
-        """Store the gradient after some of its columns are written."""
-        self._rows_TC = d_rows_TC
-
-    def take(self) -> torch.Tensor | None:
-        """Return the gradient once; None if there is none."""
-        rows_TC, self._rows_TC = self._rows_TC, None
-        return rows_TC
 
 
 def gate_heads(
@@ -43,7 +24,7 @@ def gate_heads(
     weight_W: torch.Tensor | None = None,
     *,
     form: HeadGateForm,
-    row_gradient: RowGradient,
+    row_gradient: Handover,
 ) -> torch.Tensor:
     """Return ``x * a(gate)``, or ``norm(x) * a(gate)``, for each head, concatenated; differentiable.
 
@@ -64,7 +45,7 @@ def gate_heads(
     Example:
         >>> from lightning_fastft.kernels.head_columns import HeadColumns
         >>> form = HeadGateForm(HeadColumns(begin=0, width=1, num_heads=1, group_size=1, group_step=1))
-        >>> gate_heads(torch.ones(1, 1, 1), torch.zeros(1, 1), form=form, row_gradient=RowGradient())
+        >>> gate_heads(torch.ones(1, 1, 1), torch.zeros(1, 1), form=form, row_gradient=Handover())
         tensor([[0.5000]])
     """
     return _GateHeads.apply(x_THW, rows_TC, weight_W, form, row_gradient)
@@ -187,7 +168,7 @@ class _GateHeads(torch.autograd.Function):
         rows_TC: torch.Tensor,
         weight_W: torch.Tensor | None,
         form: HeadGateForm,
-        row_gradient: RowGradient,
+        row_gradient: Handover,
     ) -> torch.Tensor:
         ctx.form, ctx.row_gradient = form, row_gradient
         ctx.save_for_backward(x_THW, rows_TC, weight_W)
