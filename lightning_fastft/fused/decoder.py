@@ -94,17 +94,13 @@ class FusedLayer:
         form = vars(layer)[FUSION_ATTRIBUTE].form
         factor = _factor(layer, form)
         x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
-        delta_rule = find_delta_rule(layer, form)
-        if parts.qkv is not None and parts.out is not None and delta_rule is not None:
-            assert parts.norms[0] is not None
-            with unwatched(session):
-                x_TD = mix_delta(
-                    delta_rule, parts.norms[0], (parts.qkv, parts.out), x_TD, context=kwargs["context"], session=session
-                )
-        elif parts.qkv is None or parts.out is None:
+        if parts.qkv is None or parts.out is None:
             options = {"attention_mask": attention_mask, "position_ids": position_ids, **kwargs}
             mix = functools.partial(_mix, layer, angles=position_embeddings, options=options)
             x_TD = _run_module(mix, parts, 0, x_TD, shape=hidden_states.shape, factor=factor, session=session)
+        elif (delta_rule := find_delta_rule(layer, form)) is not None:
+            with unwatched(session):
+                x_TD = mix_delta(delta_rule, parts, x_TD, context=kwargs["context"], session=session)
         else:
             with unwatched(session):
                 x_TD = attend_layer(

@@ -33,28 +33,24 @@ FUSION_ATTRIBUTE = "fastft_fusion"
 _RECORDING = "transformers.utils.output_capturing"
 
 
-class Fusion(NamedTuple):
+class Fusion:
     """State of a fused layer in addition to its modules.
 
+    It keeps the products of the last call and what they were read from. If any of it changes, such as a module, a
+    parameter, a hook, the active adapter, its scale or the master of a low-precision copy, the next call reads the
+    modules again.
+
     Args:
-        form: Its description.
+        form: Description of the layer.
         dense: Its dense weights.
-        kept: The products of the call before.
     """
 
-    form: LayerForm
-    dense: DenseWeights
-    kept: KeptParts
+    def __init__(self, form: LayerForm, dense: DenseWeights) -> None:
+        self.form = form
+        self.dense = dense
+        self._forget()
 
-
-class KeptParts:
-    """The products of a layer, and what they were read from, so that the next call does not read the modules again.
-
-    If any of it changes, such as a module, a parameter, a hook, the active adapter, its scale or the master of a
-    low-precision copy, the next call reads them again.
-    """
-
-    def __init__(self) -> None:
+    def _forget(self) -> None:
         self._parts: Parts | None = None
         self._dtype: torch.dtype | None = None
         self._mappings: list[dict[str, Any]] = []
@@ -68,8 +64,8 @@ class KeptParts:
         self._copies: list[LowPrecisionCopy | RowFactors] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Keep nothing in a copy or pickle, which has modules of its own."""
-        return KeptParts, ()
+        """Keep no products in a copy or pickle, which has modules of its own."""
+        return Fusion, (self.form, self.dense)
 
     def find(self, *, dtype: torch.dtype) -> Parts | None:
         """Return the products for rows of this dtype; None if they must be read.
@@ -88,13 +84,14 @@ class KeptParts:
         )
         return self._parts if is_same else None
 
-    def keep(self, parts: Parts, layer: Any, form: LayerForm, *, dtype: torch.dtype) -> None:
+    def keep(self, parts: Parts, layer: Any, *, dtype: torch.dtype) -> None:
         """Keep products that were read from a layer just now.
 
         Products of a layer with an fp8 base, a gated delta rule or per-layer inputs, and products whose adapters are
         cast for each call, are not kept.
         """
-        self.__init__()  # type: ignore[misc]
+        self._forget()
+        form = self.form
         if form.delta_projections or form.has_layer_inputs or FP8_ATTRIBUTE in vars(layer):
             return
         modules, products = _read_modules(layer, form)
@@ -195,13 +192,13 @@ def read_for_norms(layer: nn.Module) -> Parts | str:
 def find_parts(layer: Any, *, dtype: torch.dtype) -> Parts | None:
     """Return the products of a fused layer for rows of this dtype, or None if it cannot be fused at present."""
     fusion: Fusion = vars(layer)[FUSION_ATTRIBUTE]
-    kept = fusion.kept.find(dtype=dtype)
+    kept = fusion.find(dtype=dtype)
     if kept is not None:
         return kept
     found = read_parts(layer, dtype=dtype)
     if isinstance(found, str):
         return None
-    fusion.kept.keep(found, layer, fusion.form, dtype=dtype)
+    fusion.keep(found, layer, dtype=dtype)
     return found
 
 

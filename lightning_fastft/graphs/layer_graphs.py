@@ -107,8 +107,7 @@ class LayerGraphs:
         self._recorder = recorder
         self.backends = backends
         self._pace = pace
-        self._is_watched = False
-        self._refusal = ""
+        self._is_watched, self._refusal = False, ""
         self._graphs = [_LayerGraph(self, layer, index) for index, layer in enumerate(self._layers)]
         self._kinds: dict[Hashable, PackBucket] = {}
         self._shapes: Counter[torch.Size] = Counter()

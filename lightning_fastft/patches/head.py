@@ -19,7 +19,7 @@ from lightning_fastft.kernels.cross_entropy.op import labelled_cross_entropy, to
 from lightning_fastft.packing.context import BatchContext
 from lightning_fastft.packing.document import IGNORED_LABEL
 from lightning_fastft.packing.parts import PackPart
-from lightning_fastft.patches.lazy_logits import LazyLogits, TokenStatistics
+from lightning_fastft.patches.lazy_logits import LazyLogits
 from lightning_fastft.patches.part_exchange import sum_over_parts
 
 STATUS_NAME = "loss head"
@@ -252,7 +252,7 @@ def _labelled_loss(
     if torch.is_grad_enabled():
         return labelled_cross_entropy(head, **rows, num_items=num_items)
     nll_sum, num_correct = token_statistics(head, **rows)
-    logits.statistics = TokenStatistics(nll_sum, num_correct, num_labelled)
+    logits.statistics = nll_sum, num_correct, num_labelled
     return nll_sum / num_items
 
 

@@ -133,9 +133,8 @@ class PackedDataModule(SplitDataModule):
         show_progress: bool = True,
     ) -> None:
         check_paths(paths)
-        check_bool("streaming", streaming)
         # Only training data; the other splits are read whole.
-        self.is_streamed = streaming or is_stream(paths)
+        self.is_streamed = check_bool("streaming", streaming) or is_stream(paths)
         self._streamed_paths = paths
         super().__init__(
             sources=dict(zip(SPLITS, (None if self.is_streamed else paths, val_paths, test_paths, predict_paths))),

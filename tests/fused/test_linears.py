@@ -471,7 +471,7 @@ def test_memory_of_settled_weights_is_freed_with_them():
     assert weight_buffer._memory.expired()
     # Another weight at the same address is none of them.
     other = make_joint()
-    dense._rooms = {other.parts[0].weight.data_ptr(): room for room in dense._rooms.values()}
+    dense._fused = {other.parts[0].weight.data_ptr(): buffer for buffer in dense._fused.values()}
     assert not dense.has_room_beside(other.parts)
 
 
