@@ -24,7 +24,7 @@ from lightning_fastft.fused.row_factors import RowFactors
 from lightning_fastft.hf.activation_functions import activation_name
 from lightning_fastft.kernels.expert_gate.reference import GateForm
 from lightning_fastft.kernels.rms_norm.reference import NormForm
-from lightning_fastft.mixers.install import PackedMixer
+from lightning_fastft.mixers.install import run_mixer
 from lightning_fastft.moe.low_precision_copy import LowPrecisionCopy
 
 # An instance attribute, so no state_dict has it.
@@ -339,7 +339,7 @@ def find_delta_rule(layer: Any, form: LayerForm) -> Any:
 def _has_hooks(module: nn.Module) -> bool:
     """Return whether a module has foreign hooks or a replaced forward; packed mixers have our own forward."""
     own_forward = vars(module).get("forward")
-    is_replaced = own_forward is not None and not isinstance(getattr(own_forward, "__self__", None), PackedMixer)
+    is_replaced = own_forward is not None and getattr(own_forward, "func", None) is not run_mixer
     is_hooked = module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks or is_replaced
     # transformers leaves hooks on every attention layer after a call that recorded outputs; they have no effect unless
     # attention weights are requested.
