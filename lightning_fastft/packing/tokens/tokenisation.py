@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from lightning_fastft.packing.images import ImageExpander, ImageFile
+from lightning_fastft.packing.images import ImageFile
 from lightning_fastft.packing.reading.text_files import RawRow
 from lightning_fastft.packing.rows.completion_rows import cut_completions
 from lightning_fastft.packing.rows.formats import COLUMNS, FormatOptions
@@ -33,6 +33,8 @@ from lightning_fastft.packing.tokens.token_ids import Encoded, TokenIdError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from lightning_fastft.hf.images import ImageEncoder
+
 ABSENT_FIELDS = "rows with nulls inside messages or tools, dropped because table columns fill absent fields with null"
 
 
@@ -42,7 +44,7 @@ class Setup(NamedTuple):
     tokenizer: PreTrainedTokenizerBase | None
     options: FormatOptions
     vocab_size: int | None
-    images: ImageExpander | None = None
+    images: ImageEncoder | None = None
 
     def make_formatter(self) -> Formatter:
         """Return a new Formatter."""
