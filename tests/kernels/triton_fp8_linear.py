@@ -162,7 +162,7 @@ GRADIENT_FAULTS = {
     "shift of another row": "tl.load(shift_ptr + rows{ => - rows}, mask",
     "not transposed": "{tl.trans(value) => value}",
     "wrong stride": "cols[:, None] * {out_stride => num_rows} + rows",
-    "rest not cleared": "(rows < {out_stride => num_rows})[None, :]",
+    "rest not cleared": "(rows < {num_written => num_rows})[None, :]",
     "last column lost": "(cols < num_columns{ => - 1})[:, None]",
     "rows next to each other": "{values_TI.stride(0) => num_columns},",
     "shift lost": "value = value.to(tl.float8e4nv, bitcast=True).to(tl.float32){ * shift[:, None] => }",
