@@ -49,7 +49,7 @@ from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.kernels.attention.sdpa import QUERY_ROWS
 from lightning_fastft.packing.collate import Document, PackedBatch, collate
 from lightning_fastft.packing.context import BatchContext, VarlenArguments
-from lightning_fastft.packing.masks import MaskBlock, build_block_mask, build_dense_mask, list_block_ranges
+from lightning_fastft.packing.masks import build_block_mask, build_dense_mask, list_block_ranges
 from lightning_fastft.patches.packed import install_packed_training
 from lightning_fastft.training.fine_tuner import FineTuner
 
@@ -220,7 +220,9 @@ def _rebuilders(dtype: torch.dtype) -> dict[str, Callable[[BatchContext, torch.T
     def with_mask(
         build: Callable[[torch.Tensor, torch.dtype], torch.Tensor],
     ) -> Callable[[BatchContext, torch.Tensor], None]:
-        def build_blocks(context: BatchContext, position_id_1T: torch.Tensor) -> list[MaskBlock]:
+        def build_blocks(
+            context: BatchContext, position_id_1T: torch.Tensor
+        ) -> list[tuple[slice, slice, torch.Tensor]]:
             mask_11TT = build(position_id_1T, dtype)
             # Attention reads the same blocks of queries in every arm, so that arms differ in the build alone.
             ranges = list_block_ranges(
@@ -230,7 +232,7 @@ def _rebuilders(dtype: torch.dtype) -> dict[str, Callable[[BatchContext, torch.T
                 window=None,
                 num_rows=QUERY_ROWS,
             )
-            return [MaskBlock(queries, keys, mask_11TT[:, :, queries, keys]) for queries, keys in ranges]
+            return [(queries, keys, mask_11TT[:, :, queries, keys]) for queries, keys in ranges]
 
         return with_builder("mask_blocks", "dense_mask", build_blocks)
 

@@ -231,9 +231,9 @@ def _describe_default_lora() -> list[str]:
         model = build_on_meta(family)
         names = [name for name, _ in model.named_modules()]
         if family in MIXERS or any(is_on_interface(module) for module in model.modules()):
-            found = find_default_targets(model)
-            targets = shorten(found.names, others=set(names) - set(found.names))
-            rows.append(f"| `{family}` | {', '.join(targets)} | {', '.join(found.skipped)} |")
+            targeted, skipped = find_default_targets(model)
+            targets = shorten(targeted, others=set(names) - set(targeted))
+            rows.append(f"| `{family}` | {', '.join(targets)} | {', '.join(skipped)} |")
     return [
         "## Default LoRA\n",
         "`FineTuner(lora={...})` without `target_modules` and `target_parameters` follows one rule in every family.",

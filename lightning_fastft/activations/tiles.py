@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,16 +16,6 @@ from lightning_fastft.core.errors import SwapError
 from lightning_fastft.core.patcher import ModelPatcher
 
 BLOCK_NAMES = ("mlp", "feed_forward", "ffn")
-
-
-class _Block(NamedTuple):
-    """A tiled block: its position, the segment of its layer, and the segment of its tiles."""
-
-    layer: nn.Module
-    name: str
-    outer: Segment
-    segment: Segment
-    num_tiles: int
 
 
 def install_tiles(
@@ -57,7 +47,7 @@ def install_tiles(
                 if SEGMENT_ATTRIBUTE in vars(module):
                     patcher.set_attribute(module, SEGMENT_ATTRIBUTE, segment)
             patcher.set_attribute(
-                block, "forward", functools.partial(_run_tiled, _Block(layer, name, outer, segment, num_tiles))
+                block, "forward", functools.partial(_run_tiled, layer, name, outer, segment, num_tiles)
             )
             num_tiled += 1
     if not num_tiled:
@@ -67,18 +57,30 @@ def install_tiles(
     return num_tiled
 
 
-def _run_tiled(block: _Block, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Run the current block of the layer, which may be another instance with the same state."""
-    module = block.layer._modules[block.name]
+def _run_tiled(
+    layer: nn.Module,
+    name: str,
+    outer: Segment,
+    segment: Segment,
+    num_tiles: int,
+    x: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Run the current block of a name in a layer, which may be another instance with the same state.
+
+    outer is the segment of the layer, segment that of the tiles.
+    """
+    module = layer._modules[name]
     assert module is not None
     forward = functools.partial(type(module).forward, module)
     if args or kwargs or not torch.is_grad_enabled() or not module.training:
         return forward(x, *args, **kwargs)
-    tiles = x.chunk(block.num_tiles, dim=-2)
-    session = block.outer.session
-    is_unneeded = session is not None and session.is_last(block.name)
-    with nullcontext() if session is None else session.watch_end(block.name):
-        outputs = [block.segment.run(_skip if is_unneeded else forward, tile) for tile in tiles]
+    tiles = x.chunk(num_tiles, dim=-2)
+    session = outer.session
+    is_unneeded = session is not None and session.is_last(name)
+    with nullcontext() if session is None else session.watch_end(name):
+        outputs = [segment.run(_skip if is_unneeded else forward, tile) for tile in tiles]
     if is_unneeded:
         # The recompute of the layer continued, so the output may be read.
         with torch.no_grad():

@@ -40,13 +40,6 @@ class _Micro(NamedTuple):
     num_documents: int
 
 
-class _Window(NamedTuple):
-    """An optimizer step, counted from 1, and its micro-batches on this rank."""
-
-    step: int
-    micros: tuple[_Micro, ...]
-
-
 class FiniteGuard(GivenOnce, Callback):
     """Skip an optimizer step whose loss or gradients contain NaN or infinity, and stop the run after too many skips.
 
@@ -98,11 +91,12 @@ class FiniteGuard(GivenOnce, Callback):
         self._copies = AsyncScalarReader()
         self._recent: deque[bool] = deque(maxlen=WINDOW_STEPS)
         self._trainer: pl.Trainer | None = None
-        # Micro-batches of the current accumulation window, and steps whose flags are not yet copied to the host.
+        # Micro-batches of the current accumulation window, and steps whose flags are not yet copied to the host: number
+        # from 1 and micro-batches of each.
         self._micros: list[_Micro] = []
         self._losses: list[torch.Tensor] = []
         self._norms: list[torch.Tensor] = []
-        self._flags: list[tuple[_Window, torch.Tensor]] = []
+        self._flags: list[tuple[tuple[int, list[_Micro]], torch.Tensor]] = []
 
     def status(self) -> Status:
         """Return how steps are guarded, or why not, and the number of skips known to the host."""
@@ -244,44 +238,42 @@ class FiniteGuard(GivenOnce, Callback):
         flag_R2[trainer.global_rank] = (~is_finite_2).float()
         if trainer.world_size > 1:
             torch.distributed.all_reduce(flag_R2, op=torch.distributed.ReduceOp.MAX)
-        self._flags.append((_Window(trainer.global_step + 1, tuple(self._micros)), flag_R2))
+        self._flags.append(((trainer.global_step + 1, self._micros), flag_R2))
         self._micros, self._losses, self._norms = [], [], []
         return flag_R2.amax()
 
     def _send(self) -> None:
         """Start to copy the gathered flags to the host."""
         if self._flags:
-            windows, flags = zip(*self._flags)
-            self._copies.push(windows, torch.stack(flags))
+            steps, flags = zip(*self._flags)
+            self._copies.push(steps, torch.stack(flags))
             self._flags = []
 
-    def _judge(self, arrived: Sequence[tuple[Sequence[_Window], torch.Tensor]]) -> None:
+    def _judge(self, arrived: Sequence[tuple[Sequence[tuple[int, list[_Micro]]], torch.Tensor]]) -> None:
         """Count the steps whose flags are on the host; warn about skipped ones, or stop the run."""
-        for windows, flag_NR2 in arrived:
+        for steps, flag_NR2 in arrived:
             # Already on the host: no sync.
-            for window, flag_R2 in zip(windows, flag_NR2.tolist()):
+            for (step, micros), flag_R2 in zip(steps, flag_NR2.tolist()):
                 is_bad = any(any(flags) for flags in flag_R2)
                 self.num_steps += 1
                 self.num_skipped += is_bad
                 self._recent.append(is_bad)
                 if is_bad:
-                    self._tell(window, flag_R2)
+                    self._tell(step, micros, flag_R2)
 
-    def _tell(self, window: _Window, flag_R2: list[list[float]]) -> None:
+    def _tell(self, step: int, micros: list[_Micro], flag_R2: list[list[float]]) -> None:
         """Warn about a skipped step, or raise if it reaches max_skips; called on every rank for the same step."""
         trainer = self._trainer
         assert trainer is not None
         # Gradients are already averaged over ranks, so the loss identifies the bad rank better.
         kind = 0 if any(flags[0] for flags in flag_R2) else 1
         bad_ranks = [rank for rank, flags in enumerate(flag_R2) if flags[kind]]
-        described: list[Any] = [_describe(window, trainer)]
+        described: list[Any] = [_describe(micros, trainer)]
         if trainer.world_size > 1:
             described = [None] * trainer.world_size
-            torch.distributed.all_gather_object(described, _describe(window, trainer))
+            torch.distributed.all_gather_object(described, _describe(micros, trainer))
         packs = "; ".join(f"rank {rank}: {described[rank]}" for rank in bad_ranks)
-        message = (
-            f"Optimizer step {window.step} was skipped: {_FLAGS[kind]} not finite (NaN or infinity). Its data: {packs}."
-        )
+        message = f"Optimizer step {step} was skipped: {_FLAGS[kind]} not finite (NaN or infinity). Its data: {packs}."
         num_recent = sum(self._recent)
         if num_recent < self.max_skips:
             rank_zero_warn(f"FiniteGuard: {message}")
@@ -353,9 +345,9 @@ def _held_values(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [grad for grad in held if grad.numel()]
 
 
-def _describe(window: _Window, trainer: pl.Trainer) -> str:
+def _describe(micros: list[_Micro], trainer: pl.Trainer) -> str:
     """Name the packs of one step on this rank, with their examples if a PackedDataModule planned them."""
-    return ", ".join(_describe_micro(micro, trainer) for micro in window.micros) or "no batch"
+    return ", ".join(_describe_micro(micro, trainer) for micro in micros) or "no batch"
 
 
 def _describe_micro(micro: _Micro, trainer: pl.Trainer) -> str:

@@ -26,10 +26,10 @@ def run_convert(words: Sequence[str]) -> int:
     given = arguments.read(words)
     from lightning_fastft.hf.loading.litgpt import convert_litgpt
 
-    found = convert_litgpt(Path(given.source), Path(given.out))
-    tokenizer = "the tokenizer is included" if found.has_tokenizer else "without a tokenizer: the folder has none"
+    model, num_tensors, num_bytes, has_tokenizer = convert_litgpt(Path(given.source), Path(given.out))
+    tokenizer = "the tokenizer is included" if has_tokenizer else "without a tokenizer: the folder has none"
     sys.stdout.write(
-        f"Wrote {found.model} to {given.out}: {found.num_tensors} tensors, {found.num_bytes / _MIB:,.1f} MiB.\n"
+        f"Wrote {model} to {given.out}: {num_tensors} tensors, {num_bytes / _MIB:,.1f} MiB.\n"
         f"  {tokenizer}\n  read back by transformers: every weight is there\n"
         f"Then: fastft fit --config CONFIG --model.model {given.out}\n"
     )

@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 
 from lightning_fastft.cli.doctor import LastTable
 from lightning_fastft.cli.lightning_cli import FastFTCLI
 from lightning_fastft.cli.words import CONFIG_FOLDER
 from lightning_fastft.core.errors import FastFTError
 from lightning_fastft.demo.files import DemoFiles, write_demo_files
-from lightning_fastft.demo.generator import DemoRows, Row, final_answer, generate_rows
+from lightning_fastft.demo.generator import Row, final_answer, generate_rows
 
 # Where configs/demo.yaml reads from, in the current folder.
 DEMO_FOLDER = Path("runs/demo")
@@ -38,24 +38,6 @@ numpy.save(out, logits[0].float().cpu().numpy())
 """
 
 
-class LossCurve(Callback):
-    """Record the loss of every training step on its device, and read all losses at the end."""
-
-    def __init__(self) -> None:
-        self._losses: list[torch.Tensor] = []
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Record the loss without a host sync."""
-        self._losses.append(outputs["loss"].detach())
-
-    def first_and_last(self) -> tuple[float, float]:
-        """Return the loss of the first step and the mean loss of the last ones."""
-        losses = torch.stack(self._losses).float().cpu()
-        return float(losses[0]), float(losses[-LOSS_MEAN_STEPS:].mean())
-
-
 def run_demo(words: Sequence[str]) -> int:
     """Run the demo in the current folder; return 1 if the loss did not fall or the reloaded model differs, else 0.
 
@@ -63,21 +45,25 @@ def run_demo(words: Sequence[str]) -> int:
         words: Arguments of ``fastft fit`` in addition to the demo's config, such as ``--trainer.max_steps 50``.
     """
     begin = time.perf_counter()
-    rows = generate_rows()
-    files = write_demo_files(rows, DEMO_FOLDER)
+    train, validation = generate_rows()
+    files = write_demo_files((train, validation), DEMO_FOLDER)
     _say(
-        f"Wrote {len(rows.train)} chats to train on and {len(rows.validation)} held out to {DEMO_FOLDER}, with a "
+        f"Wrote {len(train)} chats to train on and {len(validation)} held out to {DEMO_FOLDER}, with a "
         "tokenizer trained on them."
     )
 
-    curve, table = LossCurve(), LastTable()
+    losses: list[torch.Tensor] = []
+    # Losses stay on the device until the end: no host sync.
+    curve = LambdaCallback(on_train_batch_end=lambda _, __, outputs, *___: losses.append(outputs["loss"].detach()))
+    table = LastTable()
     cli = FastFTCLI(["fit", "--config", str(CONFIG_FOLDER / "demo.yaml"), *words], callbacks=[curve, table])
     trained = time.perf_counter()
-    first, last = curve.first_and_last()
+    loss_S = torch.stack(losses).float().cpu()
+    first, last = float(loss_S[0]), float(loss_S[-LOSS_MEAN_STEPS:].mean())
     result = cli.trainer.validate(cli.model, datamodule=cli.datamodule, verbose=False)[0]
 
     _say("\nAnswers to held-out questions")
-    num_right = _show_answers(cli.model, rows)
+    num_right = _show_answers(cli.model, validation)
     folder = files.model.parent / "trained"
     difference, allowed = _reload(cli.model, folder, files)
     _say(f"\nWhat is active, and why not\n{table.text}")
@@ -103,9 +89,9 @@ def _say(text: str) -> None:
     sys.stdout.flush()
 
 
-def _show_answers(model: Any, rows: DemoRows) -> int:
+def _show_answers(model: Any, rows: list[Row]) -> int:
     """Show a short, a medium and a long question with both answers; return the number of correct answers."""
-    asked = sorted(rows.validation, key=_answer_length)[:: max(1, len(rows.validation) // NUM_ANSWERED)][:NUM_ANSWERED]
+    asked = sorted(rows, key=_answer_length)[:: max(1, len(rows) // NUM_ANSWERED)][:NUM_ANSWERED]
     written = model.generate([row["messages"][:1] for row in asked], max_new_tokens=300, do_sample=False)
     right = [final_answer(text) == final_answer(row["messages"][1]["content"]) for text, row in zip(written, asked)]
     for number in range(NUM_ANSWERED // (2 * NUM_SHOWN), NUM_ANSWERED, NUM_ANSWERED // NUM_SHOWN):

@@ -110,21 +110,21 @@ def _match(module: FineTuner, subset: DocumentSubset, *, question: Namespace) ->
     if tokenizer is None:
         raise OptionError(f"{question.request.source} has no tokenizer, which --exact-match needs. Save one there.")
     turns = [last_turn(subset[number]) for number in range(len(subset))][: question.limit]
-    turns = [turn for turn in turns if turn.prompt]
+    turns = [(prompt, answer) for prompt, answer in turns if prompt]
     if not turns:
         raise OptionError("--exact-match needs rows with a prompt, and every token here is trained. Remove it.")
     # Rows of like length share a batch.
-    turns.sort(key=lambda turn: len(turn.prompt))
+    turns.sort(key=lambda turn: len(turn[0]))
     num_right = 0
     for start in range(0, len(turns), question.batch_size):
-        batch = turns[start : start + question.batch_size]
+        prompts, expected = zip(*turns[start : start + question.batch_size])
         answers = answer_prompts(
             module.model,
             tokenizer=tokenizer,
-            prompts=[turn.prompt for turn in batch],
-            max_new_tokens=max(len(turn.answer) for turn in batch) + _MORE_TOKENS,
+            prompts=prompts,
+            max_new_tokens=max(map(len, expected)) + _MORE_TOKENS,
         )
-        right = tokenizer.batch_decode([turn.answer for turn in batch], skip_special_tokens=True)
+        right = tokenizer.batch_decode(expected, skip_special_tokens=True)
         num_right += sum(one.strip() == other.strip() for one, other in zip(answers, right))
     return {"exact_match": num_right / len(turns), "answered": len(turns)}
 

@@ -49,22 +49,21 @@ def run_export(words: Sequence[str]) -> int:
     from lightning_fastft.cli.trained.writing import write_trained
 
     out = question.out
-    written = write_trained(question.request, out, is_for_vllm=question.server == "vllm")
-    exported, tokenizer = written.exported, written.opened.module.tokenizer
-    notes = [*written.opened.notes]
-    if written.max_lora_rank is not None:
+    opened, kind, exported, max_lora_rank = write_trained(question.request, out, is_for_vllm=question.server == "vllm")
+    tokenizer, notes = opened.module.tokenizer, [*opened.notes]
+    if max_lora_rank is not None:
         notes.append(
-            f"for vLLM: vllm serve {shlex.quote(written.opened.base)} --enable-lora --max-lora-rank "
-            f"{written.max_lora_rank} --lora-modules {shlex.quote(f'{out.name}={out}')}"
+            f"for vLLM: vllm serve {shlex.quote(opened.base)} --enable-lora --max-lora-rank "
+            f"{max_lora_rank} --lora-modules {shlex.quote(f'{out.name}={out}')}"
         )
     notes.append("without a tokenizer, because none is known" if tokenizer is None else "the tokenizer is included")
-    lines = [f"Wrote {written.kind} to {out}: {exported.num_tensors} tensors, {exported.num_bytes / _MIB:,.1f} MiB."]
+    lines = [f"Wrote {kind} to {out}: {exported.num_tensors} tensors, {exported.num_bytes / _MIB:,.1f} MiB."]
     lines += [f"  {note}" for note in notes]
     lines.append(
         "  read back by stock libraries: keys, dtypes and values equal, largest difference of a logit "
         f"{exported.reload_difference:.1e}"
     )
-    if written.kind == "merged weights":
+    if kind == "merged weights":
         lines.append(
             f"  relative logit difference between the merged model and adapters: {exported.merge_difference:.1e}"
         )

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-
-
-class _Pending(NamedTuple):
-    tag: Any
-    host: torch.Tensor
-    done: torch.cuda.Event | None
 
 
 class AsyncScalarReader:
@@ -28,7 +22,8 @@ class AsyncScalarReader:
     """
 
     def __init__(self) -> None:
-        self._pending: deque[_Pending] = deque()
+        # Tag, value on the host, and the end of its copy; None if it has arrived.
+        self._pending: deque[tuple[Any, torch.Tensor, torch.cuda.Event | None]] = deque()
         self._free: list[torch.Tensor] = []
 
     def __len__(self) -> int:
@@ -42,13 +37,13 @@ class AsyncScalarReader:
         """
         value = value.detach()
         if value.device.type != "cuda":
-            self._pending.append(_Pending(tag, value.clone(), None))
+            self._pending.append((tag, value.clone(), None))
             return
         host = self._take_buffer(value)
         host.copy_(value, non_blocking=True)
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(value.device))
-        self._pending.append(_Pending(tag, host, done))
+        self._pending.append((tag, host, done))
 
     def poll(self) -> list[tuple[Any, torch.Tensor]]:
         """Return the values that arrived since the last call, oldest first, as CPU tensors that the caller owns.
@@ -57,8 +52,12 @@ class AsyncScalarReader:
             No host sync.
         """
         arrived = []
-        while self._pending and (self._pending[0].done is None or self._pending[0].done.query()):
-            arrived.append(self._hand_out(self._pending.popleft()))
+        while self._pending:
+            tag, host, done = self._pending[0]
+            if done is not None and not done.query():
+                break
+            self._pending.popleft()
+            arrived.append((tag, self._hand_out(host, done)))
         return arrived
 
     def wait(self) -> list[tuple[Any, torch.Tensor]]:
@@ -67,9 +66,10 @@ class AsyncScalarReader:
         Cost:
             One host synchronisation.
         """
-        if self._pending and self._pending[-1].done is not None:
-            self._pending[-1].done.synchronize()
-        return [self._hand_out(self._pending.popleft()) for _ in range(len(self._pending))]
+        pending, self._pending = self._pending, deque()
+        if pending and pending[-1][2] is not None:
+            pending[-1][2].synchronize()
+        return [(tag, self._hand_out(host, done)) for tag, host, done in pending]
 
     def clear(self) -> None:
         """Drop unread values and the pinned memory."""
@@ -82,9 +82,10 @@ class AsyncScalarReader:
                 return self._free.pop(index)
         return torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
 
-    def _hand_out(self, pending: _Pending) -> tuple[Any, torch.Tensor]:
-        if pending.done is None:
-            return pending.tag, pending.host
-        value = pending.host.clone()
-        self._free.append(pending.host)
-        return pending.tag, value
+    def _hand_out(self, host: torch.Tensor, done: torch.cuda.Event | None) -> torch.Tensor:
+        """Return a value that the caller owns."""
+        if done is None:
+            return host
+        value = host.clone()
+        self._free.append(host)
+        return value

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from lightning_fastft.core.checks import check_int
-from lightning_fastft.demo.generator import DemoRows, Row
+from lightning_fastft.demo.generator import Row
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 # The trainer gives them the first ids, in this order.
@@ -39,8 +39,8 @@ class DemoFiles(NamedTuple):
     model: Path
 
 
-def write_demo_files(rows: DemoRows, folder: str | Path, *, vocab_size: int = 512) -> DemoFiles:
-    """Write rows, tokenizer and model configuration under folder and return where they lie.
+def write_demo_files(rows: tuple[list[Row], list[Row]], folder: str | Path, *, vocab_size: int = 512) -> DemoFiles:
+    """Write rows of training and validation, tokenizer and model configuration under folder; return where they are.
 
     A byte-level BPE of vocab_size tokens, special ones included, is trained on the training rows. Files of an earlier
     call are replaced.
@@ -55,10 +55,10 @@ def write_demo_files(rows: DemoRows, folder: str | Path, *, vocab_size: int = 51
     folder = Path(folder)
     files = DemoFiles(train=folder / "train.jsonl", validation=folder / "validation.jsonl", model=folder / "model")
     files.model.mkdir(parents=True, exist_ok=True)
-    _write_jsonl(files.train, rows.train)
-    _write_jsonl(files.validation, rows.validation)
+    for path, part in zip(files, rows):
+        _write_jsonl(path, part)
 
-    tokenizer = train_tokenizer(rows.train, vocab_size=vocab_size)
+    tokenizer = train_tokenizer(rows[0], vocab_size=vocab_size)
     tokenizer.save(str(files.model / "tokenizer.json"))
     config = model_config(
         vocab_size=tokenizer.get_vocab_size(),

@@ -7,8 +7,6 @@ right within minutes.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from lightning_fastft.core.checks import check_int
@@ -75,16 +73,10 @@ Message = dict[str, str]
 Row = dict[str, list[Message]]
 
 
-class DemoRows(NamedTuple):
-    """The two parts of the demo's data; no question of one part is in the other."""
+def generate_rows(*, num_train: int = 8000, num_validation: int = 200, seed: int = 11) -> tuple[list[Row], list[Row]]:
+    """Return chat rows (``{"messages": [...]}``) to train on and to validate on, with no question in both.
 
-    train: list[Row]
-    validation: list[Row]
-
-
-def generate_rows(*, num_train: int = 8000, num_validation: int = 200, seed: int = 11) -> DemoRows:
-    """Return chat rows (``{"messages": [...]}``), from a single short sum to stories of dozens of steps and chats of
-    several turns.
+    They range from a single short sum to stories of dozens of steps and chats of several turns.
 
     Raises:
         OptionError: A number of rows is below 1.
@@ -93,8 +85,8 @@ def generate_rows(*, num_train: int = 8000, num_validation: int = 200, seed: int
         About 0.1 ms a row.
 
     Example:
-        >>> rows = generate_rows(num_train=3, num_validation=1)
-        >>> [message["role"] for message in rows.validation[0]["messages"]][:2]
+        >>> train, validation = generate_rows(num_train=3, num_validation=1)
+        >>> [message["role"] for message in validation[0]["messages"]][:2]
         ['user', 'assistant']
     """
     check_int("num_train", num_train, low=1)
@@ -108,7 +100,7 @@ def generate_rows(*, num_train: int = 8000, num_validation: int = 200, seed: int
         if question not in seen:
             seen.add(question)
             rows.append(row)
-    return DemoRows(train=rows[:num_train], validation=rows[num_train:])
+    return rows[:num_train], rows[num_train:]
 
 
 def final_answer(text: str) -> str:

@@ -13,8 +13,8 @@ LINK_SHARE = 0.8
 NVLINK_HOP_MS, PCIE_HOP_MS, NETWORK_HOP_MS = 0.0034, 0.0057, 0.014
 # Published rates in bytes/s, each way: 400 Gbit/s for each GPU (NDR, one adapter per GPU), and 100 Gbit/s for a node.
 INFINIBAND_BYTES_PER_S, ETHERNET_BYTES_PER_S = 50e9, 12.5e9
-# Device memory outside of torch's allocator: the CUDA context and the communicators of NCCL. Measured on four H100 under
-# FSDP2: 79.0 GiB in use where torch had reserved 77.1.
+# Device memory outside of torch's allocator: the CUDA context and the communicators of NCCL. Measured on four H100
+# under FSDP2: 79.0 GiB in use where torch had reserved 77.1.
 _OUTSIDE_BYTES = int(1.9 * 2**30)
 
 

@@ -10,14 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from lightning_fastft.activations.probe import Meter as DeviceMeter
 from lightning_fastft.estimate.machines import Gpu
 from lightning_fastft.kernels.attention.op import CUDNN_HEAD_WIDTH, CUDNN_MIN_DOCUMENT_LENGTH
-from lightning_fastft.kernels.backends import KernelMode
 from lightning_fastft.kernels.fp8_linear.reference import FP8
 from lightning_fastft.kernels.grouped_mm.reference import THIN_COLUMNS
 
@@ -72,7 +71,7 @@ class Kernel(NamedTuple):
         return _KERNEL_MS + 1e3 * max(self.num_bytes / gpu.reached_bytes_per_s, self.flops / gpu.sustained_flops_per_s)
 
 
-class Meter(KernelMode):
+class Meter(TorchDispatchMode):
     """List the kernels of what runs on the meta device, and sum its memory.
 
     A kernel is an operator, or a call of a function marked ``one_kernel``, which counts as a whole. A product takes its

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from peft.tuners.lora.layer import LoraLayer
@@ -12,7 +12,6 @@ from lightning_fastft.fused.low_precision_adapters import (
     LAYER_ATTRIBUTE,
     WEIGHT_ATTRIBUTE,
     LowPrecisionAdapters,
-    LowPrecisionCopy,
     class_for,
 )
 from lightning_fastft.fused.row_factors import (
@@ -23,6 +22,10 @@ from lightning_fastft.fused.row_factors import (
     fresh_factors,
     variant_obstacle,
 )
+from lightning_fastft.moe.low_precision_copy import LowPrecisionCopy
+
+if TYPE_CHECKING:
+    from lightning_fastft.fused.linear_parts import LinearPart
 
 # End of the reason that install.py answers with a remedy of its own.
 WITHOUT_COPIES = "without the low-precision copies that FineTuner keeps"
@@ -46,33 +49,21 @@ def copies_read(layer: LoraLayer, *, dtype: torch.dtype) -> list[LowPrecisionCop
     return None if None in copies else copies
 
 
-class ActiveAdapter(NamedTuple):
-    """The one LoRA or DoRA that is active around a linear layer.
-
-    It has the masters of A (R, D) and B (N, R), the copies of both that compute, and the scale; with DoRA also the
-    magnitude (N,) and the row factors (2, N), which are None until sharded weights are gathered.
-    """
-
-    a_RD: torch.Tensor
-    b_NR: torch.Tensor
-    copy_a_RD: torch.Tensor
-    copy_b_NR: torch.Tensor
-    scale: float
-    magnitude_N: torch.Tensor | None
-    factors_2N: torch.Tensor | None
-
-
-def read_adapter(layer: LoraLayer, *, dtype: torch.dtype, awaits_gather: bool = False) -> ActiveAdapter | str | None:
-    """Return the one LoRA or DoRA that is active around a linear layer, for rows of this dtype.
+def read_adapter(
+    layer: LoraLayer, part: LinearPart, *, dtype: torch.dtype, awaits_gather: bool = False
+) -> LinearPart | str:
+    """Return a linear layer with the one LoRA or DoRA that is active around it, for rows of this dtype.
 
     Args:
         layer: PEFT's layer.
+        part: The base alone.
         dtype: Dtype of the rows that it reads.
         awaits_gather: Weights are sharded, and gathered before the first call.
 
     Returns:
-        The adapter; None if only the base computes, because no adapter is active, or they are disabled or merged. A
-        str is the reason why PEFT's own forward must run.
+        The base and the adapter; ``part`` if only the base computes, because no adapter is active, or they are disabled
+        or merged. Row factors are None until sharded weights are gathered. A str is the reason why PEFT's own forward
+        must run.
 
     Cost:
         A few microseconds of the host; a copy if the low-precision copy is stale, and ``RowFactors.update`` if the
@@ -80,13 +71,13 @@ def read_adapter(layer: LoraLayer, *, dtype: torch.dtype, awaits_gather: bool = 
     """
     forget_merged(layer)
     if layer.merged or layer.disable_adapters:
-        return "adapters are disabled while they are merged" if layer.merged and layer.disable_adapters else None
+        return "adapters are disabled while they are merged" if layer.merged and layer.disable_adapters else part
     adapters: LowPrecisionAdapters | None = vars(layer).get(LAYER_ATTRIBUTE)
     if class_for(type(layer)) is None and adapters is None:
         return f"{type(layer).__name__} is not a LoRA layer that is read"
     names = [name for name in layer.active_adapters if name in layer.lora_A]
     if len(names) != 1:
-        return "several adapters are active" if names else None
+        return "several adapters are active" if names else part
     name = names[0]
     linears = (layer.lora_A[name], layer.lora_B[name])
     reason = _adapter_obstacle(layer, name)
@@ -104,7 +95,10 @@ def read_adapter(layer: LoraLayer, *, dtype: torch.dtype, awaits_gather: bool = 
         magnitude = layer.lora_magnitude_vector[name].weight
         if not awaits_gather:
             factors = _read_factors(adapters, layer, name)
-    return ActiveAdapter(masters[0], masters[1], copies[0], copies[1], float(layer.scaling[name]), magnitude, factors)
+    return part._replace(
+        a_RI=masters[0], b_OR=masters[1], copy_a_RI=copies[0], copy_b_OR=copies[1], scale=float(layer.scaling[name]),
+        magnitude_O=magnitude, factors_2O=factors,
+    )  # fmt: skip
 
 
 def _adapter_obstacle(layer: LoraLayer, name: str) -> str:

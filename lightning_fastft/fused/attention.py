@@ -10,14 +10,15 @@ from typing import Any
 import torch
 
 from lightning_fastft.activations.segments import Session
-from lightning_fastft.fused.functions.heads import HeadShares, norm_head_columns, split_heads
+from lightning_fastft.fused.functions.heads import norm_head_columns, split_heads
 from lightning_fastft.fused.functions.projections import norm_project, project_add, project_norm_add
 from lightning_fastft.fused.functions.rows import Norm
 from lightning_fastft.fused.layer_forms import LayerForm
 from lightning_fastft.fused.layer_parts import Parts
 from lightning_fastft.kernels.attention.flash import Collect
+from lightning_fastft.kernels.handover import Handover
 from lightning_fastft.kernels.head_columns import HeadColumns
-from lightning_fastft.kernels.head_gate.op import RowGradient, gate_heads
+from lightning_fastft.kernels.head_gate.op import gate_heads
 from lightning_fastft.kernels.head_gate.reference import HeadGateForm
 from lightning_fastft.kernels.qk_rope.reference import Rope, RopeForm
 from lightning_fastft.packing.context import BatchContext
@@ -64,7 +65,7 @@ def attend_layer(
         assert k_norm is not None
         qkv_TC, q_norm, k_norm = norm_head_columns(qkv_TC, q_norm, k_norm), None, None
     # The input of the output projection is as wide as the query heads.
-    shares, row_gradient = HeadShares(), RowGradient()
+    shares, row_gradient = Handover(), Handover()
     rope = _rope(attention, form, angles, (q_norm, k_norm), rows_TC=qkv_TC, num_query_columns=projection.num_inputs)
     heads = split_heads(qkv_TC, rope, shares, row_gradient)
     out_TI = _attend_heads(attention, form, heads, shape=shape, mask=mask, options=options, collect=shares.put)
@@ -101,36 +102,16 @@ def _attend_heads(
     context = options.get("context")
     if isinstance(context, BatchContext) and shape[0] == 1:
         out_THW = attend_rows(
-            attention,
-            *heads,
-            mask,
-            dropout=dropout,
-            scale=attention.scaling,
-            window=window,
-            softcap=softcap,
-            sink_H=sink_H,
-            context=context,
-            collect=collect,
-            keywords=options,
-            is_checked=False,
-        )
+            attention, *heads, mask, dropout=dropout, scale=attention.scaling, window=window, softcap=softcap,
+            sink_H=sink_H, context=context, collect=collect, keywords=options, is_checked=False,
+        )  # fmt: skip
         return out_THW.flatten(1)
     # Attention layers pass (B, H, S, W).
     q, k, v = (x_THW.view(shape[0], shape[1], *x_THW.shape[1:]).transpose(1, 2) for x_THW in heads)
     out, _ = attend(
-        attention,
-        q,
-        k,
-        v,
-        mask,
-        dropout=dropout,
-        scaling=attention.scaling,
-        sliding_window=window,
-        softcap=softcap,
-        s_aux=sink_H,
-        collect=collect,
-        **options,
-    )
+        attention, q, k, v, mask, dropout=dropout, scaling=attention.scaling, sliding_window=window, softcap=softcap,
+        s_aux=sink_H, collect=collect, **options,
+    )  # fmt: skip
     return out.reshape(heads[0].shape[0], -1)
 
 

@@ -63,7 +63,7 @@ def unscaled_gradient(
     """
     needs_magnitude = needs[TENSORS_PER_LAYER - 1 :: TENSORS_PER_LAYER]
     factors_2O, bias_O = _factors(parts, d_TO), _bias(parts, d_TO)
-    found = scale_columns_backward(
+    d_x_TN, products_N, totals_N = scale_columns_backward(
         d_TO,
         saved_TO if any(needs_magnitude) else None,
         factors_2O[0],
@@ -71,13 +71,11 @@ def unscaled_gradient(
         out=out,
         is_checked=False,
     )
-    if found.products_N is None:
-        return found.d_x_TN, [None] * len(parts)
-    d_magnitudes_O = magnitude_gradient(
-        found.products_N, found.totals_N, factors_2O, bias_N=bias_O, is_scaled=is_scaled
-    )
+    if products_N is None:
+        return d_x_TN, [None] * len(parts)
+    d_magnitudes_O = magnitude_gradient(products_N, totals_N, factors_2O, bias_N=bias_O, is_scaled=is_scaled)
     pieces = d_magnitudes_O.split([part.num_outputs for part in parts])
-    return found.d_x_TN, [
+    return d_x_TN, [
         piece.to(part.magnitude_O.dtype) if is_needed and part.magnitude_O is not None else None
         for piece, part, is_needed in zip(pieces, parts, needs_magnitude)
     ]

@@ -22,7 +22,7 @@ from lightning_fastft.fused.attention import attend_layer
 from lightning_fastft.fused.delta_mixers import mix_delta
 from lightning_fastft.fused.fp8_base import refresh_written, refuse_own_forward
 from lightning_fastft.fused.functions.feed_forward import feed_forward_between_norms, norm_feed_forward
-from lightning_fastft.fused.functions.rows import Norm, norm_rows
+from lightning_fastft.fused.functions.rows import norm_rows
 from lightning_fastft.fused.layer_forms import LayerForm
 from lightning_fastft.fused.layer_parts import (
     FUSION_ATTRIBUTE,
@@ -84,58 +84,31 @@ class FusedLayer:
         if parts is None:
             refuse_own_forward(layer)
             options = {
-                "attention_mask": attention_mask,
-                "position_ids": position_ids,
-                "past_key_values": past_key_values,
-            }
+                "attention_mask": attention_mask, "position_ids": position_ids, "past_key_values": past_key_values,
+                "position_embeddings": position_embeddings, **kwargs,
+            }  # fmt: skip
             # Layers without these arguments (Gemma's) would pass them to attention.
             options |= {"use_cache": use_cache} if use_cache else {}
             options |= {} if per_layer_input is None else {"per_layer_input": per_layer_input}
-            return super().forward(hidden_states, **options, position_embeddings=position_embeddings, **kwargs)  # type: ignore[misc]
+            return super().forward(hidden_states, **options)  # type: ignore[misc]
         form = vars(layer)[FUSION_ATTRIBUTE].form
+        factor = _factor(layer, form)
         x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
-        delta_rule = find_delta_rule(layer, form)
-        if parts.qkv is not None and parts.out is not None and delta_rule is not None:
-            assert parts.norms[0] is not None
-            with unwatched(session):
-                x_TD = mix_delta(
-                    delta_rule,
-                    parts.norms[0],
-                    (parts.qkv, parts.out),
-                    x_TD,
-                    context=kwargs["context"],
-                    session=session,
-                )
-        elif parts.qkv is None or parts.out is None:
-            with unwatched(session):
-                h_TD, x_TD = _norm_before(x_TD, parts.norms[0])
+        if parts.qkv is None or parts.out is None:
             options = {"attention_mask": attention_mask, "position_ids": position_ids, **kwargs}
-            out = _mix(layer, h_TD.view(hidden_states.shape), angles=position_embeddings, options=options)
-            x_TD = _add(x_TD, out, parts.post_norms[0], factor=_factor(layer, form))
+            mix = functools.partial(_mix, layer, angles=position_embeddings, options=options)
+            x_TD = _run_module(mix, parts, 0, x_TD, shape=hidden_states.shape, factor=factor, session=session)
+        elif (delta_rule := find_delta_rule(layer, form)) is not None:
+            with unwatched(session):
+                x_TD = mix_delta(delta_rule, parts, x_TD, context=kwargs["context"], session=session)
         else:
             with unwatched(session):
                 x_TD = attend_layer(
-                    layer.self_attn,
-                    form,
-                    parts,
-                    x_TD,
-                    shape=hidden_states.shape,
-                    angles=position_embeddings,
-                    mask=attention_mask,
-                    options=kwargs,
-                    factor=_factor(layer, form),
-                    session=session,
-                )
-        if parts.gate_up is not None and parts.down is not None:
-            with unwatched(session):
-                x_TD = _feed_forward(parts, x_TD, factor=_factor(layer, form), session=session)
-        else:
-            with unwatched(session):
-                h_TD, x_TD = _norm_before(x_TD, parts.norms[1])
-            out = layer._modules[form.block](h_TD.view(hidden_states.shape))
-            # Some blocks also return the scores of their router.
-            out = out[0] if isinstance(out, tuple) else out
-            x_TD = _add(x_TD, out, parts.post_norms[1], factor=_factor(layer, form))
+                    layer.self_attn, form, parts, x_TD, shape=hidden_states.shape, angles=position_embeddings,
+                    mask=attention_mask, options=kwargs, factor=factor, session=session,
+                )  # fmt: skip
+        block = layer._modules.get(form.block)
+        x_TD = _feed_forward(block, parts, x_TD, shape=hidden_states.shape, factor=factor, session=session)
         x_BSD = x_TD.view(hidden_states.shape)
         return _add_layer_inputs(x_BSD, layer, form, per_layer_input) if form.has_layer_inputs else x_BSD
 
@@ -221,16 +194,27 @@ def _num_unscaled(config: Any) -> float:
     return float(config.rope_parameters["original_max_position_embeddings"])
 
 
-def _norm_before(x_TD: torch.Tensor, norm: Norm | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the input of a mixer or a block that runs as a module, and the residual stream."""
-    return (x_TD, x_TD) if norm is None else norm_rows(x_TD, norm)
-
-
-def _add(x_TD: torch.Tensor, out: torch.Tensor, norm: Norm | None, *, factor: float) -> torch.Tensor:
-    """Return the residual stream after the output of a mixer or a block that ran as a module."""
-    out_TD = out.reshape(x_TD.shape)
+def _run_module(
+    run: Callable[[torch.Tensor], Any],
+    parts: Parts,
+    place: int,
+    x_TD: torch.Tensor,
+    *,
+    shape: torch.Size,
+    factor: float,
+    session: Session | None,
+) -> torch.Tensor:
+    """Return the residual stream after a mixer (place 0) or a block (place 1) that runs as a module."""
+    norm, post_norm = parts.norms[place], parts.post_norms[place]
+    h_TD = x_TD
     if norm is not None:
-        out_TD = norm_rows(out_TD, norm)[0]
+        with unwatched(session):
+            h_TD, x_TD = norm_rows(x_TD, norm)
+    out = run(h_TD.view(shape))
+    # Some blocks also return the scores of their router.
+    out_TD = (out[0] if isinstance(out, tuple) else out).reshape(x_TD.shape)
+    if post_norm is not None:
+        out_TD = norm_rows(out_TD, post_norm)[0]
     return torch.add(x_TD, out_TD, alpha=factor)
 
 
@@ -272,13 +256,18 @@ def _mix(
     return out
 
 
-def _feed_forward(parts: Parts, x_TD: torch.Tensor, *, factor: float, session: Session | None) -> torch.Tensor:
-    """Return the residual stream after a dense feed-forward block, shape (T, D)."""
+def _feed_forward(
+    block: Any, parts: Parts, x_TD: torch.Tensor, *, shape: torch.Size, factor: float, session: Session | None
+) -> torch.Tensor:
+    """Return the residual stream after the feed-forward block, shape (T, D)."""
     gate_up, down, gate, norm = parts.gate_up, parts.down, parts.gate, parts.norms[1]
-    assert gate_up is not None
-    assert down is not None
+    if gate_up is None or down is None:
+        return _run_module(block, parts, 1, x_TD, shape=shape, factor=factor, session=session)
     assert gate is not None
-    if parts.post_norms[1] is not None:
-        return feed_forward_between_norms(x_TD, norm, gate_up, down, parts.post_norms[1], form=gate, session=session)
-    assert norm is not None
-    return norm_feed_forward(x_TD, norm, gate_up, down, form=gate, factor=factor, session=session)
+    with unwatched(session):
+        if parts.post_norms[1] is not None:
+            return feed_forward_between_norms(
+                x_TD, norm, gate_up, down, parts.post_norms[1], form=gate, session=session
+            )
+        assert norm is not None
+        return norm_feed_forward(x_TD, norm, gate_up, down, form=gate, factor=factor, session=session)

@@ -60,13 +60,16 @@ class PaddedBuffer:
         return whole
 
 
-class _Room:
-    """A fused buffer of weights and adapters: its shape, its size in bytes, and the addresses of the weights in it."""
+class FusedWeightBuffer:
+    """The weights of one GEMM in memory with room for their adapters, until they are moved back."""
 
-    def __init__(self, memory: torch.Tensor, addresses: tuple[int, ...]) -> None:
+    def __init__(self, weights: Sequence[torch.Tensor], memory: torch.Tensor) -> None:
+        # Weak references: neither the weights nor their memory are kept alive.
+        self._weights = [weakref.ref(weight) for weight in weights]
+        self._memory = StorageWeakRef(memory.untyped_storage())
         self.num_rows, self.num_columns = memory.shape
         self.num_bytes = memory.untyped_storage().nbytes()
-        self.addresses = addresses
+        self.addresses = [weight.data_ptr() for weight in weights]
         # The copies of adapters next to the weights, and their versions when they were written.
         self._written: list[tuple[weakref.ref[torch.Tensor], int]] = []
 
@@ -87,15 +90,6 @@ class _Room:
         return len(written) != len(copies) or any(
             reference() is not copy or version != copy._version for (reference, version), copy in zip(written, copies)
         )
-
-
-class FusedWeightBuffer:
-    """The weights of one GEMM in a fused buffer, until they are moved back."""
-
-    def __init__(self, weights: Sequence[torch.Tensor], memory: torch.Tensor) -> None:
-        # Weak references: neither the weights nor their memory are kept alive.
-        self._weights = [weakref.ref(weight) for weight in weights]
-        self._memory = StorageWeakRef(memory.untyped_storage())
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is in this buffer."""
@@ -139,7 +133,7 @@ class DenseWeights:
         self._buffers: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
         # By storage, which tensors on the meta device have too. The parameters own the memory; giving them other memory
         # frees it.
-        self._rooms: dict[int, _Room] = {}
+        self._fused: dict[int, FusedWeightBuffer] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Drop the buffers from a copy or pickle; a copied model allocates its own."""
@@ -188,11 +182,11 @@ class DenseWeights:
         One GEMM with it adds the adapters to the base, and one gives the gradients of rows and low-rank rows.
         """
         num_inputs, num_extra = parts[0].num_inputs, aligned(_num_ranks(parts))
-        room = self._room_of(parts)
-        if room is not None and room.num_columns >= num_inputs + num_extra:
-            dense = _memory_of(parts, room, (room.num_rows, num_inputs + num_extra))
+        fused = self._fused_of(parts)
+        if fused is not None and fused.num_columns >= num_inputs + num_extra:
+            dense = _memory_of(parts, fused, (fused.num_rows, num_inputs + num_extra))
             copies = [part.copy_b_OR for part in parts if part.copy_b_OR is not None]
-            if not room.must_write(copies, are_tracked=_are_tracked(parts)):
+            if not fused.must_write(copies, are_tracked=_are_tracked(parts)):
                 return dense
         else:
             dense = self.gather(parts, num_inputs=num_inputs, dtype=dtype, num_extra=num_extra)
@@ -207,10 +201,10 @@ class DenseWeights:
         low-rank rows.
         """
         num_outputs, num_ranks = part.num_outputs, a_RI.shape[0]
-        room = self._room_of((part,))
-        if room is not None and room.num_rows >= num_outputs + aligned(num_ranks):
-            dense = _memory_of((part,), room, (num_outputs + aligned(num_ranks), room.num_columns))
-            if not room.must_write([a_RI], are_tracked=_are_tracked((part,))):
+        fused = self._fused_of((part,))
+        if fused is not None and fused.num_rows >= num_outputs + aligned(num_ranks):
+            dense = _memory_of((part,), fused, (num_outputs + aligned(num_ranks), fused.num_columns))
+            if not fused.must_write([a_RI], are_tracked=_are_tracked((part,))):
                 return dense
         else:
             dense = self.gather(
@@ -254,38 +248,37 @@ class DenseWeights:
                 _copy_rows(place, weight.data)
                 weight.data = place
                 first += weight.shape[0]
-        addresses = tuple(weight.data_ptr() for weight in weights)
-        self._rooms[_storage_id(memory)] = _Room(memory, addresses)
-        return FusedWeightBuffer(weights, memory)
+        found = self._fused[_storage_id(memory)] = FusedWeightBuffer(weights, memory)
+        return found
 
     def has_room_beside(self, parts: Sequence[LinearPart]) -> bool:
         """Return whether these weights are in a fused buffer with room for B of their ranks; takes microseconds."""
-        room = self._room_of(parts)
-        return room is not None and room.num_columns >= parts[0].num_inputs + aligned(_num_ranks(parts))
+        fused = self._fused_of(parts)
+        return fused is not None and fused.num_columns >= parts[0].num_inputs + aligned(_num_ranks(parts))
 
     def has_room_below(self, part: LinearPart) -> bool:
         """Return whether this weight is in a fused buffer with room for A of its rank; takes microseconds."""
-        room = self._room_of((part,))
-        return room is not None and room.num_rows >= part.num_outputs + aligned(part.rank)
+        fused = self._fused_of((part,))
+        return fused is not None and fused.num_rows >= part.num_outputs + aligned(part.rank)
 
-    def _room_of(self, parts: Sequence[LinearPart]) -> _Room | None:
-        """Return the room of weights in a fused buffer."""
-        room = self._rooms.get(_storage_id(parts[0].weight))
-        if room is None or len(parts) != len(room.addresses):
+    def _fused_of(self, parts: Sequence[LinearPart]) -> FusedWeightBuffer | None:
+        """Return the fused buffer that weights are in."""
+        fused = self._fused.get(_storage_id(parts[0].weight))
+        if fused is None or len(parts) != len(fused.addresses):
             return None
-        for part, address in zip(parts, room.addresses):
-            if part.weight.data_ptr() != address or part.weight.stride(0) != room.num_columns:
+        for part, address in zip(parts, fused.addresses):
+            if part.weight.data_ptr() != address or part.weight.stride(0) != fused.num_columns:
                 return None
         # Freed memory may belong to another weight with the same address, but not with this size.
-        return room if parts[0].weight.untyped_storage().nbytes() == room.num_bytes else None
+        return fused if parts[0].weight.untyped_storage().nbytes() == fused.num_bytes else None
 
 
-def _memory_of(parts: Sequence[LinearPart], room: _Room, shape: tuple[int, int]) -> torch.Tensor:
+def _memory_of(parts: Sequence[LinearPart], fused: FusedWeightBuffer, shape: tuple[int, int]) -> torch.Tensor:
     """Return the first rows and columns of the fused buffer that weights are in.
 
     As ``.data``, because a write into the room changes no weight and must not change its version counter.
     """
-    return parts[0].weight.data.as_strided(shape, (room.num_columns, 1), 0)
+    return parts[0].weight.data.as_strided(shape, (fused.num_columns, 1), 0)
 
 
 def _are_tracked(parts: Sequence[LinearPart]) -> bool:

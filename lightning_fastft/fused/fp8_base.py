@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -54,7 +55,7 @@ def in_fp8(
     weight = weights[place]
     weight.reason = weight.obstacle(modules, fused_linear.parts, layer=layer, dtype=dtype)
     if not weight.reason:
-        return fused_linear._replace(base=weight)
+        return dataclasses.replace(fused_linear, base=weight)
     return fused_linear if has_own_dtype else weight.reason
 
 

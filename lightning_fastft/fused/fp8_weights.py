@@ -23,7 +23,7 @@ from lightning_fastft.fused.fp8_obstacles import adapter_obstacle, product_obsta
 from lightning_fastft.fused.linear_parts import LinearPart
 from lightning_fastft.hf.sharding.stand_ins import local_rows
 from lightning_fastft.kernels.expert_gate.op import gate_backward_quantised, gate_forward_quantised
-from lightning_fastft.kernels.expert_gate.reference import GateForm, QuantisedGateGradients
+from lightning_fastft.kernels.expert_gate.reference import GateForm
 from lightning_fastft.kernels.fp8_linear.op import (
     multiply,
     nf4_row_scales,
@@ -50,7 +50,9 @@ class _Scales(NamedTuple):
 
 
 class Fp8Weight:
-    """The weights of layers that read the same rows, in e4m3; a ``BaseWeight`` of ``fused/linears.py``.
+    """The weights of layers that read the same rows, in e4m3, and their products.
+
+    Biases and adapters are not included.
 
     Args:
         owner: The ``Fp8Base`` of the model.
@@ -183,7 +185,7 @@ class Fp8Weight:
 
     def quantised_gate_gradients(
         self, parts: Sequence[LinearPart], d_act_TF: torch.Tensor, gate_up_TP: torch.Tensor, form: GateForm
-    ) -> QuantisedGateGradients:
+    ) -> tuple[Fp8Rows, Fp8Rows | None]:
         """Return the gradient of gate_up and gated rows as the products read them; costs gate_backward_quantised."""
         return gate_backward_quantised(
             d_act_TF,

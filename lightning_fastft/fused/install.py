@@ -24,7 +24,6 @@ from lightning_fastft.fused.layer_forms import LAYERS, LayerForm
 from lightning_fastft.fused.layer_parts import (
     FUSION_ATTRIBUTE,
     Fusion,
-    KeptParts,
     block_activation,
     find_delta_rule,
     form_of,
@@ -215,7 +214,7 @@ def _install(model: PreTrainedModel, patcher: ModelPatcher, *, awaits_copies: bo
             new = share_state(layer, fused_class(type(layer)))  # type: ignore[arg-type]
             model.set_submodule(names[id(layer)], new)
             patcher.add_undo(functools.partial(_put_back, model, names[id(layer)], layer, fused=new))
-        patcher.set_attribute(layer, FUSION_ATTRIBUTE, Fusion(form, dense, KeptParts()))
+        patcher.set_attribute(layer, FUSION_ATTRIBUTE, Fusion(form, dense))
         num_fused += is_known_block(layer, form)
         num_mixers += has_own_mixer(layer, form)
     _install_norms(model, layers, names, dense, patcher)
@@ -250,7 +249,7 @@ def _install_norms(
         if norm is not None and type(norm) is kind and "weight" in norm._parameters:
             new = share_state(norm, fused_norm_class(kind))  # type: ignore[arg-type]
             patcher.replace_module(model, names[id(norm)], new)
-            patcher.set_attribute(new, FUSION_ATTRIBUTE, Fusion(form, dense, KeptParts()))
+            patcher.set_attribute(new, FUSION_ATTRIBUTE, Fusion(form, dense))
 
 
 def _put_back(model: nn.Module, name: str, layer: nn.Module, *, fused: nn.Module) -> None:
@@ -315,5 +314,5 @@ def _find_differences(model: PreTrainedModel, layers: Sequence[nn.Module]) -> Co
 def _fuse_alone(layer: nn.Module) -> nn.Module:
     """Return the fused layer that shares the parameters of a layer outside of a model."""
     new = share_state(layer, fused_class(type(layer)))  # type: ignore[arg-type]
-    vars(new)[FUSION_ATTRIBUTE] = Fusion(form_of(layer), DenseWeights(), KeptParts())
+    vars(new)[FUSION_ATTRIBUTE] = Fusion(form_of(layer), DenseWeights())
     return new

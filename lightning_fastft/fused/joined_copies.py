@@ -5,12 +5,13 @@ Axes: R adapter ranks of all layers together, I input columns.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from lightning_fastft.fused.low_precision_adapters import LowPrecisionCopy
+from lightning_fastft.moe.low_precision_copy import LowPrecisionCopy
 
 if TYPE_CHECKING:
     from lightning_fastft.fused.linears import FusedLinear
@@ -51,9 +52,10 @@ def join_copies(fused_linear: FusedLinear, copies: Sequence[LowPrecisionCopy]) -
     for copy, place_RI in zip(copies, memory_RI.split([part.rank for part in parts])):
         copy.move(place_RI)
     moved = iter(copies)
-    return fused_linear._replace(
+    return dataclasses.replace(
+        fused_linear,
         parts=tuple(
             part if part.copy_a_RI is None else part._replace(copy_a_RI=next(moved).tensor)
             for part in fused_linear.parts
-        )
+        ),
     )

@@ -20,12 +20,12 @@ from lightning_fastft.fused.joined_copies import join_copies
 from lightning_fastft.fused.layer_forms import LAYERS, LayerForm
 from lightning_fastft.fused.linear_parts import read_part
 from lightning_fastft.fused.linears import FusedLinear, fuse_linears
-from lightning_fastft.fused.low_precision_adapters import LowPrecisionCopy
 from lightning_fastft.fused.row_factors import RowFactors
 from lightning_fastft.hf.activation_functions import activation_name
 from lightning_fastft.kernels.expert_gate.reference import GateForm
 from lightning_fastft.kernels.rms_norm.reference import NormForm
-from lightning_fastft.mixers.install import PackedMixer
+from lightning_fastft.mixers.install import run_mixer
+from lightning_fastft.moe.low_precision_copy import LowPrecisionCopy
 
 # An instance attribute, so no state_dict has it.
 FUSION_ATTRIBUTE = "fastft_fusion"
@@ -33,28 +33,24 @@ FUSION_ATTRIBUTE = "fastft_fusion"
 _RECORDING = "transformers.utils.output_capturing"
 
 
-class Fusion(NamedTuple):
+class Fusion:
     """State of a fused layer in addition to its modules.
 
+    It keeps the products of the last call and what they were read from. If any of it changes, such as a module, a
+    parameter, a hook, the active adapter, its scale or the master of a low-precision copy, the next call reads the
+    modules again.
+
     Args:
-        form: Its description.
+        form: Description of the layer.
         dense: Its dense weights.
-        kept: The products of the call before.
     """
 
-    form: LayerForm
-    dense: DenseWeights
-    kept: KeptParts
+    def __init__(self, form: LayerForm, dense: DenseWeights) -> None:
+        self.form = form
+        self.dense = dense
+        self._forget()
 
-
-class KeptParts:
-    """The products of a layer, and what they were read from, so that the next call does not read the modules again.
-
-    If any of it changes, such as a module, a parameter, a hook, the active adapter, its scale or the master of a
-    low-precision copy, the next call reads them again.
-    """
-
-    def __init__(self) -> None:
+    def _forget(self) -> None:
         self._parts: Parts | None = None
         self._dtype: torch.dtype | None = None
         self._mappings: list[dict[str, Any]] = []
@@ -68,8 +64,8 @@ class KeptParts:
         self._copies: list[LowPrecisionCopy | RowFactors] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Keep nothing in a copy or pickle, which has modules of its own."""
-        return KeptParts, ()
+        """Keep no products in a copy or pickle, which has modules of its own."""
+        return Fusion, (self.form, self.dense)
 
     def find(self, *, dtype: torch.dtype) -> Parts | None:
         """Return the products for rows of this dtype; None if they must be read.
@@ -88,13 +84,14 @@ class KeptParts:
         )
         return self._parts if is_same else None
 
-    def keep(self, parts: Parts, layer: Any, form: LayerForm, *, dtype: torch.dtype) -> None:
+    def keep(self, parts: Parts, layer: Any, *, dtype: torch.dtype) -> None:
         """Keep products that were read from a layer just now.
 
         Products of a layer with an fp8 base, a gated delta rule or per-layer inputs, and products whose adapters are
         cast for each call, are not kept.
         """
-        self.__init__()  # type: ignore[misc]
+        self._forget()
+        form = self.form
         if form.delta_projections or form.has_layer_inputs or FP8_ATTRIBUTE in vars(layer):
             return
         modules, products = _read_modules(layer, form)
@@ -195,13 +192,13 @@ def read_for_norms(layer: nn.Module) -> Parts | str:
 def find_parts(layer: Any, *, dtype: torch.dtype) -> Parts | None:
     """Return the products of a fused layer for rows of this dtype, or None if it cannot be fused at present."""
     fusion: Fusion = vars(layer)[FUSION_ATTRIBUTE]
-    kept = fusion.kept.find(dtype=dtype)
+    kept = fusion.find(dtype=dtype)
     if kept is not None:
         return kept
     found = read_parts(layer, dtype=dtype)
     if isinstance(found, str):
         return None
-    fusion.kept.keep(found, layer, fusion.form, dtype=dtype)
+    fusion.keep(found, layer, dtype=dtype)
     return found
 
 
@@ -342,7 +339,7 @@ def find_delta_rule(layer: Any, form: LayerForm) -> Any:
 def _has_hooks(module: nn.Module) -> bool:
     """Return whether a module has foreign hooks or a replaced forward; packed mixers have our own forward."""
     own_forward = vars(module).get("forward")
-    is_replaced = own_forward is not None and not isinstance(getattr(own_forward, "__self__", None), PackedMixer)
+    is_replaced = own_forward is not None and getattr(own_forward, "func", None) is not run_mixer
     is_hooked = module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks or is_replaced
     # transformers leaves hooks on every attention layer after a call that recorded outputs; they have no effect unless
     # attention weights are requested.

@@ -25,7 +25,7 @@ from lightning_fastft.kernels.low_rank_add.op import add_low_rank
 def gradients_for(fused_linear: FusedLinear, like_TO: torch.Tensor) -> torch.Tensor:
     """Return memory for gradients of an output, shape (T, O), that rows_gradients reads without a copy.
 
-    Each row has room for the low-rank rows of one layer with the largest rank of these. A ``BaseWeight`` does not use
+    Each row has room for the low-rank rows of one layer with the largest rank of these. A weight in e4m3 does not use
     it. Only the memory returned last has this room; other gradients are copied if they need it.
     """
     num_ranks = 0 if fused_linear.base is not None else fused_linear.max_rank
@@ -136,7 +136,7 @@ def parameter_gradients(
         d_magnitudes: Gradients of the magnitudes of DoRA; empty without.
 
     Cost:
-        2 T I FLOP per rank and trained column; no host sync. A ``BaseWeight`` has one GEMM for all trained weights.
+        2 T I FLOP per rank and trained column; no host sync. Weights in e4m3 have one GEMM for all trained weights.
     """
     parts, d_a = fused_linear.parts, None
     found: list[torch.Tensor | None] = []

@@ -12,7 +12,7 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_fastft.fused.active_adapters import ActiveAdapter, read_adapter
+from lightning_fastft.fused.active_adapters import read_adapter
 from lightning_fastft.kernels.fp8_linear.reference import FP8
 from lightning_fastft.kernels.nf4_linear.op import read_params4bit
 from lightning_fastft.patches.value_points import is_linear_point
@@ -85,22 +85,15 @@ def read_part(
     obstacle = _base_obstacle(base, dtype=dtype, awaits_gather=awaits_gather)
     if obstacle:
         return obstacle
-    adapter: ActiveAdapter | None = None
-    if isinstance(module, LoraLayer):
-        found = read_adapter(module, dtype=dtype, awaits_gather=awaits_gather)
-        if isinstance(found, str) and awaits_copies:
-            found = read_adapter(module, dtype=torch.float32, awaits_gather=awaits_gather)
-        if isinstance(found, str):
-            return found
-        adapter = found
     linear: Any = base
     num_outputs, is_packed = int(linear.out_features), not _is_dense(linear.weight, awaits_gather=awaits_gather)
-    if adapter is None:
-        return LinearPart(linear, linear.weight, linear.bias, None, None, None, None, 0.0, num_outputs, is_packed)
-    return LinearPart(
-        linear, linear.weight, linear.bias, *adapter[:5], num_outputs, is_packed,
-        magnitude_O=adapter.magnitude_N, factors_2O=adapter.factors_2N,
-    )  # fmt: skip
+    part = LinearPart(linear, linear.weight, linear.bias, None, None, None, None, 0.0, num_outputs, is_packed)
+    if not isinstance(module, LoraLayer):
+        return part
+    found = read_adapter(module, part, dtype=dtype, awaits_gather=awaits_gather)
+    if isinstance(found, str) and awaits_copies:
+        return read_adapter(module, part, dtype=torch.float32, awaits_gather=awaits_gather)
+    return found
 
 
 def _is_dense(weight: object, *, awaits_gather: bool) -> TypeGuard[torch.Tensor]:

@@ -5,9 +5,10 @@ Axes: T rows, I input columns, O output columns of all layers together, R adapte
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,10 +17,13 @@ from lightning_fastft.fused.column_scales import scale_output
 from lightning_fastft.fused.dense_weights import DenseWeights, rides_along
 from lightning_fastft.fused.joined_copies import joined
 from lightning_fastft.fused.linear_parts import LinearPart
-from lightning_fastft.kernels.expert_gate.reference import GateForm, QuantisedGateGradients
+from lightning_fastft.kernels.expert_gate.reference import GateForm
 from lightning_fastft.kernels.fp8_linear.reference import Fp8Rows
 from lightning_fastft.kernels.low_rank_add.op import add_low_rank
 from lightning_fastft.kernels.rms_norm.reference import NormForm
+
+if TYPE_CHECKING:
+    from lightning_fastft.fused.fp8_weights import Fp8Weight
 
 # From this many rows per input column on, dense weights are copied next to their adapters. That saves 6 bytes per row
 # and output (one more write and read of the output, and one more read of its gradient); the two copies cost 8 bytes per
@@ -27,62 +31,19 @@ from lightning_fastft.kernels.rms_norm.reference import NormForm
 COPIED_FROM_ROWS_PER_INPUT = 2
 
 
-class BaseWeight(Protocol):
-    """Weights of layers that read the same rows, in a format that computes its own products.
-
-    Biases and adapters are not included.
-    """
-
-    def quantises(self, parts: Sequence[LinearPart]) -> bool:
-        """Return whether the products read quantised rows, which the kernel that computes the rows may write."""
-
-    def quantised_norm(
-        self, parts: Sequence[LinearPart], x_TI: torch.Tensor, weight_I: torch.Tensor, form: NormForm
-    ) -> Fp8Rows:
-        """Return normed rows as the products read them."""
-
-    def quantised_gate(self, parts: Sequence[LinearPart], gate_up_TP: torch.Tensor, form: GateForm) -> Fp8Rows:
-        """Return gated rows as the products read them."""
-
-    def quantised_gate_gradients(
-        self, parts: Sequence[LinearPart], d_act_TF: torch.Tensor, gate_up_TP: torch.Tensor, form: GateForm
-    ) -> QuantisedGateGradients:
-        """Return the gradient of gate_up, the output of these layers, and gated rows, as the products read them."""
-
-    def forward_product(self, parts: Sequence[LinearPart], x_TI: torch.Tensor | Fp8Rows) -> torch.Tensor:
-        """Return ``x @ W^T`` of all layers, concatenated, in the dtype of the rows and in new memory."""
-
-    def quantise_gradient(self, parts: Sequence[LinearPart], d_TO: torch.Tensor) -> Any:
-        """Return the gradient of the output as the other products read it."""
-
-    def backward_product(self, parts: Sequence[LinearPart], d: Any, *, dtype: torch.dtype) -> torch.Tensor:
-        """Return ``d @ W``, in this dtype and in new memory."""
-
-    def weight_gradient(self, parts: Sequence[LinearPart], d: Any, x_TI: torch.Tensor | Fp8Rows) -> torch.Tensor:
-        """Return ``d^T @ x`` of all layers, below each other, in the dtype of the rows and in new memory."""
-
-
-class Product(NamedTuple):
-    """Output of a product, and the low-rank rows of its adapters, ``scale * x @ A^T``; None without adapters."""
-
-    y_TO: torch.Tensor
-    low_TR: torch.Tensor | None
-
-
-class _Linears(NamedTuple):
-    parts: tuple[LinearPart, ...]
-    dense: DenseWeights
-    base: BaseWeight | None = None
-
-
-class FusedLinear(_Linears):
+@dataclasses.dataclass(frozen=True, eq=False)
+class FusedLinear:
     """Linear layers that read the same rows.
 
     Args:
         parts: The layers, in the order of their columns.
         dense: Dense weights next to their adapters: dequantised, copied, or in a fused buffer.
-        base: Computes the products with the weights; None to compute them in the dtype of the rows.
+        base: The weights in e4m3, which compute their own products; None to compute in the dtype of the rows.
     """
+
+    parts: tuple[LinearPart, ...]
+    dense: DenseWeights
+    base: Fp8Weight | None = None
 
     # The properties are computed once: a FusedLinear serves many steps.
 
@@ -186,7 +147,7 @@ class FusedLinear(_Linears):
         for part in self.parts:
             found: dict[str, Any] = {name: next(rest) for name in _watched_names(part)}
             parts.append(part._replace(**found))
-        return self._replace(parts=tuple(parts))
+        return dataclasses.replace(self, parts=tuple(parts))
 
 
 def rows_for(fused_linear: FusedLinear, like_TI: torch.Tensor) -> torch.Tensor:
@@ -212,7 +173,7 @@ def quantised_gate(fused_linear: FusedLinear, gate_up_TP: torch.Tensor, *, form:
 
 def quantised_gate_gradients(
     gate_up: FusedLinear, down: FusedLinear, d_act_TF: torch.Tensor, gate_up_TP: torch.Tensor, *, form: GateForm
-) -> QuantisedGateGradients | None:
+) -> tuple[Fp8Rows, Fp8Rows | None] | None:
     """Return the gradient of gate_up's output for rows_gradients and parameter_gradients of gate_up, and gated rows for
     those of down, in one kernel; None if they read others.
     """
@@ -231,24 +192,25 @@ def product(
     *,
     addend_TO: torch.Tensor | None = None,
     factor: float = 1.0,
-) -> Product:
+) -> tuple[torch.Tensor, ...]:
     """Return ``x @ W^T + bias + scale * (x @ A^T) @ B^T`` of all layers, concatenated; with DoRA scaled by column.
 
     Rows are 2-D, or the result of quantised_norm or quantised_gate. Those in memory of rows_for are not copied, and the
     room after them is written. addend_TO is for a single layer; only with it there is a factor of the product.
 
+    Returns:
+        y_TO: The output.
+        low_TR: Low-rank rows of the adapters, ``scale * x @ A^T``; absent without adapters or with quantised rows.
+
     Cost:
         2 T I O FLOP and those of the adapters; no host sync. All layers share one GEMM if they are packed, in a fused
         buffer, computed by fused_linear.base, or dense with many rows (then copied next to their adapters); else each
         layer has its own. One GEMM without addend_TO also adds the biases; otherwise they cost a pass over the output,
-        and so do an adapter outside of the GEMM and addend_TO. DoRA costs
-        one more pass.
+        and so do an adapter outside of the GEMM and addend_TO. DoRA costs one more pass.
     """
     if fused_linear.is_scaled:
-        out = unscaled_product(fused_linear, x_TI)
-        return out._replace(
-            y_TO=scale_output(fused_linear.parts, out.y_TO, addend_TO=addend_TO, alpha=factor, out=out.y_TO)
-        )
+        y_TO, *low = unscaled_product(fused_linear, x_TI)
+        return scale_output(fused_linear.parts, y_TO, addend_TO=addend_TO, alpha=factor, out=y_TO), *low
     return unscaled_product(fused_linear, x_TI, addend_TO=addend_TO, factor=factor)
 
 
@@ -258,15 +220,15 @@ def unscaled_product(
     *,
     addend_TO: torch.Tensor | None = None,
     factor: float = 1.0,
-) -> Product:
+) -> tuple[torch.Tensor, ...]:
     """Return product without the scale of DoRA."""
     if isinstance(x_TI, Fp8Rows):
-        return Product(_base_product(fused_linear, x_TI, addend_TO=addend_TO, factor=factor), None)
+        return (_base_product(fused_linear, x_TI, addend_TO=addend_TO, factor=factor),)
     if addend_TO is None and has_augmented(fused_linear, x_TI.shape[0]):
         return _augmented_product(fused_linear, x_TI)
     low_TR = low_rank_rows(fused_linear, x_TI)
     if low_TR is None:
-        return Product(_base_product(fused_linear, x_TI, addend_TO=addend_TO, factor=factor), None)
+        return (_base_product(fused_linear, x_TI, addend_TO=addend_TO, factor=factor),)
     y_TO = _base_product(fused_linear, x_TI, addend_TO=None, factor=factor)
     added_TR = low_TR if factor == 1.0 else low_TR * factor
     for part, columns, ranks in zip(fused_linear.parts, fused_linear.columns, fused_linear.ranks):
@@ -275,7 +237,7 @@ def unscaled_product(
             add_low_rank(
                 piece_TO, added_TR[:, ranks], part.copy_b_OR.t(), residual_TN=addend_TO, out=piece_TO, is_checked=False
             )
-    return Product(y_TO, low_TR)
+    return y_TO, low_TR
 
 
 def low_rank_rows(fused_linear: FusedLinear, x_TI: torch.Tensor | Fp8Rows) -> torch.Tensor | None:
@@ -299,7 +261,7 @@ def has_augmented(fused_linear: FusedLinear, num_rows: int) -> bool:
 
     They are if outputs are wider than the rows, and weights are dequantised anyway, or in a fused buffer, or rows are
     many. A second GEMM for B would read and write the whole output again: 0.4 of 2.4 ms for 17,408 x 5,120 on an H200.
-    The products of a ``BaseWeight`` never include adapters.
+    The products in e4m3 never include adapters.
     """
     if not fused_linear.rides_along:
         return False
@@ -336,17 +298,13 @@ def _base_product(
     return y_TO
 
 
-def _augmented_product(fused_linear: FusedLinear, x_TI: torch.Tensor) -> Product:
+def _augmented_product(fused_linear: FusedLinear, x_TI: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return ``[x | low] @ [W | B]^T``."""
     low_TR = low_rank_rows(fused_linear, x_TI)
     assert low_TR is not None
     rows = fused_linear.dense.rows.with_low(x_TI, low_TR)
-    return Product(
-        _biased_product(
-            rows, fused_linear.dense.with_adapters(fused_linear.parts, dtype=x_TI.dtype), fused_linear.parts
-        ),
-        low_TR,
-    )
+    weight_OI = fused_linear.dense.with_adapters(fused_linear.parts, dtype=x_TI.dtype)
+    return _biased_product(rows, weight_OI, fused_linear.parts), low_TR
 
 
 def _biased_product(x_TI: torch.Tensor, weight_OI: torch.Tensor, parts: Sequence[LinearPart]) -> torch.Tensor:

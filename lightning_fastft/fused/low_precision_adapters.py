@@ -30,54 +30,13 @@ from lightning_fastft.kernels.column_scale.op import scale_by_magnitude
 from lightning_fastft.kernels.lora_linear.op import lora_addmm
 from lightning_fastft.moe.adapters import FACTOR_ATTRIBUTE, LowPrecisionExpertAdapters
 from lightning_fastft.moe.adapters import ParamWrapper as RoutedWrapper
+from lightning_fastft.moe.low_precision_copy import LowPrecisionCopy
 from lightning_fastft.patches.value_points import is_frozen_point
 
 STATUS_NAME = "low-precision adapters"
 # Instance attributes, neither parameters nor buffers, so no state_dict has them.
 LAYER_ATTRIBUTE = "fastft_low_precision_adapters"
 WEIGHT_ATTRIBUTE = "fastft_copy"
-
-
-class LowPrecisionCopy:
-    """The low-precision copy of one adapter weight, and the state of the master it was copied from."""
-
-    def __init__(self, master: torch.Tensor, dtype: torch.dtype) -> None:
-        self.master = master
-        # Allocate outside of inference mode: a copy first used in a validation may be saved for a backward later.
-        with torch.inference_mode(mode=False), torch.no_grad():
-            self.tensor = master.detach().to(dtype, copy=True)
-        # Whether an optimizer has written the copy with its master since the last refresh.
-        self.is_written = False
-        self._mark()
-
-    def is_copy_of(self, master: torch.Tensor, dtype: torch.dtype) -> bool:
-        """Return whether the copy fits this master: same object, shape, device and dtype."""
-        tensor = self.tensor
-        return (
-            master is self.master
-            and tensor.shape == master.shape
-            and tensor.device == master.device
-            and tensor.dtype is dtype
-        )
-
-    def is_current(self) -> bool:
-        """Return whether version counter and address of the master are those of the last copy."""
-        return self._version == self.master._version and self._pointer == self.master.data_ptr()
-
-    def move(self, place: torch.Tensor) -> None:
-        """Move the copy into this memory, which has its shape."""
-        with torch.no_grad():
-            self.tensor = place.copy_(self.tensor)
-
-    def copy_master(self) -> None:
-        """Copy the master."""
-        with torch.no_grad():
-            self.tensor.copy_(self.master)
-        self._mark()
-
-    def _mark(self) -> None:
-        self._version = self.master._version
-        self._pointer = self.master.data_ptr()
 
 
 class LowPrecisionAdapters:
@@ -119,7 +78,7 @@ class LowPrecisionAdapters:
         for copy in self._paired:
             if id(copy.tensor) in written:
                 copy.is_written = True
-                copy._mark()
+                copy.mark()
 
     def refresh(self, *, is_after_step: bool = False) -> None:
         """Copy every master into its low-precision copy.
@@ -145,9 +104,9 @@ class LowPrecisionAdapters:
         if not copies:
             return
         with torch.no_grad():
-            torch._foreach_copy_([copy.tensor for copy in copies], [copy.master.detach() for copy in copies])
+            torch._foreach_copy_([copy.tensor for copy in copies], [copy.master_view() for copy in copies])
         for copy in copies:
-            copy._mark()
+            copy.mark()
 
     def read(self, linear: nn.Linear) -> torch.Tensor:
         """Return the weight of lora_A or lora_B in the compute dtype, refreshed if its version counter changed."""

@@ -5,16 +5,9 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-
-
-class Recorder(Protocol):
-    """Records device work so that it can be replayed."""
-
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Return a function that repeats the work in the same memory; recording need not run it."""
 
 
 class CudaRecorder:

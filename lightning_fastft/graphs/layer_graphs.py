@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_fastft.activations.segments import is_random
 from lightning_fastft.activations.values import find_segment
 from lightning_fastft.core.autocast import is_autocast_on
 from lightning_fastft.core.errors import SwapError
 from lightning_fastft.core.phases import log_phase
 from lightning_fastft.core.status import Status
 from lightning_fastft.fused.decoder import GRAPH_ATTRIBUTE
-from lightning_fastft.graphs.cuda_recorder import CudaRecorder, Recorder
+from lightning_fastft.graphs.cuda_recorder import CudaRecorder
 from lightning_fastft.graphs.launch_bound import LaunchBoundProbe
-from lightning_fastft.graphs.recordings import PackBucket, Recording
+from lightning_fastft.graphs.recordings import PackBucket, Recording, recording_obstacle
+from lightning_fastft.graphs.runs import RankReplay, Replay, Run
 from lightning_fastft.kernels.sizes import next_power_of_2
 from lightning_fastft.mixers.install import ON_KERNELS
 from lightning_fastft.packing.context import BatchContext
@@ -58,8 +58,6 @@ _MOST_RECORDINGS = 4
 # recomputed, without the hidden states of all layers. Measured: 1.1 and 1.6 to 2 (results.csv: keep+graphs,
 # recompute+graphs).
 _ROOM_KEPT, _ROOM_RECOMPUTED = 1.25, 2.0
-_OUTPUT_FLAGS = ("output_attentions", "output_hidden_states", "output_router_logits")
-_RECORDING = "transformers.utils.output_capturing"
 
 
 class LayerGraphs:
@@ -92,7 +90,7 @@ class LayerGraphs:
         layers: Sequence[nn.Module],
         *,
         memory_of: Callable[[nn.Module], list[torch.Tensor]],
-        recorder: Recorder | None = None,
+        recorder: CudaRecorder | None = None,
         backends: frozenset[str] = _BACKENDS,
         chunk_size: int | None = None,
         pace: LaunchBoundProbe | None = None,
@@ -100,7 +98,7 @@ class LayerGraphs:
         self._layers = list(layers)
         # Mixers have no configuration; all layers share that of the model.
         attention: Any = next((layer.self_attn for layer in layers if "self_attn" in layer._modules), None)
-        self._config = getattr(attention, "config", None)
+        self.config = getattr(attention, "config", None)
         self._chunk_size = chunk_size
         uses = Counter(parameter for layer in self._layers for parameter in set(layer.parameters()))
         # Weights shared by layers: autograd adds their gradients only after the last of these layers.
@@ -109,8 +107,7 @@ class LayerGraphs:
         self._recorder = recorder
         self.backends = backends
         self._pace = pace
-        self._is_watched = False
-        self._refusal = ""
+        self._is_watched, self._refusal = False, ""
         self._graphs = [_LayerGraph(self, layer, index) for index, layer in enumerate(self._layers)]
         self._kinds: dict[Hashable, PackBucket] = {}
         self._shapes: Counter[torch.Size] = Counter()
@@ -214,11 +211,9 @@ class LayerGraphs:
         if len(self._kinds) == _MOST_KINDS:
             return f"packs fall into more than {_MOST_KINDS} size buckets"
         shapes = {kind.shape for kind in self._kinds.values()}
-        return (
-            f"packs of more than {_MOST_LENGTHS} lengths"
-            if shape not in shapes and len(shapes) == _MOST_LENGTHS
-            else ""
-        )
+        if shape not in shapes and len(shapes) == _MOST_LENGTHS:
+            return f"packs of more than {_MOST_LENGTHS} lengths"
+        return ""
 
     def _obstacle_of_pace(self, hidden: torch.Tensor) -> str:
         """Return why the probe or the memory forbids recording, decided once, or ""."""
@@ -238,17 +233,11 @@ class LayerGraphs:
         hidden_states = len(self._layers) * hidden.numel() * hidden.element_size()
         needed = work * (_ROOM_KEPT * kept_share + _ROOM_RECOMPUTED * (1 - kept_share)) + hidden_states
         free = torch.cuda.mem_get_info(hidden.device)[0] + torch.cuda.memory_reserved(hidden.device) - allocated
-        budgets = [
-            segment.vram_budget_bytes
-            for segment in segments
-            if segment is not None and segment.vram_budget_bytes is not None
-        ]
-        free = min([free, *(budget - allocated for budget in budgets)])
-        return (
-            ""
-            if needed <= free
-            else f"recordings may take {needed / 2**30:.1f} GiB, and {max(0, free) / 2**30:.1f} GiB are free"
-        )
+        budgets = [segment.vram_budget_bytes for segment in segments if segment is not None]
+        free = min([free, *(budget - allocated for budget in budgets if budget is not None)])
+        if needed <= free:
+            return ""
+        return f"recordings may take {needed / 2**30:.1f} GiB, and {max(0, free) / 2**30:.1f} GiB are free"
 
     def layer_ran(self, context: object) -> None:
         """Call after a layer ran eagerly."""
@@ -329,29 +318,6 @@ class LayerGraphs:
             return "the first steps are still measured for the plan"
         return ""
 
-    def lasting_obstacle(self, layer: Any, kwargs: dict[str, Any]) -> str:
-        """Return why a layer cannot be recorded, or ""."""
-        asked = [flag for flag in _OUTPUT_FLAGS if kwargs.get(flag) or getattr(self._config, flag, False)]
-        if asked:
-            return f"{asked[0]} is requested"
-        if any(is_random(module) for module in layer.modules()):
-            return "dropout is active"
-        hooked = next((type(module).__name__ for module in layer.modules() if _has_hooks(module)), "")
-        if hooked:
-            return f"{hooked} has hooks"
-        for module in layer.modules():
-            # FullyShardedDataParallel (version 1) sets views of a flat parameter on the modules in each forward.
-            if any(torch.is_tensor(value) and value.requires_grad for value in vars(module).values()):
-                return "weights are sharded"
-        for parameter in layer.parameters():
-            if parameter.requires_grad and (
-                parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
-            ):
-                return "a parameter has hooks"
-            if hasattr(parameter, "device_mesh"):
-                return "weights are sharded"
-        return ""
-
 
 class _LayerGraph:
     """A layer and its recordings; the layer calls it in its forward."""
@@ -381,9 +347,9 @@ class _LayerGraph:
         context.reads.update(recording.backends)
         self._graphs.num_replays += 1
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            return _RankReplay.apply(hidden, Run(self._graphs, recording), *recording.trained)
+            return RankReplay.apply(hidden, Run(self._graphs, recording), *recording.trained)
         anchor = None if hidden.requires_grad else recording.trained[0]
-        return _Replay.apply(hidden, anchor, Run(self._graphs, recording))
+        return Replay.apply(hidden, anchor, Run(self._graphs, recording))
 
     def _find(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording | None:
         """Return the recording for a call, with its inputs loaded; None if the layer runs eagerly."""
@@ -413,7 +379,7 @@ class _LayerGraph:
         recording = Recording(graphs, self.layer, index, args[0])
         graphs.num_recordings += 1
         kind.num_recordings[index] += 1
-        reason = graphs.lasting_obstacle(self.layer, kwargs)
+        reason = recording_obstacle(self.layer, kwargs, config=graphs.config)
         if not reason and kind.num_recordings[index] > _MOST_RECORDINGS:
             reason = "weights, adapters or plans change from step to step"
         if not reason and not recording.hidden.requires_grad and not recording.trained:
@@ -432,139 +398,3 @@ class _LayerGraph:
             return None
         kind.recordings[index] = recording
         return recording
-
-
-class Run:
-    """A forward of a recorded layer and its backward."""
-
-    def __init__(self, graphs: LayerGraphs, recording: Recording) -> None:
-        self._graphs, self._recording = graphs, recording
-        self.is_over = False
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the output of the layer for hidden states."""
-        recording = self._recording
-        self._graphs.open_runs.add(self)
-        recording.open_run = weakref.ref(self)
-        if hidden.data_ptr() != recording.hidden.data_ptr():
-            recording.hidden.data.copy_(hidden)
-        assert recording.forward is not None
-        recording.forward()
-        return recording.out.detach()
-
-    def backward(self, d_out: torch.Tensor) -> torch.Tensor | None:
-        """Return the gradient of the hidden states; parameter gradients are in the buffers of the recording."""
-        if self.is_over:
-            raise SwapError(
-                "Second backward through recorded layers: the first one freed the saved tensors. Use "
-                "FusedKernels(cuda_graphs=False)."
-            )
-        self.is_over = True
-        recording = self._recording
-        self._graphs.open_runs.discard(self)
-        if d_out.data_ptr() != recording.d_hidden.data_ptr():
-            recording.d_hidden.copy_(d_out)
-        # The buffer that is written next may hold the gradient of an earlier micro-batch.
-        for parameter, gradient in recording.gradients:
-            if parameter.grad is not None and parameter.grad.data_ptr() == gradient.data_ptr():
-                parameter.grad = parameter.grad.clone()
-        if recording.backward is None:
-            self._first_backward()
-        else:
-            recording.backward()
-        return recording.d_hidden.detach() if recording.hidden.requires_grad else None
-
-    def accumulate(self) -> None:
-        """Set or add the gradients of the parameters."""
-        held, added = [], []
-        for parameter, gradient in self._recording.gradients:
-            if parameter.grad is None:
-                parameter.grad = gradient
-            else:
-                held.append(parameter.grad)
-                added.append(gradient)
-        if held:
-            torch._foreach_add_(held, added)
-
-    def gradients(self) -> list[torch.Tensor | None]:
-        """Return the gradients of the trained parameters in order, None for those without a gradient."""
-        shared = self._graphs.shared
-        found = {
-            parameter: gradient.clone() if parameter in shared else gradient.detach()
-            for parameter, gradient in self._recording.gradients
-        }
-        return [found.get(parameter) for parameter in self._recording.trained]
-
-    def _first_backward(self) -> None:
-        """Record the backward and run it; if recording fails and that is allowed, run forward and backward eagerly."""
-        recording = self._recording
-        assert recording.run_forward is not None
-        # The recording is the first run, so it shows which parameters have a gradient.
-        found: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-        def backward() -> None:
-            assert recording.graph_out is not None
-            own = [(recording.hidden, recording.d_hidden)] if recording.hidden.requires_grad else []
-            wanted = [*own, *recording.gradients]
-            computed = torch.autograd.grad(
-                recording.graph_out,
-                [tensor for tensor, _ in wanted],
-                grad_outputs=recording.d_hidden,
-                allow_unused=True,
-            )
-            recording.graph_out = None
-            pairs = [
-                (tensor, memory, gradient)
-                for (tensor, memory), gradient in zip(wanted, computed)
-                if gradient is not None
-            ]
-            found[:] = [(tensor, memory) for tensor, memory, _ in pairs if tensor is not recording.hidden]
-            with torch.no_grad():
-                torch._foreach_copy_([memory for _, memory, _ in pairs], [gradient for _, _, gradient in pairs])
-
-        try:
-            if not self._graphs.has_given_up:
-                recording.backward = self._graphs.record(backward, recording=recording, what="The backward of a layer")
-                recording.backward()
-        except SwapError as error:
-            self._graphs.give_up(error)
-        if recording.backward is None:
-            recording.run_forward()
-            backward()
-        recording.gradients, recording.run_forward = found, None
-
-
-class _Replay(torch.autograd.Function):
-    """A recorded layer; saves nothing, because its backward reads the memory of the graphs."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, anchor: torch.Tensor | None, run: Run) -> torch.Tensor:
-        ctx.run = run
-        return run.forward(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        d_hidden = ctx.run.backward(grads[0])
-        ctx.run.accumulate()
-        return d_hidden, None, None
-
-
-class _RankReplay(torch.autograd.Function):
-    """A recorded layer whose gradients autograd accumulates, so that gradient hooks run."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, run: Run, *trained: torch.Tensor) -> torch.Tensor:
-        ctx.run = run
-        return run.forward(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        d_hidden = ctx.run.backward(grads[0])
-        return d_hidden, None, *ctx.run.gradients()
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    """Return whether a module has hooks other than output capturing of transformers, which is a no-op by default."""
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    is_watched = any(getattr(hook, "__module__", "") != _RECORDING for hook in hooks)
-    return bool(is_watched or module._backward_hooks or module._backward_pre_hooks)

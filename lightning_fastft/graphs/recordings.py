@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_fastft.activations.segments import is_random
 from lightning_fastft.activations.values import find_segment
 from lightning_fastft.hf.lora import tuner_layers
 from lightning_fastft.packing.context import BatchContext
@@ -17,11 +18,14 @@ from lightning_fastft.patches.deferred_mask import DeferredMask
 if TYPE_CHECKING:
     from torch import nn
 
-    from lightning_fastft.graphs.layer_graphs import LayerGraphs, Run
+    from lightning_fastft.graphs.layer_graphs import LayerGraphs
+    from lightning_fastft.graphs.runs import Run
     from lightning_fastft.planner.step import SegmentPlan
 
 # Keywords of the loss, which layers do not read.
 _FOREIGN_KEYWORDS = frozenset({"num_items_in_batch"})
+_OUTPUT_FLAGS = ("output_attentions", "output_hidden_states", "output_router_logits")
+_RECORDING = "transformers.utils.output_capturing"
 
 
 class PackBucket:
@@ -170,3 +174,34 @@ def plan_of(layer: Any) -> SegmentPlan | None:
     """Return the activation plan of a layer, or None."""
     segment = find_segment(layer)
     return None if segment is None else segment.plan
+
+
+def recording_obstacle(layer: Any, kwargs: dict[str, Any], *, config: Any) -> str:
+    """Return why a layer cannot be recorded, given the keywords of a call and the configuration of its model, or ""."""
+    asked = [flag for flag in _OUTPUT_FLAGS if kwargs.get(flag) or getattr(config, flag, False)]
+    if asked:
+        return f"{asked[0]} is requested"
+    if any(is_random(module) for module in layer.modules()):
+        return "dropout is active"
+    hooked = next((type(module).__name__ for module in layer.modules() if _has_hooks(module)), "")
+    if hooked:
+        return f"{hooked} has hooks"
+    for module in layer.modules():
+        # FullyShardedDataParallel (version 1) sets views of a flat parameter on the modules in each forward.
+        if any(torch.is_tensor(value) and value.requires_grad for value in vars(module).values()):
+            return "weights are sharded"
+    for parameter in layer.parameters():
+        if parameter.requires_grad and (
+            parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+        ):
+            return "a parameter has hooks"
+        if hasattr(parameter, "device_mesh"):
+            return "weights are sharded"
+    return ""
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Return whether a module has hooks other than output capturing of transformers, which is a no-op by default."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    is_watched = any(getattr(hook, "__module__", "") != _RECORDING for hook in hooks)
+    return bool(is_watched or module._backward_hooks or module._backward_pre_hooks)

@@ -138,7 +138,7 @@ class DenseBuffer:
 
 
 class QuantisedWeight:
-    """An NF4 weight that routed experts use like a dense one (``PackedWeight``).
+    """An NF4 weight that routed experts use like a dense one.
 
     Args:
         weight: The stack of the module.

@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_fastft.core.errors import OptionError, UnsupportedModelError
 from lightning_fastft.packing.document import Document
-from lightning_fastft.packing.images import Expanded, ImageInputs, decode_image
+from lightning_fastft.packing.images import ImageInputs, decode_image
 from lightning_fastft.packing.rows.rejects import IMAGE_COUNT, RowRejectedError
 
 if TYPE_CHECKING:
@@ -80,8 +80,9 @@ class ImageEncoder:
             settings = json.dumps([type(given).__name__, given.image_processor.to_json_string()])
         return hashlib.sha256((_DECODING + settings).encode()).hexdigest()
 
-    def expand(self, text: str, images: Sequence[Image]) -> Expanded:
-        """Return the text with each placeholder expanded to the tokens of its image.
+    def expand(self, text: str, images: Sequence[Image]) -> tuple[str, tuple[tuple[int, int, int, int], ...]]:
+        """Return the text with each placeholder expanded to the tokens of its image, and the (begin, end) of each
+        placeholder in the old text, then in the new one.
 
         Raises:
             RowRejectedError: The text has another number of placeholders, or the processor rejects an image.
@@ -100,9 +101,7 @@ class ImageEncoder:
         for place in places:
             parts += [text[begin : place["span"][0]], place["replacement"]]
             begin = place["span"][1]
-        return Expanded(
-            "".join([*parts, text[begin:]]), tuple((*place["span"], *place["new_span"]) for place in places)
-        )
+        return ("".join([*parts, text[begin:]]), tuple((*place["span"], *place["new_span"]) for place in places))
 
     def encode(self, images: Sequence[Image]) -> dict[str, torch.Tensor]:
         """Return the keyword arguments of the model for the images of one document."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import difflib
 import re
-from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -29,19 +29,7 @@ _CHOOSER_TYPE = re.compile(r"Router|TopK|Gating|Indexer")
 _MAMBA_TYPE = re.compile(r"Mamba\w*Mixer|MambaLayer")
 
 
-class DefaultTargets(NamedTuple):
-    """Result of the default rule.
-
-    Args:
-        names: Full names of the adapted linear layers.
-        skipped: Number of skipped linear layers, by reason.
-    """
-
-    names: list[str]
-    skipped: dict[str, int]
-
-
-def find_default_targets(model: PreTrainedModel) -> DefaultTargets:
+def find_default_targets(model: PreTrainedModel) -> tuple[list[str], dict[str, int]]:
     """Return the linear layers that LoRA adapts by default: one rule for dense models, mixtures and hybrids.
 
     Every linear layer of the text part is adapted: projections of attention and of recurrent mixers, and dense and
@@ -50,6 +38,10 @@ def find_default_targets(model: PreTrainedModel) -> DefaultTargets:
     first, because Mamba kernels read their weights directly. It also skips layers that PEFT cannot adapt by name: in
     families whose checkpoints store experts one by one, PEFT treats ``gate_proj``, ``up_proj`` and ``down_proj`` as
     parts of expert stacks, even in dense and shared layers, or does not find an adapter again when it loads it.
+
+    Returns:
+        names: Full names of the adapted linear layers.
+        skipped: Number of skipped linear layers, by reason.
 
     Cost:
         Host work on names.
@@ -70,7 +62,7 @@ def find_default_targets(model: PreTrainedModel) -> DefaultTargets:
     barred = _barred_by_peft(model, wanted)
     if barred:
         skipped["barred by PEFT"] = len(barred)
-    return DefaultTargets([name for name in wanted if name not in barred], skipped)
+    return [name for name in wanted if name not in barred], skipped
 
 
 def _judge_linears(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str]]:
@@ -256,26 +248,26 @@ def _describe_nearest(target: str, known: Collection[str]) -> str:
     return f" (nearest: {', '.join(near)})" if near else f" (there are {', '.join(alike[:8])}, ...)"
 
 
-def describe_adapters(model: PeftModel, lora: LoraConfig, *, found: DefaultTargets | None) -> str:
-    """Return one line with the number of trained weights, the adapted layers, and those the default rule skipped."""
+def describe_adapters(model: PeftModel, lora: LoraConfig, *, skipped: Mapping[str, int] | None) -> str:
+    """Return a line with the number of trained weights, the adapted layers, and those that the default rule skipped."""
     count, total = model.get_nb_trainable_parameters()
     targets = lora.target_modules
     named = [targets] if isinstance(targets, str) else sorted(targets or ())
     named += sorted(lora.target_parameters or ())
     shown = f"{', '.join(named[:MOST_SHOWN])}{', ...' if len(named) > MOST_SHOWN else ''}"
     frozen = len(model.peft_config) - 1
-    skipped = "" if found is None else ", ".join(f"{number} {reason}" for reason, number in found.skipped.items())
+    without = ", ".join(f"{number} {reason}" for reason, number in (skipped or {}).items())
     variants = [name for name, is_on in (("rsLoRA", lora.use_rslora), ("DoRA", lora.use_dora)) if is_on]
     variants += [str(lora.init_lora_weights)] if isinstance(lora.init_lora_weights, str) else []
     return (
         f"{count:,} trained weights ({count / max(1, total):.2%}), r = {lora.r} on {shown}"
         f"{'; ' if variants else ''}{', '.join(variants)}"
-        f"{f'; without: {skipped}' if skipped else ''}{f'; other adapters: {frozen}' if frozen else ''}"
+        f"{f'; without: {without}' if without else ''}{f'; other adapters: {frozen}' if frozen else ''}"
     )
 
 
-def copy_with_targets(model: PreTrainedModel, lora: LoraConfig) -> tuple[LoraConfig, DefaultTargets | None]:
-    """Return a copy of a configuration with explicit targets, and the result of the default rule if it ran.
+def copy_with_targets(model: PreTrainedModel, lora: LoraConfig) -> tuple[LoraConfig, dict[str, int] | None]:
+    """Return a copy of a configuration with explicit targets, and what the default rule skipped if it ran.
 
     "all-linear" is PEFT's own choice, except for layers outside the text part, routers that extend a linear layer and
     projections that PEFT rejects. On some mixtures it adapts all routed experts and the router.
@@ -291,17 +283,15 @@ def copy_with_targets(model: PreTrainedModel, lora: LoraConfig) -> tuple[LoraCon
         refuse_unknown_targets(model, lora)
         _refuse_routers(model, lora)
         return lora, None
-    found = find_default_targets(model)
-    if not found.names:
+    names, skipped = find_default_targets(model)
+    if not names:
         raise OptionError(
             f"lora names no target_modules, and {type(model).__name__} has no linear layer that LoRA adapts by "
-            f"default (skipped: {found.skipped}). Name target_modules."
+            f"default (skipped: {skipped}). Name target_modules."
         )
-    wanted = set(found.names)
-    lora.target_modules = set(
-        shorten(found.names, others=[name for name, _ in model.named_modules() if name not in wanted])
-    )
-    return lora, found
+    wanted = set(names)
+    lora.target_modules = set(shorten(names, others=[name for name, _ in model.named_modules() if name not in wanted]))
+    return lora, skipped
 
 
 def _excluded_from_all_linear(model: PreTrainedModel) -> list[str]:

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lightning_fastft.core.autocast import autocast_off, is_autocast_on
 from lightning_fastft.core.checks import check_choice
@@ -108,16 +108,11 @@ def uses_triton(backend: str, device: torch.device, *, dtype: torch.dtype | None
     return is_able and backend != "reference"
 
 
-class KernelMode(TorchDispatchMode):
-    """A dispatch mode to which a call of a function marked ``one_kernel`` is one kernel, not the operators inside."""
-
-    def run_kernel(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what the function returns."""
-        raise NotImplementedError
-
-
 def one_kernel(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Mark a function of a module ``reference`` that one kernel computes on a GPU.
+
+    A dispatch mode with a method ``run_kernel``, which takes the function and its arguments, sees one call in place of
+    the operators inside.
 
     Example:
         >>> @one_kernel
@@ -129,8 +124,8 @@ def one_kernel(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        mode = _get_current_dispatch_mode()
-        return mode.run_kernel(function, args, kwargs) if isinstance(mode, KernelMode) else function(*args, **kwargs)
+        run_kernel = getattr(_get_current_dispatch_mode(), "run_kernel", None)
+        return function(*args, **kwargs) if run_kernel is None else run_kernel(function, args, kwargs)
 
     return call
 

@@ -118,13 +118,13 @@ class _DeltaRule(torch.autograd.Function):
         )
         tensors = q[0], k[0], value[0], d_out[0], state[0], d_state[0], decay[0], chunks.start_S1, chunks.index_C2
         inputs = ChunkInputs(*tensors, scale=scale, d_value_TJV=d_value[0])
-        found = chunk_gradients(inputs, is_checked=False)
-        assert found.d_w_TJK is not None
+        d_q_THK, d_k_THK, d_w_TJK, d_decay_TJ = chunk_gradients(inputs, is_checked=False)
+        assert d_w_TJK is not None
         d_k, d_v, d_beta, d_decay = prepare_wy_repr_bwd(
-            k=k, v=v, beta=beta, g=decay, A=inverse, dw=found.d_w_TJK[None], du=d_value, **places
+            k=k, v=v, beta=beta, g=decay, A=inverse, dw=d_w_TJK[None], du=d_value, **places
         )
-        d_g = chunk_local_cumsum(d_decay.add_(found.d_decay_TJ[None]), chunk_size=CHUNK, reverse=True, **places)
-        return found.d_q_THK, found.d_k_THK.add_(d_k[0]), d_v[0], d_g[0].to(ctx.g_dtype), d_beta[0], None
+        d_g = chunk_local_cumsum(d_decay.add_(d_decay_TJ[None]), chunk_size=CHUNK, reverse=True, **places)
+        return d_q_THK, d_k_THK.add_(d_k[0]), d_v[0], d_g[0].to(ctx.g_dtype), d_beta[0], None
 
 
 def _chunk_arguments(chunks: Chunks) -> dict[str, torch.Tensor]:

@@ -17,7 +17,8 @@ from lightning_fastft.hf.mixers import MixerFamily
 from lightning_fastft.kernels.backends import wide_dtype
 from lightning_fastft.kernels.delta_inputs.op import make_delta_inputs
 from lightning_fastft.kernels.delta_inputs.reference import DeltaForm, DeltaInputs, DeltaParameters
-from lightning_fastft.kernels.head_gate.op import RowGradient, gate_heads
+from lightning_fastft.kernels.handover import Handover
+from lightning_fastft.kernels.head_gate.op import gate_heads
 from lightning_fastft.kernels.head_gate.reference import HeadGateForm
 from lightning_fastft.mixers.install import BY_DOCUMENT, ON_KERNELS
 from lightning_fastft.mixers.kernels import find_kernels
@@ -62,7 +63,7 @@ def gated_delta(
     Source:
         Gated delta networks, arXiv 2412.06464.
     """
-    row_gradient = RowGradient()
+    row_gradient = Handover()
     inputs = make_delta_inputs(rows_TC, parameters, context.position_T, form=form, row_gradient=row_gradient)
     if rows_TC.is_cuda:
         rule = find_kernels(family)["torch_chunk_gated_delta_rule"]

@@ -34,7 +34,9 @@ _CACHES = ("past_key_values", "cache_params")
 _BORDERS = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 
 
-class PackedMixer:
+# torch.compile cannot trace the copies of forwards that without_kernels makes.
+@torch.compiler.disable
+def run_mixer(mixer: Any, family: MixerFamily, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Run a mixer on each document of a packed batch separately; without a context it runs unchanged.
 
     On a CPU its own forward runs once per document, in plain PyTorch even if kernels are installed. On a GPU it runs
@@ -43,53 +45,42 @@ class PackedMixer:
     Args:
         mixer: A module that takes hidden states of shape (1, T, D) and keywords, and returns the same shape.
         family: Description of the model's mixers.
+        hidden_states: Shape (1, T, D) with a context.
+        args: Positional arguments of the mixer; none with a context.
+        kwargs: Keyword arguments of the mixer. The context is the keyword ``context`` or the attention mask; tensors of
+            shape (1, T, ...) are split with the hidden states.
+
+    Returns:
+        The output of the mixer, in pack order.
+
+    Raises:
+        ShapeError: With a context, the hidden states are not one row of its tokens, or there is a cache.
+        BackendError: With a context, a keyword describes document borders too.
+        UnsupportedModelError: The pack is on a GPU, and there is no kernel for the mixer.
+
+    Cost:
+        On a CPU one call of the mixer per document, on a GPU one call for the pack; it adds no host sync.
     """
-
-    def __init__(self, mixer: nn.Module, family: MixerFamily) -> None:
-        self._mixer: Any = mixer
-        self._family = family
-
-    # torch.compile cannot trace the copies of forwards that without_kernels makes.
-    @torch.compiler.disable
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the output of the mixer for each separate document, in pack order.
-
-        Args:
-            hidden_states: Shape (1, T, D) with a context.
-            args: Positional arguments of the mixer; none with a context.
-            kwargs: Keyword arguments of the mixer. The context is the keyword ``context`` or the attention mask;
-                tensors of shape (1, T, ...) are split with the hidden states.
-
-        Raises:
-            ShapeError: With a context, the hidden states are not one row of its tokens, or there is a cache.
-            BackendError: With a context, a keyword describes document borders too.
-            UnsupportedModelError: The pack is on a GPU, and there is no kernel for the mixer.
-
-        Cost:
-            On a CPU one call of the mixer per document, on a GPU one call for the pack; it adds no host sync.
-        """
-        context, kwargs = _take_context(kwargs)
-        own_forward = type(self._mixer).forward
-        if not hidden_states.is_cuda:
-            own_forward = without_kernels(own_forward)
-        if context is None:
-            return own_forward(self._mixer, hidden_states, *args, **kwargs)
-        _check_packable(self._mixer, hidden_states, args, kwargs, context=context)
-        if hidden_states.is_cuda:
-            functions = find_kernels(self._family)
-            context.note_read(ON_KERNELS)
-            return run_on_kernels(self._mixer, functions, hidden_states, context=context, **kwargs)
-        context.note_read(BY_DOCUMENT)
-        outputs, begin = [], 0
-        for length in context.lengths:
-            of_document = functools.partial(_slice, begin=begin, length=length, num_tokens=context.num_tokens)
-            outputs.append(
-                own_forward(
-                    self._mixer, of_document(hidden_states), **{name: of_document(x) for name, x in kwargs.items()}
-                )
-            )
-            begin += length
-        return torch.cat(outputs, dim=1)
+    context, kwargs = _take_context(kwargs)
+    own_forward = type(mixer).forward
+    if not hidden_states.is_cuda:
+        own_forward = without_kernels(own_forward)
+    if context is None:
+        return own_forward(mixer, hidden_states, *args, **kwargs)
+    _check_packable(mixer, hidden_states, args, kwargs, context=context)
+    if hidden_states.is_cuda:
+        functions = find_kernels(family)
+        context.note_read(ON_KERNELS)
+        return run_on_kernels(mixer, functions, hidden_states, context=context, **kwargs)
+    context.note_read(BY_DOCUMENT)
+    outputs, begin = [], 0
+    for length in context.lengths:
+        of_document = functools.partial(_slice, begin=begin, length=length, num_tokens=context.num_tokens)
+        outputs.append(
+            own_forward(mixer, of_document(hidden_states), **{name: of_document(x) for name, x in kwargs.items()})
+        )
+        begin += length
+    return torch.cat(outputs, dim=1)
 
 
 def install_mixers(model: PreTrainedModel, patcher: ModelPatcher) -> list[Status]:
@@ -129,14 +120,14 @@ def install_mixers(model: PreTrainedModel, patcher: ModelPatcher) -> list[Status
         return []
     for mixer in mixers:
         own_forward = vars(mixer).get("forward")
-        if isinstance(getattr(own_forward, "__self__", None), PackedMixer):
+        if getattr(own_forward, "func", None) is run_mixer:
             continue
         if own_forward is not None:
             raise UnsupportedModelError(
                 f"The forward of {type(mixer).__name__} was replaced on the instance, so it may mix the documents of a "
                 "pack. Undo the replacement before training."
             )
-        patcher.set_attribute(mixer, "forward", PackedMixer(mixer, family).forward)
+        patcher.set_attribute(mixer, "forward", functools.partial(run_mixer, mixer, family))
     for layer in _silent_layers(decoder, family):
         patcher.add_undo(layer.register_forward_pre_hook(_pass_context_as_mask, with_kwargs=True).remove)
     return [Status(STATUS_NAME, "active", f"{family.kind}, {len(mixers)} {family.class_name}, per document")]

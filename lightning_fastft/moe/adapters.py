@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher, share_state
-from lightning_fastft.kernels.expert_pack.op import exchange_ends
 from lightning_fastft.moe.expert_axis import find_axis
 from lightning_fastft.moe.expert_linears import ExpertAdapter
+from lightning_fastft.moe.low_precision_copy import LowPrecisionCopy
 
 # Attribute of experts modules, not in the state_dict: parameter name -> the wrapper around the parameter.
 WRAPPERS_ATTRIBUTE = "fastft_expert_wrappers"
@@ -72,57 +72,6 @@ class ParamWrapper(PeftParamWrapper):
         if self._did_swap_in_out_features:
             return b_EOR, a_ERI, scale
         return a_ERI.transpose(1, 2), b_EOR.transpose(1, 2), scale
-
-
-class _FactorCopy:
-    """Low-precision copy of a factor, expert first and contiguous, with the version of its master."""
-
-    def __init__(self, master: torch.Tensor, dtype: torch.dtype, *, num_experts: int, is_expert_last: bool) -> None:
-        self.master = master
-        self.is_expert_last = is_expert_last
-        self._num_experts = num_experts
-        shape = self.master_view().shape
-        # Allocate outside inference mode: a copy first made in validation can then be saved for a later backward.
-        with torch.inference_mode(mode=False):
-            self.tensor = torch.empty(shape[::-1] if is_expert_last else shape, dtype=dtype, device=master.device)
-        self.copy_master()
-
-    def is_copy_of(self, master: torch.Tensor, dtype: torch.dtype) -> bool:
-        """Return whether this is a copy of the master: same object, size, device and dtype."""
-        tensor = self.tensor
-        return (
-            master is self.master
-            and tensor.numel() == master.numel()
-            and tensor.device == master.device
-            and tensor.dtype is dtype
-        )
-
-    def is_current(self) -> bool:
-        """Return whether version counter and address of the master are the same as at the last copy."""
-        return self._version == self.master._version and self._pointer == self.master.data_ptr()
-
-    def master_view(self) -> torch.Tensor:
-        """Return a view of the master with an expert axis: (E, R, columns), or (columns, R, E) for the second factor,
-        as PEFT stores it.
-        """
-        master = self.master.detach()
-        if self.is_expert_last:
-            return master.view(master.shape[0], -1, self._num_experts)
-        return master.view(self._num_experts, -1, master.shape[1])
-
-    def copy_master(self) -> None:
-        """Copy the master again."""
-        if self.is_expert_last:
-            exchange_ends(self.master_view(), out=self.tensor)
-        else:
-            with torch.no_grad():
-                self.tensor.copy_(self.master_view())
-        self.mark()
-
-    def mark(self) -> None:
-        """Record version counter and address of the master."""
-        self._version = self.master._version
-        self._pointer = self.master.data_ptr()
 
 
 class LowPrecisionExpertAdapters:
@@ -189,9 +138,9 @@ class LowPrecisionExpertAdapters:
         return a, b
 
     def _read(self, linear: nn.Linear, num_experts: int, *, is_expert_last: bool) -> torch.Tensor:
-        copy: _FactorCopy | None = vars(linear).get(FACTOR_ATTRIBUTE)
+        copy: LowPrecisionCopy | None = vars(linear).get(FACTOR_ATTRIBUTE)
         if copy is None or not copy.is_copy_of(linear.weight, self.compute_dtype):
-            copy = _FactorCopy(
+            copy = LowPrecisionCopy(
                 linear.weight, self.compute_dtype, num_experts=num_experts, is_expert_last=is_expert_last
             )
             setattr(linear, FACTOR_ATTRIBUTE, copy)
@@ -202,7 +151,7 @@ class LowPrecisionExpertAdapters:
     def _linears(self) -> list[nn.Linear]:
         return [linear for wrapper in self._wrappers for linear in (*wrapper.lora_A.values(), *wrapper.lora_B.values())]
 
-    def _copies(self) -> list[_FactorCopy]:
+    def _copies(self) -> list[LowPrecisionCopy]:
         return [vars(linear)[FACTOR_ATTRIBUTE] for linear in self._linears() if FACTOR_ATTRIBUTE in vars(linear)]
 
     def _drop(self) -> None:

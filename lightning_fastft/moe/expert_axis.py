@@ -11,7 +11,7 @@ Axes: R rows of one rank, padded to the longest pack of the axis, T = R * ranks,
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,20 +26,6 @@ AXIS_ATTRIBUTE = "fastft_expert_axis"
 
 # torch 2.13 renamed it.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-class RoutedTokens(NamedTuple):
-    """Token states with the experts and routing weights of each token.
-
-    Args:
-        x_TD: Shape (T, D).
-        expert_TK: Shape (T, K); int64 or int32.
-        weight_TK: Shape (T, K); any floating dtype.
-    """
-
-    x_TD: torch.Tensor
-    expert_TK: torch.Tensor
-    weight_TK: torch.Tensor
 
 
 class ExpertAxis:
@@ -61,9 +47,12 @@ class ExpertAxis:
         # Tokens of the longest pack of this step on any rank; 0 if all ranks run the same tokens.
         self.num_rows = 0
 
-    def gather(self, own: RoutedTokens, *, num_experts: int) -> RoutedTokens:
-        """Return the tokens of all ranks, with experts numbered from the first one that this rank owns; numbers outside
-        of its share are sentinels.
+    def gather(
+        self, x_RD: torch.Tensor, expert_RK: torch.Tensor, weight_RK: torch.Tensor, *, num_experts: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return states, experts and routing weights of the tokens of all ranks, given those of this rank.
+
+        Experts are numbered from the first one that this rank owns; numbers outside of its share are sentinels.
 
         Raises:
             ShapeError: There are more tokens than the ranks agreed on.
@@ -71,21 +60,20 @@ class ExpertAxis:
         Cost:
             Sends R * (D + 2 K) values to every other rank; in the backward each sends as many back. No host sync.
         """
-        num_rows = self.num_rows or own.x_TD.shape[0]
-        num_missing = num_rows - own.x_TD.shape[0]
+        num_rows = self.num_rows or x_RD.shape[0]
+        num_missing = num_rows - x_RD.shape[0]
         if num_missing < 0:
             raise ShapeError(
-                f"A layer got {own.x_TD.shape[0]} tokens, and the ranks of the expert axis agreed on {num_rows}, the "
+                f"A layer got {x_RD.shape[0]} tokens, and the ranks of the expert axis agreed on {num_rows}, the "
                 "longest pack of this step. Call the model once per packed batch."
             )
-        x_RD, expert_RK, weight_RK = own
         if num_missing:
             x_RD, weight_RK = (functional.pad(rows, (0, 0, 0, num_missing)) for rows in (x_RD, weight_RK))
             expert_RK = functional.pad(expert_RK, (0, 0, 0, num_missing), value=num_experts)
         x_TD, weight_TK = _GatherRows.apply(self, x_RD, weight_RK)
         first = self.rank * (num_experts // self.size)
         expert_TK = _gather(expert_RK.to(torch.int32), self) - first
-        return RoutedTokens(x_TD, expert_TK, weight_TK)
+        return x_TD, expert_TK, weight_TK
 
     def scatter(self, y_TD: torch.Tensor, *, num_tokens: int) -> torch.Tensor:
         """Return the sum over all ranks of the outputs of this rank's tokens, shape (num_tokens, D).

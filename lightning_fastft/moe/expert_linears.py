@@ -6,14 +6,18 @@ Axes: N routed rows, E experts, I input columns, O output columns, R adapter ran
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from lightning_fastft.core.errors import ShapeError
+from lightning_fastft.hf.expert_nf4 import QuantisedWeight
 from lightning_fastft.kernels.expert_pack.op import exchange_ends
 from lightning_fastft.kernels.grouped_mm.op import grouped_mm, grouped_weight_grad
 from lightning_fastft.kernels.grouped_mm.reference import Rows, rows_of
+
+if TYPE_CHECKING:
+    from lightning_fastft.moe.fp8_experts import Fp8Stack
 
 
 class ExpertAdapter(NamedTuple):
@@ -38,39 +42,21 @@ class ExpertAdapter(NamedTuple):
     copy_b_ERO: torch.Tensor | None = None
 
 
-class PackedWeight(Protocol):
-    """A frozen weight that is dequantised only while a product reads it."""
-
-    dtype: torch.dtype
-    device: torch.device
-    shape: torch.Size
-
-    def dense(self) -> torch.Tensor:
-        """Return the weight as (E, I, O), valid until another packed weight is dequantised."""
-
-
-class NarrowWeight(Protocol):
-    """A frozen weight in a narrow dtype, which products multiply with quantised rows."""
-
-    def product(self, x_NI: Rows, end_E: torch.Tensor, *, is_backward: bool = False, **addend: Any) -> torch.Tensor:
-        """Return ``grouped_mm`` of rows and the weight, or its transpose in the backward."""
-
-
 class ExpertLinear(NamedTuple):
     """One linear of every expert.
 
     Args:
-        weight_EIO: Weight of ``x @ weight[e]``. Shape (E, I, O); any view with a stride of 1 along I or O, or a packed
-            weight. A wider dtype than that of the tokens (fp32 masters) is cast for each product; gradients have it.
+        weight_EIO: Weight of ``x @ weight[e]``. Shape (E, I, O); any view with a stride of 1 along I or O, or in
+            NF4. A wider dtype than that of the tokens (fp32 masters) is cast for each product; gradients have it.
         bias_EO: Shape (E, O), dtype of the weight; None for none.
         adapter: LoRA on the weight; None for none.
         narrow: The same weight in fp8, frozen, for both products; None to multiply in the dtype of the tokens.
     """
 
-    weight_EIO: torch.Tensor | PackedWeight
+    weight_EIO: torch.Tensor | QuantisedWeight
     bias_EO: torch.Tensor | None = None
     adapter: ExpertAdapter | None = None
-    narrow: NarrowWeight | None = None
+    narrow: Fp8Stack | None = None
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
@@ -115,29 +101,17 @@ class WantedGradient(NamedTuple):
     is_transposed: bool = False
 
 
-class LinearRows(NamedTuple):
-    """Rows of one linear in the backward: its input, the gradient of its output, both for the adapter, and the factor
-    on the gradient of the output. None for the adapter's input computes it again.
-    """
-
-    x_NI: Rows
-    d_NO: Rows
-    low_NR: torch.Tensor | None
-    d_low_NR: torch.Tensor | None
-    weight_N: torch.Tensor | None
-
-
 class CastLinear(NamedTuple):
     """One linear, with contiguous factors in the layouts of the grouped products; all but the weight in the dtype of
     the tokens.
     """
 
-    weight_EIO: torch.Tensor | PackedWeight
+    weight_EIO: torch.Tensor | QuantisedWeight
     bias_EO: torch.Tensor | None
     a_ERI: torch.Tensor | None
     b_ERO: torch.Tensor | None
     scale: float
-    narrow: NarrowWeight | None
+    narrow: Fp8Stack | None
 
     def product(self, x_NI: Rows, end_E: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the output, and the adapter's low-rank rows if there is an adapter."""
@@ -164,10 +138,29 @@ class CastLinear(NamedTuple):
         return self._multiply(d_NO, end_E, is_backward=True, **addend), d_low_NR
 
     def parameter_gradients(
-        self, rows: LinearRows, end_E: torch.Tensor, *, needs: Sequence[bool], wanted: Sequence[WantedGradient | None]
+        self,
+        x_NI: Rows,
+        d_NO: Rows,
+        end_E: torch.Tensor,
+        *,
+        low_NR: torch.Tensor | None,
+        d_low_NR: torch.Tensor | None,
+        weight_N: torch.Tensor | None = None,
+        needs: Sequence[bool],
+        wanted: Sequence[WantedGradient | None],
     ) -> list[torch.Tensor | None]:
-        """Return the gradients of weight, bias, A and B; None where not needed."""
-        x_NI, d_NO, low_NR, d_low_NR, weight_N = rows
+        """Return the gradients of weight, bias, A and B; None where not needed.
+
+        Args:
+            x_NI: Input.
+            d_NO: Gradient of the output.
+            end_E: One past the last row of each expert.
+            low_NR: Low-rank rows of the adapter; None computes them again.
+            d_low_NR: Gradient of these rows; None without an adapter.
+            weight_N: Factor on the gradient of the output; None for 1.
+            needs: Whether each gradient is needed.
+            wanted: Dtype and memory order of each gradient.
+        """
 
         def gradient(left: Rows, right: Rows, *, index: int, scale: float = 1.0) -> torch.Tensor:
             want = wanted[index]
@@ -202,7 +195,7 @@ def cast_linear(
     b_ERO: torch.Tensor | None,
     *,
     scale: float,
-    narrow: NarrowWeight | None,
+    narrow: Fp8Stack | None,
     dtype: torch.dtype,
 ) -> CastLinear:
     """Return a linear with its factors in dtype.
@@ -223,7 +216,7 @@ def _lay_out(factor: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
     return factor.to(dtype).contiguous()
 
 
-def _is_transposed(weight_EIO: torch.Tensor | PackedWeight) -> bool:
+def _is_transposed(weight_EIO: torch.Tensor | QuantisedWeight) -> bool:
     """Return whether the memory order of an (E, I, O) weight is (E, O, I)."""
     is_dense = isinstance(weight_EIO, torch.Tensor) and not weight_EIO.is_contiguous()
     return is_dense and weight_EIO.transpose(1, 2).is_contiguous()  # type: ignore[union-attr]
@@ -248,7 +241,7 @@ def wanted_gradients(parameters: Sequence[torch.Tensor | None]) -> list[WantedGr
     ]
 
 
-def dense_weight(weight_EIO: torch.Tensor | PackedWeight, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+def dense_weight(weight_EIO: torch.Tensor | QuantisedWeight, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return a weight as a dense tensor, valid until the next packed weight is dequantised.
 
     A weight in another dtype than asked for, an fp32 master, is cast for one product.

@@ -19,13 +19,13 @@ from lightning_fastft.activations.segments import unwatched
 from lightning_fastft.activations.values import find_session, value_name
 from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.hf.activation_functions import activation_name
-from lightning_fastft.hf.expert_nf4 import read_nf4, stack_names
+from lightning_fastft.hf.expert_nf4 import QuantisedWeight, read_nf4, stack_names
 from lightning_fastft.kernels.expert_gate.reference import GateForm, gate_forward
 from lightning_fastft.kernels.grouped_mm.choice import choose_backend
 from lightning_fastft.kernels.grouped_mm.reference import GatheredRows
 from lightning_fastft.moe.adapters import find_adapter
-from lightning_fastft.moe.expert_axis import RoutedTokens, find_axis, share_adapter
-from lightning_fastft.moe.expert_linears import ExpertLinear, PackedWeight, dense_weight
+from lightning_fastft.moe.expert_axis import find_axis, share_adapter
+from lightning_fastft.moe.expert_linears import ExpertLinear, dense_weight
 from lightning_fastft.moe.fp8_experts import read_fp8
 from lightning_fastft.moe.routing import ExpertPoint, run_experts
 
@@ -113,9 +113,9 @@ def run_module(module: nn.Module, x_TD: torch.Tensor, expert_TK: torch.Tensor, w
         # Like transformers' grouped GEMMs, ours ignore autocast and compute in the dtype of the weights. Owned experts
         # may be fp32 masters, which each product casts.
         dtype = gate_up.weight_EIO.dtype if axis is None else x_TD.dtype
-        routed = RoutedTokens(x_TD.to(dtype), expert_TK, weight_TK)
+        routed = x_TD.to(dtype), expert_TK, weight_TK
         if axis is not None:
-            routed, num_experts = axis.gather(routed, num_experts=num_experts), num_experts // axis.size
+            routed, num_experts = axis.gather(*routed, num_experts=num_experts), num_experts // axis.size
         y_TD = run_experts(
             *routed,
             gate_up=gate_up,
@@ -164,7 +164,7 @@ def read_linear(module: nn.Module, name: str) -> ExpertLinear:
 
 def _read_stack(
     module: nn.Module, name: str, *, is_gathered: bool = True
-) -> tuple[torch.Tensor | PackedWeight, torch.Tensor | None]:
+) -> tuple[torch.Tensor | QuantisedWeight, torch.Tensor | None]:
     """Return the weight of one product as (E, I, O), and its bias; of sharded experts this rank's part if they are
     owned, or if they are not gathered yet.
     """

@@ -7,7 +7,7 @@ Axes: T tokens, K experts per token, N = T * K routed slots, E experts, D model 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -23,12 +23,13 @@ from lightning_fastft.kernels.grouped_mm.reference import GatheredRows
 from lightning_fastft.moe.expert_linears import (
     CastLinear,
     ExpertLinear,
-    LinearRows,
-    NarrowWeight,
     cast_linear,
     check_copies,
     wanted_gradients,
 )
+
+if TYPE_CHECKING:
+    from lightning_fastft.moe.fp8_experts import Fp8Stack
 
 # Number of parameters of one product, in the argument order of the Function.
 _PER_LINEAR = 4
@@ -144,7 +145,7 @@ class _Call(NamedTuple):
     form: GateForm
     has_gate: bool
     scales: tuple[float, float]
-    narrow: tuple[NarrowWeight | None, NarrowWeight | None]
+    narrow: tuple[Fp8Stack | None, Fp8Stack | None]
     point: ExpertPoint | None
 
 
@@ -207,7 +208,7 @@ class _RoutedExperts(torch.autograd.Function):
 
         d_y_ND = GatheredRows(d_y_TD.contiguous(), slot_N, num_chosen)
         d_act_NF, d_low_2 = second.input_gradient(d_y_ND, end_E)
-        gate = gate_backward(
+        d_gate_up_NP, act_NF, d_weight_N = gate_backward(
             d_act_NF,
             _with_gate(gate_up_NP, has_gate=call.has_gate),
             form=call.form,
@@ -216,29 +217,31 @@ class _RoutedExperts(torch.autograd.Function):
             end_E=end_E,
             is_checked=False,
         )
-        d_gate_up_NP = gate.d_gate_up_NP if call.has_gate else gate.d_gate_up_NP[:, : gate_up_NP.shape[1]]
+        if not call.has_gate:
+            d_gate_up_NP = d_gate_up_NP[:, : gate_up_NP.shape[1]]
         del d_act_NF, gate_up_NP
         d_first: list[torch.Tensor | None] = [None] * _PER_LINEAR
         d_second = d_first
-        if gate.act_NF is not None:
-            rows = LinearRows(gate.act_NF, d_y_ND, None, d_low_2, weight_N)
+        if act_NF is not None:
             d_second = second.parameter_gradients(
-                rows, end_E, needs=needs[_PER_LINEAR:], wanted=ctx.wanted[_PER_LINEAR:]
-            )
-            del rows
-        del d_y_ND
+                act_NF, d_y_ND, end_E, low_NR=None, d_low_NR=d_low_2, weight_N=weight_N,
+                needs=needs[_PER_LINEAR:], wanted=ctx.wanted[_PER_LINEAR:],
+            )  # fmt: skip
+        del d_y_ND, act_NF
 
         d_x_ND, d_low_1 = first.input_gradient(d_gate_up_NP, end_E)
         d_x_TD = combine_rows(d_x_ND, place_TK, end_E, is_checked=False) if needs_x else None
         del d_x_ND
         if any(needs[:_PER_LINEAR]):
             x_ND = GatheredRows(x_TD, slot_N, num_chosen)
-            rows = LinearRows(x_ND, d_gate_up_NP, low_1[0] if low_1 else None, d_low_1, None)
-            d_first = first.parameter_gradients(rows, end_E, needs=needs[:_PER_LINEAR], wanted=ctx.wanted[:_PER_LINEAR])
+            d_first = first.parameter_gradients(
+                x_ND, d_gate_up_NP, end_E, low_NR=low_1[0] if low_1 else None, d_low_NR=d_low_1,
+                needs=needs[:_PER_LINEAR], wanted=ctx.wanted[:_PER_LINEAR],
+            )  # fmt: skip
         d_weight_TK = None
         if needs_weight:
-            assert gate.d_weight_N is not None
-            d_weight_TK = _routing_gradient(gate.d_weight_N, d_y_TD, call, second.bias_EO, place_TK, end_E).to(
+            assert d_weight_N is not None
+            d_weight_TK = _routing_gradient(d_weight_N, d_y_TD, call, second.bias_EO, place_TK, end_E).to(
                 weight_TK.dtype
             )
         return None, d_x_TD, d_weight_TK, *d_first, *d_second, *[None] * (2 * _NUM_FACTORS)

@@ -65,6 +65,8 @@ class HostWaitDetector(GivenOnce, Callback):
         self.on_wait = check_choice("on_wait", on_wait, ("report", "warn", "raise"))
         self.waits: Counter[HostWait] = Counter()
         self.num_watched = 0
+        # Whether it prints nothing, because a report shows its result.
+        self.is_silent = False
         self._reset()
 
     def _reset(self) -> None:
@@ -155,7 +157,7 @@ class HostWaitDetector(GivenOnce, Callback):
             self.waits = self._recorder.count
 
     def _tell(self) -> None:
-        if self._is_told:
+        if self._is_told or self.is_silent:
             return
         self._is_told = True
         text = render_waits(self.waits, num_steps=self.num_watched)

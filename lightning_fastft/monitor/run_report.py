@@ -150,7 +150,8 @@ class RunReport(GivenOnce, Callback):
         detectors = (found for found in callbacks_of(trainer) if isinstance(found, HostWaitDetector))
         self._run.detector = next(detectors, None)
         if self._run.detector is None and self.profile_step is not None:
-            self._run.detector, self._is_own_detector = _QuietDetector(steps=[self.profile_step + 1]), True
+            self._run.detector, self._is_own_detector = HostWaitDetector(steps=[self.profile_step + 1]), True
+            self._run.detector.is_silent = True
             self._run.detector.on_train_start(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -346,13 +347,6 @@ class RunReport(GivenOnce, Callback):
             return
         told = f"Run report: {self._html_path}"
         rank_zero_info(f"{summarize(data)}\n{told}" if state in ("finished", "stopped") else told)
-
-
-class _QuietDetector(HostWaitDetector):
-    """A detector that prints nothing; the report shows its result."""
-
-    def _tell(self) -> None:
-        pass
 
 
 def _learning_rates(trainer: pl.Trainer, optimizer: Any) -> list[tuple[str, Any]]:

@@ -14,7 +14,7 @@ import torch
 from lightning_fastft.core.errors import ContextError, OptionError, ShapeError
 from lightning_fastft.packing.chunks import Chunks, build_chunks, load_chunks, recordable_chunks
 from lightning_fastft.packing.context_content import check_content, find_labelled_rows
-from lightning_fastft.packing.masks import MaskBlock, build_block_mask, build_dense_mask, build_mask_blocks
+from lightning_fastft.packing.masks import build_block_mask, build_dense_mask, build_mask_blocks
 from lightning_fastft.packing.parts import PackPart
 from lightning_fastft.packing.prefixes import PrefixKeys, check_prefixes, list_keys
 from lightning_fastft.packing.spans import BidirectionalSpans
@@ -328,8 +328,10 @@ class BatchContext:
         """
         return self._mask("dense_mask", build_dense_mask, window=window, key=dtype, dtype=dtype)
 
-    def mask_blocks(self, *, window: int | None = None, dtype: torch.dtype, num_rows: int) -> list[MaskBlock]:
-        """Return the dense mask cut into blocks of queries, each with only the keys that its documents reach.
+    def mask_blocks(
+        self, *, window: int | None = None, dtype: torch.dtype, num_rows: int
+    ) -> list[tuple[slice, slice, torch.Tensor]]:
+        """Return the dense mask as blocks: queries, the only keys that they can see, and the mask between both.
 
         Args:
             window: As ``dense_mask``.

@@ -12,18 +12,6 @@ if TYPE_CHECKING:
 IGNORED_LABEL = -100
 
 
-class Turn(NamedTuple):
-    """The last trained part of an example, and everything before it.
-
-    Args:
-        prompt: Token ids; empty where the example begins with the answer.
-        answer: Token ids.
-    """
-
-    prompt: list[int]
-    answer: list[int]
-
-
 class Document(NamedTuple):
     """One tokenised example: ids and unshifted labels, each of shape (length,), -100 where nothing is trained.
 
@@ -52,15 +40,19 @@ class Document(NamedTuple):
     is_stepwise: bool = False
 
 
-def last_turn(document: Document) -> Turn:
-    """Return the last run of trained tokens of an example, as an answer to what precedes it.
+def last_turn(document: Document) -> tuple[list[int], list[int]]:
+    """Return the last run of trained tokens of an example, as an answer, after what precedes it, as its prompt.
+
+    Returns:
+        prompt: Token ids; empty where the example begins with the answer.
+        answer: Token ids.
 
     Example:
         >>> last_turn(Document(np.array([5, 6, 7, 8]), np.array([-100, 6, -100, 8])))
-        Turn(prompt=[5, 6, 7], answer=[8])
+        ([5, 6, 7], [8])
     """
     is_trained_T = document.labels != IGNORED_LABEL
     end = len(is_trained_T) - int(np.argmax(is_trained_T[::-1]))
     untrained = np.flatnonzero(~is_trained_T[:end])
     begin = int(untrained[-1]) + 1 if len(untrained) else 0
-    return Turn(document.input_ids[:begin].tolist(), document.input_ids[begin:end].tolist())
+    return document.input_ids[:begin].tolist(), document.input_ids[begin:end].tolist()

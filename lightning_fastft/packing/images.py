@@ -14,7 +14,7 @@ import os
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
@@ -61,30 +61,6 @@ class ImageInputs(NamedTuple):
     position_AT: torch.Tensor | None = None
     spans: tuple[tuple[int, int], ...] = ()
     in_windows_only: bool = False
-
-
-class Expanded(NamedTuple):
-    """A text whose image placeholders became as many tokens as their images have; places: (begin, end) of each
-    placeholder in the old text, then in the new one.
-    """
-
-    text: str
-    places: tuple[tuple[int, int, int, int], ...]
-
-
-class ImageExpander(Protocol):
-    """The interface of a model's processor that tokenising needs (hf/images.py has it)."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Digest of the settings that decide how many tokens an image has."""
-
-    @property
-    def chat_template(self) -> str | None:
-        """The processor's own chat template."""
-
-    def expand(self, text: str, images: Sequence[Image]) -> Expanded:
-        """Return the text with each placeholder expanded to the tokens of its image."""
 
 
 class ImageStore:

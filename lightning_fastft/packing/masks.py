@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -21,20 +21,6 @@ from lightning_fastft.packing.spans import BidirectionalSpans
 BLOCK_SIZE = 128
 # The first key of a block of queries is a multiple of this: kernels copy a mask whose rows are not aligned.
 KEY_STEP = 16
-
-
-class MaskBlock(NamedTuple):
-    """The mask between a block of queries and the only keys that they can see.
-
-    Args:
-        queries: Rows of the pack whose queries the block holds.
-        keys: Rows of the pack whose keys they can see.
-        mask_11RK: Mask between them; as ``BatchContext.dense_mask``.
-    """
-
-    queries: slice
-    keys: slice
-    mask_11RK: torch.Tensor
 
 
 def build_mask_blocks(
@@ -47,14 +33,14 @@ def build_mask_blocks(
     window: int | None,
     dtype: torch.dtype,
     num_rows: int,
-) -> list[MaskBlock]:
+) -> list[tuple[slice, slice, torch.Tensor]]:
     """Return the masks of ``BatchContext.mask_blocks``."""
     starts = list(accumulate(lengths[:-1], initial=0))
     ranges = list_block_ranges(
         position_T.numel(), starts=starts, prefixes=prefixes, spans=spans, window=window, num_rows=num_rows
     )
     return [
-        MaskBlock(
+        (
             queries,
             keys,
             build_dense_mask(

@@ -132,17 +132,11 @@ def attend(
     if context is None and isinstance(attention_mask, DeferredMask):
         context = attention_mask.context
     if context is None:
+        dropout = dropout if module.training else 0.0
         return _attend_unpacked(
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=dropout if module.training else 0.0,
-            scale=scale,
-            softcap=softcap,
-            sink_H=s_aux,
+            query, key, value, attention_mask, dropout=dropout, scale=scale, softcap=softcap, sink_H=s_aux,
             keywords=keywords,
-        )
+        )  # fmt: skip
 
     if query.shape[0] != 1:
         raise _shape_error(module, query, key, context)

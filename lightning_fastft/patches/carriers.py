@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -17,37 +18,6 @@ from lightning_fastft.packing.context import BatchContext
 from lightning_fastft.patches.deferred_mask import DeferredMask
 
 STATUS_NAME = "sparse attention"
-
-
-class DenseIndexer:
-    """Replace the forward of an indexer by one that selects every key of a document.
-
-    An indexer chooses ``index_topk`` keys for each query. In a document of at most ``index_topk`` tokens it chooses all
-    keys, which is plain causal attention.
-    """
-
-    def __init__(self, indexer: nn.Module, *, name: str) -> None:
-        self._indexer: Any = indexer
-        self._name = name
-
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the indices of chosen keys; an empty tensor in a packed batch, which means all earlier keys.
-
-        Raises:
-            UnsupportedModelError: A document of a packed batch is longer than the indexer's limit.
-        """
-        masks = [value for value in (*args, *kwargs.values()) if isinstance(value, DeferredMask)]
-        context = masks[0].context if masks else None
-        if context is None:
-            return type(self._indexer).forward(self._indexer, hidden_states, *args, **kwargs)
-        limit = int(self._indexer.index_topk)
-        if context.max_length > limit:
-            raise UnsupportedModelError(
-                f"{self._name} chooses {limit} keys for each query (index_topk), and a document has "
-                f"{context.max_length} tokens; packed attention is exact only up to {limit}. Set "
-                f"PackedDataModule(max_tokens={limit}) or shorten the documents. Or: {ADVICE}"
-            )
-        return torch.empty((*hidden_states.shape[:2], 0), dtype=torch.int32, device=hidden_states.device)
 
 
 def install_carriers(model: PreTrainedModel, patcher: ModelPatcher) -> list[Status]:
@@ -67,8 +37,8 @@ def install_carriers(model: PreTrainedModel, patcher: ModelPatcher) -> list[Stat
         return []
     name = f"{type(model).__name__} ({model.config.get_text_config(decoder=True).model_type})"
     for indexer in indexers:
-        if not isinstance(getattr(vars(indexer).get("forward"), "__self__", None), DenseIndexer):
-            patcher.set_attribute(indexer, "forward", DenseIndexer(indexer, name=name).forward)
+        if getattr(vars(indexer).get("forward"), "func", None) is not _choose_all_keys:
+            patcher.set_attribute(indexer, "forward", functools.partial(_choose_all_keys, indexer, name))
     limit = min(int(indexer.index_topk) for indexer in indexers)  # type: ignore[arg-type]
     return [Status(STATUS_NAME, "active", f"dense for documents of up to {limit} tokens; longer documents raise")]
 
@@ -82,3 +52,26 @@ def _give_context_to_mask(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[
     if not isinstance(context, BatchContext) or not isinstance(mask, DeferredMask):
         return None
     return args, {**kwargs, "attention_mask": mask.with_context(context)}
+
+
+def _choose_all_keys(indexer: Any, name: str, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Return the indices of chosen keys; an empty tensor in a packed batch, which means all earlier keys.
+
+    An indexer chooses ``index_topk`` keys for each query. In a document of at most ``index_topk`` tokens it chooses all
+    keys, which is plain causal attention.
+
+    Raises:
+        UnsupportedModelError: A document of a packed batch is longer than the indexer's limit.
+    """
+    masks = [value for value in (*args, *kwargs.values()) if isinstance(value, DeferredMask)]
+    context = masks[0].context if masks else None
+    if context is None:
+        return type(indexer).forward(indexer, hidden_states, *args, **kwargs)
+    limit = int(indexer.index_topk)
+    if context.max_length > limit:
+        raise UnsupportedModelError(
+            f"{name} chooses {limit} keys for each query (index_topk), and a document has "
+            f"{context.max_length} tokens; packed attention is exact only up to {limit}. Set "
+            f"PackedDataModule(max_tokens={limit}) or shorten the documents. Or: {ADVICE}"
+        )
+    return torch.empty((*hidden_states.shape[:2], 0), dtype=torch.int32, device=hidden_states.device)

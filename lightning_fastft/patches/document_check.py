@@ -9,7 +9,7 @@ import contextlib
 import math
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,23 +32,6 @@ ROUNDINGS = 4.0
 _EXPERTS = re.compile(r"Experts|Router|Gating")
 # Errors of a model that cannot run on text only.
 _REFUSALS = (TypeError, ValueError, LookupError, AttributeError, NotImplementedError)
-
-
-class Comparison(NamedTuple):
-    """Distance between packed logits and the logits of separate documents, and the distance that rounding explains.
-
-    Both are relative to the logits of a token, and the maximum over all tokens. In a mixture of experts rounding may
-    change the expert of single tokens, so it is the median of each document.
-
-    Args:
-        difference: Distance of packed from separate documents.
-        allowed: ROUNDINGS times the distance after a perturbation of one rounding error per layer.
-        silent_layers: Indices of decoder layers that did not read the context.
-    """
-
-    difference: float
-    allowed: float
-    silent_layers: tuple[int, ...]
 
 
 def check_documents(
@@ -84,7 +67,7 @@ def check_documents(
     outer: Any = next((found for found in sharded if any(part is model for part in found.modules())), model)
     try:
         with _undisturbed(model, weight.device), guard.counting() as counted:
-            found = _compare(model, outer, attention_backend=attention_backend)
+            difference, allowed, silent = _compare(model, outer, attention_backend=attention_backend)
     except FastFTError:
         raise
     except _REFUSALS as error:
@@ -92,29 +75,40 @@ def check_documents(
         return Status(STATUS_NAME, "inactive", reason, "compare a packed batch with its documents yourself")
     finally:
         reshard(root)
-    if found.silent_layers:
+    if silent:
         raise UnsupportedModelError(
-            f"Decoder layers {list(found.silent_layers)} of {name} do not read the batch context, so documents of a "
+            f"Decoder layers {list(silent)} of {name} do not read the batch context, so documents of a "
             f"pack would attend to each other. {ADVICE}"
         )
     # NaN must raise too, hence "not <=".
-    if not found.difference <= found.allowed:
+    if not difference <= allowed:
         raise UnsupportedModelError(
             f"{name} gives other logits for two short documents in a pack than for each alone: the relative difference "
-            f"is {found.difference:.1e}, and rounding explains {found.allowed:.1e}. Documents may attend to each other "
+            f"is {difference:.1e}, and rounding explains {allowed:.1e}. Documents may attend to each other "
             f"or get wrong positions. {ADVICE}"
         )
     guard.expect(counted[0])
     return Status(
         STATUS_NAME,
         "active",
-        f"{config.model_type}: two packed documents differ from the same documents alone by {found.difference:.1e}; "
-        f"rounding explains {found.allowed:.1e}",
+        f"{config.model_type}: two packed documents differ from the same documents alone by {difference:.1e}; "
+        f"rounding explains {allowed:.1e}",
     )
 
 
-def _compare(model: PreTrainedModel, outer: Callable[..., Any], *, attention_backend: str) -> Comparison:
-    """Return the comparison of packed documents with the same documents alone."""
+def _compare(
+    model: PreTrainedModel, outer: Callable[..., Any], *, attention_backend: str
+) -> tuple[float, float, tuple[int, ...]]:
+    """Compare the logits of packed documents with those of the same documents alone.
+
+    Distances are relative to the logits of a token, and the maximum over all tokens. In a mixture of experts rounding
+    may change the expert of single tokens, so they are the median of each document.
+
+    Returns:
+        difference: Distance of packed from separate documents.
+        allowed: ROUNDINGS times the distance after a perturbation of one rounding error per layer.
+        silent: Indices of decoder layers that did not read the context.
+    """
     documents = _draw_documents(model)
     device = model.get_input_embeddings().weight.device
     layers = decoder_layers(model)
@@ -132,7 +126,7 @@ def _compare(model: PreTrainedModel, outer: Callable[..., Any], *, attention_bac
     is_mixture = any(_EXPERTS.search(type(module).__name__) for module in model.modules())
     reduce = torch.median if is_mixture else torch.max
     rounding = max(torch.finfo(torch.float32).eps, _distance(disturbed, alone, reduce=reduce))
-    return Comparison(_distance(packed, alone, reduce=reduce), ROUNDINGS * rounding, silent if any(reads) else ())
+    return _distance(packed, alone, reduce=reduce), ROUNDINGS * rounding, silent if any(reads) else ()
 
 
 def _draw_documents(model: PreTrainedModel) -> list[Document]:

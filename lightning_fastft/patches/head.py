@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
@@ -19,21 +19,12 @@ from lightning_fastft.kernels.cross_entropy.op import labelled_cross_entropy, to
 from lightning_fastft.packing.context import BatchContext
 from lightning_fastft.packing.document import IGNORED_LABEL
 from lightning_fastft.packing.parts import PackPart
-from lightning_fastft.patches.lazy_logits import LazyLogits, TokenStatistics
+from lightning_fastft.patches.lazy_logits import LazyLogits
 from lightning_fastft.patches.part_exchange import sum_over_parts
 
 STATUS_NAME = "loss head"
 # Plain attribute of the swapped head: neither parameter nor buffer.
 _LINK_ATTRIBUTE = "fastft_head_link"
-
-
-class _Targets(NamedTuple):
-    """Labelled rows of the flattened hidden states, and their targets."""
-
-    row_R: torch.Tensor | None
-    target_R: torch.Tensor
-    num_rows: int
-    num_labelled: int | torch.Tensor
 
 
 class _LazyForward:
@@ -130,14 +121,14 @@ class HeadLink:
             return self.original_loss(logits, labels, vocab_size, **rest)
         if ignore_index != IGNORED_LABEL or vocab_size != logits.weight.shape[0] or logits.scale == 0:
             return self.original_loss(logits.tensor(), labels, vocab_size, **rest)
-        targets = _find_targets(logits, labels=labels, shift_labels=shift_labels)
+        row_R, target_R, num_rows, num_labelled = _find_targets(logits, labels=labels, shift_labels=shift_labels)
         if num_items_in_batch is None:
-            num_items_in_batch = _at_least_one(targets.num_labelled if part is None else part.whole.num_labelled)
+            num_items_in_batch = _at_least_one(num_labelled if part is None else part.whole.num_labelled)
         num_items = num_items_in_batch
         if isinstance(num_items, torch.Tensor) and not (num_items.device.type == "cpu" and num_items.ndim == 0):
             # A number stays on the host; kernels take it as an argument.
             num_items = num_items.to(logits.device, non_blocking=True)
-        loss = _labelled_loss(logits, targets, num_items)
+        loss = _labelled_loss(logits, row_R, target_R, num_rows, num_labelled=num_labelled, num_items=num_items)
         loss = loss if part is None else sum_over_parts(loss, part=part)
         # Models add auxiliary losses in place.
         logits.cross_entropy = loss.detach().clone()
@@ -230,25 +221,38 @@ def _find_head(model: PreTrainedModel) -> tuple[list[nn.Module], nn.Module] | St
     return heads, decoder
 
 
-def _find_targets(logits: LazyLogits, *, labels: torch.Tensor, shift_labels: torch.Tensor | None) -> _Targets:
-    """Return the context's rows if the labels are the context's own, else all rows of the labels."""
+def _find_targets(
+    logits: LazyLogits, *, labels: torch.Tensor, shift_labels: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor, int, int | torch.Tensor]:
+    """Return labelled rows of the flattened hidden states, their targets, their number, and the number of labels.
+
+    The rows are the context's if the labels are the context's own, else all rows of the labels.
+    """
     context = logits.context
     if shift_labels is None and _is_untouched_view(labels, of=context.label_T):
-        return _Targets(context.labelled_row_R, context.labelled_target_R, context.num_labelled, context.num_labelled)
+        return context.labelled_row_R, context.labelled_target_R, context.num_labelled, context.num_labelled
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:]
     target_R = shift_labels.reshape(-1).to(logits.device, non_blocking=True)
-    return _Targets(None, target_R, target_R.shape[0], (target_R != IGNORED_LABEL).sum())
+    return None, target_R, target_R.shape[0], (target_R != IGNORED_LABEL).sum()
 
 
-def _labelled_loss(logits: LazyLogits, targets: _Targets, num_items: float | torch.Tensor) -> torch.Tensor:
+def _labelled_loss(
+    logits: LazyLogits,
+    row_R: torch.Tensor | None,
+    target_R: torch.Tensor,
+    num_rows: int,
+    *,
+    num_labelled: int | torch.Tensor,
+    num_items: float | torch.Tensor,
+) -> torch.Tensor:
     """Return the cross-entropy of labelled rows; without gradients also note their statistics."""
     head = logits.as_head()
-    rows: dict[str, Any] = {"row_R": targets.row_R, "target_R": targets.target_R, "num_rows": targets.num_rows}
+    rows: dict[str, Any] = {"row_R": row_R, "target_R": target_R, "num_rows": num_rows}
     if torch.is_grad_enabled():
         return labelled_cross_entropy(head, **rows, num_items=num_items)
     nll_sum, num_correct = token_statistics(head, **rows)
-    logits.statistics = TokenStatistics(nll_sum, num_correct, targets.num_labelled)
+    logits.statistics = nll_sum, num_correct, num_labelled
     return nll_sum / num_items
 
 

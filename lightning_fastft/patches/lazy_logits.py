@@ -6,7 +6,7 @@ Axes: R labelled rows of the context (padded to a bucket), K tokens of a stored 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,14 +22,6 @@ from lightning_fastft.kernels.divergence.op import (
 from lightning_fastft.kernels.divergence.reference import Kind
 from lightning_fastft.kernels.logit_rows import Head
 from lightning_fastft.packing.context import BatchContext
-
-
-class TokenStatistics(NamedTuple):
-    """Sums over the labelled tokens of a batch: 0-dim tensors on its device; the token count of a context is an int."""
-
-    nll_sum: torch.Tensor
-    num_correct: torch.Tensor
-    num_labelled: int | torch.Tensor
 
 
 class LazyLogits:
@@ -49,7 +41,9 @@ class LazyLogits:
         self.bias = head.bias
         self.context = context
         # The loss function sets them in an evaluation without gradients.
-        self.statistics: TokenStatistics | None = None
+        # Over the labelled tokens: summed negative log-likelihood, hits and number; 0-dim tensors on the device of the
+        # logits, but an int where the context has the number.
+        self.statistics: tuple[torch.Tensor, torch.Tensor, int | torch.Tensor] | None = None
         # The cross-entropy that the loss function computed, before the model adds auxiliary losses; no graph.
         self.cross_entropy: torch.Tensor | None = None
         self._operations: tuple[tuple[Callable[..., torch.Tensor], tuple[Any, ...]], ...] = ()

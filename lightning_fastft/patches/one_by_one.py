@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -17,46 +18,6 @@ from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.context import ONE_BY_ONE, BatchContext
 
 STATUS_NAME = "packed attention"
-
-
-class OneByOne:
-    """Run the documents of a packed batch one at a time; other calls run the model's own forward."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model: Any = model
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the loss of a packed batch and the logits of its documents, in pack order.
-
-        The loss is transformers' loss for causal language models, not the model's own formula.
-
-        Raises:
-            UnsupportedModelError: A packed batch has inputs that cannot be split by documents.
-
-        Cost:
-            One forward per document, and the logits of all tokens.
-        """
-        own_forward, context = type(self._model).forward, kwargs.get("context")
-        if not isinstance(context, BatchContext):
-            return own_forward(self._model, *args, **kwargs)
-        more = sorted(name for name, value in kwargs.items() if value is not None and name not in PackedBatch._KEYS)
-        if args or more:
-            raise UnsupportedModelError(
-                f"{type(self._model).__name__} runs the documents of a pack one by one and takes no other input, but "
-                f"got {', '.join(more) or 'positional arguments'}."
-            )
-        context.note_read(ONE_BY_ONE)
-        rows = kwargs["input_ids"].split(context.lengths, dim=1)
-        parts = []
-        for ids, prefix in zip(rows, context.prefixes):
-            whole = ids if prefix < 0 else torch.cat([rows[prefix], ids], dim=1)
-            parts.append(own_forward(self._model, input_ids=whole, use_cache=False).logits[:, -ids.shape[1] :])
-        logits, labels = torch.cat(parts, dim=1), kwargs.get("labels")
-        loss = None
-        if labels is not None:
-            num_items = kwargs.get("num_items_in_batch") or context.num_items
-            loss = ForCausalLMLoss(logits, labels, logits.shape[-1], num_items_in_batch=num_items)
-        return CausalLMOutput(loss=loss, logits=logits)
 
 
 def install_one_by_one(model: PreTrainedModel, patcher: ModelPatcher) -> Status:
@@ -81,7 +42,7 @@ def install_one_by_one(model: PreTrainedModel, patcher: ModelPatcher) -> Status:
             "would ignore. Set config.output_router_logits = False."
         )
     if not runs_one_by_one(model):
-        patcher.set_attribute(model, "forward", OneByOne(model).forward)
+        patcher.set_attribute(model, "forward", functools.partial(_forward_one_by_one, model))
     return Status(
         STATUS_NAME,
         "inactive",
@@ -92,4 +53,39 @@ def install_one_by_one(model: PreTrainedModel, patcher: ModelPatcher) -> Status:
 
 def runs_one_by_one(model: PreTrainedModel) -> bool:
     """Return whether ``install_one_by_one`` has changed the model."""
-    return isinstance(getattr(vars(model).get("forward"), "__self__", None), OneByOne)
+    return getattr(vars(model).get("forward"), "func", None) is _forward_one_by_one
+
+
+def _forward_one_by_one(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run the documents of a packed batch one at a time; other calls run the model's own forward.
+
+    The loss is transformers' loss for causal language models, not the model's own formula. The logits are in pack
+    order.
+
+    Raises:
+        UnsupportedModelError: A packed batch has inputs that cannot be split by documents.
+
+    Cost:
+        One forward per document, and the logits of all tokens.
+    """
+    own_forward, context = type(model).forward, kwargs.get("context")
+    if not isinstance(context, BatchContext):
+        return own_forward(model, *args, **kwargs)
+    more = sorted(name for name, value in kwargs.items() if value is not None and name not in PackedBatch._KEYS)
+    if args or more:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} runs the documents of a pack one by one and takes no other input, but "
+            f"got {', '.join(more) or 'positional arguments'}."
+        )
+    context.note_read(ONE_BY_ONE)
+    rows = kwargs["input_ids"].split(context.lengths, dim=1)
+    parts = []
+    for ids, prefix in zip(rows, context.prefixes):
+        whole = ids if prefix < 0 else torch.cat([rows[prefix], ids], dim=1)
+        parts.append(own_forward(model, input_ids=whole, use_cache=False).logits[:, -ids.shape[1] :])
+    logits, labels = torch.cat(parts, dim=1), kwargs.get("labels")
+    loss = None
+    if labels is not None:
+        num_items = kwargs.get("num_items_in_batch") or context.num_items
+        loss = ForCausalLMLoss(logits, labels, logits.shape[-1], num_items_in_batch=num_items)
+    return CausalLMOutput(loss=loss, logits=logits)

@@ -62,13 +62,14 @@ def is_linear_point(module: nn.Module) -> bool:
 
 def is_frozen_point(module: nn.Module) -> bool:
     """Return whether a module is a value point that saves nothing for its backward."""
-    return isinstance(module, _ValuePoint) and not any(parameter.requires_grad for parameter in module.parameters())
+    is_point = isinstance(module, (_LinearPoint, _QuantizedPoint))
+    return is_point and not any(parameter.requires_grad for parameter in module.parameters())
 
 
 @functools.cache
 def _point_class(old: type[Any]) -> type[nn.Module] | None:
     """Return the value-point class for a class of layers; None for a class whose backward is unknown."""
-    if issubclass(old, _ValuePoint):
+    if issubclass(old, (_LinearPoint, _QuantizedPoint)):
         return None
     if old is nn.Linear:
         return HeldLinear
@@ -79,12 +80,8 @@ def _point_class(old: type[Any]) -> type[nn.Module] | None:
     return None
 
 
-class _ValuePoint:
-    """Mixin of a linear layer that is a value point; it comes before the layer's own class."""
-
-
-class _LinearPoint(_ValuePoint):
-    """Mixin of a value point for nn.Linear, frozen or trained."""
+class _LinearPoint:
+    """Mixin of a value point for nn.Linear, frozen or trained; it comes before the layer's own class."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         session = find_session(self)  # type: ignore[arg-type]
@@ -140,7 +137,7 @@ class _HeldLinearFunction(torch.autograd.Function):
         return d_x, d_weight_ND, d_out_TN.sum(0) if needs_bias else None, None, None
 
 
-class _QuantizedPoint(_ValuePoint):
+class _QuantizedPoint:
     """Mixin of a value point for bitsandbytes' 4-bit layer, whose weight is always frozen."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from lightning_fastft.core.checks import check_choice, check_int
 from lightning_fastft.core.errors import OptionError
-from lightning_fastft.planner.prediction import Outcome, StepModel, predict
+from lightning_fastft.planner.prediction import StepModel, predict
 from lightning_fastft.planner.search import UNLIMITED_BYTES, PlanSearch
 from lightning_fastft.planner.step import (
     Interval,
@@ -146,8 +146,8 @@ def _check_streaming(machine: Machine, num_weight_bytes: int, host_budget_bytes:
         )
 
 
-def _with_all_the_host(search: PlanSearch) -> Outcome | None:
-    """Return the best outcome with unlimited host memory, if the host budget excluded a plan."""
+def _with_all_the_host(search: PlanSearch) -> Prediction | None:
+    """Return the best cost with unlimited host memory, if the host budget excluded a plan."""
     if not search.is_short_of_host:
         return None
     wider = PlanSearch(search.model, search.vram_bytes, UNLIMITED_BYTES, is_streamed=search.is_streamed)
@@ -155,7 +155,7 @@ def _with_all_the_host(search: PlanSearch) -> Outcome | None:
     return None if best is None else search.model.run(best)
 
 
-def _nothing_fits(search: PlanSearch, wider: Outcome | None, *, weights: str, is_streamable: bool) -> str:
+def _nothing_fits(search: PlanSearch, wider: Prediction | None, *, weights: str, is_streamable: bool) -> str:
     ways = ["a smaller max_tokens"]
     if weights == "resident" and is_streamable:
         ways.append('weights="stream"')

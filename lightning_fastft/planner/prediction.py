@@ -50,30 +50,12 @@ def predict(cost: StepCost, segments: Sequence[SegmentPlan], *, machine: Machine
     check_segments(cost, segments)
     model = StepModel(cost, machine=machine, buffers=buffers)
     intervals: list[Interval] = []
-    moments = model.run(segments, intervals)
+    footprint = model.footprint(segments)
+    prediction = model.simulate(footprint, intervals)
     intervals.sort(key=lambda interval: (interval.start_ms, interval.end_ms, interval.lane))
     forwards, backwards = model.labels
     labels = [*forwards, "head", *reversed(backwards)]
-    return Prediction(
-        peak_bytes=moments.peak_bytes,
-        step_ms=moments.step_ms,
-        exposed_ms=moments.exposed_ms,
-        host_bytes=moments.host_bytes,
-        staging_bytes=moments.staging_bytes,
-        memory=tuple(zip(labels, moments.memory)),
-        lanes=tuple(intervals),
-    )
-
-
-class Outcome(NamedTuple):
-    """Result of a simulated step: times, host memory, and device memory over time."""
-
-    step_ms: float
-    exposed_ms: float
-    host_bytes: int
-    staging_bytes: int
-    peak_bytes: int
-    memory: list[int]
+    return prediction._replace(memory=tuple(zip(labels, footprint.memory)), lanes=tuple(intervals))
 
 
 class Footprint(NamedTuple):
@@ -155,12 +137,15 @@ class StepModel:
             compute_ms=self._own_ms + sum(work.rebuilt_ms for work in works),
         )
 
-    def run(self, segments: Sequence[SegmentPlan], intervals: list[Interval] | None = None) -> Outcome:
-        """Return the outcome of a plan that fits the segments; append the work of each lane to intervals if given."""
+    def run(self, segments: Sequence[SegmentPlan], intervals: list[Interval] | None = None) -> Prediction:
+        """Return the cost of a plan that fits the segments; append the work of each lane to intervals if given.
+
+        The result has neither memory over time nor lanes.
+        """
         return self.simulate(self.footprint(segments), intervals)
 
-    def simulate(self, footprint: Footprint, intervals: list[Interval] | None = None) -> Outcome:
-        """Return the outcome of a plan from its footprint."""
+    def simulate(self, footprint: Footprint, intervals: list[Interval] | None = None) -> Prediction:
+        """Return the cost of a plan from its footprint, as ``run``."""
         works = footprint.works
         clock = _Clock(self.machine, limit_bytes=footprint.staging_bytes, intervals=intervals)
         sizes = [self.cost.segments[number].weight_bytes for number in footprint.streamed]
@@ -173,13 +158,12 @@ class StepModel:
         clock.begin("other")
         clock.compute(self.cost.other_ms)
         clock.begin("")
-        return Outcome(
+        return Prediction(
             step_ms=clock.now,
             exposed_ms=clock.waited,
             host_bytes=footprint.host_bytes,
             staging_bytes=footprint.staging_bytes,
             peak_bytes=footprint.peak_bytes,
-            memory=footprint.memory,
         )
 
     def _forward(self, clock: _Clock, weights: _WeightStream, number: int, work: _Work) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from itertools import accumulate, combinations
 from typing import Literal, NamedTuple
 
-from lightning_fastft.planner.prediction import Outcome, StepModel
-from lightning_fastft.planner.step import Place, SegmentCost, SegmentPlan
+from lightning_fastft.planner.prediction import StepModel
+from lightning_fastft.planner.step import Place, Plan, SegmentCost, SegmentPlan, ValueCost
 
 UNLIMITED_BYTES = 2**62
 # Numbers of kept segments tried first for every family, and number of families that are then refined.
@@ -42,19 +42,6 @@ class _HostSet(NamedTuple):
     names: frozenset[str]
 
 
-class _Item(NamedTuple):
-    """A value that can be stored on the device."""
-
-    number: int
-    name: str
-    num_bytes: int
-
-
-class _Trial(NamedTuple):
-    segments: tuple[SegmentPlan, ...]
-    outcome: Outcome
-
-
 class PlanSearch:
     """Search for the fastest plan within the budgets.
 
@@ -79,13 +66,13 @@ class PlanSearch:
         self._kept_by_density = _order_by_density(self._costs)
         self._times: dict[tuple[tuple[SegmentPlan, ...], bool], float] = {}
         # The fastest plan that fits, and the plan with the smallest peak.
-        self._best: _Trial | None = None
-        self._least: _Trial | None = None
+        self._best: Plan | None = None
+        self._least: Plan | None = None
 
     @property
     def least_bytes(self) -> int:
         """Smallest peak of all tried plans."""
-        return UNLIMITED_BYTES if self._least is None else self._least.outcome.peak_bytes
+        return UNLIMITED_BYTES if self._least is None else self._least.prediction.peak_bytes
 
     def run(self) -> tuple[SegmentPlan, ...] | None:
         """Return the best plan, or None if no plan fits."""
@@ -218,12 +205,12 @@ class PlanSearch:
         trial = self._try(segments)
         if trial is None:
             return float("inf")
-        items = [item for item in self._items if _is_rebuilt(segments[item.number], item.name)]
-        ends = list(accumulate((item.num_bytes for item in items), initial=0))
+        items = [item for item in self._items if _is_rebuilt(segments[item[0]], item[1].name)]
+        ends = list(accumulate((value.num_bytes for _, value in items), initial=0))
         num_held = 0
         while num_held < len(items):
             # A value adds at most its bytes to the peak; less if the backward of its segment is the peak.
-            room = self.vram_bytes - trial.outcome.peak_bytes
+            room = self.vram_bytes - trial.prediction.peak_bytes
             more = num_held
             while more < len(items) and ends[more + 1] - ends[num_held] <= room:
                 more += 1
@@ -231,9 +218,9 @@ class PlanSearch:
             if following is None:
                 break
             trial, num_held = following, max(more, num_held + 1)
-        return trial.outcome.step_ms
+        return trial.prediction.step_ms
 
-    def _try(self, segments: tuple[SegmentPlan, ...], *, if_better: bool = False) -> _Trial | None:
+    def _try(self, segments: tuple[SegmentPlan, ...], *, if_better: bool = False) -> Plan | None:
         """Return a plan with its simulated step if it fits, and remember it if it is the best.
 
         With ``if_better``, a plan that cannot be the best is not simulated, and None is returned.
@@ -246,9 +233,9 @@ class PlanSearch:
         if not fits and not is_least:
             return None
         least_ms = footprint.compute_ms - _MS_ROUNDING
-        if if_better and not is_least and self._best is not None and least_ms > self._best.outcome.step_ms:
+        if if_better and not is_least and self._best is not None and least_ms > self._best.prediction.step_ms:
             return None
-        trial = _Trial(segments, self.model.simulate(footprint))
+        trial = Plan(segments, self.model.simulate(footprint))
         if is_least:
             self._least = trial
         if not fits:
@@ -313,19 +300,19 @@ class PlanSearch:
             yield plan._replace(input_place="host" if plan.input_place == "device" else "device")
 
 
-def _rank(trial: _Trial) -> tuple[float, int, int]:
-    return (round(trial.outcome.step_ms, 6), trial.outcome.peak_bytes, trial.outcome.host_bytes)
+def _rank(trial: Plan) -> tuple[float, int, int]:
+    return (round(trial.prediction.step_ms, 6), trial.prediction.peak_bytes, trial.prediction.host_bytes)
 
 
 def _is_rebuilt(plan: SegmentPlan, name: str) -> bool:
     return not plan.is_kept and all(name != held for held, _ in plan.values)
 
 
-def _hold(segments: tuple[SegmentPlan, ...], items: list[_Item]) -> tuple[SegmentPlan, ...]:
+def _hold(segments: tuple[SegmentPlan, ...], items: list[tuple[int, ValueCost]]) -> tuple[SegmentPlan, ...]:
     """Return the plan with more values held on the device."""
     added: dict[int, list[tuple[str, Place]]] = {}
-    for item in items:
-        added.setdefault(item.number, []).append((item.name, "device"))
+    for number, value in items:
+        added.setdefault(number, []).append((value.name, "device"))
     return tuple(
         plan._replace(values=(*plan.values, *added[number])) if number in added else plan
         for number, plan in enumerate(segments)
@@ -346,10 +333,10 @@ def _values_with(
     return tuple((value.name, found) for value in cost.values if (found := places.get(value.name)) is not None)
 
 
-def _items_by_density(costs: tuple[SegmentCost, ...]) -> list[_Item]:
-    """Return all values by recompute cost per byte, highest first; among equals later segments first."""
+def _items_by_density(costs: tuple[SegmentCost, ...]) -> list[tuple[int, ValueCost]]:
+    """Return segment and cost of all values by recompute cost per byte, highest first; then later segments first."""
     found = [
-        (_level(value.rebuild_ms, value.num_bytes), number, place, _Item(number, value.name, value.num_bytes))
+        (_level(value.rebuild_ms, value.num_bytes), number, place, (number, value))
         for number, cost in enumerate(costs)
         for place, value in enumerate(cost.values)
         if value.rebuild_ms > 0

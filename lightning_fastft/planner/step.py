@@ -125,8 +125,8 @@ class Prediction(NamedTuple):
         exposed_ms: Time in which compute waits for a copy.
         host_bytes: Pinned host memory.
         staging_bytes: Size of a staging slot: the largest host share of one segment.
-        memory: (moment, bytes) in the order of the step.
-        lanes: Work of each stream over time.
+        memory: (moment, bytes) in the order of the step; empty for a plan that was only compared.
+        lanes: Work of each stream over time; as memory.
     """
 
     peak_bytes: int
@@ -134,8 +134,8 @@ class Prediction(NamedTuple):
     exposed_ms: float
     host_bytes: int
     staging_bytes: int
-    memory: tuple[tuple[str, int], ...]
-    lanes: tuple[Interval, ...]
+    memory: tuple[tuple[str, int], ...] = ()
+    lanes: tuple[Interval, ...] = ()
 
 
 class Plan(NamedTuple):
@@ -149,7 +149,7 @@ class Plan(NamedTuple):
 
     segments: tuple[SegmentPlan, ...]
     prediction: Prediction
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
 
 def uniform_plan(num_segments: int, kind: str) -> tuple[SegmentPlan, ...]:

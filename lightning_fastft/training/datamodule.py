@@ -19,7 +19,7 @@ from lightning_fastft.training.data.images import find_image_encoder
 from lightning_fastft.training.data.options import check_paths, count_processes
 from lightning_fastft.training.data.planned import TrainingPlan
 from lightning_fastft.training.data.position import check_ranks_agree
-from lightning_fastft.training.data.splits import SplitDataModule
+from lightning_fastft.training.data.splits import SPLITS, SplitDataModule
 from lightning_fastft.training.data.streams import StreamOptions, TrainingStream, check_stream_run
 from lightning_fastft.training.data.subsets import find_needs, name_source
 from lightning_fastft.training.data.trainer_facts import (
@@ -133,42 +133,20 @@ class PackedDataModule(SplitDataModule):
         show_progress: bool = True,
     ) -> None:
         check_paths(paths)
-        check_bool("streaming", streaming)
         # Only training data; the other splits are read whole.
-        self.is_streamed = streaming or is_stream(paths)
+        self.is_streamed = check_bool("streaming", streaming) or is_stream(paths)
         self._streamed_paths = paths
         super().__init__(
-            sources={
-                "train": None if self.is_streamed else paths,
-                "val": val_paths,
-                "test": test_paths,
-                "predict": predict_paths,
-            },
+            sources=dict(zip(SPLITS, (None if self.is_streamed else paths, val_paths, test_paths, predict_paths))),
             options=FormatOptions(
-                format=format,
-                columns=columns,
-                loss_on=loss_on,
-                chat_template=chat_template,
-                add_eos=add_eos,
-                too_long=too_long,
-                max_tokens=max_tokens,
-                separator=separator,
-                step_separator=step_separator,
+                format=format, columns=columns, loss_on=loss_on, chat_template=chat_template, add_eos=add_eos,
+                too_long=too_long, max_tokens=max_tokens, separator=separator, step_separator=step_separator,
                 extra_columns=extra_columns,
             ),
-            tokenizer=tokenizer,
-            val_share=val_share,
-            share_prompts=share_prompts,
-            seed=seed,
-            pad_to_max=pad_to_max,
-            num_workers=num_workers,
-            pin_memory=pin_memory,
-            cache_dir=cache_dir,
-            num_proc=num_proc,
-            max_reject_share=max_reject_share,
-            rejected_path=rejected_path,
-            show_progress=show_progress,
-        )
+            tokenizer=tokenizer, val_share=val_share, share_prompts=share_prompts, seed=seed, pad_to_max=pad_to_max,
+            num_workers=num_workers, pin_memory=pin_memory, cache_dir=cache_dir, num_proc=num_proc,
+            max_reject_share=max_reject_share, rejected_path=rejected_path, show_progress=show_progress,
+        )  # fmt: skip
         self._training: TrainingPlan | TrainingStream | None = None
         # The position at which the rest of the run, or its next epoch, begins; and Lightning's own count there.
         self._position = 0

@@ -13,7 +13,7 @@ from torchmetrics import Metric
 from lightning_fastft.core.checks import check_float
 from lightning_fastft.core.errors import DataError
 from lightning_fastft.packing.collate import PackedBatch
-from lightning_fastft.training.metrics import TokenAccuracy, TokenLoss, TokenPerplexity, logits_statistics
+from lightning_fastft.training.metrics import TokenMean, TokenPerplexity, logits_statistics
 from lightning_fastft.training.model.forward import call_model
 from lightning_fastft.training.model.neftune import embedding_noise
 from lightning_fastft.training.tuner import Tuner
@@ -129,7 +129,7 @@ class FineTuner(Tuner):
         nll_sum, num_correct, num_tokens = statistics
         key = f"{prefix}_{dataloader_idx}"
         if key not in self.token_metrics:
-            metrics = {"loss": TokenLoss(), "perplexity": TokenPerplexity(), "token_accuracy": TokenAccuracy()}
+            metrics = {"loss": TokenMean(), "perplexity": TokenPerplexity(), "token_accuracy": TokenMean()}
             self.token_metrics[key] = nn.ModuleDict(metrics).to(self.device)
         for name, metric in cast("nn.ModuleDict", self.token_metrics[key]).items():
             assert isinstance(metric, Metric)

@@ -17,8 +17,24 @@ from lightning_fastft.packing.document import IGNORED_LABEL
 CHUNK_ROWS = 2048
 
 
-class _TokenMean(Metric):
-    """Mean of a sum over labelled tokens; the sums of all batches and ranks are added before the division."""
+class TokenMean(Metric):
+    """Mean of a sum over labelled tokens; the sums of all batches and ranks are added before the division.
+
+    It is the loss, in nats, if the negative log-likelihood is summed, and the accuracy if hits are.
+
+    Args:
+        kwargs: Options of torchmetrics.Metric.
+
+    Cost:
+        Two additions on the device per update; no host sync.
+
+    Example:
+        >>> metric = TokenMean()
+        >>> metric.update(6.0, num_tokens=2)
+        >>> metric.update(2.0, num_tokens=2)
+        >>> float(metric.compute())
+        2.0
+    """
 
     is_differentiable = False
     full_state_update = False
@@ -31,7 +47,8 @@ class _TokenMean(Metric):
         self.add_state("total", default=torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("num_tokens", default=torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
-    def _add(self, total: torch.Tensor | float, num_tokens: torch.Tensor | int) -> None:
+    def update(self, total: torch.Tensor | float, num_tokens: torch.Tensor | int) -> None:
+        """Add the sum over num_tokens labelled tokens."""
         # Again here: Trainer(precision="bf16-true") casts every floating tensor of the module.
         self.total = self.total.to(torch.float64) + total
         self.num_tokens = self.num_tokens + num_tokens
@@ -41,42 +58,12 @@ class _TokenMean(Metric):
         return self.total / self.num_tokens
 
 
-class TokenLoss(_TokenMean):
-    """Mean negative log-likelihood per labelled token, in nats.
-
-    Args:
-        kwargs: Options of torchmetrics.Metric.
-
-    Cost:
-        Two additions on the device per update; no host sync.
-
-    Example:
-        >>> metric = TokenLoss()
-        >>> metric.update(nll_sum=6.0, num_tokens=2)
-        >>> metric.update(nll_sum=2.0, num_tokens=2)
-        >>> float(metric.compute())
-        2.0
-    """
-
-    higher_is_better = False
-
-    def update(self, nll_sum: torch.Tensor | float, num_tokens: torch.Tensor | int) -> None:
-        """Add the summed negative log-likelihood of num_tokens labelled tokens."""
-        self._add(nll_sum, num_tokens)
-
-
-class TokenPerplexity(TokenLoss):
+class TokenPerplexity(TokenMean):
     """Exponential of the mean negative log-likelihood per labelled token.
-
-    Args:
-        kwargs: Options of torchmetrics.Metric.
-
-    Cost:
-        Two additions on the device per update; no host sync.
 
     Example:
         >>> metric = TokenPerplexity()
-        >>> metric.update(nll_sum=torch.log(torch.tensor(9.0)), num_tokens=2)
+        >>> metric.update(torch.log(torch.tensor(9.0)), num_tokens=2)
         >>> round(float(metric.compute()), 4)
         3.0
     """
@@ -84,29 +71,6 @@ class TokenPerplexity(TokenLoss):
     def compute(self) -> torch.Tensor:
         """Return the perplexity; NaN before any labelled token."""
         return torch.exp(super().compute())
-
-
-class TokenAccuracy(_TokenMean):
-    """Share of labelled tokens that are the model's first choice.
-
-    Args:
-        kwargs: Options of torchmetrics.Metric.
-
-    Cost:
-        Two additions on the device per update; no host sync.
-
-    Example:
-        >>> metric = TokenAccuracy()
-        >>> metric.update(num_correct=3, num_tokens=4)
-        >>> float(metric.compute())
-        0.75
-    """
-
-    higher_is_better = True
-
-    def update(self, num_correct: torch.Tensor | int, num_tokens: torch.Tensor | int) -> None:
-        """Add num_correct hits among num_tokens labelled tokens."""
-        self._add(num_correct, num_tokens)
 
 
 def logits_statistics(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -15,7 +15,7 @@ from lightning_fastft.core.checks import check_bool, check_choice, check_float, 
 from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.adamw_step.codes import num_blocks
 from lightning_fastft.kernels.adamw_step.op import SkipFlag, adamw_step, grad_norm
-from lightning_fastft.kernels.adamw_step.table import TableRow, local_values
+from lightning_fastft.kernels.adamw_step.rows import TableRow, local_values
 from lightning_fastft.training.optimization.adamw_parts import (
     Part,
     make_row,

@@ -118,18 +118,10 @@ class Tuner(SavedCausalLM):
         frozen_adapters: list[str] | None = None,
     ) -> None:
         built_from = ModelOptions(
-            tokenizer=tokenizer,
-            quantization=quantization,
-            lora=lora,
-            init=init,
-            dtype=dtype,
-            adapter_dtype=adapter_dtype,
-            master_dtype=master_dtype,
-            revision=revision,
-            accept_other_base=accept_other_base,
-            adapter=adapter,
-            frozen_adapters=frozen_adapters,
-        )
+            tokenizer=tokenizer, quantization=quantization, lora=lora, init=init, dtype=dtype,
+            adapter_dtype=adapter_dtype, master_dtype=master_dtype, revision=revision,
+            accept_other_base=accept_other_base, adapter=adapter, frozen_adapters=frozen_adapters,
+        )  # fmt: skip
         super().__init__(model, built_from)
         self.optimizer_factory = optimizer
         self.learning_rate = learning_rate

@@ -24,16 +24,17 @@ def test_the_same_seed_gives_the_same_rows_and_another_seed_others():
 
 
 def test_there_are_enough_rows_and_no_held_out_question_is_trained(rows):
-    assert len(rows.train) >= 4000
-    trained = {row["messages"][0]["content"] for row in rows.train}
-    held_out = {row["messages"][0]["content"] for row in rows.validation}
-    assert len(held_out) == len(rows.validation)
+    train, validation = rows
+    assert len(train) >= 4000
+    trained = {row["messages"][0]["content"] for row in train}
+    held_out = {row["messages"][0]["content"] for row in validation}
+    assert len(held_out) == len(validation)
     assert not trained & held_out
 
 
 def test_every_worked_step_is_right_and_leads_to_the_answer(rows):
     operations = {"+": int.__add__, "-": int.__sub__, "x": int.__mul__}
-    for row in rows.train[:2000]:
+    for row in rows[0][:2000]:
         for message in row["messages"][1::2]:
             steps = SUM.findall(message["content"])
             for left, sign, right, result in steps:
@@ -42,16 +43,16 @@ def test_every_worked_step_is_right_and_leads_to_the_answer(rows):
 
 
 def test_chats_alternate_and_begin_with_a_question(rows):
-    for row in rows.train:
+    for row in rows[0]:
         roles = [message["role"] for message in row["messages"]]
         assert roles == ["user", "assistant"] * (len(roles) // 2)
-    assert max(len(row["messages"]) for row in rows.train) == 8
+    assert max(len(row["messages"]) for row in rows[0]) == 8
 
 
 def test_rows_have_very_different_lengths_and_fit_the_packs_of_the_config(rows, tmp_path):
     files = write_demo_files(rows, tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(files.model)
-    texts = [tokenizer.apply_chat_template(row["messages"], tokenize=False) for row in (*rows.train, *rows.validation)]
+    texts = [tokenizer.apply_chat_template(row["messages"], tokenize=False) for row in (*rows[0], *rows[1])]
     length_N = np.array([len(ids) for ids in tokenizer(texts)["input_ids"]])
     assert length_N.max() <= 512
     assert length_N.max() > 12 * length_N.min()
@@ -59,15 +60,15 @@ def test_rows_have_very_different_lengths_and_fit_the_packs_of_the_config(rows, 
 
 
 def test_files_are_read_by_plain_transformers(tmp_path):
-    rows = generate_rows(num_train=200, num_validation=3)
-    files = write_demo_files(rows, tmp_path / "new", vocab_size=400)
-    assert [json.loads(line) for line in files.validation.read_text().splitlines()] == rows.validation
+    train, validation = generate_rows(num_train=200, num_validation=3)
+    files = write_demo_files((train, validation), tmp_path / "new", vocab_size=400)
+    assert [json.loads(line) for line in files.validation.read_text().splitlines()] == validation
     tokenizer = AutoTokenizer.from_pretrained(files.model)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(files.model))
     assert len(tokenizer) == model.get_input_embeddings().num_embeddings
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (model.config.pad_token_id, model.config.eos_token_id)
 
-    messages = rows.train[0]["messages"]
+    messages = train[0]["messages"]
     encoded = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
     trained = [token for token, is_trained in zip(encoded["input_ids"], encoded["assistant_masks"]) if is_trained]
     spoken = "".join(message["content"] + "<|im_end|>" for message in messages if message["role"] == "assistant")

@@ -12,7 +12,7 @@ from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.fused.install import fuse_weight_buffers, fused_layers, install_fused_layers
 from lightning_fastft.fused.layer_forms import LAYERS
 from lightning_fastft.hf.families import find_causal_models
-from lightning_fastft.kernels.head_gate.op import RowGradient
+from lightning_fastft.kernels.handover import Handover
 from lightning_fastft.mixers import gated_delta
 from lightning_fastft.patches.packed import install_packed_training
 from tests.support.layer_pairs import add_lora, assert_as_near, layers_of, padded_batch, step
@@ -235,7 +235,7 @@ def convolve_over_borders(monkeypatch):
 
 
 def lose_the_gates_gradient(monkeypatch):
-    monkeypatch.setattr(RowGradient, "put", lambda self, rows: None)
+    monkeypatch.setattr(Handover, "put", lambda self, *tensors: None)
 
 
 @pytest.mark.parametrize("plant", [carry_the_state, convolve_over_borders, lose_the_gates_gradient])

@@ -24,7 +24,7 @@ from lightning_fastft.kernels.expert_gate.reference import GateForm, LowRankRows
 from lightning_fastft.kernels.grouped_mm.reference import GatheredRows, RowAddend
 from lightning_fastft.kernels.nf4_experts.reference import NF4Stack
 from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
-from lightning_fastft.kernels.qk_rope.reference import HeadGradients, Rope, RopeForm
+from lightning_fastft.kernels.qk_rope.reference import Heads, Rope, RopeForm
 from lightning_fastft.kernels.rms_norm.reference import NormForm
 
 PACKAGE = Path(__file__).parents[2] / "lightning_fastft"
@@ -265,8 +265,8 @@ def qk_rope(triton):
             rope = Rope(cos, sin, *weights, form)
             triton.qk_rope_heads(qkv, rope)
             raw = qkv if form.has_norm else None
-            heads = HeadGradients(*d_qkv.unflatten(1, (-1, form.head_width)).split(form.head_counts, dim=1))
-            shares = HeadGradients(*(numbers(5, form.num_heads, form.head_width, dtype=dtype) for _ in range(3)))
+            heads = Heads(*d_qkv.unflatten(1, (-1, form.head_width)).split(form.head_counts, dim=1))
+            shares = Heads(*(numbers(5, form.num_heads, form.head_width, dtype=dtype) for _ in range(3)))
             for d_heads in (heads, shares):
                 triton.qk_rope_backward(d_heads, raw, rope, needs_weight=form.has_norm)
             triton.qk_rope_backward(heads, raw, rope, needs_weight=False)

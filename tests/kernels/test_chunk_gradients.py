@@ -64,7 +64,8 @@ def check(function, shape, dtype, *, lengths=LENGTHS, device="cpu"):
     plain = run(plain_gradients, inputs, offsets)
     with fresh_memory_is_nan():
         found = run(function, inputs, offsets)
-    for name, ours, one_plain, one_truth in zip(found._fields, found, plain, truth):
+    names = ("d_q", "d_k", "d_w", "d_decay")
+    for name, ours, one_plain, one_truth in zip(names, found, plain, truth):
         assert_within_bound(name, ours, plain=one_plain, truth=one_truth, dtype=ours.dtype)
     assert all(torch.equal(inputs[name], before[name]) for name in inputs), "an input was written"
 
@@ -138,7 +139,7 @@ def test_reference_through_the_op(dtype):
 
 def test_without_chunks():
     inputs, offsets = make_inputs(SHAPES[0], torch.float32, lengths=())
-    assert run(chunk_gradients, inputs, offsets).d_q_THK.shape == (0, 1, 16)
+    assert run(chunk_gradients, inputs, offsets)[0].shape == (0, 1, 16)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from lightning_fastft.kernels.head_columns import HeadColumns
 from lightning_fastft.kernels.head_gate.reference import HeadGateForm
 from lightning_fastft.kernels.nf4_experts.reference import NF4Stack
 from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
-from lightning_fastft.kernels.qk_rope.reference import HeadGradients, Rope, RopeForm
+from lightning_fastft.kernels.qk_rope.reference import Heads, Rope, RopeForm
 from lightning_fastft.kernels.rms_norm.reference import NormForm
 from tests.kernels import test_chunk_gradients as chunk_cases
 from tests.kernels import test_expert_gate as gate_cases
@@ -464,7 +464,7 @@ def test_qk_rope(capability, dtype, form, has_shares):
     _, _, *others = rope_cases.make_inputs(64, form._replace(has_gate=False), dtype)
     raw, rope = torch.empty(64, form.num_columns, dtype=dtype), Rope(*others, form)
     counts = (form.num_heads,) * 3 if has_shares else form.head_counts
-    heads = HeadGradients(*(torch.empty(64, count, form.head_width, dtype=dtype) for count in counts))
+    heads = Heads(*(torch.empty(64, count, form.head_width, dtype=dtype) for count in counts))
 
     def launch():
         module.qk_rope_heads(raw, rope)

@@ -177,10 +177,10 @@ FAULTS = {
     "num_items missing in the backward": "factor = d_loss {/ ctx.divisor => }",
     "gradient of the loss dropped": "factor = {d_loss => torch.ones_like(d_loss)} / ctx.divisor",
     "mantissa of num_items dropped": "return 1.0 {/ mantissa => }, 2.0**exponent",
-    "scale of the loss dropped": "bias_V, {loss.scale => 1.0}, loss.softcap)",
+    "scale of the loss dropped": "head = Head(hidden_TD, weight_VD, bias_V, {scale => 1.0}, softcap)",
     "targets of the first chunk": "target_R[{chunk.begin : chunk.end => : chunk.end - chunk.begin}],",
     "log-probability descended": "gradient_factor = {- => }1.0 if writes_gradient",
-    "sign of the log-probability": "return {- => }losses.nll_R, losses.entropy_R",
+    "sign of the log-probability": "return {- => }nll_R, entropy_R",
 }
 # In the code that cross-entropy shares with other functions of rows.
 SHARED_FAULTS = {

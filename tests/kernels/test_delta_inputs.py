@@ -11,7 +11,7 @@ from lightning_fastft.kernels.delta_inputs.op import (
     make_delta_inputs,
 )
 from lightning_fastft.kernels.delta_inputs.reference import DeltaForm, DeltaInputs, DeltaParameters
-from lightning_fastft.kernels.head_gate.op import RowGradient
+from lightning_fastft.kernels.handover import Handover
 from tests.support.truth import Watch, assert_within_bound, fresh_memory_is_nan, poisoned, relative_error
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -136,7 +136,7 @@ def test_gradients_reach_autograd_with_the_columns_of_the_gates(form):
     rows, parameters, d_outputs = make(form, lengths, torch.float64)
     *_, d_rows, d_conv, d_a_log, d_dt_bias = differentiate(rows, parameters, d_outputs, form, lengths)
     leaves = [leaf.requires_grad_() for leaf in (rows, *parameters)]
-    held = RowGradient()
+    held = Handover()
     with Watch() as watch:
         found = make_delta_inputs(rows, parameters, positions(lengths), form=form, row_gradient=held)
         held.put(torch.full_like(rows, 3.0))

@@ -140,13 +140,13 @@ def check_against_truth(
             d_act_NF, ours_gate_up_NP, form=form, weight_N=weight_N, addend=addend, need_act=True
         )
     assert torch.equal(ours_gate_up_NP, gate_up_NP)
-    assert act_NF.shape == gradients.act_NF.shape == d_act_NF.shape
-    assert gradients.d_gate_up_NP.shape == gate_up_NP.shape
-    assert gradients.d_weight_N.shape == weight_N.shape
+    assert act_NF.shape == gradients[1].shape == d_act_NF.shape
+    assert gradients[0].shape == gate_up_NP.shape
+    assert gradients[2].shape == weight_N.shape
     assert_gate_value("act", act_NF, plain=plain_act, truth=true_act, dtype=dtype)
-    assert_gate_value("rebuilt act", gradients.act_NF, plain=plain_act, truth=true_act, dtype=dtype)
-    assert_gate_value("d_gate_up", gradients.d_gate_up_NP, plain=plain_d_gate_up, truth=true_d_gate_up, dtype=dtype)
-    assert_weight_gradient(gradients.d_weight_N, plain_N=plain_d_weight, truth_N=true_d_weight, largest_sum=largest_sum)
+    assert_gate_value("rebuilt act", gradients[1], plain=plain_act, truth=true_act, dtype=dtype)
+    assert_gate_value("d_gate_up", gradients[0], plain=plain_d_gate_up, truth=true_d_gate_up, dtype=dtype)
+    assert_weight_gradient(gradients[2], plain_N=plain_d_weight, truth_N=true_d_weight, largest_sum=largest_sum)
 
 
 def check_rows_of_nan_stay_alone(functions, dtype, form, *, device="cpu", num_ranks=None):
@@ -181,13 +181,13 @@ def check_large_values(functions, dtype, form, *, device="cpu"):
     truth, plain = (
         run_formula(d_act_NF, gate_up_NP, weight_N, form, wide=wide) for wide in (torch.float64, torch.float32)
     )
-    gradients = functions.gate_backward(d_act_NF, gate_up_NP, form=form, weight_N=weight_N)
+    d_gate_up_NP, _, d_weight_N = functions.gate_backward(d_act_NF, gate_up_NP, form=form, weight_N=weight_N)
     assert_within_bound(
         "act", functions.gate_forward(gate_up_NP, form=form), plain=plain[0].to(dtype), truth=truth[0], dtype=dtype
     )
-    assert_within_bound("d_gate_up", gradients.d_gate_up_NP, plain=plain[1].to(dtype), truth=truth[1], dtype=dtype)
+    assert_within_bound("d_gate_up", d_gate_up_NP, plain=plain[1].to(dtype), truth=truth[1], dtype=dtype)
     largest_sum = truth[0].abs().sum()
-    assert_weight_gradient(gradients.d_weight_N, plain_N=plain[2], truth_N=truth[2], largest_sum=largest_sum)
+    assert_weight_gradient(d_weight_N, plain_N=plain[2], truth_N=truth[2], largest_sum=largest_sum)
 
 
 def check_without_weights(functions, num_rows, num_columns, dtype, form, *, device="cpu", num_ranks=None):
@@ -198,11 +198,13 @@ def check_without_weights(functions, num_rows, num_columns, dtype, form, *, devi
         "addend": make_addend(num_rows, num_columns, num_ranks, dtype, device=device),
         "need_act": True,
     }
-    expected = functions.gate_backward(d_act_NF, gate_up_NP, weight_N=torch.ones_like(weight_N), **arguments)
-    ours = functions.gate_backward(d_act_NF, gate_up_NP, **arguments)
-    assert torch.equal(ours.d_gate_up_NP, expected.d_gate_up_NP)
-    assert torch.equal(ours.act_NF, expected.act_NF)
-    assert ours.d_weight_N is None
+    d_gate_up_NP, act_NF, _ = functions.gate_backward(
+        d_act_NF, gate_up_NP, weight_N=torch.ones_like(weight_N), **arguments
+    )
+    d_gate_up_NP, act_NF, d_weight_N = functions.gate_backward(d_act_NF, gate_up_NP, **arguments)
+    assert torch.equal(d_gate_up_NP, d_gate_up_NP)
+    assert torch.equal(act_NF, act_NF)
+    assert d_weight_N is None
 
 
 # What takes these is a test of the kernels too, in triton_expert_gate.py.
@@ -216,11 +218,11 @@ def test_in_float64_formula_and_gradient_equal_autograd(form, is_clamp_met):
     d_act_NF, gate_up_NP, weight_N = make_inputs(7, 33, torch.float32, form, weight_dtype=torch.float64)
     d_act_NF, gate_up_NP = d_act_NF.double(), gate_up_NP.double() * (1 if is_clamp_met else 0.1)
     truth = run_formula(d_act_NF, gate_up_NP, weight_N, form, wide=torch.float64)
-    gradients = gate_backward(d_act_NF, gate_up_NP, form=form, weight_N=weight_N, need_act=True)
-    ours = (gate_forward(gate_up_NP, form=form), gradients.d_gate_up_NP, gradients.d_weight_N)
+    d_gate_up_NP, act_NF, d_weight_N = gate_backward(d_act_NF, gate_up_NP, form=form, weight_N=weight_N, need_act=True)
+    ours = (gate_forward(gate_up_NP, form=form), d_gate_up_NP, d_weight_N)
     for one, true in zip(ours, truth):
         torch.testing.assert_close(one, true, rtol=1e-13, atol=1e-13)
-    assert torch.equal(gradients.act_NF, ours[0])
+    assert torch.equal(act_NF, ours[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -247,8 +249,8 @@ def test_in_float64_the_low_rank_product_equals_autograd(form):
     _, *truth = run_formula(
         add_product(d_act_NF, addend, wide=torch.float64), gate_up_NP, weight_N, form, wide=torch.float64
     )
-    gradients = gate_backward(d_act_NF, gate_up_NP, form=form, weight_N=weight_N, addend=addend)
-    for one, true in zip((gradients.d_gate_up_NP, gradients.d_weight_N), truth):
+    d_gate_up_NP, _, d_weight_N = gate_backward(d_act_NF, gate_up_NP, form=form, weight_N=weight_N, addend=addend)
+    for one, true in zip((d_gate_up_NP, d_weight_N), truth):
         torch.testing.assert_close(one, true, rtol=1e-13, atol=1e-13)
 
 
@@ -275,19 +277,19 @@ def test_without_rows_or_columns(functions, device, shape, is_interleaved):
     with fresh_memory_is_nan():
         act_NF = functions.gate_forward(gate_up_NP, form=form)
         gradients = functions.gate_backward(d_act_NF, gate_up_NP, **given, need_act=True)
-        added = functions.gate_backward(d_act_NF, gate_up_NP, **given, addend=addend)
-    assert act_NF.shape == gradients.act_NF.shape == shape
-    assert gradients.d_gate_up_NP.shape == added.d_gate_up_NP.shape == gate_up_NP.shape
-    assert torch.equal(gradients.d_weight_N, torch.zeros_like(weight_N))
-    assert torch.equal(added.d_weight_N, torch.zeros_like(weight_N))
+        d_gate_up_NP, _, d_weight_N = functions.gate_backward(d_act_NF, gate_up_NP, **given, addend=addend)
+    assert act_NF.shape == gradients[1].shape == shape
+    assert gradients[0].shape == d_gate_up_NP.shape == gate_up_NP.shape
+    assert torch.equal(gradients[2], torch.zeros_like(weight_N))
+    assert torch.equal(d_weight_N, torch.zeros_like(weight_N))
 
 
 def test_without_weight_it_counts_as_one_and_has_no_gradient(functions, device):
     d_act_NF, gate_up_NP, weight_N = make_inputs(9, 33, torch.bfloat16, CLAMPED, device=device)
-    ours = functions.gate_backward(d_act_NF, gate_up_NP, form=CLAMPED)
-    expected = functions.gate_backward(d_act_NF, gate_up_NP, form=CLAMPED, weight_N=torch.ones_like(weight_N))
-    assert torch.equal(ours.d_gate_up_NP, expected.d_gate_up_NP)
-    assert ours.act_NF is ours.d_weight_N is None
+    d_gate_up_NP, act_NF, d_weight_N = functions.gate_backward(d_act_NF, gate_up_NP, form=CLAMPED)
+    d_gate_up_NP, _, _ = functions.gate_backward(d_act_NF, gate_up_NP, form=CLAMPED, weight_N=torch.ones_like(weight_N))
+    assert torch.equal(d_gate_up_NP, d_gate_up_NP)
+    assert act_NF is d_weight_N is None
 
 
 def test_no_graph_and_no_wait():

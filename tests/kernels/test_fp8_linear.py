@@ -349,12 +349,12 @@ def check_every_gradient(module):
 
 
 GRADIENT_FAULTS = {
-    "shifts exchanged": "Balance({_power(half_T), _power(exponent_T - half_T) => _power(exponent_T - half_T), _power(half_T)}",
+    "shifts exchanged": "return {_power(half_T), _power(exponent_T - half_T) => _power(exponent_T - half_T), _power(half_T)}",
     "whole exponent in one operand": "half_T = exponent_T{ >> 1 => }",
     "sum never scaled": "_power({top - _exponent => -_exponent}(factor_O)",
     "factor twice": "_power(top {- => +} _exponent(factor_O)",
     "scale of rows lost": "exponent_T = _exponent(scale_d_T){ + _exponent(scale_x_T) => }",
-    "scales of other rows": "Fp8Rows(turned[0], found.scale_O{ => .flip(0)})",
+    "scales of other rows": "Fp8Rows(turned[0], scale_O{ => .flip(0)})",
     "gradient counted twice": "turned[1], None, dtype=dtype){ => * 2}",
     "no shift": "transpose(rows.values_TI, shift_T={shift_T => None}, out_IT",
     "rest not cleared": "[:, num_rows:] = {0 => 1}",

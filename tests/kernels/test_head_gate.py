@@ -5,9 +5,10 @@ import torch
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
 from lightning_fastft.core.errors import OptionError, ShapeError
+from lightning_fastft.kernels.handover import Handover
 from lightning_fastft.kernels.head_columns import HeadColumns
 from lightning_fastft.kernels.head_gate import reference
-from lightning_fastft.kernels.head_gate.op import RowGradient, gate_heads, head_gate_backward, head_gate_forward
+from lightning_fastft.kernels.head_gate.op import gate_heads, head_gate_backward, head_gate_forward
 from lightning_fastft.kernels.head_gate.reference import HeadGateForm
 from tests.support.truth import Watch, assert_within_bound, fresh_memory_is_nan, poisoned
 
@@ -92,11 +93,11 @@ def test_the_gradient_of_the_gates_goes_to_their_columns(form):
     d_y, x, rows, weight = make(form, 6, torch.float64)
     _, d_x, d_rows, *d_weight = differentiate(d_y, x, rows, weight, form)
     leaves = [None if leaf is None else leaf.requires_grad_() for leaf in (x, rows, weight)]
-    held = RowGradient()
+    held = Handover()
     with Watch() as watch:
         gate_heads(*leaves, form=form, row_gradient=held).backward(d_y)
     assert watch.waits == []
-    taken = held.take()
+    (taken,) = held.take()
     assert held.take() is None
     columns = form.columns
     assert torch.allclose(columns.read(taken), columns.read(d_rows))
@@ -108,9 +109,11 @@ def test_the_gradient_of_the_gates_goes_to_their_columns(form):
 def test_without_tokens():
     d_y, x, rows, weight = make(FORMS[1], 0, torch.float32)
     assert head_gate_forward(x, rows, weight, form=FORMS[1]).shape == (0, 48)
-    found = head_gate_backward(d_y, x, rows, weight, form=FORMS[1], needs_weight=True, out=torch.empty_like(rows))
-    assert found.d_x_THW.shape == x.shape
-    assert torch.equal(found.d_weight_W, torch.zeros(12))
+    d_x_THW, d_weight_W = head_gate_backward(
+        d_y, x, rows, weight, form=FORMS[1], needs_weight=True, out=torch.empty_like(rows)
+    )
+    assert d_x_THW.shape == x.shape
+    assert torch.equal(d_weight_W, torch.zeros(12))
 
 
 @pytest.mark.parametrize(

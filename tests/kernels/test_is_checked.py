@@ -24,7 +24,7 @@ from lightning_fastft.kernels.head_gate.reference import HeadGateForm
 from lightning_fastft.kernels.lora_linear.op import lora_addmm
 from lightning_fastft.kernels.low_rank_add.op import add_low_rank
 from lightning_fastft.kernels.qk_rope.op import qk_rope_backward, qk_rope_heads
-from lightning_fastft.kernels.qk_rope.reference import HeadGradients, Rope, RopeForm
+from lightning_fastft.kernels.qk_rope.reference import Heads, Rope, RopeForm
 from lightning_fastft.kernels.repeat_heads.op import repeat_heads
 from lightning_fastft.kernels.rms_norm.op import rms_norm_backward, rms_norm_forward
 from lightning_fastft.kernels.rms_norm.reference import NormForm
@@ -129,9 +129,9 @@ def test_checks_by_default(operation):
 
 
 def test_the_gradient_of_rotated_heads_has_the_bits_of_a_checked_call():
-    d_heads = HeadGradients(rows(3, 2, 4), rows(3, 1, 4), rows(3, 1, 4))
+    d_heads = Heads(rows(3, 2, 4), rows(3, 1, 4), rows(3, 1, 4))
     first, second = (
-        qk_rope_backward(d_heads, None, ROPE, needs_weight=False, is_checked=is_checked).d_raw_TC
+        qk_rope_backward(d_heads, None, ROPE, needs_weight=False, is_checked=is_checked)[0]
         for is_checked in (True, False)
     )
     assert torch.equal(first, second)

@@ -11,7 +11,7 @@ import torch
 from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.qk_rope import op, reference
 from lightning_fastft.kernels.qk_rope.op import qk_rope_backward, qk_rope_heads
-from lightning_fastft.kernels.qk_rope.reference import HeadGradients, Rope, RopeForm
+from lightning_fastft.kernels.qk_rope.reference import Heads, Rope, RopeForm
 from tests.support.children import thinned
 from tests.support.kernel_harness import NARROW, fixtures_of, planted_faults
 from tests.support.truth import (
@@ -110,7 +110,7 @@ def make_inputs(num_tokens, form, dtype, *, device="cpu", angle_dtype=None, weig
 
 def heads_of(num_tokens, num_kv_heads, num_heads):
     """Gradients of so many heads of four columns."""
-    return HeadGradients(*(torch.ones(num_tokens, count, 4) for count in (num_heads, num_kv_heads, num_kv_heads)))
+    return Heads(*(torch.ones(num_tokens, count, 4) for count in (num_heads, num_kv_heads, num_kv_heads)))
 
 
 def first_tokens(inputs, num_tokens):
@@ -119,7 +119,7 @@ def first_tokens(inputs, num_tokens):
 
 def split_heads(rows_TC, form):
     """Gradients of the heads side by side as three tensors."""
-    return HeadGradients(*rows_TC.unflatten(1, (-1, form.head_width)).split(form.head_counts, dim=1))
+    return Heads(*rows_TC.unflatten(1, (-1, form.head_width)).split(form.head_counts, dim=1))
 
 
 def run_ours(functions, inputs, form, **arguments):
@@ -244,15 +244,15 @@ def check_gates(functions, num_tokens, form, dtype, **kinds):
         functions.qk_rope_heads(rows, Rope(*others, each))
         for rows, each in ((poisoned(raw_TC), gated), (poisoned(qkv_TC), form))
     )
-    d_heads = HeadGradients(*(torch.randn(head.shape, device=head.device).to(dtype) for head in heads))
+    d_heads = Heads(*(torch.randn(head.shape, device=head.device).to(dtype) for head in heads))
     found, expected = (
         functions.qk_rope_backward(d_heads, poisoned(rows), Rope(*others, each), needs_weight=form.has_norm, out=out)
         for rows, each, out in ((raw_TC, gated, out_TC), (qkv_TC, form, None))
     )
     bound = {torch.float32: 1e-6}.get(dtype, 2**-8)
-    pairs = [*zip(heads, expected_heads), (found.d_raw_TC, with_gates(expected.d_raw_TC, 7.0))]
+    pairs = [*zip(heads, expected_heads), (found[0], with_gates(expected[0], 7.0))]
     pairs += zip(found[1:], expected[1:]) if form.has_norm else ()
-    assert found.d_raw_TC is out_TC
+    assert found[0] is out_TC
     assert all(relative_error(one, other) <= bound for one, other in pairs)
 
 
@@ -272,7 +272,7 @@ def check_shares(functions, num_tokens, form, dtype, **kinds):
     (true_d_raw, *_), (plain_d_raw, *_) = measure(torch.float64), measure(torch.float32)
     raw_TC, cos_TW, sin_TW = (one[:num_tokens] for one in others[:3])
     rope = Rope(cos_TW, sin_TW, *others[3:], form)
-    given = HeadGradients(*(poisoned(d[:num_tokens].flatten(1)).unflatten(1, (-1, form.head_width)) for d in shares))
+    given = Heads(*(poisoned(d[:num_tokens].flatten(1)).unflatten(1, (-1, form.head_width)) for d in shares))
     with fresh_memory_is_nan():
         d_raw_TC, *d_weights = functions.qk_rope_backward(given, poisoned(raw_TC), rope, needs_weight=form.has_norm)
     assert_value("d_raw", d_raw_TC, plain=plain_d_raw, truth=true_d_raw, rounded_truth=true_d_raw, dtype=dtype)
@@ -310,7 +310,7 @@ def test_memory_is_given_for_a_form_with_gates_and_only_then():
     raw, angle = torch.ones(3, form.num_columns), torch.ones(3, 16)
     with pytest.raises(ShapeError, match="with gates"):
         qk_rope_heads(raw[:, 16:], Rope(angle, angle, None, None, form))
-    gradients = HeadGradients(*(torch.ones(3, count, 16) for count in form.head_counts))
+    gradients = Heads(*(torch.ones(3, count, 16) for count in form.head_counts))
     for each, out in ((form, None), (LLAMA, torch.ones(3, LLAMA.num_columns))):
         with pytest.raises(OptionError, match="out"):
             qk_rope_backward(gradients, None, Rope(angle, angle, None, None, each), needs_weight=False, out=out)
@@ -395,14 +395,14 @@ def test_weights_have_no_gradient_where_none_is_asked_for(functions, device, for
     with_weights, without = (
         functions.qk_rope_backward(*arguments, needs_weight=needs_weight) for needs_weight in (True, False)
     )
-    assert without.d_q_weight_W is without.d_k_weight_W is None
-    assert torch.equal(without.d_raw_TC, with_weights.d_raw_TC)
+    assert without[1] is without[2] is None
+    assert torch.equal(without[0], with_weights[0])
 
 
 def test_without_a_norm_the_raw_rows_are_not_read():
     d_qkv_TC, qkv_TC, *others = make_inputs(7, LLAMA, torch.bfloat16)
     first, second = (
-        qk_rope_backward(split_heads(d_qkv_TC, LLAMA), raw, Rope(*others, LLAMA), needs_weight=False).d_raw_TC
+        qk_rope_backward(split_heads(d_qkv_TC, LLAMA), raw, Rope(*others, LLAMA), needs_weight=False)[0]
         for raw in (None, qkv_TC * float("nan"))
     )
     assert torch.equal(first, second)
@@ -571,15 +571,15 @@ def test_impossible_arguments_are_refused(change, error, message):
             ShapeError,
             r"d_q_THW is \(3, 3, 4\) on cpu; it must be \(any, 2, 4\)",
         ),
-        ({"d_heads": heads_of(3, 1, 2)._replace(d_k_TJW=torch.ones(3, 3, 4))}, ShapeError, "d_v_TJW is"),
-        ({"d_heads": heads_of(3, 1, 2)._replace(d_v_TJW=torch.ones(3, 2, 4))}, ShapeError, "d_v_TJW is"),
+        ({"d_heads": heads_of(3, 1, 2)._replace(k_TGW=torch.ones(3, 3, 4))}, ShapeError, "d_v_TJW is"),
+        ({"d_heads": heads_of(3, 1, 2)._replace(v_TGW=torch.ones(3, 2, 4))}, ShapeError, "d_v_TJW is"),
         (
-            {"d_heads": heads_of(3, 1, 2)._replace(d_v_TJW=torch.ones(3, 2, 4).double())},
+            {"d_heads": heads_of(3, 1, 2)._replace(v_TGW=torch.ones(3, 2, 4).double())},
             ShapeError,
             "d_v_TJW must have dtype",
         ),
         (
-            {"d_heads": heads_of(3, 1, 2)._replace(d_k_TJW=torch.ones(2, 3, 4).transpose(0, 1))},
+            {"d_heads": heads_of(3, 1, 2)._replace(k_TGW=torch.ones(2, 3, 4).transpose(0, 1))},
             ShapeError,
             "must be contiguous",
         ),
@@ -612,4 +612,4 @@ def test_memory_that_is_still_read_is_refused():
         with pytest.raises(ShapeError, match="shares memory"):
             qk_rope_backward(d_heads, qkv_TC, rope, needs_weight=True, out=out)
     out = buffer[400:472].view(3, 24)
-    assert qk_rope_backward(d_heads, qkv_TC, rope, needs_weight=True, out=out).d_raw_TC is out
+    assert qk_rope_backward(d_heads, qkv_TC, rope, needs_weight=True, out=out)[0] is out

@@ -77,16 +77,16 @@ def check_against_truth(launch, logits_RV, target_R, *, scale, softcap):
         reference.row_losses(
             logits_RV.to(wide), target_R, scale=scale, softcap=softcap, gradient_factor=None, count_correct=False,
             with_entropy=True
-        ).entropy_R
+        )[2]
         for wide in (torch.float64, torch.float32)
     )  # fmt: skip
-    error = (losses.entropy_R.double() - true_entropy_R).abs().max().item()
+    error = (losses[2].double() - true_entropy_R).abs().max().item()
     plain_error = (plain_entropy_R.double() - true_entropy_R).abs().max().item()
     # The entropy is a mean of differences of logits.
     assert error <= max(2 * plain_error, capped.detach().abs().max().item() * 2**-22), f"entropy: {error}"
     # The loss is a difference of two values as large as the logits.
     unit_from = torch.cat([truth_nll_R.detach(), capped.detach().abs().max()[None]])
-    error = (losses.nll_R.double() - truth_nll_R).abs().max().item()
+    error = (losses[0].double() - truth_nll_R).abs().max().item()
     plain_error = (plain_nll_R.double() - truth_nll_R).abs().max().item()
     assert error <= max(2 * plain_error, unit_from.max().item() * 2**-22), f"loss: {error} against {plain_error}"
     # p - 1 of a single row is exact by luck in either: plain PyTorch is judged on more rows of the same kind.
@@ -101,7 +101,7 @@ def check_against_truth(launch, logits_RV, target_R, *, scale, softcap):
     target_value_R = wide.gather(1, target_R.clamp(min=0)[:, None])[:, 0]
     is_clear_R = (wide.topk(min(2, wide.shape[1]), dim=1).values.diff(dim=1).abs() > 1e-4).all(dim=1)
     expected_R = (target_value_R == wide.max(dim=1).values) & (target_R >= 0)
-    assert torch.equal(losses.correct_R[is_clear_R], expected_R[is_clear_R])
+    assert torch.equal(losses[1][is_clear_R], expected_R[is_clear_R])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -131,10 +131,10 @@ def test_number_of_rows(num_rows):
 
 def test_no_rows():
     logits_RV, target_R = make_rows(0, 131, torch.float32)
-    losses = triton.row_losses(
+    nll_R, correct_R, entropy_R = triton.row_losses(
         logits_RV, target_R, scale=1.0, softcap=None, gradient_factor=1.0, count_correct=True, with_entropy=True
     )
-    assert losses.nll_R.shape == losses.correct_R.shape == losses.entropy_R.shape == (0,)
+    assert nll_R.shape == correct_R.shape == entropy_R.shape == (0,)
 
 
 def test_nothing_outside_the_rows_is_written():
@@ -149,23 +149,27 @@ def test_nothing_outside_the_rows_is_written():
 def test_without_gradient_the_logits_stay():
     logits_RV, target_R = make_rows(3, 131, torch.bfloat16)
     before = logits_RV.clone()
-    losses = triton.row_losses(logits_RV, target_R, scale=1.0, softcap=4.0, gradient_factor=None, count_correct=False)
-    assert losses.correct_R is losses.entropy_R is None
+    _, correct_R, entropy_R = triton.row_losses(
+        logits_RV, target_R, scale=1.0, softcap=4.0, gradient_factor=None, count_correct=False
+    )
+    assert correct_R is entropy_R is None
     assert torch.equal(logits_RV, before)
 
 
 def test_two_runs_are_bit_equal():
     logits_RV, target_R = make_rows(4, TILE + 3, torch.bfloat16)
     first_RV, second_RV = logits_RV.clone(), logits_RV.clone()
-    first = triton.row_losses(first_RV, target_R, scale=0.7, softcap=6.0, gradient_factor=1.0, count_correct=True)
-    second = triton.row_losses(second_RV, target_R, scale=0.7, softcap=6.0, gradient_factor=1.0, count_correct=True)
+    nll_R, _, _ = triton.row_losses(first_RV, target_R, scale=0.7, softcap=6.0, gradient_factor=1.0, count_correct=True)
+    nll_R, _, _ = triton.row_losses(
+        second_RV, target_R, scale=0.7, softcap=6.0, gradient_factor=1.0, count_correct=True
+    )
     assert torch.equal(first_RV, second_RV)
-    assert torch.equal(first.nll_R, second.nll_R)
+    assert torch.equal(nll_R, nll_R)
 
 
 def test_extreme_logits_stay_finite():
     logits_RV = torch.tensor([[-3e4, 3e4, 0.0], [3e4, -3e4, 3e4]], device=DEVICE)
-    losses = triton.row_losses(
+    nll_R, _, _ = triton.row_losses(
         logits_RV,
         torch.tensor([1, 0], device=DEVICE),
         scale=1.0,
@@ -173,7 +177,7 @@ def test_extreme_logits_stay_finite():
         gradient_factor=1.0,
         count_correct=False,
     )
-    torch.testing.assert_close(losses.nll_R.cpu(), torch.tensor([0.0, 0.6931472]))
+    torch.testing.assert_close(nll_R.cpu(), torch.tensor([0.0, 0.6931472]))
     torch.testing.assert_close(logits_RV.cpu(), torch.tensor([[0.0, 0.0, 0.0], [-0.5, 0.0, 0.5]]))
 
 
@@ -201,7 +205,7 @@ def check_ties(launch):
     target_R = torch.tensor([*(low for low, _ in pairs), *(high for _, high in pairs), 0], device=DEVICE)
     losses = launch(logits_RV, target_R, scale=1.0, softcap=None, gradient_factor=None, count_correct=True)
     # All columns of the last row are equal.
-    assert losses.correct_R.tolist() == [*[True] * len(pairs), *[False] * len(pairs), True]
+    assert losses[1].tolist() == [*[True] * len(pairs), *[False] * len(pairs), True]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -226,11 +230,11 @@ def check_infinite(launch, dtype):
         function(rows_RV, target_R, **options)
         for function, rows_RV in ((launch, ours_RV), (reference.row_losses, plain_RV))
     )
-    assert losses.nll_R[5] == plain.nll_R[5] == float("inf")
+    assert losses[0][5] == plain[0][5] == float("inf")
     # Sums of 8,192 exponentials in two orders.
-    torch.testing.assert_close(losses.nll_R[:5], plain.nll_R[:5], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(losses.entropy_R, plain.entropy_R, rtol=1e-5, atol=1e-6)
-    assert (losses.correct_R == plain.correct_R).all()
+    torch.testing.assert_close(losses[0][:5], plain[0][:5], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(losses[2], plain[2], rtol=1e-5, atol=1e-6)
+    assert (losses[1] == plain[1]).all()
     assert ((ours_RV.double() - plain_RV.double()).abs() <= one_unit(plain_RV.double(), dtype)).all()
 
 
@@ -241,18 +245,18 @@ def test_a_row_that_has_no_loss_is_not_a_number_and_the_next_is_not_touched(bad)
     logits_RV[0, 76] = 100.0
     logits_RV[0, 77] = bad
     logits_RV[1] = float("-inf")
-    losses = triton.row_losses(
+    nll_R, correct_R, entropy_R = triton.row_losses(
         logits_RV, target_R, scale=1.0, softcap=None, gradient_factor=1.0, count_correct=True, with_entropy=True
     )
-    assert losses.nll_R.isnan().tolist() == losses.entropy_R.isnan().tolist() == [True, True, False]
-    assert not losses.correct_R[:2].any()
+    assert nll_R.isnan().tolist() == entropy_R.isnan().tolist() == [True, True, False]
+    assert not correct_R[:2].any()
     assert logits_RV[1].isnan().all()
     assert torch.isfinite(logits_RV[2]).all()
 
 
 def test_an_impossible_target_gives_an_infinite_loss():
     logits_RV, _ = make_rows(2, 13, torch.float32)
-    losses = triton.row_losses(
+    nll_R, _, _ = triton.row_losses(
         logits_RV,
         torch.tensor([13, -1], device=DEVICE),
         scale=1.0,
@@ -260,7 +264,7 @@ def test_an_impossible_target_gives_an_infinite_loss():
         gradient_factor=None,
         count_correct=False,
     )
-    assert losses.nll_R.tolist() == [float("inf")] * 2
+    assert nll_R.tolist() == [float("inf")] * 2
 
 
 FAULTS = {

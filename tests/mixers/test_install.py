@@ -166,18 +166,18 @@ def test_mixers_add_no_host_sync(name):
     assert waits.total == 0, waits.origin
 
 
-def carry_state(packed, hidden_states, **keywords):
+def carry_state(mixer, hidden_states):
     """The mixer's own forward on the whole pack."""
-    return type(packed._mixer).forward(packed._mixer, hidden_states, attention_mask=None)
+    return type(mixer).forward(mixer, hidden_states, attention_mask=None)
 
 
-def look_one_back(packed, hidden_states, context):
+def look_one_back(mixer, hidden_states, context):
     """Each document with the token before it, so that the window of a convolution begins outside."""
     outputs, begin = [], 0
     for length in context.lengths:
         first = max(begin - 1, 0)
         part = hidden_states[:, first : begin + length]
-        outputs.append(type(packed._mixer).forward(packed._mixer, part)[:, begin - first :])
+        outputs.append(type(mixer).forward(mixer, part)[:, begin - first :])
         begin += length
     return torch.cat(outputs, dim=1)
 
@@ -186,14 +186,14 @@ def look_one_back(packed, hidden_states, context):
 @pytest.mark.parametrize("fault", ["state", "window"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_planted_leak_is_found(name, fault, monkeypatch):
-    def forward(self, hidden_states, **keywords):
+    def run_mixer(mixer, family, hidden_states, **keywords):
         context, _ = install._take_context(keywords)
         if context is None:
-            return type(self._mixer).forward(self._mixer, hidden_states, **keywords)
+            return type(mixer).forward(mixer, hidden_states, **keywords)
         context.note_read("planted")
-        return carry_state(self, hidden_states) if fault == "state" else look_one_back(self, hidden_states, context)
+        return carry_state(mixer, hidden_states) if fault == "state" else look_one_back(mixer, hidden_states, context)
 
-    monkeypatch.setattr(install.PackedMixer, "forward", forward)
+    monkeypatch.setattr(install, "run_mixer", run_mixer)
     found = errors(build_tiny(name))
     assert found["logits"] > 1e-3
     assert max(found.values()) > 1e-2

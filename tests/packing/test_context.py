@@ -111,10 +111,10 @@ def test_masks_equal_the_definition(lengths, window):
 def check_mask_blocks(context, truth, *, window, num_rows):
     """Blocks hold the rows of the truth, their keys hold all that is seen, and no more than asked before a block."""
     rest = truth.clone()
-    for block in context.mask_blocks(window=window, dtype=torch.bool, num_rows=num_rows):
-        assert torch.equal(block.mask_11RK[0, 0], truth[block.queries, block.keys])
-        assert block.keys.start % KEY_STEP == 0
-        rest[block.queries, block.keys] = False
+    for queries, keys, mask_11RK in context.mask_blocks(window=window, dtype=torch.bool, num_rows=num_rows):
+        assert torch.equal(mask_11RK[0, 0], truth[queries, keys])
+        assert keys.start % KEY_STEP == 0
+        rest[queries, keys] = False
     assert not rest.any()
 
 
@@ -127,7 +127,7 @@ def test_blocks_of_a_mask_equal_the_definition(lengths, num_rows, window):
 
 def test_a_block_reaches_no_further_than_its_first_document():
     blocks = make_context([40, 100, 60]).mask_blocks(dtype=torch.float32, num_rows=64)
-    assert [(block.queries.start, block.keys.start, block.keys.stop) for block in blocks] == [
+    assert [(queries.start, keys.start, keys.stop) for queries, keys, _ in blocks] == [
         (0, 0, 64), (64, 32, 128), (128, 32, 192), (192, 128, 200),
     ]  # fmt: skip
 

@@ -9,7 +9,7 @@ import torch
 from PIL import ExifTags, Image
 
 from lightning_fastft.core.errors import DataError
-from lightning_fastft.packing.images import Expanded, ImageInputs, decode_image, merge_inputs, place_images, read_image
+from lightning_fastft.packing.images import ImageInputs, decode_image, merge_inputs, place_images, read_image
 from lightning_fastft.packing.rows import rejects
 from lightning_fastft.packing.rows.formats import FormatOptions
 from lightning_fastft.packing.store.cache import tokenize_sources
@@ -36,7 +36,7 @@ class FourTokens:
             places.append((place, place + 3, place + shift, place + shift + 3 * image.height))
             shift += 3 * image.height - 3
             begin = place + 3
-        return Expanded("".join([*parts, text[begin:]]), tuple(places))
+        return "".join([*parts, text[begin:]]), tuple(places)
 
 
 def tokenize(data, **options):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from lightning_fastft.cli.trained.card import facts_of, render_card
 from lightning_fastft.cli.trained.opening import Opened, Request, open_trained
@@ -13,27 +13,19 @@ from lightning_fastft.hf.export import Exported, check_free, export_adapters, ex
 Kind = Literal["adapters", "merged weights", "all weights"]
 
 
-class Written(NamedTuple):
-    """What was written.
-
-    Args:
-        opened: The model; it cannot be used afterwards.
-        kind: What the folder holds.
-        exported: Files, and the comparison with the trained model.
-        max_lora_rank: ``--max-lora-rank`` of vLLM; None unless asked for, and for whole weights.
-    """
-
-    opened: Opened
-    kind: Kind
-    exported: Exported
-    max_lora_rank: int | None
-
-
-def write_trained(request: Request, out: Path, *, title: str = "", is_for_vllm: bool = False) -> Written:
+def write_trained(
+    request: Request, out: Path, *, title: str = "", is_for_vllm: bool = False
+) -> tuple[Opened, Kind, Exported, int | None]:
     """Open a trained model, write it to a new folder, and compare what stock libraries read back.
 
     is_for_vllm refuses adapters of which vLLM would not read a part. The title is that of the model card, by default
     base and method.
+
+    Returns:
+        opened: The model; it cannot be used afterwards.
+        kind: What the folder holds.
+        exported: Files, and the comparison with the trained model.
+        max_lora_rank: ``--max-lora-rank`` of vLLM; None unless asked for, and for whole weights.
 
     Raises:
         OptionError: out exists, or the adapters belong to random weights or were trained beside frozen ones, and are
@@ -60,4 +52,4 @@ def write_trained(request: Request, out: Path, *, title: str = "", is_for_vllm: 
     kind: Kind = "merged weights" if is_merged else "adapters" if module.has_adapters else "all weights"
     export = export_adapters if kind == "adapters" else export_merged
     card = render_card(facts_of(opened, kind=kind), title=title)
-    return Written(opened, kind, export(module.model, out, tokenizer=module.tokenizer, card=card), max_lora_rank)
+    return opened, kind, export(module.model, out, tokenizer=module.tokenizer, card=card), max_lora_rank

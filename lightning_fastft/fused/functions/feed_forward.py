@@ -15,7 +15,6 @@ from lightning_fastft.activations.values import unneeded
 from lightning_fastft.core.once_differentiable import once_differentiable
 from lightning_fastft.fused.column_scales import scale_output
 from lightning_fastft.fused.functions.projections import (
-    as_value,
     normed_gradients,
     planned_value,
     project_normed,
@@ -127,7 +126,7 @@ class _NormFeedForward(torch.autograd.Function):
         watched = (*call.gate_up.watched_tensors, *call.down.watched_tensors)
         if call.down.is_scaled:
             products_TD, *low_down = planned_value(
-                session, DOWN_VALUE, lambda: as_value(unscaled_product(call.down, _gated(call, gate_up_TP)))
+                session, DOWN_VALUE, lambda: unscaled_product(call.down, _gated(call, gate_up_TP))
             )
             # Every run of a layer must save the same number of tensors.
             low_down = low_down if session is None else []
@@ -141,10 +140,10 @@ class _NormFeedForward(torch.autograd.Function):
             ctx.save_for_backward(*saved)
             if session.is_last(DOWN_VALUE):
                 return unneeded(x_TD, x_TD.shape[-1])
-        out = product(call.down, _gated(call, gate_up_TP), addend_TO=x_TD, factor=call.factor)
+        y_TD, *low_down = product(call.down, _gated(call, gate_up_TP), addend_TO=x_TD, factor=call.factor)
         if session is None:
-            ctx.save_for_backward(*saved, *(() if out.low_TR is None else (out.low_TR,)))
-        return out.y_TO
+            ctx.save_for_backward(*saved, *low_down)
+        return y_TD
 
     @staticmethod
     @once_differentiable
@@ -152,10 +151,10 @@ class _NormFeedForward(torch.autograd.Function):
         x_TD, weight_D, gate_up_TP, products_TD, *others = ctx.saved_tensors
         d_y_TD = contiguous_rows(d_y_TD)
         d_out_TD = times_factor(d_y_TD, ctx.call.factor, reader=ctx.call.down)
-        saved_out = _SavedOut(products_TD, is_scaled=False, is_own=ctx.call.factor != 1.0)
+        call, low = _restore(ctx, others)
         return None, *_block_gradients(
-            ctx.call, others, ctx.num_low, d_out_TD, saved_out, d_y_TD, x_TD, weight_D, gate_up_TP,
-            needs=ctx.needs_input_grad[1:],
+            call, low, d_out_TD, products_TD, d_y_TD, x_TD, weight_D, gate_up_TP,
+            needs=ctx.needs_input_grad[1:], is_scaled=False,
         )  # fmt: skip
 
 
@@ -181,7 +180,7 @@ class _FeedForwardBetweenNorms(torch.autograd.Function):
         (out_TD,) = planned_value(
             session,
             DOWN_VALUE,
-            lambda: (product(call.down, _gated(call, gate_up_TP)).y_TO,),
+            lambda: product(call.down, _gated(call, gate_up_TP))[:1],
         )
         # Without the session, which belongs to a forward.
         ctx.call, ctx.post_form, ctx.num_low = call._replace(session=None), post_form, len(low)
@@ -208,33 +207,12 @@ class _FeedForwardBetweenNorms(torch.autograd.Function):
         )
         if d_out_TD is None:
             return None, None, None, None, d_post_weight_D, *(None for _ in needs)
+        call, low = _restore(ctx, others)
         d_x_TD, d_weight_D, *gradients = _block_gradients(
-            ctx.call,
-            others,
-            ctx.num_low,
-            d_out_TD,
-            _SavedOut(out_TD, is_scaled=True, is_own=True),
-            d_y_TD,
-            x_TD,
-            weight_D,
-            gate_up_TP,
-            needs=(needs_x, needs_weight, *needs),
-        )
+            call, low, d_out_TD, out_TD, d_y_TD, x_TD, weight_D, gate_up_TP,
+            needs=(needs_x, needs_weight, *needs), is_scaled=True,
+        )  # fmt: skip
         return None, None, d_x_TD, d_weight_D, d_post_weight_D, *gradients
-
-
-class _SavedOut(NamedTuple):
-    """What the magnitude of down reads, and the state of the gradient of down's output.
-
-    Args:
-        rows_TD: Output of down, or its products before the scale; None without DoRA in the second case.
-        is_scaled: Whether rows_TD is the output.
-        is_own: Whether the gradient may be overwritten.
-    """
-
-    rows_TD: torch.Tensor | None
-    is_scaled: bool
-    is_own: bool
 
 
 def _gated(call: _FeedForwardCall, gate_up_TP: torch.Tensor) -> torch.Tensor | Fp8Rows:
@@ -250,38 +228,46 @@ def _run_block(run: Callable[[_FeedForwardCall], torch.Tensor], call: _FeedForwa
     return call.session.run_last(point, lambda: run(call), anew=lambda: run(call._replace(session=None)))
 
 
-def _block_gradients(
-    call: _FeedForwardCall,
-    others: Sequence[torch.Tensor],
-    num_low: int,
-    d_out_TD: torch.Tensor,
-    saved_out: _SavedOut,
-    d_x_TD: torch.Tensor,
-    x_TD: torch.Tensor,
-    weight_D: torch.Tensor | None,
-    gate_up_TP: torch.Tensor,
-    *,
-    needs: Sequence[bool],
-) -> Grads:
-    """Return the gradients of x, the norm's weight, and the tensors of gate_up and down from that of down's output.
+def _restore(ctx: Any, others: Sequence[torch.Tensor]) -> tuple[_FeedForwardCall, tuple[Sequence[torch.Tensor], ...]]:
+    """Return the call with its saved tensors, and the low-rank rows of gate_up and of down; the latter may be absent.
 
-    ``others`` holds num_low low-rank rows of gate_up, the watched tensors of both projections, and, if they were saved,
-    the low-rank rows of down. d_x_TD is the gradient of the residual stream.
+    ``others`` holds the low-rank rows of gate_up, the watched tensors of both projections, and those of down.
     """
+    call, num_low = ctx.call, ctx.num_low
     num_first = num_low + len(call.gate_up.watched_tensors)
     num_watched = num_first + len(call.down.watched_tensors)
     gate_up, down = (
         call.gate_up.with_watched(others[num_low:num_first]),
         call.down.with_watched(others[num_first:num_watched]),
     )
+    if gate_up is not call.gate_up or down is not call.down:
+        call = call._replace(gate_up=gate_up, down=down)
+    return call, (others[:num_low], others[num_watched:])
+
+
+def _block_gradients(
+    call: _FeedForwardCall,
+    low: tuple[Sequence[torch.Tensor], ...],
+    d_out_TD: torch.Tensor,
+    out_TD: torch.Tensor | None,
+    d_x_TD: torch.Tensor,
+    x_TD: torch.Tensor,
+    weight_D: torch.Tensor | None,
+    gate_up_TP: torch.Tensor,
+    *,
+    needs: Sequence[bool],
+    is_scaled: bool,
+) -> Grads:
+    """Return the gradients of x, the norm's weight, and the tensors of gate_up and down from that of down's output.
+
+    out_TD is the output of down, or without is_scaled its products before the scale of DoRA, None without DoRA. d_x_TD
+    is the gradient of the residual stream. d_out_TD is overwritten if it is separate memory.
+    """
+    gate_up, down, (low_up, low_down) = call.gate_up, call.down, low
     num_needs = 2 + len(gate_up.tensors)
+    in_place = is_scaled or call.factor != 1.0
     d_out_TD, d_magnitudes = before_scale(
-        down,
-        d_out_TD,
-        saved_out.rows_TD,
-        needs=needs[num_needs:],
-        is_scaled=saved_out.is_scaled,
-        in_place=saved_out.is_own,
+        down, d_out_TD, out_TD, needs=needs[num_needs:], is_scaled=is_scaled, in_place=in_place
     )
     d = quantised_gradient(down, d_out_TD, needs=needs[num_needs:])
     d_act_TF, d_low_TR, a_RF = rows_gradients_apart(down, d_out_TD, d=d)
@@ -301,7 +287,7 @@ def _block_gradients(
     d_down: list[torch.Tensor | None] = [None] * len(down.tensors)
     if act is not None:
         # They were saved if the layer ran without a session; else they cost one thin GEMM.
-        low_TR = others[num_watched] if len(others) > num_watched else low_rank_rows(down, act)
+        low_TR = low_down[0] if low_down else low_rank_rows(down, act)
         d_down = parameter_gradients(
             down, act, d_out_TD, low_TR, d_low_TR, needs=needs[num_needs:], d=d, d_magnitudes=d_magnitudes
         )
@@ -309,15 +295,8 @@ def _block_gradients(
     d_gate_up, d_magnitudes = before_scale(gate_up, d_gate_up, gate_up_TP, needs=needs[2:num_needs], in_place=True)
     return (
         *normed_gradients(
-            gate_up,
-            others[:num_low],
-            d_gate_up,
-            d_x_TD,
-            x_TD,
-            weight_D,
-            form=call.norm_form,
-            needs=needs[:num_needs],
+            gate_up, low_up, d_gate_up, d_x_TD, x_TD, weight_D, form=call.norm_form, needs=needs[:num_needs],
             d_magnitudes=d_magnitudes,
         ),
         *d_down,
-    )
+    )  # fmt: skip

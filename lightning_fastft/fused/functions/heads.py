@@ -11,27 +11,11 @@ import torch
 
 from lightning_fastft.core.once_differentiable import once_differentiable
 from lightning_fastft.fused.functions.rows import Grads, Norm
-from lightning_fastft.kernels.head_gate.op import RowGradient
+from lightning_fastft.kernels.handover import Handover
 from lightning_fastft.kernels.qk_rope.op import qk_rope_backward, qk_rope_heads
-from lightning_fastft.kernels.qk_rope.reference import HeadGradients, Rope, RopeForm
+from lightning_fastft.kernels.qk_rope.reference import Heads, Rope, RopeForm
 from lightning_fastft.kernels.rms_norm.op import rms_norm_backward, rms_norm_forward
 from lightning_fastft.kernels.rms_norm.reference import NormForm
-
-
-class HeadShares:
-    """Pass gradients of keys and values, not yet summed over query heads, from attention to ``split_heads``."""
-
-    def __init__(self) -> None:
-        self._shares: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def put(self, d_k_THW: torch.Tensor, d_v_THW: torch.Tensor) -> None:
-        """Store the gradients; ``packed_attention`` calls this as ``collect``."""
-        self._shares = d_k_THW, d_v_THW
-
-    def take(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return the stored gradients once; None if attention returned its gradients to autograd."""
-        shares, self._shares = self._shares, None
-        return shares
 
 
 def norm_head_columns(qkv_TC: torch.Tensor, q_norm: Norm, k_norm: Norm) -> torch.Tensor:
@@ -46,7 +30,7 @@ def norm_head_columns(qkv_TC: torch.Tensor, q_norm: Norm, k_norm: Norm) -> torch
 
 
 def split_heads(
-    qkv_TC: torch.Tensor, rope: Rope, shares: HeadShares, row_gradient: RowGradient
+    qkv_TC: torch.Tensor, rope: Rope, shares: Handover, row_gradient: Handover
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return queries (T, H, W), keys and values (T, G, W), rotated, and normed if the family does so.
 
@@ -92,7 +76,7 @@ class _NormHeadColumns(torch.autograd.Function):
         for weight_I, form, needs_weight in zip(weights, ctx.forms, ctx.needs_input_grad[1:3]):
             columns = slice(end, end := end + len(weight_I))
             # In place, so that the gradients of the values are not copied.
-            gradients = rms_norm_backward(
+            _, d_weight_D = rms_norm_backward(
                 d_out_TC[:, columns],
                 qkv_TC[:, columns],
                 weight_I,
@@ -101,7 +85,7 @@ class _NormHeadColumns(torch.autograd.Function):
                 out=d_out_TC[:, columns],
                 is_checked=False,
             )
-            d_weights.append(None if gradients.d_weight_D is None else gradients.d_weight_D.to(weight_I.dtype))
+            d_weights.append(None if d_weight_D is None else d_weight_D.to(weight_I.dtype))
         return d_out_TC, *d_weights, None, None
 
 
@@ -117,8 +101,8 @@ class _SplitHeads(torch.autograd.Function):
         q_weight_W: torch.Tensor | None,
         k_weight_W: torch.Tensor | None,
         form: RopeForm,
-        shares: HeadShares,
-        row_gradient: RowGradient,
+        shares: Handover,
+        row_gradient: Handover,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         ctx.form, ctx.shares, ctx.row_gradient = form, shares, row_gradient
         # Keys and values have no gradient here if attention passes shares.
@@ -138,10 +122,10 @@ class _SplitHeads(torch.autograd.Function):
         d_k_TJW, d_v_TJW = ctx.shares.take() or (d_k_TGW, d_v_TGW)
         num_tokens = cos_TW.shape[0]
         found = _head_gradients(d_q_THW, d_k_TJW, d_v_TJW, num_tokens=num_tokens, form=ctx.form)
-        d_raw_TC = ctx.row_gradient.take()
+        (d_raw_TC,) = ctx.row_gradient.take() or (None,)
         if d_raw_TC is None and ctx.form.has_gate:
-            d_raw_TC = found.d_q_THW.new_zeros(num_tokens, ctx.form.num_columns)
-        gradients = qk_rope_backward(
+            d_raw_TC = found.q_THW.new_zeros(num_tokens, ctx.form.num_columns)
+        d_raw_TC, *d_raw_weights = qk_rope_backward(
             found,
             qkv_TC,
             Rope(cos_TW, sin_TW, q_weight_W, k_weight_W, ctx.form),
@@ -151,18 +135,16 @@ class _SplitHeads(torch.autograd.Function):
         )
         d_weights = (
             None if d is None or weight is None or not needs else d.to(weight.dtype)
-            for d, weight, needs in zip(
-                (gradients.d_q_weight_W, gradients.d_k_weight_W), (q_weight_W, k_weight_W), ctx.needs_input_grad[3:5]
-            )
+            for d, weight, needs in zip(d_raw_weights, (q_weight_W, k_weight_W), ctx.needs_input_grad[3:5])
         )
-        return gradients.d_raw_TC, None, None, *d_weights, None, None, None
+        return d_raw_TC, None, None, *d_weights, None, None, None
 
 
-def _head_gradients(*found: torch.Tensor | None, num_tokens: int, form: RopeForm) -> HeadGradients:
+def _head_gradients(*found: torch.Tensor | None, num_tokens: int, form: RopeForm) -> Heads:
     """Return the gradients of queries, keys and values as the kernel reads them, zeros for missing ones."""
     like = next(d for d in found if d is not None)
     counts = form.head_counts
-    return HeadGradients(
+    return Heads(
         *(
             like.new_zeros((num_tokens, count, form.head_width)) if d is None else d.contiguous()
             for d, count in zip(found, counts, strict=True)

@@ -137,13 +137,11 @@ class _ProjectAdd(torch.autograd.Function):
         products_TD = None
         if fused_linear.is_scaled:
             # The gradient of the magnitude reads the products, which the sum does not give back.
-            products_TD, *low = planned_value(
-                session, OUT_VALUE, lambda: as_value(unscaled_product(fused_linear, x_TI))
-            )
+            products_TD, *low = planned_value(session, OUT_VALUE, lambda: unscaled_product(fused_linear, x_TI))
             y_TD = scale_output(fused_linear.parts, products_TD, addend_TO=residual_TD, alpha=factor)
         else:
             y_TD, *low = planned_value(
-                session, OUT_VALUE, lambda: as_value(product(fused_linear, x_TI, addend_TO=residual_TD, factor=factor))
+                session, OUT_VALUE, lambda: product(fused_linear, x_TI, addend_TO=residual_TD, factor=factor)
             )
         ctx.fused_linear, ctx.factor, ctx.num_low = fused_linear, factor, len(low)
         saved_x = (x_TI,) if any(ctx.needs_input_grad[5:]) else ()
@@ -190,7 +188,7 @@ class _ProjectNormAdd(torch.autograd.Function):
         weight_D: torch.Tensor,
         *parameters: torch.Tensor | None,
     ) -> torch.Tensor:
-        out_TD, *low = planned_value(session, OUT_VALUE, lambda: as_value(product(fused_linear, x_TI)))
+        out_TD, *low = planned_value(session, OUT_VALUE, lambda: product(fused_linear, x_TI))
         ctx.fused_linear, ctx.form, ctx.num_low = fused_linear, form, len(low)
         saved_x = (x_TI,) if any(ctx.needs_input_grad[6:]) else ()
         ctx.save_for_backward(out_TD, weight_D, *low, *fused_linear.watched_tensors, *saved_x)
@@ -243,12 +241,12 @@ def project_normed(
 
     def compute() -> tuple[torch.Tensor, ...]:
         if weight_D is None or form is None:
-            return as_value(product(fused_linear, x_TD))
+            return product(fused_linear, x_TD)
         quantised = quantised_norm(fused_linear, x_TD, weight_D, form=form)
         if quantised is not None:
-            return as_value(product(fused_linear, quantised))
+            return product(fused_linear, quantised)
         rows = rows_for(fused_linear, x_TD)
-        return as_value(product(fused_linear, rms_norm_forward(x_TD, weight_D, form=form, out=rows, is_checked=False)))
+        return product(fused_linear, rms_norm_forward(x_TD, weight_D, form=form, out=rows, is_checked=False))
 
     return planned_value(session, name, compute)
 
@@ -331,11 +329,6 @@ def _raw_gradients(
 def _adapters_read_raw_rows(x_TD: torch.Tensor, needs: Sequence[bool]) -> bool:
     """Return whether only adapters are trained, in a dtype whose range holds 1/rms of a row times a gradient."""
     return any(needs[2::TENSORS_PER_LAYER]) and not any(needs[0::TENSORS_PER_LAYER]) and x_TD.dtype is not torch.float16
-
-
-def as_value(result: Any) -> tuple[torch.Tensor, ...]:
-    """Return a product as a value that a plan can hold."""
-    return (result.y_TO,) if result.low_TR is None else (result.y_TO, result.low_TR)
 
 
 def planned_value(

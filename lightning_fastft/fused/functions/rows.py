@@ -74,7 +74,7 @@ def norm_gradients(
     needs_x, needs_weight = needs
     if d_y_TD is None or not (needs_x or needs_weight):
         return d_x_TD if needs_x else None, None
-    gradients = rms_norm_backward(
+    d_x_TD, d_weight_D = rms_norm_backward(
         contiguous_rows(d_y_TD),
         x_TD,
         weight_D,
@@ -85,8 +85,7 @@ def norm_gradients(
         rstd_out=rstd_out,
         is_checked=False,
     )
-    d_weight_D = gradients.d_weight_D
-    return gradients.d_x_TD if needs_x else None, None if d_weight_D is None else d_weight_D.to(weight_D.dtype)
+    return d_x_TD if needs_x else None, None if d_weight_D is None else d_weight_D.to(weight_D.dtype)
 
 
 def contiguous_rows(rows: torch.Tensor) -> torch.Tensor:

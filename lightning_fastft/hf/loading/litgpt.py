@@ -8,7 +8,7 @@ import shutil
 from contextlib import redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -30,27 +30,17 @@ _INPUTS = ("embed_tokens.weight", "embed_in.weight", "wte.weight")
 _OUTPUTS = ("lm_head.weight", "embed_out.weight")
 
 
-class Converted(NamedTuple):
-    """Result of a conversion.
-
-    Args:
-        model: Name of the transformers class.
-        num_tensors: Tensors in the safetensors files.
-        num_bytes: Size of these tensors.
-        has_tokenizer: Whether the folder had tokenizer files.
-    """
-
-    model: str
-    num_tensors: int
-    num_bytes: int
-    has_tokenizer: bool
-
-
-def convert_litgpt(folder: Path, out: Path) -> Converted:
+def convert_litgpt(folder: Path, out: Path) -> tuple[str, int, int, bool]:
     """Write a LitGPT checkpoint as a Hugging Face folder: safetensors, config.json and the tokenizer's files.
 
     LitGPT's own converter makes the names of the weights; dtypes and values do not change. transformers then loads the
     folder, and every weight of the model must be present.
+
+    Returns:
+        model: Name of the transformers class.
+        num_tensors: Tensors in the safetensors files.
+        num_bytes: Size of these tensors.
+        has_tokenizer: Whether the folder had tokenizer files.
 
     Raises:
         OptionError: The folder is not a LitGPT checkpoint, lacks a file, or out exists.
@@ -73,7 +63,7 @@ def convert_litgpt(folder: Path, out: Path) -> Converted:
         model = _read_back(part, folder)
         source = ModelSource(str(part))
         num_bytes = sum(tensor.nbytes for tensor in state.values())
-        return Converted(type(model).__name__, len(state), num_bytes, source.load_tokenizer() is not None)
+        return type(model).__name__, len(state), num_bytes, source.load_tokenizer() is not None
 
 
 def _check_files(folder: Path) -> None:

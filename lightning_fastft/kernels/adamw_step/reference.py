@@ -10,7 +10,8 @@ import torch
 
 from lightning_fastft.kernels.adamw_step import codes
 from lightning_fastft.kernels.adamw_step.rounding import random_halves, round_stochastically
-from lightning_fastft.kernels.adamw_step.table import TableRow, TensorTable
+from lightning_fastft.kernels.adamw_step.rows import TableRow
+from lightning_fastft.kernels.adamw_step.table import TensorTable
 from lightning_fastft.kernels.backends import one_kernel
 
 

@@ -7,7 +7,7 @@ Axes: T tokens of the pack, S1 document borders, H query heads, G key/value head
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -23,19 +23,6 @@ Collect = Callable[[torch.Tensor, torch.Tensor], None]
 Repeat = Callable[[torch.Tensor, int], torch.Tensor]
 
 
-class Shares(NamedTuple):
-    """Functions for query heads that share keys and values: the backward computes each query head separately and does
-    not sum.
-
-    Args:
-        repeat: Returns keys or values repeated to a number of query heads.
-        collect: Receives the shares of d_k and d_v, both (T, H, W). Autograd gets no gradient of keys and values.
-    """
-
-    repeat: Repeat
-    collect: Collect
-
-
 def varlen_attention(
     q_THW: torch.Tensor,
     k_TGW: torch.Tensor,
@@ -46,15 +33,19 @@ def varlen_attention(
     window: int | None,
     sink_H: torch.Tensor | None,
     remember: Remember | None = None,
-    shares: Shares | None = None,
+    repeat: Repeat | None = None,
+    collect: Collect | None = None,
 ) -> torch.Tensor:
     """Return attention within each document, shape (T, H, width of a value), fp16 or bf16 on CUDA.
+
+    With ``collect``, which receives the gradients of keys and values per query head, both (T, H, W), the backward does
+    not sum them, and autograd gets none. ``repeat`` returns keys or values repeated to a number of query heads.
 
     Heads whose width is not a multiple of 8, and values narrower than keys (multi-head latent attention), are padded
     with zeros, which changes no score. If documents continue prefixes, ``gather_keys`` builds the keys and values.
 
     Cost:
-        Memory linear in T; a copy of padded tensors; no host sync. With ``shares``, the backward holds keys and values
+        Memory linear in T; a copy of padded tensors; no host sync. With ``collect``, the backward holds keys and values
         of every query head, 4 T H W bytes, instead of the operator's own sum over query heads (37 us per sum of 16
         heads at 8,192 tokens on an H200, a quarter of the memory bandwidth: ``python -m benchmarks.step_profile
         --workload qwen3-0.6b-lora --modes keep+fused``).
@@ -68,8 +59,8 @@ def varlen_attention(
     window_left = -1 if window is None or window >= varlen.max_key_length else window - 1
     ready = (_kernel_ready(x, width=width) for x in (q_THW, k_TGW, v_TGW))
     # The gradient of padded heads still has to be cut to the width, so it cannot be shared.
-    shares = shares if width == q_THW.shape[-1] == value_width else None
-    out_THW = _FlashAttention.apply(*ready, sink_H, varlen, scale, window_left, remember, shares)
+    collect = collect if width == q_THW.shape[-1] == value_width else None
+    out_THW = _FlashAttention.apply(*ready, sink_H, varlen, scale, window_left, remember, repeat, collect)
     return out_THW[..., :value_width]
 
 
@@ -81,7 +72,7 @@ class _FlashAttention(torch.autograd.Function):
     The sink's own gradient is -sum(exp(sink - lse') * delta). Saves q, k, v, o', lse' (fp32), the sinks and the
     kernel's two random-state tensors.
 
-    With ``Shares`` the gradients of keys and values are returned per query head.
+    With ``collect`` the gradients of keys and values are returned per query head.
     """
 
     @staticmethod
@@ -95,7 +86,8 @@ class _FlashAttention(torch.autograd.Function):
         scale: float,
         window_left: int,
         remember: Remember | None,
-        shares: Shares | None,
+        repeat: Repeat | None,
+        collect: Collect | None,
     ) -> torch.Tensor:
         def compute() -> Tensors:
             outputs: Tensors = torch.ops.aten._flash_attention_forward(
@@ -115,17 +107,16 @@ class _FlashAttention(torch.autograd.Function):
         ctx.save_for_backward(q_THW, k_TGW, v_TGW, out_THW, lse_HT, sink_H, *offsets, rng_state, unused)
         ctx.max_lengths = varlen.max_length, varlen.max_key_length
         ctx.scale, ctx.window_left = scale, window_left
-        ctx.shares = (
-            shares if q_THW.shape[1] > k_TGW.shape[1] and ctx.needs_input_grad[1] and ctx.needs_input_grad[2] else None
-        )
+        is_shared = q_THW.shape[1] > k_TGW.shape[1] and ctx.needs_input_grad[1] and ctx.needs_input_grad[2]
+        ctx.repeat, ctx.collect = repeat, collect if is_shared else None
         return out_THW
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q_THW, k_TGW, v_TGW, out_THW, lse_HT, sink_H, start_S1, key_start_S1, rng_state, unused = ctx.saved_tensors
         d_out_THW = grads[0].contiguous()
-        if ctx.shares is not None:
-            k_TGW, v_TGW = (ctx.shares.repeat(_contiguous_heads(x_TGW), q_THW.shape[1]) for x_TGW in (k_TGW, v_TGW))
+        if ctx.collect is not None:
+            k_TGW, v_TGW = (ctx.repeat(_contiguous_heads(x_TGW), q_THW.shape[1]) for x_TGW in (k_TGW, v_TGW))
         d_q_THW, d_k_TGW, d_v_TGW = torch.ops.aten._flash_attention_backward(
             d_out_THW,
             q_THW,
@@ -150,10 +141,10 @@ class _FlashAttention(torch.autograd.Function):
             zero_111 = d_out_THW.new_zeros(1, 1, 1, dtype=torch.float32)
             delta_HT = torch.addcmul(zero_111, d_out_THW, out_THW).sum(dim=-1).t()
             d_sink_H = -(torch.exp(sink_H.float()[:, None] - lse_HT) * delta_HT).sum(dim=1).to(sink_H.dtype)
-        if ctx.shares is not None:
-            ctx.shares.collect(d_k_TGW, d_v_TGW)
+        if ctx.collect is not None:
+            ctx.collect(d_k_TGW, d_v_TGW)
             d_k_TGW = d_v_TGW = None
-        return d_q_THW, d_k_TGW, d_v_TGW, d_sink_H, None, None, None, None, None
+        return d_q_THW, d_k_TGW, d_v_TGW, d_sink_H, None, None, None, None, None, None
 
 
 def _contiguous_heads(x_TGW: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from lightning_fastft.core.checks import check_choice, check_int, check_tensor
 from lightning_fastft.core.errors import BackendError, MissingDependencyError, ShapeError
 from lightning_fastft.core.extras import pip_line
 from lightning_fastft.kernels.attention.cudnn_backend import cudnn_attention, is_cudnn_installed
-from lightning_fastft.kernels.attention.flash import MAX_HEAD_WIDTH, Collect, Remember, Shares, varlen_attention
+from lightning_fastft.kernels.attention.flash import MAX_HEAD_WIDTH, Collect, Remember, varlen_attention
 from lightning_fastft.kernels.attention.flex import flex_attention
 from lightning_fastft.kernels.attention.reference import masked_attention
 from lightning_fastft.kernels.attention.sdpa import sdpa_attention
@@ -145,22 +145,14 @@ def packed_attention(
         name = "varlen"
     context.note_read(name)
     if name == "varlen":
-        shares = None if collect is None else Shares(_repeat_heads, collect)
         if context.prefix_keys is not None:
             k_TGW, v_TGW = (gather_keys(x, context.prefix_keys) for x in (k_TGW, v_TGW))
             # The gradients of a prefix have to be summed over the documents that read it first.
-            shares = None
+            collect = None
         return varlen_attention(
-            q_THW,
-            k_TGW,
-            v_TGW,
-            context=context,
-            scale=scale,
-            window=window,
-            sink_H=sink_H,
-            remember=remember,
-            shares=shares,
-        )
+            q_THW, k_TGW, v_TGW, context=context, scale=scale, window=window, sink_H=sink_H, remember=remember,
+            repeat=_repeat_heads, collect=collect,
+        )  # fmt: skip
     if name == "cudnn":
         return cudnn_attention(q_THW, k_TGW, v_TGW, context=context, scale=scale, window=window)
     if name == "flex":

@@ -127,13 +127,13 @@ def block_attention(
     out_1HTW = torch.cat(
         [
             dense_attention(
-                q_1HTW[:, :, block.queries],
-                k_1HTW[:, :, block.keys],
-                v_1HTW[:, :, block.keys],
-                mask_B1QT=block.mask_11RK,
+                q_1HTW[:, :, queries],
+                k_1HTW[:, :, keys],
+                v_1HTW[:, :, keys],
+                mask_B1QT=mask_11RK,
                 scale=scale,
             )
-            for block in blocks
+            for queries, keys, mask_11RK in blocks
         ],
         dim=2,
     )

@@ -17,10 +17,12 @@ from lightning_fastft.core.checks import check_layout
 from lightning_fastft.core.errors import ShapeError
 from lightning_fastft.kernels.backends import FLOATING, choose_module, must_check, plain_numbers
 from lightning_fastft.kernels.chunk_gradients import reference
-from lightning_fastft.kernels.chunk_gradients.reference import ChunkGradients, ChunkInputs
+from lightning_fastft.kernels.chunk_gradients.reference import ChunkInputs
 
 
-def chunk_gradients(inputs: ChunkInputs, *, backend: str = "auto", is_checked: bool = True) -> ChunkGradients:
+def chunk_gradients(
+    inputs: ChunkInputs, *, backend: str = "auto", is_checked: bool = True
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """Return the gradients of queries, keys, decays and the rows that read the state.
 
     Sums are fp32 (float64 for float64) in a fixed order, so two calls are bit-equal. Factors of products between tiles
@@ -32,7 +34,11 @@ def chunk_gradients(inputs: ChunkInputs, *, backend: str = "auto", is_checked: b
         is_checked: As in ``must_check``.
 
     Returns:
-        gradients: Queries, keys and w in the dtype of q_THK; decays in fp32, as gradients of natural logarithms.
+        d_q_THK: Gradient of the queries, in their dtype.
+        d_k_THK: Gradient of the keys, in the dtype of the queries.
+        d_w_TJK: Gradient of the rows that read the state, like d_q_THK; None without d_value_TJV.
+        d_decay_TJ: Gradient of the decays, in natural logarithms and summed inside each chunk; fp32 (float64 for
+            float64).
 
     Cost:
         Reads values, states and their gradients once per 64 columns of K, and writes each gradient once. No host sync.
@@ -45,7 +51,7 @@ def chunk_gradients(inputs: ChunkInputs, *, backend: str = "auto", is_checked: b
         >>> rows, states = torch.ones(2, 1, 1), torch.zeros(1, 1, 1, 1)
         >>> start, chunk, decay = torch.tensor([0, 2]), torch.tensor([[0, 0]]), torch.zeros(2, 1)
         >>> found = chunk_gradients(ChunkInputs(rows, rows, rows, rows, states, states, decay, start, chunk, scale=1.0))
-        >>> found.d_q_THK.flatten(), found.d_k_THK.flatten()
+        >>> found[0].flatten(), found[1].flatten()
         (tensor([1., 2.]), tensor([2., 1.]))
     """
     if must_check(is_checked):

@@ -46,25 +46,8 @@ class ChunkInputs(NamedTuple):
     d_value_TJV: torch.Tensor | None = None
 
 
-class ChunkGradients(NamedTuple):
-    """Gradients of a chunked linear attention.
-
-    Args:
-        d_q_THK: Gradient of the queries.
-        d_k_THK: Gradient of the keys.
-        d_w_TJK: Gradient of the rows that read the state; None without d_value_TJV.
-        d_decay_TJ: Gradient of the decays, in natural logarithms and summed inside each chunk; fp32 (float64 for
-            float64).
-    """
-
-    d_q_THK: torch.Tensor
-    d_k_THK: torch.Tensor
-    d_w_TJK: torch.Tensor | None
-    d_decay_TJ: torch.Tensor
-
-
 @one_kernel
-def chunk_gradients(inputs: ChunkInputs) -> ChunkGradients:
+def chunk_gradients(inputs: ChunkInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """Return the gradients, computed in fp32 (float64 for float64) and rounded once."""
     q_THK, k_THK, v_TJV, d_out_TJV, state_NJKV, d_state_NJKV, decay_TJ, start_S1, chunk_N2, scale, d_value_TJV = inputs
     wide = wide_dtype(q_THK.dtype)
@@ -95,4 +78,4 @@ def chunk_gradients(inputs: ChunkInputs) -> ChunkGradients:
         if d_w_TJK is not None and d_value_TJV is not None:
             d_w_TJK[rows] = -(d_value_TJV[rows].to(wide).transpose(0, 1) @ state_T).transpose(0, 1)
     d_q_THK, d_k_THK = (d.unflatten(1, (-1, num_members)).sum(2).to(q_THK.dtype) for d in (d_q_TJK, d_k_TJK))
-    return ChunkGradients(d_q_THK, d_k_THK, None if d_w_TJK is None else d_w_TJK.to(q_THK.dtype), d_decay_TJ)
+    return d_q_THK, d_k_THK, None if d_w_TJK is None else d_w_TJK.to(q_THK.dtype), d_decay_TJ

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lightning_fastft.kernels.chunk_gradients.reference import CHUNK, ChunkGradients, ChunkInputs
+from lightning_fastft.kernels.chunk_gradients.reference import CHUNK, ChunkInputs
 from lightning_fastft.kernels.launch import launch
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
@@ -133,7 +133,7 @@ def _chunk_gradients_kernel(
     tl.store(d_k_ptr + places, d_k.to(d_k_ptr.dtype.element_ty), mask=inside)
 
 
-def chunk_gradients(inputs: ChunkInputs) -> ChunkGradients:
+def chunk_gradients(inputs: ChunkInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """Return the gradients; same contract as the reference."""
     q_THK, k_THK, v_TJV, d_out_TJV, state_NJKV, d_state_NJKV, decay_TJ, start_S1, chunk_N2, scale, d_value_TJV = inputs
     num_tokens, num_heads, num_keys = q_THK.shape
@@ -175,4 +175,4 @@ def chunk_gradients(inputs: ChunkInputs) -> ChunkGradients:
             num_warps=NUM_WARPS,
             num_stages=NUM_STAGES,
         )
-    return ChunkGradients(d_q_THK, d_k_THK, d_w_TJK, d_decay_PTJ[0] if num_key_blocks == 1 else d_decay_PTJ.sum(0))
+    return d_q_THK, d_k_THK, d_w_TJK, d_decay_PTJ[0] if num_key_blocks == 1 else d_decay_PTJ.sum(0)

@@ -15,7 +15,6 @@ from lightning_fastft.core.errors import ShapeError
 from lightning_fastft.core.once_differentiable import once_differentiable
 from lightning_fastft.kernels.backends import FLOATING, choose_module, must_check, plain_numbers, wide_dtype
 from lightning_fastft.kernels.column_scale import reference
-from lightning_fastft.kernels.column_scale.reference import ScaleGradients
 
 
 def row_factors(
@@ -142,7 +141,7 @@ def scale_columns_backward(
     out: torch.Tensor | None = None,
     backend: str = "auto",
     is_checked: bool = True,
-) -> ScaleGradients:
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return ``d_y * factor``, and the sums over rows of ``d_y * saved`` and of d_y.
 
     ``saved`` is x or y of scale_columns; the gradient of the factor follows from the sums. Sums are fp32 (float64 for
@@ -158,6 +157,11 @@ def scale_columns_backward(
         backend: As in ``choose_module``; "triton" does not take float64.
         is_checked: As in ``must_check``.
 
+    Returns:
+        d_x_TN: Gradient of the columns.
+        products_N: Sum over rows of gradient times saved columns, fp32 (float64 for float64); None without saved_TN.
+        totals_N: Sum over rows of the gradient, like products_N; None unless needs_totals.
+
     Raises:
         ShapeError: A shape, dtype, device or layout is wrong, or ``out`` overlaps saved_TN.
 
@@ -170,7 +174,7 @@ def scale_columns_backward(
 
     Example:
         >>> d_y, x, factor = torch.ones(2, 1), torch.tensor([[1.0], [2.0]]), torch.tensor([3.0])
-        >>> scale_columns_backward(d_y, x, factor).products_N
+        >>> scale_columns_backward(d_y, x, factor)[1]
         tensor([3.])
     """
     if must_check(is_checked):

@@ -5,25 +5,9 @@ Axes: T rows, N columns (outputs of a layer), I inputs of the layer, R ranks.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from lightning_fastft.kernels.backends import one_kernel, wide_dtype
-
-
-class ScaleGradients(NamedTuple):
-    """Gradients of scaled columns.
-
-    Args:
-        d_x_TN: Gradient of the columns.
-        products_N: Sum over rows of gradient times saved columns, in fp32 (float64 for float64); None if not needed.
-        totals_N: Sum over rows of the gradient, like products_N; None if not needed.
-    """
-
-    d_x_TN: torch.Tensor
-    products_N: torch.Tensor | None
-    totals_N: torch.Tensor | None
 
 
 @one_kernel
@@ -71,10 +55,10 @@ def scale_columns_backward(
     *,
     needs_totals: bool = False,
     out: torch.Tensor | None = None,
-) -> ScaleGradients:
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return ``d_y * factor``, and the sums over rows of ``d_y * saved`` and of d_y."""
     wide_TN = d_y_TN.to(wide_dtype(d_y_TN.dtype))
     products_N = None if saved_TN is None else (wide_TN * saved_TN).sum(dim=0)
     totals_N = wide_TN.sum(dim=0) if needs_totals else None
     d_x_TN = wide_TN * factor_N
-    return ScaleGradients(d_x_TN.to(d_y_TN.dtype) if out is None else out.copy_(d_x_TN), products_N, totals_N)
+    return d_x_TN.to(d_y_TN.dtype) if out is None else out.copy_(d_x_TN), products_N, totals_N

@@ -11,7 +11,6 @@ import torch
 import triton
 import triton.language as tl
 
-from lightning_fastft.kernels.column_scale.reference import ScaleGradients
 from lightning_fastft.kernels.launch import launch
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
@@ -241,7 +240,7 @@ def scale_columns_backward(
     *,
     needs_totals: bool = False,
     out: torch.Tensor | None = None,
-) -> ScaleGradients:
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return the gradients; same contract as the reference."""
     num_rows, num_columns = d_y_TN.shape
     d_x_TN = torch.empty(num_rows, num_columns, dtype=d_y_TN.dtype, device=d_y_TN.device) if out is None else out
@@ -270,7 +269,7 @@ def scale_columns_backward(
             BLOCK_N=BLOCK_COLUMNS,
             num_warps=NUM_WARPS,
         )
-    return ScaleGradients(
+    return (
         d_x_TN,
         None if saved_TN is None else sums_2PN[0].sum(dim=0),
         sums_2PN[1].sum(dim=0) if needs_totals else None,

@@ -19,7 +19,6 @@ from lightning_fastft.core.once_differentiable import once_differentiable
 from lightning_fastft.kernels import logit_rows
 from lightning_fastft.kernels.backends import uses_triton, wide_dtype
 from lightning_fastft.kernels.cross_entropy import reference
-from lightning_fastft.kernels.cross_entropy.reference import RowLosses
 from lightning_fastft.kernels.logit_rows import DEFAULT_CHUNK_ROWS, Chunk, Head, LabelledRows
 
 
@@ -30,16 +29,6 @@ class LogProbs(NamedTuple):
 
     log_prob_R: torch.Tensor
     entropy_R: torch.Tensor | None
-
-
-class _Loss(NamedTuple):
-    """Arguments of a loss that get no gradient."""
-
-    rows: LabelledRows
-    target_R: torch.Tensor
-    num_items: float | torch.Tensor
-    scale: float
-    softcap: float | None
 
 
 def labelled_cross_entropy(
@@ -93,7 +82,7 @@ def labelled_cross_entropy(
     if not isinstance(num_items, torch.Tensor) and not 0 < num_items < float("inf"):
         raise OptionError(f"num_items must be a finite number above 0, got {num_items}.")
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in head.inputs):
-        return _LabelledCrossEntropy.apply(*head.inputs, _Loss(rows, target_R, num_items, head.scale, head.softcap))
+        return _LabelledCrossEntropy.apply(*head.inputs, head.scale, head.softcap, rows, target_R, num_items)
     nll_sum, _ = _sum_statistics(head, rows, target_R, count_correct=False)
     return nll_sum / num_items
 
@@ -163,8 +152,10 @@ def labelled_log_probs(
     def log_probs(chunk: Chunk, writes_gradient: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         # The factor turns the gradient of the loss into the gradient of the log-probability.
         gradient_factor = -1.0 if writes_gradient else None
-        losses = _row_losses(chunk, target_R, head, gradient_factor=gradient_factor, with_entropy=with_entropy)
-        return -losses.nll_R, losses.entropy_R
+        nll_R, _, entropy_R = _row_losses(
+            chunk, target_R, head, gradient_factor=gradient_factor, with_entropy=with_entropy
+        )
+        return -nll_R, entropy_R
 
     return LogProbs(*logit_rows.evaluate_rows(head, rows, log_probs, has_metric=with_entropy))
 
@@ -176,10 +167,18 @@ class _LabelledCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None, loss: _Loss
+        ctx: Any,
+        hidden_TD: torch.Tensor,
+        weight_VD: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        scale: float,
+        softcap: float | None,
+        rows: LabelledRows,
+        target_R: torch.Tensor,
+        num_items: float | torch.Tensor,
     ) -> torch.Tensor:
-        needs_hidden, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        head, rows = Head(hidden_TD, weight_VD, bias_V, loss.scale, loss.softcap), loss.rows
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        head = Head(hidden_TD, weight_VD, bias_V, scale, softcap)
         dtype, wide, device = head.compute_dtype, wide_dtype(hidden_TD.dtype), hidden_TD.device
         d_row_RD = (
             torch.empty(rows.num_padded, hidden_TD.shape[1], dtype=dtype, device=device) if needs_hidden else None
@@ -187,11 +186,10 @@ class _LabelledCrossEntropy(torch.autograd.Function):
         d_weight_VD = torch.zeros(weight_VD.shape, dtype=wide, device=device) if needs_weight else None
         d_bias_V = torch.zeros(weight_VD.shape[0], dtype=wide, device=device) if needs_bias else None
         nll_R = torch.zeros(rows.num_padded, dtype=wide, device=device)
-        factor, ctx.divisor = _split_divisor(loss.num_items)
+        factor, ctx.divisor = _split_divisor(num_items)
 
         for chunk in logit_rows.logit_chunks(head, rows, dtype=dtype):
-            losses = _row_losses(chunk, loss.target_R, head, gradient_factor=factor)
-            nll_R[chunk.begin : chunk.end] = losses.nll_R
+            nll_R[chunk.begin : chunk.end], _, _ = _row_losses(chunk, target_R, head, gradient_factor=factor)
             with autocast_off(device.type):
                 if d_row_RD is not None:
                     torch.mm(chunk.logits_RV, chunk.weight_VD, out=d_row_RD[chunk.begin : chunk.end])
@@ -205,7 +203,7 @@ class _LabelledCrossEntropy(torch.autograd.Function):
         ctx.hidden_shape, ctx.hidden_dtype = hidden_TD.shape, hidden_TD.dtype
         ctx.weight_dtype = weight_VD.dtype
         ctx.bias_dtype = None if bias_V is None else bias_V.dtype
-        return nll_R.sum() / loss.num_items
+        return nll_R.sum() / num_items
 
     @staticmethod
     @once_differentiable
@@ -218,7 +216,7 @@ class _LabelledCrossEntropy(torch.autograd.Function):
             d_hidden_TD = logit_rows.scatter_rows(d_row_RD, row_R, shape=ctx.hidden_shape)
         d_weight = None if d_weight_VD is None else logit_rows.multiply(d_weight_VD, factor, dtype=ctx.weight_dtype)
         d_bias = None if d_bias_V is None else logit_rows.multiply(d_bias_V, factor, dtype=ctx.bias_dtype)
-        return d_hidden_TD, d_weight, d_bias, None
+        return d_hidden_TD, d_weight, d_bias, None, None, None, None, None
 
 
 @torch.no_grad()
@@ -229,10 +227,10 @@ def _sum_statistics(
     nll_sum = torch.zeros((), dtype=wide_dtype(head.hidden_TD.dtype), device=head.hidden_TD.device)
     num_correct = torch.zeros((), dtype=torch.int64, device=head.hidden_TD.device)
     for chunk in logit_rows.logit_chunks(head, rows, dtype=head.compute_dtype):
-        losses = _row_losses(chunk, target_R, head, gradient_factor=None, count_correct=count_correct)
-        nll_sum = nll_sum + losses.nll_R.sum()
-        if losses.correct_R is not None:
-            num_correct = num_correct + losses.correct_R.sum()
+        nll_R, correct_R, _ = _row_losses(chunk, target_R, head, gradient_factor=None, count_correct=count_correct)
+        nll_sum = nll_sum + nll_R.sum()
+        if correct_R is not None:
+            num_correct = num_correct + correct_R.sum()
     return nll_sum, num_correct
 
 
@@ -244,7 +242,7 @@ def _row_losses(
     gradient_factor: float | None,
     count_correct: bool = False,
     with_entropy: bool = False,
-) -> RowLosses:
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Run the Triton kernel on narrow logits on CUDA, and the PyTorch reference otherwise.
 
     The kernel uses the hardware's approximate exp, which is not accurate enough for fp32.

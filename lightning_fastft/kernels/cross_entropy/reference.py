@@ -6,23 +6,11 @@ The logits of a row are ``softcap * tanh(scale * (W h + b) / softcap)``, or ``sc
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from lightning_fastft.kernels.backends import one_kernel, wide_dtype
 
 IGNORED_TARGET = -100
-
-
-class RowLosses(NamedTuple):
-    """Negative log-likelihood of each row, whether its most likely token is the target, and the entropy of its
-    distribution (the last two None unless asked for).
-    """
-
-    nll_R: torch.Tensor
-    correct_R: torch.Tensor | None
-    entropy_R: torch.Tensor | None
 
 
 def scale_and_cap(logits: torch.Tensor, *, scale: float, softcap: float | None) -> torch.Tensor:
@@ -41,7 +29,7 @@ def row_losses(
     gradient_factor: float | None,
     count_correct: bool,
     with_entropy: bool = False,
-) -> RowLosses:
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return each row's loss; if asked, overwrite the raw logits with their gradient of the summed loss times a factor.
 
     A target of -100 gives a loss, an entropy and a gradient of 0. Arithmetic is fp32 (float64 for float64 logits).
@@ -70,4 +58,4 @@ def row_losses(
         if slope_RV is not None:
             gradient_RV.mul_(slope_RV)
         logits_RV.copy_(gradient_RV)
-    return RowLosses(nll_R, correct_R, entropy_R)
+    return nll_R, correct_R, entropy_R

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lightning_fastft.kernels.cross_entropy.reference import IGNORED_TARGET, RowLosses
+from lightning_fastft.kernels.cross_entropy.reference import IGNORED_TARGET
 from lightning_fastft.kernels.launch import launch
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
@@ -155,7 +155,7 @@ def row_losses(
     gradient_factor: float | None,
     count_correct: bool,
     with_entropy: bool = False,
-) -> RowLosses:
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return each row's loss and, if asked, overwrite the raw logits with their gradient times a factor; same
     contract as the reference.
     """
@@ -164,7 +164,7 @@ def row_losses(
     correct_R = torch.empty(num_rows, dtype=torch.bool, device=logits_RV.device) if count_correct else None
     entropy_R = torch.empty_like(nll_R) if with_entropy else None
     if num_rows == 0:
-        return RowLosses(nll_R, correct_R, entropy_R)
+        return nll_R, correct_R, entropy_R
     lanes = min(next_power_of_2(num_columns), MAX_LANES)
     launch(
         _row_loss_kernel,
@@ -188,4 +188,4 @@ def row_losses(
         LANES=lanes,
         num_warps=NUM_WARPS,
     )
-    return RowLosses(nll_R, correct_R, entropy_R)
+    return nll_R, correct_R, entropy_R

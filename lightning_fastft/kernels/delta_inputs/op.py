@@ -16,7 +16,7 @@ from lightning_fastft.core.once_differentiable import once_differentiable
 from lightning_fastft.kernels.backends import FLOATING, choose_module, must_check
 from lightning_fastft.kernels.delta_inputs import reference
 from lightning_fastft.kernels.delta_inputs.reference import DeltaForm, DeltaInputs, DeltaParameters
-from lightning_fastft.kernels.head_gate.op import RowGradient
+from lightning_fastft.kernels.handover import Handover
 
 
 def make_delta_inputs(
@@ -25,7 +25,7 @@ def make_delta_inputs(
     position_T: torch.Tensor,
     *,
     form: DeltaForm,
-    row_gradient: RowGradient,
+    row_gradient: Handover,
 ) -> DeltaInputs:
     """Return the inputs of the gated delta rule; differentiable.
 
@@ -155,7 +155,7 @@ class _DeltaInputs(torch.autograd.Function):
         dt_bias_H: torch.Tensor,
         position_T: torch.Tensor,
         form: DeltaForm,
-        row_gradient: RowGradient,
+        row_gradient: Handover,
     ) -> DeltaInputs:
         ctx.form, ctx.row_gradient = form, row_gradient
         ctx.save_for_backward(rows_TC, conv_weight_NK, a_log_H, dt_bias_H, position_T)
@@ -166,9 +166,8 @@ class _DeltaInputs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *d_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows_TC, *weights, position_T = ctx.saved_tensors
-        d_rows_TC = ctx.row_gradient.take()
-        if d_rows_TC is None:
-            d_rows_TC = torch.zeros_like(rows_TC)
+        found = ctx.row_gradient.take()
+        d_rows_TC = torch.zeros_like(rows_TC) if found is None else found[0]
         needs_rows, *needs = ctx.needs_input_grad[:4]
         gradients = delta_inputs_backward(
             DeltaInputs(*(d.contiguous() for d in d_outputs)),

@@ -16,9 +16,7 @@ from lightning_fastft.kernels.expert_gate import reference
 from lightning_fastft.kernels.expert_gate.reference import (
     ACTIVATIONS,
     GateForm,
-    GateGradients,
     LowRankRows,
-    QuantisedGateGradients,
 )
 from lightning_fastft.kernels.fp8_linear.reference import Fp8Rows
 
@@ -78,7 +76,7 @@ def gate_backward(
     end_E: torch.Tensor | None = None,
     backend: str = "auto",
     is_checked: bool = True,
-) -> GateGradients:
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return the gradients of ``weight[n] * (activation[n] @ W)``, and the recomputed activation.
 
     The routing weight is applied here: d_act_NF is the gradient of the product without its weight, times W^T. A clamp
@@ -112,7 +110,7 @@ def gate_backward(
 
     Example:
         >>> gate_up, d_act, weight = torch.tensor([[0.0, 3.0]]), torch.tensor([[4.0]]), torch.tensor([0.5])
-        >>> gate_backward(d_act, gate_up, form=GateForm(), weight_N=weight).d_gate_up_NP
+        >>> gate_backward(d_act, gate_up, form=GateForm(), weight_N=weight)[0]
         tensor([[3., 0.]])
     """
     if must_check(is_checked):
@@ -192,7 +190,7 @@ def gate_backward_quantised(
     need_act: bool = False,
     backend: str = "auto",
     is_checked: bool = True,
-) -> QuantisedGateGradients:
+) -> tuple[Fp8Rows, Fp8Rows | None]:
     """Return both results of ``gate_backward`` as ``quantise_rows`` returns them, bit for bit, in one kernel.
 
     Args:
@@ -222,7 +220,7 @@ def gate_backward_quantised(
 
     Example:
         >>> gate_up, d_act = torch.tensor([[0.0, 3.0]]), torch.tensor([[4.0]])
-        >>> rows = gate_backward_quantised(d_act, gate_up, form=GateForm(), factor_P=torch.ones(2)).d_gate_up
+        >>> rows = gate_backward_quantised(d_act, gate_up, form=GateForm(), factor_P=torch.ones(2))[0]
         >>> rows.values_TI.float() * rows.scale_T[:, None]
         tensor([[6., 0.]])
     """

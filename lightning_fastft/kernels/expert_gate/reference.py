@@ -61,23 +61,6 @@ class LowRankRows(NamedTuple):
     factor_RF: torch.Tensor
 
 
-class GateGradients(NamedTuple):
-    """Gradient of the first product's output, the recomputed activation, and the gradient of the routing weights (None
-    unless asked for).
-    """
-
-    d_gate_up_NP: torch.Tensor
-    act_NF: torch.Tensor | None
-    d_weight_N: torch.Tensor | None
-
-
-class QuantisedGateGradients(NamedTuple):
-    """Gradient of the first product's output and the recomputed activation (None unless asked for), in e4m3."""
-
-    d_gate_up: Fp8Rows
-    act: Fp8Rows | None
-
-
 @one_kernel
 def gate_forward(gate_up_NP: torch.Tensor, *, form: GateForm, end_E: torch.Tensor | None = None) -> torch.Tensor:
     """Return the activation, rounded once from fp32 (float64 for float64); for all rows; end_E is ignored."""
@@ -102,17 +85,17 @@ def gate_backward_quantised(
     factor_P: torch.Tensor,
     round_scales_to_power_of_2: bool,
     need_act: bool,
-) -> QuantisedGateGradients:
+) -> tuple[Fp8Rows, Fp8Rows | None]:
     """Return the rounded gradients times the factor, and the rounded activation, in e4m3."""
-    found = gate_backward(d_act_NF, gate_up_NP, form=form, need_act=need_act)
+    d_gate_up_NP, act_NF, _ = gate_backward(d_act_NF, gate_up_NP, form=form, need_act=need_act)
     d_gate_up, act = (
         None
         if rows is None
         else quantise_rows(rows, factor_I=factor, round_scales_to_power_of_2=round_scales_to_power_of_2)
-        for rows, factor in ((found.d_gate_up_NP, factor_P), (found.act_NF, None))
+        for rows, factor in ((d_gate_up_NP, factor_P), (act_NF, None))
     )
     assert d_gate_up is not None
-    return QuantisedGateGradients(d_gate_up, act)
+    return d_gate_up, act
 
 
 @one_kernel
@@ -125,7 +108,7 @@ def gate_backward(
     addend: LowRankRows | None = None,
     need_act: bool = False,
     end_E: torch.Tensor | None = None,
-) -> GateGradients:
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return the gradients of ``weight * (activation @ W)``, given the gradient of the activation without its
     weight; for all rows; end_E is ignored.
     """
@@ -151,7 +134,7 @@ def gate_backward(
     d_gate_view_NF, d_up_view_NF = split_columns(d_gate_up_NP, form)
     d_gate_view_NF.copy_(d_gate_NF)
     d_up_view_NF.copy_(d_up_NF)
-    return GateGradients(d_gate_up_NP, act_NF.to(dtype) if need_act else None, d_weight_N)
+    return d_gate_up_NP, act_NF.to(dtype) if need_act else None, d_weight_N
 
 
 def split_columns(gate_up_NP: torch.Tensor, form: GateForm) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,9 +18,7 @@ from lightning_fastft.kernels.expert_gate.reference import (
     TANH_CUBE,
     TANH_SCALE,
     GateForm,
-    GateGradients,
     LowRankRows,
-    QuantisedGateGradients,
 )
 from lightning_fastft.kernels.fp8_linear.reference import LARGEST, LEAST_PEAK, Fp8Rows
 from lightning_fastft.kernels.fp8_linear.triton import new_rows, row_scale, row_tiles
@@ -484,7 +482,7 @@ def gate_backward(
     addend: LowRankRows | None = None,
     need_act: bool = False,
     end_E: torch.Tensor | None = None,
-) -> GateGradients:
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return the gradients, and the activation if asked; same contract as the reference."""
     num_rows, num_columns = d_act_NF.shape
     device = gate_up_NP.device
@@ -492,7 +490,7 @@ def gate_backward(
     act_NF = torch.empty(num_rows, num_columns, dtype=gate_up_NP.dtype, device=device) if need_act else None
     d_weight_N = None if weight_N is None else torch.empty(num_rows, dtype=torch.float32, device=device)
     if num_rows == 0:
-        return GateGradients(d_gate_up_NP, act_NF, d_weight_N)
+        return d_gate_up_NP, act_NF, d_weight_N
     block_rows, block_columns, block_ranks = _backward_blocks(num_columns, addend)
     low_NR, factor_RF = (d_act_NF, d_act_NF) if addend is None else addend
     num_spans = 1 if weight_N is not None else max(ceil_div(num_columns, block_columns), 1)
@@ -531,7 +529,7 @@ def gate_backward(
         BLOCK_R=block_ranks,
         num_warps=NUM_WARPS,
     )
-    return GateGradients(d_gate_up_NP, act_NF, d_weight_N)
+    return d_gate_up_NP, act_NF, d_weight_N
 
 
 def gate_forward_quantised(gate_up_NP: torch.Tensor, *, form: GateForm, round_scales_to_power_of_2: bool) -> Fp8Rows:
@@ -567,7 +565,7 @@ def gate_backward_quantised(
     factor_P: torch.Tensor,
     round_scales_to_power_of_2: bool,
     need_act: bool,
-) -> QuantisedGateGradients:
+) -> tuple[Fp8Rows, Fp8Rows | None]:
     """Return the gradients, and the activation if asked, in e4m3; same contract as the reference."""
     num_rows, num_columns = d_act_NF.shape
     d_gate_up = new_rows(num_rows, 2 * num_columns, device=d_act_NF.device)
@@ -596,7 +594,7 @@ def gate_backward_quantised(
             TILE=WALK_COLUMNS,
             num_warps=WALK_WARPS,
         )
-    return QuantisedGateGradients(d_gate_up, act)
+    return d_gate_up, act
 
 
 def _backward_blocks(num_columns: int, addend: LowRankRows | None) -> tuple[int, int, int]:

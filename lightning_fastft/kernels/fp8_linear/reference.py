@@ -34,20 +34,6 @@ class Fp8Rows(NamedTuple):
     scale_T: torch.Tensor
 
 
-class Balance(NamedTuple):
-    """Scales that are taken out of a sum over rows, all powers of 2.
-
-    Args:
-        shift_d_T: Factor on each row of the gradient, at most 1. Shape (T,), fp32.
-        shift_x_T: Factor on each row of the activations, at most 1. Shape (T,), fp32.
-        scale_O: Factor on each row of the sum. Shape (O,), fp32.
-    """
-
-    shift_d_T: torch.Tensor
-    shift_x_T: torch.Tensor
-    scale_O: torch.Tensor
-
-
 @one_kernel
 def quantise_rows(
     x_TI: torch.Tensor,
@@ -86,7 +72,9 @@ def transpose(values_TI: torch.Tensor, *, shift_T: torch.Tensor | None, out_IT: 
 
 
 @one_kernel
-def balance(scale_d_T: torch.Tensor, scale_x_T: torch.Tensor, factor_O: torch.Tensor) -> Balance:
+def balance(
+    scale_d_T: torch.Tensor, scale_x_T: torch.Tensor, factor_O: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the exponents of ``scale_d * scale_x`` without their largest one, half for each operand, and that one for
     the sum.
     """
@@ -94,17 +82,17 @@ def balance(scale_d_T: torch.Tensor, scale_x_T: torch.Tensor, factor_O: torch.Te
     top = exponent_T.amax()
     exponent_T = exponent_T - top
     half_T = exponent_T >> 1
-    return Balance(_power(half_T), _power(exponent_T - half_T), _power(top - _exponent(factor_O)))
+    return _power(half_T), _power(exponent_T - half_T), _power(top - _exponent(factor_O))
 
 
 def weight_gradient(d: Fp8Rows, x: Fp8Rows, factor_O: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
     """Return ``(d / factor)^T @ x`` of the rows as they are shifted, summed in fp32 and rounded once."""
-    found = balance(d.scale_T, x.scale_T, factor_O)
+    *shifts, scale_O = balance(d.scale_T, x.scale_T, factor_O)
     turned = []
-    for rows, shift_T in zip((d, x), found):
+    for rows, shift_T in zip((d, x), shifts):
         turned.append(rows.values_TI.new_empty(rows.values_TI.shape[::-1]))
         transpose(rows.values_TI, shift_T=shift_T, out_IT=turned[-1])
-    return multiply(Fp8Rows(turned[0], found.scale_O), turned[1], None, dtype=dtype)
+    return multiply(Fp8Rows(turned[0], scale_O), turned[1], None, dtype=dtype)
 
 
 @one_kernel

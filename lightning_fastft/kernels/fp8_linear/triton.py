@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lightning_fastft.kernels.fp8_linear.reference import FP8, LARGEST, LEAST_PEAK, Balance, Fp8Rows
+from lightning_fastft.kernels.fp8_linear.reference import FP8, LARGEST, LEAST_PEAK, Fp8Rows
 from lightning_fastft.kernels.launch import launch
 from lightning_fastft.kernels.nf4_experts.reference import BLOCK_WEIGHTS, GROUP_BLOCKS
 from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
@@ -374,9 +374,11 @@ def transpose(values_TI: torch.Tensor, *, shift_T: torch.Tensor | None, out_IT: 
     )
 
 
-def balance(scale_d_T: torch.Tensor, scale_x_T: torch.Tensor, factor_O: torch.Tensor) -> Balance:
+def balance(
+    scale_d_T: torch.Tensor, scale_x_T: torch.Tensor, factor_O: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return powers of 2 for a sum over rows; same contract as the reference."""
-    found = Balance(torch.empty_like(scale_d_T), torch.empty_like(scale_x_T), torch.empty_like(factor_O))
+    found = torch.empty_like(scale_d_T), torch.empty_like(scale_x_T), torch.empty_like(factor_O)
     num_rows, num_outputs = len(scale_d_T), len(factor_O)
     launch(
         _balance_kernel,
@@ -395,14 +397,14 @@ def balance(scale_d_T: torch.Tensor, scale_x_T: torch.Tensor, factor_O: torch.Te
 
 def weight_gradient(d: Fp8Rows, x: Fp8Rows, factor_O: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
     """Return the product by torch's row-wise scaled GEMM, in bf16, of transposes in new memory."""
-    found = balance(d.scale_T, x.scale_T, factor_O)
+    *shifts, scale_O = balance(d.scale_T, x.scale_T, factor_O)
     turned = []
-    for rows, shift_T in zip((d, x), found):
+    for rows, shift_T in zip((d, x), shifts):
         num_rows, num_columns = rows.values_TI.shape
         num_written = ceil_div(num_rows, ALIGNED_ROWS) * ALIGNED_ROWS
         turned.append(torch.empty(num_columns, num_written, dtype=FP8, device=shift_T.device))
         transpose(rows.values_TI, shift_T=shift_T, out_IT=turned[-1])
-    return multiply(Fp8Rows(turned[0], found.scale_O), turned[1], None, dtype=dtype)
+    return multiply(Fp8Rows(turned[0], scale_O), turned[1], None, dtype=dtype)
 
 
 def nf4_row_scales(weights: Sequence[NF4Weight], scales: Sequence[torch.Tensor]) -> None:

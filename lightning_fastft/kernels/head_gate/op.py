@@ -13,28 +13,9 @@ from lightning_fastft.core.checks import check_choice, check_layout, check_out
 from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.core.once_differentiable import once_differentiable
 from lightning_fastft.kernels.backends import FLOATING, choose_module, must_check, no_graph
+from lightning_fastft.kernels.handover import Handover
 from lightning_fastft.kernels.head_gate import reference
-from lightning_fastft.kernels.head_gate.reference import ACTIVATIONS, HeadGateForm, HeadGateGradients
-
-
-class RowGradient:
-    """Gradient of a fused projection whose columns several autograd Functions write, in the order of the backward.
-
-    The first Function allocates the gradient and puts it here. The last one takes it, writes its columns, and returns
-    it to autograd. So autograd sums nothing and no column is copied.
-    """
-
-    def __init__(self) -> None:
-        self._rows_TC: torch.Tensor | None = None
-
-    def put(self, d_rows_TC: torch.Tensor) -> None:
-        """Store the gradient after some of its columns are written."""
-        self._rows_TC = d_rows_TC
-
-    def take(self) -> torch.Tensor | None:
-        """Return the gradient once; None if there is none."""
-        rows_TC, self._rows_TC = self._rows_TC, None
-        return rows_TC
+from lightning_fastft.kernels.head_gate.reference import ACTIVATIONS, HeadGateForm
 
 
 def gate_heads(
@@ -43,7 +24,7 @@ def gate_heads(
     weight_W: torch.Tensor | None = None,
     *,
     form: HeadGateForm,
-    row_gradient: RowGradient,
+    row_gradient: Handover,
 ) -> torch.Tensor:
     """Return ``x * a(gate)``, or ``norm(x) * a(gate)``, for each head, concatenated; differentiable.
 
@@ -64,7 +45,7 @@ def gate_heads(
     Example:
         >>> from lightning_fastft.kernels.head_columns import HeadColumns
         >>> form = HeadGateForm(HeadColumns(begin=0, width=1, num_heads=1, group_size=1, group_step=1))
-        >>> gate_heads(torch.ones(1, 1, 1), torch.zeros(1, 1), form=form, row_gradient=RowGradient())
+        >>> gate_heads(torch.ones(1, 1, 1), torch.zeros(1, 1), form=form, row_gradient=Handover())
         tensor([[0.5000]])
     """
     return _GateHeads.apply(x_THW, rows_TC, weight_W, form, row_gradient)
@@ -126,7 +107,7 @@ def head_gate_backward(
     out: torch.Tensor,
     backend: str = "auto",
     is_checked: bool = True,
-) -> HeadGateGradients:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the gradients of the heads and of the weight, and write the gradient of the gates to ``out``.
 
     Sums have a fixed order, so two calls are bit-equal.
@@ -159,7 +140,7 @@ def head_gate_backward(
         >>> from lightning_fastft.kernels.head_columns import HeadColumns
         >>> form = HeadGateForm(HeadColumns(begin=0, width=1, num_heads=1, group_size=1, group_step=1))
         >>> one, gate, d_rows = torch.ones(1, 1), torch.zeros(1, 1), torch.empty(1, 1)
-        >>> head_gate_backward(one, one[None], gate, form=form, needs_weight=False, out=d_rows).d_x_THW
+        >>> head_gate_backward(one, one[None], gate, form=form, needs_weight=False, out=d_rows)[0]
         tensor([[[0.5000]]])
         >>> d_rows
         tensor([[0.2500]])
@@ -187,7 +168,7 @@ class _GateHeads(torch.autograd.Function):
         rows_TC: torch.Tensor,
         weight_W: torch.Tensor | None,
         form: HeadGateForm,
-        row_gradient: RowGradient,
+        row_gradient: Handover,
     ) -> torch.Tensor:
         ctx.form, ctx.row_gradient = form, row_gradient
         ctx.save_for_backward(x_THW, rows_TC, weight_W)
@@ -199,7 +180,7 @@ class _GateHeads(torch.autograd.Function):
         x_THW, rows_TC, weight_W = ctx.saved_tensors
         d_rows_TC = torch.empty(rows_TC.shape, dtype=rows_TC.dtype, device=rows_TC.device)
         d_y_TI = d_y_TI if d_y_TI.stride(-1) == 1 else d_y_TI.contiguous()
-        gradients = head_gate_backward(
+        d_x_THW, d_weight_W = head_gate_backward(
             d_y_TI,
             x_THW,
             rows_TC,
@@ -210,10 +191,9 @@ class _GateHeads(torch.autograd.Function):
             is_checked=False,
         )
         ctx.row_gradient.put(d_rows_TC)
-        d_weight_W = gradients.d_weight_W
         if weight_W is not None and d_weight_W is not None:
             d_weight_W = d_weight_W.to(weight_W.dtype)
-        return gradients.d_x_THW, None, d_weight_W, None, None
+        return d_x_THW, None, d_weight_W, None, None
 
 
 def _check(x_THW: torch.Tensor, rows_TC: torch.Tensor, weight_W: torch.Tensor | None, form: HeadGateForm) -> None:

@@ -33,13 +33,6 @@ class HeadGateForm(NamedTuple):
     eps: float = 1e-6
 
 
-class HeadGateGradients(NamedTuple):
-    """Gradient of the heads, and of the norm's weight in fp32 (float64 for float64; None unless asked for)."""
-
-    d_x_THW: torch.Tensor
-    d_weight_W: torch.Tensor | None
-
-
 @one_kernel
 def head_gate_forward(
     x_THW: torch.Tensor, rows_TC: torch.Tensor, weight_W: torch.Tensor | None, *, form: HeadGateForm
@@ -62,7 +55,7 @@ def head_gate_backward(
     form: HeadGateForm,
     needs_weight: bool,
     out: torch.Tensor,
-) -> HeadGateGradients:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the gradients of head_gate_forward, and write the gradient of the gates into their columns of ``out``."""
     wide = wide_dtype(x_THW.dtype)
     d_y, x, gate = d_y_TI.unflatten(1, x_THW.shape[1:]).to(wide), x_THW.to(wide), form.columns.read(rows_TC).to(wide)
@@ -78,7 +71,7 @@ def head_gate_backward(
         d_x = d_x * weight
         d_x = rstd * (d_x - normed * (d_x * normed).mean(dim=2, keepdim=True))
     form.columns.write(out, d_y * scaled * slope)
-    return HeadGateGradients(d_x.to(x_THW.dtype), d_weight_W)
+    return d_x.to(x_THW.dtype), d_weight_W
 
 
 def _activate(gate: torch.Tensor, form: HeadGateForm) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lightning_fastft.kernels.head_gate.reference import HeadGateForm, HeadGateGradients
+from lightning_fastft.kernels.head_gate.reference import HeadGateForm
 from lightning_fastft.kernels.launch import launch
 from lightning_fastft.kernels.sizes import next_power_of_2
 
@@ -204,7 +204,7 @@ def head_gate_backward(
     form: HeadGateForm,
     needs_weight: bool,
     out: torch.Tensor,
-) -> HeadGateGradients:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the gradients, and write the gradient of the gates to ``out``; same contract as the reference."""
     num_tokens, begin = x_THW.shape[0], form.columns.begin
     d_x_THW = torch.empty(x_THW.shape, dtype=x_THW.dtype, device=x_THW.device)
@@ -231,7 +231,7 @@ def head_gate_backward(
             NEEDS_WEIGHT=needs_weight,
             num_warps=NUM_WARPS,
         )
-    return HeadGateGradients(d_x_THW, None if partial_PW is None else partial_PW.sum(dim=0))
+    return d_x_THW, None if partial_PW is None else partial_PW.sum(dim=0)
 
 
 def _constants(form: HeadGateForm) -> dict[str, int | bool]:

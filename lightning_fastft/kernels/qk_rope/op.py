@@ -12,7 +12,7 @@ from lightning_fastft.core.checks import check_choice, check_float, check_int, c
 from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.backends import FLOATING, TRITON_DTYPES, choose_module, must_check, no_graph
 from lightning_fastft.kernels.qk_rope import reference
-from lightning_fastft.kernels.qk_rope.reference import HeadGradients, Heads, Rope, RopeForm, RopeGradients
+from lightning_fastft.kernels.qk_rope.reference import Heads, Rope, RopeForm
 
 MAX_HEAD_WIDTH = 1024
 
@@ -59,7 +59,7 @@ def qk_rope_heads(qkv_TC: torch.Tensor, rope: Rope, *, backend: str = "auto", is
 
 
 def qk_rope_backward(
-    d_heads: HeadGradients,
+    d_heads: Heads,
     qkv_TC: torch.Tensor | None,
     rope: Rope,
     *,
@@ -67,7 +67,7 @@ def qk_rope_backward(
     out: torch.Tensor | None = None,
     backend: str = "auto",
     is_checked: bool = True,
-) -> RopeGradients:
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return the gradients of ``qk_rope_heads`` with respect to its input and the weights of the norms.
 
     The gradient is rotated back with the transposed map; the normed heads are recomputed from the raw heads. The
@@ -102,21 +102,21 @@ def qk_rope_backward(
     Example:
         >>> form = RopeForm(num_heads=1, num_kv_heads=1, head_width=2)
         >>> rope = Rope(torch.tensor([[0.0, 0.0]]), torch.tensor([[1.0, 1.0]]), None, None, form)
-        >>> d_heads = HeadGradients(*torch.tensor([[[[-2.0, 1.0]]], [[[-4.0, 3.0]]], [[[5.0, 6.0]]]]))
-        >>> qk_rope_backward(d_heads, None, rope, needs_weight=False).d_raw_TC
+        >>> d_heads = Heads(*torch.tensor([[[[-2.0, 1.0]]], [[[-4.0, 3.0]]], [[[5.0, 6.0]]]]))
+        >>> qk_rope_backward(d_heads, None, rope, needs_weight=False)[0]
         tensor([[1., 2., 3., 4., 5., 6.]])
     """
     if must_check(is_checked):
         _check_backward(d_heads, qkv_TC, rope, needs_weight=needs_weight, out=out)
     raw_TC = qkv_TC if rope.form.has_norm else None
     with no_graph():
-        return choose_module(reference, backend, d_heads.d_q_THW).qk_rope_backward(
+        return choose_module(reference, backend, d_heads.q_THW).qk_rope_backward(
             d_heads, raw_TC, rope, needs_weight=needs_weight, out=out
         )
 
 
 def _check_backward(
-    d_heads: HeadGradients, qkv_TC: torch.Tensor | None, rope: Rope, *, needs_weight: bool, out: torch.Tensor | None
+    d_heads: Heads, qkv_TC: torch.Tensor | None, rope: Rope, *, needs_weight: bool, out: torch.Tensor | None
 ) -> None:
     """Raise on arguments that the backward would read wrongly."""
     form = rope.form
@@ -127,7 +127,7 @@ def _check_backward(
             "needs_weight is True, but the form has no norm and therefore no weights. Pass needs_weight=False."
         )
     _check_heads(d_heads, form)
-    like = d_heads.d_q_THW
+    like = d_heads.q_THW
     _check_angles_and_weights(like, rope)
     shape = (len(like), form.num_columns)
     if qkv_TC is not None:
@@ -171,7 +171,7 @@ def _check_rows(qkv_TC: torch.Tensor, form: RopeForm) -> None:
         )
 
 
-def _check_heads(gradients: HeadGradients, form: RopeForm) -> None:
+def _check_heads(gradients: Heads, form: RopeForm) -> None:
     """Raise on gradients of other heads and on layouts that the kernels would read wrongly."""
     d_q_THW, d_k_TJW, d_v_TJW = gradients
     check_layout("d_q_THW", d_q_THW, (None, form.num_heads, form.head_width), dtypes=FLOATING, num_strided=1)

@@ -102,25 +102,12 @@ class Rope(NamedTuple):
     form: RopeForm
 
 
-class HeadGradients(NamedTuple):
-    """Gradients of the outputs of ``qk_rope_heads``, in three tensors, as the backward of attention returns them.
+class Heads(NamedTuple):
+    """Queries, keys and values of all tokens, or their gradients, each token's heads contiguous.
 
     The gradient of a key and value head is the sum over the query heads that share it. An attention backward may return
-    one share per query head instead: J is then num_heads, adjacent shares belong to one head, and the kernel sums them.
-
-    Args:
-        d_q_THW: Shape (T, num_heads, head_width).
-        d_k_TJW: Shape (T, J, head_width) with J = num_kv_heads or num_heads.
-        d_v_TJW: As d_k_TJW.
-    """
-
-    d_q_THW: torch.Tensor
-    d_k_TJW: torch.Tensor
-    d_v_TJW: torch.Tensor
-
-
-class Heads(NamedTuple):
-    """Queries, keys and values of all tokens, each contiguous.
+    one share per query head instead: keys and values then have num_heads gradients, adjacent ones belong to one head,
+    and the kernel sums them.
 
     Args:
         q_THW: Shape (T, num_heads, head_width).
@@ -131,14 +118,6 @@ class Heads(NamedTuple):
     q_THW: torch.Tensor
     k_TGW: torch.Tensor
     v_TGW: torch.Tensor
-
-
-class RopeGradients(NamedTuple):
-    """Gradient of the raw projection, and of the norms' weights (None unless asked for)."""
-
-    d_raw_TC: torch.Tensor
-    d_q_weight_W: torch.Tensor | None
-    d_k_weight_W: torch.Tensor | None
 
 
 @one_kernel
@@ -164,24 +143,24 @@ def qk_rope_heads(qkv_TC: torch.Tensor, rope: Rope) -> Heads:
 
 @one_kernel
 def qk_rope_backward(
-    d_heads: HeadGradients,
+    d_heads: Heads,
     qkv_TC: torch.Tensor | None,
     rope: Rope,
     *,
     needs_weight: bool,
     out: torch.Tensor | None = None,
-) -> RopeGradients:
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return the gradients of the raw projection and of the weights of the norms.
 
     The normed heads are recomputed from the raw rows.
     """
-    form, dtype = rope.form, d_heads.d_q_THW.dtype
+    form, dtype = rope.form, d_heads.q_THW.dtype
     wide = wide_dtype(dtype)
     d_k_TGW, d_v_TGW = (
-        d.to(wide).unflatten(1, (form.num_kv_heads, -1)).sum(dim=2) for d in (d_heads.d_k_TJW, d_heads.d_v_TJW)
+        d.to(wide).unflatten(1, (form.num_kv_heads, -1)).sum(dim=2) for d in (d_heads.k_TGW, d_heads.v_TGW)
     )
     cos_first, cos_second, sin_first, sin_second = _split_angles(rope, wide)
-    d_THW = torch.cat([d_heads.d_q_THW.to(wide), d_k_TGW], dim=1)
+    d_THW = torch.cat([d_heads.q_THW.to(wide), d_k_TGW], dim=1)
     d_THW = _mix_pairs(d_THW, cos_first, cos_second, sin_second, -sin_first, form)
     d_q_weight_W = d_k_weight_W = None
     if form.has_norm:
@@ -202,7 +181,7 @@ def qk_rope_backward(
     queries_THW, others_TC = _split_gated(out, form)
     queries_THW.copy_(d_THW[:, : form.num_heads])
     others_TC.copy_(torch.cat([d_THW[:, form.num_heads :], d_v_TGW], dim=1).flatten(1))
-    return RopeGradients(out, d_q_weight_W, d_k_weight_W)
+    return out, d_q_weight_W, d_k_weight_W
 
 
 def _split_gated(rows_TC: torch.Tensor, form: RopeForm) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from lightning_fastft.kernels.launch import launch
-from lightning_fastft.kernels.qk_rope.reference import HeadGradients, Heads, Rope, RopeForm, RopeGradients
+from lightning_fastft.kernels.qk_rope.reference import Heads, Rope, RopeForm
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
 # 2048 values on 4 warps: one 16-byte read per thread and half of the pairs in bf16; 67 % of 4.2 TB/s on an H200 at
@@ -430,13 +430,13 @@ def qk_rope_heads(qkv_TC: torch.Tensor, rope: Rope) -> Heads:
 
 
 def qk_rope_backward(
-    d_heads: HeadGradients,
+    d_heads: Heads,
     qkv_TC: torch.Tensor | None,
     rope: Rope,
     *,
     needs_weight: bool,
     out: torch.Tensor | None = None,
-) -> RopeGradients:
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return the gradients of the raw projection and of the norms' weights; same contract as the reference."""
     cos_TW, sin_TW, q_weight_W, k_weight_W, form = rope
     d_q, d_k, d_v = d_heads
@@ -476,8 +476,8 @@ def qk_rope_backward(
             num_warps=NUM_WARPS,
         )
     if partial_PW is None:
-        return RopeGradients(out_TC, None, None)
-    return RopeGradients(out_TC, *_add_partials(partial_PW).split(form.head_width))
+        return out_TC, None, None
+    return out_TC, *_add_partials(partial_PW).split(form.head_width)
 
 
 def _add_partials(partial_PW: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.backends import FLOATING, TRITON_DTYPES, choose_module, must_check, no_graph, wide_dtype
 from lightning_fastft.kernels.fp8_linear.reference import Fp8Rows
 from lightning_fastft.kernels.rms_norm import reference
-from lightning_fastft.kernels.rms_norm.reference import NormForm, NormGradients
+from lightning_fastft.kernels.rms_norm.reference import NormForm
 
 # One program holds a row from the first read to the last write.
 MAX_COLUMNS = 16_384
@@ -142,7 +142,7 @@ def rms_norm_backward(
     rstd_out: torch.Tensor | None = None,
     backend: str = "auto",
     is_checked: bool = True,
-) -> NormGradients:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the gradients of the rows and of the weight; the reciprocal roots are computed again.
 
     The gradient through the norm and the addend are added in fp32 (float64 for float64) and rounded once. Sums over
@@ -178,7 +178,7 @@ def rms_norm_backward(
     Example:
         >>> ones, weight = torch.ones(1, 2), torch.tensor([1.0, 3.0])
         >>> rms_norm_backward(ones, ones, weight, form=NormForm(eps=0.0), needs_weight=True)
-        NormGradients(d_x_TD=tensor([[-1.,  1.]]), d_weight_D=tensor([1., 1.]))
+        (tensor([[-1.,  1.]]), tensor([1., 1.]))
     """
     if must_check(is_checked):
         _check_rows("x_TD", x_TD)

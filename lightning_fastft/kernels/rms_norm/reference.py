@@ -36,13 +36,6 @@ class NormForm(NamedTuple):
     is_weight_wide: bool = False
 
 
-class NormGradients(NamedTuple):
-    """Gradient of the normed rows, and of the weight (None unless asked for)."""
-
-    d_x_TD: torch.Tensor
-    d_weight_D: torch.Tensor | None
-
-
 @one_kernel
 def rms_norm_forward(
     x_TD: torch.Tensor, weight_D: torch.Tensor, *, form: NormForm, out: torch.Tensor | None = None
@@ -77,7 +70,7 @@ def rms_norm_backward(
     needs_weight: bool,
     out: torch.Tensor | None = None,
     rstd_out: torch.Tensor | None = None,
-) -> NormGradients:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the gradient of the rows, rounded once, and the gradient of the weight, not rounded."""
     wide = wide_dtype(x_TD.dtype)
     wide_TD, d_y_TD = x_TD.to(wide), d_y_TD.to(wide)
@@ -92,7 +85,7 @@ def rms_norm_backward(
     d_x_TD = (d_normed_TD - normed_TD * along_T[:, None]) * rstd_T[:, None]
     if addend_TD is not None:
         d_x_TD = d_x_TD + addend_TD.to(wide)
-    return NormGradients(d_x_TD.to(x_TD.dtype) if out is None else out.copy_(d_x_TD), d_weight_D)
+    return d_x_TD.to(x_TD.dtype) if out is None else out.copy_(d_x_TD), d_weight_D
 
 
 def _reciprocal_root(wide_TD: torch.Tensor, form: NormForm) -> torch.Tensor:

@@ -16,7 +16,7 @@ from lightning_fastft.core.checks import is_same_memory
 from lightning_fastft.kernels.fp8_linear.reference import LARGEST, LEAST_PEAK, Fp8Rows
 from lightning_fastft.kernels.fp8_linear.triton import new_rows, row_scale
 from lightning_fastft.kernels.launch import launch
-from lightning_fastft.kernels.rms_norm.reference import NormForm, NormGradients
+from lightning_fastft.kernels.rms_norm.reference import NormForm
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
 # Short rows share a program, 16 at most, until it has 2048 values. On an H200, for 8,192 rows of 5,120 columns, 8 warps
@@ -240,14 +240,12 @@ def rms_norm_backward(
     needs_weight: bool,
     out: torch.Tensor | None = None,
     rstd_out: torch.Tensor | None = None,
-) -> NormGradients:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the gradients; same contract as the reference."""
     num_rows, num_columns = x_TD.shape
     d_x_TD = torch.empty(num_rows, num_columns, dtype=x_TD.dtype, device=x_TD.device) if out is None else out
     if num_rows == 0:
-        return NormGradients(
-            d_x_TD, torch.zeros(num_columns, dtype=torch.float32, device=x_TD.device) if needs_weight else None
-        )
+        return (d_x_TD, torch.zeros(num_columns, dtype=torch.float32, device=x_TD.device) if needs_weight else None)
     block_rows, block_columns, num_warps = _tile(num_columns)
     num_blocks = ceil_div(num_rows, block_rows)
     num_programs = min(num_blocks, MAX_PROGRAMS) if needs_weight else num_blocks
@@ -282,7 +280,7 @@ def rms_norm_backward(
         BLOCK_D=block_columns,
         num_warps=num_warps,
     )
-    return NormGradients(d_x_TD, None if partial_PD is None else partial_PD.sum(dim=0))
+    return d_x_TD, None if partial_PD is None else partial_PD.sum(dim=0)
 
 
 def _tile(num_columns: int) -> tuple[int, int, int]:

@@ -3,7 +3,7 @@
 import re
 import statistics
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning_fastft.monitor.rank_watch.beats import Phase
 
@@ -49,17 +49,10 @@ def find_blamed(states: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return outside or tied
 
 
-class SlowNode(NamedTuple):
-    """A node whose micro-batches take longer than those of the other nodes (medians)."""
-
-    node: int
-    host: str
-    own_s: float
-    others_s: float
-
-
-def find_slow_node(states: list[dict[str, Any]]) -> SlowNode | None:
-    """Return the slowest node if it takes SLOW_RATIO times as long as the other nodes; None if a time is unknown."""
+def find_slow_node(states: list[dict[str, Any]]) -> tuple[int, str, float, float] | None:
+    """Return the slowest node if its micro-batches take SLOW_RATIO times as long as those of the other nodes (medians):
+    its number, its host, its seconds and those of the others. None if a time is unknown.
+    """
     nodes: dict[int, list[dict[str, Any]]] = {}
     for state in states:
         nodes.setdefault(state["node"], []).append(state)
@@ -70,7 +63,7 @@ def find_slow_node(states: list[dict[str, Any]]) -> SlowNode | None:
     others_s = statistics.median(time for node, time in times.items() if node != slowest)
     if times[slowest] <= SLOW_RATIO * others_s:
         return None
-    return SlowNode(slowest, nodes[slowest][0]["host"], times[slowest], others_s)
+    return slowest, nodes[slowest][0]["host"], times[slowest], others_s
 
 
 def read_frames(stacks: str) -> list[str]:

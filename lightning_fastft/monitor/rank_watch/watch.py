@@ -236,12 +236,12 @@ class RankWatch:
         if self.job.rank != 0:
             return
         found = find_slow_node([self._state(), *self._others.values()])
-        node = -1 if found is None else found.node
+        node, host, own_s, others_s = found or (-1, "", 0.0, 0.0)
         if found is not None and node == self._slow_node and node not in self._reported:
             self._reported.add(node)
             _say(
-                f"Watchdog: node {node} ({found.host}) is slow: a micro-batch takes {found.own_s * 1e3:.0f} ms until "
-                f"the backward (loading and forward), and {found.others_s * 1e3:.0f} ms on the other nodes, which wait "
+                f"Watchdog: node {node} ({host}) is slow: a micro-batch takes {own_s * 1e3:.0f} ms until "
+                f"the backward (loading and forward), and {others_s * 1e3:.0f} ms on the other nodes, which wait "
                 "for it in every step.\n"
             )
         self._slow_node = node

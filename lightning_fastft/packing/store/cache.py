@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from lightning_fastft.core.checks import check_int, check_share
 from lightning_fastft.core.errors import DataError
-from lightning_fastft.packing.images import ImageExpander
 from lightning_fastft.packing.reading.sources import REJECTED, Source, open_sources
 from lightning_fastft.packing.rows.formats import FormatOptions
 from lightning_fastft.packing.store.dataset import TokenizedDataset, replace_file
@@ -23,6 +22,8 @@ from lightning_fastft.packing.tokens.tokenisation import Setup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from lightning_fastft.hf.images import ImageEncoder
 
 _LOGGER = logging.getLogger(__name__)
 # Increase it if the same rows give other tokens: entries of the cache are found by the fingerprint.
@@ -40,7 +41,7 @@ def tokenize_sources(
     rejected_path: str | Path | None = None,
     stopped_path: str | Path | None = None,
     vocab_size: int | None = None,
-    images: ImageExpander | None = None,
+    images: ImageEncoder | None = None,
     show_progress: bool = False,
 ) -> TokenizedDataset:
     """Return the examples of all sources as tokens, from the cache if it has them.
@@ -134,7 +135,7 @@ def _fingerprint(
     *,
     tokenizer: PreTrainedTokenizerBase | None,
     options: FormatOptions,
-    images: ImageExpander | None,
+    images: ImageEncoder | None,
 ) -> str:
     chosen = asdict(options)
     if options.step_separator == FormatOptions.step_separator:

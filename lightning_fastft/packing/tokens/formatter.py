@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from lightning_fastft.core.errors import DataError, OptionError
-from lightning_fastft.packing.images import ImageExpander, decode_image, place_images, read_image
+from lightning_fastft.packing.images import decode_image, place_images, read_image
 from lightning_fastft.packing.rows.completion_rows import join_completions, read_completions, unlike
 from lightning_fastft.packing.rows.formats import TUNERS, FormatOptions
 from lightning_fastft.packing.rows.messages import check_messages, read_conversation
@@ -35,6 +35,8 @@ from lightning_fastft.packing.tokens.token_ids import (
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from lightning_fastft.hf.images import ImageEncoder
 
 
 # Note on rows that fastft chat continues with --plain.
@@ -72,7 +74,7 @@ class Formatter:
         *,
         options: FormatOptions,
         vocab_size: int | None = None,
-        images: ImageExpander | None = None,
+        images: ImageEncoder | None = None,
     ) -> None:
         self.notes: Counter[str] = Counter()
         self._images = images
@@ -192,10 +194,8 @@ class Formatter:
             return example
         assert self._images is not None
         files = [read_image(value, folder=folder) for value in values]
-        expanded = self._images.expand(example.text, [decode_image(file) for file in files])
-        return example._replace(
-            text=expanded.text, spans=move_spans(example.spans, expanded.places), images=tuple(files)
-        )
+        text, places = self._images.expand(example.text, [decode_image(file) for file in files])
+        return example._replace(text=text, spans=move_spans(example.spans, places), images=tuple(files))
 
     def _render(self, row: Mapping[str, Any], *, format: str) -> tuple[Rendered, list[object]]:
         """Return the text of a row, and its images in the order of their placeholders."""

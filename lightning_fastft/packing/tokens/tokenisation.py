@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from lightning_fastft.packing.images import ImageExpander, ImageFile
+from lightning_fastft.packing.images import ImageFile
 from lightning_fastft.packing.reading.text_files import RawRow
 from lightning_fastft.packing.rows.completion_rows import cut_completions
 from lightning_fastft.packing.rows.formats import COLUMNS, FormatOptions
@@ -33,6 +33,8 @@ from lightning_fastft.packing.tokens.token_ids import Encoded, TokenIdError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from lightning_fastft.hf.images import ImageEncoder
+
 ABSENT_FIELDS = "rows with nulls inside messages or tools, dropped because table columns fill absent fields with null"
 
 
@@ -42,7 +44,7 @@ class Setup(NamedTuple):
     tokenizer: PreTrainedTokenizerBase | None
     options: FormatOptions
     vocab_size: int | None
-    images: ImageExpander | None = None
+    images: ImageEncoder | None = None
 
     def make_formatter(self) -> Formatter:
         """Return a new Formatter."""
@@ -164,16 +166,10 @@ def _collect(
         length_N=np.asarray([len(example.input_ids) for example in kept], dtype=np.int64),
         digest_N=np.asarray(digests, dtype=np.uint64),
         rejects=[_describe_reject(rejected[place], row=read[place], chunk=chunk) for place in sorted(rejected)],
-        counts=counts,
-        notes=notes,
-        first_lines=first_lines,
-        longest=longest,
-        highest_id=highest,
-        impossible=impossible,
-        counted=chunk.counts,
-        images_N=[example.images for example in kept],
+        counts=counts, notes=notes, first_lines=first_lines, longest=longest, highest_id=highest,
+        impossible=impossible, counted=chunk.counts, images_N=[example.images for example in kept],
         completions_N=[example.completions for example in kept if example.completions is not None],
-    )
+    )  # fmt: skip
 
 
 def _describe_reject(error: RowRejectedError, *, row: RawRow, chunk: Chunk) -> Reject:

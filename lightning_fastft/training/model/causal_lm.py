@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 
     from lightning_fastft.hf.images import ImageEncoder
     from lightning_fastft.hf.lora_init import Initial
-    from lightning_fastft.hf.lora_targets import DefaultTargets
     from lightning_fastft.hf.sharding.fillers import Filler
 
 
@@ -102,7 +101,8 @@ class CausalLMModule(LightningModule):
         # Only for a model that is built without a Trainer.
         self._own_patcher = ModelPatcher()
         self._sharding: Status | None = None
-        self._default_targets: DefaultTargets | None = None
+        # What the default rule of LoRA's targets skipped, by reason; None if it did not run.
+        self._skipped_targets: dict[str, int] | None = None
         self.save_hyperparameters(options.to_hyperparameters(model, source=self.source, lora=self.lora))
 
     # For data modules and callbacks.
@@ -174,7 +174,7 @@ class CausalLMModule(LightningModule):
         if not self._is_built:
             return []
         sharding = [] if self._sharding is None else [self._sharding]
-        model = describe_model(self.model, quantization=self.quantization, default_targets=self._default_targets)
+        model = describe_model(self.model, quantization=self.quantization, skipped=self._skipped_targets)
         copies = [] if self.low_precision_adapters is None else [self.low_precision_adapters.status]
         return [*sharding, *model, *copies]
 
@@ -273,8 +273,8 @@ class CausalLMModule(LightningModule):
         from lightning_fastft.hf.lora_targets import copy_with_targets
 
         assert self.lora is not None
-        lora, self._default_targets = copy_with_targets(model, self.lora)
-        if self._default_targets is not None:
+        lora, self._skipped_targets = copy_with_targets(model, self.lora)
+        if self._skipped_targets is not None:
             self.hparams["lora"] = {**self.hparams["lora"], "target_modules": sorted(lora.target_modules or ())}
         return lora
 

@@ -81,7 +81,7 @@ class SavedCausalLM(CausalLMModule):
         """
         if self._is_built and self.has_adapters:
             check_adapter_names(
-                state_dict, expected=self.state_dict(), has_default_targets=self._default_targets is not None
+                state_dict, expected=self.state_dict(), has_default_targets=self._skipped_targets is not None
             )
             strict = False
         with self._without_frozen():

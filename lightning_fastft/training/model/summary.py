@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from lightning_fastft.core.status import Status
 
-if TYPE_CHECKING:
-    from lightning_fastft.hf.lora_targets import DefaultTargets
 
-
-def describe_model(model: Any, *, quantization: str | None, default_targets: DefaultTargets | None) -> list[Status]:
+def describe_model(model: Any, *, quantization: str | None, skipped: Mapping[str, int] | None) -> list[Status]:
     """Return the statuses of the NF4 base and of LoRA."""
     found = [Status("NF4 base", "inactive", "not asked for")]
     if quantization is not None:
@@ -24,5 +22,5 @@ def describe_model(model: Any, *, quantization: str | None, default_targets: Def
         from lightning_fastft.hf.lora_targets import describe_adapters
 
         lora = next(iter(model.peft_config.values()))
-        found.append(Status("LoRA", "active", describe_adapters(model, lora, found=default_targets)))
+        found.append(Status("LoRA", "active", describe_adapters(model, lora, skipped=skipped)))
     return found

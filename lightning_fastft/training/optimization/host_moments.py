@@ -16,7 +16,8 @@ from lightning_fastft.activations.streams import CopyStreams, Mark, make_copy_st
 from lightning_fastft.core.errors import HostMemoryError
 from lightning_fastft.kernels.adamw_step.codes import BLOCK, num_blocks
 from lightning_fastft.kernels.adamw_step.op import TensorTable
-from lightning_fastft.kernels.adamw_step.table import CHUNK, TableRow
+from lightning_fastft.kernels.adamw_step.rows import TableRow
+from lightning_fastft.kernels.adamw_step.table import CHUNK
 from lightning_fastft.training.optimization.adamw_shards import block_shape
 from lightning_fastft.training.optimization.adamw_state import ABSMAXS, MIN_8BIT_SIZE, state_dtypes
 
