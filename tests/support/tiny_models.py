@@ -115,7 +115,7 @@ TINY = {
     ),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0], "use_sliding_window": False}),
 }
-# More dense models, for fused layers alone.
+# More dense models, for fused layers alone; tests/support/layer_pairs.py takes all of them.
 MORE_DENSE = {
     "gemma": ("gemma", {}),
     "ministral": ("ministral", _MIXED_WINDOWS),
@@ -297,6 +297,12 @@ HYBRIDS = {
 }
 MOE = ("gpt_oss", "qwen3_moe", "mixtral", "olmoe", "deepseek_v3", "glm4_moe")
 DENSE = tuple(name for name in TINY if name not in MOE)
+
+
+def has_experts(name):
+    """Whether a model has mixture-of-experts layers."""
+    differences = COMPOSITES[name] if name in COMPOSITES else {**TINY, **MORE_DENSE, **MORE_MOE, **HYBRIDS}[name][1]
+    return any("experts" in option for option in differences)
 
 
 def build_tiny(name, *, attention="eager", experts=None, **overrides):
