@@ -35,13 +35,18 @@ from lightning_fastft.packing.context import ONE_BY_ONE
 
 DOCS = Path(__file__).parent
 HEAD = "<!-- Written by `python docs/generate.py`; edit the package, not this file. -->\n"
-# Families that no test compares document by document: more mixtures, and families that users often request.
+# Families that no test compares document by document: those with fused layers, more mixtures, and families that users
+# often request.
 MORE_FAMILIES = (
-    *("qwen2_moe", "deepseek_v2", "phimoe", "granitemoe", "ernie4_5_moe", "llama4_text"),
-    *("minimax_m2", "phi", "gemma", "cohere", "olmo2", "olmo3", "stablelm", "gpt2", "opt", "minimax", "mamba2"),
+    *("gemma", "ministral", "ministral3", "cwm", "olmo2", "olmo3", "exaone4"),
+    *("qwen2_moe", "deepseek_v2", "glm4_moe_lite", "granitemoe", "minimax_m2", "llama4_text", "phimoe", "ernie4_5_moe"),
+    *("phi", "cohere", "stablelm", "gpt2", "opt", "minimax", "mamba2"),
 )
 # What a configuration leaves open in its defaults.
-LEFT_OPEN = {"lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"]}}
+LEFT_OPEN = {
+    "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"]},
+    "ministral": {"head_dim": 128},
+}
 # Enough to include every kind of layer: the first three of DeepSeek and GLM are dense.
 NUM_LAYERS = 4
 YES, NO = "yes", "-"

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 import lightning_fastft
+from lightning_fastft.fused.layer_forms import LAYERS
 from lightning_fastft.hf.families import FAMILIES
+from tests.support.tiny_models import COMPOSITES, build_tiny
 
 ROOT = Path(__file__).parents[2]
 AGAIN = "the package has changed: python docs/generate.py"
@@ -34,6 +36,15 @@ def test_table_of_families_is_what_the_judges_say(generate):
     assert rows["gpt_oss"][1:] == ["varlen, flex, reference", "yes", "yes", "linear layers and experts"]
     assert rows["llama"][2:] == ["yes", "dense", "linear layers"]
     assert rows["minimax"][:2] == ["refused", "-"]
+
+
+@pytest.mark.slow
+def test_every_family_with_fused_layers_is_in_the_table(generate):
+    models = [generate.build_on_meta(family) for family in (*FAMILIES, *generate.MORE_FAMILIES)]
+    # The text parts of models with images.
+    models += map(build_tiny, COMPOSITES)
+    kinds = {type(module).__name__ for model in models for module in model.modules()}
+    assert LAYERS.keys() <= kinds, "add its model_type to MORE_FAMILIES of docs/generate.py"
 
 
 def test_page_of_options_is_what_signatures_say(generate):

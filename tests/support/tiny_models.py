@@ -134,6 +134,9 @@ MORE_DENSE = {
     ),
     "olmo2": ("olmo2", {}),
     "olmo3": ("olmo3", _MIXED_WINDOWS),
+    # The layer without a window has no rotary embedding; without windows all layers have one.
+    "exaone4": ("exaone4", _MIXED_WINDOWS),
+    "exaone4 without windows": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
     "cwm": (
         "cwm",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, **_MIXED_WINDOWS},
