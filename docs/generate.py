@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -339,8 +339,8 @@ def _describe_public(name: str, value: Any) -> list[str]:
     if options:
         lines += ["| option | type | default | meaning |", "|---|---|---|---|"]
         lines += [
-            f"| `{option.name}` | `{_cell(_type_of(option))}` | {_default_of(option)} | {_cell(meanings[option.name])} "
-            "|"
+            f"| `{option.name}` | `{_cell(_type_of(option, value))}` | {_default_of(option)} "
+            f"| {_cell(meanings[option.name])} |"
             for option in options
         ] + [""]
     for title in ("Raises", "Cost", "Source"):
@@ -404,8 +404,13 @@ def _entries(lines: list[str]) -> Iterator[tuple[str, str]]:
         yield name, " ".join(words)
 
 
-def _type_of(option: inspect.Parameter) -> str:
+def _type_of(option: inspect.Parameter, owner: Any) -> str:
+    """Return the type of an option of a class or function; the choices in place of the name of a Literal."""
     found = option.annotation
+    for place in inspect.getmro(owner) if inspect.isclass(owner) else (owner,):
+        alias = vars(sys.modules[place.__module__]).get(found) if isinstance(found, str) else None
+        if get_origin(alias) is Literal:
+            return f"Literal[{', '.join(map(repr, get_args(alias)))}]"
     return (
         ""
         if found is inspect.Parameter.empty
