@@ -735,9 +735,8 @@ def test_unknown_families_are_left_alone():
     model, patcher = build_tiny("olmoe"), ModelPatcher()
     (status,) = install_fused_layers(model, patcher)
     assert (status.state, len(patcher)) == ("inactive", 0)
-    assert status.reason.startswith(
-        "OlmoeDecoderLayer is not supported; supported are the layers of Cwm, DeepseekV2, DeepseekV3, Gemma"
-    )
+    assert status.reason.startswith("OlmoeDecoderLayer is not supported")
+    assert " Llama, " in status.reason
     (status,) = install_fused_layers(nn.Linear(2, 2), patcher)
     assert status == ("fused layers", "inactive", "Linear holds no transformers model", "")
 
