@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -35,13 +35,18 @@ from lightning_fastft.packing.context import ONE_BY_ONE
 
 DOCS = Path(__file__).parent
 HEAD = "<!-- Written by `python docs/generate.py`; edit the package, not this file. -->\n"
-# Families that no test compares document by document: more mixtures, and families that users often request.
+# Families that no test compares document by document: those with fused layers, more mixtures, and families that users
+# often request.
 MORE_FAMILIES = (
-    *("qwen2_moe", "deepseek_v2", "phimoe", "granitemoe", "ernie4_5_moe", "llama4_text"),
-    *("minimax_m2", "phi", "gemma", "cohere", "olmo2", "olmo3", "stablelm", "gpt2", "opt", "minimax", "mamba2"),
+    *("gemma", "ministral", "ministral3", "cwm", "olmo2", "olmo3", "exaone4"),
+    *("qwen2_moe", "deepseek_v2", "glm4_moe_lite", "granitemoe", "minimax_m2", "llama4_text", "phimoe", "ernie4_5_moe"),
+    *("phi", "cohere", "stablelm", "gpt2", "opt", "minimax", "mamba2"),
 )
 # What a configuration leaves open in its defaults.
-LEFT_OPEN = {"lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"]}}
+LEFT_OPEN = {
+    "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"]},
+    "ministral": {"head_dim": 128},
+}
 # Enough to include every kind of layer: the first three of DeepSeek and GLM are dense.
 NUM_LAYERS = 4
 YES, NO = "yes", "-"
@@ -334,8 +339,8 @@ def _describe_public(name: str, value: Any) -> list[str]:
     if options:
         lines += ["| option | type | default | meaning |", "|---|---|---|---|"]
         lines += [
-            f"| `{option.name}` | `{_cell(_type_of(option))}` | {_default_of(option)} | {_cell(meanings[option.name])} "
-            "|"
+            f"| `{option.name}` | `{_cell(_type_of(option, value))}` | {_default_of(option)} "
+            f"| {_cell(meanings[option.name])} |"
             for option in options
         ] + [""]
     for title in ("Raises", "Cost", "Source"):
@@ -399,8 +404,13 @@ def _entries(lines: list[str]) -> Iterator[tuple[str, str]]:
         yield name, " ".join(words)
 
 
-def _type_of(option: inspect.Parameter) -> str:
+def _type_of(option: inspect.Parameter, owner: Any) -> str:
+    """Return the type of an option of a class or function; the choices in place of the name of a Literal."""
     found = option.annotation
+    for place in inspect.getmro(owner) if inspect.isclass(owner) else (owner,):
+        alias = vars(sys.modules[place.__module__]).get(found) if isinstance(found, str) else None
+        if get_origin(alias) is Literal:
+            return f"Literal[{', '.join(map(repr, get_args(alias)))}]"
     return (
         ""
         if found is inspect.Parameter.empty

@@ -95,7 +95,7 @@ checks.
 
 {named_runs}
 
-## The front of time against memory
+## Step time against memory
 Budgets of GPU memory (`auto=GIB`), offload and recompute against the two settings of Unsloth, newest rows. The last
 figure compares the step with the straight line between Unsloth's two points at the same allocated memory (its
 default, where ours needs less). *Predicted* is the planner's prediction before the run followed the plan. Gradients are

@@ -6,8 +6,10 @@ import atexit
 import gc
 import multiprocessing
 import os
+import sys
 import threading
 from collections import Counter
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -18,6 +20,11 @@ os.environ.setdefault("FASTFT_CHECK_KERNELS", "1")
 
 import pytest
 import torch
+
+# Triton reads this when it is imported: without a GPU, `pytest tests/kernels/triton_NAME.py` interprets the kernels.
+if not torch.cuda.is_available() and any(Path(word).name.startswith("triton_") for word in sys.argv[1:]):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 import tests.support.done_once  # noqa: F401 (before a test imports Lightning)

@@ -1,4 +1,4 @@
-"""Errors, checks, statuses and the patcher: what every other room uses, without torch.nn and without Lightning.
+"""Errors, checks, statuses and the patcher: used by every other folder, without torch.nn and without Lightning.
 
 Nothing enters and nothing leaves: these are definitions. ``errors`` and ``checks`` serve public entries, ``status``
 says what is active in a run, ``patcher`` records every change to a model and undoes it. Read ``patcher`` first.

@@ -1,4 +1,4 @@
-"""One record of what a run knows, handed down to the rooms that plan for it."""
+"""One record of what a run knows, passed to the folders that plan for it."""
 
 from __future__ import annotations
 

@@ -97,6 +97,9 @@ def _attend_heads(
         if form.has_config_window
         else vars(attention).get("sliding_window")
     )
+    if form.rotates_windows_only and not attention.is_sliding:
+        # The attribute is the window of the other layers.
+        window = None
     softcap = attention.attn_logit_softcapping if form.has_softcap else None
     sink_H = attention._parameters.get("sinks")
     context = options.get("context")
@@ -131,8 +134,9 @@ def _rope(
         _angle_rows(angle, num_tokens=num_tokens, is_half=layer_form.has_half_angles, dtype=rows_TC.dtype)
         for angle in angles
     )
+    has_other_windows = layer_form.rotates_windows_only and attention.sliding_window and not attention.is_sliding
     # Layers without positions (SmolLM3): rotate by an angle of 0.
-    if not vars(attention).get("use_rope", True):
+    if has_other_windows or not vars(attention).get("use_rope", True):
         cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
     num_gates = num_query_columns if layer_form.has_gated_heads else 0
     form = RopeForm(

@@ -10,7 +10,9 @@ class LayerForm(NamedTuple):
     """Differences of the layers of a family from the common form: norm, attention, add, norm, feed-forward, add.
 
     A layer without ``self_attn`` has a mixer in its place: a gated delta rule with ``delta_projections``, else a
-    separate module.
+    separate module. Fused attention (``fused/attention.py``) reads these attributes of ``self_attn``: ``head_dim`` and
+    ``scaling``, and if they are there ``sliding_window``, ``attention_dropout``, ``use_rope`` and ``sinks``. A family
+    that says it in another way needs a field here.
 
     Args:
         is_norm_wide: The norms multiply by their weight in fp32 (gpt-oss, Gemma), not after rounding (Llama).
@@ -24,6 +26,8 @@ class LayerForm(NamedTuple):
         has_joint_head_norms: They norm the columns of all heads together (OLMo 2, MiniMax M2), not each head.
         has_config_window: Every layer passes the window of the configuration to attention (Mistral); otherwise the
             layer's own attribute, if any.
+        rotates_windows_only: In a model with sliding windows, layers that attend without one have no rotary embedding
+            (EXAONE 4); ``is_sliding`` of the attention layer says which.
         has_softcap: Attention gets the layer's soft cap. Gemma 3 has the attribute and does not use it: False.
         has_half_angles: The model has one angle for each pair of columns (gpt-oss), not one for each rotated column.
         scales_late_queries: Queries beyond the positions of the pretraining are scaled (Ministral 3). Calls with such
@@ -55,6 +59,7 @@ class LayerForm(NamedTuple):
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
     has_joint_head_norms: bool = False
     has_config_window: bool = False
+    rotates_windows_only: bool = False
     has_softcap: bool = False
     has_half_angles: bool = False
     scales_late_queries: bool = False
@@ -86,6 +91,9 @@ _OLMO = LayerForm(
     norms=(),
     post_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
     has_joint_head_norms=True,
+)
+_EXAONE = LayerForm(
+    norms=(), post_norms=("post_attention_layernorm", "post_feedforward_layernorm"), rotates_windows_only=True
 )
 _GRANITE = LayerForm(has_multiplier=True)
 _LFM2 = LayerForm(
@@ -141,6 +149,7 @@ LAYERS = MappingProxyType(
         "GraniteMoeDecoderLayer": _GRANITE._replace(block="block_sparse_moe"),
         "Olmo2DecoderLayer": _OLMO._replace(feed_forward=("Olmo2MLP",)),
         "Olmo3DecoderLayer": _OLMO._replace(feed_forward=("Olmo3MLP",)),
+        "Exaone4DecoderLayer": _EXAONE._replace(feed_forward=("Exaone4MLP",)),
         "Lfm2DecoderLayer": _LFM2._replace(feed_forward=("Lfm2MLP",)),
         "Lfm2MoeDecoderLayer": _LFM2._replace(feed_forward=("Lfm2MoeMLP",)),
         "Lfm3DecoderLayer": _LFM2._replace(

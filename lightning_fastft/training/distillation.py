@@ -18,6 +18,7 @@ from torch import nn
 from lightning_fastft.core.checks import check_choice, check_float, check_int, check_path, check_share
 from lightning_fastft.core.errors import DataError, OptionError
 from lightning_fastft.core.patcher import ModelPatcher
+from lightning_fastft.kernels.divergence.reference import KINDS, Kind
 from lightning_fastft.kernels.logit_rows import Head
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.store.dataset import TokenizedDataset
@@ -29,10 +30,8 @@ from lightning_fastft.training.tuner import Tuner
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from lightning_fastft.kernels.divergence.reference import Kind
     from lightning_fastft.patches.lazy_logits import LazyLogits
 
-KINDS = ("forward_kl", "reverse_kl", "jsd")
 LARGEST_WEIGHT = 1e3
 LARGEST_TOP_K = 4096
 # Arrays of a store.

@@ -13,14 +13,19 @@ from typing import Literal, get_args
 import torch
 from torch.nn.functional import logsigmoid
 
-PreferenceLoss = Literal["sigmoid", "hinge", "ipo", "robust", "orpo", "simpo", "cpo", "kto"]
+from lightning_fastft.core.errors import OptionError
+
+PreferenceLoss = Literal["sigmoid", "hinge", "ipo", "robust", "orpo", "simpo", "cpo", "kto", "apo_zero", "apo_down"]
 PolicyLoss = Literal["grpo", "dapo", "dr_grpo"]
 
 PREFERENCE_LOSSES: tuple[PreferenceLoss, ...] = get_args(PreferenceLoss)
+# A new loss: its name above, in the sets below that fit it, and its formula in preference_loss.
 # Losses on the ratio to a reference model.
-REFERENCE_LOSSES: frozenset[str] = frozenset({"sigmoid", "hinge", "ipo", "robust", "kto"})
+REFERENCE_LOSSES: frozenset[str] = frozenset({"sigmoid", "hinge", "ipo", "robust", "kto", "apo_zero", "apo_down"})
 # Losses on the mean over a completion's tokens, not on their sum.
 MEAN_LOSSES: frozenset[str] = frozenset({"ipo", "orpo", "simpo"})
+# Losses with a label_smoothing.
+SMOOTHED_LOSSES: frozenset[str] = frozenset({"sigmoid", "robust", "simpo", "cpo"})
 # Weight of the negative log-likelihood of chosen completions where none is asked for.
 SFT_WEIGHTS = {"orpo": 1.0, "cpo": 1.0}
 POLICY_LOSSES: tuple[PolicyLoss, ...] = get_args(PolicyLoss)
@@ -41,15 +46,18 @@ def preference_loss(
         chosen_G: Log-probability of the chosen completion, or its difference to the reference model's
             (``REFERENCE_LOSSES``); summed over tokens, or their mean (``MEAN_LOSSES``).
         rejected_G: The same of the rejected completion.
-        loss: "sigmoid" (DPO), "hinge" (SLiC), "ipo", "robust" (label noise), "orpo", "simpo" or "cpo".
+        loss: Any of ``PREFERENCE_LOSSES`` but "kto".
         beta: Sharpness of the comparison; for "ipo" the regularisation tau, for "orpo" the weight lambda.
-        label_smoothing: Probability that a label is wrong; for "sigmoid", "robust", "simpo" and "cpo".
+        label_smoothing: Probability that a label is wrong (``SMOOTHED_LOSSES``).
         gamma: Margin of "simpo".
+
+    Raises:
+        OptionError: The loss has no formula here.
 
     Source:
         DPO arXiv:2305.18290, smoothed as in cDPO; SLiC arXiv:2305.10425; IPO arXiv:2310.12036, length-normalised as its
         authors advise; robust DPO arXiv:2403.00409; ORPO arXiv:2403.07691; SimPO arXiv:2405.14734; CPO
-        arXiv:2401.08417.
+        arXiv:2401.08417; APO-zero and APO-down arXiv:2408.06266.
 
     Example:
         >>> preference_loss(torch.tensor([1.0]), torch.tensor([1.0]), loss="hinge", beta=0.1).tolist()
@@ -60,9 +68,15 @@ def preference_loss(
         return torch.relu(1 - beta * margin_G)
     if loss == "ipo":
         return (margin_G - 1 / (2 * beta)).square()
+    if loss == "apo_zero":
+        return 1 - torch.sigmoid(beta * chosen_G) + torch.sigmoid(beta * rejected_G)
+    if loss == "apo_down":
+        return 1 - torch.sigmoid(beta * margin_G) + torch.sigmoid(beta * chosen_G)
     if loss == "orpo":
         log_odds_G = margin_G - (_log1m_exp(chosen_G) - _log1m_exp(rejected_G))
         return -beta * logsigmoid(log_odds_G)
+    if loss not in SMOOTHED_LOSSES:
+        raise OptionError(f"loss={loss!r} has no formula for pairs.")
     scaled_G = beta * margin_G - (gamma if loss == "simpo" else 0.0)
     kept_G, flipped_G = -logsigmoid(scaled_G), -logsigmoid(-scaled_G)
     if loss == "robust":

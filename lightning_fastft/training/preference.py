@@ -17,6 +17,7 @@ from lightning_fastft.training.losses import (
     PREFERENCE_LOSSES,
     REFERENCE_LOSSES,
     SFT_WEIGHTS,
+    SMOOTHED_LOSSES,
     PreferenceLoss,
     kto_loss,
     preference_loss,
@@ -44,7 +45,8 @@ class PreferenceTuner(ReferenceTuner):
 
     Args:
         model: As in ``FineTuner``.
-        loss: "sigmoid" (DPO), "hinge", "ipo", "robust", "kto" (completions with a label, no pairs), or without a
+        loss: "sigmoid" (DPO), "hinge", "ipo", "robust", "apo_zero" (raise chosen, lower rejected completions),
+            "apo_down" (lower both, rejected ones more), "kto" (completions with a label, no pairs), or without a
             reference model "orpo", "simpo" and "cpo".
         beta: Sharpness of the comparison, above 0; the tau of "ipo" and the lambda of "orpo".
         label_smoothing: Probability that a label is wrong, in [0, 0.5); for "sigmoid", "robust", "simpo" and "cpo".
@@ -89,8 +91,10 @@ class PreferenceTuner(ReferenceTuner):
         self.sft_weight = check_float("sft_weight", weight, low=0.0, high=LARGEST_BETA)
         self.desirable_weight = check_float("desirable_weight", desirable_weight, low=0.0, high=LARGEST_BETA)
         self.undesirable_weight = check_float("undesirable_weight", undesirable_weight, low=0.0, high=LARGEST_BETA)
-        if label_smoothing and loss not in ("sigmoid", "robust", "simpo", "cpo"):
-            raise OptionError(f"loss={loss!r} has no label_smoothing; leave it at 0.")
+        if label_smoothing and loss not in SMOOTHED_LOSSES:
+            raise OptionError(
+                f"loss={loss!r} has no label_smoothing; losses that have it: {', '.join(sorted(SMOOTHED_LOSSES))}."
+            )
         if loss == "robust" and not label_smoothing:
             raise OptionError("loss='robust' corrects for wrong labels: set label_smoothing to their share, above 0.")
         self.save_hyperparameters({name: getattr(self, name) for name in _OPTIONS} | {"sft_weight": sft_weight})

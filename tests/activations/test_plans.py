@@ -15,7 +15,7 @@ from lightning_fastft.patches.packed import install_packed_training
 from lightning_fastft.planner.step import SegmentPlan
 from tests.planner.plan_trials import PlannedModel, assert_equal, kept_gradients, random_plan, read_gradients
 from tests.support.late_streams import LateStreams
-from tests.support.layer_pairs import DENSE, POST_NORMED, build, count_own_forwards, fuse, layers_of
+from tests.support.layer_pairs import DENSE, build, count_own_forwards, form_of, fuse, layers_of
 from tests.support.packs import assert_close, make_batch
 from tests.support.tiny_models import build_tiny
 
@@ -355,7 +355,7 @@ def test_random_plans_over_fused_layers_are_bit_equal(name, seeds, num_layers):
         planned.gradients(1)
     assert own.attention == 0
     block = ("mlp.gate_up",) if name in DENSE else ("mlp.experts.gate_up",) if name.endswith(" routed") else ()
-    assert set(planned.value_names[-1]) == {*FUSED, *block, *(("mlp.down",) if name in POST_NORMED else ())}
+    assert set(planned.value_names[-1]) == {*FUSED, *block, *(("mlp.down",) if form_of(model).post_norms else ())}
     for seed in seeds:
         planned.follow(random_plan(planned.value_names, seed=seed))
         for count in (1, 3):
@@ -439,7 +439,7 @@ def test_a_last_product_of_a_fused_layer_that_is_needed_after_all_is_computed(na
             return out if not torch.is_grad_enabled() else out + 0.0 * out.square()
 
     for segment in checkpointing.last_segments():
-        segment.last_point = "mlp.post_norm" if name in POST_NORMED else "mlp.down"
+        segment.last_point = "mlp.post_norm" if form_of(model).post_norms else "mlp.down"
     for layer in layers:
         layer.__class__ = Squared
     model(**batches[0]).loss.backward()

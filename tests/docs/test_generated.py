@@ -5,9 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
+from transformers import CONFIG_MAPPING
 
 import lightning_fastft
+from lightning_fastft.fused.layer_forms import LAYERS
 from lightning_fastft.hf.families import FAMILIES
+from tests.support.tiny_models import COMPOSITES, build_tiny
 
 ROOT = Path(__file__).parents[2]
 AGAIN = "the package has changed: python docs/generate.py"
@@ -34,6 +37,19 @@ def test_table_of_families_is_what_the_judges_say(generate):
     assert rows["gpt_oss"][1:] == ["varlen, flex, reference", "yes", "yes", "linear layers and experts"]
     assert rows["llama"][2:] == ["yes", "dense", "linear layers"]
     assert rows["minimax"][:2] == ["refused", "-"]
+
+
+@pytest.mark.slow
+def test_every_family_with_fused_layers_is_in_the_table(generate):
+    families = [*FAMILIES, *generate.MORE_FAMILIES]
+    models = [generate.build_on_meta(family) for family in families if family in CONFIG_MAPPING]
+    # The text parts of models with images.
+    models += map(build_tiny, COMPOSITES)
+    kinds = {type(module).__name__ for model in models for module in model.modules()}
+    # An older transformers has not all of them.
+    later = tuple(family for family in families if family not in CONFIG_MAPPING)
+    missing = {name for name in LAYERS.keys() - kinds if not name.lower().startswith(later)}
+    assert missing == set(), "add its model_type to MORE_FAMILIES of docs/generate.py"
 
 
 def test_page_of_options_is_what_signatures_say(generate):

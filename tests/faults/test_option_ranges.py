@@ -161,7 +161,7 @@ OPTIONS = {
         **TUNER,
         # Without adapters this loss needs another reference.
         "lora": lambda value: value == {},
-        "loss": choice("sigmoid", "hinge", "ipo", "orpo", "simpo", "cpo", "kto"),
+        "loss": choice("sigmoid", "hinge", "ipo", "orpo", "simpo", "cpo", "kto", "apo_zero", "apo_down"),
         "beta": number(1e-6, 1e3),
         "label_smoothing": number(0, 0.499),
         "sft_weight": either(nothing, weight),
@@ -355,10 +355,22 @@ def test_every_public_option_has_a_range():
         if item in owners
         or (isinstance(item, type) and issubclass(item, (Callback, Strategy, LightningModule, LightningDataModule)))
     }
-    assert wanted == set(OPTIONS)
+    assert wanted == set(OPTIONS), "write the ranges of a public class in OPTIONS of this file"
     assert public.keys() - wanted <= {*CHECKED_WHEN_USED}
     for name in wanted:
-        assert [option for option in option_names(name) if option not in OPTIONS[name]] == [], name
+        missing = [option for option in option_names(name) if option not in OPTIONS[name]]
+        assert missing == [], f"write their ranges in OPTIONS[{name!r}] of this file"
+
+
+# A permission of one run, a function, and what the model and its adapters were read from.
+NOT_IN_CHECKPOINTS = {"accept_other_base", "optimizer", "tokenizer", "adapter"}
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name.endswith("Tuner")])
+def test_a_checkpoint_of_a_tuner_keeps_every_option(name):
+    tuner = getattr(lightning_fastft, name)(**GIVEN[name])
+    missing = {*option_names(name)} - {*tuner.hparams} - NOT_IN_CHECKPOINTS
+    assert missing == set(), f"give them to save_hyperparameters in {name}.__init__: a resumed run would not have them"
 
 
 @pytest.mark.parametrize(("name", "option", "kind"), list(cases()))

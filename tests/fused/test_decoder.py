@@ -67,7 +67,9 @@ def logits_of(model, **options):
 def test_every_family_of_the_table_is_compared():
     kinds = {type(layer).__name__ for family in FAMILIES for layer in layers_of(build(family, "full"))}
     # tests/fused/test_own_mixers.py and test_hybrid_layers.py compare the others.
-    assert kinds == {name for name, form in LAYERS.items() if not form.has_own_mixer and not form.delta_projections}
+    wanted = {name for name, form in LAYERS.items() if not form.has_own_mixer and not form.delta_projections}
+    assert wanted <= kinds, "add a model with these layers to MORE_DENSE of tests/support/tiny_models.py"
+    assert kinds <= wanted
 
 
 @pytest.mark.parametrize(
@@ -733,9 +735,8 @@ def test_unknown_families_are_left_alone():
     model, patcher = build_tiny("olmoe"), ModelPatcher()
     (status,) = install_fused_layers(model, patcher)
     assert (status.state, len(patcher)) == ("inactive", 0)
-    assert status.reason.startswith(
-        "OlmoeDecoderLayer is not supported; supported are the layers of Cwm, DeepseekV2, DeepseekV3, Gemma"
-    )
+    assert status.reason.startswith("OlmoeDecoderLayer is not supported")
+    assert " Llama, " in status.reason
     (status,) = install_fused_layers(nn.Linear(2, 2), patcher)
     assert status == ("fused layers", "inactive", "Linear holds no transformers model", "")
 

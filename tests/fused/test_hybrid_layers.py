@@ -17,7 +17,7 @@ from lightning_fastft.mixers import gated_delta
 from lightning_fastft.patches.packed import install_packed_training
 from tests.support.layer_pairs import add_lora, assert_as_near, layers_of, padded_batch, step
 from tests.support.packs import make_batch, relative_error
-from tests.support.tiny_models import build_tiny
+from tests.support.tiny_models import build_tiny, has_experts
 
 # The first layer has a gated delta rule, the second one attention; in qwen3_next only the second one has experts.
 FAMILIES = {"qwen3_5_text": {}, "qwen3_next": {"mlp_only_layers": [0]}, "qwen3_5_moe_text": {}}
@@ -27,7 +27,7 @@ POLICIES = ("keep", "recompute", "offload")
 
 
 def build(family, trained, *, dtype=torch.float32):
-    experts = None if family == "qwen3_5_text" else "eager"
+    experts = "eager" if has_experts(family) else None
     model = build_tiny(family, experts=experts, **FAMILIES[family]).to(dtype)
     return (add_lora(model) if trained == "lora" else model).train()
 

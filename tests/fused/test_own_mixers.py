@@ -16,7 +16,7 @@ from lightning_fastft.hf.families import decoder_layers, find_causal_models
 from lightning_fastft.patches.packed import install_packed_training
 from tests.support.layer_pairs import add_lora, assert_as_near, padded_batch, step
 from tests.support.packs import make_batch, relative_error
-from tests.support.tiny_models import build_tiny
+from tests.support.tiny_models import build_tiny, has_experts
 
 pytestmark = pytest.mark.covering
 
@@ -34,13 +34,12 @@ FAMILIES = {
 # Newer than transformers 5.17.
 LATER = {"lfm3": {"use_sandwich_norm": True}} if "lfm3" in CONFIG_MAPPING else {}
 FAMILIES |= LATER
-MIXTURES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "llama4_text")
 # Packed batches of this family are refused.
 PADDED_ONLY = {"llama4_text": {"interleave_moe_layer_step": 2}}
 
 
 def build(family, trained, *, dtype=torch.float32):
-    experts = "eager" if family in MIXTURES else None
+    experts = "eager" if has_experts(family) else None
     model = build_tiny(family, experts=experts, **{**FAMILIES, **PADDED_ONLY}[family]).to(dtype)
     # PEFT cannot adapt Llama 4's router.
     return (add_lora(model, exclude_modules=".*router.*") if trained == "lora" else model).train()

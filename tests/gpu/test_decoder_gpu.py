@@ -45,6 +45,7 @@ MODELS = {
     },
     "granite": {**SIZES, "attention_bias": True, "mlp_bias": True},
     "olmo3": {**SIZES, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "exaone4": {**SIZES, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "lfm2": {**SIZES, "layer_types": ["conv", "full_attention", "conv"]},
     "minimax_m2": {**SIZES, "num_experts_per_tok": 4},
 }

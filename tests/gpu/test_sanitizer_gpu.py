@@ -107,6 +107,8 @@ def test_every_kernel_is_launched_by_the_case_of_its_folder():
 
 
 def test_every_folder_with_a_kernel_has_a_case():
+    missing = [name for name, case in CASES.items() if case is None]
+    assert missing == [], "write functions of these names in tests/gpu/sanitizer.py"
     assert {path.relative_to(PACKAGE).as_posix() for path in all_kernels()} == {
         f"kernels/{name}/triton.py" for name in CASES
     }

@@ -45,8 +45,8 @@ GPUS = pytest.mark.parametrize(
 )
 
 
-def module_of(room):
-    return importlib.import_module(f"lightning_fastft.kernels.{room}.triton")
+def module_of(folder):
+    return importlib.import_module(f"lightning_fastft.kernels.{folder}.triton")
 
 
 def kernel_names(module):
@@ -62,8 +62,9 @@ def compile_launches(module, capability, launch):
 
 
 def test_every_kernel_is_compiled_here():
-    rooms = {path.parent.name for path in KERNELS.glob("*/triton.py")}
-    assert {f"test_{room}" for room in rooms - set(SCRIPTS)} <= set(globals())
+    folders = {path.parent.name for path in KERNELS.glob("*/triton.py")}
+    missing = {f"test_{folder}" for folder in folders - set(SCRIPTS)} - set(globals())
+    assert missing == set(), "write these tests in this file"
 
 
 @GPUS
@@ -526,13 +527,13 @@ def test_state_scan(capability, dtype, num_states, width):
     assert capability != 90 or max(map(stack_bytes, kernels)) == 0, "more registers than a thread has"
 
 
-# Kernels whose tests have scripts of their own, by the room that each belongs to.
+# Kernels whose tests have scripts of their own, by folder.
 SCRIPTS = {"adamw_step": (("test_adamw_step", "promises"), ("test_adamw_8bit", "promises"))}
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("room", SCRIPTS)
-def test_kernels_with_scripts_compile_for_every_gpu(room, monkeypatch):
+@pytest.mark.parametrize("folder", SCRIPTS)
+def test_kernels_with_scripts_compile_for_every_gpu(folder, monkeypatch):
     """The form of each kernel that a script compiles first, for all GPUs that have its instructions."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -548,6 +549,6 @@ def test_kernels_with_scripts_compile_for_every_gpu(room, monkeypatch):
         return compile_one(source, target=target, options=options)
 
     monkeypatch.setattr(triton, "compile", compile_for_all)
-    for file, *arguments in SCRIPTS[room]:
+    for file, *arguments in SCRIPTS[folder]:
         compile_kernels(importlib.import_module(f"tests.kernels.{file}").COMPILE_SCRIPT, *arguments)
-    assert seen == kernel_names(module_of(room))
+    assert seen == kernel_names(module_of(folder))

@@ -13,7 +13,7 @@ from lightning_fastft.fused.layer_forms import LAYERS
 from lightning_fastft.hf.families import decoder_layers, find_causal_models
 from lightning_fastft.patches.packed import install_packed_training
 from tests.support.packs import relative_error
-from tests.support.tiny_models import VOCABULARY, build_tiny
+from tests.support.tiny_models import MORE_DENSE, VOCABULARY, build_tiny, has_experts
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 LONGROPE = {
@@ -28,6 +28,7 @@ LONGROPE = {
 # rotated heads, scaled angles, tied embeddings and mixed blocks. Gemma 3 has the attribute of a soft cap, which its
 # layers do not hand to attention.
 FAMILIES = {
+    **{name: (name, {}) for name in MORE_DENSE},
     "llama": ("llama", {}),
     "llama biased": (
         "llama",
@@ -45,14 +46,10 @@ FAMILIES = {
         {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
     ),
     "phi3 longrope": ("phi3", {"rope_parameters": LONGROPE, "head_dim": 8}),
-    "cwm": ("cwm", {}),
     "glm4_moe": ("glm4_moe", {"use_qk_norm": True, "attention_bias": True}),
-    "ministral": ("ministral", {}),
-    "ministral3": ("ministral3", {}),
     "qwen3_vl": ("qwen3_vl", {}),
     "qwen3_vl_moe": ("qwen3_vl_moe", {}),
     "smollm3": ("smollm3", {}),
-    "gemma": ("gemma", {}),
     "gemma2": ("gemma2", {"query_pre_attn_scalar": 24}),
     "gemma3": (
         "gemma3_text",
@@ -61,26 +58,11 @@ FAMILIES = {
     "granite": ("granite", {"attention_bias": True, "mlp_bias": True}),
     "granitemoe": ("granitemoe", {"residual_multiplier": 0.5}),
     "olmo2": ("olmo2", {"rms_norm_eps": 1e-3}),
-    "olmo3": ("olmo3", {}),
     "lfm2": ("lfm2", {}),
     "lfm2_moe": ("lfm2_moe", {}),
     "minimax_m2": ("minimax_m2", {}),
 }
-MIXTURES = (
-    "mixtral",
-    "qwen2_moe",
-    "qwen3_moe",
-    "gpt_oss",
-    "glm4_moe",
-    "qwen3_vl_moe",
-    "granitemoe",
-    "lfm2_moe",
-    "minimax_m2",
-)
-DENSE = tuple(family for family in FAMILIES if family not in MIXTURES)
-# Families that norm what the feed-forward block gives: the output of its last product is needed by the backward, so it
-# is a value.
-POST_NORMED = ("gemma2", "gemma3", "olmo2", "olmo3")
+DENSE = tuple(family for family, (name, _) in FAMILIES.items() if not has_experts(name))
 TRAINED = ("lora", "full", "norms")
 
 
@@ -183,6 +165,11 @@ def last_norm(causal):
     return causal.get_decoder().get_submodule(LAYERS[own_class(decoder_layers(causal)[0]).__name__].last_norm)
 
 
+def form_of(model):
+    """The form of the layers of a model."""
+    return LAYERS[own_class(layers_of(model)[0]).__name__]
+
+
 def own_class(layer):
     """The class of transformers of a layer, fused or not."""
     return next(kind for kind in type(layer).__mro__ if kind.__module__.startswith("transformers."))
@@ -220,7 +207,7 @@ class OwnForwards:
 def count_own_forwards(model):
     """Count at the classes: a hook would be noticed."""
     counts, layers = OwnForwards(), layers_of(model)
-    block = LAYERS[own_class(layers[0]).__name__].block
+    block = form_of(model).block
     with contextlib.ExitStack() as stack:
         for part, name in (("self_attn", "attention"), (block, "block")):
             for kind in {type(layer._modules[part]) for layer in layers if part in layer._modules}:

@@ -115,7 +115,7 @@ TINY = {
     ),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0], "use_sliding_window": False}),
 }
-# More dense models, for fused layers alone.
+# More dense models, for fused layers alone; tests/support/layer_pairs.py takes all of them.
 MORE_DENSE = {
     "gemma": ("gemma", {}),
     "ministral": ("ministral", _MIXED_WINDOWS),
@@ -134,6 +134,9 @@ MORE_DENSE = {
     ),
     "olmo2": ("olmo2", {}),
     "olmo3": ("olmo3", _MIXED_WINDOWS),
+    # The layer without a window has no rotary embedding; without windows all layers have one.
+    "exaone4": ("exaone4", _MIXED_WINDOWS),
+    "exaone4 without windows": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
     "cwm": (
         "cwm",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, **_MIXED_WINDOWS},
@@ -297,6 +300,12 @@ HYBRIDS = {
 }
 MOE = ("gpt_oss", "qwen3_moe", "mixtral", "olmoe", "deepseek_v3", "glm4_moe")
 DENSE = tuple(name for name in TINY if name not in MOE)
+
+
+def has_experts(name):
+    """Whether a model has mixture-of-experts layers."""
+    differences = COMPOSITES[name] if name in COMPOSITES else {**TINY, **MORE_DENSE, **MORE_MOE, **HYBRIDS}[name][1]
+    return any("experts" in option for option in differences)
 
 
 def build_tiny(name, *, attention="eager", experts=None, **overrides):

@@ -34,25 +34,34 @@ def pair_losses_alone(tuner, documents):
     for number in range(len(documents)):
         (chosen, _), (rejected, _) = ours[2 * number : 2 * number + 2]
         (ref_chosen, _), (ref_rejected, _) = theirs[2 * number : 2 * number + 2]
-        ratio = chosen.sum() - ref_chosen.sum() - (rejected.sum() - ref_rejected.sum())
-        beta, noise, sigmoid = tuner.beta, tuner.label_smoothing, torch.sigmoid
-        if tuner.loss == "sigmoid":
-            loss = -(1 - noise) * sigmoid(beta * ratio).log() - noise * sigmoid(-beta * ratio).log()
-        elif tuner.loss == "hinge":
-            loss = (1 - beta * ratio).clamp(min=0)
-        elif tuner.loss == "ipo":
-            loss = ((chosen - ref_chosen).mean() - (rejected - ref_rejected).mean() - 1 / (2 * beta)) ** 2
-        elif tuner.loss == "robust":
-            loss = -((1 - noise) * sigmoid(beta * ratio).log() - noise * sigmoid(-beta * ratio).log()) / (1 - 2 * noise)
-        elif tuner.loss == "simpo":
-            loss = -sigmoid(beta * (chosen.mean() - rejected.mean()) - tuner.gamma).log()
-        elif tuner.loss == "cpo":
-            loss = -sigmoid(beta * (chosen.sum() - rejected.sum())).log() - chosen.mean()
-        else:
-            odds = [p / (1 - p) for p in (chosen.double().mean().exp(), rejected.double().mean().exp())]
-            loss = -chosen.mean() - beta * sigmoid((odds[0] / odds[1]).log()).log()
-        found.append(loss)
+        found.append(pair_loss(tuner, chosen, rejected, ref_chosen, ref_rejected))
     return found
+
+
+def pair_loss(tuner, chosen, rejected, ref_chosen, ref_rejected):
+    """The loss of one pair from log-probabilities of its tokens."""
+    beta, noise, sigmoid = tuner.beta, tuner.label_smoothing, torch.sigmoid
+    ratios = chosen.sum() - ref_chosen.sum(), rejected.sum() - ref_rejected.sum()
+    ratio = ratios[0] - ratios[1]
+    odds = [p / (1 - p) for p in (chosen.double().mean().exp(), rejected.double().mean().exp())]
+    return {
+        "sigmoid": lambda: -(1 - noise) * sigmoid(beta * ratio).log() - noise * sigmoid(-beta * ratio).log(),
+        "hinge": lambda: (1 - beta * ratio).clamp(min=0),
+        "ipo": lambda: ((chosen - ref_chosen).mean() - (rejected - ref_rejected).mean() - 1 / (2 * beta)) ** 2,
+        "robust": lambda: (
+            -((1 - noise) * sigmoid(beta * ratio).log() - noise * sigmoid(-beta * ratio).log()) / (1 - 2 * noise)
+        ),
+        "apo_zero": lambda: 1 - sigmoid(beta * ratios[0]) + sigmoid(beta * ratios[1]),
+        "apo_down": lambda: sigmoid(beta * ratios[0]) + 1 - sigmoid(beta * ratio),
+        "simpo": lambda: -sigmoid(beta * (chosen.mean() - rejected.mean()) - tuner.gamma).log(),
+        "cpo": lambda: -sigmoid(beta * (chosen.sum() - rejected.sum())).log() - chosen.mean(),
+        "orpo": lambda: -chosen.mean() - beta * sigmoid((odds[0] / odds[1]).log()).log(),
+    }[tuner.loss]()
+
+
+def test_a_loss_without_a_formula_is_refused():
+    with pytest.raises(OptionError, match="kto"):
+        losses.preference_loss(torch.zeros(1), torch.zeros(1), loss="kto", beta=0.1)
 
 
 @pytest.mark.covering

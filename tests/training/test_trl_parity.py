@@ -148,6 +148,8 @@ def dpo_loss(tuner, documents, *, loss_types, weights):
         {"loss": "hinge", "beta": 0.3},
         {"loss": "ipo", "beta": 0.2},
         {"loss": "robust", "label_smoothing": 0.1},
+        {"loss": "apo_zero"},
+        {"loss": "apo_down"},
     ],
     ids=lambda options: options["loss"],
 )

@@ -11,7 +11,7 @@ With q the student's distribution and p the teacher's:
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
@@ -19,7 +19,7 @@ from lightning_fastft.kernels.backends import one_kernel, wide_dtype
 from lightning_fastft.kernels.cross_entropy.reference import scale_and_cap
 
 Kind = Literal["forward_kl", "reverse_kl", "jsd"]
-KINDS: tuple[Kind, ...] = ("forward_kl", "reverse_kl", "jsd")
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class DivergenceForm(NamedTuple):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lightning_fastft.core.checks import check_bool, check_choice, check_int, check_string
 from lightning_fastft.core.errors import OptionError
 
-# Required and optional columns of each format, in the order of detection.
+# Required and optional columns of each format, in the order of detection. tokens/formatter.py reads them.
 COLUMNS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "preference": (("chosen", "rejected"), ("prompt", "margin", "tools", "images", "image")),
     "labelled": (("prompt", "completion", "label"), ("tools", "images", "image")),
@@ -44,9 +44,7 @@ class FormatOptions:
 
     Args:
         max_tokens: Longest example in tokens: the length of a pack.
-        format: "preference", "labelled", "scored", "stepwise", "rollouts", "messages", "conversations",
-            "prompt_completion", "instruction", "input_ids", "text", or "auto" to detect it from the columns of each
-            file.
+        format: A format of COLUMNS, or "auto" to detect it from the columns of each file.
         columns: Column names of the format to those of the data, for example {"prompt": "question", "completion":
             "answer"}.
         loss_on: "completion" trains assistant turns, completions and outputs; "all" trains every token, and is
