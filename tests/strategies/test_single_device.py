@@ -300,7 +300,9 @@ def test_failed_set_up_leaves_the_model_as_it_was():
 
 
 class RunsOutOfMemory(PlainModule):
-    """Fails once in a given step, as a device does that has less memory than the plan thought."""
+    """Fails in a given step, as a device does that has less memory than the plan thought: once in the forward, in every
+    backward.
+    """
 
     def __init__(self, model, *, where, fails_at=5):
         super().__init__(model)
@@ -309,12 +311,13 @@ class RunsOutOfMemory(PlainModule):
     def training_step(self, batch, batch_idx):
         self.num_steps += 1
         loss = super().training_step(batch, batch_idx)
-        if self.trainer.global_step == self.fails_at and self.num_steps == self.fails_at + 1:
-            if self.where == "forward":
+        if self.trainer.global_step == self.fails_at:
+            if self.where == "forward" and self.num_steps == self.fails_at + 1:
                 activations = torch.ones(3)
                 self.activations = weakref.ref(activations)
                 raise torch.OutOfMemoryError("planted")
-            loss.register_hook(self.fail)
+            if self.where == "backward":
+                loss.register_hook(self.fail)
         return loss
 
     def fail(self, gradient):
@@ -340,12 +343,15 @@ def test_a_forward_that_runs_out_of_memory_is_repeated_under_a_smaller_plan(tmp_
     assert held == [False]
 
 
-def test_a_backward_that_runs_out_of_memory_says_which_budget_to_take(tmp_path):
+def test_a_repeated_backward_that_runs_out_of_memory_says_which_budget_to_take(tmp_path):
     strategy = FastFTStrategy(activations=OffloadCheckpointing("auto", vram_budget=1000.0, host_budget=1.0))
-    with pytest.raises(torch.OutOfMemoryError, match=r"vram_budget=0\.0\)"):
-        quiet_trainer(tmp_path, strategy=strategy, max_steps=8).fit(
-            RunsOutOfMemory(tiny_llama(), where="backward"), packed_loader(8)
-        )
+    module = RunsOutOfMemory(tiny_llama(), where="backward")
+    with (
+        pytest.warns(UserWarning, match="repeated with less"),
+        pytest.raises(torch.OutOfMemoryError, match=r"vram_budget=0\.0\)"),
+    ):
+        quiet_trainer(tmp_path, strategy=strategy, max_steps=8).fit(module, packed_loader(8))
+    assert module.num_steps == module.fails_at + 2
 
 
 def model_with_frozen_layers():
@@ -374,10 +380,13 @@ def test_first_steps_that_do_not_fit_are_measured_with_streamed_weights(tmp_path
     assert any("streams over time" in text for text in reports[streamed:])
 
 
-def test_a_first_backward_that_runs_out_of_memory_says_to_stream_the_weights(tmp_path):
+def test_a_first_backward_that_runs_out_of_memory_streams_the_weights_then_says_to_compute_in_tiles(tmp_path):
     strategy = FastFTStrategy(activations=OffloadCheckpointing("auto", vram_budget=1000.0, host_budget=1.0))
     module = RunsOutOfMemory(model_with_frozen_layers(), where="backward", fails_at=1)
-    with pytest.raises(torch.OutOfMemoryError, match=r"weights='stream'\)"):
+    with (
+        pytest.warns(UserWarning, match="repeated with less"),
+        pytest.raises(torch.OutOfMemoryError, match=r"weights='stream', mlp_tiles=8\)"),
+    ):
         quiet_trainer(tmp_path, strategy=strategy, max_steps=8).fit(module, packed_loader(8))
 
 
