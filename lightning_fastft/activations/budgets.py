@@ -14,6 +14,8 @@ from lightning_fastft.core.errors import OptionError
 # Share of the memory that is free once model and optimizer are placed; the rest covers fragmentation.
 AUTO_VRAM_SHARE = 0.9
 AUTO_HOST_SHARE = 0.5
+# The allocator compares the cap with the memory that is asked for, but expandable segments grow by so much at a time.
+SEGMENT_BYTES = 20 * 2**20
 # Budget for a device without a counting allocator.
 UNKNOWN_BYTES = 2**62
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -68,7 +70,8 @@ def cap_memory(device: torch.device, num_bytes: int) -> Callable[[], None]:
             "vram_budget."
         )
     before = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(device)
-    torch.cuda.set_per_process_memory_fraction(min(before, num_bytes / device_bytes(device)), device)
+    share = max(0, num_bytes - SEGMENT_BYTES) / device_bytes(device)
+    torch.cuda.set_per_process_memory_fraction(min(before, share), device)
     return functools.partial(torch.cuda.set_per_process_memory_fraction, before, device)
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from lightning_fastft.activations.budgets import SEGMENT_BYTES
 from lightning_fastft.activations.probe import Meter
 from lightning_fastft.activations.segments import KEEP
 from lightning_fastft.activations.slots import align
@@ -153,7 +154,7 @@ def least_peak_bytes(cost: StepCost, *, host_budget_bytes: int, buffers: int, st
 def budget_for(peak_bytes: int) -> int:
     """Return the least budget with room for a plan of this peak, the margin of plans included."""
     # One byte more, for the rounding of both.
-    return math.ceil(peak_bytes / PLANNED_SHARE) + 1
+    return math.ceil(peak_bytes / PLANNED_SHARE) + SEGMENT_BYTES + 1
 
 
 def check_feasible(

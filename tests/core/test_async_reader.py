@@ -52,4 +52,4 @@ def test_no_host_wait_on_a_gpu_and_buffers_are_reused():
     assert [float(found[0]) for _, found in arrived] == [0.0, 1.0, 2.0, 3.0, 4.0]
     buffers = {buffer.data_ptr() for buffer in copies._free}
     copies.push(9, value)
-    assert copies._pending[0].host.data_ptr() in buffers
+    assert copies._pending[0][1].data_ptr() in buffers
