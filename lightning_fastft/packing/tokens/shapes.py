@@ -157,6 +157,12 @@ def read_reasoning(message: dict[str, Any]) -> dict[str, str]:
     return {name: message[name].strip() for name in REASONING if message.get(name)}
 
 
+def read_words(message: dict[str, Any]) -> str:
+    """Return the content of a message as one text."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
 def as_parts(text: str) -> list[dict[str, str]]:
     """Return a text as a list of content parts."""
     return [{"type": "text", "text": text}]
