@@ -20,6 +20,7 @@ from jinja2.exceptions import TemplateError
 
 from lightning_fastft.core.errors import DataError
 from lightning_fastft.packing.rows.rejects import (
+    TEMPLATE_DROPS,
     TEMPLATE_REFUSED,
     TEMPLATE_UNCLEAR,
     WRONG_TYPE,
@@ -28,7 +29,7 @@ from lightning_fastft.packing.rows.rejects import (
 from lightning_fastft.packing.tokens.control_tokens import QUOTED_CONTROL, USED_CONTROL, ControlTokens, Rendered
 from lightning_fastft.packing.tokens.deadline import template_deadline
 from lightning_fastft.packing.tokens.shapes import MessageShapes, find_dropped
-from lightning_fastft.packing.tokens.turns import SENTINEL, Render, TurnFinder, find_lead
+from lightning_fastft.packing.tokens.turns import SENTINEL, Render, TurnFinder, find_lead, mark_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -125,6 +126,7 @@ class ChatRenderer:
         turns, tool_list, found = self.controls.quote(messages, tool_list)
         notes += found
         shaped = self._shapes.shape(turns)
+        self._check_calls(shaped, tools=tool_list)
         rendered = self._render(shaped, is_wanted=is_wanted, tools=tool_list)
         notes += find_dropped(rendered.text, shaped, tool_list)
         if QUOTED_CONTROL in found and not self.controls.can_read_as_text(rendered):
@@ -195,6 +197,20 @@ class ChatRenderer:
         """What the template writes between the generation prompt and an answer."""
         question, answer = {"role": "user", "content": "58126934"}, {"role": "assistant", "content": SENTINEL}
         return find_lead(self._shapes.shape([question, answer]), self._renderer(None))
+
+    def _check_calls(self, messages: Sequence[dict[str, Any]], *, tools: list[Any] | None) -> None:
+        """Raise RowRejectedError if the template drops a tool call, such as the second one of a turn."""
+        marked, names = [], []
+        for number, message in enumerate(messages):
+            if message.get("tool_calls"):
+                marks = [f"{SENTINEL}{number}.{place}{SENTINEL}" for place in range(len(message["tool_calls"]))]
+                message = message | {"tool_calls": [*map(mark_name, message["tool_calls"], marks)]}
+                names += [(number, mark) for mark in marks]
+            marked.append(message)
+        shown = self._renderer(tools)(marked, False) if names else None
+        for number, mark in names:
+            if shown is not None and mark not in shown:
+                raise RowRejectedError(TEMPLATE_DROPS, f"a tool call of turn {number}; give chat_template")
 
     def _renderer(self, tools: list[Any] | None) -> Render:
         """Return a function that renders messages, or returns None if the template refuses them."""

@@ -6,7 +6,7 @@ from lightning_fastft.packing.rows import rejects
 from lightning_fastft.packing.rows.formats import FormatOptions
 from lightning_fastft.packing.rows.rejects import RowRejectedError
 from lightning_fastft.packing.tokens.formatter import Formatter
-from tests.packing.conftest import build_tokenizer
+from tests.packing.conftest import UNMARKED, build_tokenizer
 
 CALLS = (
     "{% for call in message.tool_calls or [] %}{{ '\n' if message.content or not loop.first }}"
@@ -133,8 +133,39 @@ def test_parts_of_a_conversation_that_the_template_refuses_are_no_reason_to_reje
     assert trained(THINKING, [turn("assistant", "hello"), *MORE])[0] == "hello<|im_end|>"
 
 
+def test_tool_calls_that_the_template_drops_from_a_turn_are_rejected():
+    turns = [turn("assistant", "four"), *MORE]
+    _, rejected = encode(CHANNELS, [*calling(count=2), *turns])
+    assert isinstance(rejected, RowRejectedError)
+    assert rejected.reason == rejects.TEMPLATE_DROPS
+    assert "turn 1" in rejected.detail
+    beside = UNMARKED.replace(
+        "{{ message.content }}", "{% if message.content %}{{ message.content }}{% else %}CALLS{% endif %}"
+    )
+    beside = beside.replace("CALLS", CALLS)
+    assert trained(beside, [*calling(), *turns])[0] == f"{FIRST}<|im_end|>"
+    _, rejected = encode(beside, [*calling("is"), *turns])
+    assert isinstance(rejected, RowRejectedError)
+    assert rejected.reason == rejects.TEMPLATE_DROPS
+
+
 def test_calls_before_the_content_are_rejected_where_only_a_sentinel_finds_them():
     template = OPENED.replace("{{ (message.content or '') | trim }}" + CALLS, CALLS + "{{ message.content }}")
     _, rejected = encode(template, [*calling("is"), turn("assistant", "four"), *MORE])
     assert isinstance(rejected, RowRejectedError)
     assert rejected.reason == rejects.TEMPLATE_UNCLEAR
+
+
+def test_dropped_system_messages_and_texts_beside_calls_are_noted():
+    messages = [turn("system", "brief"), turn("user", "two"), turn("assistant", "four")]
+    _, example = encode(SPACED, messages)
+    assert any("system message" in note for note in example.notes)
+    _, example = encode(UNMARKED, messages)
+    assert not example.notes
+    calls = UNMARKED.replace(
+        "{{ message.content }}", "{% if message.tool_calls %}" + CALLS + "{% else %}{{ message.content }}{% endif %}"
+    )
+    _, example = encode(calls, [*calling("plus"), turn("assistant", "four")])
+    assert any("beside tool calls" in note for note in example.notes)
+    _, example = encode(calls, [*calling(), turn("assistant", "four")])
+    assert not example.notes
