@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
-from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.callbacks import Callback, LearningRateFinder
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
@@ -15,6 +15,7 @@ from lightning_fastft.core.errors import DataError, OptionError
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.completions import Completions
 from lightning_fastft.packing.needs import DataNeeds
+from lightning_fastft.training.model.construction import check_early_callbacks
 from lightning_fastft.training.model.forward import read_logits, run_objective, sum_per_document
 from lightning_fastft.training.model.options import (
     ModelOptions,
@@ -269,6 +270,15 @@ class Tuner(SavedCausalLM):
         if isinstance(scheduler, ReduceLROnPlateau):
             options.update(interval="epoch", monitor=getattr(scheduler, "monitor", "val_loss"))
         return {"optimizer": optimizer, "lr_scheduler": options}
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Return no callbacks; refuse those of the Trainer that would need the model too early.
+
+        Raises:
+            OptionError: Such a callback is there.
+        """
+        check_early_callbacks(self.trainer.callbacks, has_model=self.model is not None)  # type: ignore[attr-defined]
+        return []
 
     def on_train_start(self) -> None:
         """Give the rate that Lightning's LearningRateFinder found to the schedule."""
