@@ -39,6 +39,9 @@ from lightning_fastft.core.files import sync_file
 
 RECORD = "commit.json"
 
+# Of a ZIP file, which torch.save writes.
+_ARCHIVE_BEGIN = b"PK\x03\x04"
+
 
 def save_file(content: object, path: Path) -> None:
     """Write content atomically in the format of ``torch.save``.
@@ -245,6 +248,10 @@ class _DamageError(Exception):
     """Describes the damage of a checkpoint, without its name and without advice."""
 
 
+class _OtherFileError(_DamageError):
+    """Raised if a file never was a checkpoint."""
+
+
 class _ForgeryError(_DamageError):
     """Raised if a checkpoint is not signed, or signed with another key."""
 
@@ -257,6 +264,9 @@ def _told_damage(path: Path, origin: str = "") -> Iterator[None]:
     except _ForgeryError as forgery:
         advice = "Unset the variable, or set it to the key of the save."
         raise UnsafeCheckpointError(f"{origin or path} is not loaded: {forgery}. {advice}") from forgery
+    except _OtherFileError as other:
+        advice = "Give a checkpoint that a Trainer saved (.ckpt), or the folder of one."
+        raise DamagedCheckpointError(f"{origin or path} is not a checkpoint: {other}. {advice}") from other
     except _DamageError as damage:
         if origin:
             advice = 'ckpt_path="last" finds the newest intact checkpoint of the run.'
@@ -336,6 +346,11 @@ def _judge_file(file: IO[bytes]) -> bool:
         if tail.startswith(END_SIGNATURE) and tail.endswith(b"\0\0"):
             _judge_signature("", "")
             return False
+        file.seek(0)
+        begin = file.read(len(_ARCHIVE_BEGIN))
+        # A save that was cut off, or never reached the disk, is damaged.
+        if begin != _ARCHIVE_BEGIN and begin.strip(b"\0"):
+            raise _OtherFileError("it does not begin as a file of torch.save does")
         raise _DamageError("its end is missing: it is neither a checkpoint with a digest nor a file of torch.save")
     expected, signature, num_comment_bytes = seal
     num_bytes = os.fstat(file.fileno()).st_size - num_comment_bytes

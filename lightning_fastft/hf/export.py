@@ -348,6 +348,7 @@ def _merge(model: PeftModel, ids: torch.Tensor, *, adapted: torch.Tensor) -> tup
     """Return the model with merged adapters and the relative change of its logits; raise if rounding of weights does
     not explain the change.
     """
+    _check_biases(model)
     with model.disable_adapter():
         base = _logits(model, ids)
     merged: Any = model.merge_and_unload(safe_merge=True)
@@ -366,6 +367,20 @@ def _merge(model: PeftModel, ids: torch.Tensor, *, adapted: torch.Tensor) -> tup
             "without merging, or merge in fp32 (--dtype float32)."
         )
     return merged, moved
+
+
+def _check_biases(model: PeftModel) -> None:
+    """Raise if a layer has no bias to which the bias of its adapter could be added."""
+    lacking = [
+        name
+        for name, module in model.named_modules()
+        if any(getattr(module, "lora_bias", {}).values()) and getattr(module.get_base_layer(), "bias", None) is None  # type: ignore[operator]
+    ]
+    if lacking:
+        raise UnsupportedModelError(
+            f"The adapters have biases (lora_bias), and {list_names(lacking)} has none to add them to, so they cannot "
+            "be merged. Export the adapters without --merge."
+        )
 
 
 def _num_bytes(folder: Path) -> int:

@@ -68,8 +68,11 @@ def check_read_back(
         name: tensor for name, tensor in held.items() if f".{adapter}" in name and any(part in name for part in _PARTS)
     }
     with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
-        num_written = sum(".lora_" in key for key in file.keys())  # noqa: SIM118 - safe_open is no mapping
+        keys = list(file.keys())
+    num_written = sum(".lora_" in key for key in keys)
     num_factors = sum(".lora_" in name for name in expected)
+    # Trained biases of the base have the same names in the file.
+    expected |= {key: held[key] for key in keys if key in held and "bias" in key}
     wrong = [] if num_written == num_factors else [f"{num_written} of {num_factors} tensors"]
     wrong += [name for name, tensor in expected.items() if name not in found or not _is_equal(found[name], tensor)]
     scales = _scales(again, adapter)
@@ -87,14 +90,18 @@ def check_read_back(
 
 
 def _build_bare(base: Any) -> nn.Module:
-    """Return a base of the same structure on the CPU, whose weights are expanded single numbers."""
+    """Return a base of the same structure on the CPU, whose weights are expanded single numbers.
+
+    Biases are whole, because adapters may hold trained ones, which are copied into them.
+    """
     with torch.device("meta"):
         bare: nn.Module = type(base)(copy.deepcopy(base.config))
     for module in bare.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                single = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
-                module._parameters[name] = nn.Parameter(single, requires_grad=False)
+                size = parameter.shape if "bias" in name else ()
+                values = torch.zeros(size, dtype=parameter.dtype).expand(parameter.shape)
+                module._parameters[name] = nn.Parameter(values, requires_grad=False)
     return bare
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
+from lightning.pytorch.callbacks import Callback, LearningRateFinder
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
@@ -14,6 +15,7 @@ from lightning_fastft.core.errors import DataError, OptionError
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.completions import Completions
 from lightning_fastft.packing.needs import DataNeeds
+from lightning_fastft.training.model.construction import check_early_callbacks
 from lightning_fastft.training.model.forward import read_logits, run_objective, sum_per_document
 from lightning_fastft.training.model.options import (
     ModelOptions,
@@ -27,6 +29,7 @@ from lightning_fastft.training.optimization.choice import (
     find_fast_parameters,
     make_schedule,
 )
+from lightning_fastft.training.optimization.schedules import apply_found_rate
 from lightning_fastft.training.optimizer import FusedAdamW
 
 if TYPE_CHECKING:
@@ -259,6 +262,22 @@ class Tuner(SavedCausalLM):
         if isinstance(scheduler, ReduceLROnPlateau):
             options.update(interval="epoch", monitor=getattr(scheduler, "monitor", "val_loss"))
         return {"optimizer": optimizer, "lr_scheduler": options}
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Return no callbacks; refuse those of the Trainer that would need the model too early.
+
+        Raises:
+            OptionError: Such a callback is there.
+        """
+        check_early_callbacks(self.trainer.callbacks, has_model=self.model is not None)  # type: ignore[attr-defined]
+        return []
+
+    def on_train_start(self) -> None:
+        """Give the rate that Lightning's LearningRateFinder found to the schedule."""
+        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        has_finder = any(isinstance(callback, LearningRateFinder) for callback in callbacks)
+        for config in self.trainer.lr_scheduler_configs if has_finder else ():
+            apply_found_rate(config.scheduler.optimizer, config.scheduler, found=self.learning_rate)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Run the optimizer step, then refresh the compute copies of the adapters that it has not written."""

@@ -124,6 +124,18 @@ def test_damage_without_an_intact_one_says_so(tmp_path):
     assert newest_intact(tmp_path) is None
 
 
+@pytest.mark.parametrize("content", ["seed_everything: 1\n", "{}", "x" * 5000], ids=["yaml", "short", "long"])
+def test_file_of_another_kind_is_not_called_damaged(tmp_path, content):
+    (tmp_path / "run.yaml").write_text(content)
+    with pytest.raises(DamagedCheckpointError, match="not a checkpoint") as caught:
+        load_file(tmp_path / "run.yaml")
+    assert "damaged" not in str(caught.value)
+    # A file whose blocks never reached the disk is.
+    (tmp_path / "a.ckpt").write_bytes(bytes(5000))
+    with pytest.raises(DamagedCheckpointError, match="damaged"):
+        load_file(tmp_path / "a.ckpt")
+
+
 @pytest.mark.parametrize("is_damaged", [False, True])
 def test_nothing_runs_from_a_hostile_file(tmp_path, is_damaged):
     """A digest does not make a file harmless, and a damaged file is not unpickled at all."""

@@ -284,11 +284,11 @@ def test_a_damaged_checkpoint_is_refused(trained, folder, answer):
 # What is written is compared with what was trained.
 
 
-def small_adapted(*, scale=0.3):
+def small_adapted(*, scale=0.3, family="qwen3", targets=("q_proj", "down_proj"), **lora):
     """A model with adapters that do something."""
     from peft import LoraConfig, get_peft_model
 
-    model = get_peft_model(build_tiny("qwen3"), LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+    model = get_peft_model(build_tiny(family), LoraConfig(r=2, target_modules=list(targets), **lora))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=scale)
@@ -366,6 +366,15 @@ def test_a_merge_that_loses_or_doubles_the_adapters_is_refused(merge, dtype, tmp
     with pytest.raises(UnsupportedModelError, match="Merging changed the logits of Qwen3ForCausalLM"):
         export.export_merged(model, tmp_path / "out", tokenizer=None)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_biases_of_adapters_are_merged_only_into_biases(tmp_path):
+    model = small_adapted(family="qwen2", lora_bias=True)
+    with pytest.raises(UnsupportedModelError, match="lora_bias"):
+        export.export_merged(model, tmp_path / "out", tokenizer=None)
+    assert list(tmp_path.iterdir()) == []
+    model = small_adapted(family="qwen2", targets=("q_proj",), lora_bias=True)
+    assert export.export_merged(model, tmp_path / "out", tokenizer=None).merge_difference < 1e-5
 
 
 def test_another_dtype_is_seen_where_the_values_are_the_same(tmp_path, monkeypatch):

@@ -28,6 +28,8 @@ def adapted(name="llama", **lora):
         ("llama", {}),
         ("mixtral", {"target_parameters": STACKS, "target_modules": ["q_proj"]}),
         ("qwen3_next", {"rank_pattern": {"q_proj": 4}, "use_rslora": True}),
+        ("qwen2", {"bias": "lora_only"}),
+        ("qwen2", {"bias": "all", "target_modules": ["o_proj"]}),
     ],
 )
 def test_what_is_saved_reads_back(name, lora, tmp_path):
@@ -46,19 +48,19 @@ def test_the_trained_adapter_is_saved_whatever_the_others_are_called(idle, tmp_p
     assert [path.name for path in (tmp_path / "out").iterdir() if path.is_dir()] == ["x2"]
 
 
-@pytest.mark.parametrize("fault", ["value", "name", "scale"])
+@pytest.mark.parametrize("fault", ["value", "name", "scale", "bias"])
 def test_another_value_name_or_scale_is_seen(fault, tmp_path):
-    model = adapted()
+    model = adapted("qwen2", bias="lora_only") if fault == "bias" else adapted()
     model.save_pretrained(str(tmp_path))
     file = tmp_path / "adapter_model.safetensors"
     tensors = load_file(file)
-    name = sorted(tensors)[3]
+    name = sorted(name for name in tensors if ("bias" in name) == (fault == "bias"))[3]
     if fault == "scale":
         config = tmp_path / "adapter_config.json"
         config.write_text(config.read_text().replace('"lora_alpha": 8', '"lora_alpha": 9'))
     else:
         tensor = tensors.pop(name)
-        tensors[name if fault == "value" else name.replace("layers.0", "layers.1.x")] = tensor + (fault == "value")
+        tensors[name.replace("layers.0", "layers.1.x") if fault == "name" else name] = tensor + (fault != "name")
         save_file(tensors, file)
     with pytest.raises(CheckpointNotSavedError, match="reads other values"):
         check_read_back(model, tmp_path)

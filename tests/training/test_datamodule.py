@@ -153,6 +153,19 @@ class TestResume:
         resumed = run(tmp_path, data={}, trainer=options, ckpt_path=tmp_path / "failed.ckpt")
         assert_goes_on(whole, resumed, after=9)
 
+    @pytest.mark.parametrize(("limits", "is_cut"), [({"max_epochs": 3}, True), ({"max_steps": 12}, False)])
+    def test_rest_of_an_epoch_that_max_steps_ended_is_trained_or_missed_aloud(self, tmp_path, caplog, limits, is_cut):
+        class SaveLast(Callback):
+            def on_fit_end(self, trainer, *_):
+                trainer.save_checkpoint(tmp_path / "saved.ckpt")
+
+        first = run(tmp_path, data={}, trainer={"max_steps": 5}, callbacks=[SaveLast()])
+        with caplog.at_level(logging.WARNING, logger="lightning_fastft"):
+            resumed = run(tmp_path, data={}, trainer=limits, ckpt_path=tmp_path / "saved.ckpt")
+        assert indices(first) == [0, 1, 2, 3, 4]
+        assert indices(resumed)[0] == (first.data.plan.num_micro_batches if is_cut else 5)
+        assert ("is not trained" in caplog.text) == is_cut
+
     @pytest.mark.parametrize("save", [{"micro_batch": 5}, {"validation": 2}])
     def test_nobody_is_warned_of_a_loader_that_does_go_on(self, tmp_path, save, recwarn):
         run_and_resume(tmp_path, save=save, data={"val_share": 0.2}, trainer={})

@@ -5,6 +5,7 @@ Spans are in characters, because a token mask is wrong for tokenizers that omit 
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections import Counter
@@ -18,10 +19,17 @@ import numpy as np
 from jinja2.exceptions import TemplateError
 
 from lightning_fastft.core.errors import DataError
-from lightning_fastft.packing.rows.rejects import TEMPLATE_REFUSED, TEMPLATE_UNCLEAR, WRONG_TYPE, RowRejectedError
+from lightning_fastft.packing.rows.rejects import (
+    TEMPLATE_DROPS,
+    TEMPLATE_REFUSED,
+    TEMPLATE_UNCLEAR,
+    WRONG_TYPE,
+    RowRejectedError,
+)
 from lightning_fastft.packing.tokens.control_tokens import QUOTED_CONTROL, USED_CONTROL, ControlTokens, Rendered
 from lightning_fastft.packing.tokens.deadline import template_deadline
-from lightning_fastft.packing.tokens.shapes import MessageShapes, as_parts, find_dropped, read_reasoning
+from lightning_fastft.packing.tokens.shapes import MessageShapes, find_dropped
+from lightning_fastft.packing.tokens.turns import SENTINEL, Render, TurnFinder, find_lead, mark_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,10 +46,9 @@ _TEMPLATE_ERRORS = (
     RecursionError,
     MemoryError,
 )
-# Inserted into a content to find it in the rendered text: private-use characters, which the text must not contain.
-_SENTINEL = "\ue0f1\ue0f2\ue0f1"
-
 TRAINED_ANYWAY = "rows with turns of weight 0, which loss_on='all' trains"
+BY_PROMPT = "assistant turns located by their generation prompt (the chat template has no generation marks)"
+BY_SENTINEL = "assistant turns located by a sentinel (the chat template renders them differently if others follow)"
 NOT_TRAINED = "rows with turns of weight 1 that are not the assistant's, which loss_on='completion' does not train"
 
 
@@ -73,10 +80,8 @@ def read_template(tokenizer: PreTrainedTokenizerBase, chosen: str | None) -> str
 class ChatRenderer:
     """Render conversations and locate the characters of the assistant.
 
-    Generation marks of the template are used if it has them. Otherwise the conversation is rendered up to the
-    generation prompt and up to the end of the turn; the assistant's text is the difference. Both must be prefixes of
-    the whole text. If a template renders earlier turns differently once later ones follow, a sentinel is inserted into
-    the content and searched for. If that fails too, the row is rejected.
+    Generation marks of the template are used if it has them. Otherwise a TurnFinder locates the turns, and the row is
+    rejected if it fails.
 
     Templates run in the sandbox of transformers, without access to Python and with ranges of at most 100,000. A
     template that takes more than two seconds of CPU time for one conversation stops the run with a DataError. Its
@@ -121,6 +126,7 @@ class ChatRenderer:
         turns, tool_list, found = self.controls.quote(messages, tool_list)
         notes += found
         shaped = self._shapes.shape(turns)
+        self._check_calls(shaped, tools=tool_list)
         rendered = self._render(shaped, is_wanted=is_wanted, tools=tool_list)
         notes += find_dropped(rendered.text, shaped, tool_list)
         if QUOTED_CONTROL in found and not self.controls.can_read_as_text(rendered):
@@ -163,77 +169,59 @@ class ChatRenderer:
         self, messages: Sequence[dict[str, Any]], *, is_wanted: Sequence[bool], tools: list[Any] | None
     ) -> Rendered:
         text = self._apply(messages, tools=tools)
+        finder = TurnFinder(
+            messages,
+            text=text,
+            render=self._renderer(tools),
+            end_marks=self._end_marks,
+            lead=self._lead,
+        )
         spans: list[tuple[int, int]] = []
         answers = (number for number, message in enumerate(messages) if message["role"] == "assistant")
         for number in compress(answers, is_wanted):
-            begin = self._find_begin(messages, number, text=text, tools=tools)
-            end = self._find_end(messages, number, text=text, tools=tools)
-            if begin is None or end is None or begin >= end or (spans and begin < spans[-1][1]):
+            span = finder.find(number)
+            if span is None or (spans and span[0] < spans[-1][1]):
                 raise RowRejectedError(
                     TEMPLATE_UNCLEAR,
                     f"turn {number}: the template has no generation marks, and renders the turn differently if others "
                     "follow",
                 )
-            spans.append((begin, end))
+            spans.append(span)
+        for note, count in ((BY_PROMPT, finder.num_by_prompt), (BY_SENTINEL, finder.num_by_sentinel)):
+            if count:
+                self._notes[note] += count
         return Rendered(text, tuple(spans), is_chat=True)
 
-    def _find_begin(
-        self, messages: Sequence[dict[str, Any]], number: int, *, text: str, tools: list[Any] | None
-    ) -> int | None:
-        """Return the first character of a turn's answer: after the generation prompt, or else at its content."""
-        if number:
-            asked = self._apply(messages[:number], tools=tools, add_generation_prompt=True)
-            if text.startswith(asked) and asked != self._apply(messages[:number], tools=tools):
-                self._notes[
-                    "assistant turns located by their generation prompt (the chat template has no generation marks)"
-                ] += 1
-                return len(asked)
-        if self._shows_reasoning(messages, number, tools=tools):
-            # It comes before the content, where no sentinel finds it.
-            return None
-        place = self._find_mark(messages, number, text=text, tools=tools, before=True)
-        if place is not None:
-            self._notes[
-                "assistant turns located by a sentinel (the chat template renders them differently if others follow)"
-            ] += 1
-        return place
+    @functools.cached_property
+    def _lead(self) -> str:
+        """What the template writes between the generation prompt and an answer."""
+        question, answer = {"role": "user", "content": "58126934"}, {"role": "assistant", "content": SENTINEL}
+        return find_lead(self._shapes.shape([question, answer]), self._renderer(None))
 
-    def _shows_reasoning(self, messages: Sequence[dict[str, Any]], number: int, *, tools: list[Any] | None) -> bool:
-        """Return whether the template renders the reasoning of a turn."""
-        names = read_reasoning(messages[number])
-        marked = [*messages]
-        marked[number] = messages[number] | dict.fromkeys(names, _SENTINEL)
-        return bool(names) and _SENTINEL in self._apply(marked, tools=tools)
+    def _check_calls(self, messages: Sequence[dict[str, Any]], *, tools: list[Any] | None) -> None:
+        """Raise RowRejectedError if the template drops a tool call, such as the second one of a turn."""
+        marked, names = [], []
+        for number, message in enumerate(messages):
+            if message.get("tool_calls"):
+                marks = [f"{SENTINEL}{number}.{place}{SENTINEL}" for place in range(len(message["tool_calls"]))]
+                message = message | {"tool_calls": [*map(mark_name, message["tool_calls"], marks)]}
+                names += [(number, mark) for mark in marks]
+            marked.append(message)
+        shown = self._renderer(tools)(marked, False) if names else None
+        for number, mark in names:
+            if shown is not None and mark not in shown:
+                raise RowRejectedError(TEMPLATE_DROPS, f"a tool call of turn {number}; give chat_template")
 
-    def _find_end(
-        self, messages: Sequence[dict[str, Any]], number: int, *, text: str, tools: list[Any] | None
-    ) -> int | None:
-        """Return the end of a turn, including its end-of-turn token but no white space after that."""
-        answered = self._apply(messages[: number + 1], tools=tools)
-        if text.startswith(answered):
-            bare = answered.rstrip()
-            return len(bare) if bare.endswith(self._end_marks) else len(answered)
-        place = self._find_mark(messages, number, text=text, tools=tools, before=False)
-        if place is None:
-            return None
-        return place + next((len(mark) for mark in self._end_marks if text.startswith(mark, place)), 0)
+    def _renderer(self, tools: list[Any] | None) -> Render:
+        """Return a function that renders messages, or returns None if the template refuses them."""
 
-    def _find_mark(
-        self, messages: Sequence[dict[str, Any]], number: int, *, text: str, tools: list[Any] | None, before: bool
-    ) -> int | None:
-        """Return the place of a sentinel before or after a content; None if it changes any other character."""
-        content = messages[number].get("content")
-        if content is None or _SENTINEL in text:
-            return None
-        if not isinstance(content, str) and any(part["type"] != "text" for part in content):
-            return None
-        words = content if isinstance(content, str) else "".join(part["text"] for part in content)
-        marked = [*messages]
-        words = _SENTINEL + words if before else words + _SENTINEL
-        marked[number] = {**messages[number], "content": words if isinstance(content, str) else as_parts(words)}
-        place_text = self._apply(marked, tools=tools)
-        place = place_text.find(_SENTINEL)
-        return place if place >= 0 and place_text[:place] + place_text[place + len(_SENTINEL) :] == text else None
+        def render(messages: Sequence[dict[str, Any]], add_generation_prompt: bool) -> str | None:
+            try:
+                return self._apply(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+            except RowRejectedError:
+                return None
+
+        return render
 
     def _apply(
         self, messages: Sequence[dict[str, Any]], *, tools: list[Any] | None, add_generation_prompt: bool = False

@@ -33,6 +33,8 @@ _WRONG_ARGUMENTS = re.compile(rf"'{_ARGUMENT}'|\\\"{_ARGUMENT}\\\"")
 
 REASONING_DROPPED = "rows with reasoning that the chat template drops from at least one turn"
 TOOLS_DROPPED = "rows with tools that the chat template drops"
+WORDS_DROPPED = "rows with texts beside tool calls that the chat template drops"
+SYSTEM_DROPPED = "rows with a system message that the chat template drops"
 
 
 class MessageShapes:
@@ -139,12 +141,18 @@ class MessageShapes:
 
 
 def find_dropped(text: str, messages: Sequence[dict[str, Any]], tools: Sequence[Any] | None) -> list[str]:
-    """Return notes on reasoning and tools that a template dropped."""
+    """Return notes on what a template dropped: reasoning, texts beside tool calls, system messages, tools."""
     notes = []
     answers = [message for message in messages if message["role"] == "assistant"]
     thoughts = Counter(thought for answer in answers for thought in read_reasoning(answer).values())
     if any(text.count(thought) < num_turns for thought, num_turns in thoughts.items()):
         notes.append(REASONING_DROPPED)
+    for note, turns in (
+        (WORDS_DROPPED, [answer for answer in answers if answer.get("tool_calls")]),
+        (SYSTEM_DROPPED, [message for message in messages if message["role"] in ("system", "developer")]),
+    ):
+        if any(read_words(turn).strip() not in text for turn in turns):
+            notes.append(note)
     functions = [tool.get("function", tool) for tool in tools or () if isinstance(tool, dict)]
     names = [function.get("name") for function in functions if isinstance(function, dict)]
     if any(isinstance(name, str) and name not in text for name in names):
@@ -155,6 +163,12 @@ def find_dropped(text: str, messages: Sequence[dict[str, Any]], tools: Sequence[
 def read_reasoning(message: dict[str, Any]) -> dict[str, str]:
     """Return the reasoning of a message by its key, without white space around it."""
     return {name: message[name].strip() for name in REASONING if message.get(name)}
+
+
+def read_words(message: dict[str, Any]) -> str:
+    """Return the content of a message as one text."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
 def as_parts(text: str) -> list[dict[str, str]]:

@@ -58,7 +58,10 @@ def place_spans(
         else _find_border_slow(tokenizer, example.text, border, ids)
         for border in borders
     }
-    if all(is_clean for _, is_clean in found.values()):
+    is_clean = all(is_clean for _, is_clean in found.values())
+    if is_clean and not (
+        tokenizer.is_fast and any(_splits_white_space(batch, number, example.text, border) for border in borders)
+    ):
         return ids, [(found[begin][0], found[end][0]) for begin, end in example.spans]
     cuts = [0, *(border for border in borders if 0 < border < len(example.text)), len(example.text)]
     pieces = tokenizer(
@@ -69,12 +72,14 @@ def place_spans(
     )["input_ids"]
     joined = [token for piece in pieces for token in piece]
     if _decode(tokenizer, joined) == _decode(tokenizer, ids):
-        notes["examples tokenised in parts, because a token crossed from context into trained text"] += 1
+        if joined != ids or not is_clean:
+            notes["examples tokenised in parts, because a token crossed from context into trained text"] += 1
         place = dict(zip(cuts, np.cumsum([0, *map(len, pieces)]).tolist()))
         return joined, [(place[begin], place[end]) for begin, end in example.spans]
     # This tokenizer adds a prefix to each text, so parts do not add up to the whole. Keep the crossing token as
     # context.
-    notes["examples with a token across the border of trained text, which is not trained"] += 1
+    if not is_clean:
+        notes["examples with a token across the border of trained text, which is not trained"] += 1
     return ids, [(found[begin][0], found[end][0]) for begin, end in example.spans]
 
 
@@ -94,6 +99,18 @@ def _find_border_fast(batch: Any, number: int, text: str, border: int, *, num_id
         return token + 1, False
     # White space that a tokenizer omits from its offsets appears as a gap before the border.
     return token, token == 0 or batch.token_to_chars(number, token - 1).end == border
+
+
+def _splits_white_space(batch: Any, number: int, text: str, border: int) -> bool:
+    """Return whether white space before a border is several tokens, which it may not be at the end of a text.
+
+    Tokenizers like that of GPT-2 keep the last character of a run of white space for the word behind it.
+    """
+    if not text[max(border - 2, 0) : border].isspace() or border < 2 or border >= len(text):
+        return False
+    token = batch.char_to_token(number, border - 1)
+    begin = border - 1 if token is None else batch.token_to_chars(number, token).start
+    return bool(begin > 0 and text[begin - 1].isspace())
 
 
 def _find_border_slow(tokenizer: PreTrainedTokenizerBase, text: str, border: int, ids: list[int]) -> tuple[int, bool]:

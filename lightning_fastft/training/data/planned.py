@@ -64,6 +64,7 @@ class TrainingPlan:
         # Runs with other sizes before this one, in the epoch of the position.
         self._resized: list[Resized] = []
         self._moves_progress = False
+        self._has_begun = False
         self.plan = self._make((find_ranks(run)[0], find_accumulation(run)))
         if self.plan.num_extra_packs:
             log.info(
@@ -140,9 +141,19 @@ class TrainingPlan:
             self._moves_progress = False
         num_behind = batch_progress(trainer).current.ready % plan.num_micro_batches
         if num_behind == 0 and in_epoch:
-            # The last epoch was cut short (a second fit, or on_train_batch_start returned -1): an epoch of the trainer
-            # is an epoch of the plan.
+            # The last epoch was cut short (by max_steps, in a run before this one, or on_train_batch_start returned
+            # -1): an epoch of the trainer is an epoch of the plan.
+            if not self._has_begun:
+                log.warning(
+                    "The run before ended at micro-batch %d of the %d of an epoch, which the Trainer counts as "
+                    "complete: the rest of that epoch is not trained. With Trainer(max_steps=...) a checkpoint "
+                    "continues inside of it.",
+                    in_epoch,
+                    plan.num_micro_batches,
+                )
+            self._has_begun = True
             return position + plan.num_micro_batches - in_epoch
+        self._has_begun = True
         if num_behind != in_epoch:
             raise ResumeError(
                 f"The plan is at micro-batch {in_epoch} of its epoch and the trainer at {num_behind}: the checkpoint "

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    Callback,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
@@ -76,6 +82,30 @@ def check_averaging(
             "away. Remove it, or set dtype='float32'."
         )
     return averaging
+
+
+def check_early_callbacks(callbacks: Iterable[Callback], *, has_model: bool) -> None:
+    """Refuse Lightning's callbacks that change the parameters of a module in ``setup``, before its model is built.
+
+    Args:
+        callbacks: The callbacks of the Trainer.
+        has_model: Whether the module has its model by then.
+
+    Raises:
+        OptionError: Such a callback is there.
+    """
+    for callback in callbacks:
+        name = type(callback).__name__
+        if isinstance(callback, ModelPruning):
+            raise OptionError(
+                f"{name} masks weights in hooks of their layers, which are not there yet and which fused layers do not "
+                "run. Remove it, and prune the model before or after training."
+            )
+        if isinstance(callback, BaseFinetuning) and not has_model:
+            raise OptionError(
+                f"{name} freezes parameters before the model is built, so it would freeze none. Build the model first "
+                "and give it: FineTuner(AutoModelForCausalLM.from_pretrained(...))."
+            )
 
 
 def keep_equal_tensors(average: Average) -> Average:

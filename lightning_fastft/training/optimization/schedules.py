@@ -8,8 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from lightning_fastft.core.checks import check_choice
+from lightning_fastft.core.errors import OptionError
 
 SCHEDULES = ("cosine", "linear", "constant")
 
@@ -91,3 +93,37 @@ def _share_of_peak(name: str, num_steps: int, num_warmup_steps: int, end_share: 
     done = min(1.0, (step - num_warmup_steps) / max(1, num_steps - num_warmup_steps))
     falling = 1.0 - done if name == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
     return end_share + (1.0 - end_share) * falling
+
+
+def apply_found_rate(optimizer: torch.optim.Optimizer, scheduler: Any, *, found: float | None) -> None:
+    """Give a rate that LearningRateFinder has set in the groups of an optimizer to their schedule too.
+
+    Lightning 2.6.6 sets the groups alone: the first step has the rate that was found, in all groups and without a
+    warm-up, and the schedule then returns to the one that it was made with.
+
+    Args:
+        optimizer: Its groups are changed.
+        scheduler: Its scheduler.
+        found: The rate of its first group; others keep their share of that.
+
+    Raises:
+        OptionError: The scheduler keeps the rate with which it was made.
+    """
+    groups, rates = optimizer.param_groups, scheduler.get_last_lr()
+    if found is None or [group["lr"] for group in groups] == rates:
+        return
+    bases = getattr(scheduler, "base_lrs", rates)
+    factors = [base / bases[0] if bases[0] else 1.0 for base in bases]
+    if isinstance(scheduler, LambdaLR):
+        scheduler.base_lrs = [found * factor for factor in factors]
+        for group, base, share in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas):
+            group.update(initial_lr=base, lr=base * share(scheduler.last_epoch))
+    elif isinstance(scheduler, ReduceLROnPlateau):
+        for group, factor in zip(groups, factors):
+            group["lr"] = found * factor
+    else:
+        raise OptionError(
+            f"LearningRateFinder found the learning rate {found:g}, and {type(scheduler).__name__} keeps the one with "
+            f"which it was made. Set learning_rate={found:g} and remove the callback, or use "
+            "LearningRateFinder(update_attr=False)."
+        )

@@ -93,6 +93,24 @@ def test_token_across_the_border_is_tokenised_as_a_prompt_would_be(plain_tokeniz
     assert sum(formatter.notes.values()) == 1
 
 
+@pytest.mark.parametrize("prompt", ["two plus\n\n", "two  ", "two\n\n\n", "two\n \n"])
+def test_white_space_at_the_end_of_a_prompt_is_tokenised_as_a_prompt_would_be(prompt):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    # Before a word, byte-level pre-tokenizers keep the last white space apart: here the pair is no token.
+    letters = [*pre_tokenizers.ByteLevel.alphabet(), "ĊĊ", "ĠĠ"]
+    built = Tokenizer(models.BPE({letter: place for place, letter in enumerate(letters)}, [("Ċ", "Ċ"), ("Ġ", "Ġ")]))
+    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    built.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=built)
+    formatter = Formatter(tokenizer, options=FormatOptions(max_tokens=64))
+    (example,) = formatter.encode([{"prompt": prompt, "completion": "four"}], format="prompt_completion")
+    assert shown(tokenizer, example) == f"{prompt}[four]"
+    num_prompt = int(np.flatnonzero(example.is_trained)[0])
+    assert example.input_ids[:num_prompt].tolist() == tokenizer(prompt)["input_ids"]
+
+
 def test_clean_border_is_tokenised_whole(plain_tokenizer):
     formatter = Formatter(plain_tokenizer, options=FormatOptions(max_tokens=64))
     example = formatter.encode([{"prompt": "two plus two", "completion": " is four"}], format="prompt_completion")[0]

@@ -10,9 +10,12 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BaseFinetuning,
     Callback,
     EMAWeightAveraging,
     ModelCheckpoint,
+    ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
 )
@@ -125,6 +128,36 @@ def test_transforms_run_in_their_stage_and_what_they_add_is_trained(tmp_path):
 def test_averages_of_other_tensors_are_refused(mode, callback, tmp_path):
     with pytest.raises(OptionError, match=type(callback).__name__):
         fit(tuner(mode), tmp_path, callbacks=[callback], max_epochs=1)
+
+
+class Freezing(BaseFinetuning):
+    """Freezes the first layer by name, which finds nothing in a module without a model."""
+
+    def freeze_before_training(self, pl_module):
+        self.freeze([layer for name, layer in pl_module.named_modules() if name.endswith("layers.0")])
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        pass
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [ModelPruning("l1_unstructured", amount=0.5), BackboneFinetuning(), Freezing()],
+    ids=lambda callback: type(callback).__name__,
+)
+@pytest.mark.parametrize("mode", ["full", "lora"])
+def test_callbacks_that_need_the_model_before_it_is_built_are_refused(mode, callback, tmp_path):
+    with pytest.raises(OptionError, match=type(callback).__name__):
+        fit(tuner(mode), tmp_path, callbacks=[callback], max_epochs=1)
+
+
+def test_layers_of_a_built_model_can_be_frozen_by_a_callback(tmp_path):
+    module = FineTuner(AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG)), learning_rate=1e-2)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    fit(module, tmp_path, callbacks=[Freezing()], max_epochs=1)
+    moved = {name for name, value in module.state_dict().items() if not torch.equal(value, before[name])}
+    assert any("layers.1." in name for name in moved)
+    assert not any("layers.0." in name for name in moved)
 
 
 def test_averages_in_bf16_are_refused(tmp_path):

@@ -1,12 +1,17 @@
-"""Parameter groups hold everything once; schedules rise to the peak and end where they should."""
+"""Parameter groups hold everything once; schedules rise to the peak and end where they should, also to a peak that
+Lightning's LearningRateFinder left in the tuner.
+"""
 
+import functools
 import itertools
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback, LearningRateFinder
 
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.training.optimization.schedules import SCHEDULES, group_parameters, learning_rate_schedule
+from tests.support.fine_tuners import fit, trainable, tuner
 
 
 @pytest.mark.parametrize("weight_decay", [None, 0.0, 0.1])
@@ -54,3 +59,64 @@ def test_schedule_is_never_0_before_the_end_and_falls_to_its_end(name, num_steps
 def test_unknown_schedule_is_refused():
     with pytest.raises(OptionError, match="cosine"):
         learning_rate_schedule("cosin", num_steps=1, num_warmup_steps=0)
+
+
+FOUND = 0.03
+
+
+class Finder(LearningRateFinder):
+    """Finds a known rate."""
+
+    def lr_find(self, trainer, pl_module):
+        super().lr_find(trainer, pl_module)
+        pl_module.learning_rate = FOUND
+        for group in trainer.optimizers[0].param_groups:
+            group["lr"] = FOUND
+
+
+class Rates(Callback):
+    def __init__(self):
+        self.of_steps = []
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.of_steps.append([group["lr"] for group in optimizer.param_groups])
+
+
+def run(folder, *callbacks, **options):
+    rates = Rates()
+    torch.manual_seed(0)
+    module = tuner(**options)
+    fit(module, folder, num_batches=8, callbacks=[*callbacks, rates])
+    return rates.of_steps, trainable(module)
+
+
+def watching_the_loss(optimizer):
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    scheduler.monitor = "train_loss"
+    return scheduler
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "full"},
+        {"warmup_steps": 3},
+        {"loraplus_lr_ratio": 4.0},
+        {"loraplus_lr_ratio": 4.0, "learning_rate": None},
+        {"loraplus_lr_ratio": 4.0, "scheduler": watching_the_loss},
+    ],
+    ids=["full", "warm-up", "lora+", "default rate", "plateau"],
+)
+def test_every_step_has_the_rate_that_was_found(tmp_path, options):
+    found, weights = run(tmp_path, Finder(num_training_steps=3), **options)
+    expected, others = run(tmp_path, **{**options, "learning_rate": FOUND})
+    assert found == [pytest.approx(rates) for rates in expected]
+    assert all(torch.allclose(weights[name], others[name], atol=1e-6) for name in others)
+
+
+def test_schedule_that_keeps_its_rate_is_refused_and_runs_without_the_update(tmp_path):
+    options = {"scheduler": functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.01, total_steps=8)}
+    with pytest.raises(OptionError, match="update_attr"):
+        run(tmp_path, Finder(num_training_steps=3), **options)
+    finder = LearningRateFinder(num_training_steps=3, update_attr=False)
+    assert run(tmp_path, finder, **options)[0] == run(tmp_path, **options)[0]
