@@ -379,17 +379,20 @@ def _take_gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return gradients
 
 
+def examine(model_type: str, *, is_composite: bool = False) -> Outcome:
+    """Return the outcome of a type."""
+    model = build_model(model_type, is_composite=is_composite)
+    if isinstance(model, PreTrainedModel):
+        return compare_all(model_type, model)
+    refusal = find_refusal(model_type, is_composite=is_composite)
+    return Outcome(model_type, "refused" if refusal else "not built", refusal or model)
+
+
 def sweep(model_types: Iterable[str], *, is_composite: bool = False) -> list[Outcome]:
     """Return the outcome of each type."""
     outcomes = []
     for model_type in model_types:
-        model = build_model(model_type, is_composite=is_composite)
-        if isinstance(model, PreTrainedModel):
-            outcomes.append(compare_all(model_type, model))
-        else:
-            refusal = find_refusal(model_type, is_composite=is_composite)
-            outcomes.append(Outcome(model_type, "refused" if refusal else "not built", refusal or model))
-        del model
+        outcomes.append(examine(model_type, is_composite=is_composite))
         gc.collect()
         sys.stderr.write(
             f"{outcomes[-1].model_type}: {outcomes[-1].outcome} {outcomes[-1].error:.1e} {outcomes[-1].attention} "

@@ -6,7 +6,7 @@ import pytest
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from benchmarks.model_types import BOUND, FAULTS, Outcome, read_record, record, sweep
+from benchmarks.model_types import BOUND, FAULTS, Outcome, examine, read_record, record
 
 ROWS = {row["model_type"]: row for row in read_record()}
 MOST_EXACT = 150
@@ -46,5 +46,5 @@ def test_a_record_replaces_rows_and_keeps_the_others(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", sorted(ROWS))
 def test_every_type_ends_as_recorded(model_type):
-    (outcome,) = sweep([model_type])
+    outcome = examine(model_type)
     assert (outcome.outcome, outcome.attention) == (ROWS[model_type]["outcome"], ROWS[model_type]["attention"]), outcome

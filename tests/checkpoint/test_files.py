@@ -291,17 +291,19 @@ def test_remove_takes_files_folders_and_links(tmp_path):
 
 @pytest.mark.parametrize("bits", ["one of each byte", pytest.param("all", marks=pytest.mark.fault)])
 def test_flipped_bits_of_a_commit_record_are_refused(tmp_path, bits):
-    save_file({"x": torch.zeros(1)}, tmp_path / "__0_0.distcp")
-    commit_folder(tmp_path)
-    record = tmp_path / "commit.json"
+    # Alone in its folder, which is searched for an intact one: that of tmp_path has those of other tests.
+    folder = tmp_path / "a.ckpt"
+    save_file({"x": torch.zeros(1)}, folder / "__0_0.distcp")
+    commit_folder(folder)
+    record = folder / "commit.json"
     whole = record.read_bytes()
-    check_folder(tmp_path)
+    check_folder(folder)
     accepted = []
     for bit in range(8 * len(whole)) if bits == "all" else [8 * n + n % 8 for n in range(len(whole))]:
         damaged = bytearray(whole)
         damaged[bit // 8] ^= 1 << bit % 8
         record.write_bytes(damaged)
         with contextlib.suppress(DamagedCheckpointError):
-            check_folder(tmp_path)
+            check_folder(folder)
             accepted.append(bit)
     assert accepted == []
