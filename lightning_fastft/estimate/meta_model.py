@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
@@ -51,12 +52,24 @@ class Swaps(NamedTuple):
     mlp_tiles: int = 1
 
 
+class _WithoutValues(TorchFunctionMode):
+    """Skip ``torch.nn.init``: on the meta device there are no values, and a call takes as long as the module."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        options = kwargs or {}
+        if getattr(func, "__module__", None) == nn.init.__name__:
+            return options["tensor"] if "tensor" in options else args[0]
+        return func(*args, **options)
+
+
 def build_on_meta(
     model: PretrainedConfig | Mapping[str, Any] | ModelSource, *, dtype: torch.dtype = torch.bfloat16
 ) -> PreTrainedModel:
     """Return the model of a configuration on the meta device, without adapters."""
     source = model if isinstance(model, ModelSource) else ModelSource(model, init="random")  # type: ignore[arg-type]
-    with torch.device("meta"):
+    with torch.device("meta"), _WithoutValues():
         return auto_class(source.config).from_config(source.config, dtype=dtype).train()
 
 
@@ -76,7 +89,7 @@ def quantise_on_meta(model: PreTrainedModel, *, dtype: torch.dtype) -> None:
             continue
         num_weights = linear.weight.numel()
         num_blocks = -(-num_weights // BLOCK_WEIGHTS)
-        with torch.device("meta"):
+        with torch.device("meta"), _WithoutValues():
             nested = state_class(
                 torch.empty(-(-num_blocks // GROUP_BLOCKS)),
                 blocksize=GROUP_BLOCKS,
@@ -115,7 +128,7 @@ def add_adapters_on_meta(model: PreTrainedModel, lora: LoraConfig | int) -> None
     lora, _ = copy_with_targets(model, lora)
     # There are no weights that LoftQ and others could read.
     lora.init_lora_weights = False
-    with torch.device("meta"):
+    with torch.device("meta"), _WithoutValues():
         inject_adapter_in_model(lora, model)
     cast_adapters(model, torch.float32)
 
