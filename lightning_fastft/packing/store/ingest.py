@@ -155,6 +155,7 @@ class Ingest:
         report.num_rows += result.num_seen
         _add(report.rows_per_source, result.source, result.num_seen)
         _add(report.rows_per_format, result.format or "none", result.num_seen)
+        report.unread_columns = sorted(result.unread.union(report.unread_columns))
         for entry in result.rejects:
             _add(report.rejects, entry.reason, 1)
         report.num_blank_lines += result.counts["num_blank_lines"]

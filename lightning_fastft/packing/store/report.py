@@ -22,6 +22,7 @@ class IngestReport:
         rows_per_format: Rows by format.
         rows_per_source: Rows by file or data set.
         documents_per_entry: Examples kept of each source of a mixture; one number without a mixture.
+        unread_columns: Columns with values that the format of their rows does not read.
         rejects: Rejected rows by reason.
         num_too_long: Rows of more than max_tokens.
         num_truncated: Of these, rows that were truncated and kept.
@@ -44,6 +45,7 @@ class IngestReport:
     rows_per_format: dict[str, int] = field(default_factory=dict)
     rows_per_source: dict[str, int] = field(default_factory=dict)
     documents_per_entry: list[int] = field(default_factory=list)
+    unread_columns: list[str] = field(default_factory=list)
     rejects: dict[str, int] = field(default_factory=dict)
     num_too_long: int = 0
     num_truncated: int = 0
@@ -99,6 +101,8 @@ class IngestReport:
             lines.append("formats: " + render_counts(self.rows_per_format))
         if len(self.rows_per_source) > 1:
             lines.append("sources: " + render_counts(self.rows_per_source, most=8))
+        if self.unread_columns:
+            lines.append("columns not read: " + ", ".join(self.unread_columns))
         if self.rejects:
             lines.append(
                 f"rejected: {self.num_rejected} ({100 * self.reject_share:.2f} %): {render_counts(self.rejects)}"

@@ -31,7 +31,7 @@ _ROWS_ENOUGH = 10
 
 
 class Chunk(NamedTuple):
-    """Consecutive rows of one source."""
+    """Consecutive rows of one source; unread are the columns of a table that no format has."""
 
     source: str
     format: str | None
@@ -40,6 +40,7 @@ class Chunk(NamedTuple):
     is_first: bool
     counts: str = "line"
     folder: str = ""
+    unread: tuple[str, ...] = ()
 
 
 def make_chunks(sources: Iterable[Source], *, formatter: Formatter, options: FormatOptions) -> Iterator[Chunk]:
@@ -52,10 +53,12 @@ def make_chunks(sources: Iterable[Source], *, formatter: Formatter, options: For
     """
     first_of_kind: dict[bool, tuple[str, str]] = {}
     for source in sources:
-        wanted = None
+        wanted: frozenset[str] | None = None
+        unread: tuple[str, ...] = ()
         if source.columns is not None:
             names = {name for required, optional in COLUMNS.values() for name in required + optional}
             wanted = frozenset((options.columns or {}).get(name, name) for name in names) | names
+            unread = tuple(name for name in source.columns if name not in wanted)
         rows = source.read(wanted)
         first = take_first_rows(rows)
         format, expected = learn_format(source, first, options=options)
@@ -68,9 +71,9 @@ def make_chunks(sources: Iterable[Source], *, formatter: Formatter, options: For
                     f"{one} and {other} cannot be one data set: only one of them has completions that are compared or "
                     "scored. Train them one after the other, or give format."
                 )
-        yield Chunk(source.name, format, expected, first, True, source.counts, source.folder)
+        yield Chunk(source.name, format, expected, first, True, source.counts, source.folder, unread)
         for more in split_rows(rows):
-            yield Chunk(source.name, format, expected, more, False, source.counts, source.folder)
+            yield Chunk(source.name, format, expected, more, False, source.counts, source.folder, unread)
 
 
 def take_first_rows(rows: Iterator[RawRow]) -> list[RawRow]:

@@ -56,8 +56,8 @@ class ChunkResult(NamedTuple):
 
     num_seen counts rows without blank lines. digest_N has one number per accepted row, before truncation. An impossible
     token id ends the chunk. first_lines has the first line of each note on single rows; counted is the unit of these
-    numbers, "line" or "row". images_N has the images of each kept example, completions_N its completions; completions_N
-    is empty in formats without completions.
+    numbers, "line" or "row". unread has the columns with values that the format does not read. images_N has the images
+    of each kept example, completions_N its completions; completions_N is empty in formats without completions.
     """
 
     source: str
@@ -76,6 +76,7 @@ class ChunkResult(NamedTuple):
     highest_id: tuple[int, int]
     impossible: tuple[int, TokenIdError] | None
     counted: str
+    unread: set[str]
     images_N: list[tuple[ImageFile, ...]]
     completions_N: list[Segments]
 
@@ -87,7 +88,7 @@ class ChunkResult(NamedTuple):
 def tokenize_chunk(chunk: Chunk, *, formatter: Formatter, options: FormatOptions) -> ChunkResult:
     """Validate the rows of a chunk and encode the valid ones."""
     read = [row for row in chunk.rows if row.raw is not None]
-    rows, rejected = _take_rows(read, chunk=chunk, options=options)
+    rows, rejected, unread = _take_rows(read, chunk=chunk, options=options)
     encoded = (
         formatter.encode(list(rows.values()), format=chunk.format, folder=chunk.folder)
         if chunk.format is not None
@@ -95,13 +96,15 @@ def tokenize_chunk(chunk: Chunk, *, formatter: Formatter, options: FormatOptions
     )
     notes = Counter({ABSENT_FIELDS: sum(row.num_absent > 0 for row in read)}) + formatter.notes
     formatter.notes.clear()
-    return _collect(chunk, read, dict(zip(rows, encoded)), rejected=rejected, notes=notes, options=options)
+    outcomes = dict(zip(rows, encoded))
+    return _collect(chunk, read, outcomes, rejected=rejected, notes=notes, unread=unread, options=options)
 
 
 def _take_rows(
     read: list[RawRow], *, chunk: Chunk, options: FormatOptions
-) -> tuple[dict[int, dict[str, Any]], dict[int, RowRejectedError]]:
-    """Return the columns of each valid row, and the error of each other row, by their place in the chunk.
+) -> tuple[dict[int, dict[str, Any]], dict[int, RowRejectedError], set[str]]:
+    """Return the columns of each valid row, and the error of each other row, by their place in the chunk; and the
+    columns with values that the format does not read.
 
     A line does not identify a row: rows of a JSON array may share one.
     """
@@ -109,6 +112,8 @@ def _take_rows(
     mapping = options.columns or {}
     rows: dict[int, dict[str, Any]] = {}
     rejected: dict[int, RowRejectedError] = {}
+    unread = set(chunk.unread)
+    names = {mapping.get(name, name) for name in required + optional}
     for place, (_, raw, _) in enumerate(read):
         assert raw is not None
         try:
@@ -116,9 +121,14 @@ def _take_rows(
             rows[place] = take_columns(
                 row, required=required, optional=optional, mapping=mapping, expected=chunk.expected
             )
+            unread.update(name for name in row.keys() - names if _has_value(row[name]))
         except RowRejectedError as error:
             rejected[place] = error
-    return rows, rejected
+    return rows, rejected, unread
+
+
+def _has_value(value: object) -> bool:
+    return value is not None and (bool(value) if isinstance(value, (str, list, dict)) else True)
 
 
 def _collect(
@@ -128,6 +138,7 @@ def _collect(
     *,
     rejected: dict[int, RowRejectedError],
     notes: Counter[str],
+    unread: set[str],
     options: FormatOptions,
 ) -> ChunkResult:
     """Return the result of a chunk: fit each example into max_tokens, and count."""
@@ -167,7 +178,7 @@ def _collect(
         digest_N=np.asarray(digests, dtype=np.uint64),
         rejects=[_describe_reject(rejected[place], row=read[place], chunk=chunk) for place in sorted(rejected)],
         counts=counts, notes=notes, first_lines=first_lines, longest=longest, highest_id=highest,
-        impossible=impossible, counted=chunk.counts, images_N=[example.images for example in kept],
+        impossible=impossible, counted=chunk.counts, unread=unread, images_N=[example.images for example in kept],
         completions_N=[example.completions for example in kept if example.completions is not None],
     )  # fmt: skip
 

@@ -416,6 +416,22 @@ def test_folder_may_hold_several_formats(tmp_path, plain_tokenizer):
     assert len(dataset) == 6
 
 
+@pytest.mark.parametrize("kind", ["lines", "table", "list"])
+def test_columns_with_values_that_the_format_does_not_read_are_reported(tmp_path, plain_tokenizer, kind):
+    values = [
+        {"instruction": "add", "output": "four", "history": [["two", "plus"]], "system": None, "id": 0},
+        {"instruction": "add", "output": "five", "history": [], "system": None, "id": 1},
+    ]
+    makers = {"lines": (write_jsonl, "a.jsonl"), "table": (write_parquet, "a.parquet")}
+    source = values if kind == "list" else makers[kind][0](tmp_path / makers[kind][1], values)
+    tokenize = partial(tokenize_sources, source, tokenizer=plain_tokenizer, options=FormatOptions(max_tokens=64))
+    for _ in range(2):
+        # From the cache the second time.
+        report = tokenize(cache_dir=tmp_path / "cache").report
+        assert report.unread_columns == ["history", "id"]
+        assert "columns not read: history, id" in report.render()
+
+
 def test_unknown_columns_are_named_with_the_way_out(tmp_path, plain_tokenizer):
     path = write_jsonl(tmp_path / "a.jsonl", [{"question": "two", "answer": "four"}] * 5)
     with pytest.raises(
