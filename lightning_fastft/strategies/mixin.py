@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.checkpoint.io import VerifiedCheckpointIO
@@ -24,35 +22,26 @@ from lightning_fastft.checkpoint.resume import ExactResume, check_settings
 from lightning_fastft.checkpoint.stops import RunStopped
 from lightning_fastft.core.checks import check_bool
 from lightning_fastft.core.errors import CheckpointNotSavedError, ResumeError, describe_mismatch
-from lightning_fastft.core.memory_error import DeviceMemoryError
 from lightning_fastft.core.status import Status, render_status_table
 from lightning_fastft.strategies.even_batches import check_even_batches
-from lightning_fastft.strategies.memory_errors import StepWitness, describe_peak, is_out_of_memory
+from lightning_fastft.strategies.memory_errors import StepWitness
 from lightning_fastft.strategies.monitors import check_loggers, check_monitors
 from lightning_fastft.strategies.packed_steps import PackedSteps, collect_statuses, environment_of
 from lightning_fastft.strategies.patching import callbacks_of, patcher_of
+from lightning_fastft.strategies.step_down import BACKWARD, HALF_DONE, NOTHING_TRAINED, StepDownMixin
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import lightning.pytorch as pl
     from lightning.fabric.plugins import CheckpointIO
-    from lightning.pytorch.strategies import Strategy
     from lightning.pytorch.utilities.types import STEP_OUTPUT
     from torch.optim import Optimizer
 
     from lightning_fastft.core.patcher import ModelPatcher
 
-    _Base = Strategy
-else:
-    _Base = object
 
-_NOTHING_TRAINED = "Nothing was trained."
-_BACKWARD = "backward"
-_HALF_DONE = "Gradients may be incomplete; no weight was stepped."
-
-
-class FastFTStrategyMixin(_Base):
+class FastFTStrategyMixin(StepDownMixin):
     """Install packed training in ``setup``, check every packed step before its backward, undo all in ``teardown``.
 
     A strategy instance belongs to one Trainer (Lightning refuses a second one). It holds no device object before
@@ -197,7 +186,7 @@ class FastFTStrategyMixin(_Base):
         Raises:
             DeviceMemoryError: The message has the budget.
         """
-        with self._explaining_memory("load", effect=_NOTHING_TRAINED), super().tensor_init_context(empty_init):
+        with self._explaining_memory("load", effect=NOTHING_TRAINED), super().tensor_init_context(empty_init):
             yield
 
     def on_exception(self, exception: BaseException) -> None:
@@ -219,7 +208,7 @@ class FastFTStrategyMixin(_Base):
             if isinstance(callback, ExactResume):
                 self._patcher.add_undo(functools.partial(callback.release_signals, trainer))
         self.packed_steps.install(self.lightning_module, self._patcher, environment_of(trainer))
-        with self._explaining_memory("setup", effect=_NOTHING_TRAINED):
+        with self._explaining_memory("setup", effect=NOTHING_TRAINED):
             super().setup(trainer)
             if trainer.state.fn == TrainerFn.FITTING:
                 self.packed_steps.check_documents()
@@ -262,7 +251,8 @@ class FastFTStrategyMixin(_Base):
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Run the step; refuse it before the backward if no attention layer read the packed batch."""
-        output = self._run_or_step_down(super().training_step, *args, **kwargs)
+        run_step = super().training_step
+        output = self._run_or_step_down(lambda: self._judged_step(run_step, "training_step", *args, **kwargs))
         if not self._has_logged_backends and self.packed_steps.backends_used:
             self._has_logged_backends = True
             rank_zero_info("packed attention ran on: " + ", ".join(sorted(self.packed_steps.backends_used)))
@@ -286,7 +276,7 @@ class FastFTStrategyMixin(_Base):
         Raises:
             DeviceMemoryError: The message has the options for a restart.
         """
-        with self._explaining_memory(_BACKWARD, effect=_HALF_DONE):
+        with self._explaining_memory(BACKWARD, effect=HALF_DONE):
             return super().backward(closure_loss, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -323,86 +313,6 @@ class FastFTStrategyMixin(_Base):
             return Status("checkpoints", "active", reason)
         return Status("checkpoints", "inactive", f"{type(inner).__name__} was given", "remove the CheckpointIO")
 
-    def _run_or_step_down(self, run_step: Callable[..., STEP_OUTPUT], *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """Run the step; if its forward runs out of memory, reduce the memory use and run it once more.
-
-        Frozen weights are streamed, or a plan is made for a budget smaller by 10 %. The batch is the same.
-        """
-        effect = "No weight was stepped."
-        try:
-            return self._judged_step(run_step, "training_step", *args, **kwargs)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            if not self._can_step_down():
-                raise self._memory_error("forward", error, effect=effect) from error
-            reason = _first_line(error)
-        # Outside of the except block, so that the error and the activations in its frames are freed.
-        if not self.checkpointing.step_down():
-            raise self._memory_error("forward", reason, effect=f"{effect} No smaller plan fits.")
-        rank_zero_warn(f"The forward ran out of memory and is repeated with less: {reason}")
-        with self._explaining_memory("repeated forward", effect=effect):
-            return self._judged_step(run_step, "training_step", *args, **kwargs)
-
-    def _close_or_step_down(self, closure: Callable[[], Any]) -> Any:
-        """Run forward and backward; if the backward runs out of memory, reduce the memory use and run both once more.
-
-        Only where the closure discards all gradients first: those of a failed backward are incomplete.
-        """
-        try:
-            return closure()
-        except DeviceMemoryError as error:
-            if error.where != _BACKWARD or not self._discards_gradients() or not self._can_step_down():
-                raise
-            reason = _first_line(error.__cause__ or error)
-        if not self.checkpointing.step_down():
-            raise self._memory_error(_BACKWARD, reason, effect=f"{_HALF_DONE} No smaller plan fits.")
-        rank_zero_warn(f"The backward ran out of memory, and the step is repeated with less: {reason}")
-        return closure()
-
-    def _can_step_down(self) -> bool:
-        # Ranks that wait for each other inside a step cannot repeat it alone.
-        return isinstance(self, SingleDeviceStrategy) and self.checkpointing.advice() is not None
-
-    def _discards_gradients(self) -> bool:
-        """Return whether each optimizer step has one micro-batch, and Lightning zeroes the gradients before it."""
-        trainer, module = self._fastft_trainer, self.lightning_module
-        if trainer is None or module is None or trainer.accumulate_grad_batches != 1:
-            return False
-        return not is_overridden("optimizer_zero_grad", module)
-
-    @contextlib.contextmanager
-    def _explaining_memory(self, where: str, *, effect: str | Callable[[], str]) -> Iterator[None]:
-        """Convert a failed allocation into an error with a remedy."""
-        try:
-            yield
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise self._memory_error(where, error, effect=effect if isinstance(effect, str) else effect()) from error
-
-    def _memory_error(self, where: str, reason: BaseException | str, *, effect: str) -> DeviceMemoryError:
-        """Return the error, with the phase, its effect, the plan, the peak, the budget and the remedy."""
-        trainer = self._fastft_trainer
-        place = str(self.root_device)
-        if trainer is not None:
-            rank = f" on rank {trainer.global_rank}" if trainer.world_size > 1 else ""
-            place = f"{place}{rank}, at optimizer step {trainer.global_step + 1}"
-        plan = self.checkpointing.status().reason
-        remedy = (
-            "The model does not fit: raise vram_budget, use OffloadCheckpointing(weights='stream'), whose cap begins "
-            "when the weights are on the host, or a quantised base (quantization='nf4')"
-            if effect == _NOTHING_TRAINED
-            else f"The batch was not changed: {self.checkpointing.remedy()}"
-        )
-        return DeviceMemoryError(
-            f"The {where} ran out of memory on {place}. {effect} Activations: {plan}. Budget: "
-            f"{self.checkpointing.describe_budget()}; "
-            f"{describe_peak(self.root_device)}. {remedy}. "
-            f"({reason if isinstance(reason, str) else _first_line(reason)})",
-            where=where,
-        )
-
     def _judged_step(self, run_step: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
         batch = args[0] if args else next(iter(kwargs.values()), None)
         step = self.packed_steps.begin(batch)
@@ -416,10 +326,6 @@ class FastFTStrategyMixin(_Base):
         if name != "training_step" or output is not None or not self.lightning_module.automatic_optimization:
             step.check_read(self.lightning_module, where=name)
         return output
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def _resumes_exactly(trainer: pl.Trainer) -> bool:
