@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.hf.lora import OWNED_BY_ADAPTER
@@ -28,7 +29,7 @@ def find_resized(model: PeftModel) -> list[str]:
     except (OSError, ValueError):
         return []
     num_rows = type(base.config).from_dict(content).get_text_config(decoder=True).vocab_size
-    if base.get_input_embeddings().weight.shape[0] == num_rows:
+    if count_rows(base.get_input_embeddings()) == num_rows:
         return []
     layers = {id(layer) for layer in (base.get_input_embeddings(), base.get_output_embeddings())}
     owners = tuple(f"{name}." for name, module in model.named_modules() if id(module) in layers)
@@ -37,6 +38,17 @@ def find_resized(model: PeftModel) -> list[str]:
         for name, _ in model.named_parameters()
         if name.startswith(owners) and OWNED_BY_ADAPTER.search(name) is None
     ]
+
+
+def count_rows(embedding: nn.Module) -> int:
+    """Return the rows of an embedding, which PEFT may have wrapped.
+
+    The ``weight`` of a layer with trained tokens is computed, which fails where it is sharded.
+    """
+    own = (parameter for name, parameter in embedding.named_parameters() if not OWNED_BY_ADAPTER.search(f".{name}"))
+    weight: Any = next(own, None)
+    weight = embedding.weight if weight is None else weight
+    return int(weight.shape[0])
 
 
 def save_resized(

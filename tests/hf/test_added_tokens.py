@@ -11,6 +11,7 @@ from lightning_fastft.hf import export
 from lightning_fastft.hf.lora import add_adapters
 from lightning_fastft.training.fine_tuner import FineTuner
 from tests.support.tiny_models import VOCABULARY, build_tiny
+from tests.support.two_ranks import run_two_ranks
 
 NEW = [VOCABULARY, VOCABULARY + 1, VOCABULARY + 2]
 KINDS = {
@@ -90,3 +91,12 @@ def test_resized_head_that_pissa_has_changed_is_refused(tmp_path):
     tuner.configure_model()
     with pytest.raises(UnsupportedModelError, match="resized"):
         tuner.save_pretrained(str(tmp_path / "out"))
+
+
+def test_rows_of_added_tokens_are_saved_on_two_ranks(tmp_path):
+    build_tiny("qwen3", tie_word_embeddings=False).save_pretrained(tmp_path / "base")
+    run_two_ranks("tests.hf.added_tokens_worker", tmp_path)
+    found = torch.load(tmp_path / "found.pt")
+    assert len(found) == 4
+    for case, (trained, again) in found.items():
+        torch.testing.assert_close(again, trained, msg=str(case))
