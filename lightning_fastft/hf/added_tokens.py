@@ -19,17 +19,18 @@ if TYPE_CHECKING:
 
 
 def find_resized(model: PeftModel) -> list[str]:
-    """Return the names of the base's embedding and head weights if the base's files have another number of rows.
+    """Return the names of the base's embedding and head weights if the base's files have another vocabulary size.
 
     Only local files are read. A base without a local configuration counts as unchanged.
     """
     base: Any = model.get_base_model()
     try:
-        content, _ = type(base.config).get_config_dict(base.name_or_path, local_files_only=True)
+        on_disk = type(base.config).from_pretrained(base.name_or_path, local_files_only=True)
     except (OSError, ValueError):
         return []
-    num_rows = type(base.config).from_dict(content).get_text_config(decoder=True).vocab_size
-    if count_rows(base.get_input_embeddings()) == num_rows:
+    # Not the rows of the embedding: those of mllama and moshi are more than their vocabulary.
+    saved, present = (config.get_text_config(decoder=True).vocab_size for config in (on_disk, base.config))
+    if saved == present:
         return []
     layers = {id(layer) for layer in (base.get_input_embeddings(), base.get_output_embeddings())}
     owners = tuple(f"{name}." for name, module in model.named_modules() if id(module) in layers)
