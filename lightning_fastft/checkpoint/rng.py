@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,3 +77,26 @@ class RandomState(NamedTuple):
             plain["cpu"].cpu(),
             cuda,
         )
+
+
+@contextmanager
+def drawing_apart(seed: int, *, device: torch.device) -> Iterator[None]:
+    """Seed all generators inside the block, and restore their states afterwards.
+
+    Work between two batches draws the same numbers in a resumed run: its random states are restored at the first batch.
+
+    Args:
+        seed: From 0 to 2^63 - 1.
+        device: Device of the generator to seed besides those of the host.
+    """
+    before = RandomState.capture(device)
+    try:
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        yield
+    finally:
+        before.restore(device)

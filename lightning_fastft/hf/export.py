@@ -20,6 +20,7 @@ from lightning_fastft.core.errors import (
     UnsupportedModelError,
     list_names,
 )
+from lightning_fastft.hf.added_tokens import save_resized
 from lightning_fastft.hf.expert_nf4_tensor import ExpertsNF4
 from lightning_fastft.hf.families import num_decoder_layers
 from lightning_fastft.hf.loading.source import auto_class
@@ -152,12 +153,12 @@ def save_adapters(
                 if initial is not None:
                     state_dict = convert_state(state_dict or dict(model.named_parameters()), initial=initial)
                 names = trained_adapters(model)
-                # "auto" would ask the hub whether the vocabulary was resized, which never happens here.
                 model.save_pretrained(
                     str(part), save_embedding_layers=False, state_dict=state_dict, selected_adapters=names
                 )
                 for name in names:
                     place = part if name == ADAPTER else part / name
+                    save_resized(model, place / ADAPTER_WEIGHTS, state_dict=state_dict, initial=initial)
                     check_read_back(model, place, adapter=name, state_dict=state_dict)
             for file in sorted(path for path in part.rglob("*") if path.is_file()):
                 target = folder / file.relative_to(part)
@@ -206,8 +207,9 @@ def export_adapters(
             config.base_model_name_or_path = base.name_or_path or config.base_model_name_or_path
         with _disk_errors():
             model.save_pretrained(str(part), save_embedding_layers=False)
+            resized = save_resized(model, part / ADAPTER_WEIGHTS)
         _write_companions(base, part, tokenizer, card=card)
-        expected = get_peft_model_state_dict(model, save_embedding_layers=False)
+        expected = {**get_peft_model_state_dict(model, save_embedding_layers=False), **resized}
         found = load_file(part / ADAPTER_WEIGHTS)
         _compare_tensors(expected, found, out=out)
         # With duplicates: loading unties a head of which a copy is trained, and its weight then has a name of its own.

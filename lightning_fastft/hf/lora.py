@@ -37,7 +37,7 @@ _MATCH = (
     "re.fullmatch(pattern, name)"
 )
 # A parameter of an adapter; the group is the name of the adapter.
-_OWNED = re.compile(r"\.(?:lora_\w+|modules_to_save|trainable_tokens_\w+)\.([^.]+)")
+OWNED_BY_ADAPTER = re.compile(r"\.(?:lora_\w+|modules_to_save|trainable_tokens_\w+)\.([^.]+)")
 # Names of PEFT's fields in other libraries that are not spelled alike.
 _NAMES_ELSEWHERE = {"rank": "r"}
 _INITIALISATIONS = ("gaussian", "eva", "olora", "pissa", "loftq", "orthogonal")
@@ -55,7 +55,7 @@ def tuner_layers(root: nn.Module) -> list[BaseTunerLayer]:
 
 def trained_adapters(model: PeftModel) -> list[str]:
     """Return the names of the adapters with trained weights; of all adapters if none has any."""
-    found = (_OWNED.search(name) for name, parameter in model.named_parameters() if parameter.requires_grad)
+    found = (OWNED_BY_ADAPTER.search(name) for name, parameter in model.named_parameters() if parameter.requires_grad)
     trained = {match[1] for match in found if match is not None}
     names = list(model.peft_config)
     return [name for name in names if name in trained] or names

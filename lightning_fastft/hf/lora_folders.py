@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastft.core.errors import DataError, OptionError, describe_mismatch
+from lightning_fastft.hf.added_tokens import find_resized
 from lightning_fastft.hf.lora import parse_lora
 from lightning_fastft.hf.lora_init import ADAPTER, changes_base
 
@@ -91,6 +92,8 @@ def _check_names(model: PeftModel, folder: str, *, adapter: str) -> None:
     with safe_open(str(Path(folder) / WEIGHTS), framework="pt") as file:
         held = set(file.keys())
     own = set(get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False))
+    if adapter == ADAPTER:
+        own |= held.intersection(find_resized(model))
     for names, state in ((own - held, "missing in it"), (held - own, "unknown to the model")):
         if names:
             raise _misfit(folder, f"{len(names)} weights are {state}, such as {min(names)}")

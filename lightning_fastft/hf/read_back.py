@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +15,14 @@ from lightning_fastft.core.errors import CheckpointNotSavedError, UnsupportedMod
 from lightning_fastft.hf.lora import tuner_layers
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from peft import LoraConfig, PeftModel
 
 # Parts of the names of what PEFT saves with an adapter.
 _PARTS = (".lora_", ".modules_to_save.", ".trainable_tokens_delta.")
+# What PEFT's wrappers put between the name of a layer and its own weight.
+_WRAPPED = re.compile(r"\.(token_adapter\.base_layer|base_layer|original_module)(?=\.)")
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 # Values of max_lora_rank in vllm.config.lora.
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -60,19 +63,19 @@ def check_read_back(
     from peft import PeftModel
     from safetensors import safe_open
 
-    bare = _build_bare(model.get_base_model())
+    with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
+        keys = list(file.keys())
+    bare = _build_bare(model.get_base_model(), keys=keys)
     again = PeftModel.from_pretrained(bare, str(folder), adapter_name=adapter, torch_device="cpu")
     held = dict(model.named_parameters()) if state_dict is None else state_dict
     found = dict(again.named_parameters())
     expected = {
         name: tensor for name, tensor in held.items() if f".{adapter}" in name and any(part in name for part in _PARTS)
     }
-    with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
-        keys = list(file.keys())
     num_written = sum(".lora_" in key for key in keys)
     num_factors = sum(".lora_" in name for name in expected)
-    # Trained biases of the base have the same names in the file.
-    expected |= {key: held[key] for key in keys if key in held and "bias" in key}
+    # Trained biases and resized embeddings of the base have the same names in the file.
+    expected |= {key: held[key] for key in keys if key in held}
     wrong = [] if num_written == num_factors else [f"{num_written} of {num_factors} tensors"]
     wrong += [name for name, tensor in expected.items() if name not in found or not _is_equal(found[name], tensor)]
     scales = _scales(again, adapter)
@@ -89,17 +92,18 @@ def check_read_back(
     return len(expected)
 
 
-def _build_bare(base: Any) -> nn.Module:
+def _build_bare(base: Any, *, keys: Collection[str]) -> nn.Module:
     """Return a base of the same structure on the CPU, whose weights are expanded single numbers.
 
-    Biases are whole, because adapters may hold trained ones, which are copied into them.
+    Biases, and weights of layers of which the file holds the base's weight, are whole: they are copied into them.
     """
     with torch.device("meta"):
         bare: nn.Module = type(base)(copy.deepcopy(base.config))
-    for module in bare.modules():
+    owners = {_WRAPPED.sub("", key.removeprefix("base_model.model.")).rpartition(".")[0] for key in keys}
+    for module_name, module in bare.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                size = parameter.shape if "bias" in name else ()
+                size = parameter.shape if "bias" in name or module_name in owners else ()
                 values = torch.zeros(size, dtype=parameter.dtype).expand(parameter.shape)
                 module._parameters[name] = nn.Parameter(values, requires_grad=False)
     return bare

@@ -14,6 +14,7 @@ from lightning.pytorch import LightningDataModule
 
 from lightning_fastft.checkpoint.lightning_internals import batch_progress, take_back_batches
 from lightning_fastft.checkpoint.ranks import on_all_ranks
+from lightning_fastft.checkpoint.rng import drawing_apart
 from lightning_fastft.core.checks import check_bool, check_choice, check_float, check_int, check_share
 from lightning_fastft.core.errors import DataError, OptionError, ResumeError
 from lightning_fastft.packing.collate import PackedBatch
@@ -240,19 +241,12 @@ class RolloutDataModule(LightningDataModule):
 
     def _rounds(self) -> Iterator[PackedBatch]:
         while True:
-            if self._documents is None:
-                self._documents = self._sample_round(self._num_rounds)
-            batches = pack_round(
-                self._documents,
-                self._weights(self._documents),
-                max_tokens=self.max_tokens,
-                pad_to_max=self.pad_to_max,
-                shares_prompts=self._shares_prompts,
-                accumulate=self._accumulate,
-                seed=self.seed,
-                device=self._tuner().device,
-            )
-            self._note_old(batches)
+            # Samplers, rewards and dropout of the old log-probabilities draw between two batches.
+            with drawing_apart(self._round_seed(self._num_rounds, stream=-2), device=self._tuner().device):
+                if self._documents is None:
+                    self._documents = self._sample_round(self._num_rounds)
+                batches = self._pack(self._documents)
+                self._note_old(batches)
             self._num_in_round = len(batches)
             for number in range(self._num_yielded, len(batches)):
                 self._num_yielded = number + 1
@@ -260,14 +254,27 @@ class RolloutDataModule(LightningDataModule):
             self._num_rounds, self._num_yielded = self._num_rounds + 1, 0
             self._documents = self._old = None
 
+    def _pack(self, documents: Sequence[Document]) -> list[PackedBatch]:
+        return pack_round(
+            documents, self._weights(documents), max_tokens=self.max_tokens, pad_to_max=self.pad_to_max,
+            shares_prompts=self._shares_prompts, accumulate=self._accumulate, seed=self.seed,
+            device=self._tuner().device,
+        )  # fmt: skip
+
+    def _round_seed(self, number: int, *, stream: int) -> int:
+        """Return the seed of a round on this rank for one kind of random numbers."""
+        world_size, rank = (1, 0) if self.trainer is None else (self.trainer.world_size, self.trainer.global_rank)
+        place_1 = np.array([number * world_size + rank], dtype=np.uint64)
+        return int(mix_bits(place_1, seed=self.seed, stream=stream)[0] >> np.uint64(1))
+
     def _sample_round(self, number: int) -> list[Document]:
         """Return this rank's rollouts of a round, with rewards as scores; given completions where none are sampled."""
         world_size, rank = (1, 0) if self.trainer is None else (self.trainer.world_size, self.trainer.global_rank)
         options = {"prompts_per_round": self.prompts_per_round, "seed": self.seed}
         chosen = choose_prompts(number, num_prompts=len(self._rows), **options)[rank::world_size]
         is_sampled = draw_sampled(number, share=self.sampled_share, **options)[rank::world_size]
-        seed = int(mix_bits(np.array([number * world_size + rank], dtype=np.uint64), seed=self.seed, stream=1)[0] >> 1)
-        rollouts = iter(self._sample([index for index, drawn in zip(chosen, is_sampled) if drawn], seed=seed))
+        asked = [index for index, drawn in zip(chosen, is_sampled) if drawn]
+        rollouts = iter(self._sample(asked, seed=self._round_seed(number, stream=1)))
         return [next(rollouts) if drawn else self._given[index] for index, drawn in zip(chosen, is_sampled)]
 
     def _sample(self, chosen: Sequence[int], *, seed: int) -> list[Document]:

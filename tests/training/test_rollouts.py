@@ -1,12 +1,14 @@
 """RolloutDataModule: rounds of sampled, judged and packed rollouts; a small policy learns from them."""
 
+import random
 import sys
 
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import seed_everything
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from lightning_fastft.core.errors import DataError, MissingDependencyError, OptionError, ResumeError
 from lightning_fastft.strategies.single_device import FastFTStrategy
@@ -45,8 +47,8 @@ def is_right(*, prompts, completions, answer):
 
 def make_parts(*, config=CONFIG, learning_rate=3e-3, tuner_options=None, **options):
     tuner = PolicyTuner(
-        config, init="random", dtype="float32", tokenizer=character_tokenizer(), learning_rate=learning_rate,
-        scheduler="constant", warmup_steps=0, **(tuner_options or {}),
+        config, dtype="float32", tokenizer=character_tokenizer(), learning_rate=learning_rate,
+        scheduler="constant", warmup_steps=0, **{"init": "random", **(tuner_options or {})},
     )  # fmt: skip
     values = {
         "rewards": is_right, "num_completions": 8, "prompts_per_round": 8, "max_new_tokens": 1, "max_tokens": 512,
@@ -132,6 +134,32 @@ def test_a_run_goes_on_inside_a_round_from_its_checkpoint(tmp_path, accumulate, 
 
     whole = run(tmp_path / "a", saves=True)
     resumed = run(tmp_path / "b", ckpt_path=str(tmp_path / "saved.ckpt"))
+    for (name, one), (_, other) in zip(whole.named_parameters(), resumed.named_parameters()):
+        assert torch.equal(one, other), name
+
+
+@pytest.mark.filterwarnings("ignore:Resumed with another setting")
+@pytest.mark.parametrize("step", [3, 8])
+def test_a_resumed_run_repeats_the_random_numbers_of_rewards_and_dropout(tmp_path, step):
+    """Step 8 is the end of a round: the next one is sampled before the first batch, where random states are restored."""
+
+    def noisy(*, completions, **columns):
+        return [random.random() + float(np.random.rand()) + float(torch.rand(())) for _ in completions]
+
+    def run(folder, *, seed, saves=False, ckpt_path=None):
+        seed_everything(seed, verbose=False)
+        tuner, data = make_parts(
+            config=str(tmp_path / "base"), max_tokens=48, max_new_tokens=2, rewards=noisy,
+            tuner_options={"init": "pretrained", "lora": {"r": 4, "lora_dropout": 0.2}},
+        )  # fmt: skip
+        callbacks = [SaveAtStep(step, tmp_path / "saved.ckpt")] if saves else []
+        trainer = quiet_trainer(folder, max_steps=11, strategy=FastFTStrategy(), callbacks=callbacks)
+        trainer.fit(tuner, data, ckpt_path=ckpt_path)
+        return tuner
+
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG)).save_pretrained(tmp_path / "base")
+    whole = run(tmp_path / "a", seed=0, saves=True)
+    resumed = run(tmp_path / "b", seed=1, ckpt_path=str(tmp_path / "saved.ckpt"))
     for (name, one), (_, other) in zip(whole.named_parameters(), resumed.named_parameters()):
         assert torch.equal(one, other), name
 

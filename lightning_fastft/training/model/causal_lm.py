@@ -14,6 +14,7 @@ from lightning_fastft.core.checks import check_choice, is_processor, tokenizer_o
 from lightning_fastft.core.errors import OptionError, SwapError
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.core.status import Status
+from lightning_fastft.hf.added_tokens import count_rows
 from lightning_fastft.strategies.patching import patcher_of
 from lightning_fastft.training.model.base_identity import digest_base
 from lightning_fastft.training.model.construction import (
@@ -134,7 +135,7 @@ class CausalLMModule(LightningModule):
     def vocab_size(self) -> int:
         """Token ids the model can embed."""
         if self.model is not None:
-            return int(self.model.get_input_embeddings().weight.shape[0])
+            return count_rows(self.model.get_input_embeddings())
         assert self.source is not None
         return self.source.vocab_size
 
@@ -395,6 +396,5 @@ class CausalLMModule(LightningModule):
                 "generate needs a model and a tokenizer; "
                 f"{'the model is not built' if self.model is None else 'tokenizer is None'}."
             )
-        return generate_texts(
-            self.model, tokenizer=tokenizer, prompts=prompts, max_new_tokens=max_new_tokens, **options
-        )
+        options["max_new_tokens"] = max_new_tokens
+        return generate_texts(self.model, tokenizer=tokenizer, prompts=prompts, **options)

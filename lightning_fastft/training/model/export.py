@@ -37,11 +37,13 @@ def save_model(
         check_readable(model)
     state = None
     if is_sharded:
+        from lightning_fastft.hf.added_tokens import find_resized
         from lightning_fastft.hf.sharding.state import gather_state
 
         # Masters leave in the dtype that the model has without them.
         dtype = None if has_adapters else compute_dtype
-        state = gather_state(model, is_trained_only=has_adapters, dtype=dtype)
+        is_trained_only = has_adapters and not (has_peft and find_resized(model))
+        state = gather_state(model, is_trained_only=is_trained_only, dtype=dtype)
     if not is_writer:
         return
     if has_peft:
