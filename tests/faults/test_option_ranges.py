@@ -318,6 +318,8 @@ def option_names(name):
     bases = [base for base in bases if base.__module__.startswith("lightning_fastft")]
     found = {}
     for base in bases:
+        if base is not item and "__init__" not in vars(base):
+            continue
         parameters = inspect.signature(base.__init__ if base is not item else item).parameters.values()
         found |= {parameter.name: None for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
