@@ -180,7 +180,7 @@ def call(arguments, **more):
 
 
 CALLS = [call({"a": 1, "b": 2}), call({"word": "x"})]
-CALL_TEXTS = ['f{"a": 1, "b": 2}<|im_end|>', 'f{"word": "x"}<|im_end|>']
+CALL_TEXTS = ['{"a": 1, "b": 2}<|im_end|>', '{"word": "x"}<|im_end|>']
 PARTS = [{"type": "text", "text": "fo"}, {"type": "text", "text": "ur"}]
 NESTED = {"version": 1, "data": ROWS}
 
@@ -291,7 +291,7 @@ FORMS = (
     Form(
         "Parquet with arguments as JSON",
         parquet([call({"a": 1}), call({"a": "x"}), call({"a": [None]})], by="json"),
-        ['f{"a": 1}<|im_end|>', 'f{"a": "x"}<|im_end|>', 'f{"a": [null]}<|im_end|>'],
+        ['{"a": 1}<|im_end|>', '{"a": "x"}<|im_end|>', '{"a": [null]}<|im_end|>'],
     ),
     Form(
         "Parquet that is cut", lambda root: file("b.parquet", truncated(parquet()(root).read_bytes()))(root), "Parquet"
@@ -306,9 +306,7 @@ FORMS = (
     Form("a data set of no rows", in_memory(lambda: dataset().select([])), "empty"),
     Form("rows in memory", in_memory(lambda: ROWS), TEXTS),
     Form(
-        "rows with tool calls and a null of the user",
-        in_memory(lambda: [call({"a": None})]),
-        ['f{"a": null}<|im_end|>'],
+        "rows with tool calls and a null of the user", in_memory(lambda: [call({"a": None})]), ['{"a": null}<|im_end|>']
     ),
     Form(
         "ids as arrays",
@@ -398,7 +396,7 @@ FORMS = (
         "wrong type",
     ),
     Form("an answer in an array", file("a.json", json.dumps(CHAT * 3)), CHAT_TEXTS * 3),
-    Form("arguments as JSON text", file("a.jsonl", lines(call(json.dumps({"a": None})))), ['f{"a": null}<|im_end|>']),
+    Form("arguments as JSON text", file("a.jsonl", lines(call(json.dumps({"a": None})))), ['{"a": null}<|im_end|>']),
     Form("arguments that are no JSON", file("a.jsonl", lines(call("f(3)"))), "malformed JSON"),
     Form("tools as JSON text", file("a.jsonl", lines(CHAT[0] | {"tools": json.dumps([{"name": "f"}])})), CHAT_TEXTS),
     Form("tools that are no JSON", file("a.jsonl", lines(CHAT[0] | {"tools": "f()"})), "JSON"),

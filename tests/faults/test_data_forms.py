@@ -13,7 +13,7 @@ from tests.packing.conftest import UNMARKED, build_tokenizer
 
 TEMPLATE = UNMARKED.replace(
     "{{ message.content }}",
-    "{{ message.content }}{% for call in message.tool_calls or [] %}{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}",
+    "{{ message.content }}{% for call in message.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}",
 )
 IDS = [6, 7]
 

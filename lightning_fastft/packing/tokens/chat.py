@@ -200,16 +200,21 @@ class ChatRenderer:
 
     def _check_calls(self, messages: Sequence[dict[str, Any]], *, tools: list[Any] | None) -> None:
         """Raise RowRejectedError if the template drops a tool call, such as the second one of a turn."""
-        marked, names = [], []
+        marked: list[dict[str, Any]] = []
+        places: dict[str, tuple[int, int]] = {}
         for number, message in enumerate(messages):
             if message.get("tool_calls"):
                 marks = [f"{SENTINEL}{number}.{place}{SENTINEL}" for place in range(len(message["tool_calls"]))]
                 message = message | {"tool_calls": [*map(mark_name, message["tool_calls"], marks)]}
-                names += [(number, mark) for mark in marks]
+                places |= {mark: (number, place) for place, mark in enumerate(marks)}
             marked.append(message)
-        shown = self._renderer(tools)(marked, False) if names else None
-        for number, mark in names:
-            if shown is not None and mark not in shown:
+        if not places:
+            return
+        render = self._renderer(tools)
+        shown = render(marked, False)
+        for mark, (number, place) in places.items():
+            # A template may show the arguments alone.
+            if shown is not None and mark not in shown and render(_without_call(marked, number, place), False) == shown:
                 raise RowRejectedError(TEMPLATE_DROPS, f"a tool call of turn {number}; give chat_template")
 
     def _renderer(self, tools: list[Any] | None) -> Render:
@@ -236,6 +241,13 @@ class ChatRenderer:
                     add_generation_prompt=add_generation_prompt,
                 )
             )
+
+
+def _without_call(messages: Sequence[dict[str, Any]], number: int, place: int) -> list[dict[str, Any]]:
+    """Return messages without one tool call of one of them."""
+    calls = messages[number]["tool_calls"]
+    less = messages[number] | {"tool_calls": [*calls[:place], *calls[place + 1 :]]}
+    return [*messages[:number], less, *messages[number + 1 :]]
 
 
 @contextmanager
