@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from lightning_fastft.kernels.adamw_step import reference, triton
+from lightning_fastft.kernels.adamw_step import table, triton
 from lightning_fastft.kernels.adamw_step.table import CHUNK, TensorTable
 from lightning_fastft.kernels.launch import launch
 from tests.kernels.test_adamw_rounding import check_rounding
@@ -259,5 +259,5 @@ test_a_planted_fault_is_seen, test_without_a_fault_the_same_check_passes = plant
     triton, check_triton, FAULTS, except_in="_adamw_8bit_kernel"
 )
 test_a_planted_fault_of_the_table_is_seen, _ = planted_faults(
-    reference, lambda module: check_triton(triton, module.TensorTable), TABLE_FAULTS
+    table, lambda module: check_triton(triton, module.TensorTable), TABLE_FAULTS
 )
