@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -13,7 +14,7 @@ from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher, share_state
 from lightning_fastft.core.status import Status
 from lightning_fastft.hf.expert_nf4 import stack_names
-from lightning_fastft.hf.families import decoder_layers, find_causal_models, is_on_interface
+from lightning_fastft.hf.families import decoder_layers, find_causal_models, find_decoder, is_on_interface
 from lightning_fastft.kernels.expert_gate.reference import GateForm
 from lightning_fastft.moe.adapters import install_expert_adapters
 from lightning_fastft.moe.fp8_experts import Fp8Experts
@@ -225,13 +226,21 @@ def _describe(model: PreTrainedModel, layers: list[_Layer], *, num_adapted: int)
 def _sign_of_experts(model: PreTrainedModel) -> str:
     """Return the evidence of MoE layers: experts in the configuration, or modules that look like experts."""
     config = model.config.get_text_config(decoder=True)
-    for name in _NUM_EXPERTS:
+    # A family whose experts are supported has none if all its layers are dense.
+    for name in () if _has_supported_experts(model) else _NUM_EXPERTS:
         count = getattr(config, name, None)
         # Some families configure experts while their MoE layers are disabled.
         if isinstance(count, int) and count > 1 and getattr(config, "is_moe", True):
             return f"{name}={count} in its configuration"
     strangers = _find_strangers(model, [])
     return f"modules {', '.join(strangers)}" if strangers else ""
+
+
+def _has_supported_experts(model: PreTrainedModel) -> bool:
+    """Return whether the module that defines the decoder of a model also defines MoE layers that are supported."""
+    home = type(find_decoder(model)).__module__
+    kinds = [kind for kind in vars(sys.modules[home]).values() if isinstance(kind, type) and kind.__module__ == home]
+    return any(hasattr(kind, "_apply_gate") or kind.__name__ == _LLAMA4 for kind in kinds)
 
 
 def _find_strangers(model: PreTrainedModel, known: list[nn.Module]) -> list[str]:

@@ -278,6 +278,19 @@ def test_numbers_of_experts_that_are_turned_off_are_no_experts():
         install(build_unallocated("doge", is_moe=True))
 
 
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("qwen3_moe", {"mlp_only_layers": [0, 1]}),
+        ("deepseek_v3", {"first_k_dense_replace": 3}),
+        ("llama4_text", {"moe_layers": [], "interleave_moe_layer_step": 0}),
+    ],
+)
+def test_a_mixture_whose_layers_are_all_dense_has_no_experts(name, overrides):
+    patcher, (status,) = install(build_tiny(name, **overrides))
+    assert (status.state, len(patcher)) == ("inactive", 0)
+
+
 @pytest.mark.parametrize("kind", ["list", "stack"])
 def test_experts_of_another_kind_are_seen_without_a_word_in_the_configuration(kind):
     class OddExperts(nn.Module):
