@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,7 +43,8 @@ def install_value_points(
                 patcher.set_attribute(module, SEGMENT_ATTRIBUTE, segment)
                 num_points += 1
             # Low-rank GEMMs of an adapter cost less than keeping their outputs, and PEFT needs its own classes there.
-            point_class = None if _ADAPTER_PARTS & set(name.split(".")) else _point_class(type(module))  # type: ignore[arg-type]
+            is_barred = bool(_ADAPTER_PARTS & set(name.split("."))) or _clips_in_place(layer, name)
+            point_class = None if is_barred else _point_class(type(module))  # type: ignore[arg-type]
             if point_class is not None and id(module) in names:
                 new = share_state(module, point_class)
                 patcher.replace_module(root, names[id(module)], new)
@@ -64,6 +66,14 @@ def is_frozen_point(module: nn.Module) -> bool:
     """Return whether a module is a value point that saves nothing for its backward."""
     is_point = isinstance(module, (_LinearPoint, _QuantizedPoint))
     return is_point and not any(parameter.requires_grad for parameter in module.parameters())
+
+
+def _clips_in_place(layer: nn.Module, name: str) -> bool:
+    """Return whether a module is in an attention layer that clips projections in place (OLMo), which would change what
+    a plan keeps.
+    """
+    owners = [layer.get_submodule(name[: match.start()]) for match in re.finditer(r"\.", name)]
+    return any(getattr(getattr(owner, "config", None), "clip_qkv", None) is not None for owner in owners)
 
 
 @functools.cache

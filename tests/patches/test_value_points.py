@@ -89,6 +89,21 @@ def test_points_are_the_dear_products_and_every_plan_is_exact(kind):
         assert_equal(planned.gradients(2), expected, what=f"{kind}, plan {seed}")
 
 
+@pytest.mark.parametrize("is_adapted", [False, True])
+def test_projections_that_attention_clips_in_place_are_no_points(is_adapted):
+    """OLMo's layers write to the outputs of their projections."""
+    model = build_tiny("olmoe", clip_qkv=0.3).train()
+    if is_adapted:
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    batch = make_batch(LENGTHS)
+    expected = kept_gradients(model, [batch], 1)
+    planned = PlannedModel(model, [batch])
+    assert not any("proj" in name for name in planned.value_names[0])
+    for seed in range(4):
+        planned.follow(random_plan(planned.value_names, seed=seed))
+        assert_equal(planned.gradients(1), expected, what=f"plan {seed}")
+
+
 def test_what_is_held_is_not_computed_again(monkeypatch):
     model, batch = (
         build_tiny("llama", **{**BIG, "num_hidden_layers": 1, "intermediate_size": 96}).train(),
