@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.lora.layer import LoraLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
 from lightning_fastft.fused.active_adapters import copies_read
@@ -30,6 +31,8 @@ from lightning_fastft.moe.low_precision_copy import LowPrecisionCopy
 # An instance attribute, so no state_dict has it.
 FUSION_ATTRIBUTE = "fastft_fusion"
 
+# Attributes of modules that change what a product or a norm computes; the last two are of PEFT's trained copies.
+_SETTINGS = {"p", "training", "compute_dtype", "_disable_adapters", "_active_adapter"}
 _RECORDING = "transformers.utils.output_capturing"
 
 
@@ -119,7 +122,7 @@ class Fusion:
         self._watch(module._modules, *module._modules)
         self._watch_weights(module, *module._parameters)
         # Any module may get a forward of its own; only some have the others.
-        self._watch(vars(module), "forward", *({"p", "training", "compute_dtype"} & vars(module).keys()))
+        self._watch(vars(module), "forward", *(_SETTINGS & vars(module).keys()))
         if has_hooks:
             self._empty += [module._forward_hooks, module._forward_pre_hooks]
             self._empty += [module._backward_hooks, module._backward_pre_hooks]
@@ -274,7 +277,11 @@ def read_norm(module: Any, form: LayerForm) -> Norm:
 def _read_norms(module: nn.Module | None, names: Sequence[str], form: LayerForm) -> tuple[Norm | None, Norm | None]:
     """Return the two norms of these names; LFM3's norms after attention and block are an option."""
     found = [None, None] if module is None or not names else [module._modules.get(name) for name in names]
-    first, second = (None if norm is None or type(norm) is nn.Identity else read_norm(norm, form) for norm in found)
+    # PEFT may train a copy of an empty one.
+    first, second = (
+        None if type(getattr(norm, "original_module", norm)) in (nn.Identity, type(None)) else read_norm(norm, form)
+        for norm in found
+    )
     return first, second
 
 
@@ -308,12 +315,16 @@ def _read_modules(layer: Any, form: LayerForm) -> tuple[list[nn.Module], list[tu
         block = layer._modules[form.block]
         passed_over += [block, *(block._modules[name] for name in (*form.gate_up, form.down))]
         products += [(block, form.gate_up), (block, (form.down,))]
-    return passed_over, products
+    copied = [module for module in passed_over if isinstance(module, AuxiliaryTrainingWrapper)]
+    return [*passed_over, *(part for module in copied for part in module.modules() if part is not module)], products
 
 
 def _mixer_obstacle(layer: Any, form: LayerForm) -> str:
-    """Return why a gated delta rule cannot be fused; "" if it can, and for any other mixer."""
+    """Return why attention or a gated delta rule cannot be fused; "" if it can, and for any other mixer."""
     delta_rule = find_delta_rule(layer, form)
+    attention = layer._modules.get("self_attn")
+    if isinstance(attention, AuxiliaryTrainingWrapper) and not has_own_mixer(layer, form):
+        return "modules_to_save trains a copy of self_attn"
     return "" if delta_rule is None else delta_obstacle(delta_rule, form.delta_projections)
 
 

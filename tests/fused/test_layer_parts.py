@@ -4,12 +4,15 @@ import copy
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from lightning_fastft.core.patcher import ModelPatcher
+from lightning_fastft.fused.install import install_fused_layers
 from lightning_fastft.fused.layer_parts import find_parts
 from lightning_fastft.fused.low_precision_adapters import install_low_precision_adapters
 from tests.support.layer_pairs import build, layers_of, make_pair
+from tests.support.packs import relative_error
 
 IDS = torch.arange(3, 12)[None]
 
@@ -143,6 +146,37 @@ def test_a_change_between_two_calls_is_seen(change):
     found = logits_of(model)
     assert torch.equal(found, expected)
     assert not torch.equal(found.float(), before.float())
+
+
+@pytest.mark.parametrize("name", ["input_layernorm", "layernorm"])
+@pytest.mark.parametrize("change", ["disabled", "another adapter", "a hook on the copy"])
+def test_norms_that_an_adapter_trains_are_read_again_in_layers_without_projections_of_it(name, change):
+    lora = LoraConfig(r=4, target_modules=["q_proj"], layers_to_transform=[0], modules_to_save=[name])
+    model = get_peft_model(build("llama", "full"), lora)
+    model.add_adapter("other", lora)
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            if "modules_to_save.default" in path:
+                parameter.mul_(3.0)
+    fused, plain = make_pair(model.eval())
+    assert relative_error(logits_of(fused), before := logits_of(plain)) < 1e-5
+    for each in (fused, plain):
+        if change == "disabled":
+            each.disable_adapter_layers()
+        elif change == "another adapter":
+            each.set_adapter("other")
+        else:
+            layers_of(each)[1].input_layernorm.modules_to_save["default"].register_forward_hook(double)
+    expected = logits_of(plain)
+    assert relative_error(expected, before) > 1e-2
+    assert relative_error(logits_of(fused), expected) < 1e-5
+
+
+def test_attention_whose_copy_is_trained_is_refused():
+    lora = LoraConfig(r=4, target_modules=["gate_proj"], modules_to_save=["self_attn"])
+    (status,) = install_fused_layers(get_peft_model(build("llama", "full"), lora), ModelPatcher())
+    assert status.state == "refused"
+    assert "modules_to_save" in status.reason
 
 
 def test_a_weight_that_is_trained_from_now_on_gets_its_gradient_and_must_not_be_written_before():

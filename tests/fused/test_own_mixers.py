@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import CONFIG_MAPPING
 
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
@@ -193,3 +194,13 @@ def test_what_needs_whole_layers_is_said_to_be_inactive(options, name):
     assert statuses["fused layers"].state == "active"
     assert statuses[name].state == "inactive"
     assert "attention" in statuses[name].reason
+
+
+@pytest.mark.parametrize("family", LATER)
+def test_a_trained_copy_of_an_empty_norm_is_no_norm(family):
+    """Without sandwich norms LFM3 has identities in their places, of which PEFT makes copies too."""
+    lora = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, modules_to_save=["norm"])
+    model, plain, _ = make_pair(get_peft_model(build_tiny(family, use_sandwich_norm=False), lora).train())
+    found, expected = (step(each, make_batch()) for each in (model, plain))
+    assert found.keys() == expected.keys()
+    assert all(relative_error(found[name], value) < 1e-5 for name, value in expected.items())
