@@ -182,6 +182,19 @@ def test_a_transposed_gradient_is_taken():
     assert torch.allclose(x.grad, torch.arange(5.0, 0.0, -1.0)[:, None] * factors_2N[0])
 
 
+@pytest.mark.parametrize("shape", [(5, 3), (1, 5, 3)])
+def test_the_output_of_a_layer_may_be_written_to_in_place(shape):
+    x, magnitude_N, factors_2N = (
+        torch.ones(shape, requires_grad=True),
+        torch.ones(3),
+        torch.tensor([[1.0, 2.0, 3.0]] * 2),
+    )
+    y = scale_by_magnitude(x, magnitude_N.requires_grad_(), factors_2N)
+    y.clamp_(max=2.5).sum().backward()
+    assert torch.equal(x.grad, torch.tensor([1.0, 2.0, 0.0]).expand(shape))
+    assert torch.equal(magnitude_N.grad, torch.tensor([5.0, 10.0, 0.0]))
+
+
 def test_no_graph_and_no_wait():
     x_TN, factor_N, offset_N, addend_TN = make_inputs(7, 5, torch.float32)
     with Watch() as watch:

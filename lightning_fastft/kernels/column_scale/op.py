@@ -264,7 +264,10 @@ class _ScaleByMagnitude(torch.autograd.Function):
         ctx.dtype = magnitude_N.dtype
         offset_N = None if bias_N is None else offset_of(bias_N, factors_2N[0])
         x_TN = x.reshape(-1, x.shape[-1])
-        return scale_columns(x_TN, factors_2N[0], offset_N=offset_N).view(x.shape)
+        # Not a view, because models may write to the output in place (OLMo clips projections).
+        y = x.new_empty(x.shape)
+        scale_columns(x_TN, factors_2N[0], offset_N=offset_N, out=y.view(x_TN.shape))
+        return y
 
     @staticmethod
     @once_differentiable
