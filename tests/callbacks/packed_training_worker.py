@@ -6,7 +6,6 @@ import os
 import sys
 from pathlib import Path
 
-import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader
 
@@ -47,18 +46,8 @@ def main(folder):
     rank = int(os.environ["RANK"])
     batches = [window[rank] for window in window_batches()]
     callbacks = [PackedTraining(activations=OffloadCheckpointing("recompute")), GradientHealth(num_steps=3)]
-    trainer = pl.Trainer(
-        default_root_dir=folder,
-        accelerator="cpu",
-        devices=2,
-        strategy="ddp",
-        max_steps=NUM_WINDOWS,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=callbacks,
-        use_distributed_sampler=False,
+    trainer = quiet_trainer(
+        folder, devices=2, strategy="ddp", max_steps=NUM_WINDOWS, callbacks=callbacks, use_distributed_sampler=False
     )
     module = seeded_module()
     trainer.fit(module, DataLoader(batches, batch_size=None))

@@ -23,25 +23,20 @@ from lightning_fastft.strategies.registry import register_strategies
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from lightning_fastft.training.fine_tuner import FineTuner
 from tests.moe.test_install import CountedCore, distance
+from tests.support.sizes import tiny_qwen3
 from tests.support.tiny_models import TINY, build_tiny
 from tests.support.training_parts import VOCAB_SIZE, PlainModule, packed_loader, quiet_trainer, tiny_llama
 
 register_strategies()
 
-CONFIG = {
-    "model_type": "qwen3_moe",
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-    "eos_token_id": 2,
+CONFIG = tiny_qwen3(
+    model_type="qwen3_moe",
+    vocab=VOCAB_SIZE,
+    inner=40,
+    tie_word_embeddings=False,
+    eos_token_id=2,
     **TINY["qwen3_moe"][1],
-}
+)
 ACTIVE = "2 MoE layers (4 experts, 2 per token), qwen3_moe; grouped GEMM: reference"
 
 

@@ -12,9 +12,8 @@ from lightning_fastft.core.phases import LOGGER
 from lightning_fastft.estimate import rehearsal
 from lightning_fastft.hf.loading import model as loading
 from lightning_fastft.kernels.launch import Launch
-from lightning_fastft.training.datamodule import PackedDataModule
 from tests.support.fine_tuners import trainable, tuner
-from tests.support.training_parts import quiet_trainer
+from tests.support.training_parts import quiet_data, quiet_trainer
 
 pytest.importorskip("triton")
 
@@ -41,9 +40,7 @@ def fit(folder, callback):
     torch.manual_seed(3)
     module = tuner("lora_bf16")
     rows = [{"input_ids": [3 + (7 * place + step) % 20 for place in range(40)]} for step in range(6)]
-    data = PackedDataModule(
-        rows, max_tokens=64, pad_to_max=True, num_workers=0, cache_dir=None, num_proc=1, show_progress=False
-    )
+    data = quiet_data(rows, max_tokens=64, pad_to_max=True)
     trainer = quiet_trainer(folder, strategy="fastft", max_steps=2, callbacks=[callback])
     try:
         trainer.fit(module, datamodule=data)

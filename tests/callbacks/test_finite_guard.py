@@ -22,12 +22,18 @@ from lightning_fastft.callbacks.gradient_health import GradientHealth
 from lightning_fastft.core.errors import NotTrainingError
 from lightning_fastft.kernels.adamw_step.op import grad_norm
 from lightning_fastft.strategies.registry import register_strategies
-from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.optimizer import FusedAdamW
 from tests.support.fine_tuners import trainable, tuner
 from tests.support.host_waits import count_host_waits
 from tests.support.rank_exit import leave
-from tests.support.training_parts import PlainModule, packed_batches, packed_loader, quiet_trainer, tiny_llama
+from tests.support.training_parts import (
+    PlainModule,
+    packed_batches,
+    packed_loader,
+    quiet_data,
+    quiet_trainer,
+    tiny_llama,
+)
 from tests.support.two_ranks import run_two_ranks
 
 WIDTH, ROWS, NUM_PARTS = 6, 4, 2
@@ -463,7 +469,7 @@ def test_a_tuner_with_its_narrow_copies_is_left_as_it_was(tmp_path, mode):
 def test_the_pack_is_named_by_its_examples(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"input_ids": [1 + number, 2, 3, 4]}) + "\n" for number in range(6)))
-    data = PackedDataModule(str(path), max_tokens=8, num_workers=0, cache_dir=None, num_proc=1, show_progress=False)
+    data = quiet_data(str(path), max_tokens=8)
     trained = []
 
     class Model(pl.LightningModule):

@@ -15,10 +15,9 @@ from lightning_fastft.callbacks.packed_training import PackedTraining
 from lightning_fastft.core.errors import ContextError, OptionError
 from lightning_fastft.strategies.registry import register_strategies
 from lightning_fastft.strategies.single_device import FastFTStrategy
-from lightning_fastft.training.datamodule import PackedDataModule
 from tests.callbacks.packed_training_worker import train_on_one_process
 from tests.strategies.test_single_device import ForeignModel
-from tests.support.training_parts import VOCAB_SIZE, PlainModule, packed_loader, quiet_trainer, tiny_llama
+from tests.support.training_parts import VOCAB_SIZE, PlainModule, packed_loader, quiet_data, quiet_trainer, tiny_llama
 from tests.support.two_ranks import run_two_ranks
 
 register_strategies()
@@ -191,16 +190,7 @@ def test_the_same_activations_under_a_strategy_that_is_not_ours(tmp_path, policy
 def packed_data():
     rng = np.random.default_rng(0)
     rows = [{"input_ids": rng.integers(1, VOCAB_SIZE, 9).tolist()} for _ in range(24)]
-    return PackedDataModule(
-        rows,
-        val_paths=rows,
-        test_paths=rows,
-        max_tokens=32,
-        num_workers=0,
-        cache_dir=None,
-        num_proc=1,
-        show_progress=False,
-    )
+    return quiet_data(rows, val_paths=rows, test_paths=rows, max_tokens=32)
 
 
 @pytest.mark.covering

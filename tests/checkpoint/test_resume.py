@@ -19,11 +19,18 @@ from lightning_fastft.checkpoint.files import check_file
 from lightning_fastft.checkpoint.resume import STATE, ExactResume, describe_differences
 from lightning_fastft.core.errors import ResumeError
 from lightning_fastft.strategies.single_device import FastFTStrategy
-from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.fine_tuner import FineTuner
 from tests.faults.saves import fork
 from tests.support.token_weighting_worker import CONFIG
-from tests.support.training_parts import VOCAB_SIZE, PlainModule, SaveAtStep, packed_loader, quiet_trainer, tiny_llama
+from tests.support.training_parts import (
+    VOCAB_SIZE,
+    PlainModule,
+    SaveAtStep,
+    packed_loader,
+    quiet_data,
+    quiet_trainer,
+    tiny_llama,
+)
 
 
 def fit(folder, module=None, *, ckpt_path=None, num_batches=4, **options):
@@ -117,7 +124,7 @@ def test_a_run_that_resumes_twice_trains_no_epoch_again(tmp_path, length):
     def run(num_batches=0, **options):
         module = tuner(lora=None)
         rows = [{"input_ids": [number, 2, 3, 4, 5, 6]} for number in range(7, 10)]
-        data = PackedDataModule(rows, max_tokens=6, num_workers=0, cache_dir=None, num_proc=1, show_progress=False)
+        data = quiet_data(rows, max_tokens=6)
         callbacks = [SaveAfter(num_batches, tmp_path / f"{num_batches}.ckpt")]
         trainer = quiet_trainer(tmp_path, strategy="fastft", callbacks=callbacks, **length)
         seed_everything(3, verbose=False)

@@ -14,9 +14,8 @@ from lightning_fastft.hf.dtypes import DTYPES
 from lightning_fastft.kernels import backends
 from lightning_fastft.kernels import launch as launches
 from lightning_fastft.kernels.launch import LaunchRecorder
-from lightning_fastft.training.datamodule import PackedDataModule
 from tests.support.fine_tuners import CONFIG, tuner
-from tests.support.training_parts import quiet_trainer
+from tests.support.training_parts import quiet_data, quiet_trainer
 
 pytest.importorskip("triton")
 
@@ -55,9 +54,7 @@ def launches_of_a_run(module, tmp_path, monkeypatch):
     fuse = functools.partial(install.fuse_weight_buffers, device_types=("cpu",))
     monkeypatch.setattr(install, "fuse_weight_buffers", fuse)
     rows = [{"input_ids": [3 + (7 * place + step) % 20 for place in range(40)]} for step in range(6)]
-    data = PackedDataModule(
-        rows, max_tokens=NUM_TOKENS, pad_to_max=True, num_workers=0, cache_dir=None, num_proc=1, show_progress=False
-    )
+    data = quiet_data(rows, max_tokens=NUM_TOKENS, pad_to_max=True)
     watch = LambdaCallback(
         on_fit_start=lambda *_: monkeypatch.setattr(launches, "current_recorder", lambda: recorder),
         on_train_start=lambda trainer, _: swaps.append(swaps_of(trainer)),

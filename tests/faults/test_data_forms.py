@@ -7,9 +7,9 @@ import re
 import pytest
 
 from lightning_fastft.core.errors import DataError, OptionError
-from lightning_fastft.training.datamodule import PackedDataModule
 from tests.faults.data_forms import FORMS
 from tests.packing.conftest import UNMARKED, build_tokenizer
+from tests.support.training_parts import quiet_data
 
 TEMPLATE = UNMARKED.replace(
     "{{ message.content }}",
@@ -19,15 +19,7 @@ IDS = [6, 7]
 
 
 def trained_texts(paths, tokenizer, options):
-    data = PackedDataModule(
-        paths,
-        tokenizer=tokenizer,
-        cache_dir=None,
-        num_proc=1,
-        num_workers=0,
-        show_progress=False,
-        **{"max_tokens": 512, **options},
-    )
+    data = quiet_data(paths, tokenizer=tokenizer, **{"max_tokens": 512, **options})
     data.setup("fit")
     documents = [document.labels[document.labels != -100].tolist() for document in data.subset("train").documents]
     return documents, [tokenizer.decode(ids) for ids in documents]

@@ -5,7 +5,6 @@ tests.hf.added_tokens_worker <folder with a base>``.
 import sys
 from pathlib import Path
 
-import lightning.pytorch as pl
 import torch
 from peft import PeftModel
 
@@ -16,16 +15,14 @@ from tests.hf.test_added_tokens import KINDS, NEW, logits, resized
 from tests.support.datamodule_worker import make_data
 from tests.support.rank_exit import leave
 from tests.support.tiny_models import VOCABULARY
+from tests.support.training_parts import quiet_trainer
 
 
 def train(kind, strategy, folder):
     """Return the logits of the trained model and of its adapters on a base with other new rows."""
     lora = {"r": 2, "target_modules": ["q_proj"], "init_lora_weights": False, **KINDS[kind]}
     module = FineTuner(resized(folder / "base", seed=1), lora=lora, learning_rate=1e-2)
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=2, strategy=strategy, max_steps=2, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
-    )  # fmt: skip
+    trainer = quiet_trainer(devices=2, strategy=strategy, max_steps=2, use_distributed_sampler=False)
     rows = [{"input_ids": [3, *NEW, number % VOCABULARY, 5]} for number in range(24)]
     trainer.fit(module, make_data(rows=rows))
     trained, out = logits(module.model), folder / f"{kind}-{type(strategy).__name__}"

@@ -11,8 +11,8 @@ import pytest
 from lightning_fastft.monitor.data_page import render_data_page
 from lightning_fastft.packing.rows.rejects import read_rejects
 from lightning_fastft.training.data.describe import describe_data
-from lightning_fastft.training.datamodule import PackedDataModule
 from tests.packing.conftest import UNMARKED, build_tokenizer
+from tests.support.training_parts import quiet_data
 
 HOSTILE = "<script>alert(1)</script></pre> {{ 7 * 7 }} & \x1b[31m\u202e"
 ALLOWED = {"class", "style", "lang", "charset", "name", "content", "http-equiv", "type", "id", "for", "dir", "checked",
@@ -42,9 +42,7 @@ class Tags(HTMLParser):
 
 def make_data(rows, **options):
     options = {"max_tokens": 128, "max_reject_share": 0.9, **options}
-    data = PackedDataModule(
-        rows, num_workers=0, cache_dir=None, num_proc=1, show_progress=False, add_eos=False, **options
-    )
+    data = quiet_data(rows, add_eos=False, **options)
     data.setup("fit")
     return data
 

@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_fastft import FusedKernels, HostWaitDetector, PackedDataModule, RunReport
+from lightning_fastft import FusedKernels, HostWaitDetector, RunReport
 from lightning_fastft.checkpoint.resume import ExactResume
 from lightning_fastft.core import marks
 from lightning_fastft.core.async_reader import AsyncScalarReader
@@ -43,7 +43,14 @@ from tests.monitor.run_report_worker import (
     documents_of,
 )
 from tests.support.host_waits import count_host_waits
-from tests.support.training_parts import PlainModule, packed_batches, packed_loader, quiet_trainer, tiny_llama
+from tests.support.training_parts import (
+    PlainModule,
+    packed_batches,
+    packed_loader,
+    quiet_data,
+    quiet_trainer,
+    tiny_llama,
+)
 from tests.support.two_ranks import run_two_ranks
 
 VOID = {"meta", "rect", "line", "polyline", "path", "br"}
@@ -240,9 +247,7 @@ def test_padding_is_no_document_and_no_token(tmp_path):
 @pytest.mark.parametrize("pad_to_max", [False, True])
 def test_fill_is_the_share_of_max_tokens_that_the_data_module_tells(tmp_path, pad_to_max):
     rows = [{"input_ids": list(range(1, 41))} for _ in range(8)]
-    datamodule = PackedDataModule(
-        rows, max_tokens=96, pad_to_max=pad_to_max, num_workers=0, num_proc=1, cache_dir=None, show_progress=False
-    )
+    datamodule = quiet_data(rows, max_tokens=96, pad_to_max=pad_to_max)
     report = RunReport(tmp_path / "run.html", profile_step=None)
     trainer = quiet_trainer(tmp_path, strategy=FastFTStrategy(), callbacks=[report], max_steps=4)
     trainer.fit(Keeps(), datamodule=datamodule)
@@ -314,7 +319,7 @@ def test_what_training_logs_is_drawn_as_means_of_steps(tmp_path):
 def test_batches_in_the_making_are_no_waits(tmp_path):
     """The thread that reads ahead computes on the host, also while the watched step runs."""
     rows = [{"input_ids": [1 + row % 40, 2, 3]} for row in range(400)]
-    data = PackedDataModule(rows, max_tokens=8, num_workers=1, cache_dir=None, num_proc=1, show_progress=False)
+    data = quiet_data(rows, max_tokens=8, num_workers=1)
     report = RunReport(tmp_path / "run.html", profile_step=0)
     trainer = quiet_trainer(tmp_path, strategy=FastFTStrategy(), callbacks=[report], max_steps=4)
     trainer.fit(PlainModule(tiny_llama()), datamodule=data)

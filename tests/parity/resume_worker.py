@@ -9,7 +9,6 @@ import random
 import sys
 from pathlib import Path
 
-import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch import seed_everything
@@ -18,11 +17,11 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning_fastft.strategies.ddp import FastFTDDPStrategy
 from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
 from lightning_fastft.strategies.single_device import FastFTStrategy
-from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.fine_tuner import FineTuner
 from tests.support.datamodule_worker import VOCABULARY, make_rows
 from tests.support.rank_exit import leave
 from tests.support.token_weighting_worker import CONFIG
+from tests.support.training_parts import quiet_data, quiet_trainer
 
 NUM_STEPS, ACCUMULATE = 21, 2
 LORA = {"r": 4, "lora_alpha": 4, "lora_dropout": 0.1}
@@ -91,9 +90,7 @@ def train(kind, strategy, folder, *, ckpt_path=None, keep=False, save_last=None,
         **KINDS[kind],
     )
     rows = make_rows(90)
-    data = PackedDataModule(
-        rows, val_paths=rows[:8], max_tokens=64, num_workers=0, cache_dir=None, num_proc=1, show_progress=False, seed=5
-    )  # fmt: skip
+    data = quiet_data(rows, val_paths=rows[:8], max_tokens=64, seed=5)
     draws, look = Draws(), Look()
     saved = (
         [ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=1, save_top_k=-1, save_last=save_last)]
@@ -102,16 +99,12 @@ def train(kind, strategy, folder, *, ckpt_path=None, keep=False, save_last=None,
     )
     world_size = 1 if strategy == "one" else 2
     options = {"max_steps": NUM_STEPS, "val_check_interval": 6, **options}
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        folder,
         devices=world_size,
         strategy=STRATEGIES[strategy](),
         accumulate_grad_batches=ACCUMULATE,
         gradient_clip_val=1.0,
-        default_root_dir=folder,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         enable_checkpointing=keep,
         callbacks=[draws, look, *callbacks, *saved],
         use_distributed_sampler=False,

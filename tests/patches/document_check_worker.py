@@ -10,6 +10,7 @@ from lightning_fastft.strategies.registry import register_strategies
 from lightning_fastft.training.fine_tuner import FineTuner
 from tests.support.packs import make_batch
 from tests.support.tiny_models import build_tiny
+from tests.support.training_parts import quiet_trainer
 
 
 class Tuner(FineTuner):
@@ -32,10 +33,7 @@ def main(strategy):
     """Fit twice under a strategy, on this rank."""
     register_strategies()
     for is_leaky in (False, True):
-        trainer = pl.Trainer(
-            accelerator="cpu", devices=2, strategy=strategy, max_steps=1, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
-        )  # fmt: skip
+        trainer = quiet_trainer(devices=2, strategy=strategy, max_steps=1, use_distributed_sampler=False)
         pl.seed_everything(1)
         tuner, loader = Tuner(is_leaky=is_leaky), torch.utils.data.DataLoader([make_batch()], batch_size=None)
         try:

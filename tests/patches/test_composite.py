@@ -1,6 +1,5 @@
 """Models with an image tower, given to FineTuner as a folder: read, adapted and trained on text."""
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
@@ -12,6 +11,7 @@ from lightning_fastft.training.fine_tuner import FineTuner
 from tests.support.packs import make_batch
 from tests.support.sizes import sizes
 from tests.support.tiny_models import VOCABULARY, build_tiny
+from tests.support.training_parts import quiet_trainer
 
 TEXT = sizes(
     vocab=VOCABULARY,
@@ -103,16 +103,7 @@ def folder(request, tmp_path_factory):
 
 def test_a_folder_with_an_image_tower_trains_its_text_part(folder, tmp_path):
     tuner = FineTuner(str(folder), lora={"r": 2}, learning_rate=1e-2)
-    trainer = pl.Trainer(
-        strategy="fastft",
-        accelerator="cpu",
-        max_steps=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
+    trainer = quiet_trainer(tmp_path, strategy="fastft", max_steps=2)
     trainer.fit(tuner, torch.utils.data.DataLoader([make_batch(seed=seed) for seed in range(2)], batch_size=None))
     trained = {name: parameter for name, parameter in tuner.model.named_parameters() if parameter.requires_grad}
     assert trained

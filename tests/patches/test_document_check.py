@@ -2,7 +2,6 @@
 
 import copy
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
@@ -16,6 +15,7 @@ from lightning_fastft.strategies.single_device import FastFTStrategy
 from lightning_fastft.training.fine_tuner import FineTuner
 from tests.support.packs import make_batch
 from tests.support.tiny_models import build_tiny
+from tests.support.training_parts import quiet_trainer
 from tests.support.two_ranks import run_two_ranks
 
 # Outside the list of tested families: dense, a mixture, sinks of another kind.
@@ -155,10 +155,7 @@ def test_a_fit_checks_before_its_first_step(is_leaky):
             return super().training_step(batch, batch_idx)
 
     strategy = FastFTStrategy()
-    trainer = pl.Trainer(
-        accelerator="cpu", strategy=strategy, max_steps=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = quiet_trainer(strategy=strategy, max_steps=1)
     tuner = Tuner(model, lora={"r": 2}, warmup_share=0.0)
     loader = torch.utils.data.DataLoader([make_batch()], batch_size=None)
     if is_leaky:

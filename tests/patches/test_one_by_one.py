@@ -11,10 +11,10 @@ from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.hf.lora import add_adapters, parse_lora
 from lightning_fastft.patches.packed import install_packed_training
 from lightning_fastft.strategies.single_device import FastFTStrategy
-from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.fine_tuner import FineTuner
 from tests.support.packs import assert_close, make_batch, make_documents, run_one_by_one, run_packed, take_gradients
 from tests.support.tiny_models import VOCABULARY
+from tests.support.training_parts import quiet_data
 
 
 def tiny_bloom():
@@ -62,7 +62,7 @@ def test_inputs_beside_a_packed_batch_are_refused():
 
 def test_a_refusal_names_the_option_and_the_option_trains():
     rows = [{"input_ids": document.input_ids.tolist()} for document in make_documents((5, 11, 8))]
-    data = PackedDataModule(rows, max_tokens=32, num_workers=0, cache_dir=None, num_proc=1, show_progress=False)
+    data = quiet_data(rows, max_tokens=32)
     options = {"accelerator": "cpu", "max_steps": 1, "logger": False, "enable_checkpointing": False}
     options |= {"enable_progress_bar": False, "enable_model_summary": False}
     tuner = FineTuner(tiny_bloom(), lora={"r": 2}, warmup_share=0.0)

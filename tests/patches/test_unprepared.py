@@ -3,7 +3,6 @@
 import copy
 import pickle
 
-import lightning.pytorch as pl
 import pytest
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -19,6 +18,7 @@ from lightning_fastft.training.fine_tuner import FineTuner
 from tests.patches.test_rotary import LIMIT, longrope
 from tests.support.packs import make_batch
 from tests.support.tiny_models import HYBRIDS, MORE_DENSE, MORE_MOE, TINY, VOCABULARY, build_tiny
+from tests.support.training_parts import quiet_trainer
 
 WITHOUT_SDPA = {"gemma2", "gpt_oss"}
 # Refused when they are prepared.
@@ -135,16 +135,7 @@ def test_code_outside_transformers_reads_the_mask():
 def test_a_loader_of_ones_own_under_a_strategy_of_lightning(tmp_path):
     def fit(**options):
         module = FineTuner(build_tiny("qwen3"), dtype="float32", learning_rate=1e-3, warmup_steps=0)
-        trainer = pl.Trainer(
-            max_steps=2,
-            accelerator="cpu",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=tmp_path,
-            **options,
-        )
+        trainer = quiet_trainer(tmp_path, max_steps=2, **options)
         trainer.fit(module, DataLoader([make_batch(), make_batch(seed=1)], batch_size=None))
         return trainer.global_step
 

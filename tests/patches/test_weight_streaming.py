@@ -26,22 +26,13 @@ from lightning_fastft.patches.weight_streaming import HostEmbedding, install_hos
 from tests.support.children import thinned
 from tests.support.host_waits import count_host_waits
 from tests.support.late_streams import LateStreams
+from tests.support.sizes import tiny_qwen3
 from tests.support.tiny_models import build_tiny
 
 pytestmark = pytest.mark.covering
 
 CPU = torch.device("cpu")
-NF4_CONFIG = {
-    "model_type": "qwen3",
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-}
+NF4_CONFIG = tiny_qwen3(width=64, inner=128, tie_word_embeddings=False)
 
 
 def base_model(name, num_layers):

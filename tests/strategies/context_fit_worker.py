@@ -6,7 +6,6 @@ import os
 import sys
 from pathlib import Path
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
@@ -15,8 +14,8 @@ from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.callbacks.fused_kernels import FusedKernels
 from lightning_fastft.strategies.ddp import FastFTDDPStrategy
 from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
-from lightning_fastft.training.datamodule import PackedDataModule
 from tests.strategies.strategy_worker import make_tuner, trained_state
+from tests.support.training_parts import quiet_data, quiet_trainer
 
 NUM_STEPS, SAVED_STEP, MAX_TOKENS = 3, 2, 31
 # Name -> strategy, kind of training.
@@ -67,16 +66,19 @@ def train(kind, *, strategy, devices, folder, ckpt_path=None):
     module = make_tuner(kind, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.5))
     watch = Watch()
     saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=SAVED_STEP, save_top_k=-1)
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=devices, strategy=strategy, max_steps=NUM_STEPS, default_root_dir=folder,
-        accumulate_grad_batches=2, gradient_clip_val=0.5, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, num_sanity_val_steps=0, val_check_interval=2 * NUM_STEPS,
+    trainer = quiet_trainer(
+        folder,
+        devices=devices,
+        strategy=strategy,
+        max_steps=NUM_STEPS,
+        accumulate_grad_batches=2,
+        gradient_clip_val=0.5,
+        num_sanity_val_steps=0,
+        val_check_interval=2 * NUM_STEPS,
         callbacks=[FusedKernels(), watch, saving],
-    )  # fmt: skip
-    data = PackedDataModule(
-        make_rows(60, seed=1), val_paths=make_rows(8, seed=2), max_tokens=MAX_TOKENS, cache_dir=None, num_proc=1,
-        show_progress=False, num_workers=0,
-    )  # fmt: skip
+        enable_checkpointing=True,
+    )
+    data = quiet_data(make_rows(60, seed=1), val_paths=make_rows(8, seed=2), max_tokens=MAX_TOKENS)
     trainer.fit(module, data, ckpt_path=ckpt_path)
     return {
         "state": trained_state(module),

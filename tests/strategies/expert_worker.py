@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
@@ -23,10 +22,10 @@ from lightning_fastft.moe.expert_axis import AXIS_ATTRIBUTE, ExpertAxis
 from lightning_fastft.moe.install import install_bincount_router
 from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
 from lightning_fastft.strategies.single_device import FastFTStrategy
-from lightning_fastft.training.datamodule import PackedDataModule
 from tests.strategies.context_fit_worker import MAX_TOKENS, make_rows
 from tests.strategies.strategy_worker import LORA, fit, make_tuner, trained_state
 from tests.support.tiny_models import build_tiny
+from tests.support.training_parts import quiet_data, quiet_trainer
 
 QWEN = {
     "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
@@ -313,15 +312,16 @@ def train_on_parts(folder, *, expert_parallel):
     seed_everything(5, verbose=False)
     module = make_tuner("full", config=QWEN, tie_word_embeddings=False)
     strategy = FastFTFSDPStrategy(context_parallel=2, expert_parallel=expert_parallel)
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=2, strategy=strategy, max_steps=2, default_root_dir=folder, logger=False,
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, num_sanity_val_steps=0,
-        val_check_interval=2, callbacks=[BincountRouter()],
-    )  # fmt: skip
-    data = PackedDataModule(
-        make_rows(16, seed=1), val_paths=make_rows(4, seed=2), max_tokens=MAX_TOKENS, cache_dir=None, num_proc=1,
-        show_progress=False, num_workers=0,
-    )  # fmt: skip
+    trainer = quiet_trainer(
+        folder,
+        devices=2,
+        strategy=strategy,
+        max_steps=2,
+        num_sanity_val_steps=0,
+        val_check_interval=2,
+        callbacks=[BincountRouter()],
+    )
+    data = quiet_data(make_rows(16, seed=1), val_paths=make_rows(4, seed=2), max_tokens=MAX_TOKENS)
     trainer.fit(module, data)
     return {"state": trained_state(module), "val_loss": trainer.callback_metrics["val_loss"]}
 

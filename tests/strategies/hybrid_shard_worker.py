@@ -6,7 +6,6 @@ import os
 import sys
 from pathlib import Path
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
@@ -16,6 +15,7 @@ from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
 from lightning_fastft.training.optimizer import FusedAdamW
 from tests.strategies.strategy_worker import CLIP_NORM, make_tuner
 from tests.support.token_weighting_worker import micro_batches
+from tests.support.training_parts import quiet_trainer
 
 NUM_RANKS, NUM_STEPS = 4, 3
 
@@ -32,12 +32,16 @@ def train(kind, *, folder, rank, shard=2, is_folder=True, max_steps=NUM_STEPS, c
     torch.manual_seed(5)
     module = make_tuner(kind, optimizer=lambda parameters: FusedAdamW(parameters, lr=0.01))
     strategy = FastFTFSDPStrategy(shard=shard, save_distributed_checkpoint=is_folder)
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=NUM_RANKS, strategy=strategy, max_steps=NUM_STEPS, default_root_dir=folder,
-        logger=False, enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+    trainer = quiet_trainer(
+        folder,
+        devices=NUM_RANKS,
+        strategy=strategy,
+        max_steps=NUM_STEPS,
+        use_distributed_sampler=False,
         gradient_clip_val=CLIP_NORM,
         callbacks=[ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)],
-    )  # fmt: skip
+        enable_checkpointing=True,
+    )
     trainer.fit(module, DataLoader(batches_of(rank), batch_size=None), ckpt_path=ckpt_path)
     return module, trainer
 

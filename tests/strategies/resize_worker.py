@@ -7,7 +7,6 @@ import os
 import sys
 from pathlib import Path
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 
@@ -15,9 +14,9 @@ from lightning_fastft.hf.sharding.state import gather_state
 from lightning_fastft.strategies.ddp import FastFTDDPStrategy
 from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
 from lightning_fastft.strategies.single_device import FastFTStrategy
-from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.optimizer import FusedAdamW
 from tests.strategies.strategy_worker import make_tuner
+from tests.support.training_parts import quiet_data, quiet_trainer
 
 NUM_ROWS, SAVED_STEP = 60, 3
 STRATEGIES = {
@@ -81,12 +80,15 @@ def main(folder, strategy, action, checkpoint, bits):
         config={"vocab_size": 97, "hidden_size": 256 if bits == "8" else 32},
     )  # fmt: skip
     watch = Watch(checkpoint, saves=action == "save")
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=int(os.environ.get("WORLD_SIZE", 1)), strategy=STRATEGIES[strategy](), max_epochs=1,
-        max_steps=SAVED_STEP if action == "save" else -1, default_root_dir=folder, logger=False, enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False, callbacks=[watch],
-    )  # fmt: skip
-    data = PackedDataModule(make_rows(), max_tokens=8, num_workers=0, cache_dir=None, num_proc=1, show_progress=False)
+    trainer = quiet_trainer(
+        folder,
+        devices=int(os.environ.get("WORLD_SIZE", 1)),
+        strategy=STRATEGIES[strategy](),
+        max_epochs=1,
+        max_steps=SAVED_STEP if action == "save" else -1,
+        callbacks=[watch],
+    )
+    data = quiet_data(make_rows(), max_tokens=8)
     trainer.fit(module, data, ckpt_path=None if action == "save" else checkpoint)
     (folder / f"rows-{rank}.json").write_text(json.dumps(watch.rows))
     if rank == 0:

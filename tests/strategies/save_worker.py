@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 from unittest import mock
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import DataLoader
@@ -24,6 +23,7 @@ from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
 from lightning_fastft.training.optimizer import FusedAdamW
 from tests.strategies.strategy_worker import make_tuner
 from tests.support.token_weighting_worker import micro_batches
+from tests.support.training_parts import quiet_trainer
 
 NUM_STEPS, EVERY = 7, 2
 KINDS = {"full": 8, "lora": 32}
@@ -68,11 +68,15 @@ def train(kind, *, folder, gate=None, ckpt_path=None):
     saved = ModelCheckpoint(
         folder, filename="{step}", monitor="step", mode="max", save_top_k=2, every_n_train_steps=EVERY, save_last="link"
     )
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=2, strategy=FastFTFSDPStrategy(), max_steps=NUM_STEPS, default_root_dir=folder,
-        logger=False, enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+    trainer = quiet_trainer(
+        folder,
+        devices=2,
+        strategy=FastFTFSDPStrategy(),
+        max_steps=NUM_STEPS,
+        use_distributed_sampler=False,
         callbacks=[saved] if gate is None else [gate, saved],
-    )  # fmt: skip
+        enable_checkpointing=True,
+    )
     batches = micro_batches(accumulate=1, world_size=2, rank=rank) * NUM_STEPS
     with mock.patch.object(folder_writer, "write_folder", real_write if gate is None else gate.write):
         trainer.fit(module, DataLoader(batches, batch_size=None), ckpt_path=ckpt_path)

@@ -11,7 +11,6 @@ from collections import Counter
 from pathlib import Path
 from unittest import mock
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
@@ -34,7 +33,7 @@ from lightning_fastft.training.fine_tuner import FineTuner
 from lightning_fastft.training.optimizer import FusedAdamW
 from tests.support.rank_exit import leave
 from tests.support.token_weighting_worker import CONFIG, micro_batches
-from tests.support.training_parts import PlainModule, tiny_llama
+from tests.support.training_parts import PlainModule, quiet_trainer, tiny_llama
 from tests.support.two_ranks import run_two_ranks
 
 NUM_RANKS, NUM_WINDOWS, ACCUMULATE = 2, 2, 2
@@ -190,14 +189,11 @@ def fit(module, *, strategy, rank=0, folder=None, max_steps=NUM_WINDOWS, ckpt_pa
         "accumulate_grad_batches": ACCUMULATE * NUM_RANKS // world_size,
         **options,
     }
-    trainer = pl.Trainer(
+    trainer = quiet_trainer(
+        folder,
         devices=world_size * num_copies,
         strategy=strategy,
         max_steps=max_steps,
-        default_root_dir=folder,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         use_distributed_sampler=False,
         **settings,
     )
@@ -543,21 +539,16 @@ def validation(rank, folder):
     seed_everything(5, verbose=False)
     module = make_tuner("full")
     batches = batches_of(rank, world_size=NUM_RANKS)
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        folder,
         devices=2,
         strategy=FastFTFSDPStrategy(save_distributed_checkpoint=False),
         max_steps=2,
-        default_root_dir=folder,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         use_distributed_sampler=False,
         num_sanity_val_steps=1,
         accumulate_grad_batches=ACCUMULATE,
         val_check_interval=2,
         gradient_clip_val=CLIP_NORM,
-        enable_checkpointing=False,
     )
     before = trainer.validate(module, DataLoader(batches, batch_size=None), verbose=False)[0]["val_loss"]
     trainer.fit(module, DataLoader(batches, batch_size=None), DataLoader(batches, batch_size=None))

@@ -1,6 +1,5 @@
 """Hybrid sharding: two copies of the weights over two ranks each give the weights of one process."""
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -10,6 +9,7 @@ from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from tests.strategies.hybrid_shard_worker import NUM_RANKS, NUM_STEPS, batches_of
 from tests.strategies.strategy_worker import CLIP_NORM, difference, make_tuner, trained_state
+from tests.support.training_parts import quiet_trainer
 from tests.support.two_ranks import run_two_ranks
 
 
@@ -23,11 +23,13 @@ def found(tmp_path_factory):
 def train_alone(kind, folder):
     torch.manual_seed(5)
     module = make_tuner(kind, optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01))
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=1, strategy=FastFTStrategy(), max_steps=NUM_STEPS, default_root_dir=folder,
-        accumulate_grad_batches=NUM_RANKS, gradient_clip_val=CLIP_NORM, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False,
-    )  # fmt: skip
+    trainer = quiet_trainer(
+        folder,
+        strategy=FastFTStrategy(),
+        max_steps=NUM_STEPS,
+        accumulate_grad_batches=NUM_RANKS,
+        gradient_clip_val=CLIP_NORM,
+    )
     trainer.fit(module, DataLoader(batches_of(None), batch_size=None))
     return trained_state(module)
 

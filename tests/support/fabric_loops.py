@@ -1,13 +1,14 @@
 """The same tiny run by a Trainer with FineTuner and by a loop under FastFTFabric."""
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from peft import LoraConfig, get_peft_model
 
 from lightning_fastft import BincountRouter, FineTuner, FusedKernels, OffloadCheckpointing, PackedDataModule
 from lightning_fastft.fabric import FastFTFabric
 from lightning_fastft.optim import FusedAdamW
 from tests.support.tiny_models import VOCABULARY, build_tiny
+from tests.support.training_parts import quiet_trainer
 
 NUM_STEPS, ACCUMULATE, CLIP = 3, 2, 0.5
 
@@ -64,15 +65,10 @@ def run_trainer(policy, **options):
     from lightning_fastft import FastFTStrategy
 
     options.setdefault("strategy", FastFTStrategy(activations=OffloadCheckpointing(policy)))
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         max_steps=NUM_STEPS,
         accumulate_grad_batches=ACCUMULATE,
         gradient_clip_val=CLIP,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[*make_callbacks(), seen],
         **options,
     )

@@ -5,24 +5,13 @@ from transformers import PreTrainedTokenizerFast
 
 from lightning_fastft.strategies.registry import register_strategies
 from lightning_fastft.training.fine_tuner import FineTuner
+from tests.support.sizes import tiny_qwen3
 from tests.support.training_parts import VOCAB_SIZE, packed_loader, quiet_trainer
 
 register_strategies()
 
 
-CONFIG = {
-    "model_type": "qwen3",
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": True,
-    "eos_token_id": 2,
-}
+CONFIG = tiny_qwen3(vocab=VOCAB_SIZE, width=64, inner=96, tie_word_embeddings=True, eos_token_id=2)
 LORA = {"r": 4, "lora_alpha": 8}
 MODES = {
     "full": {"dtype": "float32"},

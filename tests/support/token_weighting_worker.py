@@ -23,21 +23,12 @@ from lightning_fastft.patches.attention import register
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from lightning_fastft.training.fine_tuner import FineTuner
 from tests.support.rank_exit import leave
+from tests.support.sizes import tiny_qwen3
+from tests.support.training_parts import quiet_trainer
 
 VOCAB_SIZE = 61
 NUM_EXAMPLES = 64
-CONFIG = {
-    "model_type": "qwen3",
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": True,
-}
+CONFIG = tiny_qwen3(vocab=VOCAB_SIZE, head_width=8, tie_word_embeddings=True)
 # How the examples become micro-batches on every rank, and the accumulation that makes one step of them.
 ONE_RANK = {"accumulate 1": 1, "accumulate 2": 2, "accumulate 4": 4, "accumulate 8": 8, "unpacked": NUM_EXAMPLES}
 TWO_RANKS = {"accumulate 1": 1, "accumulate 4": 4}
@@ -108,17 +99,12 @@ def gradient(kind, batches, *, num_ranks=1):
         callbacks += [PackedTraining()] if kind != "stock" else []
     else:
         strategy = "auto" if kind == "stock" else FastFTStrategy()
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         devices=num_ranks,
         strategy=strategy,
         max_steps=1,
         accumulate_grad_batches=len(batches),
         callbacks=callbacks,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         use_distributed_sampler=False,
     )
     trainer.fit(module, DataLoader(batches, batch_size=None))

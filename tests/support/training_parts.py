@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_fastft.packing.collate import Document, collate
+from lightning_fastft.training.datamodule import PackedDataModule
 from tests.support.sizes import sizes
 
 VOCAB_SIZE = 97
@@ -67,7 +68,13 @@ class PlainModule(pl.LightningModule):
         )
 
 
-def quiet_trainer(tmp_path, **options):
+def quiet_data(paths, **options):
+    """Rows that are read in this process, without a cache and without a word."""
+    quiet = {"num_workers": 0, "num_proc": 1, "cache_dir": None, "show_progress": False}
+    return PackedDataModule(paths, **{**quiet, **options})
+
+
+def quiet_trainer(folder=None, **options):
     options = {
         "accelerator": "cpu",
         "devices": 1,
@@ -76,7 +83,7 @@ def quiet_trainer(tmp_path, **options):
         "enable_checkpointing": False,
         **options,
     }
-    return pl.Trainer(default_root_dir=tmp_path, enable_progress_bar=False, enable_model_summary=False, **options)
+    return pl.Trainer(default_root_dir=folder, enable_progress_bar=False, enable_model_summary=False, **options)
 
 
 class SaveAtStep(pl.Callback):

@@ -8,7 +8,6 @@ import copy
 import os
 import sys
 
-import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch import seed_everything
@@ -20,7 +19,6 @@ from lightning_fastft.packing.collate import collate
 from lightning_fastft.strategies.ddp import FastFTDDPStrategy
 from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
 from lightning_fastft.strategies.single_device import FastFTStrategy
-from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.distillation import DistillationTuner
 from lightning_fastft.training.policy import PolicyTuner
 from lightning_fastft.training.preference import PreferenceTuner
@@ -28,7 +26,7 @@ from lightning_fastft.training.reward import RewardTuner
 from lightning_fastft.training.rollouts import RolloutDataModule
 from tests.support.packs import make_documents, make_groups
 from tests.support.rank_exit import leave
-from tests.support.training_parts import SaveAtStep
+from tests.support.training_parts import SaveAtStep, quiet_data, quiet_trainer
 from tests.support.tuners import CONFIG, LORA
 from tests.training.test_rollouts import character_tokenizer
 
@@ -134,17 +132,7 @@ def gradient(kind, batches, *, strategy=None, num_ranks=1, config=DENSE, callbac
 
 
 def make_trainer(strategy, *, num_ranks, **options):
-    return pl.Trainer(
-        accelerator="cpu",
-        devices=num_ranks,
-        strategy=strategy,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        **options,
-    )
+    return quiet_trainer(devices=num_ranks, strategy=strategy, use_distributed_sampler=False, **options)
 
 
 def stored_losses(strategy, **validation):
@@ -152,10 +140,8 @@ def stored_losses(strategy, **validation):
     seed_everything(3, verbose=False)
     tuner = make_tuner("dpo", reference="stored", tokenizer=character_tokenizer(), lora={**LORA, "r": 2})
     rows = [{"prompt": f"{number}+", "chosen": f"{number % 7}1", "rejected": "23"} for number in range(41)]
-    data = PackedDataModule(
-        rows, max_tokens=48, num_workers=0, cache_dir=None, num_proc=1, show_progress=False, **validation
-    )
-    trainer = make_trainer(strategy, num_ranks=2, max_epochs=1, limit_val_batches=1.0)
+    data = quiet_data(rows, max_tokens=48, **validation)
+    trainer = make_trainer(strategy, num_ranks=2, max_epochs=1, max_steps=-1, limit_val_batches=1.0)
     trainer.fit(tuner, data)
     return {name: float(value) for name, value in trainer.callback_metrics.items() if name.endswith("_loss")}
 
@@ -184,7 +170,7 @@ def weights_after_stored_teacher(strategy, store, *, accumulate=2):
         store=store, top_k=None,
     )  # fmt: skip
     rows = [{"text": f"{number}+{number % 3}=" + "1" * (number % 5)} for number in range(40)]
-    data = PackedDataModule(rows, max_tokens=16, num_workers=0, cache_dir=None, num_proc=1, show_progress=False)
+    data = quiet_data(rows, max_tokens=16)
     make_trainer(strategy, num_ranks=2, max_steps=2, accumulate_grad_batches=accumulate).fit(tuner, data)
     return {
         name: (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach().clone()

@@ -8,21 +8,10 @@ from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.packing.collate import collate
 from lightning_fastft.patches.packed import install_packed_training
 from tests.support.packs import make_groups, separate
+from tests.support.sizes import tiny_qwen3
 from tests.support.tiny_models import VOCABULARY
 
-CONFIG = {
-    "model_type": "qwen3",
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "tie_word_embeddings": False,
-}
+CONFIG = tiny_qwen3(vocab=VOCABULARY, pad_token_id=0, tie_word_embeddings=False)
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False}
 PAIRS = ((6, 3, 9), (1, 4, 2), (11, 1, 5), (3, 2, 2))
 

@@ -30,6 +30,7 @@ from tests.support.datamodule_worker import (
     run,
     run_and_resume,
 )
+from tests.support.training_parts import quiet_data
 from tests.support.two_ranks import run_two_ranks
 
 NUM_ROWS = 61
@@ -699,8 +700,6 @@ def test_mapping_to_a_column_that_no_row_has_is_named_with_what_was_meant(tmp_pa
 
 
 def test_predict_says_what_to_call():
-    data = PackedDataModule(
-        [{"input_ids": [1, 2, 3]}], max_tokens=8, num_workers=0, cache_dir=None, num_proc=1, show_progress=False
-    )
+    data = quiet_data([{"input_ids": [1, 2, 3]}], max_tokens=8)
     with pytest.raises(OptionError, match=r"predict_paths.*generate"):
         data.predict_dataloader()

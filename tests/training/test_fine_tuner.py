@@ -20,12 +20,11 @@ from lightning_fastft.core.errors import (
 )
 from lightning_fastft.packing.collate import collate
 from lightning_fastft.strategies.registry import register_strategies
-from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.fine_tuner import FineTuner
 from tests.support.fine_tuners import CONFIG, LORA, MODES, fit, trainable, tuner
 from tests.support.host_waits import HostWaits
 from tests.support.tiny_models import build_tiny
-from tests.support.training_parts import VOCAB_SIZE, packed_batches, packed_loader, quiet_trainer
+from tests.support.training_parts import VOCAB_SIZE, packed_batches, packed_loader, quiet_data, quiet_trainer
 
 register_strategies()
 
@@ -302,10 +301,7 @@ def test_log_probabilities_of_documents_are_predicted_as_of_each_alone(pad_to_ma
         # Prompts of some length, and one row without a trained token behind the first.
         rows.append({"input_ids": ids, "labels": [-100] * (length // 2) + ids[length // 2 :]})
     module = tuner(learning_rate=None, lora={**LORA, "init_lora_weights": False})
-    data = PackedDataModule(
-        None, predict_paths=rows, max_tokens=16, pad_to_max=pad_to_max, num_workers=0, cache_dir=None, num_proc=1,
-        show_progress=False,
-    )  # fmt: skip
+    data = quiet_data(None, predict_paths=rows, max_tokens=16, pad_to_max=pad_to_max)
     numbers = []
 
     class Numbers(Callback):

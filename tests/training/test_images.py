@@ -12,9 +12,8 @@ from lightning_fastft.cli.lightning_cli import FastFTCLI
 from lightning_fastft.core.errors import NotTrainingError, OptionError, UnsupportedModelError
 from lightning_fastft.hf.lora import add_adapters, parse_lora
 from lightning_fastft.strategies.registry import register_strategies
-from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.fine_tuner import FineTuner
-from tests.support.training_parts import PlainModule, quiet_trainer
+from tests.support.training_parts import PlainModule, quiet_data, quiet_trainer
 from tests.support.two_ranks import run_two_ranks
 from tests.support.vision import build_processor, build_vision_model, chat, make_image
 
@@ -50,9 +49,7 @@ def rows(tmp_path_factory):
 
 
 def open_data(paths, **options):
-    return PackedDataModule(
-        paths, cache_dir=None, num_proc=1, show_progress=False, **{"max_tokens": 192, "num_workers": 0, **options}
-    )
+    return quiet_data(paths, **{"max_tokens": 192, "num_workers": 0, **options})
 
 
 def tuner_of(folder, **options):

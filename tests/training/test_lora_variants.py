@@ -21,12 +21,11 @@ from lightning_fastft.callbacks.fused_kernels import FusedKernels
 from lightning_fastft.cli.command import main
 from lightning_fastft.core.errors import DataError, OptionError, ResumeError
 from lightning_fastft.packing.collate import Document, collate
-from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.fine_tuner import FineTuner
 from lightning_fastft.training.model.neftune import embedding_noise
 from tests.support.fine_tuners import CONFIG
 from tests.support.packs import assert_close, run_one_by_one, take_gradients
-from tests.support.training_parts import VOCAB_SIZE, quiet_trainer
+from tests.support.training_parts import VOCAB_SIZE, quiet_data, quiet_trainer
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ALL}
@@ -118,7 +117,7 @@ def train(base, tmp_path, *, lora=None, seed=5, max_steps=2, callbacks=(), ckpt_
         callbacks=[look, FusedKernels(), keep, *callbacks],
     )
     rows = [{"input_ids": document.input_ids.tolist()} for document in make_documents()]
-    data = PackedDataModule(rows, max_tokens=28, num_workers=0, cache_dir=None, num_proc=1, show_progress=False)
+    data = quiet_data(rows, max_tokens=28)
     trainer.fit(module, data, ckpt_path=ckpt_path)
     return module, look, trainer
 

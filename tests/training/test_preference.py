@@ -13,12 +13,11 @@ from lightning_fastft.hf.lora import adapters_off
 from lightning_fastft.packing.collate import collate
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from lightning_fastft.training import losses
-from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.losses import PREFERENCE_LOSSES
 from lightning_fastft.training.preference import PreferenceTuner
 from tests.support.packs import assert_close, make_groups
 from tests.support.tiny_models import VOCABULARY
-from tests.support.training_parts import quiet_trainer
+from tests.support.training_parts import quiet_data, quiet_trainer
 from tests.support.tuners import CONFIG, LORA, gradients, make_tuner, packed, pairs, rows_alone, step
 
 PAIRED = [loss for loss in PREFERENCE_LOSSES if loss != "kto"]
@@ -198,10 +197,7 @@ def test_predictions_of_labelled_rows_are_of_no_other_completions(tmp_path):
     core.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="w1")
     rows = [{"prompt": f"w{row} w2", "completion": f" w{row} w3", "label": row % 2 == 0} for row in range(5, 9)]
-    data = PackedDataModule(
-        None, predict_paths=rows, tokenizer=tokenizer, max_tokens=32, num_workers=0, cache_dir=None, num_proc=1,
-        show_progress=False,
-    )  # fmt: skip
+    data = quiet_data(None, predict_paths=rows, tokenizer=tokenizer, max_tokens=32)
     tuner = PreferenceTuner(CONFIG, init="random", dtype="float32", lora=LORA, loss="kto")
     found = quiet_trainer(tmp_path, strategy=FastFTStrategy()).predict(tuner, datamodule=data)
     assert torch.cat(found).shape == (len(rows),)

@@ -5,12 +5,11 @@ import torch
 
 from lightning_fastft.core.errors import DataError, UnsupportedModelError
 from lightning_fastft.packing.collate import collate
-from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.policy import PolicyTuner
 from lightning_fastft.training.reward import RewardTuner
 from tests.support.packs import assert_close, make_groups, separate
 from tests.support.tiny_models import build_tiny
-from tests.support.training_parts import quiet_trainer
+from tests.support.training_parts import quiet_data, quiet_trainer
 from tests.support.tuners import CONFIG, LORA, gradients, make_tuner, packed, pairs, step
 
 
@@ -120,6 +119,6 @@ def test_a_model_with_a_head_of_its_own_is_refused(tmp_path):
 
 def test_other_tuners_name_the_class_of_a_classifier(tmp_path):
     rows = [{"prompt_ids": [1], "completion_ids": [[2], [3]], "rewards": [1.0, 0.0]}]
-    data = PackedDataModule(rows, max_tokens=16, num_workers=0, cache_dir=None, num_proc=1, show_progress=False)
+    data = quiet_data(rows, max_tokens=16)
     with pytest.raises(UnsupportedModelError, match=r"Qwen3ForSequenceClassification.*AutoModelForCausalLM"):
         quiet_trainer(tmp_path, strategy="fastft").fit(PolicyTuner(classifier()), data)

@@ -9,11 +9,10 @@ from lightning_fastft.core.errors import DataError
 from lightning_fastft.packing.collate import collate
 from lightning_fastft.packing.document import Document
 from lightning_fastft.strategies.single_device import FastFTStrategy
-from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.reward import RewardTuner
 from tests.support.packs import assert_close
 from tests.support.tiny_models import VOCABULARY
-from tests.support.training_parts import quiet_trainer
+from tests.support.training_parts import quiet_data, quiet_trainer
 from tests.support.tuners import CONFIG, gradients, make_tuner, packed, step
 from tests.training.test_rollouts import character_tokenizer
 
@@ -115,16 +114,7 @@ def make_run(rows, **options):
         {**CONFIG, "initializer_range": 0.1}, init="random", dtype="float32", tokenizer=character_tokenizer(),
         loss="stepwise", learning_rate=1e-2, scheduler="constant", warmup_steps=0,
     )  # fmt: skip
-    data = PackedDataModule(
-        rows,
-        max_tokens=128,
-        num_workers=0,
-        cache_dir=None,
-        num_proc=1,
-        show_progress=False,
-        step_separator="=",
-        **options,
-    )
+    data = quiet_data(rows, max_tokens=128, step_separator="=", **options)
     return tuner, data
 
 

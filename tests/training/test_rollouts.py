@@ -16,21 +16,11 @@ from lightning_fastft.training.data.rollouts import make_rollout
 from lightning_fastft.training.policy import PolicyTuner
 from lightning_fastft.training.rollouts import RolloutDataModule
 from lightning_fastft.training.samplers import Sampled, VllmSampler
+from tests.support.sizes import tiny_qwen3
 from tests.support.training_parts import SaveAtStep, quiet_trainer
 
 CHARACTERS = "0123456789+="
-CONFIG = {
-    "model_type": "qwen3",
-    "vocab_size": len(CHARACTERS) + 2,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-}
+CONFIG = tiny_qwen3(vocab=len(CHARACTERS) + 2, inner=64, head_width=8, positions=64, tie_word_embeddings=False)
 SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
 
 

@@ -13,6 +13,7 @@ from lightning_fastft.strategies.single_device import FastFTStrategy
 from lightning_fastft.training.policy import PolicyTuner
 from lightning_fastft.training.rollouts import RolloutDataModule
 from lightning_fastft.training.samplers import VllmSampler
+from tests.support.sizes import sizes
 from tests.support.training_parts import quiet_trainer
 from tests.training.test_rollouts import SUMS, character_tokenizer, is_right
 
@@ -21,13 +22,7 @@ pytest.importorskip("vllm", reason="needs vLLM")
 LORA = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
 # vLLM's kernels need heads of at least 32 columns.
 CONFIG = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 64,
-    "max_position_embeddings": 128,
+    **sizes(width=128, inner=256, layers=2, heads=2, key_heads=1, head_width=64, positions=128),
     "tie_word_embeddings": False,
     "bos_token_id": None,
 }

@@ -12,21 +12,11 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from lightning_fastft.core.errors import DataError, MissingDependencyError, OptionError
 from lightning_fastft.hf.loading.model import build_model
 from lightning_fastft.hf.loading.source import ModelSource
+from tests.support.sizes import tiny_qwen3
 from tests.support.tiny_models import TINY, build_tiny
 
 CPU = torch.device("cpu")
-CONFIG = {
-    "model_type": "qwen3",
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": True,
-}
+CONFIG = tiny_qwen3(width=64, inner=96, tie_word_embeddings=True)
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
 
 

@@ -2,7 +2,6 @@
 
 import gc
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -27,17 +26,7 @@ def shares(module, num_steps):
         def on_before_optimizer_step(self, trainer, pl_module, optimizer):
             found.append(optimizer.param_groups[0]["lr"] / module.learning_rate)
 
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        max_steps=num_steps,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        strategy="fastft",
-        callbacks=[Record()],
-        accumulate_grad_batches=2,
-    )
+    trainer = quiet_trainer(max_steps=num_steps, strategy="fastft", callbacks=[Record()], accumulate_grad_batches=2)
     trainer.fit(module, packed_loader(4))
     return found
 
