@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_fastft.kernels.adamw_step import reference
+from lightning_fastft.kernels.adamw_step import op, reference
 from lightning_fastft.kernels.adamw_step.op import adamw_step, grad_norm
 from lightning_fastft.kernels.adamw_step.reference import StepOptions
 from lightning_fastft.kernels.adamw_step.table import TensorTable
@@ -19,7 +19,6 @@ from tests.kernels.test_adamw_step import (
     COMBINATIONS,
     FP32,
     OPTIONS,
-    PublicEntries,
     check_every_part,
     check_run,
     check_step,
@@ -47,12 +46,12 @@ def _no_graph():
 @pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize("combination", COMBINATIONS)
 def test_adapters_of_real_shapes_equal_the_truth(combination, offset):
-    check_step(PublicEntries, (combination,), sizes=SIZES, offset=offset, device="cuda")
+    check_step(op, (combination,), sizes=SIZES, offset=offset, device="cuda")
 
 
 def test_every_part_through_the_public_entries():
-    check_every_part(PublicEntries, device="cuda")
-    check_run(PublicEntries, weight_decay=0.0, device="cuda")
+    check_every_part(op, device="cuda")
+    check_run(op, weight_decay=0.0, device="cuda")
 
 
 def run_steps(num_steps, *, is_stalled):
