@@ -198,12 +198,10 @@ def check_without_weights(functions, num_rows, num_columns, dtype, form, *, devi
         "addend": make_addend(num_rows, num_columns, num_ranks, dtype, device=device),
         "need_act": True,
     }
-    d_gate_up_NP, act_NF, _ = functions.gate_backward(
-        d_act_NF, gate_up_NP, weight_N=torch.ones_like(weight_N), **arguments
-    )
-    d_gate_up_NP, act_NF, d_weight_N = functions.gate_backward(d_act_NF, gate_up_NP, **arguments)
-    assert torch.equal(d_gate_up_NP, d_gate_up_NP)
-    assert torch.equal(act_NF, act_NF)
+    ones_N = torch.ones_like(weight_N)
+    *expected, _ = functions.gate_backward(d_act_NF, gate_up_NP, weight_N=ones_N, **arguments)
+    *found, d_weight_N = functions.gate_backward(d_act_NF, gate_up_NP, **arguments)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected))
     assert d_weight_N is None
 
 
@@ -287,8 +285,8 @@ def test_without_rows_or_columns(functions, device, shape, is_interleaved):
 def test_without_weight_it_counts_as_one_and_has_no_gradient(functions, device):
     d_act_NF, gate_up_NP, weight_N = make_inputs(9, 33, torch.bfloat16, CLAMPED, device=device)
     d_gate_up_NP, act_NF, d_weight_N = functions.gate_backward(d_act_NF, gate_up_NP, form=CLAMPED)
-    d_gate_up_NP, _, _ = functions.gate_backward(d_act_NF, gate_up_NP, form=CLAMPED, weight_N=torch.ones_like(weight_N))
-    assert torch.equal(d_gate_up_NP, d_gate_up_NP)
+    expected, *_ = functions.gate_backward(d_act_NF, gate_up_NP, form=CLAMPED, weight_N=torch.ones_like(weight_N))
+    assert torch.equal(d_gate_up_NP, expected)
     assert act_NF is d_weight_N is None
 
 
@@ -348,27 +346,7 @@ test_a_planted_fault_is_seen, test_without_a_fault_the_same_check_passes = plant
     ("change", "error", "message"),
     [
         ({"gate_up_NP": torch.ones(3, 9)}, ShapeError, "even"),
-        ({"gate_up_NP": torch.ones(3, 2, 4)}, ShapeError, "2 axes"),
-        ({"gate_up_NP": torch.ones(3, 8, dtype=torch.int64)}, ShapeError, "dtype"),
-        ({"gate_up_NP": torch.ones(8, 3).T}, ShapeError, "contiguous"),
-        ({"d_act_NF": torch.ones(3, 5)}, ShapeError, "must be"),
-        ({"d_act_NF": torch.ones(2, 4)}, ShapeError, "must be"),
-        ({"d_act_NF": torch.ones(3, 4).double()}, ShapeError, "dtype"),
-        ({"d_act_NF": torch.ones(()).expand(3, 4)}, ShapeError, "contiguous"),
-        ({"d_act_NF": torch.ones(3, 4, device="meta")}, ShapeError, "meta"),
-        ({"weight_N": torch.ones(4)}, ShapeError, "weight_N is"),
-        ({"weight_N": torch.ones(3, 1)}, ShapeError, "1 axes"),
-        ({"weight_N": torch.ones(3, dtype=torch.int64)}, ShapeError, "dtype"),
         ({"addend": (torch.ones(3, 2), torch.ones(2, 4))}, OptionError, "LowRankRows"),
-        ({"addend": LowRankRows(torch.ones(3, 2), torch.ones(3, 4))}, ShapeError, "must be"),
-        ({"addend": LowRankRows(torch.ones(2, 2), torch.ones(2, 4))}, ShapeError, "must be"),
-        ({"addend": LowRankRows(torch.ones(3, 2), torch.ones(2, 5))}, ShapeError, "must be"),
-        ({"addend": LowRankRows(torch.ones(3, 2), torch.ones(4))}, ShapeError, "2 axes"),
-        ({"addend": LowRankRows(torch.ones(3, 2).bfloat16(), torch.ones(2, 4))}, ShapeError, "dtype"),
-        ({"addend": LowRankRows(torch.ones(3, 2), torch.ones(2, 4).double())}, ShapeError, "dtype"),
-        ({"addend": LowRankRows(torch.ones(2, 3).T, torch.ones(2, 4))}, ShapeError, "contiguous"),
-        ({"addend": LowRankRows(torch.ones(3, 2), torch.ones(4, 2).T)}, ShapeError, "contiguous"),
-        ({"addend": LowRankRows(torch.ones(3, 2), torch.ones(2, 4, device="meta"))}, ShapeError, "meta"),
         ({"form": None}, OptionError, "GateForm"),
         ({"form": GateForm(activation="relu")}, OptionError, "'silu', 'gelu'"),
         ({"form": GateForm(is_interleaved=None)}, OptionError, "is_interleaved"),

@@ -476,13 +476,7 @@ def test_devices_without_fp8_are_named(monkeypatch):
 @pytest.mark.parametrize(
     ("x_TI", "options", "error", "message"),
     [
-        (torch.zeros(3), {}, ShapeError, "2 axes"),
-        (torch.zeros(3, 4).double(), {}, ShapeError, "dtype"),
-        (torch.zeros(4, 3).T, {}, ShapeError, "contiguous"),
         (torch.zeros(4, 0), {}, ShapeError, "no columns"),
-        (torch.zeros(4, 3), {"factor_I": torch.zeros(4)}, ShapeError, "factor_I is"),
-        (torch.zeros(4, 3), {"factor_I": torch.zeros(3).double()}, ShapeError, "dtype"),
-        (torch.zeros(4, 3), {"factor_I": torch.zeros(6)[::2]}, ShapeError, "contiguous"),
         (torch.zeros(4, 3), {"backend": "triton"}, OptionError, "on CUDA"),
         (torch.zeros(4, 3), {"backend": "cuda"}, OptionError, "backend"),
     ],
@@ -495,13 +489,8 @@ def test_rows_that_do_not_fit_are_refused(x_TI, options, error, message):
 @pytest.mark.parametrize(
     ("values", "scale_O", "error", "message"),
     [
-        (torch.zeros(3, 128), torch.zeros(3), ShapeError, "dtype"),
         (torch.zeros(3, 96).to(FP8), torch.zeros(3), OptionError, "multiple of 64"),
-        (torch.zeros(3, 128).to(FP8), torch.zeros(4), ShapeError, "scales"),
-        (torch.zeros(3, 128).to(FP8), torch.zeros(6)[::2], ShapeError, "contiguous"),
-        (torch.zeros(128, 3).to(FP8).T, torch.zeros(3), ShapeError, "contiguous"),
         (torch.zeros(1, 128).to(FP8).expand(3, 128), torch.zeros(3), ShapeError, "overlap"),
-        (torch.zeros(2, 128).to(FP8), torch.zeros(2), ShapeError, "packed_C"),
     ],
 )
 def test_outputs_that_do_not_fit_are_refused(values, scale_O, error, message):
@@ -517,9 +506,6 @@ def test_outputs_that_do_not_fit_are_refused(values, scale_O, error, message):
     [
         (torch.zeros(4), "per row of a weight of 6 blocks"),
         (torch.zeros(0), "per row of a weight of 6 blocks"),
-        (torch.zeros(6)[::2], "strides"),
-        (torch.zeros(3).double(), "dtype"),
-        (torch.zeros(3, 1), "1 axes"),
     ],
 )
 def test_scales_of_rows_that_do_not_fit_are_refused(scale_O, message):
@@ -534,38 +520,5 @@ def test_scales_of_rows_that_do_not_fit_are_refused(scale_O, message):
 
 def test_products_that_do_not_fit_are_refused():
     rows, weight = quantise_rows(torch.zeros(3, 32)), torch.zeros(16, 32).to(FP8)
-    for other in (weight[:, :16], torch.zeros(32, 16).to(FP8).T):
-        with pytest.raises(ShapeError, match="must be"):
-            multiply(rows, other, None, dtype=torch.float32)
-    for scale_O in (torch.zeros(3), torch.zeros(16).double(), torch.zeros(32)[::2]):
-        with pytest.raises(ShapeError, match="scale_O"):
-            multiply(rows, weight, scale_O, dtype=torch.float32)
-    with pytest.raises(ShapeError, match="dtype"):
-        multiply(rows, weight.float(), None, dtype=torch.float32)
     with pytest.raises(OptionError, match="dtype"):
         multiply(rows, weight, None, dtype=torch.float64)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"d": Fp8Rows(torch.zeros(3, 16).to(FP8), torch.ones(4))}, "d.scale_T"),
-        ({"x": Fp8Rows(torch.zeros(4, 32).to(FP8), torch.ones(4))}, "x.values_TI"),
-        ({"x": Fp8Rows(torch.zeros(3, 32), torch.ones(3))}, "dtype"),
-        ({"factor_O": torch.ones(32)}, "factor_O"),
-        ({"factor_O": torch.ones(16).bfloat16()}, "dtype"),
-    ],
-)
-def test_gradients_that_do_not_fit_are_refused(change, message):
-    given = {
-        "d": Fp8Rows(torch.zeros(3, 16).to(FP8), torch.ones(3)),
-        "x": Fp8Rows(torch.zeros(3, 32).to(FP8), torch.ones(3)),
-        "factor_O": torch.ones(16),
-        **change,
-    }
-    with pytest.raises(ShapeError, match=message):
-        weight_gradient(given["d"], given["x"], given["factor_O"], dtype=torch.float32)
-    with pytest.raises(ShapeError, match="out_IT"):
-        transpose(given["x"].values_TI.to(FP8), out_IT=torch.empty(3, 32, dtype=FP8))
-    with pytest.raises(ShapeError, match=r"out\.scale_T"):
-        quantise_rows(torch.zeros(3, 32), out=Fp8Rows(torch.zeros(3, 32).to(FP8), torch.ones(4)))

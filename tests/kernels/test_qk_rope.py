@@ -520,21 +520,8 @@ FORM = RopeForm(2, 1, 4, has_norm=True)
     ("change", "error", "message"),
     [
         ({"qkv_TC": torch.ones(3, 15)}, ShapeError, "have 16"),
-        ({"qkv_TC": torch.ones(1, 3, 16)}, ShapeError, "2 axes"),
-        ({"qkv_TC": torch.ones(3, 16, dtype=torch.int64)}, ShapeError, "dtype"),
-        ({"qkv_TC": torch.ones(16, 3).T}, ShapeError, "contiguous"),
-        ({"cos_TW": torch.ones(2, 4)}, ShapeError, "cos_TW is"),
-        ({"cos_TW": torch.ones(1, 3, 4)}, ShapeError, "2 axes"),
-        ({"cos_TW": torch.ones(3, 4, dtype=torch.float16)}, ShapeError, "dtype"),
-        ({"sin_TW": torch.ones(3, 2)}, ShapeError, r"sin_TW is \(3, 2\)"),
-        ({"sin_TW": torch.ones(4, 3).T}, ShapeError, "contiguous"),
-        ({"sin_TW": torch.ones(3, 4, device="meta")}, ShapeError, "meta"),
         ({"q_weight_W": None}, OptionError, "q_weight_W is None"),
         ({"k_weight_W": None}, OptionError, "k_weight_W is None"),
-        ({"q_weight_W": torch.ones(8)}, ShapeError, "q_weight_W is"),
-        ({"k_weight_W": torch.ones(1, 4)}, ShapeError, "1 axes"),
-        ({"k_weight_W": torch.ones(4, dtype=torch.float64)}, ShapeError, "dtype"),
-        ({"k_weight_W": torch.ones(8)[::2]}, ShapeError, "contiguous"),
         ({"form": None}, OptionError, "RopeForm"),
         ({"form": FORM._replace(has_norm=False)}, OptionError, "has_norm is False"),
         ({"form": FORM._replace(num_heads=0)}, OptionError, "num_heads"),
@@ -565,7 +552,6 @@ def test_impossible_arguments_are_refused(change, error, message):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"d_heads": heads_of(2, 1, 2)}, ShapeError, "cos_TW is"),
         (
             {"d_heads": heads_of(3, 1, 3)},
             ShapeError,
@@ -573,16 +559,6 @@ def test_impossible_arguments_are_refused(change, error, message):
         ),
         ({"d_heads": heads_of(3, 1, 2)._replace(k_TGW=torch.ones(3, 3, 4))}, ShapeError, "d_v_TJW is"),
         ({"d_heads": heads_of(3, 1, 2)._replace(v_TGW=torch.ones(3, 2, 4))}, ShapeError, "d_v_TJW is"),
-        (
-            {"d_heads": heads_of(3, 1, 2)._replace(v_TGW=torch.ones(3, 2, 4).double())},
-            ShapeError,
-            "d_v_TJW must have dtype",
-        ),
-        (
-            {"d_heads": heads_of(3, 1, 2)._replace(k_TGW=torch.ones(2, 3, 4).transpose(0, 1))},
-            ShapeError,
-            "must be contiguous",
-        ),
         ({"qkv_TC": None}, ShapeError, "qkv_TC is None"),
         ({"needs_weight": None}, OptionError, "needs_weight"),
         ({"form": FORM._replace(has_norm=False), "q_weight_W": None, "k_weight_W": None}, OptionError, "no weights"),

@@ -65,8 +65,8 @@ def row_factors(
         check_layout("weight_NI", weight_NI, (None, None), dtypes=FLOATING, num_strided=1)
         check_layout("a_RI", a_RI, (None, weight_NI.shape[1]), like=weight_NI)
         check_layout("b_NR", b_NR, (weight_NI.shape[0], a_RI.shape[0]), like=weight_NI)
-        check_layout("magnitude_N", magnitude_N, (weight_NI.shape[0],), dtypes=FLOATING)
-        check_layout("out", out, (2, weight_NI.shape[0]), dtypes=(wide_dtype(weight_NI.dtype),))
+        check_layout("magnitude_N", magnitude_N, (weight_NI.shape[0],), dtypes=FLOATING, like=weight_NI)
+        check_layout("out", out, (2, weight_NI.shape[0]), dtypes=(wide_dtype(weight_NI.dtype),), like=weight_NI)
     with plain_numbers(weight_NI.device.type):
         return choose_module(reference, backend, weight_NI).row_factors(
             weight_NI, a_RI, b_NR, magnitude_N, scale=scale, out=out

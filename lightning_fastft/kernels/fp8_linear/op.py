@@ -318,7 +318,8 @@ def multiply(
     if must_check(is_checked):
         check_choice("dtype", dtype, TRITON_DTYPES)
         num_outputs, num_inputs = check_layout("weight_OI", weight_OI, (None, None), dtypes=(FP8,)).shape
-        check_layout("rows.values_TI", rows.values_TI, (None, num_inputs), like=weight_OI)
+        num_rows = len(check_layout("rows.values_TI", rows.values_TI, (None, num_inputs), like=weight_OI))
+        check_layout("rows.scale_T", rows.scale_T, (num_rows,), dtypes=(torch.float32,), like=weight_OI)
         if scale_O is not None:
             check_layout("scale_O", scale_O, (num_outputs,), dtypes=(torch.float32,), like=weight_OI)
     module = choose_module(reference, backend, weight_OI, any_dtype=True)

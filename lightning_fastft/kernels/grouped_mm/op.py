@@ -265,6 +265,8 @@ def _check_grad(
     like = rows_of(x_NI)
     _check_rows("x_NI", x_NI, (None, None), like=like)
     _check_rows("d_NO", d_NO, (None, None), like=like)
+    if d_NO.shape[0] != x_NI.shape[0]:
+        raise ShapeError(f"x_NI has {x_NI.shape[0]} rows, d_NO {d_NO.shape[0]}; both operands need the same rows.")
     check_layout("end_E", end_E, (None,), dtypes=(torch.int32,), like=like)
     if isinstance(x_NI, GatheredRows) and isinstance(d_NO, GatheredRows) and not _have_same_slots(x_NI, d_NO):
         raise ShapeError(
