@@ -153,7 +153,6 @@ def test_gradients_reach_autograd_with_the_columns_of_the_gates(form):
     [
         ({"rows_TC": torch.ones(11, 99)}, ShapeError, "columns"),
         ({"form": FORMS[0]._asdict()}, OptionError, "DeltaForm"),
-        ({"backend": "triton"}, OptionError, "triton"),
     ],
 )
 def test_what_the_kernels_would_read_wrongly_is_refused(change, error, message):

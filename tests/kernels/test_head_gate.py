@@ -122,7 +122,6 @@ def test_without_tokens():
         ({"rows_TC": torch.ones(3, 40)}, ShapeError, "end at column 48"),
         ({"weight_W": torch.ones(8)}, OptionError, "weight_W"),
         ({"form": FORMS[0]._replace(activation="relu")}, OptionError, "activation"),
-        ({"backend": "triton"}, OptionError, "triton"),
     ],
 )
 def test_what_the_kernel_would_read_wrongly_is_refused(change, error, message):

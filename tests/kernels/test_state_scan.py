@@ -6,7 +6,7 @@
 import pytest
 import torch
 
-from lightning_fastft.core.errors import OptionError, ShapeError
+from lightning_fastft.core.errors import ShapeError
 from lightning_fastft.kernels.state_scan import reference
 from lightning_fastft.kernels.state_scan.op import state_scan
 from lightning_fastft.packing.chunks import Chunks
@@ -144,9 +144,3 @@ def test_what_the_kernels_would_read_wrongly_is_refused(replaced, message):
     inputs, chunks = change(**replaced)
     with pytest.raises(ShapeError, match=message):
         state_scan(*inputs, chunks=chunks)
-
-
-def test_a_backend_that_cannot_serve_is_refused():
-    inputs, chunks = change()
-    with pytest.raises(OptionError, match="CUDA"):
-        state_scan(*inputs, chunks=chunks, backend="triton")

@@ -144,7 +144,7 @@ def grouped_mm_fp8(
         low_NR: As in ``grouped_mm``, in dtype.
         low_ERO: As in ``grouped_mm``, in dtype.
         low_scale: As in ``grouped_mm``; 0 skips the low-rank product.
-        backend: As in ``choose_module``.
+        backend: "auto" or "reference".
         is_checked: As in ``must_check``.
 
     Returns:
@@ -175,7 +175,7 @@ def grouped_mm_fp8(
         _check_fp8(x_NI, weight_EOI, end_E, scales=scales, dtype=dtype, addend=addend)
     with plain_numbers(end_E.device.type):
         out_NO = weight_EOI.new_empty(x_NI.shape[0], weight_EOI.shape[1], dtype=dtype)
-        return choose_module(reference, backend, out_NO).grouped_mm(
+        return choose_module(reference, out_NO, backend=backend).grouped_mm(
             x_NI, weight_EOI.transpose(1, 2), end_E, addend=addend, out_NO=out_NO, scales=scales
         )
 
