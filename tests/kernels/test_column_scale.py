@@ -14,17 +14,18 @@ from lightning_fastft.kernels.column_scale.op import (
     scale_columns_backward,
 )
 from tests.support.kernel_harness import planted_faults
-from tests.support.truth import Watch, assert_within_bound, fresh_memory_is_nan, poisoned
+from tests.support.truth import (
+    BESIDE,
+    Watch,
+    assert_nothing_beside,
+    assert_within_bound,
+    fresh_memory_is_nan,
+    poisoned,
+    room_for,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PLACES = ("new", "apart", "x", "addend")
-BESIDE = 1024.0
-
-
-def room_for(tensor):
-    """NaN to write to, in the middle of a number that no result equals."""
-    buffer = torch.full([size + 2 for size in tensor.shape], BESIDE, dtype=tensor.dtype, device=tensor.device)
-    return buffer[1:-1, 1:-1].fill_(float("nan"))
 
 
 def make_inputs(num_rows, num_columns, dtype, *, device="cpu"):
@@ -53,8 +54,10 @@ def check(scale, shape, dtype, *, device="cpu", has_offset=False, has_addend=Fal
     assert y_TN is out if out is not None else y_TN.is_contiguous()
     assert y_TN.dtype is dtype
     for tensor in (ours_TN, ours_addend_TN):
-        assert tensor is None or tensor._base.isnan().sum() == tensor._base.numel() - tensor.numel(), "written beside"
-    assert place != "apart" or (out._base == BESIDE).sum() == out._base.numel() - out.numel(), "written beside"
+        if tensor is not None:
+            assert_nothing_beside(tensor)
+    if place == "apart":
+        assert_nothing_beside(out, fill=BESIDE)
     assert_within_bound(f"scaled, {place}", y_TN, plain=plain.to(dtype), truth=truth, dtype=dtype)
 
 
@@ -66,8 +69,9 @@ def check_backward(backward, shape, dtype, *, device="cpu", has_saved=True, need
     with fresh_memory_is_nan():
         found = backward(ours_TN, ours_saved_TN, factor_N, needs_totals=needs_totals, out=out)
     assert place == "new" or found[0] is out
-    assert place != "apart" or (out._base == BESIDE).sum() == out._base.numel() - out.numel(), "written beside"
-    assert ours_TN._base.isnan().sum() == ours_TN._base.numel() - ours_TN.numel(), "written beside"
+    if place == "apart":
+        assert_nothing_beside(out, fill=BESIDE)
+    assert_nothing_beside(ours_TN)
     truths = [
         torch.stack([d_y_TN.to(wide) * factor_N.to(wide), d_y_TN.to(wide) * saved_TN.to(wide), d_y_TN.to(wide)])
         for wide in (torch.float64, torch.float32)
