@@ -23,6 +23,7 @@ import torch
 from benchmarks.results import append_rows
 from benchmarks.ruler.cases import versions
 from benchmarks.ruler.measure import StepClock, summarise_ms
+from lightning_fastft.kernels.state_scan import reference
 from lightning_fastft.kernels.state_scan.op import state_scan
 from lightning_fastft.packing.chunks import Chunks
 
@@ -93,7 +94,7 @@ def check(scan: Callable[..., torch.Tensor], options: argparse.Namespace, device
     chunks = make_chunks(draw_lengths(NUM_COMPARED), device)
     inputs = make_inputs(options, NUM_COMPARED, device)
     wide = [each.detach().float().requires_grad_() for each in inputs]
-    truth = run(lambda *each, chunks: state_scan(*each, chunks=chunks, backend="reference"), wide, chunks)
+    truth = run(lambda *each, chunks: reference.scan(*each, chunks=chunks), wide, chunks)
     for place, (value, true_value) in enumerate(zip(run(scan, inputs, chunks), truth)):
         error = float((value.float() - true_value).norm() / true_value.norm())
         if not error <= BOUND:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
@@ -15,12 +15,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lightning_fastft.core.autocast import autocast_off, is_autocast_on
 from lightning_fastft.core.checks import check_choice
-from lightning_fastft.core.errors import OptionError
 from lightning_fastft.kernels.launch import current_recorder
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-BACKENDS = ("auto", "triton", "reference")
+BACKENDS = ("auto", "reference")
 # Shapes on the meta device are those of a run on a GPU.
 GPU_TYPES = ("cuda", "meta")
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -78,34 +77,14 @@ def _plain_numbers(device_type: str) -> Iterator[None]:
         yield
 
 
-def uses_triton(backend: str, device: torch.device, *, dtype: torch.dtype | None = None) -> bool:
-    """Return whether the Triton kernel runs.
-
-    "auto" selects the kernel if it supports the tensors. An explicit backend is never replaced. Tensors on the meta
-    device run in kernels while their launches are recorded (``LaunchRecorder``).
-
-    Args:
-        backend: "auto", "triton" or "reference".
-        device: Device of the tensors.
-        dtype: Dtype of the tensors, for a kernel that supports bf16, fp16 and fp32 only; None for a kernel that
-            supports every dtype of its reference.
-
-    Raises:
-        OptionError: The backend is unknown, or "triton" does not support these tensors.
+def uses_triton(device: torch.device) -> bool:
+    """Return whether Triton kernels run on a device: on CUDA, and on meta while launches are recorded.
 
     Example:
-        >>> uses_triton("auto", torch.device("cpu"))
+        >>> uses_triton(torch.device("cpu"))
         False
     """
-    if backend != "auto":
-        check_choice("backend", backend, BACKENDS)
-    is_gpu = device.type == "cuda" or (device.type == "meta" and current_recorder() is not None)
-    is_able = is_gpu and (dtype is None or dtype in TRITON_DTYPES)
-    if backend == "triton" and not is_able:
-        takes = "tensors" if dtype is None else "bf16, fp16 and fp32"
-        given = f"{device}" if dtype is None else f"{dtype} on {device}"
-        raise OptionError(f"Backend 'triton' takes {takes} on CUDA, got {given}; use 'reference' or 'auto' there.")
-    return is_able and backend != "reference"
+    return device.type == "cuda" or (device.type == "meta" and current_recorder() is not None)
 
 
 def one_kernel(function: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -138,23 +117,30 @@ def capability_of(device: torch.device) -> tuple[int, int]:
     return (9, 0) if device.type == "meta" else (0, 0)
 
 
-def choose_module(reference: ModuleType, backend: str, x: torch.Tensor, *, any_dtype: bool = False) -> ModuleType:
+def choose_module(
+    reference: ModuleType,
+    x: torch.Tensor,
+    *,
+    dtypes: Collection[torch.dtype] | None = TRITON_DTYPES,
+    backend: str = "auto",
+) -> ModuleType:
     """Return the module that runs: ``triton`` in the folder of ``reference``, imported on first use, or ``reference``.
-
-    "triton" runs on CUDA only, "reference" is plain PyTorch, "auto" is the first if possible, else the second.
 
     Args:
         reference: Module ``reference`` of the operation's folder.
-        backend: "auto", "triton" or "reference".
         x: A tensor with the device and dtype of the operation.
-        any_dtype: The kernel supports every dtype of its reference.
+        dtypes: Dtypes that the kernel supports; None if it supports every dtype of its reference.
+        backend: "auto" for the kernel if it supports the tensor, else the reference; "reference" for plain PyTorch on
+            any device.
 
     Raises:
-        OptionError: As ``uses_triton``.
+        OptionError: The backend is unknown.
     """
-    if not uses_triton(backend, x.device, dtype=None if any_dtype else x.dtype):
+    if backend != "auto":
+        check_choice("backend", backend, BACKENDS)
         return reference
-    return _import_triton(reference.__package__)
+    is_able = (dtypes is None or x.dtype in dtypes) and uses_triton(x.device)
+    return _import_triton(reference.__package__) if is_able else reference
 
 
 @functools.cache

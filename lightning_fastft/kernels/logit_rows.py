@@ -18,6 +18,8 @@ from lightning_fastft.kernels.backends import FLOATING, GPU_TYPES, wide_dtype
 
 # Rows of logits in memory at a time: 2048 x 151,936 bf16 are 0.6 GiB and keep the GEMMs at full rate.
 DEFAULT_CHUNK_ROWS = 2048
+# The kernels use the hardware's approximate exp, which is not accurate enough for fp32.
+KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class Head(NamedTuple):

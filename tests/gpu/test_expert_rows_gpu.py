@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_fastft.kernels.expert_rows import reference
 from lightning_fastft.kernels.expert_rows.op import combine_rows, gather_rows
 from lightning_fastft.kernels.expert_sort.op import sort_by_expert
+from lightning_fastft.kernels.expert_sort.reference import sort_slots
 from tests.support.host_waits import waits_are_errors
 
 pytestmark = pytest.mark.gpu
@@ -62,7 +64,7 @@ def test_order_of_millions_of_slots():
 
 def check_order(expert_TK, num_experts):
     with waits_are_errors():
-        expected = sort_by_expert(expert_TK, num_experts=num_experts, backend="reference")
+        expected = sort_slots(expert_TK, num_experts=num_experts)
         first, second = (sort_by_expert(expert_TK, num_experts=num_experts) for _ in range(2))
     for name, one, other, true in zip(expected._fields, first, second, expected):
         assert one.dtype is torch.int32
@@ -81,7 +83,7 @@ def test_rows_are_bit_equal_twice_and_nobody_waits(size, kind, dtype):
     x_TD = buffer[:, 8 : width + 8].copy_(torch.randn(num_tokens, width, device="cuda"))
     weight_TK = torch.rand(num_tokens, num_choices, device="cuda")
     with waits_are_errors():
-        expected_ND = gather_rows(x_TD, order.slot_N, num_experts_per_token=num_choices, backend="reference")
+        expected_ND = reference.gather_rows(x_TD, order.slot_N, num_experts_per_token=num_choices)
         gathered = [gather_rows(x_TD, order.slot_N, num_experts_per_token=num_choices) for _ in range(2)]
     assert all(torch.equal(y_ND, expected_ND) for y_ND in gathered)
 
@@ -90,7 +92,7 @@ def test_rows_are_bit_equal_twice_and_nobody_waits(size, kind, dtype):
     given = (y_ND, order.place_TK, order.end_E)
     for options in ({}, {"weight_TK": weight_TK}, {"weight_TK": weight_TK.to(dtype)}):
         with waits_are_errors():
-            expected_TD = combine_rows(*given, **options, backend="reference")
+            expected_TD = reference.combine_rows(*given, **options)
             combined = [combine_rows(*given, **options) for _ in range(2)]
         assert torch.isfinite(expected_TD).all()
         assert all(torch.equal(out_TD, expected_TD) for out_TD in combined)

@@ -1,6 +1,4 @@
-"""AdamW in 8 bits: format, steps against float64 and refusals by the plain twin; the kernel in the interpreter
-and by the compiler.
-"""
+"""AdamW in 8 bits: format, steps against float64 and refusals by the plain twin."""
 
 from typing import NamedTuple
 from unittest import mock
@@ -9,7 +7,7 @@ import pytest
 import torch
 
 from lightning_fastft.core.errors import ShapeError
-from lightning_fastft.kernels.adamw_step import codes, reference
+from lightning_fastft.kernels.adamw_step import codes, op, reference
 from lightning_fastft.kernels.adamw_step.codes import BLOCK
 from lightning_fastft.kernels.adamw_step.op import adamw_step
 from lightning_fastft.kernels.adamw_step.reference import SkipFlag, StepOptions
@@ -25,7 +23,6 @@ from tests.kernels.test_adamw_step import (
     padded_state,
     rounded,
 )
-from tests.support.children import compile_kernels, in_both_lanes
 from tests.support.kernel_harness import planted_faults
 from tests.support.truth import Watch
 
@@ -46,34 +43,6 @@ NUM_UNITS = 8
 # How much farther than the nearest code a chosen one may lie, relative to the value: fp32 on the way to it.
 TIE = 1e-6
 
-COMPILE_SCRIPT = """
-import itertools
-import sys
-import triton
-import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from lightning_fastft.kernels.adamw_step import triton as adamw
-
-TYPES = {"address_ptr": "*i64", "grad_address_ptr": "*i64", "row_ptr": "*i32", "index_ptr": "*i32", "num_rows": "i32"}
-TYPES |= dict.fromkeys(("rate_ptr", "scale_ptr", "found_inf_ptr", "number_ptr", "table_ptr"), "*fp32") | {"seed": "i64", "step": "i32"}
-DTYPES = ((tl.float32, tl.float32, None), (tl.float32, tl.bfloat16, tl.bfloat16), (tl.bfloat16, tl.bfloat16, None))
-for capability, ((param, grad, copy), has), is_aligned in itertools.product((80, 90), zip(DTYPES, (False, True, True)), (False, True)):
-    # Every run compiles each combination of dtypes once.
-    if sys.argv[1] == "promises" and (is_aligned == (copy is None) or (capability == 90) != has):
-        continue
-    constants = {"PARAM_DTYPE": param, "GRAD_DTYPE": grad, "COPY_DTYPE": copy, "HAS_RATE": has, "HAS_SCALE": has, "HAS_SKIP": has}
-    constants["IS_STOCHASTIC"] = param is tl.bfloat16
-    constants |= {"IS_ALIGNED": is_aligned, "CHUNK": adamw.CHUNK, "NUM_BLOCKS": adamw.NUM_BLOCKS}
-    kernel = adamw._adamw_8bit_kernel
-    signature = {name: TYPES.get(name, "fp32") for name in kernel.arg_names} | dict.fromkeys(constants, "constexpr")
-    source = ASTSource(kernel, signature, constexprs=constants)
-    options = {"num_warps": adamw.NUM_WARPS_8BIT}
-    ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
-    # Vectors where the host has seen that every address takes them, and nowhere else.
-    assert ("ld.global.v" in ptx) == ("st.global.v" in ptx) == is_aligned
-"""
-
 
 class Row(NamedTuple):
     """One tensor with all that belongs to it; owner.grad is grad, or None where missing."""
@@ -91,12 +60,6 @@ class Row(NamedTuple):
         """In float64."""
         pairs = ((self.exp_avg, self.exp_avg_absmax, True), (self.exp_avg_sq, self.exp_avg_sq_absmax, False))
         return [codes.decode(code, absmax, is_signed=is_signed).double() for code, absmax, is_signed in pairs]
-
-
-class PublicEntry:
-    """The public function, called as the modules of the backends are."""
-
-    adamw_step = staticmethod(adamw_step)
 
 
 def padded_codes(code, offset):
@@ -343,21 +306,21 @@ def test_zones_end_half_way_between_neighbours():
 @pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize("combination", COMBINATIONS)
 def test_each_combination_of_dtypes_equals_the_truth(combination, offset):
-    check_step(PublicEntry, (combination,), offset=offset)
+    check_step(op, (combination,), offset=offset)
 
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("scale", [None, 0.37])
 def test_other_options(change, scale):
-    check_step(PublicEntry, options=OPTIONS._replace(**change), scale=scale)
+    check_step(op, options=OPTIONS._replace(**change), scale=scale)
 
 
 def test_a_skipped_step_changes_nothing_and_is_not_counted():
-    check_skip(PublicEntry)
+    check_skip(op)
 
 
 def test_averages_of_both_kinds_stand_in_one_table():
-    check_mixed(PublicEntry)
+    check_mixed(op)
 
 
 def test_a_value_that_is_not_finite_spoils_its_weight_and_no_other_block():
@@ -438,9 +401,3 @@ def test_impossible_tensors_are_refused(change, message):
     TensorTable([torch.ones(300)], **code, **absmaxs)
     with pytest.raises(ShapeError, match=message):
         TensorTable([torch.ones(300)], **{**code, **absmaxs, **change})
-
-
-@pytest.mark.slow
-@in_both_lanes
-def test_the_triton_kernel_compiles(lane):
-    compile_kernels(COMPILE_SCRIPT, lane)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_fastft.core.errors import OptionError, ShapeError
-from lightning_fastft.kernels.adamw_step import codes, reference
+from lightning_fastft.kernels.adamw_step import codes, op, reference
 from lightning_fastft.kernels.adamw_step.op import adamw_step
 from lightning_fastft.kernels.adamw_step.reference import SkipFlag, StepOptions
 from lightning_fastft.kernels.adamw_step.rounding import philox, random_halves, round_stochastically
@@ -66,12 +66,6 @@ def check_rounding(functions, *, is_8bit, device="cpu"):
     assert torch.equal(step(functions, **wide), step(functions, plain, **wide))
 
 
-class PublicEntry:
-    """The public function, called as the modules of the backends are."""
-
-    adamw_step = staticmethod(adamw_step)
-
-
 @pytest.fixture(autouse=True)
 def _no_graph():
     with torch.no_grad():
@@ -80,7 +74,7 @@ def _no_graph():
 
 @pytest.mark.parametrize("is_8bit", [False, True])
 def test_every_split_and_skipped_steps_have_the_same_bits(is_8bit):
-    check_rounding(PublicEntry, is_8bit=is_8bit)
+    check_rounding(op, is_8bit=is_8bit)
 
 
 def test_words_are_those_of_philox():
@@ -141,4 +135,4 @@ def test_impossible_places_are_refused():
             starts=[8],
         )
     with pytest.raises(OptionError, match="rounding_seed"):
-        step(PublicEntry, OPTIONS._replace(rounding_seed=-1))
+        step(op, OPTIONS._replace(rounding_seed=-1))

@@ -1,4 +1,4 @@
-"""Which of kernel and twin runs: as named, else the kernel where it can."""
+"""Which of kernel and reference runs: the kernel where it can, unless the reference is named."""
 
 from types import SimpleNamespace
 
@@ -6,51 +6,29 @@ import pytest
 import torch
 
 from lightning_fastft.core.errors import OptionError
-from lightning_fastft.kernels.backends import choose_module, uses_triton
+from lightning_fastft.kernels.backends import choose_module
 from lightning_fastft.kernels.repeat_heads import reference
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.mark.parametrize(
-    ("backend", "device", "dtype", "expected"),
+    ("device", "dtype", "options", "name"),
     [
-        ("auto", CPU, None, False),
-        ("auto", CUDA, None, True),
-        ("auto", CUDA, torch.bfloat16, True),
-        ("auto", CUDA, torch.float64, False),
-        ("triton", CUDA, torch.float32, True),
-        ("reference", CUDA, torch.bfloat16, False),
-        ("reference", CPU, torch.float64, False),
+        (CPU, torch.bfloat16, {}, "reference"),
+        (CUDA, torch.bfloat16, {}, "triton"),
+        (CUDA, torch.float64, {}, "reference"),
+        (CUDA, torch.float64, {"dtypes": None}, "triton"),
+        (CUDA, torch.float32, {"dtypes": (torch.bfloat16,)}, "reference"),
+        (CUDA, torch.bfloat16, {"backend": "reference"}, "reference"),
     ],
 )
-def test_the_kernel_runs_where_it_can_unless_the_twin_is_named(backend, device, dtype, expected):
-    assert uses_triton(backend, device, dtype=dtype) is expected
-
-
-@pytest.mark.parametrize(
-    ("backend", "device", "dtype", "message"),
-    [
-        ("triton", CPU, None, "takes tensors on CUDA, got cpu"),
-        ("triton", CUDA, torch.float64, "takes bf16, fp16 and fp32 on CUDA, got torch.float64 on cuda"),
-        ("cuda", CPU, None, "backend must be one of 'auto', 'triton', 'reference'"),
-    ],
-)
-def test_a_named_kernel_that_cannot_run_is_refused(backend, device, dtype, message):
-    with pytest.raises(OptionError, match=message):
-        uses_triton(backend, device, dtype=dtype)
-
-
-@pytest.mark.parametrize(
-    ("device", "dtype", "any_dtype", "name"),
-    [
-        (CPU, torch.bfloat16, False, "reference"),
-        (CUDA, torch.bfloat16, False, "triton"),
-        (CUDA, torch.float64, False, "reference"),
-        (CUDA, torch.float64, True, "triton"),
-    ],
-)
-def test_the_module_next_to_the_reference_is_chosen(device, dtype, any_dtype, name):
+def test_the_kernel_runs_where_it_can_unless_the_reference_is_named(device, dtype, options, name):
     pytest.importorskip("triton")
-    module = choose_module(reference, "auto", SimpleNamespace(device=device, dtype=dtype), any_dtype=any_dtype)
+    module = choose_module(reference, SimpleNamespace(device=device, dtype=dtype), **options)
     assert module.__name__ == f"lightning_fastft.kernels.repeat_heads.{name}"
+
+
+def test_an_unknown_backend_is_refused():
+    with pytest.raises(OptionError, match="'auto', 'reference'"):
+        choose_module(reference, torch.ones(1), backend="cuda")

@@ -14,17 +14,18 @@ from lightning_fastft.kernels.column_scale.op import (
     scale_columns_backward,
 )
 from tests.support.kernel_harness import planted_faults
-from tests.support.truth import Watch, assert_within_bound, fresh_memory_is_nan, poisoned
+from tests.support.truth import (
+    BESIDE,
+    Watch,
+    assert_nothing_beside,
+    assert_within_bound,
+    fresh_memory_is_nan,
+    poisoned,
+    room_for,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PLACES = ("new", "apart", "x", "addend")
-BESIDE = 1024.0
-
-
-def room_for(tensor):
-    """NaN to write to, in the middle of a number that no result equals."""
-    buffer = torch.full([size + 2 for size in tensor.shape], BESIDE, dtype=tensor.dtype, device=tensor.device)
-    return buffer[1:-1, 1:-1].fill_(float("nan"))
 
 
 def make_inputs(num_rows, num_columns, dtype, *, device="cpu"):
@@ -53,8 +54,10 @@ def check(scale, shape, dtype, *, device="cpu", has_offset=False, has_addend=Fal
     assert y_TN is out if out is not None else y_TN.is_contiguous()
     assert y_TN.dtype is dtype
     for tensor in (ours_TN, ours_addend_TN):
-        assert tensor is None or tensor._base.isnan().sum() == tensor._base.numel() - tensor.numel(), "written beside"
-    assert place != "apart" or (out._base == BESIDE).sum() == out._base.numel() - out.numel(), "written beside"
+        if tensor is not None:
+            assert_nothing_beside(tensor)
+    if place == "apart":
+        assert_nothing_beside(out, fill=BESIDE)
     assert_within_bound(f"scaled, {place}", y_TN, plain=plain.to(dtype), truth=truth, dtype=dtype)
 
 
@@ -66,8 +69,9 @@ def check_backward(backward, shape, dtype, *, device="cpu", has_saved=True, need
     with fresh_memory_is_nan():
         found = backward(ours_TN, ours_saved_TN, factor_N, needs_totals=needs_totals, out=out)
     assert place == "new" or found[0] is out
-    assert place != "apart" or (out._base == BESIDE).sum() == out._base.numel() - out.numel(), "written beside"
-    assert ours_TN._base.isnan().sum() == ours_TN._base.numel() - ours_TN.numel(), "written beside"
+    if place == "apart":
+        assert_nothing_beside(out, fill=BESIDE)
+    assert_nothing_beside(ours_TN)
     truths = [
         torch.stack([d_y_TN.to(wide) * factor_N.to(wide), d_y_TN.to(wide) * saved_TN.to(wide), d_y_TN.to(wide)])
         for wide in (torch.float64, torch.float32)
@@ -118,23 +122,6 @@ def test_the_factors_equal_the_truth(dtype):
     for shape in ((1, 1), (7, 5), (33, 130)):
         for num_ranks in (1, 4, 70):
             check_factors(row_factors, shape, num_ranks, dtype)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"weight_NI": torch.ones(4, 3).T}, "weight_NI has strides .* contiguous"),
-        ({"a_RI": torch.ones(2, 5)}, "a_RI is"),
-        ({"b_NR": torch.ones(2, 3).T}, "b_NR has strides"),
-        ({"magnitude_N": torch.ones(4)}, "magnitude_N is"),
-        ({"out": torch.ones(2, 3).bfloat16()}, "out must have dtype"),
-    ],
-)
-def test_impossible_weights_are_refused(change, message):
-    arguments = {"weight_NI": torch.ones(3, 4), "a_RI": torch.ones(2, 4), "b_NR": torch.ones(3, 2)}
-    arguments |= {"magnitude_N": torch.ones(3), "out": torch.ones(2, 3), **change}
-    with pytest.raises(ShapeError, match=message):
-        row_factors(**arguments, scale=1.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -215,11 +202,6 @@ def test_without_rows_or_columns(shape):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"x_TN": torch.ones(4, 3).T}, "x_TN has strides .* contiguous"),
-        ({"factor_N": torch.ones(5)}, "factor_N is"),
-        ({"factor_N": torch.ones(4).bfloat16()}, r"factor_N must be torch.float32 .*Cast it"),
-        ({"offset_N": torch.ones(4).double()}, "offset_N must be torch.float32"),
-        ({"addend_TN": torch.ones(3, 5)}, "addend_TN is"),
         ({"out": torch.ones(4).expand(3, 4)}, "rows of out overlap"),
     ],
 )

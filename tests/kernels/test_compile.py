@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
+from lightning_fastft.kernels.adamw_step.reference import SkipFlag
 from lightning_fastft.kernels.delta_inputs.reference import DeltaForm, DeltaInputs, DeltaParameters
 from lightning_fastft.kernels.divergence.reference import KINDS, DivergenceForm
 from lightning_fastft.kernels.expert_gate.reference import ACTIVATIONS, GateForm
@@ -23,12 +24,14 @@ from lightning_fastft.kernels.nf4_experts.reference import NF4Stack
 from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
 from lightning_fastft.kernels.qk_rope.reference import Heads, Rope, RopeForm
 from lightning_fastft.kernels.rms_norm.reference import NormForm
+from tests.kernels import test_adamw_8bit as eight_bit_cases
+from tests.kernels import test_adamw_step as adamw_cases
 from tests.kernels import test_chunk_gradients as chunk_cases
 from tests.kernels import test_expert_gate as gate_cases
 from tests.kernels import test_qk_rope as rope_cases
 from tests.kernels import test_rms_norm as norm_cases
 from tests.kernels import test_state_scan as scan_cases
-from tests.support.children import compile_kernels
+from tests.support.children import thinned
 from tests.support.compiling import SHARED_KIB, compiled_for, stack_bytes
 from tests.support.kernel_harness import load_with_fault
 
@@ -63,8 +66,41 @@ def compile_launches(module, capability, launch):
 
 def test_every_kernel_is_compiled_here():
     folders = {path.parent.name for path in KERNELS.glob("*/triton.py")}
-    missing = {f"test_{folder}" for folder in folders - set(SCRIPTS)} - set(globals())
+    missing = {f"test_{folder}" for folder in folders} - set(globals())
     assert missing == set(), "write these tests in this file"
+
+
+@GPUS
+@pytest.mark.parametrize("is_8bit", [False, True])
+@pytest.mark.parametrize(
+    ("is_aligned", "has_more"), thinned((False, True), (False, True), keep=lambda one, other: one == other)
+)
+def test_adamw_step(capability, dtype, is_8bit, is_aligned, has_more):
+    module, cases = module_of("adamw_step"), eight_bit_cases if is_8bit else adamw_cases
+    combinations = [each for each in cases.COMBINATIONS if each[1] is dtype]
+    table = cases.make_table(
+        cases.make_rows(combinations, sizes=(64,) * len(combinations), missing=(), offset=not is_aligned)
+    )
+    options, number = cases.OPTIONS, torch.ones(())
+    if has_more:
+        options = options._replace(learning_rate=number, rounding_seed=1)
+
+    def launch():
+        skip = SkipFlag(number, number.double()) if has_more else None
+        module.adamw_step(table, options=options, scale=number if has_more else None, skip=skip)
+        module.grad_norm(table)
+
+    with torch.no_grad(), compiled_for(capability) as compiled:
+        launch()
+    other = "_adamw_kernel" if is_8bit else "_adamw_8bit_kernel"
+    assert compiled.keys() == kernel_names(module) - {other}
+    # Vectors of 16 bytes where the host has seen that every address takes them, and nowhere else.
+    for kernel in (*compiled["_adamw_8bit_kernel"], *compiled["_adamw_kernel"], *compiled["_sum_squares_kernel"]):
+        loads, stores = (
+            re.search(rf"{word}[.]global[.]v{'' if is_8bit else 4}", kernel.asm["ptx"]) for word in ("ld", "st")
+        )
+        assert bool(loads) == is_aligned
+        assert bool(stores) == (is_aligned and "partial" not in kernel.asm["ttir"])
 
 
 @GPUS
@@ -190,6 +226,7 @@ def test_quantised_expert_gate(capability, dtype, activation, is_interleaved, nu
     with compiled_for(capability) as compiled:
         launch()
     assert compiled.keys() == kernel_names(module) - {"_gate_forward_kernel", "_gate_backward_kernel"}
+    assert all("cvt.rn.satfinite.e4m3x2.f32" in each.asm["ptx"] for kernels in compiled.values() for each in kernels)
 
 
 @FP8_GPUS
@@ -222,7 +259,16 @@ def test_fp8_linear(capability, dtype, num_columns, is_set):
         module.balance(scale, scale, factor)
         module.transpose(values, shift_T=scale if is_set else None, out_IT=turned)
 
-    compile_launches(module, capability, launch)
+    with compiled_for(capability) as compiled:
+        launch()
+    assert compiled.keys() == kernel_names(module)
+    for name in ("_quantise_rows_kernel", "_quantise_nf4_kernel"):
+        (kernel,) = compiled[name]
+        assert "cvt.rn.satfinite.e4m3x2.f32" in kernel.asm["ptx"], "casts are not those of the hardware"
+        assert re.search(r"st\.global\.v[24]\.b32", kernel.asm["ptx"])
+        assert "local" not in kernel.asm["ptx"], "registers are spilled"
+    # The scales of blocks are a product and a sum, each rounded.
+    assert "fma.rn.f32" not in kernel.asm["ptx"]
 
 
 @GPUS
@@ -525,30 +571,3 @@ def test_state_scan(capability, dtype, num_states, width):
 
     kernels = compile_launches(module, capability, launch)
     assert capability != 90 or max(map(stack_bytes, kernels)) == 0, "more registers than a thread has"
-
-
-# Kernels whose tests have scripts of their own, by folder.
-SCRIPTS = {"adamw_step": (("test_adamw_step", "promises"), ("test_adamw_8bit", "promises"))}
-
-
-@pytest.mark.fault
-@pytest.mark.parametrize("folder", SCRIPTS)
-def test_kernels_with_scripts_compile_for_every_gpu(folder, monkeypatch):
-    """The form of each kernel that a script compiles first, for all GPUs that have its instructions."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    compile_one, seen = triton.compile, set()
-
-    def compile_for_all(source, target, options):
-        if source.fn.fn.__name__ not in seen:
-            seen.add(source.fn.fn.__name__)
-            for capability in SHARED_KIB:
-                compiled = compile_one(source, target=GPUTarget("cuda", capability, 32), options=options)
-                assert compiled.metadata.shared <= SHARED_KIB[capability] * 1024
-        return compile_one(source, target=target, options=options)
-
-    monkeypatch.setattr(triton, "compile", compile_for_all)
-    for file, *arguments in SCRIPTS[folder]:
-        compile_kernels(importlib.import_module(f"tests.kernels.{file}").COMPILE_SCRIPT, *arguments)
-    assert seen == kernel_names(module_of(folder))

@@ -2,8 +2,6 @@
 interpreter and by the compiler.
 """
 
-import os
-
 import pytest
 import torch
 
@@ -12,18 +10,13 @@ from lightning_fastft.kernels.expert_gate import op, reference
 from lightning_fastft.kernels.expert_gate.op import gate_backward, gate_forward
 from lightning_fastft.kernels.expert_gate.reference import ACTIVATIONS, GateForm, LowRankRows
 from tests.support.kernel_harness import NARROW, fixtures_of, planted_faults
-from tests.support.truth import Watch, assert_within_bound, fresh_memory_is_nan, one_unit, poisoned
+from tests.support.truth import Watch, assert_rounded_once, assert_within_bound, fresh_memory_is_nan, one_unit, poisoned
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FORMS = tuple(GateForm(is_interleaved, activation) for is_interleaved in (False, True) for activation in ACTIVATIONS)
 # Errors of a handful of values are luck: plain PyTorch and the largest value are measured on at least so many rows, of
 # which ours are the first.
 NUM_MEASURED_ROWS = 513
-# With enough values, a value that is rounded once differs from the rounded truth only where the truth lies almost
-# between two numbers.
-NUM_FOR_SHARE, SHARE = 200, 0.01
-# Triton's interpreter cuts bf16 off instead of rounding it.
-ROUNDED_DTYPES = (torch.float16,) if os.environ.get("TRITON_INTERPRET") == "1" else (torch.float16, torch.bfloat16)
 
 
 def formula(gate_up_NP, form):
@@ -88,25 +81,6 @@ def poisoned_addend(addend, *, num_rows):
     return None if addend is None else LowRankRows(poisoned(addend.low_NR[:num_rows]), poisoned(addend.factor_RF))
 
 
-def assert_gate_value(name, ours, *, plain, truth, dtype):
-    """Within the bound of fp32 arithmetic that is rounded once, and in a narrow dtype almost everywhere the rounded
-    truth itself.
-
-    Plain PyTorch may have more rows; those of ours are the first.
-    """
-    assert ours.dtype is dtype
-    plain, num_rows = plain.to(dtype), len(ours)
-    # Where ours has no row, plain PyTorch stands in for it, which is within any multiple of its own error.
-    assert_within_bound(name, torch.cat([ours, plain[num_rows:]]), plain=plain, truth=truth, dtype=dtype)
-    if dtype in ROUNDED_DTYPES and ours.numel() >= NUM_FOR_SHARE:
-        share, plain_share = (
-            (one[:num_rows] != truth[:num_rows].to(dtype)).double().mean().item() for one in (ours, plain)
-        )
-        assert share <= max(2 * plain_share, SHARE), (
-            f"{name}: {share:.1%} of the values are not the rounded truth (plain fp32 {plain_share:.1%})"
-        )
-
-
 def assert_weight_gradient(ours_N, *, plain_N, truth_N, largest_sum):
     """Within twice the error of plain fp32, or one unit in the last place of the sum of all magnitudes: terms of
     both signs cancel.
@@ -143,9 +117,9 @@ def check_against_truth(
     assert act_NF.shape == gradients[1].shape == d_act_NF.shape
     assert gradients[0].shape == gate_up_NP.shape
     assert gradients[2].shape == weight_N.shape
-    assert_gate_value("act", act_NF, plain=plain_act, truth=true_act, dtype=dtype)
-    assert_gate_value("rebuilt act", gradients[1], plain=plain_act, truth=true_act, dtype=dtype)
-    assert_gate_value("d_gate_up", gradients[0], plain=plain_d_gate_up, truth=true_d_gate_up, dtype=dtype)
+    assert_rounded_once("act", act_NF, plain=plain_act, truth=true_act, dtype=dtype)
+    assert_rounded_once("rebuilt act", gradients[1], plain=plain_act, truth=true_act, dtype=dtype)
+    assert_rounded_once("d_gate_up", gradients[0], plain=plain_d_gate_up, truth=true_d_gate_up, dtype=dtype)
     assert_weight_gradient(gradients[2], plain_N=plain_d_weight, truth_N=true_d_weight, largest_sum=largest_sum)
 
 
@@ -198,12 +172,10 @@ def check_without_weights(functions, num_rows, num_columns, dtype, form, *, devi
         "addend": make_addend(num_rows, num_columns, num_ranks, dtype, device=device),
         "need_act": True,
     }
-    d_gate_up_NP, act_NF, _ = functions.gate_backward(
-        d_act_NF, gate_up_NP, weight_N=torch.ones_like(weight_N), **arguments
-    )
-    d_gate_up_NP, act_NF, d_weight_N = functions.gate_backward(d_act_NF, gate_up_NP, **arguments)
-    assert torch.equal(d_gate_up_NP, d_gate_up_NP)
-    assert torch.equal(act_NF, act_NF)
+    ones_N = torch.ones_like(weight_N)
+    *expected, _ = functions.gate_backward(d_act_NF, gate_up_NP, weight_N=ones_N, **arguments)
+    *found, d_weight_N = functions.gate_backward(d_act_NF, gate_up_NP, **arguments)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected))
     assert d_weight_N is None
 
 
@@ -287,8 +259,8 @@ def test_without_rows_or_columns(functions, device, shape, is_interleaved):
 def test_without_weight_it_counts_as_one_and_has_no_gradient(functions, device):
     d_act_NF, gate_up_NP, weight_N = make_inputs(9, 33, torch.bfloat16, CLAMPED, device=device)
     d_gate_up_NP, act_NF, d_weight_N = functions.gate_backward(d_act_NF, gate_up_NP, form=CLAMPED)
-    d_gate_up_NP, _, _ = functions.gate_backward(d_act_NF, gate_up_NP, form=CLAMPED, weight_N=torch.ones_like(weight_N))
-    assert torch.equal(d_gate_up_NP, d_gate_up_NP)
+    expected, *_ = functions.gate_backward(d_act_NF, gate_up_NP, form=CLAMPED, weight_N=torch.ones_like(weight_N))
+    assert torch.equal(d_gate_up_NP, expected)
     assert act_NF is d_weight_N is None
 
 
@@ -348,35 +320,13 @@ test_a_planted_fault_is_seen, test_without_a_fault_the_same_check_passes = plant
     ("change", "error", "message"),
     [
         ({"gate_up_NP": torch.ones(3, 9)}, ShapeError, "even"),
-        ({"gate_up_NP": torch.ones(3, 2, 4)}, ShapeError, "2 axes"),
-        ({"gate_up_NP": torch.ones(3, 8, dtype=torch.int64)}, ShapeError, "dtype"),
-        ({"gate_up_NP": torch.ones(8, 3).T}, ShapeError, "contiguous"),
-        ({"d_act_NF": torch.ones(3, 5)}, ShapeError, "must be"),
-        ({"d_act_NF": torch.ones(2, 4)}, ShapeError, "must be"),
-        ({"d_act_NF": torch.ones(3, 4).double()}, ShapeError, "dtype"),
-        ({"d_act_NF": torch.ones(()).expand(3, 4)}, ShapeError, "contiguous"),
-        ({"d_act_NF": torch.ones(3, 4, device="meta")}, ShapeError, "meta"),
-        ({"weight_N": torch.ones(4)}, ShapeError, "weight_N is"),
-        ({"weight_N": torch.ones(3, 1)}, ShapeError, "1 axes"),
-        ({"weight_N": torch.ones(3, dtype=torch.int64)}, ShapeError, "dtype"),
         ({"addend": (torch.ones(3, 2), torch.ones(2, 4))}, OptionError, "LowRankRows"),
-        ({"addend": LowRankRows(torch.ones(3, 2), torch.ones(3, 4))}, ShapeError, "must be"),
-        ({"addend": LowRankRows(torch.ones(2, 2), torch.ones(2, 4))}, ShapeError, "must be"),
-        ({"addend": LowRankRows(torch.ones(3, 2), torch.ones(2, 5))}, ShapeError, "must be"),
-        ({"addend": LowRankRows(torch.ones(3, 2), torch.ones(4))}, ShapeError, "2 axes"),
-        ({"addend": LowRankRows(torch.ones(3, 2).bfloat16(), torch.ones(2, 4))}, ShapeError, "dtype"),
-        ({"addend": LowRankRows(torch.ones(3, 2), torch.ones(2, 4).double())}, ShapeError, "dtype"),
-        ({"addend": LowRankRows(torch.ones(2, 3).T, torch.ones(2, 4))}, ShapeError, "contiguous"),
-        ({"addend": LowRankRows(torch.ones(3, 2), torch.ones(4, 2).T)}, ShapeError, "contiguous"),
-        ({"addend": LowRankRows(torch.ones(3, 2), torch.ones(2, 4, device="meta"))}, ShapeError, "meta"),
         ({"form": None}, OptionError, "GateForm"),
         ({"form": GateForm(activation="relu")}, OptionError, "'silu', 'gelu'"),
         ({"form": GateForm(is_interleaved=None)}, OptionError, "is_interleaved"),
         ({"form": GateForm(activation="clamped", limit=-1.0)}, OptionError, "limit"),
         ({"form": GateForm(activation="clamped", limit=None)}, OptionError, "limit"),
         ({"form": GateForm(activation="clamped", alpha=float("nan"))}, OptionError, "alpha"),
-        ({"backend": "cuda"}, OptionError, "'reference'"),
-        ({"backend": "triton"}, OptionError, "on CUDA"),
     ],
 )
 def test_impossible_arguments_are_refused(change, error, message):
@@ -389,8 +339,6 @@ def test_impossible_arguments_are_refused(change, error, message):
     }
     with pytest.raises(error, match=message):
         gate_backward(**arguments)
-    if set(change) & {"gate_up_NP", "form", "backend"}:
+    if set(change) & {"gate_up_NP", "form"}:
         with pytest.raises(error, match=message):
-            gate_forward(
-                **{name: value for name, value in arguments.items() if name in ("gate_up_NP", "form", "backend")}
-            )
+            gate_forward(**{name: value for name, value in arguments.items() if name in ("gate_up_NP", "form")})

@@ -5,7 +5,7 @@ kernels in a child process.
 import pytest
 import torch
 
-from lightning_fastft.core.errors import OptionError, ShapeError
+from lightning_fastft.core.errors import ShapeError
 from lightning_fastft.kernels.expert_pack import reference
 from lightning_fastft.kernels.expert_pack.op import exchange_ends
 from tests.support.host_waits import HostWaits
@@ -87,16 +87,8 @@ def test_a_normal_tensor_is_written_in_inference_mode():
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"source": torch.zeros(3, 4)}, ShapeError, "3 axes"),
-        ({"source": torch.zeros(3, 4, 5, dtype=torch.int32)}, ShapeError, "dtype"),
-        ({"source": torch.zeros(5, 4, 3).permute(2, 1, 0)}, ShapeError, "contiguous"),
         ({"dtype": torch.int8}, ShapeError, "int8"),
         ({"dtype": torch.bfloat16, "out": torch.zeros(5, 4, 3)}, ShapeError, "out"),
-        ({"out": torch.zeros(3, 4, 5)}, ShapeError, "out"),
-        ({"out": torch.zeros(3, 4, 5).permute(2, 1, 0)}, ShapeError, "contiguous"),
-        ({"out": torch.zeros(5, 4, 3, device="meta")}, ShapeError, "meta"),
-        ({"backend": "fast"}, OptionError, "'auto', 'triton', 'reference'"),
-        ({"backend": "triton"}, OptionError, "CUDA"),
     ],
 )
 def test_what_the_kernel_would_do_wrongly_is_refused(change, error, message):

@@ -349,21 +349,10 @@ def test_operands_that_e4m3_products_cannot_read_are_refused():
     case, (x_NI, weight_EOI, scales) = make_fp8_case((5, 6), 32, 48, rank=4, has_bias=True)
     good = {"scales": scales, "dtype": torch.bfloat16, **case.addend_arguments()}
 
-    def run(x=x_NI, weight=weight_EOI, **changes):
-        return grouped_mm_fp8(x, weight, case.end_E, **{**good, **changes})
+    def run(**changes):
+        return grouped_mm_fp8(x_NI, weight_EOI, case.end_E, **{**good, **changes})
 
-    wrong = [
-        {"x": x_NI.float()},
-        {"x": x_NI[:, :16]},
-        {"weight": weight_EOI.float()},
-        {"weight": weight_EOI.transpose(1, 2).contiguous().transpose(1, 2)},
-        {"scales": scales._replace(x_scale_T=scales.x_scale_T[:-1])},
-        {"scales": scales._replace(weight_scale_E=scales.weight_scale_E.double())},
-        {"scales": Fp8Scales(scales.x_scale_T, scales.x_scale_T)},
-        {"dtype": torch.float16},
-        {"bias_EO": None, "low_NR": None},
-    ]
-    for changes in wrong:
+    for changes in ({"dtype": torch.float16}, {"bias_EO": None, "low_NR": None}):
         with pytest.raises(ShapeError):
             run(**changes)
     for changes in ({"low_scale": float("nan")}, {"backend": "triton"}, {"backend": "torch"}, {"dtype": torch.float64}):
@@ -386,16 +375,6 @@ def test_rows_and_their_weights_stay_as_they_are():
     for backend in ("auto", "torch"):
         public_grad(backend)(case, torch.bfloat16, scale=2.0, row_weight_N=weight_N)
     assert all(torch.equal(one, other) for one, other in zip((case.x_NI, case.d_NO, weight_N), before))
-
-
-@pytest.mark.parametrize(
-    "row_weight", [torch.ones(5), torch.ones(6, 1), torch.ones(6, dtype=torch.int64), torch.ones(6, device="meta")]
-)
-def test_row_weights_that_do_not_fit_are_refused(row_weight):
-    with pytest.raises(ShapeError, match="row_weight_N"):
-        grouped_weight_grad(torch.zeros(6, 4), torch.zeros(6, 3), ends(2, 6), row_weight_N=row_weight)
-    with pytest.raises(OptionError, match="scale"):
-        grouped_weight_grad(torch.zeros(6, 4), torch.zeros(6, 3), ends(2, 6), scale=float("inf"))
 
 
 def test_a_gradient_may_be_wider_than_its_inputs():
@@ -570,20 +549,6 @@ def test_gathered_rows_are_read_by_their_slots(backend):
         assert torch.equal(grouped_weight_grad(left, right, end_E, backend=backend), expected)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"slot_N": torch.zeros(11, dtype=torch.int64)}, r"must be \(12,\)"),
-        ({"slot_N": torch.zeros(24, dtype=torch.int64)[::2]}, "must be contiguous"),
-        ({"slot_N": torch.zeros(12)}, "slot_N of x_NI"),
-    ],
-)
-def test_slots_that_do_not_fit_their_rows_are_refused(changes, message):
-    rows = GatheredRows(torch.zeros(6, 8), torch.zeros(12, dtype=torch.int64), 2)._replace(**changes)
-    with pytest.raises(ShapeError, match=message):
-        grouped_mm(rows, torch.zeros(3, 8, 8), torch.zeros(3, dtype=torch.int32))
-
-
 def test_operands_of_other_slots_are_refused():
     x, d = (GatheredRows(torch.zeros(6, 8), torch.randperm(12), 2) for _ in range(2))
     with pytest.raises(ShapeError, match="different slots"):
@@ -651,31 +616,12 @@ def ends(*values):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"x_NI": torch.zeros(6, 4, 1)}, "2 axes"),
-        ({"x_NI": torch.zeros(6, 5)}, "weight_EIO is"),
-        ({"x_NI": torch.zeros(6, 4).double()}, "float64"),
-        ({"x_NI": torch.zeros(6, 4).int()}, "dtype"),
-        ({"x_NI": torch.zeros(4, 6).T}, "contiguous"),
-        ({"weight_EIO": torch.zeros(2, 8, 6)[:, ::2, ::2]}, "one of its last two axes"),
-        ({"weight_EIO": torch.zeros(4, 3)}, "3 axes"),
-        ({"weight_EIO": torch.zeros(3, 4, 3)}, "end_E is"),
-        ({"weight_EIO": torch.empty(2, 4, 3, device="meta")}, "meta"),
-        ({"end_E": torch.tensor([2, 4])}, "int32"),
-        ({"end_E": ends(2, 3, 4, 5)[::2]}, "contiguous"),
         ({"end_E": ends(4, 2)}, "must not decrease"),
         ({"end_E": ends(4, 7)}, "must not decrease"),
         ({"end_E": ends(-1, 6)}, "must not decrease"),
-        ({"bias_EO": torch.zeros(2, 4)}, "bias_EO"),
-        ({"bias_EO": torch.zeros(3, 2).T}, "contiguous"),
         ({"low_NR": torch.zeros(6, 2)}, "together"),
         ({"low_ERO": torch.zeros(2, 2, 3)}, "together"),
-        ({"low_NR": torch.zeros(6, 3), "low_ERO": torch.zeros(2, 2, 3)}, "low_NR"),
-        ({"low_NR": torch.zeros(6, 2), "low_ERO": torch.zeros(2, 2, 4)}, "low_ERO"),
-        ({"low_NR": torch.zeros(6, 2), "low_ERO": torch.zeros(2, 3, 2).mT}, "contiguous"),
         ({"low_NR": torch.zeros(6, 0), "low_ERO": torch.zeros(2, 0, 3)}, "rank must be above 0"),
-        ({"low_NR": torch.zeros(6, 2), "low_ERO": torch.zeros(2, 3)}, "low_NR|low_ERO"),
-        ({"out": torch.zeros(5, 3)}, "out is"),
-        ({"out": torch.zeros(6, 3).half()}, "float16"),
         ({"out": torch.zeros(3).expand(6, 3)}, "overlap"),
     ],
 )
@@ -697,3 +643,5 @@ def test_impossible_options_are_refused():
         grouped_mm(x_NI, weight_EIO, ends(2, 6), low_scale=float("nan"))
     with pytest.raises(ShapeError, match="float64"):
         grouped_weight_grad(x_NI, torch.zeros(6, 3), ends(2, 6), dtype=torch.float64)
+    with pytest.raises(OptionError, match="scale"):
+        grouped_weight_grad(x_NI, torch.zeros(6, 3), ends(2, 6), scale=float("inf"))

@@ -124,12 +124,12 @@ def test_every_kernel_ends_with_its_constants_and_gets_nothing_else_by_name():
 def test_a_recorder_keeps_one_launch_for_each_code_and_makes_none():
     kernel, row = Kernel(), torch.empty(64, device="meta")
     with LaunchRecorder() as recorder:
-        assert uses_triton("auto", row.device)
+        assert uses_triton(row.device)
         for size in (32, 48, 7):
             launch(kernel, (2,), row, size, 0.5, **OPTIONS)
     assert [recorded.arguments[1] for recorded in recorder.launches.values()] == [32, 7]
     assert kernel.launched == []
-    assert not uses_triton("auto", row.device)
+    assert not uses_triton(row.device)
     launch(kernel, (2,), row, 32, 0.5, **OPTIONS)
     assert kernel.num_compiled == 1
 

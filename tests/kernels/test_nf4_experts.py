@@ -43,33 +43,6 @@ def test_no_experts_and_no_waits():
     assert watch.waits == []
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"packed_EC": torch.zeros(2, 96, dtype=torch.int8)}, "packed_EC"),
-        ({"packed_EC": torch.zeros(2, 95, dtype=torch.uint8)}, "packed_EC"),
-        ({"absmax_EQ": torch.zeros(3, 2, dtype=torch.uint8).T}, "contiguous"),
-        ({"nested_absmax_EG": torch.zeros(2, 2)}, "nested_absmax_EG"),
-        ({"offset_E": torch.zeros(1)}, "offset_E"),
-        ({"quant_map_M": torch.zeros(15)}, "quant_map_M"),
-        ({"nested_quant_map_M": torch.zeros(256, device="meta")}, "meta"),
-    ],
-)
-def test_what_does_not_fit_is_refused(change, message):
-    stack, truth_EX = make_truth(2, 3, torch.float32)
-    with pytest.raises(ShapeError, match=message):
-        dequantise_stack(stack._replace(**change), truth_EX)
-
-
-@pytest.mark.parametrize(
-    ("out_EX", "message"),
-    [
-        (torch.zeros(192), "2 axes"),
-        (torch.zeros(2, 192).double(), "dtype"),
-        (torch.zeros(2, 190), "multiples of 64"),
-        (torch.zeros(192, 2).T, "strides"),
-    ],
-)
-def test_an_output_that_does_not_fit_is_refused(out_EX, message):
-    with pytest.raises(ShapeError, match=message):
-        dequantise_stack(make_truth(2, 3, torch.float32)[0], out_EX)
+def test_an_output_that_does_not_fit_is_refused():
+    with pytest.raises(ShapeError, match="multiples of 64"):
+        dequantise_stack(make_truth(2, 3, torch.float32)[0], torch.zeros(2, 190))

@@ -179,18 +179,9 @@ def test_anything_else_is_not_read():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"packed_C": torch.zeros(192, dtype=torch.int8)}, "packed_C"),
-        ({"packed_C": torch.zeros(191, dtype=torch.uint8)}, "packed_C"),
-        ({"packed_C": torch.zeros(384, dtype=torch.uint8)[::2]}, "contiguous"),
-        ({"absmax_Q": torch.zeros(5, dtype=torch.uint8)}, "absmax_Q"),
-        ({"absmax_Q": torch.zeros(6)}, "absmax_Q"),
-        ({"nested_absmax_G": torch.zeros(2)}, "nested_absmax_G"),
         ({"nested_absmax_G": None}, "absmax_Q"),
         ({"nested_absmax_G": None, "absmax_Q": torch.zeros(6)}, "offset is given"),
         ({"offset": None}, "offset is None"),
-        ({"offset": torch.zeros(1)}, "offset"),
-        ({"quant_map_M": torch.zeros(15)}, "quant_map_M"),
-        ({"nested_quant_map_M": torch.zeros(256, device="meta")}, "meta"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(change, message):
@@ -202,15 +193,9 @@ def test_parts_that_do_not_fit_are_refused(change, message):
 @pytest.mark.parametrize(
     ("out", "error", "message"),
     [
-        (torch.zeros(384), ShapeError, "2 axes"),
-        (torch.zeros(3, 128).double(), ShapeError, "dtype"),
-        (torch.zeros(2, 128), ShapeError, "packed_C"),
         (torch.zeros(4, 96), OptionError, "multiples of 64"),
-        (torch.zeros(128, 3).T, ShapeError, "contiguous"),
-        (torch.zeros(3, 256)[:, ::2], ShapeError, "contiguous"),
         (torch.zeros(1, 128).expand(3, 128), ShapeError, "contiguous|overlap"),
         (torch.zeros(400).as_strided((3, 128), (127, 1)), ShapeError, "contiguous|overlap"),
-        (torch.zeros(3, 128, device="meta"), ShapeError, "meta"),
     ],
 )
 def test_an_output_that_does_not_fit_is_refused(out, error, message):
@@ -222,10 +207,6 @@ def test_an_output_that_does_not_fit_is_refused(out, error, message):
 def test_options_that_do_not_fit_are_refused():
     weight = read_params4bit(make_truth((3, 128), torch.float32)[0])
     out = torch.zeros(3, 128)
-    with pytest.raises(OptionError, match="backend"):
-        dequantise_many([weight], outs=[out], backend="cuda")
-    with pytest.raises(OptionError, match="'triton' takes tensors on CUDA"):
-        dequantise_many([weight], outs=[out], backend="triton")
     with pytest.raises(OptionError, match="2 weights and 1 outs"):
         dequantise_many([weight, weight], outs=[out])
     with pytest.raises(ShapeError, match=r"outs\[1\] must have dtype torch.float32"):

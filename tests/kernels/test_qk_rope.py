@@ -3,7 +3,6 @@ interpreter and by the compiler.
 """
 
 import importlib
-import os
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from tests.support.children import thinned
 from tests.support.kernel_harness import NARROW, fixtures_of, planted_faults
 from tests.support.truth import (
     Watch,
+    assert_rounded_once,
     assert_within_bound,
     fresh_memory_is_nan,
     one_unit,
@@ -41,11 +41,6 @@ WIDTHS = (2, 64, 80, 96, 128, 192, 256)
 NUM_MEASURED_TOKENS = 257
 # A sum over tokens is one value only: plain PyTorch is measured on up to so many groups of as many tokens.
 NUM_GROUPS = 32
-# With enough values, a value that is rounded once differs from the rounded truth only where the truth lies almost
-# between two numbers.
-NUM_FOR_SHARE, SHARE = 200, 0.01
-# Triton's interpreter cuts bf16 off instead of rounding it.
-ROUNDED_DTYPES = (torch.float16,) if os.environ.get("TRITON_INTERPRET") == "1" else (torch.float16, torch.bfloat16)
 
 
 def norm(x, weight_W, form, hat_dtype):
@@ -138,20 +133,6 @@ def run_ours(functions, inputs, form, **arguments):
     return torch.cat(heads, dim=1).flatten(1), *gradients
 
 
-def assert_value(name, ours, *, plain, truth, rounded_truth, dtype):
-    """Within the bound, and in a narrow dtype almost everywhere the rounded truth itself.
-
-    Plain PyTorch may have more rows; those of ours are the first.
-    """
-    assert ours.dtype is dtype
-    plain, num_rows = plain.to(dtype), len(ours)
-    # Where ours has no row, plain PyTorch stands in for it, which is within any multiple of its own error.
-    assert_within_bound(name, torch.cat([ours, plain[num_rows:]]), plain=plain, truth=truth, dtype=dtype)
-    if dtype in ROUNDED_DTYPES and ours.numel() >= NUM_FOR_SHARE:
-        share = (ours != rounded_truth[:num_rows].to(dtype)).double().mean().item()
-        assert share <= SHARE, f"{name}: {share:.1%} of the values are not the rounded truth"
-
-
 def weight_gradient_errors(measured, num_tokens, form):
     """Errors of plain fp32 in the gradients of q's and of k's weight, the largest over groups of so many tokens."""
     num_groups = min(len(measured[0]) // max(num_tokens, 1), NUM_GROUPS)
@@ -213,8 +194,8 @@ def check_against_truth(functions, num_tokens, form, dtype, **kinds):
     with fresh_memory_is_nan():
         out_TC, d_raw_TC, *d_weights = run_ours(functions, inputs, form)
     assert all(one is None or torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(inputs, kept))
-    assert_value("out", out_TC, plain=plain_out, truth=true_out, rounded_truth=rounded_out, dtype=dtype)
-    assert_value("d_raw", d_raw_TC, plain=plain_d_raw, truth=true_d_raw, rounded_truth=true_d_raw, dtype=dtype)
+    assert_rounded_once("out", out_TC, plain=plain_out, truth=true_out, rounded_truth=rounded_out, dtype=dtype)
+    assert_rounded_once("d_raw", d_raw_TC, plain=plain_d_raw, truth=true_d_raw, rounded_truth=true_d_raw, dtype=dtype)
     for one, source in ((out_TC, kept[1]), (d_raw_TC, kept[0])):
         assert torch.equal(one[:, form.num_qk_columns :], source[:, form.num_qk_columns :])
     if not form.has_norm:
@@ -275,7 +256,7 @@ def check_shares(functions, num_tokens, form, dtype, **kinds):
     given = Heads(*(poisoned(d[:num_tokens].flatten(1)).unflatten(1, (-1, form.head_width)) for d in shares))
     with fresh_memory_is_nan():
         d_raw_TC, *d_weights = functions.qk_rope_backward(given, poisoned(raw_TC), rope, needs_weight=form.has_norm)
-    assert_value("d_raw", d_raw_TC, plain=plain_d_raw, truth=true_d_raw, rounded_truth=true_d_raw, dtype=dtype)
+    assert_rounded_once("d_raw", d_raw_TC, plain=plain_d_raw, truth=true_d_raw, rounded_truth=true_d_raw, dtype=dtype)
     if form.has_norm:
         for ours_W, truth_W in zip(d_weights, measure(torch.float64, num_tokens)[1:], strict=True):
             torch.testing.assert_close(ours_W, truth_W.float(), rtol=1e-5, atol=1e-5 * truth_W.abs().max().item())
@@ -520,21 +501,8 @@ FORM = RopeForm(2, 1, 4, has_norm=True)
     ("change", "error", "message"),
     [
         ({"qkv_TC": torch.ones(3, 15)}, ShapeError, "have 16"),
-        ({"qkv_TC": torch.ones(1, 3, 16)}, ShapeError, "2 axes"),
-        ({"qkv_TC": torch.ones(3, 16, dtype=torch.int64)}, ShapeError, "dtype"),
-        ({"qkv_TC": torch.ones(16, 3).T}, ShapeError, "contiguous"),
-        ({"cos_TW": torch.ones(2, 4)}, ShapeError, "cos_TW is"),
-        ({"cos_TW": torch.ones(1, 3, 4)}, ShapeError, "2 axes"),
-        ({"cos_TW": torch.ones(3, 4, dtype=torch.float16)}, ShapeError, "dtype"),
-        ({"sin_TW": torch.ones(3, 2)}, ShapeError, r"sin_TW is \(3, 2\)"),
-        ({"sin_TW": torch.ones(4, 3).T}, ShapeError, "contiguous"),
-        ({"sin_TW": torch.ones(3, 4, device="meta")}, ShapeError, "meta"),
         ({"q_weight_W": None}, OptionError, "q_weight_W is None"),
         ({"k_weight_W": None}, OptionError, "k_weight_W is None"),
-        ({"q_weight_W": torch.ones(8)}, ShapeError, "q_weight_W is"),
-        ({"k_weight_W": torch.ones(1, 4)}, ShapeError, "1 axes"),
-        ({"k_weight_W": torch.ones(4, dtype=torch.float64)}, ShapeError, "dtype"),
-        ({"k_weight_W": torch.ones(8)[::2]}, ShapeError, "contiguous"),
         ({"form": None}, OptionError, "RopeForm"),
         ({"form": FORM._replace(has_norm=False)}, OptionError, "has_norm is False"),
         ({"form": FORM._replace(num_heads=0)}, OptionError, "num_heads"),
@@ -546,26 +514,23 @@ FORM = RopeForm(2, 1, 4, has_norm=True)
         ({"form": FORM._replace(is_interleaved=None)}, OptionError, "is_interleaved"),
         ({"form": FORM._replace(eps=-1.0)}, OptionError, "eps"),
         ({"form": FORM._replace(weight_offset=float("nan"))}, OptionError, "weight_offset"),
-        ({"backend": "cuda"}, OptionError, "'reference'"),
-        ({"backend": "triton"}, OptionError, "on CUDA"),
     ],
 )
 def test_impossible_arguments_are_refused(change, error, message):
     rope = Rope(torch.ones(3, 4), torch.ones(3, 4), torch.ones(4), torch.ones(4), FORM)
-    qkv_TC, backend = change.pop("qkv_TC", torch.ones(3, 16)), change.pop("backend", "auto")
+    qkv_TC = change.pop("qkv_TC", torch.ones(3, 16))
     rope = rope._replace(**change)
     with pytest.raises(error, match=message):
-        qk_rope_heads(qkv_TC, rope, backend=backend)
+        qk_rope_heads(qkv_TC, rope)
     if qkv_TC.shape == (3, 16):
         is_normed = not isinstance(rope.form, RopeForm) or rope.form.has_norm
         with pytest.raises(error, match=message):
-            qk_rope_backward(heads_of(3, 1, 2), qkv_TC, rope, needs_weight=is_normed, backend=backend)
+            qk_rope_backward(heads_of(3, 1, 2), qkv_TC, rope, needs_weight=is_normed)
 
 
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"d_heads": heads_of(2, 1, 2)}, ShapeError, "cos_TW is"),
         (
             {"d_heads": heads_of(3, 1, 3)},
             ShapeError,
@@ -573,16 +538,6 @@ def test_impossible_arguments_are_refused(change, error, message):
         ),
         ({"d_heads": heads_of(3, 1, 2)._replace(k_TGW=torch.ones(3, 3, 4))}, ShapeError, "d_v_TJW is"),
         ({"d_heads": heads_of(3, 1, 2)._replace(v_TGW=torch.ones(3, 2, 4))}, ShapeError, "d_v_TJW is"),
-        (
-            {"d_heads": heads_of(3, 1, 2)._replace(v_TGW=torch.ones(3, 2, 4).double())},
-            ShapeError,
-            "d_v_TJW must have dtype",
-        ),
-        (
-            {"d_heads": heads_of(3, 1, 2)._replace(k_TGW=torch.ones(2, 3, 4).transpose(0, 1))},
-            ShapeError,
-            "must be contiguous",
-        ),
         ({"qkv_TC": None}, ShapeError, "qkv_TC is None"),
         ({"needs_weight": None}, OptionError, "needs_weight"),
         ({"form": FORM._replace(has_norm=False), "q_weight_W": None, "k_weight_W": None}, OptionError, "no weights"),

@@ -11,7 +11,15 @@ from lightning_fastft.kernels.rms_norm import op, reference
 from lightning_fastft.kernels.rms_norm.op import MAX_COLUMNS, rms_norm_backward, rms_norm_forward
 from lightning_fastft.kernels.rms_norm.reference import NormForm
 from tests.support.kernel_harness import fixtures_of, planted_faults
-from tests.support.truth import Watch, assert_within_bound, fresh_memory_is_nan, poisoned
+from tests.support.truth import (
+    NUM_FOR_SHARE,
+    SHARE,
+    Watch,
+    assert_nothing_beside,
+    assert_within_bound,
+    fresh_memory_is_nan,
+    poisoned,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LLAMA, GPT_OSS, GEMMA = (
@@ -23,9 +31,6 @@ FORMS = (LLAMA, GPT_OSS, GEMMA, NormForm(weight_offset=1.0))
 # Errors of a handful of values are luck: plain PyTorch and the largest value are measured on at least so many rows, of
 # which ours are the first; of wide rows fewer are enough values.
 NUM_MEASURED_ROWS, NUM_MEASURED_VALUES = 513, 2**19
-# With enough values, a value that is rounded once differs from the rounded truth only where the truth lies almost
-# between two numbers.
-NUM_FOR_SHARE, SHARE = 200, 0.01
 
 
 def formula(x_TD, weight_D, form):
@@ -153,7 +158,7 @@ def check_in_place(functions, num_rows, num_columns, dtype, form, *, device="cpu
     place_TD = poisoned(torch.zeros_like(x_TD))
     assert functions.rms_norm_forward(x_TD, weight_D, form=form, out=place_TD) is place_TD
     assert torch.equal(place_TD, expected_TD)
-    assert place_TD._base.isnan().sum() == place_TD._base.numel() - place_TD.numel()
+    assert_nothing_beside(place_TD)
     for place in ("d_y", "addend", "both"):
         inner_TD = poisoned(addend_TD if place == "addend" else d_y_TD)
         ours_d_y_TD, ours_addend_TD = (
@@ -164,8 +169,7 @@ def check_in_place(functions, num_rows, num_columns, dtype, form, *, device="cpu
         ours = functions.rms_norm_backward(ours_d_y_TD, x_TD, weight_D, out=inner_TD, **arguments)
         assert ours[0] is inner_TD
         assert all(torch.equal(one, other) for one, other in zip(ours, expected))
-        buffer = inner_TD._base
-        assert buffer.isnan().sum() == buffer.numel() - inner_TD.numel()
+        assert_nothing_beside(inner_TD)
 
 
 def check_rows_of_nan_stay_alone(functions, dtype, form, *, device="cpu"):
@@ -357,64 +361,20 @@ test_a_planted_fault_is_seen, test_without_a_fault_the_same_check_passes = plant
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"x_TD": torch.ones(3, 4, 4)}, ShapeError, "2 axes"),
-        ({"x_TD": torch.ones(3, 4, dtype=torch.int64)}, ShapeError, "dtype"),
-        ({"x_TD": torch.ones(4, 3).T}, ShapeError, "contiguous"),
         ({"x_TD": torch.ones(3, 0)}, ShapeError, "no columns"),
-        ({"weight_D": torch.ones(5)}, ShapeError, "weight_D is"),
-        ({"weight_D": torch.ones(4, dtype=torch.float64)}, ShapeError, "dtype"),
-        ({"weight_D": torch.ones(8)[::2]}, ShapeError, "contiguous"),
-        ({"weight_D": torch.ones(1, 4)}, ShapeError, "1 axes"),
-        ({"other": torch.ones(3, 5)}, ShapeError, "must be"),
-        ({"other": torch.ones(2, 4)}, ShapeError, "must be"),
-        ({"other": torch.ones(3, 4).double()}, ShapeError, "dtype"),
-        ({"other": torch.ones(4, 3).T}, ShapeError, "contiguous"),
-        ({"other": torch.ones(3, 4, device="meta")}, ShapeError, "meta"),
         ({"form": None}, OptionError, "NormForm"),
         ({"form": NormForm(eps=-1e-6)}, OptionError, "eps"),
         ({"form": NormForm(eps=float("nan"))}, OptionError, "eps"),
         ({"form": NormForm(weight_offset=float("inf"))}, OptionError, "weight_offset"),
         ({"form": NormForm(is_weight_wide="yes")}, OptionError, "is_weight_wide"),
-        ({"backend": "cuda"}, OptionError, "backend"),
-        ({"backend": "triton"}, OptionError, "cpu"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, error, message):
-    given = {
-        "x_TD": torch.ones(3, 4),
-        "weight_D": torch.ones(4),
-        "other": torch.ones(3, 4),
-        "form": NormForm(),
-        "backend": "auto",
-        **change,
-    }
-    rows, weight, other = given.pop("x_TD"), given.pop("weight_D"), given.pop("other")
+    given = {"x_TD": torch.ones(3, 4), "weight_D": torch.ones(4), "form": NormForm(), **change}
     with pytest.raises(error, match=message):
-        rms_norm_forward(rows, weight, out=other, **given)
+        rms_norm_forward(**given)
     with pytest.raises(error, match=message):
-        rms_norm_backward(other, rows, weight, needs_weight=True, **given)
-    if "other" in change:
-        ones = torch.ones(3, 4)
-        for name in ("addend_TD", "out"):
-            with pytest.raises(error, match=message):
-                rms_norm_backward(ones, rows, weight, needs_weight=True, **{name: other}, **given)
-
-
-@pytest.mark.parametrize(
-    ("rstd_T", "message"),
-    [
-        (torch.ones(4), "is"),
-        (torch.ones(3, 1), "1 axes"),
-        (torch.ones(3).double(), "dtype"),
-        (torch.ones(3, device="meta"), "meta"),
-        (torch.ones(6)[::2], "contiguous"),
-    ],
-)
-def test_roots_of_other_rows_are_refused(rstd_T, message):
-    with pytest.raises(ShapeError, match=message):
-        rms_norm_backward(
-            torch.ones(3, 4), torch.ones(3, 4), torch.ones(4), rstd_out=rstd_T, form=LLAMA, needs_weight=False
-        )
+        rms_norm_backward(torch.ones(given["x_TD"].shape), **given, needs_weight=True)
 
 
 def test_whether_the_weight_has_a_gradient_is_a_yes_or_a_no():
@@ -425,12 +385,10 @@ def test_whether_the_weight_has_a_gradient_is_a_yes_or_a_no():
 def test_wider_rows_than_one_pass_holds_are_refused():
     widest_TD, wider_TD = torch.ones(1, MAX_COLUMNS), torch.ones(1, MAX_COLUMNS + 1)
     rms_norm_forward(widest_TD, widest_TD[0], form=LLAMA)
-    with pytest.raises(ShapeError, match="16384; use backend 'reference'"):
+    with pytest.raises(ShapeError, match="at most 16384"):
         rms_norm_forward(wider_TD, wider_TD[0], form=LLAMA)
-    with pytest.raises(ShapeError, match="16384; use backend 'reference'"):
+    with pytest.raises(ShapeError, match="at most 16384"):
         rms_norm_backward(wider_TD, wider_TD, wider_TD[0], form=LLAMA, needs_weight=True)
-    rms_norm_forward(wider_TD, wider_TD[0], form=LLAMA, backend="reference")
-    rms_norm_backward(wider_TD, wider_TD, wider_TD[0], form=LLAMA, needs_weight=True, backend="reference")
 
 
 def test_output_memory_that_another_program_still_reads_is_refused():

@@ -2,16 +2,11 @@
 triton is imported.
 """
 
-import contextlib
-import io
 import itertools
 import os
-import runpy
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
@@ -64,25 +59,6 @@ def run_on_device(file, *, num_processes=1):
     """
     options = ("-p", "xdist.plugin", "-n", str(num_processes)) if num_processes > 1 else ()
     _run_tests(file, options=options, environment=_compiled())
-
-
-def compile_kernels(script, *arguments):
-    """Run a script in this process that compiles kernels for GPUs that need not be here; return what it prints.
-
-    The first argument of scripts with two lanes is the lane. "promises" compiles every form and every device once,
-    "faults" all combinations.
-    """
-    pytest.importorskip("triton")
-    said = io.StringIO()
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(sys, "argv", ["script", *arguments]),
-        contextlib.redirect_stdout(said),
-    ):
-        path = Path(folder) / "script.py"
-        path.write_text(script)
-        runpy.run_path(str(path), run_name="__main__")
-    return said.getvalue()
 
 
 def _run_tests(*files, options=(), environment):

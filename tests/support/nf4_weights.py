@@ -5,7 +5,7 @@ import torch
 from lightning_fastft.kernels.nf4_linear.op import dequantise_many
 
 
-def dequantise(weight, *, shape, dtype, out=None, backend="auto"):
+def dequantise(weight, *, shape, dtype, out=None):
     out = torch.empty(shape, dtype=dtype, device=weight.packed_C.device) if out is None else out
-    dequantise_many([weight], outs=[out], backend=backend)
+    dequantise_many([weight], outs=[out])
     return out

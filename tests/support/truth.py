@@ -1,5 +1,6 @@
 """The bound of every kernel test, NaN-poisoned inputs, and a watch on host syncs and large tensors."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -8,6 +9,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 WAITS = ("_local_scalar_dense", "nonzero", "bincount", "masked_select", "unique", "equal", "item")
+
+
+# With enough values, one that is rounded once differs from the rounded truth only where the truth lies almost between
+# two numbers.
+NUM_FOR_SHARE, SHARE = 200, 0.01
+# Triton's interpreter cuts bf16 off instead of rounding it.
+ROUNDED_DTYPES = (torch.float16,) if os.environ.get("TRITON_INTERPRET") == "1" else (torch.float16, torch.bfloat16)
+# Around memory that is given to write to.
+BESIDE = 1024.0
 
 
 def relative_error(value, truth):
@@ -54,6 +64,40 @@ def assert_within_bound(name, ours, *, plain, truth, dtype):
     plain_error = (plain.double() - truth).abs().max().item()
     bound = max(2 * plain_error, one_unit(truth, dtype))
     assert error <= bound, f"{name}: error {error:.3g} above {bound:.3g} (plain PyTorch {plain_error:.3g})"
+
+
+def assert_rounded_once(name, ours, *, plain, truth, dtype, rounded_truth=None):
+    """Within the bound of fp32 arithmetic that is rounded once, and in a narrow dtype almost everywhere the rounded
+    truth itself; ``rounded_truth`` replaces it, for arithmetic that also rounds in between.
+
+    Errors of a handful of values are luck: plain PyTorch and the truth may have more rows, of which ours are the first.
+    """
+    assert ours.dtype is dtype
+    plain, num_rows = plain.to(dtype), len(ours)
+    # Where ours has no row, plain PyTorch stands in for it, which is within any multiple of its own error.
+    assert_within_bound(name, torch.cat([ours, plain[num_rows:]]), plain=plain, truth=truth, dtype=dtype)
+    if dtype not in ROUNDED_DTYPES or ours.numel() < NUM_FOR_SHARE:
+        return
+    expected = (truth if rounded_truth is None else rounded_truth)[:num_rows].to(dtype)
+    share, plain_share = ((one[:num_rows] != expected).double().mean().item() for one in (ours, plain))
+    allowed = SHARE if rounded_truth is not None else max(2 * plain_share, SHARE)
+    assert share <= allowed, (
+        f"{name}: {share:.1%} of the values are not the rounded truth, at most {allowed:.1%} may be"
+    )
+
+
+def room_for(tensor):
+    """NaN to write to, in the middle of a number that no result equals: what is read beside an input is NaN, which
+    among NaN would not be seen.
+    """
+    buffer = torch.full([size + 2 for size in tensor.shape], BESIDE, dtype=tensor.dtype, device=tensor.device)
+    return buffer[1:-1, 1:-1].fill_(float("nan"))
+
+
+def assert_nothing_beside(tensor, *, fill=float("nan")):
+    """Every value around the tensor, inside ``poisoned`` or ``room_for`` memory, is the one that was there before."""
+    is_fill = tensor._base.isnan() if fill != fill else tensor._base == fill
+    assert is_fill.sum() == is_fill.numel() - tensor.numel(), "written beside a tensor"
 
 
 def poisoned(tensor):

@@ -160,14 +160,9 @@ class _ProjectAdd(torch.autograd.Function):
         d_out_TD, d_magnitudes = before_scale(
             fused_linear, d_out_TD, products_TD, needs=needs, is_scaled=False, in_place=ctx.factor != 1.0
         )
-        d = quantised_gradient(fused_linear, d_out_TD, needs=needs)
-        d_x_TI, d_low_TR = rows_gradients(fused_linear, d_out_TD, needs_x=needs_x, d=d)
-        gradients: list[torch.Tensor | None] = [None] * len(needs)
-        if x_TI is not None:
-            gradients = parameter_gradients(
-                fused_linear, x_TI, d_out_TD, low[0] if low else None, d_low_TR, needs=needs, d=d,
-                d_magnitudes=d_magnitudes,
-            )  # fmt: skip
+        d_x_TI, *gradients = _linear_gradients(
+            fused_linear, low, d_out_TD, x_TI, needs_x=needs_x, needs=needs, d_magnitudes=d_magnitudes
+        )
         return None, None, None, d_x_TI, d_y_TD if needs_residual else None, *gradients
 
 
@@ -215,13 +210,9 @@ class _ProjectNormAdd(torch.autograd.Function):
         gradients: list[torch.Tensor | None] = [None] * len(needs)
         if d_out_TD is not None:
             d_out_TD, d_magnitudes = before_scale(fused_linear, d_out_TD, out_TD, needs=needs, in_place=True)
-            d = quantised_gradient(fused_linear, d_out_TD, needs=needs)
-            d_x_TI, d_low_TR = rows_gradients(fused_linear, d_out_TD, needs_x=needs_x, d=d)
-            if x_TI is not None:
-                gradients = parameter_gradients(
-                    fused_linear, x_TI, d_out_TD, low[0] if low else None, d_low_TR, needs=needs, d=d,
-                    d_magnitudes=d_magnitudes,
-                )  # fmt: skip
+            d_x_TI, *gradients = _linear_gradients(
+                fused_linear, low, d_out_TD, x_TI, needs_x=needs_x, needs=needs, d_magnitudes=d_magnitudes
+            )
         return None, None, None, d_x_TI, d_y_TD if needs_residual else None, d_weight_D, *gradients
 
 
@@ -269,9 +260,12 @@ def normed_gradients(
     """
     needs_x, needs_weight, *needs_tensors = needs
     if weight_D is None or form is None:
-        return _raw_gradients(
-            fused_linear, low, d_y_TC, d_x_TD, x_TD, needs_x=needs_x, needs=needs_tensors, d_magnitudes=d_magnitudes
+        found_TD, *gradients = _linear_gradients(
+            fused_linear, low, d_y_TC, x_TD, needs_x=needs_x, needs=needs_tensors, d_magnitudes=d_magnitudes
         )
+        if found_TD is not None and d_x_TD is not None:
+            found_TD = found_TD + d_x_TD
+        return found_TD, None, *gradients
     d = quantised_gradient(fused_linear, d_y_TC, needs=needs_tensors)
     d_h_TD, d_low_TR = rows_gradients(fused_linear, d_y_TC, needs_x=needs_x or needs_weight, d=d)
     rstd_T = None
@@ -282,7 +276,7 @@ def normed_gradients(
         d_h_TD, d_x_TD, x_TD, weight_D, form=form, needs=(needs_x, needs_weight), reader=fused_linear, rstd_out=rstd_T
     )
     del d_h_TD, d_x_TD
-    gradients: list[torch.Tensor | None] = [None] * len(needs_tensors)
+    gradients = [None] * len(needs_tensors)
     low_TR = low[0] if low else None
     if rstd_T is not None and d_low_TR is not None:
         # A normed row is the raw row times one number, its columns times the weight, so it need not be written again.
@@ -302,28 +296,27 @@ def normed_gradients(
     return (*of_norm, *gradients)
 
 
-def _raw_gradients(
+def _linear_gradients(
     fused_linear: FusedLinear,
     low: Sequence[torch.Tensor],
-    d_y_TC: torch.Tensor | Fp8Rows,
-    d_x_TD: torch.Tensor | None,
-    x_TD: torch.Tensor,
+    d_TO: torch.Tensor | Fp8Rows,
+    x_TI: torch.Tensor | None,
     *,
     needs_x: bool,
     needs: Sequence[bool],
     d_magnitudes: Sequence[torch.Tensor | None],
 ) -> Grads:
-    """Return the gradients of project_normed without a norm."""
-    d = quantised_gradient(fused_linear, d_y_TC, needs=needs)
-    found_TD, d_low_TR = rows_gradients(fused_linear, d_y_TC, needs_x=needs_x, d=d)
-    if found_TD is not None and d_x_TD is not None:
-        found_TD = found_TD + d_x_TD
-    gradients: list[torch.Tensor | None] = [None] * len(needs)
-    if any(needs):
-        gradients = parameter_gradients(
-            fused_linear, x_TD, d_y_TC, low[0] if low else None, d_low_TR, needs=needs, d=d, d_magnitudes=d_magnitudes
-        )
-    return found_TD, None, *gradients
+    """Return the gradients of rows that are projected as they are, and of FusedLinear.tensors.
+
+    x_TI may be None if no parameter is trained. d_TO and d_magnitudes are results of before_scale.
+    """
+    d = quantised_gradient(fused_linear, d_TO, needs=needs)
+    d_x_TI, d_low_TR = rows_gradients(fused_linear, d_TO, needs_x=needs_x, d=d)
+    if x_TI is None or not any(needs):
+        return d_x_TI, *[None] * len(needs)
+    return d_x_TI, *parameter_gradients(
+        fused_linear, x_TI, d_TO, low[0] if low else None, d_low_TR, needs=needs, d=d, d_magnitudes=d_magnitudes
+    )
 
 
 def _adapters_read_raw_rows(x_TD: torch.Tensor, needs: Sequence[bool]) -> bool:

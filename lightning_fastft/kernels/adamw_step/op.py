@@ -6,8 +6,6 @@ asynchronously.
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
 
 from lightning_fastft.core.checks import check_float, check_int, check_tensor
@@ -15,7 +13,7 @@ from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.adamw_step import reference
 from lightning_fastft.kernels.adamw_step.reference import SkipFlag, StepOptions
 from lightning_fastft.kernels.adamw_step.table import TensorTable
-from lightning_fastft.kernels.backends import uses_triton
+from lightning_fastft.kernels.backends import choose_module
 
 __all__ = ["SkipFlag", "StepOptions", "TensorTable", "adamw_step", "grad_norm"]
 
@@ -26,13 +24,12 @@ def adamw_step(
     options: StepOptions,
     scale: torch.Tensor | None = None,
     skip: SkipFlag | None = None,
-    backend: str = "auto",
 ) -> None:
     """Update the masters, moments and copies of a table in place by one AdamW step.
 
     In fp32: ``g = scale * grad; m += (1 - beta1) * (g - m); v = beta2 * v + (1 - beta2) * g * g; p -= lr * weight_decay
-    * p + lr / (1 - beta1^step) * m / (sqrt(v) / sqrt(1 - beta2^step) + eps)``. "reference" subtracts the decay first,
-    like torch.optim.AdamW, with the same bits on a CPU; "triton" sums both changes first and rounds once less. Master
+    * p + lr / (1 - beta1^step) * m / (sqrt(v) / sqrt(1 - beta2^step) + eps)``. The reference subtracts the decay first,
+    like torch.optim.AdamW, with the same bits on a CPU; the kernel sums both changes first and rounds once less. Master
     and copy are rounded to nearest, the copy from the new master. With ``options.rounding_seed`` a bf16 master is
     rounded stochastically, with random numbers of ``rounding.random_halves``.
 
@@ -47,18 +44,17 @@ def adamw_step(
             1.
         skip: Flag that skips the step, and the number of steps skipped before; step in the formula then excludes these.
             None never skips. A flag of 0 gives the same bits as None, if float64 powers are equal on host and device.
-        backend: "triton" (CUDA), "reference" (plain PyTorch), or "auto": the first if possible, else the second.
 
     Raises:
         ShapeError: scale, skip, a learning rate that is a tensor, or a tensor of the table has a wrong shape, dtype,
             device or layout.
-        OptionError: A number of the options is not allowed, or the backend is unknown or does not support this table.
+        OptionError: A number of the options is not allowed.
 
     Cost:
         One launch per combination of dtypes, no new memory. With an fp32 master 28 bytes per element (26 with a narrow
-        gradient), and 2 for a copy. The host compares addresses, see ``TensorTable.refresh``; no host sync. "reference"
-        needs several launches per tensor. A flag adds ten launches on single numbers; a skipped step reads and writes
-        no element.
+        gradient), and 2 for a copy. The host compares addresses, see ``TensorTable.refresh``; no host sync. The
+        reference needs several launches per tensor. A flag adds ten launches on single numbers; a skipped
+        step reads and writes no element.
 
     Source:
         AdamW, arXiv 1711.05101. Stochastic rounding of weights, arXiv 2010.06192.
@@ -78,11 +74,12 @@ def adamw_step(
     if skip is not None:
         _check_number("skip.found_inf", skip.found_inf, table.device)
         _check_number("skip.num_skipped", skip.num_skipped, table.device, dtype=torch.float64)
+    module = choose_module(reference, table.address_AR, dtypes=None)
     with torch.no_grad():
-        _choose(backend, table).adamw_step(table, options=options, scale=scale, skip=skip)
+        module.adamw_step(table, options=options, scale=scale, skip=skip)
 
 
-def grad_norm(table: TensorTable, *, backend: str = "auto") -> torch.Tensor:
+def grad_norm(table: TensorTable) -> torch.Tensor:
     """Return the L2 norm of all gradients of a table together, as one tensor.
 
     The order of a sum depends on whether addresses are multiples of 16 bytes: two calls are bit-equal, and so are two
@@ -91,18 +88,17 @@ def grad_norm(table: TensorTable, *, backend: str = "auto") -> torch.Tensor:
 
     Args:
         table: The tensors; a missing gradient counts as 0.
-        backend: As in ``adamw_step``.
 
     Returns:
         Shape (), fp32, device of the table, no graph.
 
     Raises:
         ShapeError: A tensor of the table has a wrong shape, dtype, device or layout.
-        OptionError: The backend is unknown or does not support this table.
+        OptionError: table is not a TensorTable.
 
     Cost:
-        Reads each gradient once, in one launch per combination of dtypes and one more; no host sync. "reference" makes
-        float64 copies.
+        Reads each gradient once, in one launch per combination of dtypes and one more; no host sync. The reference
+        makes float64 copies.
 
     Source:
         own
@@ -115,16 +111,7 @@ def grad_norm(table: TensorTable, *, backend: str = "auto") -> torch.Tensor:
     """
     _check_table(table)
     with torch.no_grad():
-        return _choose(backend, table).grad_norm(table)
-
-
-def _choose(backend: str, table: TensorTable) -> ModuleType:
-    """Return the module of the backend."""
-    if not uses_triton(backend, table.device):
-        return reference
-    from lightning_fastft.kernels.adamw_step import triton
-
-    return triton
+        return choose_module(reference, table.address_AR, dtypes=None).grad_norm(table)
 
 
 def _check_table(table: TensorTable) -> None:

@@ -18,9 +18,7 @@ MAX_COLUMNS = 4096
 MAX_BLOCKS = 4
 
 
-def write_block_diagonal(
-    out_OC: torch.Tensor, blocks: Sequence[torch.Tensor], *, backend: str = "auto", is_checked: bool = True
-) -> None:
+def write_block_diagonal(out_OC: torch.Tensor, blocks: Sequence[torch.Tensor], *, is_checked: bool = True) -> None:
     """Write blocks on the diagonal of a matrix, and zeros everywhere else.
 
     Args:
@@ -28,7 +26,6 @@ def write_block_diagonal(
             stride; memory between the rows is not written.
         blocks: At most 4 blocks of any number of columns, including 0. Their rows add up to O, their columns to at most
             C. Dtype and device of out_OC; last axis contiguous, any row stride; in separate memory.
-        backend: As in ``choose_module``; "triton" does not take float64.
         is_checked: As in ``must_check``.
 
     Cost:
@@ -58,4 +55,4 @@ def write_block_diagonal(
                 f"The blocks have {num_rows} rows and {num_columns} columns together; out_OC is {tuple(out_OC.shape)}."
             )
     with no_graph():
-        choose_module(reference, backend, out_OC).write_block_diagonal(out_OC, blocks)
+        choose_module(reference, out_OC).write_block_diagonal(out_OC, blocks)

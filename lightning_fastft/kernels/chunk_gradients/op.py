@@ -21,7 +21,7 @@ from lightning_fastft.kernels.chunk_gradients.reference import ChunkInputs
 
 
 def chunk_gradients(
-    inputs: ChunkInputs, *, backend: str = "auto", is_checked: bool = True
+    inputs: ChunkInputs, *, is_checked: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """Return the gradients of queries, keys, decays and the rows that read the state.
 
@@ -30,7 +30,6 @@ def chunk_gradients(
 
     Args:
         inputs: Rows, states and decays, and where the chunks are.
-        backend: As in ``choose_module``; "triton" does not take float64.
         is_checked: As in ``must_check``.
 
     Returns:
@@ -42,7 +41,7 @@ def chunk_gradients(
 
     Cost:
         Reads values, states and their gradients once per 64 columns of K, and writes each gradient once. No host sync.
-        "reference" makes wide copies and reads the offsets on the host.
+        The reference makes wide copies and reads the offsets on the host.
 
     Source:
         Gated linear attention, arXiv 2312.06635; gated delta networks, arXiv 2412.06464.
@@ -57,7 +56,7 @@ def chunk_gradients(
     if must_check(is_checked):
         _check(inputs)
     with plain_numbers(inputs.q_THK.device.type):
-        return choose_module(reference, backend, inputs.q_THK).chunk_gradients(inputs)
+        return choose_module(reference, inputs.q_THK).chunk_gradients(inputs)
 
 
 def _check(inputs: ChunkInputs) -> None:

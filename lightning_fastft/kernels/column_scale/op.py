@@ -25,7 +25,6 @@ def row_factors(
     *,
     scale: float,
     out: torch.Tensor,
-    backend: str = "auto",
     is_checked: bool = True,
 ) -> torch.Tensor:
     """Write ``magnitude / norm`` and ``1 / norm`` of the rows of ``W + scale * B A``.
@@ -39,7 +38,6 @@ def row_factors(
         magnitude_N: Shape (N,); any floating dtype, contiguous.
         scale: Factor on the product of B and A.
         out: Shape (2, N); fp32, or float64 if weight_NI is; contiguous.
-        backend: As in ``choose_module``; "triton" does not take float64.
         is_checked: As in ``must_check``.
 
     Returns:
@@ -49,8 +47,8 @@ def row_factors(
         ShapeError: A shape, dtype, device or layout is wrong.
 
     Cost:
-        Reads the weight once, 2 N I R FLOP; no temporary memory and no host sync. "reference" makes a wide copy of the
-        weight.
+        Reads the weight once, 2 N I R FLOP; no temporary memory and no host sync. The reference makes a wide copy of
+        the weight.
 
     Source:
         DoRA, arXiv 2402.09353.
@@ -65,12 +63,10 @@ def row_factors(
         check_layout("weight_NI", weight_NI, (None, None), dtypes=FLOATING, num_strided=1)
         check_layout("a_RI", a_RI, (None, weight_NI.shape[1]), like=weight_NI)
         check_layout("b_NR", b_NR, (weight_NI.shape[0], a_RI.shape[0]), like=weight_NI)
-        check_layout("magnitude_N", magnitude_N, (weight_NI.shape[0],), dtypes=FLOATING)
-        check_layout("out", out, (2, weight_NI.shape[0]), dtypes=(wide_dtype(weight_NI.dtype),))
+        check_layout("magnitude_N", magnitude_N, (weight_NI.shape[0],), dtypes=FLOATING, like=weight_NI)
+        check_layout("out", out, (2, weight_NI.shape[0]), dtypes=(wide_dtype(weight_NI.dtype),), like=weight_NI)
     with plain_numbers(weight_NI.device.type):
-        return choose_module(reference, backend, weight_NI).row_factors(
-            weight_NI, a_RI, b_NR, magnitude_N, scale=scale, out=out
-        )
+        return choose_module(reference, weight_NI).row_factors(weight_NI, a_RI, b_NR, magnitude_N, scale=scale, out=out)
 
 
 def scale_columns(
@@ -81,7 +77,6 @@ def scale_columns(
     addend_TN: torch.Tensor | None = None,
     alpha: float = 1.0,
     out: torch.Tensor | None = None,
-    backend: str = "auto",
     is_checked: bool = True,
 ) -> torch.Tensor:
     """Return ``addend + alpha * (x * factor + offset)``.
@@ -97,7 +92,6 @@ def scale_columns(
         alpha: Factor on the scaled columns.
         out: Output: a tensor like x_TN in separate memory, any row stride, or x_TN or addend_TN itself, which is
             overwritten. None for new memory.
-        backend: As in ``choose_module``; "triton" does not take float64.
         is_checked: As in ``must_check``.
 
     Returns:
@@ -127,7 +121,7 @@ def scale_columns(
             check_layout("out", out, x_TN.shape, like=x_TN, num_strided=1)
             check_out(out, may_be={"x_TN": x_TN, "addend_TN": addend_TN}, must_not_meet=(factor_N,))
     with plain_numbers(x_TN.device.type):
-        return choose_module(reference, backend, x_TN).scale_columns(
+        return choose_module(reference, x_TN).scale_columns(
             x_TN, factor_N, offset_N=offset_N, addend_TN=addend_TN, alpha=alpha, out=out
         )
 
@@ -139,7 +133,6 @@ def scale_columns_backward(
     *,
     needs_totals: bool = False,
     out: torch.Tensor | None = None,
-    backend: str = "auto",
     is_checked: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return ``d_y * factor``, and the sums over rows of ``d_y * saved`` and of d_y.
@@ -154,7 +147,6 @@ def scale_columns_backward(
         needs_totals: Whether the sum of the gradient is needed.
         out: Memory for the first result: a tensor like d_y_TN in separate memory, any row stride, or d_y_TN itself,
             which is overwritten. None for new memory.
-        backend: As in ``choose_module``; "triton" does not take float64.
         is_checked: As in ``must_check``.
 
     Returns:
@@ -187,7 +179,7 @@ def scale_columns_backward(
             others = (factor_N,) if saved_TN is None else (factor_N, saved_TN)
             check_out(out, may_be={"d_y_TN": d_y_TN}, must_not_meet=others)
     with plain_numbers(d_y_TN.device.type):
-        return choose_module(reference, backend, d_y_TN).scale_columns_backward(
+        return choose_module(reference, d_y_TN).scale_columns_backward(
             d_y_TN, saved_TN, factor_N, needs_totals=needs_totals, out=out
         )
 

@@ -17,7 +17,7 @@ from lightning_fastft.core.checks import check_tensor
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.core.once_differentiable import once_differentiable
 from lightning_fastft.kernels import logit_rows
-from lightning_fastft.kernels.backends import uses_triton, wide_dtype
+from lightning_fastft.kernels.backends import choose_module, wide_dtype
 from lightning_fastft.kernels.cross_entropy import reference
 from lightning_fastft.kernels.logit_rows import DEFAULT_CHUNK_ROWS, Chunk, Head, LabelledRows
 
@@ -243,16 +243,8 @@ def _row_losses(
     count_correct: bool = False,
     with_entropy: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Run the Triton kernel on narrow logits on CUDA, and the PyTorch reference otherwise.
-
-    The kernel uses the hardware's approximate exp, which is not accurate enough for fp32.
-    """
-    launch = reference.row_losses
-    if chunk.logits_RV.dtype in (torch.bfloat16, torch.float16) and uses_triton("auto", chunk.logits_RV.device):
-        from lightning_fastft.kernels.cross_entropy import triton
-
-        launch = triton.row_losses
-    return launch(
+    """Run the Triton kernel on narrow logits on CUDA, and the PyTorch reference otherwise."""
+    return choose_module(reference, chunk.logits_RV, dtypes=logit_rows.KERNEL_DTYPES).row_losses(
         chunk.logits_RV,
         target_R[chunk.begin : chunk.end],
         scale=head.scale,

@@ -49,7 +49,6 @@ def delta_inputs_forward(
     position_T: torch.Tensor,
     *,
     form: DeltaForm,
-    backend: str = "auto",
     is_checked: bool = True,
 ) -> DeltaInputs:
     """Return queries, keys and values after the convolution, silu and the l2 norm, and decay and strength; no graph.
@@ -63,7 +62,6 @@ def delta_inputs_forward(
         parameters: Weights, contiguous; bf16, fp16, fp32 or rows_TC's dtype.
         position_T: Position of each token in its document, from 0. Shape (T,), int64.
         form: Layout of the inputs among the columns.
-        backend: As in ``choose_module``; "triton" does not take float64.
         is_checked: As in ``must_check``.
 
     Returns:
@@ -71,7 +69,7 @@ def delta_inputs_forward(
 
     Cost:
         Reads the columns of heads once (taps from the cache) and writes them once, in 3 launches; no host sync.
-        "reference" makes fp32 copies.
+        The reference makes fp32 copies.
 
     Source:
         Gated delta networks, arXiv 2412.06464; ``Qwen3_5GatedDeltaNet`` of transformers.
@@ -87,9 +85,7 @@ def delta_inputs_forward(
     if must_check(is_checked):
         _check(rows_TC, parameters, position_T, form)
     with torch.no_grad():
-        return choose_module(reference, backend, rows_TC).delta_inputs_forward(
-            rows_TC, parameters, position_T, form=form
-        )
+        return choose_module(reference, rows_TC).delta_inputs_forward(rows_TC, parameters, position_T, form=form)
 
 
 def delta_inputs_backward(
@@ -101,7 +97,6 @@ def delta_inputs_backward(
     form: DeltaForm,
     needs_weights: bool,
     out: torch.Tensor,
-    backend: str = "auto",
     is_checked: bool = True,
 ) -> DeltaParameters | None:
     """Write the gradient of the projection into ``out``, and return the gradients of the weights.
@@ -117,7 +112,6 @@ def delta_inputs_backward(
         needs_weights: Return the gradients of the weights.
         out: Gradient of the projection, a tensor like rows_TC. The columns of the output gates are not touched; all
             others are written.
-        backend: As in ``delta_inputs_forward``.
         is_checked: As in ``must_check``.
 
     Returns:
@@ -138,7 +132,7 @@ def delta_inputs_backward(
         check_layout("out", out, rows_TC.shape, like=rows_TC, num_strided=1)
         check_out(out, may_be={}, must_not_meet=(rows_TC, *gradients))
     with torch.no_grad():
-        return choose_module(reference, backend, rows_TC).delta_inputs_backward(
+        return choose_module(reference, rows_TC).delta_inputs_backward(
             gradients, rows_TC, parameters, position_T, form=form, needs_weights=needs_weights, out=out
         )
 

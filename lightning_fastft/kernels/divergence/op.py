@@ -14,7 +14,7 @@ import torch
 from lightning_fastft.core.checks import check_choice, check_int, check_tensor
 from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels import logit_rows
-from lightning_fastft.kernels.backends import wide_dtype
+from lightning_fastft.kernels.backends import choose_module, wide_dtype
 from lightning_fastft.kernels.cross_entropy.reference import scale_and_cap
 from lightning_fastft.kernels.divergence import reference
 from lightning_fastft.kernels.divergence.reference import KINDS, DivergenceForm, Kind
@@ -93,12 +93,9 @@ def labelled_divergence(
     def divergences(chunk: Chunk, writes_gradient: bool) -> tuple[torch.Tensor, None]:
         hidden_RE = teacher_rows.select(teacher.hidden_TD, chunk.begin, chunk.end).to(teacher_dtype)
         teacher_RV = logit_rows.write_raw_logits(hidden_RE, teacher)
-        launch = reference.row_divergences
-        if _is_for_triton(chunk.logits_RV) and _is_for_triton(teacher_RV):
-            from lightning_fastft.kernels.divergence import triton
-
-            launch = triton.row_divergences
-        return launch(chunk.logits_RV, teacher_RV, form=form, writes_gradient=writes_gradient), None
+        wider_RV = max(chunk.logits_RV, teacher_RV, key=lambda logits_RV: logits_RV.dtype.itemsize)
+        module = choose_module(reference, wider_RV, dtypes=logit_rows.KERNEL_DTYPES)
+        return module.row_divergences(chunk.logits_RV, teacher_RV, form=form, writes_gradient=writes_gradient), None
 
     return logit_rows.evaluate_rows(student, rows, divergences)[0]
 
@@ -230,12 +227,7 @@ def _bucket_divergences(
     known_R = value_RK.logsumexp(dim=1)
     teacher_rest_R = (-torch.expm1(log_p_RK.logsumexp(dim=1))).clamp(min=0.0)
     logits_RV.scatter_(1, id_RK, -torch.inf)
-    launch = reference.rest_rows
-    if _is_for_triton(logits_RV):
-        from lightning_fastft.kernels.divergence import triton
-
-        launch = triton.rest_rows
-    rest_R = launch(
+    rest_R = choose_module(reference, logits_RV, dtypes=logit_rows.KERNEL_DTYPES).rest_rows(
         logits_RV,
         highest_R,
         known_R,
@@ -272,11 +264,6 @@ def _known_values(
     """Return the student's logits of known tokens in a wide dtype, and their slopes."""
     raw_RK = logits_RV.gather(1, id_RK).to(wide_dtype(logits_RV.dtype))
     return reference.value_and_slope(raw_RK, scale=head.scale, softcap=head.softcap)
-
-
-def _is_for_triton(logits_RV: torch.Tensor) -> bool:
-    """Return whether the kernels run; their approximate hardware exp is not accurate enough for fp32."""
-    return logits_RV.is_cuda and logits_RV.dtype in (torch.bfloat16, torch.float16)
 
 
 def _same_columns(student: Head, teacher: Head, *, vocab_size: int | None, num_states: int) -> tuple[Head, Head]:

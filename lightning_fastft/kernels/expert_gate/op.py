@@ -26,7 +26,6 @@ def gate_forward(
     *,
     form: GateForm,
     end_E: torch.Tensor | None = None,
-    backend: str = "auto",
     is_checked: bool = True,
 ) -> torch.Tensor:
     """Return the activation of each row, ``a(gate) * up`` in the given form.
@@ -40,15 +39,14 @@ def gate_forward(
         form: Positions of gate and up, and the activation.
         end_E: One past the last row of each expert, int32 or int64, its last entry at most N. Later rows hold arbitrary
             values. None for all rows.
-        backend: As in ``choose_module``; "triton" does not take float64.
         is_checked: As in ``must_check``.
 
     Returns:
         act_NF: Shape (N, F), contiguous, dtype and device of gate_up_NP, no graph.
 
     Cost:
-        Reads gate_up_NP and writes act_NF once, the rows before ``end_E[-1]`` if given; no host sync. "reference" makes
-        fp32 copies and takes all rows.
+        Reads gate_up_NP and writes act_NF once, the rows before ``end_E[-1]`` if given; no host sync. The reference
+        makes fp32 copies and takes all rows.
 
     Source:
         GLU variants, arXiv 2002.05202; clamped form: gpt-oss as in transformers.
@@ -62,7 +60,7 @@ def gate_forward(
         _check_form(form)
         _check_end(end_E, gate_up_NP)
     with no_graph():
-        return choose_module(reference, backend, gate_up_NP).gate_forward(gate_up_NP, form=form, end_E=end_E)
+        return choose_module(reference, gate_up_NP).gate_forward(gate_up_NP, form=form, end_E=end_E)
 
 
 def gate_backward(
@@ -74,7 +72,6 @@ def gate_backward(
     addend: LowRankRows | None = None,
     need_act: bool = False,
     end_E: torch.Tensor | None = None,
-    backend: str = "auto",
     is_checked: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return the gradients of ``weight[n] * (activation[n] @ W)``, and the recomputed activation.
@@ -92,7 +89,6 @@ def gate_backward(
         addend: Low-rank product that is added to d_act_NF first; dtype and device of d_act_NF, any R. None for none.
         need_act: Return the activation, as in ``gate_forward``, for the gradient of the second product's weight.
         end_E: As in ``gate_forward``, for all results.
-        backend: As in ``gate_forward``.
         is_checked: As in ``must_check``.
 
     Returns:
@@ -103,7 +99,7 @@ def gate_backward(
 
     Cost:
         Reads d_act_NF and gate_up_NP once, writes d_gate_up_NP (and act_NF) once; no host sync. An addend costs 2 N R F
-        FLOP more, and its factor is read once per 16 rows, from the cache if it fits. "reference" makes fp32 copies.
+        FLOP more, and its factor is read once per 16 rows, from the cache if it fits. The reference makes fp32 copies.
 
     Source:
         The chain rule; torch.clamp's convention at its bounds.
@@ -123,7 +119,7 @@ def gate_backward(
             check_layout("weight_N", weight_N, (num_rows,), dtypes=FLOATING, like=gate_up_NP, num_strided=1)
         if addend is not None:
             _check_addend(addend, d_act_NF)
-    module = choose_module(reference, backend, gate_up_NP)
+    module = choose_module(reference, gate_up_NP)
     with no_graph():
         return module.gate_backward(
             d_act_NF,
@@ -141,7 +137,6 @@ def gate_forward_quantised(
     *,
     form: GateForm,
     round_scales_to_power_of_2: bool = False,
-    backend: str = "auto",
     is_checked: bool = True,
 ) -> Fp8Rows:
     """Return ``quantise_rows(gate_forward(gate_up))`` bit for bit, in one kernel.
@@ -150,7 +145,6 @@ def gate_forward_quantised(
         gate_up_NP: As in ``gate_forward``, F > 0; bf16, fp16 or fp32.
         form: As in ``gate_forward``.
         round_scales_to_power_of_2: As in ``quantise_rows``.
-        backend: As in ``gate_forward``.
         is_checked: As in ``must_check``.
 
     Returns:
@@ -161,7 +155,7 @@ def gate_forward_quantised(
         OptionError: As in ``gate_forward``.
 
     Cost:
-        Reads gate_up_NP once and writes one byte per number of the activation; no host sync. "reference" makes fp32
+        Reads gate_up_NP once and writes one byte per number of the activation; no host sync. The reference makes fp32
         copies.
 
     Source:
@@ -175,7 +169,7 @@ def gate_forward_quantised(
     if must_check(is_checked):
         _check_quantised(gate_up_NP, form, round_scales_to_power_of_2)
     with no_graph():
-        return choose_module(reference, backend, gate_up_NP).gate_forward_quantised(
+        return choose_module(reference, gate_up_NP).gate_forward_quantised(
             gate_up_NP, form=form, round_scales_to_power_of_2=round_scales_to_power_of_2
         )
 
@@ -188,7 +182,6 @@ def gate_backward_quantised(
     factor_P: torch.Tensor,
     round_scales_to_power_of_2: bool = False,
     need_act: bool = False,
-    backend: str = "auto",
     is_checked: bool = True,
 ) -> tuple[Fp8Rows, Fp8Rows | None]:
     """Return both results of ``gate_backward`` as ``quantise_rows`` returns them, bit for bit, in one kernel.
@@ -200,7 +193,6 @@ def gate_backward_quantised(
         factor_P: Factor on each column of the gradient before it is quantised. Shape (2 F,), fp32 or bf16, contiguous.
         round_scales_to_power_of_2: As in ``quantise_rows``, for both results.
         need_act: Return the activation too.
-        backend: As in ``gate_forward``.
         is_checked: As in ``must_check``.
 
     Returns:
@@ -212,7 +204,7 @@ def gate_backward_quantised(
         OptionError: As in ``gate_backward``.
 
     Cost:
-        Reads d_act_NF and gate_up_NP once and writes one byte per number of the results; no host sync. "reference"
+        Reads d_act_NF and gate_up_NP once and writes one byte per number of the results; no host sync. The reference
         makes fp32 copies.
 
     Source:
@@ -230,7 +222,7 @@ def gate_backward_quantised(
         check_layout("d_act_NF", d_act_NF, (num_rows, num_columns // 2), like=gate_up_NP, num_strided=1)
         check_layout("factor_P", factor_P, (num_columns,), dtypes=(torch.float32, torch.bfloat16), like=gate_up_NP)
     with no_graph():
-        return choose_module(reference, backend, gate_up_NP).gate_backward_quantised(
+        return choose_module(reference, gate_up_NP).gate_backward_quantised(
             d_act_NF,
             gate_up_NP,
             form=form,

@@ -10,7 +10,7 @@ import torch
 
 from lightning_fastft.core.checks import check_layout, do_ranges_overlap
 from lightning_fastft.core.errors import ShapeError
-from lightning_fastft.kernels.backends import FLOATING, must_check, uses_triton
+from lightning_fastft.kernels.backends import FLOATING, choose_module, must_check
 from lightning_fastft.kernels.expert_pack import reference
 
 
@@ -19,7 +19,6 @@ def exchange_ends(
     *,
     dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
-    backend: str = "auto",
     is_checked: bool = True,
 ) -> torch.Tensor:
     """Return a contiguous copy with the first and the last axis exchanged: ``out[k, j, i] = source[i, j, k]``.
@@ -30,7 +29,6 @@ def exchange_ends(
         source: Three axes, contiguous; bf16, fp16, fp32 or float64.
         dtype: Dtype of the result, one of those above; None for the dtype of out, or of source.
         out: Output tensor, contiguous, on the device of source, sharing no memory with it; None for new memory.
-        backend: As in ``choose_module``; "triton" does not take float64.
         is_checked: As in ``must_check``.
 
     Returns:
@@ -54,12 +52,7 @@ def exchange_ends(
                 raise ShapeError("out shares memory with the source. Give separate memory, or None.")
     if out is None:
         out = torch.empty(source.shape[::-1], dtype=dtype, device=source.device)
-    # The kernel supports float64 neither as input nor as output.
-    widest = torch.float64 if torch.float64 in (source.dtype, dtype) else source.dtype
     with torch.no_grad():
-        if not uses_triton(backend, source.device, dtype=widest):
-            return reference.exchange_ends(source, out=out)
-
-        from lightning_fastft.kernels.expert_pack import triton
-
-        return triton.exchange_ends(source, out=out)
+        # The kernel supports float64 neither as input nor as output.
+        module = choose_module(reference, out if out.dtype is torch.float64 else source)
+        return module.exchange_ends(source, out=out)

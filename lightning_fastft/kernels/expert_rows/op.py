@@ -12,7 +12,7 @@ import torch
 
 from lightning_fastft.core.checks import check_int, check_layout
 from lightning_fastft.core.errors import ShapeError
-from lightning_fastft.kernels.backends import FLOATING, must_check, uses_triton
+from lightning_fastft.kernels.backends import FLOATING, choose_module, must_check, no_graph
 from lightning_fastft.kernels.expert_rows import reference
 
 _INDICES = (torch.int32, torch.int64)
@@ -24,7 +24,6 @@ def gather_rows(
     *,
     num_experts_per_token: int,
     end_E: torch.Tensor | None = None,
-    backend: str = "auto",
     is_checked: bool = True,
 ) -> torch.Tensor:
     """Return the row of the token that each routed slot belongs to, bit for bit: ``x_TD[slot_N // K]``.
@@ -38,14 +37,13 @@ def gather_rows(
         num_experts_per_token: K, at least 1.
         end_E: One past the last place of each expert, as ``ExpertOrder.end_E``; int32 or int64. Rows from its last
             entry on hold arbitrary values. None for all rows.
-        backend: As in ``choose_module``.
         is_checked: As in ``must_check``.
 
     Returns:
         y_ND: Shape (N, D), contiguous; dtype and device of x_TD; no gradient.
 
     Raises:
-        OptionError: num_experts_per_token or backend is not allowed, or "triton" is asked for outside CUDA.
+        OptionError: num_experts_per_token is not allowed.
 
     Cost:
         N x D values read and written once, in one launch, of the rows before ``end_E[-1]`` if given; no host sync.
@@ -61,13 +59,10 @@ def gather_rows(
         check_int("num_experts_per_token", num_experts_per_token, low=1)
         if end_E is not None and not check_layout("end_E", end_E, (None,), dtypes=_INDICES, like=x_TD).shape[0]:
             raise ShapeError("end_E is empty; it needs one entry per expert, at least one.")
-    if not uses_triton(backend, x_TD.device):
-        with torch.no_grad():
-            return reference.gather_rows(x_TD, slot_N, num_experts_per_token=num_experts_per_token)
-
-    from lightning_fastft.kernels.expert_rows import triton
-
-    return triton.gather_rows(x_TD, slot_N, num_experts_per_token=num_experts_per_token, end_E=end_E)
+    with no_graph():
+        return choose_module(reference, x_TD, dtypes=None).gather_rows(
+            x_TD, slot_N, num_experts_per_token=num_experts_per_token, end_E=end_E
+        )
 
 
 def combine_rows(
@@ -76,7 +71,6 @@ def combine_rows(
     end_E: torch.Tensor,
     *,
     weight_TK: torch.Tensor | None = None,
-    backend: str = "auto",
     is_checked: bool = True,
 ) -> torch.Tensor:
     """Return, for each token, the weighted sum of the rows of its routed slots: ``sum over k of weight_TK[t, k] *
@@ -94,7 +88,6 @@ def combine_rows(
         end_E: One past the last place of each expert, as ``ExpertOrder.end_E``. Shape (E,), int32 or int64; only its
             last entry is read.
         weight_TK: Routing weights. Shape (T, K); any floating dtype; any strides; None for weights of 1.
-        backend: As in ``choose_module``; both are bit-equal.
         is_checked: As in ``must_check``.
 
     Returns:
@@ -123,10 +116,5 @@ def combine_rows(
             raise ShapeError("end_E is empty; it needs one entry per expert, at least one.")
         if weight_TK is not None:
             check_layout("weight_TK", weight_TK, place_TK.shape, dtypes=FLOATING, like=y_ND, num_strided=2)
-    if not uses_triton(backend, y_ND.device):
-        with torch.no_grad():
-            return reference.combine_rows(y_ND, place_TK, end_E, weight_TK=weight_TK)
-
-    from lightning_fastft.kernels.expert_rows import triton
-
-    return triton.combine_rows(y_ND, place_TK, end_E, weight_TK=weight_TK)
+    with no_graph():
+        return choose_module(reference, y_ND, dtypes=None).combine_rows(y_ND, place_TK, end_E, weight_TK=weight_TK)

@@ -11,8 +11,10 @@ from lightning_fastft.kernels.backends import one_kernel, wide_dtype
 
 
 @one_kernel
-def gather_rows(x_TD: torch.Tensor, slot_N: torch.Tensor, *, num_experts_per_token: int) -> torch.Tensor:
-    """Return ``x_TD[slot_N // K]``.
+def gather_rows(
+    x_TD: torch.Tensor, slot_N: torch.Tensor, *, num_experts_per_token: int, end_E: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return ``x_TD[slot_N // K]``, also of rows from ``end_E[-1]`` on.
 
     Raises:
         IndexError: A slot is outside the tokens.

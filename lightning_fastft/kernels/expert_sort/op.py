@@ -9,7 +9,7 @@ import torch
 
 from lightning_fastft.core.checks import check_int, check_tensor
 from lightning_fastft.core.errors import ShapeError
-from lightning_fastft.kernels.backends import must_check, uses_triton
+from lightning_fastft.kernels.backends import choose_module, must_check
 from lightning_fastft.kernels.expert_sort import reference
 from lightning_fastft.kernels.expert_sort.reference import ExpertOrder
 
@@ -21,9 +21,7 @@ MAX_EXPERTS = 4096
 _MAX_SLOTS = 2**31 - 2**12
 
 
-def sort_by_expert(
-    expert_TK: torch.Tensor, *, num_experts: int, backend: str = "auto", is_checked: bool = True
-) -> ExpertOrder:
+def sort_by_expert(expert_TK: torch.Tensor, *, num_experts: int, is_checked: bool = True) -> ExpertOrder:
     """Return the routed slots in the stable order of their experts, its inverse, and where each expert ends.
 
     Slots of one expert keep the order of their tokens. An id below 0 or from num_experts on means no expert (expert
@@ -33,7 +31,6 @@ def sort_by_expert(
     Args:
         expert_TK: The experts of each token. Shape (T, K) with K at least 1; int64 or int32; any strides.
         num_experts: E, between 1 and 4096.
-        backend: As in ``choose_module``; both are bit-equal.
         is_checked: As in ``must_check``.
 
     Returns:
@@ -41,7 +38,7 @@ def sort_by_expert(
 
     Raises:
         ShapeError: expert_TK has another shape or dtype, or more slots than int32 counts.
-        OptionError: num_experts or backend is not allowed, or "triton" is asked for outside CUDA.
+        OptionError: num_experts is not allowed.
 
     Cost:
         Triton: three launches, N (E + 256) comparisons, and N E / 256 counts of scratch; no atomics, no host sync.
@@ -69,9 +66,4 @@ def sort_by_expert(
                 f"expert_TK has {expert_TK.numel()} slots; int32 indices allow at most {_MAX_SLOTS}. Sort fewer "
                 "tokens at a time."
             )
-    if not uses_triton(backend, expert_TK.device):
-        return reference.sort_slots(expert_TK, num_experts=num_experts)
-
-    from lightning_fastft.kernels.expert_sort import triton
-
-    return triton.sort_slots(expert_TK, num_experts=num_experts)
+    return choose_module(reference, expert_TK, dtypes=None).sort_slots(expert_TK, num_experts=num_experts)

@@ -29,7 +29,7 @@ import torch
 
 from lightning_fastft.core.checks import check_bool, check_choice, check_layout, check_rows_apart
 from lightning_fastft.core.errors import OptionError, ShapeError
-from lightning_fastft.kernels.backends import BACKENDS, TRITON_DTYPES, choose_module, must_check
+from lightning_fastft.kernels.backends import TRITON_DTYPES, choose_module, must_check
 from lightning_fastft.kernels.fp8_linear import reference
 from lightning_fastft.kernels.fp8_linear.reference import FP8, Fp8Rows
 from lightning_fastft.kernels.nf4_experts.reference import BLOCK_WEIGHTS
@@ -84,7 +84,7 @@ def quantise_rows(
         factor_I: Factor on each column. Shape (I,), fp32 or bf16, contiguous; None for 1.
         round_scales_to_power_of_2: Round scales up, so that the largest number of a row lands between 224 and 448.
         out: Memory for the result, contiguous; None for new memory.
-        backend: "triton" (CUDA), "reference" (plain PyTorch), or "auto": the first if possible, else the second.
+        backend: "reference" (plain PyTorch), or "auto": the kernel on CUDA, else the reference.
         is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
 
     Returns:
@@ -95,7 +95,7 @@ def quantise_rows(
         OptionError: The backend is unknown or does not support these tensors.
 
     Cost:
-        Reads x_TI once and writes one byte per number; one launch, no host sync. "reference" makes fp32 copies.
+        Reads x_TI once and writes one byte per number; one launch, no host sync. The reference makes fp32 copies.
 
     Source:
         e4m3: arXiv 2209.05433; scales per row: torchao's row-wise recipe.
@@ -117,7 +117,7 @@ def quantise_rows(
             check_layout("out.values_TI", out.values_TI, tuple(x_TI.shape), dtypes=(FP8,), like=x_TI)
             check_layout("out.scale_T", out.scale_T, (len(x_TI),), dtypes=(torch.float32,), like=x_TI)
     with torch.no_grad():
-        return choose_module(reference, backend, x_TI, any_dtype=True).quantise_rows(
+        return choose_module(reference, x_TI, dtypes=None, backend=backend).quantise_rows(
             x_TI, factor_I=factor_I, round_scales_to_power_of_2=round_scales_to_power_of_2, out=out
         )
 
@@ -153,7 +153,7 @@ def transpose(
     if must_check(is_checked):
         num_rows, num_columns = check_layout("values_TI", values_TI, (None, None), dtypes=(FP8,), num_strided=1).shape
         check_layout("out_IT", out_IT, (num_columns, num_rows), like=values_TI, num_strided=1)
-    module = choose_module(reference, backend, values_TI, any_dtype=True)
+    module = choose_module(reference, values_TI, dtypes=None, backend=backend)
     if values_TI.numel():
         with torch.no_grad():
             module.transpose(values_TI, shift_T=None, out_IT=out_IT)
@@ -189,7 +189,6 @@ def nf4_row_scales(weights: Sequence[NF4Weight], *, scales: Sequence[torch.Tenso
         >>> scale  # 3 / 448 is between 2^-8 and 2^-7.
         tensor([0.0078])
     """
-    check_choice("backend", backend, BACKENDS)
     if len(weights) != len(scales):
         raise OptionError(f"There are {len(weights)} weights and {len(scales)} scales; give one for each weight.")
     for place, (weight, scale_O) in enumerate(zip(weights, scales)):
@@ -204,7 +203,7 @@ def nf4_row_scales(weights: Sequence[NF4Weight], *, scales: Sequence[torch.Tenso
         _check_parts(weight, scale_O[:1].expand(num_blocks * BLOCK_WEIGHTS))
     if scales:
         with torch.no_grad():
-            choose_module(reference, backend, scales[0], any_dtype=True).nf4_row_scales(weights, scales)
+            choose_module(reference, scales[0], dtypes=None, backend=backend).nf4_row_scales(weights, scales)
 
 
 def quantise_nf4(
@@ -235,7 +234,7 @@ def quantise_nf4(
 
     Cost:
         Reads 0.52 bytes and writes 1 byte per weight, in one launch per four weights; no temporary memory and no host
-        sync. "reference" makes copies of about 20 bytes per weight.
+        sync. The reference makes copies of about 20 bytes per weight.
 
     Source:
         own; NF4: arXiv 2305.14314.
@@ -250,7 +249,6 @@ def quantise_nf4(
         tensor([ 3., -3.,  3.])
     """
     if must_check(is_checked):
-        check_choice("backend", backend, BACKENDS)
         check_bool("is_transposed", is_transposed)
         if not len(weights) == len(values) == len(scales):
             raise OptionError(
@@ -272,7 +270,7 @@ def quantise_nf4(
             _check_parts(weight, value)
     if values:
         with torch.no_grad():
-            choose_module(reference, backend, values[0], any_dtype=True).quantise_nf4(
+            choose_module(reference, values[0], dtypes=None, backend=backend).quantise_nf4(
                 weights, values, scales, is_transposed=is_transposed
             )
 
@@ -293,7 +291,7 @@ def multiply(
         weight_OI: Shape (O, I), e4m3, contiguous; O and I multiples of 16 on CUDA.
         scale_O: Scales of the rows of the weight. Shape (O,), fp32, contiguous; None for 1.
         dtype: Dtype of the result: bf16; with "reference" also fp16 and fp32.
-        backend: "triton" (torch's scaled GEMM, on CUDA), "reference", or "auto".
+        backend: "auto" (torch's scaled GEMM on CUDA) or "reference".
         is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
 
     Returns:
@@ -304,7 +302,7 @@ def multiply(
         OptionError: The backend is unknown, or does not support these sizes, this dtype or this device.
 
     Cost:
-        2 T I O FLOP in fp8; no host sync. "reference" multiplies fp32 copies of both.
+        2 T I O FLOP in fp8; no host sync. The reference multiplies fp32 copies of both.
 
     Source:
         ``torch._scaled_mm`` with scales per row.
@@ -318,10 +316,11 @@ def multiply(
     if must_check(is_checked):
         check_choice("dtype", dtype, TRITON_DTYPES)
         num_outputs, num_inputs = check_layout("weight_OI", weight_OI, (None, None), dtypes=(FP8,)).shape
-        check_layout("rows.values_TI", rows.values_TI, (None, num_inputs), like=weight_OI)
+        num_rows = len(check_layout("rows.values_TI", rows.values_TI, (None, num_inputs), like=weight_OI))
+        check_layout("rows.scale_T", rows.scale_T, (num_rows,), dtypes=(torch.float32,), like=weight_OI)
         if scale_O is not None:
             check_layout("scale_O", scale_O, (num_outputs,), dtypes=(torch.float32,), like=weight_OI)
-    module = choose_module(reference, backend, weight_OI, any_dtype=True)
+    module = choose_module(reference, weight_OI, dtypes=None, backend=backend)
     if module is not reference:
         _check_product(*weight_OI.shape, dtype=dtype)
         if rows.values_TI.shape[0] == 0:
@@ -381,7 +380,7 @@ def weight_gradient(
             check_layout(f"{name}.scale_T", scale_T, (num_rows,), dtypes=(torch.float32,), like=d.values_TI)
         check_layout("factor_O", factor_O, (num_outputs,), dtypes=(torch.float32,), like=d.values_TI)
     num_outputs, num_inputs = d.values_TI.shape[1], x.values_TI.shape[1]
-    module = choose_module(reference, backend, d.values_TI, any_dtype=True)
+    module = choose_module(reference, d.values_TI, dtypes=None, backend=backend)
     if module is not reference:
         _check_product(num_outputs, num_inputs, dtype=dtype)
     if len(d.values_TI) == 0:

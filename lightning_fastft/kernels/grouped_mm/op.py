@@ -144,7 +144,7 @@ def grouped_mm_fp8(
         low_NR: As in ``grouped_mm``, in dtype.
         low_ERO: As in ``grouped_mm``, in dtype.
         low_scale: As in ``grouped_mm``; 0 skips the low-rank product.
-        backend: As in ``choose_module``.
+        backend: "auto" or "reference".
         is_checked: As in ``must_check``.
 
     Returns:
@@ -175,7 +175,7 @@ def grouped_mm_fp8(
         _check_fp8(x_NI, weight_EOI, end_E, scales=scales, dtype=dtype, addend=addend)
     with plain_numbers(end_E.device.type):
         out_NO = weight_EOI.new_empty(x_NI.shape[0], weight_EOI.shape[1], dtype=dtype)
-        return choose_module(reference, backend, out_NO).grouped_mm(
+        return choose_module(reference, out_NO, backend=backend).grouped_mm(
             x_NI, weight_EOI.transpose(1, 2), end_E, addend=addend, out_NO=out_NO, scales=scales
         )
 
@@ -265,6 +265,8 @@ def _check_grad(
     like = rows_of(x_NI)
     _check_rows("x_NI", x_NI, (None, None), like=like)
     _check_rows("d_NO", d_NO, (None, None), like=like)
+    if d_NO.shape[0] != x_NI.shape[0]:
+        raise ShapeError(f"x_NI has {x_NI.shape[0]} rows, d_NO {d_NO.shape[0]}; both operands need the same rows.")
     check_layout("end_E", end_E, (None,), dtypes=(torch.int32,), like=like)
     if isinstance(x_NI, GatheredRows) and isinstance(d_NO, GatheredRows) and not _have_same_slots(x_NI, d_NO):
         raise ShapeError(

@@ -57,7 +57,6 @@ def head_gate_forward(
     weight_W: torch.Tensor | None = None,
     *,
     form: HeadGateForm,
-    backend: str = "auto",
     is_checked: bool = True,
 ) -> torch.Tensor:
     """Return ``x * a(gate)``, or ``norm(x) * a(gate)``, for each head, concatenated; no graph.
@@ -72,14 +71,13 @@ def head_gate_forward(
         weight_W: Weight of the norm. Shape (W,), contiguous; bf16, fp16, fp32 or x_THW's dtype; only with
             form.has_norm.
         form: Layout of the gates, activation and norm.
-        backend: As in ``choose_module``; "triton" does not take float64.
         is_checked: As in ``must_check``.
 
     Returns:
         Shape (T, I), contiguous, dtype and device of x_THW.
 
     Cost:
-        Reads heads and gates and writes the product once; no host sync. "reference" makes fp32 copies.
+        Reads heads and gates and writes the product once; no host sync. The reference makes fp32 copies.
 
     Source:
         Gated attention, arXiv 2505.06708; gated norm of the gated delta rule, arXiv 2412.06464.
@@ -93,7 +91,7 @@ def head_gate_forward(
     if must_check(is_checked):
         _check(x_THW, rows_TC, weight_W, form)
     with no_graph():
-        return choose_module(reference, backend, x_THW).head_gate_forward(x_THW, rows_TC, weight_W, form=form)
+        return choose_module(reference, x_THW).head_gate_forward(x_THW, rows_TC, weight_W, form=form)
 
 
 def head_gate_backward(
@@ -105,7 +103,6 @@ def head_gate_backward(
     form: HeadGateForm,
     needs_weight: bool,
     out: torch.Tensor,
-    backend: str = "auto",
     is_checked: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the gradients of the heads and of the weight, and write the gradient of the gates to ``out``.
@@ -122,7 +119,6 @@ def head_gate_backward(
         needs_weight: Return the gradient of the weight too; only with form.has_norm.
         out: Gradient of the fused projection, a tensor like rows_TC; the gate columns are written, others are not
             touched.
-        backend: As in ``head_gate_forward``.
         is_checked: As in ``must_check``.
 
     Returns:
@@ -134,7 +130,7 @@ def head_gate_backward(
 
     Cost:
         Reads d_y_TI, heads and gates, and writes the gradients of both once; no host sync. needs_weight: at most 4 KiB
-        x W of partial sums, read once more. "reference" makes fp32 copies.
+        x W of partial sums, read once more. The reference makes fp32 copies.
 
     Example:
         >>> from lightning_fastft.kernels.head_columns import HeadColumns
@@ -153,7 +149,7 @@ def head_gate_backward(
         if check_choice("needs_weight", needs_weight, (False, True)) and not form.has_norm:
             raise OptionError("needs_weight is True, but the form has no norm. Pass needs_weight=False.")
     with no_graph():
-        return choose_module(reference, backend, x_THW).head_gate_backward(
+        return choose_module(reference, x_THW).head_gate_backward(
             d_y_TI, x_THW, rows_TC, weight_W, form=form, needs_weight=needs_weight, out=out
         )
 

@@ -20,7 +20,6 @@ def add_low_rank(
     *,
     residual_TN: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-    backend: str = "auto",
     is_checked: bool = True,
 ) -> torch.Tensor:
     """Return ``base + residual + low @ factor``.
@@ -38,7 +37,6 @@ def add_low_rank(
         residual_TN: A second summand, like base_TN, any row stride. None for 0.
         out: Output tensor for the sum: a tensor like base_TN in separate memory, any row stride, or base_TN
             or residual_TN itself, which is overwritten. None for new memory.
-        backend: As in ``choose_module``; "triton" does not take float64.
         is_checked: As in ``must_check``.
 
     Returns:
@@ -50,7 +48,7 @@ def add_low_rank(
 
     Cost:
         Reads base_TN (and residual_TN) and writes the sum once, 2 T R N FLOP; low_TR and factor_RN come from the cache
-        if they fit. No host sync. "reference" makes fp32 copies.
+        if they fit. No host sync. The reference makes fp32 copies.
 
     Source:
         LoRA, arXiv 2106.09685.
@@ -70,7 +68,7 @@ def add_low_rank(
         if out is not None:
             check_layout("out", out, base_TN.shape, like=base_TN, num_strided=1)
             check_out(out, may_be={"base_TN": base_TN, "residual_TN": residual_TN}, must_not_meet=(low_TR, factor_RN))
-    module = choose_module(reference, backend, base_TN)
+    module = choose_module(reference, base_TN)
     # Autocast would round the factors of the reference's products.
     with plain_numbers(base_TN.device.type) if module is reference else no_graph():
         return module.add_low_rank(base_TN, low_TR, factor_RN, residual_TN=residual_TN, out=out)

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from lightning_fastft.core.checks import check_choice, check_layout, check_rows_apart, check_tensor
+from lightning_fastft.core.checks import check_layout, check_rows_apart, check_tensor
 from lightning_fastft.core.errors import OptionError, ShapeError
-from lightning_fastft.kernels.backends import BACKENDS, TRITON_DTYPES, choose_module, must_check, no_graph
+from lightning_fastft.kernels.backends import TRITON_DTYPES, choose_module, must_check, no_graph
 from lightning_fastft.kernels.nf4_experts.reference import BLOCK_WEIGHTS, GROUP_BLOCKS
 from lightning_fastft.kernels.nf4_linear import reference
 from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
@@ -52,9 +52,7 @@ def read_params4bit(weight: torch.Tensor) -> NF4Weight | None:
     return NF4Weight(packed_C, state.absmax, state.state2.absmax, state.offset.view(()), state.code, state.state2.code)
 
 
-def dequantise_many(
-    weights: Sequence[NF4Weight], *, outs: Sequence[torch.Tensor], backend: str = "auto", is_checked: bool = True
-) -> None:
+def dequantise_many(weights: Sequence[NF4Weight], *, outs: Sequence[torch.Tensor], is_checked: bool = True) -> None:
     """Dequantise several weights, such as q, k and v, in one launch.
 
     The values are bit-equal to ``bitsandbytes.functional.dequantize_4bit`` in the original dtype, and rounded once from
@@ -65,18 +63,16 @@ def dequantise_many(
         outs: Output tensors, one per weight. Shape (O, I), I a multiple of 64; all of one dtype (bf16, fp16 or fp32) on
             the device of the weights; last axis contiguous, any row stride. The memory between their rows is not
             touched. They may be views of one buffer; no two may share an element.
-        backend: As in ``choose_module``.
         is_checked: As in ``must_check``.
 
     Raises:
-        OptionError: The columns of an output are not a multiple of 64, the numbers of weights and outputs differ, or
-            the backend is unknown or does not support this device.
+        OptionError: The columns of an output are not a multiple of 64, or the numbers of weights and outputs differ.
         ShapeError: Shapes, dtypes, devices or layouts do not match.
 
     Cost:
         Reads 0.52 bytes and writes one value per weight, in one launch per four weights on CUDA; no temporary memory
         and no host sync. A separate program is compiled for each number of weights and each combination of their
-        columns. "reference" makes copies of about 14 bytes per weight.
+        columns. The reference makes copies of about 14 bytes per weight.
 
     Source:
         NF4 and double quantisation: QLoRA, arXiv 2305.14314.
@@ -91,7 +87,6 @@ def dequantise_many(
                 [-3.,  3., -3.,  0.,  0.]])
     """
     if must_check(is_checked):
-        check_choice("backend", backend, BACKENDS)
         if len(weights) != len(outs):
             raise OptionError(f"There are {len(weights)} weights and {len(outs)} outs; give one out for each weight.")
         for place, (weight, out) in enumerate(zip(weights, outs)):
@@ -101,7 +96,7 @@ def dequantise_many(
     if not outs:
         return
     with no_graph():
-        choose_module(reference, backend, outs[0], any_dtype=True).dequantise_many(weights, outs)
+        choose_module(reference, outs[0], dtypes=None).dequantise_many(weights, outs)
 
 
 def _is_served(weight: torch.Tensor, state: Any) -> bool:

@@ -17,7 +17,7 @@ from lightning_fastft.kernels.qk_rope.reference import Heads, Rope, RopeForm
 MAX_HEAD_WIDTH = 1024
 
 
-def qk_rope_heads(qkv_TC: torch.Tensor, rope: Rope, *, backend: str = "auto", is_checked: bool = True) -> Heads:
+def qk_rope_heads(qkv_TC: torch.Tensor, rope: Rope, *, is_checked: bool = True) -> Heads:
     """Return normed and rotated queries and keys, and unchanged values, in three contiguous tensors for attention.
 
     The arithmetic is fp32 (float64 for float64). Each value is rounded once, and once more if the form rounds before
@@ -27,7 +27,6 @@ def qk_rope_heads(qkv_TC: torch.Tensor, rope: Rope, *, backend: str = "auto", is
         qkv_TC: Output of the fused projection. Shape (T, (num_heads + 2 num_kv_heads) head_width), and the gates if the
             form has them: query, key, value heads; bf16, fp16, fp32 or float64; last axis contiguous, any row stride.
         rope: Angles, weights and form.
-        backend: As in ``choose_module``; "triton" does not take float64.
         is_checked: As in ``must_check``.
 
     Returns:
@@ -39,7 +38,7 @@ def qk_rope_heads(qkv_TC: torch.Tensor, rope: Rope, *, backend: str = "auto", is
         OptionError: The form is unknown, or weights and form do not match.
 
     Cost:
-        Reads and writes qkv_TC once; no host sync. "reference" makes fp32 copies.
+        Reads and writes qkv_TC once; no host sync. The reference makes fp32 copies.
 
     Source:
         RoFormer, arXiv 2104.09864; RMSNorm, arXiv 1910.07467; ``apply_rotary_pos_emb`` of transformers.
@@ -55,7 +54,7 @@ def qk_rope_heads(qkv_TC: torch.Tensor, rope: Rope, *, backend: str = "auto", is
         _check_rows(qkv_TC, rope.form)
         _check_angles_and_weights(qkv_TC, rope)
     with no_graph():
-        return choose_module(reference, backend, qkv_TC).qk_rope_heads(qkv_TC, rope)
+        return choose_module(reference, qkv_TC).qk_rope_heads(qkv_TC, rope)
 
 
 def qk_rope_backward(
@@ -65,7 +64,6 @@ def qk_rope_backward(
     *,
     needs_weight: bool,
     out: torch.Tensor | None = None,
-    backend: str = "auto",
     is_checked: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return the gradients of ``qk_rope_heads`` with respect to its input and the weights of the norms.
@@ -82,7 +80,6 @@ def qk_rope_backward(
         needs_weight: Return the gradients of the weights too; only with form.has_norm.
         out: Output tensor for d_raw_TC, only with form.has_gate: its gate columns are written already and not touched.
             It shares no memory with an input.
-        backend: As in ``qk_rope_heads``.
         is_checked: As in ``must_check``.
 
     Returns:
@@ -97,7 +94,7 @@ def qk_rope_backward(
 
     Cost:
         Reads d_heads (and the raw query and key heads) and writes d_raw_TC once. No host sync. needs_weight: at most 8
-        KiB x head_width of partial sums, read once more. "reference" makes fp32 copies.
+        KiB x head_width of partial sums, read once more. The reference makes fp32 copies.
 
     Example:
         >>> form = RopeForm(num_heads=1, num_kv_heads=1, head_width=2)
@@ -110,7 +107,7 @@ def qk_rope_backward(
         _check_backward(d_heads, qkv_TC, rope, needs_weight=needs_weight, out=out)
     raw_TC = qkv_TC if rope.form.has_norm else None
     with no_graph():
-        return choose_module(reference, backend, d_heads.q_THW).qk_rope_backward(
+        return choose_module(reference, d_heads.q_THW).qk_rope_backward(
             d_heads, raw_TC, rope, needs_weight=needs_weight, out=out
         )
 

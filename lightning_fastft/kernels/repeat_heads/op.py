@@ -13,16 +13,13 @@ from lightning_fastft.kernels.backends import FLOATING, choose_module, must_chec
 from lightning_fastft.kernels.repeat_heads import reference
 
 
-def repeat_heads(
-    x_TGW: torch.Tensor, num_heads: int, *, backend: str = "auto", is_checked: bool = True
-) -> torch.Tensor:
+def repeat_heads(x_TGW: torch.Tensor, num_heads: int, *, is_checked: bool = True) -> torch.Tensor:
     """Return each head repeated once per query head that shares it; no graph.
 
     Args:
         x_TGW: Keys or values. Shape (T, G, W); bf16, fp16, fp32 or float64; the heads of a token contiguous, any token
             stride.
         num_heads: H, a multiple of G.
-        backend: As in ``choose_module``; "triton" does not take float64.
         is_checked: As in ``must_check``.
 
     Returns:
@@ -30,7 +27,7 @@ def repeat_heads(
 
     Raises:
         ShapeError: A shape, dtype or layout is wrong, or the heads cannot be shared evenly.
-        OptionError: num_heads is not a positive integer, or the backend is unknown or does not support this tensor.
+        OptionError: num_heads is not a positive integer.
 
     Cost:
         Reads T G W values and writes T H W in one launch; no host sync.
@@ -45,4 +42,4 @@ def repeat_heads(
         if num_kv_heads == 0 or num_heads % num_kv_heads:
             raise ShapeError(f"{num_heads} query heads cannot share the {num_kv_heads} heads of x_TGW evenly.")
     with no_graph():
-        return choose_module(reference, backend, x_TGW).repeat_heads(x_TGW, num_heads)
+        return choose_module(reference, x_TGW).repeat_heads(x_TGW, num_heads)

@@ -34,7 +34,6 @@ def rms_norm_forward(
     *,
     form: NormForm,
     out: torch.Tensor | None = None,
-    backend: str = "auto",
     is_checked: bool = True,
 ) -> torch.Tensor:
     """Return ``weight * x / rms(x)`` of each row.
@@ -49,17 +48,16 @@ def rms_norm_forward(
             with float64.
         form: Variant of RMSNorm, with eps.
         out: Output tensor: like x_TD, any row stride, in memory that no input shares. None for new memory.
-        backend: As in ``choose_module``; "triton" does not take float64, "reference" any D.
         is_checked: As in ``must_check``.
 
     Returns:
         Shape (T, D), dtype and device of x_TD, no graph; contiguous, or ``out``.
 
     Raises:
-        ShapeError: D is above 16,384 and the backend is not "reference", or ``out`` overlaps an input.
+        ShapeError: D is above 16,384, or ``out`` overlaps an input.
 
     Cost:
-        Reads x_TD and writes the result once; no host sync. "reference" makes fp32 copies.
+        Reads x_TD and writes the result once; no host sync. The reference makes fp32 copies.
 
     Source:
         arXiv 1910.07467; order of roundings as in transformers.
@@ -76,7 +74,7 @@ def rms_norm_forward(
             check_layout("out", out, x_TD.shape, like=x_TD, num_strided=1)
             check_out(out, may_be={}, must_not_meet=(x_TD, weight_D))
     with no_graph():
-        return _choose(backend, x_TD).rms_norm_forward(x_TD, weight_D, form=form, out=out)
+        return _choose(x_TD).rms_norm_forward(x_TD, weight_D, form=form, out=out)
 
 
 def rms_norm_quantised(
@@ -85,7 +83,6 @@ def rms_norm_quantised(
     *,
     form: NormForm,
     round_scales_to_power_of_2: bool = False,
-    backend: str = "auto",
     is_checked: bool = True,
 ) -> Fp8Rows:
     """Return ``quantise_rows(rms_norm_forward(x, weight))`` bit for bit, in one kernel.
@@ -95,7 +92,6 @@ def rms_norm_quantised(
         weight_D: As in ``rms_norm_forward``.
         form: Variant of RMSNorm, with eps.
         round_scales_to_power_of_2: As in ``quantise_rows``.
-        backend: As in ``rms_norm_forward``.
         is_checked: As in ``must_check``.
 
     Returns:
@@ -107,7 +103,7 @@ def rms_norm_quantised(
 
     Cost:
         Reads x_TD once and writes one byte per number; no host sync. Both operations apart also write and read the
-        normed rows. "reference" makes fp32 copies.
+        normed rows. The reference makes fp32 copies.
 
     Source:
         own.
@@ -125,7 +121,7 @@ def rms_norm_quantised(
         _check_weight(weight_D, x_TD)
         check_bool("round_scales_to_power_of_2", round_scales_to_power_of_2)
     with no_graph():
-        return _choose(backend, x_TD).rms_norm_quantised(
+        return _choose(x_TD).rms_norm_quantised(
             x_TD, weight_D, form=form, round_scales_to_power_of_2=round_scales_to_power_of_2
         )
 
@@ -140,7 +136,6 @@ def rms_norm_backward(
     needs_weight: bool,
     out: torch.Tensor | None = None,
     rstd_out: torch.Tensor | None = None,
-    backend: str = "auto",
     is_checked: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the gradients of the rows and of the weight; the reciprocal roots are computed again.
@@ -159,7 +154,6 @@ def rms_norm_backward(
             overwritten. None for new memory.
         rstd_out: Output tensor for 1 over the root mean square of each row. Shape (T,), contiguous, fp32 (float64 for
             float64), separate memory; None to discard it.
-        backend: As in ``rms_norm_forward``.
         is_checked: As in ``must_check``.
 
     Returns:
@@ -168,12 +162,12 @@ def rms_norm_backward(
             needs_weight.
 
     Raises:
-        ShapeError: D is above 16,384 and the backend is not "reference", or ``out`` or ``rstd_out`` overlaps an input
+        ShapeError: D is above 16,384, or ``out`` or ``rstd_out`` overlaps an input
             without being d_y_TD or addend_TD.
 
     Cost:
         Reads d_y_TD, x_TD (and addend_TD) and writes d_x_TD once; no host sync. With needs_weight a second launch over
-        at most 512 partial sums of D fp32 values. "reference" makes fp32 copies.
+        at most 512 partial sums of D fp32 values. The reference makes fp32 copies.
 
     Example:
         >>> ones, weight = torch.ones(1, 2), torch.tensor([1.0, 3.0])
@@ -197,7 +191,7 @@ def rms_norm_backward(
             if any(do_ranges_overlap(rstd_out, other) for other in others):
                 raise ShapeError("rstd_out shares memory with an input. Give separate memory, or None.")
     with no_graph():
-        return _choose(backend, x_TD).rms_norm_backward(
+        return _choose(x_TD).rms_norm_backward(
             d_y_TD,
             x_TD,
             weight_D,
@@ -209,14 +203,11 @@ def rms_norm_backward(
         )
 
 
-def _choose(backend: str, x_TD: torch.Tensor) -> ModuleType:
-    """Return the module of the backend."""
-    if backend != "reference" and x_TD.shape[1] > MAX_COLUMNS:
-        raise ShapeError(
-            f"The rows have {x_TD.shape[1]} columns, the kernel supports at most {MAX_COLUMNS}; use backend "
-            "'reference' for wider rows."
-        )
-    return choose_module(reference, backend, x_TD)
+def _choose(x_TD: torch.Tensor) -> ModuleType:
+    """Return the module that runs; raise on rows that the kernel could not hold."""
+    if x_TD.shape[1] > MAX_COLUMNS:
+        raise ShapeError(f"The rows have {x_TD.shape[1]} columns, the kernel supports at most {MAX_COLUMNS}.")
+    return choose_module(reference, x_TD)
 
 
 def _check_form(form: NormForm) -> None:

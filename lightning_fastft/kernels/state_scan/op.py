@@ -11,7 +11,7 @@ import torch
 
 from lightning_fastft.core.checks import check_layout
 from lightning_fastft.core.errors import ShapeError
-from lightning_fastft.kernels.backends import FLOATING, must_check, uses_triton
+from lightning_fastft.kernels.backends import FLOATING, TRITON_DTYPES, must_check, uses_triton
 from lightning_fastft.kernels.state_scan import reference
 from lightning_fastft.packing.chunks import Chunks
 
@@ -27,7 +27,6 @@ def state_scan(
     skip_H: torch.Tensor,
     *,
     chunks: Chunks,
-    backend: str = "auto",
     is_checked: bool = True,
 ) -> torch.Tensor:
     """Return the outputs of Mamba-2's recurrence, in which each document starts from an empty state.
@@ -37,7 +36,7 @@ def state_scan(
     kernels of mamba_ssm.
 
     Args:
-        x_THW: Inputs. Shape (T, H, W); bf16, fp16, fp32 or float64 ("reference"); heads of one token contiguous, any
+        x_THW: Inputs. Shape (T, H, W); bf16, fp16, fp32 or float64; heads of one token contiguous, any
             token stride.
         dt_TH: Time steps, at least 0. Shape (T, H), fp32 (float64 with float64).
         a_H: Decay rates, below 0. Shape (H,), dtype of dt_TH.
@@ -45,7 +44,6 @@ def state_scan(
         c_TGN: Like b_TGN.
         skip_H: Factor of the inputs in the outputs. Shape (H,), dtype of dt_TH.
         chunks: Documents and chunks of the pack, on the device of x_THW; chunks of 16, 32 or 64 tokens.
-        backend: As in ``choose_module``; "triton" does not take float64.
         is_checked: As in ``must_check``.
 
     Returns:
@@ -55,7 +53,7 @@ def state_scan(
         Saves only its inputs for the backward; B and C are not expanded to heads. Temporary memory: states of T / chunk
         x H x N x W values in the dtype of x (twice the size of x for chunks of 64 and N = 128); in the backward two
         such states, and fp32 gradients of B and C for every eight heads. Two launches forward, four backward; no host
-        sync. "reference" computes H x L x L weights for a document of L tokens and reads offsets on the host.
+        sync. The reference computes H x L x L weights for a document of L tokens and reads offsets on the host.
 
     Source:
         arXiv 2405.21060, section 6; the kernels are own.
@@ -69,7 +67,7 @@ def state_scan(
     """
     if must_check(is_checked):
         _check(x_THW, dt_TH, a_H, b_TGN, c_TGN, skip_H, chunks=chunks)
-    if not uses_triton(backend, x_THW.device, dtype=x_THW.dtype):
+    if x_THW.dtype not in TRITON_DTYPES or not uses_triton(x_THW.device):
         return reference.scan(x_THW, dt_TH, a_H, b_TGN, c_TGN, skip_H, chunks=chunks)
     y_THW: torch.Tensor = _StateScan.apply(x_THW, dt_TH, a_H, b_TGN, c_TGN, skip_H, chunks)
     return y_THW
