@@ -120,7 +120,9 @@ def _parser() -> argparse.ArgumentParser:
     shared.add_argument("--steps", type=int, default=30)
     shared.add_argument("--warmup", type=int, default=8, help="steps before the timed ones, all on the same packs")
     shared.add_argument("--budget-s", type=float, default=3600.0)
-    shared.add_argument("--adapters", default="replicate", choices=("replicate", "shard"), help="of LoRA under FSDP2")
+    shared.add_argument(
+        "--adapters", default="auto", choices=("auto", "replicate", "shard"), help="of LoRA under FSDP2"
+    )
     one = commands.add_parser("multi", parents=[shared], help="one GPU, DDP and FSDP2")
     one.add_argument("--workload", default="qwen3-8b-lora")
     one.add_argument("--ranks", type=int, default=2)

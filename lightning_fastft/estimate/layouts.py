@@ -133,13 +133,14 @@ def resident_bytes(layout: Layout, cluster: Cluster, model: ModelSize, *, num_to
         num_tokens: Tokens of a GPU's micro-batch.
     """
     shards = num_shards(layout, cluster)
-    held = sum(model.sharded_bytes(part) + part.num_trained * model.state_itemsize for part in model.parts) / shards
+    state = sum(part.num_trained for part in model.parts) * model.state_itemsize
     if shards == 1:
-        held = sum(part.frozen_bytes + part.fp8_copy_bytes for part in model.parts)
-        held += sum(part.num_trained for part in model.parts) * model.state_itemsize
+        held = sum(part.frozen_bytes + part.fp8_copy_bytes for part in model.parts) + state
         # Buckets of the first reduction, before gradients become views of them.
         buckets = sum(part.num_trained for part in model.parts) * model.trained_itemsize if cluster.num_gpus > 1 else 0
         return int(held + buckets) + model.shared_bytes
+    held = sum(model.sharded_bytes(part) for part in model.parts) / shards
+    held += state if model.replicates_adapters else state / shards
     held += sum(model.sharded_bytes(layer) for layer in model.layers) if layout.is_resident else 0.0
     # Every rank has the scales of the whole weights, and a buffer for the concatenated weights of one product.
     held += sum(layer.num_fp8_columns for layer in model.layers) * SCALE_BYTES

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from lightning_fastft.fused.layer_parts import fp8_shapes
 from lightning_fastft.hf.expert_nf4 import is_stack
 from lightning_fastft.hf.families import decoder_layers
+from lightning_fastft.hf.sharding.units import places_whole
 from lightning_fastft.planner.step import SegmentCost, StepCost
 
 # Scales of an output column in fp32 and in bf16.
@@ -59,6 +60,8 @@ class ModelSize(NamedTuple):
         output_columns: Columns of the attention output of a token.
         num_experts: Routed experts of a layer; 0 in a dense model.
         shared_bytes: Memory of each GPU that is neither weights nor their state.
+        replicates_adapters: Whether every GPU of a sharding layout holds the trained numbers whole, as
+            ``FastFTFSDPStrategy(adapters="auto")`` does.
     """
 
     layers: tuple[LayerSize, ...]
@@ -72,6 +75,7 @@ class ModelSize(NamedTuple):
     output_columns: int
     num_experts: int
     shared_bytes: int
+    replicates_adapters: bool
 
     @property
     def parts(self) -> tuple[LayerSize, ...]:
@@ -128,6 +132,7 @@ def measure_model(model: PreTrainedModel, cost: StepCost, *, is_fp8: bool = Fals
         output_columns=num_heads * head_width,
         num_experts=max((stack.shape[0] for layer in decoder_layers(model) for stack in _stacks(layer)), default=0),
         shared_bytes=cost.shared_bytes,
+        replicates_adapters=places_whole(model, "auto"),
     )
 
 

@@ -63,7 +63,8 @@ class FastFTFSDPStrategy(FolderCheckpointStrategy):
         adapters: "replicate" holds LoRA factors whole on every device where nothing else is trained, with their
             gradients and moments (16 bytes per weight), and averages their gradients in one all-reduce; layers of
             frozen weights then reduce nothing and can stay gathered (``OffloadCheckpointing(weights=...)``). "shard"
-            shards them with their layer.
+            shards them with their layer. "auto" shards them if experts have LoRA factors, of which there are as
+            many as experts, and replicates them otherwise.
         gradient_sync: "window" reduces gradients once per optimizer step; inside an accumulation window every device
             holds the unsharded gradients of all trained weights. "batch" reduces them after each micro-batch and holds
             only shards.
@@ -105,7 +106,7 @@ class FastFTFSDPStrategy(FolderCheckpointStrategy):
         data_parallel_size: Literal["auto"] | int = "auto",
         tensor_parallel_size: Literal["auto"] | int = "auto",
         shard: Literal["auto", "node"] | int = "auto",
-        adapters: Literal["replicate", "shard"] = "replicate",
+        adapters: Literal["auto", "replicate", "shard"] = "auto",
         gradient_sync: Literal["window", "batch"] = "window",
         save_distributed_checkpoint: bool = True,
         async_save: bool = True,
@@ -125,7 +126,8 @@ class FastFTFSDPStrategy(FolderCheckpointStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        self.adapters = check_choice("adapters", adapters, ("replicate", "shard"))
+        check_choice("adapters", adapters, ("auto", "replicate", "shard"))
+        self.adapters = adapters
         self.gradient_sync = check_choice("gradient_sync", gradient_sync, ("window", "batch"))
         for name, size in (("data_parallel_size", data_parallel_size), ("tensor_parallel_size", tensor_parallel_size)):
             if size != "auto":
@@ -268,7 +270,7 @@ class FastFTFSDPStrategy(FolderCheckpointStrategy):
             self._sharding = shard_model(
                 module,
                 self.sharding_mesh,
-                replicates_adapters=self.adapters == "replicate",
+                adapters=self.adapters,
                 owns_experts=self.expert_parallel > 1,
             )
         whole = unsharded_trained_names(module)

@@ -215,6 +215,17 @@ def test_memory_of_a_gpu_falls_with_its_share(sized):
     assert held["expert parallel 8"] == int(8 * numbers / 8 + gathered + tokens) + SHARED_BYTES
 
 
+def test_adapters_are_counted_whole_on_every_gpu_unless_they_are_sharded(sized):
+    cost, model = sized[4]
+    two = cluster(16, 2)
+    whole, cut = (
+        rank_cost(cost, Layout("fsdp2"), two, each, num_tokens=TOKENS).base_bytes
+        for each in (model, model._replace(replicates_adapters=False))
+    )
+    state = sum(part.num_trained for part in model.parts) * model.state_itemsize
+    assert whole - cut == pytest.approx(state * 15 / 16, abs=1)
+
+
 def test_the_slower_one_of_compute_and_links_counts(sized):
     cost, model = sized[4]
     found = {}

@@ -247,7 +247,7 @@ OPTIONS = {
     "FastFTFSDPStrategy": {
         **strategy,
         **dict.fromkeys(("data_parallel_size", "tensor_parallel_size", "context_parallel", "expert_parallel"), size),
-        "adapters": choice("replicate", "shard"),
+        "adapters": choice("auto", "replicate", "shard"),
         "shard": either(choice("auto", "node"), whole(1, 2**20)),
         "gradient_sync": choice("window", "batch"),
         "save_distributed_checkpoint": flag,

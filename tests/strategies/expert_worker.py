@@ -247,6 +247,7 @@ def run_all(rank, folder):
     found["bf16"] = {name: train_in_bf16(name, rank, folder) for name in ("qwen, owned", "qwen, sharded")}
     found["bf16 lora"] = train("qwen, lora, sharded", rank=rank, num_ranks=2, folder=folder, dtype="bfloat16")
     found["parts"] = [train_on_parts(folder, expert_parallel=size) for size in (1, 2)]
+    found["placed"] = {is_folder: place_anew(rank, folder, is_folder=is_folder) for is_folder in (True, False)}
     found["refused"] = {name: refusal(run) for name, run in refused_runs(rank, folder).items()}
     return found
 
@@ -283,6 +284,23 @@ def resume(name, path, *, rank=0, num_ranks=1, folder=None):
     return train(
         name, rank=rank, num_ranks=num_ranks, folder=folder, max_steps=4, optimizer=adamw, ckpt_path=path
     )["state"]  # fmt: skip
+
+
+def place_anew(rank, folder, *, is_folder):
+    """Four steps with adapters that every rank holds whole, and the last two of them with adapters placed by "auto"."""
+    name, place = "qwen, lora, owned", folder / f"placed-{is_folder}"
+    saving = ModelCheckpoint(place, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    options = {
+        "replicate": {"callbacks": [saving], "enable_checkpointing": True},
+        "auto": {"ckpt_path": place / "step=2.ckpt"},
+    }
+    found = {}
+    for adapters, others in options.items():
+        strategy = strategy_of(name, num_ranks=2, adapters=adapters, save_distributed_checkpoint=is_folder)
+        found[adapters] = train(
+            name, rank=rank, num_ranks=2, folder=folder, max_steps=4, strategy=strategy, optimizer=adamw, **others
+        )
+    return found
 
 
 def run_exchange(rank, folder, path):

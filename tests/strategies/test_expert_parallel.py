@@ -97,6 +97,15 @@ def test_gathered_experts_go_on_from_a_folder_of_owners(ranks):
 
 
 @pytest.mark.fault
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_adapters_that_were_whole_go_on_sharded(ranks, is_folder):
+    found = ranks("all")[0]["placed"][is_folder]
+    assert "whole on every device" in found["replicate"]["statuses"]
+    assert "whole on every device" not in found["auto"]["statuses"]
+    assert difference(found["auto"]["state"], found["replicate"]["state"]) <= BOUND
+
+
+@pytest.mark.fault
 def test_owned_experts_are_fp32_masters_of_bf16_arithmetic(ranks):
     found = ranks("all")[0]["bf16"]
     owned, sharded = found["qwen, owned"], found["qwen, sharded"]

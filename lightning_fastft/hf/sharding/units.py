@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
+from peft.tuners.lora.layer import ParamWrapper
 from peft.utils.other import TrainableTokensWrapper
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 STATUS_NAME = "sharding"
+
+AdapterPlacement = Literal["auto", "replicate", "shard"]
+
 # PEFT puts these between the names of the model's own modules.
 _PEFT_PARTS = ("base_layer", "original_module")
 
@@ -36,7 +40,7 @@ def shard_model(
     filler: Filler | None = None,
     compute_dtype: torch.dtype | None = None,
     master_dtype: torch.dtype | None = None,
-    replicates_adapters: bool = False,
+    adapters: AdapterPlacement = "shard",
     owns_experts: bool = False,
 ) -> Status:
     """Shard every causal language model inside model: each decoder layer is a unit, and the tensors outside of the
@@ -53,9 +57,9 @@ def shard_model(
             each weight's own. Frozen tensors that a model keeps in a wider dtype on purpose are not sharded and not
             cast.
         master_dtype: Dtype in which trained weights are held; None keeps each weight's own.
-        replicates_adapters: Whether to keep trained LoRA factors whole on every rank if nothing else is trained;
+        adapters: "replicate" keeps trained LoRA factors whole on every rank if nothing else is trained;
             ``ReplicatedParameters`` averages their gradients. Units of frozen weights then have one dtype and reduce
-            nothing.
+            nothing. "shard" shards them with their unit. "auto" replicates them unless stacks of experts have some.
         owns_experts: Whether stacks of experts are shards that are never gathered (expert parallelism): each rank of
             the last axis of the mesh owns E / n of the E experts of a layer. They are no part of an FSDP unit, and
             nothing reduces their gradients.
@@ -88,7 +92,7 @@ def shard_model(
         mesh, filler=filler, compute_dtype=compute_dtype, master_dtype=master_dtype, owns_experts=owns_experts
     )
     # torch's clipping and optimizers do not accept sharded and whole tensors together.
-    sharder.replicates_adapters = replicates_adapters and _trains_adapters_only(model)
+    sharder.replicates_adapters = places_whole(model, adapters)
     sharder.units = {id(unit) for _, inner in found for unit in (*decoder_layers(inner), inner)}
     sharder.begin(model)
     with ExitStack() as stack:
@@ -341,6 +345,17 @@ def _trains_adapters_only(unit: nn.Module) -> bool:
         if parameter.requires_grad and not isinstance(parameter, DTensor)
     ]
     return bool(trained) and all(map(_is_factor, trained))
+
+
+def places_whole(model: nn.Module, adapters: AdapterPlacement) -> bool:
+    """Return whether every rank holds the trained LoRA factors of a model whole.
+
+    Each expert of a stack has factors of its own, so "auto" shards the factors of a model with adapters on experts.
+    """
+    if adapters == "auto":
+        has_experts = any(isinstance(module, ParamWrapper) and module.num_experts > 1 for module in model.modules())
+        adapters = "shard" if has_experts else "replicate"
+    return adapters == "replicate" and _trains_adapters_only(model)
 
 
 def _is_trained_factor(name: str, parameter: nn.Parameter) -> bool:

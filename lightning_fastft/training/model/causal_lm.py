@@ -29,7 +29,7 @@ from lightning_fastft.training.model.construction import (
     keep_equal_tensors,
     open_frozen_model,
     open_source,
-    replicates_adapters,
+    place_adapters,
 )
 from lightning_fastft.training.model.dtypes import (
     check_unsharded_masters,
@@ -306,7 +306,7 @@ class CausalLMModule(LightningModule):
             filler=filler,
             compute_dtype=self._compute_dtype,
             master_dtype=master_dtype,
-            replicates_adapters=replicates_adapters(self.trainer.strategy),
+            adapters=place_adapters(self.trainer.strategy),
             owns_experts=getattr(self.trainer.strategy, "expert_parallel", 1) > 1,
         )
 

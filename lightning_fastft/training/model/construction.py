@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from lightning_fastft.hf.loading.source import ModelSource
     from lightning_fastft.hf.sharding.fillers import Filler
+    from lightning_fastft.hf.sharding.units import AdapterPlacement
     from lightning_fastft.packing.document import Document
     from lightning_fastft.training.model.options import ModelOptions
 
@@ -143,9 +144,9 @@ def find_mesh(strategy: Strategy | None) -> DeviceMesh | None:
     return strategy.sharding_mesh if isinstance(strategy, FastFTFSDPStrategy) else mesh["data_parallel"]
 
 
-def replicates_adapters(strategy: Strategy | None) -> bool:
-    """Return whether a strategy averages the gradients of adapters that every rank holds whole."""
-    return isinstance(strategy, FastFTFSDPStrategy) and strategy.adapters == "replicate"
+def place_adapters(strategy: Strategy | None) -> AdapterPlacement:
+    """Return where a strategy holds LoRA factors: strategies other than ours average only gradients of shards."""
+    return strategy.adapters if isinstance(strategy, FastFTFSDPStrategy) else "shard"
 
 
 def open_source(

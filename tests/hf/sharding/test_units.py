@@ -23,7 +23,7 @@ from lightning_fastft.hf.lora import add_adapters, parse_lora
 from lightning_fastft.hf.sharding import units
 from lightning_fastft.hf.sharding.fillers import open_model, reads_base
 from lightning_fastft.hf.sharding.state import is_sharded, sharded_roots, unsharded_trained_names
-from lightning_fastft.hf.sharding.units import shard_model
+from lightning_fastft.hf.sharding.units import places_whole, shard_model
 from tests.support.sizes import sizes
 from tests.support.tiny_models import HYBRIDS, TINY, build_tiny
 
@@ -351,3 +351,14 @@ def test_pieces_are_told_from_wholes():
         assert is_sharded(outer)
         assert sharded_roots(outer) == [inner]
         assert unsharded_trained_names(outer) == ["value.weight", "value.bias"]
+
+
+@pytest.mark.parametrize(
+    ("adapters", "has_experts", "is_whole"),
+    [("auto", False, True), ("auto", True, False), ("replicate", True, True), ("shard", False, False)],
+)
+def test_adapters_are_whole_unless_experts_have_some(adapters, has_experts, is_whole):
+    stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if has_experts else None
+    lora = parse_lora({"r": 4, "target_modules": ["q_proj"], "target_parameters": stacks})
+    model = add_adapters(build_tiny("qwen3_moe"), lora=lora, adapter_dtype=torch.float32, seed=SEED)
+    assert places_whole(model, adapters) is is_whole
