@@ -248,13 +248,14 @@ def all_arms(kernel: str, *, tiles: list[str] | None) -> Iterator[tuple[str, Mod
 
 @contextmanager
 def constants_set(kernel: str, module: ModuleType, text: str | None) -> Iterator[None]:
-    """Give a kernel other constants for a while; what its tables are cut by stands beside its twin."""
-    twin = importlib.import_module(f"lightning_fastft.kernels.{kernel}.reference")
+    """Give a kernel other constants for a while, in each of its modules that reads them."""
+    package = f"lightning_fastft.kernels.{kernel}."
+    others = [place for name, place in sys.modules.items() if name.startswith(package) and place is not module]
     values = {} if text is None else dict(zip(CONSTANTS[kernel], map(int, text.split(",")), strict=True))
     changed = [
         (place, name, getattr(place, name), value)
         for name, value in values.items()
-        for place in (module, twin)
+        for place in (module, *others)
         if hasattr(place, name)
     ]
     for place, name, _, value in changed:
