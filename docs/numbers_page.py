@@ -230,9 +230,9 @@ optimizer's moments. *Equal moments* and *best* are our tokens per second divide
 in that run: with moments of equal width, and with the best setting of each.
 
 Where ours loses: memory. With all activations kept, Qwen3-14B takes {keep_gib} GiB, Unsloth's default {unsloth_gib} GiB
-({cite[14b]}). Qwen3-0.6B, recomputed and without CUDA graphs, takes {eager_gib} GiB and {eager_ms} ms, Unsloth's default
-{unsloth_small_gib} GiB and {unsloth_small_ms} ms ({cite[0.6b-launches]}). With every weight of Qwen3-8B trained, ours
-takes {full_gib} GiB, Unsloth {unsloth_full_gib} GiB ({cite[8b-full]}).
+({cite[14b]}). Qwen3-0.6B, recomputed and without CUDA graphs, takes {eager_gib} GiB and {eager_ms} ms, Unsloth's
+default {unsloth_small_gib} GiB and {unsloth_small_ms} ms ({cite[0.6b-launches]}). With every weight of Qwen3-8B
+trained, ours takes {full_gib} GiB, Unsloth {unsloth_full_gib} GiB ({cite[8b-full]}).
 """
 
 

@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 
 ReadT = TypeVar("ReadT")
 
+# Key of checkpoints.
+_SCHEDULE = "fastft_schedule"
+
 
 class Tuner(SavedCausalLM):
     """Load, quantise, adapt, shard, optimise, resume and save a causal language model; subclasses add the steps.
@@ -139,6 +142,8 @@ class Tuner(SavedCausalLM):
         self.save_hyperparameters(collect_optimizer_hyperparameters(self))
         self.token_metrics = nn.ModuleDict()
         self._checked_models: set[int] = set()
+        # By how many steps the schedule is ahead of the run, whose steps before a resume may have had another size.
+        self._steps_ahead = 0.0
 
     def configure_model(self) -> None:
         """Build the model once; the end of the run releases what its optimizers hold beside their state."""
@@ -248,20 +253,49 @@ class Tuner(SavedCausalLM):
         """Return the optimizer over every trainable parameter, and its schedule."""
         optimizer = self._make_optimizer()
         if isinstance(self.scheduler, str):
+            num_steps = self.trainer.estimated_stepping_batches
+            is_counted = num_steps == self.trainer.max_steps
             share_of_peak = make_schedule(
                 self.scheduler,
-                num_steps=self.trainer.estimated_stepping_batches,
+                num_steps=num_steps,
                 warmup_share=self.warmup_share,
                 warmup_steps=self.warmup_steps,
                 end_share=self.min_learning_rate_share,
             )
-            schedule = LambdaLR(optimizer, share_of_peak)
+            schedule = LambdaLR(optimizer, lambda step: share_of_peak(step if is_counted else self._place_of(step)))
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
         scheduler = self.scheduler(optimizer)
         options: dict[str, Any] = {"scheduler": scheduler, "interval": self.scheduler_interval}
         if isinstance(scheduler, ReduceLROnPlateau):
             options.update(interval="epoch", monitor=getattr(scheduler, "monitor", "val_loss"))
         return {"optimizer": optimizer, "lr_scheduler": options}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the size of a step, by which a resumed run finds its place in the schedule."""
+        super().on_save_checkpoint(checkpoint)
+        checkpoint[_SCHEDULE] = {"step_size": self._step_size(), "steps_ahead": self._steps_ahead}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Find the place in the schedule: after 8 steps of 3 micro-batches a run of 6 a step is at its fourth step."""
+        super().on_load_checkpoint(checkpoint)
+        saved = checkpoint.get(_SCHEDULE)
+        if saved is None or self._trainer is None:
+            return
+        self._steps_ahead = saved["steps_ahead"]
+        if saved["step_size"] != self._step_size():
+            num_done = checkpoint["global_step"]
+            scale = saved["step_size"] / self._step_size()
+            self._steps_ahead = (num_done + saved["steps_ahead"]) * scale - num_done
+
+    def _place_of(self, step: int) -> float:
+        """Return the place of a step in the schedule. Strategies that shard restore it after the schedule is made."""
+        # The first step, for which a new schedule asks before its own state is restored, has no place in it.
+        return max(0.0, step + self._steps_ahead)
+
+    def _step_size(self) -> int:
+        """Return the micro-batches of an optimizer step, on all ranks."""
+        ranks = self.trainer.distributed_sampler_kwargs or {}
+        return self.trainer.accumulate_grad_batches * int(ranks.get("num_replicas", 1))
 
     def configure_callbacks(self) -> list[Callback]:
         """Return no callbacks; refuse those of the Trainer that would need the model too early.

@@ -122,7 +122,7 @@ def call_factory(
 
 def make_schedule(
     name: str, *, num_steps: float, warmup_share: float, warmup_steps: int | None, end_share: float
-) -> Callable[[int], float]:
+) -> Callable[[float], float]:
     """Return the schedule of a run: the function from optimizer step to share of the peak learning rate.
 
     Args:

@@ -63,7 +63,7 @@ def group_parameters(
 
 def learning_rate_schedule(
     name: str, *, num_steps: int, num_warmup_steps: int, end_share: float = 0.0
-) -> Callable[[int], float]:
+) -> Callable[[float], float]:
     """Return the function from optimizer step (from 0) to share of the peak learning rate; never 0 in the warm-up.
 
     Args:
@@ -85,7 +85,7 @@ def learning_rate_schedule(
     return functools.partial(_share_of_peak, name, num_steps, num_warmup_steps, end_share)
 
 
-def _share_of_peak(name: str, num_steps: int, num_warmup_steps: int, end_share: float, step: int) -> float:
+def _share_of_peak(name: str, num_steps: int, num_warmup_steps: int, end_share: float, step: float) -> float:
     if step < num_warmup_steps:
         return (step + 1) / num_warmup_steps
     if name == "constant":

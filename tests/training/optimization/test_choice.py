@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_fastft.core.errors import OptionError
@@ -18,7 +18,7 @@ from tests.support.training_parts import packed_loader, quiet_trainer
 register_strategies()
 
 
-def shares(module, num_steps):
+def shares(module, num_steps=-1, *, folder=None, num_batches=4, callbacks=(), ckpt_path=None, **options):
     """Learning rates of a run, as shares of the peak, recorded by the optimizer itself."""
     found = []
 
@@ -26,9 +26,43 @@ def shares(module, num_steps):
         def on_before_optimizer_step(self, trainer, pl_module, optimizer):
             found.append(optimizer.param_groups[0]["lr"] / module.learning_rate)
 
-    trainer = quiet_trainer(max_steps=num_steps, strategy="fastft", callbacks=[Record()], accumulate_grad_batches=2)
-    trainer.fit(module, packed_loader(4))
+    options = {"accumulate_grad_batches": 2, **options}
+    trainer = quiet_trainer(folder, max_steps=num_steps, strategy="fastft", callbacks=[Record(), *callbacks], **options)
+    trainer.fit(module, packed_loader(num_batches), ckpt_path=ckpt_path)
     return found
+
+
+@pytest.mark.filterwarnings("ignore:Resumed with another setting")
+def test_a_resumed_run_with_steps_of_another_size_ends_its_schedule(tmp_path):
+    """Of 3 epochs of 12 batches, the second has 4 batches a step in place of 2; then the third 2 again, or 1."""
+
+    def run(accumulate, *, after=None):
+        saving = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1)
+        return shares(
+            tuner(warmup_steps=0, scheduler="linear"), num_batches=12, max_epochs=3, callbacks=[saving],
+            accumulate_grad_batches=accumulate, folder=tmp_path, enable_checkpointing=True,
+            ckpt_path=None if after is None else tmp_path / f"step={after}.ckpt",
+        )  # fmt: skip
+
+    whole = run(2)
+    assert whole == pytest.approx([1 - step / 18 for step in range(18)])
+    for accumulate, num_steps, num_done in ((4, 9, 3), (1, 36, 12), (2, 18, 6)):
+        found = run(accumulate, after=6)
+        assert found == pytest.approx([1 - step / num_steps for step in range(num_done, num_steps)])
+    run(4, after=6)
+    for accumulate, num_steps in ((4, 9), (2, 18), (1, 36)):
+        found = run(accumulate, after=9)
+        assert found == pytest.approx([1 - step / num_steps for step in range(num_steps * 2 // 3, num_steps)])
+
+
+@pytest.mark.filterwarnings("ignore:Resumed with another setting")
+def test_a_number_of_steps_stays_the_length_of_a_resumed_schedule(tmp_path):
+    saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    options = {"folder": tmp_path, "enable_checkpointing": True, "num_batches": 4}
+    plain = {"warmup_steps": 0, "scheduler": "linear"}
+    shares(tuner(**plain), 8, callbacks=[saving], **options)
+    found = shares(tuner(**plain), 8, accumulate_grad_batches=4, ckpt_path=tmp_path / "step=2.ckpt", **options)
+    assert found == pytest.approx([1 - step / 8 for step in range(2, 8)])
 
 
 def test_schedules_rise_and_fall_as_described():
