@@ -133,8 +133,8 @@ def compare_rows(path: Path = RESULTS_PATH) -> list[Row]:
             context=num_gpus if match["kind"] == "context" else 1,
             is_resident=name != alone_name,
         )
-        # Rows of experts train every weight.
-        is_full = bool(match["full"]) or match["kind"] == "experts"
+        # The command "experts" trains every weight, "multi" adapters.
+        is_full = bool(match["full"]) or "multi_gpu experts" in row["command"]
         options = {"device": row["device"], "is_full": is_full}
         predicted = estimate(workload, layout, num_gpus=num_gpus, **options)
         if is_full:

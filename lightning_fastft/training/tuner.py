@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -262,7 +263,10 @@ class Tuner(SavedCausalLM):
                 warmup_steps=self.warmup_steps,
                 end_share=self.min_learning_rate_share,
             )
-            schedule = LambdaLR(optimizer, lambda step: share_of_peak(step if is_counted else self._place_of(step)))
+            # No lambda: a Trainer is pickled with its schedules.
+            schedule = LambdaLR(
+                optimizer, share_of_peak if is_counted else functools.partial(self._share_at_place, share_of_peak)
+            )
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
         scheduler = self.scheduler(optimizer)
         options: dict[str, Any] = {"scheduler": scheduler, "interval": self.scheduler_interval}
@@ -287,10 +291,12 @@ class Tuner(SavedCausalLM):
             scale = saved["step_size"] / self._step_size()
             self._steps_ahead = (num_done + saved["steps_ahead"]) * scale - num_done
 
-    def _place_of(self, step: int) -> float:
-        """Return the place of a step in the schedule. Strategies that shard restore it after the schedule is made."""
-        # The first step, for which a new schedule asks before its own state is restored, has no place in it.
-        return max(0.0, step + self._steps_ahead)
+    def _share_at_place(self, share_of_peak: Callable[[float], float], step: int) -> float:
+        """Return the share of the peak learning rate at the place of a step in the schedule. Strategies that shard
+        restore that place after the schedule is made.
+        """
+        # A new schedule asks for its first step before its own state is restored.
+        return share_of_peak(max(0.0, step + self._steps_ahead))
 
     def _step_size(self) -> int:
         """Return the micro-batches of an optimizer step, on all ranks."""
