@@ -146,6 +146,11 @@ class Tuner(SavedCausalLM):
         # By how many steps the schedule is ahead of the run, whose steps before a resume may have had another size.
         self._steps_ahead = 0.0
 
+    def setup(self, stage: str) -> None:
+        """Start at the beginning of the schedule; a checkpoint is restored later."""
+        super().setup(stage)
+        self._steps_ahead = 0.0
+
     def configure_model(self) -> None:
         """Build the model once; the end of the run releases what its optimizers hold beside their state."""
         self._find_patcher().add_undo(self._release_optimizers)
@@ -280,7 +285,10 @@ class Tuner(SavedCausalLM):
         checkpoint[_SCHEDULE] = {"step_size": self._step_size(), "steps_ahead": self._steps_ahead}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Find the place in the schedule: after 8 steps of 3 micro-batches a run of 6 a step is at its fourth step."""
+        """Find the place in the schedule: 8 steps of 3 micro-batches count as 4 steps of 6.
+
+        It is exact to a step, because the last step of an epoch may have fewer micro-batches.
+        """
         super().on_load_checkpoint(checkpoint)
         saved = checkpoint.get(_SCHEDULE)
         if saved is None or self._trainer is None:
