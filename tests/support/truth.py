@@ -74,7 +74,7 @@ def assert_rounded_once(name, ours, *, plain, truth, dtype, rounded_truth=None):
     """
     assert ours.dtype is dtype
     plain, num_rows = plain.to(dtype), len(ours)
-    # Where ours has no row, plain PyTorch stands in for it, which is within any multiple of its own error.
+    # Rows that ours does not have are taken from plain PyTorch, whose own error is always within the bound.
     assert_within_bound(name, torch.cat([ours, plain[num_rows:]]), plain=plain, truth=truth, dtype=dtype)
     if dtype not in ROUNDED_DTYPES or ours.numel() < NUM_FOR_SHARE:
         return
