@@ -238,19 +238,22 @@ class OffloadCheckpointing:
         """Keep the memory that this process reserves on a device within ``vram_budget``, until the patcher undoes it.
 
         Call it before the model is built, and again once it is placed: with weights="stream" a model is built on the
-        device, and the cap begins when its weights are on the host. No-op without a budget, without CUDA, and if the
-        device has no more memory than that.
+        device, and the cap begins when its weights are on the host. There is no cap without a budget, and if the device
+        has no more memory than that. Under policy "auto" the allocator gets expandable segments in any case, because
+        the plan uses most of the device and packs of many lengths fragment the rest. No-op without CUDA.
 
         Raises:
             OptionError: The process has reserved more already.
         """
-        budget, is_moving = self.options.vram_budget_bytes, self.options.weights == "stream" and not self.stacks
-        if budget is None or device.type != "cuda" or budget >= device_bytes(device):
+        if device.type != "cuda" or self.policy != "auto":
             return
         if not self._has_segments:
             patcher.set_attribute(self, "_has_segments", True)
             if (restore := expand_segments()) is not None:
                 patcher.add_undo(restore)
+        budget, is_moving = self.options.vram_budget_bytes, self.options.weights == "stream" and not self.stacks
+        if budget is None or budget >= device_bytes(device):
+            return
         if not is_moving and self._capped_device is None:
             patcher.add_undo(cap_memory(device, budget))
             patcher.set_attribute(self, "_capped_device", device)

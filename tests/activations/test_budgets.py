@@ -100,11 +100,20 @@ def test_a_policy_caps_at_its_budget_says_so_and_raises_it_after_a_failure(calls
     assert checkpointing.advice() == "OffloadCheckpointing('auto', vram_budget=6.3)"
 
 
+@pytest.mark.parametrize("options", [{}, {"vram_budget": 80}])
+def test_a_plan_for_the_whole_gpu_expands_segments_without_a_cap(calls, options):
+    checkpointing, patcher = OffloadCheckpointing("auto", **options), ModelPatcher()
+    checkpointing.cap(DEVICE, patcher)
+    checkpointing.cap(DEVICE, patcher)
+    patcher.undo()
+    assert calls == ["expandable_segments:True", "expandable_segments:False"]
+
+
 @pytest.mark.parametrize(
-    ("options", "device"), [({}, DEVICE), ({"vram_budget": 80}, DEVICE), ({"vram_budget": 8}, torch.device("cpu"))]
+    ("policy", "options", "device"), [("auto", {"vram_budget": 8}, torch.device("cpu")), ("recompute", {}, DEVICE)]
 )
-def test_nothing_is_capped_without_a_budget_that_limits_a_gpu(calls, options, device):
-    OffloadCheckpointing("auto", **options).cap(device, ModelPatcher())
+def test_the_allocator_stays_without_a_plan_and_without_a_gpu(calls, policy, options, device):
+    OffloadCheckpointing(policy, **options).cap(device, ModelPatcher())
     assert not calls
 
 
