@@ -20,6 +20,7 @@ from lightning_fastft.kernels.expert_gate.reference import GateForm
 from lightning_fastft.kernels.expert_rows.op import combine_rows
 from lightning_fastft.kernels.expert_sort.op import sort_by_expert
 from lightning_fastft.kernels.grouped_mm.reference import GatheredRows
+from lightning_fastft.kernels.lora_linear.op import wide_product
 from lightning_fastft.moe.expert_linears import (
     CastLinear,
     ExpertLinear,
@@ -280,7 +281,7 @@ def _routing_gradient(
     d_weight_TK = d_weight_N.index_select(0, place_TK.reshape(-1)).view(place_TK.shape)
     if bias_ED is not None:
         # The bias of all experts takes one dense product: E columns are fewer than the D columns of each slot.
-        score_TE = d_y_TD.to(d_weight_N.dtype) @ bias_ED.to(d_weight_N.dtype).T
+        score_TE = wide_product(d_y_TD, bias_ED.T, dtype=d_weight_N.dtype)
         d_weight_TK = d_weight_TK + score_TE.gather(1, call.expert_TK.clamp(0, call.num_experts - 1).long())
     return torch.where(place_TK < end_E[-1], d_weight_TK, 0.0)
 
