@@ -133,10 +133,20 @@ def test_a_step_never_waits_for_the_device(has_lora):
         model(**batch).loss.backward()
 
 
+@pytest.fixture
+def sums_in_one_order(monkeypatch):
+    """The backward of flash attention adds blocks of 128 keys in any order, except in torch's deterministic mode."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.slow(20)
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_steps_from_graphs_equal_those_without(family, policy):
+def test_steps_from_graphs_equal_those_without(family, policy, sums_in_one_order):
     model = make_model(family, has_lora=True)
     recorded, plain = (on_device(model, is_fused=True, policy=policy) for _ in range(2))
     (graphs,) = install_layer_graphs(recorded, ModelPatcher())
@@ -145,8 +155,8 @@ def test_steps_from_graphs_equal_those_without(family, policy):
         found, expected = step(recorded, batch), step(plain, other)
         # The recomputed forward inside a graph is not counted.
         assert batch.context.reads.keys() == other.context.reads.keys()
-        errors = {name: relative_error(found[name], value) for name, value in expected.items()}
-        assert max(errors.values()) <= 1e-3, (number, max(errors.items(), key=lambda item: item[1]))
+        differing = [name for name, value in expected.items() if not torch.equal(found[name], value)]
+        assert not differing, (number, differing)
     assert graphs.num_replays == len(layers_of(recorded)) * (len(PACKS) - 2), graphs.reasons
 
 
