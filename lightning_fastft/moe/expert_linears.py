@@ -213,7 +213,8 @@ def _lay_out(factor: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
     """Return a factor of shape (E, R, columns) in dtype, contiguous; the tensor itself if it is already."""
     if _is_expert_last(factor):
         return exchange_ends(factor.permute(2, 1, 0), dtype=dtype, is_checked=False)
-    return factor.to(dtype).contiguous()
+    # One kernel casts and lays out; ``to`` alone returns a factor of this dtype in any order.
+    return factor.to(dtype, memory_format=torch.contiguous_format).contiguous()
 
 
 def _is_transposed(weight_EIO: torch.Tensor | QuantisedWeight) -> bool:
