@@ -238,7 +238,7 @@ def run_command(command: Sequence[str], *, log: Path, seconds: float, environmen
             _end(process)
     said = log.read_bytes()[begin:].decode(errors="replace").splitlines()
     # torchrun's own report of a failed rank comes last.
-    lines = [line for line in said if "Error" in line and "elastic" not in line]
+    lines = [line for line in said if "Error" in line and "ChildFailedError" not in line]
     return "" if code == 0 else f"ended with code {code}: {lines[-1][:300] if lines else ''}"
 
 

@@ -105,7 +105,7 @@ def _run_transformers(options: argparse.Namespace) -> None:
         data_collator=collate,
         train_dataset=_rows(options, share),
     )
-    _train(trainer, options, share, begin)
+    _train(trainer, options, share, begin=begin, loss_of=trainer.model.get_base_model())
 
 
 def _load_peft(files: Any, lora: Any, *, is_cuda: bool) -> Any:
@@ -163,12 +163,15 @@ def _run_unsloth(options: argparse.Namespace) -> None:
         local_files_only=True,
     )
     model = add_adapters(model, files.workload, target_modules=TARGET_MODULES, mode=MODES[options.mode])
+    # TRL's own default would switch it on again when training begins.
+    kept = {} if MODES[options.mode]["use_gradient_checkpointing"] else {"gradient_checkpointing": False}
     trainer = SFTTrainer(
         model=model,
         processing_class=tokenizer,
         train_dataset=sft.seed_documents(),
         args=SFTConfig(
             **training_arguments(options),
+            **kept,
             max_length=options.tokens,
             packing=True,
             dataset_text_field="text",
@@ -178,7 +181,7 @@ def _run_unsloth(options: argparse.Namespace) -> None:
     load_start(trainer.model, files.read_trained())
     trainer.train_dataset = sft.data_set(_rows(options, share), share=1.0)
     trainer._signature_columns = trainer.train_dataset.column_names
-    _train(trainer, options, share, begin)
+    _train(trainer, options, share, begin=begin)
 
 
 def training_arguments(options: argparse.Namespace) -> dict[str, Any]:
@@ -248,8 +251,23 @@ def _rows(options: argparse.Namespace, share: Any) -> list[Any]:
     return [pack for step in range(options.warmup + options.steps) for pack in share.packs_of(step)]
 
 
-def _train(trainer: Any, options: argparse.Namespace, share: Any, begin: float) -> None:
+def _train(
+    trainer: Any,
+    options: argparse.Namespace,
+    share: Any,
+    *,
+    begin: float,
+    loss_of: Any = None,
+) -> None:
     """Train, and write the record on rank 0.
+
+    Args:
+        trainer: Ready to train.
+        options: Of the run.
+        share: Packs of this rank.
+        begin: When the model began to load.
+        loss_of: Model whose loss is kept before FSDP2 rounds it to bf16, as it does with all outputs; None to keep what
+            ``training_step`` returns.
 
     Raises:
         ValueError: A batch is not the pack of this rank, or a trained tensor had no gradient.
@@ -279,10 +297,14 @@ def _train(trainer: Any, options: argparse.Namespace, share: Any, begin: float) 
             record["attention"] = describe_attention(trainer.model)
             record["description"] = f"{sft.describe_model(model)}; {units}"
         loss = own_step(model, inputs, *arguments, **keywords)
-        log.keep_loss(loss)
+        if loss_of is None:
+            log.keep_loss(loss)
         return loss
 
     trainer.training_step = training_step
+    if loss_of is not None:
+        # A sum over the labelled tokens of all ranks: the trainer multiplies it by their number.
+        loss_of.register_forward_hook(lambda module, given, output: log.keep_loss(output.loss * num_ranks))
     trainer.train()
     log.finish()
     follow.check_gradients()
