@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import multi_gpu, offload, offload_front, offload_rig
+from benchmarks import multi_gpu, multi_gpu_steps, multi_gpu_tables, offload, offload_front, offload_rig
 from benchmarks.offload_rig import Rig, Run, disagreement, exposed_ms
 from benchmarks.ruler import plans
 from benchmarks.ruler.building import build
@@ -510,7 +510,7 @@ def _rank_record(title, *, strategy="one", accumulate=1, tokens_per_s=100.0, los
         "num_tokens": 8,
         "num_warmup": 8,
         "optim_bits": 32,
-        "num_sharing": num_ranks if strategy == multi_gpu.CONTEXT else 1,
+        "num_sharing": num_ranks if strategy == multi_gpu_steps.CONTEXT else 1,
         "is_one_document": False,
         "mode": "offload",
         "versions": {},
@@ -528,7 +528,9 @@ def _rank_record(title, *, strategy="one", accumulate=1, tokens_per_s=100.0, los
 )
 def test_several_devices_are_held_to_speed_and_losses(changes, num_failed):
     ddp = _rank_record("ddp x2", strategy="ddp", num_ranks=2, **{"tokens_per_s": 197.0, **changes})
-    table = multi_gpu.multi_table([_rank_record("one GPU"), _rank_record("one GPU, accumulation 2", accumulate=2), ddp])
+    table = multi_gpu_tables.multi_table(
+        [_rank_record("one GPU"), _rank_record("one GPU, accumulation 2", accumulate=2), ddp]
+    )
     assert table.count("FAIL") == num_failed
     assert table.count("pass") == 2 - num_failed
 
@@ -549,14 +551,14 @@ def test_several_devices_are_held_to_speed_and_losses(changes, num_failed):
 )
 def test_more_ranks_are_held_to_more_times_one_device(strategy, num_ranks, times, verdict):
     record = _rank_record("several", strategy=strategy, num_ranks=num_ranks, tokens_per_s=100.0 * times)
-    table = multi_gpu.multi_table([_rank_record("one GPU"), record])
+    table = multi_gpu_tables.multi_table([_rank_record("one GPU"), record])
     (bar,) = [line for line in table.splitlines() if "times one GPU" in line]
     assert bar.endswith(verdict)
 
 
 def test_ranks_that_share_packs_are_compared_with_one_device():
-    shared = _rank_record("context x2", strategy=multi_gpu.CONTEXT, num_ranks=2, tokens_per_s=195.0)
-    table = multi_gpu.multi_table([_rank_record("one GPU"), shared])
+    shared = _rank_record("context x2", strategy=multi_gpu_steps.CONTEXT, num_ranks=2, tokens_per_s=195.0)
+    table = multi_gpu_tables.multi_table([_rank_record("one GPU"), shared])
     assert "context x2: 1.950 times" in table
     assert table.count("pass") == 2
 
@@ -564,7 +566,7 @@ def test_ranks_that_share_packs_are_compared_with_one_device():
 @pytest.mark.parametrize(("losses", "verdict"), [((5.0, 4.9), "pass"), ((5.0, 4.88), "FAIL")])
 def test_owned_experts_are_compared_with_gathered_ones(losses, verdict):
     owned = _rank_record("experts x2", strategy=multi_gpu.EXPERTS, num_ranks=2, tokens_per_s=150.0, losses=losses)
-    table = multi_gpu.expert_table([_rank_record("fsdp x2", strategy="fsdp", num_ranks=2), owned])
+    table = multi_gpu_tables.expert_table([_rank_record("fsdp x2", strategy="fsdp", num_ranks=2), owned])
     assert "1.500 times" in table
     assert verdict in table
 
@@ -574,14 +576,14 @@ def test_losses_that_do_not_fall_prove_nothing():
         _rank_record("acc", accumulate=2, losses=(5.0, 5.0)),
         _rank_record("ddp x2", strategy="ddp", num_ranks=2, losses=(5.0, 5.0)),
     ]
-    assert "FAIL" in multi_gpu.multi_table(records)
-    assert "FAIL" in multi_gpu.full_table([_rank_record("full", losses=(5.0, math.nan))])
-    assert "pass" in multi_gpu.full_table([_rank_record("full")])
+    assert "FAIL" in multi_gpu_tables.multi_table(records)
+    assert "FAIL" in multi_gpu_tables.full_table([_rank_record("full", losses=(5.0, math.nan))])
+    assert "pass" in multi_gpu_tables.full_table([_rank_record("full")])
 
 
 def test_every_rank_gets_its_own_packs_and_the_window_divides_the_loss():
-    packs = multi_gpu.make_packs(TINY)[:8]
-    shares = [multi_gpu.Share(packs, rank=rank, num_ranks=2, accumulate=2, num_warmup=8) for rank in range(2)]
+    packs = multi_gpu_steps.make_packs(TINY)[:8]
+    shares = [multi_gpu_steps.Share(packs, rank=rank, num_ranks=2, accumulate=2, num_warmup=8) for rank in range(2)]
     seen = [share.batch(number)["input_ids"][0] for number in range(2) for share in shares]
     assert all(torch.equal(ids, torch.from_numpy(pack.input_id_T)) for ids, pack in zip(seen, packs))
     # Steps of the warm-up repeat their packs; the first timed step, of micro-batches 16 and 17, has the next four.
@@ -592,13 +594,13 @@ def test_every_rank_gets_its_own_packs_and_the_window_divides_the_loss():
 
 
 def test_packs_of_a_step_cost_alike_whatever_the_number_of_steps():
-    packs = multi_gpu.make_packs(replace(TINY, num_packs=4 * 64))
-    found = multi_gpu.balance(packs, num_step_packs=4)
+    packs = multi_gpu_steps.make_packs(replace(TINY, num_packs=4 * 64))
+    found = multi_gpu_steps.balance(packs, num_step_packs=4)
     costs = [[sum(length**2 for length in pack.lengths) for pack in order] for order in (packs, found)]
     assert sorted(costs[0]) == sorted(costs[1])
     plain, balanced = (np.reshape(cost, (-1, 4)).max(axis=1).mean() / np.mean(cost) for cost in costs)
     assert balanced < 1.05 < plain
-    assert multi_gpu.balance(packs[: 4 * 32], num_step_packs=4) == found[: 4 * 32]
+    assert multi_gpu_steps.balance(packs[: 4 * 32], num_step_packs=4) == found[: 4 * 32]
 
 
 # Over half a minute: with the long half of the other tests.

@@ -428,7 +428,7 @@ def test_ours_trains_with_averages_in_8_bits_on_either_device(files, records):
 
 def test_check_batch_refuses_other_tokens_and_labels():
     pack = make_packs(TINY)[0]
-    expected = sft._expected(pack, share=0.3)
+    expected = sft.expected_batch(pack, share=0.3)
     batch = {key: torch.from_numpy(value)[None] for key, value in expected.items()}
     assert sft.check_batch(batch, expected)["labels"] == "(1, 256)"
     without_positions = {key: value for key, value in batch.items() if key != "position_ids"}

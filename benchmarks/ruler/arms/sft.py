@@ -72,9 +72,9 @@ def run_cases(
 
         def body(recorder: CaseRecorder) -> None:
             rows, share = [recorder.pack_at(step) for step in range(recorder.num_total)], recorder.case.label_share
-            driver.expected = _expected(rows[0], share=share)
+            driver.expected = expected_batch(rows[0], share=share)
             load_start(trainer.model, start)
-            train(trainer, _data_set(rows, share=share), driver=driver, recorder=recorder, is_cuda=is_cuda)
+            train(trainer, data_set(rows, share=share), driver=driver, recorder=recorder, is_cuda=is_cuda)
 
         run_case(one, body, log=log)
         trainer.model.zero_grad(set_to_none=True)
@@ -112,7 +112,8 @@ def describe_model(model: torch.nn.Module) -> str:
     return f"{text}; frozen: {len(frozen)} tensors {frozen[:3]}; checkpointing in {num_recomputed} modules"
 
 
-def _data_set(packs: list[Pack], *, share: float) -> Any:
+def data_set(packs: list[Pack], *, share: float) -> Any:
+    """Return the packs as a data set that a trainer has prepared."""
     from datasets import Dataset
 
     return Dataset.from_dict(
@@ -124,7 +125,8 @@ def _data_set(packs: list[Pack], *, share: float) -> Any:
     )
 
 
-def _expected(pack: Pack, *, share: float) -> dict[str, np.ndarray]:
+def expected_batch(pack: Pack, *, share: float) -> dict[str, np.ndarray]:
+    """Return what a collated pack must hold."""
     return {"input_ids": pack.input_id_T, "labels": pack.label_T(share), "position_ids": pack.position_T()}
 
 
