@@ -6,13 +6,14 @@ each rank the pack that ours gives it. Logging and the filter of NaN losses, whi
 
 - "transformers-fsdp": FSDP2 as TrainingArguments documents it, one unit for each layer. Modes: "recompute" (activation
   checkpointing of FSDP, which transformers recommends over its own: one all-gather less), "keep"; "+resident":
-  ``reshard_after_forward`` is false; "+liger": Liger's norms, rotary, SwiGLU and cross-entropy. Its fused linear loss
-  reads the weight of the head, which FSDP2 has sharded.
+  ``reshard_after_forward`` is false; "+liger": Liger's norms, rotary, SwiGLU and cross-entropy. Liger's fused linear loss
+  is off: it reads the weight of the head, which is a shard outside of the head's forward.
 - "transformers-ddp": modes "recompute" (checkpointing of transformers, not reentrant), "keep", and "+liger" with the fused
   linear loss.
 - "unsloth-ddp": FastLanguageModel and the SFTTrainer it prepares, started by torchrun; modes as in
-  benchmarks/ruler/arms/unsloth.py. "unsloth-fsdp": the same with the FSDP2 arguments of "transformers-fsdp"; Unsloth's
-  documentation says that FSDP of accelerate works, and gives no example.
+  benchmarks/ruler/arms/unsloth.py. "+alone": each process sees its own GPU only.
+- "unsloth-fsdp": the same with the FSDP2 arguments of "transformers-fsdp". Unsloth's documentation says that FSDP of
+  accelerate works, and gives no example.
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ PEERS = {
 }
 
 
+# What may be added to a mode.
+MORE_WORDS = dict(zip(PEERS, ({"liger", "resident"}, {"liger"}, {"alone"}, {"alone"}), strict=True))
+
+
 def parse_peer(text: str) -> tuple[str, str]:
     """Return strategy and mode of a peer; without a mode, the first of its modes.
 
@@ -49,11 +54,10 @@ def parse_peer(text: str) -> tuple[str, str]:
     if strategy not in PEERS:
         raise ValueError(f"There is no run {text!r}; peers are {', '.join(PEERS)}.")
     first, *others = (mode or PEERS[strategy][0]).split("+")
-    known = {"transformers-fsdp": {"liger", "resident"}, "transformers-ddp": {"liger"}}.get(strategy, set())
-    if first not in PEERS[strategy] or not set(others) <= known:
+    if first not in PEERS[strategy] or not set(others) <= MORE_WORDS[strategy]:
         raise ValueError(
-            f"Modes of {strategy} are {' or '.join(PEERS[strategy])}"
-            f"{', each with +' + ' or +'.join(sorted(known)) if known else ''}; got {text!r}."
+            f"Modes of {strategy} are {' or '.join(PEERS[strategy])}, each with +{' or +'.join(sorted(MORE_WORDS[strategy]))}; "
+            f"got {text!r}."
         )
     return strategy, "+".join([first, *others])
 
@@ -63,6 +67,10 @@ def main(arguments: Sequence[str]) -> int:
     options = argparse.Namespace(**json.loads(arguments[0]))
     options.out, options.root = Path(options.out), Path(options.root)
     os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")
+    if "alone" in options.mode.split("+"):
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[_local_rank()] if visible else str(_local_rank())
+        os.environ["LOCAL_RANK"] = "0"
     import torch
 
     if options.device == "cuda":
@@ -162,9 +170,10 @@ def _run_unsloth(options: argparse.Namespace) -> None:
         device_map={"": _local_rank()},
         local_files_only=True,
     )
-    model = add_adapters(model, files.workload, target_modules=TARGET_MODULES, mode=MODES[options.mode])
+    mode = MODES[options.mode.partition("+")[0]]
+    model = add_adapters(model, files.workload, target_modules=TARGET_MODULES, mode=mode)
     # TRL's own default would switch it on again when training begins.
-    kept = {} if MODES[options.mode]["use_gradient_checkpointing"] else {"gradient_checkpointing": False}
+    kept = {} if mode["use_gradient_checkpointing"] else {"gradient_checkpointing": False}
     trainer = SFTTrainer(
         model=model,
         processing_class=tokenizer,
@@ -251,14 +260,7 @@ def _rows(options: argparse.Namespace, share: Any) -> list[Any]:
     return [pack for step in range(options.warmup + options.steps) for pack in share.packs_of(step)]
 
 
-def _train(
-    trainer: Any,
-    options: argparse.Namespace,
-    share: Any,
-    *,
-    begin: float,
-    loss_of: Any = None,
-) -> None:
+def _train(trainer: Any, options: argparse.Namespace, share: Any, *, begin: float, loss_of: Any = None) -> None:
     """Train, and write the record on rank 0.
 
     Args:
