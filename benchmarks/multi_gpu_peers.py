@@ -62,7 +62,7 @@ def parse_peer(text: str) -> tuple[str, str]:
     return strategy, "+".join([first, *others])
 
 
-def main(arguments: Sequence[str]) -> int:
+def run_rank(arguments: Sequence[str]) -> int:
     """Train as one rank; rank 0 writes the record."""
     options = argparse.Namespace(**json.loads(arguments[0]))
     options.out, options.root = Path(options.out), Path(options.root)
@@ -397,4 +397,4 @@ def _gradient_squares(model: Any) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_rank(sys.argv[1:]))

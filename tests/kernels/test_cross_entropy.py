@@ -7,7 +7,7 @@ from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels import logit_rows
 from lightning_fastft.kernels.cross_entropy import op, reference
 from lightning_fastft.kernels.cross_entropy.op import labelled_cross_entropy, labelled_log_probs, token_statistics
-from lightning_fastft.kernels.logit_rows import Head
+from lightning_fastft.kernels.logit_rows import Head, LabelledRows, logit_chunks
 from tests.support.kernel_harness import load_with_fault, planted_faults
 from tests.support.loss_twins import cross_entropy_twin, log_probs_twin
 from tests.support.truth import Watch, assert_within_bound, one_unit, poisoned
@@ -185,12 +185,12 @@ FAULTS = {
 # In the code that cross-entropy shares with other functions of rows.
 SHARED_FAULTS = {
     "padding rows trained": (
-        "for begin in range(0, rows.{num_rows => num_padded}, rows.chunk_rows): end = min(begin + "
-        "rows.chunk_rows, rows.{num_rows => num_padded})"
+        "for begin in range(0, rows.{num_rows => num_padded}, chunk_rows): end = min(begin + "
+        "chunk_rows, rows.{num_rows => num_padded})"
     ),
     "last chunk lost": (
-        "for begin in range(0, rows.num_rows{ => - rows.chunk_rows}, rows.chunk_rows): end = min(begin + "
-        "rows.chunk_rows, rows.num_rows)"
+        "for begin in range(0, rows.num_rows{ => - chunk_rows}, chunk_rows): end = min(begin + "
+        "chunk_rows, rows.num_rows)"
     ),
     "weight gradient of the last chunk only": "sum_VD.addmm_(left_VR, right_RD{ => , beta=0})",
     "rows not scattered": "d_hidden_TD{.index_copy_(0, row_R[:num_rows], d_row_RD) => [:num_rows] = d_row_RD}",
@@ -437,6 +437,13 @@ def test_autocast_computes_in_its_dtype_and_returns_gradients_in_the_inputs():
     for one, other in zip(gradients, wanted):
         assert one.dtype is torch.float32
         torch.testing.assert_close(one.bfloat16(), other)
+
+
+@pytest.mark.parametrize(("width", "sizes"), [(8, [1024, 1024, 952]), (1152, [1152, 1152, 696]), (2560, [2048, 952])])
+def test_logits_take_no_more_memory_than_the_weight_of_narrow_states(width, sizes):
+    head = Head(torch.zeros(3000, width), torch.zeros(2, width))
+    chunks = logit_chunks(head, LabelledRows(None, 3000, 3000), dtype=torch.float32)
+    assert [chunk.logits_RV.shape[0] for chunk in chunks] == sizes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
