@@ -52,7 +52,9 @@ class ModelSwaps(GivenOnce, Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Register the swap with a FineTuner that builds its model later; refuse a second callback of this class."""
         super().setup(trainer, pl_module, stage)
-        self._patcher = patcher_of(trainer)
+        patcher = patcher_of(trainer)
+        # Forgotten when the run ends.
+        patcher.set_attribute(self, "_patcher", patcher)
         register: Any = getattr(pl_module, "register_transform", None)
         if callable(register):
             # A model that is already built is swapped when the run starts.
@@ -69,14 +71,6 @@ class ModelSwaps(GivenOnce, Callback):
         self._install(pl_module)
 
     on_validation_start = on_test_start = on_predict_start = on_fit_start
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Forget the run; its patcher has undone the swaps."""
-        self._patcher = None
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Forget the run; its patcher has undone the swaps."""
-        self._patcher = None
 
     def _transform(self, model: nn.Module) -> None:
         # A FineTuner may still have the transform of a run that ended before the model was built.

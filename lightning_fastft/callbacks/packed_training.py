@@ -67,6 +67,8 @@ class PackedTraining(GivenOnce, Callback):
                 "PackedTraining: remove the callback and pass attention= and activations= to the strategy."
             )
         self._precede_searches(trainer)
+        # A step that failed is forgotten when the run ends.
+        patcher_of(trainer).set_attribute(self, "_step", None)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Install before sanity validation, after configure_model."""
@@ -120,14 +122,6 @@ class PackedTraining(GivenOnce, Callback):
     def on_predict_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         """Refuse a step whose packed batch no attention layer read."""
         self._check(pl_module, where="predict_step")
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Forget the step; the run's patcher has undone the changes."""
-        self._step = None
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Forget the step; the run's patcher has undone the changes."""
-        self._step = None
 
     def _precede_searches(self, trainer: pl.Trainer) -> None:
         """Move before Lightning's searches, which train in the first hook after the model is built."""

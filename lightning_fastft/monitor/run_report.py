@@ -240,7 +240,8 @@ class RunReport(GivenOnce, Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Read the remaining values with a host sync, and gather those of the other ranks."""
         self._pause()
-        self._close_detector()
+        if self._is_own_detector and self._run.detector is not None:
+            self._run.detector.close()
         self._run.add_losses(self._copies.wait())
         self._run.add_scalars(self._scalar_copies.wait())
         self._run.times.poll(wait=True)
@@ -253,9 +254,6 @@ class RunReport(GivenOnce, Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Write the values so far. Wait for the device and other ranks only if all ranks saved and stopped."""
-        self._close_detector()
-        if self._profile is not None:
-            self._profile.cancel()
         state = (
             "stopped"
             if isinstance(exception, RunStopped)
@@ -279,7 +277,6 @@ class RunReport(GivenOnce, Callback):
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Release device objects."""
-        self._close_detector()
         self._copies.clear()
         self._scalar_copies.clear()
         self._run.times.drop()
@@ -296,10 +293,6 @@ class RunReport(GivenOnce, Callback):
         self._last_end = None
         if self._is_own_detector and self._run.detector is not None:
             self._run.detector.pause()
-
-    def _close_detector(self) -> None:
-        if self._is_own_detector and self._run.detector is not None:
-            self._run.detector.close()
 
     def _begin_profile(self, trainer: pl.Trainer, batch_idx: int) -> bool:
         is_last = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
