@@ -36,9 +36,9 @@ from lightning_fastft.core.errors import OptionError, printable
 from lightning_fastft.packing.reading.sources import check_exists
 
 # Options that the parser does not know, by command.
-_PLAN_OPTIONS = ("--gpu", "--vram-gib", "--host-gib", "--document-tokens")
-_CLUSTER_OPTIONS = ("--gpus", "--nodes", "--node-link", "--network", "--step-ms")
-_OWN_OPTIONS = {"data": ("--out",), "plan": (*_PLAN_OPTIONS, *_CLUSTER_OPTIONS)}
+PLAN_OPTIONS = ("--gpu", "--vram-gib", "--host-gib", "--document-tokens")
+CLUSTER_OPTIONS = ("--gpus", "--nodes", "--node-link", "--network", "--step-ms")
+_OWN_OPTIONS = {"data": ("--out",), "plan": (*PLAN_OPTIONS, *CLUSTER_OPTIONS)}
 # Data that a command opens, by data module and option. Example paths of a config may be missing where doctor reads it.
 _OPENED: dict[str, dict[str, tuple[str, ...]]] = {
     "PackedDataModule": {
