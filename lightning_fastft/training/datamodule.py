@@ -294,7 +294,7 @@ class PackedDataModule(SplitDataModule):
             pin_memory=self._pins_memory(),
             max_reject_share=self.max_reject_share,
             rejected_path=self.rejected_file("train", is_of_rank=True),
-            batch_options=self._padding(),
+            padding=self._padding(),
         )
 
     def _open_training_stream(self) -> Iterable[PackedBatch]:

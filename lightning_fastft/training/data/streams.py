@@ -25,7 +25,7 @@ from lightning_fastft.packing.document import Document
 from lightning_fastft.packing.reading.streams import RowStream
 from lightning_fastft.packing.rows.rejects import Reject
 from lightning_fastft.packing.step_plan import window_items
-from lightning_fastft.packing.stream import EMPTY_PACK_TOKENS, prefetch
+from lightning_fastft.packing.stream import pad_empty, prefetch
 from lightning_fastft.packing.tokens.chunks import Chunk
 from lightning_fastft.packing.tokens.tokenisation import Setup
 from lightning_fastft.packing.windows import (
@@ -71,7 +71,7 @@ class TrainingStream:
         pin_memory: Whether batches are pinned.
         max_reject_share: Largest allowed share of rejected rows.
         rejected_path: File of this rank's rejected rows; None for none.
-        batch_options: Keyword arguments of ``collate``.
+        padding: The padding of packs, as ``collate`` takes it.
 
     Raises:
         DataError: The first rows cannot be trained, or ranks read different streams.
@@ -90,13 +90,13 @@ class TrainingStream:
         pin_memory: bool,
         max_reject_share: float,
         rejected_path: Path | None,
-        batch_options: dict[str, Any],
+        padding: dict[str, Any],
     ) -> None:
         self.name = stream.name
         self._world_size, self._rank = ranks
         self._accumulate, self._seed, self._num_workers = accumulate, seed, num_workers
         self._pins_memory = pin_memory and torch.cuda.is_available()
-        self._rejected_path, self._batch_options = rejected_path, batch_options
+        self._rejected_path, self._padding = rejected_path, padding
         self._max_tokens = setup.options.max_tokens
         self._has_state = stream.has_state
         first = read_first_chunk(stream, setup=setup)
@@ -244,10 +244,8 @@ class TrainingStream:
             for place in range(skipped, len(order)):
                 pack = int(order[place])
                 documents: list[Document] = window.packs[pack] if pack < len(window.packs) else []
-                options = dict(self._batch_options)
-                if not documents and options["pad_to"] is None:
-                    options["pad_to"] = EMPTY_PACK_TOKENS
-                batch = collate(documents, num_items=float(num_items_M[place]), index=number + place, **options)
+                padding = pad_empty(documents, self._padding)
+                batch = collate(documents, num_items=float(num_items_M[place]), index=number + place, **padding)
                 yield batch.pin_memory() if self._pins_memory else batch
 
         return prefetch(make()) if self._num_workers else make()
