@@ -24,6 +24,7 @@ from lightning_fastft.training.model.construction import (
     add_lora,
     apply_transforms,
     check_averaging,
+    describe_model,
     find_mesh,
     first_packs,
     keep_equal_tensors,
@@ -37,7 +38,6 @@ from lightning_fastft.training.model.dtypes import (
     resolve_sharded_masters,
 )
 from lightning_fastft.training.model.options import ModelOptions
-from lightning_fastft.training.model.summary import describe_model
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
