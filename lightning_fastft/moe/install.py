@@ -96,7 +96,7 @@ def install_bincount_router(root: nn.Module, patcher: ModelPatcher) -> list[Stat
     return statuses
 
 
-def install_fp8_experts(root: nn.Module, patcher: ModelPatcher, *, is_emulated: bool = False) -> list[Fp8Experts]:
+def install_fp8_experts(root: nn.Module, patcher: ModelPatcher, *, is_emulated: bool) -> list[Fp8Experts]:
     """Compute the products of frozen expert weights of every model inside root in fp8, where BincountRouter runs them.
 
     is_emulated computes in plain PyTorch, on any device.

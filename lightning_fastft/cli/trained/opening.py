@@ -86,7 +86,7 @@ def check_source(name: str) -> Path:
     return source
 
 
-def find_device(name: str, *, default: str = "auto") -> torch.device:
+def find_device(name: str) -> torch.device:
     """Return the device of ``--device``; "auto" is the GPU where there is one.
 
     Raises:
@@ -96,7 +96,6 @@ def find_device(name: str, *, default: str = "auto") -> torch.device:
     with phase("importing torch"):
         import torch
 
-    name = name or default
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -117,7 +116,7 @@ def read_request(given: Namespace, *, device: str = "auto", **choices: Any) -> R
         OptionError: There is nothing at source, or ``--device`` is no device of torch.
     """
     source = check_source(given.source)
-    place = find_device(given.device, default=device)
+    place = find_device(given.device or device)
     return Request(source, place, base=given.base, accepts_other_base=given.accept_other_base, **choices)
 
 

@@ -252,7 +252,7 @@ def normed_gradients(
     *,
     form: NormForm | None,
     needs: Sequence[bool],
-    d_magnitudes: Sequence[torch.Tensor | None] = (),
+    d_magnitudes: Sequence[torch.Tensor | None],
 ) -> Grads:
     """Return the gradients of project_normed: of the rows, of the norm's weight, and of FusedLinear.tensors.
 
