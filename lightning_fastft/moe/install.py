@@ -166,7 +166,8 @@ def _check(model: PreTrainedModel) -> list[_Layer]:
     for name, module in found:
         experts = _inner_experts(module)
         try:
-            _check_weights(experts)
+            for weight_name in stack_names(experts):
+                check_weight(experts, weight_name, getattr(experts, weight_name))
             if _is_llama4(module) and "forward" in {*vars(module), *vars(experts)}:
                 raise UnsupportedModelError("its forward was replaced on this instance, so a swap would not be called")
             layers.append(_Layer(name, module, experts, recognise_gate(experts)))
@@ -175,11 +176,6 @@ def _check(model: PreTrainedModel) -> list[_Layer]:
                 f"{title}, {name}: {error}. Remove BincountRouter to train it with transformers' own experts."
             ) from error
     return layers
-
-
-def _check_weights(experts: nn.Module) -> None:
-    for name in stack_names(experts):
-        check_weight(experts, name, getattr(experts, name))
 
 
 def _swap(model: PreTrainedModel, layer: _Layer, patcher: ModelPatcher) -> None:

@@ -229,7 +229,7 @@ class CausalLMModule(LightningModule):
 
     def _build(self, *, device: torch.device, dtype: torch.dtype, is_sharded: bool) -> Filler | None:
         """Load and adapt the model; return what fills it where it will be sharded."""
-        from lightning_fastft.hf.lora_init import changes_base, is_eva, read_initial
+        from lightning_fastft.hf.lora_init import changes_base, read_initial
 
         # One seed for all ranks: adapters and random weights must be equal where nothing broadcasts them.
         seed = torch.initial_seed()
@@ -262,7 +262,7 @@ class CausalLMModule(LightningModule):
                 options=self._options,
             )
             self._initial = read_initial(model) if changes_base(lora) else None
-            if is_eva(lora):
+            if lora.init_lora_weights == "eva":
                 self._initialise_eva(model, is_sharded=is_sharded)
         self.model = apply_transforms(model, self._transforms.values(), stage="after_adapters")
         self.strict_loading = not self.has_adapters

@@ -226,13 +226,13 @@ def add_lora(
     """
     from lightning_fastft.hf.lora import add_adapters
     from lightning_fastft.hf.lora_folders import add_frozen_adapters, check_adapter_base, load_adapter
-    from lightning_fastft.hf.lora_init import initialise_loftq, is_loftq
+    from lightning_fastft.hf.lora_init import initialise_loftq
 
     compute_dtype = model.dtype
     adapter, frozen_adapters = options.adapter, options.frozen_adapters or ()
     for folder in (*([] if adapter is None else [adapter]), *frozen_adapters):
         check_adapter_base(folder, base=model, accept_other=options.accept_other_base)
-    with_loftq = is_loftq(lora)
+    with_loftq = lora.init_lora_weights == "loftq"
     if with_loftq:
         # Saved adapters must not ask PEFT for LoftQ, which would quantise the base that they are loaded onto.
         lora.init_lora_weights = True
