@@ -33,13 +33,9 @@ class ModelSwaps(GivenOnce, Callback):
 
     def __init__(self) -> None:
         self._patcher: ModelPatcher | None = None
-        self._is_installed = False
+        # Whether the swaps are in place.
+        self.is_installed = False
         self._statuses: list[Status] = []
-
-    @property
-    def is_installed(self) -> bool:
-        """Whether the swaps are in place."""
-        return self._is_installed
 
     def install(self, root: nn.Module, patcher: ModelPatcher) -> list[Status]:
         """Swap modules of root through the patcher, and return the statuses."""
@@ -78,9 +74,9 @@ class ModelSwaps(GivenOnce, Callback):
             self._install(model)
 
     def _install(self, root: nn.Module) -> None:
-        if self._is_installed:
+        if self.is_installed:
             return
         assert self._patcher is not None, "setup comes first"
         with self._patcher.stage():
-            self._patcher.set_attribute(self, "_is_installed", True)
+            self._patcher.set_attribute(self, "is_installed", True)
             self._statuses = self.install(root, self._patcher)

@@ -57,12 +57,8 @@ class PackedSteps:
         self._statuses: list[Status] = []
         self._layers: list[nn.Module] = []
         self._checks: tuple[Callable[[], Status | None], ...] = ()
-        self._is_installed = False
-
-    @property
-    def is_installed(self) -> bool:
-        """Whether the swaps are in place."""
-        return self._is_installed
+        # Whether the swaps are in place.
+        self.is_installed = False
 
     def install(self, module: nn.Module, patcher: ModelPatcher, environment: RunEnvironment | None = None) -> None:
         """Install on every transformers model inside module until the patcher is undone.
@@ -73,7 +69,7 @@ class PackedSteps:
             UnsupportedModelError: A family cannot be trained exactly on packs.
             OptionError: An option does not fit the model.
         """
-        if self._is_installed:
+        if self.is_installed:
             return
         if "transformers.modeling_utils" not in sys.modules:
             # Without a transformers model nothing is imported, because PEFT would import bitsandbytes.
@@ -86,7 +82,7 @@ class PackedSteps:
 
         self.backends_used.clear()
         with patcher.stage():
-            patcher.set_attribute(self, "_is_installed", True)
+            patcher.set_attribute(self, "is_installed", True)
             installation = install_packed_training(
                 module,
                 patcher,
