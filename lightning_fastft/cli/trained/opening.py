@@ -244,7 +244,7 @@ def _open_adapters(request: Request) -> Opened:
     if not name:
         raise OptionError(f"{request.source} does not say which model its adapters belong to. Add --base NAME.")
     dtype = _merge_dtype(request, {"model": name, "dtype": "auto"})
-    tokenizer = _tokenizer_of(request.source, base=name)
+    tokenizer = str(request.source) if (request.source / "tokenizer_config.json").is_file() else name
     base = FineTuner(name, tokenizer=tokenizer, dtype=dtype).to(request.device)  # type: ignore[arg-type]
     is_quantised = _is_bnb(base)
     if request.is_merged and is_quantised:
@@ -286,11 +286,6 @@ def _is_bnb(module: FineTuner) -> bool:
     held = getattr(module.source.config, "quantization_config", None) or {}
     method = held.get("quant_method") if isinstance(held, dict) else getattr(held, "quant_method", None)
     return str(getattr(method, "value", method)) in ("bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit")
-
-
-def _tokenizer_of(folder: Path, *, base: str) -> str:
-    """Return the folder of the tokenizer: that of the adapters, else that of the base."""
-    return str(folder) if (folder / "tokenizer_config.json").is_file() else base
 
 
 def _dtype_of(state_dict: dict[str, torch.Tensor]) -> str:
