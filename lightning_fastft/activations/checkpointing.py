@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_fastft.activations.budgets import cap_memory, device_bytes, expand_segments, peak_memory_bytes
-from lightning_fastft.activations.frozen_weights import GatheredWeights, MovableWeights
+from lightning_fastft.activations.frozen_weights import FrozenWeights, GatheredWeights
 from lightning_fastft.activations.segments import Segment
 from lightning_fastft.activations.stack import NOTCH, SegmentStack, StackOptions
 from lightning_fastft.core.checks import check_choice, check_float, check_int
@@ -140,7 +140,7 @@ class OffloadCheckpointing:
         *,
         stacks: Iterable[nn.Module] = (),
         environment: RunEnvironment | None = None,
-        weights: MovableWeights | None = None,
+        weights: FrozenWeights | None = None,
         gathered: GatheredWeights | None = None,
         vocab_size: int = 0,
         name: str = STATUS_NAME,
@@ -153,7 +153,7 @@ class OffloadCheckpointing:
             stacks: Modules around the layers with the checkpointing flag of transformers, which disables their
                 key/value cache.
             environment: Environment of the run; None for a single process without a strategy.
-            weights: Moves the frozen weights of the layers to the host; None if they cannot move.
+            weights: The frozen weights of the layers; None if they cannot move to the host.
             gathered: Lets sharded frozen weights stay gathered; None if none are sharded.
             vocab_size: Columns of the logits, to predict the memory of the first steps; 0 if unknown.
             name: Name of the status; each of several models has its own.

@@ -27,7 +27,8 @@ class PlanExecutor:
         )
         self._segments = segments
         self._buffers = buffers
-        self._streams: CopyStreams | None = None
+        # The copy streams; None if there are none yet.
+        self.streams: CopyStreams | None = None
 
     def apply(
         self, plan: Sequence[SegmentPlan], *, device: torch.device, input_bytes: int, cost: StepCost | None = None
@@ -64,14 +65,9 @@ class PlanExecutor:
 
     def streams_of(self, device: torch.device) -> CopyStreams:
         """Return the copy streams of a device, which activations and weights share."""
-        if self._streams is None or self._streams.device != device:
-            self._streams = self.make_copy_streams(device)
-        return self._streams
-
-    @property
-    def streams(self) -> CopyStreams | None:
-        """The copy streams; None if there are none yet."""
-        return self._streams
+        if self.streams is None or self.streams.device != device:
+            self.streams = self.make_copy_streams(device)
+        return self.streams
 
     def describe(self) -> list[str]:
         """Return short texts for the kept layers, offloaded tensors and held values of the present plan."""

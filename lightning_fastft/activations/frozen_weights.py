@@ -32,18 +32,6 @@ class StreamedWeights(NamedTuple):
     enter_backward: Callable[[], None] | None = None
 
 
-class MovableWeights(NamedTuple):
-    """Functions that move the frozen weights of a model to the host.
-
-    Args:
-        stream: Moves the weights of the decoder layers and of the input embedding.
-        embedding_bytes: Returns the size of the embedding that would move with them.
-    """
-
-    stream: Callable[[CopyStreams], StreamedWeights]
-    embedding_bytes: Callable[[], int]
-
-
 class GatheredWeights(NamedTuple):
     """Units of frozen weights that are sharded over ranks, and gathered for each use unless they stay gathered.
 
@@ -79,13 +67,25 @@ class GatheredWeights(NamedTuple):
 
 
 class FrozenWeights:
-    """Measure the frozen weights of layers, and move them to the host at most once."""
+    """Measure the frozen weights of layers, and move them to the host at most once.
 
-    def __init__(self, layers: Sequence[nn.Module], movable: MovableWeights | None) -> None:
+    Args:
+        layers: Decoder layers, in order.
+        move: Moves their weights and the input embedding to the host; None if they cannot move.
+        resident_embedding_bytes: Returns the size of the embedding that would move with them.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        *,
+        move: Callable[[CopyStreams], StreamedWeights] | None = None,
+        resident_embedding_bytes: Callable[[], int] = no_bytes,
+    ) -> None:
         self.layer_bytes = [frozen_bytes(layer) for layer in layers]
         self.streamed: StreamedWeights | None = None
-        self.move = None if movable is None else movable.stream
-        self._resident_embedding_bytes = no_bytes if movable is None else movable.embedding_bytes
+        self.move = move
+        self._resident_embedding_bytes = resident_embedding_bytes
 
     @property
     def can_move(self) -> bool:

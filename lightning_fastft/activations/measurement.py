@@ -43,8 +43,8 @@ class Measurement:
         layers: Sequence[nn.Module],
         segments: Sequence[Segment],
         *,
-        measures_gap: bool = False,
-        find_streams: Callable[[], CopyStreams | None] = lambda: None,
+        measures_gap: bool,
+        find_streams: Callable[[], CopyStreams | None],
     ) -> None:
         self._segments = segments
         self._find_streams = find_streams

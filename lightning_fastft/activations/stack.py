@@ -13,7 +13,7 @@ from torch import nn
 from lightning_fastft.activations.budgets import auto_host_bytes, auto_vram_bytes, check_not_unified, is_unified
 from lightning_fastft.activations.engine import OffloadEngine
 from lightning_fastft.activations.execution import PlanExecutor
-from lightning_fastft.activations.frozen_weights import FrozenWeights, GatheredWeights, MovableWeights
+from lightning_fastft.activations.frozen_weights import FrozenWeights, GatheredWeights
 from lightning_fastft.activations.measurement import Measurement
 from lightning_fastft.activations.probe import measure_machine
 from lightning_fastft.activations.segments import KEEP, RECOMPUTE, Segment, is_random
@@ -62,7 +62,7 @@ class SegmentStack:
         layers: Decoder layers, in order.
         options: Options of the policy.
         environment: Environment of the run.
-        weights: Moves the frozen weights of the layers to the host; None if they cannot move.
+        weights: The frozen weights of the layers; None if they cannot move to the host.
         gathered: Sharded frozen weights, which may stay gathered in memory that the first plan leaves; None without
             any.
         vocab_size: Columns of the logits, for the memory of the first steps.
@@ -75,7 +75,7 @@ class SegmentStack:
         options: StackOptions,
         *,
         environment: RunEnvironment,
-        weights: MovableWeights | None = None,
+        weights: FrozenWeights | None = None,
         gathered: GatheredWeights | None = None,
         vocab_size: int = 0,
         name: str = "",
@@ -95,7 +95,7 @@ class SegmentStack:
             layers, self.segments, measures_gap=has_budget, find_streams=lambda: self.executor.streams
         )
         self._layers, self._vocab_size = layers, vocab_size
-        self.weights = FrozenWeights(layers, weights)
+        self.weights = FrozenWeights(layers) if weights is None else weights
         self._gathered = gathered
         # Their description for the user, once it is decided.
         self.describe_gathered: Callable[[], str] = str

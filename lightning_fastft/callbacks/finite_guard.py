@@ -182,14 +182,6 @@ class FiniteGuard(GivenOnce, Callback):
         finally:
             self._stop()
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Release the optimizer."""
-        self._stop()
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Release the optimizer."""
-        self._stop()
-
     def _judge_run(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Status:
         """Return how this run is guarded, or why not."""
         # A loop under Fabric may train a plain module, and reports each step to this callback.

@@ -165,14 +165,6 @@ class GradientHealth(GivenOnce, Callback):
             judge.finish()
         self._stop_watching()
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Stop watching."""
-        self._stop_watching()
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Stop watching."""
-        self._stop_watching()
-
     def is_allowed(self, name: str) -> bool:
         """Return whether a tensor may have no gradient."""
         return any(fnmatchcase(name, pattern) for pattern in self.allow_zero)

@@ -33,13 +33,9 @@ class ModelSwaps(GivenOnce, Callback):
 
     def __init__(self) -> None:
         self._patcher: ModelPatcher | None = None
-        self._is_installed = False
+        # Whether the swaps are in place.
+        self.is_installed = False
         self._statuses: list[Status] = []
-
-    @property
-    def is_installed(self) -> bool:
-        """Whether the swaps are in place."""
-        return self._is_installed
 
     def install(self, root: nn.Module, patcher: ModelPatcher) -> list[Status]:
         """Swap modules of root through the patcher, and return the statuses."""
@@ -52,7 +48,9 @@ class ModelSwaps(GivenOnce, Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Register the swap with a FineTuner that builds its model later; refuse a second callback of this class."""
         super().setup(trainer, pl_module, stage)
-        self._patcher = patcher_of(trainer)
+        patcher = patcher_of(trainer)
+        # Forgotten when the run ends.
+        patcher.set_attribute(self, "_patcher", patcher)
         register: Any = getattr(pl_module, "register_transform", None)
         if callable(register):
             # A model that is already built is swapped when the run starts.
@@ -70,23 +68,15 @@ class ModelSwaps(GivenOnce, Callback):
 
     on_validation_start = on_test_start = on_predict_start = on_fit_start
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Forget the run; its patcher has undone the swaps."""
-        self._patcher = None
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Forget the run; its patcher has undone the swaps."""
-        self._patcher = None
-
     def _transform(self, model: nn.Module) -> None:
         # A FineTuner may still have the transform of a run that ended before the model was built.
         if self._patcher is not None:
             self._install(model)
 
     def _install(self, root: nn.Module) -> None:
-        if self._is_installed:
+        if self.is_installed:
             return
         assert self._patcher is not None, "setup comes first"
         with self._patcher.stage():
-            self._patcher.set_attribute(self, "_is_installed", True)
+            self._patcher.set_attribute(self, "is_installed", True)
             self._statuses = self.install(root, self._patcher)

@@ -11,7 +11,7 @@ from lightning_fastft.core.errors import OptionError
 from lightning_fastft.core.given_once import GivenOnce
 from lightning_fastft.core.status import Status, render_status_table
 from lightning_fastft.strategies.mixin import FastFTStrategyMixin
-from lightning_fastft.strategies.packed_steps import PackedStep, PackedSteps, collect_statuses, environment_of
+from lightning_fastft.strategies.packed_steps import CheckRead, PackedSteps, collect_statuses, environment_of
 from lightning_fastft.strategies.patching import patcher_of
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class PackedTraining(GivenOnce, Callback):
     def __init__(self, *, attention: str = "auto", activations: OffloadCheckpointing | None = None) -> None:
         self.packed_steps = PackedSteps(attention=attention, activations=activations)
         self._is_redundant = False
-        self._step: PackedStep | None = None
+        self._check_read: CheckRead | None = None
 
     def status(self) -> list[Status]:
         """Return the statuses for the table of the run."""
@@ -67,6 +67,8 @@ class PackedTraining(GivenOnce, Callback):
                 "PackedTraining: remove the callback and pass attention= and activations= to the strategy."
             )
         self._precede_searches(trainer)
+        # A step that failed is forgotten when the run ends.
+        patcher_of(trainer).set_attribute(self, "_check_read", None)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Install before sanity validation, after configure_model."""
@@ -121,14 +123,6 @@ class PackedTraining(GivenOnce, Callback):
         """Refuse a step whose packed batch no attention layer read."""
         self._check(pl_module, where="predict_step")
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Forget the step; the run's patcher has undone the changes."""
-        self._step = None
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Forget the step; the run's patcher has undone the changes."""
-        self._step = None
-
     def _precede_searches(self, trainer: pl.Trainer) -> None:
         """Move before Lightning's searches, which train in the first hook after the model is built."""
         callbacks: list[Callback] = getattr(trainer, "callbacks", [])
@@ -147,9 +141,9 @@ class PackedTraining(GivenOnce, Callback):
             self.packed_steps.install(pl_module, patcher_of(trainer), environment_of(trainer))
 
     def _begin(self, batch: Any) -> None:
-        self._step = None if self._is_redundant else self.packed_steps.begin(batch)
+        self._check_read = None if self._is_redundant else self.packed_steps.begin(batch)
 
     def _check(self, pl_module: pl.LightningModule, *, where: str) -> None:
-        if self._step is not None:
-            step, self._step = self._step, None
-            step.check_read(pl_module, where=where)
+        check_read, self._check_read = self._check_read, None
+        if check_read is not None:
+            check_read(pl_module, where=where)

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from lightning_fastft.cli.other_names import hint_option, hint_value
-from lightning_fastft.cli.signatures import read_parameters
+from lightning_fastft.cli.signatures import read_options
 from lightning_fastft.cli.words import TRAINER_COMMANDS
 
 PARTLY_ALLOWED = ("lightning", "peft", "torch", "torchmetrics", "transformers")
@@ -188,7 +188,7 @@ def _explain_unknown(name: str, lines: list[str], options: Collection[str]) -> s
         rf"expects a function or a callable class: (Option '{re.escape(name)}' is not accepted)", reason
     ):
         reason = found[1]
-    known = read_parameters(owner) if owner else options
+    known = read_options(owner) if owner else options
     near = _find_initials(name, known)
     hint = "" if near else hint_option(name, known=known)
     near = near or next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.6)), "")

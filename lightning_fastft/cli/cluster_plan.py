@@ -63,8 +63,8 @@ def plan_layouts(
     num_tokens: int,
     num_micro: int,
     host_bytes: int,
-    vram_bytes: int | None = None,
-    step_ms: float | None = None,
+    vram_bytes: int | None,
+    step_ms: float | None,
 ) -> list[LayoutPlan]:
     """Return the prediction of every layout that a cluster allows.
 

@@ -14,7 +14,7 @@ from lightning_fastft.cli.answers import explain_missing_files
 from lightning_fastft.cli.collection import paused_collection
 from lightning_fastft.cli.mistakes import check_words
 from lightning_fastft.cli.noise import without_noise
-from lightning_fastft.cli.other_names import find_command
+from lightning_fastft.cli.other_names import COMMANDS
 from lightning_fastft.cli.phases import shown_phases
 from lightning_fastft.cli.usage import HELP, USAGE, help_of
 from lightning_fastft.cli.words import TRAINER_COMMANDS, config_names
@@ -77,7 +77,8 @@ def _run(command: str, words: list[str]) -> int:
             run = _import_command(command)
         _use_free_cores(cores)
         return run(words)
-    near = find_command(command) or next(iter(difflib.get_close_matches(command, (*TRAINER_COMMANDS, *HELP), n=1)), "")
+    alike = difflib.get_close_matches(command, (*TRAINER_COMMANDS, *HELP), n=1)
+    near = COMMANDS.get(command.lower()) or next(iter(alike), "")
     advice = f" Did you mean {near}?" if near else ""
     raise OptionError(f"Unknown command {command!r}.{advice} Allowed are {', '.join((*TRAINER_COMMANDS, *HELP))}.")
 

@@ -73,9 +73,9 @@ class LastTable(Callback):
 class _DoctorCLI(FastFTCLI):
     """Replace the model by a miniature after the config has been parsed and validated."""
 
-    def __init__(self, args: Sequence[str], *, run: bool = True, callbacks: Sequence[Callback] = ()) -> None:
+    def __init__(self, args: Sequence[str], **options: Any) -> None:
         self.examples = _find_examples(args)
-        super().__init__(args, run=run, callbacks=callbacks)
+        super().__init__(args, **options)
 
     def before_instantiate_classes(self) -> None:
         if find_loaded(self.config.data.class_path) in (PackedDataModule, RolloutDataModule):

@@ -15,7 +15,7 @@ import yaml
 
 from lightning_fastft.cli.answers import explain_refusal
 from lightning_fastft.cli.option_order import check_order
-from lightning_fastft.cli.signatures import read_options, read_parameters
+from lightning_fastft.cli.signatures import read_options
 from lightning_fastft.cli.types import find_wrong_type
 from lightning_fastft.cli.usage import parser_options
 from lightning_fastft.cli.words import (
@@ -36,9 +36,9 @@ from lightning_fastft.core.errors import OptionError, printable
 from lightning_fastft.packing.reading.sources import check_exists
 
 # Options that the parser does not know, by command.
-_PLAN_OPTIONS = ("--gpu", "--vram-gib", "--host-gib", "--document-tokens")
-_CLUSTER_OPTIONS = ("--gpus", "--nodes", "--node-link", "--network", "--step-ms")
-_OWN_OPTIONS = {"data": ("--out",), "plan": (*_PLAN_OPTIONS, *_CLUSTER_OPTIONS)}
+PLAN_OPTIONS = ("--gpu", "--vram-gib", "--host-gib", "--document-tokens")
+CLUSTER_OPTIONS = ("--gpus", "--nodes", "--node-link", "--network", "--step-ms")
+_OWN_OPTIONS = {"data": ("--out",), "plan": (*PLAN_OPTIONS, *CLUSTER_OPTIONS)}
 # Data that a command opens, by data module and option. Example paths of a config may be missing where doctor reads it.
 _OPENED: dict[str, dict[str, tuple[str, ...]]] = {
     "PackedDataModule": {
@@ -220,7 +220,7 @@ def _class_path(name: object) -> str | None:
     """Return the public path of a class of ours; None for others, which only the parser can judge."""
     root, _, last = str(name).rpartition(".")
     path = f"lightning_fastft.{last}"
-    return path if root.partition(".")[0] in ("", "lightning_fastft") and read_parameters(path) else None
+    return path if root.partition(".")[0] in ("", "lightning_fastft") and read_options(path) else None
 
 
 def _check_section(command: str, key: str, *, owner: str, content: dict[str, Any]) -> None:
@@ -256,11 +256,11 @@ def _locate(key: str, owner: str, *, name: str, reason: str) -> str:
 
 def _names_of(command: str) -> list[str]:
     own = (name.removeprefix("--") for name in _OWN_OPTIONS.get(command, ()))
-    return [*parser_options(command), *own, *(f"trainer.{name}" for name in read_parameters(TRAINER_CLASS))]
+    return [*parser_options(command), *own, *(f"trainer.{name}" for name in read_options(TRAINER_CLASS))]
 
 
 def _check_options(command: str, line: _Line) -> None:
-    known, in_trainer = parser_options(command), read_parameters(TRAINER_CLASS)
+    known, in_trainer = parser_options(command), read_options(TRAINER_CLASS)
     unknown: list[str] = []
     for option in line.options:
         head, _, rest = option.key.partition(".")
@@ -311,7 +311,7 @@ def _check_value(command: str, option: Option, *, head: str, name: str, owner: s
 def _may_accept(name: str, head: str, line: _Line) -> bool:
     """Return whether one of the named classes accepts an option, or the default class before another is named."""
     return name in _CLASS_KEYS or any(
-        path is None or name in read_parameters(path) for path in (*line.classes[head], DEFAULT_CLASSES[head])
+        path is None or name in read_options(path) for path in (*line.classes[head], DEFAULT_CLASSES[head])
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_fastft.cli.signatures import read_parameters
+from lightning_fastft.cli.signatures import read_options
 from lightning_fastft.cli.words import DEFAULT_CLASSES, Option, find_configs, load_text, options_of
 from lightning_fastft.core.errors import OptionError
 
@@ -81,12 +81,7 @@ def _find_replacement(option: Option, content: Mapping[str, Any], *, given: Sequ
     arguments = section if head == "trainer" else section.get("init_args")
     name, _, inner = rest.removeprefix("init_args.").partition(".")
     default = DEFAULT_CLASSES.get(head)
-    if (
-        default
-        and "class_path" in section
-        and name not in read_parameters(default)
-        and not _is_class_given(option, given)
-    ):
+    if default and "class_path" in section and name not in read_options(default) and not _is_class_given(option, given):
         # The parser reads the option for the class that is known so far.
         return f"an option of {section['class_path']!s:.60}"
     if not isinstance(arguments, dict):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from lightning_fastft.cli.signatures import read_parameters
+from lightning_fastft.cli.signatures import read_options
 from lightning_fastft.cli.words import DEFAULT_CLASSES, TRAINER_CLASS
 
 _LOSSES = "FineTuner has one loss; --model PreferenceTuner --model.loss sigmoid is DPO, --model PolicyTuner has GRPO."
@@ -170,7 +170,7 @@ _UNNAMED: Mapping[str, tuple[str, ...]] = {
     "out": ("out", "output", "output_dir", "out_dir"),
     "repository": ("repo", "repo_id", "repository", "name", "hub_model_id"),
 }
-_COMMANDS: Mapping[str, str] = {
+COMMANDS: Mapping[str, str] = {
     "train": "fit",
     "finetune": "fit",
     "run": "fit",
@@ -185,11 +185,6 @@ _COMMANDS: Mapping[str, str] = {
     "preprocess": "data",
     "compare": "report",
 }
-
-
-def find_command(name: str) -> str:
-    """Return the command that does what another tool's command does; "" for none."""
-    return _COMMANDS.get(name.lower(), "")
 
 
 def hint_option(name: str, *, known: Collection[str] = ()) -> str:
@@ -217,11 +212,11 @@ def find_option(name: str) -> str:
     """
     head, _, rest = name.partition(".")
     owners = {**DEFAULT_CLASSES, "trainer": TRAINER_CLASS}
-    if rest.partition(".")[0] in read_parameters(owners.get(head, TRAINER_CLASS)):
+    if rest.partition(".")[0] in read_options(owners.get(head, TRAINER_CLASS)):
         return name
     last = name.rpartition(".")[2].replace("-", "_").lower()
     last = _SAME.get(last, last)
-    having = (f"{head}.{last}" for head, owner in owners.items() if last in read_parameters(owner))
+    having = (f"{head}.{last}" for head, owner in owners.items() if last in read_options(owner))
     return _OPTIONS.get(last) or next(having, "")
 
 

@@ -18,12 +18,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.cli import SaveConfigCallback
 
 from lightning_fastft.cli.imports import is_within
-from lightning_fastft.cli.yaml_text import check_size
+from lightning_fastft.cli.words import load_text
 from lightning_fastft.core.checks import check_replaceable
 from lightning_fastft.core.errors import OptionError
 
@@ -98,11 +97,7 @@ def given_on_command_line(words: Sequence[str]) -> set[tuple[str, str]]:
         text = text if equals else following
         name = option.lstrip("-").rstrip("+").rpartition(".")[2]
         given.add((name, text))
-        try:
-            check_size(text)
-            content = yaml.safe_load(text)
-        except (yaml.YAMLError, ValueError, RecursionError):
-            continue
+        content = load_text(text)
         if isinstance(content, (dict, list)):
             given |= {(value.name, value.text) for value in _strings(content, name)}
             given.discard((name, text))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from lightning_fastft.callbacks.fused_kernels import swaps_of
 from lightning_fastft.cli.cluster_plan import plan_layouts, render_layouts
 from lightning_fastft.cli.lightning_cli import FastFTCLI
+from lightning_fastft.cli.mistakes import CLUSTER_OPTIONS, PLAN_OPTIONS
 from lightning_fastft.cli.words import take_option
 from lightning_fastft.core.checks import check_float, check_int
 from lightning_fastft.core.errors import OptionError
@@ -125,44 +126,38 @@ def _render_gpu(options: _Options, model: Tuner, trainer: pl.Trainer, *, max_tok
 
 def _read_options(words: Sequence[str]) -> tuple[_Options, list[str]]:
     """Parse and validate the options of this command; return them and the other arguments."""
-    name, rest = take_option(words, "--gpu", default="")
-    vram, rest = take_option(rest, "--vram-gib", default="")
-    host, rest = take_option(rest, "--host-gib", default=str(DEFAULT_HOST_GIB))
-    document, rest = take_option(rest, "--document-tokens", default=str(DEFAULT_DOCUMENT_TOKENS))
+    found, rest = {}, list(words)
+    for option in (*PLAN_OPTIONS, *CLUSTER_OPTIONS):
+        found[option], rest = take_option(rest, option, default="")
+    name, vram, step = found["--gpu"], found["--vram-gib"], found["--step-ms"]
     gpu = find_gpu(name or _device_here())
-    cluster, step, rest = _read_cluster(gpu, rest)
     options = _Options(
         gpu=gpu,
         is_here=not name,
         vram_bytes=_read_gib("--vram-gib", vram) if vram else None,
-        host_bytes=_read_gib("--host-gib", host),
-        document_tokens=_read_int("--document-tokens", document),
-        cluster=cluster,
+        host_bytes=_read_gib("--host-gib", found["--host-gib"] or str(DEFAULT_HOST_GIB)),
+        document_tokens=_read_int("--document-tokens", found["--document-tokens"] or str(DEFAULT_DOCUMENT_TOKENS)),
+        cluster=_read_cluster(gpu, found),
         step_ms=check_float("--step-ms", _read_float("--step-ms", step), low=1e-3) if step else None,
     )
-    return options, rest
+    # The strategy of the config is for the cluster, and this process opens none.
+    return options, rest if options.cluster is None else [*rest, "--trainer.devices=1", "--trainer.num_nodes=1"]
 
 
-def _read_cluster(gpu: Gpu, words: Sequence[str]) -> tuple[Cluster | None, str, list[str]]:
-    """Parse the options of a cluster; return it, or None without ``--gpus``, the step's time, and other arguments."""
-    gpus, rest = take_option(words, "--gpus", default="")
-    found = {}
-    for option in ("--nodes", "--node-link", "--network", "--step-ms"):
-        found[option], rest = take_option(rest, option, default="")
-    if not gpus:
-        given = ", ".join(option for option, value in found.items() if value)
+def _read_cluster(gpu: Gpu, found: Mapping[str, str]) -> Cluster | None:
+    """Return the cluster of the given options, or None without ``--gpus``."""
+    if not found["--gpus"]:
+        given = ", ".join(option for option in CLUSTER_OPTIONS if found[option])
         if given:
             raise OptionError(f"{given} belongs to a cluster. Give the number of its GPUs too: --gpus 16.")
-        return None, "", rest
-    cluster = make_cluster(
+        return None
+    return make_cluster(
         gpu,
-        num_gpus=_read_int("--gpus", gpus),
+        num_gpus=_read_int("--gpus", found["--gpus"]),
         num_nodes=_read_int("--nodes", found["--nodes"] or "1"),
         node_link=found["--node-link"],
         network=found["--network"],
     )
-    # The strategy of the config is for the cluster, and this process opens none.
-    return cluster, found["--step-ms"], [*rest, "--trainer.devices=1", "--trainer.num_nodes=1"]
 
 
 def _device_here() -> str:

@@ -31,16 +31,6 @@ class Option(NamedTuple):
     meaning: str
 
 
-def read_parameters(class_path: str) -> list[str]:
-    """Return the names of ``read_options``.
-
-    Example:
-        >>> read_parameters("lightning_fastft.FineTuner")[:3]
-        ['model', 'neftune_noise_alpha', 'tokenizer']
-    """
-    return list(read_options(class_path))
-
-
 @cache
 def read_options(class_path: str) -> dict[str, Option]:
     """Return the options of a class by name, with those of its base class if it passes on ``**kwargs``.
@@ -51,6 +41,8 @@ def read_options(class_path: str) -> dict[str, Option]:
         At most one option per name; none if no source has the class.
 
     Example:
+        >>> list(read_options("lightning_fastft.FineTuner"))[:3]
+        ['model', 'neftune_noise_alpha', 'tokenizer']
         >>> read_options("lightning_fastft.PackedDataModule")["max_tokens"].default
         '4096'
     """

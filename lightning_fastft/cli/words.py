@@ -96,16 +96,22 @@ def take_option(words: Sequence[str], name: str, *, default: str) -> tuple[str, 
         >>> take_option(["--out", "here", "--config", "demo"], "--out", default=".")
         ('here', ['--config', 'demo'])
     """
-    value, rest, remaining = default, [], iter(words)
+    values, rest = _split_option(words, name)
+    if "" in values:
+        raise OptionError(f"{name} needs a value.")
+    return values[-1] if values else default, rest
+
+
+def _split_option(words: Sequence[str], name: str) -> tuple[list[str], list[str]]:
+    """Return the values of an option, "" for one without a value, and the arguments without it."""
+    values, rest, remaining = [], [], iter(words)
     for word in remaining:
         option, equals, text = word.partition("=")
-        if option != name:
+        if option == name:
+            values.append(text if equals else next(remaining, ""))
+        else:
             rest.append(word)
-            continue
-        value = text if equals else next(remaining, "")
-        if not value:
-            raise OptionError(f"{name} needs a value.")
-    return value, rest
+    return values, rest
 
 
 def _find_config(name: str) -> str:
@@ -137,15 +143,7 @@ def take_allowed_imports(args: Sequence[str]) -> tuple[list[str], list[str]]:
         >>> take_allowed_imports(["fit", "--allow-import", "my_package"])
         (['fit'], ['my_package'])
     """
-    rest, allowed = [], []
-    words = iter(args)
-    for word in words:
-        if word == ALLOW_IMPORT_OPTION:
-            allowed.append(next(words, ""))
-        elif word.startswith(f"{ALLOW_IMPORT_OPTION}="):
-            allowed.append(word.partition("=")[2])
-        else:
-            rest.append(word)
+    allowed, rest = _split_option(args, ALLOW_IMPORT_OPTION)
     for path in allowed:
         if not all(part.isidentifier() for part in path.split(".")):
             raise OptionError(

@@ -134,7 +134,7 @@ class Rings:
         rate = cluster.network_bytes_per_s / cluster.gpus_per_node
         return self._ring(num_bytes, num_groups, rate, times=times)
 
-    def all_to_all_ms(self, num_bytes: float, num_ranks: int, *, times: int = 1) -> float:
+    def all_to_all_ms(self, num_bytes: float, num_ranks: int, *, times: int) -> float:
         """Return the time in which each rank sends its share of num_bytes to each other rank of its node."""
         return self._ring(num_bytes, num_ranks, self._cluster.node_bytes_per_s, times=times, is_inside=True)
 

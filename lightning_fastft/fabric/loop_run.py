@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_fastft.core.errors import ContextError, NotTrainingError, OptionError
 from lightning_fastft.core.status import Status, render_status_table
 from lightning_fastft.strategies.ddp import prepare_for_ddp
-from lightning_fastft.strategies.packed_steps import PackedStep, PackedSteps, environment_of
+from lightning_fastft.strategies.packed_steps import CheckRead, PackedSteps, environment_of
 from lightning_fastft.strategies.patching import patcher_of
 from lightning_fastft.training.optimizer import FusedAdamW
 
@@ -47,7 +47,7 @@ class LoopRun:
         self._given = tuple(callbacks)
         self._copies: Any = None
         self._batch: Any = None
-        self._step: PackedStep | None = None
+        self._check_read: CheckRead | None = None
         self._batch_idx = 0
         self._was_called = self._has_backward = self._is_judged = False
 
@@ -139,13 +139,13 @@ class LoopRun:
                 "No model is set up for the packed batches of this loader: call model, optimizer = "
                 "fabric.setup(model, optimizer) before the loop."
             )
-        self._batch, self._step, self._was_called = batch, self._packed_steps.begin(batch), False
+        self._batch, self._check_read, self._was_called = batch, self._packed_steps.begin(batch), False
 
     def finish_batch(self) -> None:
         """Check a batch that had a forward and no backward, as in validation."""
-        if self._step is not None and self._was_called and self.lightning_module is not None:
-            self._step.check_read(self.lightning_module, where="the loop")
-        self._batch = self._step = None
+        if self._check_read is not None and self._was_called and self.lightning_module is not None:
+            self._check_read(self.lightning_module, where="the loop")
+        self._batch = self._check_read = None
 
     def before_backward(self, loss: torch.Tensor) -> None:
         """Check the batch of a loss before its backward."""
@@ -160,9 +160,9 @@ class LoopRun:
             )
         if not self._has_backward:
             self._packed_steps.check_training_mode()
-        if self._step is not None:
-            self._step.check_read(self.lightning_module, where="the loop")
-        batch, self._batch, self._step = self._batch, None, None
+        if self._check_read is not None:
+            self._check_read(self.lightning_module, where="the loop")
+        batch, self._batch, self._check_read = self._batch, None, None
         if batch is not None:
             self._call("on_train_batch_start", batch, self._batch_idx)
             self._batch_idx += 1
@@ -225,7 +225,7 @@ class LoopRun:
             # The first callback undoes the patches.
             self._call("teardown", "fit")
             self.callbacks[:] = self._given
-            self.lightning_module = self._copies = self._batch = self._step = None
+            self.lightning_module = self._copies = self._batch = self._check_read = None
             self.optimizers = []
             self._has_backward = self._is_judged = False
 

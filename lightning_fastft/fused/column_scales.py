@@ -23,8 +23,8 @@ def scale_output(
     parts: Sequence[LinearPart],
     x_TO: torch.Tensor,
     *,
-    addend_TO: torch.Tensor | None = None,
-    alpha: float = 1.0,
+    addend_TO: torch.Tensor | None,
+    alpha: float,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return ``addend + alpha * output`` of layers of which one is DoRA, from products of weights and adapters.

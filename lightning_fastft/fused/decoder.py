@@ -92,7 +92,8 @@ class FusedLayer:
             options |= {} if per_layer_input is None else {"per_layer_input": per_layer_input}
             return super().forward(hidden_states, **options)  # type: ignore[misc]
         form = vars(layer)[FUSION_ATTRIBUTE].form
-        factor = _factor(layer, form)
+        # Outputs are multiplied by it before they are added.
+        factor = float(layer.residual_multiplier) if form.has_multiplier else 1.0
         x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
         if parts.qkv is None or parts.out is None:
             options = {"attention_mask": attention_mask, "position_ids": position_ids, **kwargs}
@@ -178,7 +179,9 @@ def _read_call(layer: Any, x: torch.Tensor, cache: object, angles: object, optio
             return None
         if config._attn_implementation != ATTENTION_NAME:
             return None
-        if form.scales_late_queries and _longest(x, options) > _num_unscaled(config):
+        # Queries of later positions are scaled.
+        num_unscaled = config.rope_parameters["original_max_position_embeddings"] if form.scales_late_queries else 0
+        if num_unscaled and _longest(x, options) > num_unscaled:
             return None
     return find_parts(layer, dtype=x.dtype)
 
@@ -187,11 +190,6 @@ def _longest(x_BSD: torch.Tensor, options: dict[str, Any]) -> int:
     """Return an upper bound of the positions of a call: the longest document of a pack, or the width of padded rows."""
     context = options.get("context")
     return context.max_length if isinstance(context, BatchContext) else x_BSD.shape[1]
-
-
-def _num_unscaled(config: Any) -> float:
-    """Return the number of positions whose queries are not scaled."""
-    return float(config.rope_parameters["original_max_position_embeddings"])
 
 
 def _run_module(
@@ -232,11 +230,6 @@ def _add_layer_inputs(
         x_BSD = x_BSD + norm_rows(out_TD, read_norm(layer.post_per_layer_input_norm, form))[0].view(x_BSD.shape)
     # The scalar may be in another dtype.
     return (x_BSD * layer.layer_scalar).to(x_BSD.dtype)
-
-
-def _factor(layer: Any, form: LayerForm) -> float:
-    """Return the factor by which outputs are multiplied before they are added."""
-    return float(layer.residual_multiplier) if form.has_multiplier else 1.0
 
 
 def _mix(

@@ -114,17 +114,14 @@ class Fp8Base:
         is_emulated: bool,
     ) -> None:
         self.is_emulated = is_emulated
+        # Backend of the kernels.
+        self.backend = "reference" if is_emulated else "auto"
         self._layers = list(layers)
         self._read, self._find = read, find
         self._sharded_note = ""
         self._buffers: dict[torch.device, torch.Tensor] = {}
         self._obstacles: dict[torch.device, str] = {}
         self._seen: Status | None = None
-
-    @property
-    def backend(self) -> str:
-        """Backend of the kernels."""
-        return "reference" if self.is_emulated else "auto"
 
     def install(self, patcher: ModelPatcher) -> None:
         """Make the layers compute in fp8 until the patcher is undone."""

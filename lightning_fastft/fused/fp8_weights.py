@@ -22,7 +22,7 @@ from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.fused.fp8_obstacles import adapter_obstacle, product_obstacle, shard_obstacle
 from lightning_fastft.fused.linear_parts import LinearPart
 from lightning_fastft.hf.sharding.stand_ins import local_rows
-from lightning_fastft.kernels.expert_gate.op import gate_backward_quantised, gate_forward_quantised
+from lightning_fastft.kernels.expert_gate.op import gate_backward_quantised
 from lightning_fastft.kernels.expert_gate.reference import GateForm
 from lightning_fastft.kernels.fp8_linear.op import (
     multiply,
@@ -35,8 +35,6 @@ from lightning_fastft.kernels.fp8_linear.op import (
 from lightning_fastft.kernels.fp8_linear.reference import FP8, Fp8Rows
 from lightning_fastft.kernels.nf4_linear.op import read_params4bit
 from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
-from lightning_fastft.kernels.rms_norm.op import rms_norm_quantised
-from lightning_fastft.kernels.rms_norm.reference import NormForm
 
 if TYPE_CHECKING:
     from lightning_fastft.fused.fp8_base import Fp8Base
@@ -172,16 +170,6 @@ class Fp8Weight:
         Adapters read the rows themselves.
         """
         return _are_trained(parts) and not any(part.rank for part in parts)
-
-    def quantised_norm(
-        self, parts: Sequence[LinearPart], x_TI: torch.Tensor, weight_I: torch.Tensor, form: NormForm
-    ) -> Fp8Rows:
-        """Return normed rows as the products read them; costs rms_norm_quantised."""
-        return rms_norm_quantised(x_TI, weight_I, form=form, round_scales_to_power_of_2=True, is_checked=False)
-
-    def quantised_gate(self, parts: Sequence[LinearPart], gate_up_TP: torch.Tensor, form: GateForm) -> Fp8Rows:
-        """Return gated rows as the products read them; costs gate_forward_quantised."""
-        return gate_forward_quantised(gate_up_TP, form=form, round_scales_to_power_of_2=True, is_checked=False)
 
     def quantised_gate_gradients(
         self, parts: Sequence[LinearPart], d_act_TF: torch.Tensor, gate_up_TP: torch.Tensor, form: GateForm

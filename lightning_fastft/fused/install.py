@@ -74,7 +74,7 @@ def install_fused_layers(root: nn.Module, patcher: ModelPatcher, *, awaits_copie
     return statuses
 
 
-def install_fp8_base(root: nn.Module, patcher: ModelPatcher, *, is_emulated: bool = False) -> list[Fp8Base]:
+def install_fp8_base(root: nn.Module, patcher: ModelPatcher, *, is_emulated: bool) -> list[Fp8Base]:
     """Compute the frozen base products of the fused layers of every model inside root in fp8.
 
     is_emulated computes in plain PyTorch, on any device.

@@ -17,9 +17,11 @@ from lightning_fastft.fused.column_scales import scale_output
 from lightning_fastft.fused.dense_weights import DenseWeights, rides_along
 from lightning_fastft.fused.joined_copies import joined
 from lightning_fastft.fused.linear_parts import LinearPart
+from lightning_fastft.kernels.expert_gate.op import gate_forward_quantised
 from lightning_fastft.kernels.expert_gate.reference import GateForm
 from lightning_fastft.kernels.fp8_linear.reference import Fp8Rows
 from lightning_fastft.kernels.low_rank_add.op import add_low_rank
+from lightning_fastft.kernels.rms_norm.op import rms_norm_quantised
 from lightning_fastft.kernels.rms_norm.reference import NormForm
 
 if TYPE_CHECKING:
@@ -162,13 +164,17 @@ def quantised_norm(
 ) -> Fp8Rows | None:
     """Return normed rows for product and parameter_gradients, in one kernel; None if they read other rows."""
     parts, base = fused_linear.parts, fused_linear.base
-    return None if base is None or not base.quantises(parts) else base.quantised_norm(parts, x_TI, weight_I, form)
+    if base is None or not base.quantises(parts):
+        return None
+    return rms_norm_quantised(x_TI, weight_I, form=form, round_scales_to_power_of_2=True, is_checked=False)
 
 
 def quantised_gate(fused_linear: FusedLinear, gate_up_TP: torch.Tensor, *, form: GateForm) -> Fp8Rows | None:
     """Return gated rows for product and parameter_gradients, in one kernel; None if they read other rows."""
     parts, base = fused_linear.parts, fused_linear.base
-    return None if base is None or not base.quantises(parts) else base.quantised_gate(parts, gate_up_TP, form)
+    if base is None or not base.quantises(parts):
+        return None
+    return gate_forward_quantised(gate_up_TP, form=form, round_scales_to_power_of_2=True, is_checked=False)
 
 
 def quantised_gate_gradients(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from peft.tuners.lora.layer import Linear as PeftLinear
 from peft.tuners.lora.layer import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper as PeftParamWrapper
 from torch import nn
 
 from lightning_fastft.activations.values import find_session, unneeded, value_name
@@ -28,7 +29,7 @@ from lightning_fastft.fused.row_factors import (
 )
 from lightning_fastft.kernels.column_scale.op import scale_by_magnitude
 from lightning_fastft.kernels.lora_linear.op import lora_addmm
-from lightning_fastft.moe.adapters import FACTOR_ATTRIBUTE, LowPrecisionExpertAdapters
+from lightning_fastft.moe.adapters import COPIES_ATTRIBUTE
 from lightning_fastft.moe.adapters import ParamWrapper as RoutedWrapper
 from lightning_fastft.moe.low_precision_copy import LowPrecisionCopy
 from lightning_fastft.patches.value_points import is_frozen_point
@@ -44,7 +45,8 @@ class LowPrecisionAdapters:
 
     A copy is made in the first forward that needs it, and again if the master's version counter or address changed.
     Some writes change neither (fused and bitsandbytes optimizers, writes through ``.data``); they need ``refresh``
-    after every optimizer step. The row factors of DoRA are kept in the same way.
+    after every optimizer step. The row factors of DoRA are kept in the same way. Adapters on stacks of experts have
+    copies in the layout of grouped GEMMs.
 
     Args:
         compute_dtype: Dtype of the copies and of the low-rank GEMMs.
@@ -54,22 +56,25 @@ class LowPrecisionAdapters:
     def __init__(self, *, compute_dtype: torch.dtype, status: Status) -> None:
         self.compute_dtype = compute_dtype
         self.status = status
-        # Whether masters are sharded, and gathered for each pass.
-        self.is_sharded = False
+        # Whether masters are sharded, and gathered for each pass: no version counter tells whether a copy is stale.
+        self.is_sharded = self._are_experts_sharded = False
         self._layers: list[LoraLayer] = []
+        # PEFT's wrappers around stacks of experts.
+        self._wrappers: list[LoraLayer] = []
         # What pairs returned last: to look for copies takes longer than to mark them.
         self._paired: list[LowPrecisionCopy] = []
-        self._experts = LowPrecisionExpertAdapters(compute_dtype)
 
     def __len__(self) -> int:
         """Return the number of copies."""
-        return len(self._copies()) + len(self._experts)
+        return len(self._copies())
 
     def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return masters with their low-precision copies, for an optimizer that writes both in one pass
-        (``FusedAdamW.attach_copies``).
+        (``FusedAdamW.attach_copies``); without those of experts, whose layouts differ.
         """
-        self._paired = [copy for copy in self._copies() if copy.is_copy_of(copy.master, self.compute_dtype)]
+        self._paired = [
+            copy for copy in self._copies() if not copy.num_experts and copy.is_copy_of(copy.master, self.compute_dtype)
+        ]
         return [(copy.master, copy.tensor) for copy in self._paired]
 
     def mark_written(self, copies: Sequence[torch.Tensor]) -> None:
@@ -87,10 +92,9 @@ class LowPrecisionAdapters:
             is_after_step: Whether this follows an optimizer step, so that copies written by the step are skipped.
 
         Cost:
-            One foreach copy over all adapters; for adapters on experts another one, and a launch for each second
-            factor. Reads masters, writes copies; no host sync. For DoRA also ``RowFactors.update`` of each layer.
+            One foreach copy over all adapters, and a launch for each second factor on experts. Reads masters, writes
+            copies; no host sync. For DoRA also ``RowFactors.update`` of each layer.
         """
-        self._experts.refresh()
         self._copy_masters(is_after_step=is_after_step)
         self._refresh_factors()
 
@@ -99,7 +103,11 @@ class LowPrecisionAdapters:
         for copy in self._copies():
             is_done = is_after_step and copy.is_written and copy.is_current()
             copy.is_written = False
-            if not is_done and copy.is_copy_of(copy.master, self.compute_dtype):
+            if is_done or not copy.is_copy_of(copy.master, self.compute_dtype):
+                continue
+            if copy.is_expert_last:
+                copy.copy_master()
+            else:
                 copies.append(copy)
         if not copies:
             return
@@ -108,21 +116,45 @@ class LowPrecisionAdapters:
         for copy in copies:
             copy.mark()
 
-    def read(self, linear: nn.Linear) -> torch.Tensor:
-        """Return the weight of lora_A or lora_B in the compute dtype, refreshed if its version counter changed."""
+    def read(self, linear: nn.Linear, *, num_experts: int = 0, is_expert_last: bool = False) -> torch.Tensor:
+        """Return the weight of lora_A or lora_B in the compute dtype, refreshed if its version counter changed.
+
+        The other arguments are those of ``LowPrecisionCopy``.
+        """
         master = linear.weight
-        if master.dtype is self.compute_dtype:
+        if master.dtype is self.compute_dtype and not num_experts:
             return master.detach()
-        if self.is_sharded:
-            # The master was gathered for this pass, so no version counter tells whether a copy is stale.
+        if self.is_sharded and not num_experts:
             return master.detach().to(self.compute_dtype)
         copy = vars(linear).get(WEIGHT_ATTRIBUTE)
         if copy is None or not copy.is_copy_of(master, self.compute_dtype):
-            copy = LowPrecisionCopy(master, self.compute_dtype)
+            copy = LowPrecisionCopy(master, self.compute_dtype, num_experts=num_experts, is_expert_last=is_expert_last)
             setattr(linear, WEIGHT_ATTRIBUTE, copy)
         elif not copy.is_current():
             copy.copy_master()
         return copy.tensor
+
+    def read_experts(self, wrapper: PeftParamWrapper, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return current copies of lora_A and lora_B of an adapter as (E, R, columns); None if the masters have the
+        compute dtype or are sharded.
+        """
+        linear_a, linear_b = wrapper.lora_A[name], wrapper.lora_B[name]
+        if self._are_experts_sharded or linear_a.weight.dtype is linear_b.weight.dtype is self.compute_dtype:
+            return None
+        num_experts = wrapper.num_experts
+        a_ERI = self.read(linear_a, num_experts=num_experts)
+        return a_ERI, self.read(linear_b, num_experts=num_experts, is_expert_last=True)
+
+    def watch_experts(self, model: nn.Module, patcher: ModelPatcher) -> None:
+        """Attach to every wrapper around a stack, including wrappers that are swapped later."""
+        self._wrappers = [module for module in model.modules() if isinstance(module, PeftParamWrapper)]
+        for wrapper in self._wrappers:
+            patcher.set_attribute(wrapper, COPIES_ATTRIBUTE, self)
+            self._are_experts_sharded |= any(
+                hasattr(linear.weight, "device_mesh") for linear in (*wrapper.lora_A.values(), *wrapper.lora_B.values())
+            )
+        if self._wrappers:
+            patcher.add_undo(self._drop)
 
     def read_factors(self, layer: LoraLayer, name: str) -> torch.Tensor:
         """Return the row factors of a DoRA adapter, computed again if a version counter changed."""
@@ -156,7 +188,7 @@ class LowPrecisionAdapters:
         # Not as attributes, which take a microsecond each in modules.
         return [
             linear.__dict__
-            for layer in self._layers
+            for layer in (*self._layers, *self._wrappers)
             for name in ("lora_A", "lora_B")
             for linear in layer._modules[name]._modules.values()  # type: ignore[union-attr]
         ]
@@ -248,7 +280,7 @@ def install_low_precision_adapters(
     adapters.status = _judge(layers, served=served, compute_dtype=compute_dtype)
     # Independent of the status, because the router may be installed later.
     if compute_dtype.itemsize < torch.float32.itemsize:
-        adapters._experts.watch(model, patcher)
+        adapters.watch_experts(model, patcher)
     if adapters.status.state != "active":
         return adapters
     adapters.is_sharded = _has_pieces(served)
@@ -263,9 +295,8 @@ def install_low_precision_adapters(
 
 def copies_in(module: nn.Module) -> list[torch.Tensor]:
     """Return the low-precision copies that the adapters in a module hold now."""
-    attributes = (WEIGHT_ATTRIBUTE, FACTOR_ATTRIBUTE)
     owners = [vars(linear) for linear in module.modules()]
-    return [owner[name].tensor for owner in owners for name in attributes if name in owner]
+    return [owner[WEIGHT_ATTRIBUTE].tensor for owner in owners if WEIGHT_ATTRIBUTE in owner]
 
 
 def _judge(layers: dict[str, LoraLayer], *, served: dict[str, LoraLayer], compute_dtype: torch.dtype) -> Status:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -11,16 +11,6 @@ import torch
 _NUM_WATCHED = 2
 # Share of layers with an idle device from which training counts as launch-bound.
 _LATE_SHARE = 0.5
-
-
-class Mark(Protocol):
-    """A position in a CUDA stream, such as a torch.cuda.Event."""
-
-    def record(self) -> Any:
-        """Record the mark after the queued work."""
-
-    def query(self) -> bool:
-        """Return whether the device has reached the mark."""
 
 
 class LaunchBoundProbe:
@@ -31,7 +21,7 @@ class LaunchBoundProbe:
     layers ahead.
 
     Args:
-        make_mark: Returns a mark; by default an event of the current CUDA device.
+        make_mark: Returns a mark with ``record`` and ``query``; by default an event of the current CUDA device.
 
     Cost:
         Host: one event and one query per layer in the observed micro-batches. No host sync.
@@ -48,9 +38,9 @@ class LaunchBoundProbe:
         (True, 'the device waited for the host at 100 % of layers')
     """
 
-    def __init__(self, make_mark: Callable[[], Mark] = torch.cuda.Event) -> None:
+    def __init__(self, make_mark: Callable[[], Any] = torch.cuda.Event) -> None:
         self._make_mark = make_mark
-        self._marks: list[Mark] = []
+        self._marks: list[Any] = []
         self._num_batches = 0
         self._num_layers = 0
         self._num_asked = self._num_done = 0

@@ -316,11 +316,6 @@ def _own_class(module: nn.Module) -> type:
     return next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
 
 
-def drops_keywords(layer_type: type[nn.Module]) -> bool:
-    """Return whether decoder layers of a class drop their keywords, including the context."""
-    return _drops_keywords(layer_type.forward)
-
-
 def find_indexers(decoder: nn.Module) -> list[nn.Module]:
     """Return the modules that choose keys for each query (sparse attention).
 
@@ -354,9 +349,11 @@ def _find_own_loss(model: PreTrainedModel) -> str:
 
 # Cached, because all layers of a model share one forward, and a process may prepare many models.
 @functools.cache
-def _drops_keywords(function: object) -> bool:
-    """Return whether no call in a function passes on ``**keywords``; False if its source cannot be read."""
-    tree = _parse(function)
+def drops_keywords(forward: object) -> bool:
+    """Return whether the forward of decoder layers passes on no ``**keywords``, including the context; False if its
+    source cannot be read.
+    """
+    tree = _parse(forward)
     return tree is not None and not any(
         keyword.arg is None for call in ast.walk(tree) if isinstance(call, ast.Call) for keyword in call.keywords
     )

@@ -121,34 +121,30 @@ class ImageEncoder:
             raise RowRejectedError(IMAGE_COUNT, f"{type(self.processor).__name__}: {error}") from error
 
 
-class DocumentImages:
-    """Compute the image inputs of a document for the model, and the positions of its tokens.
+def document_images(encoder: ImageEncoder, *, config: PretrainedConfig) -> Callable[[Document], ImageInputs]:
+    """Return a function that computes the image inputs of a document for the model, and the positions of its tokens.
 
     Raises:
         UnsupportedModelError: Images of this family are not supported.
+
+    Cost:
+        Each call decodes and processes the images of a document on the host.
     """
+    check_images(config)
+    # Copy the processor: a fast tokenizer must not be called from two threads at once.
+    own = ImageEncoder(copy.deepcopy(encoder.processor))
+    find_positions, directions = position_finder(config), image_directions(config)
 
-    def __init__(self, encoder: ImageEncoder, *, config: PretrainedConfig) -> None:
-        check_images(config)
-        # Copy the processor: a fast tokenizer must not be called from two threads at once.
-        self._encoder = ImageEncoder(copy.deepcopy(encoder.processor))
-        self._find_positions = position_finder(config)
-        self._config, self._directions = config, image_directions(config)
-
-    def __call__(self, document: Document) -> ImageInputs:
-        """Return the inputs of one document.
-
-        Cost:
-            Decodes and processes its images on the host.
-        """
-        tensors = self._encoder.encode([decode_image(image) for image in document.images])
-        if self._directions != "causal":
-            spans = find_runs(document.input_ids == self._config.image_token_id)
-            return ImageInputs(tensors, spans=spans, in_windows_only=self._directions == "both in windows")
-        if self._find_positions is None:
+    def encode(document: Document) -> ImageInputs:
+        tensors = own.encode([decode_image(image) for image in document.images])
+        if directions != "causal":
+            spans = find_runs(document.input_ids == config.image_token_id)
+            return ImageInputs(tensors, spans=spans, in_windows_only=directions == "both in windows")
+        if find_positions is None:
             return ImageInputs(tensors)
-        input_ids = torch.from_numpy(document.input_ids)
-        return ImageInputs(tensors, self._find_positions(input_ids, tensors))
+        return ImageInputs(tensors, find_positions(torch.from_numpy(document.input_ids), tensors))
+
+    return encode
 
 
 def image_directions(config: PretrainedConfig) -> str:

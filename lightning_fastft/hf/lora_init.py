@@ -57,16 +57,6 @@ def changes_base(lora: LoraConfig | None) -> bool:
     return lora is not None and str(lora.init_lora_weights).lower().startswith(_CHANGES_BASE)
 
 
-def is_loftq(lora: LoraConfig | None) -> bool:
-    """Return whether a configuration asks for LoftQ."""
-    return lora is not None and lora.init_lora_weights == "loftq"
-
-
-def is_eva(lora: LoraConfig | None) -> bool:
-    """Return whether a configuration asks for EVA."""
-    return lora is not None and lora.init_lora_weights == "eva"
-
-
 def check_initialisation(
     lora: LoraConfig | None, *, quantization: str | None, adapter_dtype: torch.dtype, source: ModelSource | None
 ) -> None:

@@ -14,20 +14,16 @@ from typing import Any
 import torch
 from peft.tuners.lora.layer import ParamWrapper as PeftParamWrapper
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher, share_state
 from lightning_fastft.moe.expert_axis import find_axis
 from lightning_fastft.moe.expert_linears import ExpertAdapter
-from lightning_fastft.moe.low_precision_copy import LowPrecisionCopy
 
 # Attribute of experts modules, not in the state_dict: parameter name -> the wrapper around the parameter.
 WRAPPERS_ATTRIBUTE = "fastft_expert_wrappers"
-# Attribute of PEFT's wrappers: the LowPrecisionExpertAdapters that keeps copies of their factors; of lora_A and lora_B:
-# the copy.
-_COPIES_ATTRIBUTE = "fastft_expert_copies"
-FACTOR_ATTRIBUTE = "fastft_expert_factor"
+# Attribute of PEFT's wrappers: the LowPrecisionAdapters that keep copies of their factors.
+COPIES_ATTRIBUTE = "fastft_expert_copies"
 
 
 class ParamWrapper(PeftParamWrapper):
@@ -74,92 +70,6 @@ class ParamWrapper(PeftParamWrapper):
         return a_ERI.transpose(1, 2), b_EOR.transpose(1, 2), scale
 
 
-class LowPrecisionExpertAdapters:
-    """Keep low-precision copies of adapters on experts, in the layout of grouped GEMMs, equal to their masters.
-
-    A copy is made in the first forward that needs it, and again when the version counter or address of its master has
-    changed. A change of a master that alters neither needs ``refresh``.
-
-    Args:
-        compute_dtype: Dtype of the copies; stacks in another dtype get no copies.
-    """
-
-    def __init__(self, compute_dtype: torch.dtype) -> None:
-        self.compute_dtype = compute_dtype
-        self._wrappers: list[PeftParamWrapper] = []
-        self._is_sharded = False
-
-    def __len__(self) -> int:
-        """Return the number of copies."""
-        return len(self._copies())
-
-    def watch(self, model: nn.Module, patcher: ModelPatcher) -> None:
-        """Attach to every wrapper around a stack, including wrappers that are swapped later.
-
-        Undoing the patcher drops the copies. Sharded masters get none.
-        """
-        self._wrappers = [module for module in model.modules() if isinstance(module, PeftParamWrapper)]
-        self._is_sharded = any(isinstance(linear.weight, DTensor) for linear in self._linears())
-        for wrapper in self._wrappers:
-            patcher.set_attribute(wrapper, _COPIES_ATTRIBUTE, self)
-        if self._wrappers:
-            patcher.add_undo(self._drop)
-
-    def refresh(self) -> None:
-        """Copy every master into its low-precision copy.
-
-        Cost:
-            One foreach copy over all first factors and one launch per second factor: reads masters, writes copies; no
-            host sync.
-        """
-        copies = [copy for copy in self._copies() if copy.is_copy_of(copy.master, self.compute_dtype)]
-        plain = [copy for copy in copies if not copy.is_expert_last]
-        if plain:
-            with torch.no_grad():
-                torch._foreach_copy_([copy.tensor for copy in plain], [copy.master_view() for copy in plain])
-        for copy in copies:
-            if copy.is_expert_last:
-                copy.copy_master()
-            else:
-                copy.mark()
-
-    def read(self, wrapper: PeftParamWrapper, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return current copies of lora_A and lora_B of an adapter as (E, R, columns); None if the masters have the
-        compute dtype or are sharded.
-        """
-        linears = (wrapper.lora_A[name], wrapper.lora_B[name])
-        # A sharded master is gathered for each pass, so no version counter tells whether a copy is stale.
-        if self._is_sharded or all(linear.weight.dtype is self.compute_dtype for linear in linears):
-            return None
-        a, b = (
-            self._read(linear, wrapper.num_experts, is_expert_last=is_last)
-            for linear, is_last in zip(linears, (False, True))
-        )
-        return a, b
-
-    def _read(self, linear: nn.Linear, num_experts: int, *, is_expert_last: bool) -> torch.Tensor:
-        copy: LowPrecisionCopy | None = vars(linear).get(FACTOR_ATTRIBUTE)
-        if copy is None or not copy.is_copy_of(linear.weight, self.compute_dtype):
-            copy = LowPrecisionCopy(
-                linear.weight, self.compute_dtype, num_experts=num_experts, is_expert_last=is_expert_last
-            )
-            setattr(linear, FACTOR_ATTRIBUTE, copy)
-        elif not copy.is_current():
-            copy.copy_master()
-        return copy.tensor
-
-    def _linears(self) -> list[nn.Linear]:
-        return [linear for wrapper in self._wrappers for linear in (*wrapper.lora_A.values(), *wrapper.lora_B.values())]
-
-    def _copies(self) -> list[LowPrecisionCopy]:
-        return [vars(linear)[FACTOR_ATTRIBUTE] for linear in self._linears() if FACTOR_ATTRIBUTE in vars(linear)]
-
-    def _drop(self) -> None:
-        for linear in self._linears():
-            vars(linear).pop(FACTOR_ATTRIBUTE, None)
-        self._wrappers.clear()
-
-
 def install_expert_adapters(model: nn.Module, patcher: ModelPatcher, *, experts: Sequence[nn.Module]) -> int:
     """Make PEFT's wrappers around expert stacks provide their factors.
 
@@ -203,8 +113,8 @@ def find_adapter(experts: nn.Module, name: str, *, is_transposed: bool, dtype: t
     if wrapper is None or active is None:
         return None
     lhs, rhs, scale = wrapper.factors(active)
-    adapters: LowPrecisionExpertAdapters | None = vars(wrapper).get(_COPIES_ATTRIBUTE)
-    found = None if adapters is None or adapters.compute_dtype is not dtype else adapters.read(wrapper, active)
+    adapters: Any = vars(wrapper).get(COPIES_ATTRIBUTE)
+    found = None if adapters is None or adapters.compute_dtype is not dtype else adapters.read_experts(wrapper, active)
     # lhs @ rhs has the layout of the stack: our A is the factor on the side of the input columns.
     is_a_in_front = is_transposed != wrapper._did_swap_in_out_features
     copies: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)

@@ -179,6 +179,8 @@ class Fp8Experts:
         is_emulated: bool,
     ) -> None:
         self.is_emulated = is_emulated
+        # Backend of the kernels.
+        self.backend = "reference" if is_emulated else "auto"
         self._is_routed = is_routed
         self._stacks = [
             (
@@ -191,11 +193,6 @@ class Fp8Experts:
         ]
         self._obstacles: dict[torch.device, str] = {}
         self._seen: Status | None = None
-
-    @property
-    def backend(self) -> str:
-        """Backend of the kernels."""
-        return "reference" if self.is_emulated else "auto"
 
     def install(self, patcher: ModelPatcher) -> None:
         """Make the experts compute in fp8 until the patcher is undone."""

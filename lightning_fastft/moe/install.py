@@ -96,7 +96,7 @@ def install_bincount_router(root: nn.Module, patcher: ModelPatcher) -> list[Stat
     return statuses
 
 
-def install_fp8_experts(root: nn.Module, patcher: ModelPatcher, *, is_emulated: bool = False) -> list[Fp8Experts]:
+def install_fp8_experts(root: nn.Module, patcher: ModelPatcher, *, is_emulated: bool) -> list[Fp8Experts]:
     """Compute the products of frozen expert weights of every model inside root in fp8, where BincountRouter runs them.
 
     is_emulated computes in plain PyTorch, on any device.
@@ -166,7 +166,8 @@ def _check(model: PreTrainedModel) -> list[_Layer]:
     for name, module in found:
         experts = _inner_experts(module)
         try:
-            _check_weights(experts)
+            for weight_name in stack_names(experts):
+                check_weight(experts, weight_name, getattr(experts, weight_name))
             if _is_llama4(module) and "forward" in {*vars(module), *vars(experts)}:
                 raise UnsupportedModelError("its forward was replaced on this instance, so a swap would not be called")
             layers.append(_Layer(name, module, experts, recognise_gate(experts)))
@@ -175,11 +176,6 @@ def _check(model: PreTrainedModel) -> list[_Layer]:
                 f"{title}, {name}: {error}. Remove BincountRouter to train it with transformers' own experts."
             ) from error
     return layers
-
-
-def _check_weights(experts: nn.Module) -> None:
-    for name in stack_names(experts):
-        check_weight(experts, name, getattr(experts, name))
 
 
 def _swap(model: PreTrainedModel, layer: _Layer, patcher: ModelPatcher) -> None:

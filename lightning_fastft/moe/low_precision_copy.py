@@ -23,7 +23,7 @@ class LowPrecisionCopy:
     ) -> None:
         self.master = master
         self.is_expert_last = is_expert_last
-        self._num_experts = num_experts
+        self.num_experts = num_experts
         self._master_shape = master.shape
         # Whether an optimizer has written the copy with its master since the last refresh.
         self.is_written = False
@@ -56,8 +56,8 @@ class LowPrecisionCopy:
         """Return the master without its graph; with experts as (E, R, columns), or (columns, R, E) if they are last."""
         master = self.master.detach()
         if self.is_expert_last:
-            return master.view(master.shape[0], -1, self._num_experts)
-        return master.view(self._num_experts, -1, master.shape[1]) if self._num_experts else master
+            return master.view(master.shape[0], -1, self.num_experts)
+        return master.view(self.num_experts, -1, master.shape[1]) if self.num_experts else master
 
     def copy_master(self) -> None:
         """Copy the master again."""

@@ -55,7 +55,8 @@ class ModelFlops(NamedTuple):
         The head runs only on labelled tokens, and causal attention computes half of the pairs that the squared lengths
         count.
         """
-        total = self._head_flops(num_labelled)
+        num_head_products = 1 + self.has_backward + self.is_head_trained
+        total = float(FLOPS_PER_WEIGHT * self.num_head_weights * num_labelled * num_head_products)
         for layer in self.layers:
             forward = FLOPS_PER_WEIGHT * layer.num_active_weights * num_tokens
             total += (
@@ -67,10 +68,6 @@ class ModelFlops(NamedTuple):
             # Backward: gradients of queries, keys, values and scores are two products for each of the forward's.
             total += FLOPS_PER_WEIGHT * layer.attention_width * num_pairs * (3 if layer.has_backward else 1)
         return total
-
-    def _head_flops(self, num_labelled: int) -> float:
-        num_products = 1 + self.has_backward + self.is_head_trained
-        return float(FLOPS_PER_WEIGHT * self.num_head_weights * num_labelled * num_products)
 
 
 def count_flops(model: nn.Module, layers: list[nn.Module]) -> ModelFlops:

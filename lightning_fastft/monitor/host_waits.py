@@ -136,14 +136,9 @@ class HostWaitDetector(GivenOnce, Callback):
             )
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Stop watching; print the result so far."""
-        self.close()
+        """Print the result so far."""
         if self.num_watched and not isinstance(exception, HostWaitError):
             self._tell()
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Stop watching."""
-        self.close()
 
     def close(self) -> None:
         """Stop watching for this fit; a second call has no effect."""

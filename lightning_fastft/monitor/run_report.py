@@ -86,7 +86,8 @@ class RunReport(GivenOnce, Callback):
             raise OptionError(f'path must end in ".html", got {str(path)!r}. The JSON file is written next to it.')
         self.path = None if path is None else Path(path)
         self.profile_step = None if profile_step is None else check_int("profile_step", profile_step, low=0)
-        self._html_path = self.path
+        # Path of the page; known once fit has begun.
+        self.html_path = self.path
         self._reset()
 
     def _reset(self) -> None:
@@ -103,18 +104,13 @@ class RunReport(GivenOnce, Callback):
         self._is_own_detector = False
 
     @property
-    def html_path(self) -> Path | None:
-        """Path of the page; known once fit has begun."""
-        return self._html_path
-
-    @property
     def json_path(self) -> Path | None:
         """Path of the JSON file."""
-        return None if self._html_path is None else self._html_path.with_suffix(".json")
+        return None if self.html_path is None else self.html_path.with_suffix(".json")
 
     def status(self) -> Status:
         """Return the path of the report."""
-        return Status("run report", "active", "written after fit" if self._html_path is None else str(self._html_path))
+        return Status("run report", "active", "written after fit" if self.html_path is None else str(self.html_path))
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find and create the folder before training, so that an unwritable folder fails early."""
@@ -126,15 +122,15 @@ class RunReport(GivenOnce, Callback):
                 f"RunReport writes to local or mounted folders, but the folder of this run is {folder}. Give "
                 "RunReport(path='run_report.html')."
             )
-        self._html_path = Path(folder) / "run_report.html" if self.path is None else self.path
+        self.html_path = Path(folder) / "run_report.html" if self.path is None else self.path
         if trainer.is_global_zero:
-            self._html_path.parent.mkdir(parents=True, exist_ok=True)
+            self.html_path.parent.mkdir(parents=True, exist_ok=True)
             check_replaceable(
-                "The run report (path)", self._html_path, is_ours=lambda head: b"<title>Run report: " in head
+                "The run report (path)", self.html_path, is_ours=lambda head: b"<title>Run report: " in head
             )
             check_replaceable(
                 "The run report's JSON (path)",
-                self._html_path.with_suffix(".json"),
+                self.html_path.with_suffix(".json"),
                 is_ours=lambda head: SCHEMA.encode() in head,
             )
         self._is_open = True
@@ -240,7 +236,8 @@ class RunReport(GivenOnce, Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Read the remaining values with a host sync, and gather those of the other ranks."""
         self._pause()
-        self._close_detector()
+        if self._is_own_detector and self._run.detector is not None:
+            self._run.detector.close()
         self._run.add_losses(self._copies.wait())
         self._run.add_scalars(self._scalar_copies.wait())
         self._run.times.poll(wait=True)
@@ -253,9 +250,6 @@ class RunReport(GivenOnce, Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Write the values so far. Wait for the device and other ranks only if all ranks saved and stopped."""
-        self._close_detector()
-        if self._profile is not None:
-            self._profile.cancel()
         state = (
             "stopped"
             if isinstance(exception, RunStopped)
@@ -279,7 +273,6 @@ class RunReport(GivenOnce, Callback):
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Release device objects."""
-        self._close_detector()
         self._copies.clear()
         self._scalar_copies.clear()
         self._run.times.drop()
@@ -296,10 +289,6 @@ class RunReport(GivenOnce, Callback):
         self._last_end = None
         if self._is_own_detector and self._run.detector is not None:
             self._run.detector.pause()
-
-    def _close_detector(self) -> None:
-        if self._is_own_detector and self._run.detector is not None:
-            self._run.detector.close()
 
     def _begin_profile(self, trainer: pl.Trainer, batch_idx: int) -> bool:
         is_last = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
@@ -329,7 +318,7 @@ class RunReport(GivenOnce, Callback):
     def _write(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *, state: str, error: BaseException | None
     ) -> None:
-        if not self._is_open or self._html_path is None or not trainer.is_global_zero:
+        if not self._is_open or self.html_path is None or not trainer.is_global_zero:
             return
         self._is_open = False
         # Imported on first use, at the end of a run.
@@ -340,12 +329,12 @@ class RunReport(GivenOnce, Callback):
         data = collect(self._run, trainer, pl_module, profile_step=self.profile_step, state=state, error=error)
         try:
             replace_file(self.json_path, json.dumps(data, indent=1, allow_nan=False).encode())
-            replace_file(self._html_path, render_page(data).encode())
+            replace_file(self.html_path, render_page(data).encode())
         except OSError as failure:
             # A full disk must not end the run before the user saves the trained model.
-            rank_zero_warn(f"The run report could not be written to {self._html_path}: {failure}")
+            rank_zero_warn(f"The run report could not be written to {self.html_path}: {failure}")
             return
-        told = f"Run report: {self._html_path}"
+        told = f"Run report: {self.html_path}"
         rank_zero_info(f"{summarize(data)}\n{told}" if state in ("finished", "stopped") else told)
 
 

@@ -119,12 +119,8 @@ class TokenThroughput(GivenOnce, Callback):
     on_train_epoch_end = on_validation_start
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Log the remaining intervals, with a host sync."""
+        """Log the remaining intervals, with a host sync; drop device objects."""
         self._log_finished(trainer, wait=True)
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Drop device objects."""
-        self._waiting.clear()
         self._open = None
 
     def _count(self, batch: Any, interval: _Interval) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -119,13 +119,11 @@ class PlannedStream:
         plan: The StepPlan of the run.
         rank: This process among plan.world_size.
         start: Global position: micro-batches trained in all epochs so far.
-        pad_to: Length of every pack in tokens; None for no padding.
-        pad_to_multiple_of: The length of every pack is rounded up to a multiple of this.
-        pad_token_id: Token id of the padding.
         weigh_by_window: True divides the loss by the labelled tokens of the accumulation window (training); False
             divides by those of the pack.
         repeat_first_epoch: True repeats the order of epoch 0 in every epoch (``overfit_batches``).
         encode_images: Returns what the images of a document become for the model; called by the thread that reads.
+        padding: The padding of packs, as ``collate`` takes it.
     """
 
     def __init__(
@@ -135,20 +133,16 @@ class PlannedStream:
         *,
         rank: int,
         start: int = 0,
-        pad_to: int | None = None,
-        pad_to_multiple_of: int = 1,
-        pad_token_id: int = 0,
         weigh_by_window: bool = True,
         repeat_first_epoch: bool = False,
         encode_images: Callable[[Document], ImageInputs] | None = None,
+        **padding: Any,
     ) -> None:
         self.subset = subset
         self.plan = plan
         self.rank = rank
         self.start = start
-        self.pad_to = pad_to
-        self.pad_to_multiple_of = pad_to_multiple_of
-        self.pad_token_id = pad_token_id
+        self.padding = padding
         self.weigh_by_window = weigh_by_window
         self.repeat_first_epoch = repeat_first_epoch
         self.encode_images = encode_images
@@ -167,9 +161,7 @@ class PlannedStream:
         documents = [self._prepare(self.subset[number]) for number in numbers]
         batch = collate(
             documents,
-            pad_to=self.pad_to if documents or self.pad_to is not None else EMPTY_PACK_TOKENS,
-            pad_to_multiple_of=self.pad_to_multiple_of,
-            pad_token_id=self.pad_token_id,
+            **pad_empty(documents, self.padding),
             num_items=float(epoch_plan.num_items_M[micro_batch]) if self.weigh_by_window else None,
             index=index,
             shares_prompts=self.subset.shares_prompts,
@@ -185,6 +177,12 @@ class PlannedStream:
         if self.encode_images is None:
             raise DataError("The data has images, and nothing turns them into inputs of the model. Give a processor.")
         return document._replace(image_inputs=self.encode_images(document))
+
+
+def pad_empty(documents: Sequence[Document], padding: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the padding of a pack: a pack without documents has some tokens too."""
+    is_empty = not documents and padding.get("pad_to") is None
+    return {**padding, "pad_to": EMPTY_PACK_TOKENS} if is_empty else dict(padding)
 
 
 def _do_nothing(*_: PackedBatch) -> None:

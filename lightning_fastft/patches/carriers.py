@@ -31,7 +31,7 @@ def install_carriers(model: PreTrainedModel, patcher: ModelPatcher) -> list[Stat
     """
     family, indexers = mixer_family(model), find_indexers(find_decoder(model))
     for layer in decoder_layers(model):
-        if indexers or (holds_attention(layer, family) and drops_keywords(type(layer))):
+        if indexers or (holds_attention(layer, family) and drops_keywords(type(layer).forward)):
             patcher.add_undo(layer.register_forward_pre_hook(_give_context_to_mask, with_kwargs=True).remove)
     if not indexers:
         return []

@@ -9,11 +9,14 @@ import contextlib
 import math
 import re
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from lightning_fastft.core.errors import FastFTError, UnsupportedModelError
@@ -185,7 +188,16 @@ def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _disturbing(layers: list[nn.Module], *, dtypes: tuple[torch.dtype, ...]) -> Iterator[None]:
+def _hooked(handles: list[RemovableHandle]) -> Iterator[None]:
+    """Remove hooks at the end of a block."""
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _disturbing(layers: list[nn.Module], *, dtypes: tuple[torch.dtype, ...]) -> AbstractContextManager[None]:
     """Multiply the input of each layer by 1 plus or minus the largest rounding error."""
     draws = torch.Generator().manual_seed(0)
 
@@ -195,12 +207,7 @@ def _disturbing(layers: list[nn.Module], *, dtypes: tuple[torch.dtype, ...]) -> 
         hidden = (hidden.double() * (1 + sign * _rounding(hidden, dtypes))).to(hidden.dtype)
         return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
-    handles = [layer.register_forward_pre_hook(disturb, with_kwargs=True) for layer in layers]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    return _hooked([layer.register_forward_pre_hook(disturb, with_kwargs=True) for layer in layers])
 
 
 def _rounding(hidden: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> float:
@@ -212,26 +219,12 @@ def _rounding(hidden: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> float:
     return max(units) / 2
 
 
-@contextlib.contextmanager
-def _counting(layers: list[nn.Module], context: Any, reads: list[int]) -> Iterator[None]:
+def _counting(layers: list[nn.Module], context: Any, reads: list[int]) -> AbstractContextManager[None]:
     """Count the reads of a context in each layer."""
 
-    def begin(number: int) -> Any:
-        def hook(*_: Any) -> None:
-            reads[number] -= context.num_reads
+    def count(number: int, sign: int, *_: Any) -> None:
+        reads[number] += sign * context.num_reads
 
-        return hook
-
-    def end(number: int) -> Any:
-        def hook(*_: Any) -> None:
-            reads[number] += context.num_reads
-
-        return hook
-
-    handles = [layer.register_forward_pre_hook(begin(number)) for number, layer in enumerate(layers)]
-    handles += [layer.register_forward_hook(end(number)) for number, layer in enumerate(layers)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    handles = [layer.register_forward_pre_hook(partial(count, number, -1)) for number, layer in enumerate(layers)]
+    handles += [layer.register_forward_hook(partial(count, number, 1)) for number, layer in enumerate(layers)]
+    return _hooked(handles)

@@ -48,18 +48,9 @@ class LazyLogits:
         self.cross_entropy: torch.Tensor | None = None
         self._operations: tuple[tuple[Callable[..., torch.Tensor], tuple[Any, ...]], ...] = ()
         self._tensor: torch.Tensor | None = None
-        self._scale = 1.0
-        self._softcap: float | None = None
-
-    @property
-    def scale(self) -> float:
-        """Return the factor on the raw logits, inside the soft cap if there is one."""
-        return self._scale
-
-    @property
-    def softcap(self) -> float | None:
-        """Return the recorded soft cap: logits are ``softcap * tanh(scale * raw / softcap)``."""
-        return self._softcap
+        # The factor on the raw logits, inside the soft cap: logits are softcap * tanh(scale * raw / softcap).
+        self.scale = 1.0
+        self.softcap: float | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -179,7 +170,7 @@ class LazyLogits:
     def as_head(self) -> Head:
         """Return the head for the kernels: flat hidden states, output layer, scale and soft cap."""
         hidden_TD = self.hidden.reshape(-1, self.hidden.shape[-1])
-        return Head(hidden_TD, self.weight, self.bias, self._scale, self._softcap)
+        return Head(hidden_TD, self.weight, self.bias, self.scale, self.softcap)
 
     def _check_whole(self) -> None:
         """Raise on a part of a pack: its last row is labelled in the next part, and its loss is a part of a sum."""
@@ -198,9 +189,9 @@ class LazyLogits:
 
     def _scaled(self, function: Callable[..., torch.Tensor], number: Any, factor: float) -> LazyLogits:
         other = self._record(function, number)
-        other._scale = self._scale * factor
-        if self._softcap is not None:
-            other._softcap = self._softcap * factor
+        other.scale = self.scale * factor
+        if self.softcap is not None:
+            other.softcap = self.softcap * factor
         return other
 
     def __mul__(self, other: Any) -> Any:
@@ -216,10 +207,10 @@ class LazyLogits:
         return self.tensor() / other
 
     def _tanh(self) -> Any:
-        if self._softcap is not None:
+        if self.softcap is not None:
             return torch.tanh(self.tensor())
         other = self._record(torch.tanh)
-        other._softcap = 1.0
+        other.softcap = 1.0
         return other
 
     def float(self) -> LazyLogits:
@@ -250,9 +241,7 @@ class LazyLogits:
         return getattr(self.tensor(), name)
 
     def __repr__(self) -> str:
-        return (
-            f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, scale={self._scale}, softcap={self._softcap})"
-        )
+        return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, scale={self.scale}, softcap={self.softcap})"
 
     def __len__(self) -> int:
         return self.shape[0]

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from lightning_fastft.activations.checkpointing import STATUS_NAME as ACTIVATIONS_STATUS
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
-from lightning_fastft.activations.frozen_weights import MovableWeights, StreamedWeights
+from lightning_fastft.activations.frozen_weights import FrozenWeights, StreamedWeights
 from lightning_fastft.activations.slots import PinnedSlab
 from lightning_fastft.activations.streams import CopyStreams
 from lightning_fastft.activations.tiles import install_tiles
@@ -159,8 +159,10 @@ def _attach(
     name: str,
 ) -> Status:
     """Apply the activation policy to the layers of one model, whose status has this name."""
-    weights = MovableWeights(
-        functools.partial(_stream_weights, model, patcher), functools.partial(movable_embedding_bytes, model)
+    weights = FrozenWeights(
+        layers,
+        move=functools.partial(_stream_weights, model, patcher),
+        resident_embedding_bytes=functools.partial(movable_embedding_bytes, model),
     )
     stacks = _stacks(model, layers)
     gathered = gathered_weights(model, layers, patcher)

@@ -295,7 +295,9 @@ class PlanSearch:
         for place in places:
             for value in values:
                 if held.get(value.name) != place:
-                    yield plan._replace(values=_values_with(self._costs[number], held, value.name, place))
+                    changed = {**held, value.name: place}
+                    found = ((each.name, changed.get(each.name)) for each in self._costs[number].values)
+                    yield plan._replace(values=tuple((name, at) for name, at in found if at is not None))
         if not self.model.machine.is_unified:
             yield plan._replace(input_place="host" if plan.input_place == "device" else "device")
 
@@ -324,13 +326,6 @@ def _in_order(plan: SegmentPlan, cost: SegmentCost) -> SegmentPlan:
     return plan._replace(
         values=tuple((value.name, places[value.name]) for value in cost.values if value.name in places)
     )
-
-
-def _values_with(
-    cost: SegmentCost, held: dict[str, Place], name: str, place: Place | None
-) -> tuple[tuple[str, Place], ...]:
-    places = {**held, name: place}
-    return tuple((value.name, found) for value in cost.values if (found := places.get(value.name)) is not None)
 
 
 def _items_by_density(costs: tuple[SegmentCost, ...]) -> list[tuple[int, ValueCost]]:

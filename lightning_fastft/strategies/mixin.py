@@ -315,7 +315,7 @@ class FastFTStrategyMixin(StepDownMixin):
 
     def _judged_step(self, run_step: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
         batch = args[0] if args else next(iter(kwargs.values()), None)
-        step = self.packed_steps.begin(batch)
+        check_read = self.packed_steps.begin(batch)
         if name == "training_step":
             output = run_step(*args, **kwargs)
         else:
@@ -324,7 +324,7 @@ class FastFTStrategyMixin(StepDownMixin):
         assert self.lightning_module is not None
         # A training step that returns nothing is skipped by Lightning, unless the module runs backward and step itself.
         if name != "training_step" or output is not None or not self.lightning_module.automatic_optimization:
-            step.check_read(self.lightning_module, where=name)
+            check_read(self.lightning_module, where=name)
         return output
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
     from lightning_fastft.core.patcher import ModelPatcher
 
 
+# Checks that attention read the packed batches of a step; see PackedSteps.begin.
+CheckRead = Callable[..., None]
+
+
 class PackedSteps:
     """Install packed training for one run and check its steps; used by the strategies and by PackedTraining.
 
@@ -52,12 +57,8 @@ class PackedSteps:
         self._statuses: list[Status] = []
         self._layers: list[nn.Module] = []
         self._checks: tuple[Callable[[], Status | None], ...] = ()
-        self._is_installed = False
-
-    @property
-    def is_installed(self) -> bool:
-        """Whether the swaps are in place."""
-        return self._is_installed
+        # Whether the swaps are in place.
+        self.is_installed = False
 
     def install(self, module: nn.Module, patcher: ModelPatcher, environment: RunEnvironment | None = None) -> None:
         """Install on every transformers model inside module until the patcher is undone.
@@ -68,7 +69,7 @@ class PackedSteps:
             UnsupportedModelError: A family cannot be trained exactly on packs.
             OptionError: An option does not fit the model.
         """
-        if self._is_installed:
+        if self.is_installed:
             return
         if "transformers.modeling_utils" not in sys.modules:
             # Without a transformers model nothing is imported, because PEFT would import bitsandbytes.
@@ -81,7 +82,7 @@ class PackedSteps:
 
         self.backends_used.clear()
         with patcher.stage():
-            patcher.set_attribute(self, "_is_installed", True)
+            patcher.set_attribute(self, "is_installed", True)
             installation = install_packed_training(
                 module,
                 patcher,
@@ -114,9 +115,31 @@ class PackedSteps:
         if self.activations is not None and self._layers:
             self.activations.check_training_mode(self._layers)
 
-    def begin(self, batch: Any) -> PackedStep:
-        """Prepare the packed batches inside a batch for one step."""
-        return PackedStep(self, find_packed_batches(batch))
+    def begin(self, batch: Any) -> CheckRead:
+        """Prepare the packed batches inside a batch for one step; return its check, to be called after the forward.
+
+        The check takes the module, and as ``where`` the name of the step. It raises a ContextError if no attention
+        layer read the context of a packed batch that has labelled tokens, so that packed documents saw each other.
+
+        Cost:
+            Host integers only; no host sync.
+        """
+        batches = find_packed_batches(batch)
+        if self.attention != "auto":
+            for found in batches:
+                found.context.attention_backend = self.attention
+        # A loader that keeps its batches may return one twice, so only the reads of this step count.
+        return functools.partial(self._check_read, batches, [found.context.reads.copy() for found in batches])
+
+    def _check_read(
+        self, batches: list[PackedBatch], reads_before: list[Counter[str]], module: nn.Module, *, where: str
+    ) -> None:
+        reads: Counter[str] = Counter()
+        for batch, before in zip(batches, reads_before):
+            reads += batch.context.reads - before
+        self.backends_used.update(reads)
+        if not reads and any(batch.context.num_labelled > 0 for batch in batches):
+            raise ContextError(_unread_message(module, where=where))
 
     def statuses(self) -> list[Status]:
         """Return the statuses, with the attention backends that ran so far."""
@@ -130,36 +153,6 @@ class PackedSteps:
         if status.state == "active" and status.name.startswith(ACTIVATIONS_STATUS) and self.activations is not None:
             return self.activations.status(status.name)
         return status
-
-
-class PackedStep:
-    """One step over the packed batches found in a batch."""
-
-    def __init__(self, steps: PackedSteps, batches: list[PackedBatch]) -> None:
-        self._steps = steps
-        self._batches = batches
-        # A loader that keeps its batches may return one twice, so only the reads of this step count.
-        self._reads_before = [batch.context.reads.copy() for batch in batches]
-        if steps.attention != "auto":
-            for batch in batches:
-                batch.context.attention_backend = steps.attention
-
-    def check_read(self, module: nn.Module, *, where: str) -> None:
-        """Raise if no attention layer read the context of a packed batch that has labelled tokens.
-
-        Raises:
-            ContextError: Packed documents saw each other in this step.
-
-        Cost:
-            Host integers only; no host sync.
-        """
-        reads: Counter[str] = Counter()
-        for batch, before in zip(self._batches, self._reads_before):
-            reads += batch.context.reads - before
-        self._steps.backends_used.update(reads)
-        is_trained = any(batch.context.num_labelled > 0 for batch in self._batches)
-        if is_trained and not reads:
-            raise ContextError(_unread_message(module, where=where))
 
 
 def find_packed_batches(batch: Any) -> list[PackedBatch]:

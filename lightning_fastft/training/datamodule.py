@@ -20,7 +20,7 @@ from lightning_fastft.training.data.options import check_paths, count_processes
 from lightning_fastft.training.data.planned import TrainingPlan
 from lightning_fastft.training.data.position import check_ranks_agree
 from lightning_fastft.training.data.splits import SPLITS, SplitDataModule
-from lightning_fastft.training.data.streams import StreamOptions, TrainingStream, check_stream_run
+from lightning_fastft.training.data.streams import TrainingStream, check_stream_run
 from lightning_fastft.training.data.subsets import find_needs, name_source
 from lightning_fastft.training.data.trainer_facts import (
     check_accumulation,
@@ -283,7 +283,9 @@ class PackedDataModule(SplitDataModule):
             getattr(self._module, "vocab_size", None),
             find_image_encoder(self._given_tokenizer, module=self._module),
         )
-        options = StreamOptions(
+        return TrainingStream(
+            rows,
+            setup=setup,
             ranks=find_ranks(self._run),
             accumulate=accumulate,
             seed=self.seed,
@@ -292,9 +294,8 @@ class PackedDataModule(SplitDataModule):
             pin_memory=self._pins_memory(),
             max_reject_share=self.max_reject_share,
             rejected_path=self.rejected_file("train", is_of_rank=True),
-            batch_options=self._padding(),
+            padding=self._padding(),
         )
-        return TrainingStream(rows, setup=setup, options=options)
 
     def _open_training_stream(self) -> Iterable[PackedBatch]:
         """Open the stream when the first batch of an epoch, or of a resumed run, is wanted."""

@@ -16,7 +16,7 @@ from lightning_fastft import FineTuner, PackedDataModule
 from lightning_fastft.cli import doctor, main
 from lightning_fastft.cli.doctor import shrink_config
 from lightning_fastft.cli.lightning_cli import FastFTCLI
-from lightning_fastft.cli.signatures import read_parameters
+from lightning_fastft.cli.signatures import read_options
 from lightning_fastft.cli.words import CONFIG_FOLDER, config_names, find_configs, take_option
 from lightning_fastft.core.errors import OptionError
 from tests.cli.hostile_configs import BORING
@@ -135,7 +135,7 @@ def test_help_lists_the_options_of_model_data_and_trainer(words, capsys):
     assert main(words) == 0
     text = capsys.readouterr().out
     for owner, key in ((FineTuner, "model"), (PackedDataModule, "data")):
-        for name in read_parameters(f"lightning_fastft.{owner.__name__}"):
+        for name in read_options(f"lightning_fastft.{owner.__name__}"):
             assert re.search(rf"^  --{key}\.{name}[ ,]", text, re.MULTILINE), f"{key}.{name}"
     assert "--trainer.max_epochs" in text
 

@@ -14,7 +14,7 @@ from lightning_fastft import PackedDataModule, RolloutDataModule
 from lightning_fastft.cli import mistakes
 from lightning_fastft.cli.lightning_cli import SHORT_NAMES, FastFTArgumentParser, FastFTCLI
 from lightning_fastft.cli.mistakes import check_words
-from lightning_fastft.cli.signatures import read_parameters
+from lightning_fastft.cli.signatures import read_options
 from lightning_fastft.cli.usage import HELP, parser_options
 from lightning_fastft.cli.words import TRAINER_COMMANDS
 from lightning_fastft.core.errors import DataError, FastFTError, OptionError
@@ -208,7 +208,7 @@ def test_known_options_are_those_of_the_parser(command):
     names = {name.strip("-+") for action in parser_of(command)._actions for name in action.option_strings}
     assert {name.partition(".")[0] for name in names} == set(parser_options(command))
     trained = {name.split(".")[1] for name in names if name.startswith("trainer.")} - {"help"}
-    assert trained == set(read_parameters("lightning_fastft.cli.trainer.FastFTTrainer"))
+    assert trained == set(read_options("lightning_fastft.cli.trainer.FastFTTrainer"))
 
 
 @pytest.mark.parametrize("owner", SHORT_NAMES, ids=lambda owner: owner.__name__)
@@ -216,7 +216,7 @@ def test_every_parameter_of_a_class_is_read_from_its_source(owner):
     parser = FastFTArgumentParser()
     parser.add_class_arguments(owner, "x", fail_untyped=False, sub_configs=True)
     names = {action.dest.split(".")[1] for action in parser._actions if action.dest.startswith("x.")}
-    read = read_parameters(f"lightning_fastft.{owner.__name__}")
+    read = read_options(f"lightning_fastft.{owner.__name__}")
     # The reader does not see that a class sets a parameter of its base itself.
     assert names <= set(read) <= names | {"needs_reference"}
 
@@ -333,4 +333,4 @@ def test_last_data_of_a_config_counts(folder):
 
 @pytest.mark.parametrize("owner", [PackedDataModule, RolloutDataModule])
 def test_data_that_a_command_opens_is_a_parameter_of_its_module(owner):
-    assert set(mistakes._OPENED[owner.__name__]) <= set(read_parameters(f"lightning_fastft.{owner.__name__}"))
+    assert set(mistakes._OPENED[owner.__name__]) <= set(read_options(f"lightning_fastft.{owner.__name__}"))

@@ -13,7 +13,7 @@ from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from torch import nn
 
 from lightning_fastft.core.patcher import ModelPatcher
-from lightning_fastft.fused import fp8_base, fp8_weights
+from lightning_fastft.fused import fp8_base, fp8_weights, linears
 from lightning_fastft.fused.fp8_base import FP8_ATTRIBUTE
 from lightning_fastft.fused.install import install_fp8_base
 from lightning_fastft.fused.linear_parts import read_part
@@ -174,10 +174,14 @@ def test_kernels_that_quantise_what_they_compute_change_no_bit(family, monkeypat
     model = make(family, "full")
     in_fp8(model)
     calls = []
-    for name in ("rms_norm_quantised", "gate_forward_quantised", "gate_backward_quantised"):
-        real = getattr(fp8_weights, name)
+    for reader, name in (
+        (linears, "rms_norm_quantised"),
+        (linears, "gate_forward_quantised"),
+        (fp8_weights, "gate_backward_quantised"),
+    ):
+        real = getattr(reader, name)
         monkeypatch.setattr(
-            fp8_weights,
+            reader,
             name,
             lambda *args, name=name, real=real, **options: calls.append(name) or real(*args, **options),
         )

@@ -7,7 +7,7 @@ from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.fused.install import install_fused_layers
-from lightning_fastft.hf.images import IMAGE_FAMILIES, DocumentImages, ImageEncoder, check_images
+from lightning_fastft.hf.images import IMAGE_FAMILIES, ImageEncoder, check_images, document_images
 from lightning_fastft.hf.lora import add_adapters, parse_lora
 from lightning_fastft.packing.collate import collate
 from lightning_fastft.packing.rows.formats import FormatOptions
@@ -48,7 +48,7 @@ class Family:
         return adapted.train()
 
     def prepared(self, config):
-        encode = DocumentImages(self.encoder, config=config)
+        encode = document_images(self.encoder, config=config)
         return [
             document._replace(image_inputs=encode(document)) if document.images else document
             for document in self.documents

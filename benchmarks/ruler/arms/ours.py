@@ -315,7 +315,7 @@ class MeasuringCallback(Callback):
         """Note the end of a step."""
         if self._is_over:
             use = self._profile.stop()
-            self._recorder.record["copies"] = None if use is None else use.to_dict()
+            self._recorder.record["copies"] = None if use is None else use._asdict()
             trainer.should_stop = True
         elif self._recorder.step_done():
             self._is_over = True

@@ -19,7 +19,7 @@ def name_gguf(folder: Path, type_name: str) -> Path:
     return folder / f"{folder.name}-{type_name}.gguf"
 
 
-def convert_to_gguf(folder: Path, file: Path, *, type_name: str, llama_cpp: str = "") -> str:
+def convert_to_gguf(folder: Path, file: Path, *, type_name: str, llama_cpp: str) -> str:
     """Write a GGUF file, where llama.cpp's script is found.
 
     The script is searched on PATH, or in a clone of llama.cpp if one is given.

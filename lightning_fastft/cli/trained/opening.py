@@ -86,7 +86,7 @@ def check_source(name: str) -> Path:
     return source
 
 
-def find_device(name: str, *, default: str = "auto") -> torch.device:
+def find_device(name: str) -> torch.device:
     """Return the device of ``--device``; "auto" is the GPU where there is one.
 
     Raises:
@@ -96,7 +96,6 @@ def find_device(name: str, *, default: str = "auto") -> torch.device:
     with phase("importing torch"):
         import torch
 
-    name = name or default
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -117,7 +116,7 @@ def read_request(given: Namespace, *, device: str = "auto", **choices: Any) -> R
         OptionError: There is nothing at source, or ``--device`` is no device of torch.
     """
     source = check_source(given.source)
-    place = find_device(given.device, default=device)
+    place = find_device(given.device or device)
     return Request(source, place, base=given.base, accepts_other_base=given.accept_other_base, **choices)
 
 
@@ -245,7 +244,7 @@ def _open_adapters(request: Request) -> Opened:
     if not name:
         raise OptionError(f"{request.source} does not say which model its adapters belong to. Add --base NAME.")
     dtype = _merge_dtype(request, {"model": name, "dtype": "auto"})
-    tokenizer = _tokenizer_of(request.source, base=name)
+    tokenizer = str(request.source) if (request.source / "tokenizer_config.json").is_file() else name
     base = FineTuner(name, tokenizer=tokenizer, dtype=dtype).to(request.device)  # type: ignore[arg-type]
     is_quantised = _is_bnb(base)
     if request.is_merged and is_quantised:
@@ -287,11 +286,6 @@ def _is_bnb(module: FineTuner) -> bool:
     held = getattr(module.source.config, "quantization_config", None) or {}
     method = held.get("quant_method") if isinstance(held, dict) else getattr(held, "quant_method", None)
     return str(getattr(method, "value", method)) in ("bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit")
-
-
-def _tokenizer_of(folder: Path, *, base: str) -> str:
-    """Return the folder of the tokenizer: that of the adapters, else that of the base."""
-    return str(folder) if (folder / "tokenizer_config.json").is_file() else base
 
 
 def _dtype_of(state_dict: dict[str, torch.Tensor]) -> str:

@@ -50,7 +50,7 @@ def norm_feed_forward(
     down: FusedLinear,
     *,
     form: GateForm,
-    factor: float = 1.0,
+    factor: float,
     session: Session | None,
 ) -> torch.Tensor:
     """Return ``x + factor * down(gate(gate_up(norm(x))))``.

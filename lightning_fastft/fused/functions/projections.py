@@ -14,7 +14,7 @@ from lightning_fastft.activations.segments import Session
 from lightning_fastft.core.once_differentiable import once_differentiable
 from lightning_fastft.fused.column_scales import scale_output
 from lightning_fastft.fused.functions.rows import Grads, Norm, contiguous_rows, norm_gradients
-from lightning_fastft.fused.functions.scales import before_scale, saved_output
+from lightning_fastft.fused.functions.scales import before_scale
 from lightning_fastft.fused.linear_gradients import (
     gradients_for,
     parameter_gradients,
@@ -99,8 +99,9 @@ class _NormProject(torch.autograd.Function):
 
         y_TC, *low = project_normed(session, QKV_VALUE, fused_linear, x_TD, weight_D, form=form)
         ctx.fused_linear, ctx.form, ctx.num_low = fused_linear, form, len(low)
-        saved_y = saved_output(fused_linear, y_TC)
-        ctx.save_for_backward(x_TD, weight_D, *saved_y, *low, *fused_linear.watched_tensors)
+        # The gradients of magnitudes read the output.
+        saved_y_TC = y_TC if fused_linear.is_scaled else None
+        ctx.save_for_backward(x_TD, weight_D, saved_y_TC, *low, *fused_linear.watched_tensors)
         return (y_TC, x_TD) if ctx.needs_input_grad[3] else y_TC
 
     @staticmethod
@@ -252,7 +253,7 @@ def normed_gradients(
     *,
     form: NormForm | None,
     needs: Sequence[bool],
-    d_magnitudes: Sequence[torch.Tensor | None] = (),
+    d_magnitudes: Sequence[torch.Tensor | None],
 ) -> Grads:
     """Return the gradients of project_normed: of the rows, of the norm's weight, and of FusedLinear.tensors.
 

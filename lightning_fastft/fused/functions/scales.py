@@ -38,8 +38,3 @@ def before_scale(
         return d_TO, ()
     out = d_TO if in_place else gradients_for(fused_linear, d_TO)
     return unscaled_gradient(fused_linear.parts, d_TO, saved_TO, needs=needs, is_scaled=is_scaled, out=out)
-
-
-def saved_output(fused_linear: FusedLinear, y_TO: torch.Tensor) -> tuple[torch.Tensor | None]:
-    """Return the output if the gradients of magnitudes read it."""
-    return (y_TO if fused_linear.is_scaled else None,)

@@ -268,7 +268,11 @@ def _check_grad(
     if d_NO.shape[0] != x_NI.shape[0]:
         raise ShapeError(f"x_NI has {x_NI.shape[0]} rows, d_NO {d_NO.shape[0]}; both operands need the same rows.")
     check_layout("end_E", end_E, (None,), dtypes=(torch.int32,), like=like)
-    if isinstance(x_NI, GatheredRows) and isinstance(d_NO, GatheredRows) and not _have_same_slots(x_NI, d_NO):
+    if (
+        isinstance(x_NI, GatheredRows)
+        and isinstance(d_NO, GatheredRows)
+        and (x_NI.slot_N is not d_NO.slot_N or x_NI.num_slots_per_row != d_NO.num_slots_per_row)
+    ):
         raise ShapeError(
             "x_NI and d_NO are gathered by different slots; both operands of a gradient need the same rows."
         )
@@ -394,8 +398,3 @@ def _check_rows(
     check_int(f"num_slots_per_row of {name}", rows.num_slots_per_row, low=1)
     num_slots = rows.x_TI.shape[0] * rows.num_slots_per_row
     check_layout(f"slot_N of {name}", rows.slot_N, (num_slots,), dtypes=(torch.int32, torch.int64), like=like)
-
-
-def _have_same_slots(rows: GatheredRows, others: GatheredRows) -> bool:
-    """Return whether the same slots index both operands."""
-    return rows.slot_N is others.slot_N and rows.num_slots_per_row == others.num_slots_per_row

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,8 +41,7 @@ class Copy(NamedTuple):
     num_bytes: int
 
 
-@dataclass(frozen=True)
-class CopyUse:
+class CopyUse(NamedTuple):
     """Copies of one step; times in ms.
 
     Args:
@@ -56,6 +54,7 @@ class CopyUse:
         h2d_gib: Size of the copies to the device.
         covered_share: Share of copy_ms during which a kernel ran; 1 without copies.
         exposed_ms: Time in which compute waited for a copy.
+        hidden_share: Share of copy_ms for which compute did not wait; 1 without copies.
         late_host_ms: Time in which compute was idle because the host had not launched its next kernel.
         num_d2h: Copies to the host.
         num_h2d: Copies to the device.
@@ -70,18 +69,10 @@ class CopyUse:
     h2d_gib: float
     covered_share: float
     exposed_ms: float
+    hidden_share: float
     late_host_ms: float
     num_d2h: int
     num_h2d: int
-
-    @property
-    def hidden_share(self) -> float:
-        """Share of the copy time for which compute did not wait."""
-        return 1.0 - self.exposed_ms / self.copy_ms if self.copy_ms else 1.0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values for the raw log."""
-        return {**asdict(self), "hidden_share": self.hidden_share}
 
 
 class StepTrace(NamedTuple):
@@ -240,7 +231,7 @@ def copy_use(kernels: Sequence[Kernel], copies: Sequence[Copy]) -> CopyUse:
             late_us += max(0.0, min(kernel.start, kernel.launched) - end)
         end = max(end, kernel.end)
     copy_us = total(copying)
-    covered_us = overlap(copying, working)
+    covered_us, exposed_us = overlap(copying, working), overlap(copying, waits)
 
     def summed(direction: str, value: Callable[[Copy], float]) -> float:
         return sum(value(copy) for copy in copies if copy.direction == direction)
@@ -254,7 +245,8 @@ def copy_use(kernels: Sequence[Kernel], copies: Sequence[Copy]) -> CopyUse:
         d2h_gib=summed("d2h", lambda copy: copy.num_bytes) / 2**30,
         h2d_gib=summed("h2d", lambda copy: copy.num_bytes) / 2**30,
         covered_share=covered_us / copy_us if copy_us else 1.0,
-        exposed_ms=overlap(copying, waits) / 1e3,
+        exposed_ms=exposed_us / 1e3,
+        hidden_share=1.0 - exposed_us / copy_us if copy_us else 1.0,
         late_host_ms=late_us / 1e3,
         num_d2h=sum(copy.direction == "d2h" for copy in copies),
         num_h2d=sum(copy.direction == "h2d" for copy in copies),

@@ -64,7 +64,7 @@ def describe_profile(trace: StepTrace | None, *, step: int | None, is_cuda: bool
     return {
         "step": step,
         "has_copies": bool(copies),
-        **copy_use(kernels, copies).to_dict(),
+        **copy_use(kernels, copies)._asdict(),
         "work": "kernel" if is_cuda else "operator",
         "longest": [
             {"name": name[:_MOST_NAME], "count": count, "ms": time_us / 1e3}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from lightning.pytorch import Trainer
@@ -27,15 +27,6 @@ log = logging.getLogger(__name__)
 
 # Goes up when the same arguments give another plan: a position saved under the old rule is refused.
 PLAN_VERSION = 1
-
-
-class Resized(NamedTuple):
-    """What a run trained of an epoch before another run with other sizes resumed its checkpoint."""
-
-    epoch: int
-    world_size: int
-    accumulate: int
-    micro_batches: int
 
 
 class TrainingPlan:
@@ -61,8 +52,8 @@ class TrainingPlan:
         self._subset, self._packs, self._options = subset, packs, options
         self._num_items_N = count_items(subset, needs=needs)
         self._limit = getattr(run, "limit_train_batches", None)
-        # Runs with other sizes before this one, in the epoch of the position.
-        self._resized: list[Resized] = []
+        # Runs with other sizes before this one, in the epoch of the position, as checkpoints keep them.
+        self._resized: list[dict[str, int]] = []
         self._moves_progress = False
         self._has_begun = False
         self.plan = self._make((find_ranks(run)[0], find_accumulation(run)))
@@ -90,7 +81,7 @@ class TrainingPlan:
         """Return the position and the description of its plan: plain numbers and strings."""
         state = {"micro_batches": position, "plan": self.describe()}
         epoch = position // self.plan.num_micro_batches
-        resized = [entry._asdict() for entry in self._resized if entry.epoch == epoch]
+        resized = [entry for entry in self._resized if entry["epoch"] == epoch]
         return {**state, "resized": resized} if resized else state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> int:
@@ -111,7 +102,7 @@ class TrainingPlan:
                 f"The checkpoint is at micro-batch {position} of another plan: {changes}. Resume with the values of "
                 "the checkpoint, or begin a new run from its weights without resuming."
             )
-        self._resized = [Resized(**entry) for entry in state_dict.get("resized", ())]
+        self._resized = [dict(entry) for entry in state_dict.get("resized", ())]
         if not changes:
             self._continue_epoch()
             return position
@@ -189,7 +180,8 @@ class TrainingPlan:
         # No checkpoint keeps half-summed gradients.
         in_epoch -= in_epoch % sizes[1]
         if in_epoch or self._resized:
-            self._resized.append(Resized(epoch, *sizes, in_epoch))
+            trained = {"world_size": sizes[0], "accumulate": sizes[1], "micro_batches": in_epoch}
+            self._resized.append({"epoch": epoch, **trained})
         return epoch
 
     def _continue_epoch(self) -> int:
@@ -197,15 +189,15 @@ class TrainingPlan:
         if not self._resized:
             return 0
         rest = self._plan_rest((self.plan.world_size, self.plan.accumulate))
-        return self.plan.continue_epoch(self._resized[-1].epoch, rest)
+        return self.plan.continue_epoch(self._resized[-1]["epoch"], rest)
 
     def _plan_rest(self, sizes: tuple[int, int]) -> StepPlan:
         """Return the plan of the documents that earlier runs with other sizes left of an epoch."""
         packs, length_N = self._packs, self._subset.length_N
         is_left_N = np.ones(len(length_N), dtype=bool)
         for entry in self._resized:
-            plan = self._make((entry.world_size, entry.accumulate), packs)
-            is_left_N[plan.epoch(entry.epoch).trained(num_micro_batches=entry.micro_batches)] = False
+            plan = self._make((entry["world_size"], entry["accumulate"]), packs)
+            is_left_N[plan.epoch(entry["epoch"]).trained(num_micro_batches=entry["micro_batches"])] = False
             (number_N,) = np.nonzero(is_left_N)
             chosen = pack_best_fit_decreasing(length_N[number_N], max_tokens=packs.max_tokens)
             packs = Packs(document_N=number_N[chosen.document_N], start_P1=chosen.start_P1, max_tokens=packs.max_tokens)

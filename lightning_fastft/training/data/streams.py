@@ -25,7 +25,7 @@ from lightning_fastft.packing.document import Document
 from lightning_fastft.packing.reading.streams import RowStream
 from lightning_fastft.packing.rows.rejects import Reject
 from lightning_fastft.packing.step_plan import window_items
-from lightning_fastft.packing.stream import EMPTY_PACK_TOKENS, prefetch
+from lightning_fastft.packing.stream import pad_empty, prefetch
 from lightning_fastft.packing.tokens.chunks import Chunk
 from lightning_fastft.packing.tokens.tokenisation import Setup
 from lightning_fastft.packing.windows import (
@@ -53,10 +53,16 @@ class _Started(NamedTuple):
     digest: str
 
 
-class StreamOptions(NamedTuple):
-    """Options of a TrainingStream from its data module and its trainer; see PackedDataModule.
+class TrainingStream:
+    """Yield packed micro-batches of a stream, pass after pass, equally many on every rank.
+
+    The ranks exchange the labelled tokens of their packs once per look-ahead window, on the host: a window's loss is
+    the mean over all ranks' tokens, as with planned data. A rank whose rows end first trains empty packs until the pass
+    ends on all ranks.
 
     Args:
+        stream: The rows.
+        setup: Turns them into tokens.
         ranks: Number of ranks that train different data, and the index of this one.
         accumulate: Micro-batches of an accumulation window.
         seed: Determines the order of the packs of a window.
@@ -65,48 +71,44 @@ class StreamOptions(NamedTuple):
         pin_memory: Whether batches are pinned.
         max_reject_share: Largest allowed share of rejected rows.
         rejected_path: File of this rank's rejected rows; None for none.
-        batch_options: Keyword arguments of ``collate``.
-    """
-
-    ranks: tuple[int, int]
-    accumulate: int
-    seed: int
-    num_proc: int
-    num_workers: int
-    pin_memory: bool
-    max_reject_share: float
-    rejected_path: Path | None
-    batch_options: dict[str, Any]
-
-
-class TrainingStream:
-    """Yield packed micro-batches of a stream, pass after pass, equally many on every rank.
-
-    The ranks exchange the labelled tokens of their packs once per look-ahead window, on the host: a window's loss is
-    the mean over all ranks' tokens, as with planned data. A rank whose rows end first trains empty packs until the pass
-    ends on all ranks.
+        padding: The padding of packs, as ``collate`` takes it.
 
     Raises:
         DataError: The first rows cannot be trained, or ranks read different streams.
     """
 
-    def __init__(self, stream: RowStream, *, setup: Setup, options: StreamOptions) -> None:
+    def __init__(
+        self,
+        stream: RowStream,
+        *,
+        setup: Setup,
+        ranks: tuple[int, int],
+        accumulate: int,
+        seed: int,
+        num_proc: int,
+        num_workers: int,
+        pin_memory: bool,
+        max_reject_share: float,
+        rejected_path: Path | None,
+        padding: dict[str, Any],
+    ) -> None:
         self.name = stream.name
-        self.options = options
+        self._world_size, self._rank = ranks
+        self._accumulate, self._seed, self._num_workers = accumulate, seed, num_workers
+        self._pins_memory = pin_memory and torch.cuda.is_available()
+        self._rejected_path, self._padding = rejected_path, padding
         self._max_tokens = setup.options.max_tokens
-        self._num_packs = -(-PACKS_AHEAD // options.accumulate) * options.accumulate
         self._has_state = stream.has_state
         first = read_first_chunk(stream, setup=setup)
         self._check_agreement(first)
-        world_size, rank = options.ranks
         self._read_windows = functools.partial(
             read_windows,
-            stream=stream.split(rank=rank, world_size=world_size),
+            stream=stream.split(rank=self._rank, world_size=self._world_size),
             first=first._replace(rows=[]),
             setup=setup,
-            num_proc=options.num_proc,
-            num_packs=self._num_packs,
-            max_reject_share=options.max_reject_share,
+            num_proc=num_proc,
+            num_packs=-(-PACKS_AHEAD // accumulate) * accumulate,
+            max_reject_share=max_reject_share,
         )
         # The window of the position and later ones; empty before the first batch of a run.
         self._started: list[_Started] = []
@@ -119,16 +121,16 @@ class TrainingStream:
         return {
             "stream_version": STREAM_VERSION,
             "max_tokens": self._max_tokens,
-            "seed": self.options.seed,
-            "world_size": self.options.ranks[0],
-            "accumulate_grad_batches": self.options.accumulate,
+            "seed": self._seed,
+            "world_size": self._world_size,
+            "accumulate_grad_batches": self._accumulate,
         }
 
     def state_dict(self, position: int) -> dict[str, Any]:
         """Return the position and the beginning of its window on every rank. All ranks must call this."""
         started = self._find(position)
         own = None if started is None else _to_plain(started)
-        ranks = on_all_ranks(lambda: (self.options.ranks[1], own), error=ResumeError, group=self._group)
+        ranks = on_all_ranks(lambda: (self._rank, own), error=ResumeError, group=self._group)
         saved = [state for _, state in sorted(dict(ranks).items())]
         return {"micro_batches": position, "stream": self.describe(), "ranks": [] if None in saved else saved}
 
@@ -151,7 +153,7 @@ class TrainingStream:
                 "checkpoint, or begin a new run from its weights without resuming."
             )
         ranks = state_dict["ranks"]
-        self._started = [_from_plain(ranks[self.options.ranks[1]])] if ranks else []
+        self._started = [_from_plain(ranks[self._rank])] if ranks else []
         if self._started and not self._has_state:
             rank_zero_info(
                 f"{self.name} has a shuffle buffer, which keeps no position: {self._started[0].begin.num_rows} rows "
@@ -164,7 +166,7 @@ class TrainingStream:
 
         Checkpoints hold no partial gradients, so these micro-batches are trained again.
         """
-        num_replayed = batch_progress(trainer).current.ready % self.options.accumulate
+        num_replayed = batch_progress(trainer).current.ready % self._accumulate
         take_back_batches(trainer, num_replayed)
         return position - num_replayed
 
@@ -198,9 +200,8 @@ class TrainingStream:
         self, begin: ReadState, *, number: int, expected: str
     ) -> Iterator[tuple[np.ndarray, Window, np.ndarray]]:
         """Yield order, window and divisors of the windows of a pass, until it ends on all ranks."""
-        accumulate, (world_size, _) = self.options.accumulate, self.options.ranks
         windows = self._read_windows(begin)
-        if self.options.num_workers:
+        if self._num_workers:
             windows = prefetch(windows, num_ahead=1)
         nothing = Window(begin._replace(is_at_end=True, carried=()), [], [], [], "", True)
         with closing(windows):  # type: ignore[type-var]
@@ -212,11 +213,15 @@ class TrainingStream:
                 # Ranks that share their data report the same packs.
                 labelled_R = {rank: num_labelled for rank, num_labelled, _ in shares}
                 if any(labelled_R.values()):
-                    order = order_packs(labelled_R, accumulate=accumulate, seed=self.options.seed, number=number)
+                    order = order_packs(labelled_R, accumulate=self._accumulate, seed=self._seed, number=number)
                     total_M = np.zeros(len(order))
                     for num_labelled in labelled_R.values():
                         total_M[: len(num_labelled)] += num_labelled
-                    yield order, window, window_items(total_M[order], accumulate=accumulate, world_size=world_size)
+                    yield (
+                        order,
+                        window,
+                        window_items(total_M[order], accumulate=self._accumulate, world_size=self._world_size),
+                    )
                     number, expected = number + len(order), ""
                 if all(is_last for _, _, is_last in shares):
                     return
@@ -228,7 +233,7 @@ class TrainingStream:
         window = next(windows, default)
         _check_same(window, expected=expected, name=self.name)
         taken.append(window)
-        return self.options.ranks[1], window.num_labelled, window.is_last
+        return self._rank, window.num_labelled, window.is_last
 
     def _collate(
         self, order: np.ndarray, window: Window, num_items_M: np.ndarray, *, number: int, skipped: int
@@ -239,13 +244,11 @@ class TrainingStream:
             for place in range(skipped, len(order)):
                 pack = int(order[place])
                 documents: list[Document] = window.packs[pack] if pack < len(window.packs) else []
-                options = dict(self.options.batch_options)
-                if not documents and options["pad_to"] is None:
-                    options["pad_to"] = EMPTY_PACK_TOKENS
-                batch = collate(documents, num_items=float(num_items_M[place]), index=number + place, **options)
-                yield batch.pin_memory() if self.options.pin_memory and torch.cuda.is_available() else batch
+                padding = pad_empty(documents, self._padding)
+                batch = collate(documents, num_items=float(num_items_M[place]), index=number + place, **padding)
+                yield batch.pin_memory() if self._pins_memory else batch
 
-        return prefetch(make()) if self.options.num_workers else make()
+        return prefetch(make()) if self._num_workers else make()
 
     def _find(self, position: int) -> _Started | None:
         """Return the window of a position, and drop those before it."""
@@ -255,7 +258,7 @@ class TrainingStream:
 
     def _write_rejects(self, rejects: list[Reject], *, is_new: bool) -> None:
         """Append rejected rows to their file, which a new run replaces; a window that is read again adds none."""
-        path = self.options.rejected_path
+        path = self._rejected_path
         if path is None or not rejects or not is_new:
             return
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -24,6 +24,7 @@ from lightning_fastft.training.model.construction import (
     add_lora,
     apply_transforms,
     check_averaging,
+    describe_model,
     find_mesh,
     first_packs,
     keep_equal_tensors,
@@ -37,7 +38,6 @@ from lightning_fastft.training.model.dtypes import (
     resolve_sharded_masters,
 )
 from lightning_fastft.training.model.options import ModelOptions
-from lightning_fastft.training.model.summary import describe_model
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -229,7 +229,7 @@ class CausalLMModule(LightningModule):
 
     def _build(self, *, device: torch.device, dtype: torch.dtype, is_sharded: bool) -> Filler | None:
         """Load and adapt the model; return what fills it where it will be sharded."""
-        from lightning_fastft.hf.lora_init import changes_base, is_eva, read_initial
+        from lightning_fastft.hf.lora_init import changes_base, read_initial
 
         # One seed for all ranks: adapters and random weights must be equal where nothing broadcasts them.
         seed = torch.initial_seed()
@@ -262,7 +262,7 @@ class CausalLMModule(LightningModule):
                 options=self._options,
             )
             self._initial = read_initial(model) if changes_base(lora) else None
-            if is_eva(lora):
+            if lora.init_lora_weights == "eva":
                 self._initialise_eva(model, is_sharded=is_sharded)
         self.model = apply_transforms(model, self._transforms.values(), stage="after_adapters")
         self.strict_loading = not self.has_adapters

@@ -1,8 +1,8 @@
-"""Steps of building a model: find the mesh, open the model, transform it, add adapters."""
+"""Steps of building a model: find the mesh, open the model, transform it, add adapters, describe it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,6 +21,7 @@ from torch import nn
 
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.core.phases import phase
+from lightning_fastft.core.status import Status
 from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
 
 if TYPE_CHECKING:
@@ -225,13 +226,13 @@ def add_lora(
     """
     from lightning_fastft.hf.lora import add_adapters
     from lightning_fastft.hf.lora_folders import add_frozen_adapters, check_adapter_base, load_adapter
-    from lightning_fastft.hf.lora_init import initialise_loftq, is_loftq
+    from lightning_fastft.hf.lora_init import initialise_loftq
 
     compute_dtype = model.dtype
     adapter, frozen_adapters = options.adapter, options.frozen_adapters or ()
     for folder in (*([] if adapter is None else [adapter]), *frozen_adapters):
         check_adapter_base(folder, base=model, accept_other=options.accept_other_base)
-    with_loftq = is_loftq(lora)
+    with_loftq = lora.init_lora_weights == "loftq"
     if with_loftq:
         # Saved adapters must not ask PEFT for LoftQ, which would quantise the base that they are loaded onto.
         lora.init_lora_weights = True
@@ -255,3 +256,21 @@ def add_lora(
             f"{others[0]}."
         )
     return adapted
+
+
+def describe_model(model: Any, *, quantization: str | None, skipped: Mapping[str, int] | None) -> list[Status]:
+    """Return the statuses of the NF4 base and of LoRA."""
+    found = [Status("NF4 base", "inactive", "not asked for")]
+    if quantization is not None:
+        from lightning_fastft.hf.expert_nf4 import describe_experts
+
+        found = [Status("NF4 base", "active", "bitsandbytes, double quantisation")]
+        experts = describe_experts(model)
+        if experts.state == "active":
+            found.append(experts)
+    if hasattr(model, "peft_config"):
+        from lightning_fastft.hf.lora_targets import describe_adapters
+
+        lora = next(iter(model.peft_config.values()))
+        found.append(Status("LoRA", "active", describe_adapters(model, lora, skipped=skipped)))
+    return found

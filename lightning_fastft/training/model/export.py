@@ -20,7 +20,7 @@ def save_model(
     is_writer: bool,
     has_adapters: bool,
     compute_dtype: torch.dtype,
-    initial: Initial | None = None,
+    initial: Initial | None,
 ) -> None:
     """Write adapters or a whole model, and the tokenizer.
 
