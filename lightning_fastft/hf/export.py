@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,11 +21,11 @@ from lightning_fastft.core.errors import (
 )
 from lightning_fastft.hf.added_tokens import save_resized
 from lightning_fastft.hf.expert_nf4_tensor import ExpertsNF4
-from lightning_fastft.hf.families import num_decoder_layers
 from lightning_fastft.hf.loading.source import auto_class
 from lightning_fastft.hf.lora import trained_adapters
 from lightning_fastft.hf.lora_init import ADAPTER, Initial, convert_config, convert_state
 from lightning_fastft.hf.lora_targets import find_lost_names
+from lightning_fastft.hf.merge import is_tied, logits_of, merge
 from lightning_fastft.hf.read_back import ADAPTER_WEIGHTS, check_read_back
 
 if TYPE_CHECKING:
@@ -48,12 +47,14 @@ class Exported(NamedTuple):
             load.
         merge_difference: Relative distance (root of mean squares) between the logits of the merged model and of the
             adapters; 0 if nothing was merged.
+        is_untied: Whether the head no longer shares the weight of the embedding, because adapters changed one of them.
     """
 
     num_tensors: int
     num_bytes: int
     reload_difference: float
     merge_difference: float
+    is_untied: bool = False
 
 
 def open_adapters(base: PreTrainedModel, folder: Path) -> PeftModel:
@@ -218,7 +219,7 @@ def export_adapters(
         for name, parameter in again.named_parameters():
             # PEFT casts bf16 adapters to fp32, which computes differently from training.
             parameter.data = parameter.data.to(dtypes[name])
-        difference = _compare_logits(before, _logits(again, ids), out=out)
+        difference = _compare_logits(before, logits_of(again, ids), out=out)
         return Exported(len(found), _num_bytes(part), difference, 0.0)
 
 
@@ -241,8 +242,9 @@ def export_merged(
     """
     check_free(out)
     ids, before = _probe(model)
-    merged, moved = (model, 0.0) if not hasattr(model, "peft_config") else _merge(model, ids, adapted=before)  # type: ignore[arg-type]
-    before = _logits(merged, ids)
+    was_tied = is_tied(model)
+    merged, moved = (model, 0.0) if not hasattr(model, "peft_config") else merge(model, ids, adapted=before)  # type: ignore[arg-type]
+    before = logits_of(merged, ids)
     with writing(out) as part:
         with _disk_errors():
             merged.save_pretrained(str(part))
@@ -257,8 +259,9 @@ def export_merged(
                 f"{list_names(wrong)}."
             )
         _compare_tensors(merged.state_dict(), again.state_dict(), out=out)
-        difference = _compare_logits(before, _logits(again.to(ids.device), ids), out=out)
-        return Exported(len(again.state_dict()), _num_bytes(part), difference, moved)
+        difference = _compare_logits(before, logits_of(again.to(ids.device), ids), out=out)
+        is_untied = was_tied and not is_tied(merged)
+        return Exported(len(again.state_dict()), _num_bytes(part), difference, moved, is_untied)
 
 
 def check_free(out: Path) -> None:
@@ -311,13 +314,7 @@ def _probe(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
     draws = torch.Generator().manual_seed(0)
     ids = torch.randint(embedding.weight.shape[0], (1, NUM_PROBE_TOKENS), generator=draws).to(embedding.weight.device)
-    return ids, _logits(model, ids)
-
-
-def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Return logits in evaluation mode, fp32 on the host."""
-    with torch.inference_mode():
-        return model.eval()(input_ids=ids, use_cache=False).logits.float().cpu()
+    return ids, logits_of(model, ids)
 
 
 def _compare_tensors(expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], *, out: Path) -> None:
@@ -344,45 +341,6 @@ def _compare_logits(expected: torch.Tensor, found: torch.Tensor, *, out: Path) -
             f"rounding explains at most {allowed:.1e}."
         )
     return difference
-
-
-def _merge(model: PeftModel, ids: torch.Tensor, *, adapted: torch.Tensor) -> tuple[PreTrainedModel, float]:
-    """Return the model with merged adapters and the relative change of its logits; raise if rounding of weights does
-    not explain the change.
-    """
-    _check_biases(model)
-    with model.disable_adapter():
-        base = _logits(model, ids)
-    merged: Any = model.merge_and_unload(safe_merge=True)
-    size = torch.linalg.vector_norm(adapted)
-    moved = float(torch.linalg.vector_norm(_logits(merged, ids) - adapted) / size)
-    effect = float(torch.linalg.vector_norm(base - adapted) / size)
-    # Rounding errors of layers are independent. Models amplify them differently: tiny models with far from uniform
-    # logits reach 4 of these units, 6 if another expert is chosen (tests/cli/test_export.py). A merge that is lost or
-    # doubled changes logits by the whole effect.
-    unit = torch.finfo(merged.dtype).eps * math.sqrt(num_decoder_layers(merged) + 1)
-    allowed = max(2 * unit, min(8 * unit, 0.75 * effect))
-    if not moved <= allowed:
-        raise UnsupportedModelError(
-            f"Merging changed the logits of {type(merged).__name__} by {moved:.1e} relative to their size. Rounding to "
-            f"{merged.dtype} explains {allowed:.1e}, and the adapters change them by {effect:.1e}. Export the adapters "
-            "without merging, or merge in fp32 (--dtype float32)."
-        )
-    return merged, moved
-
-
-def _check_biases(model: PeftModel) -> None:
-    """Raise if a layer has no bias to which the bias of its adapter could be added."""
-    lacking = [
-        name
-        for name, module in model.named_modules()
-        if any(getattr(module, "lora_bias", {}).values()) and getattr(module.get_base_layer(), "bias", None) is None  # type: ignore[operator]
-    ]
-    if lacking:
-        raise UnsupportedModelError(
-            f"The adapters have biases (lora_bias), and {list_names(lacking)} has none to add them to, so they cannot "
-            "be merged. Export the adapters without --merge."
-        )
 
 
 def _num_bytes(folder: Path) -> int:
