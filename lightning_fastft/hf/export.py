@@ -184,7 +184,7 @@ def _saved_as_plain(model: PeftModel, *, initial: Initial | None) -> Iterator[No
 def export_adapters(
     model: PeftModel, out: Path, *, tokenizer: PreTrainedTokenizerBase | None, card: str = ""
 ) -> Exported:
-    """Write a plain PEFT folder with adapters, tokenizer and generation configuration.
+    """Write a plain PEFT folder with adapters and tokenizer. Generation options are read from the base, as in PEFT.
 
     Then stock PEFT loads the folder onto the base, and the logits must be the same. The model cannot be used
     afterwards.
@@ -209,7 +209,7 @@ def export_adapters(
         with _disk_errors():
             model.save_pretrained(str(part), save_embedding_layers=False)
             resized = save_resized(model, part / ADAPTER_WEIGHTS)
-        _write_companions(base, part, tokenizer, card=card)
+        _write_companions(part, tokenizer, card=card)
         expected = {**get_peft_model_state_dict(model, save_embedding_layers=False), **resized}
         found = load_file(part / ADAPTER_WEIGHTS)
         _compare_tensors(expected, found, out=out)
@@ -248,7 +248,7 @@ def export_merged(
     with writing(out) as part:
         with _disk_errors():
             merged.save_pretrained(str(part))
-        _write_companions(merged, part, tokenizer, card=card)
+        _write_companions(part, tokenizer, card=card)
         again, report = auto_class(merged.config).from_pretrained(
             str(part), dtype="auto", use_safetensors=True, trust_remote_code=False, output_loading_info=True
         )
@@ -299,10 +299,8 @@ def _disk_errors() -> Iterator[None]:
         raise OSError(str(error)) from error
 
 
-def _write_companions(model: Any, part: Path, tokenizer: PreTrainedTokenizerBase | None, *, card: str) -> None:
-    """Write tokenizer, generation configuration and model card next to the weights."""
-    if getattr(model, "generation_config", None) is not None:
-        model.generation_config.save_pretrained(str(part))
+def _write_companions(part: Path, tokenizer: PreTrainedTokenizerBase | None, *, card: str) -> None:
+    """Write tokenizer and model card next to the weights."""
     if tokenizer is not None:
         tokenizer.save_pretrained(str(part))
     if card:
