@@ -71,6 +71,14 @@ def unprepared_models(monkeypatch):
     monkeypatch.setattr("lightning_fastft.packing.pack_mask._find_reader", lambda: "")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_seed_is_left():
+    """``seed_everything`` hands its seed to later processes in the environment: ranks of other tests would take it."""
+    yield
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        os.environ.pop(name, None)
+
+
 @pytest.fixture(autouse=True)
 def no_watch_for_signals_is_left():
     """A thread that still waits for a signal would end the process in a later test."""

@@ -57,6 +57,11 @@ def run_export(words: Sequence[str]) -> int:
             f"{max_lora_rank} --lora-modules {shlex.quote(f'{out.name}={out}')}"
         )
     notes.append("without a tokenizer, because none is known" if tokenizer is None else "the tokenizer is included")
+    if exported.is_untied:
+        notes.append(
+            "embedding and head are two weights now, because the adapters change one of them "
+            "(tie_word_embeddings is false in config.json)"
+        )
     lines = [f"Wrote {kind} to {out}: {exported.num_tensors} tensors, {exported.num_bytes / _MIB:,.1f} MiB."]
     lines += [f"  {note}" for note in notes]
     lines.append(

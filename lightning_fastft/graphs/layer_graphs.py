@@ -362,11 +362,11 @@ class _LayerGraph:
         if kind is None:
             return None
         recording = kind.recordings.get(self._index)
-        if recording is None or not recording.is_current(self.layer):
-            return self._record(kind, run, args, kwargs)
-        if recording.is_in_use:
-            # This is a second forward of the same batch before its backward.
+        if recording is not None and recording.is_in_use:
+            # A second forward of the batch before its backward, whose memory a new recording would overwrite.
             return None
+        if recording is None or not recording.is_current(self.layer, hidden):
+            return self._record(kind, run, args, kwargs)
         changed = recording.load(kwargs)
         if changed:
             graphs.reasons[f"{changed} changes from call to call"] += 1

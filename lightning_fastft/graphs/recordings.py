@@ -11,7 +11,7 @@ import torch
 
 from lightning_fastft.activations.segments import is_random
 from lightning_fastft.activations.values import find_segment
-from lightning_fastft.hf.lora import tuner_layers
+from lightning_fastft.hf.lora import switched_layers
 from lightning_fastft.packing.context import BatchContext
 from lightning_fastft.patches.deferred_mask import DeferredMask
 
@@ -70,7 +70,7 @@ class Recording:
         self.parameters = list(layer.parameters())
         self._found = [held[name] for held, name in self._places]
         self.trained: list[torch.Tensor] = [parameter for parameter in self.parameters if parameter.requires_grad]
-        self.adapters = tuner_layers(layer)
+        self.adapters = switched_layers(layer)
         self.out = graphs.buffer(("out", index), hidden)
         self.d_hidden = graphs.buffer("gradient", hidden)
         before = graphs.buffer(("out", index - 1), hidden) if index else None
@@ -150,9 +150,12 @@ class Recording:
         self.backends = context.reads - before
         return sorted(self.backends.keys() - graphs.backends)
 
-    def is_current(self, layer: nn.Module) -> bool:
-        """Return whether weights, their addresses, adapters and the plan are unchanged since the recording."""
+    def is_current(self, layer: nn.Module, hidden: torch.Tensor) -> bool:
+        """Return whether weights, their addresses, adapters, the plan, and whether the hidden states have a gradient,
+        are unchanged since the recording.
+        """
         are_same = all(held.get(name) is parameter for (held, name), parameter in zip(self._places, self._found))
+        are_same = are_same and self.hidden.requires_grad == hidden.requires_grad
         return are_same and self.plan is plan_of(layer) and self.state == self._read_state()
 
     def _read_state(self) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,11 +21,11 @@ from lightning_fastft.core.errors import (
 )
 from lightning_fastft.hf.added_tokens import save_resized
 from lightning_fastft.hf.expert_nf4_tensor import ExpertsNF4
-from lightning_fastft.hf.families import num_decoder_layers
 from lightning_fastft.hf.loading.source import auto_class
 from lightning_fastft.hf.lora import trained_adapters
 from lightning_fastft.hf.lora_init import ADAPTER, Initial, convert_config, convert_state
 from lightning_fastft.hf.lora_targets import find_lost_names
+from lightning_fastft.hf.merge import is_tied, logits_of, merge
 from lightning_fastft.hf.read_back import ADAPTER_WEIGHTS, check_read_back
 
 if TYPE_CHECKING:
@@ -48,12 +47,14 @@ class Exported(NamedTuple):
             load.
         merge_difference: Relative distance (root of mean squares) between the logits of the merged model and of the
             adapters; 0 if nothing was merged.
+        is_untied: Whether the head no longer shares the weight of the embedding, because adapters changed one of them.
     """
 
     num_tensors: int
     num_bytes: int
     reload_difference: float
     merge_difference: float
+    is_untied: bool = False
 
 
 def open_adapters(base: PreTrainedModel, folder: Path) -> PeftModel:
@@ -183,7 +184,7 @@ def _saved_as_plain(model: PeftModel, *, initial: Initial | None) -> Iterator[No
 def export_adapters(
     model: PeftModel, out: Path, *, tokenizer: PreTrainedTokenizerBase | None, card: str = ""
 ) -> Exported:
-    """Write a plain PEFT folder with adapters, tokenizer and generation configuration.
+    """Write a plain PEFT folder with adapters and tokenizer. Generation options are read from the base, as in PEFT.
 
     Then stock PEFT loads the folder onto the base, and the logits must be the same. The model cannot be used
     afterwards.
@@ -208,7 +209,7 @@ def export_adapters(
         with _disk_errors():
             model.save_pretrained(str(part), save_embedding_layers=False)
             resized = save_resized(model, part / ADAPTER_WEIGHTS)
-        _write_companions(base, part, tokenizer, card=card)
+        _write_companions(part, tokenizer, card=card)
         expected = {**get_peft_model_state_dict(model, save_embedding_layers=False), **resized}
         found = load_file(part / ADAPTER_WEIGHTS)
         _compare_tensors(expected, found, out=out)
@@ -218,7 +219,7 @@ def export_adapters(
         for name, parameter in again.named_parameters():
             # PEFT casts bf16 adapters to fp32, which computes differently from training.
             parameter.data = parameter.data.to(dtypes[name])
-        difference = _compare_logits(before, _logits(again, ids), out=out)
+        difference = _compare_logits(before, logits_of(again, ids), out=out)
         return Exported(len(found), _num_bytes(part), difference, 0.0)
 
 
@@ -241,12 +242,13 @@ def export_merged(
     """
     check_free(out)
     ids, before = _probe(model)
-    merged, moved = (model, 0.0) if not hasattr(model, "peft_config") else _merge(model, ids, adapted=before)  # type: ignore[arg-type]
-    before = _logits(merged, ids)
+    was_tied = is_tied(model)
+    merged, moved = (model, 0.0) if not hasattr(model, "peft_config") else merge(model, ids, adapted=before)  # type: ignore[arg-type]
+    before = logits_of(merged, ids)
     with writing(out) as part:
         with _disk_errors():
             merged.save_pretrained(str(part))
-        _write_companions(merged, part, tokenizer, card=card)
+        _write_companions(part, tokenizer, card=card)
         again, report = auto_class(merged.config).from_pretrained(
             str(part), dtype="auto", use_safetensors=True, trust_remote_code=False, output_loading_info=True
         )
@@ -257,8 +259,9 @@ def export_merged(
                 f"{list_names(wrong)}."
             )
         _compare_tensors(merged.state_dict(), again.state_dict(), out=out)
-        difference = _compare_logits(before, _logits(again.to(ids.device), ids), out=out)
-        return Exported(len(again.state_dict()), _num_bytes(part), difference, moved)
+        difference = _compare_logits(before, logits_of(again.to(ids.device), ids), out=out)
+        is_untied = was_tied and not is_tied(merged)
+        return Exported(len(again.state_dict()), _num_bytes(part), difference, moved, is_untied)
 
 
 def check_free(out: Path) -> None:
@@ -296,10 +299,8 @@ def _disk_errors() -> Iterator[None]:
         raise OSError(str(error)) from error
 
 
-def _write_companions(model: Any, part: Path, tokenizer: PreTrainedTokenizerBase | None, *, card: str) -> None:
-    """Write tokenizer, generation configuration and model card next to the weights."""
-    if getattr(model, "generation_config", None) is not None:
-        model.generation_config.save_pretrained(str(part))
+def _write_companions(part: Path, tokenizer: PreTrainedTokenizerBase | None, *, card: str) -> None:
+    """Write tokenizer and model card next to the weights."""
     if tokenizer is not None:
         tokenizer.save_pretrained(str(part))
     if card:
@@ -311,13 +312,7 @@ def _probe(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
     draws = torch.Generator().manual_seed(0)
     ids = torch.randint(embedding.weight.shape[0], (1, NUM_PROBE_TOKENS), generator=draws).to(embedding.weight.device)
-    return ids, _logits(model, ids)
-
-
-def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Return logits in evaluation mode, fp32 on the host."""
-    with torch.inference_mode():
-        return model.eval()(input_ids=ids, use_cache=False).logits.float().cpu()
+    return ids, logits_of(model, ids)
 
 
 def _compare_tensors(expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], *, out: Path) -> None:
@@ -344,45 +339,6 @@ def _compare_logits(expected: torch.Tensor, found: torch.Tensor, *, out: Path) -
             f"rounding explains at most {allowed:.1e}."
         )
     return difference
-
-
-def _merge(model: PeftModel, ids: torch.Tensor, *, adapted: torch.Tensor) -> tuple[PreTrainedModel, float]:
-    """Return the model with merged adapters and the relative change of its logits; raise if rounding of weights does
-    not explain the change.
-    """
-    _check_biases(model)
-    with model.disable_adapter():
-        base = _logits(model, ids)
-    merged: Any = model.merge_and_unload(safe_merge=True)
-    size = torch.linalg.vector_norm(adapted)
-    moved = float(torch.linalg.vector_norm(_logits(merged, ids) - adapted) / size)
-    effect = float(torch.linalg.vector_norm(base - adapted) / size)
-    # Rounding errors of layers are independent. Models amplify them differently: tiny models with far from uniform
-    # logits reach 4 of these units, 6 if another expert is chosen (tests/cli/test_export.py). A merge that is lost or
-    # doubled changes logits by the whole effect.
-    unit = torch.finfo(merged.dtype).eps * math.sqrt(num_decoder_layers(merged) + 1)
-    allowed = max(2 * unit, min(8 * unit, 0.75 * effect))
-    if not moved <= allowed:
-        raise UnsupportedModelError(
-            f"Merging changed the logits of {type(merged).__name__} by {moved:.1e} relative to their size. Rounding to "
-            f"{merged.dtype} explains {allowed:.1e}, and the adapters change them by {effect:.1e}. Export the adapters "
-            "without merging, or merge in fp32 (--dtype float32)."
-        )
-    return merged, moved
-
-
-def _check_biases(model: PeftModel) -> None:
-    """Raise if a layer has no bias to which the bias of its adapter could be added."""
-    lacking = [
-        name
-        for name, module in model.named_modules()
-        if any(getattr(module, "lora_bias", {}).values()) and getattr(module.get_base_layer(), "bias", None) is None  # type: ignore[operator]
-    ]
-    if lacking:
-        raise UnsupportedModelError(
-            f"The adapters have biases (lora_bias), and {list_names(lacking)} has none to add them to, so they cannot "
-            "be merged. Export the adapters without --merge."
-        )
 
 
 def _num_bytes(folder: Path) -> int:

@@ -21,6 +21,7 @@ from lightning_fastft.hf.lora_targets import ALL_LINEAR, copy_with_targets
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
     from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
     from torch import nn
     from transformers import PreTrainedModel
 
@@ -51,6 +52,14 @@ def tuner_layers(root: nn.Module) -> list[BaseTunerLayer]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return [module for module in root.modules() if isinstance(module, BaseTunerLayer)]
+
+
+def switched_layers(root: nn.Module) -> list[BaseTunerLayer | AuxiliaryTrainingWrapper]:
+    """Return the modules inside root that an adapter can be switched off in: its layers and copies of whole modules."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    return [module for module in root.modules() if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
 
 
 def trained_adapters(model: PeftModel) -> list[str]:
@@ -294,10 +303,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     Cost:
         One walk over the modules; no device work.
     """
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
-
-    layers = [module for module in model.modules() if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
+    layers = switched_layers(model)
     before = [layer._disable_adapters for layer in layers]
     try:
         for layer in layers:

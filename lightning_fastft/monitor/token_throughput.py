@@ -41,11 +41,12 @@ class TokenThroughput(GivenOnce, Callback):
     The metrics are ``throughput/...``: tokens_per_s (without padding), labelled_tokens_per_s, padding_share, mfu (model
     FLOPs per second / the device's dense bf16 peak; without recomputation, the head only on labelled tokens) and
     peak_memory_gib. Time is measured by CUDA events that are read after they have passed, or by the host's clock on a
-    CPU. Validation and the time between epochs are excluded. In batches that are not packed, every element of
+    CPU. Validation, the time between epochs and the first step after each are excluded: an interval ends there with the
+    steps that it has. In batches that are not packed, every element of
     ``input_ids`` counts as a labelled token. ``latest`` holds the values of the last interval.
 
     Args:
-        log_every_n_steps: Optimizer steps per interval, at least 1.
+        log_every_n_steps: Most optimizer steps per interval, at least 1.
         peak_flops: Peak dense FLOPs per second of the device; None looks the device up in a table.
 
     Cost:
@@ -107,13 +108,14 @@ class TokenThroughput(GivenOnce, Callback):
             return
         self._count(batch, self._open)
         if trainer.global_step - self._open.first_step >= self.log_every_n_steps:
-            self._open.step, self._open.end = trainer.global_step, mark_time(device)
-            self._waiting.append(self._open)
+            self._end(self._open, trainer)
             self._open = _Interval(step=trainer.global_step, begin=self._open.end)
         self._log_finished(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Drop the current interval."""
+        """End the current interval."""
+        if self._open is not None and self._open.num_tokens:
+            self._end(self._open, trainer)
         self._open = None
 
     on_train_epoch_end = on_validation_start
@@ -122,6 +124,10 @@ class TokenThroughput(GivenOnce, Callback):
         """Log the remaining intervals, with a host sync; drop device objects."""
         self._log_finished(trainer, wait=True)
         self._open = None
+
+    def _end(self, interval: _Interval, trainer: pl.Trainer) -> None:
+        interval.step, interval.end = trainer.global_step, mark_time(trainer.strategy.root_device)
+        self._waiting.append(interval)
 
     def _count(self, batch: Any, interval: _Interval) -> None:
         packed = find_packed_batches(batch)

@@ -65,7 +65,8 @@ class PackedDataModule(SplitDataModule):
         columns: Our column names to those of the data, for example {"prompt": "question", "completion": "answer"}.
         chat_template: Jinja text, or a file that ends in .jinja, in place of the tokenizer's own.
         loss_on: "completion" trains assistant turns and completions; "all" trains every token.
-        add_eos: Append, and train, the end-of-sequence token unless the format ends with one.
+        add_eos: Append, and train, the end-of-sequence token unless the format ends with one. A last answer that the
+            chat template ends without a token (GLM-4) gets the one at which generation stops.
         separator: Text between a prompt and a completion.
         step_separator: Text appended to each step of format "stepwise"; a step is scored at its last token.
         extra_columns: "refuse" rejects a row with a column that the first 100 rows of its file lack; "ignore" takes it.
@@ -282,6 +283,7 @@ class PackedDataModule(SplitDataModule):
             self.options,
             getattr(self._module, "vocab_size", None),
             find_image_encoder(self._given_tokenizer, module=self._module),
+            getattr(self._module, "stop_ids", ()),
         )
         return TrainingStream(
             rows,

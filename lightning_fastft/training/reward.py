@@ -81,6 +81,11 @@ class RewardTuner(Tuner):
         return DataNeeds(frozenset({FORMATS[self.loss]}), loss_unit=loss_unit)
 
     @property
+    def stop_ids(self) -> None:
+        """None: a reward model scores the text of the chat template as it is."""
+        return None
+
+    @property
     def logged_names(self) -> frozenset[str] | None:
         """Names that callbacks can monitor in training; None for a subclass, which may log more."""
         if type(self) is not RewardTuner:

@@ -210,7 +210,7 @@ class RolloutDataModule(LightningDataModule):
                 )
         tuner, documents = self._tuner(), []
         options = FormatOptions(max_tokens=self.max_tokens, format="rollouts")
-        formatter = Formatter(tuner.tokenizer, options=options, vocab_size=tuner.vocab_size)
+        formatter = Formatter(tuner.tokenizer, options=options, vocab_size=tuner.vocab_size, stop_ids=tuner.stop_ids)
         rows = [{PROMPT: row[PROMPT], "completions": [row.get(COMPLETION)], "rewards": [0.0]} for row in self._rows]
         for place, found in zip(places, formatter.encode(rows, format="rollouts")):
             if not isinstance(found, Encoded):

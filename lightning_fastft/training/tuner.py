@@ -166,6 +166,15 @@ class Tuner(SavedCausalLM):
         """What the loss asks of the data."""
         return DataNeeds()
 
+    @property
+    def stop_ids(self) -> tuple[int, ...] | None:
+        """Ids of the tokens at which generation stops; None if the model does not generate."""
+        from lightning_fastft.hf.loading.source import read_stop_ids
+
+        if self.source is not None:
+            return self.source.stop_ids
+        return read_stop_ids(getattr(getattr(self.model, "generation_config", None), "eos_token_id", None))
+
     def training_step(self, batch: PackedBatch, batch_idx: int) -> torch.Tensor:
         """Return the loss of a batch, and log it."""
         return self._step(batch, prefix="train")

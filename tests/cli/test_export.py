@@ -12,7 +12,7 @@ from peft.tuners.lora.layer import Linear as LoraLayer
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, PreTrainedTokenizerFast
 
 from lightning_fastft.checkpoint.folders import save_folder
 from lightning_fastft.cli.command import main
@@ -42,10 +42,10 @@ IDS = torch.arange(3, 15).unsqueeze(0)
 class Trained:
     """A run of some steps: its base, its checkpoint, and logits of the model as it was trained."""
 
-    def __init__(self, folder, name, *, family="qwen3", **options):
+    def __init__(self, folder, name, *, family="qwen3", tie_word_embeddings=False, **options):
         self.base, self.checkpoint = folder / "base", folder / "a.ckpt"
         torch.manual_seed(1)
-        model = build_tiny(family, **SIZES)
+        model = build_tiny(family, tie_word_embeddings=tie_word_embeddings, **SIZES)
         model.generation_config.max_new_tokens = 7
         model.save_pretrained(self.base)
         core = Tokenizer(
@@ -98,7 +98,9 @@ def test_adapters_of_a_checkpoint_load_in_stock_peft(name, trained, folder, caps
     written = load_file("out/adapter_model.safetensors")
     assert {tensor.dtype for tensor in written.values()} == {torch.float32 if name == "lora" else torch.bfloat16}
     assert AutoTokenizer.from_pretrained("out").eos_token_id == 0
-    assert json.loads((folder / "out/generation_config.json").read_text())["max_new_tokens"] == 7
+    # As PEFT writes it: the generation configuration is read from the base.
+    assert AutoModelForCausalLM.from_pretrained("out").generation_config.max_new_tokens == 7
+    assert {path.name for path in folder.glob("out/*")} == {path.name for path in run.adapters.iterdir()}
     assert json.loads((folder / "out/adapter_config.json").read_text())["base_model_name_or_path"] == str(run.base)
 
 
@@ -284,11 +286,11 @@ def test_a_damaged_checkpoint_is_refused(trained, folder, answer):
 # What is written is compared with what was trained.
 
 
-def small_adapted(*, scale=0.3, family="qwen3", targets=("q_proj", "down_proj"), **lora):
+def small_adapted(*, scale=0.3, family="qwen3", targets=("q_proj", "down_proj"), sizes=None, **lora):
     """A model with adapters that do something."""
     from peft import LoraConfig, get_peft_model
 
-    model = get_peft_model(build_tiny(family), LoraConfig(r=2, target_modules=list(targets), **lora))
+    model = get_peft_model(build_tiny(family, **sizes or {}), LoraConfig(r=2, target_modules=list(targets), **lora))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=scale)
@@ -375,6 +377,57 @@ def test_biases_of_adapters_are_merged_only_into_biases(tmp_path):
     assert list(tmp_path.iterdir()) == []
     model = small_adapted(family="qwen2", targets=("q_proj",), lora_bias=True)
     assert export.export_merged(model, tmp_path / "out", tokenizer=None).merge_difference < 1e-5
+
+
+TIED = (
+    (["embed_tokens"], {}),
+    (["lm_head"], {}),
+    (["embed_tokens", "lm_head"], {}),
+    (["embed_tokens"], {"ensure_weight_tying": True}),
+)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen2_5_vl"])
+@pytest.mark.parametrize(("targets", "options"), TIED)
+def test_adapters_of_a_tied_embedding_are_merged_into_two_weights(family, targets, options, tmp_path):
+    model = small_adapted(
+        family=family,
+        targets=["q_proj", *targets],
+        sizes={"tie_word_embeddings": True},
+        init_lora_weights=False,
+        **options,
+    )
+    expected = logits_of(model)
+    exported = export.export_merged(model, tmp_path / "out", tokenizer=None)
+    assert exported.is_untied
+    auto = AutoModelForImageTextToText if family == "qwen2_5_vl" else AutoModelForCausalLM
+    stock = auto.from_pretrained(tmp_path / "out", dtype="auto")
+    assert not stock.config.get_text_config(decoder=True).tie_word_embeddings
+    assert (logits_of(stock) - expected).norm() < 2e-6 * expected.norm()
+
+
+@pytest.mark.slow
+def test_command_names_weights_that_are_no_longer_tied(tmp_path, folder, capsys):
+    lora = {**LORA, "target_modules": ["q_proj", "embed_tokens"]}
+    run = Trained(tmp_path, "lora", tie_word_embeddings=True, lora=lora)
+    assert main(["export", str(run.checkpoint), "out", "--merge"]) == 0
+    assert "tie_word_embeddings" in capsys.readouterr().out
+    stock = AutoModelForCausalLM.from_pretrained("out", dtype="auto")
+    assert (logits_of(stock) - run.logits).norm() < 2e-6 * run.logits.norm()
+
+
+def test_tied_weights_that_no_adapter_changes_stay_tied(tmp_path):
+    model = small_adapted(sizes={"tie_word_embeddings": True})
+    assert not export.export_merged(model, tmp_path / "out", tokenizer=None).is_untied
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.tie_word_embeddings
+
+
+def test_refusal_of_a_merge_in_fp32_does_not_name_fp32(tmp_path, monkeypatch):
+    model = small_adapted()
+    monkeypatch.setattr(type(model), "merge_and_unload", lambda self, **options: self.unload(), raising=False)
+    with pytest.raises(UnsupportedModelError, match="Merging changed") as caught:
+        export.export_merged(model, tmp_path / "out", tokenizer=None)
+    assert "fp32" not in str(caught.value)
 
 
 def test_another_dtype_is_seen_where_the_values_are_the_same(tmp_path, monkeypatch):

@@ -19,6 +19,7 @@ from lightning_fastft.fused.install import install_fp8_base
 from lightning_fastft.fused.low_precision_adapters import install_low_precision_adapters
 from lightning_fastft.graphs.install import install_layer_graphs
 from lightning_fastft.graphs.layer_graphs import GRAPH_ATTRIBUTE, LayerGraphs
+from lightning_fastft.hf.lora import adapters_off
 from lightning_fastft.patches.packed import install_packed_training
 from tests.fused.test_decoder import quantised
 from tests.fused.test_fp8_base import write_larger_rows
@@ -397,6 +398,77 @@ def test_adapters_that_are_switched_off_and_on_are_noticed():
     with model.disable_adapter(), plain.disable_adapter():
         found, expected = train(model, PACKS[:3], rate=0.0), train(plain, PACKS[:3], rate=0.0)
     assert_same((found[0], []), (expected[0], []))
+
+
+def twins_with_trained_norms():
+    """Twins whose second layer has no adapter but copies of its norms, far from the norms of the base."""
+    torch.manual_seed(1)
+    model = add_lora(
+        build("qwen3", "full", hidden_size=64),
+        layers_to_transform=[0],
+        target_modules=["q_proj"],
+        modules_to_save=["input_layernorm", "q_norm"],
+    ).train()
+    for name, parameter in model.named_parameters():
+        if "modules_to_save" in name:
+            parameter.data.mul_(1.7)
+    plain = copy.deepcopy(model)
+    fuse(plain)
+    install_packed_training(plain, ModelPatcher(), checkpointing=OffloadCheckpointing("keep"))
+    graphs, _ = install(model)
+    return model, plain, graphs
+
+
+def test_norms_of_an_adapter_that_is_switched_off_are_not_replayed():
+    model, plain, graphs = twins_with_trained_norms()
+    for each in (model, plain):
+        for name, parameter in each.named_parameters():
+            # A part of the base is trained, and the norms are not: no flag of a parameter shows the switch.
+            parameter.requires_grad_("modules_to_save" not in name)
+    assert_same(train(model), train(plain))
+    assert graphs.num_replays > 0
+    with adapters_off(model), adapters_off(plain):
+        (found, gradient), (expected, other) = train(model, PACKS[:3], rate=0.0), train(plain, PACKS[:3], rate=0.0)
+    assert all(map(torch.equal, found, expected))
+    assert all(torch.equal(gradient[0][name], other[0][name]) for name in other[0])
+
+
+def test_hidden_states_that_get_a_gradient_later_are_recorded_again():
+    model, plain, graphs = twins_with_trained_norms()
+    assert_same(train(model), train(plain))
+    for each in (model, plain):
+        each.get_input_embeddings().requires_grad_(True)
+    before = graphs.num_replays
+    found, expected = train(model), train(plain)
+    assert graphs.num_replays == before + 2 * len(PACKS)
+    assert found[1][0].keys() == expected[1][0].keys()
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_batch_with_and_without_its_adapter_before_one_backward(is_first):
+    model, plain, graphs = twins("qwen3", "lora", hidden_size=64)
+    found = []
+    for each in (model, plain):
+        train(each)
+        # The base is trained too, so that both forwards have a gradient.
+        each.requires_grad_(True)
+        train(each, PACKS[:4])
+        for number, lengths in enumerate(PACKS[:4]):
+            batch = make_batch(lengths, seed=number)
+            loss = each(**batch).loss if is_first else 0.0
+            with each.disable_adapter():
+                loss = loss + 2 * each(**batch).loss
+            loss = loss if is_first else loss + each(**batch).loss
+            loss.backward()
+            gradients = {name: value.grad.clone() for name, value in each.named_parameters() if value.grad is not None}
+            found.append((loss.detach(), gradients))
+            each.zero_grad(set_to_none=True)
+    assert graphs.num_replays > 0
+    for (loss, own), (expected, other) in zip(found[:4], found[4:], strict=True):
+        assert torch.equal(loss, expected)
+        assert own.keys() == other.keys()
+        assert all(relative_error(own[name], other[name]) < 1e-6 for name in other)
 
 
 def test_evaluation_runs_as_ever_between_steps():

@@ -1,5 +1,7 @@
 """TokenThroughput: counts what the batches hold, on its interval, and hands numbers to the loggers."""
 
+import csv
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -105,6 +107,28 @@ def test_validation_is_left_out(tmp_path):
         num_sanity_val_steps=0,
     )
     assert [step for _, step in logged] == [2, 3, 5, 6]
+
+
+def test_interval_ends_with_its_epoch_and_at_validation(tmp_path):
+    batches = packed_batches(4)
+    real = [batch.context.num_real_tokens for batch in batches]
+    logged, _ = fit(tmp_path, TokenThroughput(), batches=batches, max_epochs=2)
+    assert [step for _, step in logged] == [4, 8]
+    assert [metrics["throughput/tokens_per_s"] for metrics, _ in logged] == [sum(real[1:])] * 2
+    options = {"val_check_interval": 2, "num_sanity_val_steps": 0}
+    logged, _ = fit(tmp_path, TokenThroughput(), batches=batches, val=packed_loader(1), **options)
+    assert [(metrics["throughput/tokens_per_s"], step) for metrics, step in logged] == [(real[1], 2), (real[3], 4)]
+
+
+def test_short_run_has_its_throughput_in_the_file_of_metrics(tmp_path):
+    logger = CSVLogger(tmp_path)
+    options = {"logger": logger, "log_every_n_steps": 1, "max_steps": 14}
+    quiet_trainer(tmp_path, strategy="fastft", callbacks=[TokenThroughput()], **options).fit(
+        PlainModule(tiny_llama()), packed_loader(7)
+    )
+    with (Path(logger.log_dir) / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["throughput/tokens_per_s"]]
+    assert [row["step"] for row in rows] == ["7", "14"]
 
 
 def test_plain_batches_are_counted_by_their_ids(tmp_path):

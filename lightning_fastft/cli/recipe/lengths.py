@@ -64,6 +64,7 @@ def measure_lengths(data: str, *, source: ModelSource, reading: Mapping[str, Any
         cache_dir=cache_dir,
         num_proc=count_processes(),
         max_reject_share=share,
+        stop_ids=() if assumption else source.stop_ids,
         show_progress=True,
     )
     foreign = [name for name in dataset.report.rows_per_format if name in TUNERS]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -125,6 +126,27 @@ class ModelSource:
         """Rows of the token embedding by the configuration."""
         return int(self.config.get_text_config(decoder=True).vocab_size)
 
+    @functools.cached_property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Ids of the tokens at which generation stops, by generation_config.json, else by the configuration.
+
+        For a hub id, a small file may be downloaded.
+        """
+        from transformers.utils import GENERATION_CONFIG_NAME
+        from transformers.utils.hub import cached_file
+
+        content: Any = None
+        if isinstance(self.model, str) and self.init == "pretrained":
+            file = cached_file(self.model, GENERATION_CONFIG_NAME, revision=self.revision or "main", **_SILENT)
+            try:
+                content = None if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
+            except (ValueError, RecursionError, OSError):
+                # transformers reads a damaged file as an absent one.
+                content = None
+        if not isinstance(content, dict):
+            content = {"eos_token_id": getattr(self.config.get_text_config(decoder=True), "eos_token_id", None)}
+        return read_stop_ids(content.get("eos_token_id"))
+
     def load_tokenizer(self) -> PreTrainedTokenizerBase | None:
         """Return the tokenizer saved with the model; None for a configuration, and for a folder without one.
 
@@ -188,6 +210,12 @@ class ModelSource:
             ) from error
         except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise OptionError(f"The processor of {self.model!r} cannot be read: {error!s:.300}") from error
+
+
+def read_stop_ids(eos_token_id: object) -> tuple[int, ...]:
+    """Return the ids of ``eos_token_id`` of a generation configuration: none, one or several."""
+    found = eos_token_id if isinstance(eos_token_id, (list, tuple)) else [eos_token_id]
+    return tuple(sorted({number for number in found if type(number) is int}))
 
 
 def find_litgpt(model: str) -> Path | None:

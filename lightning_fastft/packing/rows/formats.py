@@ -51,7 +51,8 @@ class FormatOptions:
             refused for the formats of TUNERS.
         chat_template: Jinja text, or a .jinja file, in place of the tokenizer's own template.
         add_eos: Whether the end-of-sequence token is appended and trained, in every format but messages, conversations,
-            stepwise and input_ids.
+            stepwise and input_ids. In conversations: whether an answer that the chat template ends without a token is
+            trained with the one at which generation stops.
         too_long: Action for an example of more than max_tokens: "refuse" stops before training, "truncate" keeps its
             beginning (and rejects it if no trained token is left), "split" makes several examples of it. In the formats
             of TUNERS, "truncate" keeps the prompt and gives all completions an equal share of the rest (of steps it

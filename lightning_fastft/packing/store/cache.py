@@ -42,6 +42,7 @@ def tokenize_sources(
     stopped_path: str | Path | None = None,
     vocab_size: int | None = None,
     images: ImageEncoder | None = None,
+    stop_ids: tuple[int, ...] | None = (),
     show_progress: bool = False,
 ) -> TokenizedDataset:
     """Return the examples of all sources as tokens, from the cache if it has them.
@@ -60,6 +61,7 @@ def tokenize_sources(
         stopped_path: File for rejected rows if the run stops; None is rejected_path, or else the cache.
         vocab_size: Rows of the model's embedding; ids outside stop the run. None if it is not known yet.
         images: Expands the image placeholders of a text; None rejects rows with images.
+        stop_ids: Ids of tokens at which generation stops, as in Formatter.
         show_progress: Whether to show a progress bar on stderr.
 
     Returns:
@@ -84,7 +86,7 @@ def tokenize_sources(
     if vocab_size is not None:
         check_int("vocab_size", vocab_size, low=1)
     opened = open_sources(sources)
-    fingerprint = _fingerprint(opened, tokenizer=tokenizer, options=options, images=images)
+    fingerprint = _fingerprint(opened, tokenizer=tokenizer, options=options, images=images, stop_ids=stop_ids)
     target = None if cache_dir is None else Path(cache_dir) / _name_entry(opened, fingerprint=fingerprint)
     named = None if rejected_path is None else Path(rejected_path)
     dataset = _open_if_whole(target)
@@ -92,7 +94,7 @@ def tokenize_sources(
         fallback = None if cache_dir is None else Path(cache_dir) / REJECTED
         on_stop = named or fallback if stopped_path is None else Path(stopped_path)
         ingest = Ingest(
-            Setup(tokenizer, options, vocab_size, images), max_reject_share=max_reject_share, on_stop=on_stop
+            Setup(tokenizer, options, vocab_size, images, stop_ids), max_reject_share=max_reject_share, on_stop=on_stop
         )
         dataset = ingest.run(
             opened, num_proc=num_proc, target=target, fingerprint=fingerprint, show_progress=show_progress
@@ -136,6 +138,7 @@ def _fingerprint(
     tokenizer: PreTrainedTokenizerBase | None,
     options: FormatOptions,
     images: ImageEncoder | None,
+    stop_ids: tuple[int, ...] | None,
 ) -> str:
     chosen = asdict(options)
     if options.step_separator == FormatOptions.step_separator:
@@ -147,6 +150,9 @@ def _fingerprint(
     if images is not None:
         # Paths of images are relative to these folders.
         parts += [images.fingerprint, [source.folder for source in sources]]
+    if options.add_eos and stop_ids is not None and (images is not None or chosen["chat_template"] is not None):
+        # Only conversations depend on them: other entries keep their fingerprint.
+        parts.append({"stop_ids": stop_ids})
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 

@@ -29,6 +29,7 @@ from lightning_fastft.packing.rows.rejects import (
 from lightning_fastft.packing.tokens.control_tokens import QUOTED_CONTROL, USED_CONTROL, ControlTokens, Rendered
 from lightning_fastft.packing.tokens.deadline import template_deadline
 from lightning_fastft.packing.tokens.shapes import MessageShapes, find_dropped
+from lightning_fastft.packing.tokens.turn_ends import TurnEnds
 from lightning_fastft.packing.tokens.turns import SENTINEL, Render, TurnFinder, find_lead, mark_name
 
 if TYPE_CHECKING:
@@ -83,12 +84,23 @@ class ChatRenderer:
     Generation marks of the template are used if it has them. Otherwise a TurnFinder locates the turns, and the row is
     rejected if it fails.
 
+    Answers that an unmarked template ends without a token get the one at which generation stops (TurnEnds), unless
+    stop_ids is None.
+
     Templates run in the sandbox of transformers, without access to Python and with ranges of at most 100,000. A
     template that takes more than two seconds of CPU time for one conversation stops the run with a DataError. Its
     memory is not limited.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, template: str, loss_on: str, notes: Counter[str]) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        template: str,
+        loss_on: str,
+        notes: Counter[str],
+        stop_ids: Sequence[int] | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         self._template = template
         self._loss_on = loss_on
@@ -102,6 +114,9 @@ class ChatRenderer:
         self._end_marks = tuple(sorted({*tokenizer.all_special_tokens, *added.values()}, key=len, reverse=True))
         self.controls = ControlTokens(tokenizer)
         self._shapes = MessageShapes(lambda messages, tools: self._apply(messages, tools=tools))
+        self._ends: TurnEnds | None = None
+        if stop_ids is not None and not self._has_marks:
+            self._ends = TurnEnds(tokenizer, stop_ids=stop_ids, shape=self._shapes.shape)
 
     def render(
         self, messages: Sequence[dict[str, Any]], *, num_context_turns: int = 0, tools: object = None
@@ -128,7 +143,11 @@ class ChatRenderer:
         shaped = self._shapes.shape(turns)
         self._check_calls(shaped, tools=tool_list)
         rendered = self._render(shaped, is_wanted=is_wanted, tools=tool_list)
-        notes += find_dropped(rendered.text, shaped, tool_list)
+        if self._ends is not None:
+            rendered = self._ends.extend(rendered)
+            if messages[-1]["role"] == "assistant" and is_wanted[-1]:
+                rendered = self._ends.close(rendered, shaped, self._renderer(tool_list))
+        notes += [*rendered.notes, *find_dropped(rendered.text, shaped, tool_list)]
         if QUOTED_CONTROL in found and not self.controls.can_read_as_text(rendered):
             notes[notes.index(QUOTED_CONTROL)] = USED_CONTROL
             return self.controls.unquote(rendered)._replace(notes=tuple(notes))

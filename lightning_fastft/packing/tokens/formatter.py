@@ -58,6 +58,8 @@ class Formatter:
         options: Options for turning rows into tokens.
         vocab_size: Rows of the model's embedding; None if it is not known yet.
         images: Expands the image placeholders of a text; None rejects rows with images.
+        stop_ids: Ids of tokens at which generation stops besides the tokenizer's end-of-sequence token; None for a
+            model that does not generate. Answers that a chat template ends without a token get one of them.
 
     Raises:
         DataError: The chat template's file cannot be read.
@@ -75,6 +77,7 @@ class Formatter:
         options: FormatOptions,
         vocab_size: int | None = None,
         images: ImageEncoder | None = None,
+        stop_ids: Sequence[int] | None = (),
     ) -> None:
         self.notes: Counter[str] = Counter()
         self._images = images
@@ -91,7 +94,13 @@ class Formatter:
             if template is None and images is not None:
                 template = images.chat_template
             if template is not None:
-                self._chat = chat.ChatRenderer(tokenizer, template=template, loss_on=options.loss_on, notes=self.notes)
+                self._chat = chat.ChatRenderer(
+                    tokenizer,
+                    template=template,
+                    loss_on=options.loss_on,
+                    notes=self.notes,
+                    stop_ids=stop_ids if options.add_eos else None,
+                )
 
     def check_can_serve(self, format: str, *, file: str) -> None:
         """Raise DataError if this tokenizer cannot encode rows of a format, and OptionError if the options cannot."""

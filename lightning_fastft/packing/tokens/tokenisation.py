@@ -45,10 +45,17 @@ class Setup(NamedTuple):
     options: FormatOptions
     vocab_size: int | None
     images: ImageEncoder | None = None
+    stop_ids: tuple[int, ...] | None = ()
 
     def make_formatter(self) -> Formatter:
         """Return a new Formatter."""
-        return Formatter(self.tokenizer, options=self.options, vocab_size=self.vocab_size, images=self.images)
+        return Formatter(
+            self.tokenizer,
+            options=self.options,
+            vocab_size=self.vocab_size,
+            images=self.images,
+            stop_ids=self.stop_ids,
+        )
 
 
 class ChunkResult(NamedTuple):

@@ -205,6 +205,7 @@ class SplitDataModule(LightningDataModule):
             stopped_path=stopped_path,
             vocab_size=getattr(self._module, "vocab_size", None),
             images=find_image_encoder(self._given_tokenizer, module=self._module),
+            stop_ids=getattr(self._module, "stop_ids", ()),
             show_progress=self.show_progress,
         )
 

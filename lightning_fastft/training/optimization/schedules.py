@@ -64,7 +64,10 @@ def group_parameters(
 def learning_rate_schedule(
     name: str, *, num_steps: int, num_warmup_steps: int, end_share: float = 0.0
 ) -> Callable[[float], float]:
-    """Return the function from optimizer step (from 0) to share of the peak learning rate; never 0 in the warm-up.
+    """Return the function from optimizer step (from 0) to share of the peak learning rate; never 0 within the run.
+
+    A warm-up equals that of transformers' schedules of one more step without their first one, whose rate is 0. Without
+    a warm-up both are equal.
 
     Args:
         name: "cosine", "linear" or "constant": the way down after the warm-up.
@@ -76,9 +79,9 @@ def learning_rate_schedule(
         OptionError: name is unknown.
 
     Example:
-        >>> share = learning_rate_schedule("linear", num_steps=6, num_warmup_steps=2)
-        >>> [share(step) for step in range(7)]
-        [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+        >>> share = learning_rate_schedule("linear", num_steps=5, num_warmup_steps=2)
+        >>> [share(step) for step in range(6)]
+        [0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
     """
     check_choice("scheduler", name, SCHEDULES)
 
@@ -86,11 +89,12 @@ def learning_rate_schedule(
 
 
 def _share_of_peak(name: str, num_steps: int, num_warmup_steps: int, end_share: float, step: float) -> float:
-    if step < num_warmup_steps:
+    peak = max(0, num_warmup_steps - 1)
+    if step < peak:
         return (step + 1) / num_warmup_steps
     if name == "constant":
         return 1.0
-    done = min(1.0, (step - num_warmup_steps) / max(1, num_steps - num_warmup_steps))
+    done = min(1.0, (step - peak) / max(1, num_steps - peak))
     falling = 1.0 - done if name == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
     return end_share + (1.0 - end_share) * falling
 

@@ -105,8 +105,9 @@ def test_calls_whose_thoughts_later_answers_remove_are_trained_whole():
 
 @pytest.mark.parametrize("content", ["four", " four", "four\n", "\n four \n"])
 def test_white_space_around_answers_is_no_reason_to_reject(content):
-    assert trained(SPACED, [turn("user", "two"), turn("assistant", content), *MORE]) == [" four</s>", " five</s>"]
+    tokenizer = build_tokenizer(chat_template=SPACED, eos_token="</s>")
     stripped = [turn("user", "two"), turn("assistant", content), *MORE]
+    assert trained(SPACED, stripped, tokenizer=tokenizer) == [" four</s>", " five</s>"]
     assert trained(THINKING, stripped)[0] == "four<|im_end|>"
 
 

@@ -68,9 +68,11 @@ def test_a_number_of_steps_stays_the_length_of_a_resumed_schedule(tmp_path):
 
 
 def test_schedules_rise_and_fall_as_described():
-    assert shares(tuner(warmup_steps=2), 6) == pytest.approx([0.5, 1.0, 1.0, 0.853553, 0.5, 0.146447], abs=1e-6)
+    assert shares(tuner(warmup_steps=3), 7) == pytest.approx(
+        [1 / 3, 2 / 3, 1.0, 0.904508, 0.654508, 0.345492, 0.095492], abs=1e-6
+    )
     assert shares(tuner(warmup_share=0.5, scheduler="linear", min_learning_rate_share=0.2), 4) == pytest.approx(
-        [0.5, 1.0, 1.0, 0.6]
+        [0.5, 1.0, 0.733333, 0.466667], abs=1e-6
     )
     assert shares(tuner(warmup_steps=0, scheduler="constant"), 3) == pytest.approx([1.0, 1.0, 1.0])
     assert shares(tuner(warmup_steps=100), 2) == pytest.approx([0.01, 0.02])

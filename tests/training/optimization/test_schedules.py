@@ -56,6 +56,30 @@ def test_schedule_is_never_0_before_the_end_and_falls_to_its_end(name, num_steps
     assert values[-1] == pytest.approx(1.0 if name == "constant" else end_share)
 
 
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("num_warmup_steps", [0, 1, 3, 9])
+def test_schedule_is_that_of_transformers_without_a_step_of_rate_0(name, num_warmup_steps):
+    from transformers import get_scheduler
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+    kind = "constant_with_warmup" if name == "constant" else name
+    first = int(num_warmup_steps > 0)
+    theirs = get_scheduler(
+        kind, optimizer, num_warmup_steps=num_warmup_steps, num_training_steps=12 + first
+    ).lr_lambdas[0]
+    share = learning_rate_schedule(name, num_steps=12, num_warmup_steps=num_warmup_steps)
+    values = [share(step) for step in range(13)]
+    assert values == pytest.approx([theirs(step + first) for step in range(13)], abs=1e-12)
+    assert name == "constant" or values.count(1.0) == 1
+
+
+@pytest.mark.parametrize("num_warmup_steps", [1, 3])
+def test_schedule_never_exceeds_its_peak_between_two_steps(num_warmup_steps):
+    # Where steps change their size, a resumed run is between two steps of the schedule.
+    share = learning_rate_schedule("cosine", num_steps=12, num_warmup_steps=num_warmup_steps)
+    assert max(share(tenth / 10) for tenth in range(120)) == 1.0
+
+
 def test_unknown_schedule_is_refused():
     with pytest.raises(OptionError, match="cosine"):
         learning_rate_schedule("cosin", num_steps=1, num_warmup_steps=0)
