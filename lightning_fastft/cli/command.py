@@ -11,7 +11,7 @@ from importlib import import_module
 from importlib.metadata import version
 
 from lightning_fastft.cli.answers import explain_missing_files
-from lightning_fastft.cli.collection import paused_collection
+from lightning_fastft.core.collection import paused_collection
 from lightning_fastft.cli.mistakes import check_words
 from lightning_fastft.cli.noise import without_noise
 from lightning_fastft.cli.other_names import COMMANDS

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 import lightning_fastft
 from lightning_fastft.checkpoint.remote import is_remote
 from lightning_fastft.cli.answers import explain_refusal
-from lightning_fastft.cli.collection import paused_collection
+from lightning_fastft.core.collection import paused_collection
 from lightning_fastft.cli.command_record import CommandRecord
 from lightning_fastft.cli.imports import check_named_functions, import_policy
 from lightning_fastft.cli.outputs import SaveConfig, check_outputs

@@ -21,6 +21,7 @@ from lightning_fastft.checkpoint.ranks import destroy_groups_at_exit, on_all_ran
 from lightning_fastft.checkpoint.resume import ExactResume, check_settings
 from lightning_fastft.checkpoint.stops import RunStopped
 from lightning_fastft.core.checks import check_bool
+from lightning_fastft.core.collection import collect_after_step, collect_between_steps
 from lightning_fastft.core.errors import CheckpointNotSavedError, ResumeError, describe_mismatch
 from lightning_fastft.core.status import Status, render_status_table
 from lightning_fastft.strategies.even_batches import check_even_batches
@@ -75,6 +76,7 @@ class FastFTStrategyMixin(StepDownMixin):
         self._fastft_trainer: pl.Trainer | None = None
         self._patcher: ModelPatcher | None = None
         self._has_logged_backends = False
+        self._collects_garbage = False
         self._even_batches: Status | None = None
 
     @property
@@ -233,6 +235,8 @@ class FastFTStrategyMixin(StepDownMixin):
         self._even_batches = check_even_batches(self._fastft_trainer)
         check_monitors(self._fastft_trainer)
         self.packed_steps.check_training_mode()
+        assert self._patcher is not None
+        self._collects_garbage = collect_between_steps(self._patcher)
         rank_zero_info("\n" + render_status_table(self.statuses()))
 
     def statuses(self) -> list[Status]:
@@ -293,7 +297,10 @@ class FastFTStrategyMixin(StepDownMixin):
             return loss
 
         with self._explaining_memory("optimizer step", effect=witness.describe):
-            return super().optimizer_step(optimizer, run_closure, model, **kwargs)
+            output = super().optimizer_step(optimizer, run_closure, model, **kwargs)
+        if self._collects_garbage and self._fastft_trainer is not None:
+            collect_after_step(self._fastft_trainer.global_step)
+        return output
 
     def _check_settings(self, checkpoint: dict[str, Any]) -> None:
         # Without a module, or a Trainer, there is no run whose settings could differ.

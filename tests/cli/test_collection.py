@@ -7,7 +7,7 @@ from lightning.pytorch.cli import LightningCLI
 
 import lightning_fastft.cli.command as command_module
 from lightning_fastft.cli import main
-from lightning_fastft.cli.collection import paused_collection
+from lightning_fastft.core.collection import paused_collection
 from lightning_fastft.cli.lightning_cli import FastFTCLI
 
 
