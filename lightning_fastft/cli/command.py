@@ -11,13 +11,13 @@ from importlib import import_module
 from importlib.metadata import version
 
 from lightning_fastft.cli.answers import explain_missing_files
-from lightning_fastft.core.collection import paused_collection
 from lightning_fastft.cli.mistakes import check_words
 from lightning_fastft.cli.noise import without_noise
 from lightning_fastft.cli.other_names import COMMANDS
 from lightning_fastft.cli.phases import shown_phases
 from lightning_fastft.cli.usage import HELP, USAGE, help_of
 from lightning_fastft.cli.words import TRAINER_COMMANDS, config_names
+from lightning_fastft.core.collection import paused_collection
 from lightning_fastft.core.cores import FreeCores
 from lightning_fastft.core.errors import FastFTError, OptionError, printable
 from lightning_fastft.core.phases import LOGGER, phase

@@ -17,7 +17,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 import lightning_fastft
 from lightning_fastft.checkpoint.remote import is_remote
 from lightning_fastft.cli.answers import explain_refusal
-from lightning_fastft.core.collection import paused_collection
 from lightning_fastft.cli.command_record import CommandRecord
 from lightning_fastft.cli.imports import check_named_functions, import_policy
 from lightning_fastft.cli.outputs import SaveConfig, check_outputs
@@ -32,6 +31,7 @@ from lightning_fastft.cli.words import (
     find_configs,
     take_allowed_imports,
 )
+from lightning_fastft.core.collection import paused_collection
 from lightning_fastft.core.errors import MissingDependencyError, OptionError, printable
 from lightning_fastft.core.extras import find_extra, pip_line
 from lightning_fastft.core.files import find_write_obstacle

@@ -7,8 +7,8 @@ from lightning.pytorch.cli import LightningCLI
 
 import lightning_fastft.cli.command as command_module
 from lightning_fastft.cli import main
-from lightning_fastft.core.collection import paused_collection
 from lightning_fastft.cli.lightning_cli import FastFTCLI
+from lightning_fastft.core.collection import paused_collection
 
 
 def test_nothing_is_collected_during_imports_and_collection_is_on_when_the_command_runs(monkeypatch):
