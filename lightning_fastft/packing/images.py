@@ -33,7 +33,7 @@ PLACEHOLDER = "<image>"
 # Decoders without programs of their own: EPS would start an interpreter.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 # Modes that PNG keeps without loss.
-_LOSSLESS = frozenset({"1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16"})
+_LOSSLESS = frozenset({"1", "L", "LA", "P", "RGB", "RGBA", "I;16"})
 # Keys of a part or of a dict that hold its image.
 _IMAGE_KEYS = ("bytes", "image", "base64", "image_url", "path", "url")
 _DIGEST_BYTES = 16
@@ -243,18 +243,21 @@ def _digest(content: bytes) -> bytes:
 
 def _to_png(image: Any) -> bytes:
     buffer, image = io.BytesIO(), _turn_upright(image, name="a PIL image")
-    (image if image.mode in _LOSSLESS else image.convert("RGB")).save(buffer, format="PNG")
+    if image.mode not in _LOSSLESS:
+        image = _scale_to_bytes(image, name="a PIL image").convert("RGB")
+    image.save(buffer, format="PNG")
     return buffer.getvalue()
 
 
 def decode_image(image: ImageFile) -> Image:
     """Return the decoded image in RGB: upright, as its EXIF orientation says, and on white where it is transparent.
 
-    So do load_image and the image processors of transformers, and the Image feature of datasets.
+    So do load_image and the image processors of transformers, and the Image feature of datasets. Unlike them, it scales
+    images of 16 bits and of floats in [0, 1] to 8 bits; PIL would clip them.
 
     Raises:
         MissingDependencyError: Pillow is not installed.
-        RowRejectedError: The bytes are no image.
+        RowRejectedError: The bytes are no image, or its values have no known range.
         DataError: The file changed since the data was tokenised.
 
     Cost:
@@ -280,11 +283,40 @@ def decode_image(image: ImageFile) -> Image:
         decoded.load()
     except (OSError, ValueError, SyntaxError, EOFError, PIL.Image.DecompressionBombError) as error:
         raise RowRejectedError(IMAGE_UNREADABLE, f"{image.path or 'bytes'}: {error}") from None
-    upright = _turn_upright(decoded, name=image.path or "bytes")
+    upright = _scale_to_bytes(_turn_upright(decoded, name=image.path or "bytes"), name=image.path or "bytes")
     if "A" not in upright.getbands() and "transparency" not in upright.info:
         return upright.convert("RGB")
     white = PIL.Image.new("RGBA", upright.size, "white")
     return PIL.Image.alpha_composite(white, upright.convert("RGBA")).convert("RGB")
+
+
+def _scale_to_bytes(image: Image, *, name: str) -> Image:
+    """Return an image of 16-bit integers, or of floats in [0, 1], with 8 bits per pixel; others as they are.
+
+    Raises:
+        RowRejectedError: Its values have another range, or one that could be 8 bits as well as 16.
+    """
+    import PIL.Image
+
+    if image.mode != "F" and not image.mode.startswith("I"):
+        return image
+    values = np.asarray(image)
+    low, high = (values.min(), values.max()) if values.size else (0, 0)
+    if image.mode == "F":
+        # False for NaN too.
+        if not (low >= 0 and high <= 1):
+            raise RowRejectedError(
+                IMAGE_UNREADABLE, f"{name}: its floats are {low:g} to {high:g}. Scale them to [0, 1], or save 8 bits"
+            )
+        return PIL.Image.fromarray(np.rint(values * 255.0).astype(np.uint8))
+    if image.mode == "I" and (low < 0 or high > 65535 or 0 < high < 256):
+        raise RowRejectedError(
+            IMAGE_UNREADABLE, f"{name}: its 32-bit integers are {low} to {high}. Save it with 8 or 16 bits"
+        )
+    scaled = np.rint(values / 257.0).astype(np.uint8)
+    if (transparent := image.info.get("transparency")) is not None:
+        scaled[values == transparent] = 255
+    return PIL.Image.fromarray(scaled)
 
 
 def _turn_upright(image: Image, *, name: str) -> Image:

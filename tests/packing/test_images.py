@@ -106,6 +106,51 @@ def test_transparent_pixels_are_white(mode):
     assert (found[0, 1] < 2).all()
 
 
+SIXTEEN_BITS = np.array([[0, 257, 32768, 65535]], dtype=np.uint16)
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+@pytest.mark.parametrize("mode", ["I;16", "I;16B", "I", "F"])
+def test_deep_images_are_scaled_to_bytes(mode, is_file):
+    values = {
+        "I;16": SIXTEEN_BITS,
+        "I;16B": SIXTEEN_BITS.astype(">u2"),
+        "I": SIXTEEN_BITS.astype(np.int32),
+        "F": (SIXTEEN_BITS / 65535).astype(np.float32),
+    }[mode]
+    image = Image.frombytes(mode, (4, 1), values.tobytes())
+    if is_file:
+        image.save(buffer := io.BytesIO(), format="TIFF")
+    found = np.asarray(decode_image(read_image(buffer.getvalue() if is_file else image, folder="")))
+    assert found.shape == (1, 4, 3)
+    assert (found == np.array([0, 1, 128, 255])[None, :, None]).all()
+
+
+def test_a_png_of_16_bits_is_scaled_and_white_where_it_is_transparent():
+    Image.fromarray(SIXTEEN_BITS).save(buffer := io.BytesIO(), format="PNG", transparency=257)
+    found = np.asarray(decode_image(read_image(buffer.getvalue(), folder="")))
+    assert found[0, :, 0].tolist() == [0, 255, 128, 255]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (np.array([[0, 255]], dtype=np.float32), r"floats are 0 to 255. Scale them to \[0, 1\]"),
+        (np.array([[0, np.nan]], dtype=np.float32), "floats are nan"),
+        (np.array([[-1, 300]], dtype=np.int32), "integers are -1 to 300. Save it with 8 or 16 bits"),
+        (np.array([[0, 70000]], dtype=np.int32), "0 to 70000"),
+        (np.array([[0, 200]], dtype=np.int32), "0 to 200"),
+    ],
+)
+def test_pixels_of_an_unknown_range_reject_the_row(values, message):
+    image = Image.fromarray(values)
+    with pytest.raises(DataError, match=f"row 2: .*{message}"):
+        tokenize([ask(WORDS), ask({"type": "image", "image": image}, WORDS)])
+    image.save(buffer := io.BytesIO(), format="TIFF")
+    with pytest.raises(rejects.RowRejectedError, match=message):
+        decode_image(read_image(buffer.getvalue(), folder=""))
+
+
 def test_damaged_exif_rejects_the_row():
     IMAGE.save(buffer := io.BytesIO(), format="PNG", exif=b"damaged")
     with pytest.raises(rejects.RowRejectedError, match="EXIF"):
