@@ -3,27 +3,31 @@ r"""Measure tokens/s of DDP, FSDP2, context and expert parallelism, and a model 
     python -m benchmarks.multi_gpu multi --out runs/multi
     python -m benchmarks.multi_gpu multi --out runs/context --runs one context --tokens 131072 --one-document
     python -m benchmarks.multi_gpu multi --out runs/resident --runs fsdp --mode keep+resident --adapters shard
-    python -m benchmarks.multi_gpu multi --out runs/70b --runs fsdp --ranks 4 --workload llama-3.3-70b-lora --mode auto:8+fused+fp8
-    python -m benchmarks.multi_gpu multi --out runs/120b --runs experts --ranks 4 --workload gpt-oss-120b-lora --mode auto:16+fused
+    python -m benchmarks.multi_gpu multi --out runs/70b --runs fsdp --ranks 4 --workload llama-3.3-70b-lora \
+        --mode auto:8+fused+fp8
+    python -m benchmarks.multi_gpu multi --out runs/120b --runs experts --ranks 4 --workload gpt-oss-120b-lora \
+        --mode auto:16+fused
     python -m benchmarks.multi_gpu full32b --out runs/full32b --ranks 4
     python -m benchmarks.multi_gpu experts --out runs/experts --ranks 2
     python -m benchmarks.multi_gpu multi --out runs/four --ranks 4
     python -m benchmarks.multi_gpu multi --out runs/peers --ranks 4 --root /dev/shm/fastft --mode keep+fused \
         --runs fsdp ddp transformers-fsdp:recompute transformers-fsdp:keep+liger+resident unsloth-ddp:off
 
-"multi" trains Qwen3-8B LoRA in bf16 on 2 GPUs, or more: DDP and FSDP2 with 8,192 tokens per GPU, "context" with a pack of
-so many tokens on all, "experts" with experts owned in shares. "full32b" trains all weights of Qwen3-32B in bf16; the model is built sharded, so no rank ever holds it
-whole. The command "experts" trains all weights of 12 layers of Qwen3-30B-A3B, with expert weights gathered in each layer (fsdp) and
-with experts owned in shares (experts); the losses of both must agree to 1e-3.
+"multi" trains Qwen3-8B LoRA in bf16 on 2 GPUs, or more: DDP and FSDP2 with 8,192 tokens per GPU, "context" with a pack
+of so many tokens on all, "experts" with experts owned in shares. "full32b" trains all weights of Qwen3-32B in bf16; the
+model is built sharded, so no rank ever holds it whole. The command "experts" trains all weights of 12 layers of
+Qwen3-30B-A3B, with expert weights gathered in each layer (fsdp) and with experts owned in shares (experts); the losses
+of both must agree to 1e-3.
 
-Peers (SYSTEM-STRATEGY:MODE; benchmarks/multi_gpu_peers.py) take the same steps: same packs per rank, adapters, optimizer and clipping.
-With --root, ours and they read weights and adapters that ``benchmarks.train_step build`` wrote there; losses must agree.
+Peers (SYSTEM-STRATEGY:MODE; benchmarks/multi_gpu_peers.py) take the same steps: same packs per rank, adapters,
+optimizer and clipping. With --root, ours and they read weights and adapters that ``benchmarks.train_step build`` wrote
+there; losses must agree.
 
-Without it weights are random and the same in every run (one seed). Two GPUs and one GPU with an accumulation of two, and so on (under
-"context" one GPU without) take the same steps: their losses must agree to 1e-3. The first steps (8; --warmup) repeat the same
-packs of the ruler, so that losses fall if the steps train; timed steps follow, and each has new packs. The packs of a step
-have similar attention cost, as PackedDataModule gives them to ranks. Time between the ends of steps by CUDA events on
-rank 0, clipping and fused AdamW included. Records are flushed run by run.
+Without it weights are random and the same in every run (one seed). Two GPUs and one GPU with an accumulation of two,
+and so on (under "context" one GPU without) take the same steps: their losses must agree to 1e-3. The first steps (8;
+--warmup) repeat the same packs of the ruler, so that losses fall if the steps train; timed steps follow, and each has
+new packs. The packs of a step have similar attention cost, as PackedDataModule gives them to ranks. Time between the
+ends of steps by CUDA events on rank 0, clipping and fused AdamW included. Records are flushed run by run.
 """
 
 from __future__ import annotations

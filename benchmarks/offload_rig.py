@@ -287,7 +287,7 @@ class RunCallback(Callback):
         self._clock.mark()
         if self._step >= self._num_before_profiles:
             use = self._profile.stop()
-            self._record.setdefault("copies", []).extend([] if use is None else [use.to_dict()])
+            self._record.setdefault("copies", []).extend([] if use is None else [use._asdict()])
         self._step += 1
         if self._step == self._run.num_warmup:
             self._begin_timing()

@@ -245,6 +245,15 @@ def test_a_budget_cuts_the_steps_and_the_record_says_so(rig):
     assert record["summary"]["n"] == len(record["ms"]) == 3
 
 
+def test_profiled_steps_keep_what_their_copies_did(monkeypatch, rig):
+    use = copy_use([kernel(0, 1000), kernel(2000, 3000, launched=500)], [Copy("h2d", 900, 1990, MIB)])
+    monkeypatch.setattr(offload_rig.CopyProfile, "stop", lambda self: use)
+    record = rig.measure(Run("recompute", 256, num_steps=3, num_profiles=2))
+    assert record["reason"] == ""
+    assert record["copies"] == [use._asdict()] * 2
+    assert exposed_ms(record) == use.exposed_ms
+
+
 def _run(**changes):
     return {"title": "own", "losses": [2.0, 1.0], "gradient_norm": 3.0, **changes}
 
