@@ -155,6 +155,9 @@ class PolicyTuner(ReferenceTuner):
         score_C = completions.score_C
         if self.advantage == "given":
             return score_C
+        # The fp32 mean of equal rewards can differ from them in its last bit; that of distances to one of them is 0.
+        start_G = completions.length_G.cumsum(0) - completions.length_G
+        score_C = score_C - score_C[start_G[completions.example_C]]
         centred_C = score_C - completions.example_mean(score_C)
         count_C = completions.length_G.to(score_C.dtype)[completions.example_C]
         if self.advantage == "normalised":

@@ -137,6 +137,15 @@ def test_a_group_of_equal_rewards_teaches_nothing():
     assert all(float(gradient.abs().max()) < 1e-4 for gradient in ours.values())
 
 
+@pytest.mark.parametrize("advantage", ["normalised", "centred", "leave_one_out"])
+@pytest.mark.parametrize("reward", [0.1, 0.7, 1e6 / 3])
+def test_equal_rewards_give_exactly_zero(advantage, reward):
+    tuner = make_tuner(PolicyTuner, advantage=advantage)
+    groups = make_groups([(3, *(2,) * size) for size in (3, 5, 6, 7, 11)])
+    documents = [document._replace(scores=(reward,) * len(document.scores)) for document in groups]
+    assert not tuner.advantages(collate(documents, num_items=5).context.completions).any()
+
+
 def test_sums_over_completions_are_exact_and_differentiable():
     completions = Completions(num_rows=[2, 1, 3], num_completions=[2, 1], scores=[0.0] * 3, num_padded_rows=8)
     value_R = torch.arange(8.0, dtype=torch.float64, requires_grad=True)
