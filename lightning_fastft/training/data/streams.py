@@ -192,7 +192,7 @@ class TrainingStream:
                 yield from self._collate(order, window, num_items_M, number=number, skipped=max(0, position - number))
                 number, expected = number + len(order), ""
             if number == num_before and not state.num_rows:
-                raise DataError(f"The stream {self.name} holds no usable example.")
+                raise DataError(f"{self.name[:1].upper()}{self.name[1:]} holds no usable example.")
             state, expected = ReadState(epoch=state.epoch + 1), ""
             rank_zero_info(f"{self.name} is exhausted; pass {state.epoch + 1} begins at micro-batch {number}.")
 
