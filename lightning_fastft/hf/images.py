@@ -30,8 +30,8 @@ IMAGE_FAMILIES = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
     *("llava", "mistral3", "internvl", "gemma3", "gemma4"),
 )
-# How images are decoded, where it decides their size; a change has caches tokenised again.
-_DECODING = "upright"
+# How images are decoded: their size and their pixels. A change has caches of images tokenised again.
+_DECODING = "upright, scaled"
 # Outputs of a processor that belong to the text.
 _TEXT_OUTPUTS = frozenset(
     {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets", "labels"}
