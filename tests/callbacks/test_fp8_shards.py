@@ -14,8 +14,9 @@ from tests.support.two_ranks import run_two_ranks
 pytestmark = pytest.mark.slow
 
 # The gradients of one window are fp32 sums in another order. Rows that then differ in a last digit may be rounded to
-# another e4m3 number, which is 1/16 away, so the losses of the second window have a wider bound.
-BOUND, LATER_BOUND = 1e-6, 1e-4
+# another e4m3 number, which is 1/16 away, so weights have a wider bound, and losses of the second window one that is a
+# share of what the step between the windows, which hold the same packs, has changed.
+BOUND, LATER_BOUND, LATER_SHARE = 1e-6, 1e-4, 0.02
 NUM_PRODUCTS = "8 products of 2 layers in e4m3, in plain PyTorch"
 
 
@@ -37,7 +38,8 @@ def check_equal(found, expected, *, bound=BOUND):
     # Every second micro-batch of one process is that of the first rank.
     losses, expected_losses = found["losses"], expected["losses"][::2]
     assert torch.equal(losses[:2], expected_losses[:2])
-    assert (losses / expected_losses - 1).abs().max() <= LATER_BOUND
+    change = (expected_losses[2:] - expected_losses[:2]).abs()
+    assert ((losses - expected_losses)[2:].abs() <= LATER_SHARE * change).all()
     assert difference(found["gradients"], expected["gradients"]) <= bound
 
 

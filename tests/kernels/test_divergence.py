@@ -50,8 +50,8 @@ def cast_head(head, dtype):
 def check_against_truth(compute, compute_plain, student, *, dtype, num_rows, num_padded=5):
     """Values, and every gradient of a weighted sum, where the weights of padding rows are not read."""
     # Plain PyTorch is judged on more weights than the first, and on logits summed in other orders: its error of one sum
-    # may be small by luck.
-    weights = [torch.randn(num_rows) for _ in range(4)]
+    # may be small by luck. Beside the largest of 4, 13 of 480 draws of inputs were refused; beside that of 32, none.
+    weights = [torch.randn(num_rows) for _ in range(32)]
     width = student.hidden_TD.shape[1]
     orders = [torch.arange(width), *(torch.randperm(width) for _ in weights[1:])]
 
@@ -81,7 +81,9 @@ def check_against_truth(compute, compute_plain, student, *, dtype, num_rows, num
         # In float64 plain PyTorch is the truth.
         unit = one_unit(truths[0][place], dtype) * (64 if dtype is torch.float64 else 1)
         assert torch.isfinite(one).all()
-        assert error <= max(2 * max(plain_errors), unit), f"{name}: error {error:.3g}, plain PyTorch {plain_errors}"
+        assert error <= max(2 * max(plain_errors), unit), (
+            f"{name}: error {error:.3g}, plain PyTorch {max(plain_errors):.3g}"
+        )
 
 
 def check_divergence(function, num_rows, dtype, *, kind, beta=0.3, temperature=1.0, vocab_size=None, **options):

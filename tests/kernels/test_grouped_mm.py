@@ -123,14 +123,25 @@ def make_case(
     return Case(x_NI, weight_EIO, end_E, d_NO, RowAddend(bias_EO, low_NR, low_ERO, 1.75), tuple(counts))
 
 
+def dense(tensor, dtype):
+    """A copy with nothing between its rows.
+
+    Products of bf16 on AMX multiply what lies beside a strided row by zero (PyTorch 2.13), which makes NaN of NaN.
+    """
+    return tensor.to(dtype).contiguous()
+
+
 def formula(case, dtype, *, y_NO=None):
     """The definition in one dtype: the truth in float64, plain PyTorch in the tested one."""
     bias_EO, low_NR, low_ERO, low_scale = case.addend
     parts = []
     for expert, rows in case.expert_rows():
-        part = case.x_NI[rows].to(dtype) @ case.weight_EIO[expert].to(dtype) if y_NO is None else y_NO[rows].to(dtype)
+        if y_NO is None:
+            part = dense(case.x_NI[rows], dtype) @ dense(case.weight_EIO[expert], dtype)
+        else:
+            part = y_NO[rows].to(dtype)
         if low_NR is not None:
-            part = part + low_scale * (low_NR[rows].to(dtype) @ low_ERO[expert].to(dtype))
+            part = part + low_scale * (dense(low_NR[rows], dtype) @ dense(low_ERO[expert], dtype))
         parts.append(part if bias_EO is None else part + bias_EO[expert].to(dtype))
     return torch.cat(parts)
 
@@ -139,7 +150,7 @@ def grad_formula(case, dtype, *, scale=1.0, row_weight_N=None):
     """In a narrow dtype weighted rows are rounded to it, as every copy of them is."""
     parts = []
     for _, rows in case.expert_rows():
-        x, d = case.x_NI[rows].to(dtype), case.d_NO[rows].to(dtype)
+        x, d = dense(case.x_NI[rows], dtype), dense(case.d_NO[rows], dtype)
         if row_weight_N is not None:
             weight = row_weight_N[rows, None].to(torch.promote_types(dtype, torch.float32))
             x, d = ((x * weight).to(dtype), d) if x.shape[1] <= d.shape[1] else (x, (d * weight).to(dtype))

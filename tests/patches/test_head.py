@@ -63,9 +63,9 @@ def run(model, batch, **kwargs):
     }
 
 
-def assert_same(expected, ours, *, tolerance=1e-6):
+def assert_same(expected, ours, *, tolerance=1e-6, check_dtype=True):
     (output, gradients), (our_output, our_gradients) = expected, ours
-    torch.testing.assert_close(our_output.loss, output.loss, rtol=tolerance, atol=0)
+    torch.testing.assert_close(our_output.loss, output.loss, rtol=tolerance, atol=0, check_dtype=check_dtype)
     assert gradients.keys() == our_gradients.keys()
     for name, gradient in gradients.items():
         error = (our_gradients[name] - gradient).norm() / gradient.norm().clamp(min=1e-12)
@@ -235,11 +235,14 @@ def test_checkpointing_changes_nothing(name):
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_the_auxiliary_loss_of_routers_stays_in_the_loss(name):
-    model, batch = build(name, router_aux_loss_coef=0.5).train(), make_batch(num_items=9.0)
+    # Gradients of sinks are small differences of large sums: in fp32 their last digits are luck.
+    model, batch = build(name, router_aux_loss_coef=0.5).double().train(), make_batch(num_items=9.0)
+    model.set_experts_implementation("eager")
     expected = run(model, batch, output_router_logits=True)
     install_head(model, ModelPatcher())
     ours = run(model, batch, output_router_logits=True)
-    assert_same(expected, ours)
+    # transformers computes its loss in fp32.
+    assert_same(expected, ours, check_dtype=False)
     torch.testing.assert_close(ours[0].aux_loss, expected[0].aux_loss)
     assert (run(model, batch)[0].loss - ours[0].loss).abs() > 1e-3
 

@@ -296,7 +296,7 @@ HYBRIDS = {
             "num_key_value_heads": 4,
         },
     ),
-    "jamba": ("jamba", {"attn_layer_offset": 1, "attn_layer_period": 2, "num_experts": 2, "mamba_d_state": 8}),
+    "jamba": ("jamba", {"attn_layer_offset": 1, "attn_layer_period": 2, "num_experts": 4, "mamba_d_state": 8}),
 }
 MOE = ("gpt_oss", "qwen3_moe", "mixtral", "olmoe", "deepseek_v3", "glm4_moe")
 DENSE = tuple(name for name in TINY if name not in MOE)

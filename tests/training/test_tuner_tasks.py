@@ -71,7 +71,7 @@ def fit(tmp_path, tuner, data, *, ckpt_path=None, **options):
 
 LORA = {"r": 8, "target_modules": "all-linear"}
 METHODS = {
-    "dpo": {"reference": "stored"},
+    "dpo": {"reference": "stored", "beta": 0.3, "learning_rate": 5e-3},
     "ipo": {"loss": "ipo", "reference": "stored"},
     "orpo": {"loss": "orpo", "beta": 1.0},
     "simpo": {"loss": "simpo", "beta": 2.0},
@@ -96,7 +96,7 @@ def test_held_out_completions_are_told_apart(tmp_path, method, is_packed):
     # Some twelve examples in each step either way.
     data = make_data(rows, val_share=0.25, max_tokens=160 if is_packed else 13)
     # Without packs a step has fewer pairs.
-    epochs, accumulate = (3, 1) if is_packed else (4, 12)
+    epochs, accumulate = (5, 1) if is_packed else (6, 12)
     trainer = fit(tmp_path, tuner, data, max_epochs=epochs, max_steps=-1, accumulate_grad_batches=accumulate)
     per_pack = len(data.subset("train")) / len(data.packs("train"))
     assert per_pack > 8 if is_packed else per_pack < 1.5
