@@ -343,6 +343,9 @@ def _describe_public(name: str, value: Any) -> list[str]:
             f"| {_cell(meanings[option.name])} |"
             for option in options
         ] + [""]
+    attributes = [f"| `{key}` | {_cell(meaning)} |" for key, meaning in _entries(sections.get("Attributes", []))]
+    if attributes:
+        lines += ["| attribute | meaning |", "|---|---|", *attributes, ""]
     for title in ("Raises", "Cost", "Source"):
         if title in sections:
             lines += [

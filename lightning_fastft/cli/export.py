@@ -39,7 +39,8 @@ def run_export(words: Sequence[str]) -> int:
         OptionError: The target exists, the source does not exist or is of another kind, or its base is not known.
         DamagedCheckpointError: The checkpoint does not match its digest.
         ResumeError: The checkpoint does not fit the model that it names, or the base has other weights.
-        UnsupportedModelError: vLLM would not read all of the adapters, or Ollama cannot have the chat template.
+        UnsupportedModelError: vLLM would not read all of the adapters, llama.cpp would drop the head, or Ollama cannot
+            have the chat template.
         CheckpointNotSavedError: The folder cannot be written or reads back differently; it is removed.
 
     Cost:
@@ -78,9 +79,10 @@ def run_export(words: Sequence[str]) -> int:
 
 def _convert(question: Namespace, tokenizer: object) -> int:
     """Write the GGUF file and the Modelfile of a whole model."""
-    from lightning_fastft.cli.trained.gguf import convert_to_gguf, name_gguf
+    from lightning_fastft.cli.trained.gguf import check_head, convert_to_gguf, name_gguf
 
     out = question.out
+    check_head(out)
     file, serve = name_gguf(out, question.gguf), ""
     if question.ollama:
         from lightning_fastft.cli.trained.modelfile import write_modelfile

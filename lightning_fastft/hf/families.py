@@ -17,6 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.hf.mixers import MIXERS, find_mixers, mixer_family
+from lightning_fastft.hf.trained_copies import find_copied_mixer
 
 # What to do with a model that cannot be trained on packed documents.
 ADVICE = (
@@ -233,9 +234,10 @@ def check_servable(model: PreTrainedModel) -> None:
     layer's own mask, a window that the layer does not pass).
 
     Raises:
-        UnsupportedModelError: The family cannot be packed; the message has the reason.
+        UnsupportedModelError: The family cannot be packed, or PEFT's modules_to_save trains a copy of attention or of
+            a recurrent mixer; the message has the reason.
     """
-    reason = _find_obstacle(model)
+    reason = find_copied_mixer(find_decoder(model), mixer_family(model)) or _find_obstacle(model)
     if reason:
         raise UnsupportedModelError(
             f"{_own_class(model).__name__} ({model.config.model_type}) cannot be trained on packed documents: "

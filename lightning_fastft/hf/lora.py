@@ -8,7 +8,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,6 +68,26 @@ def trained_adapters(model: PeftModel) -> list[str]:
     trained = {match[1] for match in found if match is not None}
     names = list(model.peft_config)
     return [name for name in names if name in trained] or names
+
+
+def change_outputs(model: PeftModel) -> bool:
+    """Return whether trained LoRA adapters change the outputs of a model: some layer has no factor of zeros.
+
+    Cost:
+        One read of the adapters, and two host syncs for each adapted layer.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    trained = trained_adapters(model)
+    pairs = [
+        (first[name], second[name])
+        for layer in model.modules()
+        if isinstance(layer, LoraLayer)
+        for first, second in ((layer.lora_A, layer.lora_B), (layer.lora_embedding_A, layer.lora_embedding_B))
+        for name in trained
+        if name in first
+    ]
+    return any(all(bool(getattr(factor, "weight", factor).any()) for factor in pair) for pair in pairs)
 
 
 def add_adapters(model: PreTrainedModel, *, lora: LoraConfig, adapter_dtype: torch.dtype, seed: int = 0) -> PeftModel:
@@ -295,20 +315,23 @@ def to_plain(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Disable the adapters of a PEFT model inside a block.
+def adapters_off(model: nn.Module, *, kept: Collection[str] = ()) -> Iterator[None]:
+    """Disable the adapters of a PEFT model inside a block, except those with the names kept that are active.
 
-    Only the flags of the layers change; PEFT's own ``disable_adapter`` also writes ``requires_grad`` of every adapter.
+    Only the flags of the layers change; PEFT's own ``disable_adapter`` and ``set_adapter`` also write
+    ``requires_grad`` of every adapter.
 
     Cost:
         One walk over the modules; no device work.
     """
-    layers = switched_layers(model)
-    before = [layer._disable_adapters for layer in layers]
+    changed: list[tuple[Any, str, Any]] = []
     try:
-        for layer in layers:
-            layer._disable_adapters = True
+        for layer in switched_layers(model):
+            remaining = [name for name in layer.active_adapters if name in kept]
+            name, value = ("_active_adapter", remaining) if remaining else ("_disable_adapters", True)
+            changed.append((layer, name, getattr(layer, name)))
+            setattr(layer, name, value)
         yield
     finally:
-        for layer, flag in zip(layers, before):
-            layer._disable_adapters = flag
+        for layer, name, value in changed:
+            setattr(layer, name, value)

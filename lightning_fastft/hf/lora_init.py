@@ -17,7 +17,7 @@ from torch import nn
 from lightning_fastft.core.errors import OptionError, ResumeError
 
 if TYPE_CHECKING:
-    from peft import LoraConfig, PeftModel
+    from peft import LoraConfig, PeftConfig, PeftModel
     from peft.tuners.lora import LoraLayer
 
     from lightning_fastft.hf.loading.source import ModelSource
@@ -52,9 +52,9 @@ class Initial(NamedTuple):
             )
 
 
-def changes_base(lora: LoraConfig | None) -> bool:
+def changes_base(lora: PeftConfig | None) -> bool:
     """Return whether the initialisation of a configuration changes base weights."""
-    return lora is not None and str(lora.init_lora_weights).lower().startswith(_CHANGES_BASE)
+    return str(getattr(lora, "init_lora_weights", True)).lower().startswith(_CHANGES_BASE)
 
 
 def check_initialisation(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
@@ -16,7 +16,7 @@ from lightning_fastft.packing.chunks import Chunks, build_chunks, load_chunks, r
 from lightning_fastft.packing.context_content import check_content, find_labelled_rows
 from lightning_fastft.packing.masks import build_block_mask, build_dense_mask, build_mask_blocks
 from lightning_fastft.packing.parts import PackPart
-from lightning_fastft.packing.prefixes import PrefixKeys, check_prefixes, list_keys
+from lightning_fastft.packing.prefixes import PrefixKeys, VarlenArguments, check_prefixes, list_keys
 from lightning_fastft.packing.spans import BidirectionalSpans
 
 if TYPE_CHECKING:
@@ -28,29 +28,16 @@ T = TypeVar("T")
 ONE_BY_ONE = "one_by_one"
 
 
-class VarlenArguments(NamedTuple):
-    """Arguments of a variable-length attention kernel: offsets on the device, the longest document on the host.
-
-    If documents continue prefixes (``PrefixKeys``), keys have offsets of their own.
-    """
-
-    start_S1: torch.Tensor
-    max_length: int
-    key_start_S1: torch.Tensor
-    max_key_length: int
-
-
 class BatchContext:
     """Hold the metadata of one packed batch, on the host and on one device.
 
-    This is a plain class because Lightning and FSDP2 rebuild or cast dataclasses, dicts and tensor subclasses. Masks
-    are built on first use, once per (kind, device, dtype, window), and cached in this object.
-
-    ``reads`` counts attention layers and mixers by backend. It is the only record of a step here, because the context
-    is all that a layer sees of the step: also in recomputation, in a replayed graph and under a foreign strategy.
+    This is a plain class because Lightning and FSDP2 rebuild or cast dataclasses, dicts and tensor subclasses.
 
     A document may continue an earlier one, its prefix: its tokens see the whole prefix and then themselves, and their
     positions continue from it. So a prompt with several completions is computed once.
+
+    Arguments are attributes too: lengths and prefixes (-1 for none) as tuples, label_T and completions on ``device``.
+    The other attributes are Python ints and tensors on ``device``, unless they say otherwise.
 
     Args:
         lengths: Length of each document in tokens, in the order of the pack, pad documents last; each at least 1.
@@ -62,13 +49,39 @@ class BatchContext:
         prefixes: For each document, the number of the document that it continues, -1 for none; None if none does.
         completions: Which labelled rows belong to which completion, for losses on completions.
 
+    Attributes:
+        num_tokens: Tokens of the pack, T.
+        num_documents: Documents of the pack, S, pad documents included.
+        max_length: Tokens of the longest document, its prefix included.
+        max_own_length: Tokens of the longest document without its prefix.
+        sum_squared_lengths: Twice the pairs of query and key: sum of length x (length + 2 x length of the prefix).
+        has_prefixes: Whether any document continues another one (bool).
+        prefix_keys: The rows that each document attends to (``PrefixKeys``); None without prefixes.
+        start_S1: First row of each document, then T; shape (S + 1,), int32.
+        start_host_S1: The same on the CPU.
+        document_T: Number of the document of each token; shape (T,), int32.
+        position_T: Position of each token in its document, counted from the start of its prefix; shape (T,), int64.
+        num_labelled: Rows that predict a label.
+        labelled_row_R: These rows, one before each label, then zeros up to a multiple of 128; shape (R,), int64.
+        labelled_target_R: The label that each of them predicts, then -100; shape (R,), int64.
+        reads: Reads by attention layers and mixers, by backend (Counter). It is the only record of a step here, because
+            a layer sees no more of the step: also in recomputation, in a replayed graph and under a foreign strategy.
+        num_builds: Masks and offsets that were built, by kind (Counter).
+        attention_backend: Backend of attention (str); "auto" picks by device, head shape and longest document.
+        output_logits: Whether loss heads return full logits (bool).
+        objective: Function of ``LazyLogits`` whose value loss heads return; None for the cross-entropy.
+        is_model_prepared: Whether rotary angles, mixers and guards of the model are prepared too (bool).
+        is_in_prepared_forward: Whether the forward of such a model is running (bool).
+        part: The part of a pack that this context describes (``PackPart``, by ``cut``); None for a whole pack.
+        spans: Images whose tokens see each other in both directions (``BidirectionalSpans``); None if none do.
+
     Raises:
         ShapeError: A document is empty, lengths do not add up to T, a label is trained across a document border, the
             pad tail does not end on one, or a prefix is not an earlier document without a prefix.
         OptionError: num_items is not above 0.
 
     Cost:
-        O(T) on the host, no device work. Each mask is built once, on first use.
+        O(T) on the host, no device work. A mask is built on first use, once per (kind, device, dtype, window).
 
     Source:
         Metadata once per batch: the packed-sequence optimisation of Unsloth and NVIDIA (2026); the form is own.
@@ -82,19 +95,12 @@ class BatchContext:
     _DEVICE_TENSORS = ("start_S1", "document_T", "position_T", "label_T", "labelled_row_R", "labelled_target_R")
 
     # Settings of the step; the values here are the defaults.
-    # Set by the strategy or by a caller that forces a backend; "auto" picks by device, head shape and longest document.
     attention_backend: str = "auto"
-    # Loss heads return full logits if a user asks for them.
     output_logits: bool = False
-    # Loss heads return this function of their lazy logits in place of the cross-entropy (patches/lazy_logits.py).
     objective: Callable[[Any], torch.Tensor] | None = None
-    # Set by a model in which more than the attention is prepared: its rotary angles, mixers and guards.
     is_model_prepared: bool = False
-    # Whether the forward of such a model is running.
     is_in_prepared_forward: bool = False
-    # Set by ``cut``: the part of a pack that this context describes.
     part: PackPart | None = None
-    # Set by the collator: images whose tokens see each other in both directions.
     spans: BidirectionalSpans | None = None
 
     def __init__(
@@ -117,10 +123,8 @@ class BatchContext:
         self.num_pad_tokens = num_pad_tokens
         self.num_documents = int(length_S.numel())
         self.lengths: tuple[int, ...] = tuple(length_S.tolist())
-        # Of the documents with their prefixes.
         self.max_length = int((prefix_length_S + length_S).max())
         self.max_own_length = int(length_S.max())
-        # A token of a document sees its prefix whole, and half of its own document on average.
         self.sum_squared_lengths = int((length_S * (length_S + 2 * prefix_length_S)).sum())
         self.num_items = float(num_items)
         self.prefixes: tuple[int, ...] = tuple(prefix_S.tolist())

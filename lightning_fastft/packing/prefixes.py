@@ -31,6 +31,18 @@ class PrefixKeys(NamedTuple):
     start_S1: torch.Tensor
 
 
+class VarlenArguments(NamedTuple):
+    """Arguments of a variable-length attention kernel: offsets on the device, the longest document on the host.
+
+    If documents continue prefixes (``PrefixKeys``), keys have offsets of their own.
+    """
+
+    start_S1: torch.Tensor
+    max_length: int
+    key_start_S1: torch.Tensor
+    max_key_length: int
+
+
 def check_prefixes(prefixes: Sequence[int] | None, *, num_documents: int) -> torch.Tensor:
     """Return the prefix of each document, -1 for none, shape (S,), int64."""
     prefix_S = torch.full((num_documents,), -1) if prefixes is None else torch.as_tensor(prefixes, dtype=torch.int64)

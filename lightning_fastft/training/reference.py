@@ -25,20 +25,22 @@ ADAPTERS_OFF, STORED = "adapters_off", "stored"
 
 
 class ReferenceTuner(Tuner):
-    """Add a reference model: the base without its adapters, stored log-probabilities, or a second model.
+    """Add a reference model: the model at the start of the run, as "adapters_off" or "stored", or a second model.
 
     Args:
         model: As in ``FineTuner``.
-        reference: "adapters_off": the same model without its adapters, which takes no memory. "stored": the
-            log-probabilities of the model at the start of the run, computed once in a pass over the data and kept on
-            the host and in checkpoints. A name, a folder or a model: a second model, held in memory. None for
-            "adapters_off" where adapters are trained. All of them are without dropout.
+        reference: "adapters_off": the same model without its trained adapters and with its frozen ones, which takes no
+            memory. "stored": the log-probabilities of the model at the start of the run, computed once in a pass over
+            the data and kept on the host and in checkpoints. A name, a folder or a model: a second model, held in
+            memory. None for "adapters_off" where the trained adapters start without effect. All of them are without
+            dropout.
         needs_reference: Whether the loss reads the reference.
         options: Options of ``Tuner``.
 
     Raises:
-        OptionError: The loss needs a reference, there are no adapters and reference is None, or "adapters_off" without
-            adapters.
+        OptionError: The loss needs a reference, and reference is None without adapters or with adapters that change
+            the model from the start; or "adapters_off" without adapters or after an initialisation that changed the
+            base.
     """
 
     def __init__(
@@ -52,6 +54,8 @@ class ReferenceTuner(Tuner):
         super().__init__(model, **options)
         if reference is not None:
             check_second_model("reference", reference)
+        if needs_reference and self.has_adapters and reference in (None, ADAPTERS_OFF):
+            self._check_adapters_off(is_asked=reference is not None)
         if reference is None and self.has_adapters:
             reference = ADAPTERS_OFF
         if needs_reference and reference is None:
@@ -66,8 +70,40 @@ class ReferenceTuner(Tuner):
         self._reference: tuple[str | nn.Module | None] = (reference,)
         # By the digest of a data set: sums of log-probabilities, shape (N, most completions), fp32, on the host.
         self._stored: dict[str, torch.Tensor] = {}
+        # Names of adapters that are not trained, so that they are part of the reference.
+        self._frozen_adapters: list[str] = []
         if isinstance(reference, str):
             self.save_hyperparameters({"reference": reference})
+
+    def _check_adapters_off(self, *, is_asked: bool) -> None:
+        """Refuse adapters without which the model is not the model at the start of the run.
+
+        Raises:
+            OptionError: The initialisation changed the base; or, unless asked for, adapters begin with an effect.
+        """
+        from lightning_fastft.hf.lora import change_outputs
+        from lightning_fastft.hf.lora_init import changes_base
+
+        for lora in self.model.peft_config.values() if self.lora is None else [self.lora]:
+            if changes_base(lora):
+                raise OptionError(
+                    f"reference='adapters_off' with init_lora_weights={lora.init_lora_weights!r} would be the base "
+                    "without what the adapters took out of it. Give reference='stored' (not for PolicyTuner) or the "
+                    "name of the model, or use init_lora_weights=True."
+                )
+        folder, begins = self._options.adapter, "The adapters of the model have an effect"
+        if folder is not None:
+            begins = f"The adapters of {folder} have an effect"
+        elif self.lora is not None and self.lora.init_lora_weights == "loftq":
+            begins = "LoftQ adapters make up for the error of NF4"
+        elif self.lora is not None or not change_outputs(self.model):
+            return
+        if not is_asked:
+            raise OptionError(
+                f"{begins} from the start, so the model without them is not the one that training begins with. Give "
+                "reference='stored' (not for PolicyTuner) or the name of a model, or keep them and train others: "
+                "frozen_adapters=[folder] with lora. With reference='adapters_off' the base is the reference."
+            )
 
     @property
     def reference(self) -> str | nn.Module | None:
@@ -80,10 +116,15 @@ class ReferenceTuner(Tuner):
 
     def configure_model(self) -> None:
         """Build the model, and the reference model where it is a second one."""
+        from lightning_fastft.hf.lora import trained_adapters
+
         super().configure_model()
         if self.needs_reference and self.reference not in (ADAPTERS_OFF, STORED) and self.frozen_model is None:
             assert self.reference is not None
             self._open_frozen(self.reference)
+        if self.reference == ADAPTERS_OFF:
+            trained = trained_adapters(self.model)
+            self._frozen_adapters = [name for name in self.model.peft_config if name not in trained]
 
     def on_fit_start(self) -> None:
         """Compute the reference's log-probabilities where they are to be stored and the run does not resume."""
@@ -167,7 +208,7 @@ class ReferenceTuner(Tuner):
             return self._read_log_probs(batch, temperature=temperature, model=self.frozen_model)
         from lightning_fastft.hf.lora import adapters_off
 
-        with adapters_off(self.model), _evaluating(self.model):
+        with adapters_off(self.model, kept=self._frozen_adapters), _evaluating(self.model):
             return self._read_log_probs(batch, temperature=temperature)
 
     # Saving.

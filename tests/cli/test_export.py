@@ -406,6 +406,17 @@ def test_adapters_of_a_tied_embedding_are_merged_into_two_weights(family, target
     assert (logits_of(stock) - expected).norm() < 2e-6 * expected.norm()
 
 
+@pytest.mark.parametrize(("family", "is_kept"), [("gemma2", False), ("gemma3_text", True)])
+def test_gguf_without_the_head_of_a_model_is_refused(family, is_kept, folder, answer):
+    build_tiny(family, tie_word_embeddings=False).save_pretrained("untied")
+    build_tiny(family, tie_word_embeddings=True).save_pretrained("tied")
+    status, text = answer(["export", "untied", "out", "--gguf", "f32"])
+    assert status == (WITHOUT_GGUF if is_kept else 1)
+    assert is_kept or ("drop the head" in text and "No GGUF file yet" not in text)
+    assert AutoModelForCausalLM.from_pretrained("out").lm_head.weight.shape[0] == VOCAB_SIZE
+    assert answer(["export", "tied", "other", "--gguf", "f32"])[0] == WITHOUT_GGUF
+
+
 @pytest.mark.slow
 def test_command_names_weights_that_are_no_longer_tied(tmp_path, folder, capsys):
     lora = {**LORA, "target_modules": ["q_proj", "embed_tokens"]}

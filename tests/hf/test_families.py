@@ -1,5 +1,8 @@
+import contextlib
+
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -80,6 +83,25 @@ def test_a_convolution_over_tokens_is_refused():
         check_servable(model)
 
 
+@pytest.mark.parametrize(
+    ("family", "copied", "reason"),
+    [
+        ("qwen3", "0", r"copy of layers\.0 \(Qwen3DecoderLayer\).*target_modules instead \(down_proj, .*v_proj\)"),
+        ("qwen3", "self_attn", r"copy of layers\.0\.self_attn .*\(k_proj, o_proj, q_proj, v_proj\)"),
+        ("qwen3_next", "linear_attn", "Qwen3NextGatedDeltaNet"),
+        ("falcon_h1", "mamba", "FalconH1Mixer"),
+        ("lfm2", "conv", "Lfm2ShortConv"),
+        ("qwen3_moe", "mlp", None),
+        ("qwen3", "o_proj", None),
+    ],
+)
+def test_trained_copies_of_attention_and_mixers_are_refused_by_name(family, copied, reason):
+    lora = LoraConfig(r=2, target_modules=["lm_head"], modules_to_save=[copied])
+    [(_, model)] = find_causal_models(get_peft_model(build_tiny(family), lora))
+    with contextlib.nullcontext() if reason is None else pytest.raises(UnsupportedModelError, match=reason):
+        check_servable(model)
+
+
 def test_a_model_without_positions_is_refused():
     model = build_tiny("llama")
     model.model.forward = lambda input_ids: None
@@ -106,8 +128,6 @@ def test_described_hybrids_of_their_default_sizes_pass(model_type):
 
 
 def test_causal_models_are_found_inside_modules_and_adapters():
-    from peft import LoraConfig, get_peft_model
-
     class Holder(nn.Module):
         def __init__(self):
             super().__init__()

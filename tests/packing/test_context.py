@@ -1,6 +1,8 @@
 """BatchContext: what it refuses, what it builds, and that it builds it once."""
 
 import copy
+import inspect
+import re
 
 import pytest
 import torch
@@ -70,6 +72,11 @@ def test_context_describes_the_pack():
     assert context.position_T.tolist() == [0, 1, 2, 0, 0, 1, 2, 3, 0, 1]
     assert context.document_T.tolist() == [0, 0, 0, 1, 2, 2, 2, 2, 3, 3]
     assert (context.max_length, context.num_real_tokens, context.sum_squared_lengths) == (4, 8, 30)
+
+
+def test_every_public_attribute_is_documented():
+    names = {name for name in (*vars(make_context([3, 1])), *inspect.get_annotations(BatchContext)) if name[0] != "_"}
+    assert names <= set(re.findall(r"^    (\w+): ", inspect.getdoc(BatchContext), flags=re.MULTILINE))
 
 
 def test_labelled_rows_point_one_token_before_their_target():

@@ -1,9 +1,11 @@
 """PreferenceTuner: losses and gradients of packed pairs against each completion alone, references, data and resume."""
 
 import copy
+import math
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -184,6 +186,35 @@ def test_disabled_adapters_leave_flags_and_gradients_as_they_were():
     assert not torch.equal(base, rows_alone(tuner.model, pairs())[0][0])
 
 
+def test_frozen_adapters_are_part_of_the_reference(tmp_path):
+    """The first loss compares a model with itself."""
+    make_tuner(PreferenceTuner).model.save_pretrained(str(tmp_path))
+    tuner = make_tuner(PreferenceTuner, frozen_adapters=[str(tmp_path)])
+    trained = [parameter for name, parameter in tuner.named_parameters() if "lora_B.default" in name]
+    with torch.no_grad():
+        for parameter in trained:
+            parameter.zero_()
+    found, ours, _ = step(tuner, pairs())
+    assert float(found) == pytest.approx(math.log(2), rel=1e-6)
+    assert all(".default." in name for name in ours)
+    with torch.no_grad():
+        for parameter in trained:
+            parameter.normal_(std=0.15)
+    assert abs(float(step(tuner, pairs())[0]) - math.log(2)) > 1e-3
+
+
+def test_adapters_that_begin_with_an_effect_need_a_reference_by_name(tmp_path):
+    model = make_tuner(PreferenceTuner).model
+    model.save_pretrained(str(tmp_path))
+    for source, options in ((CONFIG, {"init": "random", "adapter": str(tmp_path)}), (model, {})):
+        with pytest.raises(OptionError, match="effect from the start"):
+            PreferenceTuner(source, **options)
+        assert PreferenceTuner(source, loss="simpo", **options).needs_reference is False
+        assert PreferenceTuner(source, reference="adapters_off", **options).reference == "adapters_off"
+    fresh = get_peft_model(copy.deepcopy(model.unload()), LoraConfig(r=2, target_modules=["q_proj"]))
+    assert PreferenceTuner(fresh).reference == "adapters_off"
+
+
 def test_log_probabilities_are_predicted():
     tuner, documents = make_tuner(PreferenceTuner), pairs()
     with packed(tuner):
@@ -210,6 +241,8 @@ def test_predictions_of_labelled_rows_are_of_no_other_completions(tmp_path):
         ({"loss": "robust"}, "label_smoothing"),
         ({"lora": None}, "stored"),
         ({"lora": None, "reference": "adapters_off"}, "adapters"),
+        ({"lora": {**LORA, "init_lora_weights": "pissa"}}, "'pissa' would be the base without"),
+        ({"lora": {**LORA, "init_lora_weights": "olora"}, "reference": "adapters_off"}, "reference='stored'"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options, message):

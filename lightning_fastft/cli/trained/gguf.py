@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-from lightning_fastft.core.errors import FastFTError
+from lightning_fastft.core.errors import FastFTError, UnsupportedModelError
 from lightning_fastft.core.extras import pip_line
 
 SCRIPT = "convert_hf_to_gguf.py"
+# llama.cpp's converter skips lm_head.weight of these, and the loader reads the embedding in its place.
+_HEAD_IS_EMBEDDING = ("gemma", "gemma2")
 
 
 def name_gguf(folder: Path, type_name: str) -> Path:
     """Return the GGUF file of a folder."""
     return folder / f"{folder.name}-{type_name}.gguf"
+
+
+def check_head(folder: Path) -> None:
+    """Refuse a model whose head llama.cpp would replace by the embedding.
+
+    Raises:
+        UnsupportedModelError: The head of a Gemma or Gemma 2 has a weight of its own.
+
+    Source:
+        conversion/gemma.py and src/models/gemma2.cpp of llama.cpp; its issue 9065. Later Gemmas keep their head.
+    """
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if config["model_type"] in _HEAD_IS_EMBEDDING and config.get("tie_word_embeddings") is False:
+        raise UnsupportedModelError(
+            f"llama.cpp would drop the head of {folder} ({config['model_type']}): it reads the embedding in its place, "
+            "and here both have a weight of their own (tie_word_embeddings is false). Train adapters on neither "
+            "embed_tokens nor lm_head, or serve the folder itself with transformers; it is complete."
+        )
 
 
 def convert_to_gguf(folder: Path, file: Path, *, type_name: str, llama_cpp: str) -> str:

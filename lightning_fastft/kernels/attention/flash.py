@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from lightning_fastft.packing.context import BatchContext, VarlenArguments
+from lightning_fastft.packing.context import BatchContext
+from lightning_fastft.packing.prefixes import VarlenArguments
 
 # Torch's flash kernels need a head width that is a multiple of this.
 HEAD_WIDTH_STEP = 8

@@ -14,7 +14,8 @@ import torch
 
 from lightning_fastft.core.once_differentiable import once_differentiable
 from lightning_fastft.kernels.backends import capability_of
-from lightning_fastft.packing.context import BatchContext, VarlenArguments
+from lightning_fastft.packing.context import BatchContext
+from lightning_fastft.packing.prefixes import VarlenArguments
 
 # Queries of a block. Fewer compute fewer hidden scores and launch more kernels (benchmarks/masked_attention.py).
 QUERY_ROWS = 512
