@@ -311,6 +311,7 @@ def _join_completions(documents: Sequence[Document], parts: Sequence[Part], *, c
         num_rows=_count_rows(documents, parts),
         num_completions=[len(document.segment_lengths) - 1 for document in documents],
         scores=[score for document in documents for score in document.scores],
+        last_tokens=_find_last_tokens(documents, parts),
         num_padded_rows=len(context.labelled_row_R),
         log_prob_R=log_prob_R,
     )
@@ -327,6 +328,20 @@ def _count_rows(documents: Sequence[Document], parts: Sequence[Part]) -> list[in
         else:
             counts += [int((next(completions).labels[1:] != IGNORED_LABEL).sum()) for _ in document.scores]
     return counts
+
+
+def _find_last_tokens(documents: Sequence[Document], parts: Sequence[Part]) -> list[int]:
+    """Return the place in the pack of the last token of each completion or step."""
+    end_S = np.cumsum([len(part.input_ids) for part in parts])
+    ends = (int(end) for end, part in zip(end_S, parts) if part.is_completion)
+    places: list[int] = []
+    for document in documents:
+        if document.is_stepwise:
+            begin = next(ends) - len(document.input_ids)
+            places += (begin + np.cumsum(document.segment_lengths)[1:] - 1).tolist()
+        else:
+            places += [next(ends) - 1 for _ in document.scores]
+    return places
 
 
 def _join_spans(documents: Sequence[Document], *, context: BatchContext) -> BidirectionalSpans | None:
