@@ -104,7 +104,7 @@ class PreferenceTuner(ReferenceTuner):
         """Pairs, or completions with a label; the loss is a mean over examples."""
         if self.loss == "kto":
             return DataNeeds(frozenset({"labelled"}), loss_unit="example", adds_mismatched=True)
-        return DataNeeds(frozenset({"preference"}), loss_unit="example")
+        return DataNeeds(frozenset({"preference"}), loss_unit="example", score_use="ignored")
 
     @property
     def logged_names(self) -> frozenset[str] | None:
