@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -90,15 +91,16 @@ def sample_completions(
 ) -> list[list[list[int]]]:
     """Return sampled completions of each prompt as token ids, with the end-of-text token if it was generated.
 
-    The mode of every module is restored, and the global generators do not change. No other filter than the temperature,
-    above 0, is applied. The options are those of transformers' ``generate``.
+    The mode of every module is restored, and the global generators do not change. The distribution is the model's own
+    at the temperature, above 0: of its ``generation_config`` only the end-of-text tokens are read, no penalty, filter
+    or banned token. The options are those of transformers' ``generate``.
 
     Cost:
         One batch of len(prompts) x num_completions rows, padded on the left; one host sync per token.
     """
     pad, ends = _special_ids(model, tokenizer)
     device = model.get_input_embeddings().weight.device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), _neutral_generation(model):
         torch.manual_seed(seed)
         written = _generate(
             model, prompts, pad=pad, max_new_tokens=max_new_tokens, do_sample=True, temperature=temperature, top_k=0,
@@ -106,6 +108,21 @@ def sample_completions(
         ).tolist()  # fmt: skip
     rows = [_cut(row, ends) for row in written]
     return [rows[begin : begin + num_completions] for begin in range(0, len(rows), num_completions)]
+
+
+@contextmanager
+def _neutral_generation(model: Any) -> Iterator[None]:
+    """Hide the generation config of a model, which ``generate`` merges into every other config that it is given."""
+    from transformers import GenerationConfig
+
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    own = base.generation_config
+    # A cache changes no distribution, and some models have none.
+    base.generation_config = GenerationConfig(use_cache=own.use_cache)
+    try:
+        yield
+    finally:
+        base.generation_config = own
 
 
 def _cut(row: list[int], ends: Sequence[int]) -> list[int]:

@@ -21,11 +21,14 @@ class PackedBatch:
     """One packed micro-batch that any Hugging Face causal language model takes as ``model(**batch)``.
 
     ``keys`` and ``__getitem__`` make ``**batch`` and ``batch["input_ids"]`` work. To loop over the entries use
-    ``items``: ``__iter__`` yields one tensor whose first size is the number of labelled tokens, so that ``self.log``
-    weights epoch means by tokens. The keys are
-    input_ids, position_ids, labels and attention_mask of shape (1, T), int64; use_cache (False); num_items_in_batch;
-    context. The attention mask refuses a transformers model without packed attention (``PackMask``). If documents have
-    images, also what these become for the model, and position_ids may have shape (axes, 1, T).
+    ``items``: ``__iter__`` yields one tensor whose first size is num_items_in_batch, rounded. Lightning weighs epoch
+    means by it, so ``self.log(..., model(**batch).loss, on_epoch=True)`` is the mean per labelled token, also under
+    accumulation. A mean over the pack's own labelled tokens needs ``batch_size=batch.context.num_labelled``.
+
+    The keys are input_ids, position_ids, labels and attention_mask of shape (1, T), int64; use_cache (False);
+    num_items_in_batch; context. The attention mask refuses a transformers model without packed attention
+    (``PackMask``). If documents have images, also what these become for the model, and position_ids may have shape
+    (axes, 1, T).
 
     Args:
         input_id_T: Token ids, shape (T,), int64, on the device of the context.
@@ -105,7 +108,7 @@ class PackedBatch:
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         # Expanded, not allocated: Lightning reads only its first size.
-        yield torch.empty(1).expand(self.context.whole.num_labelled)
+        yield torch.empty(1).expand(max(1, round(self.context.num_items)))
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> PackedBatch:
         """Return the batch on a device. Copies from pinned memory are asynchronous."""
@@ -311,6 +314,7 @@ def _join_completions(documents: Sequence[Document], parts: Sequence[Part], *, c
         num_rows=_count_rows(documents, parts),
         num_completions=[len(document.segment_lengths) - 1 for document in documents],
         scores=[score for document in documents for score in document.scores],
+        last_tokens=_find_last_tokens(documents, parts),
         num_padded_rows=len(context.labelled_row_R),
         log_prob_R=log_prob_R,
     )
@@ -327,6 +331,20 @@ def _count_rows(documents: Sequence[Document], parts: Sequence[Part]) -> list[in
         else:
             counts += [int((next(completions).labels[1:] != IGNORED_LABEL).sum()) for _ in document.scores]
     return counts
+
+
+def _find_last_tokens(documents: Sequence[Document], parts: Sequence[Part]) -> list[int]:
+    """Return the place in the pack of the last token of each completion or step."""
+    end_S = np.cumsum([len(part.input_ids) for part in parts])
+    ends = (int(end) for end, part in zip(end_S, parts) if part.is_completion)
+    places: list[int] = []
+    for document in documents:
+        if document.is_stepwise:
+            begin = next(ends) - len(document.input_ids)
+            places += (begin + np.cumsum(document.segment_lengths)[1:] - 1).tolist()
+        else:
+            places += [next(ends) - 1 for _ in document.scores]
+    return places
 
 
 def _join_spans(documents: Sequence[Document], *, context: BatchContext) -> BidirectionalSpans | None:

@@ -23,6 +23,7 @@ class Completions:
         num_rows: Labelled rows of each completion, in the order of the pack.
         num_completions: Completions of each example; their sum is the length of num_rows.
         scores: A number per completion (``Document.scores``).
+        last_tokens: Place in the pack of the last token of each completion, whether it is labelled or not.
         num_padded_rows: Labelled rows of the pack, with their padding.
         log_prob_R: Log-probability of each labelled row's target under the model that wrote it; NaN where it is not
             known, 0 in the padding. None if no row's is known.
@@ -31,7 +32,9 @@ class Completions:
         ShapeError: The lengths of the arguments do not fit each other.
 
     Example:
-        >>> completions = Completions(num_rows=[2, 1], num_completions=[2], scores=[1.0, 0.0], num_padded_rows=4)
+        >>> completions = Completions(
+        ...     num_rows=[2, 1], num_completions=[2], scores=[1.0, 0.0], last_tokens=[3, 5], num_padded_rows=4
+        ... )
         >>> completions.sum(torch.tensor([1.0, 2.0, 5.0, 0.0])).tolist(), completions.completion_R.tolist()
         ([3.0, 5.0], [0, 0, 1, 2])
     """
@@ -42,13 +45,16 @@ class Completions:
         num_rows: Sequence[int],
         num_completions: Sequence[int],
         scores: Sequence[float],
+        last_tokens: Sequence[int],
         num_padded_rows: int,
         log_prob_R: torch.Tensor | None = None,
     ) -> None:
-        if not sum(num_completions) == len(num_rows) == len(scores) or sum(num_rows) > num_padded_rows:
+        is_complete = sum(num_completions) == len(num_rows) == len(scores) == len(last_tokens)
+        if not is_complete or sum(num_rows) > num_padded_rows:
             raise ShapeError(
                 f"{len(num_completions)} examples have {sum(num_completions)} completions, {len(num_rows)} completions "
-                f"have {sum(num_rows)} of {num_padded_rows} rows, and there are {len(scores)} scores."
+                f"have {sum(num_rows)} of {num_padded_rows} rows, and there are {len(scores)} scores and "
+                f"{len(last_tokens)} last tokens."
             )
         if log_prob_R is not None and log_prob_R.shape != (num_padded_rows,):
             raise ShapeError(f"log_prob_R must have shape ({num_padded_rows},), got {tuple(log_prob_R.shape)}.")
@@ -69,6 +75,7 @@ class Completions:
         self.example_C = torch.repeat_interleave(
             torch.arange(self.num_examples), torch.as_tensor(num_completions, dtype=torch.int64)
         )
+        self.last_token_C = torch.as_tensor(last_tokens, dtype=torch.int64)
         self.score_C = torch.as_tensor(scores, dtype=torch.float32)
         self.length_G = torch.as_tensor(num_completions, dtype=torch.int64)
         self.log_prob_R = log_prob_R
@@ -76,13 +83,14 @@ class Completions:
         self.old_log_prob_R: torch.Tensor | None = None
 
     _TENSORS = (
-        "count_C", "start_C1", "completion_R", "example_C", "score_C", "length_G", "log_prob_R", "old_log_prob_R",
+        "count_C", "start_C1", "completion_R", "example_C", "last_token_C", "score_C", "length_G", "log_prob_R",
+        "old_log_prob_R",
     )  # fmt: skip
 
     @classmethod
     def none(cls) -> Completions:
         """Return the completions of a pack of padding alone."""
-        return cls(num_rows=[], num_completions=[], scores=[], num_padded_rows=0)
+        return cls(num_rows=[], num_completions=[], scores=[], last_tokens=[], num_padded_rows=0)
 
     def map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Completions:
         """Return a copy whose tensors went through a function, such as a move to a device."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 LossUnit = Literal["token", "completion", "example"]
+ScoreUse = Literal["read", "compared", "ignored"]
 
 
 class DataNeeds(NamedTuple):
@@ -17,8 +18,11 @@ class DataNeeds(NamedTuple):
             completions). Packs are weighed by it, so that the mean of an accumulation window is exact.
         adds_mismatched: Whether each completion is followed by that of the next example, without labels of its own
             loss: KTO's estimate of the divergence.
+        score_use: What the loss does with the scores of an example: it reads each, compares those of its completions,
+            or ignores them (margins of pairs).
     """
 
     formats: frozenset[str] = frozenset()
     loss_unit: LossUnit = "token"
     adds_mismatched: bool = False
+    score_use: ScoreUse = "read"

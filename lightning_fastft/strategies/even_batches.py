@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from lightning_fastft.checkpoint.ranks import on_all_ranks
 from lightning_fastft.core.errors import DataError
 from lightning_fastft.core.status import Status
+from lightning_fastft.packing.stream import ENDLESS
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -56,4 +57,6 @@ def check_even_batches(trainer: pl.Trainer) -> Status:
             "the loader has no length, so the number of batches per rank is unknown",
             remedy,
         )
+    if found[0] >= ENDLESS:
+        return Status(STATUS_NAME, "active", f"batches without an end on each of {len(found)} ranks")
     return Status(STATUS_NAME, "active", f"{int(found[0])} per epoch on each of {len(found)} ranks")

@@ -109,7 +109,11 @@ class PolicyTuner(ReferenceTuner):
     @property
     def data_needs(self) -> DataNeeds:
         """Rollouts; the loss is a mean over tokens or over completions."""
-        return DataNeeds(frozenset({"rollouts"}), loss_unit="token" if self.loss == "dapo" else "completion")
+        return DataNeeds(
+            frozenset({"rollouts"}),
+            loss_unit="token" if self.loss == "dapo" else "completion",
+            score_use="read" if self.advantage == "given" else "compared",
+        )
 
     @property
     def logged_names(self) -> frozenset[str] | None:

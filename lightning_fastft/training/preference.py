@@ -104,7 +104,7 @@ class PreferenceTuner(ReferenceTuner):
         """Pairs, or completions with a label; the loss is a mean over examples."""
         if self.loss == "kto":
             return DataNeeds(frozenset({"labelled"}), loss_unit="example", adds_mismatched=True)
-        return DataNeeds(frozenset({"preference"}), loss_unit="example")
+        return DataNeeds(frozenset({"preference"}), loss_unit="example", score_use="ignored")
 
     @property
     def logged_names(self) -> frozenset[str] | None:
@@ -145,6 +145,9 @@ class PreferenceTuner(ReferenceTuner):
         if self.loss == "kto":
             num_chosen = sum(label > 0 for label in completions.scores[::2])
             counts |= {"reward_chosen": num_chosen, "reward_rejected": completions.num_examples - num_chosen}
+            if prefix == "train" and completions.num_examples:
+                # Without a row of one label its mean is no 0. In a validation every rank must log every name.
+                means = {name: mean for name, mean in means.items() if counts[name]}
         for name, mean in means.items():
             self._log_means({name: mean}, prefix=prefix, count=counts[name], shown=("loss", "reward_accuracy"))
         return loss

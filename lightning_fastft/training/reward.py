@@ -40,8 +40,9 @@ class RewardTuner(Tuner):
         loss: "pairwise": the chosen completion of a pair scores higher, by the row's margin if it has one; "scalar":
             the squared distance to the row's score; "stepwise": the binary cross-entropy of each step's label, from 0
             to 1 (process rewards).
-        read: Hidden state that is scored: that of the "last" trained token of a completion, or the "mean" of the scores
-            of all its trained tokens. A step has one, its last.
+        read: Hidden state that is scored: that of the "last" token of a completion, as in transformers' classifiers and
+            TRL (also if a chat template wrote it behind the answer), or the "mean" of the scores of its trained tokens.
+            A step has one, its last.
         center_weight: Weight of the squared sum of a pair's scores, which keeps scores near 0; for "pairwise".
         options: Options of ``Tuner``.
 
@@ -197,11 +198,10 @@ class RewardTuner(Tuner):
         assert completions is not None
         head, hidden_TD = self._find_head(self.model), logits.hidden.reshape(-1, logits.hidden.shape[-1])
         # A labelled row is one before its token, whose hidden state has seen it.
-        row_R = context.labelled_row_R[: completions.num_rows] + 1
-        if self.read == "last":
-            row_R = row_R.index_select(0, completions.start_C1[1:] - 1) if completions.num_rows else row_R
-        score_R = linear(hidden_TD.index_select(0, row_R).to(head.weight.dtype), head.weight, head.bias)[:, 0].float()
-        return score_R if self.read == "last" else completions.mean(score_R)
+        is_last = self.read == "last"
+        place_R = completions.last_token_C if is_last else context.labelled_row_R[: completions.num_rows] + 1
+        score_R = linear(hidden_TD.index_select(0, place_R).to(head.weight.dtype), head.weight, head.bias)[:, 0].float()
+        return score_R if is_last else completions.mean(score_R)
 
     def save_pretrained(self, folder: str) -> None:
         """Write a classifier with one label: adapters with their head, or a whole model; and the tokenizer.

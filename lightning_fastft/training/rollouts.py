@@ -36,6 +36,7 @@ from lightning_fastft.training.data.rollouts import (
 from lightning_fastft.training.data.rounds import choose_prompts, draw_sampled, pack_round
 from lightning_fastft.training.data.sampled import check_groups, judge
 from lightning_fastft.training.data.subsets import can_share_prompts
+from lightning_fastft.training.data.trainer_facts import check_rollout_run
 from lightning_fastft.training.samplers import FunctionSampler, Sampled, VllmSampler, sample_with_model
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class RolloutDataModule(LightningDataModule):
     A round samples a group of completions for each of ``prompts_per_round`` prompts, and becomes as many optimizer
     steps as its packs need. For a PolicyTuner completions are scored, and with more than one step in a round the
     log-probabilities before the first are kept for the importance ratios. For a DistillationTuner the teacher is the
-    judge: there are no rewards. The Trainer needs ``max_steps``.
+    judge: there are no rewards. An epoch has no last batch: the Trainer needs ``max_steps`` or ``max_time``.
 
     Args:
         prompts: Rows with a column "prompt" (text, or a list of messages for the chat template): a file, a folder, a
@@ -138,8 +139,9 @@ class RolloutDataModule(LightningDataModule):
 
         Raises:
             DataError: A row has no usable prompt, or no usable completion where it needs one.
-            OptionError: A prompt leaves no room for completions, or options do not fit the tuner or the ranks.
+            OptionError: A prompt leaves no room for completions, options do not fit, or nothing ends the run.
         """
+        check_rollout_run(self.trainer)
         if self._rows:
             return
         self._check_tuner()

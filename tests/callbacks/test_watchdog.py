@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
@@ -18,6 +19,7 @@ from lightning_fastft.monitor import rank_watch
 from lightning_fastft.monitor.rank_watch.beats import RECORD_BYTES, Beat, Phase, read_beat, write_beat
 from lightning_fastft.monitor.rank_watch.verdict import find_blamed, find_slow_node, read_frames
 from lightning_fastft.monitor.rank_watch.watch import SETTLE_S, descendants
+from lightning_fastft.packing.stream import ENDLESS
 from lightning_fastft.strategies.even_batches import check_even_batches
 from tests.faults.saves import fork
 from tests.support.training_parts import PlainModule, packed_batches, packed_loader, quiet_trainer, tiny_llama
@@ -276,6 +278,13 @@ def test_the_process_needs_nothing_but_the_standard_library():
 
 def test_one_rank_needs_no_comparison_of_batches(tmp_path):
     assert check_even_batches(quiet_trainer(tmp_path)).state == "inactive"
+
+
+def test_the_length_of_a_stream_is_no_number(monkeypatch):
+    trainer = SimpleNamespace(world_size=2, num_training_batches=ENDLESS)
+    monkeypatch.setattr("lightning_fastft.strategies.even_batches.on_all_ranks", lambda make, **_: [make()] * 2)
+    status = check_even_batches(trainer)
+    assert (status.state, status.reason) == ("active", "batches without an end on each of 2 ranks")
 
 
 class Stream(IterableDataset):

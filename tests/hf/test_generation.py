@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lightning_fastft.core.errors import OptionError
-from lightning_fastft.hf.generation import generate_texts
+from lightning_fastft.hf.generation import generate_texts, sample_completions
 from tests.support.tiny_models import VOCABULARY, build_tiny
 
 CHAT = "{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w9{% endif %}"
@@ -67,3 +68,43 @@ def test_impossible_prompts_are_refused(tokenizer):
     with pytest.raises(OptionError, match="Prompt 1 has no token"):
         generate_texts(model, tokenizer=tokenizer, prompts=["w5", ""], max_new_tokens=2)
     assert generate_texts(model, tokenizer=tokenizer, prompts=[], max_new_tokens=2) == []
+
+
+# What transformers' generate merges into the options that it is given.
+UNLIKE_THE_MODEL = {
+    "repetition_penalty": 5.0,
+    "min_p": 0.5,
+    "top_h": 0.3,
+    "typical_p": 0.2,
+    "epsilon_cutoff": 0.02,
+    "eta_cutoff": 0.02,
+    "no_repeat_ngram_size": 1,
+    "bad_words_ids": [[7], [9]],
+    "suppress_tokens": [11],
+    "sequence_bias": [[[13], 9.0]],
+    "num_beams": 2,
+    "stop_strings": ["w5"],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "has_adapters"), [("repetition_penalty", True), *((name, False) for name in UNLIKE_THE_MODEL)]
+)
+def test_samples_follow_the_models_own_distribution(name, has_adapters, tokenizer):
+    def sample(temperature):
+        return sample_completions(
+            model, tokenizer=tokenizer, prompts=[[5, 6], [7, 8, 7]], num_completions=8, max_new_tokens=12,
+            temperature=temperature, seed=1,
+        )  # fmt: skip
+
+    base = build_tiny("llama")
+    model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"])) if has_adapters else base
+    truth = sample(1.0)
+    setattr(base.generation_config, name, UNLIKE_THE_MODEL[name])
+    assert sample(1.0) == truth
+    assert getattr(base.generation_config, name) == UNLIKE_THE_MODEL[name]
+    # Near a temperature of 0 each token is the model's most likely one.
+    ids = torch.tensor([7, 8, 7, *sample(1e-3)[1][0]])
+    with torch.no_grad():
+        best = model(input_ids=ids[None], use_cache=False).logits[0].argmax(-1)
+    assert best[2:-1].tolist() == ids[3:].tolist()

@@ -72,9 +72,11 @@ def test_the_mask_is_zero_at_the_pad_tail():
     assert collate(make_documents([2, 3]), pad_to=8)["attention_mask"].tolist() == [[1] * 5 + [0] * 3]
 
 
-def test_lightning_reads_labelled_tokens_as_the_batch_size():
+def test_lightning_reads_the_divisor_of_the_loss_as_the_batch_size():
     batch = collate(make_documents([40, 30]))
     assert extract_batch_size(batch) == batch.context.num_labelled > 0
+    assert extract_batch_size(collate(make_documents([40, 30]), num_items=7.75)) == 8
+    assert extract_batch_size(collate(make_documents([4]), num_items=0.25)) == 1
 
 
 def test_lightning_moves_the_batch_with_its_context():

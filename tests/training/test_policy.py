@@ -147,7 +147,9 @@ def test_equal_rewards_give_exactly_zero(advantage, reward):
 
 
 def test_sums_over_completions_are_exact_and_differentiable():
-    completions = Completions(num_rows=[2, 1, 3], num_completions=[2, 1], scores=[0.0] * 3, num_padded_rows=8)
+    completions = Completions(
+        num_rows=[2, 1, 3], num_completions=[2, 1], scores=[0.0] * 3, last_tokens=[3, 4, 7], num_padded_rows=8
+    )
     value_R = torch.arange(8.0, dtype=torch.float64, requires_grad=True)
     assert completions.sum(value_R).tolist() == [1.0, 2.0, 12.0]
     assert completions.mean(value_R).tolist() == [0.5, 2.0, 4.0]

@@ -143,6 +143,13 @@ def test_rewards_of_labelled_completions_are_means_over_those_of_a_label(tmp_pat
         assert found[0][name] == pytest.approx(found[1][name], rel=1e-5), name
 
 
+@pytest.mark.parametrize(("label", "missing"), [(0.0, "train_reward_chosen"), (1.0, "train_reward_rejected")])
+def test_a_pack_with_one_label_logs_no_reward_of_the_other(label, missing):
+    tuner = make_tuner(PreferenceTuner, loss="kto")
+    step(tuner, [document._replace(scores=(label, 0.0)) for document in pairs(((5, 3, 4), (2, 4, 3)))])
+    assert tuner.logged_names - {missing} >= tuner.logged.keys() >= {"train_loss", "train_divergence"}
+
+
 def test_the_base_without_adapters_draws_no_dropout():
     def model():
         sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}

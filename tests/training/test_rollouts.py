@@ -269,6 +269,21 @@ def test_what_cannot_be_is_refused(tmp_path, options, error, message):
         train(tmp_path, *make_parts(**options), max_steps=1)
 
 
+@pytest.mark.parametrize("options", [{"max_epochs": 1}, {"max_epochs": -1}, {"limit_train_batches": 0.5}])
+def test_a_run_without_an_end_is_refused_before_it_samples(tmp_path, options):
+    def sampler(*_, **__):
+        raise AssertionError
+
+    with pytest.raises(OptionError, match=r"never ends the run.*--trainer\.max_steps"):
+        train(tmp_path, *make_parts(sampler=sampler), max_steps=-1, **options)
+
+
+@pytest.mark.parametrize("options", [{"max_time": "00:00:00:01"}, {"max_epochs": 2, "limit_train_batches": 3}])
+def test_a_run_ends_by_time_or_by_limited_epochs(tmp_path, options):
+    trainer = train(tmp_path, *make_parts(), max_steps=-1, **options)
+    assert trainer.global_step == 6 if "max_epochs" in options else trainer.global_step > 0
+
+
 def test_a_row_without_a_prompt_is_named(tmp_path):
     tuner, _ = make_parts()
     data = RolloutDataModule([{"prompt": "1+1="}, {"text": "x"}], rewards=is_right, prompts_per_round=1)

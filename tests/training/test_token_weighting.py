@@ -2,6 +2,7 @@
 batch.
 """
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import seed_everything
@@ -15,6 +16,7 @@ from tests.support.token_weighting_worker import (
     micro_batches,
     ragged_examples,
 )
+from tests.support.training_parts import VOCAB_SIZE, PlainModule, quiet_data, quiet_trainer, tiny_llama
 from tests.support.two_ranks import run_two_ranks
 
 pytestmark = pytest.mark.covering
@@ -87,3 +89,33 @@ def test_means_per_micro_batch_would_be_seen(one_big_batch, kind):
     for batch in batches:
         batch._items["num_items_in_batch"] = float(batch.context.num_labelled)
     assert difference(gradient(kind, batches), one_big_batch[kind]) > 1e-2
+
+
+class LoggedMeans(PlainModule):
+    """Logs the epoch mean of its loss, and adds up the loss of all tokens."""
+
+    total = num_labelled = 0.0
+
+    def training_step(self, batch, batch_idx):
+        loss = self.model(**batch).loss
+        self.log("train_loss", loss, on_step=False, on_epoch=True)
+        self.total += float(loss.detach()) * batch["num_items_in_batch"]
+        self.num_labelled += batch.context.num_labelled
+        return loss
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_the_epoch_mean_of_a_users_loss_is_the_mean_per_labelled_token(tmp_path, accumulate):
+    rng = np.random.default_rng(0)
+    rows = []
+    for length in rng.integers(5, 40, size=60):
+        ids = rng.integers(1, VOCAB_SIZE, size=length)
+        # Four labels in each row: packs of short rows have more of them. A window's share is a whole number.
+        rows.append({"input_ids": ids.tolist(), "labels": np.where(np.arange(length) < length - 4, -100, ids).tolist()})
+    module = LoggedMeans(tiny_llama(), lr=0.0)
+    with torch.no_grad():
+        module.model.lm_head.weight.normal_(std=1.0)
+    trainer = quiet_trainer(tmp_path, strategy="fastft", max_steps=-1, max_epochs=1, accumulate_grad_batches=accumulate)
+    trainer.fit(module, quiet_data(rows, max_tokens=64))
+    assert module.num_labelled == 4 * len(rows)
+    assert float(trainer.callback_metrics["train_loss"]) == pytest.approx(module.total / module.num_labelled, rel=1e-6)

@@ -254,12 +254,17 @@ class OneByOneScores(OneByOne):
 @in_both_dtypes
 @pytest.mark.parametrize("has_margin", [True, False])
 @pytest.mark.parametrize("center_weight", [0.0, 0.1])
-def test_the_reward_loss_is_trls(center_weight, has_margin, dtype):
+@pytest.mark.parametrize("has_tail", [True, False], ids=["untrained tail", "trained to the end"])
+def test_the_reward_loss_is_trls(has_tail, center_weight, has_margin, dtype):
+    """A tail is what a chat template writes behind the answer, such as ChatML's line break."""
     from trl.trainer.reward_trainer import DataCollatorForPreference, RewardTrainer
 
     documents = [
         document._replace(scores=(0.5 * number if has_margin else 0.0, 0.0)) for number, document in enumerate(pairs())
     ]
+    for document in documents if has_tail else ():
+        ends, lengths = np.cumsum(document.segment_lengths)[1:], np.array(document.segment_lengths[1:])
+        document.labels[ends[lengths > 1] - 1] = -100
     tuner = make(RewardTuner, dtype, center_weight=center_weight)
     rows = [
         {

@@ -45,7 +45,7 @@ from lightning_fastft.training.data.subsets import (
     choose_held_out,
     find_needs,
     name_source,
-    warn_of_one_label,
+    warn_of_scores,
 )
 from lightning_fastft.training.data.trainer_facts import (
     LoopFacts,
@@ -247,7 +247,7 @@ class SplitDataModule(LightningDataModule):
                 continue
             check_lengths(split, subset, max_tokens=self.max_tokens)
             if split == "train":
-                warn_of_one_label(datasets["train"], module=self._module)
+                warn_of_scores(datasets["train"], module=self._module)
             if len(subset) == 0:
                 raise DataError(
                     f"val_share={self.val_share} of {len(datasets['train'])} examples leaves none to {split}."

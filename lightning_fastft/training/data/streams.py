@@ -39,7 +39,7 @@ from lightning_fastft.packing.windows import (
 )
 from lightning_fastft.training.data.position import check_ranks_agree, compare_plans
 from lightning_fastft.training.data.rollouts import from_plain, to_plain
-from lightning_fastft.training.data.trainer_facts import repeats_first_epoch
+from lightning_fastft.training.data.trainer_facts import ends_by_count, repeats_first_epoch
 
 # Increased whenever the same rows give different packs.
 STREAM_VERSION = 1
@@ -289,10 +289,9 @@ def check_stream_run(trainer: Trainer | None, *, val_share: float, accumulate: i
     if trainer is None:
         return
     limit = trainer.limit_train_batches
-    has_limit = isinstance(limit, int) and trainer.max_epochs is not None and trainer.max_epochs > 0
     if repeats_first_epoch(trainer):
         raise OptionError("overfit_batches repeats the batches of an epoch, which a stream does not have. Remove it.")
-    if trainer.max_steps < 0 and not has_limit:
+    if not ends_by_count(trainer):
         raise OptionError(
             "The length of an epoch of a stream is unknown. Say when the run ends: --trainer.max_steps N."
         )

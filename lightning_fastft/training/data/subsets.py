@@ -99,16 +99,27 @@ def check_lengths(split: str, subset: DocumentSubset, *, max_tokens: int) -> Non
         )
 
 
-def warn_of_one_label(dataset: TokenizedDataset, *, module: LightningModule | None) -> None:
-    """Warn if the LightningModule compares labels, and all labels of its training data are the same."""
+def warn_of_scores(dataset: TokenizedDataset, *, module: LightningModule | None) -> None:
+    """Warn of scores of the training data without an effect: equal labels, groups of one, margins that are not read."""
     needs, store = find_needs(module), dataset.completions
-    if needs is None or needs.formats != {"labelled"} or store is None:
+    if needs is None or store is None or not len(dataset):
         return
-    label_C = store.arrays["scores"]
-    if len(label_C) and (label_C == label_C[0]).all():
+    score_C, num_alone = store.arrays["scores"], int((store.num_completions_N == 1).sum())
+    name = type(module).__name__
+    if needs.formats == {"labelled"} and (score_C == score_C[0]).all():
         rank_zero_warn(
-            f"All {len(label_C)} rows of the training data have the label {'true' if label_C[0] else 'false'}, and the "
-            f"loss of {type(module).__name__} contrasts true with false. Add rows of the other label."
+            f"All {len(score_C)} rows of the training data have the label {'true' if score_C[0] else 'false'}, and the "
+            f"loss of {name} contrasts true with false. Add rows of the other label."
+        )
+    elif needs.score_use == "compared" and num_alone:
+        rank_zero_warn(
+            f"{num_alone} of {len(dataset)} rows of the training data have one completion. {name} compares its reward "
+            "with no other, so its advantage is 0: give several completions of a prompt, or advantage='given'."
+        )
+    elif needs.score_use == "ignored" and score_C.any():
+        rank_zero_warn(
+            f"Rows of the training data have a margin, which {name} does not read. RewardTuner does; remove the column "
+            "if no margin is wanted."
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, Timer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 
@@ -78,6 +78,27 @@ def has_trained(trainer: Trainer | None) -> bool:
 def repeats_first_epoch(trainer: Trainer | None) -> bool:
     """Return whether every epoch is like the first: ``Trainer(overfit_batches=...)``."""
     return getattr(trainer, "overfit_batches", 0) > 0
+
+
+def ends_by_count(trainer: Trainer) -> bool:
+    """Return whether a run ends on data whose epochs do not: by steps, or by whole epochs of limited micro-batches."""
+    has_epochs = trainer.max_epochs is not None and trainer.max_epochs > 0
+    return trainer.max_steps >= 0 or (has_epochs and isinstance(trainer.limit_train_batches, int))
+
+
+def check_rollout_run(trainer: Trainer | None) -> None:
+    """Check that a run that samples its data ends.
+
+    Raises:
+        OptionError: Nothing ends it: an epoch of rollouts has no last batch.
+    """
+    timers = (callback for callback in getattr(trainer, "callbacks", ()) if isinstance(callback, Timer))
+    if trainer is None or ends_by_count(trainer) or any(timer.time_remaining() is not None for timer in timers):
+        return
+    raise OptionError(
+        f"Rollouts are sampled without an end, so max_epochs={trainer.max_epochs} never ends the run. Say when it "
+        "ends: --trainer.max_steps N (or --trainer.max_time DD:HH:MM:SS)."
+    )
 
 
 def uses_cuda(trainer: Trainer | LoopFacts | None) -> bool:
