@@ -81,13 +81,22 @@ def test_a_whole_model_is_not_taken_for_a_sharded_one():
         multi_gpu_peers.check_units(model, is_sharded=True)
 
 
-def test_ranks_of_a_run_that_takes_too_long_end_with_it(tmp_path):
+def test_ranks_of_a_run_that_takes_too_long_end_with_it(tmp_path, monkeypatch):
     # torchrun starts ranks in sessions of their own: ending its group alone would leave them on the GPUs.
     script, mark = tmp_path / "rank.py", tmp_path / "pid"
     script.write_text(
         f"import os, pathlib, time\npathlib.Path({str(mark)!r}).write_text(str(os.getpid()))\ntime.sleep(600)\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", str(script)]
+    own_wait = subprocess.Popen.wait
+
+    def wait(process, timeout=None):
+        """Time is over as soon as the rank runs."""
+        while not mark.exists() and process.poll() is None:
+            time.sleep(0.05)
+        return own_wait(process, timeout=0.05 if timeout == 40.0 else timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", wait)
     log = tmp_path / "log.txt"
     reason = multi_gpu.run_command(command, log=log, seconds=40.0, environment=dict(multi_gpu.os.environ))
     assert "stopped" in reason
