@@ -55,9 +55,10 @@ class OffloadCheckpointing:
             comparison).
         weights: "stream" keeps the frozen weights of the decoder layers and the input embedding in pinned host memory
             and copies each layer to the device before its use. "auto" does so under policy "auto" if no plan fits
-            otherwise, or if the planner predicts a step at least 3 % faster. "resident" never does. Sharded frozen
-            weights (FSDP2) stay gathered under "resident", and under "auto" as far as policy "auto" leaves memory of
-            its budget; otherwise each use gathers them.
+            otherwise, or if the planner predicts a step at least 3 % faster. "resident" never does. Sharded weights
+            (FSDP2) stay gathered under "resident", and under "auto" as far as policy "auto" leaves memory of its
+            budget: frozen layers for the whole run, layers with trained weights from a forward to its backward.
+            Otherwise each use gathers them.
         mlp_tiles: Number of tiles of tokens in which dense feed-forward blocks run, so that the intermediates of only
             one tile exist at a time, for long packs. 1 disables tiles. GEMMs of fewer rows round differently, so
             gradients are not bit-equal.
@@ -154,7 +155,7 @@ class OffloadCheckpointing:
                 key/value cache.
             environment: Environment of the run; None for a single process without a strategy.
             weights: The frozen weights of the layers; None if they cannot move to the host.
-            gathered: Lets sharded frozen weights stay gathered; None if none are sharded.
+            gathered: Lets sharded weights stay gathered; None if none are sharded.
             vocab_size: Columns of the logits, to predict the memory of the first steps; 0 if unknown.
             name: Name of the status; each of several models has its own.
 
@@ -175,10 +176,12 @@ class OffloadCheckpointing:
         stacks = list(stacks)
         checkpointed = [module for module in [*layers, *stacks] if getattr(module, "gradient_checkpointing", False)]
         describe_gathered: Callable[[], str] = str
+        trained_bytes = 0
         if gathered is not None and self.options.weights == "resident":
             num_units = len(gathered.unit_bytes())
             gathered.keep(num_units)
             describe_gathered = functools.partial(gathered.describe, num_units)
+            trained_bytes = gathered.trained_bytes(num_units)
         if self.policy == "keep":
             if checkpointed:
                 raise OptionError(
@@ -198,7 +201,7 @@ class OffloadCheckpointing:
             vocab_size=vocab_size,
             name=name,
         )
-        stack.describe_gathered = describe_gathered
+        stack.describe_gathered, stack.trained_bytes = describe_gathered, trained_bytes
         self.stacks.append(stack)
         patcher.add_undo(functools.partial(self._detach, stack))
         for layer, segment in zip(layers, stack.segments):

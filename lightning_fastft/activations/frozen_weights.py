@@ -33,15 +33,18 @@ class StreamedWeights(NamedTuple):
 
 
 class GatheredWeights(NamedTuple):
-    """Units of frozen weights that are sharded over ranks, and gathered for each use unless they stay gathered.
+    """Units of weights that are sharded over ranks, and gathered for each use unless they stay gathered.
 
     Args:
         unit_bytes: Returns the device memory of each unit while it is gathered, in addition to its shard.
+        num_frozen: How many units are frozen; they come first, and stay gathered for good. Trained ones stay gathered
+            from a forward to its backward.
         keep: Keeps the first units gathered from their next use on, given their number; equal on all ranks.
         agree: Returns the minimum of a number over all ranks, a collective.
     """
 
     unit_bytes: Callable[[], tuple[int, ...]]
+    num_frozen: int
     keep: Callable[[int], None]
     agree: Callable[[int], int]
 
@@ -49,21 +52,28 @@ class GatheredWeights(NamedTuple):
         """Return how many units fit in this memory.
 
         Example:
-            >>> GatheredWeights(lambda: (4, 2, 2), keep=print, agree=int).num_within(6)
+            >>> GatheredWeights(lambda: (4, 2, 2), num_frozen=3, keep=print, agree=int).num_within(6)
             2
         """
         return sum(total <= num_bytes for total in accumulate(self.unit_bytes()))
+
+    def trained_bytes(self, num_kept: int) -> int:
+        """Return the memory of trained units among the first ones, which is in use in steps only."""
+        return sum(self.unit_bytes()[self.num_frozen : num_kept])
 
     def describe(self, num_kept: int) -> str:
         """Return as a clause how many units stay gathered, and their memory in addition to their shards.
 
         Example:
-            >>> GatheredWeights(lambda: (2**30, 2**29), keep=print, agree=int).describe(1)
-            '1 of 2 units of sharded frozen weights stay gathered (1.0 GiB)'
+            >>> GatheredWeights(lambda: (2**30, 2**29), num_frozen=1, keep=print, agree=int).describe(2)
+            '2 of 2 units of sharded weights stay gathered (1.5 GiB), 1 trained one from forward to backward'
         """
         unit_bytes = self.unit_bytes()
-        gib = sum(unit_bytes[:num_kept]) / 2**30
-        return f"{num_kept} of {len(unit_bytes)} units of sharded frozen weights stay gathered ({gib:.1f} GiB)"
+        gib, num_trained = sum(unit_bytes[:num_kept]) / 2**30, max(0, num_kept - self.num_frozen)
+        trained = (
+            f", {num_trained} trained one{'s' * (num_trained > 1)} from forward to backward" if num_trained else ""
+        )
+        return f"{num_kept} of {len(unit_bytes)} units of sharded weights stay gathered ({gib:.1f} GiB){trained}"
 
 
 class FrozenWeights:

@@ -63,7 +63,7 @@ class SegmentStack:
         options: Options of the policy.
         environment: Environment of the run.
         weights: The frozen weights of the layers; None if they cannot move to the host.
-        gathered: Sharded frozen weights, which may stay gathered in memory that the first plan leaves; None without
+        gathered: Sharded weights, which may stay gathered in memory that the first plan leaves; None without
             any.
         vocab_size: Columns of the logits, for the memory of the first steps.
         name: Name of the model's status.
@@ -99,6 +99,8 @@ class SegmentStack:
         self._gathered = gathered
         # Their description for the user, once it is decided.
         self.describe_gathered: Callable[[], str] = str
+        # Trained weights that stay gathered from a forward to its backward.
+        self.trained_bytes = 0
         self.plan: Plan | None = None
         self.cost: StepCost | None = None
         # Predicted from shapes, until a step is measured.
@@ -289,7 +291,7 @@ class SegmentStack:
 
     def _extra_bytes(self) -> int:
         """Return the memory that is still to be allocated; streamed weights count as resident."""
-        return self.environment.missing_bytes() + self.weights.absent_bytes
+        return self.environment.missing_bytes() + self.weights.absent_bytes + self.trained_bytes
 
     def _measure(self, hidden: torch.Tensor, *, num_bytes: int, is_longer: bool) -> None:
         """Advance the measurement, and plan when it is complete; measure again if packs grew after the plan."""
@@ -367,12 +369,13 @@ class SegmentStack:
         self.environment.report(f"activations: steps reached the budget; planned again for {lowered / 2**30:.1f} GiB")
 
     def _keep_gathered(self, vram_budget: int) -> None:
-        """Keep weights gathered in memory that the first plan leaves; later plans measure them as resident."""
+        """Keep weights gathered in memory that the first plan leaves; later plans measure frozen ones as resident."""
         assert self._gathered is not None
         assert self.plan is not None
         left = vram_budget - self.plan.prediction.peak_bytes
         num_kept = self._gathered.agree(self._gathered.num_within(left))
         self._gathered.keep(num_kept)
+        self.trained_bytes = self._gathered.trained_bytes(num_kept)
         self.describe_gathered = functools.partial(str, self._gathered.describe(num_kept))
         self._gathered = None
 

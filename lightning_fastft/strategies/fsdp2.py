@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,6 +20,7 @@ from lightning_fastft.strategies.mesh import check_mesh
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
 
     from lightning_fastft.activations.checkpointing import OffloadCheckpointing
     from lightning_fastft.hf.sharding.replicas import ReplicatedParameters
@@ -185,6 +186,19 @@ class FastFTFSDPStrategy(FolderCheckpointStrategy):
             self._replicated.release()
             self._replicated = None
         super().teardown()
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Run forward, backward and step; afterwards no unit holds the weights from before it.
+
+        Raises:
+            DeviceMemoryError: The message has the changes, and the options for a restart.
+        """
+        from lightning_fastft.hf.sharding.state import reshard_trained
+
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        assert self.model is not None
+        reshard_trained(self.model)
+        return output
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -60,7 +60,7 @@ def main(num_copies, parks):
         assert all(each.dtype is FP8 for each in found)
         assert all(torch.equal(each.float(), rows.values_TI.float()) for each, rows in zip(found, expected))
     assert torch.equal(weight.memory()[0], torch.cat([rows.scale_T for rows in expected]))
-    assert gathered_bytes(unit[0].weight) == whole[0].numel()
+    assert gathered_bytes(unit) == sum(each.numel() for each in whole)
     assert all(torch.equal(layer.weight.full_tensor(), each) for layer, each in zip(unit, whole))
     held = [each.to_local().untyped_storage().nbytes() for each in before]
     assert all(held) is (parks != "parks")
@@ -76,7 +76,7 @@ def main(num_copies, parks):
     assert all(layer.weight is each for layer, each in zip(unit, before))
     # The write survives.
     assert all(map(torch.equal, gathered(unit), [2 * whole[0], whole[1]]))
-    assert gathered_bytes(unit[0].weight) == whole[0].nbytes
+    assert gathered_bytes(unit) == sum(each.nbytes for each in whole)
 
 
 if __name__ == "__main__":

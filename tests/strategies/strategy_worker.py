@@ -69,13 +69,14 @@ STRATEGIES = {"ddp": FastFTDDPStrategy, "fsdp": FastFTFSDPStrategy, "one": FastF
 # Each kind and each policy once; that policies change no bit is tested on one process.
 EQUALITY = [("full", "keep"), ("lora", "recompute"), ("nf4", "recompute")]
 DDP_EQUALITY = [*EQUALITY, ("nf4 experts", "recompute")]
-# Options of a LoRA run, whose layers recompute unless a policy is named.
+# Options of a run, of LoRA whose layers recompute unless a kind or a policy is named.
 FSDP_CHOICES = {
     "default": {},
     "sharded adapters": {"adapters": "shard"},
     "resident": {"weights": "resident"},
     "resident, sharded adapters": {"weights": "resident", "adapters": "shard"},
     "resident, activations kept": {"weights": "resident", "policy": "keep"},
+    "resident, every weight": {"weights": "resident", "policy": "keep", "kind": "full"},
 }
 FSDP_EQUALITY = [
     *EQUALITY,
@@ -120,6 +121,17 @@ class Watch(Callback):
         self.num_reductions.append(self._counter.num_reductions)
         self.num_gathers.append(self._counter.num_gathers)
         self.status = " | ".join(status.reason for status in trainer.strategy.statuses())
+
+
+class LookBeforeStep(Callback):
+    """Runs the model without a backward between the backward and the step."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self._batch = batch
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        with torch.no_grad():
+            pl_module.model(**self._batch)
 
 
 class CollectiveCounter(TorchDispatchMode):
@@ -214,13 +226,13 @@ def trained_state(module):
     }
 
 
-def train(kind, policy, strategy_name, *, rank=0, folder=None, weights="auto", **options):
+def train(kind, policy, strategy_name, *, rank=0, folder=None, weights="auto", more_callbacks=(), **options):
     """The trained weights of one case, and its callbacks."""
     seed_everything(5, verbose=False)
     module = make_tuner(kind)
     strategy = STRATEGIES[strategy_name](activations=OffloadCheckpointing(policy, weights=weights), **options)
     callbacks = [CountBuckets()] if strategy_name == "ddp" else [Watch()]
-    fit(module, strategy=strategy, rank=rank, folder=folder, callbacks=callbacks)
+    fit(module, strategy=strategy, rank=rank, folder=folder, callbacks=[*callbacks, *more_callbacks])
     return trained_state(module), callbacks[0]
 
 
@@ -312,15 +324,17 @@ def run_fsdp(rank, folder):
         found[kind, policy, "head"] = watch.head
         found[kind, policy, "reductions"] = watch.num_reductions
     for name, options in FSDP_CHOICES.items():
-        policy = options.get("policy", "recompute")
-        others = {key: value for key, value in options.items() if key != "policy"}
-        state, watch = train("lora", policy, "fsdp", rank=rank, folder=folder, **others)
+        options = {"kind": "lora", "policy": "recompute", **options}
+        state, watch = train(strategy_name="fsdp", rank=rank, folder=folder, **options)
         found[name] = {
             "state": state,
             "reductions": watch.num_reductions,
             "gathers": watch.num_gathers,
             "status": watch.status,
         }
+    for weights in ("auto", "resident"):
+        options = {"rank": rank, "folder": folder, "weights": weights, "more_callbacks": [LookBeforeStep()]}
+        found["looks before steps", weights], _ = train("full", "keep", "fsdp", **options)
     found["planned"] = planned(rank, folder)
     found["every batch"] = reductions_of_every_batch(rank, folder)
     found["by name"] = by_name(rank, folder)

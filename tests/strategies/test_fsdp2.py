@@ -79,19 +79,25 @@ def test_gradients_are_reduced_once_per_window(two_ranks, case):
         ("default", 1, [2 * NUM_UNITS - 1] * 4, ""),
         ("sharded adapters", NUM_UNITS - 1, [2 * NUM_UNITS - 1] * 4, ""),
         ("resident", 1, [NUM_UNITS, 0, 0, 0], "3 of 3 units"),
-        # The shards of adapters change, so only the root stays gathered.
-        ("resident, sharded adapters", NUM_UNITS - 1, [2 * NUM_UNITS - 1, *[2 * NUM_UNITS - 2] * 3], "1 of 1 units"),
+        # The shards of adapters change in each step: only the root stays gathered for good, layers until their backward.
+        ("resident, sharded adapters", NUM_UNITS - 1, [NUM_UNITS, *[NUM_UNITS - 1] * 3], "3 of 3 units"),
         ("resident, activations kept", 1, [NUM_UNITS, 0, 0, 0], "3 of 3 units"),
+        ("resident, every weight", NUM_UNITS, [NUM_UNITS] * 4, "2 of 2 units"),
     ],
 )
-def test_frozen_units_are_gathered_as_asked_and_train_the_same(
-    two_ranks, one_process, choice, reductions, gathers, told
-):
+def test_units_are_gathered_as_asked_and_train_the_same(two_ranks, one_process, choice, reductions, gathers, told):
     found = two_ranks[choice]
-    assert (f"{told} of sharded frozen weights stay gathered" in found["status"]) is bool(told)
+    assert (f"{told} of sharded weights stay gathered" in found["status"]) is bool(told)
     assert found["reductions"] == [0, reductions] * NUM_WINDOWS
     assert found["gathers"] == gathers
-    assert difference(found["state"], one_process(("lora", "recompute"))) <= BOUND
+    expected = one_process(("full", "keep") if "every weight" in choice else ("lora", "recompute"))
+    assert difference(found["state"], expected) <= BOUND
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["auto", "resident"])
+def test_a_forward_between_backward_and_step_leaves_no_old_weights(two_ranks, one_process, weights):
+    assert difference(two_ranks["looks before steps", weights], one_process(("full", "keep"))) <= BOUND
 
 
 @pytest.mark.slow
@@ -102,7 +108,7 @@ def test_units_stay_gathered_where_every_rank_has_room(two_ranks):
     gathers = found["gathers"]
     assert gathers[0] == 2 * NUM_UNITS - 1
     assert gathers[-1] == 2
-    assert "2 of 3 units of sharded frozen weights stay gathered" in found["text"]
+    assert "2 of 3 units of sharded weights stay gathered" in found["text"]
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Units of frozen weights that stay gathered, so that FSDP2 communicates nothing for them."""
+"""Sharded units that stay gathered, so that FSDP2 communicates less for them."""
 
 from __future__ import annotations
 
@@ -8,64 +8,50 @@ from functools import partial
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from lightning_fastft.activations.frozen_weights import GatheredWeights
 from lightning_fastft.core.patcher import ModelPatcher
-from lightning_fastft.hf.sharding.stand_ins import gathered_bytes
+from lightning_fastft.hf.sharding.stand_ins import gathered_bytes, is_trained
 
 
 def gathered_weights(model: nn.Module, layers: Sequence[nn.Module], patcher: ModelPatcher) -> GatheredWeights | None:
-    """Return the frozen units of a sharded model that can stay gathered; None if there are none.
+    """Return the units of a sharded model that can stay gathered, frozen ones first; None if there are none.
 
-    The unit of the model itself, with embedding and head, comes first: no compute overlaps with its gather at the start
-    of a step. Units with trained weights are skipped, because their shards change in each step. Undoing the patcher
-    shards every unit again.
+    Of the frozen units, that of the model itself, with embedding and head, comes first: no compute overlaps with its
+    gather at the start of a step. Where it is trained it is left out, because FSDP2 never shards it between forward and
+    backward. Undoing the patcher shards every unit again.
 
     Cost:
-        A unit that stays gathered takes its whole size in addition to its shard. It is gathered once, and again after a
-        checkpoint. Until then every forward and every backward gathers it.
+        A unit that stays gathered takes its whole size in addition to its shard. A frozen one is gathered once, and again
+        after a checkpoint. A trained one stays gathered from a forward to its backward, because its shards change in each
+        step. Other units are gathered in every forward and every backward.
     """
-    units = [module for module in (model, *layers) if isinstance(module, FSDPModule)]
-    frozen = [unit for unit in units if _frozen_bytes(unit, inner=units)]
-    if not frozen:
+    units = [module for module in (model, *layers) if isinstance(module, FSDPModule) and gathered_bytes(module)]
+    frozen = [unit for unit in units if not is_trained(unit)]
+    trained = [unit for unit in units if is_trained(unit) and unit is not model]
+    if not (frozen or trained):
         return None
-    patcher.add_undo(partial(_release, frozen, root=model))
+    patcher.add_undo(partial(_release, frozen, trained, root=model))
     return GatheredWeights(
-        lambda: tuple(_frozen_bytes(unit, inner=units) for unit in frozen),
-        keep=partial(_keep, frozen, root=model),
+        lambda: tuple(map(gathered_bytes, [*frozen, *trained])),
+        num_frozen=len(frozen),
+        keep=partial(_keep, frozen, trained, root=model),
         agree=_agree,
     )
 
 
-def _frozen_bytes(unit: nn.Module, *, inner: Sequence[nn.Module]) -> int:
-    """Return the size of the sharded weights of a unit as they are gathered, without units inside it; 0 if one of them
-    is trained.
-    """
-    foreign = {
-        id(parameter)
-        for other in inner
-        if other is not unit and any(other is module for module in unit.modules())
-        for parameter in other.parameters()
-    }
-    own = [each for each in unit.parameters() if id(each) not in foreign and isinstance(each, DTensor)]
-    if any(parameter.requires_grad for parameter in own):
-        return 0
-    return sum(map(gathered_bytes, own))
-
-
-def _keep(units: Sequence[FSDPModule], num_kept: int, *, root: nn.Module) -> None:
+def _keep(frozen: Sequence[FSDPModule], trained: Sequence[FSDPModule], num_kept: int, *, root: nn.Module) -> None:
     """Keep the first units gathered, and shard the others after each use, as FSDP2 does from the start."""
-    for number, unit in enumerate(units):
+    for number, unit in enumerate([*frozen, *trained]):
         is_kept = number < num_kept
         # FSDP2 never shards its root between forward and backward.
         unit.set_reshard_after_forward(not is_kept and unit is not root, recurse=False)
-        unit.set_reshard_after_backward(not is_kept, recurse=False)
+        unit.set_reshard_after_backward(not is_kept or number >= len(frozen), recurse=False)
 
 
-def _release(units: Sequence[FSDPModule], *, root: nn.Module) -> None:
-    _keep(units, 0, root=root)
-    for unit in units:
+def _release(frozen: Sequence[FSDPModule], trained: Sequence[FSDPModule], *, root: nn.Module) -> None:
+    _keep(frozen, trained, 0, root=root)
+    for unit in (*frozen, *trained):
         unit.reshard()
 
 

@@ -51,9 +51,8 @@ def gather_instead(
         With parks_weights one copy of each shard to pageable host memory, and one back.
     """
     unit.reshard()
-    group: Any = unit._get_fsdp_state()._fsdp_param_group  # type: ignore[attr-defined]
     # By parameter: a module may have been swapped for one that shares its parameters.
-    found = {id(record.sharded_param): record for record in group.fsdp_params}
+    found = {id(record.sharded_param): record for record in _group_of(unit).fsdp_params}
     records = [found[id(module._parameters["weight"])] for module in values]
     patcher.add_undo(partial(_renew, records))
     for module in values if parks_weights else ():
@@ -69,12 +68,25 @@ def gather_instead(
     patcher.add_undo(partial(_reshard, unit))
 
 
-def gathered_bytes(weight: torch.Tensor) -> int:
-    """Return the size of a sharded weight (DTensor) as FSDP2 gathers it."""
-    method = getattr(local_rows(weight), _PRE, None)
-    stand_in = getattr(method, "__self__", None)
-    itemsize = stand_in.values_OI.element_size() if isinstance(stand_in, _StandIn) else weight.element_size()
-    return weight.numel() * itemsize
+def gathered_bytes(unit: FSDPModule) -> int:
+    """Return the size of the weights of a unit as FSDP2 gathers them."""
+    group = _group_of(unit)
+    return sum(_gathered_bytes(record.sharded_param, group.mp_policy.param_dtype) for record in group.fsdp_params)
+
+
+def is_trained(unit: FSDPModule) -> bool:
+    """Return whether a weight of a unit is trained."""
+    return any(record.sharded_param.requires_grad for record in _group_of(unit).fsdp_params)
+
+
+def _group_of(unit: FSDPModule) -> Any:
+    return unit._get_fsdp_state()._fsdp_param_group  # type: ignore[attr-defined]
+
+
+def _gathered_bytes(weight: torch.Tensor, compute_dtype: torch.dtype | None) -> int:
+    stand_in = getattr(getattr(local_rows(weight), _PRE, None), "__self__", None)
+    dtype = stand_in.values_OI.dtype if isinstance(stand_in, _StandIn) else compute_dtype or weight.dtype
+    return weight.numel() * dtype.itemsize
 
 
 class _StandIn:

@@ -10,6 +10,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lightning_fastft.hf.sharding.stand_ins import is_trained
+
 
 def is_sharded(module: nn.Module) -> bool:
     """Return whether any parameter of module is sharded."""
@@ -52,6 +54,18 @@ def reshard(module: nn.Module) -> None:
     """
     for child in module.modules():
         if isinstance(child, FSDPModule):
+            child.reshard()
+
+
+def reshard_trained(module: nn.Module) -> None:
+    """Reshard the FSDP modules whose unit has trained weights, after they have changed: a forward without a backward
+    leaves them whole, and the next forward would use what they were.
+
+    Cost:
+        Frees memory; no communication. Host time of a walk over all modules.
+    """
+    for child in module.modules():
+        if isinstance(child, FSDPModule) and is_trained(child):
             child.reshard()
 
 
