@@ -22,9 +22,9 @@ def gathered_weights(model: nn.Module, layers: Sequence[nn.Module], patcher: Mod
     backward. Undoing the patcher shards every unit again.
 
     Cost:
-        A unit that stays gathered takes its whole size in addition to its shard. A frozen one is gathered once, and again
-        after a checkpoint. A trained one stays gathered from a forward to its backward, because its shards change in each
-        step. Other units are gathered in every forward and every backward.
+        A unit that stays gathered takes its whole size in addition to its shard. A frozen one is gathered once, and
+        again after a checkpoint. A trained one stays gathered from a forward to its backward, because its shards change
+        in each step. Other units are gathered in every forward and every backward.
     """
     units = [module for module in (model, *layers) if isinstance(module, FSDPModule) and gathered_bytes(module)]
     frozen = [unit for unit in units if not is_trained(unit)]
