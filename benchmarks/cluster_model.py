@@ -127,7 +127,7 @@ def compare_rows(path: Path = RESULTS_PATH) -> list[Row]:
         match, workload = _SYSTEM.fullmatch(system), _WORKLOAD.fullmatch(name)
         if match is None or workload is None:
             continue
-        num_gpus, alone_name = int(match["gpus"]), name.removesuffix("+resident")
+        num_gpus, alone_name = int(match["gpus"]), name.replace("+resident", "")
         layout = Layout(
             {"fsdp": "fsdp2", "experts": "expert"}.get(match["kind"], "ddp"),
             size=num_gpus if match["kind"] == "experts" else 1,
@@ -139,7 +139,7 @@ def compare_rows(path: Path = RESULTS_PATH) -> list[Row]:
         options = {"device": row["device"], "is_full": is_full}
         predicted = estimate(workload, layout, num_gpus=num_gpus, **options)
         if is_full:
-            alone_name = f"{workload['name'].rpartition('-')[0]} {workload['mode']}"
+            alone_name = f"{workload['name'].rpartition('-')[0]} {workload['mode'].replace('+resident', '')}"
         if alone_name in newest:
             # The mode of the row decides about compute and activations: both are taken from its own step on one GPU.
             one, alone = newest[alone_name], estimate(workload, Layout("ddp"), num_gpus=1, **options)

@@ -38,7 +38,8 @@ class Layout(NamedTuple):
             "expert" shards it over ``size`` GPUs, whose experts are never gathered.
         size: GPUs of an expert-parallel group.
         context: GPUs that share each pack.
-        is_resident: Whether the frozen weights of "fsdp2" stay gathered on every GPU, next to its shard.
+        is_resident: Whether the layers of "fsdp2" stay gathered on every GPU, next to its shard: frozen weights for the
+            whole run, trained ones from a forward to its backward.
     """
 
     kind: Kind
@@ -51,7 +52,7 @@ class Layout(NamedTuple):
         """Return a short name for tables."""
         name = {"ddp": "DDP", "fsdp2": "FSDP2", "hybrid": "hybrid sharding", "expert": "expert parallel"}[self.kind]
         name += f" {self.size}" if self.kind == "expert" else ""
-        name += ", frozen gathered" if self.is_resident else ""
+        name += ", kept gathered" if self.is_resident else ""
         return name + (f", context parallel {self.context}" if self.context > 1 else "")
 
 
@@ -96,8 +97,7 @@ def possible_layouts(cluster: Cluster, model: ModelSize) -> Iterator[Layout]:
     """Yield the layouts that the sizes allow; groups that exchange tokens stay inside a node."""
     yield Layout("ddp")
     yield Layout("fsdp2")
-    if any(layer.frozen_bytes for layer in model.layers):
-        yield Layout("fsdp2", is_resident=True)
+    yield Layout("fsdp2", is_resident=True)
     if cluster.num_nodes > 1 and cluster.gpus_per_node > 1:
         yield Layout("hybrid")
     sizes = [size for size in range(cluster.gpus_per_node, 1, -1) if cluster.gpus_per_node % size == 0]
@@ -141,7 +141,9 @@ def resident_bytes(layout: Layout, cluster: Cluster, model: ModelSize, *, num_to
         return int(held + buckets) + model.shared_bytes
     held = sum(model.sharded_bytes(part) for part in model.parts) / shards
     held += state if model.replicates_adapters else state / shards
-    held += sum(model.sharded_bytes(layer) for layer in model.layers) if layout.is_resident else 0.0
+    keeps_trained = layout.is_resident and not model.replicates_adapters
+    kept_bytes = model.gathered_bytes if keeps_trained else model.sharded_bytes
+    held += sum(map(kept_bytes, model.layers)) if layout.is_resident else 0.0
     # Every rank has the scales of the whole weights, and a buffer for the concatenated weights of one product.
     held += sum(layer.num_fp8_columns for layer in model.layers) * SCALE_BYTES
     held += max(layer.max_fp8 for layer in model.layers)
@@ -149,7 +151,7 @@ def resident_bytes(layout: Layout, cluster: Cluster, model: ModelSize, *, num_to
     layer = max(layers, key=model.gathered_bytes)
     # The tensors outside of the layers stay gathered through the step, and so do their gradients in the backward.
     root = model.gathered_bytes(model.root) + model.root.num_trained * model.trained_itemsize
-    gathered = model.gathered_bytes(layer, is_resident=layout.is_resident)
+    gathered = 0.0 if keeps_trained else model.gathered_bytes(layer, is_resident=layout.is_resident)
     gradients = layer.num_trained * (model.trained_itemsize + _REDUCED_BYTES)
     layer_bytes = max(_FORWARD_LAYERS * gathered, _BACKWARD_LAYERS * gathered + gradients)
     # Inputs of all ranks that share the experts, and outputs before they are reduced.
@@ -232,8 +234,9 @@ def exchange(
             num_bytes = model.gathered_bytes(gathered, is_resident=layout.is_resident and is_layer)
             forward += ring.neighbours_ms(num_bytes, shards)
             # The tensors outside of the layers stay gathered.
-            backward += ring.neighbours_ms(num_bytes, shards) if is_layer else 0.0
-            handled += num_bytes * (2 if is_layer else 1)
+            is_gathered_again = is_layer and not layout.is_resident
+            backward += ring.neighbours_ms(num_bytes, shards) if is_gathered_again else 0.0
+            handled += num_bytes * (2 if is_gathered_again else 1)
     for part in model.parts if is_last else ():
         gathered = _gathered_part(part, layout)
         num_bytes = gathered.num_trained * (_REDUCED_BYTES if shards > 1 else model.trained_itemsize)

@@ -98,7 +98,7 @@ def test_a_cluster_is_a_table_of_strategies_with_the_fastest_marked(plan):
     text = plan(*cluster)
     assert "4 x RTX 4090, 2 per node: PCIe 32 GB/s per GPU, Ethernet 12.5 GB/s per node" in text
     rows = {line[2:28].rstrip(): line for line in text.splitlines()[4:]}
-    names = ["DDP", "FSDP2", "FSDP2, frozen gathered", "hybrid sharding"]
+    names = ["DDP", "FSDP2", "FSDP2, kept gathered", "hybrid sharding"]
     assert list(rows) == [*names, "DDP, context parallel 2", "FSDP2, context parallel 2"]
     assert [name for name, line in rows.items() if line.startswith("*")] == ["DDP"]
     assert "fastest; compute-bound" in rows["DDP"]

@@ -98,9 +98,9 @@ def test_sizes_are_those_of_the_parameters(sized):
 def test_layouts_are_those_that_divide_the_cluster(sized):
     _, model = sized[None]
     names = [layout.name for layout in possible_layouts(cluster(16, 2), model)]
-    assert names[:4] == ["DDP", "FSDP2", "hybrid sharding", "expert parallel 8"]
+    assert names[:5] == ["DDP", "FSDP2", "FSDP2, kept gathered", "hybrid sharding", "expert parallel 8"]
     assert names[-1] == "FSDP2, context parallel 8"
-    assert [layout.name for layout in possible_layouts(cluster(6, 2), model)] == ["DDP", "FSDP2", "hybrid sharding"]
+    assert [layout.name for layout in possible_layouts(cluster(6, 2), model)] == [*names[:3], "hybrid sharding"]
 
 
 def test_each_strategy_exchanges_what_its_ring_needs(sized):
@@ -146,7 +146,6 @@ def test_frozen_layers_that_stay_gathered_cost_memory_and_no_exchange(sized):
     two, options = cluster(16, 2), {"num_tokens": TOKENS}
     sharded, resident = Layout("fsdp2"), Layout("fsdp2", is_resident=True)
     assert resident in possible_layouts(two, model)
-    assert resident not in possible_layouts(two, sized[None][1])
     times = [exchange(layout, two, model, recomputed=[False] * 2, **options) for layout in (sharded, resident)]
     frozen_ms = sum(Rings(two).neighbours_ms(layer.frozen_bytes, 16) for layer in model.layers)
     latency_ms = 2 * 15 * NETWORK_HOP_MS
@@ -155,6 +154,19 @@ def test_frozen_layers_that_stay_gathered_cost_memory_and_no_exchange(sized):
     # Both layers, in place of the three that a forward has gathered; then a backward takes the most, with its gradients.
     layer = model.layers[0]
     assert held[0] - held[1] == pytest.approx(layer.frozen_bytes - 4 * layer.num_trained, abs=1)
+
+
+def test_trained_layers_that_stay_gathered_are_exchanged_in_the_forward_only(sized):
+    cost, model = sized[None]
+    two, options = cluster(16, 2), {"num_tokens": TOKENS}
+    sharded, resident = Layout("fsdp2"), Layout("fsdp2", is_resident=True)
+    times = [exchange(layout, two, model, recomputed=[False] * 2, **options) for layout in (sharded, resident)]
+    assert times[0].forward_ms == times[1].forward_ms
+    gathers_ms = sum(Rings(two).neighbours_ms(model.gathered_bytes(layer), 16) for layer in model.layers)
+    assert times[0].backward_ms - times[1].backward_ms == pytest.approx(gathers_ms)
+    held = [rank_cost(cost, layout, two, model, **options).base_bytes for layout in (sharded, resident)]
+    # Both layers and the gradients of one, in place of three that a forward or two that a backward has gathered.
+    assert held[1] >= sum(map(model.gathered_bytes, model.layers)) > held[1] - held[0] >= 0
 
 
 def test_frozen_weights_in_fp8_are_gathered_and_held_in_one_byte():
