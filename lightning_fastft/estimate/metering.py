@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
 from lightning_fastft.activations.probe import Meter as DeviceMeter
@@ -94,6 +94,7 @@ class Meter(TorchDispatchMode):
         # Weak references keep a storage's id from being reused, without keeping its memory.
         self._resident: dict[int, StorageWeakRef] = {}
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._results: dict[Any, _Result | None] = {}
         self.add_resident(resident)
 
     def add_resident(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -119,7 +120,7 @@ class Meter(TorchDispatchMode):
         Arguments with "out" or "outs" in their names are written, not read.
         """
         with _disable_current_modes():
-            out = function(*args, **kwargs)
+            out = self._run_once(function, args, kwargs)
         given = inspect.signature(function).bind(*args, **kwargs).arguments
         written = [name for name in given if not {"out", "outs"}.isdisjoint(name.split("_"))]
         inputs = _tensors([value for name, value in given.items() if name not in written])
@@ -131,6 +132,21 @@ class Meter(TorchDispatchMode):
         # The reference may return views of memory that the kernel does not have.
         self._track(results, _tensors((args, kwargs)), count=_num_bytes)
         self._note_peak()
+        return out
+
+    def _run_once(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a function, or return new tensors like those that it returned for inputs of the same form."""
+        given, structure = tree_flatten((args, kwargs))
+        key = (function, structure, *map(_form_of, given))
+        try:
+            result = self._results.get(key)
+        except TypeError:
+            # An argument has no hash.
+            return function(*args, **kwargs)
+        if result is not None:
+            return result.again(given)
+        out = function(*args, **kwargs)
+        self._results[key] = _result_of(out, given)
         return out
 
     def __torch_dispatch__(
@@ -210,6 +226,19 @@ class Meter(TorchDispatchMode):
         dead = [key for key, (reference, _) in self._live.items() if reference.expired()]
         for key in dead:
             self.live_bytes -= self._live.pop(key)[1]
+
+
+class _Result(NamedTuple):
+    """What a function returned: its structure, its values, and the place of each among the inputs or None."""
+
+    structure: Any
+    values: list[Any]
+    places: list[int | None]
+
+    def again(self, given: list[Any]) -> Any:
+        """Return the result for other inputs of the same form."""
+        found = [_like(value) if place is None else given[place] for value, place in zip(self.values, self.places)]
+        return tree_unflatten(found, self.structure)
 
 
 class MeteredDevice(DeviceMeter):
@@ -319,6 +348,31 @@ def _interpolate(rates: tuple[tuple[int, int, int], ...], size: float, *, column
             weight = math.log2(size / low[0]) / math.log2(high[0] / low[0])
             return low[column] + weight * (high[column] - low[column])
     return float(rates[-1][column])
+
+
+def _form_of(value: Any) -> Any:
+    """Return what decides about the sizes of a result."""
+    if not isinstance(value, torch.Tensor):
+        return type(value), value
+    return value.shape, value.stride(), value.dtype, value.requires_grad and torch.is_grad_enabled()
+
+
+def _result_of(out: Any, given: list[Any]) -> _Result | None:
+    """Return a result that can be made again: of inputs, and of whole tensors with memory of their own."""
+    values, structure = tree_flatten(out)
+    places = [next((place for place, each in enumerate(given) if each is value), None) for value in values]
+    new = _tensors([value for value, place in zip(values, places) if place is None])
+    storages = {_storage_of(tensor) for tensor in new}
+    is_own = len(storages) == len(new) and storages.isdisjoint(map(_storage_of, _tensors(given)))
+    is_whole = all(tensor.is_contiguous() and tensor.untyped_storage().nbytes() == _num_bytes(tensor) for tensor in new)
+    if not (is_own and is_whole) or any(tensor.requires_grad for tensor in new):
+        return None
+    # The meter watches when the tensors of the result themselves are freed.
+    return _Result(structure, list(map(_like, values)), places)
+
+
+def _like(value: Any) -> Any:
+    return torch.empty_like(value) if isinstance(value, torch.Tensor) else value
 
 
 def _tensors(found: Any) -> list[torch.Tensor]:

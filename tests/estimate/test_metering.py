@@ -53,6 +53,35 @@ def write_in_order(x, outs_OI):
     return outs_OI
 
 
+def test_a_kernel_on_tensors_of_the_same_form_is_metered_alike_and_run_once():
+    runs = []
+
+    @one_kernel
+    def halves(x, *, whole):
+        runs.append(x.shape)
+        return x, (x[..., ::2] if whole is None else whole[..., ::2] + 1, len(x), None)
+
+    x, held = meta(ROWS, 64), []
+    meter = metered(lambda: held.extend(halves(meta(ROWS, 64), whole=x) for _ in range(2)), resident=[x])
+    first, again = meter.kernels
+    assert first == again
+    for given, (half, *rest) in held:
+        assert (given.shape, half.shape, half.dtype, rest) == ((ROWS, 64), (ROWS, 32), x.dtype, [ROWS, None])
+    # What is given back is the input, what is new has memory of its own.
+    assert held[0][0] is not held[1][0]
+    assert meter.live_bytes == 2 * 2 * ROWS * (64 + 32)
+    held.clear()
+    del given, half, rest
+    assert meter.count_live() == 0
+    assert len(runs) == 1
+    # Other forms run, and views are made each time.
+    for _ in range(2):
+        metered_again = meter.run_kernel(halves.__wrapped__, (x,), {"whole": None})
+        assert metered_again[1][0].untyped_storage()._cdata == x.untyped_storage()._cdata
+    meter.run_kernel(halves.__wrapped__, (x.float(),), {"whole": x})
+    assert len(runs) == 4
+
+
 def test_a_large_product_takes_its_flops_and_a_thin_one_its_bytes():
     x, wide, thin = meta(ROWS, 8192), meta(8192, 8192), meta(8192, 4)
     large = taken_ms(lambda: x @ wide)

@@ -37,6 +37,7 @@ def compiled_for(capability):
 
     Yields the compiled kernels by the name of their function; tensors may be on the meta device.
     """
+    from triton import knobs
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
@@ -48,7 +49,12 @@ def compiled_for(capability):
         assert kernel.metadata.shared <= SHARED_KIB[capability] * 1024, (self.fn.__name__, kernel.metadata.shared)
         # Without a result, as an interpreted kernel: a launch would run a kernel that it has kept.
 
-    with mock.patch.object(JITFunction, "run", compile_only), mock.patch.object(driver, "_active", _Driver(capability)):
+    with (
+        mock.patch.object(JITFunction, "run", compile_only),
+        mock.patch.object(driver, "_active", _Driver(capability)),
+        # Line numbers for a profiler take a quarter of the time of a compilation.
+        mock.patch.object(knobs.compilation, "disable_line_info", True),
+    ):
         yield compiled
 
 
