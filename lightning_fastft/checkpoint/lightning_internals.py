@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from lightning_fastft.core.patcher import ModelPatcher
 
+Metrics = dict[str, torch.Tensor]
 # A method of the epoch loop that broadcasts the stop flag of rank 0 before each micro-batch, with a host sync.
 _SIGTERM_BROADCAST = "_broadcast_sigterm_tensor"
 
@@ -91,6 +94,32 @@ def logged_step_values(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
 def checks_at_epoch_end(callback: Any) -> bool:
     """Return whether an EarlyStopping reads its metric at the end of a training epoch."""
     return bool(callback._check_on_train_epoch_end)
+
+
+def wrap_monitored(trainer: pl.Trainer, patcher: ModelPatcher, agree: Callable[[Metrics], Metrics]) -> None:
+    """Pass the metrics that ModelCheckpoint, EarlyStopping and ReduceLROnPlateau read through ``agree``.
+
+    The patcher undoes it.
+    """
+
+    def wrap(owner: Any, name: str, through: Callable[[Callable[[Any], Any], Any], Any]) -> None:
+        patcher.set_attribute(owner, name, functools.partial(through, getattr(owner, name)))
+
+    def read_candidates(read: Callable[[pl.Trainer], Metrics], trainer: pl.Trainer) -> Metrics:
+        # After an exception (save_on_exception) the other ranks may be elsewhere.
+        return read(trainer) if trainer.interrupted else agree(read(trainer))
+
+    for callback in getattr(trainer, "callbacks", ()):
+        if isinstance(callback, ModelCheckpoint):
+            wrap(callback, "_monitor_candidates", read_candidates)
+        if isinstance(callback, EarlyStopping):
+            wrap(callback, "_evaluate_stopping_criteria", lambda judge, value: judge(agree({"": value})[""]))
+
+    def read_plateau(read: Callable[[str], Any], name: str) -> Any:
+        value = read(name)
+        return agree({} if value is None else {name: value}).get(name)
+
+    wrap(trainer.fit_loop.epoch_loop, "_get_monitor_value", read_plateau)
 
 
 def wrap_average(callback: Any, patcher: ModelPatcher, wrap: Callable[[Any], Any]) -> None:

@@ -26,7 +26,7 @@ from lightning_fastft.core.errors import CheckpointNotSavedError, ResumeError, d
 from lightning_fastft.core.status import Status, render_status_table
 from lightning_fastft.strategies.even_batches import check_even_batches
 from lightning_fastft.strategies.memory_errors import StepWitness
-from lightning_fastft.strategies.monitors import check_loggers, check_monitors
+from lightning_fastft.strategies.monitors import check_loggers, check_monitors, share_monitored
 from lightning_fastft.strategies.packed_steps import PackedSteps, collect_statuses, environment_of
 from lightning_fastft.strategies.patching import callbacks_of, patcher_of
 from lightning_fastft.strategies.step_down import BACKWARD, HALF_DONE, NOTHING_TRAINED, StepDownMixin
@@ -236,6 +236,7 @@ class FastFTStrategyMixin(StepDownMixin):
         check_monitors(self._fastft_trainer)
         self.packed_steps.check_training_mode()
         assert self._patcher is not None
+        share_monitored(self._fastft_trainer, self._patcher)
         self._collects_garbage = collect_between_steps(self._patcher)
         rank_zero_info("\n" + render_status_table(self.statuses()))
 

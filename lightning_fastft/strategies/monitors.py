@@ -1,22 +1,25 @@
-"""Check before the first step that loggers can log, and that monitored metrics will exist when they are read."""
+"""Check before the first step that loggers can log and that monitored metrics will exist; give all ranks one value."""
 
 from __future__ import annotations
 
 import difflib
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, TypeGuard
 
+import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_fastft.checkpoint.lightning_internals import batch_progress, checks_at_epoch_end
-from lightning_fastft.core.errors import OptionError
+from lightning_fastft.checkpoint.lightning_internals import batch_progress, checks_at_epoch_end, wrap_monitored
+from lightning_fastft.checkpoint.ranks import on_all_ranks
+from lightning_fastft.core.errors import FastFTError, OptionError
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+    from lightning_fastft.core.patcher import ModelPatcher
 
 _LIBRARIES = ("lightning", "lightning_fastft")
 # Lightning provides these to ModelCheckpoint.
@@ -92,6 +95,40 @@ def check_monitors(trainer: pl.Trainer) -> None:
                 f"max_steps={trainer.max_steps} ends this run inside an epoch, before a validation. Validate earlier "
                 "with Trainer(val_check_interval=...), raise max_steps, or remove EarlyStopping."
             )
+
+
+def share_monitored(trainer: pl.Trainer, patcher: ModelPatcher) -> None:
+    """Let ModelCheckpoint, EarlyStopping and ReduceLROnPlateau read the same values on every rank until an undo.
+
+    A metric that was logged without ``sync_dist=True`` differs between ranks. They would otherwise train with different
+    learning rates, and name files that rank 0 has not written.
+
+    Cost:
+        One all-gather of the metrics on the host at each check: a save or a validation, or each step of a
+        ReduceLROnPlateau, which has a host sync anyway. Nothing with one rank.
+    """
+    if trainer.world_size > 1:
+        wrap_monitored(trainer, patcher, mean_over_ranks)
+
+
+def mean_over_ranks(metrics: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return each metric's mean over the ranks that have it; an equal metric is returned as it is.
+
+    All ranks must call this. Tensors with several elements stay as they are.
+
+    Example:
+        >>> mean_over_ranks({"train_loss": torch.tensor(2.0)})
+        {'train_loss': tensor(2.)}
+    """
+    found = on_all_ranks(
+        lambda: {name: float(value) for name, value in metrics.items() if value.numel() == 1}, error=FastFTError
+    )
+    shared = dict(metrics)
+    for name in dict.fromkeys(name for own in found for name in own):
+        values = [own[name] for own in found if name in own]
+        if name not in metrics or len(set(values)) > 1:
+            shared[name] = torch.tensor(sum(values) / len(values))
+    return shared
 
 
 def _saves_nothing_without(callback: object) -> TypeGuard[ModelCheckpoint]:

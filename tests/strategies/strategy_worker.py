@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 from lightning.pytorch import seed_everything
-from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -245,6 +245,7 @@ def run_ddp(rank, folder):
     found["options"] = options_of_ddp(rank, folder)
     found["after a failure"] = loop_after_a_failure(rank, folder)
     found["signals on one rank"] = loop_where_one_rank_leaves_signals_alone(rank, folder)
+    found["monitored"] = monitored(folder, rank=rank, strategy=FastFTDDPStrategy())
     found["asked"] = {is_exact: how_often_lightning_asks(rank, folder, is_exact=is_exact) for is_exact in (True, False)}
     for form in ("uninterrupted", "resumed"):
         found["checkpoint", form] = checkpointed("lora", form, rank, folder, strategy=FastFTDDPStrategy())
@@ -349,6 +350,7 @@ def run_fsdp(rank, folder):
     found["bf16 adapters"] = narrow_adapters(strategy=FastFTFSDPStrategy(), rank=rank, folder=folder)
     found["foreign"] = foreign(rank, folder)
     found["validation"] = validation(rank, folder)
+    found["monitored"] = monitored(folder, rank=rank, strategy=FastFTFSDPStrategy())
     found["refused"] = refused(rank, folder)
     return found
 
@@ -534,6 +536,58 @@ class ShardsItself(Lazy):
         for layer in self.model.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
+
+
+class Monitored(Lazy):
+    """Logs a number of its rank at each step, which its learning rate follows."""
+
+    NUMBERS = ((4.0, 3.0), (0.0, 2.0))
+
+    def training_step(self, batch, batch_idx):
+        self.log("own", self.NUMBERS[self.global_rank][self.global_step])
+        if self.global_rank == 0:
+            self.log("first", 7.0)
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "own", "interval": "step"}}
+
+
+# The mean of the two ranks rises, which halves the learning rate.
+MONITORED = {
+    "file": "step=1-own=2.0-first=7.ckpt",
+    "is_there": True,
+    "scores": [2.0, 2.5],
+    "learning_rate": 0.25,
+    "is_changed": False,
+}
+
+
+def monitored(folder, *, rank, strategy):
+    """What each rank does with a metric that differs between the ranks."""
+    saver = ModelCheckpoint(
+        Path(folder) / f"monitored-{type(strategy).__name__}",
+        filename="{step}-{own:.1f}-{first:.0f}",
+        monitor="own",
+        every_n_train_steps=1,
+    )
+    stopper = EarlyStopping("own", check_on_train_epoch_end=True)
+    options = {"callbacks": [saver, stopper], "enable_checkpointing": True}
+    trainer = fit(Monitored(), strategy=strategy, rank=rank, folder=folder, **options)
+    found = [None] * NUM_RANKS
+    own = {
+        "file": Path(saver.best_model_path).name,
+        "is_there": Path(saver.best_model_path).exists(),
+        "scores": [float(saver.best_model_score), float(stopper.best_score)],
+        "learning_rate": trainer.optimizers[0].param_groups[0]["lr"],
+        "is_changed": any(
+            "_monitor" in name or "_evaluate" in name for each in (saver, stopper) for name in vars(each)
+        ),
+    }
+    torch.distributed.all_gather_object(found, own)
+    return found
 
 
 def foreign(rank, folder):

@@ -17,6 +17,7 @@ from tests.strategies.strategy_worker import (
     ACCUMULATE,
     BOUND,
     DDP_EQUALITY,
+    MONITORED,
     NUM_WINDOWS,
     difference,
     run_on_two_ranks,
@@ -59,6 +60,11 @@ def test_no_micro_batch_waits_for_the_device_to_learn_of_a_signal(two_ranks):
     assert two_ranks["asked"] == {True: (0, False), False: (NUM_WINDOWS * ACCUMULATE, False)}
     assert two_ranks["after a failure"] == (True, False)
     assert two_ranks["signals on one rank"] is False
+
+
+@pytest.mark.slow
+def test_ranks_follow_the_mean_of_a_metric_that_differs_between_them(two_ranks):
+    assert two_ranks["monitored"] == [MONITORED, MONITORED]
 
 
 @pytest.mark.slow

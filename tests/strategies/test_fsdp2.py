@@ -20,6 +20,7 @@ from tests.strategies.strategy_worker import (
     BOUND,
     EARLY_SAVES,
     FSDP_EQUALITY,
+    MONITORED,
     NUM_WINDOWS,
     Lazy,
     difference,
@@ -230,6 +231,11 @@ def test_module_that_shards_nothing_is_sharded_by_the_strategy(two_ranks, tmp_pa
     truth = trained_state(module)
     assert difference(lazy["state"], truth) <= BOUND
     assert difference(own["state"], truth) <= BOUND
+
+
+@pytest.mark.slow
+def test_ranks_follow_the_mean_of_a_metric_that_differs_between_them(two_ranks):
+    assert two_ranks["monitored"] == [MONITORED, MONITORED]
 
 
 @pytest.mark.slow

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
+import pytest
+
 # Shared memory of a program in KiB by compute capability; the least is that of a consumer card.
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 
@@ -68,3 +70,11 @@ def stack_bytes(kernel):
         command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(cubin)]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return int(re.search(r"STACK:(\d+)", usage)[1])
+
+
+def skip_before_triton(version, reason):
+    """Skip the rest of a test with an older Triton than a version, such as (3, 9)."""
+    import triton
+
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < version:
+        pytest.skip(f"Triton {triton.__version__}: {reason} before {'.'.join(map(str, version))}")

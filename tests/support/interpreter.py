@@ -47,6 +47,8 @@ def exchange_language_once():
         if module not in exchanged_modules:
             exchanged_modules.add(module)
             exchange(function)
+            # Triton 3.6 converts arrays of one element, which NumPy 2.4 refuses; later versions do as here.
+            core.tensor.__index__ = lambda self: int(self.handle.data.squeeze())
         return nothing
 
     interpreter._patch_lang = exchange_once
@@ -126,7 +128,7 @@ def compare_shapes_once():
             handle = self.builder.create_broadcast(value.handle, tuple(wanted.shape))
         else:
             handle = self.builder.create_splat(wanted, value.handle)
-        return self.make_tensor(handle, wanted)
+        return self.tensor(handle, wanted)
 
     def broadcast_values(self, left, right):
         types = left.type, right.type

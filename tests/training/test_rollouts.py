@@ -269,13 +269,20 @@ def test_what_cannot_be_is_refused(tmp_path, options, error, message):
         train(tmp_path, *make_parts(**options), max_steps=1)
 
 
-@pytest.mark.parametrize("options", [{"max_epochs": 1}, {"max_epochs": -1}, {"limit_train_batches": 0.5}])
-def test_a_run_without_an_end_is_refused_before_it_samples(tmp_path, options):
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_epochs": 1}, r"never ends the run.*--trainer\.max_steps"),
+        ({"max_epochs": -1}, r"never ends the run.*--trainer\.max_steps"),
+        ({"max_steps": 2, "limit_train_batches": 0.5}, r"limit_train_batches=0\.5 is a share"),
+    ],
+)
+def test_a_run_without_an_end_or_of_a_share_is_refused_before_it_samples(tmp_path, options, said):
     def sampler(*_, **__):
         raise AssertionError
 
-    with pytest.raises(OptionError, match=r"never ends the run.*--trainer\.max_steps"):
-        train(tmp_path, *make_parts(sampler=sampler), max_steps=-1, **options)
+    with pytest.raises(OptionError, match=said):
+        train(tmp_path, *make_parts(sampler=sampler), **{"max_steps": -1, **options})
 
 
 @pytest.mark.parametrize("options", [{"max_time": "00:00:00:01"}, {"max_epochs": 2, "limit_train_batches": 3}])

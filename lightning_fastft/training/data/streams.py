@@ -39,7 +39,7 @@ from lightning_fastft.packing.windows import (
 )
 from lightning_fastft.training.data.position import check_ranks_agree, compare_plans
 from lightning_fastft.training.data.rollouts import from_plain, to_plain
-from lightning_fastft.training.data.trainer_facts import ends_by_count, repeats_first_epoch
+from lightning_fastft.training.data.trainer_facts import check_limit, ends_by_count, repeats_first_epoch
 
 # Increased whenever the same rows give different packs.
 STREAM_VERSION = 1
@@ -282,7 +282,7 @@ def check_stream_run(trainer: Trainer | None, *, val_share: float, accumulate: i
     """Check that a run can train on a stream.
 
     Raises:
-        OptionError: Its length is not known, or an option needs all examples.
+        OptionError: Its length is not known, or an option needs all examples or the length of an epoch.
     """
     if val_share:
         raise OptionError("val_share needs the number of examples, which is unknown for a stream. Give val_paths.")
@@ -291,6 +291,7 @@ def check_stream_run(trainer: Trainer | None, *, val_share: float, accumulate: i
     limit = trainer.limit_train_batches
     if repeats_first_epoch(trainer):
         raise OptionError("overfit_batches repeats the batches of an epoch, which a stream does not have. Remove it.")
+    check_limit(trainer)
     if not ends_by_count(trainer):
         raise OptionError(
             "The length of an epoch of a stream is unknown. Say when the run ends: --trainer.max_steps N."

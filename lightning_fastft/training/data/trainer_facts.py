@@ -86,14 +86,31 @@ def ends_by_count(trainer: Trainer) -> bool:
     return trainer.max_steps >= 0 or (has_epochs and isinstance(trainer.limit_train_batches, int))
 
 
+def check_limit(trainer: Trainer) -> None:
+    """Check that limit_train_batches is no share of an epoch, for data whose epochs have no end.
+
+    Raises:
+        OptionError: It is a share.
+    """
+    limit = trainer.limit_train_batches
+    if isinstance(limit, float) and 0.0 < limit < 1.0:
+        raise OptionError(
+            f"limit_train_batches={limit} is a share of an epoch, and an epoch of this data has no end. Give a number "
+            "of micro-batches, or end the run by steps alone: --trainer.max_steps N."
+        )
+
+
 def check_rollout_run(trainer: Trainer | None) -> None:
     """Check that a run that samples its data ends.
 
     Raises:
-        OptionError: Nothing ends it: an epoch of rollouts has no last batch.
+        OptionError: Nothing ends it, or limit_train_batches is a share: an epoch of rollouts has no last batch.
     """
+    if trainer is None:
+        return
+    check_limit(trainer)
     timers = (callback for callback in getattr(trainer, "callbacks", ()) if isinstance(callback, Timer))
-    if trainer is None or ends_by_count(trainer) or any(timer.time_remaining() is not None for timer in timers):
+    if ends_by_count(trainer) or any(timer.time_remaining() is not None for timer in timers):
         return
     raise OptionError(
         f"Rollouts are sampled without an end, so max_epochs={trainer.max_epochs} never ends the run. Say when it "

@@ -192,6 +192,7 @@ def test_memory_stays_flat_over_a_million_rows():
         ({"trainer": {"max_steps": -1, "max_epochs": 1}}, OptionError, r"max_steps"),
         ({"trainer": {"overfit_batches": 2}}, OptionError, "overfit_batches"),
         ({"trainer": {"limit_train_batches": 3, "accumulate_grad_batches": 2}}, OptionError, "limit_train_batches"),
+        ({"trainer": {"limit_train_batches": 0.5}}, OptionError, r"limit_train_batches=0\.5 is a share"),
         ({"val_share": 0.1}, OptionError, "val_paths"),
         ({"max_tokens": 8}, DataError, "max_tokens is 8"),
         ({"stream": [{"text": "a"}], "streaming": True}, OptionError, "streaming=False"),
