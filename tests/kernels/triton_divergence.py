@@ -26,30 +26,34 @@ def errors(found, truth):
     return (found.double() - truth).abs().max().item()
 
 
-def assert_close(found, plain, truth, *, dtype, values_R, name):
-    """Within twice the error of plain PyTorch, or what rounding logits of this size gives."""
+def assert_close(found, plains, truth, *, dtype, values_R, name):
+    """Within twice the largest error of plain PyTorch in any of some runs, or what rounding logits of this size gives."""
     size = max(values_R.abs().max().item(), 1.0)
     unit = max(one_unit(truth, dtype), size * 2**-22)
     assert torch.isfinite(found).all(), name
-    assert errors(found, truth) <= max(2 * errors(plain, truth), unit), f"{name}: {errors(found, truth)} above {unit}"
+    bound = max(2 * max(errors(plain, truth) for plain in plains), unit)
+    assert errors(found, truth) <= bound, f"{name}: {errors(found, truth)} above {bound}"
 
 
 def check_divergence(launch, rows, *, kind, form=FORMS[0], beta=0.3):
-    logits_RV, teacher_RV = rows
+    logits_RV, _ = rows
     form = DivergenceForm(kind, beta, *form)
 
-    def run(function, dtype, place):
-        ours_RV, their_RV = place(logits_RV.to(dtype)), place(teacher_RV.to(dtype))
+    def run(function, dtype, place, order_V):
+        ours_RV, their_RV = (place(each_RV.to(dtype)[:, order_V]) for each_RV in rows)
         before_RV = their_RV.clone()
         divergence_R = function(ours_RV, their_RV, form=form, writes_gradient=True)
         assert torch.equal(their_RV, before_RV)
-        return divergence_R, ours_RV
+        return divergence_R, ours_RV[:, order_V.argsort()]
 
-    (true_R, true_RV), (plain_R, plain_RV), (found_R, found_RV) = (
-        run(reference.row_divergences, torch.float64, torch.clone),
-        run(reference.row_divergences, logits_RV.dtype, torch.clone),
-        run(launch, logits_RV.dtype, poisoned),
-    )
+    num_columns = logits_RV.shape[1]
+    in_order_V = torch.arange(num_columns, device=DEVICE)
+    # The error of one order of sums may be small by luck.
+    orders = [in_order_V, *(torch.randperm(num_columns, device=DEVICE) for _ in range(7))]
+    true_R, true_RV = run(reference.row_divergences, torch.float64, torch.clone, in_order_V)
+    found_R, found_RV = run(launch, logits_RV.dtype, poisoned, in_order_V)
+    plain = (run(reference.row_divergences, logits_RV.dtype, torch.clone, order_V) for order_V in orders)
+    plain_R, plain_RV = zip(*plain)
     values_R = torch.cat([(x.float() * s).abs().max()[None] for x, s in zip(rows, (form.scale, form.teacher_scale))])
     assert_close(found_R, plain_R, true_R, dtype=torch.float32, values_R=values_R, name="divergence")
     assert_close(found_RV, plain_RV, true_RV, dtype=logits_RV.dtype, values_R=values_R * 0, name="gradient")
@@ -76,8 +80,8 @@ def check_rest(launch, rows, *, scale=1.0, softcap=None):
         run(launch, logits_RV.dtype, torch.float32, poisoned),
     )
     values_R = torch.cat([true_R, value_RK.max()[None]])
-    assert_close(found_R, plain_R, true_R, dtype=torch.float32, values_R=values_R, name="rest")
-    assert_close(found_RV, plain_RV, true_RV, dtype=logits_RV.dtype, values_R=values_R * 0, name="gradient")
+    assert_close(found_R, [plain_R], true_R, dtype=torch.float32, values_R=values_R, name="rest")
+    assert_close(found_RV, [plain_RV], true_RV, dtype=logits_RV.dtype, values_R=values_R * 0, name="gradient")
     assert (found_RV.gather(1, id_RK) == 0).all()
 
 
