@@ -273,7 +273,8 @@ class PackedDataModule(SplitDataModule):
     def _open_stream(self) -> TrainingStream:
         """Open the streamed training data."""
         accumulate = find_accumulation(self._run)
-        check_stream_run(self.trainer, val_share=self.val_share, accumulate=accumulate)
+        has_validation = "val" in self._subsets
+        check_stream_run(self.trainer, val_share=self.val_share, accumulate=accumulate, has_validation=has_validation)
         needs = find_needs(self._module)
         if needs is not None and needs.formats:
             raise OptionError(f"{type(self._module).__name__} needs data that is read whole. Remove streaming.")

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_fastft.checkpoint.lightning_internals import batch_progress, take_back_batches
 from lightning_fastft.checkpoint.ranks import on_all_ranks
@@ -39,7 +39,7 @@ from lightning_fastft.packing.windows import (
 )
 from lightning_fastft.training.data.position import check_ranks_agree, compare_plans
 from lightning_fastft.training.data.rollouts import from_plain, to_plain
-from lightning_fastft.training.data.trainer_facts import check_limit, ends_by_count, repeats_first_epoch
+from lightning_fastft.training.data.trainer_facts import check_shares, ends_by_count, repeats_first_epoch
 
 # Increased whenever the same rows give different packs.
 STREAM_VERSION = 1
@@ -278,8 +278,8 @@ class TrainingStream:
             ) from error
 
 
-def check_stream_run(trainer: Trainer | None, *, val_share: float, accumulate: int) -> None:
-    """Check that a run can train on a stream.
+def check_stream_run(trainer: Trainer | None, *, val_share: float, accumulate: int, has_validation: bool) -> None:
+    """Check that a run can train on a stream; warn of validation data that it would never read.
 
     Raises:
         OptionError: Its length is not known, or an option needs all examples or the length of an epoch.
@@ -291,7 +291,7 @@ def check_stream_run(trainer: Trainer | None, *, val_share: float, accumulate: i
     limit = trainer.limit_train_batches
     if repeats_first_epoch(trainer):
         raise OptionError("overfit_batches repeats the batches of an epoch, which a stream does not have. Remove it.")
-    check_limit(trainer)
+    check_shares(trainer)
     if not ends_by_count(trainer):
         raise OptionError(
             "The length of an epoch of a stream is unknown. Say when the run ends: --trainer.max_steps N."
@@ -300,6 +300,12 @@ def check_stream_run(trainer: Trainer | None, *, val_share: float, accumulate: i
         raise OptionError(
             f"limit_train_batches={limit} cuts an accumulation window of the stream: give a multiple of "
             f"accumulate_grad_batches={accumulate}."
+        )
+    interval = trainer.val_check_interval
+    if has_validation and isinstance(interval, float) and interval == 1.0 and not isinstance(limit, int):
+        rank_zero_warn(
+            "The validation data are never read: they wait for the end of an epoch, which a stream does not have. Give "
+            "a number of micro-batches: --trainer.val_check_interval N."
         )
 
 

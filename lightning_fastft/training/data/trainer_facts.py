@@ -86,17 +86,22 @@ def ends_by_count(trainer: Trainer) -> bool:
     return trainer.max_steps >= 0 or (has_epochs and isinstance(trainer.limit_train_batches, int))
 
 
-def check_limit(trainer: Trainer) -> None:
-    """Check that limit_train_batches is no share of an epoch, for data whose epochs have no end.
+def check_shares(trainer: Trainer) -> None:
+    """Check that no option is a share of an epoch, for data whose epochs have no end.
 
     Raises:
-        OptionError: It is a share.
+        OptionError: limit_train_batches is a share, or val_check_interval is one and epochs have no limit.
     """
-    limit = trainer.limit_train_batches
+    limit, interval = trainer.limit_train_batches, trainer.val_check_interval
     if isinstance(limit, float) and 0.0 < limit < 1.0:
         raise OptionError(
             f"limit_train_batches={limit} is a share of an epoch, and an epoch of this data has no end. Give a number "
             "of micro-batches, or end the run by steps alone: --trainer.max_steps N."
+        )
+    if isinstance(interval, float) and interval < 1.0 and not isinstance(limit, int):
+        raise OptionError(
+            f"val_check_interval={interval} is a share of an epoch, and an epoch of this data has no end. Give a "
+            "number of micro-batches: --trainer.val_check_interval N."
         )
 
 
@@ -104,11 +109,11 @@ def check_rollout_run(trainer: Trainer | None) -> None:
     """Check that a run that samples its data ends.
 
     Raises:
-        OptionError: Nothing ends it, or limit_train_batches is a share: an epoch of rollouts has no last batch.
+        OptionError: Nothing ends it, or an option is a share: an epoch of rollouts has no last batch.
     """
     if trainer is None:
         return
-    check_limit(trainer)
+    check_shares(trainer)
     timers = (callback for callback in getattr(trainer, "callbacks", ()) if isinstance(callback, Timer))
     if ends_by_count(trainer) or any(timer.time_remaining() is not None for timer in timers):
         return

@@ -193,6 +193,7 @@ def test_memory_stays_flat_over_a_million_rows():
         ({"trainer": {"overfit_batches": 2}}, OptionError, "overfit_batches"),
         ({"trainer": {"limit_train_batches": 3, "accumulate_grad_batches": 2}}, OptionError, "limit_train_batches"),
         ({"trainer": {"limit_train_batches": 0.5}}, OptionError, r"limit_train_batches=0\.5 is a share"),
+        ({"trainer": {"val_check_interval": 0.5}}, OptionError, r"val_check_interval=0\.5 is a share"),
         ({"val_share": 0.1}, OptionError, "val_paths"),
         ({"max_tokens": 8}, DataError, "max_tokens is 8"),
         ({"stream": [{"text": "a"}], "streaming": True}, OptionError, "streaming=False"),
@@ -204,6 +205,12 @@ def test_memory_stays_flat_over_a_million_rows():
 def test_what_a_stream_cannot_do_is_refused(tmp_path, options, error, said):
     with pytest.raises(error, match=said):
         train(tmp_path, **{"stream": make_stream(), **options})
+
+
+@pytest.mark.parametrize(("options", "is_said"), [({}, True), ({"val_check_interval": 2}, False)])
+def test_validation_data_that_are_never_read_are_told(tmp_path, recwarn, options, is_said):
+    train(tmp_path, stream=make_stream(), val_paths=make_rows(9), trainer={"max_steps": 2, **options})
+    assert any("never read" in str(warning.message) for warning in recwarn) is is_said
 
 
 @pytest.mark.parametrize(
