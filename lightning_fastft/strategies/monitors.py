@@ -127,7 +127,8 @@ def mean_over_ranks(metrics: Mapping[str, torch.Tensor]) -> dict[str, torch.Tens
     for name in dict.fromkeys(name for own in found for name in own):
         values = [own[name] for own in found if name in own]
         if name not in metrics or len(set(values)) > 1:
-            shared[name] = torch.tensor(sum(values) / len(values))
+            device = metrics[name].device if name in metrics else None
+            shared[name] = torch.tensor(sum(values) / len(values), device=device)
     return shared
 
 

@@ -126,7 +126,7 @@ def make_case(
 def dense(tensor, dtype):
     """A copy with nothing between its rows.
 
-    Products of bf16 on AMX multiply what lies beside a strided row by zero (PyTorch 2.13), which makes NaN of NaN.
+    With AMX, PyTorch 2.13 multiplies bf16 rows together with the memory behind them, by zero: NaN there gives NaN.
     """
     return tensor.to(dtype).contiguous()
 

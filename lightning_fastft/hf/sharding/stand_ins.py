@@ -52,7 +52,7 @@ def gather_instead(
     """
     unit.reshard()
     # By parameter: a module may have been swapped for one that shares its parameters.
-    found = {id(record.sharded_param): record for record in _group_of(unit).fsdp_params}
+    found = {id(record.sharded_param): record for group in _groups_of(unit) for record in group.fsdp_params}
     records = [found[id(module._parameters["weight"])] for module in values]
     patcher.add_undo(partial(_renew, records))
     for module in values if parks_weights else ():
@@ -70,17 +70,23 @@ def gather_instead(
 
 def gathered_bytes(unit: FSDPModule) -> int:
     """Return the size of the weights of a unit as FSDP2 gathers them."""
-    group = _group_of(unit)
-    return sum(_gathered_bytes(record.sharded_param, group.mp_policy.param_dtype) for record in group.fsdp_params)
+    return sum(
+        _gathered_bytes(record.sharded_param, group.mp_policy.param_dtype)
+        for group in _groups_of(unit)
+        for record in group.fsdp_params
+    )
 
 
 def is_trained(unit: FSDPModule) -> bool:
     """Return whether a weight of a unit is trained."""
-    return any(record.sharded_param.requires_grad for record in _group_of(unit).fsdp_params)
+    return any(record.sharded_param.requires_grad for group in _groups_of(unit) for record in group.fsdp_params)
 
 
-def _group_of(unit: FSDPModule) -> Any:
-    return unit._get_fsdp_state()._fsdp_param_group  # type: ignore[attr-defined]
+def _groups_of(unit: FSDPModule) -> list[Any]:
+    """Return the groups of weights of a unit: none if all are in units inside it; older torch has one at most."""
+    state: Any = unit._get_fsdp_state()  # type: ignore[attr-defined]
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
 
 
 def _gathered_bytes(weight: torch.Tensor, compute_dtype: torch.dtype | None) -> int:

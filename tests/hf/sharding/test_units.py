@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import CONFIG_MAPPING
@@ -22,7 +22,8 @@ from lightning_fastft.hf.loading.source import ModelSource
 from lightning_fastft.hf.lora import add_adapters, parse_lora
 from lightning_fastft.hf.sharding import units
 from lightning_fastft.hf.sharding.fillers import open_model, reads_base
-from lightning_fastft.hf.sharding.state import is_sharded, sharded_roots, unsharded_trained_names
+from lightning_fastft.hf.sharding.stand_ins import gathered_bytes
+from lightning_fastft.hf.sharding.state import is_sharded, reshard_trained, sharded_roots, unsharded_trained_names
 from lightning_fastft.hf.sharding.units import places_whole, shard_model
 from tests.support.sizes import sizes
 from tests.support.tiny_models import HYBRIDS, TINY, build_tiny
@@ -339,6 +340,20 @@ def test_tensor_that_nothing_fills_is_refused():
         model, _ = open_model(ModelSource(CONFIG, init="random"), device=CPU, dtype=torch.float32)
         with pytest.raises(UnsupportedModelError, match="nothing fills"):
             shard_model(model, mesh)
+
+
+def test_units_are_resharded_after_a_step_where_they_train_and_an_outer_module_may_have_no_unit():
+    with rank_of_two(0) as mesh:
+        trained, frozen = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4).requires_grad_(False)
+        whole = torch.nn.Sequential(trained, frozen)
+        for module in (trained, frozen, whole):
+            fully_shard(module, mesh=mesh)
+        assert (gathered_bytes(trained), gathered_bytes(whole)) == (4 * 20, 0)
+        for module in (trained, frozen):
+            module.unshard()
+        reshard_trained(whole)
+        assert isinstance(trained.weight, DTensor)
+        assert not isinstance(frozen.weight, DTensor)
 
 
 def test_pieces_are_told_from_wholes():
