@@ -11,7 +11,9 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_fastft import FineTuner
+from lightning_fastft.checkpoint.lightning_internals import wrap_monitored
 from lightning_fastft.core.errors import OptionError
+from lightning_fastft.core.patcher import ModelPatcher
 from tests.support.token_weighting_worker import CONFIG
 from tests.support.training_parts import VOCAB_SIZE, PlainModule, packed_loader, quiet_trainer, tiny_llama
 
@@ -128,3 +130,28 @@ def test_a_logger_of_wandb_without_a_login_is_refused_before_the_model_is_built(
     trainer = quiet_trainer(tmp_path, strategy="fastft", logger=NotLoggedIn(tmp_path))
     with pytest.raises(OptionError, match="wandb login"):
         trainer.fit(module, packed_loader(2))
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_save_after_an_exception_waits_for_no_other_rank(interrupted):
+    callback, patcher, num_agreed = ModelCheckpoint(), ModelPatcher(), 0
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(_get_monitor_value=None))
+    trainer = SimpleNamespace(
+        callbacks=[callback],
+        fit_loop=loop,
+        interrupted=interrupted,
+        callback_metrics={},
+        current_epoch=0,
+        global_step=3,
+    )
+
+    def agree(metrics):
+        nonlocal num_agreed
+        num_agreed += 1
+        return metrics
+
+    wrap_monitored(trainer, patcher, agree)
+    assert callback._monitor_candidates(trainer)["step"] == 3
+    assert num_agreed == (not interrupted)
+    patcher.undo()
+    assert "_monitor_candidates" not in vars(callback)
