@@ -36,10 +36,16 @@ def auto_vram_bytes(device: torch.device) -> int:
 
 def auto_host_bytes() -> int:
     """Return half of the memory that the kernel reports as available on the host."""
+    available = available_host_bytes()
+    return available if available == UNKNOWN_BYTES else int(AUTO_HOST_SHARE * available)
+
+
+def available_host_bytes() -> int:
+    """Return the memory that the kernel reports as available on the host; unlimited where it reports none."""
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             fields = dict(line.split(":", 1) for line in file)
-        return int(AUTO_HOST_SHARE * int(fields["MemAvailable"].split()[0]) * 1024)
+        return int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):
         return UNKNOWN_BYTES
 

@@ -27,6 +27,7 @@ from lightning_fastft.core.status import Status, render_status_table
 from lightning_fastft.strategies.even_batches import check_even_batches
 from lightning_fastft.strategies.memory_errors import StepWitness
 from lightning_fastft.strategies.monitors import check_loggers, check_monitors, share_monitored
+from lightning_fastft.strategies.move_to_host import moving_within_memory
 from lightning_fastft.strategies.packed_steps import PackedSteps, collect_statuses, environment_of
 from lightning_fastft.strategies.patching import callbacks_of, patcher_of
 from lightning_fastft.strategies.step_down import BACKWARD, HALF_DONE, NOTHING_TRAINED, StepDownMixin
@@ -221,7 +222,9 @@ class FastFTStrategyMixin(StepDownMixin):
         """Undo the remaining patches, then tear down the parent strategy."""
         if self._patcher is not None:
             self._patcher.undo()
-        super().teardown()
+        num_local_ranks = 1 if self._fastft_trainer is None else self._fastft_trainer.num_devices
+        with moving_within_memory(self.lightning_module, num_local_ranks=num_local_ranks):
+            super().teardown()
 
     def on_train_start(self) -> None:
         """Refuse ranks with different numbers of batches, and log the status table before the first training batch.
