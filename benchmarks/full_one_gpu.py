@@ -5,7 +5,7 @@ r"""Train every weight of a large model on one GPU: bf16 weights rounded stochas
 Weights are random and drawn on the device, so nothing is read from a disk. Packs are new in every micro-batch: random
 tokens in documents of about 1,024, all labelled. The command prints, and writes to result.json, tokens/s of each
 optimizer step behind the warm-up (p10, p50, p90, mean; CUDA events, no sync inside), peak memory allocated and
-reserved, and the losses. Host memory: 2.03 bytes per weight times --offload, pinned once, about a second per GiB.
+reserved, and the losses; rows.csv has rows for results.csv. Host memory: 2.03 bytes per weight times --offload, pinned once, about a second per GiB.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, Trainer
 
+from benchmarks.results import append_rows
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.callbacks.finite_guard import FiniteGuard
 from lightning_fastft.callbacks.fused_kernels import FusedKernels
@@ -166,6 +167,27 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def result_rows(found: dict[str, Any], *, options: argparse.Namespace, command: str) -> list[dict[str, Any]]:
+    """Return rows for results.csv."""
+    place = f"{100 * options.offload:.0f} % of the moments on the host"
+    shared = {
+        "benchmark": "full_one_gpu",
+        "workload": f"{options.model}, every weight, {options.accumulate} packs of {options.tokens} tokens a step",
+        "system": f"ours {options.policy}+fused, moments in 8 bits, {place}, {options.rounding} rounding",
+        "version": f"torch {torch.__version__.partition('+')[0]}",
+        "n": len(found["step_ms"]),
+        "command": command,
+        "device": found.get("gpu", "cpu"),
+    }
+    low, middle, high = (float(np.percentile(found["step_ms"], share)) for share in (10, 50, 90))
+    peaks = [kind for kind in ("allocated", "reserved") if f"peak_{kind}_gib" in found]
+    return [
+        {**shared, "metric": "step", "value": middle, "p10": low, "p90": high, "unit": "ms"},
+        {**shared, "metric": "tokens", "value": found["tokens_per_s"]["p50"], "unit": "tokens/s"},
+        *({**shared, "metric": f"peak {kind}", "value": found[f"peak_{kind}_gib"], "unit": "GiB"} for kind in peaks),
+    ]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -184,6 +206,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     found = run(options)
     options.out.mkdir(parents=True, exist_ok=True)
+    command = "python -m benchmarks.full_one_gpu " + " ".join(sys.argv[1:] if arguments is None else arguments)
+    append_rows(result_rows(found, options=options, command=command), path=options.out / "rows.csv")
     (options.out / "result.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(found, indent=1))
     return 0
