@@ -2,9 +2,9 @@
 
 Decoder layers, a budget and the sizes of the first steps enter; layers that follow a plan leave, with a status line.
 ``OffloadCheckpointing`` (in ``checkpointing``) is the public switch, ``tiles`` runs feed-forward blocks in parts.
-``stack`` decides the plan from the measurements of the first steps (``measurement``, ``probe``); ``execution`` applies
-it, and ``segments`` runs one decoder layer under it. ``values`` finds the segment of a module inside a layer,
-``frozen_weights`` finds the weights that can move to the host. ``engine``, ``slots`` and ``streams`` copy activations
-to pinned memory and back, ``weights`` copies frozen weights, ``budgets`` limits "auto", ``vram_budget`` plans the first
-steps within it. Read ``checkpointing`` first.
+``stack`` measures the first steps (``measurement``, ``probe``) and decides when to plan; ``planning`` chooses the plan,
+``execution`` applies it, and ``segments`` runs one decoder layer under it. ``values`` finds the segment of a module
+inside a layer, ``frozen_weights`` finds the weights that can move to the host. ``engine``, ``slots`` and ``streams``
+copy activations to pinned memory and back, ``weights`` copies frozen weights, ``budgets`` limits "auto",
+``vram_budget`` plans the first steps within it. Read ``checkpointing`` first.
 """

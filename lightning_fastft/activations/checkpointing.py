@@ -12,8 +12,9 @@ from torch import nn
 
 from lightning_fastft.activations.budgets import cap_memory, device_bytes, expand_segments, peak_memory_bytes
 from lightning_fastft.activations.frozen_weights import FrozenWeights, GatheredWeights
+from lightning_fastft.activations.planning import NOTCH, StackOptions
 from lightning_fastft.activations.segments import Segment
-from lightning_fastft.activations.stack import NOTCH, SegmentStack, StackOptions
+from lightning_fastft.activations.stack import SegmentStack
 from lightning_fastft.core.checks import check_choice, check_float, check_int
 from lightning_fastft.core.errors import OptionError, SwapError
 from lightning_fastft.core.patcher import ModelPatcher

@@ -14,14 +14,12 @@ from lightning_fastft.planner.step import SegmentPlan, StepCost
 
 
 class PlanExecutor:
-    """Apply plans to the segments of a model, and own the offload engine and the copy streams.
+    """Apply plans to the segments of a model, and own the offload engine and the copy streams."""
 
-    is_poisoned fills each freed slot with NaN, for tests.
-    """
-
-    def __init__(self, segments: Sequence[Segment], *, buffers: int, is_serial: bool, is_poisoned: bool) -> None:
+    def __init__(self, segments: Sequence[Segment], *, buffers: int, is_serial: bool) -> None:
         self.engine: OffloadEngine | None = None
-        self.is_poisoned = is_poisoned
+        # Fill each freed slot with NaN, for tests.
+        self.is_poisoned = False
         self.make_copy_streams: Callable[[torch.device], CopyStreams] = lambda device: make_copy_streams(
             device, is_serial=is_serial
         )

@@ -5,18 +5,15 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from lightning_fastft.activations.budgets import auto_host_bytes, auto_vram_bytes, check_not_unified, is_unified
-from lightning_fastft.activations.engine import OffloadEngine
-from lightning_fastft.activations.execution import PlanExecutor
+from lightning_fastft.activations.budgets import auto_vram_bytes, check_not_unified, is_unified
 from lightning_fastft.activations.frozen_weights import FrozenWeights, GatheredWeights
 from lightning_fastft.activations.measurement import Measurement
-from lightning_fastft.activations.probe import measure_machine
-from lightning_fastft.activations.segments import KEEP, RECOMPUTE, Segment, is_random
+from lightning_fastft.activations.planning import NOTCH, PlannedStack, StackOptions
+from lightning_fastft.activations.segments import KEEP, RECOMPUTE
 from lightning_fastft.activations.slots import align
 from lightning_fastft.activations.vram_budget import (
     PLANNED_SHARE,
@@ -31,28 +28,10 @@ from lightning_fastft.core.errors import HostMemoryError, OptionError, Unsupport
 from lightning_fastft.core.phases import phase
 from lightning_fastft.core.run_environment import RunEnvironment
 from lightning_fastft.planner.picture import render_plan
-from lightning_fastft.planner.plan import make_plan
-from lightning_fastft.planner.step import Machine, Plan, SegmentPlan, StepCost
-
-# Factor by which a budget is reduced if its memory was not available.
-NOTCH = 0.9
-_MAX_NOTCHES = 5
+from lightning_fastft.planner.step import StepCost
 
 
-class StackOptions(NamedTuple):
-    """Options of a stack; the arguments of OffloadCheckpointing."""
-
-    policy: str
-    vram_budget_bytes: int | None
-    host_budget_bytes: int | None
-    buffers: int
-    weights: str = "auto"
-    is_serial: bool = False
-    is_poisoned: bool = False
-    mlp_tiles: int = 1
-
-
-class SegmentStack:
+class SegmentStack(PlannedStack):
     """Own the segments of one model and decide their plan.
 
     A ``Measurement`` measures a step, the planner chooses a plan for the budgets, and a ``PlanExecutor`` applies it.
@@ -80,50 +59,27 @@ class SegmentStack:
         vocab_size: int = 0,
         name: str = "",
     ) -> None:
-        self.options = options
+        super().__init__(layers, options, environment=environment, weights=weights)
         self.name = name
-        self.environment = environment
-        self.segments = [
-            Segment(index, is_random=any(map(is_random, layer.modules())), has_router=_has_router(layer))
-            for index, layer in enumerate(layers)
-        ]
-        self.executor = PlanExecutor(
-            self.segments, buffers=options.buffers, is_serial=options.is_serial, is_poisoned=options.is_poisoned
-        )
         has_budget = options.vram_budget_bytes is not None
         self.measurement = Measurement(
             layers, self.segments, measures_gap=has_budget, find_streams=lambda: self.executor.streams
         )
         self._layers, self._vocab_size = layers, vocab_size
-        self.weights = FrozenWeights(layers) if weights is None else weights
         self._gathered = gathered
         # Their description for the user, once it is decided.
         self.describe_gathered: Callable[[], str] = str
         # Trained weights that stay gathered from a forward to its backward.
         self.trained_bytes = 0
-        self.plan: Plan | None = None
-        self.cost: StepCost | None = None
         # Predicted from shapes, until a step is measured.
         self._predicted: StepCost | None = None
         self._watch = BudgetWatch(options.vram_budget_bytes) if options.vram_budget_bytes is not None else None
-        self.note = ""
         self.segments[0].on_forward = self.begin_forward
         for segment in self.segments:
             segment.awaits_plan = self._awaits_plan
             segment.vram_budget_bytes = options.vram_budget_bytes
         # Known once the model is on its device.
         self._is_always_kept = False
-        # Ranks agree once, at the same forward. Later a rank plans alone, because a collective would hang; ranks that
-        # plan together see the same packs, so they plan at the same forward every time.
-        self._has_agreed = False
-        self._device = torch.device("cpu")
-        # Size of the hidden states of the longest pack.
-        self._longest_bytes = 0
-
-    @property
-    def engine(self) -> OffloadEngine | None:
-        """The offload engine of the present plan; None if nothing is offloaded."""
-        return self.executor.engine
 
     def begin_forward(self, hidden: torch.Tensor) -> None:
         """Prepare a forward: offload the inputs of longer packs, measure, or plan."""
@@ -154,10 +110,6 @@ class SegmentStack:
                 segment.plan = KEEP if is_always_kept else RECOMPUTE
         if self.options.weights == "stream" and self.weights.streamed is None:
             self._stream(device)
-
-    def follow(self, plan: Sequence[SegmentPlan], *, device: torch.device, cost: StepCost | None = None) -> None:
-        """Apply a plan from the next forward on, for the longest pack seen; arguments as in ``PlanExecutor.apply``."""
-        self.executor.apply(plan, device=device, input_bytes=align(self._longest_bytes), cost=cost)
 
     def step_down(self) -> bool:
         """Reduce the memory use after the device ran out of memory; return whether that is possible.
@@ -238,14 +190,6 @@ class SegmentStack:
         if num_hosted < most:
             self.note = f"host_budget has room for {num_hosted} of {most} inputs"
             self.environment.report(f"activations: {self.note}; the others stay on the device")
-
-    @property
-    def _streaming(self) -> tuple[bool, ...]:
-        """Allowed values of whether a plan streams the frozen weights."""
-        if self.weights.streamed is not None:
-            return (True,)
-        is_allowed = self.options.weights == "auto" and self.weights.can_move and not is_unified(self._device)
-        return (False, True) if is_allowed else (False,)
 
     def _begin_first_steps(self, hidden: torch.Tensor) -> None:
         """Choose the plan of the measured steps from shapes, so that they stay within the budget."""
@@ -379,93 +323,6 @@ class SegmentStack:
         self.describe_gathered = functools.partial(str, self._gathered.describe(num_kept))
         self._gathered = None
 
-    def _make_plan(self, device: torch.device, *, vram_budget: int) -> None:
-        """Plan and apply; lower a budget, with a warning, if its memory is not available."""
-        host_budget, machine = self._host_budget(), measure_machine(device)
-        for attempt in range(_MAX_NOTCHES):
-            plan = self._best_plan(vram_budget=vram_budget, host_budget=host_budget, machine=machine)
-            if not self._has_agreed or self.environment.plans_together:
-                self._has_agreed, plan = True, self.environment.agree(plan)
-            # Discard the plan that this rank would have made alone.
-            if self.weights.streamed is None and any(segment.is_streamed for segment in plan.segments):
-                plan = self._stream_for(plan, device, vram_budget=vram_budget, host_budget=host_budget, machine=machine)
-            try:
-                self.follow(plan.segments, device=device, cost=self.cost)
-            except HostMemoryError as error:
-                self._check_alone(error)
-                # Last attempt without host memory for activations, since pinning keeps failing; streamed weights stay.
-                held = self.weights.host_bytes
-                host_budget = held + (
-                    max(0, plan.prediction.host_bytes - held) // 2 if attempt < _MAX_NOTCHES - 2 else 0
-                )
-                self.note = f"the host has less pinned memory than planned: {host_budget / 2**30:.1f} GiB"
-                self.environment.report(f"{error} Planning again with {host_budget / 2**30:.1f} GiB of pinned memory.")
-            except torch.OutOfMemoryError as error:
-                self._check_alone(error)
-                vram_budget = int(vram_budget * NOTCH)
-                self.environment.report(
-                    f"The device has less memory than planned for; planning again for {vram_budget / 2**30:.1f} GiB."
-                )
-            else:
-                self.plan = plan
-                return
-        self.executor.close_engine()
-        raise OptionError(
-            "No plan for the activations could be applied. Set vram_budget and host_budget in GiB, or use policy "
-            "'recompute'."
-        )
-
-    def _check_alone(self, error: Exception) -> None:
-        """Raise if this rank may not change the plan that it cannot apply."""
-        if self.environment.plans_together:
-            raise OptionError(
-                f"This rank cannot apply the activation plan of its group, which exchanges data in each layer: {error} "
-                "Set OffloadCheckpointing(vram_budget=..., host_budget=...) to fewer GiB, or use policy 'recompute'."
-            ) from error
-
-    def _best_plan(self, *, vram_budget: int, host_budget: int, machine: Machine) -> Plan:
-        """Return the fastest plan that fits; weights that are already streamed stay streamed."""
-        assert self.cost is not None
-        plan = functools.partial(
-            make_plan,
-            vram_budget_bytes=vram_budget,
-            host_budget_bytes=host_budget,
-            machine=machine,
-            buffers=self.options.buffers,
-        )
-        if self.weights.streamed is not None:
-            return plan(self.cost, weights="stream")
-        if self.options.weights == "resident" or self.weights.move is None or machine.is_unified:
-            return plan(self.cost, weights="resident")
-        return plan(self.cost, weights="auto")
-
-    def _stream_for(
-        self, plan: Plan, device: torch.device, *, vram_budget: int, host_budget: int, machine: Machine
-    ) -> Plan:
-        """Move the frozen weights to the host for a plan.
-
-        Returns:
-            The plan, or a new one if the embedding must stay, or if the weights cannot move and a plan without
-            streaming fits.
-        """
-        assert self.cost is not None
-        try:
-            self._stream(device)
-        except (HostMemoryError, OptionError, UnsupportedModelError) as error:
-            self._check_alone(error)
-            self.weights.move = None
-            try:
-                found = self._best_plan(vram_budget=vram_budget, host_budget=host_budget, machine=machine)
-            except OptionError:
-                raise error from None
-            self.environment.report(f"activations: frozen weights stay on the device, because a plan fits: {error}")
-            return found
-        self.environment.report(f"activations: {' '.join(plan.notes)}")
-        if self.weights.embedding_bytes == self.cost.embedding_bytes:
-            return plan
-        self.cost = self.cost._replace(embedding_bytes=self.weights.embedding_bytes)
-        return self._best_plan(vram_budget=vram_budget, host_budget=host_budget, machine=machine)
-
     def _stream_and_measure_again(self) -> bool:
         """Move the frozen weights to the host because the first steps do not fit with them on the device."""
         self.measurement.restart()
@@ -487,22 +344,3 @@ class SegmentStack:
             "streamed from the host"
         )
         return True
-
-    def _stream(self, device: torch.device) -> None:
-        streamed = self.weights.stream(self.executor.streams_of(device))
-        # If this runs inside the first layer's call, the hooks just added to it do not run for that call.
-        self.segments[0].on_backward = streamed.enter_backward
-
-    def _host_budget(self) -> int:
-        """Return the pinned memory budget of this rank in bytes, including its streamed weights."""
-        if self.options.host_budget_bytes is not None:
-            return self.options.host_budget_bytes
-        return auto_host_bytes() // self.environment.num_local_ranks + self.weights.host_bytes
-
-
-def _has_router(layer: nn.Module) -> bool:
-    """Return whether a layer has a router: a module of experts, or one named router."""
-    return any(
-        "experts" in name.rpartition(".")[2].lower() or "router" in type(module).__name__.lower()
-        for name, module in layer.named_modules()
-    )

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn import functional
 
 from lightning_fastft.core.errors import ShapeError
+from lightning_fastft.core.linear_map import linear_map
 from lightning_fastft.moe.expert_linears import ExpertAdapter
 
 # Attribute of experts modules whose stacks are owned in shares, not in the state_dict: the ExpertAxis.
@@ -70,7 +71,14 @@ class ExpertAxis:
         if num_missing:
             x_RD, weight_RK = (functional.pad(rows, (0, 0, 0, num_missing)) for rows in (x_RD, weight_RK))
             expert_RK = functional.pad(expert_RK, (0, 0, 0, num_missing), value=num_experts)
-        x_TD, weight_TK = _GatherRows.apply(self, x_RD, weight_RK)
+        needs = [rows.requires_grad for rows in (x_RD, weight_RK)]
+        # Both backward exchanges are in one node, so all ranks have one order.
+        x_TD, weight_TK = linear_map(
+            lambda *rows: tuple(_gather(each, self) for each in rows),
+            lambda *grads: tuple(_sum(d, self).mul_(self.size) if need else None for d, need in zip(grads, needs)),
+            x_RD,
+            weight_RK,
+        )
         first = self.rank * (num_experts // self.size)
         expert_TK = _gather(expert_RK.to(torch.int32), self) - first
         return x_TD, expert_TK, weight_TK
@@ -83,7 +91,9 @@ class ExpertAxis:
         Cost:
             As gather, and one pass over T * D values.
         """
-        y_RD: torch.Tensor = _ScatterRows.apply(self, y_TD)
+        y_RD: torch.Tensor = linear_map(
+            lambda y_TD: _sum(y_TD, self), lambda d_y_RD: (_gradient_of_sum(d_y_RD, self),), y_TD
+        )
         return y_RD[:num_tokens]
 
 
@@ -101,52 +111,19 @@ def share_adapter(adapter: ExpertAdapter, axis: ExpertAxis) -> ExpertAdapter:
     """
     num_owned = adapter.a_EIR.shape[0] // axis.size
     a_EIR, b_ERO = (
-        _MultiplyGradient.apply(factor.narrow(0, axis.rank * num_owned, num_owned), axis.size)
+        linear_map(
+            lambda owned: owned.view_as(owned),
+            lambda d_owned: (d_owned * axis.size,),
+            factor.narrow(0, axis.rank * num_owned, num_owned),
+        )
         for factor in (adapter.a_EIR, adapter.b_ERO)
     )
     return ExpertAdapter(a_EIR, b_ERO, adapter.scale)
 
 
-class _GatherRows(torch.autograd.Function):
-    """Gather token states and routing weights; both backward exchanges are in one node, so all ranks have one order."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, axis: ExpertAxis, x_RD: torch.Tensor, weight_RK: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.axis = axis
-        return _gather(x_RD, axis), _gather(weight_RK, axis)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        needs = ctx.needs_input_grad[1:]
-        return None, *(_sum(grad, ctx.axis).mul_(ctx.axis.size) if need else None for grad, need in zip(grads, needs))
-
-
-class _ScatterRows(torch.autograd.Function):
-    """Sum the rows of each rank over the axis; d_y = the gathered d_sum / ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, axis: ExpertAxis, y_TD: torch.Tensor) -> torch.Tensor:
-        ctx.axis = axis
-        return _sum(y_TD, axis)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, torch.Tensor]:
-        return None, _gather(grads[0] / ctx.axis.size, ctx.axis)
-
-
-class _MultiplyGradient(torch.autograd.Function):
-    """Return a view; its gradient is multiplied."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, factor: int) -> torch.Tensor:
-        ctx.factor = factor
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grads[0] * ctx.factor, None
+def _gradient_of_sum(d_y_RD: torch.Tensor, axis: ExpertAxis) -> torch.Tensor:
+    """Return the gathered gradient divided by the number of ranks."""
+    return _gather(d_y_RD / axis.size, axis)
 
 
 def _gather(rows: torch.Tensor, axis: ExpertAxis) -> torch.Tensor:

@@ -6,11 +6,11 @@ Axes: R labelled rows padded to a bucket, C completions (C1 = C + 1 offsets), G 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from lightning_fastft.core.errors import ShapeError
+from lightning_fastft.core.linear_map import linear_map
 
 
 class Completions:
@@ -123,7 +123,12 @@ class Completions:
 
     def spread(self, value_C: torch.Tensor) -> torch.Tensor:
         """Return each row's value of its completion, shape (R,); 0 in padding rows. Differentiable."""
-        rows: torch.Tensor = _Spread.apply(value_C, self)
+        rows: torch.Tensor = linear_map(
+            lambda value_C: torch.nn.functional.pad(value_C, (0, 1))[self.completion_R],
+            # A sum over the rows of a completion, the same in every run.
+            lambda d_rows_R: (self.sum(d_rows_R),),
+            value_C,
+        )
         return rows
 
 
@@ -135,16 +140,3 @@ def _differ(scores: Sequence[float], num_completions: Sequence[int]) -> bool:
             return True
         start += count
     return False
-
-
-class _Spread(torch.autograd.Function):
-    """The gradient of a completion is the sum over its rows, the same in every run."""
-
-    @staticmethod
-    def forward(ctx: Any, value_C: torch.Tensor, completions: Completions) -> torch.Tensor:
-        ctx.completions = completions
-        return torch.nn.functional.pad(value_C, (0, 1))[completions.completion_R]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.completions.sum(grads[0]), None

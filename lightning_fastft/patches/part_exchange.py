@@ -6,14 +6,15 @@ M = G / P heads of one rank, W width of a head, C columns of the heads that one 
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lightning_fastft.core.errors import BackendError
+from lightning_fastft.core.linear_map import linear_map
 from lightning_fastft.packing.parts import PackPart
 
 
@@ -49,7 +50,7 @@ def gather_rows(
     num_repeats = num_parts // math.gcd(k_RGW.shape[1], num_parts)
     if num_repeats > 1:
         k_RGW, v_RGW = (x.repeat_interleave(num_repeats, dim=1) for x in (k_RGW, v_RGW))
-    q_TNW, k_TMW, v_TMW = _Exchange.apply(part.group, num_parts, True, q_RHW, k_RGW, v_RGW)
+    q_TNW, k_TMW, v_TMW = _exchange(part, True, q_RHW, k_RGW, v_RGW)
     return q_TNW, k_TMW, v_TMW
 
 
@@ -59,9 +60,8 @@ def gather_heads(out_TNW: torch.Tensor, *, part: PackPart) -> torch.Tensor:
     Cost:
         One all-to-all in the forward and one in the backward, and two copies.
     """
-    (out_RHW,) = _Exchange.apply(part.group, part.num_parts, False, out_TNW)
-    gathered: torch.Tensor = out_RHW
-    return gathered
+    (out_RHW,) = _exchange(part, False, out_TNW)
+    return out_RHW
 
 
 def share_of_heads(x_H: torch.Tensor, *, part: PackPart) -> torch.Tensor:
@@ -92,47 +92,33 @@ def sum_over_parts(loss: torch.Tensor, *, part: PackPart) -> torch.Tensor:
     Cost:
         One all-reduce of a number; no host sync.
     """
-    total: torch.Tensor = _SumOverParts.apply(loss, part)
-    return total
 
-
-class _SumOverParts(torch.autograd.Function):
-    """Sum in the forward; in the backward, d_loss = num_parts * d_total."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, part: PackPart) -> torch.Tensor:
-        ctx.num_parts = part.num_parts
+    def add(loss: torch.Tensor) -> torch.Tensor:
         total = loss.clone()
         dist.all_reduce(total, group=part.group)
         return total
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grads[0] * ctx.num_parts, None
+    total: torch.Tensor = linear_map(add, lambda d_total: (_loss_gradient(d_total, part),), loss)
+    return total
 
 
-class _Exchange(torch.autograd.Function):
-    """All-to-all of heads and rows in one message; the backward is the exchange in the other direction.
+def _loss_gradient(d_total: torch.Tensor, part: PackPart) -> torch.Tensor:
+    return d_total * part.num_parts
 
-    Saves nothing. All tensors go in one collective, so that every rank meets the collectives in one order.
+
+def _exchange(part: PackPart, to_heads: bool, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Send heads or rows, differentiably: the backward is the exchange in the other direction.
+
+    All tensors go in one collective, so that every rank meets the collectives in one order.
     """
-
-    @staticmethod
-    def forward(
-        ctx: Any, group: Any, num_parts: int, to_heads: bool, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.group, ctx.num_parts, ctx.to_heads = group, num_parts, to_heads
-        return _exchange(tensors, group=group, num_parts=num_parts, to_heads=to_heads)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        found = _exchange(grads, group=ctx.group, num_parts=ctx.num_parts, to_heads=not ctx.to_heads)
-        return None, None, None, *found
+    send = functools.partial(_send, group=part.group, num_parts=part.num_parts)
+    found: tuple[torch.Tensor, ...] = linear_map(
+        functools.partial(send, to_heads=to_heads), functools.partial(send, to_heads=not to_heads), *tensors
+    )
+    return found
 
 
-def _exchange(
-    tensors: Sequence[torch.Tensor], *, group: Any, num_parts: int, to_heads: bool
-) -> tuple[torch.Tensor, ...]:
+def _send(*tensors: torch.Tensor, group: Any, num_parts: int, to_heads: bool) -> tuple[torch.Tensor, ...]:
     """Send every rank its heads of these rows, or (to_heads=False) its rows of these heads."""
     num_rows, first = tensors[0].shape[0], tensors[0]
     num_rows_each = num_rows if to_heads else num_rows // num_parts

@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_fastft.activations import engine as engine_module
 from lightning_fastft.activations import measurement as measurement_module
-from lightning_fastft.activations import stack as stack_module
+from lightning_fastft.activations import planning as planning_module
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.activations.segments import KEEP, RECOMPUTE
 from lightning_fastft.activations.vram_budget import PLANNED_SHARE
@@ -89,7 +89,7 @@ class Attached:
 
 @pytest.fixture(autouse=True)
 def fast_machine(monkeypatch):
-    monkeypatch.setattr(stack_module, "measure_machine", lambda device: FAST)
+    monkeypatch.setattr(planning_module, "measure_machine", lambda device: FAST)
 
 
 def peak_gib(cost, segment_plan):
@@ -371,7 +371,7 @@ def test_a_host_that_refuses_memory_shrinks_the_plan_and_is_reported(monkeypatch
 
 def test_a_host_that_gives_nothing_is_planned_without_at_last(monkeypatch):
     """Half of what was refused, again and again, never comes to nothing."""
-    make_plan = stack_module.make_plan
+    make_plan = planning_module.make_plan
 
     def greedy(cost, *, host_budget_bytes, **options):
         plan = make_plan(cost, host_budget_bytes=host_budget_bytes, **options)
@@ -380,7 +380,7 @@ def test_a_host_that_gives_nothing_is_planned_without_at_last(monkeypatch):
         segments = tuple(RECOMPUTE._replace(input_place="host") for _ in plan.segments)
         return plan._replace(segments=segments, prediction=plan.prediction._replace(host_bytes=host_budget_bytes))
 
-    monkeypatch.setattr(stack_module, "make_plan", greedy)
+    monkeypatch.setattr(planning_module, "make_plan", greedy)
     Refuses(monkeypatch, limit_bytes=0)
     attached = Attached(vram_budget=1000, host_budget=1)
     expected = attached.expected()
@@ -510,7 +510,7 @@ def test_unified_memory_refuses_to_offload(monkeypatch):
 
 def test_unified_memory_is_planned_without_the_host(monkeypatch):
     monkeypatch.setattr(
-        stack_module, "measure_machine", lambda device: Machine("a small box", 0.0, 0.0, is_unified=True)
+        planning_module, "measure_machine", lambda device: Machine("a small box", 0.0, 0.0, is_unified=True)
     )
     attached = Attached(vram_budget=1.5 * bytes_of("recompute"), host_budget=1).until_planned()
     assert attached.stack.engine is None
@@ -543,7 +543,7 @@ def streaming(monkeypatch, **options):
 def resident():
     """The costs that are measured with all weights on the device."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stack_module, "measure_machine", lambda device: FAST)
+        patch.setattr(planning_module, "measure_machine", lambda device: FAST)
         return streaming(patch, vram_budget=1000).until_planned().stack.cost
 
 
@@ -662,7 +662,7 @@ def test_longer_packs_are_planned_for_with_the_weights_on_the_host(monkeypatch, 
     attached = streaming(monkeypatch, vram_budget=1000, host_budget="auto", agree=as_streamed, lengths=SMALL)
     # Half of a host with room for a fifth more than the weights twice, and of what they leave of it.
     monkeypatch.setattr(
-        stack_module, "auto_host_bytes", lambda: (int(2.2 * num_bytes) - attached.stack.weights.host_bytes) // 2
+        planning_module, "auto_host_bytes", lambda: (int(2.2 * num_bytes) - attached.stack.weights.host_bytes) // 2
     )
     attached.until_planned()
     first = attached.stack.plan
@@ -673,7 +673,7 @@ def test_longer_packs_are_planned_for_with_the_weights_on_the_host(monkeypatch, 
 
 
 def test_ranks_of_one_host_share_its_memory(monkeypatch):
-    monkeypatch.setattr(stack_module, "auto_host_bytes", lambda: 80 * GIB)
+    monkeypatch.setattr(planning_module, "auto_host_bytes", lambda: 80 * GIB)
     attached = streaming(monkeypatch, vram_budget=1000, host_budget="auto", weights="stream")
     attached.knows(num_local_ranks=8)
     assert attached.stack._host_budget() == 10 * GIB

@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from lightning_fastft.activations import measurement as measurement_module
-from lightning_fastft.activations import stack as stack_module
+from lightning_fastft.activations import planning as planning_module
 from lightning_fastft.activations.budgets import SEGMENT_BYTES
 from lightning_fastft.activations.probe import Meter
 from lightning_fastft.activations.segments import RECOMPUTE
@@ -238,7 +238,7 @@ def test_the_plan_leaves_what_the_allocator_reserves_beyond_what_is_allocated(al
         capacities.append(vram_budget_bytes)
         return planner.make_plan(cost, vram_budget_bytes=vram_budget_bytes, **options)
 
-    monkeypatch.setattr(stack_module, "make_plan", make_plan)
+    monkeypatch.setattr(planning_module, "make_plan", make_plan)
     allocator.base_bytes, allocator.gap_bytes = 100 * MIB, 200 * MIB
     attached = Attached(vram_budget=1, host_budget=0).until_planned()
     # The second forward frees memory that loading left in the cache.

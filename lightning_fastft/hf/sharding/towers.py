@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from lightning_fastft.core.linear_map import linear_map
 from lightning_fastft.hf.families import tower_parameters
 
 
@@ -35,20 +36,14 @@ def _join_towers(places: list[tuple[nn.Module, str]], base: nn.Module, args: Any
     """Make the hidden states depend on the parameters, in a forward hook."""
     if torch.is_grad_enabled():
         # Looked up in each forward: FSDP2 puts gathered parameters in place of the shards.
-        parameters = [module._parameters[name] for module, name in places]
-        output.last_hidden_state = _JoinTowers.apply(output.last_hidden_state, *parameters)
+        parameters = [parameter for module, name in places if (parameter := module._parameters[name]) is not None]
+        shapes = [(each.shape, each.dtype, each.device) for each in parameters]
+
+        def give_zeros(d_hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            zeros = [torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in shapes]
+            return d_hidden, *zeros
+
+        output.last_hidden_state = linear_map(
+            lambda hidden, *_: hidden.view_as(hidden), give_zeros, output.last_hidden_state, *parameters
+        )
     return output
-
-
-class _JoinTowers(torch.autograd.Function):
-    """Return hidden states; parameters get zeros as gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
-        ctx.parameters = [(each.shape, each.dtype, each.device) for each in parameters]
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        zeros = [torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.parameters]
-        return grads[0], *zeros

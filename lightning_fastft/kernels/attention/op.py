@@ -6,7 +6,7 @@ Axes: T tokens of the pack, H query heads, G key/value heads, W width of a head.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -14,6 +14,7 @@ from lightning_fastft.core.autocast import autocast_off
 from lightning_fastft.core.checks import check_choice, check_int, check_tensor
 from lightning_fastft.core.errors import BackendError, MissingDependencyError, ShapeError
 from lightning_fastft.core.extras import pip_line
+from lightning_fastft.core.linear_map import linear_map
 from lightning_fastft.kernels.attention.cudnn_backend import cudnn_attention, is_cudnn_installed
 from lightning_fastft.kernels.attention.flash import MAX_HEAD_WIDTH, Collect, Remember, varlen_attention
 from lightning_fastft.kernels.attention.flex import flex_attention
@@ -179,26 +180,16 @@ def gather_keys(x_TGW: torch.Tensor, keys: PrefixKeys) -> torch.Tensor:
     Cost:
         One pass over N rows in the forward and one in the backward; no host sync.
     """
-    gathered: torch.Tensor = _GatherKeys.apply(x_TGW, keys)
-    return gathered
 
-
-class _GatherKeys(torch.autograd.Function):
-    """Gather rows and save nothing: the context of the pack owns the row indices."""
-
-    @staticmethod
-    def forward(ctx: Any, x_TGW: torch.Tensor, keys: PrefixKeys) -> torch.Tensor:
-        ctx.keys = keys
-        return x_TGW.index_select(0, keys.row_N)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        d_out_NGW, keys = grads[0], ctx.keys
+    def sum_readers(d_out_NGW: torch.Tensor) -> tuple[torch.Tensor]:
         # The last offset is N; entries from N on are empty.
         d_x_TC = combine_rows(
             d_out_NGW.reshape(d_out_NGW.shape[0], -1), keys.place_TK, keys.start_S1[-1:], is_checked=False
         )
-        return d_x_TC.view(-1, *d_out_NGW.shape[1:]), None
+        return (d_x_TC.view(-1, *d_out_NGW.shape[1:]),)
+
+    gathered: torch.Tensor = linear_map(lambda x_TGW: x_TGW.index_select(0, keys.row_N), sum_readers, x_TGW)
+    return gathered
 
 
 @functools.lru_cache(maxsize=64)
