@@ -54,12 +54,12 @@ class OffloadCheckpointing:
             its ranks.
         buffers: Number of staging slots: 2 fetches one layer ahead, more fetch further ahead, 1 copies serially (for
             comparison).
-        weights: "stream" keeps the frozen weights of the decoder layers and the input embedding in pinned host memory
-            and copies each layer to the device before its use. "auto" does so under policy "auto" if no plan fits
-            otherwise, or if the planner predicts a step at least 3 % faster. "resident" never does. Sharded weights
-            (FSDP2) stay gathered under "resident", and under "auto" as far as policy "auto" leaves memory of its
-            budget: frozen layers for the whole run, layers with trained weights from a forward to its backward.
-            Otherwise each use gathers them.
+        weights: "stream" keeps the frozen weights of the decoder layers, the input embedding and the output layer in
+            pinned host memory, and copies each layer to the device before its use. "auto" does so under policy "auto"
+            if no plan fits otherwise, or if the planner predicts a step at least 3 % faster. "resident" never does.
+            Sharded weights (FSDP2) stay gathered under "resident", and under "auto" as far as policy "auto" leaves
+            memory of its budget: frozen layers for the whole run, layers with trained weights from a forward to its
+            backward. Otherwise each use gathers them.
         mlp_tiles: Number of tiles of tokens in which dense feed-forward blocks run, so that the intermediates of only
             one tile exist at a time, for long packs. 1 disables tiles. GEMMs of fewer rows round differently, so
             gradients are not bit-equal.
@@ -268,6 +268,11 @@ class OffloadCheckpointing:
         """
         for stack in self.stacks:
             stack.place(device)
+
+    @property
+    def can_step_down(self) -> bool:
+        """Whether ``step_down`` may find less to use under policy "auto"."""
+        return self.advice() is not None or any(stack.measurement.is_keeping for stack in self.stacks)
 
     def step_down(self) -> bool:
         """Reduce the memory use after the device ran out of memory; return whether any stack could."""

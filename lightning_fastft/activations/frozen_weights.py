@@ -10,8 +10,8 @@ from torch import nn
 
 from lightning_fastft.activations.streams import CopyStreams
 from lightning_fastft.core.errors import OptionError
-from lightning_fastft.core.run_environment import no_bytes
 from lightning_fastft.core.status import Status
+from lightning_fastft.planner.step import EndBytes
 
 
 class StreamedWeights(NamedTuple):
@@ -20,16 +20,20 @@ class StreamedWeights(NamedTuple):
     Args:
         num_host_bytes: Their size on the host.
         num_slot_bytes: Size of their device slots.
-        num_embedding_bytes: Size of the input embedding, if it moved too.
+        ends: Sizes of the input embedding and the output layer, if they moved too.
         statuses: Statuses for the user.
         enter_backward: Copies the first layer in for the backward; None if not needed.
+        prefetch_head: Starts the copy of the output layer for the head; None if it did not move.
+        drop_head: Frees such a copy if no head took it.
     """
 
     num_host_bytes: int
     num_slot_bytes: int
-    num_embedding_bytes: int = 0
+    ends: EndBytes = EndBytes()
     statuses: tuple[Status, ...] = ()
     enter_backward: Callable[[], None] | None = None
+    prefetch_head: Callable[[], None] | None = None
+    drop_head: Callable[[], None] | None = None
 
 
 class GatheredWeights(NamedTuple):
@@ -81,8 +85,8 @@ class FrozenWeights:
 
     Args:
         layers: Decoder layers, in order.
-        move: Moves their weights and the input embedding to the host; None if they cannot move.
-        resident_embedding_bytes: Returns the size of the embedding that would move with them.
+        move: Moves their weights and the ends of the model to the host; None if they cannot move.
+        resident_ends: Returns the sizes of the ends that would move with them.
     """
 
     def __init__(
@@ -90,12 +94,12 @@ class FrozenWeights:
         layers: Sequence[nn.Module],
         *,
         move: Callable[[CopyStreams], StreamedWeights] | None = None,
-        resident_embedding_bytes: Callable[[], int] = no_bytes,
+        resident_ends: Callable[[], EndBytes] = EndBytes,
     ) -> None:
         self.layer_bytes = [frozen_bytes(layer) for layer in layers]
         self.streamed: StreamedWeights | None = None
         self.move = move
-        self._resident_embedding_bytes = resident_embedding_bytes
+        self._resident_ends = resident_ends
 
     @property
     def can_move(self) -> bool:
@@ -103,9 +107,9 @@ class FrozenWeights:
         return self.move is not None and self.streamed is None and sum(self.layer_bytes) > 0
 
     @property
-    def embedding_bytes(self) -> int:
-        """Size of the input embedding that moves, or has moved, with the layers."""
-        return self._resident_embedding_bytes() if self.streamed is None else self.streamed.num_embedding_bytes
+    def ends(self) -> EndBytes:
+        """Sizes of the ends of the model that move, or have moved, with the layers."""
+        return self._resident_ends() if self.streamed is None else self.streamed.ends
 
     @property
     def statuses(self) -> tuple[Status, ...]:
@@ -118,14 +122,14 @@ class FrozenWeights:
         if self.streamed is None:
             return 0
         # The plan counts whole layers, but a few small tensors of them stay on the device.
-        return max(self.streamed.num_host_bytes, sum(self.layer_bytes)) + self.streamed.num_embedding_bytes
+        return max(self.streamed.num_host_bytes, sum(self.layer_bytes)) + self.streamed.ends.total
 
     @property
     def absent_bytes(self) -> int:
         """Device memory that moved weights do not use; a plan counts them as resident and subtracts them itself."""
         if self.streamed is None:
             return 0
-        return sum(self.layer_bytes) - self.streamed.num_slot_bytes + self.streamed.num_embedding_bytes
+        return sum(self.layer_bytes) - self.streamed.num_slot_bytes + self.streamed.ends.total
 
     def stream(self, streams: CopyStreams) -> StreamedWeights:
         """Move the weights to the host.

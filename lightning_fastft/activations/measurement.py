@@ -24,7 +24,8 @@ class Measurement:
     fills the allocator, and it finds the last value point of each segment. The third one, with its backward, is timed;
     the second one is timed too, and the shorter time of each part counts, because a step alone may be disturbed. These
     times exclude waits for copies. An interrupted forward or backward is measured again. A longer pack does not restart
-    the measurement, so that all ranks end it at the same forward; ``read`` scales the costs instead.
+    the measurement, so that all ranks end it at the same forward; ``read`` scales the costs instead. Where memory is
+    too small for a kept segment, ``stop_keeping`` leaves the first forward out.
 
     Args:
         layers: Decoder layers, in order.
@@ -50,6 +51,7 @@ class Measurement:
         self._find_streams = find_streams
         self._measures_gap = measures_gap
         self._kinds = _kinds(layers)
+        self._keeps = True
         self.lean: Sequence[SegmentPlan] = [RECOMPUTE] * len(segments)
         # Reserved memory beyond what the timed step had allocated.
         self.gap_bytes = 0
@@ -78,7 +80,12 @@ class Measurement:
     @property
     def counted(self) -> set[int]:
         """The segments that the first forward keeps: the last of each kind, whose backward comes first."""
-        return set({kind: index for index, kind in enumerate(self._kinds)}.values())
+        return set({kind: index for index, kind in enumerate(self._kinds)}.values()) if self._keeps else set()
+
+    @property
+    def is_keeping(self) -> bool:
+        """Whether the current step keeps segments."""
+        return self._phase == _COUNT_SAVED
 
     def meter(self, device: torch.device) -> Meter:
         """Return the clock and the allocator of a device."""
@@ -89,12 +96,20 @@ class Measurement:
         self._observe(None)
         self._phase = _NOT_BEGUN
 
+    def stop_keeping(self) -> None:
+        """Measure again from the next forward on without a kept segment.
+
+        What a kept segment saves is then taken to be all that its recompute and backward use, an upper bound.
+        """
+        self._keeps = False
+        self.restart()
+
     def begin_forward(self, device: torch.device, *, num_bytes: int) -> bool:
         """Prepare the segments for the forward that begins now; return whether the timed step has just ended."""
-        if self._phase == _NOT_BEGUN or (self._phase == _COUNT_SAVED and not self._is_counted()):
+        if self._keeps and (self._phase == _NOT_BEGUN or (self._phase == _COUNT_SAVED and not self._is_counted())):
             self._phase = _COUNT_SAVED
             self._begin_count(device, num_bytes=num_bytes)
-        elif self._phase == _COUNT_SAVED:
+        elif self._phase in (_NOT_BEGUN, _COUNT_SAVED):
             self._phase = _WARM_UP
             self._recompute()
             if self._measures_gap:
@@ -124,12 +139,15 @@ class Measurement:
         extra_bytes will be in use later and are not yet.
         """
         assert self._step is not None
-        assert self._saved is not None
-        counted = {self._kinds[index]: num_bytes for index, num_bytes in self._saved.saved_bytes.items()}
+        saved_bytes: list[int | None] = [None] * len(self._kinds)
+        if self._keeps:
+            assert self._saved is not None
+            counted = {self._kinds[index]: num_bytes for index, num_bytes in self._saved.saved_bytes.items()}
+            saved_bytes = [counted[kind] * self._timed_bytes // self._counted_bytes for kind in self._kinds]
         cost = self._step.read(
             self._segments,
             input_bytes=align(self._timed_bytes),
-            saved_bytes=lambda index: counted[self._kinds[index]] * self._timed_bytes // self._counted_bytes,
+            saved_bytes=saved_bytes,
             extra_bytes=extra_bytes,
             weight_bytes=weight_bytes,
         )

@@ -12,7 +12,7 @@ from torch import nn
 from lightning_fastft.activations.budgets import auto_host_bytes, is_unified
 from lightning_fastft.activations.engine import OffloadEngine
 from lightning_fastft.activations.execution import PlanExecutor
-from lightning_fastft.activations.frozen_weights import FrozenWeights
+from lightning_fastft.activations.frozen_weights import FrozenWeights, StreamedWeights
 from lightning_fastft.activations.probe import measure_machine
 from lightning_fastft.activations.segments import Segment, is_random
 from lightning_fastft.activations.slots import align
@@ -160,15 +160,18 @@ class PlannedStack:
             self.environment.report(f"activations: frozen weights stay on the device, because a plan fits: {error}")
             return found
         self.environment.report(f"activations: {' '.join(plan.notes)}")
-        if self.weights.embedding_bytes == self.cost.embedding_bytes:
+        if self.weights.ends == self.cost.ends:
             return plan
-        self.cost = self.cost._replace(embedding_bytes=self.weights.embedding_bytes)
+        self.cost = self.cost._replace(ends=self.weights.ends)
         return self._best_plan(vram_budget=vram_budget, host_budget=host_budget, machine=machine)
 
     def _stream(self, device: torch.device) -> None:
         streamed = self.weights.stream(self.executor.streams_of(device))
         # If this runs inside the first layer's call, the hooks just added to it do not run for that call.
         self.segments[0].on_backward = streamed.enter_backward
+        # The first segment plans in its forward. A head without a prefetched copy waits for one.
+        if len(self.segments) > 1 and streamed.prefetch_head is not None:
+            self.segments[-1].on_forward = functools.partial(_prefetch_head, self.segments[-1], streamed)
 
     def _check_alone(self, error: Exception) -> None:
         """Raise if this rank may not change the plan that it cannot apply."""
@@ -191,6 +194,13 @@ class PlannedStack:
         if self.options.host_budget_bytes is not None:
             return self.options.host_budget_bytes
         return auto_host_bytes() // self.environment.num_local_ranks + self.weights.host_bytes
+
+
+def _prefetch_head(last: Segment, streamed: StreamedWeights, hidden: torch.Tensor) -> None:
+    """Start the copy of the output layer in the forward of the last segment, and free it in the backward if unused."""
+    assert streamed.prefetch_head is not None
+    streamed.prefetch_head()
+    last.on_backward = streamed.drop_head
 
 
 def _has_router(layer: nn.Module) -> bool:

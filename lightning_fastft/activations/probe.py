@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
@@ -215,7 +215,7 @@ class StepProbe(SegmentObserver):
         segments: Sequence[Segment],
         *,
         input_bytes: int,
-        saved_bytes: Callable[[int], int],
+        saved_bytes: Sequence[int | None],
         extra_bytes: int,
         weight_bytes: Sequence[int],
     ) -> StepCost:
@@ -224,7 +224,8 @@ class StepProbe(SegmentObserver):
         Args:
             segments: All of them, in order.
             input_bytes: Size of the hidden states between two segments.
-            saved_bytes: Size of the saved tensors of a kept segment by index, with its output.
+            saved_bytes: Size of the saved tensors of each segment if it is kept, with its output; None for all that its
+                recompute and backward use.
             extra_bytes: Memory that will be in use later and is not yet.
             weight_bytes: Size of the frozen weights of each segment.
 
@@ -239,7 +240,7 @@ class StepProbe(SegmentObserver):
                 segment,
                 times=times,
                 input_bytes=input_bytes,
-                saved_bytes=max(0, saved_bytes(segment.index) - input_bytes),
+                saved_bytes=self._saved_bytes(segment, saved_bytes[segment.index], input_bytes=input_bytes),
             )._replace(weight_bytes=weight)
             for segment, weight in zip(segments, weight_bytes)
         ]
@@ -287,6 +288,10 @@ class StepProbe(SegmentObserver):
             backward_peak_bytes=max(0, self._backward_peak.get(index, 0) - saved_bytes),
             weight_bytes=0,
         )
+
+    def _saved_bytes(self, segment: Segment, counted: int | None, *, input_bytes: int) -> int:
+        """Return what a segment saves without its output, which the next one counts."""
+        return self._backward_peak.get(segment.index, 0) if counted is None else max(0, counted - input_bytes)
 
     def _backward_times(self, num_segments: int) -> list[float]:
         """Return the backward time of each segment without recompute.

@@ -114,10 +114,16 @@ class SegmentStack(PlannedStack):
     def step_down(self) -> bool:
         """Reduce the memory use after the device ran out of memory; return whether that is possible.
 
-        Plan again with a budget smaller by 10 %. Before the first plan, stream frozen weights and measure again.
+        Plan again with a budget smaller by 10 %. Before the first plan, stream frozen weights and measure again, then
+        measure without a kept layer.
         """
         if self.can_stream:
             return self._stream_and_measure_again()
+        if self.measurement.is_keeping:
+            self.measurement.stop_keeping()
+            gc.collect()
+            self.environment.report("activations: the first step does not fit with a kept layer; measuring without one")
+            return True
         if self.plan is None or self.cost is None or self.options.policy != "auto":
             return False
         lowered = int(self.plan.prediction.peak_bytes * NOTCH)
@@ -203,7 +209,8 @@ class SegmentStack(PlannedStack):
             base_bytes=meter.allocated() - hidden.numel() * hidden.element_size() + self._extra_bytes(),
             vocab_size=self._vocab_size,
             weight_bytes=self.weights.layer_bytes,
-            embedding_bytes=self.weights.embedding_bytes,
+            ends=self.weights.ends,
+            mlp_tiles=self.options.mlp_tiles,
         )
         host_bytes, buffers, predicted = self._host_budget(), self.options.buffers, self._predicted
         check_feasible(
@@ -263,7 +270,7 @@ class SegmentStack(PlannedStack):
             extra_bytes=self._extra_bytes() - staging_bytes,
             weight_bytes=self.weights.layer_bytes,
         )
-        self.cost = cost._replace(embedding_bytes=self.weights.embedding_bytes)
+        self.cost = cost._replace(ends=self.weights.ends)
         with phase("planning activations"):
             capacity = self._plan_within_budget(device)
         assert self.plan is not None

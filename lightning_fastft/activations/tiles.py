@@ -38,10 +38,7 @@ def install_tiles(
     """
     num_tiled = 0
     for layer, outer in zip(layers, segments):
-        for name in BLOCK_NAMES:
-            block = layer._modules.get(name)
-            if block is None or _has_experts(block):
-                continue
+        for name, block in dense_blocks(layer).items():
             segment = Segment(outer.index, is_random=any(map(is_random, block.modules())))
             for module in block.modules():
                 if SEGMENT_ATTRIBUTE in vars(module):
@@ -55,6 +52,12 @@ def install_tiles(
             f"mlp_tiles={num_tiles}: no decoder layer has a dense feed-forward block ({', '.join(BLOCK_NAMES)})."
         )
     return num_tiled
+
+
+def dense_blocks(layer: nn.Module) -> dict[str, nn.Module]:
+    """Return the dense feed-forward blocks of a decoder layer, keyed by their names."""
+    found = {name: layer._modules.get(name) for name in BLOCK_NAMES}
+    return {name: block for name, block in found.items() if block is not None and not _has_experts(block)}
 
 
 def _run_tiled(

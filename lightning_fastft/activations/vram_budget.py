@@ -14,9 +14,10 @@ from lightning_fastft.activations.budgets import SEGMENT_BYTES
 from lightning_fastft.activations.probe import Meter
 from lightning_fastft.activations.segments import KEEP
 from lightning_fastft.activations.slots import align
+from lightning_fastft.activations.tiles import dense_blocks
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.planner.prediction import StepModel
-from lightning_fastft.planner.step import Machine, SegmentCost, SegmentPlan, StepCost, uniform_plan
+from lightning_fastft.planner.step import EndBytes, Machine, SegmentCost, SegmentPlan, StepCost, uniform_plan
 
 # Memory that a transformers layer with PEFT saves for its backward, per output byte of its linear layers: 2.7 measured
 # for an 8B model. Fused layers save about 1.
@@ -95,7 +96,8 @@ def predict_cost(
     base_bytes: int,
     vocab_size: int,
     weight_bytes: Sequence[int],
-    embedding_bytes: int,
+    ends: EndBytes,
+    mlp_tiles: int = 1,
 ) -> StepCost:
     """Return the memory of a step as predicted from shapes, without times; peaks are upper bounds.
 
@@ -106,7 +108,8 @@ def predict_cost(
         base_bytes: Memory in use throughout: all weights, but no gradients that are not allocated yet.
         vocab_size: Columns of the logits.
         weight_bytes: Size of the frozen weights of each layer.
-        embedding_bytes: Size of the input embedding that moves with streamed weights.
+        ends: Sizes of the ends of the model that move with streamed weights.
+        mlp_tiles: Tiles of tokens in which dense feed-forward blocks run.
     """
     width, element_size = hidden.shape[-1], hidden.element_size()
     num_tokens = longest_bytes // (width * element_size)
@@ -118,12 +121,12 @@ def predict_cost(
     )
     segments = []
     for layer, num_weight_bytes in zip(layers, weight_bytes):
-        out_bytes = num_tokens * element_size * (_output_width(layer) + _HIDDEN_PER_LAYER * width)
+        out_bytes = num_tokens * element_size * (_output_width(layer, mlp_tiles) + _HIDDEN_PER_LAYER * width)
         sizes = align(longest_bytes), _SAVED_PER_OUTPUT * out_bytes
         segments.append(SegmentCost(*sizes, 0.0, 0.0, 0.0, (), out_bytes, out_bytes, num_weight_bytes))
     # Last hidden states, norm, gradient and an fp32 copy; one chunk of logits.
     head_bytes = num_tokens * width * (4 * element_size + 4) + min(num_tokens, _HEAD_ROWS) * vocab_size * element_size
-    return StepCost(tuple(segments), base_bytes + gradient_bytes, head_bytes, 0.0, 0.0, embedding_bytes)
+    return StepCost(tuple(segments), base_bytes + gradient_bytes, head_bytes, 0.0, 0.0, ends)
 
 
 def choose_first_plan(
@@ -210,12 +213,20 @@ def _plans(
                 yield FirstPlan(plan, is_streamed, max(lean.peak_bytes, model.footprint(kept).peak_bytes))
 
 
-def _output_width(layer: nn.Module) -> int:
-    """Return the output values per token of the linear layers and expert stacks of a decoder layer."""
-    return _linear_width(layer) + sum(
-        min(parameter.shape[0], _EXPERTS_PER_TOKEN) * max(parameter.shape[1:])
-        for name, parameter in layer.named_parameters()
-        if parameter.ndim == 3 and "lora_" not in name
+def _output_width(layer: nn.Module, mlp_tiles: int) -> int:
+    """Return the output values per token of the linear layers and expert stacks of a decoder layer, those of dense
+    feed-forward blocks in one tile.
+    """
+    in_tiles = sum(map(_linear_width, dense_blocks(layer).values()))
+    return (
+        _linear_width(layer)
+        - in_tiles
+        + in_tiles // mlp_tiles
+        + sum(
+            min(parameter.shape[0], _EXPERTS_PER_TOKEN) * max(parameter.shape[1:])
+            for name, parameter in layer.named_parameters()
+            if parameter.ndim == 3 and "lora_" not in name
+        )
     )
 
 

@@ -42,9 +42,9 @@ from lightning_fastft.hf.families import decoder_layers
 from lightning_fastft.hf.loading.source import ModelSource
 from lightning_fastft.moe.fp8_experts import held_memory
 from lightning_fastft.packing.collate import PackedBatch
-from lightning_fastft.patches.weight_streaming import movable_embedding_bytes
+from lightning_fastft.patches.host_ends import movable_bytes
 from lightning_fastft.planner.plan import Plan, make_plan
-from lightning_fastft.planner.step import SegmentCost, SegmentPlan, StepCost, ValueCost
+from lightning_fastft.planner.step import EndBytes, SegmentCost, SegmentPlan, StepCost, ValueCost
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -69,7 +69,7 @@ class MeteredStep(NamedTuple):
         held_bytes: Weights, what layers hold beside them, gradients and optimizer.
         buffer_bytes: Buffers of the model.
         trained_bytes: Trained tensors.
-        embedding_bytes: As in ``StepCost``.
+        ends: As in ``StepCost``.
         is_graphed: ``Swaps.is_graphed``.
     """
 
@@ -79,7 +79,7 @@ class MeteredStep(NamedTuple):
     held_bytes: int
     buffer_bytes: int
     trained_bytes: int
-    embedding_bytes: int
+    ends: EndBytes
     is_graphed: bool | str
 
     def costs_on(self, machine: Gpu) -> StepCost:
@@ -95,7 +95,7 @@ class MeteredStep(NamedTuple):
             segments=segments,
             base_bytes=shared_bytes + self.held_bytes,
             other_ms=_OPTIMIZER_PASSES * self.trained_bytes / machine.reached_bytes_per_s * 1e3,
-            embedding_bytes=self.embedding_bytes,
+            ends=self.ends,
             shared_bytes=shared_bytes,
         )
 
@@ -195,7 +195,7 @@ def meter_step(
         held_bytes=held_bytes,
         buffer_bytes=sum(map(_num_bytes, base.buffers())),
         trained_bytes=sum(map(_num_bytes, trained)),
-        embedding_bytes=movable_embedding_bytes(base),
+        ends=movable_bytes(base),
         is_graphed=swaps.is_graphed,
     )
 
@@ -326,7 +326,7 @@ def _meter_layers(
         step.read,
         segments,
         input_bytes=align(batch.context.num_tokens * width * model.dtype.itemsize),
-        saved_bytes=saved.saved_bytes.__getitem__,
+        saved_bytes=[saved.saved_bytes[segment.index] for segment in segments],
         extra_bytes=0,
         weight_bytes=[0] * len(segments),
     )

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from lightning_fastft.estimate.clusters import Cluster, Rings
 from lightning_fastft.estimate.model_size import SCALE_BYTES, LayerSize, ModelSize
-from lightning_fastft.planner.step import Prediction, SegmentPlan, StepCost
+from lightning_fastft.planner.step import EndBytes, Prediction, SegmentPlan, StepCost
 
 # Measured on two H200s (benchmarks/results.csv, multi_gpu). DDP of LoRA exchanges almost nothing, and its step is
 # 983 ms where one GPU takes 953: every step waits for the slowest rank.
@@ -187,7 +187,7 @@ def rank_cost(cost: StepCost, layout: Layout, cluster: Cluster, model: ModelSize
         other_ms=cost.other_ms / shards,
         # The planner streams whole frozen weights, and shards are not whole.
         segments=tuple(segment._replace(weight_bytes=0) for segment in cost.segments) if shards > 1 else cost.segments,
-        embedding_bytes=0 if shards > 1 else cost.embedding_bytes,
+        ends=EndBytes() if shards > 1 else cost.ends,
     )
 
 

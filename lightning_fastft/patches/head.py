@@ -30,6 +30,9 @@ _LINK_ATTRIBUTE = "fastft_head_link"
 class _LazyForward:
     """The forward of an output layer that returns ``LazyLogits`` for the call that a packed batch armed."""
 
+    weight: Any
+    bias: Any
+
     def forward(self, input: torch.Tensor) -> Any:
         """Return the logits, or ``LazyLogits``."""
         link: HeadLink = vars(self)[_LINK_ATTRIBUTE]
@@ -37,7 +40,11 @@ class _LazyForward:
         # Sliced states (logits_to_keep) no longer match the rows of the context.
         if context is None or input.ndim < 2 or input.shape[:-1].numel() != context.num_tokens:
             return super().forward(input)  # type: ignore[misc]
-        return LazyLogits(hidden=input, head=self, context=context)
+        return LazyLogits(hidden=input, weight=self.device_weight(), bias=self.bias, context=context)
+
+    def device_weight(self) -> torch.Tensor:
+        """Return the weight on the device of the states."""
+        return self.weight
 
 
 class LazyHead(_LazyForward, nn.Linear):
@@ -153,7 +160,7 @@ def install_head(model: PreTrainedModel, patcher: ModelPatcher) -> Status:
     if isinstance(found, Status):
         return found
     heads, decoder = found
-    if type(heads[0]) in _LAZY:
+    if isinstance(heads[0], _LAZY):
         return Status(STATUS_NAME, "active", "installed already")
     link = HeadLink(original_loss=model.loss_function)
     names = {id(module): name for name, module in model.named_modules()}
@@ -181,7 +188,7 @@ def check_objective(model: PreTrainedModel) -> None:
     """
     found = _find_head(model)
     if not isinstance(found, Status):
-        if type(found[0][0]) in _LAZY:
+        if isinstance(found[0][0], _LAZY):
             return
         remedy = "Run packed training without attention='one_by_one'."
         found = Status(STATUS_NAME, "inactive", "it is not installed", remedy)
@@ -202,7 +209,8 @@ def _find_head(model: PreTrainedModel) -> tuple[list[nn.Module], nn.Module] | St
     heads: list[Any] = [head]
     if type(head) is ModulesToSaveWrapper:
         heads = [*head.modules_to_save.values(), head.original_module]
-    other = next((layer for layer in heads if type(layer) not in (nn.Linear, TrainableTokensWrapper, *_LAZY)), None)
+    plain = nn.Linear, TrainableTokensWrapper
+    other = next((layer for layer in heads if type(layer) not in plain and not isinstance(layer, _LAZY)), None)
     if other is not None:
         remedy = "Remove lm_head from target_modules to get it." if "peft" in type(head).__module__ else ""
         return Status(
@@ -212,7 +220,7 @@ def _find_head(model: PreTrainedModel) -> tuple[list[nn.Module], nn.Module] | St
         return Status(STATUS_NAME, "inactive", "the output layer's forward was replaced on this instance")
     if decoder is model:
         return Status(STATUS_NAME, "inactive", f"{type(model).__name__} has no decoder apart from its output layer")
-    if type(heads[0]) not in _LAZY and model.loss_function is not ForCausalLMLoss:
+    if not isinstance(heads[0], _LAZY) and model.loss_function is not ForCausalLMLoss:
         return Status(
             STATUS_NAME,
             "inactive",

@@ -35,10 +35,12 @@ class LazyLogits:
     model's forward (``context.objective``) sees the full weight even if it is sharded.
     """
 
-    def __init__(self, *, hidden: torch.Tensor, head: Any, context: BatchContext) -> None:
+    def __init__(
+        self, *, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, context: BatchContext
+    ) -> None:
         self.hidden = hidden
-        self.weight = head.weight
-        self.bias = head.bias
+        self.weight = weight
+        self.bias = bias
         self.context = context
         # The loss function sets them in an evaluation without gradients.
         # Over the labelled tokens: summed negative log-likelihood, hits and number; 0-dim tensors on the device of the

@@ -37,14 +37,12 @@ from lightning_fastft.patches.document_check import check_documents
 from lightning_fastft.patches.guards import install_guards, refuse_packed_batches
 from lightning_fastft.patches.head import STATUS_NAME as HEAD_STATUS
 from lightning_fastft.patches.head import install_head
+from lightning_fastft.patches.host_ends import install_host_embedding, install_host_head, movable_bytes
 from lightning_fastft.patches.one_by_one import install_one_by_one, runs_one_by_one
 from lightning_fastft.patches.rotary import install_document_rotary
 from lightning_fastft.patches.value_points import install_value_points
-from lightning_fastft.patches.weight_streaming import (
-    install_host_embedding,
-    install_weight_streaming,
-    movable_embedding_bytes,
-)
+from lightning_fastft.patches.weight_streaming import install_weight_streaming
+from lightning_fastft.planner.step import EndBytes
 
 
 class PackedInstallation(NamedTuple):
@@ -162,7 +160,7 @@ def _attach(
     weights = FrozenWeights(
         layers,
         move=functools.partial(_stream_weights, model, patcher),
-        resident_embedding_bytes=functools.partial(movable_embedding_bytes, model),
+        resident_ends=functools.partial(movable_bytes, model),
     )
     stacks = _stacks(model, layers)
     gathered = gathered_weights(model, layers, patcher)
@@ -203,8 +201,8 @@ def describe_unprepared(root: nn.Module) -> str:
 
 
 def _stream_weights(model: PreTrainedModel, patcher: ModelPatcher, streams: CopyStreams) -> StreamedWeights:
-    """Move the frozen weights of the decoder layers and the input embedding to pinned memory, until the patcher
-    is undone.
+    """Move the frozen weights of the decoder layers, the input embedding and the output layer to pinned memory, until
+    the patcher is undone.
     """
     own = ModelPatcher()
 
@@ -215,20 +213,28 @@ def _stream_weights(model: PreTrainedModel, patcher: ModelPatcher, streams: Copy
         assert region is not None
         return region.tensor
 
-    embedding_bytes = movable_embedding_bytes(model)
+    movable = movable_bytes(model)
     with contextlib.ExitStack() as half_done:
         half_done.callback(own.undo)
         weights, streamer = install_weight_streaming(model, own, streams=streams, allocate_host=allocate)
         embedding = install_host_embedding(model, own, streams=streams, allocate_host=allocate)
+        head = install_host_head(model, own, streams=streams, allocate_host=allocate)
         # All weights are moved; they stay on the host until the patcher is undone.
         half_done.pop_all()
     patcher.add_undo(own.undo)
     # The current forward may already have passed the hooks of its first layer.
     streamer.use(0, direction=1)
-    enter_backward = functools.partial(streamer.use, 0, direction=-1)
-    num_embedding_bytes = embedding_bytes if embedding.state == "active" else 0
     return StreamedWeights(
-        streamer.num_host_bytes, streamer.num_slot_bytes, num_embedding_bytes, (weights, embedding), enter_backward
+        num_host_bytes=streamer.num_host_bytes,
+        num_slot_bytes=streamer.num_slot_bytes,
+        ends=EndBytes(
+            movable.embedding if embedding.state == "active" else 0,
+            movable.head if head.status.state == "active" else 0,
+        ),
+        statuses=(weights, embedding, head.status),
+        enter_backward=functools.partial(streamer.use, 0, direction=-1),
+        prefetch_head=head.prefetch,
+        drop_head=head.drop,
     )
 
 

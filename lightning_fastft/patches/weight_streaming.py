@@ -1,10 +1,8 @@
-"""Stream the frozen weights of a model's decoder layers from the host, and keep its input embedding there."""
+"""Stream the frozen weights of a model's decoder layers from the host."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -15,17 +13,13 @@ from transformers import PreTrainedModel
 
 from lightning_fastft.activations.streams import CopyStreams
 from lightning_fastft.activations.weights import DEFAULT_NUM_SLOTS, STREAMED_ATTRIBUTE, WeightStreamer
-from lightning_fastft.core.errors import HostMemoryError, OptionError, SwapError, UnsupportedModelError
-from lightning_fastft.core.patcher import ModelPatcher, share_state
+from lightning_fastft.core.errors import OptionError, SwapError, UnsupportedModelError
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.core.status import Status
 from lightning_fastft.hf.expert_nf4 import ExpertsNF4
 from lightning_fastft.hf.families import decoder_layers
-from lightning_fastft.kernels.host_gather.op import host_gather
 
 STATUS_NAME = "frozen weights"
-EMBEDDING_STATUS_NAME = "input embedding"
-# Plain attribute of the swapped embedding: neither parameter nor buffer.
-_TABLE_ATTRIBUTE = "fastft_host_table"
 
 AllocateHost = Callable[[int], torch.Tensor]
 
@@ -88,7 +82,7 @@ def install_weight_streaming(
     patcher.add_undo(streamer.detach)
     for index, (layer, tensors) in enumerate(zip(layers, frozen)):
         link = _LayerLink(streamer, index=index, names=list(tensors))
-        _serve_state_dict(layer, link, patcher)
+        serve_state_dict(layer, link.values, patcher)
         for module in layer.modules():
             patcher.set_attribute(module, STREAMED_ATTRIBUTE, True)
         # Weights must be on the device before another hook or the layer reads them.
@@ -102,77 +96,13 @@ def install_weight_streaming(
     return Status(STATUS_NAME, "active", reason), streamer
 
 
-def install_host_embedding(
-    model: PreTrainedModel, patcher: ModelPatcher, *, streams: CopyStreams, allocate_host: AllocateHost | None = None
-) -> Status:
-    """Move the weight of the input embedding to the host; each forward reads the rows of its tokens over the bus.
-
-    The parameter keeps shape, dtype and device, but has no storage and reads as NaN; a state dict has the values in
-    host memory. Additions of the model's own class to the lookup (Gemma's factor) are kept.
-
-    Args:
-        model: A Hugging Face causal language model, also inside a PEFT model, on its training device.
-        patcher: Records the change; undo returns the weight to the device.
-        streams: The copy streams of the device.
-        allocate_host: Takes a number of bytes and returns pinned host memory (uint8). None for pageable memory, on a
-            CPU only.
-
-    Returns:
-        Active; or inactive with the reason if nothing was changed.
-
-    Raises:
-        UnsupportedModelError: The weight is sharded (DTensor).
-        HostMemoryError: allocate_host returned too little memory, or memory that is not pinned.
-
-    Cost:
-        One copy of the weight and a probe of one lookup, both with a host sync. Then T x D values over the bus per
-        forward, without a host sync.
-    """
-    embedding = model.get_input_embeddings()
-    obstacle = _embedding_obstacle(model, embedding)
-    if obstacle:
-        return Status(EMBEDDING_STATUS_NAME, "inactive", obstacle)
-    name = next(name for name, module in model.named_modules() if module is embedding)
-    table = _HostTable(embedding.weight, device=streams.device, allocate_host=allocate_host)
-    new = share_state(embedding, _host_class(type(embedding)))
-    probe = torch.arange(min(2, embedding.num_embeddings), device=embedding.weight.device)[None]
-    changes = ModelPatcher()
-    with ExitStack() as stack, torch.no_grad():
-        stack.callback(changes.undo)
-        expected = embedding(probe)
-        changes.add_undo(table.give_back)
-        table.take()
-        changes.replace_module(model, name, new)
-        changes.set_attribute(new, _TABLE_ATTRIBUTE, table)
-        _serve_state_dict(new, table, changes)
-        if not torch.equal(new(probe.to(streams.device)), expected.to(streams.device)):
-            return Status(
-                EMBEDDING_STATUS_NAME, "inactive", f"{type(embedding).__name__} reads its weight in another way"
-            )
-        stack.pop_all()
-    patcher.add_undo(changes.undo)
-    return Status(
-        EMBEDDING_STATUS_NAME, "active", f"{table.num_bytes / 2**30:.2f} GiB on the host, rows read over the bus"
-    )
-
-
-class HostEmbedding(nn.Embedding):
-    """An embedding whose weight is in host memory."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the rows of the tokens on the training device."""
-        table: _HostTable = vars(self)[_TABLE_ATTRIBUTE]
-        rows_TD = host_gather(table.weight_VD, input.to(table.device, non_blocking=True).reshape(-1))
-        return rows_TD.view(*input.shape, rows_TD.shape[1])
-
-
 class _LayerLink:
     """Connect one decoder layer to the streamer: its forward, its backward, and its entries in a state dict."""
 
     def __init__(self, streamer: WeightStreamer, *, index: int, names: list[str]) -> None:
         self.streamer = streamer
         self.index = index
-        self.names = names
+        self._names = names
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Copy the layer in; in a recompute it is already on the device."""
@@ -190,87 +120,7 @@ class _LayerLink:
 
     def values(self) -> Mapping[str, torch.Tensor]:
         """Return the streamed tensors, keyed by their names in a state dict of the layer."""
-        return dict(zip(self.names, self.streamer.host_views(self.index)))
-
-
-class _HostTable:
-    """The weight of an embedding in host memory; it moves the weight there and back."""
-
-    names = ("weight",)
-
-    def __init__(self, parameter: torch.Tensor, *, device: torch.device, allocate_host: AllocateHost | None) -> None:
-        self.parameter = parameter
-        self.device = device
-        self.num_bytes = parameter.numel() * parameter.element_size()
-        bytes_of_table = (
-            torch.empty(self.num_bytes, dtype=torch.uint8)
-            if allocate_host is None
-            else allocate_host(self.num_bytes)[: self.num_bytes]
-        )
-        if bytes_of_table.numel() < self.num_bytes or (device.type == "cuda" and not bytes_of_table.is_pinned()):
-            raise HostMemoryError(
-                f"The input embedding needs {self.num_bytes} bytes of host memory, pinned for a CUDA device; "
-                "allocate_host returned "
-                f"{bytes_of_table.numel()}{'' if bytes_of_table.is_pinned() else ', pageable'}."
-            )
-        self.weight_VD = bytes_of_table.view(parameter.dtype).view(parameter.shape)
-
-    def take(self) -> None:
-        """Copy the weight to the host and replace it by a single expanded NaN."""
-        with torch.inference_mode(mode=False), torch.no_grad():
-            self.weight_VD.copy_(self.parameter)
-            self.parameter.data = torch.full(
-                (1, 1), float("nan"), dtype=self.parameter.dtype, device=self.device
-            ).expand(self.parameter.shape)
-
-    def give_back(self) -> None:
-        """Give the parameter its own storage again, on the host if the device has no free memory."""
-        with torch.inference_mode(mode=False), torch.no_grad():
-            try:
-                self.parameter.data = self.weight_VD.to(self.device, copy=True)
-            except torch.OutOfMemoryError:
-                self.parameter.data = self.weight_VD.clone()
-                warnings.warn(
-                    f"{self.device} has no free memory for the input embedding; its weight stays in host memory.",
-                    stacklevel=2,
-                )
-
-    def values(self) -> Mapping[str, torch.Tensor]:
-        """Return the weight, keyed by its name in a state dict of the embedding."""
-        return {"weight": self.weight_VD}
-
-
-def _host_class(old: type[nn.Module]) -> type[nn.Module]:
-    """Return a class between old and nn.Embedding, which keeps the additions of old to the lookup."""
-    if old is nn.Embedding:
-        return HostEmbedding
-    return type(f"Host{old.__name__}", (old, HostEmbedding), {"__module__": __name__, "__doc__": HostEmbedding.__doc__})
-
-
-def movable_embedding_bytes(model: PreTrainedModel) -> int:
-    """Return the bytes of the input embedding if ``install_host_embedding`` would move it, else 0."""
-    embedding = model.get_input_embeddings()
-    try:
-        obstacle = _embedding_obstacle(model, embedding)
-    except UnsupportedModelError:
-        return 0
-    return 0 if obstacle else int(embedding.weight.numel() * embedding.weight.element_size())
-
-
-def _embedding_obstacle(model: PreTrainedModel, embedding: nn.Module) -> str:
-    """Return why an embedding has to stay on the device; an empty string if it can move."""
-    if not isinstance(embedding, nn.Embedding) or isinstance(embedding, HostEmbedding):
-        return f"the input embedding is a {type(embedding).__name__}, not a plain embedding"
-    weight = embedding.weight
-    _check_kind(weight, name="the input embedding")
-    if weight.requires_grad:
-        return "it is trained"
-    if embedding.max_norm is not None:
-        return "max_norm rewrites its rows in every forward"
-    others = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is weight]
-    if len(others) > 1:
-        return f"its weight is tied: {', '.join(others)}"
-    return ""
+        return dict(zip(self._names, self.streamer.host_views(self.index)))
 
 
 def _frozen_tensors(layer: nn.Module, *, number: int) -> dict[str, torch.Tensor]:
@@ -288,7 +138,7 @@ def _frozen_tensors(layer: nn.Module, *, number: int) -> dict[str, torch.Tensor]
     for name, parameter in layer.named_parameters(remove_duplicate=False):
         if parameter.requires_grad or id(parameter) in resident:
             continue
-        _check_kind(parameter, name=f"{name} of decoder layer {number}")
+        check_kind(parameter, name=f"{name} of decoder layer {number}")
         if isinstance(parameter, ExpertsNF4):
             stack = parameter.stack
             found |= {
@@ -316,8 +166,12 @@ def _adapter_parameters(layer: nn.Module) -> Iterator[nn.Parameter]:
                     yield from part.parameters()
 
 
-def _check_kind(parameter: torch.Tensor, *, name: str) -> None:
-    """Raise on weights that are not one block of memory."""
+def check_kind(parameter: torch.Tensor, *, name: str) -> None:
+    """Raise on weights that are not one block of memory.
+
+    Raises:
+        UnsupportedModelError: The weight is sharded (DTensor) or in 8 bits.
+    """
     if isinstance(parameter, DTensor):
         raise UnsupportedModelError(
             f"{name} is sharded (DTensor, FSDP2), and only unsharded weights can be kept on the host. Use "
@@ -346,16 +200,24 @@ def _check_not_shared(model: nn.Module, layers: list[nn.Module], frozen: list[di
                 )
 
 
-def _serve_state_dict(module: nn.Module, link: _LayerLink | _HostTable, patcher: ModelPatcher) -> None:
-    """Fill state dicts with the values from the host, and raise on loading values that would be lost."""
+def serve_state_dict(
+    module: nn.Module, values: Callable[[], Mapping[str, torch.Tensor]], patcher: ModelPatcher
+) -> None:
+    """Fill state dicts with the values from the host, and raise on loading values that would be lost.
+
+    Args:
+        module: The module whose tensors are on the host.
+        values: Returns them, keyed by their names in a state dict of the module.
+        patcher: Records the hooks.
+    """
 
     def fill(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
-        for name, value in link.values().items():
+        for name, value in values().items():
             if prefix + name in state_dict:
                 state_dict[prefix + name] = value
 
     def refuse(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        lost = [prefix + name for name in link.names if prefix + name in state_dict]
+        lost = [prefix + name for name in values() if prefix + name in state_dict]
         if lost:
             raise SwapError(
                 f"{lost[0]} is on the host and cannot be loaded. Load the model first, then move its weights to the "

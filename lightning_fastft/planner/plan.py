@@ -91,7 +91,7 @@ def make_plan(
     model = StepModel(cost, machine=machine, buffers=buffers)
     num_weight_bytes = sum(segment.weight_bytes for segment in cost.segments)
     if num_weight_bytes:
-        num_weight_bytes += cost.embedding_bytes
+        num_weight_bytes += cost.ends.total
     if weights == "stream":
         _check_streaming(machine, num_weight_bytes, host_budget_bytes)
     is_streamable = bool(num_weight_bytes) and not machine.is_unified and num_weight_bytes <= host_budget_bytes

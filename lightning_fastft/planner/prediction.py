@@ -9,6 +9,7 @@ from typing import NamedTuple
 from lightning_fastft.core.checks import check_int
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.planner.step import (
+    EndBytes,
     Interval,
     Machine,
     Prediction,
@@ -126,14 +127,15 @@ class StepModel:
         costs = self.cost.segments
         streamed = [number for number, plan in enumerate(segments) if plan.is_streamed and costs[number].weight_bytes]
         sizes = [costs[number].weight_bytes for number in streamed]
-        moved_bytes = sum(sizes) + (self.cost.embedding_bytes if streamed else 0)
+        ends = self.cost.ends if streamed else EndBytes()
+        moved_bytes = sum(sizes) + ends.total
         base = self.cost.base_bytes - moved_bytes + _slot_bytes(sizes)
         return Footprint(
             works=works,
             streamed=streamed,
             host_bytes=sum(work.host_bytes for work in works) + moved_bytes,
             staging_bytes=staging,
-            memory=self._memory(works, base=base, staging=staging),
+            memory=self._memory(works, base=base, staging=staging, head=ends.head),
             compute_ms=self._own_ms + sum(work.rebuilt_ms for work in works),
         )
 
@@ -150,9 +152,13 @@ class StepModel:
         clock = _Clock(self.machine, limit_bytes=footprint.staging_bytes, intervals=intervals)
         sizes = [self.cost.segments[number].weight_bytes for number in footprint.streamed]
         weights = _WeightStream(clock, sizes, footprint.streamed)
+        head_bytes, arrival = self.cost.ends.head if footprint.streamed else 0, 0.0
         for number, work in enumerate(works):
+            if head_bytes and number == len(works) - 1:
+                arrival = clock.copy_in("head", head_bytes)
             self._forward(clock, weights, number, work)
         clock.begin("head")
+        clock.wait(arrival)
         clock.compute(self.cost.head_ms)
         self._backward(clock, weights, works)
         clock.begin("other")
@@ -201,8 +207,11 @@ class StepModel:
     def _fetch(clock: _Clock, work: _Work) -> list[float]:
         return [clock.copy_in(tensor.label, tensor.num_bytes) for tensor in work.host]
 
-    def _memory(self, works: list[_Work], *, base: int, staging: int) -> list[int]:
-        """Return device memory over time; memory of earlier segments grows in the forward, shrinks in the backward."""
+    def _memory(self, works: list[_Work], *, base: int, staging: int, head: int) -> list[int]:
+        """Return device memory over time; memory of earlier segments grows in the forward, shrinks in the backward.
+
+        head is the size of an output layer that comes to the device when the last forward begins.
+        """
         forward, backward = [], []
         base += self.buffers * staging
         sent_bytes = 0
@@ -212,7 +221,8 @@ class StepModel:
             forward.append(base + work.forward_bytes + sent_bytes)
             backward.append(base + work.live_bytes + cost.backward_peak_bytes)
             base += work.held_bytes
-        return [*forward, base + self.cost.head_peak_bytes + sent_bytes, *reversed(backward)]
+        forward[-1] += head
+        return [*forward, base + head + self.cost.head_peak_bytes + sent_bytes, *reversed(backward)]
 
     def _work(self, number: int, plan: SegmentPlan) -> _Work:
         work = self._works.get((number, plan))

@@ -59,8 +59,8 @@ class PlanSearch:
         self._costs = model.cost.segments
         self._streams = [is_streamed and segment.weight_bytes > 0 for segment in self._costs]
         streamed_bytes = sum(segment.weight_bytes for segment, streams in zip(self._costs, self._streams) if streams)
-        embedding_bytes = model.cost.embedding_bytes if any(self._streams) else 0
-        self._activation_bytes = host_bytes - streamed_bytes - embedding_bytes
+        end_bytes = model.cost.ends.total if any(self._streams) else 0
+        self._activation_bytes = host_bytes - streamed_bytes - end_bytes
         self._items = _items_by_density(self._costs)
         self._host_sets = {segment: _host_sets(segment) for segment in set(self._costs)}
         self._kept_by_density = _order_by_density(self._costs)

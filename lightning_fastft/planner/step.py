@@ -51,6 +51,23 @@ class SegmentCost(NamedTuple):
     weight_bytes: int
 
 
+class EndBytes(NamedTuple):
+    """Sizes of what moves to the host with streamed weights at the two ends of a model, each 0 if it stays.
+
+    Args:
+        embedding: The input embedding.
+        head: The output layer, which is on the device while the head runs.
+    """
+
+    embedding: int = 0
+    head: int = 0
+
+    @property
+    def total(self) -> int:
+        """Return the size of both."""
+        return self.embedding + self.head
+
+
 class StepCost(NamedTuple):
     """Costs of a step: its segments in forward order, and the work around them.
 
@@ -61,7 +78,7 @@ class StepCost(NamedTuple):
         head_peak_bytes: Transient memory of the final norm, the head and the loss.
         head_ms: Time of norm, head and loss, forward and backward.
         other_ms: Time of embedding, optimizer and clipping.
-        embedding_bytes: Part of base_bytes: the input embedding, which moves to the host if weights are streamed.
+        ends: Parts of base_bytes that move to the host if weights are streamed.
         shared_bytes: Part of base_bytes that is neither weights nor their state, where it is known: angles and masks of
             a pack, weight buffers, graphs.
     """
@@ -71,7 +88,7 @@ class StepCost(NamedTuple):
     head_peak_bytes: int
     head_ms: float
     other_ms: float
-    embedding_bytes: int = 0
+    ends: EndBytes = EndBytes()
     shared_bytes: int = 0
 
 

@@ -74,7 +74,7 @@ class StepDownMixin(_Base):
 
     def _can_step_down(self) -> bool:
         # Ranks that wait for each other inside a step cannot repeat it alone.
-        return isinstance(self, SingleDeviceStrategy) and self.checkpointing.advice() is not None
+        return isinstance(self, SingleDeviceStrategy) and self.checkpointing.can_step_down
 
     def _discards_gradients(self) -> bool:
         """Return whether each optimizer step has one micro-batch, and Lightning zeroes the gradients before it."""

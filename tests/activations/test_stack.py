@@ -22,9 +22,12 @@ from lightning_fastft.activations.vram_budget import PLANNED_SHARE
 from lightning_fastft.core.errors import HostMemoryError, OptionError, UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.core.run_environment import RunEnvironment
+from lightning_fastft.hf.families import decoder_layers
+from lightning_fastft.patches import host_ends
 from lightning_fastft.patches import packed as packed_module
 from lightning_fastft.patches.packed import install_packed_training
 from lightning_fastft.planner.plan import Machine, predict
+from lightning_fastft.planner.step import EndBytes
 from tests.patches.test_value_points import adapted
 from tests.planner.plan_trials import assert_equal, kept_gradients, read_gradients
 from tests.support.engine_use import describe_use
@@ -432,6 +435,21 @@ def test_stepping_down_is_for_plans():
     assert not Attached(vram_budget=1000).checkpointing.step_down()
 
 
+def test_a_first_step_that_does_not_fit_is_measured_without_a_kept_layer():
+    attached = Attached(vram_budget=1.6 * bytes_of("recompute"))
+    expected = attached.expected()
+    attached.step()
+    assert KEEP in attached.plans
+    attached.stack.weights.move = None
+    assert attached.checkpointing.can_step_down
+    assert attached.checkpointing.step_down()
+    for _ in range(3):
+        assert_equal(attached.step(), expected, what="measured without a kept layer")
+        assert KEEP not in attached.plans or attached.stack.plan is not None
+    assert attached.stack.plan is not None
+    assert_equal(attached.step(), expected, what="planned")
+
+
 def test_a_device_that_is_out_of_memory_lowers_the_plan(monkeypatch):
     attached = Attached(vram_budget=bytes_of("keep"), host_budget=0)
     follow, failures = attached.stack.follow, []
@@ -563,13 +581,14 @@ def test_weights_are_streamed_when_no_resident_plan_fits(monkeypatch, least):
     assert any(
         "frozen weights are streamed: with resident weights the lowest peak" in report for report in attached.reports
     )
-    assert [status.name for status in attached.checkpointing.memory_statuses()] == ["frozen weights", "input embedding"]
+    names = [status.name for status in attached.checkpointing.memory_statuses()]
+    assert names == ["frozen weights", "input embedding", "output layer"]
     assert_equal(attached.step(), expected, what="streamed")
     cost, segments = attached.stack.cost, attached.stack.plan.segments
     embedding = attached.model.get_input_embeddings().weight
-    assert cost.embedding_bytes == embedding.numel() * embedding.element_size()
-    resident = predict(cost._replace(embedding_bytes=0), segments, machine=FAST)
-    assert resident.peak_bytes - predict(cost, segments, machine=FAST).peak_bytes == cost.embedding_bytes
+    assert cost.ends.embedding == cost.ends.head == embedding.numel() * embedding.element_size()
+    resident = predict(cost._replace(ends=EndBytes()), segments, machine=FAST)
+    assert resident.peak_bytes - predict(cost, segments, machine=FAST).peak_bytes == cost.ends.total
     before = {name: value.clone() for name, value in attached.model.state_dict().items()}
     attached.patcher.undo()
     assert all(torch.equal(value, before[name]) for name, value in attached.model.state_dict().items())
@@ -658,7 +677,7 @@ def test_a_host_that_refuses_keeps_the_weights_that_it_has(monkeypatch):
 
 
 def test_longer_packs_are_planned_for_with_the_weights_on_the_host(monkeypatch, resident):
-    num_bytes = sum(segment.weight_bytes for segment in resident.segments) + resident.embedding_bytes
+    num_bytes = sum(segment.weight_bytes for segment in resident.segments) + resident.ends.total
     attached = streaming(monkeypatch, vram_budget=1000, host_budget="auto", agree=as_streamed, lengths=SMALL)
     # Half of a host with room for a fifth more than the weights twice, and of what they leave of it.
     monkeypatch.setattr(
@@ -682,33 +701,57 @@ def test_ranks_of_one_host_share_its_memory(monkeypatch):
     num_bytes = attached.stack.weights.streamed.num_host_bytes
     # Each tensor begins at a border.
     assert num_bytes >= sum(attached.stack.weights.layer_bytes) > 0
-    assert attached.stack._host_budget() == 10 * GIB + num_bytes + embedding.numel() * embedding.element_size()
+    # The output layer has the size of the embedding.
+    assert attached.stack._host_budget() == 10 * GIB + num_bytes + 2 * embedding.numel() * embedding.element_size()
     assert Attached(policy="auto", host_budget=24).stack._host_budget() == 24 * GIB
+
+
+def test_the_output_layer_comes_while_the_last_layer_runs(monkeypatch):
+    attached = streaming(monkeypatch, vram_budget=1000, weights="stream").until_planned()
+    matrix = vars(attached.model.get_output_embeddings())[host_ends._MATRIX_ATTRIBUTE]
+    happened, copy_in = [], matrix._streams.copy_in
+
+    def record(target, source, *, after):
+        if source is matrix.weight_VD:
+            happened.append("copy")
+        return copy_in(target, source, after=after)
+
+    monkeypatch.setattr(matrix._streams, "copy_in", record)
+    decoder_layers(attached.model)[-1].register_forward_hook(lambda *_: happened.append("last layer"))
+    for _ in range(2):
+        loss = attached.model(**attached.batch).loss
+        assert happened == ["copy", "last layer"]
+        loss.backward()
+        assert happened == ["copy", "last layer", "last layer"][: len(happened)]
+        happened.clear()
+    # A forward whose head does not run leaves no copy on the device.
+    attached.model.get_decoder()(**attached.batch).last_hidden_state.sum().backward()
+    assert happened[0] == "copy"
+    assert matrix._copy is None
 
 
 def test_an_embedding_that_stays_is_planned_for(monkeypatch, resident, least):
     attached = streaming(monkeypatch, vram_budget=0.95 * least)
     attached.stack.weights.move = functools.partial(_stays, attached.stack.weights.move)
     attached.until_planned()
-    assert resident.embedding_bytes > 0
-    assert attached.stack.cost.embedding_bytes == 0
+    assert resident.ends.embedding > 0
+    assert attached.stack.cost.ends == EndBytes(0, resident.ends.head)
     assert attached.stack.plan.prediction == predict(attached.stack.cost, attached.stack.plan.segments, machine=FAST)
 
 
 def _stays(stream, streams):
     """Weights that are streamed, and an embedding of which only this shows that it cannot go."""
-    return stream(streams)._replace(num_embedding_bytes=0)
+    streamed = stream(streams)
+    return streamed._replace(ends=streamed.ends._replace(embedding=0))
 
 
 def test_weights_are_streamed_from_the_start_where_asked_count_as_if_resident(monkeypatch, resident):
     asked = streaming(monkeypatch, vram_budget=1000, weights="stream").until_planned().stack
-    assert asked.cost.embedding_bytes == resident.embedding_bytes > 0
+    assert asked.cost.ends == resident.ends
+    assert min(resident.ends) > 0
     slots = asked.weights.streamed.num_slot_bytes
     # The device of these tests never sees the bytes go: they are added a second time.
-    assert (
-        asked.cost.base_bytes - resident.base_bytes
-        == sum(asked.weights.layer_bytes) - slots + asked.cost.embedding_bytes
-    )
+    assert asked.cost.base_bytes - resident.base_bytes == sum(asked.weights.layer_bytes) - slots + asked.cost.ends.total
 
 
 def test_resident_weights_stay_where_they_are(monkeypatch):

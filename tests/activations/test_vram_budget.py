@@ -22,7 +22,7 @@ from lightning_fastft.activations.vram_budget import (
 )
 from lightning_fastft.core.errors import HostMemoryError, OptionError
 from lightning_fastft.planner import plan as planner
-from lightning_fastft.planner.step import uniform_plan
+from lightning_fastft.planner.step import EndBytes, uniform_plan
 from tests.activations.test_stack import GIB, Attached, fast_machine  # noqa: F401
 from tests.planner.plan_trials import assert_equal
 from tests.support.tiny_models import build_tiny
@@ -74,8 +74,8 @@ def adapted():
     return get_peft_model(build_tiny("llama", num_hidden_layers=8), lora).train()
 
 
-def cost_of(*, base=10 * MIB, weights=2 * MIB, vocab_size=1000):
-    layers = [nn.ModuleDict({"up": nn.Linear(D, F), "down": nn.Linear(F, D)}) for _ in range(6)]
+def cost_of(*, base=10 * MIB, weights=2 * MIB, vocab_size=1000, mlp_tiles=1):
+    layers = [nn.ModuleDict({"mlp": nn.Sequential(nn.Linear(D, F), nn.Linear(F, D))}) for _ in range(6)]
     return predict_cost(
         layers,
         torch.empty(1, T, D),
@@ -83,7 +83,8 @@ def cost_of(*, base=10 * MIB, weights=2 * MIB, vocab_size=1000):
         base_bytes=base,
         vocab_size=vocab_size,
         weight_bytes=[weights] * 6,
-        embedding_bytes=MIB,
+        ends=EndBytes(MIB),
+        mlp_tiles=mlp_tiles,
     )
 
 
@@ -102,6 +103,8 @@ def test_predicted_memory_is_that_of_the_shapes():
     assert segment.saved_bytes == 3 * segment.backward_peak_bytes
     assert segment.backward_peak_bytes == 8 * T * (F + D + 4 * D) * 4
     assert cost.head_peak_bytes == 8 * T * D * 20 + 8 * T * 1000 * 4
+    # One tile of the feed-forward block at a time.
+    assert cost_of(mlp_tiles=4).segments[0].backward_peak_bytes == 8 * T * ((F + D) // 4 + 4 * D) * 4
     # No more than one chunk of logits.
     assert cost_of(vocab_size=2000).head_peak_bytes - cost.head_peak_bytes == 8 * T * 1000 * 4
 
@@ -113,7 +116,7 @@ def test_stacks_of_experts_count_for_the_experts_of_a_token_and_adapters_do_not_
     sizes = [
         predict_cost(
             [found], torch.empty(1, 1, D), longest_bytes=D * 4, base_bytes=0, vocab_size=0, weight_bytes=[0],
-            embedding_bytes=0,
+            ends=EndBytes(),
         ).segments[0].backward_peak_bytes
         for found in (layer, other)
     ]  # fmt: skip

@@ -20,7 +20,8 @@ from lightning_fastft.hf.loading.source import ModelSource
 from lightning_fastft.hf.lora import add_adapters
 from lightning_fastft.kernels.host_gather.op import host_gather
 from lightning_fastft.patches.attention import install_attention
-from lightning_fastft.patches.weight_streaming import install_host_embedding, install_weight_streaming
+from lightning_fastft.patches.host_ends import install_host_embedding, install_host_head, movable_bytes
+from lightning_fastft.patches.weight_streaming import install_weight_streaming
 from tests.support.packs import make_batch
 
 pytestmark = pytest.mark.gpu
@@ -144,16 +145,27 @@ def test_steps_are_bit_equal_with_late_copies(quantization, recomputes, host):
         for streams in (CudaCopyStreams(DEVICE), SleepyLanes(DEVICE), CudaCopyStreams(DEVICE, is_serial=True)):
             patcher = ModelPatcher()
             _, streamer = install_weight_streaming(model.get_base_model(), patcher, streams=streams, allocate_host=host)
-            assert (
-                install_host_embedding(model.get_base_model(), patcher, streams=streams, allocate_host=host).state
-                == "active"
-            )
+            move_ends(model, patcher, streams=streams, host=host)
             poison(streamer)
             assert is_same(run(model), expected)
             patcher.undo()
             assert is_same(run(model), expected)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def move_ends(model, patcher, *, streams, host):
+    """Move the embedding and the head to the host; the head is fetched when the last layer begins its forward."""
+    base = model.get_base_model()
+    assert install_host_embedding(base, patcher, streams=streams, allocate_host=host).state == "active"
+    head = install_host_head(base, patcher, streams=streams, allocate_host=host)
+    assert head.status.state == "active"
+
+    def prefetch(module, args):
+        if torch._C._current_graph_task_id() == -1:
+            head.prefetch()
+
+    patcher.add_undo(base.model.layers[-1].register_forward_pre_hook(prefetch).remove)
 
 
 def read_slowly(streams, host, *, num_layers=9, num_bytes=2**20):
@@ -185,7 +197,7 @@ def test_a_step_never_waits_for_the_device(quantization, host):
     model = lora_model(quantization, recomputes=True)
     patcher, streams = ModelPatcher(), CudaCopyStreams(DEVICE)
     install_weight_streaming(model.get_base_model(), patcher, streams=streams, allocate_host=host)
-    install_host_embedding(model.get_base_model(), patcher, streams=streams, allocate_host=host)
+    move_ends(model, patcher, streams=streams, host=host)
     for seed in range(2):
         model(**make_step_batch(seed)).loss.backward()
     batch = make_batch(LENGTHS, seed=2, pad_to=512).pin_memory()
@@ -211,9 +223,10 @@ def test_device_memory_falls_by_what_was_moved_and_comes_back(quantization, host
     before = requested_bytes()
     patcher, streams = ModelPatcher(), CudaCopyStreams(DEVICE)
     _, streamer = install_weight_streaming(model.get_base_model(), patcher, streams=streams, allocate_host=host)
-    weight = model.get_base_model().get_input_embeddings().weight
-    install_host_embedding(model.get_base_model(), patcher, streams=streams, allocate_host=host)
-    expected = before - streamer.num_host_bytes + streamer.num_slot_bytes - weight.numel() * weight.element_size()
+    ends = movable_bytes(model.get_base_model())
+    assert min(ends) > 0
+    move_ends(model, patcher, streams=streams, host=host)
+    expected = before - streamer.num_host_bytes + streamer.num_slot_bytes - ends.total
     # The host region rounds each tensor up to 512 bytes, the device does not.
     assert requested_bytes() == pytest.approx(expected, abs=512 * 1024)
     assert streamer.num_slot_bytes < 0.3 * streamer.num_host_bytes
@@ -248,7 +261,7 @@ def test_generation_from_streamed_weights(host):
     expected = model.generate(**inputs, max_new_tokens=8, do_sample=False, eos_token_id=None)
     patcher, streams = ModelPatcher(), CudaCopyStreams(DEVICE)
     install_weight_streaming(model.get_base_model(), patcher, streams=streams, allocate_host=host)
-    install_host_embedding(model.get_base_model(), patcher, streams=streams, allocate_host=host)
+    move_ends(model, patcher, streams=streams, host=host)
     assert model.get_base_model().device.type == "cuda"
     assert torch.equal(model.generate(**inputs, max_new_tokens=8, do_sample=False, eos_token_id=None), expected)
     patcher.undo()
@@ -257,7 +270,7 @@ def test_generation_from_streamed_weights(host):
 def test_pageable_memory_is_refused():
     model = lora_model(None)
     streams = CudaCopyStreams(DEVICE)
-    for install in (install_weight_streaming, install_host_embedding):
+    for install in (install_weight_streaming, install_host_embedding, install_host_head):
         with pytest.raises(HostMemoryError, match="pinned"):
             install(model.get_base_model(), ModelPatcher(), streams=streams)
     with pytest.raises(ShapeError, match="pageable"):

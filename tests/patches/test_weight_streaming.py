@@ -22,7 +22,8 @@ from lightning_fastft.hf.loading.model import build_model
 from lightning_fastft.hf.loading.source import ModelSource
 from lightning_fastft.hf.lora import add_adapters
 from lightning_fastft.moe.install import install_bincount_router
-from lightning_fastft.patches.weight_streaming import HostEmbedding, install_host_embedding, install_weight_streaming
+from lightning_fastft.patches.host_ends import HostEmbedding, install_host_embedding
+from lightning_fastft.patches.weight_streaming import install_weight_streaming
 from tests.support.children import thinned
 from tests.support.host_waits import count_host_waits
 from tests.support.late_streams import LateStreams

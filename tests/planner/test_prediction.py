@@ -6,6 +6,7 @@ import pytest
 
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.planner.plan import Machine, SegmentPlan, ValueCost, predict, uniform_plan
+from lightning_fastft.planner.step import EndBytes
 from tests.planner.planning import H200, make_rng, plain_step, qwen3_14b, random_plan, random_step
 
 # 10 bytes a millisecond each way.
@@ -119,11 +120,11 @@ def test_streamed_weights_take_three_slots_and_stay_there_at_both_turns():
     assert predict(cost, resident, machine=SLOW).peak_bytes - streamed.peak_bytes == 300
     assert streamed.host_bytes == 600
     below = predict(
-        cost._replace(embedding_bytes=70), [plan._replace(is_streamed=True) for plan in resident], machine=SLOW
+        cost._replace(ends=EndBytes(70)), [plan._replace(is_streamed=True) for plan in resident], machine=SLOW
     )
     assert (streamed.peak_bytes - below.peak_bytes, below.host_bytes - streamed.host_bytes) == (70, 70)
     assert (
-        predict(cost._replace(embedding_bytes=70), resident, machine=SLOW).peak_bytes
+        predict(cost._replace(ends=EndBytes(70)), resident, machine=SLOW).peak_bytes
         == predict(cost, resident, machine=SLOW).peak_bytes
     )
     copies = [interval.label for interval in streamed.lanes if interval.lane == "h2d"]

@@ -1,0 +1,280 @@
+"""Keep the two ends of a model in host memory: its input embedding and its output layer.
+
+Each forward reads the embedding's rows of its tokens over the bus. The output layer is copied to the device for the
+head of a pass and freed after it, so its memory is free while the decoder layers run their backward.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lightning_fastft.activations.streams import CopyStreams, Mark
+from lightning_fastft.core.errors import HostMemoryError, UnsupportedModelError
+from lightning_fastft.core.patcher import ModelPatcher, share_state
+from lightning_fastft.core.status import Status
+from lightning_fastft.kernels.host_gather.op import host_gather
+from lightning_fastft.patches.head import LazyHead
+from lightning_fastft.patches.weight_streaming import AllocateHost, check_kind, serve_state_dict
+from lightning_fastft.planner.step import EndBytes
+
+EMBEDDING_STATUS_NAME = "input embedding"
+HEAD_STATUS_NAME = "output layer"
+# Plain attribute of a swapped module: neither parameter nor buffer.
+_MATRIX_ATTRIBUTE = "fastft_host_matrix"
+
+
+class HostHead(NamedTuple):
+    """An output layer in host memory.
+
+    Args:
+        status: Where it is, or why it stays on the device.
+        prefetch: Starts its copy for the head of this pass; None if it stays on the device.
+        drop: Frees a copy that no head has taken; None if it stays on the device.
+    """
+
+    status: Status
+    prefetch: Callable[[], None] | None = None
+    drop: Callable[[], None] | None = None
+
+
+def install_host_embedding(
+    model: PreTrainedModel, patcher: ModelPatcher, *, streams: CopyStreams, allocate_host: AllocateHost | None = None
+) -> Status:
+    """Move the weight of the input embedding to the host; each forward reads the rows of its tokens over the bus.
+
+    The parameter keeps shape, dtype and device, but has no storage and reads as NaN; a state dict has the values in
+    host memory. Additions of the model's own class to the lookup (Gemma's factor) are kept.
+
+    Args:
+        model: A Hugging Face causal language model, also inside a PEFT model, on its training device.
+        patcher: Records the change; undo returns the weight to the device.
+        streams: The copy streams of the device.
+        allocate_host: Takes a number of bytes and returns pinned host memory (uint8). None for pageable memory, on a
+            CPU only.
+
+    Returns:
+        Active; or inactive with the reason if nothing was changed.
+
+    Raises:
+        UnsupportedModelError: The weight is sharded (DTensor).
+        HostMemoryError: allocate_host returned too little memory, or memory that is not pinned.
+
+    Cost:
+        One copy of the weight and a probe of one lookup, both with a host sync. Then T x D values over the bus per
+        forward, without a host sync.
+    """
+    embedding = model.get_input_embeddings()
+    obstacle = _embedding_obstacle(model, embedding)
+    if obstacle:
+        return Status(EMBEDDING_STATUS_NAME, "inactive", obstacle)
+    matrix = _HostMatrix(embedding.weight, name=EMBEDDING_STATUS_NAME, streams=streams, allocate_host=allocate_host)
+    probe = torch.arange(min(2, embedding.num_embeddings), device=embedding.weight.device)[None]
+    changes = ModelPatcher()
+    with ExitStack() as stack, torch.no_grad():
+        stack.callback(changes.undo)
+        expected = embedding(probe)
+        new = _swap(model, embedding, _host_class(type(embedding)), matrix, changes)
+        if not torch.equal(new(probe.to(streams.device)), expected.to(streams.device)):
+            return Status(
+                EMBEDDING_STATUS_NAME, "inactive", f"{type(embedding).__name__} reads its weight in another way"
+            )
+        stack.pop_all()
+    patcher.add_undo(changes.undo)
+    return Status(
+        EMBEDDING_STATUS_NAME, "active", f"{matrix.num_bytes / 2**30:.2f} GiB on the host, rows read over the bus"
+    )
+
+
+def install_host_head(
+    model: PreTrainedModel, patcher: ModelPatcher, *, streams: CopyStreams, allocate_host: AllocateHost | None = None
+) -> HostHead:
+    """Move the weight of the output layer to the host; each pass copies it to the device for its head.
+
+    The parameter is treated as that of the embedding. Call ``prefetch`` when the last decoder layer begins, so that
+    the copy hides behind it; a head without a prefetched copy waits for its own. The arguments are those of
+    ``install_host_embedding``.
+
+    Raises:
+        UnsupportedModelError: As for the embedding; likewise HostMemoryError.
+
+    Cost:
+        One copy of the weight, with a host sync. Then V x D values over the bus, and as much device memory, from the
+        prefetch to the end of the loss, without a host sync.
+    """
+    head = model.get_output_embeddings()
+    obstacle = _head_obstacle(model, head)
+    if obstacle:
+        return HostHead(Status(HEAD_STATUS_NAME, "inactive", obstacle))
+    matrix = _HostMatrix(head.weight, name=HEAD_STATUS_NAME, streams=streams, allocate_host=allocate_host)
+    _swap(model, head, HostLazyHead if isinstance(head, LazyHead) else HostLinear, matrix, patcher)
+    patcher.add_undo(matrix.drop)
+    reason = f"{matrix.num_bytes / 2**30:.2f} GiB on the host, on the device during the head"
+    return HostHead(Status(HEAD_STATUS_NAME, "active", reason), matrix.prefetch, matrix.drop)
+
+
+class HostEmbedding(nn.Embedding):
+    """An embedding whose weight is in host memory."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the rows of the tokens on the training device."""
+        matrix: _HostMatrix = vars(self)[_MATRIX_ATTRIBUTE]
+        rows_TD = host_gather(matrix.weight_VD, input.to(matrix.device, non_blocking=True).reshape(-1))
+        return rows_TD.view(*input.shape, rows_TD.shape[1])
+
+
+class HostLinear(nn.Linear):
+    """A linear layer whose weight is in host memory."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the product with a copy of the weight on the device."""
+        matrix: _HostMatrix = vars(self)[_MATRIX_ATTRIBUTE]
+        return nn.functional.linear(input, matrix.take_copy(), self.bias)
+
+
+class HostLazyHead(LazyHead, HostLinear):
+    """A lazy output layer whose weight is in host memory."""
+
+    def device_weight(self) -> torch.Tensor:
+        """Return a copy of the weight on the device."""
+        matrix: _HostMatrix = vars(self)[_MATRIX_ATTRIBUTE]
+        return matrix.take_copy()
+
+
+class _HostMatrix:
+    """The weight of a module in host memory; it moves the weight there and back, and copies it to the device."""
+
+    def __init__(
+        self, parameter: torch.Tensor, *, name: str, streams: CopyStreams, allocate_host: AllocateHost | None
+    ) -> None:
+        self.parameter, self.name = parameter, name
+        self.device = streams.device
+        self.num_bytes = parameter.numel() * parameter.element_size()
+        self._streams = streams
+        # A copy that the next head takes, and when it has arrived.
+        self._copy: tuple[torch.Tensor, Mark] | None = None
+        bytes_of_matrix = (
+            torch.empty(self.num_bytes, dtype=torch.uint8)
+            if allocate_host is None
+            else allocate_host(self.num_bytes)[: self.num_bytes]
+        )
+        if bytes_of_matrix.numel() < self.num_bytes or (self.device.type == "cuda" and not bytes_of_matrix.is_pinned()):
+            raise HostMemoryError(
+                f"The {name} needs {self.num_bytes} bytes of host memory, pinned for a CUDA device; "
+                "allocate_host returned "
+                f"{bytes_of_matrix.numel()}{'' if bytes_of_matrix.is_pinned() else ', pageable'}."
+            )
+        self.weight_VD = bytes_of_matrix.view(parameter.dtype).view(parameter.shape)
+
+    def take(self) -> None:
+        """Copy the weight to the host and replace it by a single expanded NaN."""
+        with torch.inference_mode(mode=False), torch.no_grad():
+            self.weight_VD.copy_(self.parameter)
+            self.parameter.data = torch.full(
+                (1, 1), float("nan"), dtype=self.parameter.dtype, device=self.device
+            ).expand(self.parameter.shape)
+
+    def give_back(self) -> None:
+        """Give the parameter its own storage again, on the host if the device has no free memory."""
+        with torch.inference_mode(mode=False), torch.no_grad():
+            try:
+                self.parameter.data = self.weight_VD.to(self.device, copy=True)
+            except torch.OutOfMemoryError:
+                self.parameter.data = self.weight_VD.clone()
+                warnings.warn(
+                    f"{self.device} has no free memory for the {self.name}; its weight stays in host memory.",
+                    stacklevel=2,
+                )
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """Return the weight, keyed by its name in a state dict of its module."""
+        return {"weight": self.weight_VD}
+
+    def prefetch(self) -> None:
+        """Start a copy to the device for the next ``take_copy``, unless one is there."""
+        if self._copy is None:
+            # Tensors of an evaluation may not be inference tensors here: a training step could read the copy.
+            with torch.inference_mode(mode=False), torch.no_grad():
+                weight_VD = torch.empty_like(self.weight_VD, device=self.device)
+            # Queued work may still use the memory that the allocator returned.
+            arrived = self._streams.copy_in(weight_VD, self.weight_VD, after=[self._streams.mark_compute()])
+            self._copy = weight_VD, arrived
+
+    def take_copy(self) -> torch.Tensor:
+        """Return a copy of the weight on the device, which the caller owns; compute waits until it has arrived."""
+        self.prefetch()
+        assert self._copy is not None
+        (weight_VD, arrived), self._copy = self._copy, None
+        self._streams.wait_compute(arrived)
+        return weight_VD
+
+    def drop(self) -> None:
+        """Free a copy that nobody took."""
+        if self._copy is not None:
+            # Compute, which gets its memory next, must not run before the copy has ended.
+            self.take_copy()
+
+
+def movable_bytes(model: PreTrainedModel) -> EndBytes:
+    """Return the sizes of the input embedding and of the output layer that would move to the host."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    try:
+        obstacles = _embedding_obstacle(model, embedding), _head_obstacle(model, head)
+    except UnsupportedModelError:
+        return EndBytes()
+    return EndBytes(_movable(embedding, obstacles[0]), _movable(head, obstacles[1]))
+
+
+def _movable(module: Any, obstacle: str) -> int:
+    return 0 if obstacle else int(module.weight.numel() * module.weight.element_size())
+
+
+def _swap(
+    model: PreTrainedModel, old: nn.Module, new_class: type[nn.Module], matrix: _HostMatrix, patcher: ModelPatcher
+) -> nn.Module:
+    """Move the weight of a module to the host, and replace the module by one of a class that reads it there."""
+    name = next(name for name, module in model.named_modules() if module is old)
+    new = share_state(old, new_class)
+    patcher.add_undo(matrix.give_back)
+    matrix.take()
+    patcher.replace_module(model, name, new)
+    patcher.set_attribute(new, _MATRIX_ATTRIBUTE, matrix)
+    serve_state_dict(new, matrix.values, patcher)
+    return new
+
+
+def _host_class(old: type[nn.Module]) -> type[nn.Module]:
+    """Return a class between old and nn.Embedding, which keeps the additions of old to the lookup."""
+    if old is nn.Embedding:
+        return HostEmbedding
+    return type(f"Host{old.__name__}", (old, HostEmbedding), {"__module__": __name__, "__doc__": HostEmbedding.__doc__})
+
+
+def _embedding_obstacle(model: PreTrainedModel, embedding: nn.Module) -> str:
+    """Return why an embedding has to stay on the device; an empty string if it can move."""
+    if not isinstance(embedding, nn.Embedding) or isinstance(embedding, HostEmbedding):
+        return f"the input embedding is a {type(embedding).__name__}, not a plain embedding"
+    if embedding.max_norm is not None:
+        return "max_norm rewrites its rows in every forward"
+    return _weight_obstacle(model, embedding.weight, name=EMBEDDING_STATUS_NAME)
+
+
+def _head_obstacle(model: PreTrainedModel, head: Any) -> str:
+    """Return why an output layer has to stay on the device; an empty string if it can move."""
+    if type(head) not in (nn.Linear, LazyHead):
+        return f"the output layer is a {type(head).__name__}, not a plain linear layer"
+    return _weight_obstacle(model, head.weight, name=HEAD_STATUS_NAME)
+
+
+def _weight_obstacle(model: PreTrainedModel, weight: Any, *, name: str) -> str:
+    check_kind(weight, name=f"the {name}")
+    if weight.requires_grad:
+        return "it is trained"
+    others = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is weight]
+    return f"its weight is tied: {', '.join(others)}" if len(others) > 1 else ""
