@@ -90,16 +90,13 @@ def run_with_last(function: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     given = inspect.signature(function).bind(*args, **kwargs)
     trainer = getattr(function, "__self__", None)
     wanted = given.arguments.get("ckpt_path")
-    if trainer is not None and (wanted == LAST or (wanted is None and _continues_job(trainer))):
+    is_new_fit = trainer is not None and wanted is None and trainer.state.fn == TrainerFn.FITTING
+    if trainer is not None and (wanted == LAST or (is_new_fit and is_requeued(trainer))):
         # Without a checkpoint, Lightning starts from the beginning, and warns if "last" was given.
         given.arguments["ckpt_path"] = found = find_last(trainer) or wanted
         if wanted is None:
             rank_zero_info(f"SLURM requeued the job. It continues from: {found or 'the beginning (no checkpoint)'}")
     return function(*given.args, **given.kwargs)
-
-
-def _continues_job(trainer: pl.Trainer) -> bool:
-    return trainer.state.fn == TrainerFn.FITTING and is_requeued(trainer)
 
 
 class _Here(_Launcher):

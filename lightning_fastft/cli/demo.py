@@ -91,17 +91,14 @@ def _say(text: str) -> None:
 
 def _show_answers(model: Any, rows: list[Row]) -> int:
     """Show a short, a medium and a long question with both answers; return the number of correct answers."""
-    asked = sorted(rows, key=_answer_length)[:: max(1, len(rows) // NUM_ANSWERED)][:NUM_ANSWERED]
+    by_length = sorted(rows, key=lambda row: len(row["messages"][1]["content"]))
+    asked = by_length[:: max(1, len(rows) // NUM_ANSWERED)][:NUM_ANSWERED]
     written = model.generate([row["messages"][:1] for row in asked], max_new_tokens=300, do_sample=False)
     right = [final_answer(text) == final_answer(row["messages"][1]["content"]) for text, row in zip(written, asked)]
     for number in range(NUM_ANSWERED // (2 * NUM_SHOWN), NUM_ANSWERED, NUM_ANSWERED // NUM_SHOWN):
         question, answer = asked[number]["messages"][0]["content"], asked[number]["messages"][1]["content"]
         _say(f"\nQ: {question}\nModel: {written[number]}\nRight: {answer}".replace("\n", "\n  ").strip())
     return sum(right)
-
-
-def _answer_length(row: Row) -> int:
-    return len(row["messages"][1]["content"])
 
 
 def _reload(model: Any, folder: Path, files: DemoFiles) -> tuple[float, float]:

@@ -79,11 +79,11 @@ def run_export(words: Sequence[str]) -> int:
 
 def _convert(question: Namespace, tokenizer: object) -> int:
     """Write the GGUF file and the Modelfile of a whole model."""
-    from lightning_fastft.cli.trained.gguf import check_head, convert_to_gguf, name_gguf
+    from lightning_fastft.cli.trained.gguf import check_head, convert_to_gguf
 
     out = question.out
     check_head(out)
-    file, serve = name_gguf(out, question.gguf), ""
+    file, serve = out / f"{out.name}-{question.gguf}.gguf", ""
     if question.ollama:
         from lightning_fastft.cli.trained.modelfile import write_modelfile
 

@@ -275,7 +275,7 @@ class _MeteredLayers(NamedTuple):
         host = host._replace(segments=tuple(host.segments[place] for place in places))
         # No step waits for the device, so the host launches ahead wherever it is faster, and the slower one of the two
         # sets the time of the whole step.
-        is_launch_bound = _kept_ms(host) > _kept_ms(cost)
+        is_launch_bound = host.head_ms + host.layers_ms > cost.head_ms + cost.layers_ms
         if self.is_fused and (is_launch_bound if is_graphed == "auto" else is_graphed):
             return cost, True
         if is_launch_bound:
@@ -336,11 +336,6 @@ def _meter_layers(
 def _observe(segments: Sequence[Segment], observer: SegmentObserver | None, *, plan: SegmentPlan) -> None:
     for segment in segments:
         segment.plan, segment.observer = plan, observer
-
-
-def _kept_ms(cost: StepCost) -> float:
-    """Return the time of a step that recomputes nothing."""
-    return cost.head_ms + sum(segment.forward_ms + segment.backward_ms for segment in cost.segments)
 
 
 def _launched(device: SegmentCost, host: SegmentCost) -> SegmentCost:

@@ -163,16 +163,14 @@ def quantised_norm(
     fused_linear: FusedLinear, x_TI: torch.Tensor, weight_I: torch.Tensor, *, form: NormForm
 ) -> Fp8Rows | None:
     """Return normed rows for product and parameter_gradients, in one kernel; None if they read other rows."""
-    parts, base = fused_linear.parts, fused_linear.base
-    if base is None or not base.quantises(parts):
+    if not _quantises(fused_linear):
         return None
     return rms_norm_quantised(x_TI, weight_I, form=form, round_scales_to_power_of_2=True, is_checked=False)
 
 
 def quantised_gate(fused_linear: FusedLinear, gate_up_TP: torch.Tensor, *, form: GateForm) -> Fp8Rows | None:
     """Return gated rows for product and parameter_gradients, in one kernel; None if they read other rows."""
-    parts, base = fused_linear.parts, fused_linear.base
-    if base is None or not base.quantises(parts):
+    if not _quantises(fused_linear):
         return None
     return gate_forward_quantised(gate_up_TP, form=form, round_scales_to_power_of_2=True, is_checked=False)
 
@@ -184,12 +182,14 @@ def quantised_gate_gradients(
     those of down, in one kernel; None if they read others.
     """
     parts, base = gate_up.parts, gate_up.base
-    if base is None or down.base is None or not (base.quantises(parts) and down.base.quantises(down.parts)):
-        return None
     # The gradient of a bias is a sum of rows before they are quantised.
-    if any(part.bias is not None for part in parts):
+    if base is None or not (_quantises(gate_up) and _quantises(down)) or any(part.bias is not None for part in parts):
         return None
     return base.quantised_gate_gradients(parts, d_act_TF, gate_up_TP, form)
+
+
+def _quantises(fused_linear: FusedLinear) -> bool:
+    return fused_linear.base is not None and fused_linear.base.quantises(fused_linear.parts)
 
 
 def product(

@@ -23,7 +23,7 @@ from lightning_fastft.core.extras import pip_line
 from lightning_fastft.hf.families import ADVICE
 from lightning_fastft.hf.mixers import Kind, MixerFamily
 from lightning_fastft.kernels.chunk_gradients.reference import CHUNK
-from lightning_fastft.mixers import kda, mamba2
+from lightning_fastft.mixers import mamba2
 from lightning_fastft.mixers.delta_rule import delta_rule
 from lightning_fastft.packing.context import BatchContext
 
@@ -158,11 +158,43 @@ def _gated_delta_rule(
     return out_THW[None], None
 
 
+def _delta_attention(
+    query_1THW: torch.Tensor,
+    key_1THW: torch.Tensor,
+    value_1THW: torch.Tensor,
+    *,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    use_qk_l2norm_in_kernel: bool,
+    context: BatchContext,
+    **keywords: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute transformers' ``chunk_kimi_delta_attention``, each document from an empty state.
+
+    Cost:
+        No host sync: in its graph mode ``chunk_kda`` finds the chunks on the device, with space for the largest
+        possible number. Otherwise it reads their number on the host.
+    """
+    from fla.ops.kda import chunk_kda
+
+    out_1THW, _ = chunk_kda(
+        query_1THW,
+        key_1THW,
+        value_1THW,
+        g=g,
+        beta=beta,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        cu_seqlens=context.start_S1,
+        use_graph=True,
+    )
+    return out_1THW, None
+
+
 _FUNCTIONS: MappingProxyType[Kind, dict[str, Callable[..., Any]]] = MappingProxyType(
     {
         "short convolution": {"causal_conv1d_fn": _convolve},
         "gated delta rule": {"causal_conv1d_fn": _convolve, "torch_chunk_gated_delta_rule": _gated_delta_rule},
-        "Kimi delta attention": {"causal_conv1d_fn": _convolve, **kda.FUNCTIONS},
+        "Kimi delta attention": {"causal_conv1d_fn": _convolve, "chunk_kimi_delta_attention": _delta_attention},
         "Mamba-2": {"causal_conv1d_fn": _convolve, **mamba2.FUNCTIONS},
     }
 )

@@ -162,7 +162,9 @@ def read_windows(
             yield Window(
                 begin=window_begin,
                 packs=packs,
-                num_labelled=[sum(_count_labelled(document) for document in pack) for pack in packs],
+                num_labelled=[
+                    sum(int((document.labels[1:] != IGNORED_LABEL).sum()) for document in pack) for pack in packs
+                ],
                 rejects=rejects,
                 digest=_digest(packs),
                 is_last=state.is_at_end and not carried,
@@ -235,10 +237,6 @@ def _choose_packs(
     chosen = sorted(fullest_P[:num_packs].tolist(), key=lambda number: (-cost_P[number], number))
     left = sorted(int(document) for number in fullest_P[num_packs:] for document in packs[int(number)])
     return [[documents[index] for index in packs[number]] for number in chosen], [documents[index] for index in left]
-
-
-def _count_labelled(document: Document) -> int:
-    return int((document.labels[1:] != IGNORED_LABEL).sum())
 
 
 def _digest(packs: list[list[Document]]) -> str:

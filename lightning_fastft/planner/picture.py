@@ -77,10 +77,9 @@ def describe_segment(plan: SegmentPlan) -> str:
 
 def _describe_prediction(cost: StepCost, prediction: Prediction) -> str:
     computed = prediction.step_ms - prediction.exposed_ms
-    least = sum(segment.forward_ms + segment.backward_ms for segment in cost.segments) + cost.head_ms + cost.other_ms
     lines = [
         f"predicted peak    {_gib(prediction.peak_bytes)}",
-        f"predicted step    {prediction.step_ms:,.1f} ms, {max(0.0, computed - least):,.1f} of it recomputed",
+        f"predicted step    {prediction.step_ms:,.1f} ms, {max(0.0, computed - cost.least_ms):,.1f} of it recomputed",
         f"exposed copies    {prediction.exposed_ms:,.1f} ms",
         f"host memory       {_gib(prediction.host_bytes)} pinned, staging slots of "
         f"{prediction.staging_bytes / _MIB:,.0f} MiB",

@@ -108,7 +108,7 @@ def make_plan(
     elif best is not None and weights == "auto" and is_streamable:
         resident_ms = model.run(best).step_ms
         other = PlanSearch(model, vram_budget_bytes, host_budget_bytes, is_streamed=True)
-        found = other.run() if resident_ms > _WORTH_STREAMING * _least_ms(cost) else None
+        found = other.run() if resident_ms > _WORTH_STREAMING * cost.least_ms else None
         if found is not None and resident_ms > _WORTH_STREAMING * model.run(found).step_ms:
             search, best = other, found
             notes.append(f"frozen weights are streamed: with resident weights a step would take {resident_ms:.0f} ms.")
@@ -122,11 +122,6 @@ def make_plan(
             f"take {wider.step_ms:.0f} ms instead of {prediction.step_ms:.0f}."
         )
     return Plan(tuple(best), prediction, tuple(notes))
-
-
-def _least_ms(cost: StepCost) -> float:
-    """Return the time of a step without recompute and without waits for copies."""
-    return cost.head_ms + cost.other_ms + sum(segment.forward_ms + segment.backward_ms for segment in cost.segments)
 
 
 def _check_streaming(machine: Machine, num_weight_bytes: int, host_budget_bytes: int) -> None:

@@ -117,8 +117,7 @@ class StepModel:
         self._works: dict[tuple[int, SegmentPlan], _Work] = {}
         numbers = range(len(cost.segments))
         self.labels = [[f"{phase} {number}" for number in numbers] for phase in ("forward", "backward")]
-        self._own_ms = cost.head_ms + cost.other_ms
-        self._own_ms += sum(segment.forward_ms + segment.backward_ms for segment in cost.segments)
+        self._own_ms = cost.least_ms
 
     def footprint(self, segments: Sequence[SegmentPlan]) -> Footprint:
         """Return the memory and the time without waits of a plan that fits the segments, without a simulation."""

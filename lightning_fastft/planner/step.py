@@ -91,6 +91,16 @@ class StepCost(NamedTuple):
     ends: EndBytes = EndBytes()
     shared_bytes: int = 0
 
+    @property
+    def layers_ms(self) -> float:
+        """Forward and backward of all segments, without recompute."""
+        return sum(segment.forward_ms + segment.backward_ms for segment in self.segments)
+
+    @property
+    def least_ms(self) -> float:
+        """A step without recompute and without waits for copies."""
+        return self.head_ms + self.other_ms + self.layers_ms
+
 
 class Machine(NamedTuple):
     """Copy speed between device and host.

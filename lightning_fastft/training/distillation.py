@@ -121,12 +121,8 @@ class DistillationTuner(Tuner):
             }
         )
 
-    @property
-    def logged_names(self) -> frozenset[str] | None:
-        """Names that callbacks can monitor in training; None for a subclass, which may log more."""
-        if type(self) is not DistillationTuner:
-            return None
-        return frozenset(f"{prefix}_{name}" for prefix in ("train", "val") for name in ("loss", "divergence", "nll"))
+    def _logged(self) -> tuple[str, ...]:
+        return "loss", "divergence", "nll"
 
     def configure_model(self) -> None:
         """Build the student, and load a live teacher."""

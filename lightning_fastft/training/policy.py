@@ -115,20 +115,9 @@ class PolicyTuner(ReferenceTuner):
             score_use="read" if self.advantage == "given" else "compared",
         )
 
-    @property
-    def logged_names(self) -> frozenset[str] | None:
-        """Names that callbacks can monitor in training; None for a subclass, which may log more."""
-        if type(self) is not PolicyTuner:
-            return None
-        names = (
-            "loss",
-            "reward",
-            "entropy",
-            "clip_share",
-            "length",
-            *(("divergence",) if self.needs_reference else ()),
-        )
-        return frozenset(f"{prefix}_{name}" for prefix in ("train", "val") for name in names)
+    def _logged(self) -> tuple[str, ...]:
+        more = ("divergence",) if self.needs_reference else ()
+        return "loss", "reward", "entropy", "clip_share", "length", *more
 
     def predict_step(self, batch: PackedBatch, batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
         """Return the log-probability of each completion, shape (C,), in the order of the pack."""

@@ -106,18 +106,10 @@ class PreferenceTuner(ReferenceTuner):
             return DataNeeds(frozenset({"labelled"}), loss_unit="example", adds_mismatched=True)
         return DataNeeds(frozenset({"preference"}), loss_unit="example", score_use="ignored")
 
-    @property
-    def logged_names(self) -> frozenset[str] | None:
-        """Names that callbacks can monitor in training; None for a subclass, which may log more."""
-        if type(self) is not PreferenceTuner:
-            return None
-        names = ["loss", "reward_chosen", "reward_rejected", "reward_accuracy"]
-        names += (
-            ["divergence"]
-            if self.loss == "kto"
-            else ["reward_margin", "log_prob_chosen", "log_prob_rejected", "length"]
-        )
-        return frozenset(f"{prefix}_{name}" for prefix in ("train", "val") for name in names)
+    def _logged(self) -> tuple[str, ...]:
+        of_pairs = ("reward_margin", "log_prob_chosen", "log_prob_rejected", "length")
+        more = ("divergence",) if self.loss == "kto" else of_pairs
+        return "loss", "reward_chosen", "reward_rejected", "reward_accuracy", *more
 
     def predict_step(self, batch: PackedBatch, batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
         """Return the log-probability of each completion, shape (C,), in the order of the pack."""

@@ -86,14 +86,9 @@ class RewardTuner(Tuner):
         """None: a reward model scores the text of the chat template as it is."""
         return None
 
-    @property
-    def logged_names(self) -> frozenset[str] | None:
-        """Names that callbacks can monitor in training; None for a subclass, which may log more."""
-        if type(self) is not RewardTuner:
-            return None
+    def _logged(self) -> tuple[str, ...]:
         more = {"pairwise": ("accuracy", "margin"), "scalar": (), "stepwise": ("accuracy",)}
-        names = ("loss", "score", *more[self.loss])
-        return frozenset(f"{prefix}_{name}" for prefix in ("train", "val") for name in names)
+        return "loss", "score", *more[self.loss]
 
     def configure_model(self) -> None:
         """Build the model with its head.
@@ -114,7 +109,8 @@ class RewardTuner(Tuner):
         device = "cpu" if model.device.type == "meta" else model.device
         # Token classifiers have a bias, sequence classifiers have none.
         has_bias = self.loss == "stepwise"
-        head = nn.Linear(config.hidden_size, 1, bias=has_bias, device=device, dtype=self._head_dtype(model))
+        dtype = self.adapter_dtype if self.has_adapters else model.dtype
+        head = nn.Linear(config.hidden_size, 1, bias=has_bias, device=device, dtype=dtype)
         draws = torch.Generator().manual_seed(self._seed % 2**63)
         initial = torch.empty(head.weight.shape).normal_(
             std=getattr(config, "initializer_range", 0.02), generator=draws
@@ -128,9 +124,6 @@ class RewardTuner(Tuner):
         language_head = model.get_output_embeddings()
         if language_head is not None and language_head.weight is not model.get_input_embeddings().weight:
             language_head.requires_grad_(False)
-
-    def _head_dtype(self, model: PreTrainedModel) -> torch.dtype:
-        return self.adapter_dtype if self.has_adapters else model.dtype
 
     def _train_head(self, model: Any) -> None:
         self._find_head(model).requires_grad_(True)

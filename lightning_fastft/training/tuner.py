@@ -156,8 +156,6 @@ class Tuner(SavedCausalLM):
         self._find_patcher().add_undo(self._release_optimizers)
         super().configure_model()
 
-    # Steps.
-
     # Whether the loss is exact on a part of a pack (context parallelism): a sum over labelled tokens.
     trains_on_parts = False
 
@@ -201,6 +199,14 @@ class Tuner(SavedCausalLM):
     def has_signal(self, batch: PackedBatch) -> bool:
         """Return whether a batch can train anything, from what the host knows; read by ``GradientHealth``."""
         return batch.context.whole.num_labelled > 0
+
+    @property
+    def logged_names(self) -> frozenset[str] | None:
+        """Names that callbacks can monitor in training; None for a class without ``_logged``, which may log more."""
+        logged = vars(type(self)).get("_logged")
+        if logged is None:
+            return None
+        return frozenset(f"{prefix}_{name}" for prefix in ("train", "val") for name in logged(self))
 
     def _minimise(self, batch: PackedBatch, objective: Callable[[LazyLogits], torch.Tensor]) -> torch.Tensor:
         """Return the 0-dim loss that an objective computes from the logits of the trained model."""

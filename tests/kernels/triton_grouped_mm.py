@@ -6,9 +6,8 @@ import torch
 
 from lightning_fastft.kernels.fp8_linear.op import find_obstacle
 from lightning_fastft.kernels.fp8_linear.reference import FP8
-from lightning_fastft.kernels.grouped_mm import triton
+from lightning_fastft.kernels.grouped_mm import tiles, triton
 from lightning_fastft.kernels.grouped_mm.reference import GatheredRows, RowAddend
-from lightning_fastft.kernels.grouped_mm.triton import Tiles
 from tests.kernels.test_grouped_mm import (
     COUNTS,
     FULL,
@@ -26,7 +25,7 @@ from tests.support.kernel_harness import DEVICE, planted_faults
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Small enough that a handful of rows has tails along every axis.
-SMALL = Tiles(rows=16, inputs=16, outputs=16, num_warps=4, num_stages=2)
+SMALL = tiles.Tiles(rows=16, inputs=16, outputs=16, num_warps=4, num_stages=2)
 
 if DEVICE == "cpu":
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
@@ -189,45 +188,45 @@ def test_a_sum_in_place():
 def test_the_tiles_that_are_used(counts, dtype):
     case = case_of(counts, 65, 129, dtype=dtype, num_sentinels=3, rank=16, has_bias=True, is_transposed=True)
     check_product(product(tiles=None), case)
-    check_product(added(case.d_NO, tiles=triton.ADD_TILES), case, y_NO=case.d_NO)
+    check_product(added(case.d_NO, tiles=tiles.ADD_TILES), case, y_NO=case.d_NO)
     check_grad(grad(tiles=None), case)
 
 
 def test_a_table_of_tiles_by_dtype_and_rows():
     wide = {"num_inputs": 2048, "num_outputs": 1536}
-    assert triton.product_tiles(torch.bfloat16, rows_per_expert=127, **wide) == triton.PRODUCT_TILES_FEW
-    assert triton.product_tiles(torch.float16, rows_per_expert=128, **wide) == triton.PRODUCT_TILES_MANY
+    assert tiles.product_tiles(torch.bfloat16, rows_per_expert=127, **wide) == tiles.PRODUCT_TILES_FEW
+    assert tiles.product_tiles(torch.float16, rows_per_expert=128, **wide) == tiles.PRODUCT_TILES_MANY
     assert (
-        triton.product_tiles(torch.float32, rows_per_expert=4096, **wide, shared_bytes=triton.LARGE_SHARED_BYTES)
-        == triton.PRODUCT_TILES_FP32
+        tiles.product_tiles(torch.float32, rows_per_expert=4096, **wide, shared_bytes=tiles.LARGE_SHARED_BYTES)
+        == tiles.PRODUCT_TILES_FP32
     )
-    large = {"shared_bytes": triton.LARGE_SHARED_BYTES, **wide}
-    assert triton.product_tiles(torch.bfloat16, rows_per_expert=128, **large) == triton.PRODUCT_TILES_LARGE
-    assert triton.product_tiles(torch.bfloat16, rows_per_expert=127, **large) == triton.PRODUCT_TILES_FEW
+    large = {"shared_bytes": tiles.LARGE_SHARED_BYTES, **wide}
+    assert tiles.product_tiles(torch.bfloat16, rows_per_expert=128, **large) == tiles.PRODUCT_TILES_LARGE
+    assert tiles.product_tiles(torch.bfloat16, rows_per_expert=127, **large) == tiles.PRODUCT_TILES_FEW
     assert (
-        triton.product_tiles(torch.bfloat16, rows_per_expert=128, **{**large, "num_outputs": 255})
-        == triton.PRODUCT_TILES_MANY
+        tiles.product_tiles(torch.bfloat16, rows_per_expert=128, **{**large, "num_outputs": 255})
+        == tiles.PRODUCT_TILES_MANY
     )
-    assert triton.product_tiles(FP8, rows_per_expert=128, **large) == triton.PRODUCT_TILES_FP8_LARGE
-    assert triton.product_tiles(FP8, rows_per_expert=128, **wide) == triton.PRODUCT_TILES_FP8_MANY
-    assert triton.product_tiles(FP8, rows_per_expert=127, **large) == triton.PRODUCT_TILES_FP8_FEW
-    assert triton.grad_tiles(torch.bfloat16, **wide) == triton.GRAD_TILES
-    assert triton.grad_tiles(torch.float32, num_inputs=16, num_outputs=2048) == triton.GRAD_TILES_FP32
+    assert tiles.product_tiles(FP8, rows_per_expert=128, **large) == tiles.PRODUCT_TILES_FP8_LARGE
+    assert tiles.product_tiles(FP8, rows_per_expert=128, **wide) == tiles.PRODUCT_TILES_FP8_MANY
+    assert tiles.product_tiles(FP8, rows_per_expert=127, **large) == tiles.PRODUCT_TILES_FP8_FEW
+    assert tiles.grad_tiles(torch.bfloat16, **wide) == tiles.GRAD_TILES
+    assert tiles.grad_tiles(torch.float32, num_inputs=16, num_outputs=2048) == tiles.GRAD_TILES_FP32
 
 
 def test_tiles_of_thin_matrices_are_as_wide_as_the_matrix():
     for columns, side in ((1, 16), (8, 16), (16, 16), (17, 32), (64, 64)):
-        thin = triton.product_tiles(torch.bfloat16, rows_per_expert=512, num_inputs=2048, num_outputs=columns)
+        thin = tiles.product_tiles(torch.bfloat16, rows_per_expert=512, num_inputs=2048, num_outputs=columns)
         assert thin.outputs == side
         assert thin.inputs >= 64
-        shallow = triton.product_tiles(torch.bfloat16, rows_per_expert=512, num_inputs=columns, num_outputs=2048)
+        shallow = tiles.product_tiles(torch.bfloat16, rows_per_expert=512, num_inputs=columns, num_outputs=2048)
         assert (shallow.inputs, shallow.outputs) == (side, 128)
         assert (
-            triton.product_tiles(torch.float32, rows_per_expert=512, num_inputs=2048, num_outputs=columns).outputs
+            tiles.product_tiles(torch.float32, rows_per_expert=512, num_inputs=2048, num_outputs=columns).outputs
             == side
         )
         low, high = (
-            triton.grad_tiles(torch.bfloat16, num_inputs=one, num_outputs=other)
+            tiles.grad_tiles(torch.bfloat16, num_inputs=one, num_outputs=other)
             for one, other in ((columns, 2048), (2048, columns))
         )
         assert (low.inputs, low.outputs) == (high.outputs, high.inputs) == (side, 128)

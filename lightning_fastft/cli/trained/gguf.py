@@ -17,11 +17,6 @@ SCRIPT = "convert_hf_to_gguf.py"
 _HEAD_IS_EMBEDDING = ("gemma", "gemma2")
 
 
-def name_gguf(folder: Path, type_name: str) -> Path:
-    """Return the GGUF file of a folder."""
-    return folder / f"{folder.name}-{type_name}.gguf"
-
-
 def check_head(folder: Path) -> None:
     """Refuse a model whose head llama.cpp would replace by the embedding.
 

@@ -195,7 +195,8 @@ class TokenizedDataset:
 
     def __reduce__(self) -> tuple[Callable[..., TokenizedDataset], tuple[Any, ...]]:
         if self.path is not None:
-            return _reopen, (self.path,)
+            # This process has verified the entry.
+            return functools.partial(TokenizedDataset.open, is_checked=False), (self.path,)
         held = functools.partial(
             TokenizedDataset,
             id_T=self._id_T,
@@ -209,11 +210,6 @@ class TokenizedDataset:
             completions=self.completions,
         )
         return held, ()
-
-
-def _reopen(path: Path) -> TokenizedDataset:
-    """Open an entry in another process; the first process has verified it."""
-    return TokenizedDataset.open(path, is_checked=False)
 
 
 def combine_digests(digests: Mapping[str, str]) -> str:

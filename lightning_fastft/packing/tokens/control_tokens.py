@@ -82,7 +82,8 @@ class ControlTokens:
         if self._is_in(answers):
             notes.append(ANSWERED_CONTROL)
         if self._is_in(questions) or self._is_in(tools):
-            if not self._tokenizer.is_fast or self._holds([*messages, tools], _PRIVATE):
+            texts = _walk_strings([*messages, tools])
+            if not self._tokenizer.is_fast or any(character in text for text in texts for character in _PRIVATE):
                 return messages, tools, [*notes, USED_CONTROL]
             messages = [message if message["role"] == "assistant" else self._quote_all(message) for message in messages]
             return messages, self._quote_all(tools), [*notes, QUOTED_CONTROL]
@@ -144,9 +145,6 @@ class ControlTokens:
 
     def _is_in(self, value: object) -> bool:
         return any(self._pattern.search(text) for text in _walk_strings(value))
-
-    def _holds(self, value: object, characters: frozenset[str]) -> bool:
-        return any(character in text for text in _walk_strings(value) for character in characters)
 
     def _quote_all(self, value: Any) -> Any:
         if isinstance(value, str):
