@@ -88,13 +88,13 @@ class PackBuckets:
         # By tokens, rounded up: the number of packs, and the size that holds them.
         self._counts: Counter[int] = Counter()
         self._bounds: dict[int, PackSize] = {}
-        self._shortest_pack = self._longest_pack = 0
+        self._shortest_pack = self.longest_pack = 0
 
     def note(self, context: BatchContext) -> None:
         """Count a pack."""
         num_tokens = context.num_tokens
         self._shortest_pack = min(self._shortest_pack or num_tokens, num_tokens)
-        self._longest_pack = max(self._longest_pack, num_tokens)
+        self.longest_pack = max(self.longest_pack, num_tokens)
         own = _size_of(context, self._round_tokens(num_tokens))
         self._counts[own.num_tokens] += 1
         self._bounds[own.num_tokens] = _join(own, self._bounds.get(own.num_tokens, own))
@@ -113,8 +113,8 @@ class PackBuckets:
         if self._smallest(context) is not None:
             return self._bounds[self._round_tokens(context.num_tokens)]
         num_tokens = self._most_tokens()
-        if self._longest_pack > num_tokens:
-            num_tokens = self._round_tokens(self._longest_pack)
+        if self.longest_pack > num_tokens:
+            num_tokens = self._round_tokens(self.longest_pack)
         # With more tokens than its own bucket, a pack has more rows, and so documents, behind its tokens.
         return _join(_size_of(context, num_tokens), *self._bounds.values())._replace(num_tokens=num_tokens)
 
@@ -138,7 +138,7 @@ class PackBuckets:
 
     def _round_tokens(self, num_tokens: int) -> int:
         """Return the tokens of the bucket of a pack; packs that all have one length run without further rows."""
-        if self._shortest_pack == self._longest_pack:
+        if self._shortest_pack == self.longest_pack:
             return num_tokens
         step = max(1, next_power_of_2(num_tokens) // _TOKEN_STEPS)
         return ceil_div(num_tokens, step) * step

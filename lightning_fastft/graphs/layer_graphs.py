@@ -194,7 +194,7 @@ class LayerGraphs:
             return None
         kind = buckets.find(context)
         if kind is None:
-            reason = self._obstacle_of_pace(hidden, num_tokens=buckets.next_size(context).num_tokens)
+            reason = self._obstacle_of_pace(hidden, buckets, num_tokens=buckets.next_size(context).num_tokens)
             if reason:
                 self.reasons[reason] += 1
                 return None
@@ -204,23 +204,24 @@ class LayerGraphs:
         self._kind = kind
         return kind
 
-    def _obstacle_of_pace(self, hidden: torch.Tensor, *, num_tokens: int) -> str:
+    def _obstacle_of_pace(self, hidden: torch.Tensor, buckets: PackBuckets, *, num_tokens: int) -> str:
         """Return why the probe or the memory for num_tokens forbids recording, decided once, or ""."""
         if self._pace is None or self.num_recordings:
             return ""
-        is_bound = self._pace.is_launch_bound
-        self._refusal = self._missing_memory(hidden, num_tokens=num_tokens) if is_bound else self._pace.describe()
+        if not self._pace.is_launch_bound:
+            self._refusal = self._pace.describe()
+        else:
+            self._refusal = self._missing_memory(hidden, num_tokens=num_tokens, num_measured=buckets.longest_pack)
         return self._refusal
 
-    def _missing_memory(self, hidden: torch.Tensor, *, num_tokens: int) -> str:
+    def _missing_memory(self, hidden: torch.Tensor, *, num_tokens: int, num_measured: int) -> str:
         """Return the memory that recordings need, as text, if it is not free; "" if it is."""
         if not hidden.is_cuda:
             return ""
         segments = [find_segment(layer) for layer in self._layers]
         kept_share = sum(segment is None or segment.plan.is_kept for segment in segments) / len(segments)
         allocated = torch.cuda.memory_allocated(hidden.device)
-        work = torch.cuda.max_memory_allocated(hidden.device) - allocated
-        # The steps so far had at most as many tokens as the recordings will have.
+        work = (torch.cuda.max_memory_allocated(hidden.device) - allocated) * num_tokens / num_measured
         hidden_states = len(self._layers) * num_tokens * hidden.shape[2:].numel() * hidden.element_size()
         needed = work * (_ROOM_KEPT * kept_share + _ROOM_RECOMPUTED * (1 - kept_share)) + hidden_states
         free = torch.cuda.mem_get_info(hidden.device)[0] + torch.cuda.memory_reserved(hidden.device) - allocated
