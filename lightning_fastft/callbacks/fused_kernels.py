@@ -55,11 +55,11 @@ class FusedKernels(ModelSwaps):
     Args:
         cuda_graphs: Record the forward and backward of each layer as CUDA graphs after the first steps, so that the
             host launches two graphs per layer and step. Requires one device or DDP, LoRA without dropout or full
-            fine-tuning, packs of at most two lengths (``PackedDataModule(pad_to_max=True)``), and a plan without
-            offload; otherwise the layers run without graphs and the table says why. Graph memory stays reserved
-            between steps, also in validation. "auto": record only if training is launch-bound in two micro-batches
-            after the first ones and the memory suffices (within ``vram_budget`` if one is given). If recording fails,
-            a warning is logged and the layers run without graphs.
+            fine-tuning, and a plan without offload; otherwise the layers run without graphs and the table says why.
+            Packs of many lengths run from few recordings, with rows of zeros behind their tokens. Graph memory stays
+            reserved between steps, also in validation. "auto": record only if training is launch-bound in two
+            micro-batches after the first ones and the memory suffices (within ``vram_budget`` if one is given). If
+            recording fails, a warning is logged and the layers run without graphs.
         base_compute: How products with the weights of linear layers are computed: in the forward, in the gradient of
             the input and, if the weights are trained, in their gradient. "model_dtype": in the dtype of the model.
             "fp8": in e4m3 with one scale per row, per output column and per row of gradients. This is an approximation

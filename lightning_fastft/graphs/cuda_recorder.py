@@ -19,8 +19,6 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Graphs cannot use the memory in the allocator's cache, and it cannot be freed during a recording.
-        torch.cuda.empty_cache()
         self._pool: Any = None
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self._stream = torch.cuda.Stream(device)
@@ -32,6 +30,10 @@ class CudaRecorder:
         before = generator.clone_state()
         self._stream.wait_stream(current)
         if not self._graphs:
+            # Graphs cannot use the memory in the allocator's cache, and it cannot be freed during a recording. Dropped
+            # graphs may still run in theirs.
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
             # The allocator frees a pool with its last graph.
             self._pool = torch.cuda.graph_pool_handle()
         with torch.cuda.stream(self._stream):

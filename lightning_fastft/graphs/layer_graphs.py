@@ -1,9 +1,8 @@
 """CUDA graphs of decoder layers: record the forward and backward of each layer once, then launch each as one graph.
 
 A recorded layer reads and writes static memory: hidden states, their gradient, rotary angles, document offsets and the
-gradients of trained parameters. Its graph serves every pack with the same number of tokens whose documents fit the
-recorded bounds. Static memory is written through ``.data``, because tensors that autograd saved in a recording must
-change with it.
+gradients of trained parameters. Its graph serves every pack that its bucket holds (``buckets``). Static memory is
+written through ``.data``, because tensors that autograd saved in a recording must change with it.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import functools
 import logging
 import time
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +23,12 @@ from lightning_fastft.core.errors import SwapError
 from lightning_fastft.core.phases import log_phase
 from lightning_fastft.core.status import Status
 from lightning_fastft.fused.decoder import GRAPH_ATTRIBUTE
+from lightning_fastft.graphs.buckets import PackBucket, PackBuckets
 from lightning_fastft.graphs.cuda_recorder import CudaRecorder
 from lightning_fastft.graphs.launch_bound import LaunchBoundProbe
-from lightning_fastft.graphs.recordings import PackBucket, Recording, recording_obstacle
+from lightning_fastft.graphs.recordings import Recording, recording_obstacle
 from lightning_fastft.graphs.runs import RankReplay, Replay, Run
-from lightning_fastft.kernels.sizes import next_power_of_2
+from lightning_fastft.kernels.attention.op import CUDNN_MIN_DOCUMENT_LENGTH
 from lightning_fastft.mixers.install import ON_KERNELS
 from lightning_fastft.packing.context import BatchContext
 
@@ -42,16 +42,8 @@ logger = logging.getLogger(__name__)
 STATUS_NAME = "layer graphs"
 # Backends whose kernels read only offsets and chunks on the device and a bound on the document length.
 _BACKENDS = frozenset({"varlen", ON_KERNELS})
-# The number of documents of a pack is rounded up to a multiple of this.
-_DOCUMENT_BUCKET = 16
-# Micro-batches of a length before its first recording; they compile kernels and allocate buffers.
+# Micro-batches before the first recording; they compile kernels and allocate buffers.
 _NUM_WARMUP = 2
-# Buckets by tokens, documents and longest document, rounded up.
-_MOST_KINDS = 16
-# Each pack length needs memory for the hidden states of every layer.
-_MOST_LENGTHS = 2
-# From this number of lengths on, the status says "many lengths".
-_MANY_LENGTHS = 5
 # A layer recorded more often than this has weights that keep moving.
 _MOST_RECORDINGS = 4
 # Memory of recordings relative to the transient memory of a step, if all activations are kept and if all are
@@ -63,7 +55,7 @@ _ROOM_KEPT, _ROOM_RECOMPUTED = 1.25, 2.0
 class LayerGraphs:
     """Run the fused decoder layers of a model from recorded graphs where that is exact, and eagerly elsewhere.
 
-    A micro-batch runs eagerly if it is one of the first two of its length, if an earlier one waits for its backward, if
+    A micro-batch runs eagerly if it is one of the first two, if an earlier one waits for its backward, if
     its plan copies to the host or is still measured, and for the reasons that ``status`` returns. Eager micro-batches
     need memory in addition to that of the graphs. Gradients of trained parameters are written to buffers. In a single
     process ``Parameter.grad`` refers to these buffers. In a process group autograd accumulates them, so that
@@ -82,7 +74,8 @@ class LayerGraphs:
 
     Cost:
         Memory in addition to the plan: one tensor of hidden states per layer, the gradients of trained parameters, and
-        the pool, which stays reserved between steps. Host: two launches per layer and micro-batch. No host sync.
+        the pool, which stays reserved between steps. All buckets share the memory of the largest one. Host: two
+        launches per layer and micro-batch. No host sync.
     """
 
     def __init__(
@@ -109,8 +102,9 @@ class LayerGraphs:
         self._pace = pace
         self._is_watched, self._refusal = False, ""
         self._graphs = [_LayerGraph(self, layer, index) for index, layer in enumerate(self._layers)]
-        self._kinds: dict[Hashable, PackBucket] = {}
-        self._shapes: Counter[torch.Size] = Counter()
+        # By what buckets do not bound: dtype, device and width of the hidden states, and the choice of attention.
+        self._groups: defaultdict[Hashable, PackBuckets] = defaultdict(PackBuckets)
+        self._num_batches = 0
         self._context: BatchContext | None = None
         self._kind: PackBucket | None = None
         # Runs that wait for their backward; a run that is no longer referenced will have no backward.
@@ -119,8 +113,7 @@ class LayerGraphs:
         self._grads: dict[torch.Tensor, torch.Tensor] = {}
         self.reasons: Counter[str] = Counter()
         self.num_recordings = self.num_replays = 0
-        # State of the last micro-batch: each layer records its forward and its backward.
-        self._recording_seconds = 0.0
+        self.recording_seconds = self._logged_seconds = 0.0
         self._last_status: Status | None = None
 
     def install(self, patcher: ModelPatcher) -> None:
@@ -139,21 +132,21 @@ class LayerGraphs:
     def _drop(self) -> None:
         """Free recordings and their memory; a run that waits for its backward keeps its own."""
         self._kind = None
-        for kept in (self._kinds, self._buffers, self._grads):
+        for kept in (self._groups, self._buffers, self._grads):
             kept.clear()
 
     def status(self) -> Status:
         """Return what is recorded, or why layers run eagerly."""
-        num_recorded = sum(len(kind.recordings) for kind in self._kinds.values())
+        num_recorded = sum(len(kind.recordings) for kind in self.pack_buckets)
         if self._refusal:
             return Status(STATUS_NAME, "inactive", self._refusal)
         if num_recorded:
-            noun = "pack bucket" if len(self._kinds) == 1 else "pack buckets"
+            noun = "pack bucket" if len(self.pack_buckets) == 1 else "pack buckets"
             seen = "" if self._pace is None else f"; before, {self._pace.describe()}"
             return Status(
                 STATUS_NAME,
                 "active",
-                f"{num_recorded} recordings of {len(self._layers)} layers, {len(self._kinds)} {noun}{seen}",
+                f"{num_recorded} recordings of {len(self._layers)} layers, {len(self.pack_buckets)} {noun}{seen}",
             )
         if self._last_status is not None:
             return self._last_status
@@ -167,70 +160,69 @@ class LayerGraphs:
 
     def has_recordings(self, index: int) -> bool:
         """Return whether a layer has a recording."""
-        return any(index in kind.recordings for kind in self._kinds.values())
+        return any(index in kind.recordings for kind in self.pack_buckets)
+
+    @property
+    def pack_buckets(self) -> list[PackBucket]:
+        """The buckets that packs run from."""
+        return [bucket for buckets in self._groups.values() for bucket in buckets.buckets]
 
     def kind_of(self, context: BatchContext, hidden: torch.Tensor) -> PackBucket | None:
         """Return the recordings that fit a micro-batch, with its offsets loaded; None if it runs eagerly."""
         if context is self._context:
             return self._kind
         self._context, self._kind, self._is_watched = context, None, False
-        if self._recording_seconds:
-            log_phase("recording CUDA graphs", self._recording_seconds)
-            self._recording_seconds = 0.0
-        self._shapes[hidden.shape] += 1
-        if context.causal_obstacle:
-            self.reasons[context.causal_obstacle] += 1
+        if self._logged_seconds < self.recording_seconds:
+            log_phase("recording CUDA graphs", self.recording_seconds - self._logged_seconds)
+            self._logged_seconds = self.recording_seconds
+        obstacle = context.causal_obstacle
+        if not obstacle and hidden.shape[:2] != (1, context.num_tokens):
+            obstacle = "hidden states are not one row of tokens"
+        if obstacle:
+            self.reasons[obstacle] += 1
             return None
-        num_documents = -(-context.num_documents // _DOCUMENT_BUCKET) * _DOCUMENT_BUCKET
-        max_length = min(next_power_of_2(context.max_length), context.num_tokens)
-        key = (hidden.shape, hidden.dtype, hidden.device, num_documents, max_length, context.attention_backend)
-        if self._shapes[hidden.shape] <= _NUM_WARMUP or self.open_runs:
-            if len(self._shapes) >= _MANY_LENGTHS:
-                self.reasons["packs of many lengths; PackedDataModule(pad_to_max=True) gives them one"] += 1
+        # Attention of long documents may run on cuDNN, which is not recorded.
+        is_long = context.sum_squared_lengths >= CUDNN_MIN_DOCUMENT_LENGTH * context.num_tokens
+        key = (hidden.dtype, hidden.device, hidden.shape[2:], context.attention_backend, is_long)
+        buckets = self._groups[key]
+        buckets.note(context)
+        self._num_batches += 1
+        if self._num_batches <= _NUM_WARMUP or self.open_runs:
             return None
         if self._pace is not None and self._pace.begin_batch():
             self._is_watched = True
             return None
-        kind = self._kinds.get(key)
+        kind = buckets.find(context)
         if kind is None:
-            reason = self._obstacle_of_kind(hidden.shape) or self._obstacle_of_pace(hidden)
+            reason = self._obstacle_of_pace(hidden, buckets, num_tokens=buckets.next_size(context).num_tokens)
             if reason:
                 self.reasons[reason] += 1
                 return None
-            kind = self._kinds[key] = PackBucket(
-                context.recordable(num_documents=num_documents, max_length=max_length, chunk_size=self._chunk_size),
-                hidden.shape,
-            )
+            kind = buckets.add(context, chunk_size=self._chunk_size)
         else:
             kind.context.load(context)
         self._kind = kind
         return kind
 
-    def _obstacle_of_kind(self, shape: torch.Size) -> str:
-        """Return why no further pack bucket is recorded, or ""."""
-        if len(self._kinds) == _MOST_KINDS:
-            return f"packs fall into more than {_MOST_KINDS} size buckets"
-        shapes = {kind.shape for kind in self._kinds.values()}
-        if shape not in shapes and len(shapes) == _MOST_LENGTHS:
-            return f"packs of more than {_MOST_LENGTHS} lengths"
-        return ""
-
-    def _obstacle_of_pace(self, hidden: torch.Tensor) -> str:
-        """Return why the probe or the memory forbids recording, decided once, or ""."""
-        if self._pace is None or self._kinds:
+    def _obstacle_of_pace(self, hidden: torch.Tensor, buckets: PackBuckets, *, num_tokens: int) -> str:
+        """Return why the probe or the memory for num_tokens forbids recording, decided once, or ""."""
+        if self._pace is None or self.num_recordings:
             return ""
-        self._refusal = self._pace.describe() if not self._pace.is_launch_bound else self._missing_memory(hidden)
+        if not self._pace.is_launch_bound:
+            self._refusal = self._pace.describe()
+        else:
+            self._refusal = self._missing_memory(hidden, num_tokens=num_tokens, num_measured=buckets.longest_pack)
         return self._refusal
 
-    def _missing_memory(self, hidden: torch.Tensor) -> str:
+    def _missing_memory(self, hidden: torch.Tensor, *, num_tokens: int, num_measured: int) -> str:
         """Return the memory that recordings need, as text, if it is not free; "" if it is."""
         if not hidden.is_cuda:
             return ""
         segments = [find_segment(layer) for layer in self._layers]
         kept_share = sum(segment is None or segment.plan.is_kept for segment in segments) / len(segments)
         allocated = torch.cuda.memory_allocated(hidden.device)
-        work = torch.cuda.max_memory_allocated(hidden.device) - allocated
-        hidden_states = len(self._layers) * hidden.numel() * hidden.element_size()
+        work = (torch.cuda.max_memory_allocated(hidden.device) - allocated) * num_tokens / num_measured
+        hidden_states = len(self._layers) * num_tokens * hidden.shape[2:].numel() * hidden.element_size()
         needed = work * (_ROOM_KEPT * kept_share + _ROOM_RECOMPUTED * (1 - kept_share)) + hidden_states
         free = torch.cuda.mem_get_info(hidden.device)[0] + torch.cuda.memory_reserved(hidden.device) - allocated
         budgets = [segment.vram_budget_bytes for segment in segments if segment is not None]
@@ -262,12 +254,12 @@ class LayerGraphs:
         self._refusal = str(error)
         self._drop()
 
-    def buffer(self, name: Hashable, like: torch.Tensor) -> torch.Tensor:
-        """Return the static buffer of a name, shape and dtype."""
-        key = (name, like.shape, like.dtype)
-        if key not in self._buffers:
-            self._buffers[key] = torch.empty_like(like, memory_format=torch.contiguous_format, requires_grad=False)
-        return self._buffers[key]
+    def buffer(self, name: Hashable, like: torch.Tensor, *, num_tokens: int) -> torch.Tensor:
+        """Return the first num_tokens rows of the static buffer of a name, width and dtype."""
+        key = (name, like.shape[2:], like.dtype)
+        if key not in self._buffers or self._buffers[key].shape[1] < num_tokens:
+            self._buffers[key] = like.detach().new_empty((1, num_tokens, *like.shape[2:]))
+        return self._buffers[key][:, :num_tokens]
 
     def gradient_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the buffer for the gradient of a parameter in recorded backwards."""
@@ -286,7 +278,7 @@ class LayerGraphs:
         begin = time.perf_counter()
         try:
             again = self._recorder.record(work)
-            self._recording_seconds += time.perf_counter() - begin
+            self.recording_seconds += time.perf_counter() - begin
             recording.held += self._memory_of(recording.layer)
             return again
         except RuntimeError as error:
@@ -376,7 +368,7 @@ class _LayerGraph:
         self, kind: PackBucket, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Recording | None:
         graphs, index = self._graphs, self._index
-        recording = Recording(graphs, self.layer, index, args[0])
+        recording = Recording(graphs, self.layer, index, args[0], num_tokens=kind.size.num_tokens)
         graphs.num_recordings += 1
         kind.num_recordings[index] += 1
         reason = recording_obstacle(self.layer, kwargs, config=graphs.config)

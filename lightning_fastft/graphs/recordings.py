@@ -11,8 +11,8 @@ import torch
 
 from lightning_fastft.activations.segments import is_random
 from lightning_fastft.activations.values import find_segment
+from lightning_fastft.graphs.buckets import PackBucket, StaticInput, load_rows
 from lightning_fastft.hf.lora import switched_layers
-from lightning_fastft.packing.context import BatchContext
 from lightning_fastft.patches.deferred_mask import DeferredMask
 
 if TYPE_CHECKING:
@@ -28,42 +28,12 @@ _OUTPUT_FLAGS = ("output_attentions", "output_hidden_states", "output_router_log
 _RECORDING = "transformers.utils.output_capturing"
 
 
-class PackBucket:
-    """Recordings for packs of one size bucket."""
-
-    def __init__(self, context: BatchContext, shape: torch.Size) -> None:
-        self.context = context
-        self.shape = shape
-        self.recordings: dict[int, Recording] = {}
-        self.num_recordings: Counter[int] = Counter()
-        # Static copies of the tensors that layers take besides hidden states and the context.
-        self.inputs: list[_Input] = []
-
-    def input_for(self, tensor: torch.Tensor) -> _Input:
-        """Return the static copy of a tensor, shared by all layers that take it."""
-        for found in self.inputs:
-            if found.source is tensor:
-                return found
-        self.inputs.append(_Input(tensor))
-        return self.inputs[-1]
-
-
-class _Input:
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.memory = tensor.detach().clone()
-        self.source, self._version = tensor, tensor._version
-
-    def load(self, tensor: torch.Tensor) -> None:
-        # All layers of a micro-batch take the same tensors; the first one copies.
-        if self.source is not tensor or self._version != tensor._version:
-            self.memory.data.copy_(tensor)
-            self.source, self._version = tensor, tensor._version
-
-
 class Recording:
-    """Recording of one layer for one pack bucket."""
+    """Recording of one layer for one pack bucket of num_tokens tokens."""
 
-    def __init__(self, graphs: LayerGraphs, layer: nn.Module, index: int, hidden: torch.Tensor) -> None:
+    def __init__(
+        self, graphs: LayerGraphs, layer: nn.Module, index: int, hidden: torch.Tensor, *, num_tokens: int
+    ) -> None:
         self.layer = layer
         self.held: list[torch.Tensor] = []
         self._places = [(owner._parameters, name) for owner in layer.modules() for name in owner._parameters]
@@ -71,19 +41,19 @@ class Recording:
         self._found = [held[name] for held, name in self._places]
         self.trained: list[torch.Tensor] = [parameter for parameter in self.parameters if parameter.requires_grad]
         self.adapters = switched_layers(layer)
-        self.out = graphs.buffer(("out", index), hidden)
-        self.d_hidden = graphs.buffer("gradient", hidden)
-        before = graphs.buffer(("out", index - 1), hidden) if index else None
+        self.out = graphs.buffer(("out", index), hidden, num_tokens=num_tokens)
+        self.d_hidden = graphs.buffer("gradient", hidden, num_tokens=num_tokens)
+        before = graphs.buffer(("out", index - 1), hidden, num_tokens=num_tokens) if index else None
         # The recording reads the output of the previous layer in place.
         memory = (
             before
             if before is not None and before.data_ptr() == hidden.data_ptr()
-            else graphs.buffer(("in", index), hidden)
+            else graphs.buffer(("in", index), hidden, num_tokens=num_tokens)
         )
         if memory is not before:
-            memory.copy_(hidden.detach())
+            load_rows(memory, hidden.detach())
         self.hidden = memory.detach().requires_grad_(hidden.requires_grad)
-        self.inputs: list[tuple[str, tuple[_Input, ...]]] = []
+        self.inputs: list[tuple[str, tuple[StaticInput, ...]]] = []
         self.constants: dict[str, Any] = {}
         self.plan: SegmentPlan | None = plan_of(layer)
         self.state = self._read_state()
@@ -106,11 +76,13 @@ class Recording:
     def own_inputs(self, kind: PackBucket, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the keywords of a call with static copies in place of its tensors."""
         options: dict[str, Any] = {}
+        num_tokens = kwargs["context"].num_tokens
         for name, value in kwargs.items():
             if name == "context":
                 options[name] = kind.context
             elif torch.is_tensor(value) or (isinstance(value, tuple) and value and all(map(torch.is_tensor, value))):
-                pieces = tuple(kind.input_for(piece) for piece in (value if isinstance(value, tuple) else (value,)))
+                given = value if isinstance(value, tuple) else (value,)
+                pieces = tuple(kind.input_for(piece, num_tokens=num_tokens) for piece in given)
                 self.inputs.append((name, pieces))
                 memory = tuple(piece.memory for piece in pieces)
                 options[name] = memory if isinstance(value, tuple) else memory[0]
@@ -121,14 +93,16 @@ class Recording:
         return options
 
     def load(self, kwargs: dict[str, Any]) -> str:
-        """Copy the inputs of a call; return the name of a constant that changed since the recording, or ""."""
+        """Copy the inputs of a call; return the name of one that the recording cannot take, or ""."""
         for name, value in self.constants.items():
             given = kwargs.get(name)
             if given is not value and given != value and not isinstance(value, DeferredMask):
                 return name
         for name, pieces in self.inputs:
-            given = kwargs[name]
-            for piece, tensor in zip(pieces, given if isinstance(given, tuple) else (given,)):
+            given = kwargs[name] if isinstance(kwargs[name], tuple) else (kwargs[name],)
+            if not all(piece.fits(tensor) for piece, tensor in zip(pieces, given)):
+                return name
+            for piece, tensor in zip(pieces, given):
                 piece.load(tensor)
         return ""
 

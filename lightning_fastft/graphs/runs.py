@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_fastft.core.errors import SwapError
+from lightning_fastft.graphs.buckets import load_rows
 
 if TYPE_CHECKING:
     from lightning_fastft.graphs.layer_graphs import LayerGraphs
@@ -20,17 +21,20 @@ class Run:
     def __init__(self, graphs: LayerGraphs, recording: Recording) -> None:
         self._graphs, self._recording = graphs, recording
         self.is_over = False
+        # Tokens of the pack; the recording may have further rows.
+        self._num_tokens = 0
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the output of the layer for hidden states."""
         recording = self._recording
         self._graphs.open_runs.add(self)
         recording.open_run = weakref.ref(self)
+        self._num_tokens = hidden.shape[1]
         if hidden.data_ptr() != recording.hidden.data_ptr():
-            recording.hidden.data.copy_(hidden)
+            load_rows(recording.hidden, hidden)
         assert recording.forward is not None
         recording.forward()
-        return recording.out.detach()
+        return recording.out[:, : self._num_tokens].detach()
 
     def backward(self, d_out: torch.Tensor) -> torch.Tensor | None:
         """Return the gradient of the hidden states; parameter gradients are in the buffers of the recording."""
@@ -43,7 +47,7 @@ class Run:
         recording = self._recording
         self._graphs.open_runs.discard(self)
         if d_out.data_ptr() != recording.d_hidden.data_ptr():
-            recording.d_hidden.copy_(d_out)
+            load_rows(recording.d_hidden, d_out)
         # The buffer that is written next may hold the gradient of an earlier micro-batch.
         for parameter, gradient in recording.gradients:
             if parameter.grad is not None and parameter.grad.data_ptr() == gradient.data_ptr():
@@ -52,7 +56,7 @@ class Run:
             self._first_backward()
         else:
             recording.backward()
-        return recording.d_hidden.detach() if recording.hidden.requires_grad else None
+        return recording.d_hidden[:, : self._num_tokens].detach() if recording.hidden.requires_grad else None
 
     def accumulate(self) -> None:
         """Set or add the gradients of the parameters."""

@@ -11,6 +11,7 @@ import torch
 from lightning_fastft.core.errors import ShapeError
 from lightning_fastft.packing.completions import Completions
 from lightning_fastft.packing.context import BatchContext
+from lightning_fastft.packing.context_content import split_pad_tokens
 from lightning_fastft.packing.document import IGNORED_LABEL, Document
 from lightning_fastft.packing.images import merge_inputs
 from lightning_fastft.packing.pack_mask import PackMask
@@ -209,7 +210,7 @@ def collate(
     num_pad_tokens = num_tokens + -num_tokens % pad_to_multiple_of - num_real_tokens
     input_id_T, label_T = _concatenate(parts, num_tokens=num_real_tokens + num_pad_tokens, pad_token_id=pad_token_id)
     num_labelled = int((label_T != IGNORED_LABEL).sum())
-    pad_lengths = _pad_lengths(num_pad_tokens, longest=max(lengths, default=num_pad_tokens))
+    pad_lengths = split_pad_tokens(num_pad_tokens, longest=max(lengths, default=num_pad_tokens))
     prefixes = [number - part.distance if part.distance else -1 for number, part in enumerate(parts)]
     context = BatchContext(
         lengths=lengths + pad_lengths,
@@ -388,11 +389,3 @@ def _concatenate(documents: Sequence[Part], *, num_tokens: int, pad_token_id: in
         labels[start + 1 : end] = document.labels[1:]
         start = end
     return torch.from_numpy(ids), torch.from_numpy(labels)
-
-
-def _pad_lengths(num_pad_tokens: int, *, longest: int) -> list[int]:
-    """Split the pad tail into documents no longer than the longest real one."""
-    if num_pad_tokens == 0:
-        return []
-    whole, rest = divmod(num_pad_tokens, longest)
-    return [longest] * whole + [rest] * (rest > 0)

@@ -14,10 +14,12 @@ import torch
 from lightning_fastft.core.errors import ContextError, OptionError, ShapeError
 from lightning_fastft.packing.chunks import Chunks, build_chunks, load_chunks, recordable_chunks
 from lightning_fastft.packing.context_content import check_content, find_labelled_rows
+from lightning_fastft.packing.document import IGNORED_LABEL
 from lightning_fastft.packing.masks import build_block_mask, build_dense_mask, build_mask_blocks
 from lightning_fastft.packing.parts import PackPart
 from lightning_fastft.packing.prefixes import PrefixKeys, VarlenArguments, check_prefixes, list_keys
 from lightning_fastft.packing.spans import BidirectionalSpans
+from lightning_fastft.packing.static_documents import load_documents
 
 if TYPE_CHECKING:
     from lightning_fastft.packing.completions import Completions
@@ -225,54 +227,49 @@ class BatchContext:
         """Return a context whose tensors are in pinned host memory."""
         return self._map(lambda tensor: tensor.pin_memory())
 
-    def recordable(self, *, num_documents: int, max_length: int, chunk_size: int | None = None) -> BatchContext:
+    def recordable(
+        self, *, num_documents: int, max_length: int, num_tokens: int | None = None, chunk_size: int | None = None
+    ) -> BatchContext:
         """Return a copy with static tensor addresses, for CUDA graphs that are recorded once and replayed per pack.
 
-        The copy describes this pack until ``load`` copies another pack into it. Its offsets are padded with those of
-        empty documents, and it has no labelled rows. No pack to load may have more documents or a longer one; kernels
-        are recorded with max_length. Mixers read chunks of chunk_size tokens; None for a model without mixers.
+        The copy describes this pack until ``load`` copies another pack into it. It has no labelled rows. No pack to
+        load may exceed a limit; kernels are recorded with num_tokens (None: of this pack) and max_length. Rows behind a
+        pack's tokens are documents of at most max_length. Mixers read chunks of chunk_size tokens; None without mixers.
 
         Raises:
             ShapeError: This pack exceeds one of the limits, or its attention is not causal.
         """
         if self.causal_obstacle:
             raise ShapeError(f"The pack has no recordable context: {self.causal_obstacle}.")
-        other = self._map(torch.clone)
+        other = self._map(lambda tensor: tensor)
+        other.num_tokens = self.num_tokens if num_tokens is None else num_tokens
         other.start_S1 = self.start_S1.new_empty(num_documents + 1)
+        other.document_T = self.document_T.new_empty(other.num_tokens)
+        other.position_T = self.position_T.new_empty(other.num_tokens)
+        other.label_T = self.label_T.new_full((other.num_tokens,), IGNORED_LABEL)
         other.labelled_row_R = other.labelled_target_R = self.labelled_row_R.new_empty(0)
         other.num_documents = num_documents
         other.max_length = other.max_own_length = max_length
         if chunk_size is not None:
-            other._recorded_chunks = recordable_chunks(other.start_S1, num_tokens=self.num_tokens, size=chunk_size)
+            other._recorded_chunks = recordable_chunks(other.start_S1, num_tokens=other.num_tokens, size=chunk_size)
         other.load(self)
         return other
 
     def load(self, other: BatchContext) -> None:
-        """Copy another pack into this context, which ``recordable`` made.
-
-        Both packs have the same number of tokens and are on the same device.
+        """Copy another pack on the same device into this context, which ``recordable`` made.
 
         Raises:
             ShapeError: The other pack exceeds the limits of this context.
 
         Cost:
-            Four small launches, with chunks nine; no host sync.
+            That of ``load_documents``, with chunks five more small launches; no host sync.
         """
-        is_too_large = other.num_documents > self.num_documents or other.max_length > self.max_length
-        if other.num_tokens != self.num_tokens or is_too_large or other.causal_obstacle:
-            raise ShapeError(
-                f"The pack has {other.num_tokens} tokens, {other.num_documents} documents and a longest document of "
-                f"{other.max_length}. This recordable context takes exactly {self.num_tokens} tokens, at most "
-                f"{self.num_documents} documents and a longest document of {self.max_length}."
-            )
-        # Write through ``.data``: autograd saved these tensors at recording time and must read the new values.
-        self.start_S1.data[: other.num_documents + 1].copy_(other.start_S1)
-        self.start_S1.data[other.num_documents + 1 :].fill_(self.num_tokens)
-        self.document_T.data.copy_(other.document_T)
-        self.position_T.data.copy_(other.position_T)
+        further = load_documents(self, other)
         self._built.clear()
         if self._recorded_chunks is not None:
-            load_chunks(self._recorded_chunks, other.chunks(self._recorded_chunks.size), num_tokens=self.num_tokens)
+            size = self._recorded_chunks.size
+            own = build_chunks((*other.lengths, *further), self.start_S1, size) if further else other.chunks(size)
+            load_chunks(self._recorded_chunks, own, num_tokens=self.num_tokens)
 
     def note_read(self, backend: str) -> None:
         """Record that an attention layer read this context. A packed step without a read is an error."""

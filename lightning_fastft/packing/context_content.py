@@ -60,3 +60,11 @@ def find_labelled_rows(label_T: torch.Tensor) -> tuple[int, torch.Tensor, torch.
     row_R = torch.nn.functional.pad(row_L, (0, num_padding_rows))
     target_R = torch.nn.functional.pad(label_T[row_L + 1], (0, num_padding_rows), value=IGNORED_LABEL)
     return row_L.numel(), row_R, target_R
+
+
+def split_pad_tokens(num_pad_tokens: int, *, longest: int) -> list[int]:
+    """Return the lengths of the documents that pad tokens become, none longer than the longest."""
+    if num_pad_tokens <= 0:
+        return []
+    whole, rest = divmod(num_pad_tokens, longest)
+    return [longest] * whole + [rest] * (rest > 0)

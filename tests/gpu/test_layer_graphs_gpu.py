@@ -44,6 +44,8 @@ PACKS = (
     (255, 257),
     (30,) * 17 + (2,),
 )
+# 405 to 512 tokens, each pack of another length.
+RAGGED = tuple((190, 1, 64, last) for last in (150, 257, 203, 241, 177, 229, 165, 251, 219, 187))
 CONFIG = sizes(vocab=97, width=256, inner=512, layers=2, heads=4, key_heads=2, head_width=64, positions=1024)
 MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
 
@@ -86,20 +88,21 @@ def wide_lora(family):
     return add_lora(make_model(family, has_lora=False).requires_grad_(False), r=16, adapter_dtype=torch.float32).train()
 
 
+@pytest.mark.parametrize("packs", [PACKS, RAGGED])
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
 @pytest.mark.parametrize(("family", "has_lora"), [("qwen3", True), ("qwen3", False), ("gpt_oss", True)])
-def test_steps_are_as_near_to_the_truth_as_those_without_graphs(family, has_lora, policy):
+def test_steps_are_as_near_to_the_truth_as_those_without_graphs(family, has_lora, policy, packs):
     model = wide_lora(family) if has_lora else make_model(family, has_lora=False)
     truth = copy.deepcopy(model).double()
     install_packed_training(truth, ModelPatcher())
     use_exact_norms(truth, is_plain=True)
-    batches = [make_batch(lengths, seed=number) for number, lengths in enumerate(PACKS)]
+    batches = [make_batch(lengths, seed=number) for number, lengths in enumerate(packs)]
     on_device = [batch.to("cuda") for batch in batches]
     recorded, copies, graphs = prepare(model, policy=policy, is_recorded=True)
     found = train(recorded, copies, on_device, rate=0.0)
-    assert graphs.num_replays == 3 * (len(PACKS) - 2), graphs.reasons
+    assert graphs.num_replays == 3 * (len(packs) - 2), graphs.reasons
     own = train(*prepare(model, policy=policy, is_recorded=False)[:2], on_device, rate=0.0)
-    for number in range(2, len(PACKS)):
+    for number in range(2, len(packs)):
         each, plain = ({name: value.cpu() for name, value in steps[number].items()} for steps in (found, own))
         assert_as_near(each, own=plain, truth=step(truth, batches[number]))
 

@@ -16,7 +16,7 @@ from lightning_fastft.mixers.install import BY_DOCUMENT
 from lightning_fastft.packing.chunks import build_chunks
 from lightning_fastft.patches.packed import install_packed_training
 from tests.fused.test_hybrid_layers import FAMILIES, build
-from tests.graphs.test_layer_graphs import CPU, PACKS, Repeating, assert_same, train
+from tests.graphs.test_layer_graphs import CPU, PACKS, RAGGED, Repeating, assert_same, train
 from tests.support.layer_pairs import build as build_attention
 from tests.support.layer_pairs import fuse, layers_of
 from tests.support.packs import make_batch
@@ -63,15 +63,17 @@ def prepare(model, policy, recorder=None):
     return graphs
 
 
+@pytest.mark.parametrize("packs", [PACKS, RAGGED])
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
 @pytest.mark.parametrize(("family", "trained"), [("qwen3_5_text", "lora"), ("qwen3_next", "full")])
-def test_steps_are_bit_equal_to_those_without(family, trained, policy, delta_rule_reads_chunks):
+def test_steps_are_bit_equal_to_those_without(family, trained, policy, packs, delta_rule_reads_chunks):
     model = build(family, trained)
     plain = copy.deepcopy(model)
     graphs = prepare(model, policy, Repeating())
     prepare(plain, policy)
-    assert_same(train(model), train(plain))
-    assert graphs.num_replays == 2 * (len(PACKS) - 2), graphs.reasons
+    pad_to = (*map(sum, packs[:2]), 64) if packs is RAGGED else (None,)
+    assert_same(train(model, packs), train(plain, packs, pad_to=pad_to))
+    assert graphs.num_replays == 2 * (len(packs) - 2), graphs.reasons
 
 
 def test_a_loaded_context_has_the_chunks_of_the_other_pack():
@@ -82,6 +84,8 @@ def test_a_loaded_context_has_the_chunks_of_the_other_pack():
     context.load(second)
     assert context.chunks(SIZE) is chunks
     assert documents_of(chunks, 32) == [17, 15]
+    context.load(make_batch((17, 3)).context)
+    assert documents_of(chunks, 32) == [17, 3, 12]
 
 
 def test_chunks_have_room_for_every_pack():

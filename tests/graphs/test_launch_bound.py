@@ -142,7 +142,7 @@ def test_where_recording_fails_layers_run_as_ever_with_a_warning(caplog, number,
     assert graphs.num_replays == num_replays
     assert graphs._recorder.num_recorded == number
     # Nor does it hold memory for recordings that will never be.
-    assert not any((graphs._kinds, graphs._buffers, graphs._grads))
+    assert not any((graphs.pack_buckets, graphs._buffers, graphs._grads))
     assert graphs.status().state == "inactive"
     assert "could not be recorded" in graphs.status().reason
 

@@ -42,6 +42,11 @@ PACKS = (
     (9, 9, 14),
     (31, 1),
 )
+# Packs of 49 to 64 tokens, each of another length.
+RAGGED = tuple(
+    tuple(length for length in (23, num_tokens % 7, 17, num_tokens - 40 - num_tokens % 7) if length)
+    for num_tokens in (61, 53, 58, 50, 64, 49, 57, 62, 55, 60, 51, 63, 59, 52, 56, 54)
+)
 CPU = frozenset({"sdpa", "reference"})
 
 
@@ -95,11 +100,14 @@ def trained_parameters(model):
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def train(model, packs=PACKS, *, accumulate=1, rate=0.05, options=None):
-    """Steps of plain gradient descent; losses and the gradients of every step."""
+def train(model, packs=PACKS, *, accumulate=1, rate=0.05, options=None, pad_to=(None,)):
+    """Steps of plain gradient descent on packs with so many tokens, the last number for all further ones; losses and
+    the gradients of every step.
+    """
     losses, gradients = [], []
     for number, lengths in enumerate(packs):
-        loss = model(**make_batch(lengths, seed=number), **(options or {})).loss
+        num_tokens = pad_to[min(number, len(pad_to) - 1)]
+        loss = model(**make_batch(lengths, seed=number, pad_to=num_tokens), **(options or {})).loss
         loss.backward()
         losses.append(loss.detach())
         if (number + 1) % accumulate:
@@ -507,24 +515,60 @@ def test_what_a_recording_would_pass_over_runs_as_ever_and_is_named(change, reas
     assert any(reason in found for found in graphs.reasons), graphs.reasons
 
 
-def test_packs_of_any_length_run_as_ever_until_a_length_comes_again():
-    model, plain, graphs = twins("qwen3", "lora")
-    packs = [(length, 5) for length in range(3, 9)]
-    assert_same(train(model, packs), train(plain, packs))
-    assert graphs.num_replays == 0
-    assert "pad_to_max=True" in graphs.status().reason
-    assert_same(train(model, packs * 2), train(plain, packs * 2))
-    # Two of the six lengths, in the last round.
-    assert graphs.num_replays == 2 * 2
-    assert graphs.reasons["packs of more than 2 lengths"] == 4
+@pytest.mark.parametrize("policy", ["keep", "recompute"])
+@pytest.mark.parametrize(
+    ("family", "trained"), [("qwen3", "lora"), ("qwen3", "full"), ("qwen3_moe", "lora"), ("gemma3", "lora")]
+)
+def test_packs_of_lengths_that_never_come_again_equal_padded_packs(family, trained, policy):
+    model, plain, graphs = twins(family, trained, policy=policy)
+    assert_same(train(model, RAGGED), train(plain, RAGGED, pad_to=(*map(sum, RAGGED[:2]), 64)))
+    assert graphs.num_replays == 2 * (len(RAGGED) - 2), graphs.reasons
+    # Both layers once: the longest of the first packs is rounded up to 64, and those to come are covered.
+    assert graphs.num_recordings == 2
+    assert {buffer.shape[1] for buffer in graphs._buffers.values()} == {64}
 
 
-def test_only_so_many_kinds_are_recorded(monkeypatch):
-    monkeypatch.setattr("lightning_fastft.graphs.layer_graphs._MOST_KINDS", 1)
+def test_a_pack_that_outgrows_the_recordings_replaces_them():
     model, plain, graphs = twins("qwen3", "lora")
-    assert_same(train(model), train(plain))
-    assert graphs.num_replays > 0
-    assert graphs.reasons["packs fall into more than 1 size buckets"] > 0
+    small, large = RAGGED[:6], [(30, 30, 30), (20, 31, 30), (32, 32, 28)]
+    padded = [*map(sum, small[:2]), *[64] * 4, *[96] * 7]
+    assert_same(train(model, small), train(plain, small, pad_to=padded))
+    held = [weakref.ref(recording) for bucket in graphs.pack_buckets for recording in bucket.recordings.values()]
+    packs = [*large, *small[2:]]
+    assert_same(train(model, packs), train(plain, packs, pad_to=[96]))
+    gc.collect()
+    assert all(reference() is None for reference in held)
+    assert graphs.num_recordings == 4
+    assert [bucket.size.num_tokens for bucket in graphs.pack_buckets] == [96]
+    assert {buffer.shape[1] for buffer in graphs._buffers.values()} == {96}
+
+
+def test_nan_of_an_earlier_pack_does_not_stay_behind_the_tokens():
+    model, plain, graphs = twins("qwen3", "lora")
+    assert_same(train(model, RAGGED[:4]), train(plain, RAGGED[:4], pad_to=(*map(sum, RAGGED[:2]), 64)))
+    for lengths in RAGGED[4:8]:
+        (bucket,) = graphs.pack_buckets
+        for memory in (*graphs._buffers.values(), *(held.memory for held in bucket._inputs)):
+            memory.fill_(torch.nan if memory.is_floating_point() else -1)
+        assert_same(train(model, [lengths]), train(plain, [lengths], pad_to=[64]))
+    assert graphs.num_replays == 2 * 6
+
+
+def test_frequent_packs_that_are_shorter_get_recordings_of_their_own():
+    model, plain, graphs = twins("qwen3", "lora")
+    packs = [*RAGGED, *[(9, 20, 4 + number % 4) for number in range(20)]]
+    padded = [*map(sum, RAGGED[:2]), *[64] * 29, 40]
+    assert_same(train(model, packs), train(plain, packs, pad_to=padded))
+    assert sorted(bucket.size.num_tokens for bucket in graphs.pack_buckets) == [40, 64]
+    assert graphs.num_recordings == 4
+
+
+def test_an_input_of_another_shape_runs_as_ever():
+    model, plain, graphs = twins("qwen3", "lora")
+    for number in range(4):
+        options = {"tag": torch.zeros(3 + number // 3)}
+        assert_same(train(model, PACKS[:1], options=options), train(plain, PACKS[:1], options=options))
+    assert graphs.reasons["tag changes from call to call"] == 2
 
 
 def test_batches_without_a_context_and_autocast_run_as_ever():
@@ -594,7 +638,7 @@ def test_everything_is_taken_back_and_copies_have_no_graphs():
     copied = copy.deepcopy(model)
     assert vars(layers_of(copied)[0])[GRAPH_ATTRIBUTE] is None
     assert pickle.loads(pickle.dumps(graphs._graphs[0])) is None
-    held = [weakref.ref(recording) for kind in graphs._kinds.values() for recording in kind.recordings.values()]
+    held = [weakref.ref(recording) for kind in graphs.pack_buckets for recording in kind.recordings.values()]
     held += [weakref.ref(buffer) for buffer in graphs._buffers.values()]
     patcher.undo()
     gc.collect()
@@ -612,7 +656,7 @@ def test_memory_that_layers_share_is_held_for_the_graphs():
     model = build("qwen3", "lora")
     graphs, _ = install(model)
     train(model)
-    recordings = [recording for kind in graphs._kinds.values() for recording in kind.recordings.values()]
+    recordings = [recording for kind in graphs.pack_buckets for recording in kind.recordings.values()]
     # By the forward and by the backward.
     assert [len(recording.held) for recording in recordings] == [2] * 4
     assert all(recording.held[0] is next(recording.layer.mlp.parameters()) for recording in recordings)
@@ -630,4 +674,15 @@ def test_a_context_that_is_loaded_describes_the_other_pack():
     assert torch.equal(context.dense_mask(), second.dense_mask())
     with pytest.raises(ShapeError, match="longest document"):
         context.load(make_batch((32,)).context)
+    # The tokens of a shorter pack, and documents behind them that are no longer than the longest one may be.
+    shorter, padded = make_batch((9, 5)).context, make_batch((9, 5, 16, 2)).context
+    context.load(shorter)
+    assert context.start_S1.tolist() == [0, 9, 14, 30, 32, 32, 32]
+    for name in ("document_T", "position_T"):
+        assert torch.equal(getattr(context, name), getattr(padded, name))
+    assert torch.equal(context.dense_mask(), padded.dense_mask())
+    with pytest.raises(ShapeError, match="6 documents in all"):
+        context.load(make_batch((1,) * 6).context)
+    longer = first.recordable(num_documents=6, max_length=16, num_tokens=48)
+    assert longer.start_S1.tolist() == [0, 7, 8, 20, 32, 48, 48]
     assert first.start_S1.tolist() == [0, 7, 8, 20, 32]

@@ -120,7 +120,7 @@ def render_config(recipe: Recipe) -> str:
         why = "Longer examples are cut" + (" (lengths are assumed)" if recipe.lengths.assumption else "")
         lines += [f'    # {why}; "refuse" stops instead, "split" makes several of one.', "    too_long: truncate"]
     if recipe.gpu:
-        lines += ["    # CUDA graphs of layers need packs of one length.", "    pad_to_max: true"]
+        lines += ["    # Packs of one length need the fewest CUDA graphs of layers.", "    pad_to_max: true"]
     lines += _model_lines(recipe)
     lines += _trainer_lines(recipe)
     return "\n".join(lines) + "\n"
