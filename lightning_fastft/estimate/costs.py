@@ -185,16 +185,16 @@ def meter_step(
         # Adapters and masters have moments in fp32, other weights in their dtype.
         per_weight = 12 if has_masters and lora is None else 8 if lora is not None else 2 * dtype.itemsize
         own_bytes = functools.partial(_moments, per_weight=per_weight)
-    held_bytes = sum(metered.held_bytes[place] for place in places) + sum(weight.nbytes for weight in _weights_of(base))
+    held_bytes = sum(metered.held_bytes[place] for place in places) + sum(map(_num_bytes, _weights_of(base)))
     # Lightning frees the gradients of a step between the forward and the backward of the next one.
-    held_bytes += sum(parameter.nbytes + own_bytes(parameter) for parameter in trained)
+    held_bytes += sum(_num_bytes(parameter) + own_bytes(parameter) for parameter in trained)
     return MeteredStep(
         metered,
         places,
         weight_bytes=[frozen_bytes(layer) for layer in layers],
         held_bytes=held_bytes,
-        buffer_bytes=sum(buffer.nbytes for buffer in base.buffers()),
-        trained_bytes=sum(parameter.nbytes for parameter in trained),
+        buffer_bytes=sum(map(_num_bytes, base.buffers())),
+        trained_bytes=sum(map(_num_bytes, trained)),
         embedding_bytes=movable_embedding_bytes(base),
         is_graphed=swaps.is_graphed,
     )
@@ -307,9 +307,10 @@ def _meter_layers(
                 # Counted by layer, because only the first layers run.
                 meter.add_resident(tensor for layer in layers for tensor in _held_tensors(layer))
             step.step_ends()
-        held_bytes = [sum(tensor.nbytes for tensor in _held_tensors(layer)) for layer in layers]
+        held_bytes = [sum(map(_num_bytes, _held_tensors(layer))) for layer in layers]
         gradient_bytes = [
-            sum(parameter.nbytes for parameter in layer.parameters() if parameter.requires_grad) for layer in layers
+            sum(_num_bytes(parameter) for parameter in layer.parameters() if parameter.requires_grad)
+            for layer in layers
         ]
     except (NotImplementedError, RuntimeError) as error:
         raise UnsupportedModelError(
@@ -382,3 +383,7 @@ def _held_tensors(layer: nn.Module) -> list[torch.Tensor]:
 
 def _moments(parameter: nn.Parameter, *, per_weight: int) -> int:
     return parameter.numel() * per_weight
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -201,7 +201,7 @@ class _HostTable:
     def __init__(self, parameter: torch.Tensor, *, device: torch.device, allocate_host: AllocateHost | None) -> None:
         self.parameter = parameter
         self.device = device
-        self.num_bytes = parameter.nbytes
+        self.num_bytes = parameter.numel() * parameter.element_size()
         bytes_of_table = (
             torch.empty(self.num_bytes, dtype=torch.uint8)
             if allocate_host is None
@@ -254,7 +254,7 @@ def movable_embedding_bytes(model: PreTrainedModel) -> int:
         obstacle = _embedding_obstacle(model, embedding)
     except UnsupportedModelError:
         return 0
-    return 0 if obstacle else int(embedding.weight.nbytes)
+    return 0 if obstacle else int(embedding.weight.numel() * embedding.weight.element_size())
 
 
 def _embedding_obstacle(model: PreTrainedModel, embedding: nn.Module) -> str:
